@@ -1,0 +1,158 @@
+"""The axes that cases vary along, their levels, and which levels exclude each other.
+
+A level is a set of `Case` fields; a mask level is a template that becomes a mask spec once the lengths are known.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from cases.case import Case
+
+
+@dataclasses.dataclass(frozen=True)
+class Axis:
+    """A name and its levels, the plainest first."""
+
+    name: str
+    levels: tuple[Any, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Lengths:
+    """A level of the lengths axis."""
+
+    phase: str
+    q: int
+    kv: int
+
+
+AXES: tuple[Axis, ...] = (
+    Axis(
+        "lengths",
+        (
+            Lengths("train", 128, 128),
+            Lengths("train", 300, 300),
+            Lengths("train", 100, 100),
+            Lengths("train", 48, 200),
+            Lengths("train", 384, 100),
+            Lengths("train", 40, 1500),
+            Lengths("train", 1500, 40),
+            Lengths("train", 1, 72),
+            Lengths("prefill", 64, 320),
+            Lengths("decode", 1, 200),
+        ),
+    ),
+    Axis(
+        "mask",
+        (
+            "full",
+            "causal",
+            "causal_end",
+            "window",
+            "window_both",
+            "chunked",
+            "spans",
+            "balanced",
+            "lengths",
+            "dense",
+            "densehead",
+            "densebatch",
+        ),
+    ),
+    Axis("distribution", ("normal", "large", "small", "heavy", "dominant", "cancel", "ties", "knee", "huge")),
+    # (batch, query heads, key/value heads): B == K in one of them on purpose, and all sizes distinct in another.
+    Axis("heads", ((1, 2, 2), (2, 4, 2), (1, 6, 2), (3, 4, 1))),
+    Axis("depths", ((64, 64), (32, 32), (16, 48), (72, 40), (128, 128))),
+    Axis("bias", (None, "bias", "biashead", "biaskey")),
+    Axis("dtype", ("f32", "bf16", "f16")),
+    Axis("segments", (None, "seg", "segpad")),
+    Axis("soft_cap", (None, 2.0, 30.0)),
+    Axis("sinks", (False, True)),
+    Axis("scale", (None, 0.3)),
+)
+
+NAMES = tuple(axis.name for axis in AXES)
+
+
+def compatible(levels: Mapping[str, Any]) -> bool:
+    """False if the levels given so far (by axis name) cannot stand in one case."""
+    lengths: Lengths | None = levels.get("lengths")
+    if lengths is not None and lengths.q == 1 and levels.get("mask") in ("causal", "spans", "balanced"):
+        return False  # with one query these leave one key, nothing to cut, or no chunks
+    if levels.get("distribution") == "knee" and "soft_cap" in levels and levels["soft_cap"] is None:
+        return False
+    if levels.get("distribution") == "huge":
+        # Logits of 7e4 sit on the flat end of any cap, and their rounding error in f32 (1%) drowns one key among many.
+        return levels.get("soft_cap") is None and (lengths is None or (lengths.q > 1 and lengths.kv <= 384))
+    return True
+
+
+def assemble(levels: Mapping[str, Any], seed: int) -> Case:
+    """The case with one level of every axis."""
+    lengths: Lengths = levels["lengths"]
+    batch, num_q_heads, num_kv_heads = levels["heads"]
+    head_dim, v_head_dim = levels["depths"]
+    return Case(
+        phase=lengths.phase,
+        q_length=lengths.q,
+        kv_length=lengths.kv,
+        batch=batch,
+        num_q_heads=num_q_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        v_head_dim=v_head_dim,
+        mask=_MASKS[levels["mask"]](lengths.q, lengths.kv, batch),
+        seed=seed,
+        **{name: levels[name] for name in ("distribution", "bias", "dtype", "segments", "soft_cap", "sinks", "scale")},
+    )
+
+
+def _offset(value: int) -> str:
+    return f"-o{value}" if value else ""
+
+
+def _causal_end(q: int, kv: int, batch: int) -> str:
+    # At equal lengths the aligned offset is 0; 3 keeps it apart from plain causal.
+    return f"causal{_offset(kv - q if kv != q else 3)}"
+
+
+def _window(q: int, kv: int, batch: int) -> str:
+    return f"window-l{max(1, kv // 4) - 1}-r0{_offset(max(0, kv - q))}"
+
+
+def _window_both(q: int, kv: int, batch: int) -> str:
+    return f"window-l17-r5{_offset(max(0, kv - q))}"
+
+
+def _chunked(q: int, kv: int, batch: int) -> str:
+    return f"chunked-{kv // 3 + 1}{_offset(max(0, kv - q))}"
+
+
+def _spans(q: int, kv: int, batch: int) -> str:
+    size = min(q, kv)
+    return f"causal_or_spans-{size // 8}-{size // 3}-{size // 2}-{size - 3}"
+
+
+def _lengths(q: int, kv: int, batch: int) -> str:
+    chosen = {1: (2 * kv // 3,), 2: (kv // 2 + 1, kv), 3: (0, kv // 3 + 1, kv)}[batch]
+    causal = "causal_and_" if q == kv else ""
+    return causal + "-".join(("lengths", *map(str, chosen)))
+
+
+_MASKS: dict[str, Callable[[int, int, int], str]] = {
+    "full": lambda q, kv, batch: "full",
+    "causal": lambda q, kv, batch: "causal",
+    "causal_end": _causal_end,
+    "window": _window,
+    "window_both": _window_both,
+    "chunked": _chunked,
+    "spans": _spans,
+    "balanced": lambda q, kv, batch: "balanced-2",
+    "lengths": _lengths,
+    "dense": lambda q, kv, batch: "dense-d40",
+    "densehead": lambda q, kv, batch: "densehead-d40",
+    "densebatch": lambda q, kv, batch: "densebatch-d40",
+}

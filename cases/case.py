@@ -1,0 +1,233 @@
+"""A case: one attention problem, named by a readable id that parses back to it.
+
+    train/bf16/B2.T128.S128.N4.K2.H64.V64/causal/seg/softcap30/sinks/normal/s7
+
+The parts are: phase, dtype, shape, mask, then whatever of segment ids, soft cap, sinks, bias and scale the case has,
+then the value distribution and the seed. Ids use letters, digits and `. / _ -` only, so that a shell and pytest's `-k`
+take them unquoted.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import fnmatch
+import re
+from typing import Any
+
+from cases import mask_spec
+
+PHASES = ("train", "prefill", "decode")
+DTYPES = ("f32", "bf16", "f16")
+SEGMENTS = ("seg", "segpad")
+BIASES = ("bias", "biashead", "biaskey")
+DISTRIBUTIONS = ("normal", "small", "large", "heavy", "dominant", "cancel", "ties", "knee", "huge")
+
+_SHAPE = re.compile(r"B(\d+)\.T(\d+)\.S(\d+)\.N(\d+)\.K(\d+)\.H(\d+)\.V(\d+)")
+_SOFT_CAP = re.compile(r"(?:soft)?cap(\d+(?:\.\d+)?)")
+_SCALE = re.compile(r"scale(\d+(?:\.\d+)?)")
+_SEED = re.compile(r"s(\d+)")
+
+
+class CaseIdError(ValueError):
+    """A string is not a case id; the message says which part is wrong and what would be right."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Case:
+    """One attention problem. Lengths and depths are those of the contract; `mask` is a mask spec (`cases.mask_spec`)."""
+
+    phase: str = "train"
+    dtype: str = "f32"
+    batch: int = 1
+    q_length: int = 128
+    kv_length: int = 128
+    num_q_heads: int = 2
+    num_kv_heads: int = 2
+    head_dim: int = 64
+    v_head_dim: int = 64
+    mask: str = "full"
+    segments: str | None = None
+    soft_cap: float | None = None
+    sinks: bool = False
+    bias: str | None = None
+    scale: float | None = None
+    distribution: str = "normal"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        _one_of("phase", self.phase, PHASES)
+        _one_of("dtype", self.dtype, DTYPES)
+        _one_of("distribution", self.distribution, DISTRIBUTIONS)
+        if self.segments is not None:
+            _one_of("segments", self.segments, SEGMENTS)
+        if self.bias is not None:
+            _one_of("bias", self.bias, BIASES)
+        sizes = (self.batch, self.q_length, self.kv_length, self.num_q_heads, self.num_kv_heads)
+        if min(*sizes, self.head_dim, self.v_head_dim) < 1:
+            raise CaseIdError(f"every size must be at least 1, got {self.shape}")
+        if self.num_q_heads % self.num_kv_heads:
+            raise CaseIdError(f"N={self.num_q_heads} must be a multiple of K={self.num_kv_heads}")
+        if self.soft_cap is not None and self.soft_cap <= 0:
+            raise CaseIdError(f"soft cap must be positive, got {self.soft_cap}")
+        if self.scale is not None and self.scale <= 0:
+            raise CaseIdError(f"scale must be positive, got {self.scale}")
+        if self.distribution == "knee" and self.soft_cap is None:
+            raise CaseIdError("distribution 'knee' puts logits at the soft cap's knee, so the case needs a soft cap")
+        try:
+            mask_spec.parse(self.mask)
+            mask_spec.build(self.mask, self.batch, self.num_q_heads, self.q_length, self.kv_length, self.seed)
+        except ValueError as error:
+            raise CaseIdError(str(error)) from error
+
+    @property
+    def shape(self) -> str:
+        """The shape part of the id."""
+        return (
+            f"B{self.batch}.T{self.q_length}.S{self.kv_length}.N{self.num_q_heads}.K{self.num_kv_heads}"
+            f".H{self.head_dim}.V{self.v_head_dim}"
+        )
+
+    @property
+    def id(self) -> str:
+        """The readable id; `parse(case.id) == case`."""
+        parts = [self.phase, self.dtype, self.shape, self.mask]
+        if self.segments:
+            parts.append(self.segments)
+        if self.soft_cap is not None:
+            parts.append(f"softcap{_number(self.soft_cap)}")
+        if self.sinks:
+            parts.append("sinks")
+        if self.bias:
+            parts.append(self.bias)
+        if self.scale is not None:
+            parts.append(f"scale{_number(self.scale)}")
+        return "/".join([*parts, self.distribution, f"s{self.seed}"])
+
+    def __str__(self) -> str:
+        return self.id
+
+    @property
+    def features(self) -> tuple[str, ...]:
+        """What an implementation must be able to do to compute this case, by name (`FEATURES`)."""
+        found = [self.dtype, self.phase]
+        if self.num_q_heads == self.num_kv_heads:
+            found.append("mha")
+        else:
+            found.append("mqa" if self.num_kv_heads == 1 else "gqa")
+        found += mask_spec.features(self.mask)
+        flags = {
+            "segment_ids": self.segments,
+            "soft_cap": self.soft_cap,
+            "sinks": self.sinks,
+            "bias": self.bias,
+            "scale": self.scale,
+            "v_head_dim": self.head_dim != self.v_head_dim,
+            "unequal_lengths": self.q_length != self.kv_length,
+        }
+        return (*found, *(name for name, on in flags.items() if on))
+
+
+FEATURES: dict[str, str] = {
+    "f32": "float32 operands",
+    "bf16": "bfloat16 operands",
+    "f16": "float16 operands",
+    "train": "whole sequences, with gradients",
+    "prefill": "a chunk of queries against a longer cache, forward only",
+    "decode": "one query against a cache, forward only",
+    "mha": "as many key/value heads as query heads",
+    "gqa": "query heads share key/value heads in groups",
+    "mqa": "all query heads share one key/value head",
+    "full": "no mask",
+    "causal": "causal mask",
+    "window": "sliding window",
+    "chunked": "chunked causal mask",
+    "bidirectional": "bidirectional spans",
+    "balanced": "load-balanced causal order",
+    "lengths": "a key length for each batch row",
+    "dense": "any boolean mask, the same for every head and batch row",
+    "dense_head": "a boolean mask for each head",
+    "dense_batch": "a boolean mask for each batch row",
+    "offset": "mask offset (absolute query positions)",
+    "segment_ids": "segment ids of q and kv",
+    "soft_cap": "soft cap of the logits",
+    "sinks": "one learned sink logit for each query head",
+    "bias": "additive bias",
+    "scale": "a scale other than 1/sqrt(H)",
+    "v_head_dim": "value depth other than key depth",
+    "unequal_lengths": "T != S",
+}
+
+
+def parse(text: str) -> Case:
+    """The case that `text` names. Raises `CaseIdError`, which says what part is wrong."""
+    parts = text.strip().split("/")
+    if len(parts) < 6:
+        raise CaseIdError(
+            f"{text!r} is not a case id: it has {len(parts)} parts, at least 6 are needed: phase/dtype/shape/mask/"
+            f"[segments/softcapC/sinks/bias/scaleX/]distribution/sSEED"
+        )
+    phase, dtype, shape, mask, *options, distribution, seed = parts
+    sizes = _SHAPE.fullmatch(shape)
+    if not sizes:
+        raise CaseIdError(f"{shape!r} in {text!r} is not a shape such as B2.T128.S128.N4.K2.H64.V64")
+    numbered = _SEED.fullmatch(seed)
+    if not numbered:
+        raise CaseIdError(f"{seed!r} in {text!r} is not a seed such as s7")
+    b, t, s, n, k, h, v = map(int, sizes.groups())
+    fields: dict[str, Any] = {}
+    for option in options:
+        name, value = _option(option, text)
+        if name in fields:
+            raise CaseIdError(f"{option!r} in {text!r} sets {name} a second time")
+        fields[name] = value
+    return Case(
+        phase=phase,
+        dtype=dtype,
+        batch=b,
+        q_length=t,
+        kv_length=s,
+        num_q_heads=n,
+        num_kv_heads=k,
+        head_dim=h,
+        v_head_dim=v,
+        mask=mask,
+        distribution=distribution,
+        seed=int(numbered[1]),
+        **fields,
+    )
+
+
+def _option(option: str, text: str) -> tuple[str, Any]:
+    if option in SEGMENTS:
+        return "segments", option
+    if option in BIASES:
+        return "bias", option
+    if option == "sinks":
+        return "sinks", True
+    if found := _SOFT_CAP.fullmatch(option):
+        return "soft_cap", float(found[1])
+    if found := _SCALE.fullmatch(option):
+        return "scale", float(found[1])
+    raise CaseIdError(
+        f"{option!r} in {text!r} is none of {', '.join(SEGMENTS)}, softcapC, sinks, {', '.join(BIASES)}, scaleX"
+    )
+
+
+def matches(query: str, case_id: str) -> bool:
+    """Whether `case_id` falls under `query`.
+
+    A query is a prefix of whole parts, with `*` for any run of characters: `train/bf16`, `train/*/causal`,
+    `*/softcap*`. Trailing parts may be left out.
+    """
+    pattern = query.strip().rstrip("/")
+    return fnmatch.fnmatchcase(case_id, pattern) or fnmatch.fnmatchcase(case_id, f"{pattern}/*")
+
+
+def _one_of(name: str, value: str, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise CaseIdError(f"{name} {value!r} is none of {', '.join(choices)}")
+
+
+def _number(value: float) -> str:
+    text = repr(float(value))
+    return text[:-2] if text.endswith(".0") else text

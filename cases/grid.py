@@ -1,0 +1,149 @@
+"""The fixed grid of cases: a covering array over the levels that an implementation supports.
+
+Every pair of levels occurs at `quick`, every triple at `standard`, every quadruple at `deep`. Levels that the
+implementation does not support stay out of the array (they would make most of its rows unjudgeable) and are shown
+instead: one case each, which the implementation declines with its reason.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from cases import covering
+from cases.axes import AXES, NAMES, assemble, compatible
+from cases.case import Case
+from cases.covering import Coverage, Partial, Row
+
+STRENGTH = {"quick": 2, "standard": 3, "deep": 4}
+Supports = Callable[[Case], "str | None"]
+"""Why a case is not supported, or None if it is."""
+
+_OPERAND_AXES = ("segments", "soft_cap", "sinks", "bias", "scale", "mask")
+
+_SIZES = tuple(len(axis.levels) for axis in AXES)
+
+
+@dataclasses.dataclass(frozen=True)
+class Grid:
+    """The cases to judge, and the coverage that was achieved.
+
+    `singles` are plain but for one optional operand or mask each, the plainest case first; `declined` is one case for
+    each level that is not supported.
+    """
+
+    level: str
+    cases: tuple[Case, ...]
+    singles: tuple[Case, ...]
+    declined: tuple[Case, ...]
+    coverage: Coverage
+
+
+def grid(level: str, seed: int, supports: Supports = lambda case: None) -> Grid:
+    """The grid at `level` for an implementation that declines cases by `supports`."""
+    support = _Support(supports, seed)
+    rows, coverage = _rows(STRENGTH[level], support.matrix())
+    cases = [assemble(_levels(row), seed) for row in rows]
+    return Grid(level, _unique(cases), _unique(support.singles()), _unique(support.declined()), coverage)
+
+
+def _unique(cases: list[Case]) -> tuple[Case, ...]:
+    return tuple(dict.fromkeys(cases))
+
+
+def _levels(row: Partial) -> dict[str, Any]:
+    return {NAMES[a]: AXES[a].levels[level] for a, level in enumerate(row) if level is not None}
+
+
+def _allowed(row: Partial) -> bool:
+    return compatible(_levels(row))
+
+
+Matrix = frozenset[tuple[tuple[int, int], tuple[int, int]]]
+"""Pairs of `(axis, level)` that do not go together; a level with itself if it is not supported at all."""
+
+
+@functools.lru_cache(maxsize=32)
+def _rows(strength: int, excluded: Matrix) -> tuple[tuple[Row, ...], Coverage]:
+    def feasible(partial: Partial) -> bool:
+        assigned = [(a, level) for a, level in enumerate(partial) if level is not None]
+        pairs = itertools.combinations_with_replacement(assigned, 2)
+        return _allowed(partial) and not any(pair in excluded for pair in pairs)
+
+    rows = covering.build(_SIZES, strength, feasible)
+    return tuple(rows), covering.coverage(rows, _SIZES, strength, feasible)
+
+
+class _Support:
+    """What an implementation supports, asked through cases that are plain but for one or two levels."""
+
+    def __init__(self, supports: Supports, seed: int) -> None:
+        self._supports = supports
+        self._seed = seed
+        self._base = self._find_base()
+
+    def matrix(self) -> Matrix:
+        """All unsupported levels, and all unsupported pairs of supported levels."""
+        items = [(a, level) for a, size in enumerate(_SIZES) for level in range(size)]
+        single = {item for item in items if self._reason(item) is not None}
+        excluded = {(item, item) for item in single}
+        supported = [item for item in items if item not in single]
+        for one, other in itertools.combinations(supported, 2):
+            if one[0] != other[0] and self._reason(one, other) is not None:
+                excluded.add((one, other))
+        return frozenset(excluded)
+
+    def singles(self) -> list[Case]:
+        """The plainest case, then one for each supported level of the optional operands and the mask."""
+        if self._supports(assemble(_levels(self._base), self._seed)) is not None:
+            return []
+        axes = [NAMES.index(name) for name in _OPERAND_AXES]
+        items = [(a, level) for a in axes for level in range(_SIZES[a]) if level != self._base[a]]
+        return [assemble(_levels(self._base), self._seed)] + [
+            self._case(item) for item in items if self._reason(item) is None
+        ]
+
+    def declined(self) -> list[Case]:
+        """One case for each level that is not supported."""
+        items = ((a, level) for a, size in enumerate(_SIZES) for level in range(size))
+        return [self._case(item) for item in items if self._reason(item) is not None]
+
+    def _find_base(self) -> Row:
+        """The plainest supported row: all first levels, else with one or two axes moved on."""
+        plain = (0,) * len(_SIZES)
+        items = [(a, level) for a, size in enumerate(_SIZES) for level in range(size)]
+        for moves in itertools.chain(((),), ((i,) for i in items), itertools.combinations(items, 2)):
+            row = _moved(plain, *moves)
+            if _allowed(row) and self._supports(assemble(_levels(row), self._seed)) is None:
+                return row
+        return plain
+
+    @functools.cache  # noqa: B019 -- the object lives as long as one call of `grid`
+    def _reason(self, *items: tuple[int, int]) -> str | None:
+        row = _repaired(_moved(self._base, *items), dict(items))
+        return self._supports(assemble(_levels(row), self._seed)) if row is not None else None
+
+    def _case(self, item: tuple[int, int]) -> Case:
+        row = _repaired(_moved(self._base, item), {item[0]: item[1]})
+        if row is None:
+            raise ValueError(f"no case has level {AXES[item[0]].levels[item[1]]!r} of axis {NAMES[item[0]]}")
+        return assemble(_levels(row), self._seed)
+
+
+def _moved(row: Row, *items: tuple[int, int]) -> Row:
+    moved = dict(items)
+    return tuple(moved.get(a, level) for a, level in enumerate(row))
+
+
+def _repaired(row: Row, fixed: Mapping[int, int]) -> Row | None:
+    """The row, with one free axis moved if the fixed levels need it (a knee needs a cap); None if that is not enough."""
+    if _allowed(row):
+        return row
+    for axis, size in enumerate(_SIZES):
+        for level in range(size if axis not in fixed else 0):
+            if _allowed(candidate := _moved(row, (axis, level))):
+                return candidate
+    return None

@@ -1,0 +1,230 @@
+"""The operands of a case, drawn from its seed with the same bits everywhere.
+
+Values are scaled so that what the case names matters in it: logits reach the soft cap, sinks carry about as much weight
+as the keys, a custom scale does not flatten the softmax. Statistics are never measured from the drawn values by a
+matrix product (its last bit differs between machines): they come from the distribution's definition.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+
+import ml_dtypes
+import numpy as np
+
+from cases import mask_spec
+from cases.case import Case
+from cases.counter_rng import integers, normal
+from cases.masks import Mask
+
+DTYPES: dict[str, np.dtype] = {
+    "f32": np.dtype(np.float32),
+    "bf16": np.dtype(ml_dtypes.bfloat16),
+    "f16": np.dtype(np.float16),
+}
+
+# Standard deviation of the logits before bias and soft cap, except where `_keys` shapes them itself.
+_LOGIT_SPREAD = {"small": 0.3, "large": 4.0, "ties": 2.0, "dominant": 0.5}
+# A tanh bends visibly from about half its cap on.
+_SPREAD_PER_CAP = 0.6
+# Beyond the largest float16, 65504.
+_HUGE_LOGIT = 6.6e4
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """Operands of one attention call (contract, section 1) as NumPy arrays; `scale=None` means `1 / sqrt(H)`."""
+
+    q: np.ndarray  # [B, T, N, H]
+    k: np.ndarray  # [B, S, K, H]
+    v: np.ndarray  # [B, S, K, V]
+    mask: Mask
+    segment_ids: tuple[np.ndarray, np.ndarray] | None = None  # [B, T], [B, S]
+    soft_cap: float | None = None
+    sinks: np.ndarray | None = None  # [N]
+    bias: np.ndarray | None = None  # broadcastable to [B, N, T, S]
+    scale: float | None = None
+
+    @property
+    def effective_scale(self) -> float:
+        """The factor that multiplies `<q, k>`."""
+        return 1 / math.sqrt(self.q.shape[-1]) if self.scale is None else self.scale
+
+    @functools.cached_property
+    def allowed(self) -> np.ndarray:
+        """Mask and segment ids together, booleans `[b, n, T, S]` with `b` and `n` 1 where nothing differs."""
+        allowed = self.mask.dense(self.q.shape[1], self.k.shape[1])
+        if self.segment_ids is not None:
+            q_ids, kv_ids = self.segment_ids
+            allowed = allowed & (q_ids[:, None, :, None] == kv_ids[:, None, None, :])
+        return allowed
+
+    @functools.cached_property
+    def empty_rows(self) -> np.ndarray:
+        """Queries that may attend to nothing, booleans `[B, N, T]`."""
+        shape = (self.q.shape[0], self.q.shape[2], self.q.shape[1])
+        return np.broadcast_to(~self.allowed.any(axis=-1), shape)
+
+    @functools.cached_property
+    def dead_keys(self) -> np.ndarray:
+        """Keys that no query may attend to, booleans `[B, S, K]`."""
+        batch, kv_length, num_kv_heads, _ = self.k.shape
+        seen = self.allowed.any(axis=2)  # [b, n, S]
+        seen = np.broadcast_to(seen, (batch, self.q.shape[2], kv_length))
+        return ~seen.reshape(batch, num_kv_heads, -1, kv_length).any(axis=2).transpose(0, 2, 1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Cotangent:
+    """Cotangents of the outputs: `out [B, T, N, V]` in the operands' dtype, `logsumexp [B, N, T]` in f32 or none."""
+
+    name: str
+    out: np.ndarray
+    logsumexp: np.ndarray | None = None
+
+
+def draw(case: Case) -> Problem:
+    """The operands of `case`."""
+    dtype = DTYPES[case.dtype]
+    q, k, v = _queries_keys_values(case)
+    mask = mask_spec.build(case.mask, case.batch, case.num_q_heads, case.q_length, case.kv_length, case.seed)
+    problem = Problem(
+        q=q.astype(dtype),
+        k=k.astype(dtype),
+        v=v.astype(dtype),
+        mask=mask,
+        segment_ids=_segment_ids(case, mask),
+        soft_cap=case.soft_cap,
+        bias=_bias(case),
+        scale=case.scale,
+    )
+    return dataclasses.replace(problem, sinks=_sinks(case, problem.allowed)) if case.sinks else problem
+
+
+def draw_cotangent(case: Case) -> Cotangent:
+    """Random cotangents of `out` and `logsumexp`."""
+    out = normal(case.seed, "do", (case.batch, case.q_length, case.num_q_heads, case.v_head_dim))
+    lse = normal(case.seed, "dlse", (case.batch, case.num_q_heads, case.q_length))
+    return Cotangent("random", out.astype(DTYPES[case.dtype]), lse.astype(np.float32))
+
+
+def _logit_spread(case: Case) -> float:
+    spread = _LOGIT_SPREAD.get(case.distribution, 1.0)
+    if case.soft_cap is None:
+        return spread
+    return case.soft_cap if case.distribution == "knee" else max(spread, _SPREAD_PER_CAP * case.soft_cap)
+
+
+def _queries_keys_values(case: Case) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """q `[B, T, N, H]`, k `[B, S, K, H]`, v `[B, S, K, V]` in float64."""
+    q = normal(case.seed, "q", (case.batch, case.q_length, case.num_q_heads, case.head_dim))
+    k = normal(case.seed, "k", (case.batch, case.kv_length, case.num_kv_heads, case.head_dim))
+    v = normal(case.seed, "v", (case.batch, case.kv_length, case.num_kv_heads, case.v_head_dim))
+    scale = 1 / math.sqrt(case.head_dim) if case.scale is None else case.scale
+    # The logits' spread is scale * sqrt(H) * magnitude(q) * magnitude(k); q and k share it evenly.
+    magnitude = math.sqrt(_logit_spread(case) / (scale * math.sqrt(case.head_dim)))
+    q, k = q * magnitude, k * magnitude
+    if case.distribution == "heavy":
+        q, k, v = (_heavy_tailed(case, name, x) for name, x in (("q", q), ("k", k), ("v", v)))
+    elif case.distribution == "dominant":
+        k = _dominant_keys(case, q, k, scale)
+    elif case.distribution == "cancel":
+        odd = k[:, 1::2].shape[1]
+        k[:, 1::2] = k[:, 0::2][:, :odd]
+        v[:, 1::2] = -v[:, 0::2][:, :odd] * (1 - 2**-6)
+    elif case.distribution == "ties":
+        k = k[:, np.arange(case.kv_length) % min(3, case.kv_length)]
+    elif case.distribution == "huge":
+        # One coordinate, the same in every key, lifts all logits without touching their differences.
+        k[..., 0], q[..., 0] = _huge_coordinate(scale)
+    return q, k, v
+
+
+def _huge_coordinate(scale: float) -> tuple[float, float]:
+    """First coordinate of k and q that lifts the logits to just above `_HUGE_LOGIT`; 8 significant bits, as bf16 has."""
+    k = 2.0**11
+    mantissa, exponent = math.frexp(_HUGE_LOGIT / (scale * k))
+    return k, math.ldexp(math.ceil(mantissa * 256), exponent - 8)
+
+
+def _heavy_tailed(case: Case, name: str, x: np.ndarray) -> np.ndarray:
+    """A normal times a power of two: 1 half the time, then 2, 4, 8 ever more rarely, as real activations have."""
+    draws = integers(case.seed, f"{name}-tail", x.shape, 64)
+    exponent = (draws >= 32).astype(int) + (draws >= 52) + (draws >= 62)
+    return x * 2.0 ** (exponent - 1)
+
+
+def _dominant_keys(case: Case, q: np.ndarray, k: np.ndarray, scale: float) -> np.ndarray:
+    """A few keys that win most rows, the strongest last, so that a running maximum keeps rising."""
+    direction = integers(case.seed, "direction", (case.head_dim,), 2) * 2.0 - 1.0
+    q += direction
+    for rank, position in enumerate((0, case.kv_length // 2, case.kv_length - 1)):
+        k[:, position] += direction * ((5.0 + rank) / (scale * case.head_dim))
+    return k
+
+
+def _sinks(case: Case, allowed: np.ndarray) -> np.ndarray:
+    """Sinks near the typical logsumexp of the keys alone, so that they take a visible part of the weight."""
+    rows = max(1, int(allowed.any(axis=-1).sum()))
+    keys = math.log(max(1.0, int(allowed.sum()) / rows))
+    spread = _logit_spread(case)
+    typical = keys + spread**2 / 2 if spread < math.sqrt(2 * keys) else spread * math.sqrt(2 * keys)
+    if case.soft_cap is not None:
+        typical = case.soft_cap * math.tanh(typical / case.soft_cap)
+    if case.distribution == "huge":
+        scale = 1 / math.sqrt(case.head_dim) if case.scale is None else case.scale
+        typical += scale * math.prod(_huge_coordinate(scale))
+    rounded = round(typical * 16) / 16
+    return (rounded + normal(case.seed, "sinks", (case.num_q_heads,))).astype(np.float32)
+
+
+def _bias(case: Case) -> np.ndarray | None:
+    """Bias as large as the logits' own spread; `biaskey` comes in the operands' dtype, the others in f32."""
+    if case.bias is None:
+        return None
+    shape = {
+        "bias": (case.batch, case.num_q_heads, case.q_length, case.kv_length),
+        "biashead": (1, case.num_q_heads, case.q_length, case.kv_length),
+        "biaskey": (case.batch, 1, 1, case.kv_length),
+    }[case.bias]
+    values = normal(case.seed, "bias", shape) * max(1.0, _logit_spread(case) / 2)
+    return values.astype(DTYPES[case.dtype] if case.bias == "biaskey" else np.float32)
+
+
+def _segment_ids(case: Case, mask: Mask) -> tuple[np.ndarray, np.ndarray] | None:
+    """Packed sequences, cut anew in every batch row; labels are not monotone. `segpad` adds padding on both sides."""
+    if case.segments is None:
+        return None
+    shorter = min(case.q_length, case.kv_length)
+    kv_ids = np.stack([_packed(case, f"kv{b}", case.kv_length, b) for b in range(case.batch)])
+    if case.q_length == case.kv_length:
+        q_ids = kv_ids.copy()
+    else:
+        q_ids = np.stack([_packed(case, f"q{b}", case.q_length, b) for b in range(case.batch)])
+    if case.segments == "segpad":
+        # Padding of q and padding of kv carry different ids: nobody attends from or to it.
+        kv_ids[:, case.kv_length - max(1, shorter // 6) :] = -2
+        q_ids[:, case.q_length - shorter // 6 :] = -1
+    return _reachable(q_ids, kv_ids, mask.dense(case.q_length, case.kv_length)), kv_ids
+
+
+def _packed(case: Case, stream: str, length: int, row: int) -> np.ndarray:
+    """Segment labels, cut at two random places and at two that the last and the first queries are sure to see."""
+    labels = np.array([5, 2, 9, 4, 7]) + row
+    third = max(1, length // 3)
+    drawn = integers(case.seed, f"cuts-{stream}", (2,), third) + np.array([third // 2 + 1, third + third // 2])
+    half = min(case.q_length, case.kv_length) // 2
+    cuts = np.sort(np.concatenate([drawn, [max(1, half), length - max(8, half)]]))
+    return labels[np.searchsorted(cuts, np.arange(length), side="right")].astype(np.int32)
+
+
+def _reachable(q_ids: np.ndarray, kv_ids: np.ndarray, mask: np.ndarray) -> np.ndarray:
+    """Queries whose segment the mask hides from them altogether join the segment of the last key that they may see."""
+    visible = mask.any(axis=1) & (kv_ids != -2)[:, None, :]  # [B, T, S]
+    meets = (visible & (q_ids[:, :, None] == kv_ids[:, None, :])).any(axis=-1)
+    last = visible.shape[-1] - 1 - np.argmax(visible[..., ::-1], axis=-1)
+    nearest = np.take_along_axis(kv_ids, last, axis=1)
+    stays = meets | ~visible.any(axis=-1) | (q_ids == -1)
+    return np.where(stays, q_ids, nearest).astype(np.int32)

@@ -1,0 +1,23 @@
+"""Conformance and gradient testing for attention in JAX.
+
+Importing this package is cheap: what needs JAX is loaded when it is first asked for.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+_PUBLIC = {
+    "Arithmetic": "conformance.contract",
+    "Implementation": "conformance.contract",
+    "declare": "conformance.plain",
+    "reference_attention": "conformance.reference",
+}
+__all__ = sorted(_PUBLIC)
+
+
+def __getattr__(name: str) -> Any:
+    if name in _PUBLIC:
+        return getattr(importlib.import_module(_PUBLIC[name]), name)
+    raise AttributeError(f"module 'conformance' has no attribute {name!r}")

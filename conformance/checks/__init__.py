@@ -1,0 +1,49 @@
+"""The checks: what is asked of an implementation on a case.
+
+A check takes a `Subject` and yields `Judgement`s; it knows no particular implementation. `CHECKS` names them in the
+order in which they run.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable
+
+from conformance.checks import forward, gradients, operands, poison, refusals
+from conformance.checks.judgement import Judgement
+from conformance.subject import Subject
+
+
+@dataclasses.dataclass(frozen=True)
+class Check:
+    """A named question. `scope` says which cases it is asked of.
+
+    `"grid"`: every supported case; `"declined"`: one case for each unsupported feature; `"feature"`: one plain case for
+    each supported feature; `"base"`: the plainest supported case.
+    """
+
+    name: str
+    scope: str
+    run: Callable[[Subject], Iterable[Judgement]]
+
+    @property
+    def asks(self) -> str:
+        """First sentence of the check's description."""
+        return (self.run.__doc__ or "").strip().split("\n")[0]
+
+
+CHECKS: tuple[Check, ...] = (
+    Check("forward", "grid", forward.forward),
+    Check("residuals", "grid", forward.residuals),
+    Check("gradients", "grid", gradients.gradients),
+    Check("gradients_lse", "grid", gradients.gradients_lse),
+    Check("gradients_row", "grid", gradients.gradients_row),
+    Check("gradients_head", "grid", gradients.gradients_head),
+    Check("gradients_empty", "grid", gradients.gradients_empty),
+    Check("primal", "grid", forward.primal),
+    Check("poison", "grid", poison.poison),
+    Check("refusals", "declined", refusals.refusals),
+    Check("arguments", "feature", operands.arguments),
+    Check("errors", "base", operands.errors),
+)
+BY_NAME = {check.name: check for check in CHECKS}

@@ -1,0 +1,67 @@
+"""The forward pass: `out` of the plain call, the residuals, and the primal under `jax.vjp`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from conformance.checks.judgement import Judgement, by_bound, unsupported
+from conformance.comparison import Comparison, compare
+from conformance.contract import RESIDUALS
+from conformance.execution import Result
+from conformance.subject import Subject
+
+
+def forward(subject: Subject) -> Iterator[Judgement]:
+    """`out` of the call without residuals is right, in shape and dtype too."""
+    yield judge_out(subject, subject.forward)
+
+
+def residuals(subject: Subject) -> Iterator[Judgement]:
+    """With `save_residuals=True`, `out` stays right and `logsumexp` and `max_logits` are."""
+    offered = subject.implementation.residuals
+    for name in RESIDUALS:
+        if name not in offered:
+            yield unsupported(name, f"{name} is not offered")
+    if not offered:
+        return
+    result = subject.residuals
+    yield judge_out(subject, result)
+    for name in RESIDUALS:
+        if name in offered:
+            yield judge_residual(subject, name, result)
+
+
+def primal(subject: Subject) -> Iterator[Judgement]:
+    """The value that `jax.vjp` returns is right as well: a custom VJP has a forward pass of its own."""
+    if not subject.with_gradients:
+        return
+    yield judge_out(subject, subject.gradients("random"))
+    if "random_lse" in subject.cotangents:
+        result = subject.gradients("random_lse")
+        yield judge_out(subject, result, label="out_with_residuals")
+        yield judge_residual(subject, "logsumexp", result)
+
+
+def judge_out(
+    subject: Subject, result: Result, *, label: str = "out", judged: np.ndarray | None = None
+) -> Judgement:
+    """Judge `out` of a result."""
+    got = result.values["out"]
+    comparison = compare(
+        got, subject.expectation.forward["out"], subject.judged_out if judged is None else judged
+    )
+    if got.dtype != subject.problem.q.dtype:
+        comparison = Comparison.malformed(f"dtype is {got.dtype}, must be that of q, {subject.problem.q.dtype}")
+    return by_bound("out", comparison, dtype=subject.case.dtype, tolerances=subject.tolerances, label=label)
+
+
+def judge_residual(subject: Subject, name: str, result: Result, *, judged: np.ndarray | None = None) -> Judgement:
+    """Judge a residual of a result."""
+    if name not in result.values:
+        comparison = Comparison.malformed(f"the residuals have no entry {name!r}, which the implementation offers")
+    else:
+        keep = subject.judged_residuals if judged is None else judged
+        comparison = compare(result.values[name], subject.expectation.forward[name], keep)
+    return by_bound(name, comparison, dtype=subject.case.dtype, tolerances=subject.tolerances)

@@ -1,0 +1,110 @@
+"""Gradients, for cotangents of `out` and of `logsumexp`, against both reference backward passes."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+
+import numpy as np
+
+from conformance import oracle
+from conformance.bounds import Bounded
+from conformance.checks.judgement import Judgement, by_bound, unsupported
+from conformance.comparison import compare
+from conformance.execution import Result
+from conformance.subject import Subject
+
+
+def gradients(subject: Subject) -> Iterator[Judgement]:
+    """`dq dk dv dsinks dbias` for a random cotangent of `out`.
+
+    Each is compared with the truth (vanilla) and with the flash formula applied to the implementation's own rounded
+    `out` and `logsumexp`, which shows whether an error comes from what was saved or from the backward pass itself.
+    """
+    if not subject.with_gradients:
+        return
+    yield from _judge(subject, "random", saved=True)
+
+
+def gradients_lse(subject: Subject) -> Iterator[Judgement]:
+    """Gradients for random cotangents of `out` and `logsumexp` together; silent zeros for the second fail."""
+    if not subject.with_gradients:
+        return
+    if "random_lse" not in subject.cotangents:
+        offered = "logsumexp" in subject.implementation.residuals
+        reason = "logsumexp is declared not differentiable" if offered else "logsumexp is not offered"
+        yield unsupported("all", reason)
+        return
+    yield from _judge(subject, "random_lse", saved=True)
+
+
+def gradients_row(subject: Subject) -> Iterator[Judgement]:
+    """Gradients for a cotangent that is zero but for one row: errors that other rows would hide."""
+    yield from _judge_if_drawn(subject, "row")
+
+
+def gradients_head(subject: Subject) -> Iterator[Judgement]:
+    """Gradients for a cotangent that is zero but for the last head."""
+    yield from _judge_if_drawn(subject, "head")
+
+
+def gradients_empty(subject: Subject) -> Iterator[Judgement]:
+    """Gradients for a cotangent only on rows that may attend to nothing."""
+    yield from _judge_if_drawn(subject, "empty")
+
+
+def _judge_if_drawn(subject: Subject, cotangent: str) -> Iterator[Judgement]:
+    if cotangent in subject.cotangents:
+        yield from _judge(subject, cotangent)
+
+
+def _judge(subject: Subject, cotangent: str, *, saved: bool = False) -> Iterator[Judgement]:
+    result = subject.gradients(cotangent)
+    expected = subject.expected_gradients(cotangent)
+    flash = _flash_from_saved(subject, cotangent, result) if saved else {}
+    yield from judge_gradients(subject, result, expected, flash)
+
+
+def judge_gradients(
+    subject: Subject,
+    result: Result,
+    expected: Mapping[str, Bounded],
+    flash: Mapping[str, np.ndarray] | None = None,
+) -> Iterator[Judgement]:
+    """Judge every gradient that the problem has."""
+    for name, bounded in expected.items():
+        if name not in subject.implementation.gradients:
+            yield unsupported(name, f"the gradient {name} is not offered")
+            continue
+        against_flash = None
+        if flash:
+            against_flash = compare(result.values[name], dataclasses.replace(bounded, value=flash[name]))
+        yield by_bound(
+            name,
+            compare(result.values[name], bounded),
+            dtype=subject.case.dtype,
+            tolerances=subject.tolerances,
+            flash=against_flash,
+        )
+
+
+def _flash_from_saved(subject: Subject, cotangent: str, result: Result) -> dict[str, np.ndarray]:
+    """Gradients by the flash formula from the implementation's own `out` and, if it has one, `logsumexp`.
+
+    Empty where what was saved is not finite in a row that counts: there is nothing to recompute from.
+    """
+    truth = subject.expectation.forward
+    out = np.where(subject.judged_out, result.values["out"].astype(np.float64), truth["out"].value)
+    lse = truth["logsumexp"].value
+    if "logsumexp" in subject.implementation.residuals:
+        got = subject.residuals.values.get("logsumexp")
+        if got is None or got.shape != lse.shape:
+            return {}
+        lse = np.where(subject.judged_residuals, got.astype(np.float64), lse)
+    if out.shape != truth["out"].value.shape or not np.isfinite(out).all() or np.isnan(lse).any():
+        return {}
+    saved = oracle.Forward(out, lse, truth["max_logits"].value)
+    drawn = subject.cotangents[cotangent]
+    return oracle.backward(
+        subject.problem, drawn.out, drawn.logsumexp, form="flash", saved=saved, empty_rows=subject.empty_rows
+    )

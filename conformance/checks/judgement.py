@@ -1,0 +1,81 @@
+"""What a check says about one observable, before it becomes a record."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from conformance import records
+from conformance.comparison import Comparison
+from conformance.records import Worst
+from conformance.tolerances import RMS_MIN_ELEMENTS, Tolerances
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Judgement:
+    """A verdict on one observable, with its evidence."""
+
+    observable: str
+    verdict: str
+    ratio: float | None = None
+    rms: float | None = None
+    ratio_flash: float | None = None
+    limit: float | None = None
+    rms_limit: float | None = None
+    worst: Worst | None = None
+    reason: str = ""
+
+
+def by_bound(
+    observable: str,
+    comparison: Comparison,
+    *,
+    dtype: str,
+    tolerances: Tolerances,
+    label: str | None = None,
+    flash: Comparison | None = None,
+) -> Judgement:
+    """Judge a comparison against the tolerance table.
+
+    Args:
+      observable: which limit applies.
+      comparison: against the truth.
+      dtype: of the operands.
+      tolerances: the table in force.
+      label: how the record names the observable, if not by its plain name.
+      flash: the same value compared with the flash backward from the implementation's own saved results.
+    """
+    limit = tolerances.limit(dtype, observable)
+    use_rms = comparison.count >= RMS_MIN_ELEMENTS
+    reasons = []
+    if comparison.problem:
+        reasons.append(comparison.problem)
+    elif not comparison.ratio <= limit.ratio:
+        reasons.append(f"ratio {comparison.ratio:.3g} exceeds {limit.ratio:g}")
+    if use_rms and not comparison.rms <= limit.rms:
+        reasons.append(f"rms {comparison.rms:.3g} exceeds {limit.rms:g}")
+    worst = comparison.worst
+    if flash is not None and not flash.ratio <= limit.ratio:
+        reasons.append(f"ratio {flash.ratio:.3g} against flash from its own saved results exceeds {limit.ratio:g}")
+        worst = worst if not comparison.ratio <= limit.ratio else flash.worst
+    if not comparison.count and not comparison.problem:
+        return Judgement(
+            observable=label or observable,
+            verdict=records.UNJUDGED,
+            reason="every row of this case may attend to nothing, and such rows are declared undefined",
+        )
+    return Judgement(
+        observable=label or observable,
+        verdict=records.FAIL if reasons else records.PASS,
+        ratio=comparison.ratio,
+        rms=comparison.rms,
+        ratio_flash=None if flash is None else flash.ratio,
+        limit=limit.ratio,
+        rms_limit=limit.rms if use_rms else None,
+        worst=worst,
+        reason="; ".join(reasons),
+    )
+
+
+def unsupported(observable: str, reason: str) -> Judgement:
+    """Declared as not offered."""
+    return Judgement(observable=observable, verdict=records.UNSUPPORTED, reason=reason)

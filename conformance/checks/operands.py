@@ -1,0 +1,92 @@
+"""Operands: an accepted one must matter as the oracle says, a wrong one must be named in the error."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from cases.inputs import Problem
+from cases.masks import Full
+from conformance import records
+from conformance.bounds import Bounded, expect
+from conformance.checks.judgement import Judgement, by_bound
+from conformance.comparison import compare
+from conformance.subject import Subject
+
+
+def arguments(subject: Subject) -> Iterator[Judgement]:
+    """The result with an accepted argument differs from the result without it as the oracle says."""
+    for name, without in _dropped(subject.problem):
+        arithmetic = subject.implementation.arithmetic
+        other = expect(without, arithmetic, empty_rows=subject.empty_rows).forward["out"]
+        here = subject.expectation.forward["out"]
+        effect = Bounded(here.value - other.value, here.bound + other.bound)
+        with_it = subject.forward.values["out"].astype(np.float64)
+        without_it = subject.executor.forward(without).values["out"].astype(np.float64)
+        both = subject.judged_out & ~without.empty_rows.transpose(0, 2, 1)[..., None]
+        comparison = compare(with_it - without_it, effect, both)
+        yield by_bound(
+            "out", comparison, dtype=subject.case.dtype, tolerances=subject.tolerances, label=f"effect_of_{name}"
+        )
+
+
+def _dropped(problem: Problem) -> Iterator[tuple[str, Problem]]:
+    if problem.mask != Full():
+        yield "mask", dataclasses.replace(problem, mask=Full())
+    for name in ("segment_ids", "soft_cap", "sinks", "bias", "scale"):
+        if getattr(problem, name) is not None:
+            yield name, dataclasses.replace(problem, **{name: None})
+
+
+def errors(subject: Subject) -> Iterator[Judgement]:
+    """Wrong operands raise `ValueError` that names the operand, before any work."""
+    if not subject.implementation.validates:
+        return
+    for wrong, name, problem in _wrong(subject.problem):
+        yield _judge_error(subject, wrong, name, problem)
+
+
+def _judge_error(subject: Subject, wrong: str, name: str, problem: Problem) -> Judgement:
+    arrays: dict[str, Any] = {"q": problem.q, "k": problem.k, "v": problem.v, "mask": problem.mask}
+    for option in ("segment_ids", "soft_cap", "sinks", "bias", "scale"):
+        if (value := getattr(problem, option)) is not None:
+            arrays[option] = value
+    try:
+        subject.implementation.call(**arrays)
+    except NotImplementedError as error:
+        return Judgement(observable=wrong, verdict=records.UNSUPPORTED, reason=str(error))
+    except ValueError as error:
+        if name in str(error):
+            return Judgement(observable=wrong, verdict=records.PASS)
+        return Judgement(
+            observable=wrong, verdict=records.FAIL, reason=f"the ValueError does not name {name!r}: {error}"
+        )
+    except Exception as error:  # any other type is the finding
+        reason = f"raises {type(error).__name__}, must be a ValueError naming {name!r}: {error}".split("\n")[0]
+        return Judgement(observable=wrong, verdict=records.FAIL, reason=reason)
+    return Judgement(observable=wrong, verdict=records.FAIL, reason=f"a wrong {name} is accepted")
+
+
+def _wrong(problem: Problem) -> Iterator[tuple[str, str, Problem]]:
+    """`(what is wrong, operand to be named, problem)`."""
+    q, k, v = problem.q, problem.k, problem.v
+    batch, q_length, num_q_heads, head_dim = q.shape
+    kv_length = k.shape[1]
+    wrong = dataclasses.replace
+    yield "q_rank", "q", wrong(problem, q=q[0])
+    yield "head_dim", "head_dim", wrong(problem, k=np.concatenate([k, k], axis=-1))
+    yield "kv_length", "v", wrong(problem, v=v[:, :-1])
+    yield "batch", "batch", wrong(problem, k=np.concatenate([k, k]), v=np.concatenate([v, v]))
+    three = np.repeat(k[:, :, :1], num_q_heads + 1, axis=2), np.repeat(v[:, :, :1], num_q_heads + 1, axis=2)
+    yield "head_count", "heads", wrong(problem, k=three[0], v=three[1])
+    other = np.float16 if q.dtype != np.float16 else np.float32
+    yield "dtype", "dtype", wrong(problem, k=k.astype(other))
+    yield "sinks", "sinks", wrong(problem, sinks=np.zeros(num_q_heads + 1, np.float32))
+    yield "soft_cap", "soft_cap", wrong(problem, soft_cap=0.0)
+    yield "negative_soft_cap", "soft_cap", wrong(problem, soft_cap=-30.0)
+    yield "bias", "bias", wrong(problem, bias=np.zeros((1, 1, q_length + 1, kv_length), np.float32))
+    ids = np.zeros((batch, q_length + 1), np.int32), np.zeros((batch, kv_length), np.int32)
+    yield "segment_ids", "segment_ids", wrong(problem, segment_ids=ids)

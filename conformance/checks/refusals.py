@@ -1,0 +1,24 @@
+"""A feature declared unsupported must be refused: silently ignoring an argument is the worst failure there is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from conformance import records
+from conformance.checks.judgement import Judgement
+from conformance.subject import Subject
+
+
+def refusals(subject: Subject) -> Iterator[Judgement]:
+    """A call that needs a feature declared unsupported raises `NotImplementedError`."""
+    declared = subject.implementation.supports(subject.case) or ""
+    try:
+        subject.executor.forward(subject.problem)
+    except NotImplementedError:
+        yield Judgement(observable="refusal", verdict=records.PASS)
+    except Exception as error:  # any other error is the finding: the user is told the wrong thing
+        reason = f"declared unsupported ({declared}), but raises {type(error).__name__} instead of NotImplementedError"
+        yield Judgement(observable="refusal", verdict=records.FAIL, reason=reason)
+    else:
+        reason = f"declared unsupported ({declared}), but the call is accepted"
+        yield Judgement(observable="refusal", verdict=records.FAIL, reason=reason)

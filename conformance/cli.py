@@ -1,0 +1,130 @@
+"""The command line: arguments, and which command they mean.
+
+Nothing here imports JAX: flags must be set before that, and `--help` should be quick.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging as python_logging
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+from absl import app, logging
+from absl.flags import argparse_flags
+
+from conformance import environment
+
+_DESCRIPTION = """\
+Is an attention implementation right? Judge its forward pass, its residuals and every gradient against a float64 oracle,
+element by element, within rounding-error bounds derived for the arithmetic it declares.
+"""
+
+_EXAMPLES = """\
+examples:
+  python -m conformance run --impl=my_kernels.flash:attention --report=report.html
+  python -m conformance run --impl=kernel.py:attention --cases='train/bf16/*/causal' --level=standard
+  python -m conformance run --impl=block_flash --case=train/f32/B1.T128.S128.N2.K2.H64.V64/causal/normal/s0
+  python -m conformance list cases --cases='*/softcap*'
+  python -m conformance explain train/bf16/B2.T128.S128.N4.K2.H64.V64/causal/seg/softcap30/sinks/normal/s7
+
+exit codes: 0 conforms, 1 does not, 2 could not be judged (bad arguments, import failure, nothing supported)
+"""
+
+
+class CannotJudge(Exception):
+    """The command cannot be carried out; the message is the one line that the user sees. Exit code 2."""
+
+
+class _Parser(argparse_flags.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"error: {message} (see {self.prog} --help)\n")
+
+
+def parser() -> argparse.ArgumentParser:
+    """The argument parser with its sub-commands."""
+    raw = argparse.RawDescriptionHelpFormatter
+    top = _Parser(prog="python -m conformance", description=_DESCRIPTION, epilog=_EXAMPLES, formatter_class=raw)
+    commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=argparse.ArgumentParser)
+    _add_run(commands)
+    _add_list(commands)
+    explain = commands.add_parser("explain", help="say what a case is, and which tolerances judge it and why")
+    explain.add_argument("case", metavar="CASE_ID")
+    report = commands.add_parser("report", help="render records of earlier runs, merged, as one HTML page")
+    report.add_argument("records", nargs="+", metavar="FILE.jsonl")
+    report.add_argument("--report", required=True, metavar="FILE.html")
+    for command in commands.choices.values():
+        command.formatter_class = raw
+        command.error = top.error
+    return top
+
+
+def _add_run(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    run = commands.add_parser("run", help="judge implementations", epilog=_EXAMPLES)
+    what = run.add_argument_group("what to judge")
+    what.add_argument(
+        "--impl",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="a registered name (see `list`), module:attribute or file.py:attribute; may be repeated",
+    )
+    what.add_argument("--all", action="store_true", help="every registered implementation")
+    what.add_argument("--level", choices=("quick", "standard", "deep"), help="every pair, triple or quadruple of levels")
+    what.add_argument("--case", metavar="ID", help="one case by its id")
+    what.add_argument("--cases", metavar="QUERY", help="only cases that match: a prefix of whole parts, * is a wildcard")
+    what.add_argument("--check", action="append", default=[], metavar="NAME", help="only this check; may be repeated")
+    what.add_argument(
+        "--seed", action="append", default=[], type=int, metavar="N", help="base seed of the grid (0); may be repeated"
+    )
+    declared = run.add_argument_group("what a plain function declares")
+    declared.add_argument(
+        "--products", choices=("exact", "tf32", "bf16"), help="how it multiplies f32 operands (exact)"
+    )
+    output = run.add_argument_group("output")
+    output.add_argument("--report", metavar="FILE.html", help="write the page here, and its records beside it (.jsonl)")
+    output.add_argument("--json", metavar="FILE", help="write the records here, one JSON object a line")
+    output.add_argument("--markdown", metavar="FILE", help="write a short summary for CI here")
+    how = run.add_argument_group("how")
+    how.add_argument("--jobs", type=int, metavar="N", help="worker processes (one a core on CPU, one on accelerators)")
+    how.add_argument(
+        "--require-platform", choices=("cpu", "gpu", "tpu"), help="exit with 1 if nothing was judged on this platform"
+    )
+
+
+def _add_list(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    listing = commands.add_parser("list", help="list implementations, cases, checks or features")
+    listing.add_argument(
+        "what", nargs="?", default="implementations", choices=("implementations", "cases", "checks", "features")
+    )
+    listing.add_argument("--impl", metavar="NAME", help="cases: only those that this implementation is judged by")
+    listing.add_argument("--level", choices=("quick", "standard", "deep"), default="quick")
+    listing.add_argument("--cases", metavar="QUERY", help="cases: only those that match")
+    listing.add_argument("--seed", type=int, default=0, metavar="N")
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Carry out a parsed command; returns the exit code."""
+    environment.prepare()
+    from conformance import commands  # imported late: it loads JAX
+
+    try:
+        return commands.COMMANDS[arguments.command](arguments)
+    except CannotJudge as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except BrokenPipeError:
+        return 2
+
+
+def run_main(argv: Sequence[str] | None = None) -> None:
+    """Entry point of `python -m conformance` and of the console script."""
+    logging.set_verbosity(logging.WARNING)
+    logging.use_absl_handler()
+    python_logging.getLogger("jax").setLevel(python_logging.ERROR)
+
+    def parse(args: Sequence[str]) -> argparse.Namespace:
+        return parser().parse_args(list(args)[1:])
+
+    app.run(main, argv=list(argv) if argv is not None else None, flags_parser=parse)

@@ -1,0 +1,289 @@
+"""What the sub-commands do."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+import shlex
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import jax
+from rich.console import Console
+from rich.table import Table
+
+from cases.case import FEATURES, Case, CaseIdError, matches, parse
+from cases.grid import grid
+from conformance import environment, plan, records, registry, runner, settings
+from conformance.checks import BY_NAME, CHECKS, Check
+from conformance.cli import CannotJudge
+from conformance.contract import Implementation
+from conformance.explain import explain_case
+from conformance.parallel import run_parallel
+from conformance.progress import Progress
+from conformance.records import Record, RunInfo
+from reports import html, markdown, summary, terminal
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """`run`: judge, report, and say by the exit code whether all conform."""
+    started = time.perf_counter()
+    _reject_contradictions(arguments)
+    outputs = _outputs(arguments)
+    chosen = _settings()
+    implementations = _implementations(arguments)
+    level = arguments.level or "quick"
+    planned = _plan(arguments, implementations, level)
+    if not planned.jobs:
+        raise CannotJudge(_nothing_planned(arguments))
+    console = Console(stderr=True)
+    found: list[Record] = []
+    interrupted = False
+    with Progress(len(planned.jobs), console) as progress:
+
+        def on_job(job: plan.Job, judged: list[Record]) -> None:
+            found.extend(judged)
+            progress.advance(judged)
+
+        try:
+            _run_jobs(arguments, planned.jobs, chosen, on_job)
+        except KeyboardInterrupt:
+            interrupted = True
+    found = records.merge(found, runner.hardware_records(implementations))
+    notes = list(_unmatched(chosen, found, arguments, interrupted))
+    info = RunInfo(
+        command=" ".join(["python -m conformance", *map(shlex.quote, sys.argv[1:])]),
+        level="one case" if arguments.case else level,
+        environment=environment.describe(),
+        tolerances=chosen.tolerances.rows(),
+        coverage=list(planned.coverage),
+        seconds=round(time.perf_counter() - started, 1),
+        interrupted=interrupted,
+        notes=notes,
+    )
+    outputs.write(found, info)
+    terminal.print_summary(found, info, Console())
+    for note in notes:
+        console.print(note, style="yellow", highlight=False)
+    return _exit_code(found, implementations, arguments.require_platform, interrupted, console)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Outputs:
+    report: Path | None
+    json: Path | None
+    markdown: Path | None
+
+    def write(self, found: list[Record], info: RunInfo) -> None:
+        if self.json is not None:
+            records.write_jsonl(self.json, found)
+        if self.report is not None:
+            html.write(self.report, found, info)
+            records.write_jsonl(self.report.with_suffix(".jsonl"), found)
+        if self.markdown is not None:
+            self.markdown.write_text(markdown.render(found, info))
+
+
+def _outputs(arguments: argparse.Namespace) -> _Outputs:
+    """Where results go; each place is tried before any work is done."""
+    paths = {}
+    for name in ("report", "json", "markdown"):
+        value = getattr(arguments, name, None)
+        paths[name] = _writable(value, name) if value else None
+    return _Outputs(**paths)
+
+
+def _writable(value: str, option: str) -> Path:
+    path = Path(value)
+    try:
+        if path.is_dir():
+            raise IsADirectoryError(f"{value} is a directory")
+        existed = path.exists()
+        with path.open("a"):
+            pass
+        if not existed:
+            path.unlink()
+    except OSError as error:
+        raise CannotJudge(f"--{option}={value} cannot be written: {error.strerror or error}") from error
+    return path
+
+
+def _reject_contradictions(arguments: argparse.Namespace) -> None:
+    if arguments.all and arguments.impl:
+        raise CannotJudge("--all and --impl contradict each other: give one of them")
+    if not arguments.all and not arguments.impl:
+        raise CannotJudge("nothing to judge: give --impl=NAME (see `python -m conformance list`) or --all")
+    if arguments.case and (arguments.cases or arguments.level or arguments.seed):
+        raise CannotJudge("--case names one case, seed included: it cannot be combined with --cases, --level or --seed")
+    if arguments.jobs is not None and arguments.jobs < 1:
+        raise CannotJudge(f"--jobs must be at least 1, got {arguments.jobs}")
+    if any(seed < 0 for seed in arguments.seed):
+        raise CannotJudge(f"--seed must not be negative, got {min(arguments.seed)}")
+
+
+def _settings() -> settings.Settings:
+    try:
+        return settings.load(Path.cwd())
+    except settings.SettingsError as error:
+        raise CannotJudge(str(error)) from error
+
+
+def _implementations(arguments: argparse.Namespace) -> list[Implementation]:
+    names = registry.names() if arguments.all else list(dict.fromkeys(arguments.impl))
+    return [_find(name, arguments.products) for name in names]
+
+
+def _find(name: str, products: str | None = None) -> Implementation:
+    try:
+        return registry.find(name, products=products)  # type: ignore[arg-type] # argparse has checked the choice
+    except registry.ImplementationNotFound as error:
+        raise CannotJudge(str(error)) from error
+
+
+def _checks(arguments: argparse.Namespace) -> tuple[Check, ...]:
+    for name in arguments.check:
+        if name not in BY_NAME:
+            raise CannotJudge(f"unknown check {name!r}: known are {', '.join(BY_NAME)}")
+    return tuple(check for check in CHECKS if not arguments.check or check.name in arguments.check)
+
+
+def _plan(arguments: argparse.Namespace, implementations: Sequence[Implementation], level: str) -> plan.Plan:
+    checks = _checks(arguments)
+    if arguments.case:
+        case = _case(arguments.case)
+        plans = [plan.single(implementation, case, checks) for implementation in implementations]
+        return plan.Plan(tuple(job for one in plans for job in one.jobs), ())
+    return plan.plan(
+        implementations, level=level, seeds=arguments.seed or (0,), query=arguments.cases, checks=checks
+    )
+
+
+def _case(text: str) -> Case:
+    try:
+        return parse(text)
+    except CaseIdError as error:
+        raise CannotJudge(str(error)) from error
+
+
+def _nothing_planned(arguments: argparse.Namespace) -> str:
+    if arguments.cases:
+        return f"no case of the grid matches --cases={arguments.cases!r} (see `python -m conformance list cases`)"
+    return f"no case asks for {', '.join(arguments.check) or 'any check'}"
+
+
+def _run_jobs(
+    arguments: argparse.Namespace,
+    jobs: Sequence[plan.Job],
+    chosen: settings.Settings,
+    on_job: Callable[[plan.Job, list[Record]], None],
+) -> None:
+    workers = arguments.jobs
+    if workers is None:
+        workers = (os.cpu_count() or 1) if jax.default_backend() == "cpu" and len(jobs) > 8 else 1
+    if workers == 1:
+        runner.Runner(chosen).run(jobs, on_job)
+    else:
+        run_parallel(jobs, workers, arguments.products, on_job)
+
+
+def _unmatched(
+    chosen: settings.Settings, found: Sequence[Record], arguments: argparse.Namespace, interrupted: bool
+) -> list[str]:
+    """Expected failures that matched nothing in a whole run: they have gone stale."""
+    whole = not (arguments.case or arguments.cases or arguments.check or interrupted)
+    judged = {record.implementation for record in found}
+    return [
+        f"expected failure matched no record: {entry.implementation} {entry.case} {entry.check} {entry.observable}"
+        for entry in chosen.expected_failures
+        if whole
+        and entry.implementation in judged
+        and not any(entry.applies(record, jax.__version__) for record in found)
+    ]
+
+
+def _exit_code(
+    found: Sequence[Record],
+    implementations: Sequence[Implementation],
+    required: str | None,
+    interrupted: bool,
+    console: Console,
+) -> int:
+    standings = {
+        implementation.name: summary.conformity([r for r in found if r.implementation == implementation.name])
+        for implementation in implementations
+    }
+    if required and not any(r.platform == required and r.verdict in records.JUDGED for r in found):
+        console.print(f"--require-platform={required}: nothing was judged there", style="red")
+        return 1
+    if summary.DOES_NOT_CONFORM in standings.values():
+        return 1
+    if interrupted or summary.NOT_JUDGED in standings.values():
+        return 2
+    return 0
+
+
+def list_things(arguments: argparse.Namespace) -> int:
+    """`list`: implementations, cases, checks or features."""
+    console = Console(soft_wrap=True)
+    if arguments.what == "cases":
+        for case in _listed_cases(arguments):
+            print(case.id)
+        return 0
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    table.add_column(arguments.what.rstrip("s"), no_wrap=True)
+    table.add_column("what it is")
+    for name, text in _descriptions(arguments.what):
+        table.add_row(name, text)
+    console.print(table)
+    return 0
+
+
+def _listed_cases(arguments: argparse.Namespace) -> list[Case]:
+    supports = _find(arguments.impl).supports if arguments.impl else (lambda case: None)
+    found = grid(arguments.level, arguments.seed, supports)
+    chosen = [case for case in found.cases if not arguments.cases or matches(arguments.cases, case.id)]
+    if not chosen:
+        raise CannotJudge(f"no case of the {arguments.level} grid matches {arguments.cases!r}")
+    return chosen
+
+
+def _descriptions(what: str) -> list[tuple[str, str]]:
+    if what == "checks":
+        return [(check.name, check.asks) for check in CHECKS]
+    if what == "features":
+        return list(FEATURES.items())
+    return [(name, _find(name).description) for name in registry.names()]
+
+
+def explain(arguments: argparse.Namespace) -> int:
+    """`explain`: what a case is, and what judges it."""
+    print(explain_case(_case(arguments.case), _settings().tolerances))
+    return 0
+
+
+def render_report(arguments: argparse.Namespace) -> int:
+    """`report`: records of earlier runs, merged, as one page."""
+    path = _writable(arguments.report, "report")
+    try:
+        found = records.merge(*(records.read_jsonl(Path(name)) for name in arguments.records))
+    except (OSError, ValueError) as error:
+        raise CannotJudge(str(error)) from error
+    info = RunInfo(
+        command=" ".join(["python -m conformance", *map(shlex.quote, sys.argv[1:])]),
+        level="merged records",
+        environment={"rendered from": ", ".join(Path(name).name for name in arguments.records)},
+        tolerances=[],
+    )
+    html.write(path, found, info)
+    return 0
+
+
+COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
+    "run": run,
+    "list": list_things,
+    "explain": explain,
+    "report": render_report,
+}

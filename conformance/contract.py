@@ -1,0 +1,167 @@
+"""What an implementation is: the canonical call, what it declares, and operand validation.
+
+The canonical call, from the attention contract (section 1):
+
+    call(q, k, v, *, mask, segment_ids=None, soft_cap=None, sinks=None, bias=None, scale=None, save_residuals=False)
+
+with q `[B, T, N, H]`, k `[B, S, K, H]`, v `[B, S, K, V]`, `mask` a `cases.masks.Mask`, segment_ids a pair of int32
+`[B, T]` and `[B, S]`, sinks `[N]` f32, bias broadcastable to `[B, N, T, S]`. It returns `out [B, T, N, V]` in q's dtype,
+or `(out, residuals)` with `save_residuals=True`, where residuals maps `"logsumexp"` and `"max_logits"` to f32 `[B, N, T]`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Hashable, Mapping
+from typing import Any, Literal
+
+import numpy as np
+
+from cases.case import FEATURES, Case
+from cases.masks import Mask
+
+RESIDUALS = ("logsumexp", "max_logits")
+GRADIENTS = ("dq", "dk", "dv", "dsinks", "dbias")
+
+EmptyRows = Literal["zero", "mean", "undefined"]
+BehindMask = Literal["any", "finite"]
+Products = Literal["exact", "tf32", "bf16"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Arithmetic:
+    """How an implementation computes; error bounds follow from it (contract, section 6).
+
+    Attributes:
+      products: how f32 operands are multiplied. bf16 and f16 operands always multiply exactly into f32.
+      logits: dtype of the logits between the two products, `"f32"` or `"input"`.
+      probabilities: dtype in which probabilities and their gradient enter a product, `"input"` or `"f32"`.
+      scaled_q: True if `q * scale` is rounded to the operands' dtype before the product.
+      residuals: dtype of the returned residuals, `"f32"` or `"input"`.
+    """
+
+    products: Products = "exact"
+    logits: Literal["f32", "input"] = "f32"
+    probabilities: Literal["input", "f32"] = "input"
+    scaled_q: bool = False
+    residuals: Literal["f32", "input"] = "f32"
+
+
+Lowering = Callable[[Mask, int, int, int, int], tuple[Mapping[str, Hashable], Mapping[str, np.ndarray]]]
+
+
+def structured_mask(
+    mask: Mask, batch: int, num_q_heads: int, q_length: int, kv_length: int
+) -> tuple[Mapping[str, Hashable], Mapping[str, np.ndarray]]:
+    """The default lowering: the call gets the mask object itself."""
+    del batch, num_q_heads, q_length, kv_length
+    return {"mask": mask}, {}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Implementation:
+    """An attention implementation and what it declares.
+
+    Attributes:
+      name: how reports and `--impl` name it.
+      call: the canonical call (module docstring).
+      description: one line for `list`.
+      unsupported: feature name (`cases.case.FEATURES`) to the reason why it is not supported. A call that asks for
+        such a feature must raise `NotImplementedError`.
+      supports_case: further limits, as `case -> reason or None`.
+      arithmetic: how it computes.
+      residuals: which of `RESIDUALS` it returns.
+      differentiable_residuals: which of them carry gradients.
+      gradients: which of `GRADIENTS` it offers, `dsinks` and `dbias` only where it takes sinks and bias.
+      empty_rows: `out` of a query that may attend to nothing: `"zero"` (then `logsumexp` is -inf or the sink, and
+        `max_logits` -inf), `"mean"` of v over all keys, or `"undefined"`.
+      behind_mask: `"any"` if nothing in keys and values that no query may attend to can matter, `"finite"` if they
+        must be finite.
+      validates: True if wrong operands raise `ValueError` naming the operand (contract, section 7).
+      lower_mask: `(mask, B, N, T, S) -> (static keywords, array keywords)`: how the mask reaches `call`.
+      platform: the accelerator the kernel is written for (`"tpu"`, `"gpu"`), none for portable code.
+      refuses_by_signature: True if unsupported features cannot even be asked for, so that there is nothing to refuse.
+      interpreted: True where this process runs the kernel in an interpreter instead of on its accelerator.
+    """
+
+    name: str
+    call: Callable[..., Any]
+    description: str = ""
+    unsupported: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    supports_case: Callable[[Case], str | None] | None = None
+    arithmetic: Arithmetic = Arithmetic()
+    residuals: frozenset[str] = frozenset(RESIDUALS)
+    differentiable_residuals: frozenset[str] = frozenset({"logsumexp"})
+    gradients: frozenset[str] = frozenset(GRADIENTS)
+    empty_rows: EmptyRows = "undefined"
+    behind_mask: BehindMask = "any"
+    validates: bool = False
+    lower_mask: Lowering = structured_mask
+    platform: str | None = None
+    interpreted: bool = False
+    refuses_by_signature: bool = False
+
+    def __post_init__(self) -> None:
+        for field, names, known in (
+            ("unsupported", self.unsupported, FEATURES),
+            ("residuals", self.residuals, RESIDUALS),
+            ("differentiable_residuals", self.differentiable_residuals, self.residuals),
+            ("gradients", self.gradients, GRADIENTS),
+        ):
+            if unknown := sorted(set(names) - set(known)):
+                raise ValueError(f"{self.name}: {field} names {unknown}, known are {sorted(known)}")
+
+    def supports(self, case: Case) -> str | None:
+        """Why the implementation does not support `case`, or None if it does."""
+        for feature in case.features:
+            if feature in self.unsupported:
+                return f"{feature}: {self.unsupported[feature]}"
+        return self.supports_case(case) if self.supports_case else None
+
+
+def validate_operands(
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    segment_ids: tuple[Any, Any] | None = None,
+    soft_cap: float | None = None,
+    sinks: Any = None,
+    bias: Any = None,
+    scale: float | None = None,
+) -> None:
+    """Check the operands of the canonical call.
+
+    Raises:
+      ValueError: naming the operand, what it is and what it must be.
+    """
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if np.ndim(x) != 4:
+            raise ValueError(f"{name} must have 4 axes, [batch, length, heads, depth], got shape {np.shape(x)}")
+    if k.shape[:3] != v.shape[:3]:
+        raise ValueError(f"k and v must agree in batch, length and heads, got k {k.shape} and v {v.shape}")
+    if q.shape[0] != k.shape[0]:
+        raise ValueError(f"k has batch size {k.shape[0]}, q has {q.shape[0]}: they must be equal")
+    if q.shape[3] != k.shape[3]:
+        raise ValueError(f"k has head_dim {k.shape[3]}, q has {q.shape[3]}: they must be equal")
+    if k.shape[2] == 0 or q.shape[2] % k.shape[2]:
+        raise ValueError(f"q has {q.shape[2]} heads, which must be a multiple of the {k.shape[2]} heads of k and v")
+    if not q.dtype == k.dtype == v.dtype:
+        raise ValueError(f"q, k and v must have one dtype, got {q.dtype}, {k.dtype} and {v.dtype}")
+    batch, q_length, num_q_heads, _ = q.shape
+    kv_length = k.shape[1]
+    if segment_ids is not None:
+        for name, ids, length in zip(("q", "kv"), segment_ids, (q_length, kv_length), strict=True):
+            if np.shape(ids) != (batch, length):
+                raise ValueError(f"segment_ids of {name} must have shape {(batch, length)}, got {np.shape(ids)}")
+    if soft_cap is not None and not soft_cap > 0:
+        raise ValueError(f"soft_cap must be positive (None for no cap), got {soft_cap}")
+    if scale is not None and not scale > 0:
+        raise ValueError(f"scale must be positive (None for 1/sqrt(head_dim)), got {scale}")
+    if sinks is not None and np.shape(sinks) != (num_q_heads,):
+        raise ValueError(f"sinks must have shape {(num_q_heads,)}, one logit a query head, got {np.shape(sinks)}")
+    if bias is not None:
+        full = (batch, num_q_heads, q_length, kv_length)
+        fits = np.ndim(bias) == 4 and all(n in (1, m) for n, m in zip(np.shape(bias), full, strict=True))
+        if not fits:
+            raise ValueError(f"bias must have 4 axes broadcastable to {full}, got shape {np.shape(bias)}")

@@ -1,0 +1,43 @@
+"""The process environment: XLA flags that make compiling cheap on CPU, and what a report says about the machine."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import sys
+
+# Compiling dominates on CPU. These flags cut a forward plus VJP of a new shape from 150 to 80 ms and keep several
+# processes from fighting over cores; they change which instructions run, not what is computed.
+_FAST_COMPILE = (
+    "--xla_backend_optimization_level=0",
+    "--xla_cpu_use_fusion_emitters=false",
+    "--xla_cpu_multi_thread_eigen=false",
+    "--xla_cpu_parallel_codegen_split_count=1",
+)
+_ONE_THREAD = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS")
+
+
+def prepare() -> None:
+    """Set the flags, unless JAX is already imported or the user has set `XLA_FLAGS`. Call before importing JAX."""
+    if "jax" in sys.modules:
+        return
+    os.environ.setdefault("XLA_FLAGS", " ".join(_FAST_COMPILE))
+    for name in _ONE_THREAD:
+        os.environ.setdefault(name, "1")
+
+
+def describe() -> dict[str, str]:
+    """Versions, devices and flags, for the report."""
+    import jax  # imported late: `prepare` must come first
+
+    found = {"python": platform.python_version(), "system": f"{platform.system()} {platform.machine()}"}
+    for package in ("attention-conformance", "jax", "jaxlib", "libtpu", "numpy", "ml_dtypes"):
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            found[package] = "not installed"
+    found["backend"] = jax.default_backend()
+    found["devices"] = ", ".join(sorted({device.device_kind for device in jax.devices()}))
+    found["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "")
+    return found

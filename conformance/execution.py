@@ -1,0 +1,125 @@
+"""Running an implementation on a case: compiled functions, shared between cases that differ only in values."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from collections.abc import Callable, Hashable, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from cases.inputs import Cotangent, Problem
+from conformance.contract import Implementation
+
+Arrays = Mapping[str, Any]
+_DIFFERENTIABLE = {"q": "dq", "k": "dk", "v": "dv", "sinks": "dsinks", "bias": "dbias"}
+# Compiled functions are kept for this many static configurations; more only costs memory, since runs are ordered by
+# configuration.
+_KEPT = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """What one call gave: observables by name, as host arrays."""
+
+    values: Mapping[str, np.ndarray]
+
+
+@dataclasses.dataclass(frozen=True)
+class Compiled:
+    """The four entry points of an implementation at one static configuration, compiled on first use."""
+
+    forward: Callable[[Arrays], Any]
+    residuals: Callable[[Arrays], Any]
+    gradients: Callable[[Arrays, Any], Any]
+    gradients_lse: Callable[[Arrays, Any, Any], Any]
+
+
+class Executor:
+    """Runs one implementation; keeps the compiled functions of the last few static configurations."""
+
+    def __init__(self, implementation: Implementation) -> None:
+        self.implementation = implementation
+        self._compiled: collections.OrderedDict[Hashable, Compiled] = collections.OrderedDict()
+
+    def forward(self, problem: Problem) -> Result:
+        """`out` of the plain call, without residuals."""
+        compiled, arrays = self._prepare(problem)
+        return _on_host({"out": compiled.forward(arrays)})
+
+    def residuals(self, problem: Problem) -> Result:
+        """`out` and the residuals of the call with `save_residuals=True`."""
+        compiled, arrays = self._prepare(problem)
+        out, residuals = compiled.residuals(arrays)
+        return _on_host({"out": out, **residuals})
+
+    def gradients(self, problem: Problem, cotangent: Cotangent) -> Result:
+        """`out` and the gradients of the plain call for a cotangent of `out`."""
+        compiled, arrays = self._prepare(problem)
+        out, gradients = compiled.gradients(arrays, cotangent.out)
+        return _on_host({"out": out, **_renamed(gradients)})
+
+    def gradients_lse(self, problem: Problem, cotangent: Cotangent) -> Result:
+        """`out`, `logsumexp` and the gradients for cotangents of both."""
+        compiled, arrays = self._prepare(problem)
+        (out, lse), gradients = compiled.gradients_lse(arrays, cotangent.out, cotangent.logsumexp)
+        return _on_host({"out": out, "logsumexp": lse, **_renamed(gradients)})
+
+    def _prepare(self, problem: Problem) -> tuple[Compiled, Arrays]:
+        batch, q_length, num_q_heads, _ = problem.q.shape
+        static, extra = self.implementation.lower_mask(
+            problem.mask, batch, num_q_heads, q_length, problem.k.shape[1]
+        )
+        statics = {**static, "soft_cap": problem.soft_cap, "scale": problem.scale}
+        arrays = {"q": problem.q, "k": problem.k, "v": problem.v, **extra}
+        optional = {"sinks": problem.sinks, "bias": problem.bias, "segment_ids": problem.segment_ids}
+        arrays |= {name: value for name, value in optional.items() if value is not None}
+        key = (tuple(sorted(statics.items())), tuple(sorted(arrays)))
+        if key not in self._compiled:
+            self._compiled[key] = _compile(self.implementation.call, statics)
+            while len(self._compiled) > _KEPT:
+                self._compiled.popitem(last=False)
+        self._compiled.move_to_end(key)
+        return self._compiled[key], arrays
+
+
+def _compile(call: Callable[..., Any], statics: Mapping[str, Any]) -> Compiled:
+    def plain(arrays: Arrays) -> Any:
+        return call(**arrays, **statics)
+
+    def with_residuals(arrays: Arrays) -> Any:
+        result = call(**arrays, **statics, save_residuals=True)
+        if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], Mapping)):
+            raise TypeError(
+                f"with save_residuals=True the call must return (out, {{'logsumexp': ..., 'max_logits': ...}}), "
+                f"got {type(result).__name__}"
+            )
+        return result[0], dict(result[1])
+
+    def with_lse(arrays: Arrays) -> Any:
+        out, residuals = with_residuals(arrays)
+        return out, residuals["logsumexp"]
+
+    return Compiled(
+        forward=jax.jit(plain),
+        residuals=jax.jit(with_residuals),
+        gradients=jax.jit(lambda arrays, do: _vjp(plain, arrays, do)),
+        gradients_lse=jax.jit(lambda arrays, do, dlse: _vjp(with_lse, arrays, (do, dlse))),
+    )
+
+
+def _vjp(function: Callable[[Arrays], Any], arrays: Arrays, cotangent: Any) -> tuple[Any, Arrays]:
+    moving = {name: x for name, x in arrays.items() if name in _DIFFERENTIABLE}
+    fixed = {name: x for name, x in arrays.items() if name not in _DIFFERENTIABLE}
+    primal, pullback = jax.vjp(lambda m: function({**m, **fixed}), moving)
+    return primal, pullback(cotangent)[0]
+
+
+def _renamed(gradients: Arrays) -> dict[str, Any]:
+    return {_DIFFERENTIABLE[name]: x for name, x in gradients.items()}
+
+
+def _on_host(values: Arrays) -> Result:
+    return Result({name: np.asarray(x) for name, x in jax.device_get(dict(values)).items()})

@@ -1,0 +1,195 @@
+"""Plain functions as implementations, read by their signature.
+
+    def attention(q, k, v, *, causal=False, window=None, mask=None, segment_ids=None, soft_cap=None,
+                  sinks=None, bias=None, scale=None, save_residuals=False): ...
+
+Parameters that a function does not have are features that it does not support. `mask` arrives as booleans broadcastable
+to `[B, N, T, S]`; `causal=True` and `window=(left, right)` are passed instead where the function has them and the case's
+mask is exactly that or the conjunction of both; whatever is left over arrives in `mask`. Returns `out`, or
+`(out, {"logsumexp": ..., "max_logits": ...})` with `save_residuals=True`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Callable, Hashable, Mapping
+from typing import Any, TypeVar
+
+import numpy as np
+
+from cases import mask_spec
+from cases.case import FEATURES, Case
+from cases.masks import Causal, Full, Mask, Window, conjuncts
+from conformance.contract import Arithmetic, BehindMask, EmptyRows, Implementation, Products
+
+_OPTIONS = ("causal", "window", "mask", "segment_ids", "soft_cap", "sinks", "bias", "scale", "save_residuals")
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+_ATTRIBUTE = "__attention_conformance__"
+
+
+class NotAnAttentionFunction(TypeError):
+    """The object cannot be judged as an attention function; the message says why."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Declaration:
+    """What a plain function declares beyond its signature; the defaults are those of the design."""
+
+    products: Products = "exact"
+    empty_rows: EmptyRows = "undefined"
+    behind_mask: BehindMask = "any"
+    differentiable_residuals: bool = True
+    unsupported: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+
+def declare(
+    *,
+    products: Products = "exact",
+    empty_rows: EmptyRows = "undefined",
+    behind_mask: BehindMask = "any",
+    differentiable_residuals: bool = True,
+    unsupported: Mapping[str, str] | None = None,
+) -> Callable[[_Function], _Function]:
+    """Decorate a plain attention function with what its signature cannot say.
+
+    Args:
+      products: how it multiplies f32 operands.
+      empty_rows: what it returns for queries that may attend to nothing.
+      behind_mask: `"finite"` if keys and values behind the mask must be finite.
+      differentiable_residuals: False if `logsumexp` carries no gradient.
+      unsupported: feature name (`python -m conformance list features`) to the reason why it is not supported.
+    """
+    declaration = Declaration(
+        products=products,
+        empty_rows=empty_rows,
+        behind_mask=behind_mask,
+        differentiable_residuals=differentiable_residuals,
+        unsupported=dict(unsupported or {}),
+    )
+
+    def mark(function: _Function) -> _Function:
+        setattr(function, _ATTRIBUTE, declaration)
+        return function
+
+    return mark
+
+
+def from_function(function: Callable[..., Any], name: str, *, products: Products | None = None) -> Implementation:
+    """The implementation that a plain function is.
+
+    Args:
+      function: the function, possibly decorated with `declare`.
+      name: how reports name it.
+      products: overrides how it declares to multiply f32 operands.
+
+    Raises:
+      NotAnAttentionFunction: if its signature cannot take `q, k, v`, or needs parameters that nobody can fill.
+    """
+    parameters = _options(function, name)
+    declaration: Declaration = getattr(function, _ATTRIBUTE, Declaration())
+    residuals = frozenset({"logsumexp", "max_logits"} if "save_residuals" in parameters else ())
+    offered = _offered_residuals(residuals, declaration)
+    gradients = {"dq", "dk", "dv"} | {f"d{operand}" for operand in ("sinks", "bias") if operand in parameters}
+
+    def call(q: Any, k: Any, v: Any, **options: Any) -> Any:
+        keep = {n: value for n, value in options.items() if value is not None and value is not False}
+        for option in keep:
+            if option not in parameters:
+                raise NotImplementedError(f"{name} has no parameter {option!r}")
+        return function(q, k, v, **keep)
+
+    return Implementation(
+        name=name,
+        call=call,
+        description=(inspect.getdoc(function) or "").split("\n")[0],
+        unsupported={**_missing(parameters), **declaration.unsupported},
+        supports_case=_supports_mask(parameters),
+        arithmetic=Arithmetic(products=products or declaration.products),
+        residuals=residuals,
+        differentiable_residuals=offered,
+        gradients=frozenset(gradients),
+        empty_rows=declaration.empty_rows,
+        behind_mask=declaration.behind_mask,
+        lower_mask=_lowering(parameters),
+        refuses_by_signature=True,
+    )
+
+
+def _offered_residuals(residuals: frozenset[str], declaration: Declaration) -> frozenset[str]:
+    return residuals & {"logsumexp"} if declaration.differentiable_residuals else frozenset()
+
+
+def _options(function: Callable[..., Any], name: str) -> frozenset[str]:
+    if not callable(function):
+        raise NotAnAttentionFunction(f"{name} is a {type(function).__name__}, not a function or an Implementation")
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError) as error:
+        raise NotAnAttentionFunction(f"{name} has no signature that can be read: {error}") from error
+    parameters = list(signature.parameters.values())
+    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    variadic = any(p.kind is p.VAR_POSITIONAL for p in parameters)
+    if len(positional) < 3 and not variadic:
+        raise NotAnAttentionFunction(
+            f"{name}{signature} does not take q, k, v: an attention function takes them as its first three arguments"
+        )
+    if any(p.kind is p.VAR_KEYWORD for p in parameters):
+        return frozenset(_OPTIONS)
+    for p in parameters:
+        required = p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
+        if required and p not in positional[:3] and p.name not in _OPTIONS:
+            raise NotAnAttentionFunction(
+                f"{name}{signature} needs the argument {p.name!r}, which is none of {', '.join(_OPTIONS)}: "
+                f"give it a default or wrap the function"
+            )
+    return frozenset(p.name for p in parameters if p.name in _OPTIONS)
+
+
+def _missing(parameters: frozenset[str]) -> dict[str, str]:
+    missing = {}
+    for option in ("segment_ids", "soft_cap", "sinks", "bias", "scale"):
+        if option not in parameters:
+            missing[option] = f"the function has no parameter {option!r}"
+    assert set(missing) <= set(FEATURES)
+    return missing
+
+
+def _supports_mask(parameters: frozenset[str]) -> Callable[[Case], str | None]:
+    def supports(case: Case) -> str | None:
+        if case.mask == "full" or "mask" in parameters:
+            return None
+        mask = mask_spec.build(case.mask, case.batch, case.num_q_heads, case.q_length, case.kv_length, case.seed)
+        _, left = _split(mask, parameters)
+        kind = mask_spec.features(case.mask)[0]
+        return f"{kind}: the function has no parameter 'mask'" if left else None
+
+    return supports
+
+
+def _split(mask: Mask, parameters: frozenset[str]) -> tuple[dict[str, Hashable], Mask | None]:
+    """`causal` and `window` as far as the function has them and the mask is made of them, and what is left over."""
+    static: dict[str, Hashable] = {}
+    left: Mask | None = None
+    for part in conjuncts(mask):
+        if isinstance(part, Full):
+            continue
+        if part == Causal() and "causal" in parameters and "causal" not in static:
+            static["causal"] = True
+        elif isinstance(part, Window) and part.offset == 0 and "window" in parameters and "window" not in static:
+            static["window"] = (part.left, part.right)
+        else:
+            left = part if left is None else left & part
+    return static, left
+
+
+def _lowering(
+    parameters: frozenset[str],
+) -> Callable[[Mask, int, int, int, int], tuple[Mapping[str, Hashable], Mapping[str, np.ndarray]]]:
+    def lower(
+        mask: Mask, batch: int, num_q_heads: int, q_length: int, kv_length: int
+    ) -> tuple[Mapping[str, Hashable], Mapping[str, np.ndarray]]:
+        static, left = _split(mask, parameters)
+        return static, ({} if left is None else {"mask": left.dense(q_length, kv_length)})
+
+    return lower

@@ -1,0 +1,102 @@
+"""What a run judges: jobs, each one implementation on one case under some checks."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from cases.case import Case, matches
+from cases.grid import grid
+from conformance.checks import CHECKS, Check
+from conformance.contract import Implementation
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """One implementation on one case under some checks, which share compiled functions and expectations."""
+
+    implementation: Implementation
+    case: Case
+    checks: tuple[Check, ...]
+
+    @property
+    def id(self) -> str:
+        """`implementation-case`, with the checks where they are not those of the grid."""
+        scopes = {check.scope for check in self.checks}
+        extra = "" if scopes == {"grid"} else "-".join(check.name for check in self.checks) + "-"
+        return f"{self.implementation.name}-{extra}{self.case.id}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """The jobs of a run, and the coverage of its grids."""
+
+    jobs: tuple[Job, ...]
+    coverage: tuple[dict[str, Any], ...]
+
+
+def plan(
+    implementations: Sequence[Implementation],
+    *,
+    level: str,
+    seeds: Sequence[int] = (0,),
+    query: str | None = None,
+    checks: Iterable[Check] = CHECKS,
+) -> Plan:
+    """The jobs that judge `implementations` at `level`.
+
+    Args:
+      implementations: what to judge.
+      level: `quick`, `standard` or `deep`.
+      seeds: base seeds; the grid is judged once for each.
+      query: only cases that it matches.
+      checks: only these checks.
+    """
+    chosen = tuple(checks)
+    jobs: list[Job] = []
+    coverage = []
+    for implementation in implementations:
+        for seed in seeds:
+            made, row = _jobs(implementation, level, seed, chosen)
+            jobs += [job for job in made if query is None or matches(query, job.case.id)]
+            if seed == seeds[0]:
+                coverage.append(row)
+    return Plan(tuple(jobs), tuple(coverage))
+
+
+def _jobs(
+    implementation: Implementation, level: str, seed: int, checks: tuple[Check, ...]
+) -> tuple[list[Job], dict[str, Any]]:
+    found = grid(level, seed, implementation.supports)
+    by_scope = {
+        "grid": found.cases,
+        "declined": found.declined,
+        "feature": found.singles,
+        "base": found.singles[:1],
+    }
+    jobs = []
+    for scope, cases in by_scope.items():
+        if asked := tuple(check for check in checks if check.scope == scope):
+            jobs += [Job(implementation, case, asked) for case in cases]
+    row = {
+        "implementation": implementation.name,
+        "level": level,
+        "strength": found.coverage.strength,
+        "cases": len(found.cases),
+        "declined": len(found.declined),
+        "combinations": found.coverage.feasible,
+        "covered": found.coverage.covered,
+    }
+    return jobs, row
+
+
+def single(implementation: Implementation, case: Case, checks: Iterable[Check] = CHECKS) -> Plan:
+    """The jobs that judge one case: the checks of the grid, or the refusal if the case is not supported."""
+    chosen = tuple(checks)
+    if implementation.supports(case) is not None:
+        scopes: tuple[str, ...] = ("declined",)
+    else:
+        scopes = ("grid", "feature", "base")
+    asked = tuple(check for check in chosen if check.scope in scopes)
+    return Plan((Job(implementation, case, asked),) if asked else (), ())

@@ -1,0 +1,56 @@
+"""Progress of a long run: how much is done, how many failures so far, how long it will take."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from types import TracebackType
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import Progress as RichProgress
+
+from conformance.records import RED, Record
+
+_PLAIN_EVERY = 15.0  # seconds between lines where there is no terminal
+
+
+class Progress:
+    """A bar in a terminal, a line every quarter of a minute elsewhere."""
+
+    def __init__(self, total: int, console: Console) -> None:
+        self._console = console
+        self._total = total
+        self._done = 0
+        self._red = 0
+        self._last = time.monotonic()
+        columns = (
+            TextColumn("judging"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[red]} red"),
+            TimeElapsedColumn(),
+            TextColumn("left"),
+            TimeRemainingColumn(),
+        )
+        self._bar = RichProgress(*columns, console=console, transient=True, disable=not console.is_terminal)
+        self._task = self._bar.add_task("judging", total=total, red=0)
+
+    def __enter__(self) -> Progress:
+        self._bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._bar.stop()
+
+    def advance(self, judged: Sequence[Record]) -> None:
+        """One more job is done."""
+        self._done += 1
+        self._red += sum(record.verdict in RED for record in judged)
+        self._bar.update(self._task, advance=1, red=self._red)
+        now = time.monotonic()
+        if not self._console.is_terminal and now - self._last > _PLAIN_EVERY:
+            self._last = now
+            self._console.print(f"{self._done} of {self._total} done, {self._red} red", highlight=False)

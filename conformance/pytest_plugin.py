@@ -1,0 +1,187 @@
+"""The pytest gate: one test for each implementation and case.
+
+    pytest                                                   # what pyproject.toml lists
+    pytest --pyargs conformance --impl=my.module:attention   # your own kernel, from your own repository
+    pytest -k "block_flash and softcap" -n auto
+
+This module is loaded in every pytest run where the package is installed, so it imports nothing heavy by itself.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Generator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    from conformance.plan import Job, Plan
+    from conformance.records import Record
+    from conformance.runner import Runner
+
+_NAME = "attention-conformance-gate"
+_ATTRIBUTE = "attention_conformance_records"
+_FOUND: pytest.StashKey[list[Record]] = pytest.StashKey()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Options of the gate; all but `--impl` and `--require-platform` carry its name."""
+    group = parser.getgroup("attention conformance")
+    group.addoption(
+        "--impl", action="append", default=[], metavar="NAME", help="judge this implementation; may be repeated"
+    )
+    group.addoption(
+        "--conformance-level", default="quick", choices=("quick", "standard", "deep"), help="size of the grid (quick)"
+    )
+    group.addoption("--conformance-cases", metavar="QUERY", help="only cases that match")
+    group.addoption("--conformance-seed", type=int, default=0, metavar="N", help="base seed of the grid (0)")
+    group.addoption("--conformance-report", metavar="FILE.html", help="write the HTML report, and its records beside it")
+    group.addoption(
+        "--require-platform", choices=("cpu", "gpu", "tpu"), help="fail if nothing was judged on this platform"
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Set up the collection of records."""
+    config.pluginmanager.register(_Gate(config), _NAME)
+
+
+class _Gate:
+    """Plans the tests, and gathers the records of all processes in the one that reports."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self._config = config
+        self._planned: Plan | None = None
+        self._runner: Runner | None = None
+        self._records: list[Record] = []
+        self._started = time.perf_counter()
+
+    @pytest.hookimpl
+    def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
+        if "conformance_job" not in metafunc.fixturenames:
+            return
+        from conformance.runner import platform_of  # imported late: it loads JAX
+
+        jobs = self._plan().jobs
+        ids = [job.id.replace("-", f"-{platform_of(job.implementation)}-", 1) for job in jobs]
+        metafunc.parametrize("conformance_job", jobs, ids=ids)
+
+    def _plan(self) -> Plan:
+        if self._planned is None:
+            from conformance import environment
+
+            environment.prepare()
+            from conformance import plan, registry, settings  # imported late: they load JAX
+            from conformance.runner import Runner
+
+            option = self._config.getoption
+            try:
+                found = settings.load(self._config.rootpath)
+                implementations = [registry.find(name) for name in option("--impl") or found.implementations]
+            except (settings.SettingsError, registry.ImplementationNotFound) as error:
+                raise pytest.UsageError(str(error)) from error
+            if not implementations:
+                raise pytest.UsageError(
+                    "nothing to judge: give --impl=NAME, or list implementations under "
+                    "[tool.attention_conformance] in pyproject.toml"
+                )
+            self._runner = Runner(found)
+            self._planned = plan.plan(
+                implementations,
+                level=option("--conformance-level"),
+                seeds=(option("--conformance-seed"),),
+                query=option("--conformance-cases"),
+            )
+        return self._planned
+
+    def judge(self, item: pytest.Item, job: Job) -> list[Record]:
+        """Judge a job for the test `item`; its records travel with the test's report."""
+        self._plan()
+        assert self._runner is not None
+        found = self._runner.judge(job)
+        item.stash[_FOUND] = found
+        return found
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport(
+        self, item: pytest.Item, call: pytest.CallInfo[None]
+    ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+        report = yield
+        if call.when == "call" and _FOUND in item.stash:
+            from conformance.records import to_json
+
+            # A plain attribute of strings: pytest-xdist carries it to the process that reports.
+            setattr(report, _ATTRIBUTE, [to_json(record) for record in item.stash[_FOUND]])
+        return report
+
+    @pytest.hookimpl
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if lines := getattr(report, _ATTRIBUTE, ()):
+            from conformance.records import from_json
+
+            self._records += [from_json(line) for line in lines]
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        if hasattr(self._config, "workerinput"):
+            return
+        required = self._config.getoption("--require-platform")
+        if required and not self._judged_on(required) and session.exitstatus == 0:
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+        if self._records and (target := self._config.getoption("--conformance-report")):
+            self._write_report(Path(target))
+
+    def _judged_on(self, platform: str) -> bool:
+        return any(record.platform == platform and record.ratio is not None for record in self._records)
+
+    def _write_report(self, target: Path) -> None:
+        from conformance import environment, records, settings
+        from conformance.registry import find
+        from conformance.runner import hardware_records
+        from reports import html
+
+        names = sorted({record.implementation for record in self._records})
+        found = records.merge(self._records, hardware_records(find(name) for name in names))
+        info = records.RunInfo(
+            command="pytest " + " ".join(self._config.invocation_params.args),
+            level=self._config.getoption("--conformance-level"),
+            environment=environment.describe(),
+            tolerances=settings.load(self._config.rootpath).tolerances.rows(),
+            coverage=list(self._plan().coverage),
+            seconds=round(time.perf_counter() - self._started, 1),
+        )
+        html.write(target, found, info)
+        records.write_jsonl(target.with_suffix(".jsonl"), found)
+
+    @pytest.hookimpl
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        if not self._records:
+            return
+        terminalreporter.section("attention conformance")
+        for line in _table(self._records):
+            terminalreporter.write_line(line)
+        required = self._config.getoption("--require-platform")
+        if required and not self._judged_on(required):
+            terminalreporter.write_line(f"--require-platform={required}: nothing was judged there", red=True)
+
+
+def _table(found: list[Record]) -> list[str]:
+    """Counts of verdicts by implementation and platform, as aligned lines."""
+    counts: dict[str, Counter[str]] = {}
+    for record in found:
+        counts.setdefault(f"{record.implementation} ({record.platform})", Counter())[record.verdict] += 1
+    width = max(map(len, counts))
+    return [
+        f"{name:<{width}}  " + ", ".join(f"{n} {verdict}" for verdict, n in sorted(count.items()))
+        for name, count in sorted(counts.items())
+    ]
+
+
+@pytest.fixture
+def conformance_judge(request: pytest.FixtureRequest) -> Callable[[Job], list[Record]]:
+    """Judges a job of the plan, and keeps its records for the report."""
+    gate: _Gate = request.config.pluginmanager.get_plugin(_NAME)
+    return lambda job: gate.judge(request.node, job)

@@ -1,0 +1,154 @@
+"""Running jobs into records."""
+
+from __future__ import annotations
+
+import dataclasses
+import shlex
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+import jax
+
+from conformance import discrimination, records
+from conformance.checks import Check
+from conformance.checks.judgement import Judgement, unsupported
+from conformance.contract import Implementation
+from conformance.execution import Executor
+from conformance.plan import Job
+from conformance.records import Record
+from conformance.settings import Settings
+from conformance.subject import Subject
+
+# Compiled programs take 0.3 to 2.5 MB each; beyond this many configurations the process is told to let go of them.
+_CLEAR_EVERY = 60
+
+
+class Runner:
+    """Judges jobs one after the other, keeping compiled functions from one job to the next."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._executors: dict[str, Executor] = {}
+        self._done = 0
+
+    def run(self, jobs: Sequence[Job], on_job: Callable[[Job, list[Record]], None] | None = None) -> list[Record]:
+        """Judge `jobs` in order; `on_job` hears of each as it ends."""
+        found: list[Record] = []
+        for job in jobs:
+            judged = self.judge(job)
+            found += judged
+            if on_job is not None:
+                on_job(job, judged)
+        return found
+
+    def judge(self, job: Job) -> list[Record]:
+        """The records of one job."""
+        executor = self._executors.setdefault(job.implementation.name, Executor(job.implementation))
+        subject = Subject(executor, job.case, self._settings.tolerances)
+        self._done += 1
+        if self._done % _CLEAR_EVERY == 0:
+            jax.clear_caches()
+        if (reason := job.implementation.supports(job.case)) is not None:
+            found = list(_declined(subject, job.checks, reason))
+        else:
+            found = list(_judged(subject, job.checks))
+        return [self._settings.settle(record, jax.__version__) for record in found]
+
+
+def hardware_records(implementations: Iterable[Implementation]) -> list[Record]:
+    """One `unjudged` record for each accelerator kernel that this machine can only interpret."""
+    return [
+        Record(
+            implementation=implementation.name,
+            platform=implementation.platform,
+            case="*",
+            check="hardware",
+            observable="all",
+            verdict=records.UNJUDGED,
+            reason=f"no {implementation.platform.upper()} in this machine: the kernel was judged in an interpreter only",
+            reproduce=f"python -m conformance run --impl={implementation.name} "
+            f"--require-platform={implementation.platform}",
+        )
+        for implementation in implementations
+        if implementation.platform is not None and implementation.interpreted
+    ]
+
+
+def platform_of(implementation: Implementation) -> str:
+    """The platform that judgements are made on: the JAX backend, marked where the kernel is interpreted."""
+    backend = jax.default_backend()
+    return f"{backend}-interpret" if implementation.interpreted else backend
+
+
+def reproduction(implementation: str, case: str, check: str) -> str:
+    """The command that repeats one judgement."""
+    return f"python -m conformance run --impl={shlex.quote(implementation)} --case={case} --check={check}"
+
+
+def _judged(subject: Subject, checks: Iterable[Check]) -> Iterator[Record]:
+    try:
+        margins = discrimination.margins(subject)
+    except NotImplementedError as error:
+        margins = {}
+        yield _record(subject, "discrimination", unsupported("case", str(error)), None, 0.0)
+    margin = None
+    if margins:
+        null, margin = discrimination.weakest(margins)
+        if not margin >= discrimination.REQUIRED_MARGIN:
+            reason = (
+                f"the case does not discriminate: the wrong result {null!r} would fall only {margin:.2g} times over "
+                f"the limit, {discrimination.REQUIRED_MARGIN:g} are required"
+            )
+            weak = Judgement(observable="case", verdict=records.UNJUDGED, reason=reason)
+            yield _record(subject, "discrimination", weak, margin, 0.0)
+            return
+    for check in checks:
+        start = time.perf_counter()
+        judgements = _answers(check, subject)
+        seconds = (time.perf_counter() - start) / max(1, len(judgements))
+        for judgement in judgements:
+            yield _record(subject, check.name, judgement, margin, seconds)
+
+
+def _answers(check: Check, subject: Subject) -> list[Judgement]:
+    """The check's judgements; what the implementation raises becomes one too."""
+    found: list[Judgement] = []
+    try:
+        for judgement in check.run(subject):
+            found.append(judgement)
+    except NotImplementedError as error:
+        found.append(unsupported("all", _first_line(error) or "the call raises NotImplementedError"))
+    except Exception as error:  # a crash of the implementation is a verdict, not the end of the run
+        found.append(
+            Judgement(observable="all", verdict=records.ERROR, reason=f"{type(error).__name__}: {_first_line(error)}")
+        )
+    return found
+
+
+def _declined(subject: Subject, checks: Iterable[Check], reason: str) -> Iterator[Record]:
+    yield _record(subject, "support", unsupported("case", reason), None, 0.0)
+    for check in checks:
+        if check.scope == "declined" and not subject.implementation.refuses_by_signature:
+            start = time.perf_counter()
+            for judgement in _answers(check, subject):
+                yield _record(subject, check.name, judgement, None, time.perf_counter() - start)
+
+
+def _record(subject: Subject, check: str, judgement: Judgement, margin: float | None, seconds: float) -> Record:
+    implementation = subject.implementation
+    return Record(
+        implementation=implementation.name,
+        platform=platform_of(implementation),
+        case=subject.case.id,
+        check=check,
+        dtype=subject.case.dtype,
+        features=subject.case.features,
+        margin=margin,
+        reproduce=reproduction(implementation.name, subject.case.id, check),
+        seconds=round(seconds, 4),
+        **dataclasses.asdict(judgement) | {"worst": judgement.worst},
+    )
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().split("\n")[0]

@@ -1,0 +1,128 @@
+"""One implementation on one case: its results and what to expect, each computed once."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import numpy as np
+
+from cases.case import Case
+from cases.inputs import Cotangent, Problem, draw, draw_cotangent
+from conformance.bounds import Bounded, Expectation, expect
+from conformance.contract import Implementation
+from conformance.execution import Executor, Result
+from conformance.oracle import EmptyRows
+from conformance.tolerances import Tolerances
+
+
+@dataclasses.dataclass(frozen=True)
+class Subject:
+    """What the checks look at."""
+
+    executor: Executor
+    case: Case
+    tolerances: Tolerances
+
+    @property
+    def implementation(self) -> Implementation:
+        """The implementation under test."""
+        return self.executor.implementation
+
+    @functools.cached_property
+    def problem(self) -> Problem:
+        """The operands."""
+        return draw(self.case)
+
+    @property
+    def with_gradients(self) -> bool:
+        """Whether the case asks for gradients and the implementation offers any."""
+        return self.case.phase == "train" and bool(self.implementation.gradients)
+
+    @property
+    def empty_rows(self) -> EmptyRows:
+        """What the oracle returns for rows that may attend to nothing."""
+        return "mean" if self.implementation.empty_rows == "mean" else "zero"
+
+    @functools.cached_property
+    def expectation(self) -> Expectation:
+        """Exact results and bounds, gradients in the order of `cotangents`."""
+        return expect(
+            self.problem,
+            self.implementation.arithmetic,
+            list(self.cotangents.values()),
+            empty_rows=self.empty_rows,
+        )
+
+    def expected_gradients(self, cotangent: str) -> dict[str, Bounded]:
+        """Expected gradients for the named cotangent."""
+        return self.expectation.gradients[list(self.cotangents).index(cotangent)]
+
+    @functools.cached_property
+    def cotangents(self) -> dict[str, Cotangent]:
+        """The cotangents to pull back, by name.
+
+        `random` and `random_lse` reach every row that is judged; `row` and `head` a single one; `empty` only rows that
+        may attend to nothing. Rows whose output is undefined get a zero cotangent, as a loss that ignores them gives.
+        """
+        if not self.with_gradients:
+            return {}
+        drawn = draw_cotangent(self.case)
+        assert drawn.logsumexp is not None
+        out = np.where(self.judged_out, drawn.out, np.zeros_like(drawn.out))
+        lse = np.where(self.judged_residuals, drawn.logsumexp, np.zeros_like(drawn.logsumexp))
+        found = {"random": Cotangent("random", out)}
+        if "logsumexp" in self.implementation.differentiable_residuals:
+            found["random_lse"] = Cotangent("random_lse", out, lse)
+        if self.case.q_length > 1:
+            found["row"] = Cotangent("row", _only(out, axis=1, index=self._last_live_row))
+        if self.case.num_q_heads > 1:
+            found["head"] = Cotangent("head", _only(out, axis=2, index=self.case.num_q_heads - 1))
+        empty = self.problem.empty_rows
+        if self.implementation.empty_rows != "undefined" and empty.any():
+            rows = empty.transpose(0, 2, 1)[..., None]
+            found["empty"] = Cotangent("empty", np.where(rows, drawn.out, np.zeros_like(drawn.out)))
+        return found
+
+    @property
+    def _last_live_row(self) -> int:
+        live = ~self.problem.empty_rows.all(axis=(0, 1))
+        return int(np.flatnonzero(live)[-1]) if live.any() else self.case.q_length - 1
+
+    @functools.cached_property
+    def judged_out(self) -> np.ndarray:
+        """Which rows of `out` are judged, `[B, T, N, 1]`."""
+        keep = self._defined | (self.implementation.empty_rows == "mean")
+        return keep.transpose(0, 2, 1)[..., None]
+
+    @property
+    def judged_residuals(self) -> np.ndarray:
+        """Which rows of the residuals are judged, `[B, N, T]`: those of empty rows only where they are defined."""
+        return self._defined
+
+    @functools.cached_property
+    def _defined(self) -> np.ndarray:
+        return ~self.problem.empty_rows | (self.implementation.empty_rows == "zero")
+
+    @functools.cached_property
+    def forward(self) -> Result:
+        """The plain call."""
+        return self.executor.forward(self.problem)
+
+    @functools.cached_property
+    def residuals(self) -> Result:
+        """The call with residuals."""
+        return self.executor.residuals(self.problem)
+
+    def gradients(self, cotangent: str) -> Result:
+        """The named cotangent pulled back through the implementation."""
+        drawn = self.cotangents[cotangent]
+        run = self.executor.gradients if drawn.logsumexp is None else self.executor.gradients_lse
+        return run(self.problem, drawn)
+
+
+def _only(cotangent: np.ndarray, *, axis: int, index: int) -> np.ndarray:
+    kept = np.zeros_like(cotangent)
+    place = (slice(None),) * axis + (index,)
+    kept[place] = cotangent[place]
+    return kept

@@ -1,0 +1,38 @@
+"""The gate as a test module: `pytest --pyargs conformance --impl=my.module:attention`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from conformance.plan import Job
+from conformance.records import PASS, RED, UNJUDGED, UNSUPPORTED, Record
+
+
+def test_conforms(conformance_job: Job, conformance_judge: Callable[[Job], list[Record]]) -> None:
+    """Every judged observable of the case is within its bound, and what is not supported is refused."""
+    __tracebackhide__ = True
+    found = conformance_judge(conformance_job)
+    red = [record for record in found if record.verdict in RED]
+    if red:
+        pytest.fail("\n".join(describe(record) for record in red), pytrace=False)
+    if not any(record.verdict == PASS for record in found):
+        reasons = {record.reason for record in found if record.verdict in (UNSUPPORTED, UNJUDGED)}
+        pytest.skip("; ".join(sorted(reasons)) or "no check applies to this case")
+
+
+def describe(record: Record) -> str:
+    """One failure: case, observable, worst element, and the command that repeats it."""
+    lines = [
+        f"{record.implementation} ({record.platform}): {record.check} {record.observable} {record.verdict}",
+        f"  case       {record.case}",
+        f"  why        {record.reason}",
+    ]
+    if record.worst is not None:
+        worst = record.worst
+        lines.append(
+            f"  worst      at {list(worst.index)}: got {worst.got:.9g}, expected {worst.expected:.9g}, "
+            f"bound {worst.bound:.3g}, ratio {record.ratio:.3g} (limit {record.limit:g})"
+        )
+    return "\n".join([*lines, f"  reproduce  {record.reproduce}"])

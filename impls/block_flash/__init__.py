@@ -1,0 +1,5 @@
+"""Block-sparse flash attention in plain JAX: linear memory, any backend, hand-written backward."""
+
+from impls.block_flash.attention import IMPLEMENTATIONS, attention, implementation
+
+__all__ = ["IMPLEMENTATIONS", "attention", "implementation"]

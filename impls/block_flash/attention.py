@@ -1,0 +1,126 @@
+"""Block-sparse flash attention: the public call, its derivative rule, and what it declares."""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+from cases.masks import Full, Mask
+from conformance.contract import Arithmetic, Implementation, validate_operands
+from impls.block_flash.backward import backward
+from impls.block_flash.blocks import Operands, varying_axes, varying_over
+from impls.block_flash.forward import Outputs, forward
+from impls.block_flash.schedule import Plan, validate_mask
+
+
+def attention(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    *,
+    mask: Mask = Full(),  # noqa: B008  a frozen value, the same for every call
+    segment_ids: tuple[jax.Array, jax.Array] | None = None,
+    soft_cap: float | None = None,
+    sinks: jax.Array | None = None,
+    bias: jax.Array | None = None,
+    scale: float | None = None,
+    save_residuals: bool = False,
+    block_q: int = 128,
+    block_kv: int = 128,
+) -> Any:
+    """Softmax attention, `out_i = sum_j softmax_j(cap(scale <q_i, k_j> + bias_ij)) v_j` over the allowed `j`.
+
+    Computed in blocks (Dao et al. 2022, arXiv:2205.14135) with memory linear in the lengths, for masks that are a
+    formula; blocks that the mask leaves empty are never computed, while segment ids only mask inside blocks. Query
+    heads share key/value heads (Ainslie et al. 2023, arXiv:2305.13245) without copies of k and v.
+
+    Every operand is differentiable in reverse mode, and `logsumexp` is; `max_logits` has gradient zero. The residuals
+    of the backward are tagged `"out"` and `"logsumexp"` for `jax.checkpoint` policies. A query that may attend to
+    nothing gets `out = 0`, `logsumexp = -inf` (or its sink) and `max_logits = -inf`, and passes no gradient.
+
+    Args:
+      q: queries `[B, T, N, H]`.
+      k: keys `[B, S, K, H]`, `N % K == 0`.
+      v: values `[B, S, K, V]`.
+      mask: which pairs may attend.
+      segment_ids: int32 `[B, T]` and `[B, S]`; a pair attends only where they are equal.
+      soft_cap: logits become `soft_cap * tanh(logits / soft_cap)`.
+      sinks: `[N]`, one more logit in each query head's softmax denominator.
+      bias: broadcastable to `[B, N, T, S]`, added after the scale and before the soft cap.
+      scale: factor of `<q, k>`, default `1 / sqrt(H)`.
+      save_residuals: also return `logsumexp` and `max_logits`.
+      block_q: queries a block, at most all of them; the last block is padded inside.
+      block_kv: keys a block, likewise.
+
+    Returns:
+      `out [B, T, N, V]` in q's dtype, or `(out, {"logsumexp": ..., "max_logits": ...})`, both f32 `[B, N, T]`.
+
+    Raises:
+      ValueError: an operand, the mask or a block size is not as above; the message names it.
+    """
+    validate_operands(q, k, v, segment_ids=segment_ids, soft_cap=soft_cap, sinks=sinks, bias=bias, scale=scale)
+    batch, q_length, num_q_heads, head_dim = q.shape
+    kv_length, num_kv_heads = k.shape[1:3]
+    validate_mask(mask, batch, num_q_heads, q_length, kv_length)
+    plan = Plan(
+        mask=mask,
+        num_q_heads=num_q_heads,
+        num_kv_heads=num_kv_heads,
+        q_length=q_length,
+        kv_length=kv_length,
+        block_q=min(block_q, q_length),
+        block_kv=min(block_kv, kv_length),
+        scale=1 / math.sqrt(head_dim) if scale is None else float(scale),
+        soft_cap=None if soft_cap is None else float(soft_cap),
+        segmented=segment_ids is not None,
+    )
+    operands = jax.tree.map(jnp.asarray, Operands(q, k, v, bias, sinks, segment_ids))
+    outputs = _attend(plan, varying_over(operands, varying_axes(operands)))
+    if not save_residuals:
+        return outputs.out
+    return outputs.out, {"logsumexp": outputs.logsumexp, "max_logits": outputs.max_logits}
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _flash(plan: Plan, operands: Operands) -> Outputs:
+    return forward(plan, operands)
+
+
+def _flash_forward(plan: Plan, operands: Operands) -> tuple[Outputs, tuple[Operands, jax.Array, jax.Array]]:
+    outputs = forward(plan, operands)
+    out = checkpoint_name(outputs.out, "out")  # type: ignore[no-untyped-call]  # JAX leaves it untyped
+    logsumexp = checkpoint_name(outputs.logsumexp, "logsumexp")  # type: ignore[no-untyped-call]  # likewise
+    return Outputs(out, logsumexp, outputs.max_logits), (operands, out, logsumexp)
+
+
+def _flash_backward(
+    plan: Plan, residuals: tuple[Operands, jax.Array, jax.Array], cotangents: Outputs
+) -> tuple[Operands]:
+    return (backward(plan, *residuals, cotangents.out, cotangents.logsumexp),)
+
+
+_flash.defvjp(_flash_forward, _flash_backward)
+
+# Jitted so that calls outside `jit` compile once for each plan, not once a call.
+_attend = jax.jit(_flash, static_argnums=0)
+
+
+def implementation(name: str, *, block_q: int = 128, block_kv: int = 128) -> Implementation:
+    """Block flash attention with these block sizes, under `name`."""
+    return Implementation(
+        name=name,
+        call=functools.partial(attention, block_q=block_q, block_kv=block_kv),
+        description=f"block-sparse flash attention in plain JAX, blocks of {block_q} x {block_kv}, any backend",
+        arithmetic=Arithmetic(probabilities="input"),
+        empty_rows="zero",
+        behind_mask="any",
+        validates=True,
+    )
+
+
+IMPLEMENTATIONS: tuple[Implementation, ...] = (implementation("block_flash"),)

@@ -1,0 +1,122 @@
+"""Backward pass: one scan over the active pairs of blocks, probabilities recomputed from `logsumexp`.
+
+Dao 2023, arXiv:2307.08691, algorithm 2, extended by the cotangent of `logsumexp`, soft cap, bias and sinks. With
+`z` the masked logits, `p = exp(z - logsumexp)` and `D_i = <out_i, do_i>`:
+
+    dz_ij = p_ij (<do_i, v_j> - D_i + dlse_i),    dsink = sum_i exp(sink - logsumexp_i) (dlse_i - D_i)
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from impls.block_flash.blocks import (
+    Operands,
+    bias_corner,
+    compute_pair,
+    cut,
+    cut_queries,
+    cut_rows,
+    join_keys,
+    join_queries,
+    product,
+    put,
+    take,
+    varying_axes,
+    varying_over,
+)
+from impls.block_flash.forward import finite_or_zero
+from impls.block_flash.schedule import Places, Plan
+
+
+class _Gradients(NamedTuple):
+    """Sums so far, f32, in the shapes of `Blocks`."""
+
+    q: jax.Array
+    k: jax.Array
+    v: jax.Array
+    bias: jax.Array | None
+
+
+def backward(
+    plan: Plan, operands: Operands, out: jax.Array, logsumexp: jax.Array, d_out: jax.Array, d_logsumexp: jax.Array
+) -> Operands:
+    """Gradients of the operands, each in its operand's shape and dtype; none for segment ids.
+
+    `out` and `d_out` are `[B, T, N, V]`, `logsumexp` and `d_logsumexp` f32 `[B, N, T]`.
+    """
+    blocks = cut(plan, operands)
+    shift = finite_or_zero(logsumexp)
+    row_sums = jnp.einsum("btnv,btnv->bnt", out, d_out, precision="highest", preferred_element_type=jnp.float32)
+    row_sums = row_sums - d_logsumexp
+    d_outs, shifts, rows = cut_queries(plan, d_out), cut_rows(plan, shift), cut_rows(plan, row_sums)
+
+    def step(sums: _Gradients, pair: Places) -> tuple[_Gradients, None]:
+        block = compute_pair(plan, blocks, pair)
+        dtype = block.q.dtype
+        do = take(d_outs, pair.q)
+        p = jnp.exp(block.logits - take(shifts, pair.q)[..., None])
+        dv = product("bkgts,bkgtv->bksv", p.astype(dtype), do)
+        dx = p * (product("bkgtv,bksv->bkgts", do, block.v) - take(rows, pair.q)[..., None])
+        if block.slope is not None:
+            dx = dx * block.slope
+        if block.allowed is not None:
+            dx = jnp.where(block.allowed, dx, 0.0)
+        rounded = dx.astype(dtype)
+        dq = product("bkgts,bksh->bkgth", rounded, block.k)
+        dk = product("bkgts,bkgth->bksh", rounded, block.q)
+        return _Gradients(
+            q=put(sums.q, take(sums.q, pair.q) + dq, pair.q),
+            k=put(sums.k, take(sums.k, pair.kv) + dk, pair.kv),
+            v=put(sums.v, take(sums.v, pair.kv) + dv, pair.kv),
+            bias=None if sums.bias is None else _add_bias(plan, sums.bias, dx, pair),
+        ), None
+
+    sums = _Gradients(
+        q=_zeros(blocks.q),
+        k=_zeros(blocks.k),
+        v=_zeros(blocks.v),
+        bias=None if blocks.bias is None else _zeros(blocks.bias),
+    )
+    sums = varying_over(sums, varying_axes(operands))
+    pairs = plan.schedule.pairs
+    if len(pairs.q):
+        sums, _ = lax.scan(step, sums, jax.tree.map(jnp.asarray, pairs))
+    return Operands(
+        q=join_queries(plan, (sums.q * plan.scale).astype(operands.q.dtype)),
+        k=join_keys(plan, (sums.k * plan.scale).astype(operands.k.dtype)),
+        v=join_keys(plan, sums.v.astype(operands.v.dtype)),
+        bias=_bias_gradient(sums.bias, operands.bias),
+        sinks=_sink_gradient(operands.sinks, shift, row_sums),
+        segment_ids=None,
+    )
+
+
+def _zeros(x: jax.Array) -> jax.Array:
+    return jnp.zeros(x.shape, jnp.float32)
+
+
+def _add_bias(plan: Plan, total: jax.Array, dx: jax.Array, pair: Places) -> jax.Array:
+    start, size = bias_corner(plan, total, pair)
+    broadcast = tuple(axis for axis, (n, m) in enumerate(zip(size, dx.shape, strict=True)) if n < m)
+    update = lax.dynamic_slice(total, start, size) + dx.sum(axis=broadcast, keepdims=True)
+    return lax.dynamic_update_slice(total, update, start)
+
+
+def _bias_gradient(total: jax.Array | None, bias: jax.Array | None) -> jax.Array | None:
+    if total is None or bias is None:
+        return None
+    total = total.reshape(*bias.shape[:2], *total.shape[3:])
+    return total[:, :, : bias.shape[2], : bias.shape[3]].astype(bias.dtype)
+
+
+def _sink_gradient(sinks: jax.Array | None, shift: jax.Array, row_sums: jax.Array) -> jax.Array | None:
+    """Gradient `[N]`; `row_sums [B, N, T]` is `D - dlse`."""
+    if sinks is None:
+        return None
+    p = jnp.exp(sinks.astype(jnp.float32)[None, :, None] - shift)
+    return -(p * row_sums).sum(axis=(0, 2)).astype(sinks.dtype)

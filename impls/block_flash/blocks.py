@@ -1,0 +1,195 @@
+"""Operands cut in blocks, and what forward and backward both compute of one pair of blocks.
+
+Blocked operands carry the block index first, so that one block is one contiguous slice: q is
+`[q blocks, B, K, G, block_q, H]`, k `[kv blocks, B, K, block_kv, H]`. Query head `n = k * G + g` reads key/value
+head `k`.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from impls.block_flash.schedule import Places, Plan, formula
+
+
+class Operands(NamedTuple):
+    """Arrays of the canonical call, in its shapes."""
+
+    q: jax.Array  # [B, T, N, H]
+    k: jax.Array  # [B, S, K, H]
+    v: jax.Array  # [B, S, K, V]
+    bias: jax.Array | None  # [B or 1, N or 1, T or 1, S or 1]
+    sinks: jax.Array | None  # [N]
+    segment_ids: tuple[jax.Array, jax.Array] | None  # [B, T], [B, S]
+
+
+class Blocks(NamedTuple):
+    """The same, cut in blocks (module docstring)."""
+
+    q: jax.Array  # [q blocks, B, K, G, block_q, H]
+    k: jax.Array  # [kv blocks, B, K, block_kv, H]
+    v: jax.Array  # [kv blocks, B, K, block_kv, V]
+    bias: jax.Array | None  # [b, k, g, t, s], padded
+    q_ids: jax.Array | None  # [q blocks, B, block_q]
+    kv_ids: jax.Array | None  # [kv blocks, B, block_kv]
+
+
+class Pair(NamedTuple):
+    """One pair of blocks, with what both passes need of it."""
+
+    q: jax.Array  # [B, K, G, block_q, H]
+    k: jax.Array  # [B, K, block_kv, H]
+    v: jax.Array  # [B, K, block_kv, V]
+    allowed: jax.Array | None  # [b, k, g, block_q, block_kv], none if all are
+    logits: jax.Array  # [B, K, G, block_q, block_kv] f32, -inf where not allowed
+    slope: jax.Array | None  # derivative of the soft cap, same shape, none without one
+
+
+def cut(plan: Plan, operands: Operands) -> Blocks:
+    """The operands in blocks, padded with zeros."""
+    q_ids, kv_ids = (None, None) if operands.segment_ids is None else operands.segment_ids
+    return Blocks(
+        q=cut_queries(plan, operands.q),
+        k=_cut_keys(plan, operands.k),
+        v=_cut_keys(plan, operands.v),
+        bias=None if operands.bias is None else pad_bias(plan, operands.bias),
+        q_ids=None if q_ids is None else _cut_axis(q_ids, 1, plan.block_q),
+        kv_ids=None if kv_ids is None else _cut_axis(kv_ids, 1, plan.block_kv),
+    )
+
+
+def cut_queries(plan: Plan, x: jax.Array) -> jax.Array:
+    """`[B, T, N, D]` to `[q blocks, B, K, G, block_q, D]`."""
+    x = x.reshape(*x.shape[:2], plan.num_kv_heads, -1, x.shape[3])
+    return _cut_axis(x, 1, plan.block_q).transpose(0, 1, 3, 4, 2, 5)
+
+
+def join_queries(plan: Plan, x: jax.Array) -> jax.Array:
+    """Inverse of `cut_queries`."""
+    x = x.transpose(1, 0, 4, 2, 3, 5)  # [B, q blocks, block_q, K, G, D]
+    return x.reshape(x.shape[0], -1, plan.num_q_heads, x.shape[5])[:, : plan.q_length]
+
+
+def cut_rows(plan: Plan, x: jax.Array) -> jax.Array:
+    """`[B, N, T]` to `[q blocks, B, K, G, block_q]`."""
+    return _cut_axis(x.reshape(x.shape[0], plan.num_kv_heads, -1, x.shape[2]), 3, plan.block_q)
+
+
+def join_rows(plan: Plan, x: jax.Array) -> jax.Array:
+    """Inverse of `cut_rows`."""
+    x = jnp.moveaxis(x, 0, 3)  # [B, K, G, q blocks, block_q]
+    return x.reshape(x.shape[0], plan.num_q_heads, -1)[..., : plan.q_length]
+
+
+def _cut_keys(plan: Plan, x: jax.Array) -> jax.Array:
+    return _cut_axis(x, 1, plan.block_kv).transpose(0, 1, 3, 2, 4)
+
+
+def join_keys(plan: Plan, x: jax.Array) -> jax.Array:
+    """`[kv blocks, B, K, block_kv, D]` to `[B, S, K, D]`."""
+    x = x.transpose(1, 0, 3, 2, 4)  # [B, kv blocks, block_kv, K, D]
+    return x.reshape(x.shape[0], -1, *x.shape[3:])[:, : plan.kv_length]
+
+
+def pad_bias(plan: Plan, bias: jax.Array) -> jax.Array:
+    """Bias `[b, n, t, s]` as `[b, k, g, t, s]`, with `t` and `s` whole blocks unless they are broadcast."""
+    q_padding = plan.num_q_blocks * plan.block_q - plan.q_length if bias.shape[2] > 1 else 0
+    kv_padding = plan.num_kv_blocks * plan.block_kv - plan.kv_length if bias.shape[3] > 1 else 0
+    if q_padding or kv_padding:
+        bias = jnp.pad(bias, ((0, 0), (0, 0), (0, q_padding), (0, kv_padding)))
+    return split_heads(plan, bias)
+
+
+def split_heads(plan: Plan, x: jax.Array) -> jax.Array:
+    """`[b, n, ...]` to `[b, k, g, ...]`."""
+    return x[:, :, None] if x.shape[1] == 1 else x.reshape(x.shape[0], plan.num_kv_heads, -1, *x.shape[2:])
+
+
+def bias_corner(plan: Plan, bias: jax.Array, pair: Places) -> tuple[tuple[jax.Array | int, ...], tuple[int, ...]]:
+    """Start and size of a pair's part of the blocked bias."""
+    zero = jnp.uint32(0)
+    row, rows = (pair.q * plan.block_q, plan.block_q) if bias.shape[3] > 1 else (zero, 1)
+    column, columns = (pair.kv * plan.block_kv, plan.block_kv) if bias.shape[4] > 1 else (zero, 1)
+    return (zero, zero, zero, row, column), (*bias.shape[:3], rows, columns)
+
+
+def varying_axes(x: Any) -> frozenset[str]:
+    """Mesh axes over which any array of `x` differs between devices; empty outside `shard_map`."""
+    return frozenset().union(*(jax.typeof(leaf).manual_axis_type.varying for leaf in jax.tree.leaves(x)))
+
+
+def varying_over(x: Any, axes: frozenset[str]) -> Any:
+    """`x` marked as differing over `axes`. `shard_map` demands that a scan's carry has one type from the start."""
+
+    def mark(leaf: jax.Array) -> jax.Array:
+        missing = tuple(sorted(axes - jax.typeof(leaf).manual_axis_type.varying))
+        return lax.pcast(leaf, missing, to="varying") if missing else leaf
+
+    return jax.tree.map(mark, x)
+
+
+def take(x: jax.Array, index: jax.Array) -> jax.Array:
+    """Block `index` of `x`."""
+    block: jax.Array = lax.dynamic_index_in_dim(x, index, keepdims=False)
+    return block
+
+
+def put(x: jax.Array, block: jax.Array, index: jax.Array) -> jax.Array:
+    """`x` with its block `index` replaced; inside a loop XLA does this in place."""
+    updated: jax.Array = lax.dynamic_update_index_in_dim(x, block, index, 0)
+    return updated
+
+
+def product(equation: str, a: jax.Array, b: jax.Array) -> jax.Array:
+    """A contraction of operands in one dtype, accumulated in f32."""
+    precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else lax.Precision.DEFAULT
+    return jnp.einsum(equation, a, b, precision=precision, preferred_element_type=jnp.float32)
+
+
+def compute_pair(plan: Plan, blocks: Blocks, pair: Places) -> Pair:
+    """Logits of one pair of blocks, `pair` being one entry of the schedule."""
+    q, k, v = take(blocks.q, pair.q), take(blocks.k, pair.kv), take(blocks.v, pair.kv)
+    allowed = _allowed(plan, blocks, pair)
+    if allowed is not None:
+        # What nobody attends to may be NaN, and 0 * NaN is not 0.
+        seen = allowed.any(axis=(2, 3))[..., None]  # [b, k, block_kv, 1]
+        k, v = (jnp.where(seen, x, jnp.zeros((), x.dtype)) for x in (k, v))
+    logits = product("bkgth,bksh->bkgts", q, k) * plan.scale
+    if blocks.bias is not None:
+        logits = logits + lax.dynamic_slice(blocks.bias, *bias_corner(plan, blocks.bias, pair)).astype(jnp.float32)
+    slope = None
+    if plan.soft_cap is not None:
+        bent = jnp.tanh(logits / plan.soft_cap)
+        logits, slope = plan.soft_cap * bent, 1 - bent * bent
+    if allowed is not None:
+        logits = jnp.where(allowed, logits, -jnp.inf)
+    return Pair(q, k, v, allowed, logits, slope)
+
+
+def _allowed(plan: Plan, blocks: Blocks, pair: Places) -> jax.Array | None:
+    """Booleans `[b, k, g, block_q, block_kv]` of a pair, none if all its pairs of positions are allowed."""
+    schedule = plan.schedule
+    if not schedule.masked:
+        return None
+    i = pair.q.astype(jnp.int32) * plan.block_q + jnp.arange(plan.block_q, dtype=jnp.int32).reshape(1, 1, -1, 1)
+    j = pair.kv.astype(jnp.int32) * plan.block_kv + jnp.arange(plan.block_kv, dtype=jnp.int32).reshape(1, 1, 1, -1)
+    stored = schedule.stored
+    allowed = formula(plan.mask, i, j) if stored is None else take(jnp.asarray(stored), pair.stored)
+    if plan.padded:
+        allowed = allowed & (i < plan.q_length) & (j < plan.kv_length)
+    if blocks.q_ids is not None and blocks.kv_ids is not None:
+        q_ids, kv_ids = take(blocks.q_ids, pair.q), take(blocks.kv_ids, pair.kv)
+        allowed = allowed & (q_ids[:, None, :, None] == kv_ids[:, None, None, :])
+    return split_heads(plan, allowed)
+
+
+def _cut_axis(x: jax.Array, axis: int, block: int) -> jax.Array:
+    """Axis `axis` cut in blocks, their index moved to the front: `[blocks, ..., block, ...]`."""
+    if padding := -x.shape[axis] % block:
+        x = jnp.pad(x, [(0, padding if a == axis else 0) for a in range(x.ndim)])
+    x = x.reshape(*x.shape[:axis], -1, block, *x.shape[axis + 1 :])
+    return jnp.moveaxis(x, axis, 0)

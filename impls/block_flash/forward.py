@@ -1,0 +1,96 @@
+"""Forward pass: one scan over the active pairs of blocks with a running softmax.
+
+Sources: Milakov & Gimelshein 2018, arXiv:1805.02867 (running maximum and sum); Dao et al. 2022, arXiv:2205.14135 and
+Dao 2023, arXiv:2307.08691 (blocks, normalisation once at the end).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from impls.block_flash.blocks import (
+    Operands,
+    compute_pair,
+    cut,
+    join_queries,
+    join_rows,
+    product,
+    put,
+    take,
+    varying_axes,
+    varying_over,
+)
+from impls.block_flash.schedule import Places, Plan
+
+
+class Outputs(NamedTuple):
+    """What attention returns."""
+
+    out: jax.Array  # [B, T, N, V]
+    logsumexp: jax.Array  # [B, N, T] f32
+    max_logits: jax.Array  # [B, N, T] f32
+
+
+class _Running(NamedTuple):
+    """Softmax so far, f32: `out` is a sum weighted by `exp(logits - maximum)`, and `total` the sum of the weights."""
+
+    maximum: jax.Array  # [q blocks, B, K, G, block_q]
+    total: jax.Array  # [q blocks, B, K, G, block_q]
+    out: jax.Array  # [q blocks, B, K, G, block_q, V]
+
+
+def finite_or_zero(x: jax.Array) -> jax.Array:
+    """`x` with -inf replaced by 0, so that `exp(-inf - x)` is 0 and not NaN."""
+    return jnp.where(x == -jnp.inf, 0.0, x)
+
+
+def forward(plan: Plan, operands: Operands) -> Outputs:
+    """Attention of `operands`. Memory beyond operands and outputs is linear in the lengths."""
+    blocks = cut(plan, operands)
+    rows = blocks.q.shape[:-1]
+
+    def step(running: _Running, pair: Places) -> tuple[_Running, None]:
+        block = compute_pair(plan, blocks, pair)
+        old = _Running(*(take(x, pair.q) for x in running))
+        maximum = jnp.maximum(old.maximum, block.logits.max(axis=-1))
+        shift = finite_or_zero(maximum)
+        weights = jnp.exp(block.logits - shift[..., None])
+        decay = jnp.exp(old.maximum - shift)
+        update = product("bkgts,bksv->bkgtv", weights.astype(block.v.dtype), block.v)
+        new = _Running(maximum, old.total * decay + weights.sum(axis=-1), old.out * decay[..., None] + update)
+        return _Running(*(put(x, y, pair.q) for x, y in zip(running, new, strict=True))), None
+
+    running = _Running(
+        maximum=jnp.full(rows, -jnp.inf, jnp.float32),
+        total=jnp.zeros(rows, jnp.float32),
+        out=jnp.zeros((*rows, blocks.v.shape[-1]), jnp.float32),
+    )
+    running = varying_over(running, varying_axes(operands))
+    pairs = plan.schedule.pairs
+    if len(pairs.q):
+        running, _ = lax.scan(step, running, jax.tree.map(jnp.asarray, pairs))
+    return _finish(plan, running, operands)
+
+
+def _finish(plan: Plan, running: _Running, operands: Operands) -> Outputs:
+    """Normalise, with the sink as one more term of the denominator."""
+    maximum, total, out = running
+    if operands.sinks is not None:
+        sink = operands.sinks.astype(jnp.float32).reshape(1, 1, plan.num_kv_heads, -1, 1)
+        maximum = jnp.maximum(maximum, sink)
+        shift = finite_or_zero(maximum)
+        decay = jnp.exp(running.maximum - shift)
+        total = total * decay + jnp.exp(sink - shift)
+        out = out * decay[..., None]
+    some = total != 0
+    total = jnp.where(some, total, 1.0)
+    logsumexp = jnp.where(some, maximum + jnp.log(total), -jnp.inf)
+    return Outputs(
+        out=join_queries(plan, (out / total[..., None]).astype(operands.q.dtype)),
+        logsumexp=join_rows(plan, logsumexp),
+        max_logits=join_rows(plan, running.maximum),
+    )

@@ -1,0 +1,205 @@
+"""Dot-product attention from its formula, with all logits in memory.
+
+Inside, heads are split in key/value heads and groups: query head `n = k * G + g` reads key/value head `k`
+(grouped-query attention, Ainslie et al. 2023, arXiv:2305.13245), so k and v are never copied per query head.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+from jax import lax
+
+from cases.masks import And, Dense, Full, Lengths, LoadBalancedCausal, Mask, Or
+from conformance.contract import validate_operands
+
+SegmentIds = tuple[jax.Array, jax.Array]
+AxisOrder = tuple[int, int, int, int]
+
+# Axis order to the two products, and to the axes that bring the second one back to [B, T, K, G, V].
+_PRODUCTS: dict[AxisOrder, tuple[str, str]] = {
+    (0, 1, 2, 3): ("btkgh,bskh->bkgts", "bkgts,bskv->btkgv"),
+    (0, 2, 1, 3): ("bkgth,bksh->bkgts", "bkgts,bksv->bkgtv"),
+}
+
+
+def attention(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    *,
+    mask: Mask = Full(),  # noqa: B008  a frozen value, the same for every call
+    segment_ids: SegmentIds | None = None,
+    soft_cap: float | None = None,
+    sinks: jax.Array | None = None,
+    bias: jax.Array | None = None,
+    scale: float | None = None,
+    save_residuals: bool = False,
+    float32_logits: bool = True,
+    float32_qk_product: bool = True,
+    compute_axis_order: AxisOrder = (0, 1, 2, 3),
+) -> Any:
+    """Softmax attention, `out_i = sum_j softmax_j(cap(scale <q_i, k_j> + bias_ij)) v_j` over the allowed `j`.
+
+    Every operand is differentiable, and `logsumexp` is; `max_logits` has gradient zero. A query that may attend to
+    nothing gets `out = 0`, `logsumexp = -inf` (or its sink) and `max_logits = -inf`, and passes no gradient.
+
+    Args:
+      q: queries `[B, T, N, H]`.
+      k: keys `[B, S, K, H]`, `N % K == 0`.
+      v: values `[B, S, K, V]`.
+      mask: which pairs may attend.
+      segment_ids: int32 `[B, T]` and `[B, S]`; a pair attends only where they are equal.
+      soft_cap: logits become `soft_cap * tanh(logits / soft_cap)`.
+      sinks: `[N]`, one more logit in each query head's softmax denominator.
+      bias: broadcastable to `[B, N, T, S]`, added after the scale and before the soft cap.
+      scale: factor of `<q, k>`, default `1 / sqrt(H)`.
+      save_residuals: also return `logsumexp` and `max_logits`.
+      float32_logits: softmax in f32. With this and `float32_qk_product` off, logits are rounded to the operands' dtype;
+        in f16 that limits them to 65504.
+      float32_qk_product: convert q and k to f32 before their product.
+      compute_axis_order: axes of q, k and v during the products: `(0, 1, 2, 3)` leaves `[B, T, N, H]`,
+        `(0, 2, 1, 3)` multiplies in `[B, N, T, H]`.
+
+    Returns:
+      `out [B, T, N, V]` in q's dtype, or `(out, {"logsumexp": ..., "max_logits": ...})`, both f32 `[B, N, T]`.
+
+    Raises:
+      ValueError: an operand, the mask or an option is not as above; the message names it.
+    """
+    validate_operands(q, k, v, segment_ids=segment_ids, soft_cap=soft_cap, sinks=sinks, bias=bias, scale=scale)
+    _validate_mask(mask, q.shape[0], q.shape[2], q.shape[1], k.shape[1])
+    if compute_axis_order not in _PRODUCTS:
+        raise ValueError(f"compute_axis_order must be one of {tuple(_PRODUCTS)}, got {compute_axis_order}")
+    q, k, v = (jnp.asarray(x) for x in (q, k, v))
+    dtype, num_kv_heads = q.dtype, k.shape[2]
+    allowed = _allowed(mask, segment_ids, q.shape[1], k.shape[1], num_kv_heads)
+    k, v = (_without_dead_rows(x, allowed) for x in (k, v))
+    q = q.reshape(*q.shape[:2], num_kv_heads, -1, q.shape[3])  # [B, T, K, G, H]
+    if compute_axis_order == (0, 2, 1, 3):
+        q = q.transpose(0, 2, 3, 1, 4)  # [B, K, G, T, H]
+        k, v = (x.transpose(0, 2, 1, 3) for x in (k, v))  # [B, K, S, ·]
+    qk, pv = _PRODUCTS[compute_axis_order]
+
+    operands = (q.astype(jnp.float32), k.astype(jnp.float32)) if float32_qk_product else (q, k)
+    logits = _product(qk, *operands) * (1 / math.sqrt(q.shape[-1]) if scale is None else scale)
+    if bias is not None:
+        logits = logits + _split_heads(jnp.asarray(bias, jnp.float32), num_kv_heads)
+    logits = _capped(logits, allowed, soft_cap)
+    if not (float32_logits or float32_qk_product):
+        logits = _rounded(logits, dtype)
+    if allowed is not None:
+        logits = jnp.where(allowed, logits, -jnp.inf)
+
+    sink = None if sinks is None else jnp.asarray(sinks, jnp.float32).reshape(1, num_kv_heads, -1, 1)
+    probabilities, logsumexp, max_logits = _softmax(logits, sink)
+    out = _product(pv, probabilities.astype(dtype), v)
+    if compute_axis_order == (0, 2, 1, 3):
+        out = out.transpose(0, 3, 1, 2, 4)
+    out = out.astype(dtype).reshape(*out.shape[:2], -1, out.shape[-1])  # [B, T, N, V]
+    if not save_residuals:
+        return out
+    return out, {"logsumexp": _join_heads(logsumexp), "max_logits": _join_heads(max_logits)}
+
+
+def _product(equation: str, a: jax.Array, b: jax.Array) -> jax.Array:
+    return jnp.einsum(equation, a, b, precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
+
+
+def _capped(logits: jax.Array, allowed: jax.Array | None, soft_cap: float | None) -> jax.Array:
+    if soft_cap is None:
+        return logits
+    if allowed is not None:
+        # tanh has derivative NaN at NaN, and 0 * NaN would carry what is behind the mask (bias) into a gradient.
+        logits = jnp.where(allowed, logits, 0.0)
+    return soft_cap * jnp.tanh(logits / soft_cap)
+
+
+def _rounded(x: jax.Array, dtype: Any) -> jax.Array:
+    # XLA may drop a pair of converts (xla_allow_excess_precision), reduce_precision it must keep.
+    info = ml_dtypes.finfo(dtype)
+    return lax.reduce_precision(x, exponent_bits=info.nexp, mantissa_bits=info.nmant)
+
+
+def _softmax(logits: jax.Array, sink: jax.Array | None) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Probabilities of `logits [B, K, G, T, S]`, their logsumexp and maximum `[B, K, G, T]`; `sink [1, K, G, 1]`."""
+    max_logits = lax.stop_gradient(jnp.max(logits, axis=-1, initial=-jnp.inf))
+    shift = max_logits if sink is None else jnp.maximum(max_logits, lax.stop_gradient(sink))
+    shift = jnp.where(shift == -jnp.inf, 0.0, shift)
+    weights = jnp.exp(logits - shift[..., None])
+    total = weights.sum(axis=-1)
+    if sink is not None:
+        total = total + jnp.exp(sink - shift)
+    # An empty row has total 0. Both branches of a select are differentiated: neither may divide by it or take its log.
+    some = total != 0
+    total = jnp.where(some, total, 1.0)
+    logsumexp = jnp.where(some, shift + jnp.log(total), -jnp.inf)
+    return weights / total[..., None], logsumexp, max_logits
+
+
+def _without_dead_rows(x: jax.Array, allowed: jax.Array | None) -> jax.Array:
+    """Rows of `x [B, S, K, D]` that no query attends to, replaced by zeros: `0 * NaN` is not 0."""
+    if allowed is None:
+        return x
+    seen = allowed.any(axis=(2, 3)).transpose(0, 2, 1)  # [b, S, k]
+    return jnp.where(seen[..., None], x, jnp.zeros((), x.dtype))
+
+
+def _allowed(
+    mask: Mask, segment_ids: SegmentIds | None, q_length: int, kv_length: int, num_kv_heads: int
+) -> jax.Array | None:
+    """Mask and segment ids as booleans `[b, k, g, T, S]`, an axis of size 1 where nothing differs; none if all true."""
+    if isinstance(mask, Full) and segment_ids is None:
+        return None
+    if mask.is_computed:
+        # As a formula: a constant of T * S booleans would only slow compilation down.
+        found = jnp.asarray(mask.allowed(jnp.arange(q_length)[:, None], jnp.arange(kv_length)[None, :]))[None, None]
+    else:
+        found = jnp.asarray(mask.dense(q_length, kv_length))
+    if segment_ids is not None:
+        q_ids, kv_ids = (jnp.asarray(ids) for ids in segment_ids)
+        found = found & (q_ids[:, None, :, None] == kv_ids[:, None, None, :])
+    return _split_heads(found, num_kv_heads)
+
+
+def _split_heads(x: jax.Array, num_kv_heads: int) -> jax.Array:
+    """`[b, n, ...]` to `[b, k, g, ...]`."""
+    return x[:, :, None] if x.shape[1] == 1 else x.reshape(x.shape[0], num_kv_heads, -1, *x.shape[2:])
+
+
+def _join_heads(x: jax.Array) -> jax.Array:
+    """`[B, K, G, T]` to `[B, N, T]`."""
+    return x.reshape(x.shape[0], -1, x.shape[-1])
+
+
+def _leaves(mask: Mask) -> Iterator[Mask]:
+    if isinstance(mask, And | Or):
+        yield from _leaves(mask.left)
+        yield from _leaves(mask.right)
+    else:
+        yield mask
+
+
+def _validate_mask(mask: Any, batch: int, num_q_heads: int, q_length: int, kv_length: int) -> None:
+    if not isinstance(mask, Mask):
+        raise ValueError(f"mask must be a cases.masks.Mask, got {type(mask).__name__}; wrap booleans in Dense")
+    for leaf in _leaves(mask):
+        if isinstance(leaf, Dense):
+            full = (batch, num_q_heads, q_length, kv_length)
+            shape = leaf.array.shape
+            if shape[0] not in (1, batch) or shape[1] not in (1, num_q_heads) or shape[2:] != full[2:]:
+                raise ValueError(f"mask array must have shape {full}, the first two axes may be 1, got {shape}")
+        elif isinstance(leaf, Lengths):
+            if len(leaf.lengths) != batch:
+                raise ValueError(f"mask lengths must be {batch}, one a batch row, got {len(leaf.lengths)}")
+            if max(leaf.lengths) > kv_length:
+                raise ValueError(f"mask lengths must be at most the key length {kv_length}, got {leaf.lengths}")
+        elif isinstance(leaf, LoadBalancedCausal) and leaf.length != q_length:
+            raise ValueError(
+                f"mask length must be the query length {q_length}, got {leaf.length} in LoadBalancedCausal"
+            )

@@ -1,0 +1,46 @@
+"""What dot-product attention declares, for each choice of its options."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from typing import Any
+
+from cases.case import Case
+from conformance.contract import Arithmetic, Implementation
+from impls.dot_product.attention import attention
+
+_OPTIONS = ("float32_logits", "float32_qk_product", "compute_axis_order")
+
+
+def implementation(name: str, **options: Any) -> Implementation:
+    """Dot-product attention with `options` bound, under `name`.
+
+    Raises:
+      ValueError: an option that `attention` does not have.
+    """
+    if unknown := sorted(set(options) - set(_OPTIONS)):
+        raise ValueError(f"{name}: dot-product attention has no option {', '.join(unknown)}; it has {_OPTIONS}")
+    defaults = {key: inspect.signature(attention).parameters[key].default for key in _OPTIONS}
+    chosen = defaults | options
+    rounds_logits = not (chosen["float32_logits"] or chosen["float32_qk_product"])
+    changed = [f"{key}={value}" for key, value in options.items() if value != defaults[key]]
+    return Implementation(
+        name=name,
+        call=functools.partial(attention, **options),
+        description=", ".join(["plain dot-product attention, any backend", *changed]),
+        arithmetic=Arithmetic(logits="input" if rounds_logits else "f32", probabilities="input"),
+        supports_case=_logits_fit_f16 if rounds_logits else None,
+        empty_rows="zero",
+        behind_mask="any",
+        validates=True,
+    )
+
+
+def _logits_fit_f16(case: Case) -> str | None:
+    if case.dtype == "f16" and case.distribution == "huge":
+        return "logits beyond 65504 overflow when they are rounded to float16"
+    return None
+
+
+IMPLEMENTATIONS: tuple[Implementation, ...] = (implementation("dot_product"),)

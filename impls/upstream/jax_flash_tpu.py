@@ -1,0 +1,155 @@
+"""Flash attention of `jax.experimental.pallas.ops.tpu`.
+
+Layout `[B, N, T, H]`, equal head counts, a causal flag and segment ids. Its bias `ab` is added *before* the scale, so
+the adapter passes `bias / scale`, broadcast to `[B, N, T, S]`. It returns no residuals.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.pallas.ops.tpu import flash_attention as flash
+
+from cases.case import Case
+from cases.masks import Mask
+from conformance.contract import Arithmetic, Implementation
+from impls.upstream.mask_flags import ONLY_CAUSAL, case_mask, causal_flag
+from impls.upstream.refusals import forward_only, refuse, refuse_because
+from impls.upstream.versions import default_products, interpret_or, runs_on, tpu_interpreter
+
+NAME = "jax_flash_tpu"
+BLOCK = 128  # All of `BlockSizes.get_default`, and the least its kernels take.
+_NO_GROUPS = "needs as many key/value heads as query heads"
+UNSUPPORTED = {
+    "gqa": _NO_GROUPS,
+    "mqa": _NO_GROUPS,
+    "window": ONLY_CAUSAL,
+    "chunked": ONLY_CAUSAL,
+    "bidirectional": ONLY_CAUSAL,
+    "balanced": ONLY_CAUSAL,
+    "lengths": ONLY_CAUSAL,
+    "dense": ONLY_CAUSAL,
+    "dense_head": ONLY_CAUSAL,
+    "dense_batch": ONLY_CAUSAL,
+    "offset": "takes no causal offset",
+    "soft_cap": "takes no soft cap",
+    "sinks": "takes no sinks",
+    "v_head_dim": "needs values of the same depth as keys",
+}
+
+
+def attention(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    *,
+    mask: Mask,
+    segment_ids: tuple[jax.Array, jax.Array] | None = None,
+    soft_cap: float | None = None,
+    sinks: Any = None,
+    bias: jax.Array | None = None,
+    scale: float | None = None,
+    save_residuals: bool = False,
+    interpret: Any = None,
+) -> Any:
+    """The canonical call (`conformance.contract`); `interpret` as in `pallas_call`, by default true off a TPU."""
+    refuse(
+        NAME,
+        UNSUPPORTED,
+        q,
+        k,
+        v,
+        mask=mask,
+        segment_ids=segment_ids,
+        soft_cap=soft_cap,
+        sinks=sinks,
+        bias=bias,
+        scale=scale,
+    )
+    causal = causal_flag(mask)
+    refuse_because(NAME, _limit(causal, q.shape[1], k.shape[1], q.shape[3]))
+    factor = 1 / math.sqrt(q.shape[3]) if scale is None else float(scale)
+    if bias is not None:
+        bias = jnp.broadcast_to(bias, (q.shape[0], q.shape[2], q.shape[1], k.shape[1])).astype(jnp.float32) / factor
+    kernel: Callable[..., Any] = functools.partial(flash.flash_attention, causal=causal, sm_scale=factor)
+    kernel = _interpretable(kernel, interpret_or(interpret, "tpu"))
+    if reason := _gradient_limit(q.shape[1]):
+        kernel = forward_only(NAME, reason, kernel)
+    out = kernel(
+        *(x.transpose(0, 2, 1, 3) for x in (q, k, v)),
+        bias,
+        None if segment_ids is None else flash.SegmentIds(*segment_ids),
+    ).transpose(0, 2, 1, 3)
+    return (out, {}) if save_residuals else out
+
+
+def _interpretable(kernel: Callable[..., Any], interpret: Any) -> Callable[..., Any]:
+    """`kernel` traced in the interpreter, its backward pass too.
+
+    The kernel has no `interpret` argument, only a context; JAX traces a backward pass after the forward call has
+    returned, outside any context that the call had.
+    """
+    if not interpret:
+        return kernel
+
+    @jax.custom_vjp
+    def run(*operands: Any) -> Any:
+        with tpu_interpreter(interpret):
+            return kernel(*operands)
+
+    def forward(*operands: Any) -> tuple[Any, Any]:
+        with tpu_interpreter(interpret):
+            return jax.vjp(kernel, *operands)
+
+    def backward(pullback: Any, cotangent: Any) -> Any:
+        with tpu_interpreter(interpret):
+            return pullback(cotangent)
+
+    run.defvjp(forward, backward)
+    return run
+
+
+def _limits(case: Case) -> str | None:
+    reason = _limit(causal_flag(case_mask(case)), case.q_length, case.kv_length, case.head_dim)
+    return reason or (_gradient_limit(case.q_length) if case.phase == "train" else None)
+
+
+def _gradient_limit(q_length: int) -> str | None:
+    if q_length % BLOCK:
+        return f"needs a multiple of {BLOCK} queries, its block, for gradients; T is {q_length}"
+    return None
+
+
+def _limit(causal: bool | None, q_length: int, kv_length: int, head_dim: int) -> str | None:
+    if causal is None:
+        return ONLY_CAUSAL
+    if q_length < BLOCK:
+        return f"needs at least {BLOCK} queries, its block; T is {q_length}"
+    if kv_length % BLOCK:
+        return f"needs a multiple of {BLOCK} keys, its block; S is {kv_length}"
+    if head_dim > BLOCK and head_dim % BLOCK and kv_length > BLOCK:
+        return f"needs a head depth up to {BLOCK} or a multiple of it; H is {head_dim}"
+    return None
+
+
+IMPLEMENTATIONS: tuple[Implementation, ...] = (
+    Implementation(
+        name=NAME,
+        call=attention,
+        description="jax.experimental.pallas.ops.tpu.flash_attention",
+        unsupported=UNSUPPORTED,
+        supports_case=_limits,
+        arithmetic=Arithmetic(products=default_products()),
+        residuals=frozenset(),
+        differentiable_residuals=frozenset(),
+        gradients=frozenset({"dq", "dk", "dv", "dbias"}),
+        empty_rows="undefined",
+        platform="tpu",
+        interpreted=not runs_on("tpu"),
+    ),
+)

@@ -1,0 +1,179 @@
+"""Pallas-Triton `mha` of `jax.experimental.pallas.ops.gpu`, with its Triton and its XLA backward pass.
+
+Layout `[B, T, N, H]`, equal head counts, a causal flag and one array of segment ids for queries and keys. Its logsumexp
+`[B, N, T]` is in base 2 (the adapter converts); with residuals it cannot be differentiated.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from cases.case import Case
+from cases.masks import Mask
+from conformance.contract import Arithmetic, Implementation, Products
+from impls.upstream.mask_flags import ONLY_CAUSAL, case_mask, causal_flag
+from impls.upstream.refusals import forward_only, refuse, refuse_because
+from impls.upstream.versions import interpret_or, pallas_gpu_attention, runs_on
+
+BLOCK = 128  # `BlockSizes.get_default()`: forward blocks of 128, cut to shorter lengths,
+BACKWARD_BLOCK = 32  # and backward blocks of 32, likewise.
+_NO_GROUPS = "needs as many key/value heads as query heads"
+_ONE_ARRAY = "takes one array of segment ids for queries and keys"
+UNSUPPORTED = {
+    "gqa": _NO_GROUPS,
+    "mqa": _NO_GROUPS,
+    "window": ONLY_CAUSAL,
+    "chunked": ONLY_CAUSAL,
+    "bidirectional": ONLY_CAUSAL,
+    "balanced": ONLY_CAUSAL,
+    "lengths": ONLY_CAUSAL,
+    "dense": ONLY_CAUSAL,
+    "dense_head": ONLY_CAUSAL,
+    "dense_batch": ONLY_CAUSAL,
+    "offset": "takes no causal offset",
+    "soft_cap": "takes no soft cap",
+    "sinks": "takes no sinks",
+    "bias": "takes no bias",
+    "v_head_dim": "needs values of the same depth as keys",
+}
+
+
+def attention(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    *,
+    mask: Mask,
+    segment_ids: tuple[Any, Any] | None = None,
+    soft_cap: float | None = None,
+    sinks: Any = None,
+    bias: Any = None,
+    scale: float | None = None,
+    save_residuals: bool = False,
+    backward: str = "triton",
+    interpret: Any = None,
+) -> Any:
+    """The canonical call (`conformance.contract`).
+
+    Args:
+      q: Queries.
+      k: Keys.
+      v: Values.
+      mask: `Full()` or `Causal(0)`.
+      segment_ids: Equal ids of q and kv. Where they are traced and turn out to differ, the output is NaN.
+      soft_cap: Refused.
+      sinks: Refused.
+      bias: Refused.
+      scale: Factor of the logits.
+      save_residuals: Return the logsumexp too.
+      backward: `"triton"` or `"xla"`, the library's `backward_pass_impl`.
+      interpret: As in `pallas_call`; by default true unless the process runs on a GPU.
+    """
+    name = _name(backward)
+    refuse(
+        name,
+        UNSUPPORTED,
+        q,
+        k,
+        v,
+        mask=mask,
+        segment_ids=segment_ids,
+        soft_cap=soft_cap,
+        sinks=sinks,
+        bias=bias,
+        scale=scale,
+    )
+    causal = causal_flag(mask)
+    refuse_because(name, _limit(causal, q.shape[1], k.shape[1], segment_ids is not None))
+    ids, same = (None, None) if segment_ids is None else _shared_ids(name, *segment_ids)
+    kernel: Callable[..., Any] = functools.partial(
+        pallas_gpu_attention().mha,
+        sm_scale=1 / math.sqrt(q.shape[3]) if scale is None else float(scale),
+        causal=causal,
+        backward_pass_impl=backward,
+        interpret=interpret_or(interpret, "gpu"),
+        return_residuals=save_residuals,
+    )
+    if reason := _gradient_limit(backward, q.shape[1], k.shape[1]):
+        kernel = forward_only(name, reason, kernel)
+    result = kernel(q, k, v, ids)
+    out, base_2 = result if save_residuals else (result, None)
+    if same is not None:
+        out = jnp.where(same, out, jnp.nan)
+    return out if base_2 is None else (out, {"logsumexp": base_2 * math.log(2)})
+
+
+def _shared_ids(name: str, q_ids: Any, kv_ids: Any) -> tuple[Any, jax.Array | None]:
+    """The one array of ids, and whether the two given are equal where only run time can tell.
+
+    Raises:
+      NotImplementedError: if they are known to differ.
+    """
+    if q_ids is kv_ids:
+        return q_ids, None
+    traced = isinstance(q_ids, jax.core.Tracer) or isinstance(kv_ids, jax.core.Tracer)
+    if q_ids.shape != kv_ids.shape or not (traced or np.array_equal(q_ids, kv_ids)):
+        raise NotImplementedError(f"{name} does not support segment_ids that differ for q and kv: it {_ONE_ARRAY}")
+    return q_ids, jnp.all(q_ids == kv_ids) if traced else None
+
+
+def _limits(case: Case, *, backward: str) -> str | None:
+    if case.segments == "segpad":
+        return f"{_ONE_ARRAY}, and the padding of the two has different ids"
+    reason = _limit(causal_flag(case_mask(case)), case.q_length, case.kv_length, case.segments is not None)
+    return reason or (_gradient_limit(backward, case.q_length, case.kv_length) if case.phase == "train" else None)
+
+
+def _gradient_limit(backward: str, q_length: int, kv_length: int) -> str | None:
+    q_blocks, kv_blocks = (n // min(n, BACKWARD_BLOCK) for n in (q_length, kv_length))
+    if backward == "triton" and q_blocks != kv_blocks:
+        return (
+            f"needs as many query blocks as key blocks, of {BACKWARD_BLOCK} each, for gradients; "
+            f"T={q_length} and S={kv_length} give {q_blocks} and {kv_blocks}"
+        )
+    return None
+
+
+def _limit(causal: bool | None, q_length: int, kv_length: int, segments: bool) -> str | None:
+    if causal is None:
+        return ONLY_CAUSAL
+    if segments and q_length != kv_length:
+        return f"{_ONE_ARRAY}, which T != S rules out"
+    for name, length in (("T", q_length), ("S", kv_length)):
+        if length > BLOCK and length % BLOCK:
+            return f"needs lengths up to {BLOCK} or multiples of {BLOCK}, its block; {name} is {length}"
+        if runs_on("gpu") and length < BLOCK and length & (length - 1):
+            return f"needs lengths that are powers of two below its block of {BLOCK} (Triton tiles); {name} is {length}"
+    return None
+
+
+def _name(backward: str) -> str:
+    return "jax_mha_gpu" if backward == "triton" else f"jax_mha_gpu_{backward}_bwd"
+
+
+def _implementation(backward: str) -> Implementation:
+    products: Products = "tf32" if runs_on("gpu") else "exact"
+    return Implementation(
+        name=_name(backward),
+        call=functools.partial(attention, backward=backward),
+        description=f"jax.experimental.pallas.ops.gpu.attention.mha, backward pass {backward!r}",
+        unsupported=UNSUPPORTED,
+        supports_case=functools.partial(_limits, backward=backward),
+        arithmetic=Arithmetic(products=products),
+        residuals=frozenset({"logsumexp"}),
+        differentiable_residuals=frozenset(),
+        gradients=frozenset({"dq", "dk", "dv"}),
+        empty_rows="undefined",
+        platform="gpu",
+        interpreted=not runs_on("gpu"),
+    )
+
+
+IMPLEMENTATIONS: tuple[Implementation, ...] = (_implementation("triton"), _implementation("xla"))

@@ -1,0 +1,212 @@
+"""Splash attention of `jax.experimental.pallas.ops.tpu`.
+
+Layout `[N, T, H]` without a batch axis: the adapter maps over the batch, and for grouped heads over the key/value heads
+with MQA kernels, except that a mask for each head goes to the MHA kernel, which takes groups too. The kernel has no
+scale: `q * scale` is computed in f32 and rounded to q's dtype, as its callers do. Its logsumexp is natural and includes
+the sink. With `save_residuals` it cannot be differentiated.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
+from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as splash_mask
+
+from cases.case import Case
+from cases.masks import And, Causal, Chunked, Full, Mask, Or, Window
+from conformance.contract import Arithmetic, Implementation
+from impls.upstream.mask_flags import case_mask
+from impls.upstream.refusals import refuse, refuse_because
+from impls.upstream.versions import default_products, interpret_or, runs_on
+
+BLOCK = 128  # What `BlockSizes.get_default()` uses; the key block must be a multiple of 128, the number of TPU lanes.
+UNSUPPORTED = {"bias": "takes no bias"}
+
+
+def attention(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    *,
+    mask: Mask,
+    segment_ids: tuple[jax.Array, jax.Array] | None = None,
+    soft_cap: float | None = None,
+    sinks: jax.Array | None = None,
+    bias: Any = None,
+    scale: float | None = None,
+    save_residuals: bool = False,
+    fused_backward: bool = False,
+    interpret: Any = None,
+) -> Any:
+    """The canonical call (`conformance.contract`).
+
+    Args:
+      q: Queries.
+      k: Keys.
+      v: Values.
+      mask: Any mask that is the same for the whole batch.
+      segment_ids: Ids of q and kv.
+      soft_cap: Cap of the logits.
+      sinks: One logit a query head.
+      bias: Refused.
+      scale: Factor of the logits.
+      save_residuals: Return the logsumexp too.
+      fused_backward: One kernel for all gradients, instead of one for dq and one for dk and dv.
+      interpret: As in `pallas_call`; by default true unless the process runs on a TPU.
+    """
+    refuse(
+        _name(fused_backward),
+        UNSUPPORTED,
+        q,
+        k,
+        v,
+        mask=mask,
+        segment_ids=segment_ids,
+        soft_cap=soft_cap,
+        sinks=sinks,
+        bias=bias,
+        scale=scale,
+    )
+    batch, q_length, num_q_heads, head_dim = q.shape
+    kv_length, num_kv_heads = k.shape[1:3]
+    group = num_q_heads // num_kv_heads
+    refuse_because(_name(fused_backward), _limit(mask, q_length, kv_length))
+    factor = 1 / math.sqrt(head_dim) if scale is None else scale
+    q = (q.astype(jnp.float32) * factor).astype(q.dtype)
+
+    by_head = not mask.is_computed and mask.dense(q_length, kv_length).shape[1] > 1
+    in_groups = group > 1 and not by_head
+    kernel: Callable[..., Any] = _kernel(
+        mask,
+        q_length,
+        kv_length,
+        group if in_groups else num_q_heads,
+        is_mqa=in_groups,
+        soft_cap=None if soft_cap is None else float(soft_cap),
+        save_residuals=save_residuals,
+        fused_backward=fused_backward,
+        interpret=interpret_or(interpret, "tpu"),
+    )
+    q, k, v = (x.transpose(0, 2, 1, 3) for x in (q, k, v))
+    if in_groups:
+        kernel = jax.vmap(kernel, in_axes=(0, 0, 0, None, 0))
+        q = q.reshape(batch, num_kv_heads, group, q_length, head_dim)
+        sinks = None if sinks is None else sinks.reshape(num_kv_heads, group)
+    ids = None if segment_ids is None else splash.SegmentIds(*segment_ids)
+    result = jax.vmap(kernel, in_axes=(0, 0, 0, 0, None))(q, k, v, ids, sinks)
+    out, logsumexp = (result[0], result[1][0]) if save_residuals else (result, None)
+    out = out.reshape(batch, num_q_heads, q_length, -1).transpose(0, 2, 1, 3)
+    if logsumexp is None:
+        return out
+    return out, {"logsumexp": logsumexp.reshape(batch, num_q_heads, q_length)}
+
+
+@functools.lru_cache(maxsize=256)
+def _kernel(
+    mask: Mask,
+    q_length: int,
+    kv_length: int,
+    num_heads: int,
+    *,
+    is_mqa: bool,
+    soft_cap: float | None,
+    save_residuals: bool,
+    fused_backward: bool,
+    interpret: Any,
+) -> Callable[..., Any]:
+    """A kernel for one mask and shape. Cached: it holds the processed mask, and jit knows it by identity."""
+    make = splash.make_splash_mqa_single_device if is_mqa else splash.make_splash_mha_single_device
+    dq_block = None if fused_backward else BLOCK
+    sizes = splash.BlockSizes(
+        block_q=BLOCK,
+        block_kv=BLOCK,
+        block_q_dkv=BLOCK,
+        block_kv_dkv=BLOCK,
+        block_q_dq=dq_block,
+        block_kv_dq=dq_block,
+        use_fused_bwd_kernel=fused_backward,
+    )
+    # Called while tracing, the arrays of the kernel must still be arrays: the next trace gets them from the cache.
+    with jax.ensure_compile_time_eval():
+        return make(
+            splash_mask.MultiHeadMask(_head_masks(mask, q_length, kv_length, num_heads)),
+            block_sizes=sizes,
+            save_residuals=save_residuals,
+            attn_logits_soft_cap=soft_cap,
+            interpret=interpret,
+        )
+
+
+def _head_masks(mask: Mask, q_length: int, kv_length: int, num_heads: int) -> list[splash_mask.Mask]:
+    shape = (q_length, kv_length)
+    if mask.is_computed:
+        return [_lazy_mask(mask, shape)] * num_heads
+    dense = mask.dense(q_length, kv_length)
+    return [splash_mask.NumpyMask(head) for head in np.broadcast_to(dense[0], (num_heads, *shape))]
+
+
+def _lazy_mask(mask: Mask, shape: tuple[int, int]) -> splash_mask.Mask:
+    """The library's own mask of the same meaning where it has one, else an array.
+
+    `Window` and `LocalMask` agree: both count the keys on each side without the query's own.
+    """
+    match mask:
+        case Full():
+            return splash_mask.FullMask(shape)
+        case Causal(offset):
+            return splash_mask.CausalMask(shape, offset)
+        case Window(left, right, offset):
+            return splash_mask.LocalMask(shape, (left, right), offset)
+        case Chunked(size, 0):
+            return splash_mask.ChunkedCausalMask(shape, size)
+        case And():
+            return _lazy_mask(mask.left, shape) & _lazy_mask(mask.right, shape)
+        case Or():
+            return _lazy_mask(mask.left, shape) | _lazy_mask(mask.right, shape)
+        case _:
+            return splash_mask.NumpyMask(mask.dense(*shape)[0, 0])
+
+
+def _limits(case: Case) -> str | None:
+    return _limit(case_mask(case), case.q_length, case.kv_length)
+
+
+def _limit(mask: Mask, q_length: int, kv_length: int) -> str | None:
+    for name, length in (("T", q_length), ("S", kv_length)):
+        if length % BLOCK:
+            return f"needs lengths that are multiples of {BLOCK}, its smallest block; {name} is {length}"
+    if not mask.is_computed and mask.dense(q_length, kv_length).shape[0] > 1:
+        return "takes one mask for the whole batch, not one for each batch row (dense_batch, lengths)"
+    return None
+
+
+def _name(fused_backward: bool) -> str:
+    return "jax_splash_tpu_fused" if fused_backward else "jax_splash_tpu"
+
+
+def _implementation(fused_backward: bool) -> Implementation:
+    kernels = "one fused kernel" if fused_backward else "separate kernels for dq and for dk, dv"
+    return Implementation(
+        name=_name(fused_backward),
+        call=functools.partial(attention, fused_backward=fused_backward),
+        description=f"jax.experimental.pallas.ops.tpu.splash_attention, backward in {kernels}",
+        unsupported=UNSUPPORTED,
+        supports_case=_limits,
+        arithmetic=Arithmetic(products=default_products(), scaled_q=True),
+        residuals=frozenset({"logsumexp"}),
+        differentiable_residuals=frozenset(),
+        gradients=frozenset({"dq", "dk", "dv", "dsinks"}),
+        empty_rows="undefined",
+        platform="tpu",
+        interpreted=not runs_on("tpu"),
+    )
+
+
+IMPLEMENTATIONS: tuple[Implementation, ...] = (_implementation(False), _implementation(True))

@@ -1,0 +1,1 @@
+"""Reports: pages and summaries made of records and nothing else."""

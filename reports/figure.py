@@ -1,0 +1,131 @@
+"""The one figure of the report: how far from the limit each observable stays, as inline SVG in the page's colours."""
+
+from __future__ import annotations
+
+import html
+import io
+import math
+import re
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import matplotlib
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from reports.measures import Distribution, dtype_rank, observable_rank
+from reports.summary import severity
+from reports.wording import number, share
+
+INK, MUTED, LINE, BAND, GOOD, BAD = "#010203", "#010204", "#010205", "#010206", "#010207", "#010208"
+"""Stand-ins that become the page's custom properties, so that one drawing serves light and dark."""
+VARIABLES = {INK: "--ink", MUTED: "--muted", LINE: "--line", BAND: "--band", GOOD: "--pass-ink", BAD: "--fail-ink"}
+FLOOR, CEILING = 1e-5, 1e4
+"""Shares beyond these are drawn at the edge: exact zeros and infinities have no place on a log axis."""
+MOST_ROWS, MOST_PANELS, PANELS_ABREAST = 24, 8, 3
+
+
+def distribution_svg(distributions: Sequence[Distribution]) -> str:
+    """Panels by dtype, rows by observable; empty without distributions. Deterministic, without any address in it."""
+    if not distributions:
+        return ""
+    dtypes = sorted({d.dtype for d in distributions}, key=dtype_rank)[:MOST_PANELS]
+    rows = _rows(distributions)
+    # Names come from records: no dollar sign in them may be read as mathematics, no odd letter may warn.
+    settings: Any = {"svg.hashsalt": "attention-conformance", "svg.fonttype": "none", "text.parse_math": False}
+    with matplotlib.rc_context(settings), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        figure = _draw(distributions, dtypes, rows)
+        buffer = io.StringIO()
+        figure.savefig(buffer, format="svg", metadata={"Date": None})
+    return _inline(buffer.getvalue(), label=f"Value over limit by observable, for {', '.join(dtypes)}")
+
+
+def _rows(distributions: Sequence[Distribution]) -> list[str]:
+    worst: dict[str, float] = {}
+    for d in distributions:
+        worst[d.observable] = max(worst.get(d.observable, -1.0), severity(d.spread.most))
+    kept = sorted(worst, key=lambda name: (-worst[name], name))[:MOST_ROWS]
+    return sorted(kept, key=observable_rank)
+
+
+def _draw(distributions: Sequence[Distribution], dtypes: Sequence[str], rows: Sequence[str]) -> Figure:
+    across = min(len(dtypes), PANELS_ABREAST)
+    down = math.ceil(len(dtypes) / across)
+    height = 0.26 * len(rows) + 0.75
+    figure = Figure(figsize=(1.3 + 3.6 * across, height * down), layout="constrained")
+    figure.patch.set_alpha(0)
+    found = {(d.dtype, d.observable): d for d in distributions}
+    lowest = min(max(FLOOR, min(severity(d.spread.least) for d in distributions)), 0.5)
+    highest = max(min(CEILING, max(severity(d.spread.most) for d in distributions)), 2.0)
+    for position, dtype in enumerate(dtypes):
+        axes = figure.add_subplot(down, across, position + 1)
+        _frame(axes, dtype or "no dtype", rows, low=lowest, high=highest, labelled=position % across == 0)
+        for y, observable in enumerate(rows):
+            if distribution := found.get((dtype, observable)):
+                _bar(axes, y, distribution)
+    return figure
+
+
+def _frame(axes: Axes, title: str, rows: Sequence[str], *, low: float, high: float, labelled: bool) -> None:
+    axes.set_xscale("log")
+    axes.set_xlim(low / 2, high * 2)
+    axes.set_ylim(len(rows) - 0.5, -0.5)
+    axes.set_yticks(range(len(rows)), rows if labelled else [""] * len(rows))
+    axes.minorticks_off()
+    axes.xaxis.set_major_formatter(lambda tick, _: number(tick))
+    axes.set_title(title, loc="left", color=INK, fontsize=10, fontweight="bold")
+    axes.axvline(1, color=BAD, linewidth=1.2, zorder=1)
+    axes.patch.set_alpha(0)
+    axes.tick_params(axis="both", length=0, colors=MUTED, labelcolor=INK, labelsize=9)
+    axes.grid(axis="x", color=LINE, linewidth=0.6)
+    axes.set_axisbelow(True)
+    axes.spines[:].set_visible(False)
+
+
+def _bar(axes: Axes, y: int, distribution: Distribution) -> None:
+    s = distribution.spread
+    axes.hlines(y, _place(s.least), _place(s.most), colors=MUTED, linewidth=1)
+    axes.hlines(y, _place(s.p05), _place(s.p95), colors=BAND, linewidth=7)
+    axes.plot([_place(s.median)], [y], marker="|", markersize=9, markeredgewidth=1.6, color=INK)
+    over = severity(s.most) > 1
+    axes.plot([_place(s.most)], [y], marker="X" if over else "o", markersize=6, color=BAD if over else GOOD, mew=0)
+    if distribution.max_rms_share is not None:
+        axes.plot([_place(distribution.max_rms_share)], [y], marker="D", markersize=4, mfc="none", color=INK, mew=0.9)
+    axes.annotate(
+        share(s.most),
+        (1.0, y),
+        xycoords=("axes fraction", "data"),
+        xytext=(4, 0),
+        textcoords="offset points",
+        va="center",
+        color=BAD if over else MUTED,
+        fontsize=8,
+        annotation_clip=False,
+    )
+
+
+def _place(value: float) -> float:
+    return min(max(severity(value), FLOOR), CEILING)
+
+
+def _inline(svg: str, *, label: str) -> str:
+    svg = svg[svg.index("<svg") :]
+    for block in (r"<metadata>.*?</metadata>", r"<style[^>]*>.*?</style>", r"<!--.*?-->", r"<defs>\s*</defs>"):
+        svg = re.sub(block, "", svg, flags=re.DOTALL)
+    svg = re.sub(r' xmlns(:\w+)?="[^"]*"', "", svg)
+    referenced = set(re.findall(r"#([\w-]+)", svg))
+    svg = re.sub(r' id="([^"]*)"', lambda m: m[0] if m[1] in referenced else "", svg)
+    for stand_in, variable in VARIABLES.items():
+        svg = svg.replace(stand_in, f"var({variable})")
+    svg = re.sub(r"font: (?:bold |700 )?([\d.]+)px [^;\"]*", _font, svg)
+    width, height = (float(found) for found in re.findall(r'(?:width|height)="([\d.]+)pt"', svg)[:2])
+    style = f"width: {width * 4 / 3:.0f}px; height: {height * 4 / 3:.0f}px"
+    size = f'role="img" aria-label="{html.escape(label)}" style="{style}"'
+    return re.sub(r'^<svg[^>]*?viewBox="([^"]*)"[^>]*>', lambda m: f'<svg {size} viewBox="{m[1]}">', svg).strip()
+
+
+def _font(found: re.Match[str]) -> str:
+    weight = "font-weight: 700; " if "bold" in found[0] or "700" in found[0] else ""
+    return f"{weight}font-size: {found[1]}px"

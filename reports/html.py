@@ -1,0 +1,147 @@
+"""The parity report: one HTML file that needs nothing beside it, small because it aggregates and never lists passes."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jinja2
+from markupsafe import Markup
+
+from conformance.records import ERROR, EXPECTED_FAIL, FAIL, PASS, RED, UNEXPECTED_PASS, VERDICTS, Record, RunInfo
+from reports import measures, summary, wording
+from reports.figure import distribution_svg
+
+MOST_FAILURES = 200
+"""Rows in each table of failures: enough to see every pattern, few enough to open on a phone."""
+MOST_ROWS = 200
+MOST_NOTES = 50
+CONTENTS = (
+    ("verdict", "Verdict"),
+    ("features", "Implementations by feature"),
+    ("checks", "Implementations by check"),
+    ("failures", "Failures"),
+    ("reasons", "Unsupported and unjudged"),
+    ("ratios", "Distance to the limit"),
+    ("gradients", "Gradients against both backwards"),
+    ("discrimination", "Discrimination"),
+    ("coverage", "Coverage"),
+    ("tolerances", "Tolerances in force"),
+    ("environment", "Environment"),
+    ("cost", "Cost"),
+)
+STATES = {summary.CONFORMS: "pass", summary.DOES_NOT_CONFORM: "fail", summary.NOT_JUDGED: "unjudged"}
+LEGEND = (
+    ("pass", "passes, nothing red"),
+    ("fail", "something is red"),
+    ("expected", "only expected failures"),
+    ("unsupported", "unsupported"),
+    ("unjudged", "unjudged"),
+)
+LOUD = (PASS, FAIL, ERROR, UNEXPECTED_PASS)
+"""Verdicts that a matrix cell shows in its first line."""
+MARGIN_BUCKETS = tuple(
+    words.replace("x", wording.TIMES)
+    for words in ("below 1x", "1x to 10x", "10x to 100x", "100x to 1e4x", "1e4x or more")
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class FreeTable:
+    """A list of dictionaries as a table: the union of their keys, and which columns hold only numbers."""
+
+    columns: tuple[str, ...]
+    rows: tuple[Mapping[str, Any], ...]
+    numeric: frozenset[str]
+    hidden: int
+
+
+def render(records: Sequence[Record], run: RunInfo) -> str:
+    """The whole page as text; the same records and run always give the same text."""
+    return _environment().get_template("report.html.j2").render(_page(records, run))
+
+
+def write(path: Path, records: Sequence[Record], run: RunInfo) -> None:
+    """Write the page to `path`."""
+    path.write_text(render(records, run), encoding="utf-8")
+
+
+def free_table(rows: Sequence[Mapping[str, Any]], *, cap: int = MOST_ROWS) -> FreeTable:
+    """Dictionaries as a table, columns in the order of first appearance."""
+    columns = tuple(dict.fromkeys(str(column) for row in rows for column in row))
+    numeric = frozenset(c for c in columns if all(isinstance(row.get(c, 0), int | float | None) for row in rows))
+    return FreeTable(columns, tuple(rows[:cap]), numeric, max(0, len(rows) - cap))
+
+
+def _environment() -> jinja2.Environment:
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader("reports"),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=False,
+    )
+    filters = ("number", "share", "duration", "figures", "metric_text", "worst_text", "shorten", "value")
+    environment.filters.update({name: getattr(wording, name) for name in filters})
+    return environment
+
+
+def _page(records: Sequence[Record], run: RunInfo) -> dict[str, Any]:
+    standings = summary.standings(records)
+    return {
+        "run": run,
+        "record_count": len(records),
+        "total": summary.count(records),
+        "standings": standings,
+        "headline": _capital(wording.headline(standings, run)),
+        "features": summary.feature_matrix(records),
+        "checks": summary.check_matrix(records),
+        "failed": summary.failure_groups(records, verdicts=RED, cap=MOST_FAILURES),
+        "expected": summary.failure_groups(records, verdicts={EXPECTED_FAIL}, cap=MOST_FAILURES),
+        "margins": measures.margins(records),
+        "gradients": measures.gradients(records),
+        "cost": measures.cost(records),
+        "coverage": free_table(run.coverage),
+        "tolerances": free_table(run.tolerances),
+        **_reasons(records),
+        **_distributions(records),
+        **_vocabulary(),
+    }
+
+
+def _reasons(records: Sequence[Record]) -> dict[str, Any]:
+    reasons = summary.reason_groups(records)
+    return {"reasons": reasons[:MOST_ROWS], "reasons_hidden": max(0, len(reasons) - MOST_ROWS)}
+
+
+def _distributions(records: Sequence[Record]) -> dict[str, Any]:
+    distributions = measures.distributions(records)
+    return {
+        "distributions": distributions[:MOST_ROWS],
+        # Markup of our own making: matplotlib has escaped the names in it.
+        "figure": Markup(distribution_svg(distributions)),
+        "any_rms": any(d.max_rms_share is not None for d in distributions),
+    }
+
+
+def _vocabulary() -> dict[str, Any]:
+    return {
+        "verdicts": VERDICTS,
+        "red": RED,
+        "glyphs": wording.GLYPHS,
+        "states": STATES,
+        "legend": LEGEND,
+        "contents": CONTENTS,
+        "margin_buckets": MARGIN_BUCKETS,
+        "most_notes": MOST_NOTES,
+        "loud": LOUD,
+        "metrics": summary.metrics,
+        "over": lambda metric: summary.severity(metric.share) > 1,
+        "severity": summary.severity,
+        "standing_text": wording.standing_text,
+    }
+
+
+def _capital(text: str) -> str:
+    return text[:1].upper() + text[1:] if text.startswith("could") else text

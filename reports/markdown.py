@@ -1,0 +1,87 @@
+"""A short Markdown summary for the page of a CI job: verdicts, counts and the first failures."""
+
+from __future__ import annotations
+
+import html
+import re
+from collections.abc import Iterable, Sequence
+
+from conformance.records import VERDICTS, Record, RunInfo
+from reports import summary, wording
+
+MOST_FAILURES = 20
+
+
+def render(records: Sequence[Record], run: RunInfo) -> str:
+    """The summary as Markdown text."""
+    standings = summary.standings(records)
+    blocks = [f"## Attention conformance\n\n**{_inline(wording.headline(standings, run))}**", _facts(records, run)]
+    blocks += _warnings(records, run)
+    if standings:
+        blocks += [_verdicts(standings, run), _counts(standings, summary.count(records))]
+    blocks += _failures(records)
+    return "\n\n".join(blocks) + "\n"
+
+
+def _facts(records: Sequence[Record], run: RunInfo) -> str:
+    state = "interrupted" if run.interrupted else "complete"
+    return f"Level {_inline(run.level)}, {len(records):,} records, {wording.duration(run.seconds)}, {state}."
+
+
+def _warnings(records: Sequence[Record], run: RunInfo) -> list[str]:
+    found = []
+    if run.interrupted:
+        found.append("> **The run was interrupted.** Only the records written before it stopped are counted.")
+    if not summary.count(records).judged:
+        found.append("> **No record was judged**, so nothing here says that anything is right.")
+    return found
+
+
+def _verdicts(standings: Iterable[summary.Standing], run: RunInfo) -> str:
+    return "\n".join(
+        f"- {wording.GLYPHS[s.conformity]} **{_inline(s.subject.label)}** {wording.standing_text(s, run)}"
+        for s in standings
+    )
+
+
+def _counts(standings: Iterable[summary.Standing], total: summary.Counts) -> str:
+    rows = [_row("implementation", *VERDICTS, "sum"), _row("---", *["---:"] * (len(VERDICTS) + 1))]
+    rows += [_row(_inline(s.subject.label), *_figures(s.counts)) for s in standings]
+    return "\n".join([*rows, _row("**all**", *_figures(total))])
+
+
+def _figures(counts: summary.Counts) -> list[str]:
+    return [f"{counts[verdict]:,}" for verdict in VERDICTS] + [f"{counts.total:,}"]
+
+
+def _row(*cells: str) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def _failures(records: Sequence[Record]) -> list[str]:
+    shown, hidden = summary.first_failures(records, cap=MOST_FAILURES)
+    if not shown:
+        return []
+    more = [f"{hidden:,} more are in the JSON lines and the HTML report."] if hidden else []
+    return ["### Failures", *(_failure(record) for record in shown), *more]
+
+
+def _failure(record: Record) -> str:
+    subject = summary.subject_of(record).label
+    facts = [wording.judged_text(record), wording.worst_text(record), wording.shorten(record.reason, longest=200)]
+    what = f"{record.verdict}: {subject}, {record.check} / {record.observable}"
+    lines = [f"- **{_inline(what)}** {_inline(record.case)}"]
+    lines += [f"  {_inline('; '.join(fact for fact in facts if fact))}"] if any(facts) else []
+    return "\n".join(lines) + ("\n\n" + _fenced(record.reproduce) if record.reproduce else "")
+
+
+def _fenced(command: str) -> str:
+    longest = max((len(run) for run in re.findall(r"`+", command)), default=0)
+    fence = "`" * max(3, longest + 1)
+    body = "\n".join(f"  {line}" for line in command.splitlines())
+    return f"  {fence}sh\n{body}\n  {fence}"
+
+
+def _inline(text: str) -> str:
+    """Text that shows as it is: on one line, no markup of Markdown or HTML taking effect."""
+    return re.sub(r"([\\`*_|\[\]~])", r"\\\1", html.escape(" ".join(text.split()), quote=False))

@@ -1,0 +1,333 @@
+"""What the records of a run add up to: conformity, counts, matrices, failures and reasons; pure functions."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+from conformance.records import (
+    ERROR,
+    EXPECTED_FAIL,
+    FAIL,
+    JUDGED,
+    PASS,
+    RED,
+    UNJUDGED,
+    UNSUPPORTED,
+    VERDICTS,
+    Record,
+)
+
+CONFORMS = "conforms"
+DOES_NOT_CONFORM = "does not conform"
+NOT_JUDGED = "could not be judged"
+NO_FEATURE = "(none named)"
+"""The matrix column of records that name no feature, so that no record is missing from the matrix."""
+
+
+@dataclasses.dataclass(frozen=True, order=True)
+class Subject:
+    """What a verdict is about: one implementation on one platform."""
+
+    implementation: str
+    platform: str
+
+    @property
+    def label(self) -> str:
+        """The implementation with its platform in brackets."""
+        return f"{self.implementation} ({self.platform})" if self.platform else self.implementation
+
+
+@dataclasses.dataclass(frozen=True)
+class Metric:
+    """A figure that was judged and the limit it was judged against: `max` is the largest ratio, `rms` its mean."""
+
+    name: str
+    value: float
+    limit: float | None
+
+    @property
+    def share(self) -> float | None:
+        """Value over limit: above 1 is over the limit. A limit of zero admits only zero."""
+        if self.limit is None:
+            return None
+        if self.limit == 0:
+            return self.value if math.isnan(self.value) else (0.0 if self.value == 0 else math.inf)
+        return self.value / self.limit
+
+
+@dataclasses.dataclass(frozen=True)
+class Counts:
+    """Records by verdict; every verdict is present."""
+
+    by_verdict: Mapping[str, int]
+
+    def __getitem__(self, verdict: str) -> int:
+        """How many records have this verdict."""
+        return self.by_verdict.get(verdict, 0)
+
+    @property
+    def total(self) -> int:
+        """The number of records counted."""
+        return sum(self.by_verdict.values())
+
+    @property
+    def red(self) -> int:
+        """Records that make a run not conform."""
+        return sum(self[verdict] for verdict in RED)
+
+    @property
+    def judged(self) -> int:
+        """Records that rest on a comparison which took place."""
+        return sum(self[verdict] for verdict in JUDGED)
+
+    @property
+    def parts(self) -> tuple[tuple[str, int], ...]:
+        """Verdicts that occur, with their counts, in the order of `VERDICTS`."""
+        return tuple((verdict, self[verdict]) for verdict in VERDICTS if self[verdict])
+
+
+@dataclasses.dataclass(frozen=True)
+class Standing:
+    """One line of the verdict: whether the subject conforms, and the counts that say so."""
+
+    subject: Subject
+    conformity: str
+    counts: Counts
+    worst: Metric | None
+    seconds: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Cell:
+    """What one subject did in one column of a matrix."""
+
+    counts: Counts
+    worst: Metric | None
+    reasons: tuple[str, ...]
+
+    @property
+    def state(self) -> str:
+        """The one word that colours the cell: fail, expected, pass, unjudged, unsupported or absent."""
+        if self.counts.red:
+            return "fail"
+        if self.counts[PASS]:
+            return "pass"
+        if self.counts[EXPECTED_FAIL]:
+            return "expected"
+        if self.counts[UNJUDGED]:
+            return "unjudged"
+        return "unsupported" if self.counts[UNSUPPORTED] else "absent"
+
+
+@dataclasses.dataclass(frozen=True)
+class Matrix:
+    """Subjects by columns; a pair without records has no cell."""
+
+    subjects: tuple[Subject, ...]
+    columns: tuple[str, ...]
+    cells: Mapping[tuple[Subject, str], Cell]
+
+
+@dataclasses.dataclass(frozen=True)
+class FailureGroup:
+    """Records of one subject, check, observable and verdict, worst first; `shown` of them fit into the report."""
+
+    subject: Subject
+    check: str
+    observable: str
+    verdict: str
+    records: tuple[Record, ...]
+    shown: int
+    common_features: tuple[str, ...]
+
+    @property
+    def hidden(self) -> int:
+        """How many of the group's records the report leaves to the JSON lines."""
+        return len(self.records) - self.shown
+
+    @property
+    def common_reason(self) -> str:
+        """The reason that all records of the group give, empty where they differ or are alone."""
+        reasons = {record.reason for record in self.records}
+        return self.records[0].reason if len(reasons) == 1 and len(self.records) > 1 else ""
+
+
+@dataclasses.dataclass(frozen=True)
+class ReasonGroup:
+    """Records without judgement that share a reason, with one case as an example."""
+
+    subject: Subject
+    verdict: str
+    reason: str
+    count: int
+    example: str
+
+
+def subject_of(record: Record) -> Subject:
+    """The subject that a record is about."""
+    return Subject(record.implementation, record.platform)
+
+
+def metrics(record: Record) -> tuple[Metric, ...]:
+    """The figures of a record that were judged: the largest ratio, and the rms where that has a limit."""
+    found = []
+    if record.ratio is not None:
+        found.append(Metric("max", record.ratio, record.limit))
+    if record.rms is not None and record.rms_limit is not None:
+        found.append(Metric("rms", record.rms, record.rms_limit))
+    return tuple(found)
+
+
+def decisive(record: Record) -> Metric | None:
+    """The judged figure closest to its limit or furthest beyond it."""
+    return max(metrics(record), key=lambda metric: severity(metric.share), default=None)
+
+
+def severity(share: float | None) -> float:
+    """A sort key for shares: NaN is as bad as infinity, no share at all comes first."""
+    if share is None:
+        return -1.0
+    return math.inf if math.isnan(share) else share
+
+
+def worst_metric(records: Iterable[Record]) -> Metric | None:
+    """The worst judged figure; expected failures only stand in where nothing else was judged.
+
+    Otherwise a subject that conforms would show a figure beyond its limit, and a near miss would hide behind it.
+    """
+    judged = [record for record in records if record.verdict in JUDGED]
+    open_ones = [record for record in judged if record.verdict != EXPECTED_FAIL]
+    found = (decisive(record) for record in open_ones or judged)
+    return max((m for m in found if m is not None), key=lambda metric: severity(metric.share), default=None)
+
+
+def count(records: Iterable[Record]) -> Counts:
+    """Count records by verdict."""
+    counter = Counter(record.verdict for record in records)
+    return Counts({verdict: counter[verdict] for verdict in VERDICTS})
+
+
+def conformity(records: Iterable[Record]) -> str:
+    """Whether these records say that it conforms, does not, or could not be judged.
+
+    Any red record means that it does not conform. Without a single judged record there is nothing to conform by, which
+    is never the same as clean.
+    """
+    counts = count(records)
+    if counts.red:
+        return DOES_NOT_CONFORM
+    return CONFORMS if counts.judged else NOT_JUDGED
+
+
+def by_subject(records: Iterable[Record]) -> dict[Subject, list[Record]]:
+    """Records of each subject, subjects in the order of their names."""
+    groups: dict[Subject, list[Record]] = {}
+    for record in records:
+        groups.setdefault(subject_of(record), []).append(record)
+    return {subject: groups[subject] for subject in sorted(groups)}
+
+
+def standings(records: Iterable[Record]) -> tuple[Standing, ...]:
+    """One standing for each subject, in the order of their names: nothing here ranks them."""
+    return tuple(
+        Standing(subject, conformity(group), count(group), worst_metric(group), math.fsum(r.seconds for r in group))
+        for subject, group in by_subject(records).items()
+    )
+
+
+def features_in_order(records: Iterable[Record]) -> tuple[str, ...]:
+    """Features in the order of first appearance, and `NO_FEATURE` last where a record names none."""
+    seen: dict[str, None] = {}
+    unnamed = False
+    for record in records:
+        seen.update(dict.fromkeys(record.features))
+        unnamed = unnamed or not record.features
+    return (*seen, NO_FEATURE) if unnamed else tuple(seen)
+
+
+def feature_matrix(records: Sequence[Record]) -> Matrix:
+    """Subjects by features; a record counts once in the column of each of its features."""
+    return _matrix(records, features_in_order(records), lambda record: set(record.features) or {NO_FEATURE})
+
+
+def check_matrix(records: Sequence[Record]) -> Matrix:
+    """Subjects by checks."""
+    columns = tuple(dict.fromkeys(record.check for record in records))
+    return _matrix(records, columns, lambda record: {record.check})
+
+
+def failure_groups(records: Iterable[Record], *, verdicts: Iterable[str] = RED, cap: int = 200) -> list[FailureGroup]:
+    """Failures grouped by subject, check, observable and verdict; at most `cap` of them are marked as shown.
+
+    The cap is shared out evenly, so that one noisy check cannot push the others out of the report.
+    """
+    wanted = frozenset(verdicts)
+    groups: dict[tuple[Subject, str, str, str], list[Record]] = {}
+    for record in records:
+        if record.verdict in wanted:
+            groups.setdefault((subject_of(record), record.check, record.observable, record.verdict), []).append(record)
+    keys = sorted(groups)
+    ranked = [tuple(sorted(groups[key], key=_worst_first)) for key in keys]
+    quotas = _share_out([len(group) for group in ranked], [_worst_first(group[0]) for group in ranked], cap)
+    return [
+        FailureGroup(*key, records=group, shown=quota, common_features=_common_features(group))
+        for key, group, quota in zip(keys, ranked, quotas, strict=True)
+    ]
+
+
+def first_failures(records: Iterable[Record], *, cap: int) -> tuple[list[Record], int]:
+    """At most `cap` red records, spread over the groups of failures, and how many more there are."""
+    groups = failure_groups(records, cap=cap)
+    shown = [record for group in groups for record in group.records[: group.shown]]
+    return shown, sum(group.hidden for group in groups)
+
+
+def reason_groups(records: Iterable[Record]) -> list[ReasonGroup]:
+    """Unsupported and unjudged records by subject and reason, the most frequent first within a subject."""
+    tally: Counter[tuple[Subject, str, str]] = Counter()
+    examples: dict[tuple[Subject, str, str], str] = {}
+    for record in records:
+        if record.verdict in (UNSUPPORTED, UNJUDGED):
+            key = (subject_of(record), record.verdict, record.reason)
+            tally[key] += 1
+            examples.setdefault(key, record.case)
+    order = sorted(tally, key=lambda key: (key[0], key[1], -tally[key], key[2]))
+    return [ReasonGroup(*key, count=tally[key], example=examples[key]) for key in order]
+
+
+def _matrix(records: Sequence[Record], columns: tuple[str, ...], place: Callable[[Record], Iterable[str]]) -> Matrix:
+    groups: dict[tuple[Subject, str], list[Record]] = {}
+    for record in records:
+        for column in place(record):
+            groups.setdefault((subject_of(record), column), []).append(record)
+    cells = {key: Cell(count(group), worst_metric(group), _reasons(group)) for key, group in groups.items()}
+    return Matrix(tuple(by_subject(records)), columns, cells)
+
+
+def _reasons(records: Iterable[Record], *, cap: int = 3) -> tuple[str, ...]:
+    found = dict.fromkeys(r.reason for r in records if r.reason and r.verdict in (UNSUPPORTED, UNJUDGED))
+    return tuple(found)[:cap]
+
+
+def _worst_first(record: Record) -> tuple[float, tuple[str, ...]]:
+    metric = decisive(record)
+    crashed = record.verdict == ERROR or (record.verdict == FAIL and metric is None)
+    return (-math.inf if crashed else -severity(metric.share if metric else None), record.key)
+
+
+def _common_features(records: Sequence[Record]) -> tuple[str, ...]:
+    common = set(records[0].features).intersection(*(record.features for record in records))
+    return tuple(feature for feature in dict.fromkeys(records[0].features) if feature in common)
+
+
+def _share_out(sizes: Sequence[int], ranks: Sequence[tuple[float, tuple[str, ...]]], cap: int) -> list[int]:
+    order = sorted(range(len(sizes)), key=lambda i: ranks[i])
+    quotas = [0] * len(sizes)
+    while cap > 0 and (open_groups := [i for i in order if quotas[i] < sizes[i]]):
+        for i in open_groups[:cap]:
+            quotas[i] += 1
+        cap -= min(cap, len(open_groups))
+    return quotas

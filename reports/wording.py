@@ -1,0 +1,161 @@
+"""How verdicts, figures and failures are put into words, the same in every report."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+from conformance.records import (
+    ERROR,
+    EXPECTED_FAIL,
+    FAIL,
+    PASS,
+    UNEXPECTED_PASS,
+    UNJUDGED,
+    UNSUPPORTED,
+    Record,
+    RunInfo,
+)
+from reports.summary import CONFORMS, DOES_NOT_CONFORM, NOT_JUDGED, Metric, Standing, metrics
+
+DASH, MINUS, TIMES = "\N{EN DASH}", "\N{MINUS SIGN}", "\N{MULTIPLICATION SIGN}"
+GLYPHS = {
+    PASS: "✓",
+    FAIL: "✗",
+    ERROR: "!",
+    EXPECTED_FAIL: "≈",
+    UNEXPECTED_PASS: "↑",
+    UNSUPPORTED: DASH,
+    UNJUDGED: "?",
+    CONFORMS: "✓",
+    DOES_NOT_CONFORM: "✗",
+    NOT_JUDGED: "?",
+}
+"""A sign beside every colour, for those who do not see the colour."""
+LONGEST_REASON = 600
+"""A traceback belongs into the JSON lines; a reason this long still says what happened."""
+
+
+def number(value: float | None, *, digits: int = 3) -> str:
+    """A figure for people: three digits, no padded exponent, infinities and NaN spelt out."""
+    if value is None:
+        return DASH
+    if math.isnan(value):
+        return "NaN"
+    if math.isinf(value):
+        return "∞" if value > 0 else f"{MINUS}∞"
+    text = f"{value:.{digits}g}"
+    if "e" not in text:
+        return text
+    mantissa, exponent = text.split("e")
+    return f"{mantissa}e{int(exponent)}" if abs(value) < 1e-3 or abs(value) >= 1e6 else f"{value:.0f}"
+
+
+def share(value: float | None) -> str:
+    """A multiple of the limit, with as many digits as it takes to see on which side of 1 it is."""
+    if value is None:
+        return "no limit"
+    if not math.isfinite(value):
+        return number(value)
+    digits = 3
+    while digits < 17 and value != 1 and number(value, digits=digits) == "1":
+        digits += 2
+    return f"{number(value, digits=digits)}{TIMES}"
+
+
+def duration(seconds: float) -> str:
+    """Seconds, or minutes and hours where those are easier to grasp."""
+    if not math.isfinite(seconds):
+        return number(seconds) + " s"
+    if seconds < 60:
+        return f"{seconds:.1f} s" if seconds >= 1 or seconds == 0 else f"{number(seconds, digits=2)} s"
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes} min {rest:02d} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02d} min"
+
+
+def figures(values: Sequence[float]) -> str:
+    """A few figures as a list, many as a range."""
+    if not values:
+        return DASH
+    if len(values) <= 3:
+        return ", ".join(number(value) for value in values)
+    return f"{number(values[0])} to {number(values[-1])}"
+
+
+def metric_text(metric: Metric) -> str:
+    """What was judged and against what, with enough digits to tell the two apart."""
+    name = "max ratio" if metric.name == "max" else "rms ratio"
+    if metric.limit is None:
+        return f"{name} {number(metric.value)}, no limit"
+    digits = 3
+    while digits < 17 and metric.value != metric.limit and _same_text(metric, digits):
+        digits += 3
+    return f"{name} {number(metric.value, digits=digits)}, limit {number(metric.limit, digits=digits)}"
+
+
+def judged_text(record: Record) -> str:
+    """All judged figures of a record on one line; empty where nothing was compared."""
+    return "; ".join(metric_text(metric) for metric in metrics(record))
+
+
+def worst_text(record: Record) -> str:
+    """The worst element: where it is, what came, what was expected, and the bound there."""
+    if (worst := record.worst) is None:
+        return ""
+    got, expected = number(worst.got, digits=7), number(worst.expected, digits=7)
+    return f"at {index(worst.index)}: got {got}, expected {expected}, bound {number(worst.bound)}"
+
+
+def index(position: Sequence[int]) -> str:
+    """An array index as Python writes it."""
+    return f"[{', '.join(str(i) for i in position)}]"
+
+
+def shorten(text: str, *, longest: int = LONGEST_REASON) -> str:
+    """Text cut to a length that a report can hold, saying so."""
+    if len(text) <= longest:
+        return text
+    return f"{text[:longest]} … (cut; all {len(text):,} characters are in the JSON lines)"
+
+
+def standing_text(standing: Standing, run: RunInfo) -> str:
+    """The verdict of a subject in words; an interrupted run vouches only for what it reached."""
+    if run.interrupted and standing.conformity == CONFORMS:
+        return "conforms so far"
+    return standing.conformity
+
+
+def headline(standings: Sequence[Standing], run: RunInfo) -> str:
+    """The whole run in one sentence, without comparing the subjects with each other."""
+    if not standings:
+        return "Could not be judged: the run left no records."
+    if len(standings) == 1:
+        return f"{standings[0].subject.label} {standing_text(standings[0], run)}."
+    tally = Counter(standing_text(standing, run) for standing in standings)
+    parts = [f"{count} {_plural(words) if count > 1 else words}" for words, count in sorted(tally.items())]
+    return f"{len(standings)} implementations: {', '.join(parts)}."
+
+
+def value(item: Any) -> str:
+    """A value of a free-form table (coverage, tolerances) as text."""
+    if item is None:
+        return DASH
+    if isinstance(item, bool):
+        return "yes" if item else "no"
+    if isinstance(item, float):
+        return number(item)
+    if isinstance(item, int):
+        return f"{item:,}"
+    if isinstance(item, dict):
+        return ", ".join(f"{name}: {value(inner)}" for name, inner in item.items())
+    return ", ".join(value(inner) for inner in item) if isinstance(item, list | tuple) else str(item)
+
+
+def _same_text(metric: Metric, digits: int) -> bool:
+    return number(metric.value, digits=digits) == number(metric.limit, digits=digits)
+
+
+def _plural(words: str) -> str:
+    return words.replace("conforms", "conform").replace("does not", "do not")

@@ -1,0 +1,343 @@
+"""The adapters under `impls/upstream` against a float64 reference: layouts, conventions, gradients, refusals."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from cases import masks
+from cases.case import FEATURES, parse
+from cases.inputs import Problem, draw, draw_cotangent
+from conformance.contract import Implementation
+from impls.upstream.jax_mha_gpu import attention as mha_gpu
+from impls.upstream.jax_nn import mask_arguments
+from impls.upstream.mask_flags import causal_flag
+from impls.upstream.refusals import mask_features
+
+MODULES = ("jax_nn", "jax_splash_tpu", "jax_flash_tpu", "jax_mha_gpu")
+TOLERANCE = {
+    "f32": 2e-5,
+    "bf16": 2e-2,
+    "f16": 3e-3,
+}  # A few rounding errors of the dtype, relative to the largest value.
+
+CASES = {
+    "jax_nn_xla": (
+        "train/f32/B2.T24.S40.N4.K2.H16.V16/window-l7-r3_and_causal/biaskey/scale0.5/normal/s0",
+        "train/f32/B2.T24.S24.N4.K1.H16.V16/densehead-d40/bias/normal/s0",
+        "train/bf16/B2.T16.S16.N2.K2.H16.V16/chunked-8/normal/s0",
+        "prefill/f32/B2.T8.S24.N2.K2.H16.V16/lengths-20-9/normal/s0",
+    ),
+    "jax_splash_tpu": (
+        "train/f32/B1.T128.S256.N4.K2.H16.V32/window-l100-r0-o128/seg/softcap30/sinks/normal/s0",
+        "prefill/bf16/B2.T128.S256.N4.K2.H16.V16/densehead-d40/scale0.5/normal/s0",
+        "prefill/f32/B2.T128.S128.N2.K1.H16.V16/chunked-50_or_spans-10-30/sinks/normal/s0",
+    ),
+    "jax_splash_tpu_fused": ("train/f32/B1.T256.S256.N2.K2.H16.V16/causal/normal/s0",),
+    "jax_flash_tpu": (
+        "train/f32/B2.T128.S256.N2.K2.H16.V16/causal/seg/biashead/scale0.5/normal/s0",
+        "prefill/f16/B1.T130.S128.N1.K1.H16.V16/full/normal/s0",
+    ),
+    "jax_mha_gpu": (
+        "train/f32/B2.T64.S64.N2.K2.H16.V16/causal/seg/scale0.5/normal/s0",
+        "prefill/bf16/B1.T32.S128.N1.K1.H16.V16/full/normal/s0",
+    ),
+    "jax_mha_gpu_xla_bwd": ("train/f32/B1.T64.S64.N1.K1.H16.V16/causal/normal/s0",),
+}
+
+
+@functools.cache
+def adapters() -> dict[str, Implementation]:
+    """All adapters of JAX's own kernels by name."""
+    modules = (importlib.import_module(f"impls.upstream.{name}") for name in MODULES)
+    return {found.name: found for module in modules for found in module.IMPLEMENTATIONS}
+
+
+@dataclasses.dataclass(frozen=True)
+class Reference:
+    """Attention in float64, written out with all keys at once; rows that see nothing are zero."""
+
+    problem: Problem
+
+    @functools.cached_property
+    def q(self) -> np.ndarray:
+        """Queries."""
+        return self.problem.q.astype(np.float64)
+
+    @functools.cached_property
+    def kv(self) -> tuple[np.ndarray, np.ndarray]:
+        """Keys and values, repeated to the query heads."""
+        group = self.q.shape[2] // self.problem.k.shape[2]
+        k, v = (x.astype(np.float64).repeat(group, axis=2) for x in (self.problem.k, self.problem.v))
+        return k, v
+
+    @functools.cached_property
+    def logits(self) -> np.ndarray:
+        """Before the soft cap and the mask."""
+        x = np.einsum("btnh,bsnh->bnts", self.q, self.kv[0]) * self.problem.effective_scale
+        return x if self.problem.bias is None else x + self.problem.bias.astype(np.float64)
+
+    @functools.cached_property
+    def logsumexp(self) -> np.ndarray:
+        """Natural, sink included."""
+        cap = self.problem.soft_cap
+        z = self.logits if cap is None else cap * np.tanh(self.logits / cap)
+        lse = np.logaddexp.reduce(np.where(self.problem.allowed, z, -np.inf), axis=-1)
+        return lse if self.problem.sinks is None else np.logaddexp(lse, self.problem.sinks[:, None])
+
+    @functools.cached_property
+    def p(self) -> np.ndarray:
+        """Probabilities."""
+        cap = self.problem.soft_cap
+        z = self.logits if cap is None else cap * np.tanh(self.logits / cap)
+        lse = np.where(np.isfinite(self.logsumexp), self.logsumexp, 0)[..., None]
+        return np.where(self.problem.allowed, np.exp(np.where(self.problem.allowed, z - lse, 0)), 0)
+
+    @functools.cached_property
+    def out(self) -> np.ndarray:
+        """Output `[B, T, N, V]`."""
+        return np.einsum("bnts,bsnv->btnv", self.p, self.kv[1])
+
+    def gradients(self, do: np.ndarray) -> dict[str, np.ndarray]:
+        """Gradients by operand."""
+        problem, (k, v) = self.problem, self.kv
+        dp = np.einsum("btnv,bsnv->bnts", do, v)
+        mean = (self.p * dp).sum(axis=-1, keepdims=True)
+        dx = self.p * (dp - mean)
+        if problem.soft_cap is not None:
+            dx *= 1 - np.tanh(self.logits / problem.soft_cap) ** 2
+        found = {
+            "q": np.einsum("bnts,bsnh->btnh", dx, k) * problem.effective_scale,
+            "k": self._grouped(np.einsum("bnts,btnh->bsnh", dx, self.q)) * problem.effective_scale,
+            "v": self._grouped(np.einsum("bnts,btnv->bsnv", self.p, do)),
+        }
+        if problem.sinks is not None:
+            p_sink = np.exp(problem.sinks[:, None] - self.logsumexp)
+            found["sinks"] = -(p_sink * mean[..., 0]).sum(axis=(0, 2))
+        if problem.bias is not None:
+            broadcast = tuple(axis for axis, n in enumerate(problem.bias.shape) if n == 1)
+            found["bias"] = dx.sum(axis=broadcast, keepdims=True)
+        return found
+
+    def _grouped(self, x: np.ndarray) -> np.ndarray:
+        batch, length, num_q_heads, depth = x.shape
+        num_kv_heads = self.problem.k.shape[2]
+        return x.reshape(batch, length, num_kv_heads, num_q_heads // num_kv_heads, depth).sum(axis=3)
+
+
+def operands(problem: Problem) -> dict[str, Any]:
+    """The operands of a problem that carry gradients."""
+    names = ("q", "k", "v", "sinks", "bias")
+    return {name: jnp.asarray(x) for name in names if (x := getattr(problem, name)) is not None}
+
+
+def statics(problem: Problem) -> dict[str, Any]:
+    """The other arguments."""
+    return {
+        "mask": problem.mask,
+        "segment_ids": problem.segment_ids,
+        "soft_cap": problem.soft_cap,
+        "scale": problem.scale,
+    }
+
+
+def assert_close(name: str, got: Any, want: np.ndarray, tolerance: float, where: np.ndarray | None = None) -> None:
+    """`got` within `tolerance` of `want`, relative to the largest value, where judged."""
+    __tracebackhide__ = True
+    got = np.asarray(got).astype(np.float64)
+    assert got.shape == want.shape, f"{name} has shape {got.shape}, expected {want.shape}"
+    if where is not None:
+        judged = np.broadcast_to(where, want.shape)
+        got, want = got[judged], want[judged]
+    assert np.isfinite(got).all(), f"{name} is not finite"
+    error = np.abs(got - want).max() / np.abs(want).max()
+    assert error <= tolerance, f"{name} is off by {error:.2g} of its largest value, allowed {tolerance:.2g}"
+
+
+@pytest.mark.parametrize(("name", "case_id"), [(name, case) for name, ids in CASES.items() for case in ids])
+def test_agrees_with_the_reference(name: str, case_id: str) -> None:
+    """Output, residuals and gradients, jitted as the harness does."""
+    implementation, case = adapters()[name], parse(case_id)
+    assert implementation.supports(case) is None
+    problem, reference, tolerance = draw(case), Reference(draw(case)), TOLERANCE[case.dtype]
+    fixed = statics(problem)
+    live_rows = ~problem.empty_rows
+    live = live_rows.transpose(0, 2, 1)[..., None]
+
+    out, residuals = jax.jit(lambda x: implementation.call(**x, **fixed, save_residuals=True))(operands(problem))
+    assert out.dtype == problem.q.dtype
+    assert set(residuals) == implementation.residuals
+    assert_close("out", out, reference.out, tolerance, live)
+    if "logsumexp" in residuals:
+        assert residuals["logsumexp"].dtype == jnp.float32
+        assert_close("logsumexp", residuals["logsumexp"], reference.logsumexp, tolerance, live_rows)
+
+    if case.phase == "train":
+        do = np.where(live, draw_cotangent(case).out, 0).astype(problem.q.dtype)
+
+        @jax.jit
+        def primal_and_gradients(x: dict[str, Any]) -> Any:
+            primal, pullback = jax.vjp(lambda x: implementation.call(**x, **fixed), x)
+            return primal, pullback(do)[0]
+
+        primal, gradients = primal_and_gradients(operands(problem))
+        assert_close("primal", primal, reference.out, tolerance, live)
+        wanted = reference.gradients(do.astype(np.float64))
+        for operand, gradient in gradients.items():
+            assert f"d{operand}" in implementation.gradients
+            assert_close(f"d{operand}", gradient, wanted[operand], tolerance)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_refuses_what_it_declares_unsupported(name: str) -> None:
+    """Every refusal names the feature and gives the declared reason."""
+    implementation = adapters()[name]
+    q, kv = jnp.zeros((2, 128, 2, 16)), jnp.zeros((2, 128, 2, 16))
+    asking: dict[str, dict[str, Any]] = {
+        "soft_cap": {"soft_cap": 30.0},
+        "sinks": {"sinks": jnp.zeros(2)},
+        "bias": {"bias": jnp.zeros((1, 2, 128, 128))},
+        "segment_ids": {"segment_ids": (jnp.zeros((2, 128), int),) * 2},
+        "v_head_dim": {"v": kv[..., :8]},
+        "mqa": {"k": kv[:, :, :1], "v": kv[:, :, :1]},
+        "gqa": {"q": jnp.zeros((2, 128, 4, 16))},
+        "window": {"mask": masks.Window(3, 0)},
+        "chunked": {"mask": masks.Causal() & masks.Chunked(8)},
+        "bidirectional": {"mask": masks.Bidirectional(((0, 3),))},
+        "balanced": {"mask": masks.LoadBalancedCausal(2, 128)},
+        "lengths": {"mask": masks.Lengths((3, 4))},
+        "dense": {"mask": masks.Dense(np.ones((128, 128), bool))},
+        "dense_head": {"mask": masks.Dense(np.ones((1, 2, 128, 128), bool))},
+        "dense_batch": {"mask": masks.Indexer(np.ones((2, 1, 128, 128), bool))},
+        "offset": {"mask": masks.Causal(3)},
+    }
+    assert set(implementation.unsupported) <= set(asking)
+    for feature, reason in implementation.unsupported.items():
+        arguments = {"q": q, "k": kv, "v": kv, "mask": masks.Full(), **asking[feature]}
+        with pytest.raises(NotImplementedError) as caught:
+            implementation.call(**arguments)
+        assert str(caught.value) == f"{name} does not support {feature} ({FEATURES[feature]}): it {reason}"
+
+
+@pytest.mark.parametrize(
+    ("name", "case_id", "reason"),
+    [
+        (
+            "jax_splash_tpu",
+            "train/f32/B1.T192.S128.N1.K1.H16.V16/full/normal/s0",
+            "needs lengths that are multiples of 128, its smallest block; T is 192",
+        ),
+        (
+            "jax_splash_tpu",
+            "prefill/f32/B2.T128.S128.N1.K1.H16.V16/causal_and_lengths-3-9/normal/s0",
+            "takes one mask for the whole batch, not one for each batch row (dense_batch, lengths)",
+        ),
+        (
+            "jax_flash_tpu",
+            "prefill/f32/B1.T128.S130.N1.K1.H16.V16/full/normal/s0",
+            "needs a multiple of 128 keys, its block; S is 130",
+        ),
+        (
+            "jax_flash_tpu",
+            "decode/f32/B1.T1.S128.N1.K1.H16.V16/full/normal/s0",
+            "needs at least 128 queries, its block; T is 1",
+        ),
+        (
+            "jax_flash_tpu",
+            "train/f32/B1.T128.S128.N1.K1.H16.V16/full_or_causal/normal/s0",
+            "takes no mask but its causal flag",
+        ),
+        (
+            "jax_mha_gpu",
+            "train/f32/B1.T200.S200.N1.K1.H16.V16/full/normal/s0",
+            "needs lengths up to 128 or multiples of 128, its block; T is 200",
+        ),
+    ],
+)
+def test_limits_are_declared_and_refused(name: str, case_id: str, reason: str) -> None:
+    """A limit beyond the features is a reason of the case and an error of the call."""
+    implementation, problem = adapters()[name], draw(parse(case_id))
+    assert implementation.supports(parse(case_id)) == reason
+    with pytest.raises(NotImplementedError, match=re.escape(reason)):
+        implementation.call(**operands(problem), **statics(problem))
+
+
+@pytest.mark.parametrize(("name", "q_length"), [("jax_mha_gpu", 64), ("jax_flash_tpu", 130)])
+def test_gradient_limits_refuse_gradients_only(name: str, q_length: int) -> None:
+    """Limits of the backward pass alone do not rule out the forward pass."""
+    q, kv = jnp.ones((1, q_length, 1, 16)), jnp.ones((1, 128, 1, 16))
+    call = functools.partial(adapters()[name].call, mask=masks.Full())
+    np.testing.assert_allclose(jax.jit(call)(q, kv, kv), 1, rtol=1e-5)
+    with pytest.raises(NotImplementedError, match="for gradients"):
+        jax.grad(lambda q: call(q, kv, kv).sum())(q)
+
+
+def test_gradient_limits_are_declared() -> None:
+    """Limits of the backward pass count in training cases only."""
+    shape = "f32/B1.T64.S128.N1.K1.H16.V16/full/normal/s0"
+    assert "as many query blocks as key blocks" in (adapters()["jax_mha_gpu"].supports(parse(f"train/{shape}")) or "")
+    assert adapters()["jax_mha_gpu"].supports(parse(f"prefill/{shape}")) is None
+    assert adapters()["jax_mha_gpu_xla_bwd"].supports(parse(f"train/{shape}")) is None
+
+
+def test_mha_gpu_takes_equal_segment_ids_only() -> None:
+    """It has one array for both: different ids are refused, or give NaN where only run time can tell."""
+    x = jnp.ones((1, 16, 1, 16))
+    ids, others = np.zeros((1, 16), np.int32), np.ones((1, 16), np.int32)
+    with pytest.raises(NotImplementedError, match="takes one array of segment ids"):
+        mha_gpu(x, x, x, mask=masks.Full(), segment_ids=(ids, others))
+    traced = jax.jit(lambda q_ids, kv_ids: mha_gpu(x, x, x, mask=masks.Full(), segment_ids=(q_ids, kv_ids)))
+    assert np.isfinite(traced(ids, ids)).all()
+    assert np.isnan(traced(ids, others)).all()
+
+
+def test_jax_nn_gets_native_arguments() -> None:
+    """Flags where they mean the same, booleans for the rest."""
+    mask = masks.Causal() & masks.Window(3, None) & masks.Full()
+    assert mask_arguments(mask, 2, 8, 12) == {"is_causal": True, "local_window_size": (3, 12)}
+    moved = mask_arguments(masks.Causal(4) & masks.Lengths((5, 9)), 2, 8, 12)
+    assert moved["key_value_seq_lengths"].tolist() == [5, 9]
+    np.testing.assert_array_equal(moved["mask"], masks.Causal(4).dense(8, 12))
+    assert sorted(moved) == ["key_value_seq_lengths", "mask"]
+
+
+def test_masks_as_flags_and_features() -> None:
+    """What a mask asks for."""
+    assert causal_flag(masks.Full() & masks.Causal()) is True
+    assert causal_flag(masks.Full()) is False
+    assert causal_flag(masks.Causal(1)) is None
+    assert causal_flag(masks.Full() | masks.Causal()) is None
+    assert list(mask_features(masks.Causal(2) & masks.Window(1, 1))) == ["causal", "offset", "window"]
+    assert list(mask_features(masks.Dense(np.ones((2, 3, 4, 4))))) == ["dense_batch", "dense_head"]
+
+
+@pytest.mark.parametrize("transform", ["grad_of_jit", "remat", "vmap"])
+def test_flash_tpu_backward_is_interpreted_under_transforms(transform: str) -> None:
+    """Its backward pass is traced after the call returns, outside the interpreter's context."""
+    x = jnp.ones((1, 128, 1, 16))
+
+    def loss(q: jax.Array) -> jax.Array:
+        return adapters()["jax_flash_tpu"].call(q, x, x, mask=masks.Causal()).sum()
+
+    gradient = {
+        "grad_of_jit": jax.grad(jax.jit(loss)),
+        "remat": jax.grad(jax.checkpoint(loss)),
+        "vmap": lambda q: jax.vmap(jax.grad(loss))(q[None])[0],
+    }[transform](x)
+    np.testing.assert_allclose(gradient, 0, atol=1e-5)  # equal values: no logit matters
+
+
+def test_splash_kernels_built_while_tracing_are_reusable() -> None:
+    """The cache of kernels must hold arrays, not the tracers of the first call."""
+    x = jnp.ones((1, 128, 1, 16))
+    call = functools.partial(adapters()["jax_splash_tpu"].call, mask=masks.Window(77, 0))
+    first = jax.jit(lambda q: call(q, x, x))(x)
+    np.testing.assert_array_equal(first, jax.jit(lambda q: call(2 * q, x, x))(x))
