@@ -8,6 +8,7 @@ from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from cases.inputs import Cotangent, Problem
@@ -67,7 +68,32 @@ class Executor:
         (out, lse), gradients = compiled.gradients_lse(arrays, cotangent.out, cotangent.logsumexp)
         return _on_host({"out": out, "logsumexp": lse, **_renamed(gradients)})
 
+    def ask(self, problem: Problem, *, gradients: bool) -> None:
+        """Make the call outside `jit`, differentiated if asked; whatever it raises is the answer."""
+        statics, arrays = self._split(problem)
+        arrays = jax.tree.map(jnp.asarray, arrays)
+
+        def plain(arrays: Arrays) -> Any:
+            return self.implementation.call(**arrays, **statics)
+
+        if gradients:
+            out = jax.eval_shape(plain, arrays)
+            _vjp(plain, arrays, jnp.ones(out.shape, out.dtype))
+        else:
+            plain(arrays)
+
     def _prepare(self, problem: Problem) -> tuple[Compiled, Arrays]:
+        statics, arrays = self._split(problem)
+        key = (tuple(sorted(statics.items())), tuple(sorted(arrays)))
+        if key not in self._compiled:
+            self._compiled[key] = _compile(self.implementation.call, statics)
+            while len(self._compiled) > _KEPT:
+                self._compiled.popitem(last=False)
+        self._compiled.move_to_end(key)
+        return self._compiled[key], arrays
+
+    def _split(self, problem: Problem) -> tuple[dict[str, Any], Arrays]:
+        """Static keywords and arrays of the call."""
         batch, q_length, num_q_heads, _ = problem.q.shape
         static, extra = self.implementation.lower_mask(
             problem.mask, batch, num_q_heads, q_length, problem.k.shape[1]
@@ -76,13 +102,7 @@ class Executor:
         arrays = {"q": problem.q, "k": problem.k, "v": problem.v, **extra}
         optional = {"sinks": problem.sinks, "bias": problem.bias, "segment_ids": problem.segment_ids}
         arrays |= {name: value for name, value in optional.items() if value is not None}
-        key = (tuple(sorted(statics.items())), tuple(sorted(arrays)))
-        if key not in self._compiled:
-            self._compiled[key] = _compile(self.implementation.call, statics)
-            while len(self._compiled) > _KEPT:
-                self._compiled.popitem(last=False)
-        self._compiled.move_to_end(key)
-        return self._compiled[key], arrays
+        return statics, arrays
 
 
 def _compile(call: Callable[..., Any], statics: Mapping[str, Any]) -> Compiled:

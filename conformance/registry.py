@@ -21,8 +21,10 @@ _OURS = {
     "block_flash": "impls.block_flash",
     "jax_nn_xla": "impls.upstream.jax_nn",
     "jax_splash_tpu": "impls.upstream.jax_splash_tpu",
+    "jax_splash_tpu_fused": "impls.upstream.jax_splash_tpu",
     "jax_flash_tpu": "impls.upstream.jax_flash_tpu",
     "jax_mha_gpu": "impls.upstream.jax_mha_gpu",
+    "jax_mha_gpu_xla_bwd": "impls.upstream.jax_mha_gpu",
 }
 
 

@@ -68,25 +68,25 @@ class Reference:
     problem: Problem
 
     @functools.cached_property
-    def q(self) -> np.ndarray:
+    def q(self) -> Any:
         """Queries."""
         return self.problem.q.astype(np.float64)
 
     @functools.cached_property
-    def kv(self) -> tuple[np.ndarray, np.ndarray]:
+    def kv(self) -> tuple[np.ndarray, Any]:
         """Keys and values, repeated to the query heads."""
         group = self.q.shape[2] // self.problem.k.shape[2]
         k, v = (x.astype(np.float64).repeat(group, axis=2) for x in (self.problem.k, self.problem.v))
         return k, v
 
     @functools.cached_property
-    def logits(self) -> np.ndarray:
+    def logits(self) -> Any:
         """Before the soft cap and the mask."""
         x = np.einsum("btnh,bsnh->bnts", self.q, self.kv[0]) * self.problem.effective_scale
         return x if self.problem.bias is None else x + self.problem.bias.astype(np.float64)
 
     @functools.cached_property
-    def logsumexp(self) -> np.ndarray:
+    def logsumexp(self) -> Any:
         """Natural, sink included."""
         cap = self.problem.soft_cap
         z = self.logits if cap is None else cap * np.tanh(self.logits / cap)
@@ -94,7 +94,7 @@ class Reference:
         return lse if self.problem.sinks is None else np.logaddexp(lse, self.problem.sinks[:, None])
 
     @functools.cached_property
-    def p(self) -> np.ndarray:
+    def p(self) -> Any:
         """Probabilities."""
         cap = self.problem.soft_cap
         z = self.logits if cap is None else cap * np.tanh(self.logits / cap)
@@ -102,11 +102,11 @@ class Reference:
         return np.where(self.problem.allowed, np.exp(np.where(self.problem.allowed, z - lse, 0)), 0)
 
     @functools.cached_property
-    def out(self) -> np.ndarray:
+    def out(self) -> Any:
         """Output `[B, T, N, V]`."""
         return np.einsum("bnts,bsnv->btnv", self.p, self.kv[1])
 
-    def gradients(self, do: np.ndarray) -> dict[str, np.ndarray]:
+    def gradients(self, do: np.ndarray) -> dict[str, Any]:
         """Gradients by operand."""
         problem, (k, v) = self.problem, self.kv
         dp = np.einsum("btnv,bsnv->bnts", do, v)
@@ -127,7 +127,7 @@ class Reference:
             found["bias"] = dx.sum(axis=broadcast, keepdims=True)
         return found
 
-    def _grouped(self, x: np.ndarray) -> np.ndarray:
+    def _grouped(self, x: np.ndarray) -> Any:
         batch, length, num_q_heads, depth = x.shape
         num_kv_heads = self.problem.k.shape[2]
         return x.reshape(batch, length, num_kv_heads, num_q_heads // num_kv_heads, depth).sum(axis=3)
@@ -324,7 +324,7 @@ def test_flash_tpu_backward_is_interpreted_under_transforms(transform: str) -> N
     """Its backward pass is traced after the call returns, outside the interpreter's context."""
     x = jnp.ones((1, 128, 1, 16))
 
-    def loss(q: jax.Array) -> jax.Array:
+    def loss(q: jax.Array) -> Any:
         return adapters()["jax_flash_tpu"].call(q, x, x, mask=masks.Causal()).sum()
 
     gradient = {

@@ -12,7 +12,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 from jax import lax
 
 from cases.masks import And, Dense, Full, Lengths, LoadBalancedCausal, Mask, Or
@@ -122,7 +121,7 @@ def _capped(logits: jax.Array, allowed: jax.Array | None, soft_cap: float | None
 
 def _rounded(x: jax.Array, dtype: Any) -> jax.Array:
     # XLA may drop a pair of converts (xla_allow_excess_precision), reduce_precision it must keep.
-    info = ml_dtypes.finfo(dtype)
+    info = jnp.finfo(dtype)  # type: ignore[no-untyped-call]  # JAX leaves it untyped
     return lax.reduce_precision(x, exponent_bits=info.nexp, mantissa_bits=info.nmant)
 
 

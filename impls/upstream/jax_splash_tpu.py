@@ -135,13 +135,14 @@ def _kernel(
     )
     # Called while tracing, the arrays of the kernel must still be arrays: the next trace gets them from the cache.
     with jax.ensure_compile_time_eval():
-        return make(
+        kernel: Callable[..., Any] = make(
             splash_mask.MultiHeadMask(_head_masks(mask, q_length, kv_length, num_heads)),
             block_sizes=sizes,
             save_residuals=save_residuals,
             attn_logits_soft_cap=soft_cap,
             interpret=interpret,
         )
+    return kernel
 
 
 def _head_masks(mask: Mask, q_length: int, kv_length: int, num_heads: int) -> list[splash_mask.Mask]:
