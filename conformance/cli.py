@@ -46,7 +46,9 @@ def parser() -> argparse.ArgumentParser:
     """The argument parser with its sub-commands."""
     raw = argparse.RawDescriptionHelpFormatter
     top = _Parser(prog="python -m conformance", description=_DESCRIPTION, epilog=_EXAMPLES, formatter_class=raw)
-    commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=argparse.ArgumentParser)
+    commands = top.add_subparsers(
+        dest="command", required=True, metavar="COMMAND", parser_class=argparse.ArgumentParser
+    )
     _add_run(commands)
     _add_list(commands)
     explain = commands.add_parser("explain", help="say what a case is, and which tolerances judge it and why")
@@ -71,9 +73,13 @@ def _add_run(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
         help="a registered name (see `list`), module:attribute or file.py:attribute; may be repeated",
     )
     what.add_argument("--all", action="store_true", help="every registered implementation")
-    what.add_argument("--level", choices=("quick", "standard", "deep"), help="every pair, triple or quadruple of levels")
+    what.add_argument(
+        "--level", choices=("quick", "standard", "deep"), help="every pair, triple or quadruple of levels"
+    )
     what.add_argument("--case", metavar="ID", help="one case by its id")
-    what.add_argument("--cases", metavar="QUERY", help="only cases that match: a prefix of whole parts, * is a wildcard")
+    what.add_argument(
+        "--cases", metavar="QUERY", help="only cases that match: a prefix of whole parts, * is a wildcard"
+    )
     what.add_argument("--check", action="append", default=[], metavar="NAME", help="only this check; may be repeated")
     what.add_argument(
         "--seed", action="append", default=[], type=int, metavar="N", help="base seed of the grid (0); may be repeated"

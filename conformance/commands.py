@@ -53,7 +53,8 @@ def run(arguments: argparse.Namespace) -> int:
         except KeyboardInterrupt:
             interrupted = True
     found = records.merge(found, runner.hardware_records(implementations))
-    notes = list(_unmatched(chosen, found, arguments, interrupted))
+    if _is_whole(arguments, interrupted):
+        found = records.merge(found, chosen.stale(found, jax.__version__))
     info = RunInfo(
         command=" ".join(["python -m conformance", *map(shlex.quote, sys.argv[1:])]),
         level="one case" if arguments.case else level,
@@ -62,12 +63,9 @@ def run(arguments: argparse.Namespace) -> int:
         coverage=list(planned.coverage),
         seconds=round(time.perf_counter() - started, 1),
         interrupted=interrupted,
-        notes=notes,
     )
     outputs.write(found, info)
     terminal.print_summary(found, info, Console())
-    for note in notes:
-        console.print(note, style="yellow", highlight=False)
     return _exit_code(found, implementations, arguments.require_platform, interrupted, console)
 
 
@@ -156,9 +154,7 @@ def _plan(arguments: argparse.Namespace, implementations: Sequence[Implementatio
         case = _case(arguments.case)
         plans = [plan.single(implementation, case, checks) for implementation in implementations]
         return plan.Plan(tuple(job for one in plans for job in one.jobs), ())
-    return plan.plan(
-        implementations, level=level, seeds=arguments.seed or (0,), query=arguments.cases, checks=checks
-    )
+    return plan.plan(implementations, level=level, seeds=arguments.seed or (0,), query=arguments.cases, checks=checks)
 
 
 def _case(text: str) -> Case:
@@ -189,19 +185,9 @@ def _run_jobs(
         run_parallel(jobs, workers, arguments.products, on_job)
 
 
-def _unmatched(
-    chosen: settings.Settings, found: Sequence[Record], arguments: argparse.Namespace, interrupted: bool
-) -> list[str]:
-    """Expected failures that matched nothing in a whole run: they have gone stale."""
-    whole = not (arguments.case or arguments.cases or arguments.check or interrupted)
-    judged = {record.implementation for record in found}
-    return [
-        f"expected failure matched no record: {entry.implementation} {entry.case} {entry.check} {entry.observable}"
-        for entry in chosen.expected_failures
-        if whole
-        and entry.implementation in judged
-        and not any(entry.applies(record, jax.__version__) for record in found)
-    ]
+def _is_whole(arguments: argparse.Namespace, interrupted: bool) -> bool:
+    """Whether the run judged all that its level asks for, so that what did not fail can be called stale."""
+    return not (arguments.case or arguments.cases or arguments.check or arguments.seed or interrupted)
 
 
 def _exit_code(

@@ -53,7 +53,9 @@ def _problem(case: Case, problem: Problem) -> list[str]:
         padding = ", with padding on both sides" if case.segments == "segpad" else ""
         lines.append(f"Segments    packed sequences, ids not monotone{padding}")
     if case.soft_cap is not None:
-        lines.append(f"Soft cap    {case.soft_cap:g} * tanh(x / {case.soft_cap:g}), after scale and bias, before the mask")
+        lines.append(
+            f"Soft cap    {case.soft_cap:g} * tanh(x / {case.soft_cap:g}), after scale and bias, before the mask"
+        )
     if problem.sinks is not None:
         lines.append(f"Sinks       one logit a query head: {np.round(problem.sinks, 2).tolist()}")
     if problem.bias is not None:
@@ -63,12 +65,12 @@ def _problem(case: Case, problem: Problem) -> list[str]:
 
 def _tolerances(case: Case, tolerances: Tolerances) -> list[str]:
     lines = ["Judged by the largest |got - expected| / bound over the elements, and where there are enough by the"]
-    lines.append("root mean square. The bound is the first-order rounding error, element by element (conformance/bounds.py).")
+    lines.append(
+        "root mean square. The bound is the first-order rounding error, element by element (conformance/bounds.py)."
+    )
     for row in tolerances.rows():
         if row["dtype"] == case.dtype:
-            lines.append(
-                f"  {row['observable']:<11} max {row['limit']:<5g} rms {row['rms_limit']:<5g} {row['source']}"
-            )
+            lines.append(f"  {row['observable']:<11} max {row['limit']:<5g} rms {row['rms_limit']:<5g} {row['source']}")
     return lines
 
 
@@ -78,6 +80,8 @@ def _margins(case: Case, tolerances: Tolerances) -> list[str]:
 
     declared = Implementation(name="oracle", call=never, arithmetic=Arithmetic(), empty_rows="zero")
     margins = discrimination.margins(Subject(Executor(declared), case, tolerances))
-    lines = [f"Wrong results that must fail it, and how many times over the limit ({discrimination.REQUIRED_MARGIN:g} needed):"]
+    lines = [
+        f"Wrong results that must fail it, and how many times over the limit ({discrimination.REQUIRED_MARGIN:g} needed):"
+    ]
     lines += [f"  {name:<22} {margin:,.1f}" for name, margin in sorted(margins.items(), key=lambda item: item[1])]
     return lines

@@ -14,7 +14,7 @@ from conformance import environment
 from conformance.plan import Job
 from conformance.records import Record
 
-_CHUNK = 4  # jobs a task: small enough to share work evenly, large enough to keep the overhead down
+_CHUNK = 6  # jobs a task: small enough to share work evenly, large enough to keep the overhead down
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,9 +30,7 @@ def run_parallel(
     jobs: Sequence[Job], workers: int, products: str | None, on_job: Callable[[Job, list[Record]], None]
 ) -> None:
     """Judge `jobs` in `workers` processes; `on_job` hears of each as it ends. Ctrl-C stops the workers at once."""
-    orders = [
-        _Order(job.implementation.name, job.case.id, tuple(check.name for check in job.checks)) for job in jobs
-    ]
+    orders = [_Order(job.implementation.name, job.case.id, tuple(check.name for check in job.checks)) for job in jobs]
     chunks = [range(start, min(start + _CHUNK, len(jobs))) for start in range(0, len(jobs), _CHUNK)]
     context = multiprocessing.get_context("spawn")
     pool = concurrent.futures.ProcessPoolExecutor(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -57,11 +58,11 @@ def plan(
     jobs: list[Job] = []
     coverage = []
     for implementation in implementations:
-        for seed in seeds:
-            made, row = _jobs(implementation, level, seed, chosen)
-            jobs += [job for job in made if query is None or matches(query, job.case.id)]
-            if seed == seeds[0]:
-                coverage.append(row)
+        made = [_jobs(implementation, level, seed, chosen) for seed in seeds]
+        coverage.append(made[0][1])
+        # The same row with every seed in turn: cases that differ only in values share compiled functions.
+        rows = itertools.zip_longest(*(row for row, _ in made))
+        jobs += [job for row in rows for job in row if job and (query is None or matches(query, job.case.id))]
     return Plan(tuple(jobs), tuple(coverage))
 
 

@@ -38,7 +38,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
     group.addoption("--conformance-cases", metavar="QUERY", help="only cases that match")
     group.addoption("--conformance-seed", type=int, default=0, metavar="N", help="base seed of the grid (0)")
-    group.addoption("--conformance-report", metavar="FILE.html", help="write the HTML report, and its records beside it")
+    group.addoption(
+        "--conformance-report", metavar="FILE.html", help="write the HTML report, and its records beside it"
+    )
     group.addoption(
         "--require-platform", choices=("cpu", "gpu", "tpu"), help="fail if nothing was judged on this platform"
     )
@@ -57,6 +59,7 @@ class _Gate:
         self._planned: Plan | None = None
         self._runner: Runner | None = None
         self._records: list[Record] = []
+        self._stale: list[Record] = []
         self._started = time.perf_counter()
 
     @pytest.hookimpl
@@ -128,11 +131,26 @@ class _Gate:
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
         if hasattr(self._config, "workerinput"):
             return
+        if self._records:
+            self._add_stale()
         required = self._config.getoption("--require-platform")
-        if required and not self._judged_on(required) and session.exitstatus == 0:
+        red = self._stale or (required and not self._judged_on(required))
+        if red and session.exitstatus == 0:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
         if self._records and (target := self._config.getoption("--conformance-report")):
             self._write_report(Path(target))
+
+    def _add_stale(self) -> None:
+        """After a whole run: expected failures that nothing failed for turn it red."""
+        import jax
+
+        from conformance import settings
+
+        judged = {(record.implementation, record.case) for record in self._records}
+        if all((job.implementation.name, job.case.id) in judged for job in self._plan().jobs):
+            found = settings.load(self._config.rootpath)
+            self._stale = found.stale(self._records, jax.__version__)
+            self._records += self._stale
 
     def _judged_on(self, platform: str) -> bool:
         return any(record.platform == platform and record.ratio is not None for record in self._records)
@@ -163,6 +181,8 @@ class _Gate:
         terminalreporter.section("attention conformance")
         for line in _table(self._records):
             terminalreporter.write_line(line)
+        for record in self._stale:
+            terminalreporter.write_line(f"stale: {record.implementation} {record.case}: {record.reason}", red=True)
         required = self._config.getoption("--require-platform")
         if required and not self._judged_on(required):
             terminalreporter.write_line(f"--require-platform={required}: nothing was judged there", red=True)

@@ -1,19 +1,20 @@
 """Settings from `pyproject.toml`, table `[tool.attention_conformance]`.
 
-    [tool.attention_conformance]
-    implementations = ["my_kernels.flash:attention"]     # what plain `pytest` judges
+[tool.attention_conformance]
+implementations = ["my_kernels.flash:attention"]     # what plain `pytest` judges
 
-    [tool.attention_conformance.tolerances]
-    "bf16.out" = 5.0
+[tool.attention_conformance.tolerances]
+"bf16.out" = 5.0
 
-    [[tool.attention_conformance.expected_failures]]
-    implementation = "jax_nn_xla"
-    case = "train/bf16"                                   # a query; all cases if left out
-    check = "gradients"                                   # a wildcard pattern; all checks if left out
-    observable = "dv*"                                    # likewise
-    jax = ">=0.11"                                        # versions it holds for; all if left out
-    reason = "..."
-    link = "..."
+[[tool.attention_conformance.expected_failures]]
+implementation = "jax_nn_xla"
+case = "train/bf16"                                   # a query; all cases if left out
+check = ["gradients*", "primal"]                      # wildcard patterns; all checks if left out
+observable = ["dv*"]                                  # likewise
+some = true                                           # if only some of these judgements fail, not each of them
+jax = ">=0.11"                                        # versions it holds for; all if left out
+reason = "..."
+link = "..."
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from __future__ import annotations
 import dataclasses
 import fnmatch
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,24 +42,38 @@ class SettingsError(ValueError):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ExpectedFailure:
-    """A known failure: it must keep failing, and turns red once it passes."""
+    """A known failure: it must keep failing, and turns red once it passes.
+
+    With `some`, what fails depends on the values: single passes are fine, and the entry turns red once a whole run has
+    none that fails. So does an entry that matches nothing.
+    """
 
     implementation: str
     reason: str
     link: str = ""
     case: str = "*"
-    check: str = "*"
-    observable: str = "*"
+    check: Sequence[str] = ("*",)
+    observable: Sequence[str] = ("*",)
+    some: bool = False
     jax: str = ""
+
+    def __post_init__(self) -> None:
+        for name in ("check", "observable"):
+            if isinstance(getattr(self, name), str):
+                raise TypeError(f"{name} must be a list of patterns, got the string {getattr(self, name)!r}")
+
+    def holds(self, jax_version: str) -> bool:
+        """Whether the entry is about this version of JAX."""
+        return not self.jax or SpecifierSet(self.jax).contains(jax_version, prereleases=True)
 
     def applies(self, record: Record, jax_version: str) -> bool:
         """Whether `record` is one of those expected to fail."""
         return (
             record.implementation == self.implementation
+            and self.holds(jax_version)
             and matches(self.case, record.case)
-            and fnmatch.fnmatchcase(record.check, self.check)
-            and fnmatch.fnmatchcase(record.observable, self.observable)
-            and (not self.jax or SpecifierSet(self.jax).contains(jax_version, prereleases=True))
+            and any(fnmatch.fnmatchcase(record.check, pattern) for pattern in self.check)
+            and any(fnmatch.fnmatchcase(record.observable, pattern) for pattern in self.observable)
         )
 
 
@@ -73,19 +88,35 @@ class Settings:
     def settle(self, record: Record, jax_version: str) -> Record:
         """The record with expected failures marked as such, and unexpected passes too."""
         for expected in self.expected_failures:
-            if expected.applies(record, jax_version):
-                reason = f"expected: {expected.reason}" + (f" ({expected.link})" if expected.link else "")
-                if record.verdict in (records.FAIL, records.ERROR):
-                    return dataclasses.replace(
-                        record, verdict=records.EXPECTED_FAIL, reason="; ".join(filter(None, (record.reason, reason)))
-                    )
-                if record.verdict == records.PASS:
-                    return dataclasses.replace(
-                        record,
-                        verdict=records.UNEXPECTED_PASS,
-                        reason=f"passes, but is listed in pyproject.toml as an expected failure: {expected.reason}",
-                    )
+            if not expected.applies(record, jax_version):
+                continue
+            if record.verdict in (records.FAIL, records.ERROR):
+                link = f" ({expected.link})" if expected.link else ""
+                reasons = filter(None, (record.reason, f"expected: {expected.reason}{link}"))
+                return dataclasses.replace(record, verdict=records.EXPECTED_FAIL, reason="; ".join(reasons))
+            if record.verdict == records.PASS and not expected.some:
+                reason = f"passes, but is listed in pyproject.toml as an expected failure: {expected.reason}"
+                return dataclasses.replace(record, verdict=records.UNEXPECTED_PASS, reason=reason)
         return record
+
+    def stale(self, found: Sequence[Record], jax_version: str) -> list[Record]:
+        """A red record for each expected failure that a whole run did not see fail."""
+        judged = {record.implementation: record.platform for record in found if record.case != "*"}
+        return [
+            Record(
+                implementation=entry.implementation,
+                platform=judged[entry.implementation],
+                case=entry.case,
+                check="expectations",
+                observable=",".join(entry.observable),
+                verdict=records.UNEXPECTED_PASS,
+                reason=f"nothing failed that pyproject.toml expects to fail: {entry.reason}",
+            )
+            for entry in self.expected_failures
+            if entry.implementation in judged
+            and entry.holds(jax_version)
+            and not any(r.verdict == records.EXPECTED_FAIL and entry.applies(r, jax_version) for r in found)
+        ]
 
 
 def load(start: Path) -> Settings:

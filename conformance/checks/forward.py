@@ -44,14 +44,10 @@ def primal(subject: Subject) -> Iterator[Judgement]:
         yield judge_residual(subject, "logsumexp", result)
 
 
-def judge_out(
-    subject: Subject, result: Result, *, label: str = "out", judged: np.ndarray | None = None
-) -> Judgement:
+def judge_out(subject: Subject, result: Result, *, label: str = "out", judged: np.ndarray | None = None) -> Judgement:
     """Judge `out` of a result."""
     got = result.values["out"]
-    comparison = compare(
-        got, subject.expectation.forward["out"], subject.judged_out if judged is None else judged
-    )
+    comparison = compare(got, subject.expectation.forward["out"], subject.judged_out if judged is None else judged)
     if got.dtype != subject.problem.q.dtype:
         comparison = Comparison.malformed(f"dtype is {got.dtype}, must be that of q, {subject.problem.q.dtype}")
     return by_bound("out", comparison, dtype=subject.case.dtype, tolerances=subject.tolerances, label=label)

@@ -1,0 +1,1 @@
+"""Attention functions as users write them, right and wrong, for the harness to judge."""
