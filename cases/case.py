@@ -11,8 +11,11 @@ from __future__ import annotations
 
 import dataclasses
 import fnmatch
+import math
 import re
 from typing import Any
+
+import numpy as np
 
 from cases import mask_spec
 
@@ -67,10 +70,12 @@ class Case:
             raise CaseIdError(f"every size must be at least 1, got {self.shape}")
         if self.num_q_heads % self.num_kv_heads:
             raise CaseIdError(f"N={self.num_q_heads} must be a multiple of K={self.num_kv_heads}")
-        if self.soft_cap is not None and self.soft_cap <= 0:
-            raise CaseIdError(f"soft cap must be positive, got {self.soft_cap}")
-        if self.scale is not None and self.scale <= 0:
-            raise CaseIdError(f"scale must be positive, got {self.scale}")
+        if self.soft_cap is not None and not 0 < self.soft_cap < math.inf:
+            raise CaseIdError(f"soft cap must be positive and finite, got {self.soft_cap}")
+        if self.scale is not None and not 0 < self.scale < math.inf:
+            raise CaseIdError(f"scale must be positive and finite, got {self.scale}")
+        if not 0 <= self.seed < 2**64:
+            raise CaseIdError(f"seed must be in 0..2**64-1, got {self.seed}")
         if self.distribution == "knee" and self.soft_cap is None:
             raise CaseIdError("distribution 'knee' puts logits at the soft cap's knee, so the case needs a soft cap")
         try:
@@ -229,5 +234,5 @@ def _one_of(name: str, value: str, choices: tuple[str, ...]) -> None:
 
 
 def _number(value: float) -> str:
-    text = repr(float(value))
-    return text[:-2] if text.endswith(".0") else text
+    # The shortest digits that read back as the same number, without an exponent: ids have no `+`.
+    return np.format_float_positional(float(value), trim="-")

@@ -123,14 +123,19 @@ class _Support:
 
     @functools.cache  # noqa: B019 -- the object lives as long as one call of `grid`
     def _reason(self, *items: tuple[int, int]) -> str | None:
-        row = _repaired(_moved(self._base, *items), dict(items))
-        return self._supports(assemble(_levels(row), self._seed)) if row is not None else None
+        reasons = [self._supports(case) for case in self._candidates(*items)]
+        return None if None in reasons or not reasons else reasons[0]
 
     def _case(self, item: tuple[int, int]) -> Case:
-        row = _repaired(_moved(self._base, item), {item[0]: item[1]})
-        if row is None:
+        cases = self._candidates(item)
+        if not cases:
             raise ValueError(f"no case has level {AXES[item[0]].levels[item[1]]!r} of axis {NAMES[item[0]]}")
-        return assemble(_levels(row), self._seed)
+        return next((case for case in cases if self._supports(case) is None), cases[0])
+
+    def _candidates(self, *items: tuple[int, int]) -> list[Case]:
+        """Cases with the levels `items`, otherwise as plain as they allow."""
+        rows = _repaired(_moved(self._base, *items), dict(items))
+        return [assemble(_levels(row), self._seed) for row in rows]
 
 
 def _moved(row: Row, *items: tuple[int, int]) -> Row:
@@ -138,12 +143,10 @@ def _moved(row: Row, *items: tuple[int, int]) -> Row:
     return tuple(moved.get(a, level) for a, level in enumerate(row))
 
 
-def _repaired(row: Row, fixed: Mapping[int, int]) -> Row | None:
-    """The row, with one free axis moved if the fixed levels need it (a knee needs a cap); None if that is not enough."""
+def _repaired(row: Row, fixed: Mapping[int, int]) -> list[Row]:
+    """The row, or if its levels exclude each other, all mendings of it by moving one free axis (a knee needs a cap)."""
     if _allowed(row):
-        return row
-    for axis, size in enumerate(_SIZES):
-        for level in range(size if axis not in fixed else 0):
-            if _allowed(candidate := _moved(row, (axis, level))):
-                return candidate
-    return None
+        return [row]
+    free = [axis for axis in range(len(_SIZES)) if axis not in fixed]
+    moves = [_moved(row, (axis, level)) for axis in free for level in range(_SIZES[axis])]
+    return [candidate for candidate in moves if _allowed(candidate)]

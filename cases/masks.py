@@ -37,8 +37,12 @@ class Mask:
         """True if `allowed` is a formula, the same for every batch row and head."""
         return self.computed
 
+    def check_lengths(self, q_length: int, kv_length: int) -> None:
+        """Raise `ValueError` if the mask is for other lengths."""
+
     def dense(self, q_length: int, kv_length: int) -> np.ndarray:
         """Booleans `[b, n, T, S]`, where `b` and `n` are 1 unless the mask differs by batch row or head."""
+        self.check_lengths(q_length, kv_length)
         i = np.arange(q_length)[:, None]
         j = np.arange(kv_length)[None, :]
         allowed = np.asarray(self.allowed(i, j), bool)
@@ -51,6 +55,7 @@ class Mask:
         """
         if block_q <= 0 or block_kv <= 0:
             raise ValueError(f"block sizes must be positive, got block_q={block_q}, block_kv={block_kv}")
+        self.check_lengths(q_length, kv_length)
         starts = np.arange(0, kv_length, block_kv)
         j = np.arange(kv_length)[None, :]
         rows = []
@@ -172,6 +177,10 @@ class LoadBalancedCausal(Mask):
         if self.length % (2 * self.cp_size):
             raise ValueError(f"length {self.length} must be a multiple of 2 * cp_size = {2 * self.cp_size}")
 
+    def check_lengths(self, q_length: int, kv_length: int) -> None:
+        if q_length != self.length:
+            raise ValueError(f"mask is load-balanced for length {self.length}, the operands have T={q_length}")
+
     def position(self, i: Any) -> Any:
         """Sequence position of the query at permuted index `i`."""
         chunk_length = self.length // (2 * self.cp_size)
@@ -192,7 +201,7 @@ class Dense(Mask):
     computed: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        array = np.asarray(self.array, bool)
+        array = np.array(self.array, bool)  # a copy: the caller's array may change, and stays writable
         if array.ndim == 2:
             array = array[None, None]
         if array.ndim != 4:
@@ -213,11 +222,14 @@ class Dense(Mask):
     def allowed(self, i: Any, j: Any) -> Any:
         return self.array[:, :, i, j]
 
-    def dense(self, q_length: int, kv_length: int) -> np.ndarray:
+    def check_lengths(self, q_length: int, kv_length: int) -> None:
         if self.array.shape[2:] != (q_length, kv_length):
             raise ValueError(
                 f"mask array is for lengths {self.array.shape[2:]}, the operands have T={q_length}, S={kv_length}"
             )
+
+    def dense(self, q_length: int, kv_length: int) -> np.ndarray:
+        self.check_lengths(q_length, kv_length)
         return np.array(self.array)
 
 
@@ -256,6 +268,10 @@ class _Pair(Mask):
     @property
     def is_computed(self) -> bool:
         return self.left.is_computed and self.right.is_computed
+
+    def check_lengths(self, q_length: int, kv_length: int) -> None:
+        self.left.check_lengths(q_length, kv_length)
+        self.right.check_lengths(q_length, kv_length)
 
 
 class And(_Pair):

@@ -212,59 +212,87 @@ def _store_forward(forward: dict[str, Bounded], slab: Slab, errors: _ForwardErro
     top.bound[slab.batch, slab.heads] = errors.z.max(axis=-1) + u.residuals * top_size + u.tiny * seen
 
 
+@dataclasses.dataclass(frozen=True)
+class _Backward:
+    """The backward pass of one slab for one cotangent, and its errors."""
+
+    dx: Array  # [G, T, S]
+    err_dx: Array  # [G, T, S]
+    err_dsink: Array  # of one row, [G, T]
+    dsink: Array  # of one row, [G, T]
+    live: Array  # allowed pairs whose row has a cotangent, [G, T, S]
+
+    @classmethod
+    def of(cls, slab: Slab, errors: _ForwardErrors, do: Array, dlse: Array, u: Roundoff) -> _Backward:
+        keys, v_depth = slab.v.shape
+        p, abs_do = slab.p, np.abs(do)
+        dp = slab.dp(do)
+        d = (slab.averaging * dp).sum(axis=-1)
+        r = dp - d[..., None] + dlse[..., None]
+        dz = p * r
+        dx = slab.cap_derivative * dz
+        err_dp = (u.products + gamma(v_depth)) * (abs_do @ np.abs(slab.v).T) + u.probabilities * np.abs(dp)
+        err_d = ((errors.p + (u.probabilities + gamma(keys)) * p) * np.abs(dp) + p * err_dp).sum(axis=-1)
+        err_d += (u.out + gamma(v_depth)) * (np.abs(slab.out) * abs_do).sum(axis=-1)
+        shift = U * (np.abs(dp) + np.abs(d)[..., None] + np.abs(dlse)[..., None])
+        err_dx = slab.cap_derivative * (errors.p * np.abs(r) + p * (err_dp + err_d[..., None] + shift))
+        err_dx = err_dx + np.abs(dz) * _cap_derivative_errors(slab, errors)
+        live = slab.allowed & (do.any(axis=-1) | (dlse != 0))[..., None]
+        err_dx = err_dx + (u.probabilities + u.products + U) * np.abs(dx) + u.tiny * live
+        err_dsink = errors.p_sink * np.abs(d - dlse) + slab.p_sink * (err_d + U * np.abs(dlse))
+        return cls(dx, err_dx, err_dsink, slab.p_sink * (dlse - d), live)
+
+
+def _cap_derivative_errors(slab: Slab, errors: _ForwardErrors) -> Array | float:
+    """err(g), `[G, T, S]`."""
+    if slab.tanh is None or slab.soft_cap is None:
+        return 0.0
+    tanh = np.abs(slab.tanh)
+    return (2 / slab.soft_cap) * tanh * slab.cap_derivative * errors.x + (8 * tanh**2 + 1) * U
+
+
 def _add_gradients(
     values: Gradients, bounds: Gradients, slab: Slab, errors: _ForwardErrors, cotangent: Cotangent, u: Roundoff
 ) -> None:
-    group, queries, _ = slab.q.shape
-    keys, v_depth = slab.v.shape
     do = cotangent.out[slab.batch, :, slab.heads].astype(np.float64).transpose(1, 0, 2)  # [G, T, V]
-    dlse = np.zeros((group, queries))
+    dlse = np.zeros(slab.pivot.shape)
     if cotangent.logsumexp is not None:
         dlse = cotangent.logsumexp[slab.batch, slab.heads].astype(np.float64)
-    p, abs_do = slab.p, np.abs(do)
-    dp = slab.dp(do)
-    d = (slab.averaging * dp).sum(axis=-1)
-    r = dp - d[..., None] + dlse[..., None]
-    dz = p * r
-    dx = slab.cap_derivative * dz
-
-    err_dp = (u.products + gamma(v_depth)) * (abs_do @ np.abs(slab.v).T) + u.probabilities * np.abs(dp)
-    err_d = ((errors.p + (u.probabilities + gamma(keys)) * p) * np.abs(dp) + p * err_dp).sum(axis=-1)
-    err_d += (u.out + gamma(v_depth)) * (np.abs(slab.out) * abs_do).sum(axis=-1)
-    shift = U * (np.abs(dp) + np.abs(d)[..., None] + np.abs(dlse)[..., None])
-    err_dx = slab.cap_derivative * (errors.p * np.abs(r) + p * (err_dp + err_d[..., None] + shift))
-    if slab.tanh is not None and slab.soft_cap is not None:
-        tanh = np.abs(slab.tanh)
-        err_g = (2 / slab.soft_cap) * tanh * slab.cap_derivative * errors.x + (8 * tanh**2 + 1) * U
-        err_dx = err_dx + np.abs(dz) * err_g
-    live = slab.allowed & (do.any(axis=-1) | (dlse != 0))[..., None]
-    abs_dx = np.abs(dx)
-    err_dx = err_dx + (u.probabilities + u.products + U) * abs_dx + u.tiny * live
-
-    dk_by_head = slab.scale * (dx.transpose(0, 2, 1) @ slab.q)  # [G, S, H]
+    rows = np.flatnonzero(do.any(axis=(0, 2)) | dlse.any(axis=0))
+    if len(rows) == 0:
+        return
+    if len(rows) < dlse.shape[1]:
+        # What has no cotangent has no gradient and no error: leave those queries out.
+        slab, do, dlse = slab.only(rows), do[:, rows], dlse[:, rows]
+        errors = _ForwardErrors.of(slab, u)
+    back = _Backward.of(slab, errors, do, dlse, u)
+    dk_by_head = slab.scale * (back.dx.transpose(0, 2, 1) @ slab.q)  # [G, S, H]
     dv_by_head = slab.averaging.transpose(0, 2, 1) @ do  # [G, S, V]
     values.add(
         slab,
-        dq=slab.scale * (dx @ slab.k),
+        dq=slab.scale * (back.dx @ slab.k),
         dk=dk_by_head.sum(axis=0),
         dv=dv_by_head.sum(axis=0),
-        dsinks=(slab.p_sink * (dlse - d)).sum(axis=-1),
-        dx=dx,
+        dsinks=back.dsink.sum(axis=-1),
+        dx=back.dx,
+        rows=rows,
     )
+    group, queries = dlse.shape
     terms = gamma(group * queries)
-    err_dk = slab.scale * ((err_dx + terms * abs_dx).transpose(0, 2, 1) @ np.abs(slab.q)).sum(axis=0)
-    err_pv = errors.p + (u.probabilities + u.products + terms) * slab.averaging + u.tiny * live
-    err_dv = (err_pv.transpose(0, 2, 1) @ abs_do).sum(axis=0)
-    by_head = 1.0 if group > 1 else 0.0
-    err_row = errors.p_sink * np.abs(d - dlse) + slab.p_sink * (err_d + U * np.abs(dlse))
-    sink_terms = gamma(slab.q.shape[1]) * np.abs(slab.p_sink * (d - dlse)).sum(axis=-1)
+    abs_dx = np.abs(back.dx)
+    err_dk = slab.scale * ((back.err_dx + terms * abs_dx).transpose(0, 2, 1) @ np.abs(slab.q)).sum(axis=0)
+    err_pv = errors.p + (u.probabilities + u.products + terms) * slab.averaging + u.tiny * back.live
+    err_dv = (err_pv.transpose(0, 2, 1) @ np.abs(do)).sum(axis=0)
+    by_head = u.out if group > 1 else 0.0
+    sink_sum = gamma(queries) * np.abs(back.dsink).sum(axis=-1)
     bounds.add(
         slab,
-        dq=slab.scale * ((err_dx + gamma(keys) * abs_dx) @ np.abs(slab.k)),
-        dk=err_dk + by_head * u.out * np.abs(dk_by_head).sum(axis=0),
-        dv=err_dv + by_head * u.out * np.abs(dv_by_head).sum(axis=0),
-        dsinks=2 * np.sqrt((err_row**2).sum(axis=-1)) + sink_terms,
-        dx=err_dx + terms * abs_dx,
+        dq=slab.scale * ((back.err_dx + gamma(slab.k.shape[0]) * abs_dx) @ np.abs(slab.k)),
+        dk=err_dk + by_head * np.abs(dk_by_head).sum(axis=0),
+        dv=err_dv + by_head * np.abs(dv_by_head).sum(axis=0),
+        dsinks=2 * np.sqrt((back.err_dsink**2).sum(axis=-1)) + sink_sum,
+        dx=back.err_dx + terms * abs_dx,
+        rows=rows,
     )
 
 

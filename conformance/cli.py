@@ -9,7 +9,7 @@ import argparse
 import logging as python_logging
 import sys
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from absl import app, logging
 from absl.flags import argparse_flags
@@ -32,38 +32,83 @@ examples:
 exit codes: 0 conforms, 1 does not, 2 could not be judged (bad arguments, import failure, nothing supported)
 """
 
+_LIST_EXAMPLES = """\
+examples:
+  python -m conformance list                                     # implementations
+  python -m conformance list checks
+  python -m conformance list cases --cases='train/bf16/*/causal' --level=standard
+  python -m conformance list cases --impl=my_kernels.flash:attention
 
-class CannotJudge(Exception):
+exit codes: 0 listed, 2 bad arguments or nothing matches
+"""
+
+_EXPLAIN_EXAMPLES = """\
+example:
+  python -m conformance explain train/bf16/B2.T128.S128.N4.K2.H64.V64/causal/seg/softcap30/sinks/normal/s7
+
+exit codes: 0 explained, 2 not a case id
+"""
+
+_REPORT_EXAMPLES = """\
+example:
+  python -m conformance report cpu.jsonl gpu.jsonl --report=all.html
+
+Where two files answer the same question, the later file counts.
+exit codes: 0 written, 2 a file cannot be read or written
+"""
+
+
+class CannotJudge(Exception):  # noqa: N818 -- a statement, as the message is
     """The command cannot be carried out; the message is the one line that the user sees. Exit code 2."""
 
 
 class _Parser(argparse_flags.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"error: {message} (see {self.prog} --help)\n")
+        _refuse(self, message)
+
+
+class _CommandParser(argparse.ArgumentParser):
+    """Parser of a sub-command. An abbreviated option is refused: what is misspelt must not weaken the gate."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+
+    def error(self, message: str) -> NoReturn:
+        _refuse(self, message)
+
+
+def _refuse(refusing: argparse.ArgumentParser, message: str) -> NoReturn:
+    refusing.exit(2, f"error: {message} (see {refusing.prog} --help)\n")
 
 
 def parser() -> argparse.ArgumentParser:
     """The argument parser with its sub-commands."""
-    raw = argparse.RawDescriptionHelpFormatter
-    top = _Parser(prog="python -m conformance", description=_DESCRIPTION, epilog=_EXAMPLES, formatter_class=raw)
-    commands = top.add_subparsers(
-        dest="command", required=True, metavar="COMMAND", parser_class=argparse.ArgumentParser
+    top = _Parser(
+        prog="python -m conformance",
+        description=_DESCRIPTION,
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
+    commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=_CommandParser)
     _add_run(commands)
     _add_list(commands)
-    explain = commands.add_parser("explain", help="say what a case is, and which tolerances judge it and why")
-    explain.add_argument("case", metavar="CASE_ID")
-    report = commands.add_parser("report", help="render records of earlier runs, merged, as one HTML page")
-    report.add_argument("records", nargs="+", metavar="FILE.jsonl")
-    report.add_argument("--report", required=True, metavar="FILE.html")
-    for command in commands.choices.values():
-        command.formatter_class = raw
-        command.error = top.error
+    about = "say what a case is, and which tolerances judge it and why"
+    explain = commands.add_parser("explain", help=about, description=_sentence(about), epilog=_EXPLAIN_EXAMPLES)
+    explain.add_argument("case", metavar="CASE_ID", help="as in a report, a pytest id, or `list cases`")
+    about = "render records of earlier runs, merged, as one HTML page"
+    report = commands.add_parser("report", help=about, description=_sentence(about), epilog=_REPORT_EXAMPLES)
+    report.add_argument("records", nargs="+", metavar="FILE.jsonl", help="records that `run` or the pytest gate wrote")
+    report.add_argument("--report", required=True, metavar="FILE.html", help="write the page here")
     return top
 
 
-def _add_run(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    run = commands.add_parser("run", help="judge implementations", epilog=_EXAMPLES)
+def _sentence(text: str) -> str:
+    return f"{text[0].upper()}{text[1:]}."
+
+
+def _add_run(commands: argparse._SubParsersAction[_CommandParser]) -> None:
+    run = commands.add_parser("run", help="judge implementations", description=_DESCRIPTION, epilog=_EXAMPLES)
     what = run.add_argument_group("what to judge")
     what.add_argument(
         "--impl",
@@ -99,26 +144,34 @@ def _add_run(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     )
 
 
-def _add_list(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    listing = commands.add_parser("list", help="list implementations, cases, checks or features")
+def _add_list(commands: argparse._SubParsersAction[_CommandParser]) -> None:
+    about = "list implementations, cases, checks or features"
+    listing = commands.add_parser("list", help=about, description=_sentence(about), epilog=_LIST_EXAMPLES)
     listing.add_argument(
-        "what", nargs="?", default="implementations", choices=("implementations", "cases", "checks", "features")
+        "what",
+        nargs="?",
+        default="implementations",
+        choices=("implementations", "cases", "checks", "features"),
+        help="what to list (implementations)",
     )
     listing.add_argument("--impl", metavar="NAME", help="cases: only those that this implementation is judged by")
-    listing.add_argument("--level", choices=("quick", "standard", "deep"), default="quick")
+    listing.add_argument("--level", choices=("quick", "standard", "deep"), help="cases: of this grid (quick)")
     listing.add_argument("--cases", metavar="QUERY", help="cases: only those that match")
-    listing.add_argument("--seed", type=int, default=0, metavar="N")
+    listing.add_argument("--seed", type=int, metavar="N", help="cases: with this base seed (0)")
 
 
 def main(arguments: argparse.Namespace) -> int:
     """Carry out a parsed command; returns the exit code."""
     environment.prepare()
-    from conformance import commands  # imported late: it loads JAX
-
     try:
+        from conformance import commands  # imported late: it loads JAX
+
         return commands.COMMANDS[arguments.command](arguments)
     except CannotJudge as error:
         print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("error: interrupted before anything was judged", file=sys.stderr)
         return 2
     except BrokenPipeError:
         return 2

@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import os
 import shlex
+import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -50,14 +51,17 @@ def run(arguments: argparse.Namespace) -> int:
 
         try:
             _run_jobs(arguments, planned.jobs, chosen, on_job)
+        except registry.ImplementationNotFound as error:  # a worker finds less than this process did
+            raise CannotJudge(str(error)) from error
         except KeyboardInterrupt:
+            signal.signal(signal.SIGINT, signal.SIG_IGN)  # what was judged gets written, whatever else is pressed
             interrupted = True
     found = records.merge(found, runner.hardware_records(implementations))
     if _is_whole(arguments, interrupted):
         found = records.merge(found, chosen.stale(found, jax.__version__))
     info = RunInfo(
         command=" ".join(["python -m conformance", *map(shlex.quote, sys.argv[1:])]),
-        level="one case" if arguments.case else level,
+        level="one case" if arguments.case is not None else level,
         environment=environment.describe(),
         tolerances=chosen.tolerances.rows(),
         coverage=list(planned.coverage),
@@ -90,8 +94,22 @@ def _outputs(arguments: argparse.Namespace) -> _Outputs:
     paths = {}
     for name in ("report", "json", "markdown"):
         value = getattr(arguments, name, None)
-        paths[name] = _writable(value, name) if value else None
-    return _Outputs(**paths)
+        paths[name] = _writable(value, name) if value is not None else None
+    outputs = _Outputs(**paths)
+    _reject_collisions(outputs)
+    return outputs
+
+
+def _reject_collisions(outputs: _Outputs) -> None:
+    """The records beside the page may be the file of `--json`, since they are the same; no other file is shared."""
+    named = [path for path in dataclasses.astuple(outputs) if path is not None]
+    beside = [] if outputs.report is None else [outputs.report.with_suffix(".jsonl")]
+    places = [path.resolve() for path in [*named, *(path for path in beside if path != outputs.json)]]
+    for path in places:
+        if places.count(path) > 1:
+            raise CannotJudge(
+                f"two outputs go to {path.name}: give each of --report, --json and --markdown its own file"
+            )
 
 
 def _writable(value: str, option: str) -> Path:
@@ -114,12 +132,17 @@ def _reject_contradictions(arguments: argparse.Namespace) -> None:
         raise CannotJudge("--all and --impl contradict each other: give one of them")
     if not arguments.all and not arguments.impl:
         raise CannotJudge("nothing to judge: give --impl=NAME (see `python -m conformance list`) or --all")
-    if arguments.case and (arguments.cases or arguments.level or arguments.seed):
+    if arguments.case is not None and (arguments.cases is not None or arguments.level or arguments.seed):
         raise CannotJudge("--case names one case, seed included: it cannot be combined with --cases, --level or --seed")
     if arguments.jobs is not None and arguments.jobs < 1:
         raise CannotJudge(f"--jobs must be at least 1, got {arguments.jobs}")
-    if any(seed < 0 for seed in arguments.seed):
-        raise CannotJudge(f"--seed must not be negative, got {min(arguments.seed)}")
+    for seed in arguments.seed:
+        _reject_negative(seed)
+
+
+def _reject_negative(seed: int) -> None:
+    if seed < 0:
+        raise CannotJudge(f"--seed must not be negative, got {seed}")
 
 
 def _settings() -> settings.Settings:
@@ -150,7 +173,7 @@ def _checks(arguments: argparse.Namespace) -> tuple[Check, ...]:
 
 def _plan(arguments: argparse.Namespace, implementations: Sequence[Implementation], level: str) -> plan.Plan:
     checks = _checks(arguments)
-    if arguments.case:
+    if arguments.case is not None:
         case = _case(arguments.case)
         plans = [plan.single(implementation, case, checks) for implementation in implementations]
         return plan.Plan(tuple(job for one in plans for job in one.jobs), ())
@@ -165,7 +188,7 @@ def _case(text: str) -> Case:
 
 
 def _nothing_planned(arguments: argparse.Namespace) -> str:
-    if arguments.cases:
+    if arguments.cases is not None:
         return f"no case of the grid matches --cases={arguments.cases!r} (see `python -m conformance list cases`)"
     return f"no case asks for {', '.join(arguments.check) or 'any check'}"
 
@@ -182,12 +205,13 @@ def _run_jobs(
     if workers == 1:
         runner.Runner(chosen).run(jobs, on_job)
     else:
-        run_parallel(jobs, workers, arguments.products, on_job)
+        run_parallel(jobs, workers, arguments.products, on_job, runner.Runner(chosen).lost)
 
 
 def _is_whole(arguments: argparse.Namespace, interrupted: bool) -> bool:
     """Whether the run judged all that its level asks for, so that what did not fail can be called stale."""
-    return not (arguments.case or arguments.cases or arguments.check or arguments.seed or interrupted)
+    narrowed = arguments.case is not None or arguments.cases is not None
+    return not (narrowed or arguments.check or arguments.seed or interrupted)
 
 
 def _exit_code(
@@ -214,6 +238,9 @@ def _exit_code(
 def list_things(arguments: argparse.Namespace) -> int:
     """`list`: implementations, cases, checks or features."""
     console = Console(soft_wrap=True)
+    for option in ("impl", "level", "cases", "seed"):
+        if arguments.what != "cases" and getattr(arguments, option) is not None:
+            raise CannotJudge(f"--{option} goes with `list cases`, not with `list {arguments.what}`")
     if arguments.what == "cases":
         for case in _listed_cases(arguments):
             print(case.id)
@@ -228,11 +255,13 @@ def list_things(arguments: argparse.Namespace) -> int:
 
 
 def _listed_cases(arguments: argparse.Namespace) -> list[Case]:
-    supports = _find(arguments.impl).supports if arguments.impl else (lambda case: None)
-    found = grid(arguments.level, arguments.seed, supports)
-    chosen = [case for case in found.cases if not arguments.cases or matches(arguments.cases, case.id)]
+    level, seed = arguments.level or "quick", arguments.seed or 0
+    _reject_negative(seed)
+    supports = _find(arguments.impl).supports if arguments.impl is not None else (lambda case: None)
+    found = grid(level, seed, supports)
+    chosen = [case for case in found.cases if arguments.cases is None or matches(arguments.cases, case.id)]
     if not chosen:
-        raise CannotJudge(f"no case of the {arguments.level} grid matches {arguments.cases!r}")
+        raise CannotJudge(f"no case of the {level} grid matches {arguments.cases or '*'!r}")
     return chosen
 
 
@@ -253,10 +282,11 @@ def explain(arguments: argparse.Namespace) -> int:
 def render_report(arguments: argparse.Namespace) -> int:
     """`report`: records of earlier runs, merged, as one page."""
     path = _writable(arguments.report, "report")
-    try:
-        found = records.merge(*(records.read_jsonl(Path(name)) for name in arguments.records))
-    except (OSError, ValueError) as error:
-        raise CannotJudge(str(error)) from error
+    if path.resolve() in [Path(name).resolve() for name in arguments.records]:
+        raise CannotJudge(f"--report={arguments.report} is one of the files to be read: give the page its own file")
+    found = records.merge(*(_read(name) for name in arguments.records))
+    if not found:
+        raise CannotJudge(f"there is no record in {', '.join(arguments.records)}")
     info = RunInfo(
         command=" ".join(["python -m conformance", *map(shlex.quote, sys.argv[1:])]),
         level="merged records",
@@ -265,6 +295,15 @@ def render_report(arguments: argparse.Namespace) -> int:
     )
     html.write(path, found, info)
     return 0
+
+
+def _read(name: str) -> list[Record]:
+    try:
+        return records.read_jsonl(Path(name))
+    except OSError as error:
+        raise CannotJudge(f"{name} cannot be read: {error.strerror or error}") from error
+    except ValueError as error:
+        raise CannotJudge(str(error)) from error
 
 
 COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {

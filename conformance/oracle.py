@@ -23,6 +23,7 @@ from cases.inputs import Problem
 Array = np.ndarray
 Backward = Literal["vanilla", "flash"]
 EmptyRows = Literal["zero", "mean"]
+Rows = slice | Array
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,6 +114,11 @@ class Slab:
     def out(self) -> Array:
         """`[G, T, V]`."""
         return self.averaging @ self.v
+
+    def only(self, rows: Array) -> Slab:
+        """The slab with these queries alone."""
+        bias = None if self.bias is None else self.bias[:, rows]
+        return dataclasses.replace(self, q=self.q[:, rows], allowed=self.allowed[:, rows], bias=bias)
 
     def dp(self, do: Array) -> Array:
         """`<do_i, v_j>`, `[G, T, S]`."""
@@ -236,27 +242,33 @@ class Gradients:
         operands = {"dq": problem.q, "dk": problem.k, "dv": problem.v, "dsinks": problem.sinks, "dbias": problem.bias}
         return cls({name: np.zeros(x.shape) for name, x in operands.items() if x is not None})
 
-    def add(self, slab: Slab, *, dq: Array, dk: Array, dv: Array, dsinks: Array, dx: Array) -> None:
-        """Add one slab's parts: dq `[G, T, H]`, dk `[S, H]`, dv `[S, V]`, dsinks `[G]`, dx `[G, T, S]`."""
-        self.arrays["dq"][slab.batch, :, slab.heads] += dq.transpose(1, 0, 2)
+    def add(
+        self, slab: Slab, *, dq: Array, dk: Array, dv: Array, dsinks: Array, dx: Array, rows: Rows = slice(None)
+    ) -> None:
+        """Add one slab's parts: dq `[G, T, H]`, dk `[S, H]`, dv `[S, V]`, dsinks `[G]`, dx `[G, T, S]`.
+
+        `rows` says which queries of the operands the slab holds.
+        """
+        self.arrays["dq"][slab.batch, rows, slab.heads] += dq.transpose(1, 0, 2)
         self.arrays["dk"][slab.batch, :, slab.kv_head] += dk
         self.arrays["dv"][slab.batch, :, slab.kv_head] += dv
         if "dsinks" in self.arrays:
             self.arrays["dsinks"][slab.heads] += dsinks
         if "dbias" in self.arrays:
-            add_broadcast(self.arrays["dbias"], slab, dx)
+            _add_broadcast(self.arrays["dbias"], slab, dx, rows)
 
 
-def add_broadcast(total: Array, slab: Slab, dx: Array) -> None:
+def _add_broadcast(total: Array, slab: Slab, dx: Array, rows: Rows) -> None:
     """Add `dx [G, T, S]` into `total`, of the bias's shape, summing over its broadcast axes."""
     batch = slab.batch if total.shape[0] > 1 else 0
-    for axis in (1, 2):
-        if total.shape[axis + 1] == 1:
-            dx = dx.sum(axis=axis, keepdims=True)
+    if total.shape[3] == 1:
+        dx = dx.sum(axis=2, keepdims=True)
+    if total.shape[2] == 1:
+        dx, rows = dx.sum(axis=1, keepdims=True), slice(None)
     if total.shape[1] == 1:
-        total[batch, 0] += dx.sum(axis=0)
+        total[batch, 0, rows] += dx.sum(axis=0)
     else:
-        total[batch, slab.heads] += dx
+        total[batch][slab.heads, rows] += dx
 
 
 def _finite(lse: Array) -> Array:

@@ -1,12 +1,19 @@
-"""Running jobs in several processes. A job travels by names alone; what comes back are records."""
+"""Running jobs in several processes. A job travels by names alone; what comes back are records.
+
+A kernel that takes its process down costs only its own job: the jobs that were under way are judged again one at a
+time, and the one that kills its process once more is recorded as lost.
+"""
 
 from __future__ import annotations
 
+import collections
 import concurrent.futures
+import contextlib
 import dataclasses
 import multiprocessing
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 
 from cases.case import parse
@@ -15,6 +22,8 @@ from conformance.plan import Job
 from conformance.records import Record
 
 _CHUNK = 6  # jobs a task: small enough to share work evenly, large enough to keep the overhead down
+
+_Heard = Callable[[int, list[Record]], None]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,22 +36,90 @@ class _Order:
 
 
 def run_parallel(
-    jobs: Sequence[Job], workers: int, products: str | None, on_job: Callable[[Job, list[Record]], None]
+    jobs: Sequence[Job],
+    workers: int,
+    products: str | None,
+    on_job: Callable[[Job, list[Record]], None],
+    lost: Callable[[Job], list[Record]],
 ) -> None:
-    """Judge `jobs` in `workers` processes; `on_job` hears of each as it ends. Ctrl-C stops the workers at once."""
+    """Judge `jobs` in `workers` processes. Ctrl-C stops the workers at once.
+
+    Args:
+      jobs: what to judge.
+      workers: how many processes.
+      products: what `--products` says.
+      on_job: hears of each job as it ends.
+      lost: gives the records of a job that kills its process.
+    """
     orders = [_Order(job.implementation.name, job.case.id, tuple(check.name for check in job.checks)) for job in jobs]
-    chunks = [range(start, min(start + _CHUNK, len(jobs))) for start in range(0, len(jobs), _CHUNK)]
-    context = multiprocessing.get_context("spawn")
+
+    def heard(n: int, judged: list[Record]) -> None:
+        on_job(jobs[n], judged)
+
+    waiting = collections.deque(range(start, min(start + _CHUNK, len(jobs))) for start in range(0, len(jobs), _CHUNK))
+    while waiting:
+        suspects = _judge_chunks(orders, waiting, workers, products, heard)
+        alone = collections.deque(range(n, n + 1) for chunk in suspects for n in chunk)
+        while alone:
+            for chunk in _judge_chunks(orders, alone, 1, products, heard):
+                heard(chunk.start, lost(jobs[chunk.start]))
+
+
+def _judge_chunks(
+    orders: Sequence[_Order], waiting: collections.deque[range], workers: int, products: str | None, heard: _Heard
+) -> list[range]:
+    """Judge chunks, taken from `waiting`, until none is left or a worker dies; returns those under way when it did."""
+    pending: dict[concurrent.futures.Future[list[list[Record]]], range] = {}
+    # One chunk more than there are workers, so that none waits for the next; a single worker may well be killed by its
+    # chunk, and then no other may be under suspicion.
+    ahead = workers + 1 if workers > 1 else 1
+    with _pool(workers, products) as pool:
+        while waiting or pending:
+            try:
+                while waiting and len(pending) < ahead:
+                    future = pool.submit(_judge, [orders[n] for n in waiting[0]])
+                    pending[future] = waiting.popleft()
+                done, _ = concurrent.futures.wait(pending, return_when=concurrent.futures.FIRST_COMPLETED)
+                for future in done:
+                    for n, judged in zip(pending[future], future.result(), strict=True):
+                        heard(n, judged)
+                    del pending[future]
+            except BrokenProcessPool:
+                return _unfinished(pending, heard) or [waiting.popleft()]
+    return []
+
+
+def _unfinished(pending: dict[concurrent.futures.Future[list[list[Record]]], range], heard: _Heard) -> list[range]:
+    """The chunks without results; what others finished before the pool broke is heard of."""
+    concurrent.futures.wait(pending)
+    unfinished = []
+    for future, chunk in pending.items():
+        if future.exception() is not None:
+            unfinished.append(chunk)
+            continue
+        for n, judged in zip(chunk, future.result(), strict=True):
+            heard(n, judged)
+    return unfinished
+
+
+@contextlib.contextmanager
+def _pool(workers: int, products: str | None) -> Iterator[concurrent.futures.ProcessPoolExecutor]:
+    """Processes that ignore Ctrl-C from their first instruction on, stopped at once if the body raises."""
     pool = concurrent.futures.ProcessPoolExecutor(
-        workers, mp_context=context, initializer=_start, initargs=(products, str(Path.cwd()))
+        workers,
+        mp_context=multiprocessing.get_context("spawn"),
+        initializer=_start,
+        initargs=(products, str(Path.cwd())),
     )
     try:
-        pending = {pool.submit(_judge, [orders[n] for n in chunk]): chunk for chunk in chunks}
-        for done in concurrent.futures.as_completed(pending):
-            for n, judged in zip(pending[done], done.result(), strict=True):
-                on_job(jobs[n], judged)
+        before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+        try:
+            pool.submit(int)  # starts the processes, which inherit what is ignored
+        finally:
+            signal.signal(signal.SIGINT, before)
+        yield pool
     except BaseException:
-        for process in list(pool._processes.values()):
+        for process in list((pool._processes or {}).values()):
             process.terminate()
         pool.shutdown(wait=False, cancel_futures=True)
         raise
@@ -54,9 +131,8 @@ _runner = None
 
 
 def _start(products: str | None, folder: str) -> None:
-    """Worker set-up: leave Ctrl-C to the parent, set flags before JAX is imported, load the settings."""
+    """Worker set-up: set flags before JAX is imported, load the settings."""
     global _products, _runner
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
     environment.prepare()
     from conformance import runner, settings  # imported late: they load JAX
 

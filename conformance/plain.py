@@ -1,17 +1,18 @@
-"""Plain functions as implementations, read by their signature.
+"""Plain functions as implementations, read by their signature, and by one trace for the residuals.
 
     def attention(q, k, v, *, causal=False, window=None, mask=None, segment_ids=None, soft_cap=None,
                   sinks=None, bias=None, scale=None, save_residuals=False): ...
 
 Parameters that a function does not have are features that it does not support. `mask` arrives as booleans broadcastable
-to `[B, N, T, S]`; `causal=True` and `window=(left, right)` are passed instead where the function has them and the case's
-mask is exactly that or the conjunction of both; whatever is left over arrives in `mask`. Returns `out`, or
-`(out, {"logsumexp": ..., "max_logits": ...})` with `save_residuals=True`.
+to `[B, N, T, S]`; `causal=True` and `window=(left, right)` are passed instead where the function has them and the
+case's mask is exactly that or the conjunction of both; whatever is left over arrives in `mask`. Returns `out`, or
+`(out, {"logsumexp": ..., "max_logits": ...})` with `save_residuals=True`; a missing entry is a residual not offered.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 from collections.abc import Callable, Hashable, Mapping
 from typing import Any, TypeVar
@@ -20,15 +21,16 @@ import numpy as np
 
 from cases import mask_spec
 from cases.case import FEATURES, Case
+from cases.inputs import draw
 from cases.masks import Causal, Full, Mask, Window, conjuncts
-from conformance.contract import Arithmetic, BehindMask, EmptyRows, Implementation, Products
+from conformance.contract import RESIDUALS, Arithmetic, BehindMask, EmptyRows, Implementation, Products
 
 _OPTIONS = ("causal", "window", "mask", "segment_ids", "soft_cap", "sinks", "bias", "scale", "save_residuals")
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 _ATTRIBUTE = "__attention_conformance__"
 
 
-class NotAnAttentionFunction(TypeError):
+class NotAnAttentionFunction(TypeError):  # noqa: N818 -- a statement, as the message is
     """The object cannot be judged as an attention function; the message says why."""
 
 
@@ -86,47 +88,100 @@ def from_function(function: Callable[..., Any], name: str, *, products: Products
     Raises:
       NotAnAttentionFunction: if its signature cannot take `q, k, v`, or needs parameters that nobody can fill.
     """
-    parameters = _options(function, name)
-    declaration: Declaration = getattr(function, _ATTRIBUTE, Declaration())
-    residuals = frozenset({"logsumexp", "max_logits"} if "save_residuals" in parameters else ())
-    offered = _offered_residuals(residuals, declaration)
+    signature = _signature(function, name)
+    parameters = _options(signature, name)
+    declaration = _declaration(function)
     gradients = {"dq", "dk", "dv"} | {f"d{operand}" for operand in ("sinks", "bias") if operand in parameters}
+    stated = _stated(signature)
 
     def call(q: Any, k: Any, v: Any, **options: Any) -> Any:
         keep = {n: value for n, value in options.items() if value is not None and value is not False}
         for option in keep:
             if option not in parameters:
                 raise NotImplementedError(f"{name} has no parameter {option!r}")
-        return function(q, k, v, **keep)
+        return function(q, k, v, **{**stated, **keep})
 
-    return Implementation(
+    implementation = Implementation(
         name=name,
         call=call,
-        description=(inspect.getdoc(function) or "").split("\n")[0],
+        description=(inspect.getdoc(_innermost(function)) or "").split("\n")[0],
         unsupported={**_missing(parameters), **declaration.unsupported},
         supports_case=_supports_mask(parameters),
         arithmetic=Arithmetic(products=products or declaration.products),
-        residuals=residuals,
-        differentiable_residuals=offered,
+        residuals=frozenset(RESIDUALS if "save_residuals" in parameters else ()),
+        differentiable_residuals=frozenset(),
         gradients=frozenset(gradients),
         empty_rows=declaration.empty_rows,
         behind_mask=declaration.behind_mask,
         lower_mask=_lowering(parameters),
         refuses_by_signature=True,
     )
+    residuals = _returned_residuals(implementation) if implementation.residuals else frozenset()
+    differentiable = residuals & {"logsumexp"} if declaration.differentiable_residuals else frozenset()
+    return dataclasses.replace(implementation, residuals=residuals, differentiable_residuals=differentiable)
 
 
-def _offered_residuals(residuals: frozenset[str], declaration: Declaration) -> frozenset[str]:
-    return residuals & {"logsumexp"} if declaration.differentiable_residuals else frozenset()
+def _returned_residuals(implementation: Implementation) -> frozenset[str]:
+    """The residuals in what the call returns, seen by tracing it once on a plain case that is supported.
+
+    All of them where the call raises or returns something else: the checks then say what is wrong.
+    """
+    import jax  # imported late: reading a signature needs none of it
+
+    for case in (Case(dtype=dtype, mask=mask) for dtype in ("f32", "bf16", "f16") for mask in ("full", "causal")):
+        if implementation.supports(case) is not None:
+            continue
+        problem = draw(case)
+        static, extra = implementation.lower_mask(
+            problem.mask, case.batch, case.num_q_heads, case.q_length, case.kv_length
+        )
+        call = functools.partial(implementation.call, **static, save_residuals=True)
+        try:
+            returned = jax.eval_shape(call, problem.q, problem.k, problem.v, **extra)
+        except Exception:  # whatever it is, a check will say so, with the case
+            continue
+        if isinstance(returned, tuple) and len(returned) == 2 and isinstance(returned[1], Mapping):
+            known = frozenset(RESIDUALS) & set(returned[1])
+            if known or not returned[1]:
+                return known
+    return implementation.residuals
 
 
-def _options(function: Callable[..., Any], name: str) -> frozenset[str]:
+def _innermost(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function that partial application wraps."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    return function
+
+
+def _declaration(function: Callable[..., Any]) -> Declaration:
+    outer = getattr(function, _ATTRIBUTE, None)
+    found: Declaration = outer or getattr(_innermost(function), _ATTRIBUTE, Declaration())
+    return found
+
+
+def _stated(signature: inspect.Signature) -> dict[str, Any]:
+    """Options to pass where the case has none, since leaving them out would mean something else or be an error."""
+    stated: dict[str, Any] = {}
+    for p in signature.parameters.values():
+        required = p.default is p.empty and p.kind is not p.VAR_KEYWORD
+        if p.name in ("causal", "save_residuals") and p.default is not False:
+            stated[p.name] = False
+        elif p.name in _OPTIONS and required:
+            stated[p.name] = None
+    return stated
+
+
+def _signature(function: Callable[..., Any], name: str) -> inspect.Signature:
     if not callable(function):
         raise NotAnAttentionFunction(f"{name} is a {type(function).__name__}, not a function or an Implementation")
     try:
-        signature = inspect.signature(function)
+        return inspect.signature(function)
     except (TypeError, ValueError) as error:
         raise NotAnAttentionFunction(f"{name} has no signature that can be read: {error}") from error
+
+
+def _options(signature: inspect.Signature, name: str) -> frozenset[str]:
     parameters = list(signature.parameters.values())
     positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     variadic = any(p.kind is p.VAR_POSITIONAL for p in parameters)
@@ -134,16 +189,21 @@ def _options(function: Callable[..., Any], name: str) -> frozenset[str]:
         raise NotAnAttentionFunction(
             f"{name}{signature} does not take q, k, v: an attention function takes them as its first three arguments"
         )
-    if any(p.kind is p.VAR_KEYWORD for p in parameters):
-        return frozenset(_OPTIONS)
+    for p in positional[:3]:
+        if p.name in _OPTIONS:
+            raise NotAnAttentionFunction(
+                f"{name}{signature} takes {p.name!r} where q, k or v must be: an attention function takes these first"
+            )
     for p in parameters:
         required = p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
-        if required and p not in positional[:3] and p.name not in _OPTIONS:
+        if required and p not in positional[:3] and (p.name not in _OPTIONS or p.kind is p.POSITIONAL_ONLY):
             raise NotAnAttentionFunction(
-                f"{name}{signature} needs the argument {p.name!r}, which is none of {', '.join(_OPTIONS)}: "
+                f"{name}{signature} needs the argument {p.name!r}, which is none of {', '.join(_OPTIONS)} by keyword: "
                 f"give it a default or wrap the function"
             )
-    return frozenset(p.name for p in parameters if p.name in _OPTIONS)
+    if any(p.kind is p.VAR_KEYWORD for p in parameters):
+        return frozenset(_OPTIONS)
+    return frozenset(p.name for p in parameters if p.name in _OPTIONS and p.kind is not p.POSITIONAL_ONLY)
 
 
 def _missing(parameters: frozenset[str]) -> dict[str, str]:

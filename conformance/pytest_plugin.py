@@ -48,7 +48,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Set up the collection of records."""
-    config.pluginmanager.register(_Gate(config), _NAME)
+    gate = _Gate(config)
+    config.pluginmanager.register(gate, _NAME)
+    if not hasattr(config, "workerinput"):  # what the main process accepts, its workers need not check again
+        gate.check_options()
 
 
 class _Gate:
@@ -60,6 +63,7 @@ class _Gate:
         self._runner: Runner | None = None
         self._records: list[Record] = []
         self._stale: list[Record] = []
+        self._tests: set[str] = set()
         self._started = time.perf_counter()
 
     @pytest.hookimpl
@@ -69,8 +73,25 @@ class _Gate:
         from conformance.runner import platform_of  # imported late: it loads JAX
 
         jobs = self._plan().jobs
-        ids = [job.id.replace("-", f"-{platform_of(job.implementation)}-", 1) for job in jobs]
+        ids = [self._id(job, platform_of(job.implementation)) for job in jobs]
         metafunc.parametrize("conformance_job", jobs, ids=ids)
+
+    @staticmethod
+    def _id(job: Job, platform: str) -> str:
+        name = job.implementation.name
+        return f"{name}-{platform}{job.id.removeprefix(name)}"
+
+    def check_options(self) -> None:
+        """Refuse options that cannot be carried out, before anything is collected or judged."""
+        option = self._config.getoption
+        if option("--conformance-seed") < 0:
+            raise pytest.UsageError(f"--conformance-seed must not be negative, got {option('--conformance-seed')}")
+        if (target := option("--conformance-report")) is not None:
+            place = Path(target)
+            if place.is_dir() or not place.absolute().parent.is_dir() or place.suffix == ".jsonl":
+                raise pytest.UsageError(f"--conformance-report={target} is no file that can be written")
+        if option("--impl") or option("--conformance-cases") is not None:
+            self._plan()
 
     def _plan(self) -> Plan:
         if self._planned is None:
@@ -98,6 +119,11 @@ class _Gate:
                 seeds=(option("--conformance-seed"),),
                 query=option("--conformance-cases"),
             )
+            if not self._planned.jobs:
+                raise pytest.UsageError(
+                    f"no case of the grid matches --conformance-cases={option('--conformance-cases')!r} "
+                    f"(see `python -m conformance list cases`)"
+                )
         return self._planned
 
     def judge(self, item: pytest.Item, job: Job) -> list[Record]:
@@ -126,6 +152,7 @@ class _Gate:
             from conformance.records import from_json
 
             self._records += [from_json(line) for line in lines]
+            self._tests.add(report.nodeid)
 
     @pytest.hookimpl(trylast=True)
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
@@ -146,14 +173,17 @@ class _Gate:
 
         from conformance import settings
 
-        judged = {(record.implementation, record.case) for record in self._records}
-        if all((job.implementation.name, job.case.id) in judged for job in self._plan().jobs):
+        option = self._config.getoption
+        narrowed = option("--conformance-cases") is not None or option("--conformance-seed")
+        if not narrowed and len(self._tests) == len(self._plan().jobs):
             found = settings.load(self._config.rootpath)
             self._stale = found.stale(self._records, jax.__version__)
             self._records += self._stale
 
     def _judged_on(self, platform: str) -> bool:
-        return any(record.platform == platform and record.ratio is not None for record in self._records)
+        from conformance.records import JUDGED
+
+        return any(record.platform == platform and record.verdict in JUDGED for record in self._records)
 
     def _write_report(self, target: Path) -> None:
         from conformance import environment, records, settings

@@ -103,6 +103,8 @@ def to_json(record: Record) -> str:
 def from_json(line: str) -> Record:
     """The record in a line written by `to_json`. Raises `ValueError` for another schema."""
     data = json.loads(line)
+    if not isinstance(data, dict):
+        raise ValueError(f"a JSON object is needed, got {type(data).__name__}")
     if data.get("schema") != SCHEMA:
         raise ValueError(f"schema {data.get('schema')!r} is not {SCHEMA!r}")
     for name in ("ratio", "rms", "ratio_flash", "limit", "rms_limit", "margin"):
@@ -122,7 +124,13 @@ def write_jsonl(path: Path, records: Iterable[Record]) -> None:
 def read_jsonl(path: Path) -> list[Record]:
     """Read records; raises `ValueError` naming file and line for one that is not a record."""
     records = []
-    for number, line in enumerate(path.read_text().splitlines(), 1):
+    try:
+        text = path.read_text()
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"{path} is not a file of conformance records: {error.reason} at byte {error.start}"
+        ) from error
+    for number, line in enumerate(text.splitlines(), 1):
         try:
             records.append(from_json(line))
         except (ValueError, TypeError, KeyError) as error:

@@ -1,4 +1,4 @@
-"""Finding implementations by name: ours, installed ones (entry points), and `module:attribute` or `file.py:attribute`."""
+"""Finding implementations by name: ours, installed ones (entry points), `module:attribute` or `file.py:attribute`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _OURS = {
 }
 
 
-class ImplementationNotFound(Exception):
+class ImplementationNotFound(Exception):  # noqa: N818 -- a statement, as the message is
     """No implementation goes by that name; the message says what was tried and what would work."""
 
 
@@ -59,6 +59,8 @@ def find(name: str, *, products: Products | None = None) -> Implementation:
             f"your own is named module:attribute or file.py:attribute"
         )
     source, _, attribute = name.rpartition(":")
+    if not source or not attribute:
+        raise ImplementationNotFound(f"{name!r} is incomplete: write module:attribute or file.py:attribute")
     module = _from_file(source) if source.endswith(".py") else _import(source)
     if not hasattr(module, attribute):
         raise ImplementationNotFound(f"{source} has no attribute {attribute!r}")
@@ -80,8 +82,9 @@ def _entry_points() -> list[importlib.metadata.EntryPoint]:
 def _load(point: importlib.metadata.EntryPoint) -> Any:
     try:
         return point.load()
-    except Exception as error:  # whatever a third party's import raises, the user needs one line
-        raise ImplementationNotFound(f"entry point {point.name} = {point.value} does not load: {error}") from error
+    except (Exception, SystemExit) as error:  # whatever a third party's import raises, the user needs one line
+        reason = _one_line(error)
+        raise ImplementationNotFound(f"entry point {point.name} = {point.value} does not load: {reason}") from error
 
 
 def _import(name: str) -> ModuleType:
@@ -89,7 +92,7 @@ def _import(name: str) -> ModuleType:
         sys.path.insert(0, here)
     try:
         return importlib.import_module(name)
-    except Exception as error:  # as above
+    except (Exception, SystemExit) as error:  # as above
         raise ImplementationNotFound(f"cannot import {name}: {_one_line(error)}") from error
 
 
@@ -98,18 +101,19 @@ def _from_file(path: str) -> ModuleType:
     if not file.is_file():
         raise ImplementationNotFound(f"no such file: {path}")
     spec = importlib.util.spec_from_file_location(file.stem, file)
-    assert spec is not None and spec.loader is not None
+    assert spec is not None  # the name ends in .py
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules.setdefault(file.stem, module)
     try:
         spec.loader.exec_module(module)
-    except Exception as error:  # as above
+    except (Exception, SystemExit) as error:  # as above
         raise ImplementationNotFound(f"{path} does not import: {_one_line(error)}") from error
     return module
 
 
-def _one_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+def _one_line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
 
 
 def _as_implementation(found: Any, name: str, products: Products | None) -> Implementation:

@@ -54,6 +54,14 @@ class Runner:
             found = list(_judged(subject, job.checks))
         return [self._settings.settle(record, jax.__version__) for record in found]
 
+    def lost(self, job: Job) -> list[Record]:
+        """The records of a job whose process died: an error for each of its checks."""
+        subject = Subject(Executor(job.implementation), job.case, self._settings.tolerances)
+        reason = "the process that judged this case died: the kernel crashed it, or it ran out of memory"
+        died = Judgement(observable="all", verdict=records.ERROR, reason=reason)
+        found = [_record(subject, check.name, died, None, 0.0) for check in job.checks]
+        return [self._settings.settle(record, jax.__version__) for record in found]
+
 
 def hardware_records(implementations: Iterable[Implementation]) -> list[Record]:
     """One `unjudged` record for each accelerator kernel that this machine can only interpret."""
@@ -65,7 +73,8 @@ def hardware_records(implementations: Iterable[Implementation]) -> list[Record]:
             check="hardware",
             observable="all",
             verdict=records.UNJUDGED,
-            reason=f"no {implementation.platform.upper()} in this machine: the kernel was judged in an interpreter only",
+            reason=f"no {implementation.platform.upper()} in this machine: the kernel was judged in an interpreter "
+            "only",
             reproduce=f"python -m conformance run --impl={implementation.name} "
             f"--require-platform={implementation.platform}",
         )
@@ -118,7 +127,7 @@ def _answers(check: Check, subject: Subject) -> list[Judgement]:
             found.append(judgement)
     except NotImplementedError as error:
         found.append(unsupported("all", _first_line(error) or "the call raises NotImplementedError"))
-    except Exception as error:  # a crash of the implementation is a verdict, not the end of the run
+    except (Exception, SystemExit) as error:  # a crash of the implementation is a verdict, not the end of the run
         found.append(
             Judgement(observable="all", verdict=records.ERROR, reason=f"{type(error).__name__}: {_first_line(error)}")
         )
@@ -150,5 +159,5 @@ def _record(subject: Subject, check: str, judgement: Judgement, margin: float | 
     )
 
 
-def _first_line(error: Exception) -> str:
+def _first_line(error: BaseException) -> str:
     return str(error).strip().split("\n")[0]

@@ -21,8 +21,9 @@ from __future__ import annotations
 
 import dataclasses
 import fnmatch
+import math
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -129,22 +130,75 @@ def load(start: Path) -> Settings:
         file = folder / "pyproject.toml"
         if file.is_file():
             try:
-                tool = tomllib.loads(file.read_text()).get("tool", {})
-            except tomllib.TOMLDecodeError as error:
+                tool = tomllib.loads(file.read_text(encoding="utf-8")).get("tool", {})
+            except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
                 raise SettingsError(f"{file} is not TOML: {error}") from error
-            return _parse(tool.get(TABLE, {}), file)
+            return _parse(tool.get(TABLE, {}) if isinstance(tool, dict) else {}, file)
     return Settings()
 
 
-def _parse(table: Mapping[str, Any], file: Path) -> Settings:
-    known = {"implementations", "tolerances", "expected_failures"}
-    if unknown := sorted(set(table) - known):
-        raise SettingsError(f"{file}: [tool.{TABLE}] has unknown keys {unknown}, known are {sorted(known)}")
+def _parse(table: Any, file: Path) -> Settings:
     try:
-        limits = tolerances.overridden(tolerances.default(), table.get("tolerances", {}), str(file.name))
-        expected = tuple(ExpectedFailure(**entry) for entry in table.get("expected_failures", ()))
-        for entry in expected:
-            SpecifierSet(entry.jax)
-    except (TypeError, ValueError, InvalidSpecifier) as error:
+        _reject_unknown("the table", table, ("implementations", "tolerances", "expected_failures"))
+        names = table.get("implementations", [])
+        _require(_is_strings(names), f"implementations must be a list of names, got {names!r}")
+        limits = tolerances.overridden(tolerances.default(), _overrides(table.get("tolerances", {})), file.name)
+        entries = table.get("expected_failures", [])
+        _require(isinstance(entries, list), f"expected_failures must be a list of tables, got {entries!r}")
+        expected = tuple(_expected_failure(entry) for entry in entries)
+    except ValueError as error:
         raise SettingsError(f"{file}: [tool.{TABLE}]: {error}") from error
-    return Settings(tuple(table.get("implementations", ())), expected, limits)
+    return Settings(tuple(names), expected, limits)
+
+
+def _overrides(found: Any) -> dict[str, float]:
+    _require(isinstance(found, dict), f"tolerances must be a table, got {found!r}")
+    for key, value in found.items():
+        _require(not isinstance(value, dict), f'the tolerance {key!r} must be written in quotes, as "{key}.out" = 5.0')
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        _require(number and math.isfinite(value), f"the tolerance {key!r} must be a finite number, got {value!r}")
+    return dict(found)
+
+
+def _expected_failure(entry: Any) -> ExpectedFailure:
+    fields = dataclasses.fields(ExpectedFailure)
+    _reject_unknown("an expected failure", entry, [field.name for field in fields])
+    for field in fields:
+        given = field.name in entry
+        _require(
+            given or field.default is not dataclasses.MISSING, f"an expected failure needs {field.name!r}: {entry}"
+        )
+        kind, is_kind = _KINDS[field.type]
+        _require(
+            not given or is_kind(entry.get(field.name)),
+            f"{field.name} of an expected failure must be {kind}, got {entry.get(field.name)!r}",
+        )
+    _require(bool(entry["reason"].strip()), f"an expected failure needs a reason: {entry}")
+    try:
+        SpecifierSet(entry.get("jax", ""))
+    except InvalidSpecifier as error:
+        raise ValueError(f"jax of an expected failure is no version range such as '>=0.11': {error}") from error
+    return ExpectedFailure(**entry)
+
+
+def _is_strings(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(item, str) for item in value)
+
+
+# What a field may hold, by its annotation.
+_KINDS: dict[Any, tuple[str, Callable[[Any], bool]]] = {
+    "str": ("a string", lambda value: isinstance(value, str)),
+    "bool": ("true or false", lambda value: isinstance(value, bool)),
+    "Sequence[str]": ("a list of patterns", _is_strings),
+}
+
+
+def _reject_unknown(what: str, found: Any, known: Sequence[str]) -> None:
+    _require(isinstance(found, dict), f"{what} must be a table, got {found!r}")
+    unknown = sorted(set(found) - set(known))
+    _require(not unknown, f"{what} has unknown keys {unknown}, known are {sorted(known)}")
+
+
+def _require(holds: bool, message: str) -> None:
+    if not holds:
+        raise ValueError(message)

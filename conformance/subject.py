@@ -107,12 +107,28 @@ class Subject:
     @functools.cached_property
     def forward(self) -> Result:
         """The plain call."""
-        return self.executor.forward(self.problem)
+        return self._together[0] if self._together else self.executor.forward(self.problem)
 
     @functools.cached_property
     def residuals(self) -> Result:
         """The call with residuals."""
-        return self.executor.residuals(self.problem)
+        return self._together[1] if self._together else self.executor.residuals(self.problem)
+
+    @functools.cached_property
+    def _together(self) -> tuple[Result, Result] | None:
+        """Both calls at once; none if one of them raises, so that each can be asked by itself what it has to say."""
+        if not self.implementation.residuals:
+            return None
+        try:
+            return self.executor.forward_and_residuals(self.problem)
+        except Exception:  # the separate calls raise it again, where it is judged
+            return None
+
+    def residuals_of(self, problem: Problem) -> Result:
+        """The call with residuals on other values of the same shapes, by the program that is compiled already."""
+        if self._together:
+            return self.executor.forward_and_residuals(problem)[1]
+        return self.executor.residuals(problem)
 
     def gradients(self, cotangent: str) -> Result:
         """The named cotangent pulled back through the implementation."""

@@ -44,7 +44,7 @@ def _poisoned(subject: Subject, name: str, value: float, dead: np.ndarray) -> It
     judged_out = rows.transpose(0, 2, 1)[..., None]
     found: list[Judgement] = []
     if subject.implementation.residuals:
-        result = subject.executor.residuals(problem)
+        result = subject.residuals_of(problem)
         found.append(judge_out(subject, result, judged=judged_out))
         found += [
             judge_residual(subject, residual, result, judged=rows)

@@ -1,4 +1,4 @@
-"""A correct attention function as a user would write it: key blocks with a running softmax, differentiated by JAX."""
+"""A correct attention function as a user would write it: a scan over key blocks with a running softmax."""
 
 from __future__ import annotations
 
@@ -9,6 +9,12 @@ from conformance import declare
 from tests.kernels.naive import allowed_pairs
 
 BLOCK = 64
+
+
+def _blocks(x, length):
+    """The last axis cut into blocks and moved to the front: `[blocks, ..., BLOCK]`."""
+    x = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, -length % BLOCK)])
+    return jnp.moveaxis(x.reshape(*x.shape[:-1], -1, BLOCK), -2, 0)
 
 
 @declare(behind_mask="finite")
@@ -27,52 +33,41 @@ def attention(
     scale=None,
     save_residuals=False,
 ):
-    """Blocked attention with an online softmax."""
-    group = q.shape[2] // k.shape[2]
-    keys = jnp.repeat(k, group, axis=2)
-    values = jnp.repeat(v, group, axis=2)
+    """Blocked attention with an online softmax, differentiated by JAX."""
+    group, kv_length = q.shape[2] // k.shape[2], k.shape[1]
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    ok = jnp.broadcast_to(
-        allowed_pairs(q, k, causal, window, mask, segment_ids),
-        (q.shape[0], q.shape[2], q.shape[1], k.shape[1]),
-    )
-    shape = (q.shape[0], q.shape[2], q.shape[1], 1)
-    m, total = jnp.full(shape, -jnp.inf), jnp.zeros(shape)
-    if sinks is not None:
-        m = jnp.broadcast_to(jax.lax.stop_gradient(sinks)[:, None, None], shape)
-        total = jnp.exp(sinks[:, None, None] - m)
-    top = jnp.full(shape, -jnp.inf)
-    acc = jnp.zeros((*shape[:3], v.shape[-1]))
-    for start in range(0, k.shape[1], BLOCK):
-        block = slice(start, start + BLOCK)
-        z = scale * jnp.einsum(
-            "btnh,bsnh->bnts", q, keys[:, block], precision="highest", preferred_element_type=jnp.float32
-        )
-        if bias is not None:
-            z = z + (bias[..., block] if bias.shape[-1] > 1 else bias)
+    shape = (q.shape[0], q.shape[2], q.shape[1])
+    ok = jnp.broadcast_to(allowed_pairs(q, k, causal, window, mask, segment_ids), (*shape, kv_length))
+    bias = jnp.zeros((1, 1, 1, kv_length)) if bias is None else bias
+    heads_first = lambda x: jnp.repeat(x, group, axis=2).transpose(0, 2, 3, 1)  # noqa: E731 -- [B, N, depth, S]
+    blocks = tuple(_blocks(x, kv_length) for x in (heads_first(k), heads_first(v), ok, bias))
+
+    def step(carry, block):
+        m, total, acc = carry
+        keys, values, seen, extra = block
+        z = jnp.einsum("btnh,bnhs->bnts", q, keys, precision="highest", preferred_element_type=jnp.float32)
+        z = scale * z + extra
         if soft_cap is not None:
             z = soft_cap * jnp.tanh(z / soft_cap)
-        z = jnp.where(ok[..., block], z, -jnp.inf)
-        block_top = jax.lax.stop_gradient(z.max(axis=-1, keepdims=True))
-        top = jnp.maximum(top, block_top)
-        new_m = jnp.maximum(m, block_top)
-        finite = jnp.where(jnp.isfinite(new_m), new_m, 0)
-        alpha = jnp.where(jnp.isfinite(m), jnp.exp(m - finite), 0)
-        e = jnp.where(ok[..., block], jnp.exp(jnp.where(ok[..., block], z, 0) - finite), 0)
-        e = jnp.where(ok[..., block], e, 0)
-        total = total * alpha + e.sum(axis=-1, keepdims=True)
+        new_m = jnp.maximum(m, jax.lax.stop_gradient(jnp.where(seen, z, -jnp.inf).max(axis=-1)))
+        pivot = jnp.where(jnp.isfinite(new_m), new_m, 0)[..., None]
+        alpha = jnp.where(jnp.isfinite(m), jnp.exp(m - pivot[..., 0]), 0)
+        e = jnp.where(seen, jnp.exp(jnp.where(seen, z - pivot, 0)), 0)
         update = jnp.einsum(
-            "bnts,bsnv->bntv",
-            e.astype(v.dtype),
-            values[:, block],
-            precision="highest",
-            preferred_element_type=jnp.float32,
+            "bnts,bnvs->bntv", e.astype(v.dtype), values, precision="highest", preferred_element_type=jnp.float32
         )
-        acc = acc * alpha + update
-        m = new_m
+        return (new_m, total * alpha + e.sum(axis=-1), acc * alpha[..., None] + update), None
+
+    start = (jnp.full(shape, -jnp.inf), jnp.zeros(shape), jnp.zeros((*shape, v.shape[-1])))
+    (top, total, acc), _ = jax.lax.scan(step, start, blocks)
+    m = top
+    if sinks is not None:
+        m = jnp.maximum(top, jax.lax.stop_gradient(sinks)[:, None])
+        alpha = jnp.where(jnp.isfinite(top), jnp.exp(top - m), 0)
+        total, acc = total * alpha + jnp.exp(sinks[:, None] - m), acc * alpha[..., None]
     safe = jnp.where(total == 0, 1, total)
-    out = (acc / safe).transpose(0, 2, 1, 3).astype(q.dtype)
+    out = (acc / safe[..., None]).transpose(0, 2, 1, 3).astype(q.dtype)
     if not save_residuals:
         return out
     lse = jnp.where(total == 0, -jnp.inf, jnp.where(jnp.isfinite(m), m, 0) + jnp.log(safe))
-    return out, {"logsumexp": lse[..., 0], "max_logits": top[..., 0]}
+    return out, {"logsumexp": lse, "max_logits": top}

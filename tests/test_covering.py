@@ -1,0 +1,211 @@
+"""Covering arrays by brute force on small systems, and the grids that are built from them."""
+
+from __future__ import annotations
+
+import collections
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cases import covering
+from cases.axes import AXES, NAMES, assemble, compatible
+from cases.case import Case, parse
+from cases.grid import Grid, grid
+
+SETTINGS = settings(derandomize=True, deadline=None, max_examples=80)
+Item = tuple[int, int]
+LEVELS: dict[str, tuple[Any, ...]] = {axis.name: axis.levels for axis in AXES}
+FIELDS = ("distribution", "bias", "dtype", "segments", "soft_cap", "sinks", "scale")
+CONSTRAINED = ("lengths", "mask", "distribution", "soft_cap", "sinks")
+
+
+@st.composite
+def systems(draw: st.DrawFn) -> tuple[tuple[int, ...], int, frozenset[frozenset[Item]]]:
+    """Axis sizes, a strength, and sets of `(axis, level)` that must not stand in one row."""
+    sizes = tuple(draw(st.lists(st.integers(1, 4), min_size=3, max_size=5)))
+    items = st.sampled_from([(a, level) for a, size in enumerate(sizes) for level in range(size)])
+    conflicts = draw(st.frozensets(st.frozensets(items, min_size=1, max_size=3), max_size=6))
+    return sizes, draw(st.sampled_from([2, 3])), conflicts
+
+
+def feasibility(conflicts: frozenset[frozenset[Item]]) -> Callable[[covering.Partial], bool]:
+    def feasible(partial: covering.Partial) -> bool:
+        assigned = {(a, level) for a, level in enumerate(partial) if level is not None}
+        return not any(conflict <= assigned for conflict in conflicts)
+
+    return feasible
+
+
+@SETTINGS
+@given(systems())
+def test_rows_contain_every_combination_that_some_feasible_row_contains(
+    system: tuple[tuple[int, ...], int, frozenset[frozenset[Item]]],
+) -> None:
+    sizes, strength, conflicts = system
+    feasible = feasibility(conflicts)
+
+    def contained(rows: list[covering.Row]) -> set[tuple[Item, ...]]:
+        return {c for row in rows for c in itertools.combinations(tuple(enumerate(row)), strength)}
+
+    rows = covering.build(sizes, strength, feasible)
+    possible = [row for row in itertools.product(*map(range, sizes)) if feasible(row)]
+    assert set(rows) <= set(possible)
+    assert contained(rows) == contained(possible)
+    assert covering.build(sizes, strength, feasible) == rows
+    counted = covering.coverage(rows, sizes, strength, feasible)
+    assert (counted.feasible, counted.covered) == (len(contained(possible)),) * 2
+    if rows:
+        fewer = covering.coverage(rows[:-1], sizes, strength, feasible)
+        assert fewer.covered == len(contained(rows[:-1]))
+        assert fewer.feasible == counted.feasible
+
+
+def test_rows_are_far_fewer_than_all_combinations() -> None:
+    assert len(covering.build((4,) * 8, 2, lambda partial: True)) <= 48  # of 65,536; at least 16
+
+
+def levels_of(case: Case) -> dict[str, Any]:
+    """The level of every axis that the case was assembled from."""
+    found = {name: getattr(case, name) for name in FIELDS}
+    lengths = [x for x in LEVELS["lengths"] if (x.phase, x.q, x.kv) == (case.phase, case.q_length, case.kv_length)]
+    found["heads"] = (case.batch, case.num_q_heads, case.num_kv_heads)
+    found["depths"] = (case.head_dim, case.v_head_dim)
+    found["lengths"] = lengths[0]
+    masks = [m for m in LEVELS["mask"] if buildable({**found, "mask": m}) and remade(found, m, case.seed) == case]
+    assert len(lengths) == len(masks) == 1, f"{case} belongs to {lengths} and {masks}"
+    return {**found, "mask": masks[0]}
+
+
+def buildable(levels: dict[str, Any]) -> bool:
+    return compatible({name: levels[name] for name in ("lengths", "mask")})
+
+
+def remade(levels: dict[str, Any], mask: str, seed: int) -> Case:
+    return assemble({**levels, "mask": mask}, seed)
+
+
+def pairs_of(levels: dict[str, Any]) -> set[tuple[tuple[str, Any], ...]]:
+    return set(itertools.combinations([(name, levels[name]) for name in NAMES], 2))
+
+
+def feasible_pairs() -> set[tuple[tuple[str, Any], ...]]:
+    """All pairs of levels that a full row may contain, by enumeration of the axes that exclude one another."""
+    plain = {name: LEVELS[name][0] for name in NAMES}
+    rows = [
+        dict(zip(CONSTRAINED, row, strict=True))
+        for row in itertools.product(*(LEVELS[name] for name in CONSTRAINED))
+        if compatible({**plain, **dict(zip(CONSTRAINED, row, strict=True))})
+    ]
+    among = {pair for row in rows for pair in itertools.combinations([(n, row[n]) for n in CONSTRAINED], 2)}
+    single = {item for pair in among for item in pair}
+    free = {(name, level) for name in NAMES if name not in CONSTRAINED for level in LEVELS[name]}
+    rest = {(x, y) for x in free for y in free | single if x[0] != y[0]}
+    return {tuple(sorted(pair, key=lambda item: NAMES.index(item[0]))) for pair in among | rest}
+
+
+@pytest.fixture(scope="module")
+def quick() -> Grid:
+    return grid("quick", 0)
+
+
+def test_the_quick_grid_contains_every_feasible_pair_of_levels(quick: Grid) -> None:
+    present = set().union(*(pairs_of(levels_of(case)) for case in quick.cases))
+    expected = feasible_pairs()
+    assert present == expected
+    assert quick.coverage == covering.Coverage(2, len(expected), len(expected))
+
+
+def test_the_constraints_touch_only_the_axes_that_the_count_enumerates() -> None:
+    used: collections.Counter[str] = collections.Counter()
+
+    class Watched(dict[str, Any]):
+        def __getitem__(self, key: str) -> Any:
+            used[key] += 1
+            return super().__getitem__(key)
+
+        def get(self, key: str, default: Any = None) -> Any:
+            used[key] += 1
+            return super().get(key, default)
+
+    for distribution, mask in itertools.product(LEVELS["distribution"], LEVELS["mask"]):
+        for lengths in LEVELS["lengths"]:
+            compatible(
+                Watched({"lengths": lengths, "mask": mask, "distribution": distribution, "soft_cap": None, "sinks": 0})
+            )
+    assert set(used) <= set(CONSTRAINED)
+
+
+def test_every_case_of_a_grid_has_an_id_of_its_own_that_parses(quick: Grid) -> None:
+    for cases in (quick.cases, quick.singles):
+        ids = [case.id for case in cases]
+        assert len(set(ids)) == len(ids)
+        assert [parse(text) for text in ids] == list(cases)
+    assert quick.declined == ()
+
+
+def test_the_grid_depends_on_nothing_but_level_and_seed(quick: Grid) -> None:
+    assert grid("quick", 0) == quick
+    other = grid("quick", 1)
+    assert [case.seed for case in other.cases] == [1] * len(other.cases)
+    assert [c.id.removesuffix("s1") for c in other.cases] == [c.id.removesuffix("s0") for c in quick.cases]
+
+
+def test_singles_start_with_the_plainest_case_and_add_one_thing_each(quick: Grid) -> None:
+    plainest, *others = quick.singles
+    assert plainest.id.endswith("/full/normal/s0")
+    for case in others:
+        changed = [n for n in NAMES if levels_of(case)[n] != levels_of(plainest)[n]]
+        assert len(changed) == 1, case.id
+
+
+def declining(*features: str) -> Callable[[Case], str | None]:
+    def supports(case: Case) -> str | None:
+        return next((f"{f} is not supported" for f in features if f in case.features), None)
+
+    return supports
+
+
+@pytest.mark.parametrize(
+    ("features", "declined_levels"),
+    [
+        (("sinks",), [("sinks", True)]),
+        (("f16", "bias"), [("dtype", "f16"), ("bias", "bias"), ("bias", "biashead"), ("bias", "biaskey")]),
+        (("soft_cap",), [("soft_cap", 2.0), ("soft_cap", 30.0), ("distribution", "knee")]),
+        (("full", "f32"), [("mask", "full"), ("dtype", "f32")]),
+        (("mha", "balanced"), [("heads", (1, 2, 2)), ("mask", "balanced")]),
+    ],
+)
+def test_unsupported_levels_stay_out_of_the_grid_and_are_shown_once_each(
+    features: tuple[str, ...], declined_levels: list[tuple[str, Any]]
+) -> None:
+    supports = declining(*features)
+    found = grid("quick", 0, supports)
+    assert found.cases
+    assert found.coverage.covered == found.coverage.feasible
+    assert not [case.id for case in (*found.cases, *found.singles) if supports(case)]
+    assert all(supports(case) for case in found.declined)
+    assert len(found.declined) == len(declined_levels)
+    for name, level in declined_levels:
+        assert any(levels_of(case)[name] == level for case in found.declined), (name, level)
+    wanted = [p for p in feasible_pairs() if not {*p} & {*declined_levels}]
+    present = set().union(*(pairs_of(levels_of(case)) for case in found.cases))
+    assert present == set(wanted)
+
+
+def test_a_pair_that_is_unsupported_only_together_is_left_out() -> None:
+    def supports(case: Case) -> str | None:
+        return "no sinks with a soft cap" if case.sinks and case.soft_cap else None
+
+    found = grid("quick", 0, supports)
+    assert found.declined == ()
+    assert {(c.sinks, c.soft_cap is not None) for c in found.cases} == {(False, False), (False, True), (True, False)}
+
+
+def test_an_implementation_that_declines_everything_gets_no_cases() -> None:
+    found = grid("quick", 0, lambda case: "never")
+    assert found.cases == found.singles == ()
+    assert found.declined
