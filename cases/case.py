@@ -37,7 +37,7 @@ class CaseIdError(ValueError):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Case:
-    """One attention problem. Lengths and depths are those of the contract; `mask` is a mask spec (`cases.mask_spec`)."""
+    """One attention problem; sizes as in the contract, `mask` a mask spec (`cases.mask_spec`)."""
 
     phase: str = "train"
     dtype: str = "f32"

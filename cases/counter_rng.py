@@ -1,8 +1,8 @@
 """Random numbers with the same bits on every platform and NumPy version.
 
 Only the raw output of the Philox counter-based generator is used (its stream is guaranteed by NumPy, those of
-`Generator.normal` and friends are not), and it is turned into values by operations that IEEE 754 rounds exactly: integer
-arithmetic, addition, multiplication. No `log`, `exp` or `cos`, whose last bit differs between libraries.
+`Generator.normal` and friends are not), and it is turned into values by operations that IEEE 754 rounds exactly:
+integer arithmetic, addition, multiplication. No `log`, `exp` or `cos`, whose last bit differs between libraries.
 
 Source: J. Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011.
 """

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -65,15 +66,20 @@ class Problem:
     def empty_rows(self) -> np.ndarray:
         """Queries that may attend to nothing, booleans `[B, N, T]`."""
         shape = (self.q.shape[0], self.q.shape[2], self.q.shape[1])
-        return np.broadcast_to(~self.allowed.any(axis=-1), shape)
+        return np.broadcast_to(np.logical_not(np.any(self.allowed, axis=-1)), shape)
 
     @functools.cached_property
     def dead_keys(self) -> np.ndarray:
         """Keys that no query may attend to, booleans `[B, S, K]`."""
         batch, kv_length, num_kv_heads, _ = self.k.shape
-        seen = self.allowed.any(axis=2)  # [b, n, S]
-        seen = np.broadcast_to(seen, (batch, self.q.shape[2], kv_length))
-        return ~seen.reshape(batch, num_kv_heads, -1, kv_length).any(axis=2).transpose(0, 2, 1)
+        seen = np.broadcast_to(np.any(self.allowed, axis=2), (batch, self.q.shape[2], kv_length))
+        by_kv_head = np.any(seen.reshape(batch, num_kv_heads, -1, kv_length), axis=2)
+        return np.logical_not(np.moveaxis(by_kv_head, 1, 2))
+
+    def without(self, operand: str) -> Problem:
+        """The same problem without an optional operand."""
+        changed: dict[str, Any] = {operand: None}
+        return dataclasses.replace(self, **changed)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,7 +149,7 @@ def _queries_keys_values(case: Case) -> tuple[np.ndarray, np.ndarray, np.ndarray
 
 
 def _huge_coordinate(scale: float) -> tuple[float, float]:
-    """First coordinate of k and q that lifts the logits to just above `_HUGE_LOGIT`; 8 significant bits, as bf16 has."""
+    """First coordinate of k and q that lifts the logits to just above `_HUGE_LOGIT`, in bf16's 8 significant bits."""
     k = 2.0**11
     mantissa, exponent = math.frexp(_HUGE_LOGIT / (scale * k))
     return k, math.ldexp(math.ceil(mantissa * 256), exponent - 8)

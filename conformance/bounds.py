@@ -1,8 +1,9 @@
 """First-order rounding-error bounds, element by element, for the arithmetic that an implementation declares.
 
-Beside each exact observable `y` stands `E(y)`, how far a correct implementation may end up from it. `|y - y*| / E(y)` is
-then around 1 for correct kernels whatever the shape, the mask, the magnitudes and the cancellation, and one constant a
-dtype judges them all. Notation as in the contract: `x` logits, `z` capped, `p` probabilities, `D`, `dp`, `g = dz/dx`.
+Beside each exact observable `y` stands `E(y)`, how far a correct implementation may end up from it. The ratio
+`|y - y*| / E(y)` is then around 1 for correct kernels whatever the shape, the mask, the magnitudes and the
+cancellation, and one constant a dtype judges them all. Notation as in the contract: `x` logits, `z` capped, `p` probabilities, `D`,
+`dp`, `g = dz/dx`.
 
 The derivation, with `s|x| = scale sum_d |q||k| + |bias|` and `u` the f32 unit roundoff:
 
@@ -28,8 +29,8 @@ The derivation, with `s|x| = scale sum_d |q||k| + |bias|` and `u` the f32 unit r
 What this adds to the usual first-order bound, and why:
 
 * `gamma(n) = u max(1, sqrt(n) / 4)`: rounding a running sum of n terms of one sign errs by about 0.23 sqrt(n) u of the
-  sum (each partial sum rounds by up to u/2, uniformly, and the errors add like a random walk); terms of random sign stay
-  near u times the sum of magnitudes. Measured constants are in `conformance/tolerances.py`.
+  sum (each partial sum rounds by up to u/2, uniformly, and the errors add like a random walk); terms of random sign
+  stay near u times the sum of magnitudes. Measured constants are in `conformance/tolerances.py`.
 * in `err(x)`, a sum whose partial sums all stay near one large value (a dominant coordinate) rounds at that size in
   every step, sqrt(H) u / sqrt(3) of it in all; sums of random signs never reach that and keep the smaller bound.
 * `expm1` and the cap at `max(p, 1 - p)`: with logits of 1e5 in f32, `err(z)` is no longer small against 1.
@@ -198,7 +199,7 @@ def _logit_errors(slab: Slab, u: Roundoff) -> Array:
 def _store_forward(forward: dict[str, Bounded], slab: Slab, errors: _ForwardErrors, u: Roundoff) -> None:
     out, lse, top = (forward[name] for name in ("out", "logsumexp", "max_logits"))
     out.value[slab.batch, :, slab.heads] = slab.out.transpose(1, 0, 2)
-    sees = slab.allowed.any(axis=-1) | (slab.averaging.any(axis=-1))
+    sees = np.any(slab.allowed, axis=-1) | np.any(slab.averaging, axis=-1)
     err_out = errors.out + u.out * np.abs(slab.out) + u.tiny * sees[..., None]
     out.bound[slab.batch, :, slab.heads] = err_out.transpose(1, 0, 2)
     finite = np.isfinite(slab.logsumexp)
@@ -255,7 +256,7 @@ def _add_gradients(
     values: Gradients, bounds: Gradients, slab: Slab, errors: _ForwardErrors, cotangent: Cotangent, u: Roundoff
 ) -> None:
     do = cotangent.out[slab.batch, :, slab.heads].astype(np.float64).transpose(1, 0, 2)  # [G, T, V]
-    dlse = np.zeros(slab.pivot.shape)
+    dlse: Array = np.zeros(slab.pivot.shape)
     if cotangent.logsumexp is not None:
         dlse = cotangent.logsumexp[slab.batch, slab.heads].astype(np.float64)
     rows = np.flatnonzero(do.any(axis=(0, 2)) | dlse.any(axis=0))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 
+import ml_dtypes
 import numpy as np
 
 from conformance.bounds import Bounded
@@ -43,6 +44,8 @@ def compare(got: object, expected: Bounded, judged: np.ndarray | None = None) ->
     array = np.asarray(got)
     if array.shape != expected.value.shape:
         return Comparison.malformed(f"shape is {array.shape}, must be {expected.value.shape}")
+    if array.dtype.kind != "f" and array.dtype != ml_dtypes.bfloat16:
+        return Comparison.malformed(f"dtype is {array.dtype.name}, must be a real floating-point one")
     values = array.astype(np.float64)
     with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
         error = np.abs(values - expected.value)

@@ -1,9 +1,9 @@
 """Does a case discriminate? Wrong results that must fail it, and by how much they do.
 
-A test that zeros would pass proves nothing. Each case is confronted with null results computed by the oracle: zeros, the
-mean of v, the mask ignored or shifted by one key, the wrong head map, every optional operand ignored, each gradient
-doubled (which errs by as much as leaving it out; the cotangent that shows it best counts). The margin of a null is how many times over the limit its worst
-element falls; a case where one falls short of `REQUIRED_MARGIN` cannot be judged by.
+A test that zeros would pass proves nothing. Each case is confronted with null results computed by the oracle: zeros,
+the mean of v, the mask ignored or shifted by one key, the wrong head map, every optional operand ignored, each gradient
+doubled (which errs by as much as leaving it out; the cotangent that shows it best counts). The margin of a null is how
+many times over the limit its worst element falls; a case with a null below `REQUIRED_MARGIN` cannot be judged by.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def _forward_nulls(problem: Problem) -> Iterator[tuple[str, oracle.Forward]]:
 def _altered(problem: Problem) -> Iterator[tuple[str, Problem]]:
     q_length, kv_length = problem.q.shape[1], problem.k.shape[1]
     unmasked = dataclasses.replace(problem, mask=Full())
-    if not np.array_equal(*np.broadcast_arrays(unmasked.allowed, problem.allowed)):
+    if (unmasked.allowed != problem.allowed).any():
         yield "mask_ignored", unmasked
     dense = problem.mask.dense(q_length, kv_length)
     if q_length > 1 and not dense.all():  # a single row may give the one key that comes or goes no weight
@@ -83,13 +83,13 @@ def _altered(problem: Problem) -> Iterator[tuple[str, Problem]]:
             yield "mask_shifted", shifted
     if problem.segment_ids is not None:
         alone = dataclasses.replace(problem, segment_ids=None)
-        if not np.array_equal(*np.broadcast_arrays(alone.allowed, problem.allowed)):
+        if (alone.allowed != problem.allowed).any():
             yield "segment_ids_ignored", alone
     if (heads := _wrong_heads(problem)) is not None:
         yield "wrong_head_map", dataclasses.replace(problem, k=problem.k[:, :, heads], v=problem.v[:, :, heads])
     for name in ("soft_cap", "sinks", "bias", "scale"):
         if getattr(problem, name) is not None:
-            yield f"{name}_ignored", dataclasses.replace(problem, **{name: None})
+            yield f"{name}_ignored", problem.without(name)
 
 
 def _wrong_heads(problem: Problem) -> np.ndarray | None:

@@ -104,7 +104,7 @@ class Executor:
         batch, q_length, num_q_heads, _ = problem.q.shape
         static, extra = self.implementation.lower_mask(problem.mask, batch, num_q_heads, q_length, problem.k.shape[1])
         statics = {**static, "soft_cap": problem.soft_cap, "scale": problem.scale}
-        arrays = {"q": problem.q, "k": problem.k, "v": problem.v, **extra}
+        arrays: dict[str, Any] = {"q": problem.q, "k": problem.k, "v": problem.v, **extra}
         optional = {"sinks": problem.sinks, "bias": problem.bias, "segment_ids": problem.segment_ids}
         arrays |= {name: value for name, value in optional.items() if value is not None}
         return statics, arrays

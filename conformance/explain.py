@@ -46,7 +46,8 @@ def _problem(case: Case, problem: Problem) -> list[str]:
         f"Values      {_DISTRIBUTIONS[case.distribution]}; seed {case.seed}",
         f"Mask        {case.mask} ({', '.join(FEATURES[name] for name in mask_spec.features(case.mask))})",
         f"            with segment ids, {share:.1%} of all pairs are allowed, "
-        f"{int(problem.empty_rows.sum())} rows may attend to nothing, {int(problem.dead_keys.sum())} keys are seen by nobody",
+        f"{int(problem.empty_rows.sum())} rows may attend to nothing, "
+        f"{int(problem.dead_keys.sum())} keys are seen by nobody",
         f"Scale       {problem.effective_scale:.6g}{' (1/sqrt(H))' if case.scale is None else ''}",
     ]
     if problem.segment_ids is not None:
@@ -81,7 +82,8 @@ def _margins(case: Case, tolerances: Tolerances) -> list[str]:
     declared = Implementation(name="oracle", call=never, arithmetic=Arithmetic(), empty_rows="zero")
     margins = discrimination.margins(Subject(Executor(declared), case, tolerances))
     lines = [
-        f"Wrong results that must fail it, and how many times over the limit ({discrimination.REQUIRED_MARGIN:g} needed):"
+        "Wrong results that must fail it, and how many times over the limit "
+        f"({discrimination.REQUIRED_MARGIN:g} needed):"
     ]
     lines += [f"  {name:<22} {margin:,.1f}" for name, margin in sorted(margins.items(), key=lambda item: item[1])]
     return lines

@@ -13,7 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Generator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -90,7 +90,8 @@ class _Gate:
             place = Path(target)
             if place.is_dir() or not place.absolute().parent.is_dir() or place.suffix == ".jsonl":
                 raise pytest.UsageError(f"--conformance-report={target} is no file that can be written")
-        if option("--impl") or option("--conformance-cases") is not None:
+        named = any("conformance" in Path(argument.split("::")[0]).parts for argument in self._config.args)
+        if named or option("--impl") or option("--conformance-cases") is not None:
             self._plan()
 
     def _plan(self) -> Plan:
@@ -233,5 +234,6 @@ def _table(found: list[Record]) -> list[str]:
 @pytest.fixture
 def conformance_judge(request: pytest.FixtureRequest) -> Callable[[Job], list[Record]]:
     """Judges a job of the plan, and keeps its records for the report."""
-    gate: _Gate = request.config.pluginmanager.get_plugin(_NAME)
+    gate = request.config.pluginmanager.get_plugin(_NAME)
+    assert isinstance(gate, _Gate)
     return lambda job: gate.judge(request.node, job)

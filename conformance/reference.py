@@ -109,9 +109,11 @@ def _logits(operands: _Operands, allowed: jax.Array, soft_cap: float | None, sca
 def _vanilla(
     operands: _Operands, allowed: jax.Array, soft_cap: float | None, scale: float
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    q, k, v, sinks, _ = operands
-    z, _ = _logits(operands, allowed, soft_cap, scale)
-    allowed = jnp.broadcast_to(allowed, z.shape)
+    q, k, v, sinks, bias = operands
+    allowed = jnp.broadcast_to(allowed, (q.shape[0], q.shape[2], q.shape[1], k.shape[1]))
+    # Hidden NaN would reach dq through 0 * NaN when this is differentiated.
+    k, v = _hidden_to_zero(k, allowed), _hidden_to_zero(v, allowed)
+    z, _ = _logits((q, k, v, sinks, bias), allowed, soft_cap, scale)
     top = jnp.max(z, axis=-1, where=allowed, initial=-jnp.inf)
     sink = None if sinks is None else sinks.astype(z.dtype)[:, None]
     pivot = jax.lax.stop_gradient(top if sink is None else jnp.maximum(top, sink))
@@ -125,7 +127,7 @@ def _vanilla(
     p = weights / safe[..., None]
     lse = jnp.where(total > 0, pivot + jnp.log(safe), -jnp.inf)
     shape = (q.shape[0], k.shape[2], -1, *p.shape[2:])
-    out = _dot("bkgts,bskv->bkgtv", p.reshape(shape), _hidden_to_zero(v, allowed).astype(p.dtype))
+    out = _dot("bkgts,bskv->bkgtv", p.reshape(shape), v.astype(p.dtype))
     return _ungrouped(out).astype(q.dtype), lse, top
 
 

@@ -47,7 +47,7 @@ class Runner:
         subject = Subject(executor, job.case, self._settings.tolerances)
         self._done += 1
         if self._done % _CLEAR_EVERY == 0:
-            jax.clear_caches()
+            jax.clear_caches()  # type: ignore[no-untyped-call] # untyped upstream
         if (reason := job.implementation.supports(job.case)) is not None:
             found = list(_declined(subject, job.checks, reason))
         else:

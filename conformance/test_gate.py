@@ -12,7 +12,6 @@ from conformance.records import PASS, RED, UNJUDGED, UNSUPPORTED, Record
 
 def test_conforms(conformance_job: Job, conformance_judge: Callable[[Job], list[Record]]) -> None:
     """Every judged observable of the case is within its bound, and what is not supported is refused."""
-    __tracebackhide__ = True
     found = conformance_judge(conformance_job)
     red = [record for record in found if record.verdict in RED]
     if red:

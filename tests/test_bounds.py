@@ -253,7 +253,7 @@ def test_a_scale_that_is_a_power_of_two_rounds_nothing() -> None:
 
 
 def test_bounds_do_not_depend_on_the_units_of_v() -> None:
-    problem, cotangent, expectation = expected_of(CASES[0])
+    problem, cotangent, _ = expected_of(CASES[0])
     bigger = dataclasses.replace(problem, v=problem.v * np.float32(1024))
     scaled = expect(bigger, Arithmetic(), [dataclasses.replace(cotangent, logsumexp=None)])
     plain = expect(problem, Arithmetic(), [dataclasses.replace(cotangent, logsumexp=None)])

@@ -96,8 +96,12 @@ def by_autodiff(problem: Problem, do: np.ndarray, dlse: np.ndarray) -> tuple[np.
     with jax.enable_x64(True):
         found = {x: getattr(problem, x) for x in NAMES.values()}
         operands = {x: jnp.asarray(v) for x, v in found.items() if v is not None}
-        (out, lse), pullback = jax.vjp(lambda operands: literal_forward(problem, operands), operands)
-        gradients = pullback((jnp.asarray(do), jnp.asarray(dlse)))[0]
+
+        def both(operands: dict[str, Any]) -> Any:
+            primal, pullback = jax.vjp(lambda operands: literal_forward(problem, operands), operands)
+            return *primal, pullback((jnp.asarray(do), jnp.asarray(dlse)))[0]
+
+        out, lse, gradients = jax.jit(both)(operands)
         return np.asarray(out), np.asarray(lse), {f"d{x}": np.asarray(g) for x, g in gradients.items()}
 
 

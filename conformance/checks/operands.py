@@ -38,7 +38,7 @@ def _dropped(problem: Problem) -> Iterator[tuple[str, Problem]]:
         yield "mask", dataclasses.replace(problem, mask=Full())
     for name in ("segment_ids", "soft_cap", "sinks", "bias", "scale"):
         if getattr(problem, name) is not None:
-            yield name, dataclasses.replace(problem, **{name: None})
+            yield name, problem.without(name)
 
 
 def errors(subject: Subject) -> Iterator[Judgement]:
@@ -73,7 +73,7 @@ def _judge_error(subject: Subject, wrong: str, name: str, problem: Problem) -> J
 def _wrong(problem: Problem) -> Iterator[tuple[str, str, Problem]]:
     """`(what is wrong, operand to be named, problem)`."""
     q, k, v = problem.q, problem.k, problem.v
-    batch, q_length, num_q_heads, head_dim = q.shape
+    batch, q_length, num_q_heads, _ = q.shape
     kv_length = k.shape[1]
     wrong = dataclasses.replace
     yield "q_rank", "q", wrong(problem, q=q[0])
