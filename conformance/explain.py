@@ -58,7 +58,7 @@ def _problem(case: Case, problem: Problem) -> list[str]:
             f"Soft cap    {case.soft_cap:g} * tanh(x / {case.soft_cap:g}), after scale and bias, before the mask"
         )
     if problem.sinks is not None:
-        lines.append(f"Sinks       one logit a query head: {np.round(problem.sinks, 2).tolist()}")
+        lines.append(f"Sinks       one logit a query head: {', '.join(f"{x:.2f}" for x in problem.sinks)}")
     if problem.bias is not None:
         lines.append(f"Bias        shape {list(problem.bias.shape)} in {bounds.dtype_name(problem.bias.dtype)}")
     return lines
@@ -85,5 +85,5 @@ def _margins(case: Case, tolerances: Tolerances) -> list[str]:
         "Wrong results that must fail it, and how many times over the limit "
         f"({discrimination.REQUIRED_MARGIN:g} needed):"
     ]
-    lines += [f"  {name:<22} {margin:,.1f}" for name, margin in sorted(margins.items(), key=lambda item: item[1])]
+    lines += [f"  {name:<22} {margin:.3g}" for name, margin in sorted(margins.items(), key=lambda item: item[1])]
     return lines
