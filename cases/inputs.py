@@ -178,7 +178,9 @@ def _sinks(case: Case, allowed: np.ndarray) -> np.ndarray:
     spread = _logit_spread(case)
     typical = keys + spread**2 / 2 if spread < math.sqrt(2 * keys) else spread * math.sqrt(2 * keys)
     if case.soft_cap is not None:
-        typical = case.soft_cap * math.tanh(typical / case.soft_cap)
+        # A cap below log(keys) leaves many keys of like weight; a higher one, the few largest.
+        many = case.soft_cap < keys
+        typical = keys + case.soft_cap / 2 if many else case.soft_cap * math.tanh(typical / case.soft_cap)
     if case.distribution == "huge":
         scale = 1 / math.sqrt(case.head_dim) if case.scale is None else case.scale
         typical += scale * math.prod(_huge_coordinate(scale))

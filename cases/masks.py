@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
+from collections.abc import Iterator
 from typing import Any, ClassVar
 
 import numpy as np
@@ -293,3 +294,12 @@ def conjuncts(mask: Mask) -> tuple[Mask, ...]:
     if isinstance(mask, And):
         return conjuncts(mask.left) + conjuncts(mask.right)
     return (mask,)
+
+
+def leaves(mask: Mask) -> Iterator[Mask]:
+    """The masks that `mask` is composed of by `&` and `|`."""
+    if isinstance(mask, _Pair):
+        yield from leaves(mask.left)
+        yield from leaves(mask.right)
+    else:
+        yield mask

@@ -13,13 +13,14 @@ dtype, or `(out, residuals)` with `save_residuals=True`, where residuals maps `"
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Hashable, Mapping
 from typing import Any, Literal
 
 import numpy as np
 
 from cases.case import FEATURES, Case
-from cases.masks import Mask
+from cases.masks import Dense, Lengths, LoadBalancedCausal, Mask, leaves
 
 RESIDUALS = ("logsumexp", "max_logits")
 GRADIENTS = ("dq", "dk", "dv", "dsinks", "dbias")
@@ -155,10 +156,10 @@ def validate_operands(
         for name, ids, length in zip(("q", "kv"), segment_ids, (q_length, kv_length), strict=True):
             if np.shape(ids) != (batch, length):
                 raise ValueError(f"segment_ids of {name} must have shape {(batch, length)}, got {np.shape(ids)}")
-    if soft_cap is not None and not soft_cap > 0:
-        raise ValueError(f"soft_cap must be positive (None for no cap), got {soft_cap}")
-    if scale is not None and not scale > 0:
-        raise ValueError(f"scale must be positive (None for 1/sqrt(head_dim)), got {scale}")
+    if soft_cap is not None and not 0 < soft_cap < math.inf:
+        raise ValueError(f"soft_cap must be positive and finite (None for no cap), got {soft_cap}")
+    if scale is not None and not 0 < scale < math.inf:
+        raise ValueError(f"scale must be positive and finite (None for 1/sqrt(head_dim)), got {scale}")
     if sinks is not None and np.shape(sinks) != (num_q_heads,):
         raise ValueError(f"sinks must have shape {(num_q_heads,)}, one logit a query head, got {np.shape(sinks)}")
     if bias is not None:
@@ -166,3 +167,28 @@ def validate_operands(
         fits = np.ndim(bias) == 4 and all(n in (1, m) for n, m in zip(np.shape(bias), full, strict=True))
         if not fits:
             raise ValueError(f"bias must have 4 axes broadcastable to {full}, got shape {np.shape(bias)}")
+
+
+def validate_mask(mask: Any, batch: int, num_q_heads: int, q_length: int, kv_length: int) -> None:
+    """Check that `mask` fits the operands.
+
+    Raises:
+      ValueError: naming the mask, what it is and what it must be.
+    """
+    if not isinstance(mask, Mask):
+        raise ValueError(f"mask must be a cases.masks.Mask, got {type(mask).__name__}; wrap booleans in Dense")
+    for leaf in leaves(mask):
+        if isinstance(leaf, Dense):
+            full = (batch, num_q_heads, q_length, kv_length)
+            shape = leaf.array.shape
+            if shape[0] not in (1, batch) or shape[1] not in (1, num_q_heads) or shape[2:] != full[2:]:
+                raise ValueError(f"mask array must have shape {full}, the first two axes may be 1, got {shape}")
+        elif isinstance(leaf, Lengths):
+            if len(leaf.lengths) != batch:
+                raise ValueError(f"mask lengths must be {batch}, one a batch row, got {len(leaf.lengths)}")
+            if max(leaf.lengths) > kv_length:
+                raise ValueError(f"mask lengths must be at most the key length {kv_length}, got {leaf.lengths}")
+        elif isinstance(leaf, LoadBalancedCausal) and leaf.length != q_length:
+            raise ValueError(
+                f"mask length must be the query length {q_length}, got {leaf.length} in LoadBalancedCausal"
+            )

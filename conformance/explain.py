@@ -58,7 +58,8 @@ def _problem(case: Case, problem: Problem) -> list[str]:
             f"Soft cap    {case.soft_cap:g} * tanh(x / {case.soft_cap:g}), after scale and bias, before the mask"
         )
     if problem.sinks is not None:
-        lines.append(f"Sinks       one logit a query head: {', '.join(f"{x:.2f}" for x in problem.sinks)}")
+        sinks = ", ".join(f"{sink:.2f}" for sink in problem.sinks)
+        lines.append(f"Sinks       one logit a query head: {sinks}")
     if problem.bias is not None:
         lines.append(f"Bias        shape {list(problem.bias.shape)} in {bounds.dtype_name(problem.bias.dtype)}")
     return lines

@@ -95,9 +95,8 @@ def _jobs(
 def single(implementation: Implementation, case: Case, checks: Iterable[Check] = CHECKS) -> Plan:
     """The jobs that judge one case: the checks of the grid, or the refusal if the case is not supported."""
     chosen = tuple(checks)
-    if implementation.supports(case) is not None:
-        scopes: tuple[str, ...] = ("declined",)
-    else:
-        scopes = ("grid", "feature", "base")
+    declined = implementation.supports(case) is not None
+    scopes = ("declined",) if declined else ("grid", "feature", "base")
     asked = tuple(check for check in chosen if check.scope in scopes)
-    return Plan((Job(implementation, case, asked),) if asked else (), ())
+    # A declined case is shown with its reason, whichever checks are asked for.
+    return Plan((Job(implementation, case, asked),) if asked or declined else (), ())

@@ -88,12 +88,16 @@ def _load(point: importlib.metadata.EntryPoint) -> Any:
 
 
 def _import(name: str) -> ModuleType:
-    if (here := str(Path.cwd())) not in sys.path:
-        sys.path.insert(0, here)
+    _look_in(Path.cwd())
     try:
         return importlib.import_module(name)
     except (Exception, SystemExit) as error:  # as above
         raise ImplementationNotFound(f"cannot import {name}: {_one_line(error)}") from error
+
+
+def _look_in(folder: Path) -> None:
+    if (place := str(folder)) not in sys.path:
+        sys.path.insert(0, place)
 
 
 def _from_file(path: str) -> ModuleType:
@@ -105,6 +109,7 @@ def _from_file(path: str) -> ModuleType:
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules.setdefault(file.stem, module)
+    _look_in(file.resolve().parent)  # for the modules beside it, as when Python runs the file
     try:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:  # as above

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from typing import Literal
 
 import ml_dtypes
 import numpy as np
@@ -213,6 +214,21 @@ def test_reduced_products_widen_the_bounds_in_proportion_to_their_roundoff() -> 
         np.testing.assert_allclose(bf16[name].sum() / tf32[name].sum(), step, rtol=0.15, err_msg=name)
         assert (tf32[name] >= exact[name]).all()
         assert tf32[name].sum() > 100 * exact[name].sum()
+
+
+@pytest.mark.parametrize("products", ["exact", "bf16"])
+def test_the_rounding_of_dp_counts_where_it_cancels_against_d(products: Literal["exact", "bf16"]) -> None:
+    problem, cotangent, _ = expected_of(CASES[4])
+    # With q = 0 the probabilities are exact, and with nearly equal values dp - D is small against dp.
+    problem = dataclasses.replace(problem, q=np.zeros_like(problem.q), v=3 + problem.v * F32(0.05))
+    rounded = ml_dtypes.bfloat16 if products == "bf16" else np.float16
+    operands = dataclasses.replace(problem, v=problem.v.astype(rounded))
+    got = oracle.backward(operands, cotangent.out.astype(rounded))["dq"]
+    only_out = dataclasses.replace(cotangent, logsumexp=None)
+    expected = expect(problem, Arithmetic(products=products), [only_out]).gradients[0]["dq"]
+    found = compare(got, expected)
+    assert (found.ratio <= LIMIT) == (products == "bf16")
+    assert found.ratio > 0.02
 
 
 @pytest.mark.parametrize(

@@ -177,14 +177,16 @@ def test_figures_may_be_missing(render: Render) -> None:
 
 def test_hostile_text_is_escaped() -> None:
     names = ("implementation", "platform", "case", "check", "observable", "dtype", "reason", "reproduce")
-    hostile = {name: HOSTILE for name in names}
+    hostile = dict.fromkeys(names, HOSTILE)
     records = [failure(**hostile, features=(HOSTILE,)), record(**hostile | {"verdict": UNSUPPORTED}), record(**hostile)]
     run = run_info(command=HOSTILE, level=HOSTILE, environment={HOSTILE: HOSTILE}, notes=[HOSTILE])
     page = html.render(records, run)
-    assert "<script" not in page and "<img" not in page
+    assert "<script" not in page
+    assert "<img" not in page
     assert "&lt;script&gt;" in page
     summary_text = re.sub(r"`{3,}sh\n.*?\n  `{3,}", "", markdown.render(records, run), flags=re.DOTALL)
-    assert "<script" not in summary_text and "<img" not in summary_text
+    assert "<script" not in summary_text
+    assert "<img" not in summary_text
     assert "<script>" in printed(records, run)
 
 
@@ -195,8 +197,12 @@ def test_a_fence_outlasts_the_backticks_in_it() -> None:
 
 def test_the_page_loads_nothing() -> None:
     page = html.render([*one_of_each(), failure(rms=0.2, rms_limit=1.5)], run_info())
-    assert "http://" not in page and "https://" not in page
-    assert "@import" not in page and "<link" not in page and "<script" not in page and "src=" not in page
+    assert "http://" not in page
+    assert "https://" not in page
+    assert "@import" not in page
+    assert "<link" not in page
+    assert "<script" not in page
+    assert "src=" not in page
     assert all(target.startswith("#") for target in re.findall(r'href="([^"]*)"', page))
     assert all(target.startswith("#") for target in re.findall(r"url\(([^)]*)\)", page))
     assert "default-src 'none'" in page
@@ -236,7 +242,8 @@ def test_a_failure_comes_with_what_it_takes_to_act(render: Render) -> None:
 def test_what_is_displayed_is_what_was_judged() -> None:
     by_rms = failure(ratio=3.0, limit=4.0, rms=2.0, rms_limit=0.5)
     metric = summary.decisive(by_rms)
-    assert metric is not None and (metric.name, metric.share) == ("rms", 4.0)
+    assert metric is not None
+    assert (metric.name, metric.share) == ("rms", 4.0)
     assert wording.judged_text(by_rms) == "max ratio 3, limit 4; rms ratio 2, limit 0.5"
     assert summary.decisive(failure(ratio=1.0, rms=9.0, ratio_flash=99.0)) == summary.Metric("max", 1.0, 4.0)
 
@@ -255,7 +262,8 @@ def test_a_limit_of_zero_admits_only_zero(value: float, share: float) -> None:
 def test_nan_is_worse_than_anything() -> None:
     records = [failure(ratio=1e30), failure(ratio=math.nan), record()]
     worst = summary.worst_metric(records)
-    assert worst is not None and math.isnan(worst.value)
+    assert worst is not None
+    assert math.isnan(worst.value)
 
 
 def test_expected_failures_do_not_hide_the_worst_of_the_rest() -> None:

@@ -11,11 +11,11 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from cases.masks import Full, Mask
-from conformance.contract import Arithmetic, Implementation, validate_operands
+from conformance.contract import Arithmetic, Implementation, validate_mask, validate_operands
 from impls.block_flash.backward import backward
 from impls.block_flash.blocks import Operands, varying_axes, varying_over
 from impls.block_flash.forward import Outputs, forward
-from impls.block_flash.schedule import Plan, validate_mask
+from impls.block_flash.schedule import Plan
 
 
 def attention(

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from cases.masks import EMPTY, FULL, And, Dense, Lengths, LoadBalancedCausal, Mask, Or
+from cases.masks import EMPTY, FULL, And, Lengths, Mask, Or, leaves
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -97,15 +96,6 @@ def _schedule(plan: Plan) -> Schedule:
     return Schedule(Places(q_blocks, kv_blocks, place), stored, masked)
 
 
-def leaves(mask: Mask) -> Iterator[Mask]:
-    """The masks that `mask` is composed of."""
-    if isinstance(mask, And | Or):
-        yield from leaves(mask.left)
-        yield from leaves(mask.right)
-    else:
-        yield mask
-
-
 def is_formula(mask: Mask) -> bool:
     """Whether `formula` gives `mask`, so that no block of it need be stored."""
     return all(leaf.is_computed or isinstance(leaf, Lengths) for leaf in leaves(mask))
@@ -120,28 +110,3 @@ def formula(mask: Mask, i: Any, j: Any) -> Any:
     if isinstance(mask, Lengths):
         return (i >= 0) & (j < np.asarray(mask.lengths, np.int32).reshape(-1, 1, 1, 1))
     return mask.allowed(i, j)
-
-
-def validate_mask(mask: Any, batch: int, num_q_heads: int, q_length: int, kv_length: int) -> None:
-    """Check that `mask` fits the operands.
-
-    Raises:
-      ValueError: naming the mask, what it is and what it must be.
-    """
-    if not isinstance(mask, Mask):
-        raise ValueError(f"mask must be a cases.masks.Mask, got {type(mask).__name__}; wrap booleans in Dense")
-    for leaf in leaves(mask):
-        if isinstance(leaf, Dense):
-            full = (batch, num_q_heads, q_length, kv_length)
-            shape = leaf.array.shape
-            if shape[0] not in (1, batch) or shape[1] not in (1, num_q_heads) or shape[2:] != full[2:]:
-                raise ValueError(f"mask array must have shape {full}, the first two axes may be 1, got {shape}")
-        elif isinstance(leaf, Lengths):
-            if len(leaf.lengths) != batch:
-                raise ValueError(f"mask lengths must be {batch}, one a batch row, got {len(leaf.lengths)}")
-            if max(leaf.lengths) > kv_length:
-                raise ValueError(f"mask lengths must be at most the key length {kv_length}, got {leaf.lengths}")
-        elif isinstance(leaf, LoadBalancedCausal) and leaf.length != q_length:
-            raise ValueError(
-                f"mask length must be the query length {q_length}, got {leaf.length} in LoadBalancedCausal"
-            )

@@ -7,15 +7,14 @@ Inside, heads are split in key/value heads and groups: query head `n = k * G + g
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from cases.masks import And, Dense, Full, Lengths, LoadBalancedCausal, Mask, Or
-from conformance.contract import validate_operands
+from cases.masks import Full, Mask
+from conformance.contract import validate_mask, validate_operands
 
 SegmentIds = tuple[jax.Array, jax.Array]
 AxisOrder = tuple[int, int, int, int]
@@ -72,7 +71,7 @@ def attention(
       ValueError: an operand, the mask or an option is not as above; the message names it.
     """
     validate_operands(q, k, v, segment_ids=segment_ids, soft_cap=soft_cap, sinks=sinks, bias=bias, scale=scale)
-    _validate_mask(mask, q.shape[0], q.shape[2], q.shape[1], k.shape[1])
+    validate_mask(mask, q.shape[0], q.shape[2], q.shape[1], k.shape[1])
     if compute_axis_order not in _PRODUCTS:
         raise ValueError(f"compute_axis_order must be one of {tuple(_PRODUCTS)}, got {compute_axis_order}")
     q, k, v = (jnp.asarray(x) for x in (q, k, v))
@@ -174,31 +173,3 @@ def _split_heads(x: jax.Array, num_kv_heads: int) -> jax.Array:
 def _join_heads(x: jax.Array) -> jax.Array:
     """`[B, K, G, T]` to `[B, N, T]`."""
     return x.reshape(x.shape[0], -1, x.shape[-1])
-
-
-def _leaves(mask: Mask) -> Iterator[Mask]:
-    if isinstance(mask, And | Or):
-        yield from _leaves(mask.left)
-        yield from _leaves(mask.right)
-    else:
-        yield mask
-
-
-def _validate_mask(mask: Any, batch: int, num_q_heads: int, q_length: int, kv_length: int) -> None:
-    if not isinstance(mask, Mask):
-        raise ValueError(f"mask must be a cases.masks.Mask, got {type(mask).__name__}; wrap booleans in Dense")
-    for leaf in _leaves(mask):
-        if isinstance(leaf, Dense):
-            full = (batch, num_q_heads, q_length, kv_length)
-            shape = leaf.array.shape
-            if shape[0] not in (1, batch) or shape[1] not in (1, num_q_heads) or shape[2:] != full[2:]:
-                raise ValueError(f"mask array must have shape {full}, the first two axes may be 1, got {shape}")
-        elif isinstance(leaf, Lengths):
-            if len(leaf.lengths) != batch:
-                raise ValueError(f"mask lengths must be {batch}, one a batch row, got {len(leaf.lengths)}")
-            if max(leaf.lengths) > kv_length:
-                raise ValueError(f"mask lengths must be at most the key length {kv_length}, got {leaf.lengths}")
-        elif isinstance(leaf, LoadBalancedCausal) and leaf.length != q_length:
-            raise ValueError(
-                f"mask length must be the query length {q_length}, got {leaf.length} in LoadBalancedCausal"
-            )

@@ -1,0 +1,63 @@
+"""Records: strict JSON lines that come back as they were, merge, and say where they are malformed."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from conformance import records
+from conformance.records import FAIL, PASS, Record, Worst
+
+RECORD = Record(
+    implementation="kernel",
+    platform="cpu",
+    case="train/f32/x",
+    check="forward",
+    observable="out",
+    verdict=FAIL,
+    features=("f32", "causal"),
+    ratio=math.inf,
+    rms=1.25,
+    worst=Worst(index=(0, 3), got=math.nan, expected=-math.inf, bound=0.5),
+    reason="naïve",
+)
+
+
+def test_a_record_comes_back_as_it_was():
+    line = records.to_json(RECORD)
+    json.loads(line, parse_constant=pytest.fail)  # strict JSON has no NaN and no Infinity
+    found = records.from_json(line)
+    assert found.worst is not None
+    assert math.isnan(found.worst.got)
+    assert dataclasses.replace(found, worst=None) == dataclasses.replace(RECORD, worst=None)
+
+
+def test_files_are_sorted_and_read_back(tmp_path: Path):
+    other = dataclasses.replace(RECORD, case="decode/f32/x", worst=None)
+    first = dataclasses.replace(RECORD, worst=None)
+    records.write_jsonl(tmp_path / "r.jsonl", [first, other])
+    assert records.read_jsonl(tmp_path / "r.jsonl") == [other, first]
+
+
+def test_the_later_of_two_answers_counts():
+    later = dataclasses.replace(RECORD, verdict=PASS)
+    assert records.merge([RECORD], [later]) == [later]
+
+
+@pytest.mark.parametrize("line", ["", "3", "null", "[]", "{}", '{"schema": "attention-conformance/record/1"}', "{"])
+def test_what_is_no_record_is_named_by_file_and_line(line: str, tmp_path: Path):
+    file = tmp_path / "r.jsonl"
+    file.write_text(records.to_json(RECORD) + "\n" + line + "\n")
+    with pytest.raises(ValueError, match=r"r\.jsonl:2 is not a conformance record"):
+        records.read_jsonl(file)
+
+
+def test_an_unknown_field_is_refused(tmp_path: Path):
+    data = json.loads(records.to_json(RECORD)) | {"surprise": 1}
+    (tmp_path / "r.jsonl").write_text(json.dumps(data) + "\n")
+    with pytest.raises(ValueError, match="surprise"):
+        records.read_jsonl(tmp_path / "r.jsonl")
