@@ -83,7 +83,7 @@ def _refuse(refusing: argparse.ArgumentParser, message: str) -> NoReturn:
 
 def parser() -> argparse.ArgumentParser:
     """The argument parser with its sub-commands."""
-    top = _Parser(
+    top = _Parser(  # type: ignore[no-untyped-call] # absl has no annotations
         prog="python -m conformance",
         description=_DESCRIPTION,
         epilog=_EXAMPLES,

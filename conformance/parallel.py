@@ -10,14 +10,18 @@ import collections
 import concurrent.futures
 import contextlib
 import dataclasses
+import functools
 import multiprocessing
+import os
 import signal
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 
 from cases.case import parse
 from conformance import environment
+from conformance.contract import Implementation
 from conformance.plan import Job
 from conformance.records import Record
 
@@ -133,6 +137,7 @@ _runner = None
 def _start(products: str | None, folder: str) -> None:
     """Worker set-up: set flags before JAX is imported, load the settings."""
     global _products, _runner
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     environment.prepare()
     from conformance import runner, settings  # imported late: they load JAX
 
@@ -140,14 +145,27 @@ def _start(products: str | None, folder: str) -> None:
     _runner = runner.Runner(settings.load(Path(folder)))
 
 
-def _judge(orders: Sequence[_Order]) -> list[list[Record]]:
+def _end_with_parent() -> None:
+    """A parent that is killed cannot stop its workers: they stop by themselves."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
+
+
+@functools.cache
+def _find(name: str) -> Implementation:
     from conformance import registry  # imported late: it loads JAX
-    from conformance.checks import BY_NAME
+
+    return registry.find(name, products=_products)  # type: ignore[arg-type] # argparse has checked it
+
+
+def _judge(orders: Sequence[_Order]) -> list[list[Record]]:
+    from conformance.checks import BY_NAME  # imported late: it loads JAX
 
     assert _runner is not None
     results = []
     for order in orders:
-        implementation = registry.find(order.implementation, products=_products)  # type: ignore[arg-type] # as given
-        job = Job(implementation, parse(order.case), tuple(BY_NAME[name] for name in order.checks))
+        job = Job(_find(order.implementation), parse(order.case), tuple(BY_NAME[name] for name in order.checks))
         results.append(_runner.judge(job))
     return results

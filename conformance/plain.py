@@ -15,7 +15,7 @@ import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Hashable, Mapping
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 
@@ -39,6 +39,7 @@ class Declaration:
     """What a plain function declares beyond its signature; the defaults are those of the design."""
 
     products: Products = "exact"
+    logits: Literal["f32", "input"] = "f32"
     empty_rows: EmptyRows = "undefined"
     behind_mask: BehindMask = "any"
     differentiable_residuals: bool = True
@@ -48,6 +49,7 @@ class Declaration:
 def declare(
     *,
     products: Products = "exact",
+    logits: Literal["f32", "input"] = "f32",
     empty_rows: EmptyRows = "undefined",
     behind_mask: BehindMask = "any",
     differentiable_residuals: bool = True,
@@ -57,6 +59,7 @@ def declare(
 
     Args:
       products: how it multiplies f32 operands.
+      logits: `"input"` if bf16 and f16 logits are rounded to the operands' dtype before the softmax.
       empty_rows: what it returns for queries that may attend to nothing.
       behind_mask: `"finite"` if keys and values behind the mask must be finite.
       differentiable_residuals: False if `logsumexp` carries no gradient.
@@ -64,6 +67,7 @@ def declare(
     """
     declaration = Declaration(
         products=products,
+        logits=logits,
         empty_rows=empty_rows,
         behind_mask=behind_mask,
         differentiable_residuals=differentiable_residuals,
@@ -107,7 +111,7 @@ def from_function(function: Callable[..., Any], name: str, *, products: Products
         description=(inspect.getdoc(_innermost(function)) or "").split("\n")[0],
         unsupported={**_missing(parameters), **declaration.unsupported},
         supports_case=_supports_mask(parameters),
-        arithmetic=Arithmetic(products=products or declaration.products),
+        arithmetic=Arithmetic(products=products or declaration.products, logits=declaration.logits),
         residuals=frozenset(RESIDUALS if "save_residuals" in parameters else ()),
         differentiable_residuals=frozenset(),
         gradients=frozenset(gradients),
@@ -155,8 +159,8 @@ def _innermost(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _declaration(function: Callable[..., Any]) -> Declaration:
-    outer = getattr(function, _ATTRIBUTE, None)
-    found: Declaration = outer or getattr(_innermost(function), _ATTRIBUTE, Declaration())
+    inner = getattr(_innermost(function), _ATTRIBUTE, Declaration())
+    found: Declaration = getattr(function, _ATTRIBUTE, inner)
     return found
 
 

@@ -149,7 +149,8 @@ class _Gate:
 
     @pytest.hookimpl
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        if lines := getattr(report, _ATTRIBUTE, ()):
+        lines = getattr(report, _ATTRIBUTE, None)
+        if lines is not None:
             from conformance.records import from_json
 
             self._records += [from_json(line) for line in lines]
@@ -161,9 +162,7 @@ class _Gate:
             return
         if self._records:
             self._add_stale()
-        required = self._config.getoption("--require-platform")
-        red = self._stale or (required and not self._judged_on(required))
-        if red and session.exitstatus == 0:
+        if (self._stale or self._nothing_judged()) and session.exitstatus == 0:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
         if self._records and (target := self._config.getoption("--conformance-report")):
             self._write_report(Path(target))
@@ -181,10 +180,17 @@ class _Gate:
             self._stale = found.stale(self._records, jax.__version__)
             self._records += self._stale
 
-    def _judged_on(self, platform: str) -> bool:
+    def _nothing_judged(self) -> str:
+        """What was to be judged and was not, as a sentence; a run of skips alone is no success."""
         from conformance.records import JUDGED
 
-        return any(record.platform == platform and record.verdict in JUDGED for record in self._records)
+        judged = {record.platform for record in self._records if record.verdict in JUDGED}
+        required = self._config.getoption("--require-platform")
+        if required and required not in judged:
+            return f"--require-platform={required}: nothing was judged there"
+        if self._records and not judged:
+            return "nothing was judged: every case is unsupported or unjudged"
+        return ""
 
     def _write_report(self, target: Path) -> None:
         from conformance import environment, records, settings
@@ -214,9 +220,8 @@ class _Gate:
             terminalreporter.write_line(line)
         for record in self._stale:
             terminalreporter.write_line(f"stale: {record.implementation} {record.case}: {record.reason}", red=True)
-        required = self._config.getoption("--require-platform")
-        if required and not self._judged_on(required):
-            terminalreporter.write_line(f"--require-platform={required}: nothing was judged there", red=True)
+        if sentence := self._nothing_judged():
+            terminalreporter.write_line(sentence, red=True)
 
 
 def _table(found: list[Record]) -> list[str]:

@@ -59,7 +59,7 @@ def variadic(*operands, causal=False):
     return naive.attention(*operands, causal=causal)
 
 
-class Callable_:
+class CallableObject:
     """A callable object."""
 
     def __call__(self, q, k, v, *, causal=False):
@@ -75,15 +75,13 @@ class Callable_:
         (only_mask, [FULL, CAUSAL, WINDOW, CHUNKED], []),
         (needs_mask, [FULL, CAUSAL], []),
         (variadic, [FULL, CAUSAL], [WINDOW]),
-        (Callable_(), [FULL, CAUSAL], [WINDOW]),
+        (CallableObject(), [FULL, CAUSAL], [WINDOW]),
         (functools.partial(only_causal), [FULL, CAUSAL], [WINDOW]),
         (jax.jit(only_causal, static_argnames="causal"), [FULL, CAUSAL], [WINDOW]),
     ],
     ids=lambda value: getattr(value, "__name__", type(value).__name__) if callable(value) else None,
 )
-def test_the_signature_says_what_is_supported(
-    function: Callable[..., Any], supported: list[str], declined: list[str]
-):
+def test_the_signature_says_what_is_supported(function: Callable[..., Any], supported: list[str], declined: list[str]):
     assert all(conforms(function, case) for case in supported)
     for case in declined:
         (found,) = judge(function, case)
