@@ -15,7 +15,7 @@ The derivation, with `s|x| = scale sum_d |q||k| + |bias|` and `u` the f32 unit r
     E(max)   = max_j err(z) + u_residual |max|
     E(out)   = sum_j [err(p) + (u_p + u_prod + gamma(S)) p] |v| + u_out |out| + tiny
     err(dp)  = (u_prod + gamma(V)) sum |do||v| + u_p |dp|
-    err(D)   = sum_j [(err(p) + (u_p + gamma(S)) p) |dp| + p err(dp)] + (u_out + gamma(V)) sum |o||do|
+    err(D)   = sum_j [(err(p) + (u_p + gamma(S)) p) |dp| + p err(dp)] + sum_d [(u_out + gamma(V)) |o| + tiny] |do|
     err(g)   = (2 / cap) |tanh| g err(x) + (8 tanh^2 + 1) u                                           (capped)
     err(dx)  = g [err(p) |r| + p (err(dp) + err(D) + u (|dp| + |D| + |dlse|))] + |p r| err(g) + (u_p + u_prod + u) |dx|
                with r = dp - D + dlse
@@ -38,6 +38,8 @@ What this adds to the usual first-order bound, and why:
 * `u_out` once more over the group: an implementation may round each head's dk and dv before it sums the group.
 * rows are summed in quadrature for dsink: their errors are independent, and thousands of rows added up in magnitude
   would hide a gradient that is wrong altogether.
+* `tiny` in `err(D)`: a flash backward takes D from the stored `out`, which in f16 may be subnormal (a sink that takes
+  all the weight).
 * the underflow floor `tiny` counts only terms that exist, so structural zeros (a key that nobody sees, the bias behind
   the mask) have a bound of exactly zero and must be exactly zero.
 """
@@ -234,7 +236,7 @@ class _Backward:
         dx = slab.cap_derivative * dz
         err_dp = (u.products + gamma(v_depth)) * (abs_do @ np.abs(slab.v).T) + u.probabilities * np.abs(dp)
         err_d = ((errors.p + (u.probabilities + gamma(keys)) * p) * np.abs(dp) + p * err_dp).sum(axis=-1)
-        err_d += (u.out + gamma(v_depth)) * (np.abs(slab.out) * abs_do).sum(axis=-1)
+        err_d += (((u.out + gamma(v_depth)) * np.abs(slab.out) + u.tiny) * abs_do).sum(axis=-1)
         shift = U * (np.abs(dp) + np.abs(d)[..., None] + np.abs(dlse)[..., None])
         err_dx = slab.cap_derivative * (errors.p * np.abs(r) + p * (err_dp + err_d[..., None] + shift))
         err_dx = err_dx + np.abs(dz) * _cap_derivative_errors(slab, errors)

@@ -13,6 +13,7 @@ from rich.progress import Progress as RichProgress
 from conformance.records import RED, Record
 
 _PLAIN_EVERY = 15.0  # seconds between lines where there is no terminal
+_NAMED = 5  # red cases named while the run goes on; the summary lists more
 
 
 class Progress:
@@ -23,7 +24,8 @@ class Progress:
         self._total = total
         self._done = 0
         self._red = 0
-        self._last = time.monotonic()
+        self._named = 0
+        self._started = self._last = time.monotonic()
         columns = (
             TextColumn("judging"),
             BarColumn(),
@@ -48,9 +50,25 @@ class Progress:
     def advance(self, judged: Sequence[Record]) -> None:
         """One more job is done."""
         self._done += 1
-        self._red += sum(record.verdict in RED for record in judged)
+        red = [record for record in judged if record.verdict in RED]
+        self._say(red)
+        self._red += len(red)
         self._bar.update(self._task, advance=1, red=self._red)
         now = time.monotonic()
         if not self._console.is_terminal and now - self._last > _PLAIN_EVERY:
             self._last = now
-            self._console.print(f"{self._done} of {self._total} done, {self._red} red", highlight=False)
+            left = (now - self._started) * (self._total - self._done) / self._done
+            self._console.print(
+                f"{self._done} of {self._total} done, {self._red} red, about {left:.0f} s left", highlight=False
+            )
+
+    def _say(self, red: Sequence[Record]) -> None:
+        """Name the first red cases as they happen: nobody should wait for the end to learn of them."""
+        if red and self._named < _NAMED:
+            self._named += 1
+            first = red[0]
+            self._console.print(
+                f"{first.verdict} {first.implementation} {first.check} {first.observable}: {first.case}",
+                highlight=False,
+                soft_wrap=True,
+            )

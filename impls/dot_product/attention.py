@@ -156,9 +156,11 @@ def _allowed(
         return None
     if mask.is_computed:
         # As a formula: a constant of T * S booleans would only slow compilation down.
-        found = jnp.asarray(mask.allowed(jnp.arange(q_length)[:, None], jnp.arange(kv_length)[None, :]))[None, None]
+        found: Any = jnp.asarray(mask.allowed(jnp.arange(q_length)[:, None], jnp.arange(kv_length)[None, :]))[
+            None, None
+        ]
     else:
-        found = jnp.asarray(mask.dense(q_length, kv_length))
+        found = mask.dense(q_length, kv_length)  # stays on the host, or XLA would fold constants for seconds
     if segment_ids is not None:
         q_ids, kv_ids = (jnp.asarray(ids) for ids in segment_ids)
         found = found & (q_ids[:, None, :, None] == kv_ids[:, None, None, :])
