@@ -73,7 +73,7 @@ def _jobs(
     by_scope = {
         "grid": found.cases,
         "declined": found.declined,
-        "feature": found.singles,
+        "feature": found.singles[1:],
         "base": found.singles[:1],
     }
     jobs = []

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from conformance.plan import Job
-from conformance.records import PASS, RED, UNJUDGED, UNSUPPORTED, Record
+from conformance.records import EXPECTED_FAIL, PASS, RED, UNJUDGED, UNSUPPORTED, Record
 
 
 def test_conforms(conformance_job: Job, conformance_judge: Callable[[Job], list[Record]]) -> None:
@@ -16,9 +16,12 @@ def test_conforms(conformance_job: Job, conformance_judge: Callable[[Job], list[
     red = [record for record in found if record.verdict in RED]
     if red:
         pytest.fail("\n".join(describe(record) for record in red), pytrace=False)
-    if not any(record.verdict == PASS for record in found):
-        reasons = {record.reason for record in found if record.verdict in (UNSUPPORTED, UNJUDGED)}
-        pytest.skip("; ".join(sorted(reasons)) or "no check applies to this case")
+    if any(record.verdict == PASS for record in found):
+        return
+    if known := {record.reason for record in found if record.verdict == EXPECTED_FAIL}:
+        pytest.xfail("; ".join(sorted(known)))
+    reasons = {record.reason for record in found if record.verdict in (UNSUPPORTED, UNJUDGED)}
+    pytest.skip("; ".join(sorted(reasons)) or "no check applies to this case")
 
 
 def describe(record: Record) -> str:
