@@ -292,6 +292,7 @@ def render_report(arguments: argparse.Namespace) -> int:
         level="merged records",
         environment={"rendered from": ", ".join(Path(name).name for name in arguments.records)},
         tolerances=[],
+        seconds=round(sum(record.seconds for record in found), 1),
     )
     html.write(path, found, info)
     return 0

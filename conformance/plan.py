@@ -74,7 +74,7 @@ def _jobs(
         "grid": found.cases,
         "declined": found.declined,
         "feature": found.singles[1:],
-        "base": found.singles[:1],
+        "base": found.singles[:1] if implementation.validates else (),
     }
     jobs = []
     for scope, cases in by_scope.items():

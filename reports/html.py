@@ -32,7 +32,12 @@ CONTENTS = (
     ("environment", "Environment"),
     ("cost", "Cost"),
 )
-STATES = {summary.CONFORMS: "pass", summary.DOES_NOT_CONFORM: "fail", summary.NOT_JUDGED: "unjudged"}
+STATES = {
+    summary.CONFORMS: "pass",
+    summary.KNOWN_FAILURES: "expected",
+    summary.DOES_NOT_CONFORM: "fail",
+    summary.NOT_JUDGED: "unjudged",
+}
 LEGEND = (
     ("pass", "passes, nothing red"),
     ("fail", "something is red"),

@@ -21,6 +21,7 @@ from conformance.records import (
 )
 
 CONFORMS = "conforms"
+KNOWN_FAILURES = "conforms but for known failures"
 DOES_NOT_CONFORM = "does not conform"
 NOT_JUDGED = "could not be judged"
 NO_FEATURE = "(none named)"
@@ -211,7 +212,7 @@ def count(records: Iterable[Record]) -> Counts:
 
 
 def conformity(records: Iterable[Record]) -> str:
-    """Whether these records say that it conforms, does not, or could not be judged.
+    """Whether these records say that it conforms, with known failures or without, does not, or could not be judged.
 
     Any red record means that it does not conform. Without a single judged record there is nothing to conform by, which
     is never the same as clean.
@@ -219,7 +220,9 @@ def conformity(records: Iterable[Record]) -> str:
     counts = count(records)
     if counts.red:
         return DOES_NOT_CONFORM
-    return CONFORMS if counts.judged else NOT_JUDGED
+    if not counts.judged:
+        return NOT_JUDGED
+    return KNOWN_FAILURES if counts[EXPECTED_FAIL] else CONFORMS
 
 
 def by_subject(records: Iterable[Record]) -> dict[Subject, list[Record]]:

@@ -12,7 +12,12 @@ from conformance.records import RED, VERDICTS, Record, RunInfo
 from reports import summary, wording
 
 MOST_FAILURES = 10
-STYLES = {summary.CONFORMS: "green", summary.DOES_NOT_CONFORM: "bold red", summary.NOT_JUDGED: "yellow"}
+STYLES = {
+    summary.CONFORMS: "green",
+    summary.KNOWN_FAILURES: "yellow",
+    summary.DOES_NOT_CONFORM: "bold red",
+    summary.NOT_JUDGED: "yellow",
+}
 
 
 def print_summary(records: Sequence[Record], run: RunInfo, console: Console) -> None:

@@ -18,7 +18,7 @@ from conformance.records import (
     Record,
     RunInfo,
 )
-from reports.summary import CONFORMS, DOES_NOT_CONFORM, NOT_JUDGED, Metric, Standing, metrics
+from reports.summary import CONFORMS, DOES_NOT_CONFORM, KNOWN_FAILURES, NOT_JUDGED, Metric, Standing, metrics
 
 DASH, MINUS, TIMES = "\N{EN DASH}", "\N{MINUS SIGN}", "\N{MULTIPLICATION SIGN}"
 GLYPHS = {
@@ -30,6 +30,7 @@ GLYPHS = {
     UNSUPPORTED: DASH,
     UNJUDGED: "?",
     CONFORMS: "✓",
+    KNOWN_FAILURES: "≈",
     DOES_NOT_CONFORM: "✗",
     NOT_JUDGED: "?",
 }
@@ -122,8 +123,8 @@ def shorten(text: str, *, longest: int = LONGEST_REASON) -> str:
 
 def standing_text(standing: Standing, run: RunInfo) -> str:
     """The verdict of a subject in words; an interrupted run vouches only for what it reached."""
-    if run.interrupted and standing.conformity == CONFORMS:
-        return "conforms so far"
+    if run.interrupted and standing.conformity in (CONFORMS, KNOWN_FAILURES):
+        return standing.conformity.replace(CONFORMS, "conforms so far")
     return standing.conformity
 
 

@@ -283,9 +283,12 @@ def test_a_kernel_that_kills_its_process_costs_only_its_own_case(folder: Path):
 @pytest.mark.parametrize("jobs", [1, 2])
 def test_an_interrupted_run_keeps_what_it_has(jobs: int, folder: Path):
     command = ["-m", "conformance", "run", "--impl=kernels.py:slow", f"--jobs={jobs}", "--report=r.html"]
+    # Tests that run in the background inherit an ignored SIGINT, and so would the command: it must be as in a terminal.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     with subprocess.Popen(
         [sys.executable, *command], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
     ) as process:
+        signal.signal(signal.SIGINT, before)
         assert process.stderr is not None
         traced = 0
         while traced < 20 * jobs:  # the first results have come, six cases at a time from each worker
