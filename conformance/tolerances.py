@@ -2,8 +2,8 @@
 
 The limit is 4 on the largest ratio everywhere, and 1.5 on the root mean square where there are enough elements for it
 to mean something. `_REACHED` says what correct implementations came to, which is never more than three quarters of it.
-A limit is never widened to make a case pass: a correct kernel that fails has declared the wrong arithmetic, or the bound
-lacks a term.
+A limit is never widened to make a case pass: a correct kernel that fails has declared the wrong arithmetic, or the
+bound lacks a term.
 """
 
 from __future__ import annotations
