@@ -95,13 +95,8 @@ def reproduction(implementation: str, case: str, check: str) -> str:
 
 
 def _judged(subject: Subject, checks: Iterable[Check]) -> Iterator[Record]:
-    try:
-        margins = discrimination.margins(subject)
-    except NotImplementedError as error:
-        margins = {}
-        yield _record(subject, "discrimination", unsupported("case", str(error)), None, 0.0)
     margin = None
-    if margins:
+    if margins := discrimination.margins(subject):
         null, margin = discrimination.weakest(margins)
         if not margin >= discrimination.REQUIRED_MARGIN:
             reason = (
