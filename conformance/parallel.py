@@ -24,6 +24,7 @@ from conformance import environment
 from conformance.contract import Implementation
 from conformance.plan import Job
 from conformance.records import Record
+from conformance.subject import Pullback
 
 _CHUNK = 6  # jobs a task: small enough to share work evenly, large enough to keep the overhead down
 
@@ -37,6 +38,7 @@ class _Order:
     implementation: str
     case: str
     checks: tuple[str, ...]
+    pullbacks: tuple[Pullback, ...]
 
 
 def run_parallel(
@@ -55,7 +57,10 @@ def run_parallel(
       on_job: hears of each job as it ends.
       lost: gives the records of a job that kills its process.
     """
-    orders = [_Order(job.implementation.name, job.case.id, tuple(check.name for check in job.checks)) for job in jobs]
+    orders = [
+        _Order(job.implementation.name, job.case.id, tuple(check.name for check in job.checks), job.pullbacks)
+        for job in jobs
+    ]
 
     def heard(n: int, judged: list[Record]) -> None:
         on_job(jobs[n], judged)
@@ -166,6 +171,7 @@ def _judge(orders: Sequence[_Order]) -> list[list[Record]]:
     assert _runner is not None
     results = []
     for order in orders:
-        job = Job(_find(order.implementation), parse(order.case), tuple(BY_NAME[name] for name in order.checks))
+        checks = tuple(BY_NAME[name] for name in order.checks)
+        job = Job(_find(order.implementation), parse(order.case), checks, order.pullbacks)
         results.append(_runner.judge(job))
     return results

@@ -44,7 +44,7 @@ class Runner:
     def judge(self, job: Job) -> list[Record]:
         """The records of one job."""
         executor = self._executors.setdefault(job.implementation.name, Executor(job.implementation))
-        subject = Subject(executor, job.case, self._settings.tolerances)
+        subject = Subject(executor, job.case, self._settings.tolerances, job.pullbacks)
         self._done += 1
         if self._done % _CLEAR_EVERY == 0:
             jax.clear_caches()  # type: ignore[no-untyped-call] # untyped upstream

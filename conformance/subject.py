@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from typing import Literal
 
 import numpy as np
 
@@ -15,14 +16,19 @@ from conformance.execution import Executor, Result
 from conformance.oracle import EmptyRows
 from conformance.tolerances import Tolerances
 
+Pullback = Literal["plain", "residuals"]
+PULLBACKS: tuple[Pullback, ...] = ("plain", "residuals")
+"""The two calls that can be differentiated: the plain one, and the one that returns residuals."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Subject:
-    """What the checks look at."""
+    """What the checks look at. `pullbacks` says which calls get differentiated, where both can be."""
 
     executor: Executor
     case: Case
     tolerances: Tolerances
+    pullbacks: tuple[Pullback, ...] = PULLBACKS
 
     @property
     def implementation(self) -> Implementation:
@@ -71,8 +77,10 @@ class Subject:
         assert drawn.logsumexp is not None
         out = np.where(self.judged_out, drawn.out, np.zeros_like(drawn.out))
         lse = np.where(self.judged_residuals, drawn.logsumexp, np.zeros_like(drawn.logsumexp))
-        found = {"random": Cotangent("random", out)}
-        if "logsumexp" in self.implementation.differentiable_residuals:
+        found = {}
+        if "plain" in self._pulled:
+            found["random"] = Cotangent("random", out)
+        if "residuals" in self._pulled:
             found["random_lse"] = Cotangent("random_lse", out, lse)
         if self.case.q_length > 1:
             found["row"] = Cotangent("row", _only(out, axis=1, index=self._last_live_row))
@@ -83,6 +91,16 @@ class Subject:
             rows = empty.transpose(0, 2, 1)[..., None]
             found["empty"] = Cotangent("empty", np.where(rows, drawn.out, np.zeros_like(drawn.out)))
         return found
+
+    @property
+    def _pulled(self) -> tuple[Pullback, ...]:
+        """Which calls get differentiated: the plain one alone if `logsumexp` carries no gradient."""
+        return self.pullbacks if "logsumexp" in self.implementation.differentiable_residuals else ("plain",)
+
+    @property
+    def any_random(self) -> str:
+        """The name of a cotangent that reaches every row that is judged."""
+        return "random" if "plain" in self._pulled else "random_lse"
 
     @property
     def _last_live_row(self) -> int:
@@ -132,9 +150,16 @@ class Subject:
 
     def gradients(self, cotangent: str) -> Result:
         """The named cotangent pulled back through the implementation."""
-        drawn = self.cotangents[cotangent]
-        run = self.executor.gradients if drawn.logsumexp is None else self.executor.gradients_lse
-        return run(self.problem, drawn)
+        return self.gradients_of(self.problem, self.cotangents[cotangent])
+
+    def gradients_of(self, problem: Problem, cotangent: Cotangent) -> Result:
+        """A cotangent pulled back on any values of the same shapes, by a program that is compiled already."""
+        if cotangent.logsumexp is None and "plain" in self._pulled:
+            return self.executor.gradients(problem, cotangent)
+        if cotangent.logsumexp is None:
+            none = np.zeros(self.judged_residuals.shape, np.float32)
+            cotangent = dataclasses.replace(cotangent, logsumexp=none)
+        return self.executor.gradients_lse(problem, cotangent)
 
 
 def _only(cotangent: np.ndarray, *, axis: int, index: int) -> np.ndarray:

@@ -54,7 +54,8 @@ def _poisoned(subject: Subject, name: str, value: float, dead: np.ndarray) -> It
     else:
         found.append(judge_out(subject, subject.executor.forward(problem), judged=judged_out))
     if subject.with_gradients and not (subject.implementation.empty_rows == "mean" and clean.empty_rows.any()):
-        result = subject.executor.gradients(problem, subject.cotangents["random"])
-        found += list(judge_gradients(subject, result, subject.expected_gradients("random")))
+        cotangent = subject.any_random
+        result = subject.gradients_of(problem, subject.cotangents[cotangent])
+        found += list(judge_gradients(subject, result, subject.expected_gradients(cotangent)))
     for judgement in found:
         yield dataclasses.replace(judgement, observable=f"{judgement.observable}.{name}")
