@@ -142,6 +142,12 @@ class Subject:
         except Exception:  # the separate calls raise it again, where it is judged
             return None
 
+    def forward_of(self, problem: Problem) -> Result:
+        """The plain call on other values of the same shapes, by a program that is compiled already."""
+        if self._together:
+            return self.executor.forward_and_residuals(problem)[0]
+        return self.executor.forward(problem)
+
     def residuals_of(self, problem: Problem) -> Result:
         """The call with residuals on other values of the same shapes, by the program that is compiled already."""
         if self._together:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable
 
-from conformance.checks import forward, gradients, operands, poison, refusals
+from conformance.checks import forward, gradients, independence, linearity, operands, poison, refusals
 from conformance.checks.judgement import Judgement
 from conformance.subject import Subject
 
@@ -42,6 +42,8 @@ CHECKS: tuple[Check, ...] = (
     Check("gradients_empty", "grid", gradients.gradients_empty),
     Check("primal", "grid", forward.primal),
     Check("poison", "grid", poison.poison),
+    Check("independence", "grid", independence.independence),
+    Check("linearity", "grid", linearity.linearity),
     Check("refusals", "declined", refusals.refusals),
     Check("arguments", "feature", operands.arguments),
     Check("errors", "base", operands.errors),

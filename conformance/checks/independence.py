@@ -1,0 +1,160 @@
+"""Independence: what a result may not depend on can change freely, and the result keeps its bits.
+
+No oracle is needed. Everything outside one part of the problem (a batch row, a group of heads, the keys that a range of
+queries may not attend to: later ones under a causal mask, other segments, beyond the window) gets other values. In the
+part itself every operation has the operands that it had, in the order that it had, so the results must be the same to
+the bit.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+
+import numpy as np
+
+from cases.inputs import Cotangent, Problem
+from conformance import records
+from conformance.checks.judgement import Judgement
+from conformance.execution import Result
+from conformance.records import Worst
+from conformance.subject import Subject
+
+
+@dataclasses.dataclass(frozen=True)
+class _Part:
+    """A batch row, a key/value head with its query heads, and a range of queries."""
+
+    name: str
+    batch: int
+    kv_head: int
+    heads: slice
+    rows: slice
+
+
+def independence(subject: Subject) -> Iterator[Judgement]:
+    """Other batch rows, other heads and keys that a query may not attend to change no bit of its results."""
+    clean = _results(subject, subject.problem)
+    for part in _parts(subject.problem):
+        changed = _elsewhere_changed(subject.problem, part, keys=True)
+        if changed is None:
+            continue
+        got = _results(subject, changed)
+        for name in clean.values:
+            before, after = (_rows(name, result, part, subject) for result in (clean, got))
+            yield _same_bits(subject, part, name, before, after)
+    if subject.with_gradients:
+        yield from _gradients(subject)
+
+
+def _gradients(subject: Subject) -> Iterator[Judgement]:
+    part = _parts(subject.problem)[0]
+    changed = _elsewhere_changed(subject.problem, part, keys=False)
+    if changed is None:
+        return
+    cotangent = subject.cotangents[subject.any_random]
+    clean = subject.gradients(subject.any_random)
+    got = subject.gradients_of(changed, _cotangent_elsewhere_changed(cotangent, part))
+    for name in ("dq", "dk", "dv"):
+        if name in subject.implementation.gradients:
+            heads = part.heads if name == "dq" else part.kv_head
+            before, after = (result.values[name][part.batch, :, heads] for result in (clean, got))
+            yield _same_bits(subject, part, name, before, after)
+
+
+def _results(subject: Subject, problem: Problem) -> Result:
+    """The call with residuals if there are any."""
+    if subject.implementation.residuals:
+        return subject.residuals if problem is subject.problem else subject.residuals_of(problem)
+    return subject.forward if problem is subject.problem else subject.executor.forward(problem)
+
+
+def _parts(problem: Problem) -> tuple[_Part, _Part]:
+    batch, q_length, num_q_heads, _ = problem.q.shape
+    num_kv_heads = problem.k.shape[2]
+    group, half = num_q_heads // num_kv_heads, (q_length + 1) // 2
+    last = num_kv_heads - 1
+    return (
+        _Part("first", 0, 0, slice(0, group), slice(0, half)),
+        _Part("last", batch - 1, last, slice(last * group, num_q_heads), slice(q_length - half, q_length)),
+    )
+
+
+def _elsewhere_changed(problem: Problem, part: _Part, *, keys: bool) -> Problem | None:
+    """Other values in every other batch row and head, and with `keys` in what the part's queries may not attend to.
+
+    None if there is nothing else.
+    """
+    q, k, v = (x.copy() for x in (problem.q, problem.k, problem.v))
+    q_here = np.zeros(q.shape[:3], bool)
+    q_here[part.batch, :, part.heads] = True
+    kv_here = np.zeros(k.shape[:3], bool)
+    kv_here[part.batch, :, part.kv_head] = True
+    if keys:
+        q_here[part.batch, :, part.heads] = False
+        q_here[part.batch, part.rows, part.heads] = True
+        allowed = np.broadcast_to(problem.allowed, (*q.shape[:1], q.shape[2], q.shape[1], k.shape[1]))
+        kv_here[part.batch, :, part.kv_head] = allowed[part.batch, part.heads, part.rows].any(axis=(0, 1))
+    if q_here.all() and kv_here.all():
+        return None
+    return dataclasses.replace(
+        problem,
+        q=np.where(q_here[..., None], q, _other(q)),
+        k=np.where(kv_here[..., None], k, _other(k)),
+        v=np.where(kv_here[..., None], v, _other(v)),
+    )
+
+
+def _cotangent_elsewhere_changed(cotangent: Cotangent, part: _Part) -> Cotangent:
+    out = _other(cotangent.out)
+    out[part.batch, :, part.heads] = cotangent.out[part.batch, :, part.heads]
+    if cotangent.logsumexp is None:
+        return dataclasses.replace(cotangent, out=out)
+    lse = _other(cotangent.logsumexp)
+    lse[part.batch, part.heads] = cotangent.logsumexp[part.batch, part.heads]
+    return dataclasses.replace(cotangent, out=out, logsumexp=lse)
+
+
+def _other(x: np.ndarray) -> np.ndarray:
+    """Finite values of another sign and size: whatever is shared by mistake (a maximum, a scale) shows."""
+    limit = float(np.finfo(np.float16).max if x.dtype == np.float16 else 2.0**60)
+    other: np.ndarray = np.clip(-16 * x.astype(np.float64), -limit, limit).astype(x.dtype)
+    return other
+
+
+def _rows(name: str, result: Result, part: _Part, subject: Subject) -> np.ndarray:
+    """The part's values, zero in rows that are not judged."""
+    if name == "out":
+        kept = np.where(subject.judged_out, result.values[name], 0)
+        return kept[part.batch, part.rows, part.heads]
+    kept = np.where(subject.judged_residuals, result.values[name], 0)
+    return kept[part.batch, part.heads, part.rows]
+
+
+def _same_bits(subject: Subject, part: _Part, name: str, before: np.ndarray, after: np.ndarray) -> Judgement:
+    same = (before == after) | (np.isnan(before) & np.isnan(after))
+    if same.all():
+        return Judgement(observable=f"{name}.{part.name}", verdict=records.PASS)
+    index = np.unravel_index(int(np.argmin(same)), same.shape)
+    return Judgement(
+        observable=f"{name}.{part.name}",
+        verdict=records.FAIL,
+        worst=Worst(tuple(int(n) for n in index), float(after[index]), float(before[index]), 0.0),
+        reason=_reason(subject.problem, part, name, int(np.sum(~same))),
+    )
+
+
+def _reason(problem: Problem, part: _Part, name: str, count: int) -> str:
+    batch, _, num_q_heads, _ = problem.q.shape
+    others: Mapping[str, bool] = {
+        "another batch row": batch > 1,
+        "another head": num_q_heads > part.heads.stop - part.heads.start,
+        "a key that these queries may not attend to": name in ("out", "logsumexp", "max_logits"),
+    }
+    where = f"batch {part.batch}, query heads {part.heads.start} to {part.heads.stop - 1}"
+    if name in ("out", "logsumexp", "max_logits"):
+        where += f", queries {part.rows.start} to {part.rows.stop - 1}"
+    return (
+        f"{count} values of {name} ({where}; the index is within these) change when only "
+        f"{' or '.join(what for what, there in others.items() if there)} changes"
+    )

@@ -1,0 +1,85 @@
+"""Linearity: attention is linear in v, and its pullback is linear in the cotangent.
+
+No oracle is needed. Factors are powers of two, which commute with every rounding, so scaled results must be the same to
+the bit, short of overflow and underflow. In f16 the latter is everywhere (gradients of logits enter the second product
+as subnormals), so there the two results must agree within their error bounds. Doubling would not show a clip or a
+threshold; a large factor does.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+import numpy as np
+
+from cases.inputs import Cotangent
+from conformance import records
+from conformance.bounds import Bounded
+from conformance.checks.judgement import Judgement, by_bound
+from conformance.comparison import compare
+from conformance.records import Worst
+from conformance.subject import Subject
+
+_FACTOR = {"f32": 2.0**12, "bf16": 2.0**12, "f16": 2.0**4}
+# Results below the first may have lost bits to underflow, results above the second may overflow once scaled.
+_SMALLEST = 2.0**-80
+_LARGEST = {"f32": 2.0**100, "bf16": 2.0**100, "f16": 2.0**11}
+
+
+def linearity(subject: Subject) -> Iterator[Judgement]:
+    """`v` times 4096 gives `out` times 4096, a cotangent times -4096 gives gradients times -4096 (16 in f16)."""
+    factor = _FACTOR[subject.case.dtype]
+    problem = subject.problem
+    if float(np.abs(problem.v.astype(np.float64)).max()) * factor < _LARGEST[subject.case.dtype]:
+        scaled = dataclasses.replace(problem, v=_times(problem.v, factor))
+        before = np.where(subject.judged_out, subject.forward.values["out"], 0)
+        after = np.where(subject.judged_out, subject.forward_of(scaled).values["out"], 0)
+        bound = np.where(subject.judged_out, subject.expectation.forward["out"].bound, 0)
+        yield _proportional(subject, "out", before, after, bound, factor)
+    if subject.with_gradients:
+        yield from _cotangents(subject, -factor)
+
+
+def _cotangents(subject: Subject, factor: float) -> Iterator[Judgement]:
+    cotangent = subject.cotangents[subject.any_random]
+    clean = subject.gradients(subject.any_random)
+    scaled = subject.gradients_of(subject.problem, _scaled(cotangent, factor))
+    for name, expected in subject.expected_gradients(subject.any_random).items():
+        if name in subject.implementation.gradients:
+            yield _proportional(subject, name, clean.values[name], scaled.values[name], expected.bound, factor)
+
+
+def _scaled(cotangent: Cotangent, factor: float) -> Cotangent:
+    lse = None if cotangent.logsumexp is None else _times(cotangent.logsumexp, factor)
+    return dataclasses.replace(cotangent, out=_times(cotangent.out, factor), logsumexp=lse)
+
+
+def _times(x: np.ndarray, factor: float) -> np.ndarray:
+    scaled: np.ndarray = (x.astype(np.float64) * factor).astype(x.dtype)
+    return scaled
+
+
+def _proportional(
+    subject: Subject, name: str, before: np.ndarray, after: np.ndarray, bound: np.ndarray, factor: float
+) -> Judgement:
+    label = f"{name}.scaled"
+    once, scaled = before.astype(np.float64), after.astype(np.float64) / factor
+    if subject.case.dtype == "f16":
+        both = Bounded(once, 2 * bound)
+        fits = np.abs(once) < _LARGEST["f16"]
+        comparison = compare(scaled, both, fits)
+        return by_bound(name, comparison, dtype="f16", tolerances=subject.tolerances, label=label)
+    judged = (np.abs(once) >= _SMALLEST) | (once == 0)  # what is zero stays zero
+    wrong = judged & ~(scaled == once)
+    if not wrong.any():
+        return Judgement(observable=label, verdict=records.PASS)
+    index = np.unravel_index(int(np.argmax(wrong)), wrong.shape)
+    operand = "v" if name == "out" else "the cotangent"
+    return Judgement(
+        observable=label,
+        verdict=records.FAIL,
+        worst=Worst(tuple(int(n) for n in index), float(scaled[index]), float(once[index]), 0.0),
+        reason=f"{int(wrong.sum())} of {wrong.size} values, with {operand} {factor:g} times as large and divided by "
+        "that again, are not what they were",
+    )
