@@ -24,6 +24,18 @@ Supports = Callable[[Case], "str | None"]
 
 _OPERAND_AXES = ("segments", "soft_cap", "sinks", "bias", "scale", "mask")
 
+# What the rich case has, if supported: every operand, groups of heads, and depths that differ.
+_RICH = {
+    "mask": "causal",
+    "segments": "seg",
+    "soft_cap": 30.0,
+    "sinks": True,
+    "bias": "biashead",
+    "scale": 0.3,
+    "heads": (2, 4, 2),
+    "depths": (16, 48),
+}
+
 _SIZES = tuple(len(axis.levels) for axis in AXES)
 
 
@@ -31,13 +43,14 @@ _SIZES = tuple(len(axis.levels) for axis in AXES)
 class Grid:
     """The cases to judge, and the coverage that was achieved.
 
-    `singles` are plain but for one optional operand or mask each, the plainest case first; `declined` is one case for
-    each level that is not supported.
+    `singles` are plain but for one optional operand or mask each, the plainest case first; `rich` has every optional
+    operand that is supported, at most one case; `declined` is one case for each level that is not supported.
     """
 
     level: str
     cases: tuple[Case, ...]
     singles: tuple[Case, ...]
+    rich: tuple[Case, ...]
     declined: tuple[Case, ...]
     coverage: Coverage
 
@@ -47,7 +60,9 @@ def grid(level: str, seed: int, supports: Supports = lambda case: None) -> Grid:
     support = _Support(supports, seed)
     rows, coverage = _rows(STRENGTH[level], support.matrix())
     cases = [assemble(_levels(row), seed) for row in rows]
-    return Grid(level, _unique(cases), _unique(support.singles()), _unique(support.declined()), coverage)
+    return Grid(
+        level, _unique(cases), _unique(support.singles()), support.rich(), _unique(support.declined()), coverage
+    )
 
 
 def _unique(cases: list[Case]) -> tuple[Case, ...]:
@@ -105,6 +120,17 @@ class _Support:
         return [assemble(_levels(self._base), self._seed)] + [
             self._case(item) for item in items if self._reason(item) is None
         ]
+
+    def rich(self) -> tuple[Case, ...]:
+        """The plainest case with as many of `_RICH` as are supported together."""
+        row = self._base
+        for name, level in _RICH.items():
+            axis = NAMES.index(name)
+            moved = _moved(row, (axis, AXES[axis].levels.index(level)))
+            if _allowed(moved) and self._supports(assemble(_levels(moved), self._seed)) is None:
+                row = moved
+        case = assemble(_levels(row), self._seed)
+        return (case,) if self._supports(case) is None else ()
 
     def declined(self) -> list[Case]:
         """One case for each level that is not supported."""

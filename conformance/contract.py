@@ -83,6 +83,9 @@ class Implementation:
       lower_mask: `(mask, B, N, T, S) -> (static keywords, array keywords)`: how the mask reaches `call`.
       platform: the accelerator the kernel is written for (`"tpu"`, `"gpu"`), none for portable code.
       refuses_by_signature: True if unsupported features cannot even be asked for, so that there is nothing to refuse.
+      variants: other calls that must give the same results, by name: other block sizes, other schedules.
+      memory: `"linear"` if the temporary memory of forward and backward grows no faster than the lengths.
+      checkpoint_names: names under which the residuals of the backward are tagged for `jax.checkpoint` policies.
       interpreted: True where this process runs the kernel in an interpreter instead of on its accelerator.
     """
 
@@ -101,6 +104,9 @@ class Implementation:
     lower_mask: Lowering = structured_mask
     platform: str | None = None
     interpreted: bool = False
+    variants: Mapping[str, Callable[..., Any]] = dataclasses.field(default_factory=dict)
+    memory: Literal["linear"] | None = None
+    checkpoint_names: tuple[str, ...] = ()
     refuses_by_signature: bool = False
 
     def __post_init__(self) -> None:

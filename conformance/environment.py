@@ -16,6 +16,8 @@ _FAST_COMPILE = (
     "--xla_cpu_multi_thread_eigen=false",
     "--xla_cpu_parallel_codegen_split_count=1",
 )
+# Virtual devices on CPU, for the sharding check; programs for one device run as before.
+_DEVICES = ("--xla_force_host_platform_device_count=4",)
 # XLA aborts the process for a flag that it does not know; this one is gone from jaxlib 0.11 on.
 _FAST_COMPILE_BEFORE_0_11 = ("--xla_cpu_use_fusion_emitters=false",)
 _ONE_THREAD = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS")
@@ -32,8 +34,8 @@ def prepare() -> None:
 
 def _flags() -> tuple[str, ...]:
     if Version(importlib.metadata.version("jaxlib")) < Version("0.11"):
-        return _FAST_COMPILE + _FAST_COMPILE_BEFORE_0_11
-    return _FAST_COMPILE
+        return _FAST_COMPILE + _DEVICES + _FAST_COMPILE_BEFORE_0_11
+    return _FAST_COMPILE + _DEVICES
 
 
 def describe() -> dict[str, str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
@@ -15,7 +16,7 @@ from cases.inputs import Cotangent, Problem
 from conformance.contract import Implementation
 
 Arrays = Mapping[str, Any]
-_DIFFERENTIABLE = {"q": "dq", "k": "dk", "v": "dv", "sinks": "dsinks", "bias": "dbias"}
+DIFFERENTIABLE = {"q": "dq", "k": "dk", "v": "dv", "sinks": "dsinks", "bias": "dbias"}
 # Compiled functions are kept for this many static configurations; more only costs memory, since runs are ordered by
 # configuration.
 _KEPT = 8
@@ -77,17 +78,29 @@ class Executor:
 
     def ask(self, problem: Problem, *, gradients: bool) -> None:
         """Make the call outside `jit`, differentiated if asked; whatever it raises is the answer."""
-        statics, arrays = self._split(problem)
+        plain, arrays = self.bind(problem)
         arrays = jax.tree.map(jnp.asarray, arrays)
-
-        def plain(arrays: Arrays) -> Any:
-            return self.implementation.call(**arrays, **statics)
-
         if gradients:
             out = jax.eval_shape(plain, arrays)
-            _vjp(plain, arrays, jnp.ones(out.shape, out.dtype))
+            pull_back(plain, arrays, jnp.ones(out.shape, out.dtype))
         else:
             plain(arrays)
+
+    def bind(self, problem: Problem) -> tuple[Callable[[Arrays], Any], Arrays]:
+        """The plain call with its static keywords bound, not compiled, and the arrays it takes."""
+        statics, arrays = self._split(problem)
+        return functools.partial(_call_plain, self.implementation.call, statics), arrays
+
+    def temporary_bytes(self, problem: Problem, *, gradients: bool) -> int | None:
+        """Temporary memory of the compiled plain call, with its backward pass if asked; none if unknown."""
+        plain, arrays = self.bind(problem)
+        out = jax.eval_shape(plain, arrays)
+        if gradients:
+            compiled = jax.jit(functools.partial(pull_back, plain)).lower(arrays, out).compile()
+        else:
+            compiled = jax.jit(plain).lower(arrays).compile()
+        analysis = compiled.memory_analysis()
+        return None if analysis is None else int(analysis.temp_size_in_bytes)
 
     def _prepare(self, problem: Problem) -> tuple[Compiled, Arrays]:
         statics, arrays = self._split(problem)
@@ -110,9 +123,12 @@ class Executor:
         return statics, arrays
 
 
+def _call_plain(call: Callable[..., Any], statics: Mapping[str, Any], arrays: Arrays) -> Any:
+    return call(**arrays, **statics)
+
+
 def _compile(call: Callable[..., Any], statics: Mapping[str, Any]) -> Compiled:
-    def plain(arrays: Arrays) -> Any:
-        return call(**arrays, **statics)
+    plain = functools.partial(_call_plain, call, statics)
 
     def with_residuals(arrays: Arrays) -> Any:
         result = call(**arrays, **statics, save_residuals=True)
@@ -131,20 +147,21 @@ def _compile(call: Callable[..., Any], statics: Mapping[str, Any]) -> Compiled:
         forward=jax.jit(plain),
         forward_and_residuals=jax.jit(lambda arrays: (plain(arrays), with_residuals(arrays))),
         residuals=jax.jit(with_residuals),
-        gradients=jax.jit(lambda arrays, do: _vjp(plain, arrays, do)),
-        gradients_lse=jax.jit(lambda arrays, do, dlse: _vjp(with_lse, arrays, (do, dlse))),
+        gradients=jax.jit(lambda arrays, do: pull_back(plain, arrays, do)),
+        gradients_lse=jax.jit(lambda arrays, do, dlse: pull_back(with_lse, arrays, (do, dlse))),
     )
 
 
-def _vjp(function: Callable[[Arrays], Any], arrays: Arrays, cotangent: Any) -> tuple[Any, Arrays]:
-    moving = {name: x for name, x in arrays.items() if name in _DIFFERENTIABLE}
-    fixed = {name: x for name, x in arrays.items() if name not in _DIFFERENTIABLE}
+def pull_back(function: Callable[[Arrays], Any], arrays: Arrays, cotangent: Any) -> tuple[Any, Arrays]:
+    """The value, and the gradients of the differentiable operands for a cotangent of it."""
+    moving = {name: x for name, x in arrays.items() if name in DIFFERENTIABLE}
+    fixed = {name: x for name, x in arrays.items() if name not in DIFFERENTIABLE}
     primal, pullback = jax.vjp(lambda m: function({**m, **fixed}), moving)
     return primal, pullback(cotangent)[0]
 
 
 def _renamed(gradients: Arrays) -> dict[str, Any]:
-    return {_DIFFERENTIABLE[name]: x for name, x in gradients.items()}
+    return {DIFFERENTIABLE[name]: x for name, x in gradients.items()}
 
 
 def _on_host(values: Arrays) -> Result:

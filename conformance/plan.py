@@ -77,7 +77,8 @@ def _jobs(
         "grid": found.cases,
         "declined": found.declined,
         "feature": found.singles[1:],
-        "base": found.singles[:1] if implementation.validates else (),
+        "base": found.singles[:1],
+        "rich": found.rich,
     }
     jobs = []
     for scope, cases in by_scope.items():
@@ -114,7 +115,7 @@ def single(implementation: Implementation, case: Case, checks: Iterable[Check] =
     """The jobs that judge one case: the checks of the grid, or the refusal if the case is not supported."""
     chosen = tuple(checks)
     declined = implementation.supports(case) is not None
-    scopes = ("declined",) if declined else ("grid", "feature", "base")
+    scopes = ("declined",) if declined else ("grid", "feature", "base", "rich")
     asked = tuple(check for check in chosen if check.scope in scopes)
     # A declined case is shown with its reason, whichever checks are asked for.
     return Plan((Job(implementation, case, asked),) if asked or declined else (), ())

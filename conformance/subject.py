@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 import numpy as np
@@ -110,7 +111,11 @@ class Subject:
     @functools.cached_property
     def judged_out(self) -> np.ndarray:
         """Which rows of `out` are judged, `[B, T, N, 1]`."""
-        keep = self._defined | (self.implementation.empty_rows == "mean")
+        return self.judged_out_of(self.problem)
+
+    def judged_out_of(self, problem: Problem) -> np.ndarray:
+        """Which rows of `out` are judged on another problem, `[B, T, N, 1]`."""
+        keep = ~problem.empty_rows | (self.implementation.empty_rows != "undefined")
         return keep.transpose(0, 2, 1)[..., None]
 
     @property
@@ -153,6 +158,17 @@ class Subject:
         if self._together:
             return self.executor.forward_and_residuals(problem)[1]
         return self.executor.residuals(problem)
+
+    def results_of(self, problem: Problem) -> Mapping[str, np.ndarray]:
+        """`out` and the residuals that are offered, on a problem of any shape."""
+        if problem is self.problem:
+            return (self.residuals if self.implementation.residuals else self.forward).values
+        run = self.executor.residuals if self.implementation.residuals else self.executor.forward
+        return run(problem).values
+
+    def expect(self, problem: Problem, cotangents: Sequence[Cotangent] = ()) -> Expectation:
+        """Exact results and bounds on another problem."""
+        return expect(problem, self.implementation.arithmetic, cotangents, empty_rows=self.empty_rows)
 
     def gradients(self, cotangent: str) -> Result:
         """The named cotangent pulled back through the implementation."""

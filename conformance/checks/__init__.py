@@ -9,7 +9,22 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable
 
-from conformance.checks import forward, gradients, independence, linearity, operands, poison, refusals
+from conformance.checks import (
+    aliasing,
+    differentiation,
+    forward,
+    gradients,
+    independence,
+    invariance,
+    limits,
+    linearity,
+    memory,
+    operands,
+    poison,
+    refusals,
+    sharding,
+    transforms,
+)
 from conformance.checks.judgement import Judgement
 from conformance.subject import Subject
 
@@ -19,7 +34,7 @@ class Check:
     """A named question. `scope` says which cases it is asked of.
 
     `"grid"`: every supported case; `"declined"`: one case for each unsupported feature; `"feature"`: one plain case for
-    each supported feature; `"base"`: the plainest supported case.
+    each supported feature; `"base"`: the plainest supported case; `"rich"`: the case with every supported operand.
     """
 
     name: str
@@ -47,5 +62,12 @@ CHECKS: tuple[Check, ...] = (
     Check("refusals", "declined", refusals.refusals),
     Check("arguments", "feature", operands.arguments),
     Check("errors", "base", operands.errors),
+    Check("memory", "base", memory.memory),
+    Check("aliasing", "base", aliasing.aliasing),
+    Check("invariance", "rich", invariance.invariance),
+    Check("limits", "rich", limits.limits),
+    Check("differentiation", "rich", differentiation.differentiation),
+    Check("transforms", "rich", transforms.transforms),
+    Check("sharding", "rich", sharding.sharding),
 )
 BY_NAME = {check.name: check for check in CHECKS}

@@ -110,6 +110,10 @@ _flash.defvjp(_flash_forward, _flash_backward)
 _attend = jax.jit(_flash, static_argnums=0)
 
 
+# Smaller and larger than each other, neither dividing the other nor the usual lengths.
+_OTHER_BLOCKS = ((32, 48), (80, 24))
+
+
 def implementation(name: str, *, block_q: int = 128, block_kv: int = 128) -> Implementation:
     """Block flash attention with these block sizes, under `name`."""
     return Implementation(
@@ -120,6 +124,13 @@ def implementation(name: str, *, block_q: int = 128, block_kv: int = 128) -> Imp
         empty_rows="zero",
         behind_mask="any",
         validates=True,
+        variants={
+            f"blocks_{q}_{kv}": functools.partial(attention, block_q=q, block_kv=kv)
+            for q, kv in _OTHER_BLOCKS
+            if (q, kv) != (block_q, block_kv)
+        },
+        memory="linear",
+        checkpoint_names=("out", "logsumexp"),
     )
 
 

@@ -20,7 +20,7 @@ SegmentIds = tuple[jax.Array, jax.Array]
 AxisOrder = tuple[int, int, int, int]
 
 # Axis order to the two products, and to the axes that bring the second one back to [B, T, K, G, V].
-_PRODUCTS: dict[AxisOrder, tuple[str, str]] = {
+PRODUCTS: dict[AxisOrder, tuple[str, str]] = {
     (0, 1, 2, 3): ("btkgh,bskh->bkgts", "bkgts,bskv->btkgv"),
     (0, 2, 1, 3): ("bkgth,bksh->bkgts", "bkgts,bksv->bkgtv"),
 }
@@ -72,8 +72,8 @@ def attention(
     """
     validate_operands(q, k, v, segment_ids=segment_ids, soft_cap=soft_cap, sinks=sinks, bias=bias, scale=scale)
     validate_mask(mask, q.shape[0], q.shape[2], q.shape[1], k.shape[1])
-    if compute_axis_order not in _PRODUCTS:
-        raise ValueError(f"compute_axis_order must be one of {tuple(_PRODUCTS)}, got {compute_axis_order}")
+    if compute_axis_order not in PRODUCTS:
+        raise ValueError(f"compute_axis_order must be one of {tuple(PRODUCTS)}, got {compute_axis_order}")
     q, k, v = (jnp.asarray(x) for x in (q, k, v))
     dtype, num_kv_heads = q.dtype, k.shape[2]
     allowed = _allowed(mask, segment_ids, q.shape[1], k.shape[1], num_kv_heads)
@@ -82,7 +82,7 @@ def attention(
     if compute_axis_order == (0, 2, 1, 3):
         q = q.transpose(0, 2, 3, 1, 4)  # [B, K, G, T, H]
         k, v = (x.transpose(0, 2, 1, 3) for x in (k, v))  # [B, K, S, ·]
-    qk, pv = _PRODUCTS[compute_axis_order]
+    qk, pv = PRODUCTS[compute_axis_order]
 
     operands = (q.astype(jnp.float32), k.astype(jnp.float32)) if float32_qk_product else (q, k)
     logits = _product(qk, *operands) * (1 / math.sqrt(q.shape[-1]) if scale is None else scale)

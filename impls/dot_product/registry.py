@@ -8,7 +8,7 @@ from typing import Any
 
 from cases.case import Case
 from conformance.contract import Arithmetic, Implementation
-from impls.dot_product.attention import attention
+from impls.dot_product.attention import PRODUCTS, attention
 
 _OPTIONS = ("float32_logits", "float32_qk_product", "compute_axis_order")
 
@@ -34,7 +34,18 @@ def implementation(name: str, **options: Any) -> Implementation:
         empty_rows="zero",
         behind_mask="any",
         validates=True,
+        variants=_other_axis_order(options),
     )
+
+
+def _other_axis_order(options: dict[str, Any]) -> dict[str, Any]:
+    """The same attention computed in the axis order that is not the default."""
+    default = inspect.signature(attention).parameters["compute_axis_order"].default
+    orders = [order for order in PRODUCTS if order != options.get("compute_axis_order", default)]
+    return {
+        f"axes_{''.join(map(str, order))}": functools.partial(attention, **{**options, "compute_axis_order": order})
+        for order in orders
+    }
 
 
 def _logits_fit_f16(case: Case) -> str | None:

@@ -1,0 +1,132 @@
+"""Differentiation: what any pullback must satisfy, without an oracle to say what the gradients are.
+
+Zero for zero, the sum for a sum of cotangents, and agreement with finite differences of the implementation's own
+forward pass.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from cases.counter_rng import normal
+from cases.inputs import Cotangent
+from conformance import records
+from conformance.bounds import Bounded, expect
+from conformance.checks.judgement import Judgement, by_bound
+from conformance.comparison import compare
+from conformance.subject import Subject
+
+_OPERAND = {"dq": "q", "dk": "k", "dv": "v", "dsinks": "sinks", "dbias": "bias"}
+# Rounding grows as 1/step, curvature as step**2; logits move by a few steps.
+_STEP = 2.0**-5
+
+
+def differentiation(subject: Subject) -> Iterator[Judgement]:
+    """Zero cotangents give zeros, gradients add up over cotangents, and agree with finite differences (f32)."""
+    if not subject.with_gradients:
+        return
+    yield from _zero(subject)
+    yield from _sum(subject)
+    if subject.case.dtype == "f32":
+        yield from _finite_differences(subject)
+
+
+def _zero(subject: Subject) -> Iterator[Judgement]:
+    cotangent = _times(subject.cotangents[subject.any_random], 0.0)
+    for name, got in _gradients(subject, cotangent).items():
+        zeros = np.zeros(got.shape)
+        yield _judge(subject, f"{name}.zero", name, got, Bounded(zeros, zeros))
+
+
+def _sum(subject: Subject) -> Iterator[Judgement]:
+    """Cotangents of even and of odd queries, against both together."""
+    whole = subject.cotangents[subject.any_random]
+    parts = [_queries(whole, slice(start, None, 2)) for start in (0, 1)]
+    got = [_gradients(subject, part) for part in parts]
+    together = subject.gradients(subject.any_random).values
+    bounds = expect(
+        subject.problem, subject.implementation.arithmetic, [whole, *parts], empty_rows=subject.empty_rows
+    ).gradients
+    for name in got[0]:
+        total = got[0][name].astype(np.float64) + got[1][name].astype(np.float64)
+        bound = sum(expected[name].bound for expected in bounds)
+        yield _judge(subject, f"{name}.sum", name, total, Bounded(together[name].astype(np.float64), np.asarray(bound)))
+
+
+def _finite_differences(subject: Subject) -> Iterator[Judgement]:
+    """`<gradient, direction>` against central differences of `<out, cotangent>`, at one step and at half of it.
+
+    The difference between the two steps is at least twice what curvature leaves in the second.
+    """
+    cotangent = dataclasses.replace(subject.cotangents[subject.any_random], logsumexp=None)
+    weights = cotangent.out.astype(np.float64)
+    noise = np.sqrt(np.sum((weights * subject.expectation.forward["out"].bound) ** 2))
+    for name, gradient in _gradients(subject, cotangent).items():
+        direction = _direction(subject, _OPERAND[name])
+        slope, size = {}, 0.0
+        for step in (_STEP, _STEP / 2):
+            ahead, behind = (_moved(subject, _OPERAND[name], sign * step * direction) for sign in (1, -1))
+            difference = (ahead.out - behind.out) * weights
+            moved = ahead.operand - behind.operand
+            slope[step] = float(difference.sum()) - float(np.sum(gradient.astype(np.float64) * moved))
+            size = float(np.abs(moved).max())
+        error = abs(slope[_STEP / 2])
+        allowed = abs(slope[_STEP] / 2 - slope[_STEP / 2]) + 2 * subject.tolerances.limit("f32", "out").ratio * noise
+        yield Judgement(
+            observable=f"{name}.differences",
+            verdict=records.PASS if error <= allowed else records.FAIL,
+            ratio=error / allowed,
+            limit=1.0,
+            reason=""
+            if error <= allowed
+            else f"moving {_OPERAND[name]} by up to {size:.2g} changes <out, cotangent> by {error:.3g} more or less "
+            f"than the gradient says, {allowed:.3g} is explained by rounding and curvature",
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Moved:
+    operand: np.ndarray  # what it really is after rounding
+    out: np.ndarray
+
+
+def _moved(subject: Subject, operand: str, by: np.ndarray) -> _Moved:
+    value = getattr(subject.problem, operand)
+    there = (value.astype(np.float64) + by).astype(value.dtype)
+    changed: dict[str, Any] = {operand: there}
+    out = subject.forward_of(dataclasses.replace(subject.problem, **changed)).values["out"].astype(np.float64)
+    return _Moved(there.astype(np.float64), np.where(subject.judged_out, out, 0.0))
+
+
+def _direction(subject: Subject, operand: str) -> np.ndarray:
+    direction: np.ndarray = normal(subject.case.seed, f"direction-{operand}", getattr(subject.problem, operand).shape)
+    return direction
+
+
+def _gradients(subject: Subject, cotangent: Cotangent) -> Mapping[str, np.ndarray]:
+    values = subject.gradients_of(subject.problem, cotangent).values
+    return {name: values[name] for name in _OPERAND if name in values and name in subject.implementation.gradients}
+
+
+def _times(cotangent: Cotangent, factor: float) -> Cotangent:
+    lse = cotangent.logsumexp
+    scaled = (cotangent.out * np.asarray(factor, cotangent.out.dtype)).astype(cotangent.out.dtype)
+    return dataclasses.replace(cotangent, out=scaled, logsumexp=None if lse is None else lse * np.float32(factor))
+
+
+def _queries(cotangent: Cotangent, rows: slice) -> Cotangent:
+    out = np.zeros_like(cotangent.out)
+    out[:, rows] = cotangent.out[:, rows]
+    if cotangent.logsumexp is None:
+        return dataclasses.replace(cotangent, out=out)
+    lse = np.zeros_like(cotangent.logsumexp)
+    lse[..., rows] = cotangent.logsumexp[..., rows]
+    return dataclasses.replace(cotangent, out=out, logsumexp=lse)
+
+
+def _judge(subject: Subject, label: str, name: str, got: np.ndarray, expected: Bounded) -> Judgement:
+    return by_bound(name, compare(got, expected), dtype=subject.case.dtype, tolerances=subject.tolerances, label=label)

@@ -1,0 +1,161 @@
+"""Invariance: the same attention asked in another way gives the same results, within rounding.
+
+No oracle decides: one answer of the implementation is compared with another, within the error bounds of both. Keys in
+another order, keys cut in two and merged by `logsumexp`, padding that nobody may attend to, other block sizes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+
+import numpy as np
+
+from cases.inputs import Problem
+from cases.masks import Full
+from conformance.bounds import Bounded, Expectation
+from conformance.checks.judgement import Judgement, by_bound, unsupported
+from conformance.comparison import compare
+from conformance.contract import RESIDUALS
+from conformance.execution import Executor
+from conformance.subject import Subject
+
+Values = Mapping[str, np.ndarray]
+
+
+def invariance(subject: Subject) -> Iterator[Judgement]:
+    """Permuted keys, keys merged from two halves, padding and other block sizes give the same results."""
+    yield from _with_every_key(subject)
+    yield from _padded(subject)
+    yield from _variants(subject)
+
+
+def _with_every_key(subject: Subject) -> Iterator[Judgement]:
+    """What has a meaning only where the mask does not tell keys apart."""
+    if (reason := subject.implementation.supports(dataclasses.replace(subject.case, mask="full"))) is not None:
+        yield unsupported("permuted", reason)
+        yield unsupported("merged", reason)
+        return
+    problem = dataclasses.replace(subject.problem, mask=Full())
+    whole = subject.results_of(problem)
+    expected = subject.expect(problem)
+    yield from _compared(subject, "permuted", subject.results_of(_permuted(problem)), whole, expected)
+    if "logsumexp" not in subject.implementation.residuals:
+        yield unsupported("merged", "logsumexp is not offered")
+        return
+    bare = problem.without("sinks")
+    if problem.sinks is not None:
+        whole, expected = subject.results_of(bare), subject.expect(bare)
+    # Every second key, so that each half has keys of every segment.
+    parts = [_part(subject, _keys(bare, slice(start, None, 2))) for start in (0, 1)]
+    yield from _compared(subject, "merged", _merged(parts), whole, expected)
+
+
+def _part(subject: Subject, problem: Problem) -> Values:
+    """Results over some of the keys; who leaves empty rows undefined is not asked what they are."""
+    part = subject.results_of(problem)
+    if subject.implementation.empty_rows == "zero":
+        return part
+    empty = problem.empty_rows
+    return {
+        "out": np.where(empty.transpose(0, 2, 1)[..., None], 0, part["out"]),
+        "logsumexp": np.where(empty, -np.inf, part["logsumexp"]),
+    }
+
+
+def _permuted(problem: Problem) -> Problem:
+    order = np.random.Generator(np.random.Philox(0)).permutation(problem.k.shape[1])
+    return _keys(problem, order)
+
+
+def _keys(problem: Problem, keys: np.ndarray | slice) -> Problem:
+    """The problem with these keys only, in this order."""
+    ids = problem.segment_ids
+    bias = problem.bias
+    return dataclasses.replace(
+        problem,
+        k=problem.k[:, keys],
+        v=problem.v[:, keys],
+        segment_ids=None if ids is None else (ids[0], ids[1][:, keys]),
+        bias=bias if bias is None or bias.shape[-1] == 1 else bias[..., keys],
+    )
+
+
+def _merged(parts: list[Values]) -> Values:
+    """Attention over all keys from normalised parts and their `logsumexp` (contract, section 4)."""
+    lse = np.stack([part["logsumexp"].astype(np.float64) for part in parts])
+    top = lse.max(axis=0)
+    weight = np.exp(lse - np.where(np.isfinite(top), top, 0.0))
+    total = weight.sum(axis=0)
+    out = sum(
+        w.transpose(0, 2, 1)[..., None] * part["out"].astype(np.float64)
+        for w, part in zip(weight / np.where(total == 0, 1, total), parts, strict=True)
+    )
+    with np.errstate(divide="ignore"):
+        merged = np.where(np.isfinite(top), top, 0.0) + np.log(total)
+    return {"out": np.asarray(out), "logsumexp": merged}
+
+
+def _padded(subject: Subject) -> Iterator[Judgement]:
+    """One more query and one more key in a segment of their own: the length becomes odd."""
+    if (reason := subject.implementation.supports(dataclasses.replace(subject.case, segments="seg"))) is not None:
+        yield unsupported("padded", reason)
+        return
+    problem = subject.problem
+    batch, q_length = problem.q.shape[:2]
+    kv_length = problem.k.shape[1]
+    ids = problem.segment_ids or (np.zeros((batch, q_length), np.int32), np.zeros((batch, kv_length), np.int32))
+    pad = [(0, 0), (0, 1), (0, 0), (0, 0)]
+    bias = problem.bias
+    if bias is not None:
+        bias = np.pad(bias, [(0, 0), (0, 0), (0, bias.shape[2] > 1), (0, bias.shape[3] > 1)], mode="edge")
+    longer = dataclasses.replace(
+        problem,
+        q=np.pad(problem.q, pad, mode="edge"),
+        k=np.pad(problem.k, pad, mode="edge"),
+        v=np.pad(problem.v, pad, mode="edge"),
+        segment_ids=(
+            np.pad(ids[0], [(0, 0), (0, 1)], constant_values=-1),
+            np.pad(ids[1], [(0, 0), (0, 1)], constant_values=-2),
+        ),
+        bias=bias,
+    )
+    got = subject.results_of(longer)
+    kept = {name: x[:, :q_length] if name == "out" else x[..., :q_length] for name, x in got.items()}
+    yield from _compared(subject, "padded", kept, subject.results_of(problem), subject.expectation)
+
+
+def _variants(subject: Subject) -> Iterator[Judgement]:
+    clean = subject.results_of(subject.problem)
+    for name, call in subject.implementation.variants.items():
+        variant = dataclasses.replace(
+            subject, executor=Executor(dataclasses.replace(subject.implementation, call=call))
+        )
+        got = variant.results_of(subject.problem)
+        yield from _compared(subject, name, got, clean, subject.expectation)
+        if not subject.with_gradients:
+            continue
+        cotangent = subject.any_random
+        here, there = subject.gradients(cotangent), variant.gradients(cotangent)
+        for gradient, expected in subject.expected_gradients(cotangent).items():
+            if gradient in subject.implementation.gradients:
+                yield _agree(subject, gradient, name, there.values[gradient], here.values[gradient], expected)
+
+
+def _compared(subject: Subject, how: str, got: Values, whole: Values, expected: Expectation) -> Iterator[Judgement]:
+    for name in ("out", *RESIDUALS):
+        if name in got and name in whole:
+            yield _agree(subject, name, how, got[name], whole[name], expected.forward[name])
+
+
+def _agree(subject: Subject, name: str, how: str, got: np.ndarray, whole: np.ndarray, expected: Bounded) -> Judgement:
+    """One answer against the other; each may be off by its own bound."""
+    both = Bounded(whole.astype(np.float64), np.where(np.isfinite(expected.value), 2 * expected.bound, 0.0))
+    judged = {"out": subject.judged_out, **dict.fromkeys(RESIDUALS, subject.judged_residuals)}.get(name)
+    return by_bound(
+        name,
+        compare(got, both, judged),
+        dtype=subject.case.dtype,
+        tolerances=subject.tolerances,
+        label=f"{name}.{how}",
+    )

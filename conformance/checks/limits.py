@@ -1,0 +1,46 @@
+"""Limits: a soft cap that goes to infinity is no cap, a sink that goes to minus infinity is no sink."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+import numpy as np
+
+from cases.inputs import Problem
+from conformance.bounds import Bounded
+from conformance.checks.judgement import Judgement, by_bound
+from conformance.comparison import compare
+from conformance.subject import Subject
+
+# Far above any logit: it bends them by less than their rounding.
+_HIGH_CAP = 2.0**20
+# exp cannot tell it from minus infinity, and it is finite, as a sink that is switched off is written.
+_LOW_SINK = -1e30
+
+
+def limits(subject: Subject) -> Iterator[Judgement]:
+    """With a soft cap of 2**20, or sinks of -1e30, results are those without."""
+    problem = subject.problem
+    if problem.soft_cap is not None:
+        high = dataclasses.replace(problem, soft_cap=_HIGH_CAP)
+        yield from _same(subject, "high_soft_cap", high, problem.without("soft_cap"))
+    if problem.sinks is not None:
+        low = dataclasses.replace(problem, sinks=np.full_like(problem.sinks, _LOW_SINK))
+        yield from _same(subject, "low_sinks", low, problem.without("sinks"))
+
+
+def _same(subject: Subject, what: str, limit: Problem, without: Problem) -> Iterator[Judgement]:
+    """The two answers may differ by both their bounds, and by what they differ in exact arithmetic."""
+    got, plain = subject.results_of(limit), subject.results_of(without)
+    expected, expected_plain = (subject.expect(problem).forward for problem in (limit, without))
+    for name in got:
+        one, other = expected[name], expected_plain[name]
+        with np.errstate(invalid="ignore"):
+            bound = one.bound + other.bound + np.nan_to_num(np.abs(one.value - other.value))
+        live = ~without.empty_rows
+        judged = live.transpose(0, 2, 1)[..., None] if name == "out" else live
+        comparison = compare(got[name], Bounded(plain[name].astype(np.float64), bound), judged)
+        yield by_bound(
+            name, comparison, dtype=subject.case.dtype, tolerances=subject.tolerances, label=f"{name}.{what}"
+        )

@@ -1,0 +1,45 @@
+"""Memory: temporaries of forward and backward grow no faster than the lengths, for those who claim it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+from cases.inputs import draw
+from conformance import records
+from conformance.checks.judgement import Judgement, unsupported
+from conformance.subject import Subject
+
+_LENGTHS = (512, 2048)
+# Linear growth gives 1, quadratic growth 4. Padding and alignment stay far below the rest.
+_LIMIT = 1.25
+
+
+def memory(subject: Subject) -> Iterator[Judgement]:
+    """Compiled temporary memory of forward and backward at 2048 is at most 1.25 times four times that at 512."""
+    if subject.implementation.memory != "linear":
+        yield unsupported("temporaries", "linear memory is not claimed")
+        return
+    sizes = []
+    for length in _LENGTHS:
+        case = dataclasses.replace(subject.case, batch=1, q_length=length, kv_length=length)
+        if (reason := subject.implementation.supports(case)) is not None:
+            yield unsupported("temporaries", reason)
+            return
+        sizes.append(subject.executor.temporary_bytes(draw(case), gradients=subject.with_gradients))
+    if None in sizes or 0 in sizes:
+        reason = "the compiler does not say how much temporary memory the program takes"
+        yield Judgement(observable="temporaries", verdict=records.UNJUDGED, reason=reason)
+        return
+    short, long = sizes
+    assert short is not None
+    assert long is not None
+    growth = (long / short) / (_LENGTHS[1] / _LENGTHS[0])
+    fits = growth <= _LIMIT
+    yield Judgement(
+        observable="temporaries",
+        verdict=records.PASS if fits else records.FAIL,
+        ratio=growth,
+        limit=_LIMIT,
+        reason=f"{short:,} bytes at length {_LENGTHS[0]}, {long:,} at {_LENGTHS[1]}",
+    )

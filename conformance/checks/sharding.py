@@ -1,0 +1,150 @@
+"""Sharding: under `shard_map` over batch, heads and query sequence, the call and its gradients mean the same.
+
+Four devices are needed; on CPU they are virtual (`conformance.environment` asks XLA for them). Queries are sharded in
+the load-balanced order of context parallelism (contract, section 3), each device masking with its own rows.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, PartitionSpec
+
+from cases.case import Case
+from cases.inputs import Cotangent, Problem, draw, draw_cotangent
+from cases.masks import Dense
+from conformance import records
+from conformance.checks.judgement import Judgement, by_bound, unsupported
+from conformance.comparison import compare
+from conformance.execution import DIFFERENTIABLE, Arrays, pull_back
+from conformance.subject import Subject
+
+_DEVICES = 4
+_AXIS = "shards"
+
+
+def sharding(subject: Subject) -> Iterator[Judgement]:
+    """Results under `shard_map` on four devices, over batch, heads and query sequence, are those of one device."""
+    if (count := len(jax.devices())) < _DEVICES:
+        reason = (
+            f"{_DEVICES} devices are needed, there are {count}; on CPU, XLA_FLAGS must have "
+            f"--xla_force_host_platform_device_count={_DEVICES} (it is set unless XLA_FLAGS is set already)"
+        )
+        yield Judgement(observable="all", verdict=records.UNJUDGED, reason=reason)
+        return
+    case = _divisible(subject.case)
+    for name, shard in (("batch", _over_batch), ("heads", _over_heads), ("sequence", _over_queries)):
+        try:
+            for judgement in _judge(subject, case if name != "sequence" else _balanced(case), shard):
+                yield dataclasses.replace(judgement, observable=f"{judgement.observable}.{name}")
+        except NotImplementedError as error:
+            yield unsupported(name, str(error).split("\n")[0])
+        except Exception as error:  # whatever the implementation raises is the finding
+            reason = f"{type(error).__name__}: {str(error).strip().split(chr(10))[0]}"
+            yield Judgement(observable=name, verdict=records.ERROR, reason=reason)
+
+
+def _divisible(case: Case) -> Case:
+    """The case with a batch and key/value heads that four devices can share."""
+    group = case.num_q_heads // case.num_kv_heads
+    return dataclasses.replace(case, batch=_DEVICES, num_kv_heads=_DEVICES, num_q_heads=_DEVICES * group)
+
+
+def _balanced(case: Case) -> Case:
+    return dataclasses.replace(case, mask=f"balanced-{_DEVICES}")
+
+
+def _spec(*axes: str | None) -> Any:
+    return PartitionSpec(*axes)  # type: ignore[no-untyped-call] # untyped upstream
+
+
+Call = Callable[[Arrays], Any]
+Specs = Mapping[str, Any]
+Shard = Callable[[Subject, Problem], tuple[Call, Arrays, Specs, Any]]
+
+
+def _over_batch(subject: Subject, problem: Problem) -> tuple[Call, Arrays, Specs, Any]:
+    call, arrays = subject.executor.bind(problem)
+    bias = _spec(_AXIS) if problem.bias is not None and problem.bias.shape[0] > 1 else _spec()
+    rows = _spec(_AXIS)
+    return call, arrays, {"q": rows, "k": rows, "v": rows, "segment_ids": (rows, rows), "bias": bias}, rows
+
+
+def _over_heads(subject: Subject, problem: Problem) -> tuple[Call, Arrays, Specs, Any]:
+    call, arrays = subject.executor.bind(problem)
+    bias = _spec(None, _AXIS) if problem.bias is not None and problem.bias.shape[1] > 1 else _spec()
+    heads = _spec(None, None, _AXIS)
+    return call, arrays, {"q": heads, "k": heads, "v": heads, "sinks": _spec(_AXIS), "bias": bias}, heads
+
+
+def _over_queries(subject: Subject, problem: Problem) -> tuple[Call, Arrays, Specs, Any]:
+    """Each device has some of the queries, and masks with the rows that are theirs."""
+    q_length, kv_length = problem.q.shape[1], problem.k.shape[1]
+    dense = problem.mask.dense(q_length, kv_length)
+    local = q_length // _DEVICES
+    here = dataclasses.replace(
+        problem,
+        q=problem.q[:, :local],
+        segment_ids=None
+        if problem.segment_ids is None
+        else (problem.segment_ids[0][:, :local], problem.segment_ids[1]),
+        bias=problem.bias if problem.bias is None or problem.bias.shape[2] == 1 else problem.bias[:, :, :local],
+    )
+    calls = [
+        _with_mask(subject, dataclasses.replace(here, mask=Dense(dense[..., n * local : (n + 1) * local, :])))
+        for n in range(_DEVICES)
+    ]
+
+    def call(arrays: Arrays) -> Any:
+        return jax.lax.switch(jax.lax.axis_index(_AXIS), calls, arrays)
+
+    arrays = {name: x for name, x in subject.executor.bind(problem)[1].items() if name != "mask"}
+    bias = _spec(None, None, _AXIS) if problem.bias is not None and problem.bias.shape[2] > 1 else _spec()
+    rows = _spec(None, _AXIS)
+    return call, arrays, {"q": rows, "segment_ids": (rows, _spec()), "bias": bias}, rows
+
+
+def _with_mask(subject: Subject, problem: Problem) -> Call:
+    """The call with the mask of `problem`, be it static or an array."""
+    call, arrays = subject.executor.bind(problem)
+    extra = {name: x for name, x in arrays.items() if name == "mask"}
+    return lambda moving: call({**moving, **extra})
+
+
+def _judge(subject: Subject, case: Case, shard: Shard) -> Iterator[Judgement]:
+    if (reason := _declined(subject, case)) is not None:
+        yield unsupported("all", reason)
+        return
+    problem = draw(case)
+    do = np.where(judged := subject.judged_out_of(problem), drawn := draw_cotangent(case).out, np.zeros_like(drawn))
+    call, arrays, specs, out_spec = shard(subject, problem)
+    in_specs = {name: specs.get(name, _spec()) for name in arrays}
+    mesh = jax.make_mesh((_DEVICES,), (_AXIS,), axis_types=(AxisType.Auto,))
+    sharded = jax.shard_map(call, mesh=mesh, in_specs=(in_specs,), out_specs=out_spec, check_vma=False)
+    cotangents = (Cotangent("random", do),) if subject.with_gradients else ()
+    expected = subject.expect(problem, cotangents)
+    if cotangents:
+        out, gradients = jax.jit(functools.partial(pull_back, sharded))(arrays, do)
+    else:
+        out, gradients = jax.jit(sharded)(arrays), {}
+    yield _compared(subject, "out", out, expected.forward["out"], judged)
+    for operand, name in DIFFERENTIABLE.items():
+        if operand in gradients and name in subject.implementation.gradients:
+            yield _compared(subject, name, gradients[operand], expected.gradients[0][name], None)
+
+
+def _declined(subject: Subject, case: Case) -> str | None:
+    supports = subject.implementation.supports
+    if (reason := supports(case)) is not None or not case.mask.startswith("balanced"):
+        return reason
+    return supports(dataclasses.replace(case, mask="dense-d40"))
+
+
+def _compared(subject: Subject, name: str, got: Any, expected: Any, judged: np.ndarray | None) -> Judgement:
+    comparison = compare(np.asarray(got), expected, judged)
+    return by_bound(name, comparison, dtype=subject.case.dtype, tolerances=subject.tolerances)
