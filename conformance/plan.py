@@ -25,10 +25,14 @@ class Job:
     pullbacks: tuple[Pullback, ...] = PULLBACKS
 
     @property
+    def on_grid(self) -> bool:
+        """Whether it is a case of the covering grid under the checks that are asked of each."""
+        return {check.scope for check in self.checks} == {"grid"}
+
+    @property
     def id(self) -> str:
         """`implementation-case`, with the checks where they are not those of the grid."""
-        scopes = {check.scope for check in self.checks}
-        extra = "" if scopes == {"grid"} else "-".join(check.name for check in self.checks) + "-"
+        extra = "" if self.on_grid else "-".join(check.name for check in self.checks) + "-"
         return f"{self.implementation.name}-{extra}{self.case.id}"
 
 

@@ -6,12 +6,25 @@ A bank is a sequence of `PlantedBug`s. Each is a small change to a correct kerne
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import re
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 
 from cases.case import Case
+from conformance.checks import CHECKS
 from conformance.contract import Implementation
+from conformance.plan import Job, plan
+from conformance.records import RED, Record
+from conformance.runner import Runner
+from conformance.settings import Settings
 
+NEAR = 6
+"""Cases of the grid, nearest to a bug's trigger, that are always judged."""
+
+# Scopes beside the grid, those first that catch most in one case.
+_SPECIAL = ("rich", "base", "ensemble", "declined", "feature")
 _SLUG = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*")
 
 
@@ -48,3 +61,148 @@ class PlantedBug:
         for field in ("family", "kind", "reference", "shows"):
             if not getattr(self, field):
                 raise ValueError(f"planted bug {self.name}: {field} must not be empty")
+
+
+@dataclasses.dataclass(frozen=True)
+class Kill:
+    """The first red record that a check has for a bug."""
+
+    observable: str
+    case: str
+    verdict: str
+    ratio: float | None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Examination:
+    """What the gate says of one planted bug.
+
+    Attributes:
+      bug: its name; `family`, `kind`, `reference` and `shows` as planted.
+      kills: check to its first kill, for the checks that see the bug.
+      judged: how many jobs of the plan were judged.
+      planned: how many jobs the plan has. Fewer are judged where several checks see the bug on the cases nearest to it.
+      seconds: time by check.
+    """
+
+    bug: str
+    family: str
+    kind: str
+    reference: str
+    shows: tuple[str, ...]
+    kills: Mapping[str, Kill]
+    judged: int
+    planned: int
+    seconds: Mapping[str, float]
+
+    @property
+    def survives(self) -> bool:
+        """Whether no check sees it."""
+        return not self.kills
+
+
+def ordered_jobs(bug: PlantedBug, level: str) -> list[Job]:
+    """The jobs of the gate for the bug's implementation: `NEAR` cases of the grid, what is not on it, the rest of it.
+
+    Cases that have the bug's trigger come first, small before big. All jobs are there: the order saves time and changes
+    no result.
+    """
+    jobs = plan([bug.build()], level=level).jobs
+    on_grid = [job for job in jobs if job.on_grid]
+    on_grid.sort(key=lambda job: (not bug.trigger(job.case), _size(job.case)))
+    special = [job for job in jobs if not job.on_grid]
+    special.sort(key=lambda job: _SPECIAL.index(job.checks[0].scope))
+    return [*on_grid[:NEAR], *special, *on_grid[NEAR:]]
+
+
+def _size(case: Case) -> int:
+    return case.batch * case.num_q_heads * case.q_length * case.kv_length
+
+
+def red_records(bug: PlantedBug, level: str) -> Iterator[list[Record]]:
+    """The red records of each job that has any, job after job."""
+    runner = Runner(Settings())
+    for job in ordered_jobs(bug, level):
+        if found := [record for record in runner.judge(job) if record.verdict in RED]:
+            yield found
+
+
+def examine(bug: PlantedBug, level: str) -> Examination:
+    """Which checks see a bug, and where first.
+
+    The jobs are judged in the order of `ordered_jobs`: the nearest cases of the grid and all that is not on it in any
+    case, and the rest unless two checks have seen the bug by then. That a bug is seen by one check alone, or by none,
+    rests on the whole grid.
+    """
+    runner = Runner(Settings())
+    jobs = ordered_jobs(bug, level)
+    enough = NEAR + sum(not job.on_grid for job in jobs)
+    kills: dict[str, Kill] = {}
+    seconds: dict[str, float] = {}
+    judged = 0
+    for job in jobs:
+        if judged >= enough and len(kills) > 1:
+            break
+        open_checks = tuple(check for check in job.checks if check.name not in kills)
+        for record in runner.judge(dataclasses.replace(job, checks=open_checks)):
+            seconds[record.check] = seconds.get(record.check, 0.0) + record.seconds
+            if record.verdict in RED and record.check not in kills:
+                kills[record.check] = Kill(record.observable, record.case, record.verdict, record.ratio)
+        judged += 1
+    return Examination(
+        bug=bug.name,
+        family=bug.family,
+        kind=bug.kind,
+        reference=bug.reference,
+        shows=bug.shows,
+        kills=kills,
+        judged=judged,
+        planned=len(jobs),
+        seconds=seconds,
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class CheckPower:
+    """What a check is worth: bugs it sees, bugs that no other check sees, and what it cost to find out."""
+
+    check: str
+    kills: int
+    alone: tuple[str, ...]
+    seconds: float
+
+
+def powers(examined: Sequence[Examination]) -> list[CheckPower]:
+    """The power of each check, in the order in which checks run."""
+    return [
+        CheckPower(
+            check=check.name,
+            kills=sum(check.name in e.kills for e in examined),
+            alone=tuple(e.bug for e in examined if set(e.kills) == {check.name}),
+            seconds=sum(e.seconds.get(check.name, 0.0) for e in examined),
+        )
+        for check in CHECKS
+    ]
+
+
+class BankError(Exception):
+    """The bank cannot be used; the message is the one line that the user sees."""
+
+
+def load_bank(name: str) -> tuple[PlantedBug, ...]:
+    """The bank `module:attribute`. Raises `BankError`."""
+    source, _, attribute = name.partition(":")
+    if not source or not attribute:
+        raise BankError(f"bank {name!r} is incomplete: write module:attribute")
+    if (here := str(Path.cwd())) not in sys.path:
+        sys.path.insert(0, here)
+    try:
+        found = getattr(importlib.import_module(source), attribute)
+    except (Exception, SystemExit) as error:  # whatever the import raises, the user needs one line
+        raise BankError(f"bank {name}: {type(error).__name__}: {error}".split("\n")[0]) from error
+    if not (isinstance(found, Sequence) and found and all(isinstance(bug, PlantedBug) for bug in found)):
+        raise BankError(f"bank {name} must be a sequence of conformance.sensitivity.PlantedBug, and not empty")
+    names = [bug.name for bug in found]
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise BankError(f"bank {name}: names must be unique, {', '.join(twice)} occurs twice")
+    return tuple(found)

@@ -26,7 +26,7 @@ SINKS = "train/f32/B1.T16.S16.N2.K2.H16.V16/full/sinks/normal/s0"
 SHORT = "train/f32/B1.T16.S16.N2.K2.H16.V16/lengths-9/normal/s0"
 PADDED = "train/f32/B1.T32.S32.N2.K2.H16.V16/causal/segpad/normal/s0"
 
-CASE_OF = {"poison": SHORT, "gradients_empty": PADDED, "arguments": CAPPED, "errors": CAUSAL}
+CASE_OF = {"poison": SHORT, "gradients_part": PADDED, "arguments": CAPPED, "errors": CAUSAL}
 
 
 def judge(implementation: Implementation | Callable[..., Any], case: str, check: str) -> list[Record]:
@@ -117,9 +117,9 @@ def leak_from_empty_rows(out, q, k, v, options):
     [
         ("forward", lambda out, *_: 1.001 * out, {}, {"out"}),
         ("gradients", doubled_gradient, {}, {"dq", "dk", "dv"}),
-        ("gradients_row", last_row_without_gradient, {}, {"dq", "dk", "dv"}),
-        ("gradients_head", last_head_without_gradient, {}, {"dq", "dk", "dv"}),
-        ("gradients_empty", leak_from_empty_rows, {"empty_rows": "zero"}, {"dv"}),
+        ("gradients_part", last_row_without_gradient, {}, {"dq.row", "dk.row", "dv.row"}),
+        ("gradients_part", last_head_without_gradient, {}, {"dq.head", "dk.head", "dv.head"}),
+        ("gradients_part", leak_from_empty_rows, {"empty_rows": "zero"}, {"dv.empty"}),
         ("primal", lambda out, *_: off_in_the_rule(out), {}, {"out"}),
         ("poison", lambda out, *_: out, {"behind_mask": "any"}, {"out.nan", "out.inf"}),
     ],

@@ -36,19 +36,14 @@ def gradients_lse(subject: Subject) -> Iterator[Judgement]:
     yield from _judge_if_drawn(subject, "random_lse", saved=True)
 
 
-def gradients_row(subject: Subject) -> Iterator[Judgement]:
-    """Gradients for a cotangent that is zero but for one row: errors that other rows would hide."""
-    yield from _judge_if_drawn(subject, "row")
+def gradients_part(subject: Subject) -> Iterator[Judgement]:
+    """Gradients for cotangents on a single row, a single head, and only rows that may attend to nothing.
 
-
-def gradients_head(subject: Subject) -> Iterator[Judgement]:
-    """Gradients for a cotangent that is zero but for the last head."""
-    yield from _judge_if_drawn(subject, "head")
-
-
-def gradients_empty(subject: Subject) -> Iterator[Judgement]:
-    """Gradients for a cotangent only on rows that may attend to nothing."""
-    yield from _judge_if_drawn(subject, "empty")
+    A row or a head by itself shows what the others would hide, and what a kernel skips because most of it is zero.
+    """
+    for part in ("row", "head", "empty"):
+        for judgement in _judge_if_drawn(subject, part):
+            yield dataclasses.replace(judgement, observable=f"{judgement.observable}.{part}")
 
 
 def _judge_if_drawn(subject: Subject, cotangent: str, *, saved: bool = False) -> Iterator[Judgement]:

@@ -123,7 +123,7 @@ def _stack(bounded: Sequence[Bounded]) -> Bounded:
 
 
 def _eager(pair: _Pair) -> Iterator[Judgement]:
-    yield pair.judge_out(pair.plain(pair.arrays(pair.problems[0])))
+    yield pair.judge_out(pair.plain(jax.tree.map(jnp.asarray, pair.arrays(pair.problems[0]))))
 
 
 def _vmap(pair: _Pair) -> Iterator[Judgement]:
