@@ -82,7 +82,7 @@ class Record:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunInfo:
-    """What holds for a whole run."""
+    """What holds for a whole run. `detection` is what the gate is known to catch (`conformance.detection`)."""
 
     command: str
     level: str
@@ -92,6 +92,7 @@ class RunInfo:
     seconds: float = 0.0
     interrupted: bool = False
     notes: list[str] = dataclasses.field(default_factory=list)
+    detection: dict[str, Any] | None = None
     schema: str = RUN_SCHEMA
 
 

@@ -12,6 +12,7 @@ from markupsafe import Markup
 
 from conformance.records import ERROR, EXPECTED_FAIL, FAIL, PASS, RED, UNEXPECTED_PASS, VERDICTS, Record, RunInfo
 from reports import measures, summary, wording
+from reports.detection import detection
 from reports.figure import distribution_svg
 
 MOST_FAILURES = 200
@@ -27,6 +28,7 @@ CONTENTS = (
     ("ratios", "Distance to the limit"),
     ("gradients", "Gradients against both backwards"),
     ("discrimination", "Discrimination"),
+    ("detection", "What this gate catches"),
     ("coverage", "Coverage"),
     ("tolerances", "Tolerances in force"),
     ("environment", "Environment"),
@@ -107,6 +109,7 @@ def _page(records: Sequence[Record], run: RunInfo) -> dict[str, Any]:
         "margins": measures.margins(records),
         "gradients": measures.gradients(records),
         "cost": measures.cost(records),
+        "detection": detection(run.detection),
         "coverage": free_table(run.coverage),
         "tolerances": free_table(run.tolerances),
         **_reasons(records),
