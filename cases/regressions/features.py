@@ -93,7 +93,7 @@ FEATURES: tuple[Regression, ...] = (
     Regression(
         name="sinks-of-a-single-query",
         case=parse("train/f32/B1.T1.S96.N4.K2.H32.V32/full/sinks/normal/s0"),
-        kind="sink.s1-vs-sN",
+        kind="sink.s1-vs-sn",
         reference="ml-explore/mlx#3452",
         shows="the path for one query forgets the sink",
     ),

@@ -72,7 +72,7 @@ MASKS: tuple[Regression, ...] = (
     Regression(
         name="window-wider-on-one-side",
         case=parse("train/f32/B2.T96.S96.N2.K2.H16.V16/window-l40-r9_and_lengths-33-96/normal/s0"),
-        kind="ejk.maskinfo-batch",
+        kind="mask.batch-rows",
         reference="erfanzar/ejkernel@3ed3b1f",
         shows="the right side is ignored, and one row's length is used for all",
     ),

@@ -128,7 +128,7 @@ ROWS: tuple[Regression, ...] = (
     Regression(
         name="segment-padding-attends-padding",
         case=parse("train/f32/B2.T60.S60.N2.K2.H32.V32/full/segpad/normal/s0"),
-        kind="ejk.padding-segids",
+        kind="seg.padding-ids",
         reference="erfanzar/ejkernel@e99bc5a",
         shows="a padding mask turned into segment ids makes a segment of the padding",
     ),
@@ -184,7 +184,7 @@ ROWS: tuple[Regression, ...] = (
     Regression(
         name="heads-with-their-own-mask",
         case=parse("train/f32/B1.T42.S42.N4.K2.H32.V32/densehead-d40/normal/s0"),
-        kind="perhead-mask-gqa",
+        kind="gqa.perhead-mask",
         reference="intel/torch-xpu-ops#5090",
         shows="the mask's head axis is read by key head",
     ),
