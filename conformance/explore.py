@@ -9,14 +9,20 @@ check that failed is asked.
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
+import math
 import random
+import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Literal
 
 import hypothesis
+from hypothesis import configuration
 
 from cases.case import Case, matches
+from cases.space import NothingToDraw
 from cases.strategies import cases
 from conformance import records
 from conformance.checks import CHECKS, Check
@@ -26,8 +32,8 @@ from conformance.records import Record
 from conformance.runner import Runner
 from conformance.settings import Settings
 
-CI_EXAMPLES = 40
-EXPLORE_SECONDS = 60.0
+_CI_EXAMPLES = 50
+_EXPLORE_SECONDS = 60.0
 _GRACE = 30.0
 """Seconds that shrinking may go on beyond the time budget; half the budget if that is more."""
 _UNLIMITED_SHRINK = 120.0
@@ -36,6 +42,8 @@ _UNLIMITED_SHRINK = 120.0
 # Below ten examples Hypothesis spends none on small variations of what it has drawn.
 _BATCH = 9
 _FRUITLESS_BATCHES = 40  # so many batches with no new case, and the space is taken to be exhausted
+
+__all__ = ["Budget", "Exploration", "NothingToDraw", "Seen", "budget", "explore", "plainness", "told"]
 
 _GRID_CHECKS = tuple(check for check in CHECKS if check.scope == "grid")
 _WRONG = frozenset({records.FAIL, records.ERROR})
@@ -48,7 +56,8 @@ class Budget:
     Attributes:
       seconds: for drawing and judging; none for no limit. A case that is under way is finished.
       examples: how many cases to judge at most; none for no limit.
-      seed: the same seed draws the same cases, as long as Hypothesis keeps its version.
+      seed: the same seed draws the same cases with the same version of Hypothesis and the same kernel (Hypothesis looks
+        for constants worth trying in the source of what it tests).
     """
 
     seconds: float | None
@@ -57,12 +66,36 @@ class Budget:
 
     def __post_init__(self) -> None:
         if self.seconds is None and self.examples is None:
-            raise ValueError("an exploration needs a limit: seconds, examples or both")
+            raise ValueError("seconds or examples must limit the exploration")
+        for name, value in (("seconds", self.seconds), ("examples", self.examples)):
+            if value is not None and not 0 < value < math.inf:
+                raise ValueError(f"{name} must be positive and finite, got {value:g}")
 
     @property
     def shrink_seconds(self) -> float:
         """Seconds after which shrinking stops, from the start if there is a time budget, else from the find."""
         return _UNLIMITED_SHRINK if self.seconds is None else self.seconds + max(_GRACE, self.seconds / 2)
+
+
+def budget(
+    profile: Literal["ci", "explore"],
+    *,
+    seconds: float | None = None,
+    examples: int | None = None,
+    seed: int | None = None,
+) -> Budget:
+    """The budget of a profile, with what is given put in its place.
+
+    `ci` judges a fixed number of cases from seed 0, the same ones every time; `explore` goes on for a time from a seed
+    that is drawn.
+
+    Raises:
+      ValueError: for a limit that is not positive.
+    """
+    if profile == "ci":
+        return Budget(seconds=seconds, examples=_CI_EXAMPLES if examples is None else examples, seed=seed or 0)
+    drawn = random.SystemRandom().getrandbits(32) if seed is None else seed
+    return Budget(seconds=_EXPLORE_SECONDS if seconds is None else seconds, examples=examples, seed=drawn)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -161,6 +194,10 @@ class _Explorer:
         self._shrunk = self._interrupted = False
 
     def run(self) -> Exploration:
+        with _no_traces():
+            return self._run()
+
+    def _run(self) -> Exploration:
         # The probes that narrow the space are no draws, so `declined` starts empty after them.
         strategy = cases(self._supports)
         self._declined.clear()
@@ -282,6 +319,17 @@ class _Explorer:
         )
 
 
+@contextlib.contextmanager
+def _no_traces() -> Iterator[None]:
+    """Keeps Hypothesis from leaving a folder where the user happens to be."""
+    with tempfile.TemporaryDirectory() as folder:
+        configuration.set_hypothesis_home_dir(folder)
+        try:
+            yield
+        finally:
+            configuration.set_hypothesis_home_dir(None)
+
+
 def _is_judged(found: Sequence[Record]) -> bool:
     return any(record.verdict in records.JUDGED for record in found)
 
@@ -304,3 +352,17 @@ def plainness(case: Case) -> tuple[int, int, int, str]:
     terms = 0 if case.mask == "full" else 1 + case.mask.count("_and_") + case.mask.count("_or_")
     size = case.batch * case.num_q_heads * (case.q_length + case.kv_length) * (case.head_dim + case.v_head_dim)
     return sum(odd) + terms, size, len(case.id), case.id
+
+
+def told(found: Exploration, budget: Budget) -> list[str]:
+    """What a person should know of an exploration, beside its records: one line each."""
+    lines = [
+        f"explored {found.judged} cases in {found.seconds:.0f} s from seed {budget.seed}; "
+        f"{found.unjudged} more could not tell right from wrong, {found.declined} drawn ones are not supported",
+        f"reached {', '.join(f'{name} {count}' for name, count in found.reached.most_common()) or 'nothing'}",
+    ]
+    if found.failing is not None:
+        stopped = "" if found.shrunk else ", stopped before the end"
+        lines.append(f"wrong as drawn: {found.first}")
+        lines.append(f"smallest found: {found.failing} ({found.shrinks} others tried{stopped})")
+    return lines
