@@ -202,9 +202,9 @@ class _Explorer:
         strategy = cases(self._supports)
         self._declined.clear()
         try:
-            self._draw(strategy)
-        except _OutOfTime:
-            pass
+            with contextlib.suppress(_OutOfTime):
+                self._draw(strategy)
+            self._judge_fully()
         except KeyboardInterrupt:
             self._interrupted = True
         return self._result()
@@ -294,8 +294,18 @@ class _Explorer:
         names = [record.check for record in self._wrong[self._first] if record.verdict in _WRONG]
         return next(check for check in _GRID_CHECKS if check.name in names)
 
+    @property
+    def _smallest(self) -> Case | None:
+        return min(self._wrong, key=plainness, default=None)
+
+    def _judge_fully(self) -> None:
+        """Ask every check of the smallest wrong case, which has been asked one."""
+        case = self._smallest
+        if case is not None and case != self._first:
+            self._wrong[case] = self._runner.judge(Job(self._implementation, case, _GRID_CHECKS))
+
     def _result(self) -> Exploration:
-        failing = min(self._wrong, key=plainness, default=None)
+        failing = self._smallest
         shown = list(self._held.values())
         judged = [case for case, found in self._held.items() if _is_judged(found)]
         if failing is not None and self._first is not None:
