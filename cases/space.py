@@ -82,7 +82,7 @@ def space(supports: Supports = lambda case: None, phases: tuple[str, ...] = PHAS
     base = _base(supports, phases)
 
     def supported(**changes: Any) -> bool:
-        if _too_short(dataclasses.asdict(base) | changes):
+        if _impossible(dataclasses.asdict(base) | changes):
             return False
         return supports(dataclasses.replace(base, **changes)) is None
 
@@ -109,7 +109,7 @@ def space(supports: Supports = lambda case: None, phases: tuple[str, ...] = PHAS
         distributions=tuple(
             name
             for name in DISTRIBUTIONS
-            if supported(distribution=name, **({"soft_cap": 30.0} if name == "knee" else {}))
+            if supported(distribution=name, soft_cap=30.0 if name == "knee" else base.soft_cap)
         ),
     )
 
@@ -127,8 +127,10 @@ def _phase(phase: str) -> dict[str, Any]:
     return {"phase": phase, "q_length": 1} if phase == "decode" else {"phase": phase}
 
 
-def _too_short(changed: Mapping[str, Any]) -> bool:
-    return changed.get("q_length") == 1 and changed.get("mask") == MASKS["balanced"]
+def _impossible(changed: Mapping[str, Any]) -> bool:
+    """Whether a case cannot have these: one query has no chunks to balance, and a knee needs a cap."""
+    one_query = changed.get("q_length") == 1 and changed.get("mask") == MASKS["balanced"]
+    return one_query or (changed.get("distribution") == "knee" and changed.get("soft_cap") is None)
 
 
 def _base(supports: Supports, phases: tuple[str, ...]) -> Case:
@@ -146,12 +148,13 @@ def _base(supports: Supports, phases: tuple[str, ...]) -> Case:
         {"scale": 0.3},
         {"num_q_heads": 4},
         *({"distribution": name} for name in DISTRIBUTIONS if name != "knee"),
+        {"distribution": "knee", "soft_cap": 30.0},
         {"q_length": 512, "kv_length": 512},
         {"head_dim": 128, "v_head_dim": 128},
     ]
     for moves in itertools.chain(((),), ((change,) for change in changes), itertools.combinations(changes, 2)):
         changed = {name: value for move in moves for name, value in move.items()}
-        if changed.get("phase", plain.phase) not in phases or _too_short(changed):
+        if changed.get("phase", plain.phase) not in phases or _impossible(changed):
             continue
         case = dataclasses.replace(plain, **changed)
         reason = supports(case)

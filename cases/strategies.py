@@ -16,8 +16,9 @@ from cases.space import Space, Supports, space
 
 LONGEST = 600
 _USUAL = 300
-# Memory and time of the oracle grow with B * N * T * S; above this a case takes seconds.
-_PAIRS = 400_000
+# Time and memory of the oracle grow with B * N * T * S; beyond this, more heads and batch rows cost seconds.
+_PAIRS = 150_000
+_MOST_BATCH = 3
 _MOST_HEADS = 3
 _LARGEST_GROUP = 4
 _DEPTHS = (8, 136)
@@ -116,11 +117,11 @@ def heads(draw: st.DrawFn, pairs: int, within: Space) -> tuple[int, int, int]:
     """B, N and K, as many as `pairs` = T * S leave room for."""
     room = max(1, _PAIRS // pairs)
     num_kv_heads = draw(st.integers(1, min(_MOST_HEADS, room)))
-    group = 1
-    if draw(st.sampled_from(within.grouped)):
-        group = draw(st.integers(1 if False in within.grouped else 2, _LARGEST_GROUP))
-    room = max(1, room // (num_kv_heads * group))
-    return draw(st.integers(1, min(_MOST_HEADS, room))), num_kv_heads * group, num_kv_heads
+    fewest = 1 if False in within.grouped else 2
+    most = min(_LARGEST_GROUP, room // num_kv_heads) if draw(st.sampled_from(within.grouped)) else 1
+    group = draw(st.integers(fewest, max(fewest, most)))
+    batch = draw(st.integers(1, max(1, min(_MOST_BATCH, room // (num_kv_heads * group)))))
+    return batch, num_kv_heads * group, num_kv_heads
 
 
 def _depth(step: int) -> st.SearchStrategy[int]:

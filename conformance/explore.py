@@ -41,7 +41,7 @@ _UNLIMITED_SHRINK = 120.0
 
 # Below ten examples Hypothesis spends none on small variations of what it has drawn.
 _BATCH = 9
-_FRUITLESS_BATCHES = 40  # so many batches with no new case, and the space is taken to be exhausted
+_FRUITLESS_BATCHES = 5  # so many batches with no new case, and the space is taken to be exhausted
 
 __all__ = ["Budget", "Exploration", "NothingToDraw", "Seen", "budget", "explore", "plainness", "told"]
 
@@ -198,11 +198,10 @@ class _Explorer:
             return self._run()
 
     def _run(self) -> Exploration:
-        # The probes that narrow the space are no draws, so `declined` starts empty after them.
-        strategy = cases(self._supports)
-        self._declined.clear()
         try:
             with contextlib.suppress(_OutOfTime):
+                strategy = cases(self._supports)
+                self._declined.clear()  # what was asked to narrow the space was not drawn
                 self._draw(strategy)
             self._judge_fully()
         except KeyboardInterrupt:
@@ -210,6 +209,8 @@ class _Explorer:
         return self._result()
 
     def _supports(self, case: Case) -> str | None:
+        if self._first is None and self._late():  # here too, for a query that nothing drawn ever matches
+            raise _OutOfTime
         if self._query is not None and not matches(self._query, case.id):
             return f"does not match {self._query}"
         reason = self._implementation.supports(case)
@@ -248,6 +249,8 @@ class _Explorer:
             each()
         except _Wrong:
             self._shrunk = True
+        except hypothesis.errors.Unsatisfiable:
+            pass  # nothing drawn was supported; the next batch may do better
 
     def _is_wrong(self, case: Case) -> bool:
         if case in self._wrong:
@@ -271,9 +274,11 @@ class _Explorer:
         return wrong
 
     def _spent(self) -> bool:
-        budget = self._budget
-        late = budget.seconds is not None and time.monotonic() - self._started >= budget.seconds
-        return late or (budget.examples is not None and len(self._held) >= budget.examples)
+        return self._late() or (self._budget.examples is not None and len(self._held) >= self._budget.examples)
+
+    def _late(self) -> bool:
+        seconds = self._budget.seconds
+        return seconds is not None and time.monotonic() - self._started >= seconds
 
     def _judge_smaller(self, case: Case) -> bool:
         """Whether the case fails the check that the first one failed: shrinking must not wander to another bug."""
