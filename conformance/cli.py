@@ -26,10 +26,30 @@ examples:
   python -m conformance run --impl=my_kernels.flash:attention --report=report.html
   python -m conformance run --impl=kernel.py:attention --cases='train/bf16/*/causal' --level=standard
   python -m conformance run --impl=block_flash --case=train/f32/B1.T128.S128.N2.K2.H64.V64/causal/normal/s0
+  python -m conformance explore --impl=my_kernels.flash:attention --seconds=300
   python -m conformance list cases --cases='*/softcap*'
   python -m conformance explain train/bf16/B2.T128.S128.N4.K2.H64.V64/causal/seg/softcap30/sinks/normal/s7
 
 exit codes: 0 conforms, 1 does not, 2 could not be judged (bad arguments, import failure, nothing supported)
+"""
+
+_EXPLORE = """\
+Draw cases beyond the grid (any lengths, depths, head counts, combinations of masks and operands), judge each, and
+shrink the first that is wrong to the smallest case that is wrong in the same way. The find is replayed by its id alone.
+"""
+
+_EXPLORE_EXAMPLES = """\
+examples:
+  python -m conformance explore --impl=my_kernels.flash:attention
+  python -m conformance explore --impl=kernel.py:attention --seconds=600 --report=explored.html
+  python -m conformance explore --impl=kernel.py:attention --cases='train/bf16/*/causal'
+  python -m conformance explore --impl=kernel.py:attention --profile=ci      # the same cases every time
+
+profiles:
+  explore   until a case is wrong or the time is up, from a seed that is drawn and printed
+  ci        a fixed number of cases from seed 0, however long they take
+
+exit codes: 0 nothing wrong was found, 1 a wrong case was found, 2 could not be judged
 """
 
 _LIST_EXAMPLES = """\
@@ -92,6 +112,7 @@ def parser() -> argparse.ArgumentParser:
     )
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=_CommandParser)
     _add_run(commands)
+    _add_explore(commands)
     _add_list(commands)
     about = "say what a case is, and which tolerances judge it and why"
     explain = commands.add_parser("explain", help=about, description=_sentence(about), epilog=_EXPLAIN_EXAMPLES)
@@ -142,6 +163,30 @@ def _add_run(commands: argparse._SubParsersAction[_CommandParser]) -> None:
     how.add_argument(
         "--require-platform", choices=("cpu", "gpu", "tpu"), help="exit with 1 if nothing was judged on this platform"
     )
+
+
+def _add_explore(commands: argparse._SubParsersAction[_CommandParser]) -> None:
+    about = "look for a wrong case beyond the grid, and shrink it"
+    explore = commands.add_parser("explore", help=about, description=_EXPLORE, epilog=_EXPLORE_EXAMPLES)
+    what = explore.add_argument_group("what to judge")
+    what.add_argument(
+        "--impl",
+        required=True,
+        metavar="NAME",
+        help="a registered name (see `list`), module:attribute or file.py:attribute",
+    )
+    what.add_argument("--cases", metavar="QUERY", help="draw only cases that match")
+    what.add_argument(
+        "--products", choices=("exact", "tf32", "bf16"), help="how a plain function multiplies f32 operands (exact)"
+    )
+    limits = explore.add_argument_group("how far to go")
+    limits.add_argument("--profile", choices=("explore", "ci"), default="explore", help="see below (explore)")
+    limits.add_argument("--seconds", type=float, metavar="N", help="for drawing (explore: 60, ci: no limit)")
+    limits.add_argument("--examples", type=int, metavar="N", help="most cases to judge (explore: no limit, ci: 50)")
+    limits.add_argument("--seed", type=int, metavar="N", help="where drawing starts (explore: drawn, ci: 0)")
+    output = explore.add_argument_group("output")
+    output.add_argument("--report", metavar="FILE.html", help="write the page here, and its records beside it (.jsonl)")
+    output.add_argument("--json", metavar="FILE", help="write the records here, one JSON object a line")
 
 
 def _add_list(commands: argparse._SubParsersAction[_CommandParser]) -> None:

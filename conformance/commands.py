@@ -24,7 +24,7 @@ from conformance.cli import CannotJudge
 from conformance.contract import Implementation
 from conformance.explain import explain_case
 from conformance.parallel import run_parallel
-from conformance.progress import Progress
+from conformance.progress import Exploring, Progress
 from conformance.records import Record, RunInfo
 from reports import html, markdown, summary, terminal
 
@@ -60,7 +60,7 @@ def run(arguments: argparse.Namespace) -> int:
     if _is_whole(arguments, interrupted):
         found = records.merge(found, chosen.stale(found, jax.__version__))
     info = RunInfo(
-        command=" ".join(["python -m conformance", *map(shlex.quote, sys.argv[1:])]),
+        command=_command(),
         level="one case" if arguments.case is not None else level,
         environment=environment.describe(),
         tolerances=chosen.tolerances.rows(),
@@ -71,6 +71,10 @@ def run(arguments: argparse.Namespace) -> int:
     outputs.write(found, info)
     terminal.print_summary(found, info, Console())
     return _exit_code(found, implementations, arguments.require_platform, interrupted, console)
+
+
+def _command() -> str:
+    return " ".join(["python -m conformance", *map(shlex.quote, sys.argv[1:])])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -235,6 +239,52 @@ def _exit_code(
     return 0
 
 
+def explore(arguments: argparse.Namespace) -> int:
+    """`explore`: look for a wrong case beyond the grid."""
+    from conformance import explore as exploring  # imported late: no other command needs Hypothesis
+
+    if arguments.seed is not None:
+        _reject_negative(arguments.seed)
+    try:
+        budget = exploring.budget(
+            arguments.profile, seconds=arguments.seconds, examples=arguments.examples, seed=arguments.seed
+        )
+    except ValueError as error:
+        raise CannotJudge(f"--{error}") from error
+    outputs = _outputs(arguments)
+    chosen = _settings()
+    implementation = _find(arguments.impl, arguments.products)
+    console = Console(stderr=True)
+    console.print(f"seed {budget.seed}", highlight=False)
+    with Exploring(budget.seconds, console) as progress:
+
+        def on_case(seen: exploring.Seen) -> None:
+            progress.advance(seen.records, shrinking=seen.shrinking)
+
+        try:
+            found = exploring.explore(implementation, chosen, budget, query=arguments.cases, on_case=on_case)
+        except exploring.NothingToDraw as error:
+            raise CannotJudge(f"there is no case to draw: {error}") from error
+    if found.interrupted:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # what was found gets written, whatever else is pressed
+    info = RunInfo(
+        command=_command(),
+        level="explore",
+        environment=environment.describe(),
+        tolerances=chosen.tolerances.rows(),
+        seconds=round(found.seconds, 1),
+        interrupted=found.interrupted,
+        notes=exploring.told(found, budget),
+    )
+    outputs.write(found.records, info)
+    terminal.print_summary(found.records, info, Console())
+    for note in info.notes:
+        Console().print(note, highlight=False, soft_wrap=True)
+    if found.failing is not None:
+        return 1
+    return 0 if found.judged and not found.interrupted else 2
+
+
 def list_things(arguments: argparse.Namespace) -> int:
     """`list`: implementations, cases, checks or features."""
     console = Console(soft_wrap=True)
@@ -288,7 +338,7 @@ def render_report(arguments: argparse.Namespace) -> int:
     if not found:
         raise CannotJudge(f"there is no record in {', '.join(arguments.records)}")
     info = RunInfo(
-        command=" ".join(["python -m conformance", *map(shlex.quote, sys.argv[1:])]),
+        command=_command(),
         level="merged records",
         environment={"rendered from": ", ".join(Path(name).name for name in arguments.records)},
         tolerances=[],
@@ -309,6 +359,7 @@ def _read(name: str) -> list[Record]:
 
 COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "run": run,
+    "explore": explore,
     "list": list_things,
     "explain": explain,
     "report": render_report,

@@ -72,3 +72,49 @@ class Progress:
                 highlight=False,
                 soft_wrap=True,
             )
+
+
+class Exploring:
+    """Progress of an exploration, whose end is a time: a status line in a terminal, a line now and then elsewhere."""
+
+    def __init__(self, seconds: float | None, console: Console) -> None:
+        self._console = console
+        self._seconds = seconds
+        self._done = self._smaller = 0
+        self._started = self._last = time.monotonic()
+        self._status = console.status("exploring")
+
+    def __enter__(self) -> Exploring:
+        if self._console.is_terminal:
+            self._status.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._status.stop()
+
+    def advance(self, judged: Sequence[Record], *, shrinking: bool) -> None:
+        """One more case is judged."""
+        if shrinking:
+            self._smaller += 1
+        else:
+            self._done += 1
+            self._say(judged)
+        now = time.monotonic()
+        text = f"{self._done} cases judged"
+        if self._smaller:
+            text += f", one is wrong, {self._smaller} smaller ones tried"
+        elif self._seconds is not None:
+            text += f", {max(0.0, self._seconds - (now - self._started)):.0f} s left"
+        self._status.update(text)
+        if not self._console.is_terminal and now - self._last > _PLAIN_EVERY:
+            self._last = now
+            self._console.print(text, highlight=False)
+
+    def _say(self, judged: Sequence[Record]) -> None:
+        red = [record for record in judged if record.verdict in RED]
+        if red:
+            text = f"{red[0].verdict} {red[0].implementation} {red[0].check} {red[0].observable}: {red[0].case}"
+            self._console.print(text, highlight=False, soft_wrap=True)
+            self._console.print("shrinking it; Ctrl-C stops with the smallest case so far", highlight=False)

@@ -1,0 +1,164 @@
+"""The case space as far as it is wanted: which alternatives of each choice there are, the plainest first.
+
+An implementation says case by case what it supports. Drawing from everything and throwing away what is not supported
+would leave a narrow kernel with almost nothing, so each alternative is first tried alone, on a case that is otherwise
+plain; those that are never supported are not drawn.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from cases.case import BIASES, DISTRIBUTIONS, DTYPES, PHASES, SEGMENTS, Case
+
+Supports = Callable[[Case], "str | None"]
+"""Why a case is not wanted, or None if it is."""
+
+MASKS: Mapping[str, str] = {
+    "full": "full",
+    "causal": "causal",
+    "window": "window-l31-r7",
+    "chunked": "chunked-32",
+    "spans": "spans-8-24-40-56",
+    "balanced": "balanced-2",
+    "lengths": "lengths-50",
+    "dense": "dense-d40",
+    "densehead": "densehead-d40",
+    "densebatch": "densebatch-d40",
+}
+"""Kinds of mask, the plainest first, each with a spec that fits the plain case."""
+_OFFSETS = {kind: f"{MASKS[kind]}-o3" for kind in ("causal", "window", "chunked")}
+_JOINTS = {"_and_": "causal_and_window-l31-r7", "_or_": "causal_or_window-l7-r7"}
+# Lengths and depths come in multiples of a block for some kernels: the first step that is supported counts.
+_LENGTH_STEPS = {1: 77, 8: 72, 128: 128}
+_DEPTH_STEPS = {1: 37, 8: 40, 64: 64, 128: 128}
+
+
+class NothingToDraw(ValueError):  # noqa: N818 -- a statement, as the message is
+    """No case is supported, however plain."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Space:
+    """What there is to draw from; every tuple has the plainest alternative first.
+
+    Attributes:
+      phases, dtypes, masks, segments, biases, distributions: as in `Case`; None stands for "without".
+      offsets: the kinds of mask that may have an offset.
+      joints: how masks may be combined.
+      grouped: whether query heads may share a key/value head.
+      unequal_lengths, v_head_dim: whether T may differ from S, and V from H.
+      length_step, depth_step: lengths and depths are multiples of these.
+      soft_cap, sinks, scale: whether the case may have one, and whether it may lack one.
+    """
+
+    phases: tuple[str, ...]
+    dtypes: tuple[str, ...]
+    masks: tuple[str, ...]
+    offsets: tuple[str, ...]
+    joints: tuple[str, ...]
+    grouped: tuple[bool, ...]
+    unequal_lengths: tuple[bool, ...]
+    v_head_dim: tuple[bool, ...]
+    length_step: int
+    depth_step: int
+    segments: tuple[str | None, ...]
+    soft_cap: tuple[bool, ...]
+    sinks: tuple[bool, ...]
+    biases: tuple[str | None, ...]
+    scale: tuple[bool, ...]
+    distributions: tuple[str, ...]
+
+
+def space(supports: Supports = lambda case: None, phases: tuple[str, ...] = PHASES) -> Space:
+    """The space that `supports` leaves of the given phases.
+
+    Raises:
+      NothingToDraw: if no plain case is supported; the message has the reason for the plainest.
+    """
+    base = _base(supports, phases)
+
+    def supported(**changes: Any) -> bool:
+        if _impossible(dataclasses.asdict(base) | changes):
+            return False
+        return supports(dataclasses.replace(base, **changes)) is None
+
+    def kept(field: str, values: tuple[Any, ...]) -> tuple[Any, ...]:
+        return tuple(value for value in values if supported(**{field: value}))
+
+    return Space(
+        phases=tuple(phase for phase in phases if supported(**_phase(phase))),
+        dtypes=kept("dtype", DTYPES),
+        masks=tuple(kind for kind, spec in MASKS.items() if supported(mask=spec)),
+        offsets=tuple(kind for kind, spec in _OFFSETS.items() if supported(mask=spec)),
+        joints=tuple(joint for joint, spec in _JOINTS.items() if supported(mask=spec)),
+        grouped=tuple(on for on in (False, True) if supported(num_q_heads=4 if on else 2, num_kv_heads=2)),
+        unequal_lengths=tuple(on for on in (False, True) if supported(kv_length=base.q_length * (2 if on else 1)))
+        or (True,),
+        v_head_dim=tuple(on for on in (False, True) if supported(v_head_dim=base.head_dim * (2 if on else 1))),
+        length_step=_step(_LENGTH_STEPS, lambda n: supported(q_length=n, kv_length=n, mask=_at(base.mask, n))),
+        depth_step=_step(_DEPTH_STEPS, lambda n: supported(head_dim=n, v_head_dim=n)),
+        segments=kept("segments", (None, *SEGMENTS)),
+        soft_cap=tuple(value is not None for value in kept("soft_cap", (None, 30.0))),
+        sinks=kept("sinks", (False, True)),
+        biases=kept("bias", (None, *BIASES)),
+        scale=tuple(value is not None for value in kept("scale", (None, 0.3))),
+        distributions=tuple(
+            name
+            for name in DISTRIBUTIONS
+            if supported(distribution=name, soft_cap=30.0 if name == "knee" else base.soft_cap)
+        ),
+    )
+
+
+def _at(mask: str, length: int) -> str:
+    """The mask of the plain case at another length, which must divide for a balanced one."""
+    return "causal" if mask == MASKS["balanced"] and length % 4 else mask
+
+
+def _step(steps: Mapping[int, int], supported: Callable[[int], bool]) -> int:
+    return next((step for step, probe in steps.items() if supported(probe)), max(steps))
+
+
+def _phase(phase: str) -> dict[str, Any]:
+    return {"phase": phase, "q_length": 1} if phase == "decode" else {"phase": phase}
+
+
+def _impossible(changed: Mapping[str, Any]) -> bool:
+    """Whether a case cannot have these: one query has no chunks to balance, and a knee needs a cap."""
+    one_query = changed.get("q_length") == 1 and changed.get("mask") == MASKS["balanced"]
+    return one_query or (changed.get("distribution") == "knee" and changed.get("soft_cap") is None)
+
+
+def _base(supports: Supports, phases: tuple[str, ...]) -> Case:
+    """The plainest supported case: with one or two things changed if need be."""
+    plain = Case()
+    first: str | None = None
+    changes: list[dict[str, Any]] = [
+        *(_phase(phase) for phase in phases),
+        *({"dtype": dtype} for dtype in DTYPES),
+        *({"mask": spec} for spec in (*MASKS.values(), *_OFFSETS.values(), *_JOINTS.values())),
+        *({"segments": segments} for segments in SEGMENTS),
+        {"soft_cap": 30.0},
+        {"sinks": True},
+        *({"bias": bias} for bias in BIASES),
+        {"scale": 0.3},
+        {"num_q_heads": 4},
+        *({"distribution": name} for name in DISTRIBUTIONS if name != "knee"),
+        {"distribution": "knee", "soft_cap": 30.0},
+        {"q_length": 512, "kv_length": 512},
+        {"head_dim": 128, "v_head_dim": 128},
+    ]
+    for moves in itertools.chain(((),), ((change,) for change in changes), itertools.combinations(changes, 2)):
+        changed = {name: value for move in moves for name, value in move.items()}
+        if changed.get("phase", plain.phase) not in phases or _impossible(changed):
+            continue
+        case = dataclasses.replace(plain, **changed)
+        reason = supports(case)
+        if reason is None:
+            return case
+        first = first or reason
+    raise NothingToDraw(first or f"no phase to draw from: {phases}")

@@ -1,0 +1,189 @@
+"""Hypothesis strategies over the whole case space, not only the levels of the grid.
+
+Everything is drawn so that it fits what was drawn before, and shrinks towards the smallest and plainest case: one
+query, one key, one head, f32, no mask and no optional operand.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TypeVar
+
+from hypothesis import strategies as st
+
+from cases.case import PHASES, Case
+from cases.space import Space, Supports, space
+
+LONGEST = 600
+_USUAL = 300
+# Time and memory of the oracle grow with B * N * T * S; beyond this, more heads and batch rows cost seconds.
+_PAIRS = 150_000
+_MOST_BATCH = 3
+_MOST_HEADS = 3
+_LARGEST_GROUP = 4
+_DEPTHS = (8, 136)
+_USUAL_DEPTHS = (16, 32, 64, 72, 128)
+_BLOCKS = (32, 64, 128)
+# Logits of 7e4 round by 1% of the probabilities in f32, and one key among many drowns in that.
+_LONGEST_HUGE = 128
+
+_T = TypeVar("_T")
+
+
+def cases(supports: Supports = lambda case: None, phases: tuple[str, ...] = PHASES) -> st.SearchStrategy[Case]:
+    """Cases of the given phases that `supports` accepts.
+
+    Args:
+      supports: why a case is not wanted, or None if it is.
+      phases: which phases to draw.
+
+    Raises:
+      cases.space.NothingToDraw: if no case is supported, however plain.
+    """
+    return all_cases(space(supports, phases)).filter(lambda case: supports(case) is None)
+
+
+@st.composite
+def all_cases(draw: st.DrawFn, within: Space) -> Case:
+    """Cases within a space."""
+    phase = draw(_seldom(within.phases))
+    dtype = draw(st.sampled_from(within.dtypes))
+    q_length, kv_length = draw(lengths(phase, within))
+    batch, num_q_heads, num_kv_heads = draw(heads(q_length * kv_length, within))
+    head_dim = draw(_depth(within.depth_step))
+    other_depth = draw(st.sampled_from(within.v_head_dim))
+    mask = draw(mask_specs(batch, q_length, kv_length, within))
+    # Most draws leave most operands out, or every case would have half of them.
+    segments = draw(_seldom(within.segments))
+    soft_cap = draw(_caps) if draw(_seldom(within.soft_cap)) else None
+    sinks = draw(_seldom(within.sinks))
+    bias = draw(_seldom(within.biases))
+    scale = draw(_scales) if draw(_seldom(within.scale)) else None
+    huge = soft_cap is None and not sinks and phase == "train" and max(q_length, kv_length) <= _LONGEST_HUGE
+    fitting = {"knee": soft_cap is not None, "huge": huge}
+    return Case(
+        phase=phase,
+        dtype=dtype,
+        batch=batch,
+        q_length=q_length,
+        kv_length=kv_length,
+        num_q_heads=num_q_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        v_head_dim=draw(_depth(within.depth_step)) if other_depth else head_dim,
+        mask=mask,
+        segments=segments,
+        soft_cap=soft_cap,
+        sinks=sinks,
+        bias=bias,
+        scale=scale,
+        distribution=draw(st.sampled_from([name for name in within.distributions if fitting.get(name, True)])),
+        seed=draw(st.integers(0, 999)),
+    )
+
+
+@st.composite
+def lengths(draw: st.DrawFn, phase: str, within: Space) -> tuple[int, int]:
+    """T and S: one query in decode, no more queries than keys in prefill."""
+    step = within.length_step
+    kv_length = draw(_length(step))
+    unequal = draw(st.sampled_from(within.unequal_lengths))
+    if phase == "decode":  # after as many draws as the plain case, since fewer would count as smaller
+        return 1, kv_length
+    if not unequal:
+        return kv_length, kv_length
+    if phase == "prefill":
+        return step * draw(st.integers(1, kv_length // step)), kv_length
+    return draw(_length(step)), kv_length
+
+
+def _length(step: int) -> st.SearchStrategy[int]:
+    """Lengths up to 300, now and then up to 600; blocks and their neighbours more often than others."""
+    if step > 1:
+        return st.integers(1, max(1, LONGEST // step)).map(lambda n: n * step)
+    usual = st.integers(1, _USUAL)
+    return st.one_of(usual, _beside_a_block(), _beside_a_block(), st.integers(1, 24), st.integers(1, LONGEST))
+
+
+@st.composite
+def _beside_a_block(draw: st.DrawFn) -> int:
+    """A multiple of a usual block, or one more or less: where tails go wrong."""
+    block = draw(st.sampled_from(_BLOCKS))
+    return block * draw(st.integers(1, _USUAL // block)) + draw(st.sampled_from((0, 1, -1)))
+
+
+@st.composite
+def heads(draw: st.DrawFn, pairs: int, within: Space) -> tuple[int, int, int]:
+    """B, N and K, as many as `pairs` = T * S leave room for."""
+    room = max(1, _PAIRS // pairs)
+    num_kv_heads = draw(st.integers(1, min(_MOST_HEADS, room)))
+    fewest = 1 if False in within.grouped else 2
+    most = min(_LARGEST_GROUP, room // num_kv_heads) if draw(st.sampled_from(within.grouped)) else 1
+    group = draw(st.integers(fewest, max(fewest, most)))
+    batch = draw(st.integers(1, max(1, min(_MOST_BATCH, room // (num_kv_heads * group)))))
+    return batch, num_kv_heads * group, num_kv_heads
+
+
+def _depth(step: int) -> st.SearchStrategy[int]:
+    low, high = _DEPTHS
+    if step > 1:
+        return st.integers(math.ceil(low / step), high // step).map(lambda n: n * step)
+    return st.one_of(st.integers(low, high), st.sampled_from(_USUAL_DEPTHS))
+
+
+def _seldom(values: tuple[_T, ...]) -> st.SearchStrategy[_T]:
+    plainest, *others = values
+    return st.sampled_from((plainest,) * (1 + len(others)) + tuple(others))
+
+
+_caps = st.one_of(st.sampled_from((30.0, 5.0, 2.0, 50.0)), st.integers(1, 200).map(lambda n: n / 2))
+_scales = st.one_of(st.sampled_from((1.0, 0.3)), st.integers(1, 40).map(lambda n: n / 20))
+
+
+@st.composite
+def mask_specs(draw: st.DrawFn, batch: int, q_length: int, kv_length: int, within: Space) -> str:
+    """Masks that fit the lengths: mostly one term, else two or three joined by `_and_` and `_or_`."""
+    fitting = [kind for kind in within.masks if kind != "balanced" or q_length % 2 == 0] or ["full"]
+    kind = draw(st.sampled_from(fitting))
+    spec = draw(_term(kind, batch, q_length, kv_length, within))
+    partners = [kind for kind in fitting if kind != "full"]
+    if kind == "full" or not within.joints:
+        return spec
+    for _ in range(draw(st.sampled_from((0, 0, 0, 1, 1, 2)))):
+        spec += draw(st.sampled_from(within.joints))
+        spec += draw(_term(draw(st.sampled_from(partners)), batch, q_length, kv_length, within))
+    return spec
+
+
+@st.composite
+def _term(draw: st.DrawFn, kind: str, batch: int, q_length: int, kv_length: int, within: Space) -> str:
+    if kind == "full":
+        return "full"
+    if kind == "spans":
+        # Past the end too: a mask may have been made for longer operands.
+        edge = st.integers(0, max(q_length, kv_length) + 8)
+        edges = sorted(draw(st.lists(edge, min_size=2, max_size=6, unique=True)))
+        return "-".join(("spans", *map(str, edges[: len(edges) // 2 * 2])))
+    if kind == "balanced":
+        sizes = [size for size in range(1, 9) if q_length % (2 * size) == 0]
+        return f"balanced-{draw(st.sampled_from(sizes))}"
+    if kind == "lengths":
+        missing = draw(st.lists(st.integers(0, kv_length), min_size=batch, max_size=batch))
+        missing[-1] %= kv_length  # somebody sees something
+        return "-".join(("lengths", *(str(kv_length - n) for n in missing)))
+    if kind.startswith("dense"):
+        return f"{kind}-d{draw(st.integers(10, 90))}"
+    offset = draw(_offset(q_length, kv_length)) if kind in within.offsets else ""
+    if kind == "window":
+        side = st.integers(0, kv_length).map(str) | st.just("inf")
+        return f"window-l{draw(side)}-r{draw(side)}{offset}"
+    if kind == "chunked":
+        return f"chunked-{draw(st.integers(1, kv_length + 8))}{offset}"
+    return f"causal{offset}"
+
+
+def _offset(q_length: int, kv_length: int) -> st.SearchStrategy[str]:
+    """None, the one that aligns the ends, or any that leaves some query a key."""
+    aligned = max(0, kv_length - q_length)
+    drawn = st.one_of(st.just(0), st.just(aligned), st.integers(1 - q_length, kv_length))
+    return drawn.map(lambda n: f"-o{n}" if n else "")
