@@ -12,6 +12,18 @@ from cases.grid import grid
 from conformance.checks import CHECKS, Check
 from conformance.contract import Implementation
 
+# (T, S, N, K, mask) of the ensemble check, the first that is supported. Eight blocks of 64 keys, and a group of eight
+# query heads, show a sum that is rounded at every step; a flat softmax with no mask keeps all its terms comparable.
+# Then what an implementation may be limited to: a larger share of key/value heads, T = S, a causal mask.
+_ENSEMBLE = (
+    (128, 512, 8, 1, "full"),
+    (128, 512, 8, 2, "full"),
+    (128, 512, 2, 2, "full"),
+    (512, 512, 2, 2, "full"),
+    (512, 512, 2, 1, "causal"),
+    (512, 512, 2, 2, "causal"),
+)
+
 
 @dataclasses.dataclass(frozen=True)
 class Job:
@@ -75,6 +87,7 @@ def _jobs(
         "declined": found.declined,
         "feature": found.singles[1:],
         "base": found.singles[:1] if implementation.validates else (),
+        "ensemble": ensemble_cases(implementation, seed),
     }
     jobs = []
     for scope, cases in by_scope.items():
@@ -92,11 +105,29 @@ def _jobs(
     return jobs, row
 
 
+def ensemble_cases(implementation: Implementation, seed: int) -> tuple[Case, ...]:
+    """One case in bf16 and one in f16 for the ensemble check, as far as they are supported; with gradients if can be.
+
+    Head depth 64 makes the scale a power of two: an implementation that rounds `q * scale` loses nothing by it.
+    """
+    found = []
+    for dtype in ("bf16", "f16"):
+        cases = (_ensemble_case(phase, dtype, seed, *sizes) for phase in ("train", "prefill") for sizes in _ENSEMBLE)
+        found.append(next((case for case in cases if implementation.supports(case) is None), None))
+    return tuple(case for case in found if case is not None)
+
+
+def _ensemble_case(phase: str, dtype: str, seed: int, t: int, s: int, n: int, k: int, mask: str) -> Case:
+    return Case(phase=phase, dtype=dtype, q_length=t, kv_length=s, num_q_heads=n, num_kv_heads=k, mask=mask, seed=seed)
+
+
 def single(implementation: Implementation, case: Case, checks: Iterable[Check] = CHECKS) -> Plan:
     """The jobs that judge one case: the checks of the grid, or the refusal if the case is not supported."""
     chosen = tuple(checks)
     declined = implementation.supports(case) is not None
-    scopes = ("declined",) if declined else ("grid", "feature", "base")
+    scopes: tuple[str, ...] = ("declined",) if declined else ("grid", "feature", "base")
+    if case in ensemble_cases(implementation, case.seed):
+        scopes += ("ensemble",)
     asked = tuple(check for check in chosen if check.scope in scopes)
     # A declined case is shown with its reason, whichever checks are asked for.
     return Plan((Job(implementation, case, asked),) if asked or declined else (), ())

@@ -27,7 +27,8 @@ class PlantedBug:
       name: a slug that says what is wrong.
       family: what the bug is about, as the matrix groups it (`"soft cap"`, `"sinks"`, `"blocks"`, ...).
       kind: class of the bug; the same for bugs that differ only in detail.
-      reference: where a real project had it (repository and issue, pull request or commit), or `"inferred"` and of what.
+      reference: where a real project had it (repository and issue, pull request or commit), or `"inferred"` and from
+        what.
       shows: observables by which it should show, as records name them, or their first part (`"dq"`, `"out"`).
       build: makes the implementation with the bug in it.
       trigger: whether a case has the condition under which the bug shows. Such cases are judged first, which saves time

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable
 
-from conformance.checks import forward, gradients, operands, poison, refusals
+from conformance.checks import ensemble, forward, gradients, operands, poison, refusals
 from conformance.checks.judgement import Judgement
 from conformance.subject import Subject
 
@@ -19,7 +19,8 @@ class Check:
     """A named question. `scope` says which cases it is asked of.
 
     `"grid"`: every supported case; `"declined"`: one case for each unsupported feature; `"feature"`: one plain case for
-    each supported feature; `"base"`: the plainest supported case.
+    each supported feature; `"base"`: the plainest supported case; `"ensemble"`: one plain, long case in bf16 and one in
+    f16.
     """
 
     name: str
@@ -45,5 +46,6 @@ CHECKS: tuple[Check, ...] = (
     Check("refusals", "declined", refusals.refusals),
     Check("arguments", "feature", operands.arguments),
     Check("errors", "base", operands.errors),
+    Check("ensemble", "ensemble", ensemble.ensemble),
 )
 BY_NAME = {check.name: check for check in CHECKS}
