@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from cases.case import Case, matches
-from cases.grid import grid
+from cases.grid import Supports, grid
 from conformance.checks import CHECKS, Check
 from conformance.contract import Implementation
 
@@ -87,7 +87,7 @@ def _jobs(
         "declined": found.declined,
         "feature": found.singles[1:],
         "base": found.singles[:1] if implementation.validates else (),
-        "ensemble": ensemble_cases(implementation, seed),
+        "ensemble": ensemble_cases(seed, implementation.supports),
     }
     jobs = []
     for scope, cases in by_scope.items():
@@ -105,7 +105,7 @@ def _jobs(
     return jobs, row
 
 
-def ensemble_cases(implementation: Implementation, seed: int) -> tuple[Case, ...]:
+def ensemble_cases(seed: int, supports: Supports = lambda case: None) -> tuple[Case, ...]:
     """One case in bf16 and one in f16 for the ensemble check, as far as they are supported; with gradients if can be.
 
     Head depth 64 makes the scale a power of two: an implementation that rounds `q * scale` loses nothing by it.
@@ -113,7 +113,7 @@ def ensemble_cases(implementation: Implementation, seed: int) -> tuple[Case, ...
     found = []
     for dtype in ("bf16", "f16"):
         cases = (_ensemble_case(phase, dtype, seed, *sizes) for phase in ("train", "prefill") for sizes in _ENSEMBLE)
-        found.append(next((case for case in cases if implementation.supports(case) is None), None))
+        found.append(next((case for case in cases if supports(case) is None), None))
     return tuple(case for case in found if case is not None)
 
 
@@ -126,7 +126,7 @@ def single(implementation: Implementation, case: Case, checks: Iterable[Check] =
     chosen = tuple(checks)
     declined = implementation.supports(case) is not None
     scopes: tuple[str, ...] = ("declined",) if declined else ("grid", "feature", "base")
-    if case in ensemble_cases(implementation, case.seed):
+    if case in ensemble_cases(case.seed, implementation.supports):
         scopes += ("ensemble",)
     asked = tuple(check for check in chosen if check.scope in scopes)
     # A declined case is shown with its reason, whichever checks are asked for.

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from cases.case import Case
 from conformance import records
 from conformance.checks.judgement import Judgement
 from conformance.execution import Result
@@ -46,8 +47,8 @@ class Statistics:
 def ensemble(subject: Subject) -> Iterator[Judgement]:
     """Over many seeds, errors in bf16 and f16 neither lean to one side nor scatter more than roundings explain."""
     collected: dict[str, list[tuple[np.ndarray, Spread]]] = {}
-    for seed in range(SEEDS):
-        one = _reseeded(subject, seed)
+    for case in reseeded(subject.case):
+        one = dataclasses.replace(subject, case=case)
         expected = spread(one.problem, one.implementation.arithmetic, one.cotangents.get("random"))
         result = _run(one)
         for name, exact in expected.items():
@@ -58,9 +59,9 @@ def ensemble(subject: Subject) -> Iterator[Judgement]:
                 reason = f"got {got.dtype}{list(got.shape)}, must be {one.problem.q.dtype}{list(exact.value.shape)}"
                 yield Judgement(observable=name, verdict=records.FAIL, reason=reason)
                 return
-            collected.setdefault(name, []).append((got.astype(np.float64), exact))
+            collected.setdefault(name, []).append((got, exact))
     for name, pairs in collected.items():
-        yield from _judged(name, statistics(pairs), subject.case.dtype)
+        yield from judge_statistics(name, statistics(pairs), subject.case.dtype)
 
 
 def statistics(pairs: list[tuple[np.ndarray, Spread]]) -> Statistics:
@@ -73,7 +74,7 @@ def statistics(pairs: list[tuple[np.ndarray, Spread]]) -> Statistics:
     rows, squares = [], []
     for got, exact in pairs:
         with np.errstate(invalid="ignore", over="ignore"):
-            error = got - exact.value
+            error = got.astype(np.float64) - exact.value
             leaning = (error * np.sign(exact.value)).sum(axis=-1)
             squares.append(np.mean(error**2 / exact.variance))
         rows.append((leaning / (exact.ulp / 2).sum(axis=-1)).ravel())
@@ -85,9 +86,9 @@ def statistics(pairs: list[tuple[np.ndarray, Spread]]) -> Statistics:
     )
 
 
-def _reseeded(subject: Subject, number: int) -> Subject:
-    seed = (subject.case.seed + number * _SEED_STEP) % 2**64
-    return dataclasses.replace(subject, case=dataclasses.replace(subject.case, seed=seed))
+def reseeded(case: Case) -> list[Case]:
+    """The cases that the statistics of `case` run over."""
+    return [dataclasses.replace(case, seed=(case.seed + number * _SEED_STEP) % 2**64) for number in range(SEEDS)]
 
 
 def _run(subject: Subject) -> Result:
@@ -96,7 +97,8 @@ def _run(subject: Subject) -> Result:
     return subject.executor.forward(subject.problem)
 
 
-def _judged(name: str, found: Statistics, dtype: str) -> Iterator[Judgement]:
+def judge_statistics(name: str, found: Statistics, dtype: str) -> Iterator[Judgement]:
+    """Judge both statistics of an observable, as `name.bias` and `name.spread`."""
     limit = max(BIAS_LIMIT, _STANDARD_ERRORS * found.standard_error)
     yield _judgement(f"{name}.bias", found.bias, limit, _leaning(found.bias))
     scatter = f"errors scatter {found.spread:.3g} times as much as all roundings of a correct kernel together"
