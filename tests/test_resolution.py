@@ -39,12 +39,13 @@ def resolved() -> dict[tuple[str, str, str], Resolution]:
     return by_name(resolve(cases=few, ensemble=False))
 
 
-def test_a_scale_error_of_30_roundoffs_is_seen_in_f32(resolved: dict[tuple[str, str, str], Resolution]):
-    for observable in ("logsumexp", "max_logits"):
-        found = resolved["f32", SCALE, observable]
-        assert found.roundoffs is not None
-        assert found.roundoffs < 30
-        assert found.case == FEW["f32"][0]
+def test_a_scale_error_of_30_roundoffs_is_seen_in_f32():
+    found = by_name(resolve(dtypes=["f32"]))
+    # The gradient shows it to who returns no residuals.
+    for observable in ("logsumexp", "max_logits", "dv"):
+        roundoffs = found["f32", SCALE, observable].roundoffs
+        assert roundoffs is not None
+        assert roundoffs < 30
 
 
 def test_every_error_is_seen_by_what_it_concerns(resolved: dict[tuple[str, str, str], Resolution]):
@@ -69,13 +70,18 @@ def test_every_error_is_seen_by_what_it_concerns(resolved: dict[tuple[str, str, 
 
 def test_ten_times_the_smallest_is_seen_and_a_tenth_of_it_is_not(resolved: dict[tuple[str, str, str], Resolution]):
     table = tolerances.default()
+    seen: dict[tuple[str, str, str], list[tuple[bool, bool]]] = {}
     for case in [case for dtype in FEW for case in few(dtype)]:
         for perturbation in resolution._perturbations(case, table):
             for observable in perturbation.observables:
-                found = resolved[case.dtype, perturbation.name, observable]
-                if found.case == case.id and found.smallest is not None:
-                    assert perturbation.seen(10 * found.smallest)[observable]
-                    assert not perturbation.seen(found.smallest / 10)[observable]
+                key = (case.dtype, perturbation.name, observable)
+                if (smallest := resolved[key].smallest) is not None:
+                    above, below = perturbation.seen(10 * smallest), perturbation.seen(smallest / 10)
+                    seen.setdefault(key, []).append((above[observable], below[observable]))
+    assert seen.keys() == {key for key, found in resolved.items() if found.smallest is not None}
+    for key, pairs in seen.items():
+        assert any(above for above, _ in pairs), key
+        assert not any(below for _, below in pairs), key
 
 
 @pytest.mark.parametrize("dtype", list(FEW))
