@@ -9,10 +9,22 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from cases.case import Case, matches
-from cases.grid import grid
+from cases.grid import Supports, grid
 from conformance.checks import CHECKS, Check
 from conformance.contract import Implementation
 from conformance.subject import PULLBACKS, Pullback
+
+# (T, S, N, K, mask) of the ensemble check, the first that is supported. Eight blocks of 64 keys, and a group of eight
+# query heads, show a sum that is rounded at every step; a flat softmax with no mask keeps all its terms comparable.
+# Then what an implementation may be limited to: a larger share of key/value heads, T = S, a causal mask.
+_ENSEMBLE = (
+    (128, 512, 8, 1, "full"),
+    (128, 512, 8, 2, "full"),
+    (128, 512, 2, 2, "full"),
+    (512, 512, 2, 2, "full"),
+    (512, 512, 2, 1, "causal"),
+    (512, 512, 2, 2, "causal"),
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,12 +95,15 @@ def _jobs(
         "feature": found.singles[1:],
         "base": found.singles[:1],
         "rich": found.rich,
+        "ensemble": ensemble_cases(seed, implementation.supports),
     }
     jobs = []
     for scope, cases in by_scope.items():
         if asked := tuple(check for check in checks if check.scope == scope):
+            one = scope == "grid" and level == "quick" and _both_asked(checks)
             jobs += [
-                Job(implementation, case, asked, _pullbacks(implementation, case, level, checks)) for case in cases
+                Job(implementation, case, asked, _pullbacks(implementation, case) if one else PULLBACKS)
+                for case in cases
             ]
     row = {
         "implementation": implementation.name,
@@ -102,24 +117,43 @@ def _jobs(
     return jobs, row
 
 
-def _pullbacks(
-    implementation: Implementation, case: Case, level: str, checks: tuple[Check, ...]
-) -> tuple[Pullback, ...]:
-    """Which calls get differentiated: at `quick` one of the two, by the case's id.
+def _both_asked(checks: Iterable[Check]) -> bool:
+    return {"gradients", "gradients_lse"} <= {check.name for check in checks}
+
+
+def _pullbacks(implementation: Implementation, case: Case) -> tuple[Pullback, ...]:
+    """At `quick` one of the two calls gets differentiated, by the case's id.
 
     Compiling is nearly all of the cost, and most kernels share one backward pass between the two calls.
     """
-    both = {"gradients", "gradients_lse"} <= {check.name for check in checks}
-    if level != "quick" or not both or "logsumexp" not in implementation.differentiable_residuals:
+    if "logsumexp" not in implementation.differentiable_residuals:
         return PULLBACKS
     return (PULLBACKS[zlib.crc32(case.id.encode()) % 2],)
+
+
+def ensemble_cases(seed: int, supports: Supports = lambda case: None) -> tuple[Case, ...]:
+    """One case in bf16 and one in f16 for the ensemble check, as far as they are supported; with gradients if can be.
+
+    Head depth 64 makes the scale a power of two: an implementation that rounds `q * scale` loses nothing by it.
+    """
+    found = []
+    for dtype in ("bf16", "f16"):
+        cases = (_ensemble_case(phase, dtype, seed, *sizes) for phase in ("train", "prefill") for sizes in _ENSEMBLE)
+        found.append(next((case for case in cases if supports(case) is None), None))
+    return tuple(case for case in found if case is not None)
+
+
+def _ensemble_case(phase: str, dtype: str, seed: int, t: int, s: int, n: int, k: int, mask: str) -> Case:
+    return Case(phase=phase, dtype=dtype, q_length=t, kv_length=s, num_q_heads=n, num_kv_heads=k, mask=mask, seed=seed)
 
 
 def single(implementation: Implementation, case: Case, checks: Iterable[Check] = CHECKS) -> Plan:
     """The jobs that judge one case: the checks of the grid, or the refusal if the case is not supported."""
     chosen = tuple(checks)
     declined = implementation.supports(case) is not None
-    scopes = ("declined",) if declined else ("grid", "feature", "base", "rich")
+    scopes: tuple[str, ...] = ("declined",) if declined else ("grid", "feature", "base", "rich")
+    if case in ensemble_cases(case.seed, implementation.supports):
+        scopes += ("ensemble",)
     asked = tuple(check for check in chosen if check.scope in scopes)
     # A declined case is shown with its reason, whichever checks are asked for.
     return Plan((Job(implementation, case, asked),) if asked or declined else (), ())

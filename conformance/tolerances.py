@@ -1,15 +1,20 @@
 """The tolerance table: one limit a dtype and observable, in units of the error bound.
 
-The limit is 4 on the largest ratio everywhere, and 1.5 on the root mean square where there are enough elements for it
-to mean something. `_REACHED` says what correct implementations came to, which is never more than three quarters of it.
-A limit is never widened to make a case pass: a correct kernel that fails has declared the wrong arithmetic, or the
-bound lacks a term.
+Both limits follow from what correct implementations reached, by a fixed rule: 1.5 times the largest figure of any dtype
+and observable, rounded up, to a whole number for the largest ratio and to a half for the root mean square (judged where
+there are enough elements for it to mean something). What was reached is in `calibration.json` beside this file, with
+where it comes from; `conformance.calibration` makes it. A limit is never widened to make a case pass: a correct kernel
+that fails has declared the wrong arithmetic, or the bound lacks a term.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
+import json
+import math
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 OBSERVABLES = ("out", "logsumexp", "max_logits", "dq", "dk", "dv", "dsinks", "dbias")
@@ -17,41 +22,9 @@ DTYPES = ("f32", "bf16", "f16")
 RMS_MIN_ELEMENTS = 256
 """With fewer judged elements the root mean square is too close to the maximum to add anything."""
 
-_LIMIT = 4.0
-_RMS_LIMIT = 1.5
-
-# Largest ratio and root mean square over the standard grid with base seeds 0, 1 and 2, on CPU: 170,220 judgements of a
-# naive kernel (tests/kernels/naive.py) and of block_flash. Repeat with
-#   python -m conformance run --impl=block_flash --level=standard --seed=0 --seed=1 --seed=2 --report=report.html
-# whose section "Distance to the limit" has these figures. The bound has grown since, for sums led by one large term, so
-# they are upper estimates; max_logits, which it concerns most, was measured again on dot_product's 'huge' cases with
-# the same seeds (2.65, 3.39 and 3.66 before). dsinks come in too few elements for a root mean square.
-_REACHED: Mapping[tuple[str, str], tuple[float, float]] = {
-    ("f32", "out"): (0.93, 0.15),
-    ("f32", "logsumexp"): (1.28, 0.22),
-    ("f32", "max_logits"): (2.00, 0.60),
-    ("f32", "dq"): (1.11, 0.10),
-    ("f32", "dk"): (0.88, 0.20),
-    ("f32", "dv"): (1.36, 0.41),
-    ("f32", "dsinks"): (0.10, 0.00),
-    ("f32", "dbias"): (1.35, 0.18),
-    ("bf16", "out"): (1.20, 0.30),
-    ("bf16", "logsumexp"): (2.01, 0.35),
-    ("bf16", "max_logits"): (2.33, 0.67),
-    ("bf16", "dq"): (0.83, 0.17),
-    ("bf16", "dk"): (0.94, 0.13),
-    ("bf16", "dv"): (1.54, 0.34),
-    ("bf16", "dsinks"): (0.11, 0.00),
-    ("bf16", "dbias"): (1.02, 0.13),
-    ("f16", "out"): (0.99, 0.29),
-    ("f16", "logsumexp"): (1.75, 0.24),
-    ("f16", "max_logits"): (2.62, 0.70),
-    ("f16", "dq"): (0.99, 0.14),
-    ("f16", "dk"): (2.62, 0.33),
-    ("f16", "dv"): (2.07, 0.31),
-    ("f16", "dsinks"): (0.18, 0.00),
-    ("f16", "dbias"): (1.27, 0.12),
-}
+CALIBRATION = Path(__file__).with_name("calibration.json")
+CALIBRATION_SCHEMA = "attention-conformance/calibration/1"
+_HEADROOM = 1.5
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,11 +56,36 @@ class Tolerances:
 
 def default() -> Tolerances:
     """The calibrated table."""
-    return Tolerances({key: Limit(_LIMIT, _RMS_LIMIT, _source(*reached)) for key, reached in _REACHED.items()})
+    return from_calibration(_calibration())
 
 
-def _source(ratio: float, rms: float) -> str:
-    return f"correct kernels reached {ratio:.2f} (rms {rms:.2f}) at standard, three seeds, on CPU"
+def from_calibration(calibration: Mapping[str, Any]) -> Tolerances:
+    """The table that the figures of correct implementations lead to (module docstring).
+
+    Raises:
+      ValueError: for figures of another schema, or a dtype and observable without any.
+    """
+    if calibration.get("schema") != CALIBRATION_SCHEMA:
+        raise ValueError(f"schema of the calibration is {calibration.get('schema')!r}, must be {CALIBRATION_SCHEMA!r}")
+    rows = {(row["dtype"], row["observable"]): row for row in calibration["rows"]}
+    if missing := [f"{d}.{o}" for d in DTYPES for o in OBSERVABLES if (d, o) not in rows]:
+        raise ValueError(f"the calibration has no row for {', '.join(missing)}")
+    ratio = math.ceil(_HEADROOM * max(row["max_ratio"] for row in rows.values()))
+    rms = math.ceil(2 * _HEADROOM * max(row["max_rms"] or 0.0 for row in rows.values())) / 2
+    name = calibration["provenance"]["name"]
+    return Tolerances(
+        {(d, o): Limit(float(ratio), rms, _source(rows[d, o], name)) for d in DTYPES for o in OBSERVABLES}
+    )
+
+
+@functools.cache
+def _calibration() -> Mapping[str, Any]:
+    return json.loads(CALIBRATION.read_text())
+
+
+def _source(row: Mapping[str, Any], name: str) -> str:
+    rms = "" if row["max_rms"] is None else f" (rms {row['max_rms']:.2f})"
+    return f"correct kernels reached {row['max_ratio']:.2f}{rms} {name}"
 
 
 def overridden(table: Tolerances, overrides: Mapping[str, float], source: str) -> Tolerances:

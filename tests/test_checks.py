@@ -26,7 +26,9 @@ SINKS = "train/f32/B1.T16.S16.N2.K2.H16.V16/full/sinks/normal/s0"
 SHORT = "train/f32/B1.T16.S16.N2.K2.H16.V16/lengths-9/normal/s0"
 PADDED = "train/f32/B1.T32.S32.N2.K2.H16.V16/causal/segpad/normal/s0"
 
-CASE_OF = {"poison": SHORT, "gradients_part": PADDED, "arguments": CAPPED, "errors": CAUSAL}
+ENSEMBLE = "train/bf16/B1.T128.S512.N8.K1.H64.V64/full/normal/s0"
+
+CASE_OF = {"poison": SHORT, "gradients_part": PADDED, "arguments": CAPPED, "errors": CAUSAL, "ensemble": ENSEMBLE}
 
 
 def judge(implementation: Implementation | Callable[..., Any], case: str, check: str) -> list[Record]:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable
 from conformance.checks import (
     aliasing,
     differentiation,
+    ensemble,
     forward,
     gradients,
     independence,
@@ -34,7 +35,8 @@ class Check:
     """A named question. `scope` says which cases it is asked of.
 
     `"grid"`: every supported case; `"declined"`: one case for each unsupported feature; `"feature"`: one plain case for
-    each supported feature; `"base"`: the plainest supported case; `"rich"`: the case with every supported operand.
+    each supported feature; `"base"`: the plainest supported case; `"rich"`: the case with every supported operand;
+    `"ensemble"`: one plain, long case in bf16 and one in f16.
     """
 
     name: str
@@ -67,5 +69,6 @@ CHECKS: tuple[Check, ...] = (
     Check("differentiation", "rich", differentiation.differentiation),
     Check("transforms", "rich", transforms.transforms),
     Check("sharding", "rich", sharding.sharding),
+    Check("ensemble", "ensemble", ensemble.ensemble),
 )
 BY_NAME = {check.name: check for check in CHECKS}

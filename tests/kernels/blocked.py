@@ -34,7 +34,9 @@ def attention(
     save_residuals=False,
 ):
     """Blocked attention with an online softmax, differentiated by JAX."""
-    group, kv_length = q.shape[2] // k.shape[2], k.shape[1]
+    dtype, group, kv_length = q.dtype, q.shape[2] // k.shape[2], k.shape[1]
+    # In f32: gradients are summed over the blocks (dq) and the group (dk, dv) in the dtype that the operands have here.
+    q, k, v = (x.astype(jnp.float32) for x in (q, k, v))
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     shape = (q.shape[0], q.shape[2], q.shape[1])
     ok = jnp.broadcast_to(allowed_pairs(q, k, causal, window, mask, segment_ids), (*shape, kv_length))
@@ -54,7 +56,7 @@ def attention(
         alpha = jnp.where(jnp.isfinite(m), jnp.exp(m - pivot[..., 0]), 0)
         e = jnp.where(seen, jnp.exp(jnp.where(seen, z - pivot, 0)), 0)
         update = jnp.einsum(
-            "bnts,bnvs->bntv", e.astype(v.dtype), values, precision="highest", preferred_element_type=jnp.float32
+            "bnts,bnvs->bntv", e.astype(dtype), values, precision="highest", preferred_element_type=jnp.float32
         )
         return (new_m, total * alpha + e.sum(axis=-1), acc * alpha[..., None] + update), None
 
@@ -66,7 +68,7 @@ def attention(
         alpha = jnp.where(jnp.isfinite(top), jnp.exp(top - m), 0)
         total, acc = total * alpha + jnp.exp(sinks[:, None] - m), acc * alpha[..., None]
     safe = jnp.where(total == 0, 1, total)
-    out = (acc / safe[..., None]).transpose(0, 2, 1, 3).astype(q.dtype)
+    out = (acc / safe[..., None]).transpose(0, 2, 1, 3).astype(dtype)
     if not save_residuals:
         return out
     lse = jnp.where(total == 0, -jnp.inf, jnp.where(jnp.isfinite(m), m, 0) + jnp.log(safe))

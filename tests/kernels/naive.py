@@ -46,7 +46,9 @@ def attention(
     save_residuals=False,
 ):
     """Naive attention: correct, quadratic memory."""
-    group = q.shape[2] // k.shape[2]
+    dtype, group = q.dtype, q.shape[2] // k.shape[2]
+    # In f32: the gradient of a repeat is a sum over the group, which bf16 would round at every step.
+    q, k, v = (x.astype(jnp.float32) for x in (q, k, v))
     k, v = jnp.repeat(k, group, axis=2), jnp.repeat(v, group, axis=2)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     z = scale * jnp.einsum("btnh,bsnh->bnts", q, k, precision="highest", preferred_element_type=jnp.float32)
@@ -65,9 +67,9 @@ def attention(
     if sinks is not None:
         total = total + jnp.exp(sinks[:, None, None] - m)
     total = jnp.where(total == 0, 1, total)
-    p = (e / total).astype(v.dtype)
+    p = (e / total).astype(dtype)
     out = jnp.einsum("bnts,bsnv->btnv", p, v, precision="highest", preferred_element_type=jnp.float32)
-    out = out.astype(q.dtype)
+    out = out.astype(dtype)
     if not save_residuals:
         return out
     top = jnp.where(ok, z, -jnp.inf).max(axis=-1)

@@ -65,7 +65,8 @@ def kernel(steps: Steps) -> Callable[..., Any]:
         save_residuals=False,
     ):
         q, k, v = steps.operands(q, k, v)
-        group = q.shape[2] // k.shape[2]
+        dtype, group = q.dtype, q.shape[2] // k.shape[2]
+        q, k, v = (x.astype(jnp.float32) for x in (q, k, v))
         k, v = steps.expand_k(k, group), _expand(v, group)
         scale = steps.scale(q.shape[-1] ** -0.5 if scale is None else scale)
         z = scale * jnp.einsum("btnh,bsnh->bnts", q, k, precision="highest", preferred_element_type=jnp.float32)
@@ -85,9 +86,9 @@ def kernel(steps: Steps) -> Callable[..., Any]:
         if sinks is not None:
             total = steps.with_sink(total, sinks, m)
         total = jnp.where(total == 0, 1, total)
-        p = (e / total).astype(v.dtype)
+        p = (e / total).astype(dtype)
         out = jnp.einsum("bnts,bsnv->btnv", p, v, precision="highest", preferred_element_type=jnp.float32)
-        out = out.astype(q.dtype)
+        out = out.astype(dtype)
         if not save_residuals:
             return out
         top = jnp.where(ok, z, -jnp.inf).max(axis=-1)
