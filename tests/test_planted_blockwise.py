@@ -7,11 +7,13 @@ import pytest
 from conformance import plan, runner, settings
 from conformance.records import ERROR, RED, Record
 from conformance.sensitivity import PlantedBug
-from tests.planted import online
+from tests.planted import backward, blocks, cotangents, epilogue, online, operands, sums, tails
 from tests.planted.blockwise import implementation
 from tests.planted.steps import BlockSteps
 
-BUGS = (*online.BUGS,)
+BUGS = tuple(
+    bug for module in (online, epilogue, blocks, tails, backward, cotangents, sums, operands) for bug in module.BUGS
+)
 
 # Part of the grid, spread over it, on which the correct kernel must not fail.
 _CORRECT_STRIDE = 10

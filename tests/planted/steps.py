@@ -172,7 +172,8 @@ def delta(out: jax.Array, do: jax.Array, call: Call) -> jax.Array:
     return product("bkgtv,bkgtv->bkgt", out, do)
 
 
-def _dz(p: jax.Array, dp: jax.Array, delta: jax.Array, dlse: jax.Array, block: Block) -> jax.Array:
+def dz(p: jax.Array, dp: jax.Array, delta: jax.Array, dlse: jax.Array, block: Block) -> jax.Array:
+    """Gradient of the capped logits of a block."""
     return p * (dp - delta[..., None] + dlse[..., None])
 
 
@@ -239,7 +240,7 @@ class BlockSteps:
     delta: Step = delta
     probabilities: Step = lambda z, lse, block: jnp.exp(z - finite_or_zero(lse)[..., None])
     dp: Step = lambda do, v, block: product("bkgtv,bksv->bkgts", do, v)
-    dz: Step = _dz
+    dz: Step = dz
     dx: Step = lambda dz, slope, z, block: jnp.where(block.visible, dz * slope, 0)
     round_dx: Step = lambda dx, dtype: dx.astype(dtype)
     add_dq: Step = lambda dq, update, block: dq + update
