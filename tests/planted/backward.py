@@ -25,11 +25,8 @@ from tests.planted.triggers import (
 )
 
 _bug = functools.partial(planted, family="backward")
-
 _Z = tuple[jax.Array, jax.Array | float]
-
 _DQ_DK = ("dq", "dk")
-
 _ALL = ("dq", "dk", "dv")
 
 

@@ -11,7 +11,7 @@ from jax import lax
 from conformance.sensitivity import PlantedBug
 from tests.planted.blockwise import planted
 from tests.planted.layout import BLOCK_Q, Call
-from tests.planted.steps import Block, Operands, Outputs, dz, product
+from tests.planted.steps import Block, Operands, Outputs, delta, dz, product, to_bf16
 from tests.planted.triggers import (
     query_tail,
     rounds,
@@ -20,27 +20,19 @@ from tests.planted.triggers import (
 )
 
 _bug = functools.partial(planted, family="backward")
-
 _DQ_DK = ("dq", "dk")
-
 _ALL = ("dq", "dk", "dv")
-
 _SMALL_WEIGHT = 1e-2
-
 _LN2 = 0.6931472
 
 
-def _to_bf16(x: jax.Array) -> jax.Array:
-    return lax.reduce_precision(x, 8, 7)
-
-
 def _delta_wrong_head(out: jax.Array, do: jax.Array, call: Call) -> jax.Array:
-    d = product("bkgtv,bkgtv->bkgt", out, do)
+    d = delta(out, do, call)
     return jnp.roll(d.reshape(d.shape[0], call.num_q_heads, -1), 1, axis=1).reshape(d.shape)
 
 
 def _delta_first_row(out: jax.Array, do: jax.Array, call: Call) -> jax.Array:
-    d = product("bkgtv,bkgtv->bkgt", out, do)
+    d = delta(out, do, call)
     return jnp.broadcast_to(d[:1], d.shape)
 
 
@@ -55,8 +47,9 @@ def _delta_rounded(out: jax.Array, do: jax.Array, call: Call) -> jax.Array:
     return total.astype(jnp.float32)
 
 
-def _delta_by_key_depth(out: jax.Array, do: jax.Array, call: Call, depth: int) -> jax.Array:
-    return product("bkgtv,bkgtv->bkgt", out[..., :depth], do[..., :depth])
+def _delta_half(out: jax.Array, do: jax.Array, call: Call) -> jax.Array:
+    depth = out.shape[-1] // 2
+    return delta(out[..., :depth], do[..., :depth], call)
 
 
 def _dz_with_local_delta(p: jax.Array, dp: jax.Array, delta: jax.Array, dlse: jax.Array, block: Block) -> jax.Array:
@@ -147,7 +140,7 @@ BUGS: tuple[PlantedBug, ...] = (
         reference="inferred from arXiv 2510.04212",
         shows=("dq", "dk", "dsinks"),
         trigger=lambda case: train(case) and case.dtype == "f32",
-        delta=lambda out, do, call: product("bkgtv,bkgtv->bkgt", _to_bf16(out), _to_bf16(do)),
+        delta=lambda out, do, call: delta(to_bf16(out), to_bf16(do), call),
     ),
     _bug(
         name="bwd-delta-of-one-block",
@@ -163,7 +156,7 @@ BUGS: tuple[PlantedBug, ...] = (
         reference="inferred from native-sparse-attention-triton#27",
         shows=_DQ_DK,
         trigger=train,
-        delta=lambda out, do, call: _delta_by_key_depth(out, do, call, out.shape[-1] // 2),
+        delta=_delta_half,
     ),
     _bug(
         name="bwd-rounds-dz-to-bf16",
@@ -171,7 +164,7 @@ BUGS: tuple[PlantedBug, ...] = (
         reference="inferred from tokamax e98c877",
         shows=_DQ_DK,
         trigger=lambda case: train(case) and case.dtype == "f32",
-        round_dx=lambda dx, dtype: _to_bf16(dx).astype(dtype),
+        round_dx=lambda dx, dtype: to_bf16(dx).astype(dtype),
     ),
     _bug(
         name="bwd-rounds-cotangent-to-bf16",
@@ -179,7 +172,7 @@ BUGS: tuple[PlantedBug, ...] = (
         reference="inferred from triton_docs_tutorials#6",
         shows=_ALL,
         trigger=lambda case: train(case) and case.dtype == "f32",
-        dp=lambda do, v, block: product("bkgtv,bksv->bkgts", _to_bf16(do), v),
+        dp=lambda do, v, block: product("bkgtv,bksv->bkgts", to_bf16(do), v),
     ),
     _bug(
         name="bwd-saves-out-in-bf16",
@@ -187,7 +180,7 @@ BUGS: tuple[PlantedBug, ...] = (
         reference="inferred from arXiv 2510.04212",
         shows=_DQ_DK,
         trigger=lambda case: train(case) and case.dtype == "f32",
-        saved=lambda out, lse, operands: (_to_bf16(out), lse),
+        saved=lambda out, lse, operands: (to_bf16(out), lse),
     ),
     _bug(
         name="bwd-saves-logsumexp-in-bf16",
@@ -195,7 +188,7 @@ BUGS: tuple[PlantedBug, ...] = (
         reference="jax 178e622ef1",
         shows=_ALL,
         trigger=train,
-        saved=lambda out, lse, operands: (out, _to_bf16(lse)),
+        saved=lambda out, lse, operands: (out, to_bf16(lse)),
     ),
     _bug(
         name="bwd-saves-logsumexp-without-sink",

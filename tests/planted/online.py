@@ -6,12 +6,11 @@ import functools
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from conformance.sensitivity import PlantedBug
 from tests.planted.blockwise import planted
 from tests.planted.layout import BLOCK_KV, EMPTY
-from tests.planted.steps import Block, Running, add_sink, finite_or_zero, keep, product
+from tests.planted.steps import Block, Running, add_sink, finite_or_zero, keep, product, to_bf16
 from tests.planted.triggers import (
     always,
     empty_after,
@@ -23,17 +22,10 @@ from tests.planted.triggers import (
 )
 
 _bug = functools.partial(planted, family="online softmax")
-
 _OUT = ("out", "out_with_residuals", "logsumexp")
-
 _SMALL_RISE = 8.0
-
 # A pivot that is meant to be below every logit.
 _SENTINEL = -5e4
-
-
-def _to_bf16(x: jax.Array) -> jax.Array:
-    return lax.reduce_precision(x, 8, 7)
 
 
 def _rescale(old: jax.Array, shift: jax.Array) -> jax.Array:
@@ -163,7 +155,7 @@ BUGS: tuple[PlantedBug, ...] = (
         reference="maxtext fbef426f5",
         shows=_OUT,
         trigger=several_blocks,
-        alpha=lambda old, shift, block: _to_bf16(_rescale(old, shift)),
+        alpha=lambda old, shift, block: to_bf16(_rescale(old, shift)),
     ),
     _bug(
         name="rescale-by-scaled-difference",

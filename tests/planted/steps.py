@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from tests.planted.layout import BLOCK_KV, BLOCK_Q, FULL, PARTIAL, Call, split_heads
 
@@ -110,6 +111,11 @@ def finite_or_zero(x: jax.Array) -> jax.Array:
 def product(equation: str, a: jax.Array, b: jax.Array) -> jax.Array:
     """A contraction accumulated in f32."""
     return jnp.einsum(equation, a, b, precision="highest", preferred_element_type=jnp.float32)
+
+
+def to_bf16(x: jax.Array) -> jax.Array:
+    """f32 values rounded to bf16."""
+    return lax.reduce_precision(x, 8, 7)
 
 
 def keep(x: Any, *context: Any) -> Any:

@@ -14,9 +14,8 @@ from tests.planted.steps import Block, Gradients, product
 from tests.planted.triggers import dead_block, empty_rows, grouped, key_tail, rounds, train, train_blocks
 
 _bug = functools.partial(planted, family="backward")
-
+# Reduction steps of dq in the bug that bounds them.
 _STEPS = 3
-"""Reduction steps of dq in the bug that bounds them."""
 
 _LANES = 32
 
