@@ -16,12 +16,15 @@ from tests.planted.triggers import (
     by_head,
     dead_block,
     empty_after,
-    empty_rows,
+    empty_before,
+    holes,
+    kinds_by_head,
     late_start,
     masked,
     mixed,
     only_whole_tiles,
     several_blocks,
+    whole_tile,
 )
 
 _bug = functools.partial(planted, family="blocks")
@@ -140,7 +143,7 @@ BUGS: tuple[PlantedBug, ...] = (
         kind="mask.empty-row-info",
         reference="jax 55c9ed614c",
         shows=_SHOWS,
-        trigger=empty_rows,
+        trigger=empty_before,
         classify=lambda tiles: _without_empty_rows(classify(tiles), classify(tiles)),
         mask_tiles=lambda tiles, kinds, call: _without_empty_rows(tiles, classify(tiles)),
     ),
@@ -189,7 +192,7 @@ BUGS: tuple[PlantedBug, ...] = (
         kind="I.full-as-partial-empty",
         reference="inferred from tokamax 620ac16",
         shows=_SHOWS,
-        trigger=lambda case: "window" in case.mask or "dense" in case.mask,
+        trigger=lambda case: whole_tile(case) and ("window" in case.mask or "dense" in case.mask),
         classify=_empty_by_bottom_left,
     ),
     _bug(
@@ -197,7 +200,7 @@ BUGS: tuple[PlantedBug, ...] = (
         kind="I.full-as-partial-empty",
         reference="inferred from tokamax 620ac16",
         shows=_SHOWS,
-        trigger=masked,
+        trigger=lambda case: whole_tile(case) and ("window" in case.mask or "dense" in case.mask),
         classify=_empty_by_corners,
     ),
     _bug(
@@ -221,7 +224,7 @@ BUGS: tuple[PlantedBug, ...] = (
         kind="causal.ub-floor",
         reference="inferred from jax b8b9f2bc33",
         shows=_SHOWS,
-        trigger=lambda case: "window" in case.mask,
+        trigger=late_start,
         kinds=_without_ceiled_start,
     ),
     _bug(
@@ -237,7 +240,7 @@ BUGS: tuple[PlantedBug, ...] = (
         kind="mask.no-partial-blocks",
         reference="inferred from tokamax 620ac16",
         shows=_SHOWS,
-        trigger=lambda case: "lengths" in case.mask or "_or_" in case.mask,
+        trigger=holes,
         kinds=_holes_attended,
     ),
     _bug(
@@ -286,7 +289,7 @@ BUGS: tuple[PlantedBug, ...] = (
         kind="I.head0-mask",
         reference="inferred from torch-xpu-ops#5090",
         shows=_SHOWS,
-        trigger=by_head,
+        trigger=kinds_by_head,
         kinds=lambda kinds, call: kinds[:, :, :1, :1],
     ),
     _bug(

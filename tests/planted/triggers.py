@@ -8,7 +8,7 @@ import numpy as np
 
 from cases import mask_spec
 from cases.case import Case
-from tests.planted.layout import BLOCK_KV, BLOCK_Q, EMPTY, FULL, PARTIAL
+from tests.planted.layout import BLOCK_KV, BLOCK_Q, EMPTY, PARTIAL
 
 
 @functools.lru_cache(maxsize=256)
@@ -108,6 +108,29 @@ def by_head(case: Case) -> bool:
 def only_whole_tiles(case: Case) -> bool:
     """Some batch row and head has empty tiles and no partial one."""
     found = kinds(case)
-    return case.segments is None and bool(
-        ((found != PARTIAL).all(axis=(2, 3)) & (found == EMPTY).any(axis=(2, 3)) & (found != FULL).any()).any()
-    )
+    return bool(((found != PARTIAL).all(axis=(2, 3)) & (found == EMPTY).any(axis=(2, 3))).any())
+
+
+def empty_before(case: Case) -> bool:
+    """A query tile that may attend to nothing comes before one that may attend to something."""
+    live = (kinds(case) != EMPTY).any(axis=-1)
+    return bool((~live[..., :-1] & live[..., 1:]).any())
+
+
+def holes(case: Case) -> bool:
+    """Some query tile has an empty tile between two that are not."""
+    active = kinds(case) != EMPTY
+    before = np.logical_or.accumulate(active, axis=-1)
+    after = np.logical_or.accumulate(active[..., ::-1], axis=-1)[..., ::-1]
+    return bool((before & after & ~active).any())
+
+
+def whole_tile(case: Case) -> bool:
+    """Some tile of a mask has no padding."""
+    return case.mask != "full" and case.q_length >= BLOCK_Q and case.kv_length >= BLOCK_KV
+
+
+def kinds_by_head(case: Case) -> bool:
+    """Kinds of tiles differ by head."""
+    found = kinds(case)
+    return bool((found != found[:, :1]).any())
