@@ -14,10 +14,10 @@ from tests.planted.steps import Block, classify
 from tests.planted.triggers import (
     by_batch,
     by_head,
-    dead_block,
-    empty_after,
     empty_before,
+    empty_tile,
     holes,
+    kinds_by_batch,
     kinds_by_head,
     late_start,
     masked,
@@ -272,7 +272,7 @@ BUGS: tuple[PlantedBug, ...] = (
         kind="I.batch0-mask",
         reference="inferred from ejkernel 3ed3b1f",
         shows=_SHOWS,
-        trigger=lambda case: by_batch(case) or (case.batch > 1 and case.segments is not None),
+        trigger=kinds_by_batch,
         kinds=lambda kinds, call: kinds[:, :1],
     ),
     _bug(
@@ -341,7 +341,7 @@ BUGS: tuple[PlantedBug, ...] = (
         kind="ring.empty-block",
         reference="tokamax 657b71a",
         shows=_SHOWS,
-        trigger=lambda case: empty_after(case) or dead_block(case),
+        trigger=empty_tile,
         kinds=lambda kinds, call: jnp.where(kinds == EMPTY, FULL, kinds),
     ),
 )

@@ -93,9 +93,9 @@ def split_mask(allowed: jax.Array, call: Call) -> jax.Array:
     """`[b, n, T, S]` to tiles `[key blocks, b, k, g, q tiles, BLOCK_Q, BLOCK_KV]`."""
     x = jnp.broadcast_to(allowed, (*allowed.shape[:2], call.q_length, call.kv_length))
     x = _split_heads_of(x, call)
-    # Padding counts as allowed, so that it makes no full tile partial; `in_range` takes it out.
+    # Padding repeats the last row and column, which changes the kind of no tile; `in_range` takes it out.
     padding = [(0, 0)] * 3 + [(0, -call.q_length % BLOCK_Q), (0, -call.kv_length % BLOCK_KV)]
-    x = jnp.pad(x, padding, constant_values=True)
+    x = jnp.pad(x, padding, mode="edge")
     x = x.reshape(*x.shape[:3], -1, BLOCK_Q, x.shape[4] // BLOCK_KV, BLOCK_KV)
     return jnp.moveaxis(x, 5, 0)
 

@@ -134,3 +134,14 @@ def kinds_by_head(case: Case) -> bool:
     """Kinds of tiles differ by head."""
     found = kinds(case)
     return bool((found != found[:, :1]).any())
+
+
+def kinds_by_batch(case: Case) -> bool:
+    """Kinds of tiles differ by batch row."""
+    found = kinds(case)
+    return bool((found != found[:1]).any())
+
+
+def empty_tile(case: Case) -> bool:
+    """Some tile is empty."""
+    return bool((kinds(case) == EMPTY).any())
