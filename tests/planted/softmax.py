@@ -7,7 +7,7 @@ import functools
 import jax.numpy as jnp
 
 from conformance.sensitivity import PlantedBug
-from tests.planted.plain import Array, BackwardSteps, Call, PlainSteps, Saved, planted, product
+from tests.planted.plain import Array, BackwardSteps, Call, PlainSteps, Saved, planted, product, with_sinks
 from tests.planted.triggers import both, trains
 
 _bug = functools.partial(planted, "softmax")
@@ -16,6 +16,11 @@ _FORWARD = "out logsumexp"
 
 def _constant_pivot(top: Array, sinks: Array | None, call: Call) -> Array:
     return jnp.full_like(top, 10.0)[..., None]
+
+
+def _pivot_of_first_row(top: Array, sinks: Array | None, call: Call) -> Array:
+    pivot = with_sinks(top, sinks, call)
+    return jnp.broadcast_to(pivot[:, :, :1], pivot.shape)
 
 
 def _unnormalised_dv(p: Array, do: Array, saved: Saved) -> Array:
@@ -42,13 +47,8 @@ BUGS: tuple[PlantedBug, ...] = (
         kind="softmax.max-copy-paste",
         reference="pytorch PR 156379",
         shows="out logsumexp dq dk dv",
-        trigger=lambda case: case.distribution in ("huge", "large"),
-        steps=PlainSteps(
-            top=lambda z, call: z.max(axis=-1),
-            pivot=lambda top, sinks, call: jnp.broadcast_to(jnp.where(jnp.isfinite(top), top, 0)[:, :, :1], top.shape)[
-                ..., None
-            ],
-        ),
+        trigger=lambda case: case.distribution in ("huge", "large", "heavy"),
+        steps=PlainSteps(pivot=_pivot_of_first_row),
     ),
     _bug(
         "weights-in-base-two",
