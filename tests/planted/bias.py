@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 
+import jax
 import jax.numpy as jnp
 
 from conformance.sensitivity import PlantedBug
@@ -53,9 +54,15 @@ def _first(dx: Array, dz: Array, saved: Saved) -> Array:
     return dx
 
 
-def _from_rounded(dx: Array, dz: Array, saved: Saved) -> Array:
+def _running_sum_in_operands_dtype(dx: Array, dz: Array, saved: Saved) -> Array:
     assert saved.call.bias is not None
-    return sum_to_shape(dx.astype(saved.call.q.dtype).astype(jnp.float32), saved.call.bias.shape)
+    bits = jnp.finfo(saved.call.q.dtype)
+    for axis in _broadcast_axes(saved):
+        total = jnp.zeros_like(jnp.take(dx, jnp.array([0]), axis=axis))
+        for part in jnp.split(dx, dx.shape[axis], axis=axis):
+            total = jax.lax.reduce_precision(total + part, bits.nexp, bits.nmant)
+        dx = total
+    return dx
 
 
 def _behind_mask_too(dx: Array, dz: Array, saved: Saved) -> Array:
@@ -165,12 +172,12 @@ BUGS: tuple[PlantedBug, ...] = (
         back=BackwardSteps(dbias=_first),
     ),
     _bug(
-        "dbias-from-rounded-dx",
+        "dbias-summed-in-operands-dtype",
         kind="dbias.dtype",
         reference="tokamax commits 021710e, 04ed9b7",
         shows="dbias",
         trigger=both(_trained, sixteen_bits, lambda case: case.bias != "bias"),
-        back=BackwardSteps(dbias=_from_rounded),
+        back=BackwardSteps(dbias=_running_sum_in_operands_dtype),
     ),
     _bug(
         "dbias-scaled",

@@ -22,12 +22,13 @@ from tests.planted.plain import (
     planted,
     product,
     repeat_heads,
+    same_segment,
     seen_keys,
     stop,
     sum_of_group,
     with_sinks,
 )
-from tests.planted.triggers import both, dead_keys, empty_rows, has, masked, trains
+from tests.planted.triggers import both, dead_keys, empty_rows, masked, trains
 
 _bug = functools.partial(planted, "hidden pairs")
 _FORWARD = "out logsumexp max_logits"
@@ -52,9 +53,13 @@ def _minus_infinity_after_softmax(pivot: Array, total: Array, call: Call) -> Arr
     return jnp.where(call.empty & (call.sinks is None), -jnp.inf, log_of_sum(pivot, total, call))
 
 
+def _minus_infinity_if_empty(top: Array, x: Array, call: Call) -> Array:
+    return jnp.where(call.empty, -jnp.inf, top)
+
+
 def _half_overflows(z: Array, call: Call) -> Array:
     value = -jnp.inf if call.q.dtype == jnp.float16 else -1e9
-    return jnp.where(call.allowed, z, value)
+    return z + jnp.where(call.allowed, 0, value)
 
 
 def _pivot_unguarded_in_half(top: Array, sinks: Array | None, call: Call) -> Array:
@@ -64,8 +69,10 @@ def _pivot_unguarded_in_half(top: Array, sinks: Array | None, call: Call) -> Arr
 def _two_planes(z: Array, call: Call) -> Array:
     """Mask and segments each add the most negative number: where both hide a pair, the sum overflows."""
     least = float(np.finfo(np.float32).min)
-    mask = jnp.where(call.mask.dense(call.q_length, call.kv_length), 0, least)
-    return z + mask + jnp.where(call.allowed, 0, least)
+    planes = jnp.where(call.mask.dense(call.q_length, call.kv_length), 0, least)
+    if call.segment_ids is not None:
+        planes = planes + jnp.where(same_segment(*call.segment_ids, call), 0, least)
+    return z + planes
 
 
 def _exp_then_zero(z: Array, pivot: Array, call: Call) -> Array:
@@ -169,9 +176,15 @@ BUGS: tuple[PlantedBug, ...] = (
         "mask-value-added-by-two-planes",
         kind="mask.double-min",
         reference="NeMo Automodel PR 2658; transformers issues 17306, 31303",
-        shows="out logsumexp max_logits dq dk dv",
-        trigger=both(has("segment_ids"), empty_rows),
-        steps=PlainSteps(hide=_two_planes, weights=_exp_then_zero, pivot=_pivot_unguarded),
+        shows=_GRADIENTS,
+        trigger=both(trains(), lambda case: case.segments == "segpad" and "dense" in case.mask),
+        steps=PlainSteps(
+            hide=_two_planes,
+            pivot=_pivot_unguarded,
+            weights=_exp_then_zero,
+            logsumexp=_minus_infinity_after_softmax,
+            max_logits=_minus_infinity_if_empty,
+        ),
     ),
     _bug(
         "mask-value-overflows-f16",
@@ -184,7 +197,7 @@ BUGS: tuple[PlantedBug, ...] = (
             pivot=_pivot_unguarded_in_half,
             weights=_exp_then_zero,
             logsumexp=_minus_infinity_after_softmax,
-            max_logits=lambda top, x, call: jnp.where(call.empty, -jnp.inf, top),
+            max_logits=_minus_infinity_if_empty,
         ),
     ),
     _bug(
@@ -200,7 +213,7 @@ BUGS: tuple[PlantedBug, ...] = (
         kind="softmax.where-nan-grad",
         reference="jax commit a282d586b6",
         shows=_GRADIENTS,
-        trigger=both(masked, trains()),
+        trigger=both(masked, trains(), lambda case: case.distribution == "huge"),
         steps=PlainSteps(hide=keep, top=_largest_seen, weights=_exp_then_zero),
     ),
     _bug(
@@ -225,6 +238,7 @@ BUGS: tuple[PlantedBug, ...] = (
         shows=_GRADIENTS,
         trigger=both(empty_rows, trains()),
         steps=PlainSteps(
+            hide=lambda z, call: z + jnp.where(call.allowed, 0, -jnp.inf),
             pivot=_pivot_unguarded,
             normalised=_zero_after_softmax,
             logsumexp=_minus_infinity_after_softmax,

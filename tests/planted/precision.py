@@ -27,7 +27,7 @@ from tests.planted.triggers import both, grouped, has, sixteen_bits, trains
 
 _bug = functools.partial(planted, "precision")
 _FORWARD = "out logsumexp max_logits"
-_CHUNK = 32
+_CHUNK = 64
 
 
 def _single(case: Case) -> bool:
