@@ -86,11 +86,6 @@ def _group_in_operands_dtype(dx: Array, saved: Saved) -> Array:
     return total
 
 
-def _d_from_rounded_products(p: Array, dp: Array, do: Array, saved: Saved) -> Array:
-    products = _rounded(saved.forward.out.astype(jnp.float32) * do.astype(jnp.float32), saved.call.q.dtype)
-    return _rounded(products.sum(axis=-1), saved.call.q.dtype).transpose(0, 2, 1)[..., None]
-
-
 def _d_in_bf16(p: Array, dp: Array, do: Array, saved: Saved) -> Array:
     return _bf16((p * dp).sum(axis=-1, keepdims=True))
 
@@ -265,14 +260,6 @@ BUGS: tuple[PlantedBug, ...] = (
         shows="dq",
         trigger=both(sixteen_bits, trains(), lambda case: case.kv_length > 512),
         back=BackwardSteps(dq=_dq_by_chunks),
-    ),
-    _bug(
-        "d-from-rounded-products",
-        kind="delta.lowp",
-        reference="arXiv 2510.04212; flash-attention issue 2322",
-        shows="dq dk",
-        trigger=both(sixteen_bits, trains()),
-        back=BackwardSteps(d=_d_from_rounded_products),
     ),
     _bug(
         "d-rounded-to-bf16",

@@ -65,14 +65,6 @@ def _transposed(heads: Array, call: Call) -> Array:
     return heads.reshape(-1, call.group).T.reshape(-1)
 
 
-def _rounded_products(d: Array, dlse: Array, saved: Saved) -> Array:
-    assert saved.call.sinks is not None
-    dtype = saved.call.q.dtype
-    p_sink = jnp.exp(saved.call.sinks[:, None] - saved.forward.logsumexp).astype(dtype)
-    weighted = p_sink.transpose(0, 2, 1)[..., None] * saved.forward.out
-    return p_sink * dlse[..., 0] - (weighted * saved.do).sum(axis=-1).astype(jnp.float32).transpose(0, 2, 1)
-
-
 BUGS: tuple[PlantedBug, ...] = (
     _bug(
         "sinks-ignored",
@@ -229,14 +221,6 @@ BUGS: tuple[PlantedBug, ...] = (
         back=BackwardSteps(
             sum_dsinks=lambda dsinks, saved: jnp.broadcast_to(dsinks.sum(), saved.call.sinks.shape),
         ),
-    ),
-    _bug(
-        "dsinks-from-rounded-products",
-        kind="sink.dsink-lowp",
-        reference="jax splash attention and tokamax at head, effect not measured there",
-        shows="dsinks",
-        trigger=both(_trained, sixteen_bits),
-        back=BackwardSteps(dsinks=_rounded_products),
     ),
     _bug(
         "probabilities-recomputed-without-sinks",
