@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 
-import jax
 import jax.numpy as jnp
 
 from conformance.sensitivity import PlantedBug
@@ -19,6 +18,7 @@ from tests.planted.plain import (
     stop,
     sum_to_shape,
 )
+from tests.planted.rounding import rounded
 from tests.planted.triggers import both, grouped, has, masked, one_query, sixteen_bits, trains
 
 _bug = functools.partial(planted, "bias")
@@ -56,11 +56,10 @@ def _first(dx: Array, dz: Array, saved: Saved) -> Array:
 
 def _running_sum_in_operands_dtype(dx: Array, dz: Array, saved: Saved) -> Array:
     assert saved.call.bias is not None
-    bits = jnp.finfo(saved.call.q.dtype)
     for axis in _broadcast_axes(saved):
         total = jnp.zeros_like(jnp.take(dx, jnp.array([0]), axis=axis))
         for part in jnp.split(dx, dx.shape[axis], axis=axis):
-            total = jax.lax.reduce_precision(total + part, bits.nexp, bits.nmant)
+            total = rounded(total + part, saved.call.q.dtype)
         dx = total
     return dx
 

@@ -255,7 +255,7 @@ BUGS: tuple[PlantedBug, ...] = (
     _bug(
         "batch-row-without-keys-unwritten",
         kind="decode.len0-garbage",
-        reference="jax commit 4de346485d; vllm-fork issue 318",
+        reference="jax commit 4de346485d; HabanaAI/vllm-fork issue 318",
         shows="out",
         trigger=lambda case: "lengths-0" in case.mask,
         steps=PlainSteps(out=_unwritten_if_no_keys),

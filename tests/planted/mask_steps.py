@@ -24,26 +24,24 @@ def each(kind: type[Mask], change: Callable[[Any, Call], Mask]) -> PlainSteps:
     def replace(mask: Mask, call: Call) -> Mask:
         return change(mask, call) if type(mask) is kind else mask
 
-    return dense(lambda mask, call: _replaced(mask, replace, call).dense(call.q_length, call.kv_length))
-
-
-def dense(mask: Callable[[Mask, Call], Any]) -> PlainSteps:
-    return PlainSteps(mask=mask)
+    return PlainSteps(mask=lambda mask, call: _replaced(mask, replace, call).dense(call.q_length, call.kv_length))
 
 
 def whole(change: Callable[[Mask, Call], Mask]) -> PlainSteps:
     """The kernel that takes the mask as a whole for another."""
-    return dense(lambda mask, call: change(mask, call).dense(call.q_length, call.kv_length))
+    return PlainSteps(mask=lambda mask, call: change(mask, call).dense(call.q_length, call.kv_length))
 
 
 def pairs(change: Callable[[np.ndarray], np.ndarray]) -> PlainSteps:
     """The kernel that gets other booleans `[b, n, T, S]`."""
-    return dense(lambda mask, call: change(mask.dense(call.q_length, call.kv_length)))
+    return PlainSteps(mask=lambda mask, call: change(mask.dense(call.q_length, call.kv_length)))
 
 
 def mask_is(spec: str) -> Trigger:
+    """The mask is exactly that."""
     return lambda case: case.mask == spec
 
 
 def mask_starts(prefix: str, *, offset: bool = False) -> Trigger:
+    """The mask's spec starts so, and has an offset if asked."""
     return lambda case: case.mask.startswith(prefix) and (not offset or "-o" in case.mask)

@@ -23,6 +23,7 @@ from tests.planted.plain import (
     planted,
     product,
 )
+from tests.planted.rounding import rounded
 from tests.planted.triggers import both, grouped, has, sixteen_bits, trains
 
 _bug = functools.partial(planted, "precision")
@@ -34,14 +35,8 @@ def _single(case: Case) -> bool:
     return case.dtype == "f32"
 
 
-def _rounded(x: Array, dtype: jnp.dtype) -> Array:
-    """`x` with the precision of `dtype`; a pair of casts may be optimised away, this is not."""
-    bits = jnp.finfo(dtype)
-    return jax.lax.reduce_precision(x, bits.nexp, bits.nmant)
-
-
 def _bf16(x: Array) -> Array:
-    return _rounded(x, jnp.bfloat16)
+    return rounded(x, jnp.bfloat16)
 
 
 def _tf32(x: Array) -> Array:
@@ -49,15 +44,15 @@ def _tf32(x: Array) -> Array:
 
 
 def _to_operands(x: Array, call: Call) -> Array:
-    return _rounded(x, call.q.dtype)
+    return rounded(x, call.q.dtype)
 
 
 def _total_of_rounded(weights: Array, sinks: Array | None, pivot: Array, call: Call) -> Array:
-    return denominator(_rounded(weights, call.q.dtype), sinks, pivot, call)
+    return denominator(rounded(weights, call.q.dtype), sinks, pivot, call)
 
 
 def _rounded_total(weights: Array, sinks: Array | None, pivot: Array, call: Call) -> Array:
-    return _rounded(denominator(weights, sinks, pivot, call), call.q.dtype)
+    return rounded(denominator(weights, sinks, pivot, call), call.q.dtype)
 
 
 def _values_by_chunks(p: Array, v: Array, call: Call) -> Array:
@@ -96,7 +91,7 @@ def _small_probabilities_skipped(saved: Saved) -> Array:
 
 
 def _p_from_rounded_logsumexp(saved: Saved) -> Array:
-    lse = _rounded(jnp.where(saved.call.empty, 0, saved.forward.logsumexp), saved.call.q.dtype)
+    lse = rounded(jnp.where(saved.call.empty, 0, saved.forward.logsumexp), saved.call.q.dtype)
     return jnp.exp(saved.forward.z - lse[..., None])
 
 
@@ -202,7 +197,7 @@ BUGS: tuple[PlantedBug, ...] = (
         shows="out dv",
         trigger=lambda case: case.dtype == "bf16",
         steps=PlainSteps(
-            normalised=lambda weights, total, call: _rounded(weights, jnp.float16) / nonzero(total),
+            normalised=lambda weights, total, call: rounded(weights, jnp.float16) / nonzero(total),
         ),
     ),
     _bug(

@@ -172,7 +172,7 @@ BUGS: tuple[PlantedBug, ...] = (
     _bug(
         "logsumexp-without-gradient",
         kind="residual.grad-dropped",
-        reference="jax commit 178e622ef1; flash-attention issues 137, 889, 1137",
+        reference="jax commit 178e622ef1; flash-attention issues 141, 889, 1137",
         shows="dq dk",
         trigger=trains(),
         steps=_logsumexp(lambda lse, call: stop(lse)),

@@ -27,7 +27,7 @@ def _of(ids: Callable[[Array, Array], tuple[Array, Array]]) -> PlainSteps:
 
 
 def _resized(ids: Array, length: int) -> Array:
-    return jax.vmap(lambda row: jnp.resize(row, length))(ids)
+    return jax.vmap(lambda row: jnp.resize(row, (length,)))(ids)
 
 
 def _both_from_q(q_ids: Array, kv_ids: Array) -> tuple[Array, Array]:

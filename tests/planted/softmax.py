@@ -37,7 +37,7 @@ BUGS: tuple[PlantedBug, ...] = (
     _bug(
         "pivot-constant",
         kind="softmax.dummy-max",
-        reference="vllm-fork issue 275",
+        reference="HabanaAI/vllm-fork issue 275",
         shows="out logsumexp dq dk dv",
         trigger=lambda case: case.distribution == "huge",
         steps=PlainSteps(pivot=_constant_pivot),
@@ -84,7 +84,7 @@ BUGS: tuple[PlantedBug, ...] = (
     _bug(
         "d-of-first-batch-row",
         kind="delta.wrong-head",
-        reference="flash-attention PR 1500, an offset that overflows",
+        reference="inferred from flash-attention PR 1500, an offset that overflows",
         shows="dq dk",
         trigger=both(trains(), lambda case: case.batch > 1),
         back=BackwardSteps(d=lambda p, dp, do, saved: jnp.broadcast_to(_d(saved)[:1], dp[..., :1].shape)),
