@@ -1,1 +1,1 @@
-"""The bank of planted bugs: correct kernels in replaceable steps, and bugs planted by replacing one of them."""
+"""Bugs that real projects have had, planted in correct kernels one at a time."""

@@ -10,10 +10,7 @@ import jax.numpy as jnp
 
 from cases.case import Case
 from conformance.sensitivity import PlantedBug
-from tests.planted.blockwise import planted
-from tests.planted.layout import Call
-from tests.planted.steps import Block, finite_or_zero, logits
-from tests.planted.triggers import (
+from tests.planted.block_triggers import (
     by_batch,
     by_head,
     empty_rows,
@@ -23,6 +20,9 @@ from tests.planted.triggers import (
     train,
     train_blocks,
 )
+from tests.planted.blockwise import planted
+from tests.planted.layout import Call
+from tests.planted.steps import Block, finite_or_zero, logits
 
 _bug = functools.partial(planted, family="backward")
 _Z = tuple[jax.Array, jax.Array | float]

@@ -8,10 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from conformance.sensitivity import PlantedBug
-from tests.planted.blockwise import planted
-from tests.planted.layout import BLOCK_KV, BLOCK_Q, EMPTY, FULL, PARTIAL, Call
-from tests.planted.steps import Block, classify
-from tests.planted.triggers import (
+from tests.planted.block_triggers import (
     by_batch,
     by_head,
     empty_before,
@@ -26,6 +23,9 @@ from tests.planted.triggers import (
     several_blocks,
     whole_tile,
 )
+from tests.planted.blockwise import planted
+from tests.planted.layout import BLOCK_KV, BLOCK_Q, EMPTY, FULL, PARTIAL, Call
+from tests.planted.steps import Block, classify
 
 _bug = functools.partial(planted, family="blocks")
 _SHOWS = ("out", "out_with_residuals", "logsumexp", "max_logits", "dq", "dk", "dv")

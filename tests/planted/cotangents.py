@@ -9,15 +9,15 @@ import jax.numpy as jnp
 from jax import lax
 
 from conformance.sensitivity import PlantedBug
-from tests.planted.blockwise import planted
-from tests.planted.layout import BLOCK_Q, Call
-from tests.planted.steps import Block, Operands, Outputs, delta, dz, product, to_bf16
-from tests.planted.triggers import (
+from tests.planted.block_triggers import (
     query_tail,
     rounds,
     train,
     train_blocks,
 )
+from tests.planted.blockwise import planted
+from tests.planted.layout import BLOCK_Q, Call
+from tests.planted.steps import Block, Operands, Outputs, delta, dz, product, to_bf16
 
 _bug = functools.partial(planted, family="backward")
 _DQ_DK = ("dq", "dk")

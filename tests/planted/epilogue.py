@@ -9,14 +9,14 @@ import jax.numpy as jnp
 from jax import lax
 
 from conformance.sensitivity import PlantedBug
-from tests.planted.blockwise import planted
-from tests.planted.steps import Block, Running, keep, logits, product, to_bf16
-from tests.planted.triggers import (
+from tests.planted.block_triggers import (
     always,
     empty_rows,
     rounds,
     several_blocks,
 )
+from tests.planted.blockwise import planted
+from tests.planted.steps import Block, Running, keep, logits, product, to_bf16
 
 _bug = functools.partial(planted, family="online softmax")
 _OUT = ("out", "out_with_residuals", "logsumexp")

@@ -8,10 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from conformance.sensitivity import PlantedBug
-from tests.planted.blockwise import planted
-from tests.planted.layout import BLOCK_KV, EMPTY
-from tests.planted.steps import Block, Running, add_sink, finite_or_zero, keep, product, to_bf16
-from tests.planted.triggers import (
+from tests.planted.block_triggers import (
     always,
     empty_after,
     empty_rows,
@@ -20,6 +17,9 @@ from tests.planted.triggers import (
     late_start,
     several_blocks,
 )
+from tests.planted.blockwise import planted
+from tests.planted.layout import BLOCK_KV, EMPTY
+from tests.planted.steps import Block, Running, add_sink, finite_or_zero, keep, product, to_bf16
 
 _bug = functools.partial(planted, family="online softmax")
 _OUT = ("out", "out_with_residuals", "logsumexp")

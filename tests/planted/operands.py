@@ -9,9 +9,9 @@ import jax.numpy as jnp
 
 from cases.case import Case
 from conformance.sensitivity import PlantedBug
+from tests.planted.block_triggers import train
 from tests.planted.blockwise import planted
 from tests.planted.steps import Block, broadcast_axes, dsinks
-from tests.planted.triggers import train
 
 _bug = functools.partial(planted, family="backward")
 

@@ -8,10 +8,10 @@ import jax
 import jax.numpy as jnp
 
 from conformance.sensitivity import PlantedBug
+from tests.planted.block_triggers import dead_block, empty_rows, grouped, key_tail, rounds, train, train_blocks
 from tests.planted.blockwise import planted
 from tests.planted.layout import BLOCK_KV, BLOCK_Q, EMPTY, PARTIAL, Call
 from tests.planted.steps import Block, Gradients, product
-from tests.planted.triggers import dead_block, empty_rows, grouped, key_tail, rounds, train, train_blocks
 
 _bug = functools.partial(planted, family="backward")
 # Reduction steps of dq in the bug that bounds them.

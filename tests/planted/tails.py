@@ -8,16 +8,16 @@ import jax
 import jax.numpy as jnp
 
 from conformance.sensitivity import PlantedBug
-from tests.planted.blockwise import planted
-from tests.planted.layout import BLOCK_KV, BLOCK_Q, EMPTY, FULL, PARTIAL, Call
-from tests.planted.steps import Outputs, Rows, Running, keep
-from tests.planted.triggers import (
+from tests.planted.block_triggers import (
     empty_rows,
     key_tail,
     kinds,
     query_tail,
     several_blocks,
 )
+from tests.planted.blockwise import planted
+from tests.planted.layout import BLOCK_KV, BLOCK_Q, EMPTY, FULL, PARTIAL, Call
+from tests.planted.steps import Outputs, Rows, Running, keep
 
 _bug = functools.partial(planted, family="blocks")
 _SHOWS = ("out", "out_with_residuals", "logsumexp", "max_logits", "dq", "dk", "dv")
