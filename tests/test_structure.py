@@ -21,7 +21,7 @@ ALLOWED = {
     "conformance": {"conformance", "cases"},
 }
 # Only the command line and the pytest plugin see everything.
-SEE_EVERYTHING = {"conformance/commands.py", "conformance/pytest_plugin.py"}
+SEE_EVERYTHING = {"conformance/commands", "conformance/pytest_plugin.py"}
 
 
 def imports(path: Path) -> set[str]:
@@ -40,7 +40,7 @@ def test_imports_run_one_way(package: str) -> None:
     wrong = [
         f"{path.relative_to(ROOT)} imports {name}"
         for path in sorted((ROOT / package).rglob("*.py"))
-        if str(path.relative_to(ROOT)) not in SEE_EVERYTHING
+        if not any(str(path.relative_to(ROOT)).startswith(seeing) for seeing in SEE_EVERYTHING)
         for name in sorted(imports(path))
         if not any(name == allowed or name.startswith(f"{allowed}.") for allowed in ALLOWED[package])
     ]

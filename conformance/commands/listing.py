@@ -1,0 +1,60 @@
+"""`list` and `explain`: what there is, and what it is."""
+
+from __future__ import annotations
+
+import argparse
+
+from rich.console import Console
+from rich.table import Table
+
+from cases.case import FEATURES, Case, matches
+from cases.grid import grid
+from conformance import registry
+from conformance.checks import CHECKS
+from conformance.cli import CannotJudge
+from conformance.commands import common
+from conformance.explain import explain_case
+
+
+def list_things(arguments: argparse.Namespace) -> int:
+    """`list`: implementations, cases, checks or features."""
+    console = Console(soft_wrap=True)
+    for option in ("impl", "level", "cases", "seed"):
+        if arguments.what != "cases" and getattr(arguments, option) is not None:
+            raise CannotJudge(f"--{option} goes with `list cases`, not with `list {arguments.what}`")
+    if arguments.what == "cases":
+        for case in _listed_cases(arguments):
+            print(case.id)
+        return 0
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    table.add_column(arguments.what.rstrip("s"), no_wrap=True)
+    table.add_column("what it is")
+    for name, text in _descriptions(arguments.what):
+        table.add_row(name, text)
+    console.print(table)
+    return 0
+
+
+def _listed_cases(arguments: argparse.Namespace) -> list[Case]:
+    level, seed = arguments.level or "quick", arguments.seed or 0
+    common.reject_negative(seed)
+    supports = common.find(arguments.impl).supports if arguments.impl is not None else (lambda case: None)
+    found = grid(level, seed, supports)
+    chosen = [case for case in found.cases if arguments.cases is None or matches(arguments.cases, case.id)]
+    if not chosen:
+        raise CannotJudge(f"no case of the {level} grid matches {arguments.cases or '*'!r}")
+    return chosen
+
+
+def _descriptions(what: str) -> list[tuple[str, str]]:
+    if what == "checks":
+        return [(check.name, check.asks) for check in CHECKS]
+    if what == "features":
+        return list(FEATURES.items())
+    return [(name, common.find(name).description) for name in registry.names()]
+
+
+def explain(arguments: argparse.Namespace) -> int:
+    """`explain`: what a case is, and what judges it."""
+    print(explain_case(common.case(arguments.case), common.load_settings().tolerances))
+    return 0

@@ -1,0 +1,40 @@
+"""`report`: records of earlier runs, merged, as one page."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from conformance import records
+from conformance.cli import CannotJudge
+from conformance.commands import common
+from conformance.records import Record, RunInfo
+from reports import html
+
+
+def render_report(arguments: argparse.Namespace) -> int:
+    """`report`: records of earlier runs, merged, as one page."""
+    path = common.writable(arguments.report, "report")
+    if path.resolve() in [Path(name).resolve() for name in arguments.records]:
+        raise CannotJudge(f"--report={arguments.report} is one of the files to be read: give the page its own file")
+    found = records.merge(*(_read(name) for name in arguments.records))
+    if not found:
+        raise CannotJudge(f"there is no record in {', '.join(arguments.records)}")
+    info = RunInfo(
+        command=common.command(),
+        level="merged records",
+        environment={"rendered from": ", ".join(Path(name).name for name in arguments.records)},
+        tolerances=[],
+        seconds=round(sum(record.seconds for record in found), 1),
+    )
+    html.write(path, found, info)
+    return 0
+
+
+def _read(name: str) -> list[Record]:
+    try:
+        return records.read_jsonl(Path(name))
+    except OSError as error:
+        raise CannotJudge(f"{name} cannot be read: {error.strerror or error}") from error
+    except ValueError as error:
+        raise CannotJudge(str(error)) from error

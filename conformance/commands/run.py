@@ -1,0 +1,148 @@
+"""`run`: judge implementations, report, and say by the exit code whether all conform."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import time
+from collections.abc import Callable, Sequence
+
+import jax
+from rich.console import Console
+
+from conformance import environment, plan, records, registry, runner, settings
+from conformance.checks import BY_NAME, CHECKS, Check
+from conformance.cli import CannotJudge
+from conformance.commands import common
+from conformance.contract import Implementation
+from conformance.parallel import run_parallel
+from conformance.progress import Progress
+from conformance.records import Record, RunInfo
+from reports import summary, terminal
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """`run`: judge, report, and say by the exit code whether all conform."""
+    started = time.perf_counter()
+    _reject_contradictions(arguments)
+    outputs = common.outputs(arguments)
+    chosen = common.load_settings()
+    implementations = _implementations(arguments)
+    level = arguments.level or "quick"
+    planned = _plan(arguments, implementations, level)
+    if not planned.jobs:
+        raise CannotJudge(_nothing_planned(arguments))
+    console = Console(stderr=True)
+    found: list[Record] = []
+    interrupted = False
+    with Progress(len(planned.jobs), console) as progress:
+
+        def on_job(job: plan.Job, judged: list[Record]) -> None:
+            found.extend(judged)
+            progress.advance(judged)
+
+        try:
+            _run_jobs(arguments, planned.jobs, chosen, on_job)
+        except registry.ImplementationNotFound as error:  # a worker finds less than this process did
+            raise CannotJudge(str(error)) from error
+        except KeyboardInterrupt:
+            signal.signal(signal.SIGINT, signal.SIG_IGN)  # what was judged gets written, whatever else is pressed
+            interrupted = True
+    found = records.merge(found, runner.hardware_records(implementations))
+    if _is_whole(arguments, interrupted):
+        found = records.merge(found, chosen.stale(found, jax.__version__))
+    info = RunInfo(
+        command=common.command(),
+        level="one case" if arguments.case is not None else level,
+        environment=environment.describe(),
+        tolerances=chosen.tolerances.rows(),
+        coverage=list(planned.coverage),
+        seconds=round(time.perf_counter() - started, 1),
+        interrupted=interrupted,
+    )
+    outputs.write(found, info)
+    terminal.print_summary(found, info, Console())
+    return _exit_code(found, implementations, arguments.require_platform, interrupted, console)
+
+
+def _reject_contradictions(arguments: argparse.Namespace) -> None:
+    if arguments.all and arguments.impl:
+        raise CannotJudge("--all and --impl contradict each other: give one of them")
+    if not arguments.all and not arguments.impl:
+        raise CannotJudge("nothing to judge: give --impl=NAME (see `python -m conformance list`) or --all")
+    if arguments.case is not None and (arguments.cases is not None or arguments.level or arguments.seed):
+        raise CannotJudge("--case names one case, seed included: it cannot be combined with --cases, --level or --seed")
+    if arguments.jobs is not None and arguments.jobs < 1:
+        raise CannotJudge(f"--jobs must be at least 1, got {arguments.jobs}")
+    for seed in arguments.seed:
+        common.reject_negative(seed)
+
+
+def _implementations(arguments: argparse.Namespace) -> list[Implementation]:
+    names = registry.names() if arguments.all else list(dict.fromkeys(arguments.impl))
+    return [common.find(name, arguments.products) for name in names]
+
+
+def _checks(arguments: argparse.Namespace) -> tuple[Check, ...]:
+    for name in arguments.check:
+        if name not in BY_NAME:
+            raise CannotJudge(f"unknown check {name!r}: known are {', '.join(BY_NAME)}")
+    return tuple(check for check in CHECKS if not arguments.check or check.name in arguments.check)
+
+
+def _plan(arguments: argparse.Namespace, implementations: Sequence[Implementation], level: str) -> plan.Plan:
+    checks = _checks(arguments)
+    if arguments.case is not None:
+        case = common.case(arguments.case)
+        plans = [plan.single(implementation, case, checks) for implementation in implementations]
+        return plan.Plan(tuple(job for one in plans for job in one.jobs), ())
+    return plan.plan(implementations, level=level, seeds=arguments.seed or (0,), query=arguments.cases, checks=checks)
+
+
+def _nothing_planned(arguments: argparse.Namespace) -> str:
+    if arguments.cases is not None:
+        return f"no case of the grid matches --cases={arguments.cases!r} (see `python -m conformance list cases`)"
+    return f"no case asks for {', '.join(arguments.check) or 'any check'}"
+
+
+def _run_jobs(
+    arguments: argparse.Namespace,
+    jobs: Sequence[plan.Job],
+    chosen: settings.Settings,
+    on_job: Callable[[plan.Job, list[Record]], None],
+) -> None:
+    workers = arguments.jobs
+    if workers is None:
+        workers = (os.cpu_count() or 1) if jax.default_backend() == "cpu" and len(jobs) > 8 else 1
+    if workers == 1:
+        runner.Runner(chosen).run(jobs, on_job)
+    else:
+        run_parallel(jobs, workers, arguments.products, on_job, runner.Runner(chosen).lost)
+
+
+def _is_whole(arguments: argparse.Namespace, interrupted: bool) -> bool:
+    """Whether the run judged all that its level asks for, so that what did not fail can be called stale."""
+    narrowed = arguments.case is not None or arguments.cases is not None
+    return not (narrowed or arguments.check or arguments.seed or interrupted)
+
+
+def _exit_code(
+    found: Sequence[Record],
+    implementations: Sequence[Implementation],
+    required: str | None,
+    interrupted: bool,
+    console: Console,
+) -> int:
+    standings = {
+        implementation.name: summary.conformity([r for r in found if r.implementation == implementation.name])
+        for implementation in implementations
+    }
+    if required and not any(r.platform == required and r.verdict in records.JUDGED for r in found):
+        console.print(f"--require-platform={required}: nothing was judged there", style="red")
+        return 1
+    if summary.DOES_NOT_CONFORM in standings.values():
+        return 1
+    if interrupted or summary.NOT_JUDGED in standings.values():
+        return 2
+    return 0
