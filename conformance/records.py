@@ -46,8 +46,9 @@ class Record:
 
     `ratio` is the largest `|got - expected| / bound` over the elements, judged against `limit`; `rms` is its root mean
     square, judged against `rms_limit` where that is set. `ratio_flash` is the same figure against the backward pass
-    recomputed from the implementation's own saved `out` and `logsumexp` (gradients only). `margin` is how many times
-    over the limit the least visible null result of this case would fall (how well the case discriminates).
+    recomputed from the implementation's own saved `out` and `logsumexp` (gradients only). For the check `ensemble`,
+    `ratio` is the size of a statistic over many elements, `bias` or `spread` as `observable` says. `margin` is how many
+    times over the limit the least visible null result of this case would fall (how well the case discriminates).
     """
 
     implementation: str
