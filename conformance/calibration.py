@@ -18,6 +18,11 @@ from cases.case import parse
 from conformance.records import ERROR, FAIL, PASS, UNEXPECTED_PASS, Record
 from conformance.tolerances import CALIBRATION, CALIBRATION_SCHEMA, DTYPES, OBSERVABLES
 
+# Checks that compare with the oracle element by element; the others compare answers with each other, or have limits of
+# their own.
+_AGAINST_THE_ORACLE = frozenset(
+    ("forward", "residuals", "gradients", "gradients_lse", "gradients_part", "primal", "poison", "transforms", "sharding")
+)
 QUANTILES = (0.5, 0.9, 0.99, 0.999)
 _SIGNIFICANT = 3
 
@@ -25,7 +30,7 @@ _SIGNIFICANT = 3
 def tabulate(records: Iterable[Record], *, level: str = "", jax: str = "") -> dict[str, Any]:
     """The calibration: a row for each dtype and observable, and where the figures come from.
 
-    Passed judgements by an error bound count, those of the ensemble check (which has limits of its own) do not. A row
+    Passed judgements against the oracle count. A row
     has the number of judgements, quantiles of their largest ratios, the largest ratio of all with the implementation
     and case that reached it, and the largest root mean square, none where it is never judged.
 
@@ -74,11 +79,9 @@ def write(calibration: Mapping[str, Any], path: Path = CALIBRATION) -> None:
 
 
 def _observable(record: Record) -> str:
-    """The observable whose limit judged the record; empty for the ensemble check."""
-    if record.check == "ensemble":
+    """The observable whose limit judged the record; empty if it was not compared with the oracle."""
+    if record.check not in _AGAINST_THE_ORACLE:
         return ""
-    if record.observable.startswith("effect_of_"):
-        return "out"
     name = record.observable.partition(".")[0].removesuffix("_with_residuals")
     return name if name in OBSERVABLES else ""
 

@@ -78,6 +78,27 @@ exit codes: 0 written, 2 a file cannot be read or written
 """
 
 
+_SENSITIVITY_EXAMPLES = """\
+examples:
+  python -m conformance sensitivity --report=sensitivity.html
+  python -m conformance sensitivity --bank=my_tests.planted:BANK
+  python -m conformance sensitivity --bug=returns-zeros --level=standard
+
+A bank is a sequence of conformance.sensitivity.PlantedBug. Each bug is judged on the cases nearest to its trigger, and
+on the whole grid unless several checks have seen it by then.
+exit codes: 0 every bug is seen and every check is needed, 1 not so, 2 could not be measured
+"""
+
+_CALIBRATE_EXAMPLES = """\
+examples:
+  python -m conformance calibrate --impl=block_flash --impl=dot_product --level=standard --seed=0 --seed=1 --seed=2
+  python -m conformance calibrate block_flash.jsonl dot_product.jsonl
+
+Limits are 1.5 times the largest ratio that a correct implementation reached, rounded up (conformance/tolerances.py).
+exit codes: 0 written, 2 an implementation fails (so it is not correct), or a file cannot be read or written
+"""
+
+
 class CannotJudge(Exception):  # noqa: N818 -- a statement, as the message is
     """The command cannot be carried out; the message is the one line that the user sees. Exit code 2."""
 
@@ -121,7 +142,37 @@ def parser() -> argparse.ArgumentParser:
     report = commands.add_parser("report", help=about, description=_sentence(about), epilog=_REPORT_EXAMPLES)
     report.add_argument("records", nargs="+", metavar="FILE.jsonl", help="records that `run` or the pytest gate wrote")
     report.add_argument("--report", required=True, metavar="FILE.html", help="write the page here")
+    _add_sensitivity(commands)
+    _add_calibrate(commands)
     return top
+
+
+def _add_sensitivity(commands: argparse._SubParsersAction[_CommandParser]) -> None:
+    about = "measure what the gate catches of a bank of planted bugs, and the smallest error that it sees"
+    adding = commands.add_parser(
+        "sensitivity", help=about, description=_sentence(about), epilog=_SENSITIVITY_EXAMPLES
+    )
+    adding.add_argument("--bank", metavar="MODULE:ATTRIBUTE", help="the bank (the one in pyproject.toml)")
+    adding.add_argument(
+        "--bug", action="append", default=[], metavar="NAME", help="only this bug; may be repeated"
+    )
+    adding.add_argument("--level", choices=("quick", "standard", "deep"), help="of the grid (quick)")
+    adding.add_argument("--jobs", type=int, metavar="N", help="worker processes (one a core)")
+    adding.add_argument("--report", metavar="FILE.html", help="write the page here")
+    adding.add_argument(
+        "--save", action="store_true", help="keep the figures: reports of every later run show them (a whole bank only)"
+    )
+
+
+def _add_calibrate(commands: argparse._SubParsersAction[_CommandParser]) -> None:
+    about = "tabulate what correct implementations reach: the limits follow from it"
+    adding = commands.add_parser("calibrate", help=about, description=_sentence(about), epilog=_CALIBRATE_EXAMPLES)
+    adding.add_argument("records", nargs="*", metavar="FILE.jsonl", help="records of correct implementations")
+    adding.add_argument("--impl", action="append", default=[], metavar="NAME", help="judge this one; may be repeated")
+    adding.add_argument("--level", choices=("quick", "standard", "deep"), default="standard", help="(standard)")
+    adding.add_argument("--seed", action="append", default=[], type=int, metavar="N", help="base seed; may be repeated")
+    adding.add_argument("--jobs", type=int, metavar="N", help="worker processes (one a core)")
+    adding.add_argument("--out", metavar="FILE.json", help="write the table here (where the limits are read from)")
 
 
 def _sentence(text: str) -> str:

@@ -24,6 +24,7 @@ from conformance import environment
 from conformance.contract import Implementation
 from conformance.plan import Job
 from conformance.records import Record
+from conformance.sensitivity import Examination
 from conformance.subject import Pullback
 
 _CHUNK = 6  # jobs a task: small enough to share work evenly, large enough to keep the overhead down
@@ -111,6 +112,24 @@ def _unfinished(pending: dict[concurrent.futures.Future[list[list[Record]]], ran
     return unfinished
 
 
+def examine_parallel(
+    bank: str, names: Sequence[str], level: str, workers: int, on_bug: Callable[[Examination], None]
+) -> None:
+    """Examine planted bugs in `workers` processes. Ctrl-C stops the workers at once.
+
+    Args:
+      bank: where they are, `module:attribute`.
+      names: which of them.
+      level: of the grid.
+      workers: how many processes.
+      on_bug: hears of each bug as it is done.
+    """
+    with _pool(workers, None) as pool:
+        futures = [pool.submit(_examine, bank, name, level) for name in names]
+        for future in concurrent.futures.as_completed(futures):
+            on_bug(future.result())
+
+
 @contextlib.contextmanager
 def _pool(workers: int, products: str | None) -> Iterator[concurrent.futures.ProcessPoolExecutor]:
     """Processes that ignore Ctrl-C from their first instruction on, stopped at once if the body raises."""
@@ -175,3 +194,10 @@ def _judge(orders: Sequence[_Order]) -> list[list[Record]]:
         job = Job(_find(order.implementation), parse(order.case), checks, order.pullbacks)
         results.append(_runner.judge(job))
     return results
+
+
+def _examine(bank: str, name: str, level: str) -> Examination:
+    from conformance import sensitivity  # imported late: it loads JAX
+
+    (bug,) = (bug for bug in sensitivity.load_bank(bank) if bug.name == name)
+    return sensitivity.examine(bug, level)

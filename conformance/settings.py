@@ -3,6 +3,8 @@
 [tool.attention_conformance]
 implementations = ["my_kernels.flash:attention"]     # what plain `pytest` judges
 
+bank = "tests.planted.bank:BANK"                      # planted bugs, for `sensitivity`
+
 [tool.attention_conformance.tolerances]
 "bf16.out" = 5.0
 
@@ -85,6 +87,7 @@ class Settings:
     implementations: tuple[str, ...] = ()
     expected_failures: tuple[ExpectedFailure, ...] = ()
     tolerances: Tolerances = dataclasses.field(default_factory=tolerances.default)
+    bank: str = ""
 
     def settle(self, record: Record, jax_version: str) -> Record:
         """The record with expected failures marked as such, and unexpected passes too."""
@@ -139,16 +142,18 @@ def load(start: Path) -> Settings:
 
 def _parse(table: Any, file: Path) -> Settings:
     try:
-        _reject_unknown("the table", table, ("implementations", "tolerances", "expected_failures"))
+        _reject_unknown("the table", table, ("implementations", "tolerances", "expected_failures", "bank"))
         names = table.get("implementations", [])
         _require(_is_strings(names), f"implementations must be a list of names, got {names!r}")
         limits = tolerances.overridden(tolerances.default(), _overrides(table.get("tolerances", {})), file.name)
         entries = table.get("expected_failures", [])
         _require(isinstance(entries, list), f"expected_failures must be a list of tables, got {entries!r}")
         expected = tuple(_expected_failure(entry) for entry in entries)
+        bank = table.get("bank", "")
+        _require(isinstance(bank, str), f"bank must be a string module:attribute, got {bank!r}")
     except ValueError as error:
         raise SettingsError(f"{file}: [tool.{TABLE}]: {error}") from error
-    return Settings(tuple(names), expected, limits)
+    return Settings(tuple(names), expected, limits, bank)
 
 
 def _overrides(found: Any) -> dict[str, float]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 
-from conformance.commands import explore, listing, report, run
+from conformance.commands import calibrate, explore, listing, report, run, sensitivity
 
 COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "run": run.run,
@@ -13,4 +13,6 @@ COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "list": listing.list_things,
     "explain": listing.explain,
     "report": report.render_report,
+    "sensitivity": sensitivity.sensitivity,
+    "calibrate": calibrate.calibrate,
 }

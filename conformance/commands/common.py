@@ -107,3 +107,13 @@ def case(text: str) -> Case:
         return parse(text)
     except CaseIdError as error:
         raise CannotJudge(str(error)) from error
+
+
+def read(name: str) -> list[Record]:
+    """The records in a file."""
+    try:
+        return records.read_jsonl(Path(name))
+    except OSError as error:
+        raise CannotJudge(f"{name} cannot be read: {error.strerror or error}") from error
+    except ValueError as error:
+        raise CannotJudge(str(error)) from error

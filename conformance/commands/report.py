@@ -17,7 +17,7 @@ def render_report(arguments: argparse.Namespace) -> int:
     path = common.writable(arguments.report, "report")
     if path.resolve() in [Path(name).resolve() for name in arguments.records]:
         raise CannotJudge(f"--report={arguments.report} is one of the files to be read: give the page its own file")
-    found = records.merge(*(_read(name) for name in arguments.records))
+    found = records.merge(*(common.read(name) for name in arguments.records))
     if not found:
         raise CannotJudge(f"there is no record in {', '.join(arguments.records)}")
     info = RunInfo(
@@ -29,12 +29,3 @@ def render_report(arguments: argparse.Namespace) -> int:
     )
     html.write(path, found, info)
     return 0
-
-
-def _read(name: str) -> list[Record]:
-    try:
-        return records.read_jsonl(Path(name))
-    except OSError as error:
-        raise CannotJudge(f"{name} cannot be read: {error.strerror or error}") from error
-    except ValueError as error:
-        raise CannotJudge(str(error)) from error

@@ -146,3 +146,18 @@ def _exit_code(
     if interrupted or summary.NOT_JUDGED in standings.values():
         return 2
     return 0
+
+
+def judge_all(names: Sequence[str], level: str, seeds: Sequence[int], workers: int | None) -> list[Record]:
+    """The records of whole grids, with progress."""
+    found: list[Record] = []
+    planned = plan.plan([common.find(name) for name in names], level=level, seeds=seeds)
+    options = argparse.Namespace(jobs=workers, products=None)
+    with Progress(len(planned.jobs), Console(stderr=True)) as progress:
+
+        def on_job(job: plan.Job, judged: list[Record]) -> None:
+            found.extend(judged)
+            progress.advance(judged)
+
+        _run_jobs(options, planned.jobs, common.load_settings(), on_job)
+    return found

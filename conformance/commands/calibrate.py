@@ -1,0 +1,32 @@
+"""`calibrate`: what correct implementations reach, the table that the limits follow from."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import jax
+
+from conformance import calibration, records
+from conformance.cli import CannotJudge
+from conformance.commands import common, run
+from conformance.records import Record
+
+
+def calibrate(arguments: argparse.Namespace) -> int:
+    """Judge correct implementations, or read their records, and write the table."""
+    path = common.writable(arguments.out, "out") if arguments.out is not None else calibration.CALIBRATION
+    if not arguments.records and not arguments.impl:
+        raise CannotJudge("nothing to calibrate by: give records of correct implementations, or --impl=NAME")
+    found: list[Record] = []
+    for name in arguments.records:
+        found += common.read(name)
+    if arguments.impl:
+        found += run.judge_all(arguments.impl, arguments.level, tuple(arguments.seed) or (0,), arguments.jobs)
+    try:
+        table = calibration.tabulate(records.merge(found), level=arguments.level, jax=jax.__version__)
+    except ValueError as error:
+        raise CannotJudge(str(error)) from error
+    calibration.write(table, Path(path))
+    print(f"{len(found):,} records tabulated in {path}")
+    return 0

@@ -1,0 +1,130 @@
+"""`sensitivity`: what the gate catches of a bank of planted bugs, and the smallest error that it sees."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import time
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.table import Table
+
+from conformance import detection, environment, resolution
+from conformance.cli import CannotJudge
+from conformance.commands import common
+from conformance.parallel import examine_parallel
+from conformance.progress import Progress
+from conformance.records import RunInfo
+from conformance.sensitivity import BankError, CheckPower, Examination, load_bank, powers
+
+
+def sensitivity(arguments: argparse.Namespace) -> int:
+    """Judge every planted bug; 0 if all are seen and every check is needed, 1 if not."""
+    started = time.perf_counter()
+    level = arguments.level or "quick"
+    outputs = common.outputs(arguments)
+    chosen = common.load_settings()
+    bank = arguments.bank or chosen.bank
+    names = _names(bank, arguments.bug)
+    whole = not arguments.bug
+    if arguments.save and not whole:
+        raise CannotJudge("--save keeps the figures of a whole bank: it cannot be combined with --bug")
+    examined: list[Examination] = []
+    interrupted = False
+    console = Console(stderr=True)
+    with Progress(len(names), console) as progress:
+
+        def on_bug(found: Examination) -> None:
+            examined.append(found)
+            progress.advance([])
+
+        try:
+            examine_parallel(bank, names, level, arguments.jobs or os.cpu_count() or 1, on_bug)
+        except KeyboardInterrupt:
+            signal.signal(signal.SIGINT, signal.SIG_IGN)  # what was examined gets written, whatever else is pressed
+            interrupted = True
+    resolutions = resolution.resolve(chosen.tolerances) if whole and not interrupted else []
+    described = environment.describe()
+    table = detection.tabulate(examined, resolutions, level=level, environment=described)
+    if arguments.save and not interrupted:
+        detection.save(table)
+    info = RunInfo(
+        command=common.command(),
+        level=level,
+        environment=described,
+        tolerances=chosen.tolerances.rows(),
+        seconds=round(time.perf_counter() - started, 1),
+        interrupted=interrupted,
+        detection=table,
+    )
+    outputs.write([], info)
+    _print(examined, resolutions, whole=whole and not interrupted)
+    complete = len(examined) == len(names)
+    seen = not any(e.survives for e in examined)
+    needed = not whole or all(power.alone for power in powers(examined))
+    return (0 if seen and needed else 1) if complete else 2
+
+
+def _names(bank: str, asked: Sequence[str]) -> list[str]:
+    if not bank:
+        raise CannotJudge("no bank: give --bank=module:attribute, or set bank in [tool.attention_conformance]")
+    try:
+        names = [bug.name for bug in load_bank(bank)]
+    except BankError as error:
+        raise CannotJudge(str(error)) from error
+    for name in asked:
+        if name not in names:
+            raise CannotJudge(f"bank {bank} has no bug {name!r}")
+    return list(asked) or names
+
+
+def _print(examined: Sequence[Examination], resolutions: Sequence[resolution.Resolution], *, whole: bool) -> None:
+    console = Console(soft_wrap=True)
+    ranked = powers(examined)
+    _print_matrix(console, examined, ranked)
+    if whole:
+        _print_powers(console, ranked)
+        _print_resolution(console, resolutions)
+    survivors = [e.bug for e in examined if e.survives]
+    console.print(f"{len(examined) - len(survivors)} of {len(examined)} planted bugs are seen", highlight=False)
+    for name in survivors:
+        console.print(f"survives: {name}", style="red", highlight=False)
+    for power in ranked if whole else ():
+        if not power.alone:
+            console.print(f"no bug needs the check {power.check}", style="red", highlight=False)
+
+
+def _print_matrix(console: Console, examined: Sequence[Examination], ranked: Sequence[CheckPower]) -> None:
+    """A letter for each check that sees the bug; capital where no other does."""
+    letters = {power.check: chr(ord("a") + n) for n, power in enumerate(ranked)}
+    console.print("  ".join(f"{letter} {check}" for check, letter in letters.items()), highlight=False)
+    for e in sorted(examined, key=lambda e: (e.family, e.bug)):
+        row = "".join(letter if check in e.kills else "·" for check, letter in letters.items())
+        alone = len(e.kills) == 1
+        console.print(f"{row.upper() if alone else row}  {e.family}: {e.bug}", highlight=False)
+
+
+def _print_powers(console: Console, ranked: Sequence[CheckPower]) -> None:
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    table.add_column("check")
+    for name in ("seen", "alone", "seconds", "seen/s"):
+        table.add_column(name, justify="right")
+    for power in ranked:
+        rate = f"{power.kills / power.seconds:.2f}" if power.seconds else ""
+        table.add_row(power.check, str(power.kills), str(len(power.alone)), f"{power.seconds:.0f}", rate)
+    console.print(table)
+
+
+def _print_resolution(console: Console, resolutions: Sequence[resolution.Resolution]) -> None:
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for name in ("smallest error seen", "in", "dtype"):
+        table.add_column(name)
+    for name in ("relative", "unit roundoffs"):
+        table.add_column(name, justify="right")
+    for row in resolutions:
+        seen = row.smallest is not None and row.roundoffs is not None
+        figures = (f"{row.smallest:.2g}", f"{row.roundoffs:.3g}") if seen else ("not seen", "")
+        table.add_row(row.perturbation, row.observable, row.dtype, *figures)
+    console.print(table)
