@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from cases.masks import Mask, Window
@@ -34,7 +37,7 @@ _CORRECT_STRIDE = 10
 def _gradient_off_by(operand: int, relative: float) -> Step:
     """The operand's value is untouched, its gradient is `1 + relative` times what it should be."""
 
-    def operands(*given: Array | Call) -> tuple[Array, ...]:
+    def operands(*given: Any) -> tuple[Array, ...]:
         *xs, _ = given
         x = xs[operand]
         xs[operand] = x + (relative * (x.astype(jnp.float32) - stop(x).astype(jnp.float32))).astype(x.dtype)
@@ -49,7 +52,7 @@ def _first_head_only(k: Array, call: Call) -> Array:
     return jnp.where(first, repeat_heads(k, call), stop(repeat_heads(k, call)))
 
 
-def _one_key_more(mask: Mask, call: Call) -> Array:
+def _one_key_more(mask: Mask, call: Call) -> np.ndarray:
     if isinstance(mask, Window) and mask.left is not None:
         mask = Window(mask.left + 1, mask.right, mask.offset)
     return mask.dense(call.q_length, call.kv_length)

@@ -35,6 +35,10 @@ def _single(case: Case) -> bool:
     return case.dtype == "f32"
 
 
+def _several_chunks(case: Case) -> bool:
+    return case.kv_length > 2 * _CHUNK
+
+
 def _bf16(x: Array) -> Array:
     return rounded(x, jnp.bfloat16)
 
@@ -205,7 +209,7 @@ BUGS: tuple[PlantedBug, ...] = (
         kind="splitkv.partial-dtype",
         reference="flash-attention PR 2336",
         shows="out",
-        trigger=both(sixteen_bits, lambda case: case.kv_length > 512),
+        trigger=both(sixteen_bits, _several_chunks),
         steps=PlainSteps(values=_values_by_chunks),
     ),
     _bug(
@@ -253,7 +257,7 @@ BUGS: tuple[PlantedBug, ...] = (
         kind="ds.cast",
         reference="inferred from flash-attention PR 2336",
         shows="dq",
-        trigger=both(sixteen_bits, trains(), lambda case: case.kv_length > 512),
+        trigger=both(sixteen_bits, trains(), _several_chunks),
         back=BackwardSteps(dq=_dq_by_chunks),
     ),
     _bug(
