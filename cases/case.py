@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import fnmatch
+import functools
 import math
 import re
 from typing import Any
@@ -111,7 +112,7 @@ class Case:
     def __str__(self) -> str:
         return self.id
 
-    @property
+    @functools.cached_property
     def features(self) -> tuple[str, ...]:
         """What an implementation must be able to do to compute this case, by name (`FEATURES`)."""
         found = [self.dtype, self.phase]

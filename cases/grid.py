@@ -59,7 +59,7 @@ def grid(level: str, seed: int, supports: Supports = lambda case: None) -> Grid:
     """The grid at `level` for an implementation that declines cases by `supports`."""
     support = _Support(supports, seed)
     rows, coverage = _rows(STRENGTH[level], support.matrix())
-    cases = [assemble(_levels(row), seed) for row in rows]
+    cases = [_case(row, seed) for row in rows]
     return Grid(
         level, _unique(cases), _unique(support.singles()), support.rich(), _unique(support.declined()), coverage
     )
@@ -71,6 +71,12 @@ def _unique(cases: list[Case]) -> tuple[Case, ...]:
 
 def _levels(row: Partial) -> dict[str, Any]:
     return {NAMES[a]: AXES[a].levels[level] for a, level in enumerate(row) if level is not None}
+
+
+@functools.lru_cache(maxsize=1 << 14)
+def _case(row: Row, seed: int) -> Case:
+    """The case of a row. Kept, since every implementation's support is asked through the same few thousand cases."""
+    return assemble(_levels(row), seed)
 
 
 def _allowed(row: Partial) -> bool:
@@ -113,13 +119,11 @@ class _Support:
 
     def singles(self) -> list[Case]:
         """The plainest case, then one for each supported level of the optional operands and the mask."""
-        if self._supports(assemble(_levels(self._base), self._seed)) is not None:
+        if self._supports(_case(self._base, self._seed)) is not None:
             return []
         axes = [NAMES.index(name) for name in _OPERAND_AXES]
         items = [(a, level) for a in axes for level in range(_SIZES[a]) if level != self._base[a]]
-        return [assemble(_levels(self._base), self._seed)] + [
-            self._case(item) for item in items if self._reason(item) is None
-        ]
+        return [_case(self._base, self._seed)] + [self._case(item) for item in items if self._reason(item) is None]
 
     def rich(self) -> tuple[Case, ...]:
         """The plainest case with as many of `_RICH` as are supported together."""
@@ -127,9 +131,9 @@ class _Support:
         for name, level in _RICH.items():
             axis = NAMES.index(name)
             moved = _moved(row, (axis, AXES[axis].levels.index(level)))
-            if _allowed(moved) and self._supports(assemble(_levels(moved), self._seed)) is None:
+            if _allowed(moved) and self._supports(_case(moved, self._seed)) is None:
                 row = moved
-        case = assemble(_levels(row), self._seed)
+        case = _case(row, self._seed)
         return (case,) if self._supports(case) is None else ()
 
     def declined(self) -> list[Case]:
@@ -143,7 +147,7 @@ class _Support:
         items = [(a, level) for a, size in enumerate(_SIZES) for level in range(size)]
         for moves in itertools.chain(((),), ((i,) for i in items), itertools.combinations(items, 2)):
             row = _moved(plain, *moves)
-            if _allowed(row) and self._supports(assemble(_levels(row), self._seed)) is None:
+            if _allowed(row) and self._supports(_case(row, self._seed)) is None:
                 return row
         return plain
 
@@ -161,7 +165,7 @@ class _Support:
     def _candidates(self, *items: tuple[int, int]) -> list[Case]:
         """Cases with the levels `items`, otherwise as plain as they allow."""
         rows = _repaired(_moved(self._base, *items), dict(items))
-        return [assemble(_levels(row), self._seed) for row in rows]
+        return [_case(row, self._seed) for row in rows]
 
 
 def _moved(row: Row, *items: tuple[int, int]) -> Row:

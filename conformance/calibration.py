@@ -21,7 +21,17 @@ from conformance.tolerances import CALIBRATION, CALIBRATION_SCHEMA, DTYPES, OBSE
 # Checks that compare with the oracle element by element; the others compare answers with each other, or have limits of
 # their own.
 _AGAINST_THE_ORACLE = frozenset(
-    ("forward", "residuals", "gradients", "gradients_lse", "gradients_part", "primal", "poison", "transforms", "sharding")
+    (
+        "forward",
+        "residuals",
+        "gradients",
+        "gradients_lse",
+        "gradients_part",
+        "primal",
+        "poison",
+        "transforms",
+        "sharding",
+    )
 )
 QUANTILES = (0.5, 0.9, 0.99, 0.999)
 _SIGNIFICANT = 3

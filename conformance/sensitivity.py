@@ -16,12 +16,14 @@ from cases.case import Case
 from conformance.checks import CHECKS
 from conformance.contract import Implementation
 from conformance.plan import Job, plan
-from conformance.records import RED, Record
+from conformance.records import ERROR, RED, Record
 from conformance.runner import Runner
 from conformance.settings import Settings
 
-NEAR = 6
+NEAR = 2
 """Cases of the grid, nearest to a bug's trigger, that are always judged."""
+ENOUGH = 3
+"""So many checks that see a bug are enough to leave out what is not on the grid."""
 
 # Scopes beside the grid, those first that catch most in one case.
 _SPECIAL = ("rich", "base", "ensemble", "declined", "feature")
@@ -130,18 +132,17 @@ def red_records(bug: PlantedBug, level: str) -> Iterator[list[Record]]:
 def examine(bug: PlantedBug, level: str) -> Examination:
     """Which checks see a bug, and where first.
 
-    The jobs are judged in the order of `ordered_jobs`: the nearest cases of the grid and all that is not on it in any
-    case, and the rest unless two checks have seen the bug by then. That a bug is seen by one check alone, or by none,
-    rests on the whole grid.
+    The jobs are judged in the order of `ordered_jobs`: the nearest cases of the grid in any case, what is not on it
+    unless `ENOUGH` checks have seen the bug by then, and the rest unless two have. That a bug is seen by one check
+    alone, or by none, rests on all there is.
     """
     runner = Runner(Settings())
     jobs = ordered_jobs(bug, level)
-    enough = NEAR + sum(not job.on_grid for job in jobs)
     kills: dict[str, Kill] = {}
     seconds: dict[str, float] = {}
     judged = 0
     for job in jobs:
-        if judged >= enough and len(kills) > 1:
+        if judged >= NEAR and len(kills) >= (2 if job.on_grid else ENOUGH):
             break
         open_checks = tuple(check for check in job.checks if check.name not in kills)
         for record in runner.judge(dataclasses.replace(job, checks=open_checks)):
@@ -159,6 +160,16 @@ def examine(bug: PlantedBug, level: str) -> Examination:
         judged=judged,
         planned=len(jobs),
         seconds=seconds,
+    )
+
+
+def shows_as_said(bug: PlantedBug, red: Sequence[Record]) -> bool:
+    """Whether one of the red records is of an observable by which the bug should show; a crash counts as `"error"`."""
+    return any(
+        "error" in bug.shows
+        if record.verdict == ERROR
+        else {record.observable, record.observable.partition(".")[0]} & set(bug.shows)
+        for record in red
     )
 
 

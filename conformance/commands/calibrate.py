@@ -7,7 +7,7 @@ from pathlib import Path
 
 import jax
 
-from conformance import calibration, records
+from conformance import calibration, records, tolerances
 from conformance.cli import CannotJudge
 from conformance.commands import common, run
 from conformance.records import Record
@@ -15,7 +15,7 @@ from conformance.records import Record
 
 def calibrate(arguments: argparse.Namespace) -> int:
     """Judge correct implementations, or read their records, and write the table."""
-    path = common.writable(arguments.out, "out") if arguments.out is not None else calibration.CALIBRATION
+    path = common.writable(arguments.out, "out") if arguments.out is not None else tolerances.CALIBRATION
     if not arguments.records and not arguments.impl:
         raise CannotJudge("nothing to calibrate by: give records of correct implementations, or --impl=NAME")
     found: list[Record] = []

@@ -8,7 +8,7 @@ from pathlib import Path
 from conformance import records
 from conformance.cli import CannotJudge
 from conformance.commands import common
-from conformance.records import Record, RunInfo
+from conformance.records import RunInfo
 from reports import html
 
 
