@@ -47,7 +47,7 @@ BUGS: tuple[PlantedBug, ...] = (
         kind="softmax.max-copy-paste",
         reference="pytorch PR 156379",
         shows="out logsumexp dq dk dv",
-        trigger=lambda case: case.distribution in ("huge", "large", "heavy"),
+        trigger=lambda case: case.distribution == "knee" and case.soft_cap == 30,
         steps=PlainSteps(pivot=_pivot_of_first_row),
     ),
     _bug(
