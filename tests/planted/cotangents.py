@@ -243,7 +243,7 @@ BUGS: tuple[PlantedBug, ...] = (
         kind="bwd.real-activations",
         reference="inferred from TransformerEngine#3216",
         shows=_DQ_DK,
-        trigger=lambda case: train(case) and case.kv_length >= 300 and case.distribution == "small",
+        trigger=lambda case: train_blocks(case) and case.dtype == "f32" and case.distribution == "large",
         dz=_dz_if_large,
     ),
     _bug(
