@@ -55,7 +55,7 @@ def _parameter(bug: PlantedBug) -> Any:
     return pytest.param(bug, id=bug.name, marks=marks)
 
 
-@pytest.mark.parametrize("bug", map(_parameter, BUGS))
+@pytest.mark.parametrize("bug", [_parameter(bug) for bug in BUGS])
 def test_a_planted_bug_fails_at_quick(bug: PlantedBug) -> None:
     red = first_kill(bug, "quick")
     assert red, f"{bug.name} survives the quick grid"
