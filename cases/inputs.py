@@ -143,8 +143,10 @@ def _queries_keys_values(case: Case) -> tuple[np.ndarray, np.ndarray, np.ndarray
     elif case.distribution == "ties":
         k = k[:, np.arange(case.kv_length) % min(3, case.kv_length)]
     elif case.distribution == "huge":
-        # One coordinate, the same in every key, lifts all logits without touching their differences.
-        k[..., 0], q[..., 0] = _huge_coordinate(scale)
+        # One coordinate, the same in every key, lifts all logits of a query without touching their differences, and
+        # lowers those of the next.
+        k[..., 0], size = _huge_coordinate(scale)
+        q[..., 0] = np.where(np.arange(case.q_length) % 2, -size, size)[:, None]
     return q, k, v
 
 

@@ -17,7 +17,8 @@ The derivation, with `s|x| = scale sum_d |q||k| + |bias|` and `u` the f32 unit r
     err(dp)  = (u_prod + gamma(V)) sum |do||v| + u_p |dp|
     err(D)   = sum_j [(err(p) + (u_p + gamma(S)) p) |dp| + p err(dp)] + sum_d [(u_out + gamma(V)) |o| + tiny] |do|
     err(g)   = (2 / cap) |tanh| g err(x) + (8 tanh^2 + 1) u                                           (capped)
-    err(dx)  = g [err(p) |r| + p (err(dp) + err(D) + u (|dp| + |D| + |dlse|))] + |p r| err(g) + (u_p + u_prod + u) |dx|
+    err(dx)  = g [err(p) |r| + p (err(dp) + err(D) + u (|dp| + |D| + |dlse|))]
+               + |p r| err(g) + (u_p + u_prod + u) |dx| + tiny (1 + |r|)
                with r = dp - D + dlse
     E(dq)    = scale sum_j [err(dx) + gamma(S) |dx|] |k| + (u_out + u_q) |dq| + tiny
     E(dk)    = scale sum_i [err(dx) + gamma(GT) |dx|] |q| + u_out (sum over the group of |dk of the head| + |dk|) + tiny
@@ -41,6 +42,7 @@ What this adds to the usual first-order bound, and why:
   would hide a gradient that is wrong altogether.
 * `tiny` in `err(D)`: a flash backward takes D from the stored `out`, which in f16 may be subnormal (a sink that takes
   all the weight).
+* `tiny |r|` in `err(dx)`: a probability that underflows is off by `tiny`, and is multiplied by `r`.
 * the underflow floor `tiny` counts only terms that exist, so structural zeros (a key that nobody sees, the bias behind
   the mask) have a bound of exactly zero and must be exactly zero.
 """
@@ -242,7 +244,7 @@ class _Backward:
         err_dx = slab.cap_derivative * (errors.p * np.abs(r) + p * (err_dp + err_d[..., None] + shift))
         err_dx = err_dx + np.abs(dz) * _cap_derivative_errors(slab, errors)
         live = slab.allowed & (do.any(axis=-1) | (dlse != 0))[..., None]
-        err_dx = err_dx + (u.probabilities + u.products + U) * np.abs(dx) + u.tiny * live
+        err_dx = err_dx + (u.probabilities + u.products + U) * np.abs(dx) + u.tiny * live * (1 + np.abs(r))
         err_dsink = errors.p_sink * np.abs(d - dlse) + slab.p_sink * (err_d + U * np.abs(dlse))
         return cls(dx, err_dx, err_dsink, slab.p_sink * (dlse - d), live)
 

@@ -214,10 +214,11 @@ def backward(
                 lse = saved.logsumexp[slab.batch, slab.heads].astype(np.float64)
             d = (out * do_slab).sum(axis=-1)
             shift = np.where(np.isfinite(lse), lse, 0.0)[..., None]
-            p = np.exp(np.where(slab.allowed, slab.z - shift, -np.inf))
-            averaging = np.where(slab.allowed.any(axis=-1, keepdims=True), p, averaging)
-            if slab.sinks is not None:
-                p_sink = np.exp(slab.sinks[:, None] - lse)
+            with np.errstate(over="ignore"):  # what a wrong kernel saved may be anything
+                p = np.exp(np.where(slab.allowed, slab.z - shift, -np.inf))
+                averaging = np.where(slab.allowed.any(axis=-1, keepdims=True), p, averaging)
+                if slab.sinks is not None:
+                    p_sink = np.exp(slab.sinks[:, None] - lse)
         dx = slab.cap_derivative * p * (dp - d[..., None] + dlse_slab[..., None])
         gradients.add(
             slab,

@@ -43,16 +43,21 @@ class Runner:
 
     def judge(self, job: Job) -> list[Record]:
         """The records of one job."""
+        return list(self.stream(job))
+
+    def stream(self, job: Job) -> Iterator[Record]:
+        """The records of one job, as they come."""
         executor = self._executors.setdefault(job.implementation.name, Executor(job.implementation))
         subject = Subject(executor, job.case, self._settings.tolerances, job.pullbacks)
         self._done += 1
         if self._done % _CLEAR_EVERY == 0:
             jax.clear_caches()  # type: ignore[no-untyped-call] # untyped upstream
         if (reason := job.implementation.supports(job.case)) is not None:
-            found = list(_declined(subject, job.checks, reason))
+            found = _declined(subject, job.checks, reason)
         else:
-            found = list(_judged(subject, job.checks))
-        return [self._settings.settle(record, jax.__version__) for record in found]
+            found = _judged(subject, job.checks)
+        for record in found:
+            yield self._settings.settle(record, jax.__version__)
 
     def lost(self, job: Job) -> list[Record]:
         """The records of a job whose process died: an error for each of its checks."""

@@ -121,12 +121,13 @@ def _size(case: Case) -> int:
     return case.batch * case.num_q_heads * case.q_length * case.kv_length
 
 
-def red_records(bug: PlantedBug, level: str) -> Iterator[list[Record]]:
-    """The red records of each job that has any, job after job."""
+def red_records(bug: PlantedBug, level: str) -> Iterator[Record]:
+    """The red records, as they come: whoever has seen enough stops."""
     runner = Runner(Settings())
     for job in ordered_jobs(bug, level):
-        if found := [record for record in runner.judge(job) if record.verdict in RED]:
-            yield found
+        for record in runner.stream(job):
+            if record.verdict in RED:
+                yield record
 
 
 def examine(bug: PlantedBug, level: str) -> Examination:
@@ -163,14 +164,11 @@ def examine(bug: PlantedBug, level: str) -> Examination:
     )
 
 
-def shows_as_said(bug: PlantedBug, red: Sequence[Record]) -> bool:
-    """Whether one of the red records is of an observable by which the bug should show; a crash counts as `"error"`."""
-    return any(
-        "error" in bug.shows
-        if record.verdict == ERROR
-        else {record.observable, record.observable.partition(".")[0]} & set(bug.shows)
-        for record in red
-    )
+def shows_as_said(bug: PlantedBug, red: Record) -> bool:
+    """Whether a red record is of an observable by which the bug should show; a crash counts as `"error"`."""
+    if red.verdict == ERROR:
+        return "error" in bug.shows
+    return bool({red.observable, red.observable.partition(".")[0]} & set(bug.shows))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -95,6 +95,7 @@ def _flash_from_saved(subject: Subject, cotangent: str, result: Result) -> dict[
         return {}
     saved = oracle.Forward(out, lse, truth["max_logits"].value)
     drawn = subject.cotangents[cotangent]
-    return oracle.backward(
-        subject.problem, drawn.out, drawn.logsumexp, form="flash", saved=saved, empty_rows=subject.empty_rows
-    )
+    with np.errstate(invalid="ignore", over="ignore"):  # infinities of a wrong `logsumexp`
+        return oracle.backward(
+            subject.problem, drawn.out, drawn.logsumexp, form="flash", saved=saved, empty_rows=subject.empty_rows
+        )

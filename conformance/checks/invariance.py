@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 import numpy as np
 
 from cases.inputs import Problem
-from cases.masks import Full
+from cases.masks import Causal, Full, Window, conjuncts
 from conformance.bounds import Bounded, Expectation
 from conformance.checks.judgement import Judgement, by_bound, unsupported
 from conformance.comparison import compare
@@ -97,31 +97,29 @@ def _merged(parts: list[Values]) -> Values:
 
 
 def _padded(subject: Subject) -> Iterator[Judgement]:
-    """One more query and one more key in a segment of their own: the length becomes odd."""
+    """One more query and one more key ahead of the others, in segments of their own: the length becomes odd.
+
+    Ahead, so that the last key, which may be alone in its block then, is one that counts.
+    """
+    problem = subject.problem
+    moves_along = all(isinstance(part, Full | Causal | Window) for part in conjuncts(problem.mask))
+    if not moves_along:
+        yield unsupported("padded", "the mask of this case means another one at other positions")
+        return
     if (reason := subject.implementation.supports(dataclasses.replace(subject.case, segments="seg"))) is not None:
         yield unsupported("padded", reason)
         return
-    problem = subject.problem
     batch, q_length = problem.q.shape[:2]
     kv_length = problem.k.shape[1]
     ids = problem.segment_ids or (np.zeros((batch, q_length), np.int32), np.zeros((batch, kv_length), np.int32))
-    pad = [(0, 0), (0, 1), (0, 0), (0, 0)]
     bias = problem.bias
     if bias is not None:
-        bias = np.pad(bias, [(0, 0), (0, 0), (0, bias.shape[2] > 1), (0, bias.shape[3] > 1)], mode="edge")
-    longer = dataclasses.replace(
-        problem,
-        q=np.pad(problem.q, pad, mode="edge"),
-        k=np.pad(problem.k, pad, mode="edge"),
-        v=np.pad(problem.v, pad, mode="edge"),
-        segment_ids=(
-            np.pad(ids[0], [(0, 0), (0, 1)], constant_values=-1),
-            np.pad(ids[1], [(0, 0), (0, 1)], constant_values=-2),
-        ),
-        bias=bias,
-    )
+        bias = np.pad(bias, [(0, 0), (0, 0), *((int(length > 1), 0) for length in bias.shape[2:])], mode="edge")
+    q, k, v = (np.pad(x, [(0, 0), (1, 0), (0, 0), (0, 0)], mode="edge") for x in (problem.q, problem.k, problem.v))
+    q_ids, kv_ids = (np.pad(x, [(0, 0), (1, 0)], constant_values=n) for x, n in zip(ids, (-1, -2), strict=True))
+    longer = dataclasses.replace(problem, q=q, k=k, v=v, segment_ids=(q_ids, kv_ids), bias=bias)
     got = subject.results_of(longer)
-    kept = {name: x[:, :q_length] if name == "out" else x[..., :q_length] for name, x in got.items()}
+    kept = {name: x[:, 1:] if name == "out" else x[..., 1:] for name, x in got.items()}
     yield from _compared(subject, "padded", kept, subject.results_of(problem), subject.expectation)
 
 

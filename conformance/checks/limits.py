@@ -1,4 +1,4 @@
-"""Limits: a soft cap that goes to infinity is no cap, a sink that goes to minus infinity is no sink."""
+"""Limits: a soft cap that goes to infinity is no cap, a sink to minus infinity no sink, a sink to infinity no keys."""
 
 from __future__ import annotations
 
@@ -17,10 +17,12 @@ from conformance.subject import Subject
 _HIGH_CAP = 2.0**20
 # exp cannot tell it from minus infinity, and it is finite, as a sink that is switched off is written.
 _LOW_SINK = -1e30
+# Above the largest logit by more than exp can bear in f32.
+_HIGH_SINK = 150.0
 
 
 def limits(subject: Subject) -> Iterator[Judgement]:
-    """With a soft cap of 2**20, or sinks of -1e30, results are those without."""
+    """With a soft cap of 2**20, or sinks of -1e30, results are those without; high sinks take all the weight."""
     problem = subject.problem
     if problem.soft_cap is not None:
         high = dataclasses.replace(problem, soft_cap=_HIGH_CAP)
@@ -28,6 +30,26 @@ def limits(subject: Subject) -> Iterator[Judgement]:
     if problem.sinks is not None:
         low = dataclasses.replace(problem, sinks=np.full_like(problem.sinks, _LOW_SINK))
         yield from _same(subject, "low_sinks", low, problem.without("sinks"))
+        yield from _high_sinks(subject)
+
+
+def _high_sinks(subject: Subject) -> Iterator[Judgement]:
+    """Sinks that take all the weight: `exp(logit - sink)` underflows, `exp(sink - logit)` would overflow."""
+    problem = subject.problem
+    top = subject.expectation.forward["max_logits"].value
+    lift = float(np.max(top, where=np.isfinite(top), initial=0.0)) + _HIGH_SINK
+    assert problem.sinks is not None
+    high = dataclasses.replace(problem, sinks=np.full_like(problem.sinks, lift))
+    expected = subject.expect(high).forward
+    for name, got in subject.results_of(high).items():
+        judged = subject.judged_out_of(high) if name == "out" else subject.judged_residuals
+        yield by_bound(
+            name,
+            compare(got, expected[name], judged),
+            dtype=subject.case.dtype,
+            tolerances=subject.tolerances,
+            label=f"{name}.high_sinks",
+        )
 
 
 def _same(subject: Subject, what: str, limit: Problem, without: Problem) -> Iterator[Judgement]:

@@ -70,8 +70,9 @@ def _proportional(
         fits = np.abs(once) < _LARGEST["f16"]
         comparison = compare(scaled, both, fits)
         return by_bound(name, comparison, dtype="f16", tolerances=subject.tolerances, label=label)
-    judged = (np.abs(once) >= _SMALLEST) | (once == 0)  # what is zero stays zero
-    wrong = judged & ~(scaled == once)
+    # Zero may become a number that had underflowed, and no other.
+    underflowed = (np.abs(once) < _SMALLEST) & (np.abs(scaled) < _SMALLEST)
+    wrong = ~underflowed & ~(scaled == once)
     if not wrong.any():
         return Judgement(observable=label, verdict=records.PASS)
     index = np.unravel_index(int(np.argmax(wrong)), wrong.shape)

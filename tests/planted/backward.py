@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -34,12 +35,12 @@ def _with_cap(case: Case) -> bool:
     return train(case) and case.soft_cap is not None
 
 
-def _changed(**fields: object) -> functools.partial[_Z]:
+def _changed(**fields: Any) -> functools.partial[_Z]:
     """Logits with some operand left out of the call."""
     return functools.partial(_logits_with, fields=fields)
 
 
-def _logits_with(products: jax.Array, block: Block, fields: dict[str, object]) -> _Z:
+def _logits_with(products: jax.Array, block: Block, fields: dict[str, Any]) -> _Z:
     names = {field.name for field in dataclasses.fields(Call)}
     call = dataclasses.replace(block.call, **{name: x for name, x in fields.items() if name in names})
     rest = {name: x for name, x in fields.items() if name not in names}

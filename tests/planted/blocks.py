@@ -240,7 +240,7 @@ BUGS: tuple[PlantedBug, ...] = (
         kind="mask.no-partial-blocks",
         reference="inferred from tokamax 620ac16",
         shows=_SHOWS,
-        trigger=holes,
+        trigger=lambda case: holes(case) or (case.segments is not None and case.kv_length > 512),
         kinds=_holes_attended,
     ),
     _bug(

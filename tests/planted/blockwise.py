@@ -52,6 +52,7 @@ from tests.planted.steps import (
 
 def _cut(steps: BlockSteps, call: Call, operands: Operands, hide_k: Step, hide_v: Step) -> Blocks:
     """The key blocks that are visited."""
+    assert operands.allowed is not None
     tiles = split_mask(operands.allowed, call)
     kinds = steps.kinds(steps.classify(tiles), call)
     tiles = steps.mask_tiles(tiles, kinds, call)
@@ -62,7 +63,7 @@ def _cut(steps: BlockSteps, call: Call, operands: Operands, hide_k: Step, hide_v
     visible = visible.reshape(*visible.shape[:4], -1, BLOCK_KV)
     seen = visible.any(axis=(3, 4))
     found = Blocks(
-        index=jnp.arange(count),
+        number=jnp.arange(count),
         k=hide_k(steps.key_blocks(split_keys(operands.k), call), seen),
         v=hide_v(steps.value_blocks(split_keys(operands.v), call), seen),
         bias=None if operands.bias is None else steps.bias_blocks(split_bias(operands.bias, call), call),
@@ -79,7 +80,7 @@ def forward(steps: BlockSteps, call: Call, operands: Operands) -> Outputs:
     sinks = None if operands.sinks is None else operands.sinks.reshape(call.num_kv_heads, call.group, 1)
 
     def step(state: Running, one: Blocks) -> tuple[Running, None]:
-        block = Block(call, one.index, q, *one[1:])
+        block = Block(call, one.number, q, *one[1:])
         z = steps.masked(steps.logits(product("bkgth,bksh->bkgts", q, block.k), block)[0], block)
         pivot = steps.pivot(state, z, block)
         shift = steps.shift(pivot, state, block)
@@ -117,7 +118,7 @@ def backward(
     dtype = operands.q.dtype
 
     def step(dq: jax.Array, one: Blocks) -> tuple[jax.Array, Any]:
-        block = Block(call, one.index, q, *one[1:], do=do)
+        block = Block(call, one.number, q, *one[1:], do=do)
         block = dataclasses.replace(block, visible=steps.visible_again(block))
         z, slope = steps.logits_again(product("bkgth,bksh->bkgts", q, block.k), block)
         z = masked(z, block)
@@ -144,7 +145,8 @@ def backward(
         dsinks = steps.dsinks(operands.sinks[:, None], lse, delta_rows, dlse).astype(operands.sinks.dtype)
     if operands.bias is not None:
         dbias = join_bias(dbias, operands.bias.shape).astype(operands.bias.dtype)
-    return Operands(*(x.astype(dtype) for x in found), bias=dbias, sinks=dsinks, allowed=None)
+    dq, dk, dv = (x.astype(dtype) for x in found)
+    return Operands(dq, dk, dv, dbias, dsinks, None)
 
 
 def kernel(steps: BlockSteps) -> Callable[..., Any]:
@@ -195,7 +197,8 @@ def _differentiable(steps: BlockSteps, call: Call) -> Callable[[Operands], Outpu
         return steps.primal(outputs), (operands, *steps.saved(outputs.out, outputs.logsumexp, operands))
 
     def pull_back(saved: Any, cotangents: Outputs) -> tuple[Operands]:
-        return (backward(steps, call, *saved, cotangents),)
+        operands, out, lse = saved
+        return (backward(steps, call, operands, out, lse, cotangents),)
 
     attend.defvjp(with_saved, pull_back)
     return attend

@@ -131,7 +131,7 @@ BUGS: tuple[PlantedBug, ...] = (
         kind="I.delta-lowp",
         reference="inferred from arXiv 2510.04212",
         shows=("dq", "dk", "dsinks"),
-        trigger=lambda case: train(case) and rounds(case),
+        trigger=lambda case: train(case) and rounds(case) and case.v_head_dim >= 128,
         delta=_delta_rounded,
     ),
     _bug(
@@ -243,7 +243,7 @@ BUGS: tuple[PlantedBug, ...] = (
         kind="bwd.real-activations",
         reference="inferred from TransformerEngine#3216",
         shows=_DQ_DK,
-        trigger=lambda case: train(case) and (case.kv_length >= 300 or case.distribution == "dominant"),
+        trigger=lambda case: train_blocks(case) and case.dtype == "f32" and case.distribution == "large",
         dz=_dz_if_large,
     ),
     _bug(

@@ -16,14 +16,14 @@ Step = Callable[..., Any]
 
 
 class Operands(NamedTuple):
-    """Arrays of the call; `allowed` is mask and segment ids together, `[b, n, T, S]`."""
+    """Arrays of the call; `allowed` is mask and segment ids together, `[b, n, T, S]`, none among gradients."""
 
     q: jax.Array
     k: jax.Array
     v: jax.Array
     bias: jax.Array | None
     sinks: jax.Array | None
-    allowed: jax.Array
+    allowed: jax.Array | None
 
 
 class Outputs(NamedTuple):
@@ -65,7 +65,7 @@ class Gradients(NamedTuple):
 class Blocks(NamedTuple):
     """What a scan over key blocks takes, the key block in front."""
 
-    index: jax.Array  # [key blocks]
+    number: jax.Array  # [key blocks]
     k: jax.Array  # [key blocks, B, K, BLOCK_KV, H]
     v: jax.Array  # [key blocks, B, K, BLOCK_KV, V]
     bias: jax.Array | None  # [key blocks, b, k, g, t, BLOCK_KV]
