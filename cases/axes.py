@@ -82,6 +82,8 @@ def compatible(levels: Mapping[str, Any]) -> bool:
     lengths: Lengths | None = levels.get("lengths")
     if lengths is not None and lengths.q == 1 and levels.get("mask") in ("causal", "spans", "balanced"):
         return False  # with one query these leave one key, nothing to cut, or no chunks
+    if lengths is not None and lengths.q % 4 and levels.get("mask") == "balanced":
+        return False  # four chunks of one size
     if levels.get("distribution") == "knee" and "soft_cap" in levels and levels["soft_cap"] is None:
         return False
     if levels.get("distribution") == "huge":
