@@ -77,7 +77,13 @@ def build(spec: str, batch: int, num_q_heads: int, q_length: int, kv_length: int
         if kind.startswith("dense"):
             b = batch if kind == "densebatch" else 1
             n = num_q_heads if kind == "densehead" else 1
-            return Dense(_random(seed, (b, n, q_length, kv_length), int(arguments[0])))
+            array = _random(seed, (b, n, q_length, kv_length), int(arguments[0]))
+            if array.shape[:2] != (1, 1):
+                # Every second head or batch row is causal too, so that blocks are empty for it and not for the others.
+                causal = np.tri(q_length, kv_length, max(0, kv_length - q_length), dtype=bool)
+                every_second = array[:, ::2] if kind == "densehead" else array[::2]
+                every_second &= causal
+            return Dense(array)
         if kind == "lengths":
             lengths = _integers(arguments[0])
             if len(lengths) != batch or max(lengths) > kv_length:

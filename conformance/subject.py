@@ -69,8 +69,9 @@ class Subject:
     def cotangents(self) -> dict[str, Cotangent]:
         """The cotangents to pull back, by name.
 
-        `random` and `random_lse` reach every row that is judged; `row` and `head` a single one; `empty` only rows that
-        may attend to nothing. Rows whose output is undefined get a zero cotangent, as a loss that ignores them gives.
+        `random` and `random_lse` reach every row that is judged; `row` and `head` a single one; `lse` is
+        zero for `out`; `empty` reaches only rows that may attend to nothing. Rows whose output is undefined get a zero
+        cotangent, as a loss that ignores them gives.
         """
         if not self.with_gradients:
             return {}
@@ -85,6 +86,8 @@ class Subject:
             found["random_lse"] = Cotangent("random_lse", out, lse)
         if self.case.q_length > 1:
             found["row"] = Cotangent("row", _only(out, axis=1, index=self._last_live_row))
+        if "residuals" in self._pulled:
+            found["lse"] = Cotangent("lse", np.zeros_like(out), lse)
         if self.case.num_q_heads > 1:
             found["head"] = Cotangent("head", _only(out, axis=2, index=self.case.num_q_heads - 1))
         empty = self.problem.empty_rows

@@ -63,10 +63,10 @@ def test_random_numbers_have_the_same_bits_everywhere(array: np.ndarray, expecte
     [
         (
             "train/f32/B2.T20.S24.N4.K2.H8.V4/densehead-d40/segpad/softcap2/sinks/bias/scale0.3/normal/s3",
-            "275c610bf60414e4",
+            "0f3e5c5a5b911f31",
         ),
         ("train/bf16/B1.T16.S16.N2.K2.H8.V8/causal/sinks/biaskey/heavy/s5", "7104e76753029070"),
-        ("train/f16/B1.T16.S16.N2.K2.H8.V8/causal/huge/s9", "8804f35ae7c2e166"),
+        ("train/f16/B1.T16.S16.N2.K2.H8.V8/causal/huge/s9", "ba209b53717a7996"),
     ],
 )
 def test_the_operands_of_a_case_have_the_same_bits_everywhere(case_id: str, expected: str) -> None:

@@ -37,11 +37,11 @@ def gradients_lse(subject: Subject) -> Iterator[Judgement]:
 
 
 def gradients_part(subject: Subject) -> Iterator[Judgement]:
-    """Gradients for cotangents on a single row, a single head, and only rows that may attend to nothing.
+    """Gradients for cotangents on one row, one head, `logsumexp` alone, and only rows that may attend to nothing.
 
     A row or a head by itself shows what the others would hide, and what a kernel skips because most of it is zero.
     """
-    for part in ("row", "head", "empty"):
+    for part in ("row", "head", "lse", "empty"):
         for judgement in _judge_if_drawn(subject, part):
             yield dataclasses.replace(judgement, observable=f"{judgement.observable}.{part}")
 

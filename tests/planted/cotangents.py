@@ -11,7 +11,6 @@ from jax import lax
 from conformance.sensitivity import PlantedBug
 from tests.planted.block_triggers import (
     query_tail,
-    rounds,
     train,
     train_blocks,
 )
@@ -125,14 +124,6 @@ BUGS: tuple[PlantedBug, ...] = (
         shows=_DQ_DK,
         trigger=lambda case: train(case) and case.batch > 1,
         delta=_delta_first_row,
-    ),
-    _bug(
-        name="bwd-delta-in-input-dtype",
-        kind="I.delta-lowp",
-        reference="inferred from arXiv 2510.04212",
-        shows=("dq", "dk", "dsinks"),
-        trigger=lambda case: train(case) and rounds(case) and case.v_head_dim >= 128,
-        delta=_delta_rounded,
     ),
     _bug(
         name="bwd-delta-in-bf16",

@@ -232,7 +232,7 @@ BUGS: tuple[PlantedBug, ...] = (
         pivot=_frozen,
     ),
     _bug(
-        name="pivot-constant",
+        name="block-pivot-constant",
         kind="softmax.dummy-max",
         reference="HabanaAI vllm-fork#275",
         shows=_OUT,
