@@ -85,7 +85,7 @@ def literal_forward(problem: Problem, operands: dict[str, Any]) -> tuple[jax.Arr
             sink = jnp.broadcast_to(operands["sinks"][n], (*z.shape[:2], 1))
             columns = jnp.concatenate([columns, sink], axis=-1)
         lse = jax.scipy.special.logsumexp(columns, axis=-1)
-        p = jnp.where(allowed[:, n], jnp.exp(jnp.where(allowed[:, n], z, 0) - lse[..., None]), 0)
+        p = jnp.where(allowed[:, n], jnp.exp(jnp.where(allowed[:, n], z - lse[..., None], 0)), 0)
         empty = ~allowed[:, n].any(axis=-1)
         outs.append(jnp.where(empty[..., None], 0, jnp.einsum("bts,bsv->btv", p, v[:, :, kv])))
         lses.append(lse if "sinks" in operands else jnp.where(empty, 0, lse))
