@@ -193,6 +193,9 @@ def _add_run(commands: argparse._SubParsersAction[_CommandParser]) -> None:
     what.add_argument(
         "--cases", metavar="QUERY", help="only cases that match: a prefix of whole parts, * is a wildcard"
     )
+    what.add_argument(
+        "--regressions", action="store_true", help="the named regressions instead of the grid (see `list regressions`)"
+    )
     what.add_argument("--check", action="append", default=[], metavar="NAME", help="only this check; may be repeated")
     what.add_argument(
         "--seed", action="append", default=[], type=int, metavar="N", help="base seed of the grid (0); may be repeated"
@@ -237,13 +240,13 @@ def _add_explore(commands: argparse._SubParsersAction[_CommandParser]) -> None:
 
 
 def _add_list(commands: argparse._SubParsersAction[_CommandParser]) -> None:
-    about = "list implementations, cases, checks or features"
+    about = "list implementations, cases, checks, features or regressions"
     listing = commands.add_parser("list", help=about, description=_sentence(about), epilog=_LIST_EXAMPLES)
     listing.add_argument(
         "what",
         nargs="?",
         default="implementations",
-        choices=("implementations", "cases", "checks", "features"),
+        choices=("implementations", "cases", "checks", "features", "regressions"),
         help="what to list (implementations)",
     )
     listing.add_argument("--impl", metavar="NAME", help="cases: only those that this implementation is judged by")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from cases import mask_spec
+from cases import mask_spec, regressions
 from cases.case import FEATURES, Case
 from cases.inputs import Problem, draw
 from conformance import bounds, discrimination
@@ -22,14 +22,16 @@ _DISTRIBUTIONS = {
     "cancel": "equal keys in pairs whose values nearly cancel",
     "ties": "three distinct keys repeated: exact ties",
     "knee": "logits as large as the soft cap, where it bends most",
-    "huge": "logits beyond the float16 range, differing by ordinary amounts",
+    "huge": "logits beyond the float16 range, high for one query and low for the next",
 }
 
 
 def explain_case(case: Case, tolerances: Tolerances) -> str:
     """The explanation, as text."""
     problem = draw(case)
-    lines = [case.id, "", *_problem(case, problem), "", *_tolerances(case, tolerances), ""]
+    named = regressions.by_case(case.id)
+    about = [f"Regression  {named.name}: {named.shows} ({named.reference})", ""] if named else []
+    lines = [case.id, "", *about, *_problem(case, problem), "", *_tolerances(case, tolerances), ""]
     lines += [*_margins(case, tolerances), "", "Run it:", f"  python -m conformance run --impl=NAME --case={case.id}"]
     return "\n".join(lines)
 

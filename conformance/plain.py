@@ -43,6 +43,7 @@ class Declaration:
     empty_rows: EmptyRows = "undefined"
     behind_mask: BehindMask = "any"
     differentiable_residuals: bool = True
+    memory: Literal["linear"] | None = None
     unsupported: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
 
@@ -53,6 +54,7 @@ def declare(
     empty_rows: EmptyRows = "undefined",
     behind_mask: BehindMask = "any",
     differentiable_residuals: bool = True,
+    memory: Literal["linear"] | None = None,
     unsupported: Mapping[str, str] | None = None,
 ) -> Callable[[_Function], _Function]:
     """Decorate a plain attention function with what its signature cannot say.
@@ -63,6 +65,7 @@ def declare(
       empty_rows: what it returns for queries that may attend to nothing.
       behind_mask: `"finite"` if keys and values behind the mask must be finite.
       differentiable_residuals: False if `logsumexp` carries no gradient.
+      memory: `"linear"` if temporary memory of forward and backward grows no faster than the lengths.
       unsupported: feature name (`python -m conformance list features`) to the reason why it is not supported.
     """
     declaration = Declaration(
@@ -71,6 +74,7 @@ def declare(
         empty_rows=empty_rows,
         behind_mask=behind_mask,
         differentiable_residuals=differentiable_residuals,
+        memory=memory,
         unsupported=dict(unsupported or {}),
     )
 
@@ -116,6 +120,7 @@ def from_function(function: Callable[..., Any], name: str, *, products: Products
         differentiable_residuals=frozenset(),
         gradients=frozenset(gradients),
         empty_rows=declaration.empty_rows,
+        memory=declaration.memory,
         behind_mask=declaration.behind_mask,
         lower_mask=_lowering(parameters),
         refuses_by_signature=True,

@@ -10,6 +10,7 @@ from typing import Any
 
 from cases.case import Case, matches
 from cases.grid import Supports, grid
+from cases.regressions import REGRESSIONS
 from conformance.checks import CHECKS, Check
 from conformance.contract import Implementation
 from conformance.subject import PULLBACKS, Pullback
@@ -90,7 +91,7 @@ def _jobs(
 ) -> tuple[list[Job], dict[str, Any]]:
     found = grid(level, seed, implementation.supports)
     by_scope = {
-        "grid": found.cases,
+        "grid": found.cases if level == "quick" else tuple(dict.fromkeys((*found.cases, *_named(implementation)))),
         "declined": found.declined,
         "feature": found.singles[1:],
         "base": found.singles[:1],
@@ -145,6 +146,17 @@ def ensemble_cases(seed: int, supports: Supports = lambda case: None) -> tuple[C
 
 def _ensemble_case(phase: str, dtype: str, seed: int, t: int, s: int, n: int, k: int, mask: str) -> Case:
     return Case(phase=phase, dtype=dtype, q_length=t, kv_length=s, num_q_heads=n, num_kv_heads=k, mask=mask, seed=seed)
+
+
+def _named(implementation: Implementation) -> list[Case]:
+    """The cases of the named regressions that the implementation supports."""
+    return [regression.case for regression in REGRESSIONS if implementation.supports(regression.case) is None]
+
+
+def regressions(implementations: Sequence[Implementation], checks: Iterable[Check] = CHECKS) -> Plan:
+    """The jobs that judge the named regressions; what an implementation does not support is shown with its reason."""
+    asked = tuple(check for check in checks if check.scope == "grid")
+    return Plan(tuple(Job(i, regression.case, asked) for i in implementations for regression in REGRESSIONS), ())
 
 
 def single(implementation: Implementation, case: Case, checks: Iterable[Check] = CHECKS) -> Plan:

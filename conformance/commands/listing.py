@@ -9,6 +9,7 @@ from rich.table import Table
 
 from cases.case import FEATURES, Case, matches
 from cases.grid import grid
+from cases.regressions import REGRESSIONS
 from conformance import registry
 from conformance.checks import CHECKS
 from conformance.cli import CannotJudge
@@ -25,6 +26,10 @@ def list_things(arguments: argparse.Namespace) -> int:
     if arguments.what == "cases":
         for case in _listed_cases(arguments):
             print(case.id)
+        return 0
+    if arguments.what == "regressions":
+        for named in REGRESSIONS:
+            print(f"{named.name}: {named.shows} ({named.reference})\n  {named.case.id}")
         return 0
     table = Table(box=None, padding=(0, 2, 0, 0))
     table.add_column(arguments.what.rstrip("s"), no_wrap=True)

@@ -54,7 +54,7 @@ def run(arguments: argparse.Namespace) -> int:
         found = records.merge(found, chosen.stale(found, jax.__version__))
     info = RunInfo(
         command=common.command(),
-        level="one case" if arguments.case is not None else level,
+        level="one case" if arguments.case is not None else "regressions" if arguments.regressions else level,
         environment=environment.describe(),
         tolerances=chosen.tolerances.rows(),
         coverage=list(planned.coverage),
@@ -73,6 +73,8 @@ def _reject_contradictions(arguments: argparse.Namespace) -> None:
         raise CannotJudge("nothing to judge: give --impl=NAME (see `python -m conformance list`) or --all")
     if arguments.case is not None and (arguments.cases is not None or arguments.level or arguments.seed):
         raise CannotJudge("--case names one case, seed included: it cannot be combined with --cases, --level or --seed")
+    if arguments.regressions and (arguments.case is not None or arguments.cases is not None or arguments.level):
+        raise CannotJudge("--regressions names its cases: it cannot be combined with --case, --cases or --level")
     if arguments.jobs is not None and arguments.jobs < 1:
         raise CannotJudge(f"--jobs must be at least 1, got {arguments.jobs}")
     for seed in arguments.seed:
@@ -97,6 +99,8 @@ def _plan(arguments: argparse.Namespace, implementations: Sequence[Implementatio
         case = common.case(arguments.case)
         plans = [plan.single(implementation, case, checks) for implementation in implementations]
         return plan.Plan(tuple(job for one in plans for job in one.jobs), ())
+    if arguments.regressions:
+        return plan.regressions(implementations, checks)
     return plan.plan(implementations, level=level, seeds=arguments.seed or (0,), query=arguments.cases, checks=checks)
 
 
@@ -123,7 +127,7 @@ def _run_jobs(
 
 def _is_whole(arguments: argparse.Namespace, interrupted: bool) -> bool:
     """Whether the run judged all that its level asks for, so that what did not fail can be called stale."""
-    narrowed = arguments.case is not None or arguments.cases is not None
+    narrowed = arguments.case is not None or arguments.cases is not None or arguments.regressions
     return not (narrowed or arguments.check or arguments.seed or interrupted)
 
 
