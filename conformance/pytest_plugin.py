@@ -207,6 +207,7 @@ class _Gate:
             tolerances=settings.load(self._config.rootpath).tolerances.rows(),
             coverage=list(self._plan().coverage),
             seconds=round(time.perf_counter() - self._started, 1),
+            detection=detection.load(),
         )
         html.write(target, found, info)
         records.write_jsonl(target.with_suffix(".jsonl"), found)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from conformance import records
+from conformance import detection, records
 from conformance.cli import CannotJudge
 from conformance.commands import common
 from conformance.records import RunInfo
@@ -25,6 +25,7 @@ def render_report(arguments: argparse.Namespace) -> int:
         level="merged records",
         environment={"rendered from": ", ".join(Path(name).name for name in arguments.records)},
         tolerances=[],
+        detection=detection.load(),
         seconds=round(sum(record.seconds for record in found), 1),
     )
     html.write(path, found, info)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 import jax
 from rich.console import Console
 
-from conformance import environment, plan, records, registry, runner, settings
+from conformance import detection, environment, plan, records, registry, runner, settings
 from conformance.checks import BY_NAME, CHECKS, Check
 from conformance.cli import CannotJudge
 from conformance.commands import common
@@ -60,6 +60,7 @@ def run(arguments: argparse.Namespace) -> int:
         coverage=list(planned.coverage),
         seconds=round(time.perf_counter() - started, 1),
         interrupted=interrupted,
+        detection=detection.load(),
     )
     outputs.write(found, info)
     terminal.print_summary(found, info, Console())
