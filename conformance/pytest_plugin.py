@@ -193,7 +193,7 @@ class _Gate:
         return ""
 
     def _write_report(self, target: Path) -> None:
-        from conformance import environment, records, settings
+        from conformance import detection, environment, records, settings
         from conformance.registry import find
         from conformance.runner import hardware_records
         from reports import html
