@@ -160,12 +160,24 @@ def regressions(implementations: Sequence[Implementation], checks: Iterable[Chec
 
 
 def single(implementation: Implementation, case: Case, checks: Iterable[Check] = CHECKS) -> Plan:
-    """The jobs that judge one case: the checks of the grid, or the refusal if the case is not supported."""
+    """The jobs that judge one case: the checks of the grid, or the refusal if the case is not supported.
+
+    Checks that look at one case of their own are asked of this one too, if it is theirs or if they are named.
+    """
     chosen = tuple(checks)
     declined = implementation.supports(case) is not None
-    scopes: tuple[str, ...] = ("declined",) if declined else ("grid", "feature", "base", "rich")
-    if case in ensemble_cases(case.seed, implementation.supports):
-        scopes += ("ensemble",)
+    named = len(chosen) < len(CHECKS)
+    scopes = {"declined"} if declined else {"grid", *_scopes_of(implementation, case, named=named)}
     asked = tuple(check for check in chosen if check.scope in scopes)
     # A declined case is shown with its reason, whichever checks are asked for.
     return Plan((Job(implementation, case, asked),) if asked or declined else (), ())
+
+
+def _scopes_of(implementation: Implementation, case: Case, *, named: bool) -> set[str]:
+    """The scopes beside the grid whose checks are asked of `case`."""
+    ensemble = {"ensemble"} if case in ensemble_cases(case.seed, implementation.supports) else set()
+    if named:
+        return {"feature", "base", "rich"} | ensemble
+    found = grid("quick", case.seed, implementation.supports)
+    theirs = {"feature": found.singles[1:], "base": found.singles[:1], "rich": found.rich}
+    return {scope for scope, cases in theirs.items() if case in cases} | ensemble

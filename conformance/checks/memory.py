@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 
+from cases.case import CaseIdError
 from cases.inputs import draw
 from conformance import records
 from conformance.checks.judgement import Judgement, unsupported
@@ -22,7 +23,11 @@ def memory(subject: Subject) -> Iterator[Judgement]:
         return
     sizes = []
     for length in _LENGTHS:
-        case = dataclasses.replace(subject.case, batch=1, q_length=length, kv_length=length)
+        try:
+            case = dataclasses.replace(subject.case, batch=1, q_length=length, kv_length=length)
+        except CaseIdError as error:
+            yield unsupported("temporaries", f"this case has no longer form: {error}")
+            return
         if (reason := subject.implementation.supports(case)) is not None:
             yield unsupported("temporaries", reason)
             return

@@ -15,7 +15,7 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, PartitionSpec
 
-from cases.case import Case
+from cases.case import Case, CaseIdError
 from cases.inputs import Cotangent, Problem, draw, draw_cotangent
 from cases.masks import Dense
 from conformance import records
@@ -37,10 +37,15 @@ def sharding(subject: Subject) -> Iterator[Judgement]:
         )
         yield Judgement(observable="all", verdict=records.UNJUDGED, reason=reason)
         return
-    case = _divisible(subject.case)
     for name, shard in (("batch", _over_batch), ("heads", _over_heads), ("sequence", _over_queries)):
         try:
-            for judgement in _judge(subject, case if name != "sequence" else _balanced(case), shard):
+            case = _divisible(subject.case)
+            case = case if name != "sequence" else _balanced(case)
+        except CaseIdError as error:
+            yield unsupported(name, f"this case cannot be shared by {_DEVICES} devices: {error}")
+            continue
+        try:
+            for judgement in _judge(subject, case, shard):
                 yield dataclasses.replace(judgement, observable=f"{judgement.observable}.{name}")
         except NotImplementedError as error:
             yield unsupported(name, str(error).split("\n")[0])
