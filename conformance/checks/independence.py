@@ -123,11 +123,15 @@ def _other(x: np.ndarray) -> np.ndarray:
 
 
 def _rows(name: str, result: Result, part: _Part, subject: Subject) -> np.ndarray:
-    """The part's values, zero in rows that are not judged."""
+    """The part's values, zero in rows that may attend to nothing unless those are declared to be zero.
+
+    The mean over all keys depends on all of them.
+    """
+    live = ~subject.problem.empty_rows | (subject.implementation.empty_rows == "zero")  # [B, N, T]
     if name == "out":
-        kept = np.where(subject.judged_out, result.values[name], 0)
+        kept = np.where(live.transpose(0, 2, 1)[..., None], result.values[name], 0)
         return kept[part.batch, part.rows, part.heads]
-    kept = np.where(subject.judged_residuals, result.values[name], 0)
+    kept = np.where(live, result.values[name], 0)
     return kept[part.batch, part.heads, part.rows]
 
 
