@@ -124,10 +124,37 @@ def examine_parallel(
       workers: how many processes.
       on_bug: hears of each bug as it is done.
     """
+    waiting = collections.deque(names)
+    while waiting:
+        suspects = _examine_until_broken(bank, waiting, level, workers, on_bug)
+        for name in suspects:
+            alone = collections.deque([name])
+            if _examine_until_broken(bank, alone, level, 1, on_bug):
+                raise KernelDied(f"planted bug {name} kills the process that judges it: it cannot be measured")
+
+
+class KernelDied(Exception):  # noqa: N818 -- a statement, as the message is
+    """A planted bug took its process down twice."""
+
+
+def _examine_until_broken(
+    bank: str, waiting: collections.deque[str], level: str, workers: int, on_bug: Callable[[Examination], None]
+) -> list[str]:
+    """Examine bugs, taken from `waiting`, until none is left or a worker dies; returns those under way when it did."""
+    pending: dict[concurrent.futures.Future[Examination], str] = {}
     with _pool(workers, None) as pool:
-        futures = [pool.submit(_examine, bank, name, level) for name in names]
-        for future in concurrent.futures.as_completed(futures):
-            on_bug(future.result())
+        while waiting or pending:
+            try:
+                while waiting and len(pending) < workers:
+                    future = pool.submit(_examine, bank, waiting[0], level)
+                    pending[future] = waiting.popleft()
+                done, _ = concurrent.futures.wait(pending, return_when=concurrent.futures.FIRST_COMPLETED)
+                for future in done:
+                    on_bug(future.result())
+                    del pending[future]
+            except BrokenProcessPool:
+                return list(pending.values()) or [waiting.popleft()]
+    return []
 
 
 @contextlib.contextmanager

@@ -14,7 +14,7 @@ from rich.table import Table
 from conformance import detection, environment, resolution
 from conformance.cli import CannotJudge
 from conformance.commands import common
-from conformance.parallel import examine_parallel
+from conformance.parallel import KernelDied, examine_parallel
 from conformance.progress import Progress
 from conformance.records import RunInfo
 from conformance.sensitivity import BankError, CheckPower, Examination, load_bank, powers
@@ -42,6 +42,8 @@ def sensitivity(arguments: argparse.Namespace) -> int:
 
         try:
             examine_parallel(bank, names, level, arguments.jobs or os.cpu_count() or 1, on_bug)
+        except KernelDied as error:
+            raise CannotJudge(str(error)) from error
         except KeyboardInterrupt:
             signal.signal(signal.SIGINT, signal.SIG_IGN)  # what was examined gets written, whatever else is pressed
             interrupted = True
