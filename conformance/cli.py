@@ -84,8 +84,8 @@ examples:
   python -m conformance sensitivity --bank=my_tests.planted:BANK
   python -m conformance sensitivity --bug=returns-zeros --level=standard
 
-A bank is a sequence of conformance.sensitivity.PlantedBug. Each bug is judged on the cases nearest to its trigger, and
-on the whole grid unless several checks have seen it by then.
+A bank is a sequence of conformance.sensitivity.PlantedBug. Each bug is judged until two checks have seen it,
+beginning with the cases nearest to its trigger, and on the whole grid if none has.
 exit codes: 0 every bug is seen and every check is needed, 1 not so, 2 could not be measured
 """
 

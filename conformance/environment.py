@@ -20,6 +20,9 @@ _FAST_COMPILE = (
 _DEVICES = ("--xla_force_host_platform_device_count=4",)
 # XLA aborts the process for a flag that it does not know; this one is gone from jaxlib 0.11 on.
 _FAST_COMPILE_BEFORE_0_11 = ("--xla_cpu_use_fusion_emitters=false",)
+# Threads of XLA's pool on CPU, which otherwise has one a core: four virtual devices that wait for each other on fewer
+# threads, one of them held by a host callback, wait for ever.
+_POOL = ("NPROC", "16")
 _ONE_THREAD = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS")
 
 
@@ -30,6 +33,7 @@ def prepare() -> None:
     os.environ.setdefault("XLA_FLAGS", " ".join(_flags()))
     for name in _ONE_THREAD:
         os.environ.setdefault(name, "1")
+    os.environ.setdefault(*_POOL)
 
 
 def _flags() -> tuple[str, ...]:

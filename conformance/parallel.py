@@ -25,7 +25,6 @@ from conformance.contract import Implementation
 from conformance.plan import Job
 from conformance.records import Record
 from conformance.sensitivity import Examination
-from conformance.subject import Pullback
 
 _CHUNK = 6  # jobs a task: small enough to share work evenly, large enough to keep the overhead down
 
@@ -39,7 +38,7 @@ class _Order:
     implementation: str
     case: str
     checks: tuple[str, ...]
-    pullbacks: tuple[Pullback, ...]
+    thorough: bool
 
 
 def run_parallel(
@@ -59,7 +58,7 @@ def run_parallel(
       lost: gives the records of a job that kills its process.
     """
     orders = [
-        _Order(job.implementation.name, job.case.id, tuple(check.name for check in job.checks), job.pullbacks)
+        _Order(job.implementation.name, job.case.id, tuple(check.name for check in job.checks), job.thorough)
         for job in jobs
     ]
 
@@ -218,7 +217,7 @@ def _judge(orders: Sequence[_Order]) -> list[list[Record]]:
     results = []
     for order in orders:
         checks = tuple(BY_NAME[name] for name in order.checks)
-        job = Job(_find(order.implementation), parse(order.case), checks, order.pullbacks)
+        job = Job(_find(order.implementation), parse(order.case), checks, order.thorough)
         results.append(_runner.judge(job))
     return results
 

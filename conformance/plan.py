@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import zlib
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -13,7 +12,6 @@ from cases.grid import Supports, grid
 from cases.regressions import REGRESSIONS
 from conformance.checks import CHECKS, Check
 from conformance.contract import Implementation
-from conformance.subject import PULLBACKS, Pullback
 
 # (T, S, N, K, mask) of the ensemble check, the first that is supported. Eight blocks of 64 keys, and a group of eight
 # query heads, show a sum that is rounded at every step; a flat softmax with no mask keeps all its terms comparable.
@@ -35,7 +33,7 @@ class Job:
     implementation: Implementation
     case: Case
     checks: tuple[Check, ...]
-    pullbacks: tuple[Pullback, ...] = PULLBACKS
+    thorough: bool = True
 
     @property
     def on_grid(self) -> bool:
@@ -101,11 +99,9 @@ def _jobs(
     jobs = []
     for scope, cases in by_scope.items():
         if asked := tuple(check for check in checks if check.scope == scope):
-            one = scope == "grid" and level == "quick" and _both_asked(checks)
-            jobs += [
-                Job(implementation, case, asked, _pullbacks(implementation, case) if one else PULLBACKS)
-                for case in cases
-            ]
+            # At `quick` the cases of the grid take turns, unless what to ask is named (`Subject`).
+            thorough = level != "quick" or scope != "grid" or len(checks) < len(CHECKS)
+            jobs += [Job(implementation, case, asked, thorough) for case in cases]
     row = {
         "implementation": implementation.name,
         "level": level,
@@ -116,20 +112,6 @@ def _jobs(
         "covered": found.coverage.covered,
     }
     return jobs, row
-
-
-def _both_asked(checks: Iterable[Check]) -> bool:
-    return {"gradients", "gradients_lse"} <= {check.name for check in checks}
-
-
-def _pullbacks(implementation: Implementation, case: Case) -> tuple[Pullback, ...]:
-    """At `quick` one of the two calls gets differentiated, by the case's id.
-
-    Compiling is nearly all of the cost, and most kernels share one backward pass between the two calls.
-    """
-    if "logsumexp" not in implementation.differentiable_residuals:
-        return PULLBACKS
-    return (PULLBACKS[zlib.crc32(case.id.encode()) % 2],)
 
 
 def ensemble_cases(seed: int, supports: Supports = lambda case: None) -> tuple[Case, ...]:

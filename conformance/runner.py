@@ -48,7 +48,7 @@ class Runner:
     def stream(self, job: Job) -> Iterator[Record]:
         """The records of one job, as they come."""
         executor = self._executors.setdefault(job.implementation.name, Executor(job.implementation))
-        subject = Subject(executor, job.case, self._settings.tolerances, job.pullbacks)
+        subject = Subject(executor, job.case, self._settings.tolerances, job.thorough)
         self._done += 1
         if self._done % _CLEAR_EVERY == 0:
             jax.clear_caches()  # type: ignore[no-untyped-call] # untyped upstream

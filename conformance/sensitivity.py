@@ -21,10 +21,9 @@ from conformance.runner import Runner
 from conformance.settings import Settings
 
 NEAR = 2
-"""Cases of the grid, nearest to a bug's trigger, that are always judged."""
-ENOUGH = 3
-"""So many checks that see a bug are enough to leave out what is not on the grid."""
-
+"""Cases of the grid that come first: those nearest to a bug's trigger."""
+# One case in so many of the rest of the grid, for a bug that one check alone has seen.
+_STRIDE = 4
 # Scopes beside the grid, those first that catch most in one case.
 _SPECIAL = ("rich", "base", "ensemble", "declined", "feature")
 _SLUG = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*")
@@ -133,18 +132,21 @@ def red_records(bug: PlantedBug, level: str) -> Iterator[Record]:
 def examine(bug: PlantedBug, level: str) -> Examination:
     """Which checks see a bug, and where first.
 
-    The jobs are judged in the order of `ordered_jobs`: the nearest cases of the grid in any case, what is not on it
-    unless `ENOUGH` checks have seen the bug by then, and the rest unless two have. That a bug is seen by one check
-    alone, or by none, rests on all there is.
+    Jobs are judged in the order of `ordered_jobs` until two checks have seen the bug. One that a single check has seen
+    on the nearest cases and on all that is not on the grid is shown to a quarter of the rest of the grid, and one that
+    none has seen to all of it.
     """
     runner = Runner(Settings())
     jobs = ordered_jobs(bug, level)
+    beside = NEAR + sum(not job.on_grid for job in jobs)
     kills: dict[str, Kill] = {}
     seconds: dict[str, float] = {}
     judged = 0
-    for job in jobs:
-        if judged >= NEAR and len(kills) >= (2 if job.on_grid else ENOUGH):
+    for number, job in enumerate(jobs):
+        if len(kills) > 1:
             break
+        if number >= beside and kills and number % _STRIDE:
+            continue
         open_checks = tuple(check for check in job.checks if check.name not in kills)
         for record in runner.judge(dataclasses.replace(job, checks=open_checks)):
             seconds[record.check] = seconds.get(record.check, 0.0) + record.seconds

@@ -34,6 +34,8 @@ class _Part:
 
 def independence(subject: Subject) -> Iterator[Judgement]:
     """Other batch rows, other heads and keys that a query may not attend to change no bit of its results."""
+    if not subject.asks("independence"):
+        return
     clean = _results(subject, subject.problem)
     for part in _parts(subject.problem):
         changed = _elsewhere_changed(subject.problem, part, keys=True)

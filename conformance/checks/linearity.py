@@ -29,6 +29,8 @@ _LARGEST = {"f32": 2.0**100, "bf16": 2.0**100, "f16": 2.0**11}
 
 def linearity(subject: Subject) -> Iterator[Judgement]:
     """`v` times 4096 gives `out` times 4096, a cotangent times -4096 gives gradients times -4096 (16 in f16)."""
+    if not subject.asks("linearity"):
+        return
     factor = _FACTOR[subject.case.dtype]
     problem = subject.problem
     if float(np.abs(problem.v.astype(np.float64)).max()) * factor < _LARGEST[subject.case.dtype]:
