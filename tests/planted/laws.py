@@ -31,13 +31,13 @@ def _saturated(limit: float) -> Any:
 
 def _steps_of_amax(x: jax.Array) -> jax.Array:
     """Rounded to steps of the largest magnitude in the whole array, as 8-bit casts with one scale are, but finer."""
-    step = jax.lax.stop_gradient(jnp.max(jnp.abs(x.astype(jnp.float32)))) * 2.0**-26
+    step = jax.lax.stop_gradient(jnp.max(jnp.abs(x.astype(jnp.float32)))) * 2.0**-28
     rounded = jnp.round(x.astype(jnp.float32) / step) * step
     return (x + jax.lax.stop_gradient(rounded.astype(x.dtype) - x)).astype(x.dtype)
 
 
-def _cotangent_by(change: Any) -> Kernel:
-    """The correct kernel, whose cotangent passes through `change`."""
+def _cotangent_by(change: Any, *, plain_only: bool = False) -> Kernel:
+    """The correct kernel, whose cotangent passes through `change`, on the plain call alone if asked."""
 
     @jax.custom_vjp
     def through(out: jax.Array) -> jax.Array:
@@ -47,14 +47,90 @@ def _cotangent_by(change: Any) -> Kernel:
 
     def kernel(arrays: Arrays, statics: Statics) -> Any:
         result = correct(arrays, statics)
-        return (through(result[0]), result[1]) if isinstance(result, tuple) else through(result)
+        if not isinstance(result, tuple):
+            return through(result)
+        return result if plain_only else (through(result[0]), result[1])
 
     return kernel
+
+
+def _through_power_of_two(do: jax.Array) -> jax.Array:
+    """Scaled to the range of an 8-bit format by a power of two, and back: exact, but for a cotangent of zeros."""
+    scale = jnp.exp2(jnp.floor(jnp.log2(jnp.max(jnp.abs(do.astype(jnp.float32))))))
+    return ((do.astype(jnp.float32) / scale) * scale).astype(do.dtype)
 
 
 def _through_amax(do: jax.Array) -> jax.Array:
     amax = jnp.max(jnp.abs(do)).astype(jnp.float32)
     return ((do.astype(jnp.float32) / amax) * amax).astype(do.dtype)
+
+
+def _unmasked(arrays: Arrays, statics: Statics) -> bool:
+    return not ({"mask", "segment_ids"} & set(arrays) or statics["causal"] or statics["window"])
+
+
+def _max_logits_in_bf16_unmasked(arrays: Arrays, statics: Statics) -> Any:
+    """The kernel for calls without a mask stores its running maximum in the dtype of the operands."""
+    result = correct(arrays, statics)
+    if not (statics["save_residuals"] and _unmasked(arrays, statics) and arrays["q"].dtype != jnp.float32):
+        return result
+    out, residuals = result
+    rounded = residuals["max_logits"].astype(jnp.bfloat16).astype(jnp.float32)
+    return out, {**residuals, "max_logits": rounded}
+
+
+@jax.custom_vjp
+def _coarse(out: jax.Array) -> jax.Array:
+    return jax.lax.reduce_precision(out.astype(jnp.float32), 8, 4).astype(out.dtype)
+
+
+_coarse.defvjp(lambda out: (out, None), lambda _, do: (do,))
+
+
+def _coarse_when_only_forward(arrays: Arrays, statics: Statics) -> Any:
+    """The path for inference alone keeps fewer bits of long sums."""
+    result = correct(arrays, statics)
+    long = arrays["q"].dtype == jnp.bfloat16 and arrays["k"].shape[1] > 256
+    return result if statics["save_residuals"] or not long else _coarse(result)
+
+
+@jax.custom_vjp
+def _dense_path(out: jax.Array) -> jax.Array:
+    return out
+
+
+_dense_path.defvjp(
+    lambda out: (out, None),
+    lambda _, do: (jnp.where((do != 0).any(axis=-1).all(), do * jnp.asarray(1.125, do.dtype), do),),
+)
+
+
+def _wrong_on_dense_cotangents(arrays: Arrays, statics: Statics) -> Any:
+    """The backward pass for cotangents without zero rows is another one than for the rest."""
+    result = correct(arrays, statics)
+    plain = _unmasked(arrays, statics) and arrays["q"].dtype == jnp.float32 and not statics["save_residuals"]
+    return _dense_path(result) if plain else result
+
+
+@jax.custom_vjp
+def _either_cotangent(out: jax.Array, lse: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return out, lse
+
+
+_either_cotangent.defvjp(
+    lambda out, lse: ((out, lse), None),
+    lambda _, cotangents: (cotangents[0], jnp.where((cotangents[0] != 0).any(), 0, cotangents[1])),
+)
+
+
+def _drops_dlse_beside_do(arrays: Arrays, statics: Statics) -> Any:
+    """Only one of the two cotangents is taken into account."""
+    result = correct(arrays, statics)
+    if not (statics["save_residuals"] and _unmasked(arrays, statics) and arrays["q"].dtype == jnp.float32):
+        return result
+    out, residuals = result
+    out, lse = _either_cotangent(out, residuals["logsumexp"])
+    return out, {**residuals, "logsumexp": lse}
 
 
 def _last_key_of_odd_length_lost(arrays: Arrays, statics: Statics) -> Any:
@@ -153,6 +229,52 @@ BUGS: tuple[PlantedBug, ...] = (
         kind="bwd.amax-of-zero",
         reference="inferred from per-tensor scaling of 8-bit gradients (jax 3f7a31a830)",
         shows=("dq", "dk", "dv"),
+    ),
+    _bug(
+        "cotangent-through-power-of-two",
+        _cotangent_by(_through_power_of_two, plain_only=True),
+        kind="bwd.amax-of-zero",
+        reference="inferred from per-tensor scaling of 8-bit gradients (jax 3f7a31a830)",
+        shows=("dq", "dk", "dv"),
+    ),
+    _bug(
+        "max-logits-in-bf16-when-unmasked",
+        _max_logits_in_bf16_unmasked,
+        kind="residual.dtype",
+        reference="jax 178e622ef1: statistics in the dtype of the operands",
+        shows=("max_logits",),
+        trigger=lambda case: case.dtype != "f32" and case.mask == "full" and not case.segments,
+    ),
+    _bug(
+        "coarse-out-when-only-forward",
+        _coarse_when_only_forward,
+        kind="precision.lowp-stats",
+        reference="maxtext fbef426f5; mlx issue 3452: two paths of one kernel",
+        shows=("out",),
+        trigger=lambda case: case.dtype == "bf16" and case.kv_length > 256,
+    ),
+    _bug(
+        "wrong-on-dense-cotangents",
+        _wrong_on_dense_cotangents,
+        kind="bwd.real-activations",
+        reference="TransformerEngine issue 3216: a backward pass that depends on values",
+        shows=("dq", "dk", "dv"),
+        trigger=lambda case: case.dtype == "f32" and case.mask == "full" and not case.segments,
+    ),
+    _bug(
+        "dlse-dropped-beside-do",
+        _drops_dlse_beside_do,
+        kind="cotangent.dstats-drop",
+        reference="tokamax 62aeeb2",
+        shows=("dq", "dk"),
+        trigger=lambda case: case.dtype == "f32" and case.mask == "full" and not case.segments,
+    ),
+    _bug(
+        "scale-of-q-shared-over-batch",
+        _with_operand("q", _steps_of_amax),
+        kind="gqa.packgqa-descale",
+        reference="rocm-libraries PR 11189",
+        shows=("out", "logsumexp"),
     ),
     _bug(
         "scale-of-v-shared-over-batch",
