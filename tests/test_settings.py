@@ -31,7 +31,7 @@ def entry(text: str) -> str:
     [
         ("[tool", "is not TOML"),
         ("[tool]\nattention_conformance = 3", "the table must be a table, got 3"),
-        (table("implementatons = []"), "unknown keys ['implementatons'], known are ['expected_failures'"),
+        (table("implementatons = []"), "unknown keys ['implementatons'], known are ['bank', 'expected_failures'"),
         (table('implementations = "x"'), "implementations must be a list of names, got 'x'"),
         (table("implementations = [1]"), "implementations must be a list of names, got [1]"),
         (table("tolerances = 4"), "tolerances must be a table"),

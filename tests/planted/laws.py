@@ -145,7 +145,12 @@ def _last_key_of_odd_length_lost(arrays: Arrays, statics: Statics) -> Any:
 
 def _soft_cap_in_f16(arrays: Arrays, statics: Statics) -> Any:
     cap = statics["soft_cap"]
-    return correct(arrays, statics if cap is None else {**statics, "soft_cap": jnp.float16(cap).astype(jnp.float32)})
+    return correct(
+        arrays,
+        statics
+        if cap is None
+        else {**statics, "soft_cap": jnp.asarray(cap, jnp.float32).astype(jnp.float16).astype(jnp.float32)},
+    )
 
 
 def _pivot_is_the_sink(arrays: Arrays, statics: Statics) -> Any:
