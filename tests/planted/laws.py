@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from cases.case import Case
 from cases.masks import Full
@@ -144,13 +145,11 @@ def _last_key_of_odd_length_lost(arrays: Arrays, statics: Statics) -> Any:
 
 
 def _soft_cap_in_f16(arrays: Arrays, statics: Statics) -> Any:
-    cap = statics["soft_cap"]
-    return correct(
-        arrays,
-        statics
-        if cap is None
-        else {**statics, "soft_cap": jnp.asarray(cap, jnp.float32).astype(jnp.float16).astype(jnp.float32)},
-    )
+    if statics["soft_cap"] is None:
+        return correct(arrays, statics)
+    with np.errstate(over="ignore"):
+        rounded = float(np.float16(statics["soft_cap"]))
+    return correct(arrays, {**statics, "soft_cap": rounded})
 
 
 def _pivot_is_the_sink(arrays: Arrays, statics: Statics) -> Any:
