@@ -165,7 +165,11 @@ def _add_calibrate(commands: argparse._SubParsersAction[_CommandParser]) -> None
     adding = commands.add_parser("calibrate", help=about, description=_sentence(about), epilog=_CALIBRATE_EXAMPLES)
     adding.add_argument("records", nargs="*", metavar="FILE.jsonl", help="records of correct implementations")
     adding.add_argument("--impl", action="append", default=[], metavar="NAME", help="judge this one; may be repeated")
-    adding.add_argument("--level", choices=("quick", "standard", "deep"), default="standard", help="(standard)")
+    adding.add_argument(
+        "--level",
+        choices=("quick", "standard", "deep"),
+        help="of the grid (standard), or of the records",
+    )
     adding.add_argument("--seed", action="append", default=[], type=int, metavar="N", help="base seed; may be repeated")
     adding.add_argument("--jobs", type=int, metavar="N", help="worker processes (one a core)")
     adding.add_argument("--out", metavar="FILE.json", help="write the table here (where the limits are read from)")

@@ -132,6 +132,7 @@ def test_the_command_shows_which_checks_see_a_bug(capsys: pytest.CaptureFixture[
     [
         (["--bank=nowhere"], "bank 'nowhere' is incomplete"),
         (["--bug=no-such-bug"], "has no bug 'no-such-bug'"),
+        (["--jobs=-1"], "--jobs must be at least 1, got -1"),
         (["--bug=returns-zeros", "--save"], "cannot be combined with --bug"),
     ],
 )

@@ -29,7 +29,7 @@ _AXIS = "shards"
 
 
 def sharding(subject: Subject) -> Iterator[Judgement]:
-    """Results under `shard_map` on four devices, over batch, heads and query sequence, are those of one device."""
+    """Under `shard_map` on four devices, over batch, heads and query sequence, results and gradients are right."""
     if (count := len(jax.devices())) < _DEVICES:
         reason = (
             f"{_DEVICES} devices are needed, there are {count}; on CPU, XLA_FLAGS must have "

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
 import jax
 
@@ -18,15 +17,23 @@ def calibrate(arguments: argparse.Namespace) -> int:
     path = common.writable(arguments.out, "out") if arguments.out is not None else tolerances.CALIBRATION
     if not arguments.records and not arguments.impl:
         raise CannotJudge("nothing to calibrate by: give records of correct implementations, or --impl=NAME")
+    common.reject_no_workers(arguments.jobs)
+    for seed in arguments.seed:
+        common.reject_negative(seed)
     found: list[Record] = []
     for name in arguments.records:
         found += common.read(name)
     if arguments.impl:
-        found += run.judge_all(arguments.impl, arguments.level, tuple(arguments.seed) or (0,), arguments.jobs)
+        found += run.judge_all(
+            arguments.impl, arguments.level or "standard", tuple(arguments.seed) or (0,), arguments.jobs
+        )
+    # Records do not say what grid they are of, nor which JAX they were made with.
+    judged_here = not arguments.records
+    level = arguments.level or ("standard" if judged_here else "")
     try:
-        table = calibration.tabulate(records.merge(found), level=arguments.level, jax=jax.__version__)
+        table = calibration.tabulate(records.merge(found), level=level, jax=jax.__version__ if judged_here else "")
     except ValueError as error:
         raise CannotJudge(str(error)) from error
-    calibration.write(table, Path(path))
+    calibration.write(table, path)
     print(f"{len(found):,} records tabulated in {path}")
     return 0

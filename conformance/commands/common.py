@@ -85,6 +85,12 @@ def reject_negative(seed: int) -> None:
         raise CannotJudge(f"--seed must not be negative, got {seed}")
 
 
+def reject_no_workers(jobs: int | None) -> None:
+    """Refuse a number of processes that nothing can run in."""
+    if jobs is not None and jobs < 1:
+        raise CannotJudge(f"--jobs must be at least 1, got {jobs}")
+
+
 def load_settings() -> settings.Settings:
     """The settings of the project that the command is given in."""
     try:

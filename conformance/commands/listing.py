@@ -18,7 +18,7 @@ from conformance.explain import explain_case
 
 
 def list_things(arguments: argparse.Namespace) -> int:
-    """`list`: implementations, cases, checks or features."""
+    """`list`: implementations, cases, checks, features or regressions."""
     console = Console(soft_wrap=True)
     for option in ("impl", "level", "cases", "seed"):
         if arguments.what != "cases" and getattr(arguments, option) is not None:

@@ -43,7 +43,7 @@ def run(arguments: argparse.Namespace) -> int:
             progress.advance(judged)
 
         try:
-            _run_jobs(arguments, planned.jobs, chosen, on_job)
+            _run_jobs(planned.jobs, arguments.jobs, arguments.products, chosen, on_job)
         except registry.ImplementationNotFound as error:  # a worker finds less than this process did
             raise CannotJudge(str(error)) from error
         except KeyboardInterrupt:
@@ -76,8 +76,7 @@ def _reject_contradictions(arguments: argparse.Namespace) -> None:
         raise CannotJudge("--case names one case, seed included: it cannot be combined with --cases, --level or --seed")
     if arguments.regressions and (arguments.case is not None or arguments.cases is not None or arguments.level):
         raise CannotJudge("--regressions names its cases: it cannot be combined with --case, --cases or --level")
-    if arguments.jobs is not None and arguments.jobs < 1:
-        raise CannotJudge(f"--jobs must be at least 1, got {arguments.jobs}")
+    common.reject_no_workers(arguments.jobs)
     for seed in arguments.seed:
         common.reject_negative(seed)
 
@@ -112,18 +111,18 @@ def _nothing_planned(arguments: argparse.Namespace) -> str:
 
 
 def _run_jobs(
-    arguments: argparse.Namespace,
     jobs: Sequence[plan.Job],
+    workers: int | None,
+    products: str | None,
     chosen: settings.Settings,
     on_job: Callable[[plan.Job, list[Record]], None],
 ) -> None:
-    workers = arguments.jobs
     if workers is None:
         workers = (os.cpu_count() or 1) if jax.default_backend() == "cpu" and len(jobs) > 8 else 1
     if workers == 1:
         runner.Runner(chosen).run(jobs, on_job)
     else:
-        run_parallel(jobs, workers, arguments.products, on_job, runner.Runner(chosen).lost)
+        run_parallel(jobs, workers, products, on_job, runner.Runner(chosen).lost)
 
 
 def _is_whole(arguments: argparse.Namespace, interrupted: bool) -> bool:
@@ -157,12 +156,11 @@ def judge_all(names: Sequence[str], level: str, seeds: Sequence[int], workers: i
     """The records of whole grids, with progress."""
     found: list[Record] = []
     planned = plan.plan([common.find(name) for name in names], level=level, seeds=seeds)
-    options = argparse.Namespace(jobs=workers, products=None)
     with Progress(len(planned.jobs), Console(stderr=True)) as progress:
 
         def on_job(job: plan.Job, judged: list[Record]) -> None:
             found.extend(judged)
             progress.advance(judged)
 
-        _run_jobs(options, planned.jobs, common.load_settings(), on_job)
+        _run_jobs(planned.jobs, workers, None, common.load_settings(), on_job)
     return found

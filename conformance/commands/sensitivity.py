@@ -24,6 +24,7 @@ def sensitivity(arguments: argparse.Namespace) -> int:
     """Judge every planted bug; 0 if all are seen and every check is needed, 1 if not."""
     started = time.perf_counter()
     level = arguments.level or "quick"
+    common.reject_no_workers(arguments.jobs)
     outputs = common.outputs(arguments)
     chosen = common.load_settings()
     bank = arguments.bank or chosen.bank

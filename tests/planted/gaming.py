@@ -127,7 +127,7 @@ BUGS: tuple[PlantedBug, ...] = (
         _the_oracles_answer,
         kind="harness.stale-memory",
         reference="KernelBench PR 82",
-        shows=("out", "dq", "all"),
+        shows=("out", "dq"),
     ),
     _bug(
         "right-on-what-tests-use",

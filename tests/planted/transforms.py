@@ -172,14 +172,9 @@ def _writes_into_q(arrays: Arrays, statics: Statics) -> Any:
     return correct(arrays, statics)
 
 
-def _statistics_over_mapped_axis(arrays: Arrays, batched: Any, size: int, statics: Statics) -> Any:
-    """The residual comes from the first mapped entry."""
-    result = _mapped(arrays, batched, statics)
-    return jax.tree.map(lambda x: jnp.broadcast_to(x[:1], x.shape), result) if size > 2 else _swapped(result)
-
-
-def _swapped(result: Any) -> Any:
-    return jax.tree.map(lambda x: x[::-1], result)
+def _in_wrong_order(arrays: Arrays, batched: Any, size: int, statics: Statics) -> Any:
+    """The mapped axis comes back the wrong way round."""
+    return jax.tree.map(lambda x: x[::-1], _mapped(arrays, batched, statics))
 
 
 _LOST = "jax ccabd21084"
@@ -209,7 +204,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         "vmap-returns-results-in-wrong-order",
-        _batched_by(_statistics_over_mapped_axis),
+        _batched_by(_in_wrong_order),
         kind="vmap.shape-restore",
         reference="jax 3f7a31a830",
         shows=("out",),

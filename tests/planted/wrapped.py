@@ -18,8 +18,6 @@ Statics = dict[str, Any]
 Kernel = Callable[[Arrays, Statics], Any]
 """`(arrays, static keywords)` to `out`, or `(out, residuals)` with `save_residuals`."""
 
-_STATIC = ("causal", "window", "soft_cap", "scale", "save_residuals")
-
 
 def correct(arrays: Arrays, statics: Statics) -> Any:
     """The kernel without a bug."""
