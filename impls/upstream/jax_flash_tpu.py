@@ -20,7 +20,7 @@ from cases.masks import Mask
 from conformance.contract import Arithmetic, Implementation
 from impls.upstream.mask_flags import ONLY_CAUSAL, case_mask, causal_flag
 from impls.upstream.refusals import forward_only, refuse, refuse_because
-from impls.upstream.versions import default_products, interpret_or, runs_on, tpu_interpreter
+from impls.versions import default_products, interpret_or, runs_on, tpu_interpreter
 
 NAME = "jax_flash_tpu"
 BLOCK = 128  # All of `BlockSizes.get_default`, and the least its kernels take.

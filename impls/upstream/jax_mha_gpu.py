@@ -20,7 +20,7 @@ from cases.masks import Mask
 from conformance.contract import Arithmetic, Implementation, Products
 from impls.upstream.mask_flags import ONLY_CAUSAL, case_mask, causal_flag
 from impls.upstream.refusals import forward_only, refuse, refuse_because
-from impls.upstream.versions import interpret_or, pallas_gpu_attention, runs_on
+from impls.versions import interpret_or, pallas_gpu_attention, runs_on
 
 BLOCK = 128  # `BlockSizes.get_default()`: forward blocks of 128, cut to shorter lengths,
 BACKWARD_BLOCK = 32  # and backward blocks of 32, likewise.

@@ -17,7 +17,7 @@ import numpy as np
 from cases.masks import Causal, Full, Lengths, Mask, Window, conjuncts
 from conformance.contract import Arithmetic, Implementation
 from impls.upstream.refusals import refuse
-from impls.upstream.versions import default_products
+from impls.versions import default_products
 
 NAME = "jax_nn_xla"
 UNSUPPORTED = {

@@ -24,7 +24,7 @@ from cases.masks import And, Causal, Chunked, Full, Mask, Or, Window
 from conformance.contract import Arithmetic, Implementation
 from impls.upstream.mask_flags import case_mask
 from impls.upstream.refusals import refuse, refuse_because
-from impls.upstream.versions import default_products, interpret_or, runs_on
+from impls.versions import default_products, interpret_or, runs_on
 
 BLOCK = 128  # What `BlockSizes.get_default()` uses; the key block must be a multiple of 128, the number of TPU lanes.
 UNSUPPORTED = {"bias": "takes no bias"}
