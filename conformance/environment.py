@@ -17,7 +17,7 @@ _FAST_COMPILE = (
     "--xla_cpu_parallel_codegen_split_count=1",
 )
 # XLA's YNN fusions compute some programs wrongly on CPU: jax-ml/jax#39103 from jaxlib 0.10.2 on, and in 0.12.0.1 a sum
-# of bf16 products over axes of size 1 beside a longer one reads memory that nothing wrote. Kernels are judged, not this.
+# of bf16 products over axes of size 1 beside a longer one reads memory that nothing wrote. Kernels are judged, not XLA.
 _SOUND = ("--xla_cpu_experimental_ynn_fusion_type=",)
 # Virtual devices on CPU, for the sharding check; programs for one device run as before.
 _DEVICES = ("--xla_force_host_platform_device_count=4",)

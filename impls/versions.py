@@ -1,4 +1,4 @@
-"""What differs between the versions of JAX, and between the backends a process may run on, that kernels and adapters work with.
+"""What differs between the versions of JAX, and between the backends a process may run on.
 
 Tested with jax 0.10.2 and 0.12.0.1.
 """
