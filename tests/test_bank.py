@@ -19,6 +19,7 @@ _CORRECT_STRIDE = 10
 _SEEN_AT_QUICK = 0.95
 
 
+@pytest.mark.bank
 @pytest.mark.parametrize("bug", BANK, ids=lambda bug: bug.name)
 def test_a_planted_bug_dies_by_what_it_shows(bug: PlantedBug) -> None:
     seen: set[str] = set()

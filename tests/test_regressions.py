@@ -64,6 +64,7 @@ def test_each_discriminates(regression: Regression) -> None:
     assert margin >= REQUIRED_MARGIN, null
 
 
+@pytest.mark.bank
 @pytest.mark.parametrize("name", ["dot_product", "block_flash"])
 @pytest.mark.parametrize("regression", REGRESSIONS, ids=named)
 def test_kernels_of_this_project_pass(regression: Regression, name: str, runner: Runner) -> None:

@@ -93,6 +93,7 @@ def _bug(name: str) -> PlantedBug:
     return planted("sensitivity", name, kind=name, reference="inferred", shows=shows, steps=steps)
 
 
+@pytest.mark.bank
 @pytest.mark.parametrize("name", SENSITIVITY)
 def test_a_planted_bug_fails_at_quick(name: str) -> None:
     red = next(red_records(_bug(name), "quick"), None)
