@@ -1,0 +1,147 @@
+"""The canonical call of splash attention, and what it declares."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from cases.masks import Full, Indexer, Mask, leaves
+from conformance.contract import Arithmetic, Implementation, validate_mask, validate_operands
+from impls.splash_tpu.block_sizes import BlockSizes, Layouts
+from impls.splash_tpu.call import Precision
+from impls.splash_tpu.kernel import Splash, make_splash, make_splash_dynamic
+from impls.versions import runs_on
+
+UNSUPPORTED = {
+    "bias": "takes no bias",
+    "f16": "the matrix unit multiplies bfloat16 and float32, not float16",
+}
+
+
+def attention(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    *,
+    mask: Mask = Full(),  # noqa: B008  a frozen value, the same for every call
+    segment_ids: tuple[jax.Array, jax.Array] | None = None,
+    soft_cap: float | None = None,
+    sinks: jax.Array | None = None,
+    bias: Any = None,
+    scale: float | None = None,
+    save_residuals: bool = False,
+    block_sizes: BlockSizes = BlockSizes(),  # noqa: B008  a frozen value
+    layouts: Layouts = Layouts(),  # noqa: B008  a frozen value
+    precision: Precision = "exact",
+    interpret: Any = None,
+) -> Any:
+    """Softmax attention on a TPU, `out_i = sum_j softmax_j(cap(scale <q_i, k_j>)) v_j` over the allowed `j`.
+
+    Dao 2023, arXiv:2307.08691, with a schedule that leaves out what the mask hides. Query heads share key/value heads
+    without copies of k and v. Every operand is differentiable in reverse mode, and `logsumexp` is; `max_logits` has
+    gradient zero. The residuals of the backward are tagged `"splash_residuals"` for `jax.checkpoint` policies. A query
+    that may attend to nothing gets `out = 0`, `logsumexp = -inf` (or its sink) and `max_logits = -inf`.
+
+    Args:
+      q: queries `[B, T, N, H]`, bf16 or f32.
+      k: keys `[B, S, K, H]`, `N % K == 0`.
+      v: values `[B, S, K, V]`.
+      mask: which pairs may attend; an `Indexer` is taken as known at run time only.
+      segment_ids: int32 `[B, T]` and `[B, S]`; a pair attends only where they are equal.
+      soft_cap: logits become `soft_cap * tanh(logits / soft_cap)`.
+      sinks: `[N]`, one more logit in each query head's softmax denominator.
+      bias: refused.
+      scale: factor of `<q, k>`, default `1 / sqrt(H)`.
+      save_residuals: also return `logsumexp` and `max_logits`.
+      block_sizes: of each phase.
+      layouts: which axis of q, k and v is innermost in memory.
+      precision: `"exact"` products of f32 operands, or rounded to `"bf16"`.
+      interpret: as `pallas_call` takes it; by default true unless the process runs on a TPU.
+
+    Returns:
+      `out [B, T, N, V]` in q's dtype, or `(out, {"logsumexp": ..., "max_logits": ...})`, both f32 `[B, N, T]`.
+
+    Raises:
+      NotImplementedError: a bias, or operands in float16.
+      ValueError: an operand, the mask or a block size is not as above; the message names it.
+    """
+    validate_operands(q, k, v, segment_ids=segment_ids, soft_cap=soft_cap, sinks=sinks, bias=bias, scale=scale)
+    if bias is not None:
+        raise NotImplementedError(f"splash_tpu does not support bias: {UNSUPPORTED['bias']}")
+    if q.dtype == jnp.float16:
+        raise NotImplementedError(f"splash_tpu does not support f16: {UNSUPPORTED['f16']}")
+    batch, q_length, num_q_heads, _ = q.shape
+    kv_length, num_kv_heads = k.shape[1:3]
+    validate_mask(mask, batch, num_q_heads, q_length, kv_length)
+    options: dict[str, Any] = {
+        "num_q_heads": num_q_heads,
+        "num_kv_heads": num_kv_heads,
+        "block_sizes": block_sizes,
+        "layouts": layouts,
+        "scale": scale,
+        "soft_cap": soft_cap,
+        "precision": precision,
+        "save_max_logits": save_residuals,
+        "checkpoint_name": "splash_residuals",
+        "interpret": interpret,
+    }
+    if any(isinstance(leaf, Indexer) for leaf in leaves(mask)):
+        kernel = make_splash_dynamic(jnp.asarray(mask.dense(q_length, kv_length)), **options)
+    else:
+        kernel = _kernel(mask, q_length, kv_length, **options)
+    heads_first = (x.swapaxes(1, 2) for x in (q, k, v))
+    result = kernel(*heads_first, segment_ids=segment_ids, sinks=sinks, save_residuals=save_residuals)
+    if not save_residuals:
+        return result.swapaxes(1, 2)
+    return result[0].swapaxes(1, 2), result[1]
+
+
+@functools.lru_cache(maxsize=256)
+def _kernel(mask: Mask, q_length: int, kv_length: int, **options: Any) -> Splash:
+    """Kept, so that the same call does not build its schedule again."""
+    return make_splash(mask, q_length, kv_length, **options)
+
+
+# Small, so that lengths of a few hundred have several blocks.
+_JUDGED = BlockSizes.uniform(128, 128)
+_SEQUENCE_MINOR = Layouts("sequence_minor", "sequence_minor", "sequence_minor")
+_VARIANTS: dict[str, dict[str, Any]] = {
+    "fused": {"block_sizes": BlockSizes.uniform(128, 128, fused_backward=True)},
+    "default_blocks": {"block_sizes": BlockSizes()},
+    "unequal_blocks": {"block_sizes": BlockSizes.uniform(256, 128)},
+    "computed_in_parts": {"block_sizes": BlockSizes.uniform(128, 256, 128)},
+    "sequence_minor": {
+        "block_sizes": _JUDGED,
+        "layouts": _SEQUENCE_MINOR,
+    },
+}
+
+
+def implementation(name: str, *, block_sizes: BlockSizes = _JUDGED, precision: Precision = "exact") -> Implementation:
+    """Splash attention with these block sizes, under `name`."""
+    backward = "one fused kernel" if block_sizes.fused_backward else "separate kernels for dq and for dk, dv"
+    return Implementation(
+        name=name,
+        call=functools.partial(attention, block_sizes=block_sizes, precision=precision),
+        description=f"block-sparse flash attention in Pallas for TPU, backward in {backward}",
+        unsupported=UNSUPPORTED,
+        arithmetic=Arithmetic(products=precision),
+        gradients=frozenset({"dq", "dk", "dv", "dsinks"}),
+        empty_rows="zero",
+        behind_mask="any",
+        validates=True,
+        platform="tpu",
+        interpreted=not runs_on("tpu"),
+        variants={variant: functools.partial(attention, **options) for variant, options in _VARIANTS.items()},
+        memory="linear",
+        checkpoint_names=("splash_residuals",),
+    )
+
+
+IMPLEMENTATIONS: tuple[Implementation, ...] = (
+    implementation("splash_tpu"),
+    implementation("splash_tpu_fused", block_sizes=BlockSizes.uniform(128, 128, fused_backward=True)),
+)

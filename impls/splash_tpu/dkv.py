@@ -1,0 +1,105 @@
+"""Kernel of dk and dv, and fused with it that of dq: one pass over the steps of each key block.
+
+Formulas as in `impls.splash_tpu.dq`. Tiles are `[keys, queries]`, so that both sums over queries are plain products and
+what belongs to a query is a row. The query heads that share a key/value head add up in the same scratch.
+
+Fused, dq is summed in f32 in HBM: a query block is copied to VMEM, added to and copied back at each of its steps. That
+takes memory linear in the length, where one partial dq for each key block would not.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from impls.splash_tpu.block_sizes import LANES
+from impls.splash_tpu.call import Call
+from impls.splash_tpu.launch import Inputs, Outputs, launch
+from impls.splash_tpu.schedule import Steps
+from impls.splash_tpu.tiles import Masking, Step, allowed, column, logits_of, product, read, without_unseen
+
+
+class Scratch(NamedTuple):
+    """Sums so far, f32."""
+
+    dk: Any  # [block_kv, H]
+    dv: Any  # [block_kv, V]
+    kv_ids: Any  # [block_kv, 128] int32, the same in every lane; none without segments
+    dq: Any  # [block_q, H] on its way from HBM and back, none if not fused
+
+
+def gradient_of_keys(call: Call, steps: Steps, q_offset: Any, inputs: Inputs, outputs: Outputs) -> Outputs:
+    """`dk [B, K, S, H]`, `dv [B, K, S, V]` and, fused, `dq [B, N, T, H]` in f32 without the scale."""
+    blocks = call.blocks
+    scratch = Scratch(
+        dk=pltpu.VMEM((blocks.kv, call.head_dim), jnp.float32),
+        dv=pltpu.VMEM((blocks.kv, call.head_dim_v), jnp.float32),
+        kv_ids=pltpu.VMEM((blocks.kv, LANES), jnp.int32) if call.segmented else None,
+        dq=pltpu.VMEM((blocks.q, call.head_dim), jnp.float32) if call.fused else None,
+    )
+    return launch(call, functools.partial(_kernel, call), steps, q_offset, inputs, outputs, scratch)
+
+
+def _kernel(call: Call, step: Step, q_offset: Any, inputs: Inputs, outputs: Outputs, scratch: Scratch) -> None:
+    pl.when(step.first)(lambda: _start(inputs, scratch))
+    masking = Masking(step, q_offset, inputs.stored, scratch.kv_ids, inputs.q_ids)
+    if call.kinds.full:
+        pl.when(step.computes & ~step.masked)(lambda: _add(call, inputs, outputs, scratch, masking, masked=False))
+    if call.kinds.masked:
+        pl.when(step.computes & step.masked)(lambda: _add(call, inputs, outputs, scratch, masking, masked=True))
+    pl.when(step.last)(lambda: _finish(call, outputs, scratch))
+
+
+def _start(inputs: Inputs, scratch: Scratch) -> None:
+    scratch.dk[...] = jnp.zeros(scratch.dk.shape, jnp.float32)
+    scratch.dv[...] = jnp.zeros(scratch.dv.shape, jnp.float32)
+    if scratch.kv_ids is not None:
+        scratch.kv_ids[...] = column(inputs.kv_ids[...])
+
+
+def _add(call: Call, inputs: Inputs, outputs: Outputs, scratch: Scratch, masking: Masking, *, masked: bool) -> None:
+    """Add what the queries of one block contribute."""
+    layouts, size = call.settings.layouts, call.blocks.compute
+    q, q_depth = read(inputs.q, layouts.q)
+    do = inputs.do[...]
+    dq = None
+    for start in range(0, call.blocks.kv, size):
+        keys = slice(start, start + size)
+        k, k_depth = read(inputs.k, layouts.k, start, size)
+        v, v_depth = read(inputs.v, layouts.v, start, size)
+        logits, slope = logits_of(call, product(call, k, k_depth, q, q_depth))  # [size, block_q]
+        found = allowed(call, masking, start, masked=masked)
+        p = jnp.exp(logits - inputs.logsumexp[...])
+        if found is not None:
+            p = jnp.where(found, p, 0.0)
+        scratch.dv[keys, :] += product(call, p.astype(do.dtype), 1, do, 0)
+        dx = p * (product(call, v, v_depth, do, 1) - inputs.row_sums[...])
+        if slope is not None:
+            dx = dx * slope
+        if found is not None:
+            dx = jnp.where(found, dx, 0.0)
+        dx = dx.astype(q.dtype)
+        scratch.dk[keys, :] += product(call, dx, 1, q, 1 - q_depth)
+        if call.fused:
+            part = product(call, dx, 0, without_unseen(call, k, found, layouts.k), 1 - k_depth)
+            dq = part if dq is None else dq + part
+    if dq is not None:
+        _add_in_place(call, masking.step, outputs, scratch, dq)
+
+
+def _add_in_place(call: Call, step: Step, outputs: Outputs, scratch: Scratch, dq: jax.Array) -> None:
+    size = call.blocks.q
+    rows = outputs.dq.at[step.batch, step.head, pl.ds(pl.multiple_of(step.q * size, size), size)]
+    pltpu.sync_copy(rows, scratch.dq)
+    scratch.dq[...] += dq
+    pltpu.sync_copy(scratch.dq, rows)
+
+
+def _finish(call: Call, outputs: Outputs, scratch: Scratch) -> None:
+    outputs.dk[...] = (scratch.dk[...] * jnp.float32(call.scale)).astype(outputs.dk.dtype)
+    outputs.dv[...] = scratch.dv[...].astype(outputs.dv.dtype)

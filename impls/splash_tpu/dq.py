@@ -1,0 +1,83 @@
+"""Kernel of dq: one pass over the steps of each query block, probabilities recomputed from `logsumexp`.
+
+Dao 2023, arXiv:2307.08691, section 3.1.2, with the cotangent of `logsumexp`, soft cap and sinks: `row_sums` holds
+`D - dlse`, and `dx_ij = p_ij (<do_i, v_j> - D_i + dlse_i)` times the derivative of the cap.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from impls.splash_tpu.block_sizes import LANES
+from impls.splash_tpu.call import Call
+from impls.splash_tpu.launch import Inputs, Outputs, launch
+from impls.splash_tpu.schedule import Steps
+from impls.splash_tpu.tiles import Masking, Step, allowed, column, logits_of, product, read, without_unseen
+
+
+class Scratch(NamedTuple):
+    """The sum so far, and what belongs to a query turned to columns, the same in every lane."""
+
+    dq: Any  # [block_q, H] f32
+    logsumexp: Any  # [block_q, 128] f32
+    row_sums: Any  # [block_q, 128] f32
+    q_ids: Any  # [block_q, 128] int32, none without segments
+
+
+def gradient_of_queries(call: Call, steps: Steps, q_offset: Any, inputs: Inputs, outputs: Outputs) -> Outputs:
+    """`dq [B, N, T, H]`, on operands padded to whole blocks."""
+    block_q = call.blocks.q
+    scratch = Scratch(
+        dq=pltpu.VMEM((block_q, call.head_dim), jnp.float32),
+        logsumexp=pltpu.VMEM((block_q, LANES), jnp.float32),
+        row_sums=pltpu.VMEM((block_q, LANES), jnp.float32),
+        q_ids=pltpu.VMEM((block_q, LANES), jnp.int32) if call.segmented else None,
+    )
+    return launch(call, functools.partial(_kernel, call), steps, q_offset, inputs, outputs, scratch)
+
+
+def _kernel(call: Call, step: Step, q_offset: Any, inputs: Inputs, outputs: Outputs, scratch: Scratch) -> None:
+    pl.when(step.first)(lambda: _start(inputs, scratch))
+    masking = Masking(step, q_offset, inputs.stored, scratch.q_ids, inputs.kv_ids)
+    if call.kinds.full:
+        pl.when(step.computes & ~step.masked)(lambda: _add(call, inputs, scratch, masking, masked=False))
+    if call.kinds.masked:
+        pl.when(step.computes & step.masked)(lambda: _add(call, inputs, scratch, masking, masked=True))
+    pl.when(step.last)(lambda: _finish(call, outputs, scratch))
+
+
+def _start(inputs: Inputs, scratch: Scratch) -> None:
+    scratch.dq[...] = jnp.zeros(scratch.dq.shape, jnp.float32)
+    scratch.logsumexp[...] = column(inputs.logsumexp[...])
+    scratch.row_sums[...] = column(inputs.row_sums[...])
+    if scratch.q_ids is not None:
+        scratch.q_ids[...] = column(inputs.q_ids[...])
+
+
+def _add(call: Call, inputs: Inputs, scratch: Scratch, masking: Masking, *, masked: bool) -> None:
+    """Add what the keys of one block contribute."""
+    layouts, size = call.settings.layouts, call.blocks.compute
+    q, q_depth = read(inputs.q, layouts.q)
+    do = inputs.do[...]
+    for start in range(0, call.blocks.kv, size):
+        k, k_depth = read(inputs.k, layouts.k, start, size)
+        v, v_depth = read(inputs.v, layouts.v, start, size)
+        logits, slope = logits_of(call, product(call, q, q_depth, k, k_depth))  # [block_q, size]
+        found = allowed(call, masking, start, masked=masked)
+        p = jnp.exp(logits - scratch.logsumexp[:, :1])
+        dx = p * (product(call, do, 1, v, v_depth) - scratch.row_sums[:, :1])
+        if slope is not None:
+            dx = dx * slope
+        if found is not None:
+            dx = jnp.where(found, dx, 0.0)
+        k = without_unseen(call, k, found, layouts.k)
+        scratch.dq[...] += product(call, dx.astype(k.dtype), 1, k, 1 - k_depth)
+
+
+def _finish(call: Call, outputs: Outputs, scratch: Scratch) -> None:
+    outputs.dq[...] = (scratch.dq[...] * jnp.float32(call.scale)).astype(outputs.dq.dtype)

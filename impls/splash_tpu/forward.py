@@ -1,0 +1,123 @@
+"""Forward kernel: one pass over the steps of each query block with a running softmax.
+
+Sources: Milakov & Gimelshein 2018, arXiv:1805.02867 (running maximum and sum); Dao 2023, arXiv:2307.08691 (blocks,
+normalisation once at the end).
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from impls.splash_tpu.block_sizes import LANES
+from impls.splash_tpu.call import Call
+from impls.splash_tpu.launch import Inputs, Outputs, launch
+from impls.splash_tpu.schedule import Steps
+from impls.splash_tpu.tiles import Masking, Step, allowed, column, logits_of, product, read, without_unseen
+
+
+class Scratch(NamedTuple):
+    """The softmax so far, f32 and the same in every lane: `acc` is a sum weighted by `exp(logits - maximum)`."""
+
+    maximum: Any  # [block_q, 128], sink included
+    total: Any  # [block_q, 128]
+    acc: Any  # [block_q, V]
+    max_logits: Any  # [block_q, 128], sink excluded; none if not asked for
+    q_ids: Any  # [block_q, 128] int32, none without segments
+
+
+def forward(call: Call, steps: Steps, q_offset: Any, inputs: Inputs, outputs: Outputs) -> Outputs:
+    """`out`, `logsumexp` and, if asked for, `max_logits`, on operands padded to whole blocks."""
+    block_q = call.blocks.q
+
+    def vmem(lanes: int, dtype: Any = jnp.float32) -> Any:
+        return pltpu.VMEM((block_q, lanes), dtype)
+
+    scratch = Scratch(
+        maximum=vmem(LANES),
+        total=vmem(LANES),
+        acc=vmem(call.head_dim_v),
+        max_logits=vmem(LANES) if outputs.max_logits is not None and call.with_sinks else None,
+        q_ids=vmem(LANES, jnp.int32) if call.segmented else None,
+    )
+    return launch(call, functools.partial(_kernel, call), steps, q_offset, inputs, outputs, scratch)
+
+
+def _kernel(call: Call, step: Step, q_offset: Any, inputs: Inputs, outputs: Outputs, scratch: Scratch) -> None:
+    pl.when(step.first)(lambda: _start(inputs, scratch))
+    masking = Masking(step, q_offset, inputs.stored, scratch.q_ids, inputs.kv_ids)
+    if call.kinds.full:
+        pl.when(step.computes & ~step.masked)(lambda: _add(call, inputs, scratch, masking, masked=False))
+    if call.kinds.masked:
+        pl.when(step.computes & step.masked)(lambda: _add(call, inputs, scratch, masking, masked=True))
+    pl.when(step.last)(lambda: _finish(call, outputs, scratch))
+
+
+def _start(inputs: Inputs, scratch: Scratch) -> None:
+    """An empty softmax, or one of the sink alone."""
+    shape = scratch.maximum.shape
+    if inputs.sinks is None:
+        scratch.maximum[...] = jnp.full(shape, -jnp.inf, jnp.float32)
+        scratch.total[...] = jnp.zeros(shape, jnp.float32)
+    else:
+        sink = jnp.broadcast_to(inputs.sinks[...], shape)
+        scratch.maximum[...] = sink
+        scratch.total[...] = jnp.where(sink == -jnp.inf, 0.0, 1.0)
+    scratch.acc[...] = jnp.zeros(scratch.acc.shape, jnp.float32)
+    if scratch.max_logits is not None:
+        scratch.max_logits[...] = jnp.full(shape, -jnp.inf, jnp.float32)
+    if scratch.q_ids is not None:
+        scratch.q_ids[...] = column(inputs.q_ids[...])
+
+
+def _add(call: Call, inputs: Inputs, scratch: Scratch, masking: Masking, *, masked: bool) -> None:
+    """Add the keys of one block to the running softmax."""
+    layouts, size = call.settings.layouts, call.blocks.compute
+    q, q_depth = read(inputs.q, layouts.q)
+    for start in range(0, call.blocks.kv, size):
+        k, k_depth = read(inputs.k, layouts.k, start, size)
+        v, v_depth = read(inputs.v, layouts.v, start, size)
+        logits, _ = logits_of(call, product(call, q, q_depth, k, k_depth))  # [block_q, size]
+        found = allowed(call, masking, start, masked=masked)
+        if found is not None:
+            logits = jnp.where(found, logits, -jnp.inf)
+        highest = logits.max(axis=-1, keepdims=True)
+        before = scratch.maximum[...]
+        maximum = jnp.maximum(before, highest)
+        shift = _finite(maximum)
+        weights = jnp.exp(logits - shift[:, :1])
+        decay = jnp.exp(before - shift)
+        scratch.maximum[...] = maximum
+        scratch.total[...] = scratch.total[...] * decay + weights.sum(axis=-1, keepdims=True)
+        v = without_unseen(call, v, found, layouts.v)
+        scratch.acc[...] = scratch.acc[...] * decay[:, :1] + product(call, weights.astype(v.dtype), 1, v, 1 - v_depth)
+        if scratch.max_logits is not None:
+            scratch.max_logits[...] = jnp.maximum(scratch.max_logits[...], highest)
+
+
+def _finish(call: Call, outputs: Outputs, scratch: Scratch) -> None:
+    """Normalise; queries that attended to nothing get zeros."""
+    total = scratch.total[...]
+    some = total > 0
+    total = jnp.where(some, total, 1.0)
+    value = jnp.float32(call.settings.mask_value)
+    outputs.out[...] = (scratch.acc[...] / total[:, :1]).astype(outputs.out.dtype)
+    outputs.logsumexp[...] = _row(jnp.where(some, scratch.maximum[...] + jnp.log(total), value))
+    if outputs.max_logits is not None:
+        found = scratch.maximum[...] if scratch.max_logits is None else scratch.max_logits[...]
+        outputs.max_logits[...] = _row(jnp.where(found == -jnp.inf, value, found))
+
+
+def _row(x: jax.Array) -> jax.Array:
+    """`[n, 128]`, the same in every lane, as a row `[1, n]`."""
+    return x.T[:1]
+
+
+def _finite(x: jax.Array) -> jax.Array:
+    """-inf replaced by 0, so that `exp(-inf - x)` is 0 and not NaN."""
+    return jnp.where(x == -jnp.inf, 0.0, x)

@@ -1,0 +1,245 @@
+"""From a kernel's body to a `pallas_call`: grid, blocks, and the scalars that say which block comes next."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from impls.splash_tpu.block_sizes import LANES, Depths, Layout, check_vmem
+from impls.splash_tpu.call import Call
+from impls.splash_tpu.schedule import Steps
+from impls.splash_tpu.tiles import Step, step_of
+
+# Batch rows and heads have results of their own; steps, and heads of a group, add to what is in scratch.
+_SEMANTICS: tuple[Literal["parallel", "arbitrary"], ...] = ("parallel", "parallel", "arbitrary", "arbitrary")
+
+
+class Inputs(NamedTuple):
+    """Arrays of a kernel, padded to whole blocks, then its references to their blocks; none where not needed."""
+
+    q: Any  # [B, N, T, H], or [B, N, H, T] with the sequence innermost
+    k: Any  # [B, K, S, H], likewise
+    v: Any  # [B, K, S, V], likewise
+    q_ids: Any = None  # int32 [B, 1, T]
+    kv_ids: Any = None  # int32 [B, 1, S]
+    sinks: Any = None  # f32 [N, 1, 128]
+    do: Any = None  # [B, N, T, V]
+    logsumexp: Any = None  # f32 [B, N, 1, T]
+    row_sums: Any = None  # f32 [B, N, 1, T], `<out, do> - dlse`
+    stored: Any = None  # int8 [X, block_q, block_kv], transposed for dk and dv
+    dq: Any = None  # f32 [B, N, T, H] of zeros, that the fused kernel adds to in place
+
+
+class Outputs(NamedTuple):
+    """Results of a kernel, as `Inputs`."""
+
+    out: Any = None  # [B, N, T, V]
+    logsumexp: Any = None  # f32 [B, N, 1, T]
+    max_logits: Any = None  # f32 [B, N, 1, T]
+    dq: Any = None  # [B, N, T, H]
+    dk: Any = None  # [B, K, S, H]
+    dv: Any = None  # [B, K, S, V]
+
+
+class _Scalars(NamedTuple):
+    """What is fetched to scalar memory before the kernel starts."""
+
+    q: Any
+    kv: Any
+    flags: Any
+    q_offset: Any
+    head: Any = None
+    place: Any = None
+
+
+class _Grid(NamedTuple):
+    """Where the kernel is: batch row, head of the lists, step, head in the group; and what follows."""
+
+    batch: Any
+    head: Any
+    step: Any
+    in_group: Any
+
+
+Body = Callable[[Step, Any, Inputs, Outputs, Any], None]
+
+
+def launch(
+    call: Call, body: Body, steps: Steps, q_offset: Any, inputs: Inputs, outputs: Outputs, scratch: Any
+) -> Outputs:
+    """Run `body` on every step of the lists.
+
+    Args:
+      call: the kernel.
+      body: gets the step, the position of the first query, and references to the blocks of the step.
+      steps: lists of steps of one shard.
+      q_offset: position of the shard's first query, int32 `[1]`.
+      inputs: arrays.
+      outputs: `jax.ShapeDtypeStruct`s of the results.
+      scratch: a tree of scratch shapes.
+
+    Raises:
+      ValueError: the block sizes do not fit VMEM.
+    """
+    check_vmem(
+        call.phase,
+        call.blocks,
+        Depths(call.head_dim, call.head_dim_v, jnp.dtype(call.dtype).itemsize),
+        stored_mask=inputs.stored is not None,
+        limit=call.settings.vmem_limit_bytes,
+        fused=call.fused,
+    )
+    place = _Placing(call, steps)
+    scalars = _Scalars(
+        q=steps.q.reshape(-1),
+        kv=steps.kv.reshape(-1),
+        flags=steps.flags.reshape(-1),
+        q_offset=q_offset,
+        head=None if steps.head is None else steps.head.reshape(-1),
+        place=None if steps.place is None else steps.place.reshape(-1),
+    )
+    trees: list[tuple[list[Any], Any]] = [jax.tree.flatten(tree) for tree in (scalars, inputs, outputs, scratch)]
+    counts = [len(leaves) for leaves, _ in trees]
+    ends = np.cumsum(counts)
+
+    def kernel(*refs: Any) -> None:
+        split = [refs[end - count : end] for count, end in zip(counts, ends, strict=True)]
+        own, ins, outs, kept = (tree.unflatten(part) for (_, tree), part in zip(trees, split, strict=True))
+        grid = _Grid(pl.program_id(0), pl.program_id(1), pl.program_id(2), place.program_in_group())
+        at = place.at(grid)
+        opens, closes = (True, True) if place.inner == 1 else (grid.in_group == 0, grid.in_group == place.inner - 1)
+        step = step_of(own.q, own.kv, own.flags, at, opens=opens, closes=closes)
+        step = step._replace(batch=grid.batch, head=place.q_head(grid, own))
+        body(step, own.q_offset[0], ins, outs, kept)
+
+    in_specs = [place.spec(name, x) for name, x in inputs._asdict().items() if x is not None]
+    out_specs = [place.spec(name, x) for name, x in outputs._asdict().items() if x is not None]
+    fused = (counts[0] + _present(inputs).index("dq"), _present(outputs).index("dq")) if call.fused else None
+    results = pl.pallas_call(
+        kernel,
+        out_shape=trees[2][0],
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=counts[0],
+            grid=place.grid,
+            in_specs=in_specs,
+            out_specs=out_specs,
+            scratch_shapes=trees[3][0],
+        ),
+        input_output_aliases={} if fused is None else dict([fused]),
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=_SEMANTICS[: len(place.grid)],
+        ),
+        cost_estimate=_cost(call, place, [*trees[1][0], *trees[2][0]]),
+        interpret=call.settings.interpret,
+        name=f"splash_{call.settings.variant}_{'dq_dkv' if call.fused else call.phase}",
+    )(*trees[0][0], *trees[1][0])
+    found: Outputs = trees[2][1].unflatten(results)
+    return found
+
+
+def _present(tree: Any) -> list[str]:
+    return [name for name, x in tree._asdict().items() if x is not None]
+
+
+class _Placing:
+    """Index maps: which block of each array a step of the grid needs."""
+
+    def __init__(self, call: Call, steps: Steps) -> None:
+        _, self.lists_batch, self.lists_heads, self.length = steps.q.shape
+        self.call = call
+        self.by_kv = call.phase == "dkv"
+        self.heads_listed = steps.head is not None
+        group = call.settings.group
+        # With one list for all heads the query heads of a group follow one another at each step.
+        self.inner = group if self.by_kv and not self.heads_listed else 1
+        heads = call.settings.num_kv_heads if self.by_kv else call.settings.num_q_heads
+        self.grid = (call.batch, heads, self.length) + ((self.inner,) if self.inner > 1 else ())
+
+    def program_in_group(self) -> Any:
+        return pl.program_id(3) if self.inner > 1 else 0
+
+    def at(self, grid: _Grid) -> Any:
+        """Place of the step in the flattened lists."""
+        row = grid.batch * self.lists_heads if self.lists_batch > 1 else 0
+        head = grid.head if self.lists_heads > 1 else 0
+        return (row + head) * self.length + grid.step
+
+    def q_head(self, grid: _Grid, scalars: _Scalars) -> Any:
+        if not self.by_kv:
+            return grid.head
+        inside = grid.in_group if scalars.head is None else scalars.head[self.at(grid)].astype(jnp.int32)
+        return grid.head * self.call.settings.group + inside
+
+    def kv_head(self, grid: _Grid) -> Any:
+        return grid.head if self.by_kv else lax.div(grid.head, jnp.int32(self.call.settings.group))
+
+    def spec(self, name: str, x: Any) -> pl.BlockSpec:
+        """The block of the array `name`."""
+        call, blocks = self.call, self.call.blocks
+        layouts = call.settings.layouts
+        if name == "dq" and call.fused:
+            return pl.BlockSpec(memory_space=pl.ANY)
+        if name in ("q", "do", "out", "dq"):
+            return self._tile(x, blocks.q, layouts.q if name == "q" else "head_dim_minor", of_queries=True)
+        if name in ("k", "v", "dk", "dv"):
+            layout: Layout = getattr(layouts, name) if name in ("k", "v") else "head_dim_minor"
+            return self._tile(x, blocks.kv, layout, of_queries=False)
+        if name in ("logsumexp", "row_sums", "max_logits"):
+            return self._spec((None, None, 1, blocks.q), lambda g, s: (g.batch, self.q_head(g, s), 0, self._q(g, s)))
+        if name == "q_ids":
+            return self._spec((None, 1, blocks.q), lambda g, s: (g.batch, 0, self._q(g, s)))
+        if name == "kv_ids":
+            return self._spec((None, 1, blocks.kv), lambda g, s: (g.batch, 0, self._kv(g, s)))
+        if name == "sinks":
+            return self._spec((None, 1, LANES), lambda g, s: (self.q_head(g, s), 0, 0))
+        return self._spec((None, *x.shape[1:]), lambda g, s: (s.place[self.at(g)].astype(jnp.int32), 0, 0))
+
+    def _tile(self, x: Any, block: int, layout: Layout, *, of_queries: bool) -> pl.BlockSpec:
+        def index(g: _Grid, s: _Scalars) -> tuple[Any, ...]:
+            head = self.q_head(g, s) if of_queries else self.kv_head(g)
+            number = self._q(g, s) if of_queries else self._kv(g, s)
+            inner = (number, 0) if layout == "head_dim_minor" else (0, number)
+            return (g.batch, head, *inner)
+
+        tile = (block, x.shape[3]) if layout == "head_dim_minor" else (x.shape[2], block)
+        return self._spec((None, None, *tile), index)
+
+    def _q(self, g: _Grid, s: _Scalars) -> Any:
+        return s.q[self.at(g)].astype(jnp.int32)
+
+    def _kv(self, g: _Grid, s: _Scalars) -> Any:
+        return s.kv[self.at(g)].astype(jnp.int32)
+
+    def _spec(self, block: tuple[int | None, ...], index: Callable[[_Grid, _Scalars], tuple[Any, ...]]) -> pl.BlockSpec:
+        def index_map(batch: Any, head: Any, step: Any, *rest: Any) -> tuple[Any, ...]:
+            in_group, scalars = (rest[0], rest[1:]) if self.inner > 1 else (0, rest)
+            return index(_Grid(batch, head, step, in_group), self._named(scalars))
+
+        return pl.BlockSpec(block, index_map)
+
+    def _named(self, scalars: tuple[Any, ...]) -> _Scalars:
+        """The optional ones are the list of heads, if heads have lists of their own, then the places of mask blocks."""
+        optional = list(scalars[4:])
+        head = optional.pop(0) if self.heads_listed else None
+        q, kv, flags, q_offset = scalars[:4]
+        return _Scalars(q, kv, flags, q_offset, head, optional[0] if optional else None)
+
+
+def _cost(call: Call, place: _Placing, arrays: list[Any]) -> pl.CostEstimate:
+    """Of all steps, counting those that compute nothing as if they did."""
+    pairs = math.prod(place.grid) * call.blocks.q * call.blocks.kv
+    h, v = call.head_dim, call.head_dim_v
+    depth = {"forward": h + v, "dq": 2 * h + v, "dkv": 2 * h + 2 * v + (h if call.fused else 0)}[call.phase]
+    return pl.CostEstimate(
+        flops=2 * pairs * depth,
+        transcendentals=pairs * (1 if call.settings.soft_cap is None else 2),
+        bytes_accessed=sum(math.prod(x.shape) * jnp.dtype(x.dtype).itemsize for x in arrays),
+    )

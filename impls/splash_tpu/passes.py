@@ -1,0 +1,134 @@
+"""The forward and the backward pass: operands padded to whole blocks, the kernels, and what is summed around them."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from impls.splash_tpu.block_sizes import LANES
+from impls.splash_tpu.call import Call, Operands, Settings, make_call
+from impls.splash_tpu.dkv import gradient_of_keys
+from impls.splash_tpu.dq import gradient_of_queries
+from impls.splash_tpu.forward import forward
+from impls.splash_tpu.launch import Inputs, Outputs
+from impls.splash_tpu.schedule import Steps
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, eq=False)
+class Lists:
+    """Steps of each phase, and the position of the first query; the first axis of every list is that of the shards."""
+
+    forward: Steps
+    dq: Steps | None  # none if the backward pass is fused
+    dkv: Steps
+    q_offset: Any  # int32 [shards]
+
+
+def forward_pass(settings: Settings, lists: Lists, operands: Operands) -> Outputs:
+    """`out [B, N, T, V]`, and f32 `[B, N, T]` `logsumexp` and, if the kernel is built for it, `max_logits`."""
+    call = make_call("forward", settings, operands)
+    batch, heads, length = operands.q.shape[:3]
+    row = _result((batch, heads, 1, call.q_padded), jnp.float32)
+    shapes = Outputs(
+        out=_result((batch, heads, call.q_padded, call.head_dim_v), operands.q.dtype),
+        logsumexp=row,
+        max_logits=row if settings.save_max_logits else None,
+    )
+    found = forward(call, lists.forward, lists.q_offset, _inputs(call, operands, lists.forward), shapes)
+    return Outputs(
+        out=found.out[:, :, :length],
+        logsumexp=found.logsumexp[:, :, 0, :length],
+        max_logits=None if found.max_logits is None else found.max_logits[:, :, 0, :length],
+    )
+
+
+def backward_pass(
+    settings: Settings,
+    lists: Lists,
+    operands: Operands,
+    out: jax.Array,
+    logsumexp: jax.Array,
+    do: jax.Array,
+    dlse: jax.Array,
+) -> Operands:
+    """Gradients of the operands for cotangents `do` of `out` and `dlse` of `logsumexp`; none for ids."""
+    row_sums = jnp.einsum("bntv,bntv->bnt", out, do, precision="highest", preferred_element_type=jnp.float32) - dlse
+    # Queries that attended to nothing get probabilities of zero.
+    shift = jnp.where(logsumexp == settings.mask_value, jnp.inf, logsumexp)
+    if operands.sinks is None:
+        dsinks = None
+    else:
+        sinks = operands.sinks.astype(jnp.float32)[None, :, None]
+        dsinks = -(jnp.exp(sinks - shift) * row_sums).sum(axis=(0, 2)).astype(operands.sinks.dtype)
+
+    def inputs(call: Call, steps: Steps) -> Inputs:
+        rows = call.q_padded - call.settings.q_length
+        return _inputs(call, dataclasses.replace(operands, sinks=None), steps)._replace(
+            do=_padded(do.astype(operands.q.dtype), 2, call.q_padded),
+            logsumexp=jnp.pad(shift, ((0, 0), (0, 0), (0, rows)), constant_values=jnp.inf)[:, :, None],
+            row_sums=_padded(row_sums, 2, call.q_padded)[:, :, None],
+        )
+
+    call = make_call("dkv", settings, operands)
+    given = inputs(call, lists.dkv)
+    batch, q_heads, q_length, head_dim = operands.q.shape
+    kv_heads, kv_length = operands.k.shape[1:3]
+    shapes = Outputs(
+        dq=_result((batch, q_heads, call.q_padded, head_dim), jnp.float32) if call.fused else None,
+        dk=_result((batch, kv_heads, call.kv_padded, head_dim), operands.k.dtype),
+        dv=_result((batch, kv_heads, call.kv_padded, call.head_dim_v), operands.v.dtype),
+    )
+    if call.fused:
+        given = given._replace(dq=jnp.zeros((batch, q_heads, call.q_padded, head_dim), jnp.float32))
+    found = gradient_of_keys(call, lists.dkv, lists.q_offset, given, shapes)
+    if call.fused:
+        dq = (found.dq * jnp.float32(call.scale)).astype(operands.q.dtype)
+    else:
+        assert lists.dq is not None
+        call = make_call("dq", settings, operands)
+        shape = _result((batch, q_heads, call.q_padded, head_dim), operands.q.dtype)
+        dq = gradient_of_queries(call, lists.dq, lists.q_offset, inputs(call, lists.dq), Outputs(dq=shape)).dq
+    return Operands(
+        q=dq[:, :, :q_length],
+        k=found.dk[:, :, :kv_length],
+        v=found.dv[:, :, :kv_length],
+        sinks=dsinks,
+        q_ids=None,
+        kv_ids=None,
+    )
+
+
+def _inputs(call: Call, operands: Operands, steps: Steps) -> Inputs:
+    """The operands padded to whole blocks, in their layouts."""
+    layouts = call.settings.layouts
+
+    def tiles(x: jax.Array, length: int, layout: str) -> jax.Array:
+        x = _padded(x, 2, length)
+        return x if layout == "head_dim_minor" else x.swapaxes(2, 3)
+
+    sinks = operands.sinks
+    if sinks is not None:
+        sinks = jnp.broadcast_to(sinks.astype(jnp.float32)[:, None, None], (len(sinks), 1, LANES))
+    return Inputs(
+        q=tiles(operands.q, call.q_padded, layouts.q),
+        k=tiles(operands.k, call.kv_padded, layouts.k),
+        v=tiles(operands.v, call.kv_padded, layouts.v),
+        q_ids=None if operands.q_ids is None else _padded(operands.q_ids, 1, call.q_padded)[:, None],
+        kv_ids=None if operands.kv_ids is None else _padded(operands.kv_ids, 1, call.kv_padded)[:, None],
+        sinks=sinks,
+        stored=steps.stored,
+    )
+
+
+def _result(shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, dtype)  # type: ignore[no-untyped-call]  # JAX leaves it untyped
+
+
+def _padded(x: jax.Array, axis: int, length: int) -> jax.Array:
+    """`x` with zeros up to `length` along `axis`."""
+    missing = length - x.shape[axis]
+    return jnp.pad(x, [(0, missing if a == axis else 0) for a in range(x.ndim)]) if missing else x

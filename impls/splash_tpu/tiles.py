@@ -1,0 +1,138 @@
+"""What the kernels have in common: reading tiles in their layout, products, the mask of a pair of blocks."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from impls.splash_tpu.block_sizes import LANES, Layout
+from impls.splash_tpu.call import Call
+from impls.splash_tpu.schedule import COMPUTE, FIRST, LAST, MASKED
+
+
+class Step(NamedTuple):
+    """Scalars of the step that a kernel is at."""
+
+    q: Any
+    kv: Any
+    flags: Any
+    first: Any
+    last: Any
+    batch: Any = 0
+    head: Any = 0
+
+    @property
+    def computes(self) -> Any:
+        """Whether the pair of blocks contributes."""
+        return self.flags & COMPUTE > 0
+
+    @property
+    def masked(self) -> Any:
+        """Whether the mask hides part of the pair of blocks."""
+        return self.flags & MASKED > 0
+
+
+def step_of(q: Any, kv: Any, flags: Any, at: Any, *, opens: Any = True, closes: Any = True) -> Step:
+    """The step at place `at` of the lists; `opens` and `closes` narrow down what is its first and last visit."""
+    bits = flags[at].astype(jnp.int32)
+    return Step(
+        q=q[at].astype(jnp.int32),
+        kv=kv[at].astype(jnp.int32),
+        flags=bits,
+        first=(bits & FIRST > 0) & opens,
+        last=(bits & LAST > 0) & closes,
+    )
+
+
+def read(ref: Any, layout: Layout, start: int = 0, size: int | None = None) -> tuple[jax.Array, int]:
+    """Rows of an operand's block, and which axis of the tile is the depth."""
+    if layout == "head_dim_minor":
+        return (ref[...] if size is None else ref[start : start + size, :]), 1
+    return (ref[...] if size is None else ref[:, start : start + size]), 0
+
+
+def product(call: Call, a: jax.Array, a_axis: int, b: jax.Array, b_axis: int) -> jax.Array:
+    """Sum over one axis of each, in f32."""
+    return lax.dot_general(
+        a, b, (((a_axis,), (b_axis,)), ((), ())), precision=call.precision, preferred_element_type=jnp.float32
+    )
+
+
+def column(row: jax.Array) -> jax.Array:
+    """A row `[1, n]` turned to `[n, 128]`, the same in every lane."""
+    return jnp.broadcast_to(row, (LANES, row.shape[1])).T
+
+
+def logits_of(call: Call, x: jax.Array) -> tuple[jax.Array, jax.Array | None]:
+    """Logits of products `x`, and the derivative of the soft cap."""
+    x = x * jnp.float32(call.scale)
+    cap = call.settings.soft_cap
+    if cap is None:
+        return x, None
+    bent = jnp.tanh(x * jnp.float32(1 / cap))
+    return bent * jnp.float32(cap), 1 - bent * bent
+
+
+class Masking(NamedTuple):
+    """Where the mask of a pair of blocks comes from; ids as a column of one operand and a row of the other."""
+
+    step: Step
+    q_offset: Any
+    stored: Any
+    ids: Any  # [n, 128] of the axis that is the rows of the tile
+    other_ids: Any  # [1, m] of the other
+
+
+def allowed(call: Call, masking: Masking, start: int, *, masked: bool) -> jax.Array | None:
+    """Booleans of one step of computing, none if every pair is allowed: `[q, kv]`, for dk and dv `[kv, q]`.
+
+    Args:
+      call: the kernel.
+      masking: of the pair of blocks.
+      start: first key of the step inside the block.
+      masked: whether the mask hides part of the block; segment ids may hide any.
+    """
+    blocks = call.blocks
+    size = blocks.compute
+    transposed = call.phase == "dkv"
+    shape = (size, blocks.q) if transposed else (blocks.q, size)
+    found = None
+    if masked and masking.stored is not None:
+        stored = masking.stored[start : start + size, :] if transposed else masking.stored[:, start : start + size]
+        found = stored.astype(jnp.int32) != 0
+    elif masked:
+        i = lax.broadcasted_iota(jnp.int32, shape, 1 if transposed else 0) + (
+            masking.q_offset + masking.step.q * blocks.q
+        )
+        j = lax.broadcasted_iota(jnp.int32, shape, 0 if transposed else 1) + (masking.step.kv * blocks.kv + start)
+        assert call.settings.mask is not None
+        found = call.settings.mask.allowed(i, j)
+        if call.settings.kv_length % blocks.kv:
+            found = found & (j < call.settings.kv_length)
+    if call.segmented:
+        if transposed:
+            same = masking.ids[start : start + size, :1] == masking.other_ids[...]
+        else:
+            same = masking.ids[:, :1] == masking.other_ids[:, start : start + size]
+        found = same if found is None else found & same
+    return found
+
+
+def seen_keys(call: Call, found: jax.Array, layout: Layout) -> jax.Array:
+    """Which keys some query of the tile may attend to, shaped to select in a tile of keys or values."""
+    some = found.astype(jnp.float32)
+    if call.phase == "dkv":
+        keys = some.max(axis=1, keepdims=True)  # [kv, 1]
+        return keys > 0 if layout == "head_dim_minor" else keys.T > 0
+    row = some.max(axis=0, keepdims=True)  # [1, kv]
+    return column(row)[:, :1] > 0 if layout == "head_dim_minor" else row > 0
+
+
+def without_unseen(call: Call, x: jax.Array, found: jax.Array | None, layout: Layout) -> jax.Array:
+    """`x` with keys that no query of the tile may attend to set to zero: NaN times a probability of zero is NaN."""
+    if found is None:
+        return x
+    return jnp.where(seen_keys(call, found, layout), x.astype(jnp.float32), 0.0).astype(x.dtype)

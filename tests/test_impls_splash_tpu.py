@@ -1,0 +1,203 @@
+"""Pallas TPU splash attention: its schedule, the kernel object, what it refuses. What it computes, the gate judges."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, PartitionSpec
+
+from cases.masks import EMPTY, PARTIAL, Causal, Chunked, Dense, Full, LoadBalancedCausal, Mask, Window
+from impls.splash_tpu import Blocks, BlockSizes, Layouts, attention, make_splash, make_splash_dynamic
+from impls.splash_tpu import forward as forward_module
+from impls.splash_tpu.call import Operands
+from impls.splash_tpu.schedule import COMPUTE, FIRST, LAST, MASKED, Steps, static_steps
+
+SMALL = BlockSizes.uniform(128, 128)
+FUSED = BlockSizes.uniform(128, 128, fused_backward=True)
+RNG = np.random.default_rng(0)
+MASKS = [Causal(), Causal(-200), Window(100, 0), Window(3, 200), Chunked(130), LoadBalancedCausal(2, 512), Full()]
+
+
+def operands(heads: int = 2, kv_heads: int = 1, length: int = 512, batch: int = 1) -> tuple[jax.Array, ...]:
+    shapes = [(batch, n, length, 64) for n in (heads, kv_heads, kv_heads)]
+    q, k, v = (jnp.asarray(RNG.normal(size=shape), jnp.float32) for shape in shapes)
+    return q, k, v
+
+
+def reference(q, k, v, allowed):
+    """Plain attention, heads before lengths."""
+    k, v = (jnp.repeat(x, q.shape[1] // x.shape[1], axis=1) for x in (k, v))
+    z = jnp.where(allowed, jnp.einsum("bnth,bnsh->bnts", q, k, precision="highest") / 8, -jnp.inf)
+    return jnp.einsum("bnts,bnsv->bntv", jax.nn.softmax(z), v, precision="highest")
+
+
+def visited(steps: Steps) -> list[tuple[int, int]]:
+    at = np.flatnonzero(np.asarray(steps.flags).ravel() & COMPUTE)
+    return list(zip(np.asarray(steps.q).ravel()[at], np.asarray(steps.kv).ravel()[at], strict=True))
+
+
+@pytest.mark.parametrize("order", ["q", "kv"])
+@pytest.mark.parametrize("mask", MASKS)
+def test_exactly_the_blocks_with_an_allowed_pair_are_visited(mask: Mask, order):
+    steps, _ = static_steps(mask, (512, 384), Blocks(128, 128), order, 1, 1)
+    kinds = mask.blocks(512, 384, 128, 128)[0, 0]
+    found = visited(steps)
+    assert sorted(found) == [tuple(pair) for pair in np.argwhere(kinds != EMPTY)]
+    flags = np.asarray(steps.flags).ravel()
+    assert (flags & MASKED > 0).sum() == (kinds == PARTIAL).sum()
+    # Every block of results is begun and ended once, also one that no pair contributes to.
+    results = np.asarray(steps.q if order == "q" else steps.kv).ravel()
+    for bit in (FIRST, LAST):
+        assert results[flags & bit > 0].tolist() == list(range(kinds.shape[0 if order == "q" else 1]))
+
+
+def test_a_step_that_computes_nothing_fetches_nothing():
+    steps, kinds = static_steps(Causal(-200), (512, 512), Blocks(128, 128), "q", 1, 1)
+    assert kinds.empty
+    q, kv, flags = (np.asarray(x).ravel() for x in (steps.q, steps.kv, steps.flags))
+    idle = np.flatnonzero(flags & COMPUTE == 0)
+    assert set(q[idle]) == {0, 1} - set(q[flags & COMPUTE > 0])
+    assert len(np.unique(kv[: idle.max() + 2])) == 1
+
+
+def test_work_follows_the_window():
+    kernel = make_splash(Window(1023, 0), 32768, 32768, num_q_heads=1)
+    active = int((Window(1023, 0).blocks(32768, 32768, 512, 512) != EMPTY).sum())
+    assert kernel.work() == {phase: {"steps": active, "computed": active} for phase in ("forward", "dq", "dkv")}
+
+
+def test_steps_counted_are_steps_run(monkeypatch: pytest.MonkeyPatch):
+    computed: list[int] = []
+    plain = forward_module.logits_of
+
+    def counting(call, x):
+        jax.debug.callback(lambda: computed.append(1))
+        return plain(call, x)
+
+    monkeypatch.setattr(forward_module, "logits_of", counting)
+    kernel = make_splash(Window(100, 0), 640, 640, num_q_heads=2, block_sizes=SMALL, soft_cap=31.0)
+    jax.block_until_ready(kernel(*operands(2, 2, 640)))
+    jax.effects_barrier()
+    assert len(computed) == 2 * kernel.work()["forward"]["computed"] == 2 * 9
+
+
+def test_different_partial_blocks_are_stored_once():
+    block = RNG.random((128, 128)) < 0.5
+    steps, kinds = static_steps(Dense(np.tile(block, (3, 3))), (384, 384), Blocks(128, 128), "q", 1, 1)
+    assert kinds.stored
+    assert len(steps.stored) == 1
+
+
+@pytest.mark.parametrize("sizes", [SMALL, FUSED], ids=["separate", "fused"])
+@pytest.mark.parametrize("mask", [Causal(), LoadBalancedCausal(2, 512)])
+def test_shards_of_queries_compute_their_rows(mask: Mask, sizes: BlockSizes):
+    kernel = make_splash(mask, 512, 512, num_q_heads=2, num_kv_heads=1, q_shards=2, block_sizes=sizes)
+    q, k, v = operands()
+    mesh = jax.make_mesh((2,), ("seq",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
+    rows, every = PartitionSpec(None, None, "seq"), PartitionSpec()
+
+    def loss(q, k, v):
+        sharded = jax.shard_map(
+            lambda kernel, q, k, v: kernel(q, k, v),
+            mesh=mesh,
+            in_specs=(kernel.sharding_spec(queries="seq"), rows, every, every),
+            out_specs=rows,
+            check_vma=False,
+        )
+        out = sharded(kernel, q, k, v)
+        return (out**2).sum(), out
+
+    (_, out), grads = jax.jit(jax.value_and_grad(loss, (0, 1, 2), has_aux=True))(q, k, v)
+    allowed = mask.dense(512, 512)
+    exact = jax.grad(lambda *x: (reference(*x, allowed) ** 2).sum(), (0, 1, 2))(q, k, v)
+    np.testing.assert_allclose(out, reference(q, k, v, allowed), atol=1e-5)
+    for got, expected in zip(grads, exact, strict=True):
+        np.testing.assert_allclose(got, expected, atol=1e-4)
+    with pytest.raises(ValueError, match="2 shards of queries: call it in shard_map"):
+        kernel(q, k, v)
+
+
+@pytest.mark.parametrize("sizes", [SMALL, FUSED], ids=["separate", "fused"])
+@pytest.mark.parametrize("shape", [(1, 1), (1, 4), (2, 1)])
+def test_a_mask_known_at_run_time_may_be_traced(shape: tuple[int, int], sizes: BlockSizes):
+    allowed = RNG.random((*shape, 300, 300)) < 0.02
+    allowed[..., 128:] = False  # a column of blocks that turns out to be empty
+    allowed[..., 0] = True
+    q, k, v = operands(4, 2, 300, batch=2)
+
+    def run(allowed, q, k, v):
+        kernel = make_splash_dynamic(allowed, num_q_heads=4, num_kv_heads=2, block_sizes=sizes)
+        return kernel(q, k, v)
+
+    out, pull = jax.vjp(lambda *x: jax.jit(run)(jnp.asarray(allowed), *x), q, k, v)
+    expected, exact = jax.vjp(lambda *x: reference(*x, allowed), q, k, v)
+    np.testing.assert_allclose(out, expected, atol=1e-5)
+    for got, want in zip(pull(out), exact(out), strict=True):
+        np.testing.assert_allclose(got, want, atol=1e-4)
+
+
+def test_the_kernel_object_is_a_pytree_that_jit_takes():
+    kernel = make_splash(Causal(), 256, 256, num_q_heads=2, block_sizes=SMALL)
+    q, k, v = operands(2, 2, 256)
+    out = jax.jit(lambda kernel, *x: kernel(*x))(kernel, q, k, v)
+    np.testing.assert_array_equal(out, jax.jit(kernel)(q, k, v))
+
+
+def test_forward_and_backward_can_be_called_by_themselves():
+    kernel = make_splash(Causal(), 256, 256, num_q_heads=2, block_sizes=SMALL)
+    q, k, v = operands(2, 2, 256)
+    given = Operands(q, k, v, None, None, None)
+    found = kernel.manual_forward(given)
+    gradients = kernel.manual_backward(given, found.out, found.logsumexp, jnp.ones_like(found.out))
+    out, pull = jax.vjp(kernel, q, k, v)
+    np.testing.assert_allclose(found.out, out, atol=1e-6)
+    for got, want in zip((gradients.q, gradients.k, gradients.v), pull(jnp.ones_like(out)), strict=True):
+        np.testing.assert_allclose(got, want, atol=1e-5)
+
+
+def test_the_mask_value_stands_for_queries_that_attend_to_nothing():
+    kernel = make_splash(Causal(-2), 128, 128, num_q_heads=1, block_sizes=SMALL, mask_value=-1e30)
+    _, residuals = kernel(*operands(1, 1, 128), save_residuals=True)
+    for name in ("logsumexp", "max_logits"):
+        assert (residuals[name][..., :2] == -1e30).all()
+        assert (residuals[name][..., 2:] > -1e3).all()
+
+
+def test_blocks_that_do_not_fit_are_refused_with_ones_that_would():
+    q, k, v = operands(1, 1, 4096)
+    huge = make_splash(Full(), 4096, 4096, num_q_heads=1, block_sizes=BlockSizes.uniform(4096, 4096))
+    with pytest.raises(ValueError, match=r"forward kernel, q 4096.* over the limit of 16.0 MiB; these would fit .*512"):
+        huge(q, k, v)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"q": 100}, "block size q must be a positive multiple of 128, got 100"),
+        ({"kv": 0}, "block size kv must be a positive multiple of 128, got 0"),
+        ({"kv": 512, "kv_compute": 384}, "kv_compute must divide kv = 512, got 384"),
+    ],
+)
+def test_block_sizes_that_cannot_be_are_refused(sizes: dict[str, int], message: str):
+    with pytest.raises(ValueError, match=message):
+        Blocks(**sizes)
+
+
+def test_layouts_and_head_counts_are_checked():
+    with pytest.raises(ValueError, match="layout of k must be head_dim_minor or sequence_minor, got 'rows'"):
+        Layouts(k="rows")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="num_q_heads = 3 must be a multiple of num_kv_heads = 2"):
+        make_splash(Full(), 128, 128, num_q_heads=3, num_kv_heads=2)
+    with pytest.raises(ValueError, match="q_length = 130 must be a multiple of q_shards = 4"):
+        make_splash(Full(), 130, 128, num_q_heads=1, q_shards=4)
+    with pytest.raises(ValueError, match="k must have 2 heads, as the kernel was built for, got 1"):
+        make_splash(Full(), 512, 512, num_q_heads=2)(*operands(2, 1))
+
+
+@pytest.mark.parametrize(("given", "message"), [({"bias": jnp.zeros((1, 1, 1, 8))}, "bias"), ({}, "f16")])
+def test_what_it_lacks_is_refused_by_name(given, message: str):
+    x = jnp.zeros((1, 8, 1, 64), jnp.float32 if given else jnp.float16)
+    with pytest.raises(NotImplementedError, match=f"splash_tpu does not support {message}"):
+        attention(x, x, x, mask=Full(), **given)
