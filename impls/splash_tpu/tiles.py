@@ -118,6 +118,10 @@ def allowed(call: Call, masking: Masking, start: int, *, masked: bool) -> jax.Ar
         else:
             same = masking.ids[:, :1] == masking.other_ids[:, start : start + size]
         found = same if found is None else found & same
+    if found is not None and call.settings.q_length % blocks.q:
+        # Rows that only fill the last block see no key: what they would see may hold NaN.
+        row = lax.broadcasted_iota(jnp.int32, shape, 1 if transposed else 0) + masking.step.q * blocks.q
+        found = found & (row < call.settings.q_length)
     return found
 
 
