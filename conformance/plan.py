@@ -7,10 +7,12 @@ import itertools
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from cases.accelerator import compiled_cases
 from cases.case import Case, matches
 from cases.grid import Supports, grid
 from cases.regressions import REGRESSIONS
 from conformance.checks import CHECKS, Check
+from conformance.compile_targets import targets_of
 from conformance.contract import Implementation
 
 # (T, S, N, K, mask) of the ensemble check, the first that is supported. Eight blocks of 64 keys, and a group of eight
@@ -76,7 +78,7 @@ def plan(
     jobs: list[Job] = []
     coverage = []
     for implementation in implementations:
-        made = [_jobs(implementation, level, seed, chosen) for seed in seeds]
+        made = [_jobs(implementation, level, seed, chosen, first=seed == seeds[0]) for seed in seeds]
         coverage.append(made[0][1])
         # The same row with every seed in turn: cases that differ only in values share compiled functions.
         rows = itertools.zip_longest(*(row for row, _ in made))
@@ -85,7 +87,7 @@ def plan(
 
 
 def _jobs(
-    implementation: Implementation, level: str, seed: int, checks: tuple[Check, ...]
+    implementation: Implementation, level: str, seed: int, checks: tuple[Check, ...], *, first: bool
 ) -> tuple[list[Job], dict[str, Any]]:
     found = grid(level, seed, implementation.supports)
     by_scope = {
@@ -95,6 +97,7 @@ def _jobs(
         "base": found.singles[:1],
         "rich": found.rich,
         "ensemble": ensemble_cases(seed, implementation.supports),
+        "compiled": _to_compile(implementation) if first else (),
     }
     jobs = []
     for scope, cases in by_scope.items():
@@ -112,6 +115,14 @@ def _jobs(
         "covered": found.coverage.covered,
     }
     return jobs, row
+
+
+def _to_compile(implementation: Implementation) -> tuple[Case, ...]:
+    """The cases of the check `compiles`: one, to say so, where there is no call to compile. Values do not matter."""
+    if not targets_of(implementation.platform):
+        return ()
+    cases = compiled_cases(implementation.supports)
+    return cases if implementation.native is not None else cases[:1]
 
 
 def ensemble_cases(seed: int, supports: Supports = lambda case: None) -> tuple[Case, ...]:
@@ -158,8 +169,10 @@ def single(implementation: Implementation, case: Case, checks: Iterable[Check] =
 def _scopes_of(implementation: Implementation, case: Case, *, named: bool) -> set[str]:
     """The scopes beside the grid whose checks are asked of `case`."""
     ensemble = {"ensemble"} if case in ensemble_cases(case.seed, implementation.supports) else set()
+    compiled = {"compiled"} if targets_of(implementation.platform) else set()
     if named:
-        return {"feature", "base", "rich"} | ensemble
+        return {"feature", "base", "rich"} | ensemble | compiled
     found = grid("quick", case.seed, implementation.supports)
     theirs = {"feature": found.singles[1:], "base": found.singles[:1], "rich": found.rich}
+    theirs["compiled"] = _to_compile(implementation)
     return {scope for scope, cases in theirs.items() if case in cases} | ensemble

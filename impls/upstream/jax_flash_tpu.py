@@ -151,5 +151,6 @@ IMPLEMENTATIONS: tuple[Implementation, ...] = (
         empty_rows="undefined",
         platform="tpu",
         interpreted=not runs_on("tpu"),
+        native=functools.partial(attention, interpret=False),
     ),
 )

@@ -207,6 +207,7 @@ def _implementation(fused_backward: bool) -> Implementation:
         empty_rows="undefined",
         platform="tpu",
         interpreted=not runs_on("tpu"),
+        native=functools.partial(attention, fused_backward=fused_backward, interpret=False),
     )
 
 
