@@ -19,7 +19,7 @@ from conformance.compile_targets import CompileTarget
 
 _LONGEST_REASON = 400
 # An instruction in a message, with its operands and attributes: hundreds of characters, of which the name suffices.
-_INSTRUCTION = re.compile(r"(%\S+) = .*?metadata=\{[^}]*\}")
+_INSTRUCTION = re.compile(r"(%\S+) = .*? metadata=\{[^}]*\}")
 # What a Pallas kernel takes of the fast memory, in the text of the compiled program: XLA's memory space 1 is VMEM.
 _KERNEL = 'custom_call_target="tpu_custom_call"'
 _USED = re.compile(r'"used_scoped_memory_configs":\[([^\]]*)\]')
@@ -48,7 +48,7 @@ def compile_for(target: CompileTarget, function: Any, operands: tuple[Any, ...])
 
     Returns:
       `compile_seconds` (tracing and lowering included); `temporary_bytes`, `argument_bytes`, `output_bytes` and
-      `code_bytes` in HBM; `vmem_bytes`, the most that a Pallas kernel of the program takes of VMEM, where it has one.
+      `code_bytes` in HBM; `vmem_bytes` of the program's kernels, where the compiler says it.
 
     Raises:
       NoCompiler: if this machine cannot compile for the target.
@@ -58,7 +58,8 @@ def compile_for(target: CompileTarget, function: Any, operands: tuple[Any, ...])
     sharding = _one_chip(target)
     placed = jax.tree.map(functools.partial(_placed, sharding), operands)
     start = time.perf_counter()
-    with jax.enable_x64(False):  # kernels do not lower with it
+    # Kernels do not lower with x64, and some ask while they are lowered which chip they are for.
+    with jax.enable_x64(False), jax.sharding.use_abstract_mesh(sharding.mesh.abstract_mesh):
         try:
             traced = function.trace(*placed)
         except NotImplementedError as error:
@@ -93,12 +94,13 @@ def _memory(compiled: Any) -> dict[str, float]:
 
 
 def vmem_bytes(program: str) -> int | None:
-    """The most VMEM that a Pallas kernel takes, blocks and scratch, in the text of a compiled program; none if unsaid.
+    """The most scoped VMEM (blocks, scratch, stack) that one Pallas kernel takes, in the text of a compiled program.
 
-    The kernels of a program run one after the other.
+    The kernels of a program run one after the other. What XLA itself keeps in VMEM, small operands for one, is not in
+    it. None if there is no kernel or the text does not say.
     """
-    kernels = [line for line in program.splitlines() if _KERNEL in line]
-    used = [match for line in kernels if (match := _USED.search(line))]
+    kernels = program.split(_KERNEL)[1:]  # an instruction may run over several lines
+    used = [match for text in kernels if (match := _USED.search(text))]
     return max((sum(map(int, _VMEM.findall(match[1]))) for match in used), default=None)
 
 

@@ -85,8 +85,8 @@ class Implementation:
       refuses_by_signature: True if unsupported features cannot even be asked for, so that there is nothing to refuse.
       variants: other calls that must give the same results, by name: other block sizes, other schedules.
       memory: `"linear"` if the temporary memory of forward and backward grows no faster than the lengths.
-      native: the canonical call lowered for `platform`'s real compiler, never interpreted; none if it cannot be made so.
-        It is compiled for every generation of the accelerator, on machines without one too.
+      native: the canonical call lowered for `platform`'s real compiler, never interpreted; none if there is no such
+        call. It is compiled for every generation of the accelerator, on machines without one too.
       checkpoint_names: names under which the residuals of the backward are tagged for `jax.checkpoint` policies.
       interpreted: True where this process runs the kernel in an interpreter instead of on its accelerator.
     """
