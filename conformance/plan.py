@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from cases.accelerator import compiled_cases
+from cases.accelerator import compiled_cases, interpreted_cases
 from cases.case import Case, matches
 from cases.grid import Supports, grid
 from cases.regressions import REGRESSIONS
@@ -97,6 +97,7 @@ def _jobs(
         "base": found.singles[:1],
         "rich": found.rich,
         "ensemble": ensemble_cases(seed, implementation.supports),
+        "interpreted": _to_interpret(implementation, seed),
         "compiled": _to_compile(implementation) if first else (),
     }
     jobs = []
@@ -123,6 +124,14 @@ def _to_compile(implementation: Implementation) -> tuple[Case, ...]:
         return ()
     cases = compiled_cases(implementation.supports)
     return cases if implementation.native is not None else cases[:1]
+
+
+def _to_interpret(implementation: Implementation, seed: int) -> tuple[Case, ...]:
+    """The cases of the check `interpreter`: of TPU kernels, one where there is no call to run."""
+    if implementation.platform != "tpu":
+        return ()
+    cases = interpreted_cases(seed, implementation.supports)
+    return cases if implementation.under_interpreter is not None else cases[:1]
 
 
 def ensemble_cases(seed: int, supports: Supports = lambda case: None) -> tuple[Case, ...]:
@@ -169,10 +178,11 @@ def single(implementation: Implementation, case: Case, checks: Iterable[Check] =
 def _scopes_of(implementation: Implementation, case: Case, *, named: bool) -> set[str]:
     """The scopes beside the grid whose checks are asked of `case`."""
     ensemble = {"ensemble"} if case in ensemble_cases(case.seed, implementation.supports) else set()
-    compiled = {"compiled"} if targets_of(implementation.platform) else set()
     if named:
-        return {"feature", "base", "rich"} | ensemble | compiled
+        compiled = {"compiled"} if targets_of(implementation.platform) else set()
+        interpreted = {"interpreted"} if implementation.platform == "tpu" else set()
+        return {"feature", "base", "rich"} | ensemble | compiled | interpreted
     found = grid("quick", case.seed, implementation.supports)
     theirs = {"feature": found.singles[1:], "base": found.singles[:1], "rich": found.rich}
-    theirs["compiled"] = _to_compile(implementation)
+    theirs |= {"interpreted": _to_interpret(implementation, case.seed), "compiled": _to_compile(implementation)}
     return {scope for scope, cases in theirs.items() if case in cases} | ensemble

@@ -17,6 +17,7 @@ from conformance.checks import (
     forward,
     gradients,
     independence,
+    interpreter,
     invariance,
     limits,
     linearity,
@@ -38,7 +39,7 @@ class Check:
     `"grid"`: every supported case; `"declined"`: one case for each unsupported feature; `"feature"`: one plain case for
     each supported feature; `"base"`: the plainest supported case; `"rich"`: the case with every supported operand;
     `"ensemble"`: one plain, long case in bf16 and one in f16; `"compiled"`: a few long cases of kernels for a platform
-    that has a compiler here (`conformance.compile_targets`).
+    that has a compiler here (`conformance.compile_targets`); `"interpreted"`: two cases of TPU kernels.
 
     `compares` is false for a question that no value answers: its cases need not discriminate, and have no oracle.
     """
@@ -75,6 +76,7 @@ CHECKS: tuple[Check, ...] = (
     Check("transforms", "rich", transforms.transforms),
     Check("sharding", "rich", sharding.sharding),
     Check("ensemble", "ensemble", ensemble.ensemble),
+    Check("interpreter", "interpreted", interpreter.interpreter),
     Check("compiles", "compiled", compiles.compiles, compares=False),
 )
 BY_NAME = {check.name: check for check in CHECKS}

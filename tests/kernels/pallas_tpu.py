@@ -22,7 +22,9 @@ from cases.masks import Causal, Full, Mask
 from conformance.contract import Arithmetic, Implementation
 
 LANES = 128
-_TAKES = frozenset({"f32", "bf16", "train", "prefill", "mha", "gqa", "mqa", "full", "causal", "v_head_dim", "scale"})
+_TAKES = frozenset(
+    {"f32", "bf16", "train", "prefill", "mha", "gqa", "mqa", "full", "causal", "v_head_dim", "scale"}
+) | {"unequal_lengths"}
 UNSUPPORTED = {feature: "is a small kernel" for feature in FEATURES if feature not in _TAKES}
 
 
@@ -193,5 +195,6 @@ def implementation(name: str, **options: Any) -> Implementation:
         behind_mask="finite",
         platform="tpu",
         interpreted=True,
+        under_interpreter=lambda parameters: functools.partial(call, interpret=parameters),
         native=functools.partial(call, interpret=False),
     )
