@@ -2,7 +2,7 @@
 
 It simulates the memories, DMAs and cores of a TPU, and so sees what the fast interpreter (`interpret=True`) cannot:
 memory that nothing wrote, reads and writes out of bounds, and cores that race. Where races are reported is not public:
-jax 0.10.2 prints them, jax 0.12 logs them, and both keep a flag for the last kernel alone.
+jax 0.10.2 prints them, jax 0.12 logs them (some by the root logger), and both keep a flag for the last kernel alone.
 """
 
 from __future__ import annotations
@@ -59,7 +59,8 @@ def races() -> Iterator[list[str]]:
     _reset()
     try:
         with (
-            _heard(f"{_PRIVATE}.race_detection_state", logging.StreamHandler(printed)),
+            _heard(f"{_PRIVATE}.race_detection_state", _to(printed)),
+            _heard(None, _to(printed)),
             _heard("jax._src.callback", logging.NullHandler()),  # tracebacks of what the caller gets as an exception
             contextlib.redirect_stdout(printed),
         ):
@@ -74,9 +75,16 @@ def races() -> Iterator[list[str]]:
             print(rest, file=sys.stdout)
 
 
+def _to(stream: io.StringIO) -> logging.Handler:
+    """A handler that writes races to the stream, and nothing else."""
+    handler = logging.StreamHandler(stream)
+    handler.addFilter(lambda record: "RACE DETECTED" in record.getMessage())
+    return handler
+
+
 @contextlib.contextmanager
-def _heard(name: str, handler: logging.Handler) -> Iterator[None]:
-    """What the logger says goes to `handler` and nowhere else."""
+def _heard(name: str | None, handler: logging.Handler) -> Iterator[None]:
+    """What the logger says goes to `handler`, and not to the loggers above it. None is the root logger."""
     logger = logging.getLogger(name)
     propagates, logger.propagate = logger.propagate, False
     logger.addHandler(handler)
