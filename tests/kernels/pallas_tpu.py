@@ -140,12 +140,12 @@ def _kernel(*refs: Any, factor: float, causal: bool, kv_blocks: int, options: Op
 
         @pl.when(j == 0)
         def _() -> None:
-            largest[...] = jnp.full(largest.shape, -1e30)
-            total[...] = jnp.zeros(total.shape)
-            weighted[...] = jnp.zeros(weighted.shape)
+            largest[...] = jnp.full(largest.shape, -1e30, jnp.float32)
+            total[...] = jnp.zeros(total.shape, jnp.float32)
+            weighted[...] = jnp.zeros(weighted.shape, jnp.float32)
 
     if options.counts:
-        refs[inputs + 1][...] = jnp.ones((8, LANES))
+        refs[inputs + 1][...] = jnp.ones((8, LANES), jnp.float32)
     x = jax.lax.dot_general(q_ref[...], k_ref[...], (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
     x = x * factor
     if ahead:  # warms up the next block; its values are never used
