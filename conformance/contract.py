@@ -85,6 +85,10 @@ class Implementation:
       refuses_by_signature: True if unsupported features cannot even be asked for, so that there is nothing to refuse.
       variants: other calls that must give the same results, by name: other block sizes, other schedules.
       memory: `"linear"` if the temporary memory of forward and backward grows no faster than the lengths.
+      native: the canonical call lowered for `platform`'s real compiler, never interpreted; none if there is no such
+        call. It is compiled for every generation of the accelerator, on machines without one too.
+      under_interpreter: `parameters -> call`: the canonical call run by JAX's TPU interpreter with these
+        `pltpu.InterpretParams`. It gets cases with one batch row only, since the interpreter has no `vmap`.
       checkpoint_names: names under which the residuals of the backward are tagged for `jax.checkpoint` policies.
       interpreted: True where this process runs the kernel in an interpreter instead of on its accelerator.
     """
@@ -106,6 +110,8 @@ class Implementation:
     interpreted: bool = False
     variants: Mapping[str, Callable[..., Any]] = dataclasses.field(default_factory=dict)
     memory: Literal["linear"] | None = None
+    native: Callable[..., Any] | None = None
+    under_interpreter: Callable[[Any], Callable[..., Any]] | None = None
     checkpoint_names: tuple[str, ...] = ()
     refuses_by_signature: bool = False
 

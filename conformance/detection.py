@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from conformance.sensitivity import Examination, powers
+from conformance.records import FAIL
+from conformance.sensitivity import Examination, Kill, powers
 
 SCHEMA = "attention-conformance/detection/1"
 FILE = Path(__file__).with_name("detection.json")
@@ -40,6 +41,29 @@ def tabulate(
         "checks": [dataclasses.asdict(power) | {"seconds": round(power.seconds, 1)} for power in powers(examined)],
         "resolution": [dataclasses.asdict(resolution) for resolution in resolutions],
     }
+
+
+def examinations(table: Mapping[str, Any] | None, names: Collection[str]) -> list[Examination]:
+    """What a table says of the named bugs, as far as it has them; what it cost is not in it."""
+    return [
+        Examination(
+            bug=row["bug"],
+            family=row["family"],
+            kind=row["kind"],
+            reference=row["reference"],
+            shows=(),
+            kills={check: _kill(*kill) for check, kill in row["kills"].items()},
+            judged=row["judged"],
+            planned=row["planned"],
+            seconds={},
+        )
+        for row in (table or {}).get("bugs", ())
+        if row["bug"] in names
+    ]
+
+
+def _kill(observable: str, ratio: float | str | None, case: str) -> Kill:
+    return Kill(observable, case, FAIL, float(ratio) if ratio is not None else None)
 
 
 def _row(examined: Examination) -> dict[str, Any]:

@@ -49,30 +49,30 @@ class Executor:
 
     def forward(self, problem: Problem) -> Result:
         """`out` of the plain call, without residuals."""
-        compiled, arrays = self._prepare(problem)
+        compiled, arrays = self.compiled(problem)
         return _on_host({"out": compiled.forward(arrays)})
 
     def forward_and_residuals(self, problem: Problem) -> tuple[Result, Result]:
         """Both calls in one compiled program, which costs less than two."""
-        compiled, arrays = self._prepare(problem)
+        compiled, arrays = self.compiled(problem)
         out, (out_again, residuals) = compiled.forward_and_residuals(arrays)
         return _on_host({"out": out}), _on_host({"out": out_again, **residuals})
 
     def residuals(self, problem: Problem) -> Result:
         """`out` and the residuals of the call with `save_residuals=True`."""
-        compiled, arrays = self._prepare(problem)
+        compiled, arrays = self.compiled(problem)
         out, residuals = compiled.residuals(arrays)
         return _on_host({"out": out, **residuals})
 
     def gradients(self, problem: Problem, cotangent: Cotangent) -> Result:
         """`out` and the gradients of the plain call for a cotangent of `out`."""
-        compiled, arrays = self._prepare(problem)
+        compiled, arrays = self.compiled(problem)
         out, gradients = compiled.gradients(arrays, cotangent.out)
         return _on_host({"out": out, **_renamed(gradients)})
 
     def gradients_lse(self, problem: Problem, cotangent: Cotangent) -> Result:
         """`out`, `logsumexp` and the gradients for cotangents of both."""
-        compiled, arrays = self._prepare(problem)
+        compiled, arrays = self.compiled(problem)
         (out, lse), gradients = compiled.gradients_lse(arrays, cotangent.out, cotangent.logsumexp)
         return _on_host({"out": out, "logsumexp": lse, **_renamed(gradients)})
 
@@ -102,7 +102,8 @@ class Executor:
         analysis = compiled.memory_analysis()
         return None if analysis is None else int(analysis.temp_size_in_bytes)
 
-    def _prepare(self, problem: Problem) -> tuple[Compiled, Arrays]:
+    def compiled(self, problem: Problem) -> tuple[Compiled, Arrays]:
+        """The entry points at the problem's static configuration, and the arrays they take."""
         statics, arrays = self._split(problem)
         key = (tuple(sorted(statics.items())), tuple(sorted(arrays)))
         if key not in self._compiled:

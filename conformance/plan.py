@@ -7,10 +7,12 @@ import itertools
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from cases.accelerator import compiled_cases, interpreted_cases
 from cases.case import Case, matches
 from cases.grid import Supports, grid
 from cases.regressions import REGRESSIONS
 from conformance.checks import CHECKS, Check
+from conformance.compile_targets import targets_of
 from conformance.contract import Implementation
 
 # (T, S, N, K, mask) of the ensemble check, the first that is supported. Eight blocks of 64 keys, and a group of eight
@@ -76,7 +78,7 @@ def plan(
     jobs: list[Job] = []
     coverage = []
     for implementation in implementations:
-        made = [_jobs(implementation, level, seed, chosen) for seed in seeds]
+        made = [_jobs(implementation, level, seed, chosen, first=seed == seeds[0]) for seed in seeds]
         coverage.append(made[0][1])
         # The same row with every seed in turn: cases that differ only in values share compiled functions.
         rows = itertools.zip_longest(*(row for row, _ in made))
@@ -85,7 +87,7 @@ def plan(
 
 
 def _jobs(
-    implementation: Implementation, level: str, seed: int, checks: tuple[Check, ...]
+    implementation: Implementation, level: str, seed: int, checks: tuple[Check, ...], *, first: bool
 ) -> tuple[list[Job], dict[str, Any]]:
     found = grid(level, seed, implementation.supports)
     by_scope = {
@@ -95,6 +97,8 @@ def _jobs(
         "base": found.singles[:1],
         "rich": found.rich,
         "ensemble": ensemble_cases(seed, implementation.supports),
+        "interpreted": _to_interpret(implementation, seed),
+        "compiled": _to_compile(implementation) if first else (),
     }
     jobs = []
     for scope, cases in by_scope.items():
@@ -112,6 +116,22 @@ def _jobs(
         "covered": found.coverage.covered,
     }
     return jobs, row
+
+
+def _to_compile(implementation: Implementation) -> tuple[Case, ...]:
+    """The cases of the check `compiles`: one, to say so, where there is no call to compile. Values do not matter."""
+    if not targets_of(implementation.platform):
+        return ()
+    cases = compiled_cases(implementation.supports)
+    return cases if implementation.native is not None else cases[:1]
+
+
+def _to_interpret(implementation: Implementation, seed: int) -> tuple[Case, ...]:
+    """The cases of the check `interpreter`: of TPU kernels, one where there is no call to run."""
+    if implementation.platform != "tpu":
+        return ()
+    cases = interpreted_cases(seed, implementation.supports)
+    return cases if implementation.under_interpreter is not None else cases[:1]
 
 
 def ensemble_cases(seed: int, supports: Supports = lambda case: None) -> tuple[Case, ...]:
@@ -159,7 +179,10 @@ def _scopes_of(implementation: Implementation, case: Case, *, named: bool) -> se
     """The scopes beside the grid whose checks are asked of `case`."""
     ensemble = {"ensemble"} if case in ensemble_cases(case.seed, implementation.supports) else set()
     if named:
-        return {"feature", "base", "rich"} | ensemble
+        compiled = {"compiled"} if targets_of(implementation.platform) else set()
+        interpreted = {"interpreted"} if implementation.platform == "tpu" else set()
+        return {"feature", "base", "rich"} | ensemble | compiled | interpreted
     found = grid("quick", case.seed, implementation.supports)
     theirs = {"feature": found.singles[1:], "base": found.singles[:1], "rich": found.rich}
+    theirs |= {"interpreted": _to_interpret(implementation, case.seed), "compiled": _to_compile(implementation)}
     return {scope for scope, cases in theirs.items() if case in cases} | ensemble

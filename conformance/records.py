@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +49,7 @@ class Record:
     recomputed from the implementation's own saved `out` and `logsumexp` (gradients only). For the check `ensemble`,
     `ratio` is the size of a statistic over many elements, `bias` or `spread` as `observable` says. `margin` is how many
     times over the limit the least visible null result of this case would fall (how well the case discriminates).
+    `figures` are measured beside the verdict and not judged (`compile_seconds`, `temporary_bytes`, ...).
     """
 
     implementation: str
@@ -69,6 +70,7 @@ class Record:
     reason: str = ""
     reproduce: str = ""
     seconds: float = 0.0
+    figures: Mapping[str, float] = dataclasses.field(default_factory=dict, hash=False)
     schema: str = SCHEMA
 
     def __post_init__(self) -> None:
@@ -99,7 +101,10 @@ class RunInfo:
 
 def to_json(record: Record) -> str:
     """One line of strict JSON; infinities and NaN become the strings `inf`, `-inf` and `nan`."""
-    return json.dumps(_encode(dataclasses.asdict(record)), allow_nan=False)
+    data = dataclasses.asdict(record)
+    if not data["figures"]:  # most records have none
+        del data["figures"]
+    return json.dumps(_encode(data), allow_nan=False)
 
 
 def from_json(line: str) -> Record:
@@ -115,6 +120,7 @@ def from_json(line: str) -> Record:
         figures = {name: _number(worst[name]) for name in ("got", "expected", "bound")}
         data["worst"] = Worst(index=tuple(worst["index"]), **figures)
     data["features"] = tuple(data.get("features", ()))
+    data["figures"] = {name: _number(figure) for name, figure in data.get("figures", {}).items()}
     return Record(**data)
 
 

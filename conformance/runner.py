@@ -101,7 +101,8 @@ def reproduction(implementation: str, case: str, check: str) -> str:
 
 def _judged(subject: Subject, checks: Iterable[Check]) -> Iterator[Record]:
     margin = None
-    if margins := discrimination.margins(subject):
+    checks = tuple(checks)
+    if any(check.compares for check in checks) and (margins := discrimination.margins(subject)):
         null, margin = discrimination.weakest(margins)
         if not margin >= discrimination.REQUIRED_MARGIN:
             reason = (

@@ -25,12 +25,16 @@ NEAR = 2
 # One case in so many of the rest of the grid, for a bug that one check alone has seen.
 _STRIDE = 4
 # Scopes beside the grid, those first that catch most in one case.
-_SPECIAL = ("rich", "base", "ensemble", "declined", "feature")
+_SPECIAL = ("rich", "base", "ensemble", "interpreted", "compiled", "declined", "feature")
 _SLUG = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*")
 
 
 def _always(case: Case) -> bool:
     return True
+
+
+def _everywhere() -> str | None:
+    return None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -46,6 +50,7 @@ class PlantedBug:
       build: makes the implementation with the bug in it.
       trigger: whether a case has the condition under which the bug shows. Such cases are judged first, which saves time
         and changes no result.
+      unmeasurable: why this machine cannot tell whether the gate sees the bug, or None if it can.
     """
 
     name: str
@@ -55,6 +60,7 @@ class PlantedBug:
     shows: tuple[str, ...]
     build: Callable[[], Implementation]
     trigger: Callable[[Case], bool] = _always
+    unmeasurable: Callable[[], str | None] = _everywhere
 
     def __post_init__(self) -> None:
         if not _SLUG.fullmatch(self.name):

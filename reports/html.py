@@ -12,6 +12,7 @@ from markupsafe import Markup
 
 from conformance.records import ERROR, EXPECTED_FAIL, FAIL, PASS, RED, UNEXPECTED_PASS, VERDICTS, Record, RunInfo
 from reports import measures, summary, wording
+from reports.compiled import compiled
 from reports.detection import detection
 from reports.figure import distribution_svg
 
@@ -28,6 +29,7 @@ CONTENTS = (
     ("ratios", "Distance to the limit"),
     ("gradients", "Gradients against both backwards"),
     ("discrimination", "Discrimination"),
+    ("compiled", "Compiled for"),
     ("detection", "What this gate catches"),
     ("coverage", "Coverage"),
     ("tolerances", "Tolerances in force"),
@@ -89,7 +91,7 @@ def _environment() -> jinja2.Environment:
         undefined=jinja2.StrictUndefined,
         trim_blocks=False,
     )
-    filters = ("number", "share", "duration", "figures", "metric_text", "worst_text", "shorten", "value")
+    filters = ("number", "share", "duration", "figures", "metric_text", "worst_text", "shorten", "size", "value")
     environment.filters.update({name: getattr(wording, name) for name in filters})
     return environment
 
@@ -109,6 +111,7 @@ def _page(records: Sequence[Record], run: RunInfo) -> dict[str, Any]:
         "margins": measures.margins(records),
         "gradients": measures.gradients(records),
         "cost": measures.cost(records),
+        "compiled": compiled(records),
         "detection": detection(run.detection),
         "coverage": free_table(run.coverage),
         "tolerances": free_table(run.tolerances),
@@ -143,6 +146,7 @@ def _vocabulary() -> dict[str, Any]:
         "contents": CONTENTS,
         "margin_buckets": MARGIN_BUCKETS,
         "most_notes": MOST_NOTES,
+        "most_failures": MOST_FAILURES,
         "loud": LOUD,
         "metrics": summary.metrics,
         "over": lambda metric: summary.severity(metric.share) > 1,

@@ -76,6 +76,15 @@ def duration(seconds: float) -> str:
     return f"{minutes} min {rest:02d} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02d} min"
 
 
+def size(count: float) -> str:
+    """Bytes, in the largest binary unit of which there is at least one."""
+    for unit in ("B", "KiB", "MiB"):
+        if abs(count) < 1024:
+            return f"{number(count)} {unit}"
+        count /= 1024
+    return f"{number(count)} GiB"
+
+
 def figures(values: Sequence[float]) -> str:
     """A few figures as a list, many as a range."""
     if not values:

@@ -28,6 +28,7 @@ from tests.planted import gaming, laws
 ZEROS = next(bug for bug in gaming.BUGS if bug.name == "returns-zeros")
 CLIPPED = next(bug for bug in laws.BUGS if bug.name == "cotangent-clipped-at-64")
 BANK = (ZEROS,)
+ELSEWHERE = (dataclasses.replace(ZEROS, name="needs-a-compiler", unmeasurable=lambda: "no compiler here"),)
 TWICE = (ZEROS, ZEROS)
 
 
@@ -42,8 +43,9 @@ def examination(bug: str, *checks: str) -> Examination:
 def test_the_order_of_jobs_loses_none() -> None:
     jobs = ordered_jobs(CLIPPED, "quick")
     assert len({job.id for job in jobs}) == len(jobs)
-    # It supports everything, so there is nothing to refuse.
-    assert {check.name for job in jobs for check in job.checks} == set(BY_NAME) - {"refusals"}
+    # It supports everything, so there is nothing to refuse; it is for no accelerator.
+    elsewhere = {"refusals", "interpreter", "compiles"}
+    assert {check.name for job in jobs for check in job.checks} == set(BY_NAME) - elsewhere
 
 
 def test_a_gross_bug_is_seen_by_many_checks_at_once() -> None:
@@ -125,6 +127,23 @@ def test_the_command_shows_which_checks_see_a_bug(capsys: pytest.CaptureFixture[
     assert "gaming: returns-zeros" in printed
     assert "1 of 1 planted bugs are seen" in printed
     assert "returns-zeros" in page.read_text()
+
+
+def test_what_this_machine_cannot_measure_is_named_and_is_no_success(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("sensitivity", "--bank=tests.test_detection:ELSEWHERE", "--bug=needs-a-compiler", "--jobs=1") == 2
+    printed = capsys.readouterr().out
+    assert "not measured here: needs-a-compiler (never measured): no compiler here" in printed
+    assert "0 of 0 planted bugs are seen" in printed
+
+
+def test_the_last_figures_of_a_bug_stand_where_it_cannot_be_measured() -> None:
+    measured = [examination("a", "compiles"), examination("b", "forward")]
+    table = detection.tabulate(measured, [], level="quick", environment={})
+    (kept,) = detection.examinations(table, {"a"})
+    again = detection.tabulate([kept, measured[1]], [], level="quick", environment={})
+    assert again["bugs"] == table["bugs"]
+    assert [row["alone"] for row in again["checks"]] == [row["alone"] for row in table["checks"]]
+    assert detection.examinations(None, {"a"}) == []
 
 
 @pytest.mark.parametrize(

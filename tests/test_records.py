@@ -61,3 +61,13 @@ def test_an_unknown_field_is_refused(tmp_path: Path):
     (tmp_path / "r.jsonl").write_text(json.dumps(data) + "\n")
     with pytest.raises(ValueError, match="surprise"):
         records.read_jsonl(tmp_path / "r.jsonl")
+
+
+def test_figures_come_back_and_a_line_without_them_is_read_too():
+    measured = dataclasses.replace(RECORD, worst=None, figures={"compile_seconds": 1.5, "temporary_bytes": math.inf})
+    line = records.to_json(measured)
+    json.loads(line, parse_constant=pytest.fail)
+    assert records.from_json(line) == measured
+    plain = records.to_json(dataclasses.replace(RECORD, worst=None))
+    assert "figures" not in plain
+    assert records.from_json(plain).figures == {}

@@ -11,11 +11,13 @@ from collections.abc import Callable, Iterable
 
 from conformance.checks import (
     aliasing,
+    compiles,
     differentiation,
     ensemble,
     forward,
     gradients,
     independence,
+    interpreter,
     invariance,
     limits,
     linearity,
@@ -36,12 +38,16 @@ class Check:
 
     `"grid"`: every supported case; `"declined"`: one case for each unsupported feature; `"feature"`: one plain case for
     each supported feature; `"base"`: the plainest supported case; `"rich"`: the case with every supported operand;
-    `"ensemble"`: one plain, long case in bf16 and one in f16.
+    `"ensemble"`: one plain, long case in bf16 and one in f16; `"compiled"`: a few long cases of kernels for a platform
+    that has a compiler here (`conformance.compile_targets`); `"interpreted"`: two cases of TPU kernels.
+
+    `compares` is false for a question that no value answers: its cases need not discriminate, and have no oracle.
     """
 
     name: str
     scope: str
     run: Callable[[Subject], Iterable[Judgement]]
+    compares: bool = True
 
     @property
     def asks(self) -> str:
@@ -70,5 +76,7 @@ CHECKS: tuple[Check, ...] = (
     Check("transforms", "rich", transforms.transforms),
     Check("sharding", "rich", sharding.sharding),
     Check("ensemble", "ensemble", ensemble.ensemble),
+    Check("interpreter", "interpreted", interpreter.interpreter),
+    Check("compiles", "compiled", compiles.compiles, compares=False),
 )
 BY_NAME = {check.name: check for check in CHECKS}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 
 from conformance import records
 from conformance.comparison import Comparison
@@ -23,6 +24,7 @@ class Judgement:
     rms_limit: float | None = None
     worst: Worst | None = None
     reason: str = ""
+    figures: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
 
 def by_bound(

@@ -6,7 +6,7 @@ import argparse
 import os
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from rich.console import Console
 from rich.table import Table
@@ -28,7 +28,7 @@ def sensitivity(arguments: argparse.Namespace) -> int:
     outputs = common.outputs(arguments)
     chosen = common.load_settings()
     bank = arguments.bank or chosen.bank
-    names = _names(bank, arguments.bug)
+    names, unmeasured = _names(bank, arguments.bug)
     whole = not arguments.bug
     if arguments.save and not whole:
         raise CannotJudge("--save keeps the figures of a whole bank: it cannot be combined with --bug")
@@ -48,6 +48,9 @@ def sensitivity(arguments: argparse.Namespace) -> int:
         except KeyboardInterrupt:
             signal.signal(signal.SIGINT, signal.SIG_IGN)  # what was examined gets written, whatever else is pressed
             interrupted = True
+    complete = bool(names) and len(examined) == len(names)
+    kept = detection.examinations(detection.load(), unmeasured)
+    examined += kept
     resolutions = resolution.resolve(chosen.tolerances) if whole and not interrupted else []
     described = environment.describe()
     table = detection.tabulate(examined, resolutions, level=level, environment=described)
@@ -64,23 +67,26 @@ def sensitivity(arguments: argparse.Namespace) -> int:
     )
     outputs.write([], info)
     _print(examined, resolutions, whole=whole and not interrupted)
-    complete = len(examined) == len(names)
+    _print_unmeasured(unmeasured, {e.bug for e in kept})
     seen = not any(e.survives for e in examined)
     needed = not whole or all(power.alone for power in powers(examined))
     return (0 if seen and needed else 1) if complete else 2
 
 
-def _names(bank: str, asked: Sequence[str]) -> list[str]:
+def _names(bank: str, asked: Sequence[str]) -> tuple[list[str], dict[str, str]]:
+    """The bugs to examine, and those that cannot be on this machine, with the reason."""
     if not bank:
         raise CannotJudge("no bank: give --bank=module:attribute, or set bank in [tool.attention_conformance]")
     try:
-        names = [bug.name for bug in load_bank(bank)]
+        bugs = {bug.name: bug for bug in load_bank(bank)}
     except BankError as error:
         raise CannotJudge(str(error)) from error
     for name in asked:
-        if name not in names:
+        if name not in bugs:
             raise CannotJudge(f"bank {bank} has no bug {name!r}")
-    return list(asked) or names
+    chosen = list(asked) or list(bugs)
+    unmeasured = {name: reason for name in chosen if (reason := bugs[name].unmeasurable()) is not None}
+    return [name for name in chosen if name not in unmeasured], unmeasured
 
 
 def _print(examined: Sequence[Examination], resolutions: Sequence[resolution.Resolution], *, whole: bool) -> None:
@@ -97,6 +103,14 @@ def _print(examined: Sequence[Examination], resolutions: Sequence[resolution.Res
     for power in ranked if whole else ():
         if not power.alone:
             console.print(f"no bug needs the check {power.check}", style="red", highlight=False)
+
+
+def _print_unmeasured(unmeasured: Mapping[str, str], kept: Collection[str]) -> None:
+    """Bugs that this machine cannot measure: the figures of the last measurement stand for them, where there is one."""
+    console = Console(soft_wrap=True)
+    for name, reason in unmeasured.items():
+        figures = "the last measurement stands" if name in kept else "never measured"
+        console.print(f"not measured here: {name} ({figures}): {reason}", style="yellow", highlight=False)
 
 
 def _print_matrix(console: Console, examined: Sequence[Examination], ranked: Sequence[CheckPower]) -> None:

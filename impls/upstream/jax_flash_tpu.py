@@ -151,5 +151,7 @@ IMPLEMENTATIONS: tuple[Implementation, ...] = (
         empty_rows="undefined",
         platform="tpu",
         interpreted=not runs_on("tpu"),
+        under_interpreter=lambda parameters: functools.partial(attention, interpret=parameters),
+        native=functools.partial(attention, interpret=False),
     ),
 )

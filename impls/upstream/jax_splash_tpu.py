@@ -207,6 +207,10 @@ def _implementation(fused_backward: bool) -> Implementation:
         empty_rows="undefined",
         platform="tpu",
         interpreted=not runs_on("tpu"),
+        under_interpreter=lambda parameters: functools.partial(
+            attention, fused_backward=fused_backward, interpret=parameters
+        ),
+        native=functools.partial(attention, fused_backward=fused_backward, interpret=False),
     )
 
 

@@ -16,6 +16,7 @@ from tests.planted import (
     masks,
     online,
     operands,
+    pallas_tpu,
     precision,
     residuals,
     scale,
@@ -53,6 +54,7 @@ _MODULES = (
     transforms,
     laws,
     gaming,
+    pallas_tpu,
 )
 
 BANK: tuple[PlantedBug, ...] = tuple(bug for module in _MODULES for bug in module.BUGS)

@@ -1,0 +1,81 @@
+"""Cases for the checks of accelerator kernels: few, long, each with several features at once.
+
+Compilers and interpreters of accelerators cost seconds a case, and what they find hangs on shapes and features one by
+one more than on their combinations: each is there at least once, as far as an implementation supports it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from cases.case import Case
+from cases.grid import Supports
+
+
+def _case(
+    lengths: int | tuple[int, int], heads: tuple[int, int], depths: tuple[int, int], mask: str, **changes: Any
+) -> Case:
+    q_length, kv_length = lengths if isinstance(lengths, tuple) else (lengths, lengths)
+    sizes = {"q_length": q_length, "kv_length": kv_length}
+    named = {"num_q_heads": heads[0], "num_kv_heads": heads[1], "head_dim": depths[0], "v_head_dim": depths[1]}
+    return Case(**{"dtype": "bf16", "mask": mask, **sizes, **named, **changes})
+
+
+# Every dtype that TPUs multiply, equal heads, groups and one key/value head, depths below, at and beyond the 128 lanes
+# and unequal ones, every kind of mask, every operand, lengths of 8 to 32 blocks of 128. The longest is forward only:
+# gradients take three times as long to compile.
+_COMPILED = (
+    _case(1024, (4, 4), (128, 128), "causal"),
+    _case(1024, (4, 2), (64, 64), "full"),
+    _case(1024, (2, 2), (64, 64), "full", dtype="f32"),
+    _case(4096, (2, 1), (128, 128), "causal", phase="prefill"),
+    _case(2048, (4, 1), (64, 64), "window-l255-r0", soft_cap=50.0, sinks=True),
+    _case(1024, (2, 2), (192, 128), "causal"),
+    _case(1024, (2, 2), (256, 256), "causal", dtype="f32"),
+    _case(1024, (2, 1), (128, 128), "chunked-256", segments="seg"),
+    _case(1024, (4, 2), (128, 128), "causal_or_spans-64-300-512-700"),
+    _case(1024, (4, 2), (128, 128), "balanced-4"),
+    _case(1024, (2, 1), (128, 128), "densehead-d40"),
+    _case(1024, (2, 2), (128, 128), "causal", segments="segpad"),
+    _case(1024, (8, 2), (128, 128), "window-l127-r0", dtype="f32", segments="seg", soft_cap=30.0, sinks=True),
+    _case(1024, (2, 2), (128, 128), "causal", bias="biashead"),
+    _case(1024, (4, 2), (128, 128), "lengths-1000-300", batch=2),
+    _case((512, 1024), (8, 2), (128, 128), "causal-o512", phase="prefill"),
+    _case((1, 2048), (8, 2), (128, 128), "full", phase="decode"),
+)
+
+
+# Two lines of alternatives, of each the first that is supported: with gradients and all operands, and forward only
+# under a mask that hides whole blocks. Four key blocks of 128, in whose order a sum can go wrong, two query blocks and
+# two heads, which two cores can share; one batch row and one key/value head, since the interpreter has no `vmap` and
+# some kernels are mapped over those.
+_OPERANDS = {"segments": "seg", "soft_cap": 30.0, "sinks": True}
+_INTERPRETED: tuple[tuple[Case, ...], ...] = (
+    (
+        _case((256, 512), (2, 1), (64, 64), "causal-o256", dtype="f32", **_OPERANDS),
+        _case((256, 512), (2, 1), (64, 64), "causal-o256", dtype="f32"),
+        _case(512, (2, 1), (64, 64), "causal", dtype="f32"),
+        _case(512, (2, 2), (64, 64), "causal", dtype="f32"),
+        _case(512, (2, 2), (64, 64), "full", dtype="f32"),
+    ),
+    (
+        _case((256, 512), (2, 2), (64, 64), "window-l200-r0-o256", phase="prefill"),
+        _case(512, (2, 2), (64, 64), "window-l200-r0", phase="prefill"),
+        _case((256, 512), (2, 2), (64, 64), "full", phase="prefill"),
+        _case((256, 512), (2, 2), (64, 64), "full", phase="prefill", dtype="f32"),
+        _case((1, 512), (2, 1), (64, 64), "full", phase="decode"),
+    ),
+)
+
+
+def interpreted_cases(seed: int = 0, supports: Supports = lambda case: None) -> tuple[Case, ...]:
+    """The cases to run in the interpreter, of those that are supported."""
+    lines = ((dataclasses.replace(case, seed=seed) for case in line) for line in _INTERPRETED)
+    found = (next((case for case in line if supports(case) is None), None) for line in lines)
+    return tuple(case for case in found if case is not None)
+
+
+def compiled_cases(supports: Supports = lambda case: None) -> tuple[Case, ...]:
+    """The cases to compile, of those that are supported."""
+    return tuple(case for case in _COMPILED if supports(case) is None)

@@ -1,0 +1,76 @@
+"""Compiling: an accelerator's kernel goes through its real compiler, for each generation, without the accelerator."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from conformance import records
+from conformance.checks.judgement import Judgement, unsupported
+from conformance.compilation import CompileError, NoCompiler, Refused, compile_for
+from conformance.compile_targets import CompileTarget, targets_of
+from conformance.execution import Executor
+from conformance.subject import Subject
+
+Programs = dict[str, tuple[Any, tuple[Any, ...]]]
+
+
+def compiles(subject: Subject) -> Iterator[Judgement]:
+    """The call, with residuals and with gradients too, compiles for each generation of its accelerator."""
+    implementation = subject.implementation
+    if implementation.native is None:
+        yield _unjudged("all", "the implementation declares no `native` call, which its accelerator's compiler takes")
+        return
+    targets = targets_of(implementation.platform)
+    if missing := {reason for target in targets if (reason := target.toolchain.missing)}:
+        yield _unjudged("all", "; ".join(sorted(missing)))
+        return
+    programs = _programs(subject)
+    for target in targets:
+        for name, (function, operands) in programs.items():
+            yield _compiled(target, name, function, operands)
+
+
+def _programs(subject: Subject) -> Programs:
+    """What is compiled, by name, each with its operands: plain, with residuals, and with the backward pass of each."""
+    implementation, case = subject.implementation, subject.case
+    assert implementation.native is not None
+    executor = Executor(dataclasses.replace(implementation, call=implementation.native))
+    compiled, arrays = executor.compiled(subject.problem)
+    found: Programs = {"forward": (compiled.forward, (arrays,))}
+    if implementation.residuals:
+        found["residuals"] = (compiled.residuals, (arrays,))
+    if not subject.with_gradients:
+        return found
+    rows = (case.batch, case.q_length, case.num_q_heads)
+    do = _shape((*rows, case.v_head_dim), subject.problem.q.dtype)
+    found["gradients"] = (compiled.gradients, (arrays, do))
+    if "logsumexp" in implementation.differentiable_residuals:
+        dlse = _shape((case.batch, case.num_q_heads, case.q_length), jnp.float32)
+        found["gradients_lse"] = (compiled.gradients_lse, (arrays, do, dlse))
+    return found
+
+
+def _shape(shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, dtype)  # type: ignore[no-untyped-call] # untyped upstream
+
+
+def _compiled(target: CompileTarget, name: str, function: Any, operands: tuple[Any, ...]) -> Judgement:
+    observable = f"{target.name}.{name}"
+    try:
+        figures = compile_for(target, function, operands)
+    except NoCompiler as error:
+        return _unjudged(observable, str(error))
+    except Refused as error:
+        return unsupported(observable, str(error))
+    except CompileError as error:
+        return Judgement(observable=observable, verdict=records.FAIL, reason=str(error))
+    return Judgement(observable=observable, verdict=records.PASS, figures=figures)
+
+
+def _unjudged(observable: str, reason: str) -> Judgement:
+    return Judgement(observable=observable, verdict=records.UNJUDGED, reason=reason)

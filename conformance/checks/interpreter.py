@@ -1,0 +1,82 @@
+"""The TPU interpreter: what a kernel reads, writes and leaves to chance, beyond what its results show."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+
+from conformance import records
+from conformance.checks.forward import judge_out, judge_residual
+from conformance.checks.gradients import judge_gradients
+from conformance.checks.judgement import Judgement
+from conformance.contract import RESIDUALS
+from conformance.execution import Executor, Result
+from conformance.interpreter import SEEDS, parameters, races, what_it_raised
+from conformance.subject import Subject
+
+_BACKWARD_SEEDS = 2
+
+
+def interpreter(subject: Subject) -> Iterator[Judgement]:
+    """Under the TPU interpreter, with NaN in fresh memory and in any order, results are right and nothing races."""
+    make = subject.implementation.under_interpreter
+    if make is None:
+        reason = "the implementation declares no `under_interpreter`, the call with given interpreter parameters"
+        yield Judgement(observable="all", verdict=records.UNJUDGED, reason=reason)
+        return
+    raced: dict[str, list[str]] = {}
+    for seed in range(SEEDS):
+        executor = Executor(dataclasses.replace(subject.implementation, call=make(parameters(seed))))
+        for name, program in _programs(subject, executor, seed).items():
+            stopped = ""
+            with races() as found:
+                try:
+                    result = program()
+                except NotImplementedError:
+                    raise
+                except Exception as error:  # the interpreter stops a kernel by errors of many types
+                    stopped = what_it_raised(error)
+            raced.setdefault(name, []).extend(found)
+            if stopped:
+                yield Judgement(observable=f"{name}.seed{seed}", verdict=records.FAIL, reason=stopped)
+                yield from _race_judgements(raced)
+                return
+            for judgement in _judge(subject, name, result):
+                yield dataclasses.replace(judgement, observable=f"{judgement.observable}.seed{seed}")
+    yield from _race_judgements(raced)
+
+
+def _programs(subject: Subject, executor: Executor, seed: int) -> dict[str, Callable[[], Result]]:
+    """What is run, by name: the call with every seed, its backward pass with two, the call with residuals with one.
+
+    It is the costs that differ: a backward pass is three kernels, and has one of those with residuals in it.
+    """
+    problem, cotangents = subject.problem, subject.cotangents
+    found = {"forward": lambda: executor.forward(problem)}
+    if seed == 0 and subject.implementation.residuals:
+        found["residuals"] = lambda: executor.residuals(problem)
+    if seed >= _BACKWARD_SEEDS:
+        return found
+    if "random_lse" in cotangents:
+        found["gradients_lse"] = lambda: executor.gradients_lse(problem, cotangents["random_lse"])
+    elif "random" in cotangents:
+        found["gradients"] = lambda: executor.gradients(problem, cotangents["random"])
+    return found
+
+
+def _judge(subject: Subject, name: str, result: Result) -> Iterator[Judgement]:
+    labels = {"residuals": "out_with_residuals", "gradients": "primal", "gradients_lse": "primal"}
+    yield judge_out(subject, result, label=labels.get(name, "out"))
+    if name == "residuals":
+        for residual in RESIDUALS:
+            if residual in subject.implementation.residuals:
+                yield judge_residual(subject, residual, result)
+    cotangent = {"gradients": "random", "gradients_lse": "random_lse"}.get(name)
+    if cotangent is not None:
+        yield from judge_gradients(subject, result, subject.expected_gradients(cotangent))
+
+
+def _race_judgements(raced: dict[str, list[str]]) -> Iterator[Judgement]:
+    for name, found in raced.items():
+        reason = f"{len(found)} races, the first: {found[0]}" if found else ""
+        yield Judgement(observable=f"races.{name}", verdict=records.FAIL if found else records.PASS, reason=reason)

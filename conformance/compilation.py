@@ -1,0 +1,153 @@
+"""Compiling for an accelerator that is not there, by its real compiler: what it says, and what it costs."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import re
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import topologies
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from conformance.compile_targets import CompileTarget
+
+_LONGEST_REASON = 400
+# An instruction in a message, with its operands and attributes: hundreds of characters, of which the name suffices.
+_INSTRUCTION = re.compile(r"(%\S+) = .*? metadata=\{[^}]*\}")
+# What a Pallas kernel takes of the fast memory, in the text of the compiled program: XLA's memory space 1 is VMEM.
+_KERNEL = 'custom_call_target="tpu_custom_call"'
+_USED = re.compile(r'"used_scoped_memory_configs":\[([^\]]*)\]')
+_VMEM = re.compile(r'"memory_space":"1","offset":"\d+","size":"(\d+)"')
+
+
+class NoCompiler(Exception):  # noqa: N818 -- a statement, as the message is
+    """The compiler is missing here, or does not know the target; the message says which."""
+
+
+class Refused(Exception):  # noqa: N818 -- likewise
+    """The implementation itself declines the call for this target; the message is its reason."""
+
+
+class CompileError(Exception):
+    """The program does not compile; the message is what the compiler says first."""
+
+
+def compile_for(target: CompileTarget, function: Any, operands: tuple[Any, ...]) -> Mapping[str, float]:
+    """Compile a program for one chip of `target`, and give its figures.
+
+    Args:
+      target: what to compile for.
+      function: a jitted function.
+      operands: its operands, arrays or anything with a shape and a dtype, in any tree.
+
+    Returns:
+      `compile_seconds` (tracing and lowering included); `temporary_bytes`, `argument_bytes`, `output_bytes` and
+      `code_bytes` in HBM; `vmem_bytes` of the program's kernels, where the compiler says it.
+
+    Raises:
+      NoCompiler: if this machine cannot compile for the target.
+      Refused: if the function raises `NotImplementedError` while it is traced.
+      CompileError: if it does not trace, lower or compile.
+    """
+    sharding = _one_chip(target)
+    placed = jax.tree.map(functools.partial(_placed, sharding), operands)
+    start = time.perf_counter()
+    # Kernels do not lower with x64, and some ask while they are lowered which chip they are for.
+    with jax.enable_x64(False), jax.sharding.use_abstract_mesh(sharding.mesh.abstract_mesh):
+        try:
+            traced = function.trace(*placed)
+        except NotImplementedError as error:
+            raise Refused(first_words(error)) from error
+        except Exception as error:  # whatever the implementation raises is the finding
+            raise CompileError(first_words(error)) from error
+        try:
+            compiled = traced.lower().compile()
+        except Exception as error:  # the compiler's errors are of many types
+            raise CompileError(first_words(error)) from error
+    seconds = time.perf_counter() - start
+    return {"compile_seconds": round(seconds, 3), **_memory(compiled)}
+
+
+def _placed(sharding: NamedSharding, x: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)  # type: ignore[no-untyped-call] # untyped upstream
+
+
+def _memory(compiled: Any) -> dict[str, float]:
+    found: dict[str, float] = {}
+    analysis = compiled.memory_analysis()
+    if analysis is not None:
+        found |= {
+            "temporary_bytes": float(analysis.temp_size_in_bytes),
+            "argument_bytes": float(analysis.argument_size_in_bytes),
+            "output_bytes": float(analysis.output_size_in_bytes),
+            "code_bytes": float(analysis.generated_code_size_in_bytes),
+        }
+    if (vmem := vmem_bytes(compiled.as_text() or "")) is not None:
+        found["vmem_bytes"] = float(vmem)
+    return found
+
+
+def vmem_bytes(program: str) -> int | None:
+    """The most scoped VMEM (blocks, scratch, stack) that one Pallas kernel takes, in the text of a compiled program.
+
+    The kernels of a program run one after the other. What XLA itself keeps in VMEM, small operands for one, is not in
+    it. None if there is no kernel or the text does not say.
+    """
+    kernels = program.split(_KERNEL)[1:]  # an instruction may run over several lines
+    used = [match for text in kernels if (match := _USED.search(text))]
+    return max((sum(map(int, _VMEM.findall(match[1]))) for match in used), default=None)
+
+
+def first_words(error: BaseException) -> str:
+    """What an error says first, on one line: a line that ends in a colon with the next, instructions by their name."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    words = ""
+    for line in lines:
+        words = f"{words} {line}".strip()
+        if not words.endswith(":"):
+            break
+    words = _INSTRUCTION.sub(r"\1", words) or "no message"
+    words = words if len(words) <= _LONGEST_REASON else words[: _LONGEST_REASON - 1] + "…"
+    return f"{type(error).__name__}: {words}"
+
+
+@functools.cache
+def _one_chip(target: CompileTarget) -> NamedSharding:
+    """Everything on one chip of the target. Kept: a topology is made once in a process.
+
+    Raises:
+      NoCompiler: if the compiler is missing or does not know the target.
+    """
+    toolchain = target.toolchain
+    if (reason := toolchain.missing) is not None:
+        raise NoCompiler(reason)
+    with _without_accelerator(toolchain.platform, toolchain.environment):
+        try:
+            topology = topologies.get_topology_desc(platform=toolchain.platform, **target.topology)
+        except Exception as error:  # of many types, from a library that is loaded here
+            raise NoCompiler(f"{toolchain.module} describes no {target.name}: {first_words(error)}") from error
+    mesh = Mesh(np.array(topology.devices[:1]), ("chip",))
+    return NamedSharding(mesh, PartitionSpec())  # type: ignore[no-untyped-call] # untyped upstream
+
+
+@contextlib.contextmanager
+def _without_accelerator(platform: str, environment: Mapping[str, str]) -> Iterator[None]:
+    """Variables for the moment in which the compiler loads; left alone in a process that has the accelerator.
+
+    There the library is loaded already, and must keep asking what the machine has and who else uses it.
+    """
+    set_here = (
+        {} if jax.default_backend() == platform else {k: v for k, v in environment.items() if k not in os.environ}
+    )
+    os.environ.update(set_here)
+    try:
+        yield
+    finally:
+        for name in set_here:
+            os.environ.pop(name, None)

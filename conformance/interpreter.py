@@ -1,0 +1,123 @@
+"""JAX's interpreter of TPU kernels: its parameters, the races it reports, and what it says when it stops.
+
+It simulates the memories, DMAs and cores of a TPU, and so sees what the fast interpreter (`interpret=True`) cannot:
+memory that nothing wrote, reads and writes out of bounds, and cores that race. Where races are reported is not public:
+jax 0.10.2 prints them, jax 0.12 logs them (some by the root logger), and both keep a flag for the last kernel alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib
+import io
+import logging
+import re
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+from jax.experimental.pallas import tpu as pltpu
+
+SEEDS = 3
+"""Orders of the grid that a kernel is run in: a wrong order of two shows in half of them, one of 24 in nearly all."""
+
+_PRIVATE = "jax._src.pallas.mosaic.interpret"
+_CORES = 2
+_RACE = re.compile(r"RACE DETECTED\n(?:[ ]{2}.*\n?)+")
+_ACCESS = re.compile(r"^ {2}((?:read|write) of .*?)$", re.MULTILINE)
+_RAISED = re.compile(r"^(\w+(?:Error|Exception)): (.*)$", re.MULTILINE)
+
+
+def parameters(seed: int) -> Any:
+    """Strict parameters: NaN in fresh memory, two cores, races detected, out-of-bounds reads raise.
+
+    Args:
+      seed: of the order in which the parallel dimensions of the grid are run.
+    """
+    options: dict[str, Any] = {
+        "detect_races": True,
+        "out_of_bounds_reads": "raise",
+        "uninitialized_memory": "nan",
+        "num_cores_or_threads": _CORES,
+        "random_seed": seed,
+    }
+    if "on_race" in {field.name for field in dataclasses.fields(pltpu.InterpretParams)}:
+        options["on_race"] = "warn"  # from jax 0.12 on the first one raises by default, and hides what comes of it
+    return pltpu.InterpretParams(**options)
+
+
+@contextlib.contextmanager
+def races() -> Iterator[list[str]]:
+    """A list of what races within the context, one line each, filled when it ends.
+
+    The interpreter starts and ends afresh: after an error its state would be that of the kernel that failed.
+    """
+    found: list[str] = []
+    printed = io.StringIO()
+    _reset()
+    try:
+        with (
+            _heard(f"{_PRIVATE}.race_detection_state", _to(printed)),
+            _heard(None, _to(printed)),
+            _heard("jax._src.callback", logging.NullHandler()),  # tracebacks of what the caller gets as an exception
+            contextlib.redirect_stdout(printed),
+        ):
+            yield found
+    finally:
+        text = printed.getvalue()
+        found += [_told(race) for race in _RACE.findall(text)]
+        if not found and _flag():
+            found.append("two accesses, of which nothing more is said")
+        _reset()
+        if rest := _RACE.sub("", text).strip("\n"):  # what the kernel itself printed
+            print(rest, file=sys.stdout)
+
+
+def _to(stream: io.StringIO) -> logging.Handler:
+    """A handler that writes races to the stream, and nothing else."""
+    handler = logging.StreamHandler(stream)
+    handler.addFilter(lambda record: "RACE DETECTED" in record.getMessage())
+    return handler
+
+
+@contextlib.contextmanager
+def _heard(name: str | None, handler: logging.Handler) -> Iterator[None]:
+    """What the logger says goes to `handler`, and not to the loggers above it. None is the root logger."""
+    logger = logging.getLogger(name)
+    propagates, logger.propagate = logger.propagate, False
+    logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.propagate = propagates
+
+
+def what_it_raised(error: BaseException) -> str:
+    """The interpreter's own error, which reaches the caller wrapped in that of a callback; else the first line."""
+    text = str(error)
+    if raised := _RAISED.findall(text):
+        name, words = raised[-1]
+        return f"{name}: {words}"
+    first = text.strip().split("\n")[0]
+    return f"{type(error).__name__}: {first}"
+
+
+def _reset() -> None:
+    """Forget the kernel that ran, and the effects of one that failed, whose error JAX would raise again and again."""
+    pltpu.reset_tpu_interpret_mode_state()  # type: ignore[no-untyped-call] # untyped upstream
+    with contextlib.suppress(Exception):  # of a kernel that failed, whose error has been told
+        jax.effects_barrier()  # type: ignore[no-untyped-call] # untyped upstream
+    importlib.import_module("jax._src.dispatch").runtime_tokens.clear()  # which a failed barrier leaves as they were
+
+
+def _told(race: str) -> str:
+    return " and ".join(_ACCESS.findall(race)) or race.strip().replace("\n", " ")
+
+
+def _flag() -> bool:
+    """Whether the last kernel raced, by the interpreter's own flag."""
+    state = getattr(importlib.import_module(f"{_PRIVATE}.interpret_pallas_call"), "races", None)
+    return bool(getattr(state, "races_found", False))

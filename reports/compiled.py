@@ -1,0 +1,98 @@
+"""What was compiled for accelerators that are not there: by implementation and target, with the compiler's figures."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+from conformance.records import ERROR, EXPECTED_FAIL, FAIL, PASS, UNEXPECTED_PASS, UNJUDGED, UNSUPPORTED, Record
+from reports.summary import Subject, subject_of
+
+CHECK = "compiles"
+EVERY_TARGET = "all"
+"""The observable of a record that speaks for all targets at once."""
+_COMPILED = frozenset({PASS, UNEXPECTED_PASS})
+_FAILED = frozenset({FAIL, ERROR, EXPECTED_FAIL})
+
+
+@dataclasses.dataclass(frozen=True)
+class Cell:
+    """The programs of one implementation for one target: how many compiled, and the largest of each figure."""
+
+    compiled: int
+    failed: int
+    others: int
+    seconds: float | None
+    temporaries: float | None
+    vmem: float | None
+
+    @property
+    def state(self) -> str:
+        """The word that colours the cell."""
+        return "fail" if self.failed else "pass" if self.compiled else "unjudged"
+
+
+@dataclasses.dataclass(frozen=True)
+class Note:
+    """Why something did not compile or was not tried, and how often."""
+
+    subject: Subject
+    targets: tuple[str, ...]
+    verdict: str
+    reason: str
+    count: int
+    example: str
+
+
+@dataclasses.dataclass(frozen=True)
+class CompiledTable:
+    """The section of a report."""
+
+    subjects: tuple[Subject, ...]
+    targets: tuple[str, ...]
+    cells: Mapping[tuple[Subject, str], Cell]
+    notes: tuple[Note, ...]
+
+
+def compiled(records: Sequence[Record]) -> CompiledTable | None:
+    """The section, none if nothing was to be compiled."""
+    asked = [record for record in records if record.check == CHECK]
+    if not asked:
+        return None
+    by_cell: dict[tuple[Subject, str], list[Record]] = {}
+    by_reason: dict[tuple[Subject, str, str], list[Record]] = {}
+    for record in asked:
+        by_cell.setdefault((subject_of(record), target_of(record)), []).append(record)
+        if record.verdict != PASS:
+            by_reason.setdefault((subject_of(record), record.verdict, record.reason), []).append(record)
+    return CompiledTable(
+        subjects=tuple(dict.fromkeys(subject for subject, _ in by_cell)),
+        targets=tuple(dict.fromkeys(target for _, target in by_cell if target != EVERY_TARGET)),
+        cells={key: _cell(group) for key, group in by_cell.items()},
+        notes=tuple(_note(*key, group) for key, group in by_reason.items()),
+    )
+
+
+def target_of(record: Record) -> str:
+    """The target that a record is about: its observable is `target.program`."""
+    return record.observable.partition(".")[0]
+
+
+def _cell(group: Sequence[Record]) -> Cell:
+    return Cell(
+        compiled=sum(record.verdict in _COMPILED for record in group),
+        failed=sum(record.verdict in _FAILED for record in group),
+        others=sum(record.verdict in (UNJUDGED, UNSUPPORTED) for record in group),
+        seconds=_most(group, "compile_seconds"),
+        temporaries=_most(group, "temporary_bytes"),
+        vmem=_most(group, "vmem_bytes"),
+    )
+
+
+def _most(group: Sequence[Record], figure: str) -> float | None:
+    return max((record.figures[figure] for record in group if figure in record.figures), default=None)
+
+
+def _note(subject: Subject, verdict: str, reason: str, group: Sequence[Record]) -> Note:
+    targets = tuple(dict.fromkeys(map(target_of, group)))
+    return Note(subject, targets, verdict, reason, len(group), group[0].case)

@@ -1,0 +1,176 @@
+"""Kernels through the real compiler of an accelerator that is not there: what it catches, and what is said without."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+
+import pytest
+
+from cases.accelerator import compiled_cases
+from cases.case import Case, parse
+from conformance import compilation, plan, registry
+from conformance.checks import BY_NAME
+from conformance.compile_targets import TARGETS, TPU, Toolchain, targets_of
+from conformance.contract import Implementation
+from conformance.records import FAIL, PASS, UNJUDGED, UNSUPPORTED, Record
+from conformance.runner import Runner
+from conformance.settings import Settings
+from tests.kernels import pallas_tpu
+
+COMPILES = BY_NAME["compiles"]
+CASE = parse("train/f32/B1.T256.S256.N2.K1.H128.V128/causal/normal/s0")
+needs_compiler = pytest.mark.skipif(TPU.missing is not None, reason=str(TPU.missing))
+
+
+def judge(implementation: Implementation, case: Case = CASE) -> list[Record]:
+    """The records of the check."""
+    return Runner(Settings()).run(plan.single(implementation, case, [COMPILES]).jobs)
+
+
+@needs_compiler
+def test_a_kernel_compiles_for_every_generation_with_its_figures():
+    found = judge(pallas_tpu.implementation("kernel"))
+    assert {r.observable: r.verdict for r in found} == {f"{target.name}.forward": PASS for target in TARGETS}
+    for record in found:
+        figures = record.figures
+        assert figures["compile_seconds"] > 0
+        assert figures["argument_bytes"] >= 4 * 256 * 128 * 4  # q of two heads, k and v of one, in f32
+        assert figures["output_bytes"] >= 2 * 256 * 128 * 4
+        assert figures["vmem_bytes"] >= 3 * 128 * 128 * 4  # the scratch; small operands may stay in VMEM as they are
+
+
+@needs_compiler
+def test_more_scratch_is_more_vmem():
+    small, large = (judge(pallas_tpu.implementation("kernel", block=block))[0] for block in (128, 256))
+    assert large.figures["vmem_bytes"] > small.figures["vmem_bytes"]
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"block": 4}, "divisible by 8 and 128"),
+        ({"vmem_limit": 2**17}, "exceeded scoped vmem limit"),
+    ],
+    ids=["misaligned", "vmem"],
+)
+def test_what_does_not_compile_fails_with_the_compilers_words(options: dict[str, int], reason: str):
+    found = judge(pallas_tpu.implementation("kernel", **options))
+    assert {record.verdict for record in found} == {FAIL}
+    assert len(found) == len(TARGETS)
+    for record in found:
+        assert reason in record.reason
+        assert "\n" not in record.reason
+        assert len(record.reason) < 500
+
+
+@needs_compiler
+def test_what_the_implementation_declines_while_traced_is_unsupported():
+    def declines(*operands, **options):
+        raise NotImplementedError("wants a chip with sparse cores")
+
+    kernel = dataclasses.replace(pallas_tpu.implementation("kernel"), native=declines)
+    found = judge(kernel)
+    assert {record.verdict for record in found} == {UNSUPPORTED}
+    assert all("wants a chip with sparse cores" in record.reason for record in found)
+
+
+@needs_compiler
+def test_what_the_implementation_raises_while_traced_fails():
+    def raises(*operands, **options):
+        raise TypeError("no such block")
+
+    (reason,) = {r.reason for r in judge(dataclasses.replace(pallas_tpu.implementation("kernel"), native=raises))}
+    assert reason == "TypeError: no such block"
+
+
+@needs_compiler
+def test_a_target_that_the_compiler_does_not_know_is_no_failure_of_the_kernel():
+    unknown = dataclasses.replace(TARGETS[0], name="v99", topology={"topology_name": "v99:2x2"})
+    with pytest.raises(compilation.NoCompiler, match="describes no v99"):
+        compilation.compile_for(unknown, None, ())
+
+
+@needs_compiler
+def test_the_process_environment_is_left_as_it_was():
+    before = dict(os.environ)
+    judge(pallas_tpu.implementation("kernel"))
+    assert dict(os.environ) == before
+
+
+@needs_compiler
+def test_upstream_splash_compiles_forward_residuals_and_gradients():
+    case = parse("train/bf16/B1.T256.S256.N2.K1.H128.V128/causal/softcap30/sinks/normal/s0")
+    found = {r.observable: r.verdict for r in judge(registry.find("jax_splash_tpu"), case)}
+    programs = ("forward", "residuals", "gradients")
+    assert found == {f"{target.name}.{program}": PASS for target in TARGETS for program in programs}
+
+
+def test_without_the_compiler_it_is_unjudged_and_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch):
+    absent = Toolchain(platform="tpu", module="no_such_compiler", install="pip install it")
+    monkeypatch.setattr(
+        "conformance.compile_targets.TARGETS", tuple(dataclasses.replace(t, toolchain=absent) for t in TARGETS)
+    )
+    (record,) = judge(pallas_tpu.implementation("kernel"))
+    assert (record.observable, record.verdict) == ("all", UNJUDGED)
+    assert record.reason == "the TPU compiler is not installed (no_such_compiler): pip install it"
+
+
+def test_without_a_native_call_one_record_says_so():
+    kernel = dataclasses.replace(pallas_tpu.implementation("kernel"), native=None)
+    (job,) = (job for job in plan.plan([kernel], level="quick", checks=[COMPILES]).jobs)
+    (record,) = Runner(Settings()).judge(job)
+    assert record.verdict == UNJUDGED
+    assert "no `native` call" in record.reason
+
+
+def test_portable_code_is_not_asked():
+    assert targets_of(None) == ()
+    assert plan.plan([registry.find("dot_product")], level="quick", checks=[COMPILES]).jobs == ()
+
+
+def test_the_case_is_in_the_job_id_under_the_name_of_the_check():
+    jobs = plan.plan([registry.find("jax_splash_tpu")], level="quick", checks=[COMPILES]).jobs
+    assert len(jobs) >= 12
+    for job in jobs:
+        assert job.id.startswith("jax_splash_tpu-compiles-train/") or "-compiles-prefill/" in job.id
+
+
+def test_values_do_not_matter_so_other_seeds_compile_nothing_again():
+    kernel = registry.find("jax_flash_tpu")
+    one, two = (plan.plan([kernel], level="quick", seeds=seeds, checks=[COMPILES]).jobs for seeds in ((0,), (0, 1)))
+    assert len(one) == len(two)
+
+
+def test_case_ids_parse_back_and_every_factor_is_there():
+    cases = compiled_cases()
+    assert [parse(case.id) for case in cases] == list(cases)
+    features = {feature for case in cases for feature in case.features}
+    masks = {"full", "causal", "window", "chunked", "bidirectional", "balanced", "dense_head", "lengths"}
+    assert features >= masks | {"mha", "gqa", "mqa", "soft_cap", "sinks", "segment_ids", "bias", "bf16", "f32"}
+    assert features >= {"train", "prefill", "decode", "v_head_dim", "offset"}
+    assert {case.head_dim for case in cases} >= {64, 128, 192, 256}
+    assert max(case.kv_length for case in cases) == 4096
+
+
+def test_a_message_is_told_in_one_line_without_the_instruction_it_quotes():
+    instruction = '%k.1 = f32[8]{0} custom-call(%x), frontend_attributes={kernel_metadata={}}, metadata={op_name="f"}'
+    error = RuntimeError(
+        "RESOURCE_EXHAUSTED: E1001: CompileTimeScopedVmemOom:\n"
+        f"Ran out of memory in memory space vmem for {instruction}. "
+        "Scoped allocation with size 2.00M and limit 1.00M.\nSee the manual."
+    )
+    assert compilation.first_words(error) == (
+        "RuntimeError: RESOURCE_EXHAUSTED: E1001: CompileTimeScopedVmemOom: Ran out of memory in memory space vmem for "
+        "%k.1. Scoped allocation with size 2.00M and limit 1.00M."
+    )
+    assert compilation.first_words(ValueError("")) == "ValueError: no message"
+    assert len(compilation.first_words(ValueError("x" * 10_000))) < 500
+
+
+def test_vmem_is_that_of_the_largest_kernel_and_of_kernels_only():
+    line = '%{} custom_call_target="{}" "used_scoped_memory_configs":[{{"memory_space":"1","offset":"0","size":"{}"}}]'
+    kernels = [line.format("a", "tpu_custom_call", 7), line.format("b", "tpu_custom_call", 9).replace(" ", "\n")]
+    assert compilation.vmem_bytes("\n".join([*kernels, line.format("c", "fusion", 99)])) == 9
+    assert compilation.vmem_bytes("ROOT %add") is None
