@@ -19,6 +19,8 @@ ENTRY_POINT_GROUP = "attention_conformance.implementations"
 _OURS = {
     "dot_product": "impls.dot_product",
     "block_flash": "impls.block_flash",
+    "flash_gpu": "impls.flash_gpu",
+    "flash_gpu_tf32": "impls.flash_gpu",
     "jax_nn_xla": "impls.upstream.jax_nn",
     "jax_splash_tpu": "impls.upstream.jax_splash_tpu",
     "jax_splash_tpu_fused": "impls.upstream.jax_splash_tpu",
