@@ -186,7 +186,9 @@ def implementation(
         validates=True,
         platform="gpu",
         interpreted=not on_gpu,
-        variants={f"blocks_{q}_{kv}": functools.partial(call, block_sizes=same_tiles(q, kv)) for q, kv in _OTHER_BLOCKS},
+        variants={
+            f"blocks_{q}_{kv}": functools.partial(call, block_sizes=same_tiles(q, kv)) for q, kv in _OTHER_BLOCKS
+        },
         memory="linear",
         checkpoint_names=("out", "logsumexp"),
     )

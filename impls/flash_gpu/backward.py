@@ -1,7 +1,7 @@
 """Backward kernels: probabilities are recomputed from `logsumexp`, and no program writes where another one does.
 
-Dao 2023, arXiv:2307.08691, algorithm 2, extended by the cotangent of `logsumexp`, soft cap, bias and sinks. With `z` the
-masked logits, `p = exp(z - logsumexp)` and `D_i = <out_i, dout_i>`:
+Dao 2023, arXiv:2307.08691, algorithm 2, extended by the cotangent of `logsumexp`, soft cap, bias and sinks. With `z`
+the masked logits, `p = exp(z - logsumexp)` and `D_i = <out_i, dout_i>`:
 
     dz_ij = p_ij (<dout_i, v_j> - D_i + dlse_i),    dsink = sum_i exp(sink - logsumexp_i) (dlse_i - D_i)
 
@@ -21,7 +21,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
-from impls.flash_gpu.operands import Arrays, Launch, Operands, Specs
+from impls.flash_gpu.operands import Arrays, Launch, Operands, Specs, array_of
 from impls.flash_gpu.schedule import Plan
 from impls.flash_gpu.tiles import (
     Pair,
@@ -119,7 +119,7 @@ def _queries(plan: Plan, operands: Operands, rows: _Rows) -> jax.Array:
         "flash_gpu_dq",
         functools.partial(_dq_kernel, launch),
         *_inputs(launch, operands, rows),
-        out_shapes={"dq": jax.ShapeDtypeStruct(operands.q.shape, operands.q.dtype)},
+        out_shapes={"dq": array_of(operands.q.shape, operands.q.dtype)},
         out_specs={"dq": pl.BlockSpec(block, lambda i, n, b: (b, i, n, jnp.int32(0)))},
     )
     return outputs["dq"]
@@ -158,8 +158,8 @@ def _keys_and_values(plan: Plan, operands: Operands, rows: _Rows) -> tuple[jax.A
         functools.partial(_dkv_kernel, launch),
         *_inputs(launch, operands, rows),
         out_shapes={
-            "dk": jax.ShapeDtypeStruct(operands.k.shape, operands.k.dtype),
-            "dv": jax.ShapeDtypeStruct(operands.v.shape, operands.v.dtype),
+            "dk": array_of(operands.k.shape, operands.k.dtype),
+            "dv": array_of(operands.v.shape, operands.v.dtype),
         },
         out_specs={"dk": spec(plan.head_tile), "dv": spec(plan.v_head_tile)},
     )
@@ -198,7 +198,7 @@ def _dkv_kernel(launch: Launch, inputs: Arrays, outputs: Arrays) -> None:
 
 
 def _bias(plan: Plan, operands: Operands, bias: jax.Array, rows: _Rows) -> jax.Array:
-    """Gradient of the bias, in its shape: `dx` of every pair `[B, N, T, S]`, summed over the axes it is broadcast to."""
+    """Gradient of the bias, in its shape: `dx` of every pair, summed over the axes that the bias is broadcast to."""
     batch = operands.q.shape[0]
     launch = Launch(plan, plan.sizes.dq, "q", batch)
     shape = (batch, plan.num_q_heads, plan.q_length, plan.kv_length)
@@ -207,7 +207,7 @@ def _bias(plan: Plan, operands: Operands, bias: jax.Array, rows: _Rows) -> jax.A
         "flash_gpu_dbias",
         functools.partial(_dbias_kernel, launch),
         *_inputs(launch, operands, rows),
-        out_shapes={"dx": jax.ShapeDtypeStruct((*shape[:2], rows_of_blocks, columns_of_blocks), jnp.float32)},
+        out_shapes={"dx": array_of((*shape[:2], rows_of_blocks, columns_of_blocks), jnp.float32)},
         out_specs={
             "dx": pl.BlockSpec(
                 (None, None, launch.tiles.block_q, columns_of_blocks), lambda i, n, b: (b, n, i, jnp.int32(0))
@@ -220,7 +220,7 @@ def _bias(plan: Plan, operands: Operands, bias: jax.Array, rows: _Rows) -> jax.A
 
 
 def _without_unvisited(launch: Launch, dx: jax.Array) -> jax.Array:
-    """`dx` with zeros in the blocks that the mask leaves empty: no program wrote them, and memory starts as anything."""
+    """`dx` with zeros in the blocks that the mask leaves empty: no program wrote them, so they hold anything."""
     block_q, block_kv = launch.tiles.block_q, launch.tiles.block_kv
     batch, heads, q_length, kv_length = dx.shape
     active = jnp.asarray(launch.plan.active(launch.tiles))[:, :, :, None, :, None]

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from impls.flash_gpu.operands import Arrays, Launch, Operands
+from impls.flash_gpu.operands import Arrays, Launch, Operands, array_of
 from impls.flash_gpu.schedule import Plan
 from impls.flash_gpu.tiles import (
     Pair,
@@ -56,7 +56,7 @@ def forward(plan: Plan, operands: Operands) -> Outputs:
     if operands.sinks is not None:
         arrays["sinks"], specs["sinks"] = operands.sinks.astype(jnp.float32), launch.head_scalars()
     block_q = launch.tiles.block_q
-    rows = jax.ShapeDtypeStruct((batch, plan.num_q_heads, plan.q_length), jnp.float32)
+    rows = array_of((batch, plan.num_q_heads, plan.q_length), jnp.float32)
     row_spec = pl.BlockSpec((None, None, block_q), lambda i, n, b: (b, n, i))
     outputs = launch(
         "flash_gpu_forward",
@@ -64,7 +64,7 @@ def forward(plan: Plan, operands: Operands) -> Outputs:
         arrays,
         specs,
         out_shapes={
-            "out": jax.ShapeDtypeStruct((*operands.q.shape[:3], plan.v_head_dim), operands.q.dtype),
+            "out": array_of((*operands.q.shape[:3], plan.v_head_dim), operands.q.dtype),
             "logsumexp": rows,
             "max_logits": rows,
         },

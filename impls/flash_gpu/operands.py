@@ -100,10 +100,10 @@ class Launch:
             arrays[name] = jnp.asarray(array)
             specs[name] = _whole(array) if array.ndim == 1 else self.pairs(array.shape)
         for kind, visits in plan.visits(self.tiles, self.axis).items():
-            for part, array in (("first", visits.first), ("count", visits.count), ("blocks", visits.blocks)):
-                if array is not None:
-                    arrays[f"{kind}_{part}"] = jnp.asarray(array)
-                    specs[f"{kind}_{part}"] = _whole(array) if array.ndim == 1 else self._programs(array.shape)
+            for part, numbers in (("first", visits.first), ("count", visits.count), ("blocks", visits.blocks)):
+                if numbers is not None:
+                    arrays[f"{kind}_{part}"] = jnp.asarray(numbers)
+                    specs[f"{kind}_{part}"] = _whole(numbers) if numbers.ndim == 1 else self._programs(numbers.shape)
         return arrays, specs
 
     def query_rows(self, columns: int) -> Any:
@@ -177,6 +177,11 @@ class Launch:
             num_stages=self.tiles.num_stages,
             interpret=self.plan.interpret,
         )(arrays)
+
+
+def array_of(shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
+    """Shape and dtype of an output."""
+    return jax.ShapeDtypeStruct(shape, dtype)  # type: ignore[no-untyped-call]  # JAX leaves it untyped
 
 
 def _whole(array: np.ndarray) -> Any:

@@ -59,9 +59,9 @@ class Plan:
 
     @functools.cached_property
     def mask_arrays(self) -> dict[str, np.ndarray]:
-        """What the kernels read of masks that are no formula, by the name of the leaf: int32 `[B]`, int8 `[b, n, T, S]`.
+        """What the kernels read of masks that are no formula, by the name of the leaf.
 
-        Booleans are bytes in memory, and an int8 tile loads as one.
+        Lengths are int32 `[B]`; booleans `[b, n, T, S]` are int8, as which their tiles load.
         """
         arrays: dict[str, np.ndarray] = {}
         for place, leaf in enumerate(leaves(self.mask)):
@@ -106,7 +106,8 @@ def _visits(plan: Plan, block_q: int, block_kv: int, axis: Axis) -> dict[Kind, V
         kinds = kinds.copy()
         kinds[..., -1] = np.minimum(kinds[..., -1], PARTIAL)
     found: dict[Kind, Visits] = {}
-    for name, kind in (("full", FULL), ("partial", PARTIAL)):
+    names: tuple[tuple[Kind, int], ...] = (("full", FULL), ("partial", PARTIAL))
+    for name, kind in names:
         if (chosen := kinds == kind).any():
             found[name] = _listed(chosen)
     return found

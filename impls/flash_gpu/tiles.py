@@ -122,10 +122,12 @@ def walk(inputs: Arrays, kind: Kind, head: Any, row: Any, step: Callable[[Any, C
 
 
 def allowed(plan: Plan, inputs: Arrays, pair: Pair) -> jax.Array:
-    """Booleans of the tile of `pair`: mask, segments, and that the key exists."""
+    """Booleans of the tile of `pair`: mask, segments, and that query and key exist."""
     i = pair.queries(positions(pair.q_start, pair.block_q))
     j = pair.keys(positions(pair.kv_start, pair.block_kv))
     found = _formula(plan.mask, plan, inputs, pair, i, j, itertools.count())
+    if plan.q_length % pair.block_q:
+        found = found & (i < plan.q_length)  # or keys would count as seen that only a missing query sees
     if plan.kv_length % pair.block_kv:
         found = found & (j < plan.kv_length)
     if plan.segmented:
