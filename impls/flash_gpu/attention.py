@@ -162,8 +162,8 @@ def same_tiles(block_q: int, block_kv: int) -> BlockSizes:
 # Small, so that the usual cases of 100 to 400 tokens have several blocks each way, and unlike each other: a kernel that
 # takes another one's tiles shows.
 INTERPRETED = BlockSizes(
-    forward=Tiles(block_q=64, block_kv=32),
-    dq=Tiles(block_q=32, block_kv=64),
+    forward=Tiles(block_q=64, block_kv=64),
+    dq=Tiles(block_q=64, block_kv=64),
     dkv=Tiles(block_q=64, block_kv=64),
 )
 _OTHER_BLOCKS = ((32, 32), (16, 128))

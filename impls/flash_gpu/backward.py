@@ -140,8 +140,7 @@ def _dq_kernel(launch: Launch, inputs: Arrays, outputs: Arrays) -> None:
         return dq + product(plan, dx.astype(k.dtype), hide(k, None if may is None else seen(may)), over=(1, 0))
 
     dq = jnp.zeros((block_q, plan.head_tile), jnp.float32)
-    dq = walk(inputs, "full", 0, row, functools.partial(visit, False), dq)
-    dq = walk(inputs, "partial", 0, row, functools.partial(visit, True), dq)
+    dq = walk(launch, inputs, 0, visit, dq)
     store_rows(outputs["dq"], q_start, dq * jnp.float32(plan.scale), plan.q_length, plan.head_dim)
 
 
@@ -185,8 +184,7 @@ def _dkv_kernel(launch: Launch, inputs: Arrays, outputs: Arrays) -> None:
         return dk, dv
 
     def visit_head(head: Any, sums: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        sums = walk(inputs, "full", head, row, functools.partial(visit, head, False), sums)
-        return walk(inputs, "partial", head, row, functools.partial(visit, head, True), sums)
+        return walk(launch, inputs, head, functools.partial(visit, head), sums)
 
     sums = tuple(jnp.zeros((block_kv, columns), jnp.float32) for columns in (plan.head_tile, plan.v_head_tile))
     if launch.heads == 1:
@@ -242,8 +240,7 @@ def _dbias_kernel(launch: Launch, inputs: Arrays, outputs: Arrays) -> None:
         plt.store(outputs["dx"].at[:, pl.ds(pair.kv_start, block_kv)], dx)
         return carry
 
-    zero = walk(inputs, "full", 0, row, functools.partial(visit, False), jnp.int32(0))
-    walk(inputs, "partial", 0, row, functools.partial(visit, True), zero)
+    walk(launch, inputs, 0, visit, jnp.int32(0))
 
 
 def _sinks(sinks: jax.Array, rows: _Rows) -> jax.Array:

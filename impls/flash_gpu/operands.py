@@ -99,11 +99,11 @@ class Launch:
         for name, array in plan.mask_arrays.items():
             arrays[name] = jnp.asarray(array)
             specs[name] = _whole(array) if array.ndim == 1 else self.pairs(array.shape)
-        for kind, visits in plan.visits(self.tiles, self.axis).items():
-            for part, numbers in (("first", visits.first), ("count", visits.count), ("blocks", visits.blocks)):
-                if numbers is not None:
-                    arrays[f"{kind}_{part}"] = jnp.asarray(numbers)
-                    specs[f"{kind}_{part}"] = _whole(numbers) if numbers.ndim == 1 else self._programs(numbers.shape)
+        visits = plan.visits(self.tiles, self.axis)
+        arrays["visits"], specs["visits"] = jnp.asarray(visits.table), self._programs(visits.table.shape)
+        for kind, blocks in visits.lists.items():
+            if blocks is not None:
+                arrays[f"{kind}_blocks"], specs[f"{kind}_blocks"] = jnp.asarray(blocks), _whole(blocks)
         return arrays, specs
 
     def query_rows(self, columns: int) -> Any:
@@ -136,7 +136,13 @@ class Launch:
         )
 
     def _programs(self, shape: tuple[int, ...]) -> Any:
-        return pl.BlockSpec((None, 1 if shape[1] == 1 else self.heads, shape[2]), self._leading(shape))
+        """The program's line of the table of visits."""
+
+        def index(i: Any, n: Any, b: Any) -> Any:
+            zero = jnp.int32(0)
+            return b if shape[0] > 1 else zero, n if shape[1] > 1 else zero, i, zero
+
+        return pl.BlockSpec((None, 1 if shape[1] == 1 else self.heads, None, shape[3]), index)
 
     def _leading(self, shape: tuple[int, ...]) -> Callable[..., Any]:
         """Index of the first two axes, batch and query head, either of which may be shared."""

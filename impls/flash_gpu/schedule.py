@@ -13,6 +13,7 @@ from impls.flash_gpu.block_sizes import BlockSizes, Tiles, padded
 
 Axis = Literal["q", "kv"]
 Kind = Literal["full", "partial"]
+KINDS: tuple[Kind, Kind] = ("full", "partial")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -48,7 +49,7 @@ class Plan:
         """Columns of a tile of v or of the output."""
         return padded(self.v_head_dim)
 
-    def visits(self, tiles: Tiles, axis: Axis) -> dict[Kind, Visits]:
+    def visits(self, tiles: Tiles, axis: Axis) -> Visits:
         """What the programs of a kernel visit, each having one block along `axis`."""
         return _visits(self, tiles.block_q, tiles.block_kv, axis)
 
@@ -79,22 +80,22 @@ def leaf_name(place: int) -> str:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Visits:
-    """Blocks of one kind that each program visits.
+    """Blocks that each program visits.
 
     Attributes:
-      first: `[b, n, programs]` int32, the first block, or where the program's part of `blocks` starts.
-      count: `[b, n, programs]` int32, how many.
-      blocks: all programs' blocks one after another; none if every program's are contiguous, as under most masks.
-        Then the kernel adds instead of loading an index, and its loads of the next tile need not wait for it.
+      table: `[b, n, programs, 4]` int32: first and count of the full blocks, then of the partial ones. A first is the
+        first block, or where the program's part of the list starts.
+      lists: for each kind that some program visits, all programs' blocks one after another; none if every program's are
+        contiguous, as under most masks. Then the kernel adds instead of loading an index, and its loads of the next
+        tile need not wait for one.
     """
 
-    first: np.ndarray
-    count: np.ndarray
-    blocks: np.ndarray | None
+    table: np.ndarray
+    lists: dict[Kind, np.ndarray | None]
 
 
 @functools.lru_cache(maxsize=256)
-def _visits(plan: Plan, block_q: int, block_kv: int, axis: Axis) -> dict[Kind, Visits]:
+def _visits(plan: Plan, block_q: int, block_kv: int, axis: Axis) -> Visits:
     kinds = _kinds(plan.mask, plan.q_length, plan.kv_length, block_q, block_kv)
     if plan.segmented:
         kinds = np.where(kinds == EMPTY, EMPTY, PARTIAL)
@@ -105,12 +106,15 @@ def _visits(plan: Plan, block_q: int, block_kv: int, axis: Axis) -> dict[Kind, V
     elif plan.kv_length % block_kv:
         kinds = kinds.copy()
         kinds[..., -1] = np.minimum(kinds[..., -1], PARTIAL)
-    found: dict[Kind, Visits] = {}
-    names: tuple[tuple[Kind, int], ...] = (("full", FULL), ("partial", PARTIAL))
-    for name, kind in names:
-        if (chosen := kinds == kind).any():
-            found[name] = _listed(chosen)
-    return found
+    columns: list[np.ndarray] = []
+    lists: dict[Kind, np.ndarray | None] = {}
+    for name in KINDS:
+        chosen = kinds == (FULL if name == "full" else PARTIAL)
+        first, count, blocks = _listed(chosen)
+        columns += [first, count]
+        if chosen.any():
+            lists[name] = blocks
+    return Visits(np.stack(columns, axis=-1), lists)
 
 
 @functools.lru_cache(maxsize=256)
@@ -118,12 +122,12 @@ def _kinds(mask: Mask, q_length: int, kv_length: int, block_q: int, block_kv: in
     return mask.blocks(q_length, kv_length, block_q, block_kv)
 
 
-def _listed(chosen: np.ndarray) -> Visits:
-    """The visits of booleans `[b, n, programs, blocks]`."""
+def _listed(chosen: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+    """First, count and list of booleans `[b, n, programs, blocks]`."""
     count = chosen.sum(axis=-1, dtype=np.int32)
     first = chosen.argmax(axis=-1).astype(np.int32)
     block = np.arange(chosen.shape[-1])
     if (chosen == ((block >= first[..., None]) & (block < (first + count)[..., None]))).all():
-        return Visits(first, count, None)
+        return first, count, None
     starts = np.cumsum(count.ravel(), dtype=np.int32) - count.ravel()
-    return Visits(starts.reshape(count.shape), count, np.nonzero(chosen)[-1].astype(np.int32))
+    return starts.reshape(count.shape), count, np.nonzero(chosen)[-1].astype(np.int32)

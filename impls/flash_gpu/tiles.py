@@ -6,6 +6,7 @@ never read, and is zero.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator
@@ -18,8 +19,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
 from cases.masks import And, Dense, Lengths, Mask, Or
-from impls.flash_gpu.operands import Arrays
-from impls.flash_gpu.schedule import Kind, Plan, leaf_name
+from impls.flash_gpu.operands import Arrays, Launch
+from impls.flash_gpu.schedule import KINDS, Plan, leaf_name
 
 LOG2_E = math.log2(math.e)
 
@@ -106,19 +107,21 @@ def load_pairs(ref: Any, plan: Plan, pair: Pair) -> jax.Array:
     return tile.T if pair.keys_first else tile
 
 
-def walk(inputs: Arrays, kind: Kind, head: Any, row: Any, step: Callable[[Any, Carry], Carry], carry: Carry) -> Carry:
-    """Fold `step` over the blocks of one kind that program `row` visits; without any such block, no code at all."""
-    if f"{kind}_first" not in inputs:
-        return carry
-    place = (head if inputs[f"{kind}_first"].shape[0] > 1 else 0, row)
-    first, count = inputs[f"{kind}_first"][place], inputs[f"{kind}_count"][place]
-    listed = inputs.get(f"{kind}_blocks")
+def walk(launch: Launch, inputs: Arrays, head: Any, step: Callable[[bool, Any, Carry], Carry], carry: Carry) -> Carry:
+    """Fold `step(masked, block, carry)` over the blocks that this program visits; a kind that none has is no code."""
+    visits, table = launch.plan.visits(launch.tiles, launch.axis), inputs["visits"]
+    place = head if table.shape[0] > 1 else jnp.int32(0)
+    for kind in visits.lists:
+        column = 2 * KINDS.index(kind)
+        first, count = table[place, column], table[place, column + 1]
+        listed = inputs.get(f"{kind}_blocks")
+        visit = functools.partial(_visit, functools.partial(step, kind == "partial"), first, listed)
+        carry = lax.fori_loop(jnp.int32(0), count, visit, carry)
+    return carry
 
-    def visit(t: Any, carry: Carry) -> Carry:
-        return step(first + t if listed is None else listed[first + t], carry)
 
-    result: Carry = lax.fori_loop(jnp.int32(0), count, visit, carry)
-    return result
+def _visit(step: Callable[[Any, Carry], Carry], first: Any, listed: Any, t: Any, carry: Carry) -> Carry:
+    return step(first + t if listed is None else listed[first + t], carry)
 
 
 def allowed(plan: Plan, inputs: Arrays, pair: Pair) -> jax.Array:
