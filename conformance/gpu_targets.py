@@ -161,9 +161,7 @@ def sharding(target: GpuTarget) -> NamedSharding:
     toolkit = _toolkit()
     assert toolkit is not None  # or `missing` had said so
     _tell_xla(toolkit)
-    description: Any = topologies.get_topology_desc(
-        platform="cuda", topology="1x1x1", target_config=target.config
-    )
+    description: Any = topologies.get_topology_desc(platform="cuda", topology="1x1x1", target_config=target.config)
     mesh = topologies.make_mesh(topo=description, mesh_shape=(1,), axis_names=("x",))
     return NamedSharding(mesh, PartitionSpec())  # type: ignore[no-untyped-call]  # untyped upstream
 
