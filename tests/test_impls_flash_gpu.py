@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AbstractDevice, AbstractMesh
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType, PartitionSpec
 
 from cases.case import parse
 from cases.inputs import draw, draw_cotangent
@@ -172,6 +172,17 @@ def test_k_and_v_are_not_copied_to_the_query_heads() -> None:
     jaxpr = str(jax.make_jaxpr(step)(jnp.zeros(q.shape)))
     assert "repeat" not in jaxpr
     assert "gather" not in jaxpr
+
+
+def test_under_shard_map_outputs_differ_over_the_axes_that_operands_do() -> None:
+    """Traced, not run: Pallas's interpreter itself cannot be used under `check_vma=True`."""
+    mesh = jax.make_mesh((1,), ("heads",), axis_types=(AxisType.Auto,))
+    heads = PartitionSpec(None, None, "heads")
+    call = functools.partial(flash_gpu.attention, mask=Causal(), interpret=False)
+    sharded = jax.shard_map(call, mesh=mesh, in_specs=(heads, PartitionSpec(), PartitionSpec()), out_specs=heads)
+    q, k = (jax.ShapeDtypeStruct((1, 64, n, 16), jnp.float32) for n in (4, 1))
+    gradients = jax.eval_shape(jax.grad(lambda *x: sharded(*x).sum(), argnums=(0, 1, 2)), q, k, k)
+    assert [x.shape for x in gradients] == [q.shape, k.shape, k.shape]
 
 
 def test_the_back_end_is_chosen_or_forced() -> None:

@@ -12,6 +12,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from cases.masks import Full, Mask
 from conformance.contract import Arithmetic, Implementation, validate_mask, validate_operands
+from impls.block_flash.blocks import varying_axes, varying_over
 from impls.flash_gpu.backward import backward
 from impls.flash_gpu.block_sizes import BlockSizes, Tiles, look_up
 from impls.flash_gpu.forward import Outputs, forward
@@ -102,7 +103,8 @@ def attention(
         sizes=sizes.cut_to(q_length, kv_length),
         interpret=bool(interpret_or(interpret, "gpu")),
     )
-    outputs = _attend(plan, jax.tree.map(jnp.asarray, Operands(q, k, v, bias, sinks, segment_ids)))
+    operands = jax.tree.map(jnp.asarray, Operands(q, k, v, bias, sinks, segment_ids))
+    outputs = _attend(plan, varying_over(operands, varying_axes(operands)))
     if not save_residuals:
         return outputs.out
     return outputs.out, {"logsumexp": outputs.logsumexp, "max_logits": outputs.max_logits}

@@ -18,6 +18,7 @@ import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 
+from impls.block_flash.blocks import varying_axes, varying_over
 from impls.flash_gpu.block_sizes import Tiles
 from impls.flash_gpu.schedule import Axis, Plan
 from impls.versions import triton_call
@@ -172,6 +173,10 @@ class Launch:
           out_shapes: shape and dtype of each output.
           out_specs: what a program sees of them.
         """
+        # `shard_map` checks over which mesh axes arrays differ: constants and outputs must say so as the operands do.
+        arrays = varying_over(arrays, varying_axes(arrays))
+        varying = jax.typeof(arrays["q"]).manual_axis_type
+        out_shapes = {name: array_of(x.shape, x.dtype, varying) for name, x in out_shapes.items()}
         return triton_call(
             kernel,
             name=name,
@@ -185,9 +190,9 @@ class Launch:
         )(arrays)
 
 
-def array_of(shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
-    """Shape and dtype of an output."""
-    return jax.ShapeDtypeStruct(shape, dtype)  # type: ignore[no-untyped-call]  # JAX leaves it untyped
+def array_of(shape: tuple[int, ...], dtype: Any, varying: Any = None) -> jax.ShapeDtypeStruct:
+    """Shape and dtype of an output, and over which mesh axes it differs."""
+    return jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=varying)  # type: ignore[no-untyped-call]  # JAX leaves it untyped
 
 
 def _whole(array: np.ndarray) -> Any:
