@@ -8,11 +8,14 @@ from __future__ import annotations
 import contextlib
 import importlib
 import warnings
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
 import jax
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
+from jax.experimental.pallas import triton as plt
 
 from conformance.contract import Products
 
@@ -32,6 +35,35 @@ def tpu_interpreter(interpret: Any) -> contextlib.AbstractContextManager[None]:
     value becomes `pallas_call`'s `interpret`, in both versions.
     """
     return pltpu.force_tpu_interpret_mode(interpret) if interpret else contextlib.nullcontext()
+
+
+def triton_call(
+    kernel: Callable[..., None],
+    *,
+    name: str,
+    grid: tuple[int, ...],
+    in_specs: Any,
+    out_shapes: Any,
+    out_specs: Any,
+    num_warps: int,
+    num_stages: int,
+    interpret: bool,
+) -> Callable[..., Any]:
+    """`pallas_call` with the Triton back end, its inputs and its outputs each one tree.
+
+    From jax 0.11 on it warns when lowered for a GPU, which is after any call of ours has returned: whoever makes
+    warnings errors has to except `The Pallas Triton backend is deprecated`, as this project's pytest settings do.
+    """
+    return pl.pallas_call(
+        kernel,
+        name=name,
+        grid=grid,
+        in_specs=[in_specs],
+        out_shape=out_shapes,
+        out_specs=out_specs,
+        compiler_params=plt.CompilerParams(num_warps=num_warps, num_stages=num_stages),
+        interpret=interpret,
+    )
 
 
 def runs_on(platform: str) -> bool:

@@ -1,0 +1,202 @@
+"""Flash attention for GPUs: the public call, its derivative rule, and what it declares."""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+from cases.masks import Full, Mask
+from conformance.contract import Arithmetic, Implementation, validate_mask, validate_operands
+from impls.block_flash.blocks import varying_axes, varying_over
+from impls.flash_gpu.backward import backward
+from impls.flash_gpu.block_sizes import BlockSizes, Tiles, look_up
+from impls.flash_gpu.forward import Outputs, forward
+from impls.flash_gpu.operands import Operands
+from impls.flash_gpu.schedule import Plan
+from impls.versions import interpret_or, runs_on
+
+Backend = Literal["triton", "mosaic"]
+Products = Literal["exact", "tf32"]
+
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+def attention(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    *,
+    mask: Mask = Full(),  # noqa: B008  a frozen value, the same for every call
+    segment_ids: tuple[jax.Array, jax.Array] | None = None,
+    soft_cap: float | None = None,
+    sinks: jax.Array | None = None,
+    bias: jax.Array | None = None,
+    scale: float | None = None,
+    save_residuals: bool = False,
+    block_sizes: BlockSizes | None = None,
+    products: Products = "exact",
+    backend: Backend | None = None,
+    interpret: bool | None = None,
+) -> Any:
+    """Softmax attention, `out_i = sum_j softmax_j(cap(scale <q_i, k_j> + bias_ij)) v_j` over the allowed `j`.
+
+    Computed in tiles (Dao 2023, arXiv:2307.08691) with memory linear in the lengths, but for the gradient of a bias,
+    which goes through one f32 value for each pair. Tiles that the mask leaves empty are never visited, and full ones
+    are not masked; segment ids only mask inside tiles. Query heads share key/value heads (Ainslie et al. 2023,
+    arXiv:2305.13245) without copies of k and v. Lengths and depths are any: nothing beyond the arrays is read.
+
+    Every operand is differentiable in reverse mode, and `logsumexp` is; `max_logits` has gradient zero. The residuals
+    of the backward are tagged `"out"` and `"logsumexp"` for `jax.checkpoint` policies. A query that may attend to
+    nothing gets `out = 0`, `logsumexp = -inf` (or its sink) and `max_logits = -inf`, and passes no gradient.
+
+    Args:
+      q: queries `[B, T, N, H]`, f32, bf16 or f16.
+      k: keys `[B, S, K, H]`, `N % K == 0`.
+      v: values `[B, S, K, V]`.
+      mask: which pairs may attend.
+      segment_ids: int32 `[B, T]` and `[B, S]`; a pair attends only where they are equal.
+      soft_cap: logits become `soft_cap * tanh(logits / soft_cap)`.
+      sinks: `[N]`, one more logit in each query head's softmax denominator.
+      bias: broadcastable to `[B, N, T, S]`, added after the scale and before the soft cap.
+      scale: factor of `<q, k>`, default `1 / sqrt(H)`.
+      save_residuals: also return `logsumexp` and `max_logits`.
+      block_sizes: tiles and launch of each kernel, by default those of `block_sizes.TABLE`; cut to the lengths.
+      products: how f32 operands multiply on the GPU, exactly or rounded to tf32. An interpreter's products are exact.
+      backend: of Pallas; by default the one that serves the device.
+      interpret: run in Pallas's interpreter, by default wherever the process does not compute on a GPU.
+
+    Returns:
+      `out [B, T, N, V]` in q's dtype, or `(out, {"logsumexp": ..., "max_logits": ...})`, both f32 `[B, N, T]`.
+
+    Raises:
+      ValueError: an operand, the mask or an option is not as above; the message names it.
+      NotImplementedError: the dtype is another one, or the back end is Mosaic.
+    """
+    validate_operands(q, k, v, segment_ids=segment_ids, soft_cap=soft_cap, sinks=sinks, bias=bias, scale=scale)
+    batch, q_length, num_q_heads, head_dim = q.shape
+    kv_length, num_kv_heads = k.shape[1:3]
+    validate_mask(mask, batch, num_q_heads, q_length, kv_length)
+    choose_backend(backend)
+    if str(q.dtype) not in DTYPES:
+        raise NotImplementedError(f"flash_gpu does not support q, k and v in {q.dtype}, only in {', '.join(DTYPES)}")
+    if products not in ("exact", "tf32"):
+        raise ValueError(f"products must be 'exact' or 'tf32', got {products!r}")
+    depth = max(head_dim, v.shape[3])
+    sizes = look_up(_device_kind(), depth, q.dtype.itemsize).sizes if block_sizes is None else block_sizes
+    plan = Plan(
+        mask=mask,
+        num_q_heads=num_q_heads,
+        num_kv_heads=num_kv_heads,
+        q_length=q_length,
+        kv_length=kv_length,
+        head_dim=head_dim,
+        v_head_dim=v.shape[3],
+        scale=1 / math.sqrt(head_dim) if scale is None else float(scale),
+        soft_cap=None if soft_cap is None else float(soft_cap),
+        segmented=segment_ids is not None,
+        exact=products == "exact",
+        sizes=sizes.cut_to(q_length, kv_length),
+        interpret=bool(interpret_or(interpret, "gpu")),
+    )
+    operands = jax.tree.map(jnp.asarray, Operands(q, k, v, bias, sinks, segment_ids))
+    outputs = _attend(plan, varying_over(operands, varying_axes(operands)))
+    if not save_residuals:
+        return outputs.out
+    return outputs.out, {"logsumexp": outputs.logsumexp, "max_logits": outputs.max_logits}
+
+
+def choose_backend(backend: Backend | None) -> Backend:
+    """The back end of Pallas that serves the call; Triton unless another is asked for.
+
+    Raises:
+      ValueError: there is no such back end.
+      NotImplementedError: it is Mosaic.
+    """
+    if backend not in (None, "triton", "mosaic"):
+        raise ValueError(f"backend must be 'triton', 'mosaic' or None (automatic), got {backend!r}")
+    if backend == "mosaic":
+        raise NotImplementedError(
+            "flash_gpu does not support backend='mosaic': its kernels are written for Triton only, which serves "
+            "Ampere to Blackwell; take backend='triton' or None"
+        )
+    return "triton"
+
+
+def _device_kind() -> str:
+    return jax.devices()[0].device_kind if runs_on("gpu") else ""
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _flash(plan: Plan, operands: Operands) -> Outputs:
+    return forward(plan, operands)
+
+
+def _flash_forward(plan: Plan, operands: Operands) -> tuple[Outputs, tuple[Operands, jax.Array, jax.Array]]:
+    outputs = forward(plan, operands)
+    out = checkpoint_name(outputs.out, "out")  # type: ignore[no-untyped-call]  # JAX leaves it untyped
+    logsumexp = checkpoint_name(outputs.logsumexp, "logsumexp")  # type: ignore[no-untyped-call]  # likewise
+    return Outputs(out, logsumexp, outputs.max_logits), (operands, out, logsumexp)
+
+
+def _flash_backward(
+    plan: Plan, residuals: tuple[Operands, jax.Array, jax.Array], cotangents: Outputs
+) -> tuple[Operands]:
+    return (backward(plan, *residuals, cotangents.out, cotangents.logsumexp),)
+
+
+_flash.defvjp(_flash_forward, _flash_backward)
+
+# Jitted so that calls outside `jit` compile once for each plan, not once a call.
+_attend = jax.jit(_flash, static_argnums=0)
+
+
+def same_tiles(block_q: int, block_kv: int) -> BlockSizes:
+    """The same tiles in every kernel."""
+    tiles = Tiles(block_q=block_q, block_kv=block_kv)
+    return BlockSizes(forward=tiles, dq=tiles, dkv=tiles)
+
+
+# Small, so that the usual cases of 100 to 400 tokens have several blocks each way, and unlike each other: a kernel that
+# takes another one's tiles shows.
+INTERPRETED = BlockSizes(
+    forward=Tiles(block_q=64, block_kv=64),
+    dq=Tiles(block_q=64, block_kv=64),
+    dkv=Tiles(block_q=64, block_kv=64),
+)
+_OTHER_BLOCKS = ((32, 32), (16, 128))
+
+
+def implementation(
+    name: str, *, products: Products = "exact", block_sizes: BlockSizes | None = None, on_gpu: bool | None = None
+) -> Implementation:
+    """Flash attention with these products and tiles under `name`, interpreted unless the process runs on a GPU."""
+    on_gpu = runs_on("gpu") if on_gpu is None else on_gpu
+    sizes = INTERPRETED if block_sizes is None and not on_gpu else block_sizes
+    call = functools.partial(attention, products=products)
+    return Implementation(
+        name=name,
+        call=functools.partial(call, block_sizes=sizes),
+        description=f"flash attention for GPUs in Pallas (Triton), {products} products of f32",
+        arithmetic=Arithmetic(products="tf32" if products == "tf32" and on_gpu else "exact", probabilities="input"),
+        empty_rows="zero",
+        behind_mask="any",
+        validates=True,
+        platform="gpu",
+        interpreted=not on_gpu,
+        variants={
+            f"blocks_{q}_{kv}": functools.partial(call, block_sizes=same_tiles(q, kv)) for q, kv in _OTHER_BLOCKS
+        },
+        memory="linear",
+        checkpoint_names=("out", "logsumexp"),
+    )
+
+
+IMPLEMENTATIONS: tuple[Implementation, ...] = (
+    implementation("flash_gpu"),
+    implementation("flash_gpu_tf32", products="tf32"),
+)

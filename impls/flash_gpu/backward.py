@@ -1,0 +1,249 @@
+"""Backward kernels: probabilities are recomputed from `logsumexp`, and no program writes where another one does.
+
+Dao 2023, arXiv:2307.08691, algorithm 2, extended by the cotangent of `logsumexp`, soft cap, bias and sinks. With `z`
+the masked logits, `p = exp(z - logsumexp)` and `D_i = <out_i, dout_i>`:
+
+    dz_ij = p_ij (<dout_i, v_j> - D_i + dlse_i),    dsink = sum_i exp(sink - logsumexp_i) (dlse_i - D_i)
+
+One kernel owns blocks of queries (dq), one owns blocks of keys and sums over the query heads of its group (dk, dv), and
+one writes `dx` of every pair, only where there is a bias whose gradient is used. All sums are in f32 and in one order,
+so the same call gives the same bits.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plt
+
+from impls.flash_gpu.operands import Arrays, Launch, Operands, Specs, array_of
+from impls.flash_gpu.schedule import Plan
+from impls.flash_gpu.tiles import (
+    Pair,
+    allowed,
+    exp,
+    finite_or_zero,
+    hide,
+    load_rows,
+    load_values,
+    logits,
+    product,
+    program,
+    seen,
+    store_rows,
+    walk,
+)
+
+
+class _Rows(NamedTuple):
+    """What the backward pass knows of each query beyond the operands."""
+
+    d_out: jax.Array  # [B, T, N, V], in q's dtype
+    shift: jax.Array  # [B, N, T] f32, `logsumexp`, 0 for rows that attend to nothing
+    row_sums: jax.Array  # [B, N, T] f32, `D - dlse`
+
+
+def backward(
+    plan: Plan, operands: Operands, out: jax.Array, logsumexp: jax.Array, d_out: jax.Array, d_logsumexp: jax.Array
+) -> Operands:
+    """Gradients of the operands, each in its operand's shape and dtype; none for segment ids.
+
+    `out` and `d_out` are `[B, T, N, V]`, `logsumexp` and `d_logsumexp` f32 `[B, N, T]`.
+    """
+    weighted = (out.astype(jnp.float32) * d_out.astype(jnp.float32)).sum(axis=-1)
+    rows = _Rows(d_out, finite_or_zero(logsumexp), weighted.transpose(0, 2, 1) - d_logsumexp)
+    dk, dv = _keys_and_values(plan, operands, rows)
+    return Operands(
+        q=_queries(plan, operands, rows),
+        k=dk,
+        v=dv,
+        bias=None if operands.bias is None else _bias(plan, operands, operands.bias, rows),
+        sinks=None if operands.sinks is None else _sinks(operands.sinks, rows),
+        segment_ids=None,
+    )
+
+
+def _inputs(launch: Launch, operands: Operands, rows: _Rows) -> tuple[Arrays, Specs]:
+    arrays, specs = launch.inputs(operands)
+    arrays |= rows._asdict()
+    specs |= {
+        "d_out": launch.query_rows(launch.plan.v_head_tile),
+        "shift": launch.query_scalars(),
+        "row_sums": launch.query_scalars(),
+    }
+    return arrays, specs
+
+
+class _Queries(NamedTuple):
+    """One block of queries of one head."""
+
+    q: jax.Array  # [block_q, H]
+    d_out: jax.Array  # [block_q, V]
+    shift: jax.Array  # [block_q]
+    row_sums: jax.Array  # [block_q]
+
+
+def _load_queries(plan: Plan, inputs: Arrays, start: Any, size: int, head: Any) -> _Queries:
+    length = plan.q_length
+    return _Queries(
+        load_rows(inputs["q"], start, size, length, plan.head_dim, head=head),
+        load_rows(inputs["d_out"], start, size, length, plan.v_head_dim, head=head),
+        load_values(inputs["shift"], start, size, length, head=head),
+        load_values(inputs["row_sums"], start, size, length, head=head),
+    )
+
+
+def pair_gradient(
+    plan: Plan, inputs: Arrays, pair: Pair, rows: _Queries, k: jax.Array, v: jax.Array, may: jax.Array | None
+) -> tuple[jax.Array, jax.Array]:
+    """Probabilities and `dx` of a tile, f32."""
+    z, slope = logits(plan, inputs, pair, rows.q, k, may)
+    p = exp(z - pair.queries(rows.shift))
+    operands = (v, rows.d_out) if pair.keys_first else (rows.d_out, v)
+    dx = p * (product(plan, *operands, over=(1, 1)) - pair.queries(rows.row_sums))
+    if slope is not None:
+        dx = dx * slope
+    return p, dx if may is None else jnp.where(may, dx, 0.0)
+
+
+def _queries(plan: Plan, operands: Operands, rows: _Rows) -> jax.Array:
+    """Gradient of q, `[B, T, N, H]`."""
+    launch = Launch(plan, plan.sizes.dq, "q", operands.q.shape[0])
+    block = (None, launch.tiles.block_q, None, plan.head_tile)
+    outputs = launch(
+        "flash_gpu_dq",
+        functools.partial(_dq_kernel, launch),
+        *_inputs(launch, operands, rows),
+        out_shapes={"dq": array_of(operands.q.shape, operands.q.dtype)},
+        out_specs={"dq": pl.BlockSpec(block, lambda i, n, b: (b, i, n, jnp.int32(0)))},
+    )
+    return outputs["dq"]
+
+
+def _dq_kernel(launch: Launch, inputs: Arrays, outputs: Arrays) -> None:
+    plan, block_q, block_kv = launch.plan, launch.tiles.block_q, launch.tiles.block_kv
+    row, _, batch = program()
+    q_start = row * block_q
+    rows = _load_queries(plan, inputs, q_start, block_q, 0)
+
+    def visit(masked: bool, block: Any, dq: jax.Array) -> jax.Array:
+        pair = Pair(batch, 0, q_start, block * block_kv, block_q, block_kv, keys_first=False)
+        k = load_rows(inputs["k"], pair.kv_start, block_kv, plan.kv_length, plan.head_dim)
+        v = load_rows(inputs["v"], pair.kv_start, block_kv, plan.kv_length, plan.v_head_dim)
+        may = allowed(plan, inputs, pair) if masked else None
+        _, dx = pair_gradient(plan, inputs, pair, rows, k, v, may)
+        return dq + product(plan, dx.astype(k.dtype), hide(k, None if may is None else seen(may)), over=(1, 0))
+
+    dq = jnp.zeros((block_q, plan.head_tile), jnp.float32)
+    dq = walk(launch, inputs, 0, visit, dq)
+    store_rows(outputs["dq"], q_start, dq * jnp.float32(plan.scale), plan.q_length, plan.head_dim)
+
+
+def _keys_and_values(plan: Plan, operands: Operands, rows: _Rows) -> tuple[jax.Array, jax.Array]:
+    """Gradients of k and v, `[B, S, K, .]`."""
+    launch = Launch(plan, plan.sizes.dkv, "kv", operands.q.shape[0])
+
+    def spec(columns: int) -> Any:
+        block = (None, launch.tiles.block_kv, None, columns)
+        return pl.BlockSpec(block, lambda i, n, b: (b, i, n, jnp.int32(0)))
+
+    outputs = launch(
+        "flash_gpu_dkv",
+        functools.partial(_dkv_kernel, launch),
+        *_inputs(launch, operands, rows),
+        out_shapes={
+            "dk": array_of(operands.k.shape, operands.k.dtype),
+            "dv": array_of(operands.v.shape, operands.v.dtype),
+        },
+        out_specs={"dk": spec(plan.head_tile), "dv": spec(plan.v_head_tile)},
+    )
+    return outputs["dk"], outputs["dv"]
+
+
+def _dkv_kernel(launch: Launch, inputs: Arrays, outputs: Arrays) -> None:
+    plan, block_q, block_kv = launch.plan, launch.tiles.block_q, launch.tiles.block_kv
+    row, _, batch = program()
+    kv_start = row * block_kv
+    k = load_rows(inputs["k"], kv_start, block_kv, plan.kv_length, plan.head_dim)
+    v = load_rows(inputs["v"], kv_start, block_kv, plan.kv_length, plan.v_head_dim)
+
+    def visit(head: Any, masked: bool, block: Any, sums: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        pair = Pair(batch, head, block * block_q, kv_start, block_q, block_kv, keys_first=True)
+        rows = _load_queries(plan, inputs, pair.q_start, block_q, head)
+        p, dx = pair_gradient(plan, inputs, pair, rows, k, v, allowed(plan, inputs, pair) if masked else None)
+        dk, dv = sums
+        # Keys that a query may not attend to have p and dx of 0 here and are rows of the sums, not terms of them: what
+        # is in k and v behind the mask cannot spread.
+        dk = dk + product(plan, dx.astype(rows.q.dtype), rows.q, over=(1, 0))
+        dv = dv + product(plan, p.astype(rows.d_out.dtype), rows.d_out, over=(1, 0))
+        return dk, dv
+
+    def visit_head(head: Any, sums: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        return walk(launch, inputs, head, functools.partial(visit, head), sums)
+
+    sums = tuple(jnp.zeros((block_kv, columns), jnp.float32) for columns in (plan.head_tile, plan.v_head_tile))
+    if launch.heads == 1:
+        dk, dv = visit_head(0, sums)  # type: ignore[arg-type] # two, as annotated
+    else:
+        dk, dv = lax.fori_loop(jnp.int32(0), jnp.int32(launch.heads), visit_head, sums)
+    store_rows(outputs["dk"], kv_start, dk * jnp.float32(plan.scale), plan.kv_length, plan.head_dim)
+    store_rows(outputs["dv"], kv_start, dv, plan.kv_length, plan.v_head_dim)
+
+
+def _bias(plan: Plan, operands: Operands, bias: jax.Array, rows: _Rows) -> jax.Array:
+    """Gradient of the bias, in its shape: `dx` of every pair, summed over the axes that the bias is broadcast to."""
+    batch = operands.q.shape[0]
+    launch = Launch(plan, plan.sizes.dq, "q", batch)
+    shape = (batch, plan.num_q_heads, plan.q_length, plan.kv_length)
+    rows_of_blocks, columns_of_blocks = launch.q_tail, launch.kv_tail
+    outputs = launch(
+        "flash_gpu_dbias",
+        functools.partial(_dbias_kernel, launch),
+        *_inputs(launch, operands, rows),
+        out_shapes={"dx": array_of((*shape[:2], rows_of_blocks, columns_of_blocks), jnp.float32)},
+        out_specs={
+            "dx": pl.BlockSpec(
+                (None, None, launch.tiles.block_q, columns_of_blocks), lambda i, n, b: (b, n, i, jnp.int32(0))
+            )
+        },
+    )
+    dx = _without_unvisited(launch, outputs["dx"])[:, :, : plan.q_length, : plan.kv_length]
+    broadcast = tuple(axis for axis, (n, m) in enumerate(zip(bias.shape, shape, strict=True)) if n < m)
+    return dx.sum(axis=broadcast, keepdims=True).astype(bias.dtype)
+
+
+def _without_unvisited(launch: Launch, dx: jax.Array) -> jax.Array:
+    """`dx` with zeros in the blocks that the mask leaves empty: no program wrote them, so they hold anything."""
+    block_q, block_kv = launch.tiles.block_q, launch.tiles.block_kv
+    batch, heads, q_length, kv_length = dx.shape
+    active = jnp.asarray(launch.plan.active(launch.tiles))[:, :, :, None, :, None]
+    blocks = dx.reshape(batch, heads, q_length // block_q, block_q, kv_length // block_kv, block_kv)
+    return jnp.where(active, blocks, 0.0).reshape(dx.shape)
+
+
+def _dbias_kernel(launch: Launch, inputs: Arrays, outputs: Arrays) -> None:
+    plan, block_q, block_kv = launch.plan, launch.tiles.block_q, launch.tiles.block_kv
+    row, _, batch = program()
+    q_start = row * block_q
+    rows = _load_queries(plan, inputs, q_start, block_q, 0)
+
+    def visit(masked: bool, block: Any, carry: Any) -> Any:
+        pair = Pair(batch, 0, q_start, block * block_kv, block_q, block_kv, keys_first=False)
+        k = load_rows(inputs["k"], pair.kv_start, block_kv, plan.kv_length, plan.head_dim)
+        v = load_rows(inputs["v"], pair.kv_start, block_kv, plan.kv_length, plan.v_head_dim)
+        _, dx = pair_gradient(plan, inputs, pair, rows, k, v, allowed(plan, inputs, pair) if masked else None)
+        plt.store(outputs["dx"].at[:, pl.ds(pair.kv_start, block_kv)], dx)
+        return carry
+
+    walk(launch, inputs, 0, visit, jnp.int32(0))
+
+
+def _sinks(sinks: jax.Array, rows: _Rows) -> jax.Array:
+    """Gradient `[N]`."""
+    p = jnp.exp(sinks.astype(jnp.float32)[None, :, None] - rows.shift)
+    return -(p * rows.row_sums).sum(axis=(0, 2)).astype(sinks.dtype)

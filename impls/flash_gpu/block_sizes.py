@@ -1,0 +1,160 @@
+"""How many queries and keys a kernel takes at a time, and with how many warps: one small table.
+
+Every entry says where it comes from; one that was measured says on which device. What the table asks for is cut to the
+lengths of the call, so that a short call does not compute mostly padding.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+# The smallest side of an operand of Triton's matrix product.
+SMALLEST = 16
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Tiles:
+    """One kernel's tile and launch.
+
+    Attributes:
+      block_q: queries a tile, a power of two of at least 16.
+      block_kv: keys a tile, likewise.
+      num_warps: warps a program, a power of two.
+      num_stages: tiles in flight in the software pipeline.
+    """
+
+    block_q: int
+    block_kv: int
+    num_warps: int = 4
+    num_stages: int = 2
+
+    def __post_init__(self) -> None:
+        for name, block in (("block_q", self.block_q), ("block_kv", self.block_kv)):
+            if block < SMALLEST or block & (block - 1):
+                raise ValueError(f"{name} must be a power of two of at least {SMALLEST}, got {block}")
+        if self.num_warps < 1 or self.num_warps & (self.num_warps - 1):
+            raise ValueError(f"num_warps must be a power of two, got {self.num_warps}")
+        if self.num_stages < 1:
+            raise ValueError(f"num_stages must be positive, got {self.num_stages}")
+
+    def cut_to(self, q_length: int, kv_length: int) -> Tiles:
+        """The same with tiles no larger than the lengths need."""
+        return dataclasses.replace(
+            self,
+            block_q=min(self.block_q, padded(q_length)),
+            block_kv=min(self.block_kv, padded(kv_length)),
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BlockSizes:
+    """Tiles of the forward kernel, of the one for the gradient of q (and of the bias), and of the one for k and v."""
+
+    forward: Tiles
+    dq: Tiles
+    dkv: Tiles
+
+    def cut_to(self, q_length: int, kv_length: int) -> BlockSizes:
+        """The same with tiles no larger than the lengths need."""
+        return BlockSizes(
+            forward=self.forward.cut_to(q_length, kv_length),
+            dq=self.dq.cut_to(q_length, kv_length),
+            dkv=self.dkv.cut_to(q_length, kv_length),
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Entry:
+    """One line of the table: the first that fits is used.
+
+    Attributes:
+      device: what the device's kind must contain, as JAX names it; empty for any.
+      max_depth: the largest head depth, of keys or values, that it is for.
+      max_itemsize: bytes of the largest operand dtype that it is for.
+      sizes: the tiles.
+      provenance: where they come from.
+    """
+
+    device: str
+    max_depth: int
+    max_itemsize: int
+    sizes: BlockSizes
+    provenance: str
+
+
+def _sizes(forward: Tiles, dq: Tiles, dkv: Tiles) -> BlockSizes:
+    return BlockSizes(forward=forward, dq=dq, dkv=dkv)
+
+
+_REASONED = "reasoned from shared memory and registers, compiled for A100, H100 and B200, timed on none of them"
+TABLE: tuple[Entry, ...] = (
+    Entry(
+        device="",
+        max_depth=64,
+        max_itemsize=2,
+        sizes=_sizes(
+            Tiles(block_q=128, block_kv=64, num_warps=4, num_stages=3),
+            Tiles(block_q=64, block_kv=64, num_warps=4, num_stages=2),
+            Tiles(block_q=64, block_kv=64, num_warps=4, num_stages=2),
+        ),
+        provenance=_REASONED,
+    ),
+    Entry(
+        device="",
+        max_depth=128,
+        max_itemsize=2,
+        sizes=_sizes(
+            Tiles(block_q=128, block_kv=64, num_warps=8, num_stages=2),
+            Tiles(block_q=64, block_kv=64, num_warps=8, num_stages=2),
+            Tiles(block_q=64, block_kv=64, num_warps=8, num_stages=2),
+        ),
+        provenance=_REASONED,
+    ),
+    Entry(
+        device="",
+        max_depth=128,
+        max_itemsize=4,
+        sizes=_sizes(
+            Tiles(block_q=64, block_kv=32, num_warps=4, num_stages=2),
+            Tiles(block_q=32, block_kv=32, num_warps=4, num_stages=1),
+            Tiles(block_q=32, block_kv=32, num_warps=4, num_stages=1),
+        ),
+        provenance=_REASONED,
+    ),
+    Entry(
+        device="",
+        max_depth=256,
+        max_itemsize=2,
+        sizes=_sizes(
+            Tiles(block_q=64, block_kv=32, num_warps=4, num_stages=2),
+            Tiles(block_q=32, block_kv=32, num_warps=4, num_stages=1),
+            Tiles(block_q=32, block_kv=32, num_warps=4, num_stages=1),
+        ),
+        provenance=_REASONED,
+    ),
+    Entry(
+        device="",
+        max_depth=1 << 30,
+        max_itemsize=4,
+        sizes=_sizes(
+            Tiles(block_q=32, block_kv=16, num_warps=4, num_stages=1),
+            Tiles(block_q=16, block_kv=16, num_warps=4, num_stages=1),
+            Tiles(block_q=16, block_kv=16, num_warps=4, num_stages=1),
+        ),
+        provenance=_REASONED,
+    ),
+)
+
+
+def look_up(device_kind: str, depth: int, itemsize: int) -> Entry:
+    """The first entry for this kind of device, head depth (the larger of keys' and values') and bytes of the dtype."""
+    return next(
+        entry
+        for entry in TABLE
+        if entry.device in device_kind and depth <= entry.max_depth and itemsize <= entry.max_itemsize
+    )
+
+
+def padded(size: int) -> int:
+    """The side of the tile that holds `size`: the next power of two, at least `SMALLEST`."""
+    return max(SMALLEST, 1 << (size - 1).bit_length())

@@ -1,0 +1,133 @@
+"""What is fixed before any value is known: sizes, tiles, and which tiles each program visits."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Literal
+
+import numpy as np
+
+from cases.masks import EMPTY, FULL, PARTIAL, Dense, Lengths, Mask, leaves
+from impls.flash_gpu.block_sizes import BlockSizes, Tiles, padded
+
+Axis = Literal["q", "kv"]
+Kind = Literal["full", "partial"]
+KINDS: tuple[Kind, Kind] = ("full", "partial")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Plan:
+    """Static part of one attention problem. Equal plans share one compiled function, so it is compared by value."""
+
+    mask: Mask
+    num_q_heads: int
+    num_kv_heads: int
+    q_length: int
+    kv_length: int
+    head_dim: int
+    v_head_dim: int
+    scale: float
+    soft_cap: float | None
+    segmented: bool
+    exact: bool
+    sizes: BlockSizes
+    interpret: bool
+
+    @property
+    def group(self) -> int:
+        """Query heads that share one key/value head."""
+        return self.num_q_heads // self.num_kv_heads
+
+    @property
+    def head_tile(self) -> int:
+        """Columns of a tile of q or k."""
+        return padded(self.head_dim)
+
+    @property
+    def v_head_tile(self) -> int:
+        """Columns of a tile of v or of the output."""
+        return padded(self.v_head_dim)
+
+    def visits(self, tiles: Tiles, axis: Axis) -> Visits:
+        """What the programs of a kernel visit, each having one block along `axis`."""
+        return _visits(self, tiles.block_q, tiles.block_kv, axis)
+
+    def active(self, tiles: Tiles) -> np.ndarray:
+        """Booleans `[b, n, q blocks, kv blocks]`: the blocks that some program visits."""
+        kinds = _kinds(self.mask, self.q_length, self.kv_length, tiles.block_q, tiles.block_kv)
+        return np.asarray(kinds != EMPTY)
+
+    @functools.cached_property
+    def mask_arrays(self) -> dict[str, np.ndarray]:
+        """What the kernels read of masks that are no formula, by the name of the leaf.
+
+        Lengths are int32 `[B]`; booleans `[b, n, T, S]` are int8, as which their tiles load.
+        """
+        arrays: dict[str, np.ndarray] = {}
+        for place, leaf in enumerate(leaves(self.mask)):
+            if isinstance(leaf, Lengths):
+                arrays[leaf_name(place)] = np.asarray(leaf.lengths, np.int32)
+            elif isinstance(leaf, Dense):
+                arrays[leaf_name(place)] = leaf.array.astype(np.int8)
+        return arrays
+
+
+def leaf_name(place: int) -> str:
+    """Name of the array of the mask's leaf at this place of `cases.masks.leaves`."""
+    return f"mask_{place}"
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Visits:
+    """Blocks that each program visits.
+
+    Attributes:
+      table: `[b, n, programs, 4]` int32: first and count of the full blocks, then of the partial ones. A first is the
+        first block, or where the program's part of the list starts.
+      lists: for each kind that some program visits, all programs' blocks one after another; none if every program's are
+        contiguous, as under most masks. Then the kernel adds instead of loading an index, and its loads of the next
+        tile need not wait for one.
+    """
+
+    table: np.ndarray
+    lists: dict[Kind, np.ndarray | None]
+
+
+@functools.lru_cache(maxsize=256)
+def _visits(plan: Plan, block_q: int, block_kv: int, axis: Axis) -> Visits:
+    kinds = _kinds(plan.mask, plan.q_length, plan.kv_length, block_q, block_kv)
+    if plan.segmented:
+        kinds = np.where(kinds == EMPTY, EMPTY, PARTIAL)
+    if axis == "kv":
+        # A tail needs no mask here: rows of k and v beyond the end make rows of dk and dv that are not stored, and rows
+        # of q and dout beyond the end are zero.
+        kinds = kinds.swapaxes(-1, -2)
+    elif plan.kv_length % block_kv:
+        kinds = kinds.copy()
+        kinds[..., -1] = np.minimum(kinds[..., -1], PARTIAL)
+    columns: list[np.ndarray] = []
+    lists: dict[Kind, np.ndarray | None] = {}
+    for name in KINDS:
+        chosen = kinds == (FULL if name == "full" else PARTIAL)
+        first, count, blocks = _listed(chosen)
+        columns += [first, count]
+        if chosen.any():
+            lists[name] = blocks
+    return Visits(np.stack(columns, axis=-1), lists)
+
+
+@functools.lru_cache(maxsize=256)
+def _kinds(mask: Mask, q_length: int, kv_length: int, block_q: int, block_kv: int) -> np.ndarray:
+    return mask.blocks(q_length, kv_length, block_q, block_kv)
+
+
+def _listed(chosen: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+    """First, count and list of booleans `[b, n, programs, blocks]`."""
+    count = chosen.sum(axis=-1, dtype=np.int32)
+    first = chosen.argmax(axis=-1).astype(np.int32)
+    block = np.arange(chosen.shape[-1])
+    if (chosen == ((block >= first[..., None]) & (block < (first + count)[..., None]))).all():
+        return first, count, None
+    starts = np.cumsum(count.ravel(), dtype=np.int32) - count.ravel()
+    return starts.reshape(count.shape), count, np.nonzero(chosen)[-1].astype(np.int32)
