@@ -187,7 +187,7 @@ def _add_run(commands: argparse._SubParsersAction[_CommandParser]) -> None:
         action="append",
         default=[],
         metavar="NAME",
-        help="a registered name (see `list`), module:attribute or file.py:attribute; may be repeated",
+        help="a registered name (see `list`), module:attribute, file.py:attribute or a group; may be repeated",
     )
     what.add_argument("--all", action="store_true", help="every registered implementation")
     what.add_argument(
