@@ -190,7 +190,7 @@ def _add_bench(commands: argparse._SubParsersAction[_CommandParser]) -> None:
         action="append",
         default=[],
         metavar="NAME[,NAME...]",
-        help="a registered name (see `list`), module:attribute or file.py:attribute; the first is the baseline",
+        help="as for `run`, groups too; the first is the baseline",
     )
     what.add_argument("--case", action="append", default=[], metavar="ID", help="this case; may be repeated")
     what.add_argument("--cases", metavar="QUERY", help="only those of the default cases that match")
@@ -265,7 +265,7 @@ def _add_run(commands: argparse._SubParsersAction[_CommandParser]) -> None:
         action="append",
         default=[],
         metavar="NAME",
-        help="a registered name (see `list`), module:attribute or file.py:attribute; may be repeated",
+        help="a registered name (see `list`), module:attribute, file.py:attribute or a group; may be repeated",
     )
     what.add_argument("--all", action="store_true", help="every registered implementation")
     what.add_argument(

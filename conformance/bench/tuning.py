@@ -1,9 +1,9 @@
 """Choosing an implementation's settings by timing them: one knob after the other, the candidates side by side.
 
 Candidates take turns with the setting in force. After each stage the slower half drops out and the rest run twice as
-many rounds (successive halving: Jamieson & Talwalkar 2016, arXiv:1502.07943); what is left at the end replaces the
-setting in force only if it is faster by more than the spread of the comparison. A candidate that does not compile, does
-not fit, or gives a wrong result is shown and never chosen.
+many rounds (successive halving: Jamieson & Talwalkar 2016, arXiv:1502.07943), until a few are left to be timed at
+length. The fastest of these replaces the setting in force, but only if it is faster by more than the spread of the
+comparison. A candidate that does not compile, does not fit, or gives a wrong result is shown and never chosen.
 """
 
 from __future__ import annotations
@@ -138,6 +138,9 @@ def _turn(
     return Choice(knob.name, candidates[chosen], before, [rows[name] for name in candidates if name in rows])
 
 
+FINALISTS = 3
+"""Candidates that are timed at length: with one, a moment's noise would decide."""
+
 Times = Callable[[Sequence[str], int, float], Mapping[str, Measurement]]
 """Times some candidates for so many rounds and at most so many seconds, the first being the baseline."""
 
@@ -151,17 +154,25 @@ def halve(names: Sequence[str], current: str, times: Times, limits: Limits) -> t
     alive = [name for name in names if name != current]
     held = [name for name in names if name == current]
     rounds, seconds = FEWEST_ROUNDS, limits.seconds / 2
-    while len(alive) > 1:
+    while len(alive) > FINALISTS:
         found |= times([*held, *alive], rounds, seconds)
-        ranked = sorted((name for name in alive if found[name].seconds is not None), key=lambda n: _median(found[n]))
-        alive = ranked[: max(1, len(ranked) // 2)]
+        alive = _ranked(alive, found)[: max(FINALISTS, len(alive) // 2)]
         rounds, seconds = min(2 * rounds, limits.rounds), seconds / 2
     if not alive:
         return current, found
     found |= times([*held, *alive], limits.rounds, limits.seconds / 2)
-    speed = found[alive[0]].speed
-    better = not held or (speed is not None and speed.lower > 1)
-    return (alive[0] if better and found[alive[0]].seconds is not None else current), found
+    faster = [name for name in _ranked(alive, found) if not held or _is_faster(found[name])]
+    return (faster[0] if faster else current), found
+
+
+def _ranked(names: Sequence[str], found: Mapping[str, Measurement]) -> list[str]:
+    """Those that were timed, the least median first."""
+    medians = {name: seconds.median for name in names if (seconds := found[name].seconds) is not None}
+    return sorted(medians, key=lambda name: medians[name])
+
+
+def _is_faster(measurement: Measurement) -> bool:
+    return measurement.speed is not None and measurement.speed.lower > 1
 
 
 def label(knob: str, setting: Setting) -> str:
@@ -189,8 +200,3 @@ def _times(
         raise KeyboardInterrupt
     rows = measured(entrants, sampled, drawn, phase, matmul_ceiling(drawn.case.dtype))
     return {row.implementation: row for row in rows}
-
-
-def _median(measurement: Measurement) -> float:
-    assert measurement.seconds is not None
-    return measurement.seconds.median

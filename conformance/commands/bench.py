@@ -29,11 +29,11 @@ def bench(arguments: argparse.Namespace) -> int:
     """`bench`: time, show, and say by the exit code whether all that was timed computes attention."""
     started = time.perf_counter()
     limits = limits_of(arguments)
-    names = list(dict.fromkeys(name for given in arguments.impl for name in given.split(",") if name))
+    chosen = common.load_settings()
+    names = chosen.members(name for given in arguments.impl for name in given.split(",") if name)
     if not names:
         raise CannotJudge("nothing to time: give --impl=NAME[,NAME...] (see `python -m conformance list`)")
     outputs = common.outputs(arguments)
-    chosen = common.load_settings()
     implementations = [common.find(name, arguments.products) for name in names]
     comparisons = [(case, phase) for case in _cases(arguments) for phase in _PHASES[arguments.phase]]
     console, table = Console(stderr=True), Console()

@@ -28,7 +28,7 @@ def run(arguments: argparse.Namespace) -> int:
     _reject_contradictions(arguments)
     outputs = common.outputs(arguments)
     chosen = common.load_settings()
-    implementations = _implementations(arguments)
+    implementations = _implementations(arguments, chosen)
     level = arguments.level or "quick"
     planned = _plan(arguments, implementations, level)
     if not planned.jobs:
@@ -81,8 +81,8 @@ def _reject_contradictions(arguments: argparse.Namespace) -> None:
         common.reject_negative(seed)
 
 
-def _implementations(arguments: argparse.Namespace) -> list[Implementation]:
-    names = registry.names() if arguments.all else list(dict.fromkeys(arguments.impl))
+def _implementations(arguments: argparse.Namespace, chosen: settings.Settings) -> list[Implementation]:
+    names = registry.names() if arguments.all else chosen.members(arguments.impl)
     return [common.find(name, arguments.products) for name in names]
 
 

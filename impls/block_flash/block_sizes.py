@@ -17,7 +17,7 @@ SHORTEST_TUNED = 1024
 
 TABLE = Path(__file__).with_name("block_sizes.json")
 _ENTRIES = read(TABLE)
-_SIDES = (64, 128, 256, 512, 1024)
+_SIDES = (64, 128, 256, 512)
 
 
 def look_up(q_length: int, kv_length: int) -> Setting:
