@@ -20,10 +20,10 @@ from hypothesis import strategies as st
 from cases.case import Case, parse
 from cases.inputs import draw
 from conformance import cli, environment, tolerances
-from conformance.bench import measurements, side_by_side, work
+from conformance.bench import measurements, sampling, side_by_side, work
 from conformance.bench.agreement import sampled_rows
 from conformance.bench.measurements import AGREES, BACKWARD, DIFFERS, FORWARD, Measurement, Quartiles
-from conformance.bench.sampling import FEWEST_ROUNDS, MOST_CALLS, WARM_UP_ROUNDS, calls_for, interleave, paired
+from conformance.bench.sampling import FEWEST_ROUNDS, MOST_CALLS, WARM_UP_ROUNDS, calls_for, paired
 from conformance.bench.side_by_side import Compared, Limits, compare_all
 from conformance.contract import Arithmetic, Implementation
 from conformance.records import ERROR, UNJUDGED, UNSUPPORTED, RunInfo
@@ -32,6 +32,9 @@ from reports import html
 from reports import side_by_side as section
 
 CASE = "train/f32/B1.T16.S16.N2.K1.H16.V16/causal/normal/s0"
+
+
+interleave = functools.partial(sampling.interleave, warm_up=math.inf)
 
 
 class Clock:
@@ -100,6 +103,13 @@ def test_time_is_up_after_the_fewest_rounds_at_the_earliest():
     clock = Clock()
     sampled = interleave({"a": clock.taking("a", 1.0)}, rounds=50, seconds=10, clock=clock)
     assert len(sampled.seconds["a"]) == 10 - WARM_UP_ROUNDS
+
+
+def test_slow_functions_warm_up_once():
+    clock = Clock()
+    functions = {"a": clock.taking("a", 0.75), "b": clock.taking("b", 0.5)}
+    sampling.interleave(functions, rounds=3, clock=clock)
+    assert clock.ran == ["a", "b"] * (1 + 3)
 
 
 def test_what_raises_is_left_out_and_the_others_go_on():
@@ -386,3 +396,14 @@ def test_declared_arithmetic_is_what_results_are_held_to(ceiling: None):
     declared = plain("declared", call=rounded, arithmetic=Arithmetic(products="bf16"))
     found = compare_all([undeclared, declared], [(parse(CASE), FORWARD)], Limits(rounds=3), tolerances.default())
     assert [row.outcome for row in found.measurements] == [DIFFERS, AGREES]
+
+
+def test_ctrl_c_keeps_the_comparisons_that_are_done():
+    def stop(text: str) -> None:
+        if BACKWARD in text:
+            raise KeyboardInterrupt
+
+    comparisons = [(parse(CASE), FORWARD), (parse(CASE), BACKWARD)]
+    found = compare_all([plain("good")], comparisons, Limits(rounds=3), tolerances.default(), on_step=stop)
+    assert found.interrupted
+    assert [(row.phase, row.outcome) for row in found.measurements] == [(FORWARD, AGREES)]

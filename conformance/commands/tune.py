@@ -68,7 +68,7 @@ def tune(arguments: argparse.Namespace) -> int:
                 signal.signal(signal.SIGINT, signal.SIG_IGN)  # what was chosen gets written, whatever else is pressed
                 break
     interrupted = any(tuned.interrupted for tuned in done)
-    entries = [_entry(declared, tuned) for tuned in done if tuned.choices]
+    entries = [_entry(implementation, declared, tuned) for tuned in done if tuned.choices]
     if entries:
         _write(path, entries)
         shown.print(f"{len(entries)} entries written to {path}", highlight=False, soft_wrap=True)
@@ -101,7 +101,7 @@ def _cases(
     return cases
 
 
-def _entry(declared: Tunable, tuned: Tuned) -> Entry:
+def _entry(implementation: Implementation, declared: Tunable, tuned: Tuned) -> Entry:
     return Entry(
         device=jax.devices()[0].device_kind,
         key=declared.key(tuned.case),
@@ -110,7 +110,7 @@ def _entry(declared: Tunable, tuned: Tuned) -> Entry:
             "case": tuned.case.id,
             "date": datetime.date.today().isoformat(),
             "jax": jax.__version__,
-            "how": f"{common.command()}: candidates side by side, the slower half dropped in every stage",
+            "how": f"python -m conformance tune --impl={implementation.name} --case={tuned.case.id}",
             "knobs": {choice.knob: _told(choice) for choice in tuned.choices},
         },
     )
