@@ -146,6 +146,7 @@ REFUSED = [
     (["list", "cases", "--cases=train/f99"], "no case of the quick grid matches"),
     (["list", "cases", "--seed=-1"], "--seed must not be negative"),
     (["list", "cases", "--impl=nope"], "unknown implementation 'nope'"),
+    (["explore", "--impl=jax_nn_cudnn"], "jax_nn_cudnn cannot run here: cuDNN attention needs an NVIDIA GPU"),
     (["explain", "foo"], "'foo' is not a case id"),
     (["report", "absent.jsonl", "--report=x.html"], "absent.jsonl cannot be read: No such file"),
     (["report", "list.jsonl", "--report=x.html"], "list.jsonl:1 is not a conformance record"),
