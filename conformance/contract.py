@@ -21,6 +21,7 @@ import numpy as np
 
 from cases.case import FEATURES, Case
 from cases.masks import Dense, Lengths, LoadBalancedCausal, Mask, leaves
+from conformance.tunable import Tunable
 
 RESIDUALS = ("logsumexp", "max_logits")
 GRADIENTS = ("dq", "dk", "dv", "dsinks", "dbias")
@@ -91,6 +92,9 @@ class Implementation:
         `pltpu.InterpretParams`. It gets cases with one batch row only, since the interpreter has no `vmap`.
       checkpoint_names: names under which the residuals of the backward are tagged for `jax.checkpoint` policies.
       interpreted: True where this process runs the kernel in an interpreter instead of on its accelerator.
+      absent: why this process cannot run it at all, none if it can: its accelerator is missing and nothing interprets
+        it. Its cases are unjudged, for this reason.
+      tunable: block sizes and the like that `python -m conformance tune` may choose.
     """
 
     name: str
@@ -108,6 +112,8 @@ class Implementation:
     lower_mask: Lowering = structured_mask
     platform: str | None = None
     interpreted: bool = False
+    absent: str | None = None
+    tunable: Tunable | None = None
     variants: Mapping[str, Callable[..., Any]] = dataclasses.field(default_factory=dict)
     memory: Literal["linear"] | None = None
     native: Callable[..., Any] | None = None

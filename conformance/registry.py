@@ -24,6 +24,7 @@ _OURS = {
     "flash_gpu": "impls.flash_gpu",
     "flash_gpu_tf32": "impls.flash_gpu",
     "jax_nn_xla": "impls.upstream.jax_nn",
+    "jax_nn_cudnn": "impls.upstream.jax_nn",
     "jax_splash_tpu": "impls.upstream.jax_splash_tpu",
     "jax_splash_tpu_fused": "impls.upstream.jax_splash_tpu",
     "jax_flash_tpu": "impls.upstream.jax_flash_tpu",

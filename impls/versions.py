@@ -71,6 +71,12 @@ def runs_on(platform: str) -> bool:
     return jax.default_backend() == platform
 
 
+def compute_capability() -> tuple[int, ...] | None:
+    """Of the first GPU that this process computes on, `(9, 0)` for Hopper; None where it computes on none."""
+    capability = getattr(jax.devices()[0], "compute_capability", None)
+    return None if capability is None else tuple(int(part) for part in str(capability).split("."))
+
+
 def interpret_or(interpret: Any, platform: str) -> Any:
     """`interpret`, or by default the fast interpreter wherever the process does not compute on `platform`."""
     return not runs_on(platform) if interpret is None else interpret

@@ -138,9 +138,11 @@ def _exit_code(
     interrupted: bool,
     console: Console,
 ) -> int:
+    present = [implementation for implementation in implementations if implementation.absent is None]
+    # What cannot run here is shown as unjudged; it is no reason to fail a run that judged the others.
     standings = {
         implementation.name: summary.conformity([r for r in found if r.implementation == implementation.name])
-        for implementation in implementations
+        for implementation in present or implementations
     }
     if required and not any(r.platform == required and r.verdict in records.JUDGED for r in found):
         console.print(f"--require-platform={required}: nothing was judged there", style="red")

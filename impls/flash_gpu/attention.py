@@ -18,6 +18,7 @@ from impls.flash_gpu.block_sizes import BlockSizes, Tiles, look_up
 from impls.flash_gpu.forward import Outputs, forward
 from impls.flash_gpu.operands import Operands
 from impls.flash_gpu.schedule import Plan
+from impls.flash_gpu.tuning import tunable
 from impls.versions import interpret_or, runs_on
 
 Backend = Literal["triton", "mosaic"]
@@ -193,6 +194,7 @@ def implementation(
         },
         memory="linear",
         checkpoint_names=("out", "logsumexp"),
+        tunable=tunable(call),
     )
 
 
