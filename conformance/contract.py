@@ -20,7 +20,7 @@ from typing import Any, Literal
 import numpy as np
 
 from cases.case import FEATURES, Case
-from cases.masks import Dense, Lengths, LoadBalancedCausal, Mask, leaves
+from cases.masks import Dense, Indexer, Lengths, LoadBalancedCausal, Mask, leaves
 
 RESIDUALS = ("logsumexp", "max_logits")
 GRADIENTS = ("dq", "dk", "dv", "dsinks", "dbias")
@@ -49,14 +49,16 @@ class Arithmetic:
     residuals: Literal["f32", "input"] = "f32"
 
 
-Lowering = Callable[[Mask, int, int, int, int], tuple[Mapping[str, Hashable], Mapping[str, np.ndarray]]]
+Lowering = Callable[[Mask, int, int, int, int], tuple[Mapping[str, Hashable], Mapping[str, Any]]]
 
 
 def structured_mask(
     mask: Mask, batch: int, num_q_heads: int, q_length: int, kv_length: int
-) -> tuple[Mapping[str, Hashable], Mapping[str, np.ndarray]]:
-    """The default lowering: the call gets the mask object itself."""
+) -> tuple[Mapping[str, Hashable], Mapping[str, Any]]:
+    """The default lowering: the call gets the mask object itself, one with an `Indexer` as an operand to be traced."""
     del batch, num_q_heads, q_length, kv_length
+    if any(isinstance(leaf, Indexer) for leaf in leaves(mask)):
+        return {}, {"mask": mask}
     return {"mask": mask}, {}
 
 
@@ -91,6 +93,7 @@ class Implementation:
         `pltpu.InterpretParams`. It gets cases with one batch row only, since the interpreter has no `vmap`.
       checkpoint_names: names under which the residuals of the backward are tagged for `jax.checkpoint` policies.
       interpreted: True where this process runs the kernel in an interpreter instead of on its accelerator.
+      devices: how many devices a call takes; with fewer it is not judged.
     """
 
     name: str
@@ -114,6 +117,7 @@ class Implementation:
     under_interpreter: Callable[[Any], Callable[..., Any]] | None = None
     checkpoint_names: tuple[str, ...] = ()
     refuses_by_signature: bool = False
+    devices: int = 1
 
     def __post_init__(self) -> None:
         for field, names, known in (
