@@ -60,6 +60,7 @@ AXES: tuple[Axis, ...] = (
             "dense",
             "densehead",
             "densebatch",
+            "indexer",
         ),
     ),
     Axis("distribution", ("normal", "large", "small", "heavy", "dominant", "cancel", "ties", "knee", "huge")),
@@ -159,4 +160,5 @@ _MASKS: dict[str, Callable[[int, int, int], str]] = {
     "dense": lambda q, kv, batch: "dense-d40",
     "densehead": lambda q, kv, batch: "densehead-d40",
     "densebatch": lambda q, kv, batch: "densebatch-d40",
+    "indexer": lambda q, kv, batch: "indexer-d40",
 }

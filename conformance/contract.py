@@ -20,7 +20,7 @@ from typing import Any, Literal
 import numpy as np
 
 from cases.case import FEATURES, Case
-from cases.masks import Dense, Lengths, LoadBalancedCausal, Mask, leaves
+from cases.masks import Dense, Indexer, Lengths, LoadBalancedCausal, Mask, leaves
 from conformance.tunable import Tunable
 
 RESIDUALS = ("logsumexp", "max_logits")
@@ -50,14 +50,16 @@ class Arithmetic:
     residuals: Literal["f32", "input"] = "f32"
 
 
-Lowering = Callable[[Mask, int, int, int, int], tuple[Mapping[str, Hashable], Mapping[str, np.ndarray]]]
+Lowering = Callable[[Mask, int, int, int, int], tuple[Mapping[str, Hashable], Mapping[str, Any]]]
 
 
 def structured_mask(
     mask: Mask, batch: int, num_q_heads: int, q_length: int, kv_length: int
-) -> tuple[Mapping[str, Hashable], Mapping[str, np.ndarray]]:
-    """The default lowering: the call gets the mask object itself."""
+) -> tuple[Mapping[str, Hashable], Mapping[str, Any]]:
+    """The default lowering: the call gets the mask object itself, one with an `Indexer` as an operand to be traced."""
     del batch, num_q_heads, q_length, kv_length
+    if any(isinstance(leaf, Indexer) for leaf in leaves(mask)):
+        return {}, {"mask": mask}
     return {"mask": mask}, {}
 
 
@@ -95,6 +97,7 @@ class Implementation:
       absent: why this process cannot run it at all, none if it can: its accelerator is missing and nothing interprets
         it. Its cases are unjudged, for this reason.
       tunable: block sizes and the like that `python -m conformance tune` may choose.
+      devices: how many devices a call takes; with fewer it is not judged.
     """
 
     name: str
@@ -120,6 +123,7 @@ class Implementation:
     under_interpreter: Callable[[Any], Callable[..., Any]] | None = None
     checkpoint_names: tuple[str, ...] = ()
     refuses_by_signature: bool = False
+    devices: int = 1
 
     def __post_init__(self) -> None:
         for field, names, known in (

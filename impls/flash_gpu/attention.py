@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from cases.masks import Full, Mask
+from cases.masks import Full, Indexer, Mask, leaves
 from conformance.contract import Arithmetic, Implementation, validate_mask, validate_operands
 from impls.block_flash.blocks import varying_axes, varying_over
 from impls.flash_gpu.backward import backward
@@ -24,6 +24,7 @@ from impls.versions import interpret_or, runs_on
 Backend = Literal["triton", "mosaic"]
 Products = Literal["exact", "tf32"]
 
+UNSUPPORTED = {"indexer": "finds the tiles to visit before the program runs"}
 DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -76,12 +77,14 @@ def attention(
 
     Raises:
       ValueError: an operand, the mask or an option is not as above; the message names it.
-      NotImplementedError: the dtype is another one, or the back end is Mosaic.
+      NotImplementedError: the dtype is another one, the mask has an `Indexer`, or the back end is Mosaic.
     """
     validate_operands(q, k, v, segment_ids=segment_ids, soft_cap=soft_cap, sinks=sinks, bias=bias, scale=scale)
     batch, q_length, num_q_heads, head_dim = q.shape
     kv_length, num_kv_heads = k.shape[1:3]
     validate_mask(mask, batch, num_q_heads, q_length, kv_length)
+    if any(isinstance(leaf, Indexer) for leaf in leaves(mask)):
+        raise NotImplementedError(f"flash_gpu does not support indexer: it {UNSUPPORTED['indexer']}")
     choose_backend(backend)
     if str(q.dtype) not in DTYPES:
         raise NotImplementedError(f"flash_gpu does not support q, k and v in {q.dtype}, only in {', '.join(DTYPES)}")
@@ -183,6 +186,7 @@ def implementation(
         name=name,
         call=functools.partial(call, block_sizes=sizes),
         description=f"flash attention for GPUs in Pallas (Triton), {products} products of f32",
+        unsupported=UNSUPPORTED,
         arithmetic=Arithmetic(products="tf32" if products == "tf32" and on_gpu else "exact", probabilities="input"),
         empty_rows="zero",
         behind_mask="any",
