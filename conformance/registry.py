@@ -23,6 +23,8 @@ _OURS = {
     "splash_tpu_fused": "impls.splash_tpu",
     "flash_gpu": "impls.flash_gpu",
     "flash_gpu_tf32": "impls.flash_gpu",
+    "moba": "impls.moba",
+    "moba_dense": "impls.moba",
     "jax_nn_xla": "impls.upstream.jax_nn",
     "jax_splash_tpu": "impls.upstream.jax_splash_tpu",
     "jax_splash_tpu_fused": "impls.upstream.jax_splash_tpu",
