@@ -19,8 +19,9 @@ from typing import Any, Literal
 
 import numpy as np
 
-from cases.case import FEATURES, Case
+from cases.case import FEATURES, OPT_IN, Case
 from cases.masks import Dense, Indexer, Lengths, LoadBalancedCausal, Mask, leaves
+from cases.moba import depends_on_data
 from conformance.tunable import Tunable
 
 RESIDUALS = ("logsumexp", "max_logits")
@@ -73,6 +74,7 @@ class Implementation:
       description: one line for `list`.
       unsupported: feature name (`cases.case.FEATURES`) to the reason why it is not supported. A call that asks for
         such a feature must raise `NotImplementedError`.
+      offers: which of `cases.case.OPT_IN` it has; the others are unsupported without being named.
       supports_case: further limits, as `case -> reason or None`.
       arithmetic: how it computes.
       residuals: which of `RESIDUALS` it returns.
@@ -104,6 +106,7 @@ class Implementation:
     call: Callable[..., Any]
     description: str = ""
     unsupported: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    offers: frozenset[str] = frozenset()
     supports_case: Callable[[Case], str | None] | None = None
     arithmetic: Arithmetic = Arithmetic()
     residuals: frozenset[str] = frozenset(RESIDUALS)
@@ -128,6 +131,7 @@ class Implementation:
     def __post_init__(self) -> None:
         for field, names, known in (
             ("unsupported", self.unsupported, FEATURES),
+            ("offers", self.offers, OPT_IN),
             ("residuals", self.residuals, RESIDUALS),
             ("differentiable_residuals", self.differentiable_residuals, self.residuals),
             ("gradients", self.gradients, GRADIENTS),
@@ -140,6 +144,8 @@ class Implementation:
         for feature in case.features:
             if feature in self.unsupported:
                 return f"{feature}: {self.unsupported[feature]}"
+            if feature in OPT_IN and feature not in self.offers:
+                return f"{feature}: not declared ({FEATURES[feature]})"
         return self.supports_case(case) if self.supports_case else None
 
 
@@ -196,9 +202,12 @@ def validate_mask(mask: Any, batch: int, num_q_heads: int, q_length: int, kv_len
 
     Raises:
       ValueError: naming the mask, what it is and what it must be.
+      NotImplementedError: for a mask that depends on q and k, which needs a kernel of its own.
     """
     if not isinstance(mask, Mask):
         raise ValueError(f"mask must be a cases.masks.Mask, got {type(mask).__name__}; wrap booleans in Dense")
+    if depends_on_data(mask):
+        raise NotImplementedError("moba: this implementation takes no mask that depends on q and k")
     for leaf in leaves(mask):
         if isinstance(leaf, Dense):
             full = (batch, num_q_heads, q_length, kv_length)

@@ -30,6 +30,8 @@ _OURS = {
     "auto_flash_gpu": "impls.auto",
     "auto_dot_product": "impls.auto",
     "auto_block_flash": "impls.auto",
+    "moba": "impls.moba",
+    "moba_dense": "impls.moba",
     "jax_nn_xla": "impls.upstream.jax_nn",
     "jax_nn_cudnn": "impls.upstream.jax_nn",
     "jax_splash_tpu": "impls.upstream.jax_splash_tpu",
