@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 from absl import app, logging
 from absl.flags import argparse_flags
 
-from conformance import environment
+from conformance import environment, interrupts
 
 _DESCRIPTION = """\
 Is an attention implementation right? Judge its forward pass, its residuals and every gradient against a float64 oracle,
@@ -343,7 +343,8 @@ def main(arguments: argparse.Namespace) -> int:
     try:
         from conformance import commands  # imported late: it loads JAX
 
-        return commands.COMMANDS[arguments.command](arguments)
+        with interrupts.remembered():
+            return commands.COMMANDS[arguments.command](arguments)
     except CannotJudge as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

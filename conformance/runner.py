@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import jax
 
-from conformance import discrimination, records
+from conformance import discrimination, interrupts, records
 from conformance.checks import Check
 from conformance.checks.judgement import Judgement, unsupported
 from conformance.contract import Implementation
@@ -141,6 +141,7 @@ def _answers(check: Check, subject: Subject) -> list[Judgement]:
         found.append(
             Judgement(observable="all", verdict=records.ERROR, reason=f"{type(error).__name__}: {_first_line(error)}")
         )
+    interrupts.check()
     return found
 
 
