@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 
 import pytest
@@ -9,16 +10,17 @@ import pytest
 from conformance import interrupts
 
 
+def swallows() -> None:
+    with contextlib.suppress(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGINT)
+
+
 def test_an_interrupt_that_is_swallowed_is_raised_again() -> None:
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         with interrupts.remembered():
             interrupts.check()
-            with pytest.raises(RuntimeError, match="callback failed"):
-                try:
-                    signal.raise_signal(signal.SIGINT)
-                except KeyboardInterrupt as error:
-                    raise RuntimeError("callback failed") from error
+            swallows()
             with pytest.raises(KeyboardInterrupt):
                 interrupts.check()
         interrupts.check()
