@@ -82,6 +82,18 @@ def interpret_or(interpret: Any, platform: str) -> Any:
     return not runs_on(platform) if interpret is None else interpret
 
 
+def tpu_vmem_bytes() -> tuple[str, int] | None:
+    """Generation and VMEM of one core of the TPU that is traced for, as JAX has it; none if it knows no such chip.
+
+    That is the chip of the mesh in scope (`jax.sharding.use_abstract_mesh`), else of the process.
+    """
+    try:
+        info = pltpu.get_tpu_info()
+    except (ValueError, RuntimeError):  # another platform, or a chip of which JAX does not have the figures
+        return None
+    return str(info.chip_version), int(info.vmem_capacity_bytes)
+
+
 def default_products() -> Products:
     """How this process multiplies f32 operands at JAX's default precision."""
     return {"tpu": "bf16", "gpu": "tf32"}.get(jax.default_backend(), "exact")  # type: ignore[return-value] # literals
