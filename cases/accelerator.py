@@ -22,9 +22,9 @@ def _case(
     return Case(**{"dtype": "bf16", "mask": mask, **sizes, **named, **changes})
 
 
-# Every dtype that TPUs multiply, equal heads, groups and one key/value head, depths below, at and beyond the 128 lanes
-# and unequal ones, every kind of mask, every operand, lengths of 8 to 32 blocks of 128. The longest is forward only:
-# gradients take three times as long to compile.
+# Every dtype, equal heads, groups and one key/value head, depths below, at and beyond the 128 lanes and unequal ones,
+# every kind of mask, every operand, lengths of 8 to 32 blocks of 128 and one that no block divides. The longest is
+# forward only: gradients take three times as long to compile.
 _COMPILED = (
     _case(1024, (4, 4), (128, 128), "causal"),
     _case(1024, (4, 2), (64, 64), "full"),
@@ -43,6 +43,8 @@ _COMPILED = (
     _case(1024, (4, 2), (128, 128), "lengths-1000-300", batch=2),
     _case((512, 1024), (8, 2), (128, 128), "causal-o512", phase="prefill"),
     _case((1, 2048), (8, 2), (128, 128), "full", phase="decode"),
+    _case(1024, (4, 4), (64, 64), "causal", dtype="f16"),
+    _case(1000, (4, 2), (80, 48), "causal", dtype="f16", segments="seg"),
 )
 
 # Lengths from short to long with every depth, one kind of work over: what takes memory or time out of proportion shows.
