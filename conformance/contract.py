@@ -8,13 +8,20 @@ with q `[B, T, N, H]`, k `[B, S, K, H]`, v `[B, S, K, V]`, `mask` a `cases.masks
 `[B, T]` and `[B, S]`, sinks `[N]` f32, bias broadcastable to `[B, N, T, S]`. It returns `out [B, T, N, V]` in q's
 dtype, or `(out, residuals)` with `save_residuals=True`, where residuals maps `"logsumexp"` and `"max_logits"` to f32
 `[B, N, T]`.
+
+An implementation may also offer attention that is not normalised, as a part to be merged with others (section 4):
+
+    parts(q, k, v, *, mask, soft_cap=None, sinks=None, scale=None) -> (out, max, sum)
+
+f32 of `[B, T, N, V]`, `[B, T, N, 1]` and `[B, T, N, 1]`, with `out / sum` attention, and `max` the largest logit, the
+sink among them, that the others were shifted by; zero, -inf and zero where there is no key.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -94,6 +101,8 @@ class Implementation:
         call. It is compiled for every generation of the accelerator, on machines without one too.
       under_interpreter: `parameters -> call`: the canonical call run by JAX's TPU interpreter with these
         `pltpu.InterpretParams`. It gets cases with one batch row only, since the interpreter has no `vmap`.
+      parts: the call that gives a part (module docstring); the mask reaches it as `lower_mask` makes it.
+      merge: a sequence of parts to the part over the keys of all; none if it offers none of its own.
       checkpoint_names: names under which the residuals of the backward are tagged for `jax.checkpoint` policies.
       interpreted: True where this process runs the kernel in an interpreter instead of on its accelerator.
       absent: why this process cannot run it at all, none if it can: its accelerator is missing and nothing interprets
@@ -124,6 +133,8 @@ class Implementation:
     memory: Literal["linear"] | None = None
     native: Callable[..., Any] | None = None
     under_interpreter: Callable[[Any], Callable[..., Any]] | None = None
+    parts: Callable[..., Any] | None = None
+    merge: Callable[[Sequence[Any]], Any] | None = None
     checkpoint_names: tuple[str, ...] = ()
     refuses_by_signature: bool = False
     devices: int = 1
