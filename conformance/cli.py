@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 from absl import app, logging
 from absl.flags import argparse_flags
 
-from conformance import environment
+from conformance import environment, interrupts
 
 _DESCRIPTION = """\
 Is an attention implementation right? Judge its forward pass, its residuals and every gradient against a float64 oracle,
@@ -83,6 +83,7 @@ examples:
   python -m conformance sensitivity --report=sensitivity.html
   python -m conformance sensitivity --bank=my_tests.planted:BANK
   python -m conformance sensitivity --bug=returns-zeros --level=standard
+  python -m conformance sensitivity --new --save                # bugs added since the figures were kept
 
 A bank is a sequence of conformance.sensitivity.PlantedBug. Each bug is judged until two checks have seen it,
 beginning with the cases nearest to its trigger, and on the whole grid if none has.
@@ -230,12 +231,11 @@ def _add_sensitivity(commands: argparse._SubParsersAction[_CommandParser]) -> No
     adding = commands.add_parser("sensitivity", help=about, description=_sentence(about), epilog=_SENSITIVITY_EXAMPLES)
     adding.add_argument("--bank", metavar="MODULE:ATTRIBUTE", help="the bank (the one in pyproject.toml)")
     adding.add_argument("--bug", action="append", default=[], metavar="NAME", help="only this bug; may be repeated")
+    adding.add_argument("--new", action="store_true", help="only bugs without kept figures")
     adding.add_argument("--level", choices=("quick", "standard", "deep"), help="of the grid (quick)")
     adding.add_argument("--jobs", type=int, metavar="N", help="worker processes (one a core)")
     adding.add_argument("--report", metavar="FILE.html", help="write the page here")
-    adding.add_argument(
-        "--save", action="store_true", help="keep the figures: reports of every later run show them (a whole bank only)"
-    )
+    adding.add_argument("--save", action="store_true", help="keep the figures: reports of every later run show them")
 
 
 def _add_calibrate(commands: argparse._SubParsersAction[_CommandParser]) -> None:
@@ -343,7 +343,8 @@ def main(arguments: argparse.Namespace) -> int:
     try:
         from conformance import commands  # imported late: it loads JAX
 
-        return commands.COMMANDS[arguments.command](arguments)
+        with interrupts.remembered():
+            return commands.COMMANDS[arguments.command](arguments)
     except CannotJudge as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

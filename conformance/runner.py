@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import jax
 
-from conformance import discrimination, records
+from conformance import discrimination, interrupts, records
 from conformance.checks import Check
 from conformance.checks.judgement import Judgement, unsupported
 from conformance.contract import Implementation
@@ -56,6 +56,8 @@ class Runner:
             found = _absent(subject, absent)
         elif (reason := job.implementation.supports(job.case)) is not None:
             found = _declined(subject, job.checks, reason)
+        elif (count := len(jax.devices())) < job.implementation.devices:
+            found = iter([_record(subject, "devices", _too_few(job.implementation.devices, count), None, 0.0)])
         else:
             found = _judged(subject, job.checks)
         for record in found:
@@ -139,6 +141,7 @@ def _answers(check: Check, subject: Subject) -> list[Judgement]:
         found.append(
             Judgement(observable="all", verdict=records.ERROR, reason=f"{type(error).__name__}: {_first_line(error)}")
         )
+    interrupts.check()
     return found
 
 
@@ -155,6 +158,14 @@ def _declined(subject: Subject, checks: Iterable[Check], reason: str) -> Iterato
             start = time.perf_counter()
             for judgement in _answers(check, subject):
                 yield _record(subject, check.name, judgement, None, time.perf_counter() - start)
+
+
+def _too_few(needed: int, count: int) -> Judgement:
+    reason = (
+        f"{needed} devices are needed, there are {count}; on CPU, XLA_FLAGS must have "
+        f"--xla_force_host_platform_device_count={needed} (4 are set unless XLA_FLAGS is set already)"
+    )
+    return Judgement(observable="case", verdict=records.UNJUDGED, reason=reason)
 
 
 def _record(subject: Subject, check: str, judgement: Judgement, margin: float | None, seconds: float) -> Record:

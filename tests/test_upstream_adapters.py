@@ -17,10 +17,10 @@ from cases import masks
 from cases.case import FEATURES, parse
 from cases.inputs import Problem, draw, draw_cotangent
 from conformance.contract import Implementation
+from impls.features import mask_features
 from impls.upstream.jax_mha_gpu import attention as mha_gpu
 from impls.upstream.jax_nn import mask_arguments
 from impls.upstream.mask_flags import causal_flag
-from impls.upstream.refusals import mask_features
 
 MODULES = ("jax_nn", "jax_splash_tpu", "jax_flash_tpu", "jax_mha_gpu")
 TOLERANCE = {
@@ -216,7 +216,8 @@ def test_refuses_what_it_declares_unsupported(name: str) -> None:
         "lengths": {"mask": masks.Lengths((3, 4))},
         "dense": {"mask": masks.Dense(np.ones((128, 128), bool))},
         "dense_head": {"mask": masks.Dense(np.ones((1, 2, 128, 128), bool))},
-        "dense_batch": {"mask": masks.Indexer(np.ones((2, 1, 128, 128), bool))},
+        "dense_batch": {"mask": masks.Dense(np.ones((2, 1, 128, 128), bool))},
+        "indexer": {"mask": masks.Indexer(np.ones((2, 1, 128, 128), bool))},
         "offset": {"mask": masks.Causal(3)},
     }
     assert set(implementation.unsupported) <= set(asking)

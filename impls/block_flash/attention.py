@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from cases.masks import Full, Mask
+from cases.masks import Full, Indexer, Mask, known, leaves
 from conformance.contract import Arithmetic, Implementation, validate_mask, validate_operands
 from impls.block_flash.backward import backward
 from impls.block_flash.block_sizes import look_up, tunable
@@ -33,6 +33,7 @@ def attention(
     save_residuals: bool = False,
     block_q: int | None = None,
     block_kv: int | None = None,
+    out_dtype: Any = None,
 ) -> Any:
     """Softmax attention, `out_i = sum_j softmax_j(cap(scale <q_i, k_j> + bias_ij)) v_j` over the allowed `j`.
 
@@ -48,7 +49,7 @@ def attention(
       q: queries `[B, T, N, H]`.
       k: keys `[B, S, K, H]`, `N % K == 0`.
       v: values `[B, S, K, V]`.
-      mask: which pairs may attend.
+      mask: which pairs may attend; an `Indexer` in it may be traced, and has no block left out.
       segment_ids: int32 `[B, T]` and `[B, S]`; a pair attends only where they are equal.
       soft_cap: logits become `soft_cap * tanh(logits / soft_cap)`.
       sinks: `[N]`, one more logit in each query head's softmax denominator.
@@ -58,6 +59,7 @@ def attention(
       block_q: queries a block, at most all of them; the last block is padded inside. By default what was measured for
         the device and the lengths (`block_sizes.TABLE`), else 128.
       block_kv: keys a block, likewise.
+      out_dtype: of `out`, by default q's; f32 for results that are merged with others.
 
     Returns:
       `out [B, T, N, V]` in q's dtype, or `(out, {"logsumexp": ..., "max_logits": ...})`, both f32 `[B, N, T]`.
@@ -70,8 +72,11 @@ def attention(
     kv_length, num_kv_heads = k.shape[1:3]
     validate_mask(mask, batch, num_q_heads, q_length, kv_length)
     sizes = look_up(q_length, kv_length)
+    selected = None
+    if any(isinstance(leaf, Indexer) for leaf in leaves(mask)):
+        selected = jnp.asarray(mask.dense(q_length, kv_length))
     plan = Plan(
-        mask=mask,
+        mask=known(mask),
         num_q_heads=num_q_heads,
         num_kv_heads=num_kv_heads,
         q_length=q_length,
@@ -80,9 +85,10 @@ def attention(
         block_kv=min(sizes["block_kv"] if block_kv is None else block_kv, kv_length),
         scale=1 / math.sqrt(head_dim) if scale is None else float(scale),
         soft_cap=None if soft_cap is None else float(soft_cap),
-        segmented=segment_ids is not None,
+        out_dtype=jnp.dtype(q.dtype if out_dtype is None else out_dtype).name,
+        masked_at_run_time=segment_ids is not None or selected is not None,
     )
-    operands = jax.tree.map(jnp.asarray, Operands(q, k, v, bias, sinks, segment_ids))
+    operands = jax.tree.map(jnp.asarray, Operands(q, k, v, bias, sinks, segment_ids, selected))
     outputs = _attend(plan, varying_over(operands, varying_axes(operands)))
     if not save_residuals:
         return outputs.out
