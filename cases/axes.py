@@ -60,6 +60,7 @@ AXES: tuple[Axis, ...] = (
             "dense",
             "densehead",
             "densebatch",
+            "lengths_edges",
         ),
     ),
     Axis("distribution", ("normal", "large", "small", "heavy", "dominant", "cancel", "ties", "knee", "huge")),
@@ -82,6 +83,8 @@ def compatible(levels: Mapping[str, Any]) -> bool:
     lengths: Lengths | None = levels.get("lengths")
     if lengths is not None and lengths.q == 1 and levels.get("mask") in ("causal", "spans", "balanced"):
         return False  # with one query these leave one key, nothing to cut, or no chunks
+    if lengths is not None and lengths.phase != "decode" and levels.get("mask") == "lengths_edges":
+        return False  # what kernels for whole sequences do at the end of a block, other lengths ask
     if lengths is not None and lengths.q % 4 and levels.get("mask") == "balanced":
         return False  # four chunks of one size
     if levels.get("distribution") == "knee" and "soft_cap" in levels and levels["soft_cap"] is None:
@@ -146,6 +149,11 @@ def _lengths(q: int, kv: int, batch: int) -> str:
     return causal + "-".join(("lengths", *map(str, chosen)))
 
 
+def _lengths_edges(q: int, kv: int, batch: int) -> str:
+    # One key, and around the end of a block of any power of two up to 128.
+    return "-".join(("lengths", *map(str, {1: (1,), 2: (127, 129), 3: (128, 0, 1)}[batch])))
+
+
 _MASKS: dict[str, Callable[[int, int, int], str]] = {
     "full": lambda q, kv, batch: "full",
     "causal": lambda q, kv, batch: "causal",
@@ -159,4 +167,5 @@ _MASKS: dict[str, Callable[[int, int, int], str]] = {
     "dense": lambda q, kv, batch: "dense-d40",
     "densehead": lambda q, kv, batch: "densehead-d40",
     "densebatch": lambda q, kv, batch: "densebatch-d40",
+    "lengths_edges": _lengths_edges,
 }
