@@ -26,8 +26,10 @@ from typing import Any, Literal
 
 import numpy as np
 
-from cases.case import FEATURES, Case
-from cases.masks import Dense, Lengths, LoadBalancedCausal, Mask, leaves
+from cases.case import FEATURES, OPT_IN, Case
+from cases.masks import Dense, Indexer, Lengths, LoadBalancedCausal, Mask, leaves
+from cases.moba import depends_on_data
+from conformance.tunable import Tunable
 
 RESIDUALS = ("logsumexp", "max_logits")
 GRADIENTS = ("dq", "dk", "dv", "dsinks", "dbias")
@@ -56,14 +58,16 @@ class Arithmetic:
     residuals: Literal["f32", "input"] = "f32"
 
 
-Lowering = Callable[[Mask, int, int, int, int], tuple[Mapping[str, Hashable], Mapping[str, np.ndarray]]]
+Lowering = Callable[[Mask, int, int, int, int], tuple[Mapping[str, Hashable], Mapping[str, Any]]]
 
 
 def structured_mask(
     mask: Mask, batch: int, num_q_heads: int, q_length: int, kv_length: int
-) -> tuple[Mapping[str, Hashable], Mapping[str, np.ndarray]]:
-    """The default lowering: the call gets the mask object itself."""
+) -> tuple[Mapping[str, Hashable], Mapping[str, Any]]:
+    """The default lowering: the call gets the mask object itself, one with an `Indexer` as an operand to be traced."""
     del batch, num_q_heads, q_length, kv_length
+    if any(isinstance(leaf, Indexer) for leaf in leaves(mask)):
+        return {}, {"mask": mask}
     return {"mask": mask}, {}
 
 
@@ -77,6 +81,7 @@ class Implementation:
       description: one line for `list`.
       unsupported: feature name (`cases.case.FEATURES`) to the reason why it is not supported. A call that asks for
         such a feature must raise `NotImplementedError`.
+      offers: which of `cases.case.OPT_IN` it has; the others are unsupported without being named.
       supports_case: further limits, as `case -> reason or None`.
       arithmetic: how it computes.
       residuals: which of `RESIDUALS` it returns.
@@ -101,12 +106,17 @@ class Implementation:
       merge: a sequence of parts to the part over the keys of all; none if it offers none of its own.
       checkpoint_names: names under which the residuals of the backward are tagged for `jax.checkpoint` policies.
       interpreted: True where this process runs the kernel in an interpreter instead of on its accelerator.
+      absent: why this process cannot run it at all, none if it can: its accelerator is missing and nothing interprets
+        it. Its cases are unjudged, for this reason.
+      tunable: block sizes and the like that `python -m conformance tune` may choose.
+      devices: how many devices a call takes; with fewer it is not judged.
     """
 
     name: str
     call: Callable[..., Any]
     description: str = ""
     unsupported: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    offers: frozenset[str] = frozenset()
     supports_case: Callable[[Case], str | None] | None = None
     arithmetic: Arithmetic = Arithmetic()
     residuals: frozenset[str] = frozenset(RESIDUALS)
@@ -118,6 +128,8 @@ class Implementation:
     lower_mask: Lowering = structured_mask
     platform: str | None = None
     interpreted: bool = False
+    absent: str | None = None
+    tunable: Tunable | None = None
     variants: Mapping[str, Callable[..., Any]] = dataclasses.field(default_factory=dict)
     memory: Literal["linear"] | None = None
     native: Callable[..., Any] | None = None
@@ -126,10 +138,12 @@ class Implementation:
     merge: Callable[[Sequence[Any]], Any] | None = None
     checkpoint_names: tuple[str, ...] = ()
     refuses_by_signature: bool = False
+    devices: int = 1
 
     def __post_init__(self) -> None:
         for field, names, known in (
             ("unsupported", self.unsupported, FEATURES),
+            ("offers", self.offers, OPT_IN),
             ("residuals", self.residuals, RESIDUALS),
             ("differentiable_residuals", self.differentiable_residuals, self.residuals),
             ("gradients", self.gradients, GRADIENTS),
@@ -142,6 +156,8 @@ class Implementation:
         for feature in case.features:
             if feature in self.unsupported:
                 return f"{feature}: {self.unsupported[feature]}"
+            if feature in OPT_IN and feature not in self.offers:
+                return f"{feature}: not declared ({FEATURES[feature]})"
         return self.supports_case(case) if self.supports_case else None
 
 
@@ -198,9 +214,12 @@ def validate_mask(mask: Any, batch: int, num_q_heads: int, q_length: int, kv_len
 
     Raises:
       ValueError: naming the mask, what it is and what it must be.
+      NotImplementedError: for a mask that depends on q and k, which needs a kernel of its own.
     """
     if not isinstance(mask, Mask):
         raise ValueError(f"mask must be a cases.masks.Mask, got {type(mask).__name__}; wrap booleans in Dense")
+    if depends_on_data(mask):
+        raise NotImplementedError("moba: this implementation takes no mask that depends on q and k")
     for leaf in leaves(mask):
         if isinstance(leaf, Dense):
             full = (batch, num_q_heads, q_length, kv_length)
