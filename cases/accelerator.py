@@ -80,9 +80,19 @@ _INTERPRETED: tuple[tuple[Case, ...], ...] = (
 )
 
 
-def interpreted_cases(seed: int = 0, supports: Supports = lambda case: None) -> tuple[Case, ...]:
-    """The cases to run in the interpreter, of those that are supported."""
-    lines = ((dataclasses.replace(case, seed=seed) for case in line) for line in _INTERPRETED)
+# Where a program takes seconds, two of them: a query and a key block that are not whole, more key blocks than are in
+# flight at once, full and partial ones, and every operand that the kernels take.
+_INTERPRETED_GPU: tuple[tuple[Case, ...], ...] = (
+    (_case((100, 180), (2, 1), (128, 128), "causal-o80", phase="prefill", **_OPERANDS),),
+)
+
+
+def interpreted_cases(
+    seed: int = 0, supports: Supports = lambda case: None, platform: str | None = "tpu"
+) -> tuple[Case, ...]:
+    """The cases to run in the interpreter of an accelerator, of those that are supported."""
+    chosen = _INTERPRETED_GPU if platform == "gpu" else _INTERPRETED
+    lines = ((dataclasses.replace(case, seed=seed) for case in line) for line in chosen)
     found = (next((case for case in line if supports(case) is None), None) for line in lines)
     return tuple(case for case in found if case is not None)
 

@@ -99,8 +99,9 @@ class Implementation:
       memory: `"linear"` if the temporary memory of forward and backward grows no faster than the lengths.
       native: the canonical call lowered for `platform`'s real compiler, never interpreted; none if there is no such
         call. It is compiled for every generation of the accelerator, on machines without one too.
-      under_interpreter: `parameters -> call`: the canonical call run by JAX's TPU interpreter with these
-        `pltpu.InterpretParams`. It gets cases with one batch row only, since the interpreter has no `vmap`.
+      under_interpreter: `parameters -> call`: the canonical call run by JAX's interpreter of TPU kernels, or of
+        Mosaic GPU kernels, with these `InterpretParams` or `InterpretGPUParams`. It gets cases with one batch row only,
+        since the interpreter of TPU kernels has no `vmap`.
       parts: the call that gives a part (module docstring); the mask reaches it as `lower_mask` makes it.
       merge: a sequence of parts to the part over the keys of all; none if it offers none of its own.
       checkpoint_names: names under which the residuals of the backward are tagged for `jax.checkpoint` policies.

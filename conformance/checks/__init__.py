@@ -39,7 +39,8 @@ class Check:
     `"grid"`: every supported case; `"declined"`: one case for each unsupported feature; `"feature"`: one plain case for
     each supported feature; `"base"`: the plainest supported case; `"rich"`: the case with every supported operand;
     `"ensemble"`: one plain, long case in bf16 and one in f16; `"compiled"`: a few long cases of kernels for a platform
-    that has a compiler here (`conformance.compile_targets`); `"interpreted"`: two cases of TPU kernels.
+    that has a compiler here (`conformance.compile_targets`); `"interpreted"`: two cases of TPU kernels, one
+    of Mosaic GPU kernels.
 
     `compares` is false for a question that no value answers: its cases need not discriminate, and have no oracle.
     """
