@@ -60,6 +60,7 @@ AXES: tuple[Axis, ...] = (
             "dense",
             "densehead",
             "densebatch",
+            "indexer",
             "moba",
             "moba_fine",
             "moba_one",
@@ -173,6 +174,7 @@ _MASKS: dict[str, Callable[[int, int, int], str]] = {
     "dense": lambda q, kv, batch: "dense-d40",
     "densehead": lambda q, kv, batch: "densehead-d40",
     "densebatch": lambda q, kv, batch: "densebatch-d40",
+    "indexer": lambda q, kv, batch: "indexer-d40",
     "moba": _moba(5, 3),
     # Many chunks of 12 keys: with three distinct keys they are all the same, and gates tie.
     "moba_fine": lambda q, kv, batch: f"moba-12-4{_offset(kv - q)}",

@@ -153,6 +153,7 @@ FEATURES: dict[str, str] = {
     "dense": "any boolean mask, the same for every head and batch row",
     "dense_head": "a boolean mask for each head",
     "dense_batch": "a boolean mask for each batch row",
+    "indexer": "a selection of keys for each query, known at run time only",
     "moba": "mixture of block attention: chunks of keys chosen by q and k",
     "offset": "mask offset (absolute query positions)",
     "segment_ids": "segment ids of q and kv",

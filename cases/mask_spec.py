@@ -1,7 +1,7 @@
 """Mask specs: how a case id names a mask.
 
     full   causal   causal-o64   window-l31-r0   window-linf-r8-o2   chunked-32   spans-8-24-40-56   balanced-2
-    lengths-0-100   dense-d40   densehead-d40   densebatch-d40   moba-64-3   moba-64-3-o128
+    lengths-0-100   dense-d40   densehead-d40   densebatch-d40   indexer-d40   moba-64-3   moba-64-3-o128
 
 `-oN` is the offset, `-dP` the percentage of allowed pairs in a random mask; `moba-C-K` has chunks of `C` keys, of which
 a query takes `K`. Specs combine with `_and_` and `_or_`
@@ -23,6 +23,7 @@ from cases.masks import (
     Chunked,
     Dense,
     Full,
+    Indexer,
     Lengths,
     LoadBalancedCausal,
     Mask,
@@ -42,6 +43,7 @@ _TERMS = {
     "dense": re.compile(r"dense-d(\d+)"),
     "densehead": re.compile(r"densehead-d(\d+)"),
     "densebatch": re.compile(r"densebatch-d(\d+)"),
+    "indexer": re.compile(r"indexer-d(\d+)"),
     "moba": re.compile(r"moba-(\d+)-(\d+)(?:-o(\d+))?"),
 }
 _FEATURES = {"spans": "bidirectional", "densehead": "dense_head", "densebatch": "dense_batch"}
@@ -58,7 +60,7 @@ def _term(term: str, spec: str) -> tuple[str, tuple[str, ...]]:
             return kind, tuple(group or "" for group in found.groups())
     raise ValueError(
         f"{term!r} in mask {spec!r} is not a mask; known forms: full, causal[-oN], window-lL-rR[-oN], chunked-C[-oN], "
-        f"spans-A-B..., balanced-CP, lengths-L..., dense-dP, densehead-dP, densebatch-dP, moba-C-K[-oN]"
+        f"spans-A-B..., balanced-CP, lengths-L..., dense-dP, densehead-dP, densebatch-dP, indexer-dP, moba-C-K[-oN]"
     )
 
 
@@ -77,8 +79,8 @@ def build(spec: str, batch: int, num_q_heads: int, q_length: int, kv_length: int
     """The mask object that `spec` names at these sizes; random masks are drawn from `seed`."""
 
     def term(kind: str, arguments: tuple[str, ...]) -> Mask:
-        if kind.startswith("dense"):
-            b = batch if kind == "densebatch" else 1
+        if kind.startswith(("dense", "indexer")):
+            b = batch if kind in ("densebatch", "indexer") else 1
             n = num_q_heads if kind == "densehead" else 1
             array = _random(seed, (b, n, q_length, kv_length), int(arguments[0]))
             if array.shape[:2] != (1, 1):
@@ -86,7 +88,7 @@ def build(spec: str, batch: int, num_q_heads: int, q_length: int, kv_length: int
                 causal = np.tri(q_length, kv_length, max(0, kv_length - q_length), dtype=bool)
                 every_second = array[:, ::2] if kind == "densehead" else array[::2]
                 every_second &= causal
-            return Dense(array)
+            return Indexer(array) if kind == "indexer" else Dense(array)
         if kind == "lengths":
             lengths = _integers(arguments[0])
             if len(lengths) != batch or max(lengths) > kv_length:

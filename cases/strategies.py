@@ -172,7 +172,7 @@ def _term(draw: st.DrawFn, kind: str, batch: int, q_length: int, kv_length: int,
         missing = draw(st.lists(st.integers(0, kv_length), min_size=batch, max_size=batch))
         missing[-1] %= kv_length  # somebody sees something
         return "-".join(("lengths", *(str(kv_length - n) for n in missing)))
-    if kind.startswith("dense"):
+    if kind.startswith(("dense", "indexer")):
         return f"{kind}-d{draw(st.integers(10, 90))}"
     if kind == "moba":
         chunk, topk = draw(st.integers(1, kv_length + 8)), draw(st.integers(1, 6))

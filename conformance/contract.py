@@ -8,20 +8,28 @@ with q `[B, T, N, H]`, k `[B, S, K, H]`, v `[B, S, K, V]`, `mask` a `cases.masks
 `[B, T]` and `[B, S]`, sinks `[N]` f32, bias broadcastable to `[B, N, T, S]`. It returns `out [B, T, N, V]` in q's
 dtype, or `(out, residuals)` with `save_residuals=True`, where residuals maps `"logsumexp"` and `"max_logits"` to f32
 `[B, N, T]`.
+
+An implementation may also offer attention that is not normalised, as a part to be merged with others (section 4):
+
+    parts(q, k, v, *, mask, soft_cap=None, sinks=None, scale=None) -> (out, max, sum)
+
+f32 of `[B, T, N, V]`, `[B, T, N, 1]` and `[B, T, N, 1]`, with `out / sum` attention, and `max` the largest logit, the
+sink among them, that the others were shifted by; zero, -inf and zero where there is no key.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
 
 from cases.case import FEATURES, OPT_IN, Case
-from cases.masks import Dense, Lengths, LoadBalancedCausal, Mask, leaves
+from cases.masks import Dense, Indexer, Lengths, LoadBalancedCausal, Mask, leaves
 from cases.moba import depends_on_data
+from conformance.tunable import Tunable
 
 RESIDUALS = ("logsumexp", "max_logits")
 GRADIENTS = ("dq", "dk", "dv", "dsinks", "dbias")
@@ -50,14 +58,16 @@ class Arithmetic:
     residuals: Literal["f32", "input"] = "f32"
 
 
-Lowering = Callable[[Mask, int, int, int, int], tuple[Mapping[str, Hashable], Mapping[str, np.ndarray]]]
+Lowering = Callable[[Mask, int, int, int, int], tuple[Mapping[str, Hashable], Mapping[str, Any]]]
 
 
 def structured_mask(
     mask: Mask, batch: int, num_q_heads: int, q_length: int, kv_length: int
-) -> tuple[Mapping[str, Hashable], Mapping[str, np.ndarray]]:
-    """The default lowering: the call gets the mask object itself."""
+) -> tuple[Mapping[str, Hashable], Mapping[str, Any]]:
+    """The default lowering: the call gets the mask object itself, one with an `Indexer` as an operand to be traced."""
     del batch, num_q_heads, q_length, kv_length
+    if any(isinstance(leaf, Indexer) for leaf in leaves(mask)):
+        return {}, {"mask": mask}
     return {"mask": mask}, {}
 
 
@@ -91,8 +101,14 @@ class Implementation:
         call. It is compiled for every generation of the accelerator, on machines without one too.
       under_interpreter: `parameters -> call`: the canonical call run by JAX's TPU interpreter with these
         `pltpu.InterpretParams`. It gets cases with one batch row only, since the interpreter has no `vmap`.
+      parts: the call that gives a part (module docstring); the mask reaches it as `lower_mask` makes it.
+      merge: a sequence of parts to the part over the keys of all; none if it offers none of its own.
       checkpoint_names: names under which the residuals of the backward are tagged for `jax.checkpoint` policies.
       interpreted: True where this process runs the kernel in an interpreter instead of on its accelerator.
+      absent: why this process cannot run it at all, none if it can: its accelerator is missing and nothing interprets
+        it. Its cases are unjudged, for this reason.
+      tunable: block sizes and the like that `python -m conformance tune` may choose.
+      devices: how many devices a call takes; with fewer it is not judged.
     """
 
     name: str
@@ -111,12 +127,17 @@ class Implementation:
     lower_mask: Lowering = structured_mask
     platform: str | None = None
     interpreted: bool = False
+    absent: str | None = None
+    tunable: Tunable | None = None
     variants: Mapping[str, Callable[..., Any]] = dataclasses.field(default_factory=dict)
     memory: Literal["linear"] | None = None
     native: Callable[..., Any] | None = None
     under_interpreter: Callable[[Any], Callable[..., Any]] | None = None
+    parts: Callable[..., Any] | None = None
+    merge: Callable[[Sequence[Any]], Any] | None = None
     checkpoint_names: tuple[str, ...] = ()
     refuses_by_signature: bool = False
+    devices: int = 1
 
     def __post_init__(self) -> None:
         for field, names, known in (

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from cases.inputs import Cotangent, Problem
+from conformance import mask_tree  # noqa: F401  registers masks with JAX
 from conformance.contract import Implementation
 
 Arrays = Mapping[str, Any]

@@ -37,6 +37,7 @@ UNSUPPORTED = {
     "dense": ONLY_CAUSAL,
     "dense_head": ONLY_CAUSAL,
     "dense_batch": ONLY_CAUSAL,
+    "indexer": ONLY_CAUSAL,
     "offset": "takes no causal offset",
     "soft_cap": "takes no soft cap",
     "sinks": "takes no sinks",
@@ -173,6 +174,7 @@ def _implementation(backward: str) -> Implementation:
         empty_rows="undefined",
         platform="gpu",
         interpreted=not runs_on("gpu"),
+        native=functools.partial(attention, backward=backward, interpret=False),
     )
 
 
