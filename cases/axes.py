@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from cases.case import Case
+from cases.quantized import KV_CACHES
 
 
 @dataclasses.dataclass(frozen=True)
@@ -18,6 +19,7 @@ class Axis:
 
     name: str
     levels: tuple[Any, ...]
+    rare: bool = False  # for few implementations: the arrays of those that have only its first level do without it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,6 +79,7 @@ AXES: tuple[Axis, ...] = (
     Axis("soft_cap", (None, 2.0, 30.0)),
     Axis("sinks", (False, True)),
     Axis("scale", (None, 0.3)),
+    Axis("kv_cache", (None, *KV_CACHES), rare=True),
 )
 
 NAMES = tuple(axis.name for axis in AXES)
@@ -94,6 +97,8 @@ def compatible(levels: Mapping[str, Any]) -> bool:
             return False  # every query is at the position of a key
         if levels.get("distribution") == "huge":
             return False  # gates of 1e5 round by more than they differ: nearly no query has one right choice
+    if levels.get("kv_cache") is not None and lengths is not None and lengths.phase == "train":
+        return False  # a cache is read, not differentiated
     if levels.get("distribution") == "knee" and "soft_cap" in levels and levels["soft_cap"] is None:
         return False
     if levels.get("distribution") == "huge":
@@ -120,8 +125,12 @@ def assemble(levels: Mapping[str, Any], seed: int) -> Case:
         v_head_dim=v_head_dim,
         mask=_MASKS[levels["mask"]](lengths.q, lengths.kv, batch),
         seed=seed,
-        **{name: levels[name] for name in ("distribution", "bias", "dtype", "segments", "soft_cap", "sinks", "scale")},
+        **{name: levels[name] for name in _FIELDS},
     )
+
+
+# Axes whose levels are those of the field of the same name.
+_FIELDS = ("distribution", "bias", "dtype", "segments", "soft_cap", "sinks", "scale", "kv_cache")
 
 
 def _offset(value: int) -> str:
