@@ -67,6 +67,7 @@ AXES: tuple[Axis, ...] = (
             "moba_fine",
             "moba_one",
             "moba_all",
+            "lengths_edges",
         ),
     ),
     Axis("distribution", ("normal", "large", "small", "heavy", "dominant", "cancel", "ties", "knee", "huge")),
@@ -90,6 +91,8 @@ def compatible(levels: Mapping[str, Any]) -> bool:
     lengths: Lengths | None = levels.get("lengths")
     if lengths is not None and lengths.q == 1 and levels.get("mask") in ("causal", "spans", "balanced"):
         return False  # with one query these leave one key, nothing to cut, or no chunks
+    if lengths is not None and lengths.phase != "decode" and levels.get("mask") == "lengths_edges":
+        return False  # what kernels for whole sequences do at the end of a block, other lengths ask
     if lengths is not None and lengths.q % 4 and levels.get("mask") == "balanced":
         return False  # four chunks of one size
     if str(levels.get("mask")).startswith("moba"):
@@ -170,6 +173,11 @@ def _moba(pieces: int, topk: int) -> Callable[[int, int, int], str]:
     return lambda q, kv, batch: f"moba-{kv // pieces + 1}-{topk}{_offset(kv - q)}"
 
 
+def _lengths_edges(q: int, kv: int, batch: int) -> str:
+    # One key, and around the end of a block of any power of two up to 128.
+    return "-".join(("lengths", *map(str, {1: (1,), 2: (127, 129), 3: (128, 0, 1)}[batch])))
+
+
 _MASKS: dict[str, Callable[[int, int, int], str]] = {
     "full": lambda q, kv, batch: "full",
     "causal": lambda q, kv, batch: "causal",
@@ -189,4 +197,5 @@ _MASKS: dict[str, Callable[[int, int, int], str]] = {
     "moba_fine": lambda q, kv, batch: f"moba-12-4{_offset(kv - q)}",
     "moba_one": _moba(3, 1),
     "moba_all": _moba(4, 99),
+    "lengths_edges": _lengths_edges,
 }

@@ -139,6 +139,7 @@ def expect(
     *,
     empty_rows: EmptyRows = "zero",
     steps: Steps | None = None,
+    rounds_out: bool = True,
 ) -> Expectation:
     """Exact observables and their error bounds.
 
@@ -148,8 +149,10 @@ def expect(
       cotangents: the cotangents to give gradients for.
       empty_rows: what rows that may attend to nothing are declared to return.
       steps: how far keys and values may be from those of `problem`, where a cache stores them.
+      rounds_out: whether `out` is rounded to the operands' dtype at the end, or left in f32.
     """
     u = Roundoff.of(arithmetic, problem)
+    u = u if rounds_out else dataclasses.replace(u, out=U)
     batch, q_length, num_q_heads, _ = problem.q.shape
     rows = (batch, num_q_heads, q_length)
     shapes = {"out": (batch, q_length, num_q_heads, problem.v.shape[-1]), "logsumexp": rows, "max_logits": rows}

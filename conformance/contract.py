@@ -105,7 +105,8 @@ class Implementation:
         call. It is compiled for every generation of the accelerator, on machines without one too.
       under_interpreter: `parameters -> call`: the canonical call run by JAX's interpreter of TPU kernels, or of
         Mosaic GPU kernels, with these `InterpretParams` or `InterpretGPUParams`. It gets cases with one batch row only,
-        since the interpreter of TPU kernels has no `vmap`.
+        since the interpreter of TPU kernels has no `vmap`, and one of decode with lengths, where the kernel has a batch
+        axis of its own.
       parts: the call that gives a part (module docstring); the mask reaches it as `lower_mask` makes it.
       merge: a sequence of parts to the part over the keys of all; none if it offers none of its own.
       checkpoint_names: names under which the residuals of the backward are tagged for `jax.checkpoint` policies.

@@ -138,6 +138,10 @@ class Subject:
         """Whether it is the turn of this law, of those that are asked in turn."""
         return self.thorough or _LAWS[self._turn // 2 % len(_LAWS)] == law
 
+    def one_in(self, count: int) -> bool:
+        """Whether it is the case's turn for what one in `count` is asked."""
+        return self.thorough or self._turn // 8 % count == 0
+
     @property
     def any_random(self) -> str:
         """The name of a cotangent that reaches every row that is judged."""
