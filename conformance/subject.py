@@ -10,6 +10,7 @@ from typing import Literal
 
 import numpy as np
 
+from cases import quantized
 from cases.case import Case
 from cases.inputs import Cotangent, Problem, draw, draw_cotangent
 from conformance.bounds import Bounded, Expectation, expect
@@ -67,6 +68,21 @@ class Subject:
             list(self.cotangents.values()),
             empty_rows=self.empty_rows,
         )
+
+    @functools.cached_property
+    def before_storing(self) -> Expectation | None:
+        """What attention to the keys and values gives that a quantised cache was made of, none without one.
+
+        The bounds include what storing them costs.
+        """
+        stored = self.problem
+        if stored.kv_scales is None:
+            return None
+        pairs = zip((stored.k, stored.v), stored.kv_scales, strict=True)
+        k_steps, v_steps = (quantized.half_steps(*pair) for pair in pairs)
+        plain = draw(dataclasses.replace(self.case, kv_cache=None))
+        arithmetic = self.implementation.arithmetic
+        return expect(plain, arithmetic, empty_rows=self.empty_rows, steps=(k_steps, v_steps))
 
     def expected_gradients(self, cotangent: str) -> dict[str, Bounded]:
         """Expected gradients for the named cotangent."""

@@ -42,7 +42,8 @@ class Check:
     each supported feature; `"base"`: the plainest supported case; `"rich"`: the case with every supported operand;
     `"decoded"`: a sequence under each mask that has a meaning token by token, of those who support its pieces;
     `"ensemble"`: one plain, long case in bf16 and one in f16; `"compiled"`: a few long cases of kernels for a platform
-    that has a compiler here (`conformance.compile_targets`); `"interpreted"`: two cases of TPU kernels.
+    that has a compiler here (`conformance.compile_targets`); `"interpreted"`: two cases of TPU kernels, one
+    of Mosaic GPU kernels.
 
     `compares` is false for a question that no value answers: its cases need not discriminate, and have no oracle.
     """
