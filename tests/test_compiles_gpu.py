@@ -8,9 +8,12 @@ import importlib
 from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import pytest
 
 from cases.case import Case, parse
+from cases.masks import Full
 from conformance import compile_targets, plan, registry
 from conformance.checks import BY_NAME
 from conformance.compile_targets import GPU, targets_of
@@ -132,3 +135,11 @@ def test_gpu_kernels_are_asked_in_every_case_that_they_support() -> None:
     features = {feature for job in jobs for feature in job.case.features}
     assert features >= {"f16", "bf16", "f32", "gqa", "mqa", "bias", "sinks", "soft_cap", "segment_ids", "dense_head"}
     assert any(job.case.q_length % 128 for job in jobs)
+
+
+def test_upstream_mha_refuses_what_no_gpu_has_the_shared_memory_for() -> None:
+    native = registry.find("jax_mha_gpu").native
+    assert native is not None
+    x = jax.ShapeDtypeStruct((1, 256, 1, 128), jnp.float32)
+    with pytest.raises(NotImplementedError, match="needs 262144 bytes of shared memory, of which a GPU has 232448"):
+        jax.eval_shape(functools.partial(native, mask=Full()), x, x, x)
