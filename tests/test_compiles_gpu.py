@@ -52,7 +52,10 @@ def test_our_kernel_compiles_for_every_gpu_with_its_figures() -> None:
     for gpu in GPUS:
         figures = found[f"{gpu.name}.gradients_lse"].figures
         assert figures["compile_seconds"] > 0
-        assert 0 < figures["shared_bytes"] <= gpu.shared_memory_per_block
+        if gpu.name == "h100":
+            assert "shared_bytes" not in figures  # Mosaic's, of which it is not told
+        else:
+            assert 0 < figures["shared_bytes"] <= gpu.shared_memory_per_block
         # The saved out, values of a row and the schedule; not the 16 MB of T * S values in f32.
         assert figures["temporary_bytes"] < 4 * 1000 * 4 * 64 * 4
 
