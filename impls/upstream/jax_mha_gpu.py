@@ -24,7 +24,7 @@ from impls.versions import interpret_or, pallas_gpu_attention, runs_on
 
 BLOCK = 128  # `BlockSizes.get_default()`: forward blocks of 128, cut to shorter lengths,
 BACKWARD_BLOCK = 32  # and backward blocks of 32, likewise.
-ROW = 512  # bytes of q, beyond which no GPU has the shared memory that those blocks take
+SHARED_MEMORY = 227 * 1024  # bytes that a block may have on Hopper and Blackwell
 _NO_GROUPS = "needs as many key/value heads as query heads"
 _ONE_ARRAY = "takes one array of segment ids for queries and keys"
 UNSUPPORTED = {
@@ -95,7 +95,7 @@ def attention(
     causal = causal_flag(mask)
     refuse_because(name, _limit(causal, q.shape[1], k.shape[1], segment_ids is not None))
     if not interpret_or(interpret, "gpu"):
-        refuse_because(name, _memory_limit(q.shape[3], q.dtype.itemsize))
+        refuse_because(name, _memory_limit(max(q.shape[1], k.shape[1]), q.shape[3], q.dtype.itemsize))
     ids, same = (None, None) if segment_ids is None else _shared_ids(name, *segment_ids)
     kernel: Callable[..., Any] = functools.partial(
         pallas_gpu_attention().mha,
@@ -133,15 +133,16 @@ def _limits(case: Case, *, backward: str) -> str | None:
         return f"{_ONE_ARRAY}, and the padding of the two has different ids"
     reason = _limit(causal_flag(case_mask(case)), case.q_length, case.kv_length, case.segments is not None)
     if reason is None and runs_on("gpu"):
-        reason = _memory_limit(case.head_dim, 4 if case.dtype == "f32" else 2)
+        reason = _memory_limit(max(case.q_length, case.kv_length), case.head_dim, 4 if case.dtype == "f32" else 2)
     return reason or (_gradient_limit(backward, case.q_length, case.kv_length) if case.phase == "train" else None)
 
 
-def _memory_limit(head_dim: int, itemsize: int) -> str | None:
-    if head_dim * itemsize > ROW:
+def _memory_limit(length: int, head_dim: int, itemsize: int) -> str | None:
+    # As compiled for H100: 4 blocks, 256 KiB at depth 128 in f32 and 512 KiB at depth 256.
+    need = 4 * min(BLOCK, length) * head_dim * itemsize
+    if need > SHARED_MEMORY:
         return (
-            f"needs more shared memory than a GPU has for rows of more than {ROW} bytes: 512 KiB of at most 227 at "
-            f"depth 256 in f32; H={head_dim} has {head_dim * itemsize}"
+            f"needs {need} bytes of shared memory, of which a GPU has {SHARED_MEMORY}, for H={head_dim} in this dtype"
         )
     return None
 
