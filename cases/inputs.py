@@ -15,7 +15,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from cases import mask_spec
+from cases import front_ends, mask_spec
 from cases.case import Case
 from cases.counter_rng import integers, normal
 from cases.masks import Mask
@@ -94,7 +94,7 @@ class Cotangent:
 def draw(case: Case) -> Problem:
     """The operands of `case`."""
     dtype = DTYPES[case.dtype]
-    q, k, v = _queries_keys_values(case)
+    q, k, v = front_ends.apply(case.steps, draw_raw(case)) if case.steps else _queries_keys_values(case)
     mask = mask_spec.build(case.mask, case.batch, case.num_q_heads, case.q_length, case.kv_length, case.seed)
     problem = Problem(
         q=q.astype(dtype),
@@ -107,6 +107,19 @@ def draw(case: Case) -> Problem:
         scale=case.scale,
     )
     return dataclasses.replace(problem, sinks=_sinks(case, problem.allowed)) if case.sinks else problem
+
+
+def draw_raw(case: Case) -> front_ends.Raw:
+    """The raw projections that the front end of `case` makes its operands of."""
+    dtype = DTYPES[case.dtype]
+    q, k, v = (x.astype(dtype) for x in _queries_keys_values(case))
+    weights = {}
+    if "rms" in case.steps:
+        weights = {
+            name: (1 + 0.25 * normal(case.seed, name, (case.head_dim,))).astype(np.float32)
+            for name in ("q_norm", "k_norm")
+        }
+    return front_ends.Raw(q, k, None if "shared" in case.steps else v, **weights)
 
 
 def draw_cotangent(case: Case) -> Cotangent:

@@ -93,6 +93,7 @@ class Implementation:
         `pltpu.InterpretParams`. It gets cases with one batch row only, since the interpreter has no `vmap`.
       checkpoint_names: names under which the residuals of the backward are tagged for `jax.checkpoint` policies.
       interpreted: True where this process runs the kernel in an interpreter instead of on its accelerator.
+      front_end: a model's own front end in place of `conformance.front_ends.front_end`, with that one's signature.
       devices: how many devices a call takes; with fewer it is not judged.
     """
 
@@ -117,6 +118,7 @@ class Implementation:
     under_interpreter: Callable[[Any], Callable[..., Any]] | None = None
     checkpoint_names: tuple[str, ...] = ()
     refuses_by_signature: bool = False
+    front_end: Callable[..., Any] | None = None
     devices: int = 1
 
     def __post_init__(self) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 from cases.accelerator import compiled_cases, interpreted_cases
 from cases.case import Case, matches
+from cases.front_end_cases import front_end_cases
 from cases.grid import Supports, grid
 from cases.regressions import REGRESSIONS
 from conformance.checks import CHECKS, Check
@@ -96,6 +97,7 @@ def _jobs(
         "feature": found.singles[1:],
         "base": found.singles[:1],
         "rich": found.rich,
+        "front": front_end_cases(level, seed, implementation.supports),
         "ensemble": ensemble_cases(seed, implementation.supports),
         "interpreted": _to_interpret(implementation, seed),
         "compiled": _to_compile(implementation) if first else (),
@@ -178,6 +180,7 @@ def single(implementation: Implementation, case: Case, checks: Iterable[Check] =
 def _scopes_of(implementation: Implementation, case: Case, *, named: bool) -> set[str]:
     """The scopes beside the grid whose checks are asked of `case`."""
     ensemble = {"ensemble"} if case in ensemble_cases(case.seed, implementation.supports) else set()
+    ensemble |= {"front"} if case.steps else set()
     if named:
         compiled = {"compiled"} if targets_of(implementation.platform) else set()
         interpreted = {"interpreted"} if implementation.platform == "tpu" else set()

@@ -15,6 +15,7 @@ from conformance.checks import (
     differentiation,
     ensemble,
     forward,
+    front_end,
     gradients,
     independence,
     interpreter,
@@ -38,6 +39,7 @@ class Check:
 
     `"grid"`: every supported case; `"declined"`: one case for each unsupported feature; `"feature"`: one plain case for
     each supported feature; `"base"`: the plainest supported case; `"rich"`: the case with every supported operand;
+    `"front"`: cases whose operands come out of a model's front end;
     `"ensemble"`: one plain, long case in bf16 and one in f16; `"compiled"`: a few long cases of kernels for a platform
     that has a compiler here (`conformance.compile_targets`); `"interpreted"`: two cases of TPU kernels.
 
@@ -75,6 +77,7 @@ CHECKS: tuple[Check, ...] = (
     Check("differentiation", "rich", differentiation.differentiation),
     Check("transforms", "rich", transforms.transforms),
     Check("sharding", "rich", sharding.sharding),
+    Check("front_end", "front", front_end.front_end),
     Check("ensemble", "ensemble", ensemble.ensemble),
     Check("interpreter", "interpreted", interpreter.interpreter),
     Check("compiles", "compiled", compiles.compiles, compares=False),
