@@ -22,9 +22,9 @@ def _case(
     return Case(**{"dtype": "bf16", "mask": mask, **sizes, **named, **changes})
 
 
-# Every dtype that TPUs multiply, equal heads, groups and one key/value head, depths below, at and beyond the 128 lanes
-# and unequal ones, every kind of mask, every operand, lengths of 8 to 32 blocks of 128. The longest is forward only:
-# gradients take three times as long to compile.
+# Every dtype, equal heads, groups and one key/value head, depths below, at and beyond the 128 lanes and unequal ones,
+# every kind of mask, every operand, lengths of 8 to 32 blocks of 128 and one that no block divides. The longest is
+# forward only: gradients take three times as long to compile.
 _COMPILED = (
     _case(1024, (4, 4), (128, 128), "causal"),
     _case(1024, (4, 2), (64, 64), "full"),
@@ -43,8 +43,19 @@ _COMPILED = (
     _case(1024, (4, 2), (128, 128), "lengths-1000-300", batch=2),
     _case((512, 1024), (8, 2), (128, 128), "causal-o512", phase="prefill"),
     _case((1, 2048), (8, 2), (128, 128), "full", phase="decode"),
+    _case(1024, (4, 4), (64, 64), "causal", dtype="f16"),
+    _case(1000, (4, 2), (80, 48), "causal", dtype="f16", segments="seg"),
 )
 
+# Lengths from short to long with every depth, one kind of work over: what takes memory or time out of proportion shows.
+_LENGTHS = (1024, 2048, 4096, 8192, 16384, 32768)
+_DEPTHS = ((64, 64), (128, 128), (192, 128), (256, 256))
+_SWEPT = tuple(
+    _case(length, (2, 1), depths, mask)
+    for mask in ("causal", "window-l1023-r0")
+    for depths in _DEPTHS
+    for length in _LENGTHS
+)
 
 # Two lines of alternatives, of each the first that is supported: with gradients and all operands, and forward only
 # under a mask that hides whole blocks. Four key blocks of 128, in whose order a sum can go wrong, two query blocks and
@@ -76,6 +87,6 @@ def interpreted_cases(seed: int = 0, supports: Supports = lambda case: None) -> 
     return tuple(case for case in found if case is not None)
 
 
-def compiled_cases(supports: Supports = lambda case: None) -> tuple[Case, ...]:
-    """The cases to compile, of those that are supported."""
-    return tuple(case for case in _COMPILED if supports(case) is None)
+def compiled_cases(supports: Supports = lambda case: None, *, sweep: bool = False) -> tuple[Case, ...]:
+    """The cases to compile, of those that are supported; with `sweep` also 1024 to 32768 long with every depth."""
+    return tuple(case for case in _COMPILED + (_SWEPT if sweep else ()) if supports(case) is None)

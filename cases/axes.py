@@ -61,6 +61,10 @@ AXES: tuple[Axis, ...] = (
             "densehead",
             "densebatch",
             "indexer",
+            "moba",
+            "moba_fine",
+            "moba_one",
+            "moba_all",
         ),
     ),
     Axis("distribution", ("normal", "large", "small", "heavy", "dominant", "cancel", "ties", "knee", "huge")),
@@ -85,6 +89,11 @@ def compatible(levels: Mapping[str, Any]) -> bool:
         return False  # with one query these leave one key, nothing to cut, or no chunks
     if lengths is not None and lengths.q % 4 and levels.get("mask") == "balanced":
         return False  # four chunks of one size
+    if str(levels.get("mask")).startswith("moba"):
+        if lengths is not None and lengths.q > lengths.kv:
+            return False  # every query is at the position of a key
+        if levels.get("distribution") == "huge":
+            return False  # gates of 1e5 round by more than they differ: nearly no query has one right choice
     if levels.get("distribution") == "knee" and "soft_cap" in levels and levels["soft_cap"] is None:
         return False
     if levels.get("distribution") == "huge":
@@ -147,6 +156,11 @@ def _lengths(q: int, kv: int, batch: int) -> str:
     return causal + "-".join(("lengths", *map(str, chosen)))
 
 
+def _moba(pieces: int, topk: int) -> Callable[[int, int, int], str]:
+    """Chunks that cut the keys in about `pieces`, the last one shorter."""
+    return lambda q, kv, batch: f"moba-{kv // pieces + 1}-{topk}{_offset(kv - q)}"
+
+
 _MASKS: dict[str, Callable[[int, int, int], str]] = {
     "full": lambda q, kv, batch: "full",
     "causal": lambda q, kv, batch: "causal",
@@ -161,4 +175,9 @@ _MASKS: dict[str, Callable[[int, int, int], str]] = {
     "densehead": lambda q, kv, batch: "densehead-d40",
     "densebatch": lambda q, kv, batch: "densebatch-d40",
     "indexer": lambda q, kv, batch: "indexer-d40",
+    "moba": _moba(5, 3),
+    # Many chunks of 12 keys: with three distinct keys they are all the same, and gates tie.
+    "moba_fine": lambda q, kv, batch: f"moba-12-4{_offset(kv - q)}",
+    "moba_one": _moba(3, 1),
+    "moba_all": _moba(4, 99),
 }

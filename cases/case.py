@@ -164,6 +164,7 @@ FEATURES: dict[str, str] = {
     "dense_head": "a boolean mask for each head",
     "dense_batch": "a boolean mask for each batch row",
     "indexer": "a selection of keys for each query, known at run time only",
+    "moba": "mixture of block attention: chunks of keys chosen by q and k",
     "offset": "mask offset (absolute query positions)",
     "segment_ids": "segment ids of q and kv",
     "soft_cap": "soft cap of the logits",
@@ -173,6 +174,10 @@ FEATURES: dict[str, str] = {
     "v_head_dim": "value depth other than key depth",
     "unequal_lengths": "T != S",
 }
+
+
+OPT_IN = frozenset({"moba"})
+"""Features that only an implementation which says so is taken to have: they need an algorithm of their own."""
 
 
 def parse(text: str) -> Case:

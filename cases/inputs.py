@@ -15,7 +15,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from cases import front_ends, mask_spec
+from cases import front_ends, mask_spec, moba
 from cases.case import Case
 from cases.counter_rng import integers, normal
 from cases.masks import Mask
@@ -30,6 +30,8 @@ DTYPES: dict[str, np.dtype] = {
 _LOGIT_SPREAD = {"small": 0.3, "large": 4.0, "ties": 2.0, "dominant": 0.5}
 # A tanh bends visibly from about half its cap on.
 _SPREAD_PER_CAP = 0.6
+# Queries that leave no choice in doubt are found in the first or second draw, but for values that leave little room.
+_ATTEMPTS = 8
 # Beyond the largest float16, 65504.
 _HUGE_LOGIT = 6.6e4
 
@@ -54,9 +56,14 @@ class Problem:
         return 1 / math.sqrt(self.q.shape[-1]) if self.scale is None else self.scale
 
     @functools.cached_property
+    def resolved_mask(self) -> Mask:
+        """The mask with what q and k have to say in it."""
+        return moba.resolve(self.mask, self.q, self.k)
+
+    @functools.cached_property
     def allowed(self) -> np.ndarray:
         """Mask and segment ids together, booleans `[b, n, T, S]` with `b` and `n` 1 where nothing differs."""
-        allowed = self.mask.dense(self.q.shape[1], self.k.shape[1])
+        allowed = self.resolved_mask.dense(self.q.shape[1], self.k.shape[1])
         if self.segment_ids is not None:
             q_ids, kv_ids = self.segment_ids
             allowed = allowed & (q_ids[:, None, :, None] == kv_ids[:, None, None, :])
@@ -71,10 +78,31 @@ class Problem:
     @functools.cached_property
     def dead_keys(self) -> np.ndarray:
         """Keys that no query may attend to, booleans `[B, S, K]`."""
+        return np.logical_not(self._by_kv_head(self.allowed))
+
+    @functools.cached_property
+    def unread_keys(self) -> np.ndarray:
+        """Dead keys that have no say either in what a query attends to, booleans `[B, S, K]`."""
+        return self.dead_keys & ~self._by_kv_head(self.choosing)
+
+    @functools.cached_property
+    def choosing(self) -> np.ndarray:
+        """Whether key `j` has a say in what query `i` attends to, booleans `[1, 1, T, S]`."""
+        chosen = [choice.choosing for choice in moba.choices(self.resolved_mask)]
+        none = np.zeros((1, 1, self.q.shape[1], self.k.shape[1]), bool)
+        return functools.reduce(np.logical_or, chosen, none)
+
+    @functools.cached_property
+    def decided(self) -> np.ndarray:
+        """Queries whose choice of keys no rounding can change, booleans `[B, N, T]`."""
+        every = np.ones((self.q.shape[0], self.q.shape[2], self.q.shape[1]), bool)
+        return functools.reduce(np.logical_and, (c.decided for c in moba.choices(self.resolved_mask)), every)
+
+    def _by_kv_head(self, pairs: np.ndarray) -> np.ndarray:
+        """Keys of some pair of `pairs [b, n, T, S]`, `[B, S, K]`."""
         batch, kv_length, num_kv_heads, _ = self.k.shape
-        seen = np.broadcast_to(np.any(self.allowed, axis=2), (batch, self.q.shape[2], kv_length))
-        by_kv_head = np.any(seen.reshape(batch, num_kv_heads, -1, kv_length), axis=2)
-        return np.logical_not(np.moveaxis(by_kv_head, 1, 2))
+        seen = np.broadcast_to(np.any(pairs, axis=2), (batch, self.q.shape[2], kv_length))
+        return np.moveaxis(np.any(seen.reshape(batch, num_kv_heads, -1, kv_length), axis=2), 1, 2)
 
     def without(self, operand: str) -> Problem:
         """The same problem without an optional operand."""
@@ -92,27 +120,43 @@ class Cotangent:
 
 
 def draw(case: Case) -> Problem:
-    """The operands of `case`."""
+    """The operands of `case`.
+
+    Where queries choose their keys (`cases.moba`), they are drawn anew while rounding could change a choice: such a
+    case has more than one answer.
+    """
+    for attempt in range(_ATTEMPTS):
+        problem = _drawn(case, attempt)
+        if problem.decided.all():
+            break
+    return dataclasses.replace(problem, sinks=_sinks(case, problem.allowed)) if case.sinks else problem
+
+
+def _drawn(case: Case, attempt: int) -> Problem:
+    """The operands without sinks; `attempt` chooses among queries."""
     dtype = DTYPES[case.dtype]
-    q, k, v = front_ends.apply(case.steps, draw_raw(case)) if case.steps else _queries_keys_values(case)
+    if case.steps:
+        operands = front_ends.apply(case.steps, draw_raw(case, attempt))
+    else:
+        operands = _queries_keys_values(case, attempt)
+    q, k, v = (x.astype(dtype) for x in operands)
     mask = mask_spec.build(case.mask, case.batch, case.num_q_heads, case.q_length, case.kv_length, case.seed)
-    problem = Problem(
-        q=q.astype(dtype),
-        k=k.astype(dtype),
-        v=v.astype(dtype),
+    return Problem(
+        q=q,
+        k=k,
+        v=v,
         mask=mask,
-        segment_ids=_segment_ids(case, mask),
+        segment_ids=_segment_ids(case, moba.resolve(mask, q, k)),
         soft_cap=case.soft_cap,
         bias=_bias(case),
         scale=case.scale,
     )
-    return dataclasses.replace(problem, sinks=_sinks(case, problem.allowed)) if case.sinks else problem
 
 
-def draw_raw(case: Case) -> front_ends.Raw:
+def draw_raw(case: Case, attempt: int = 0) -> front_ends.Raw:
     """The raw projections that the front end of `case` makes its operands of."""
     dtype = DTYPES[case.dtype]
-    q, k, v = (x.astype(dtype) for x in _queries_keys_values(case))
+    q, k, v = (x.astype(dtype) for x in _queries_keys_values(case, attempt))
     weights = {}
     if "rms" in case.steps:
         weights = {
@@ -136,9 +180,9 @@ def _logit_spread(case: Case) -> float:
     return case.soft_cap if case.distribution == "knee" else max(spread, _SPREAD_PER_CAP * case.soft_cap)
 
 
-def _queries_keys_values(case: Case) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _queries_keys_values(case: Case, attempt: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """q `[B, T, N, H]`, k `[B, S, K, H]`, v `[B, S, K, V]` in float64."""
-    q = normal(case.seed, "q", (case.batch, case.q_length, case.num_q_heads, case.head_dim))
+    q = normal(case.seed, f"q{attempt or ''}", (case.batch, case.q_length, case.num_q_heads, case.head_dim))
     k = normal(case.seed, "k", (case.batch, case.kv_length, case.num_kv_heads, case.head_dim))
     v = normal(case.seed, "v", (case.batch, case.kv_length, case.num_kv_heads, case.v_head_dim))
     scale = 1 / math.sqrt(case.head_dim) if case.scale is None else case.scale

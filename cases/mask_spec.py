@@ -1,9 +1,10 @@
 """Mask specs: how a case id names a mask.
 
     full   causal   causal-o64   window-l31-r0   window-linf-r8-o2   chunked-32   spans-8-24-40-56   balanced-2
-    lengths-0-100   dense-d40   densehead-d40   densebatch-d40   indexer-d40
+    lengths-0-100   dense-d40   densehead-d40   densebatch-d40   indexer-d40   moba-64-3   moba-64-3-o128
 
-`-oN` is the offset, `-dP` the percentage of allowed pairs in a random mask. Specs combine with `_and_` and `_or_`
+`-oN` is the offset, `-dP` the percentage of allowed pairs in a random mask; `moba-C-K` has chunks of `C` keys, of which
+a query takes `K`. Specs combine with `_and_` and `_or_`
 (`_and_` binds tighter): `causal_or_spans-8-24`.
 """
 
@@ -28,6 +29,7 @@ from cases.masks import (
     Mask,
     Window,
 )
+from cases.moba import Moba
 
 _OFFSET = r"(?:-o(-?\d+))?"
 _TERMS = {
@@ -42,6 +44,7 @@ _TERMS = {
     "densehead": re.compile(r"densehead-d(\d+)"),
     "densebatch": re.compile(r"densebatch-d(\d+)"),
     "indexer": re.compile(r"indexer-d(\d+)"),
+    "moba": re.compile(r"moba-(\d+)-(\d+)(?:-o(\d+))?"),
 }
 _FEATURES = {"spans": "bidirectional", "densehead": "dense_head", "densebatch": "dense_batch"}
 
@@ -57,7 +60,7 @@ def _term(term: str, spec: str) -> tuple[str, tuple[str, ...]]:
             return kind, tuple(group or "" for group in found.groups())
     raise ValueError(
         f"{term!r} in mask {spec!r} is not a mask; known forms: full, causal[-oN], window-lL-rR[-oN], chunked-C[-oN], "
-        f"spans-A-B..., balanced-CP, lengths-L..., dense-dP, densehead-dP, densebatch-dP, indexer-dP"
+        f"spans-A-B..., balanced-CP, lengths-L..., dense-dP, densehead-dP, densebatch-dP, indexer-dP, moba-C-K[-oN]"
     )
 
 
@@ -66,7 +69,7 @@ def features(spec: str) -> list[str]:
     found: list[str] = []
     for kind, arguments in (term for group in parse(spec) for term in group):
         found.append(_FEATURES.get(kind, kind))
-        if kind in ("causal", "window", "chunked") and arguments[-1] not in ("", "0"):
+        if kind in ("causal", "window", "chunked", "moba") and arguments[-1] not in ("", "0"):
             found.append("offset")
     return list(dict.fromkeys(found))
 
@@ -93,6 +96,10 @@ def build(spec: str, batch: int, num_q_heads: int, q_length: int, kv_length: int
             return Lengths(lengths)
         if kind == "balanced":
             return LoadBalancedCausal(int(arguments[0]), q_length)
+        if kind == "moba":
+            mask = Moba(*map(_int, arguments))
+            mask.check_lengths(q_length, kv_length)
+            return mask
         return _FORMULAS[kind](*arguments)
 
     return functools.reduce(

@@ -8,19 +8,28 @@ with q `[B, T, N, H]`, k `[B, S, K, H]`, v `[B, S, K, V]`, `mask` a `cases.masks
 `[B, T]` and `[B, S]`, sinks `[N]` f32, bias broadcastable to `[B, N, T, S]`. It returns `out [B, T, N, V]` in q's
 dtype, or `(out, residuals)` with `save_residuals=True`, where residuals maps `"logsumexp"` and `"max_logits"` to f32
 `[B, N, T]`.
+
+An implementation may also offer attention that is not normalised, as a part to be merged with others (section 4):
+
+    parts(q, k, v, *, mask, soft_cap=None, sinks=None, scale=None) -> (out, max, sum)
+
+f32 of `[B, T, N, V]`, `[B, T, N, 1]` and `[B, T, N, 1]`, with `out / sum` attention, and `max` the largest logit, the
+sink among them, that the others were shifted by; zero, -inf and zero where there is no key.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
 
-from cases.case import FEATURES, Case
+from cases.case import FEATURES, OPT_IN, Case
 from cases.masks import Dense, Indexer, Lengths, LoadBalancedCausal, Mask, leaves
+from cases.moba import depends_on_data
+from conformance.tunable import Tunable
 
 RESIDUALS = ("logsumexp", "max_logits")
 GRADIENTS = ("dq", "dk", "dv", "dsinks", "dbias")
@@ -72,6 +81,7 @@ class Implementation:
       description: one line for `list`.
       unsupported: feature name (`cases.case.FEATURES`) to the reason why it is not supported. A call that asks for
         such a feature must raise `NotImplementedError`.
+      offers: which of `cases.case.OPT_IN` it has; the others are unsupported without being named.
       supports_case: further limits, as `case -> reason or None`.
       arithmetic: how it computes.
       residuals: which of `RESIDUALS` it returns.
@@ -91,9 +101,14 @@ class Implementation:
         call. It is compiled for every generation of the accelerator, on machines without one too.
       under_interpreter: `parameters -> call`: the canonical call run by JAX's TPU interpreter with these
         `pltpu.InterpretParams`. It gets cases with one batch row only, since the interpreter has no `vmap`.
+      parts: the call that gives a part (module docstring); the mask reaches it as `lower_mask` makes it.
+      merge: a sequence of parts to the part over the keys of all; none if it offers none of its own.
       checkpoint_names: names under which the residuals of the backward are tagged for `jax.checkpoint` policies.
       interpreted: True where this process runs the kernel in an interpreter instead of on its accelerator.
       front_end: a model's own front end in place of `conformance.front_ends.front_end`, with that one's signature.
+      absent: why this process cannot run it at all, none if it can: its accelerator is missing and nothing interprets
+        it. Its cases are unjudged, for this reason.
+      tunable: block sizes and the like that `python -m conformance tune` may choose.
       devices: how many devices a call takes; with fewer it is not judged.
     """
 
@@ -101,6 +116,7 @@ class Implementation:
     call: Callable[..., Any]
     description: str = ""
     unsupported: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    offers: frozenset[str] = frozenset()
     supports_case: Callable[[Case], str | None] | None = None
     arithmetic: Arithmetic = Arithmetic()
     residuals: frozenset[str] = frozenset(RESIDUALS)
@@ -112,10 +128,14 @@ class Implementation:
     lower_mask: Lowering = structured_mask
     platform: str | None = None
     interpreted: bool = False
+    absent: str | None = None
+    tunable: Tunable | None = None
     variants: Mapping[str, Callable[..., Any]] = dataclasses.field(default_factory=dict)
     memory: Literal["linear"] | None = None
     native: Callable[..., Any] | None = None
     under_interpreter: Callable[[Any], Callable[..., Any]] | None = None
+    parts: Callable[..., Any] | None = None
+    merge: Callable[[Sequence[Any]], Any] | None = None
     checkpoint_names: tuple[str, ...] = ()
     refuses_by_signature: bool = False
     front_end: Callable[..., Any] | None = None
@@ -124,6 +144,7 @@ class Implementation:
     def __post_init__(self) -> None:
         for field, names, known in (
             ("unsupported", self.unsupported, FEATURES),
+            ("offers", self.offers, OPT_IN),
             ("residuals", self.residuals, RESIDUALS),
             ("differentiable_residuals", self.differentiable_residuals, self.residuals),
             ("gradients", self.gradients, GRADIENTS),
@@ -136,6 +157,8 @@ class Implementation:
         for feature in case.features:
             if feature in self.unsupported:
                 return f"{feature}: {self.unsupported[feature]}"
+            if feature in OPT_IN and feature not in self.offers:
+                return f"{feature}: not declared ({FEATURES[feature]})"
         return self.supports_case(case) if self.supports_case else None
 
 
@@ -192,9 +215,12 @@ def validate_mask(mask: Any, batch: int, num_q_heads: int, q_length: int, kv_len
 
     Raises:
       ValueError: naming the mask, what it is and what it must be.
+      NotImplementedError: for a mask that depends on q and k, which needs a kernel of its own.
     """
     if not isinstance(mask, Mask):
         raise ValueError(f"mask must be a cases.masks.Mask, got {type(mask).__name__}; wrap booleans in Dense")
+    if depends_on_data(mask):
+        raise NotImplementedError("moba: this implementation takes no mask that depends on q and k")
     for leaf in leaves(mask):
         if isinstance(leaf, Dense):
             full = (batch, num_q_heads, q_length, kv_length)

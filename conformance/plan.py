@@ -26,6 +26,7 @@ _ENSEMBLE = (
     (512, 512, 2, 2, "full"),
     (512, 512, 2, 1, "causal"),
     (512, 512, 2, 2, "causal"),
+    (512, 512, 2, 2, "moba-64-8"),
 )
 
 
@@ -100,7 +101,7 @@ def _jobs(
         "front": front_end_cases(level, seed, implementation.supports),
         "ensemble": ensemble_cases(seed, implementation.supports),
         "interpreted": _to_interpret(implementation, seed),
-        "compiled": _to_compile(implementation) if first else (),
+        "compiled": _to_compile(implementation, level) if first else (),
     }
     jobs = []
     for scope, cases in by_scope.items():
@@ -120,11 +121,11 @@ def _jobs(
     return jobs, row
 
 
-def _to_compile(implementation: Implementation) -> tuple[Case, ...]:
+def _to_compile(implementation: Implementation, level: str = "quick") -> tuple[Case, ...]:
     """The cases of the check `compiles`: one, to say so, where there is no call to compile. Values do not matter."""
     if not targets_of(implementation.platform):
         return ()
-    cases = compiled_cases(implementation.supports)
+    cases = compiled_cases(implementation.supports, sweep=level == "deep")
     return cases if implementation.native is not None else cases[:1]
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import jax
 
-from conformance import discrimination, records
+from conformance import discrimination, interrupts, records
 from conformance.checks import Check
 from conformance.checks.judgement import Judgement, unsupported
 from conformance.contract import Implementation
@@ -52,7 +52,9 @@ class Runner:
         self._done += 1
         if self._done % _CLEAR_EVERY == 0:
             jax.clear_caches()  # type: ignore[no-untyped-call] # untyped upstream
-        if (reason := job.implementation.supports(job.case)) is not None:
+        if (absent := job.implementation.absent) is not None:
+            found = _absent(subject, absent)
+        elif (reason := job.implementation.supports(job.case)) is not None:
             found = _declined(subject, job.checks, reason)
         elif (count := len(jax.devices())) < job.implementation.devices:
             found = iter([_record(subject, "devices", _too_few(job.implementation.devices, count), None, 0.0)])
@@ -91,7 +93,12 @@ def hardware_records(implementations: Iterable[Implementation]) -> list[Record]:
 
 
 def platform_of(implementation: Implementation) -> str:
-    """The platform that judgements are made on: the JAX backend, marked where the kernel is interpreted."""
+    """The platform that judgements are made on: the JAX backend, marked where the kernel is interpreted.
+
+    Of a kernel that cannot run here, the platform that it is for.
+    """
+    if implementation.absent is not None and implementation.platform is not None:
+        return implementation.platform
     backend = jax.default_backend()
     return f"{backend}-interpret" if implementation.interpreted else backend
 
@@ -134,7 +141,14 @@ def _answers(check: Check, subject: Subject) -> list[Judgement]:
         found.append(
             Judgement(observable="all", verdict=records.ERROR, reason=f"{type(error).__name__}: {_first_line(error)}")
         )
+    interrupts.check()
     return found
+
+
+def _absent(subject: Subject, reason: str) -> Iterator[Record]:
+    unjudged = Judgement(observable="case", verdict=records.UNJUDGED, reason=reason)
+    again = f"python -m conformance run --impl={shlex.quote(subject.implementation.name)} --case={subject.case.id}"
+    yield dataclasses.replace(_record(subject, "hardware", unjudged, None, 0.0), reproduce=again)
 
 
 def _declined(subject: Subject, checks: Iterable[Check], reason: str) -> Iterator[Record]:

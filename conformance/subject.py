@@ -129,7 +129,7 @@ class Subject:
 
     @property
     def _last_live_row(self) -> int:
-        live = ~self.problem.empty_rows.all(axis=(0, 1))
+        live = (~self.problem.empty_rows & self.problem.decided).any(axis=(0, 1))
         return int(np.flatnonzero(live)[-1]) if live.any() else self.case.q_length - 1
 
     @functools.cached_property
@@ -140,6 +140,7 @@ class Subject:
     def judged_out_of(self, problem: Problem) -> np.ndarray:
         """Which rows of `out` are judged on another problem, `[B, T, N, 1]`."""
         keep = ~problem.empty_rows | (self.implementation.empty_rows != "undefined")
+        keep = keep & problem.decided  # where rounding may choose other keys, there is more than one right answer
         return keep.transpose(0, 2, 1)[..., None]
 
     @property
@@ -149,7 +150,7 @@ class Subject:
 
     @functools.cached_property
     def _defined(self) -> np.ndarray:
-        return ~self.problem.empty_rows | (self.implementation.empty_rows == "zero")
+        return (~self.problem.empty_rows | (self.implementation.empty_rows == "zero")) & self.problem.decided
 
     @functools.cached_property
     def forward(self) -> Result:

@@ -25,6 +25,7 @@ class Cell:
     seconds: float | None
     temporaries: float | None
     vmem: float | None
+    shared: float | None
 
     @property
     def state(self) -> str:
@@ -86,6 +87,7 @@ def _cell(group: Sequence[Record]) -> Cell:
         seconds=_most(group, "compile_seconds"),
         temporaries=_most(group, "temporary_bytes"),
         vmem=_most(group, "vmem_bytes"),
+        shared=_most(group, "shared_bytes"),
     )
 
 

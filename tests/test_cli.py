@@ -188,7 +188,7 @@ def test_bad_settings_are_one_clear_line(settings: str, message: str, folder: Pa
     assert message in said
 
 
-@pytest.mark.parametrize("command", ["", "run", "list", "explain", "report"])
+@pytest.mark.parametrize("command", ["", "run", "list", "explain", "report", "bench", "tune"])
 def test_help_teaches(command: str, capsys: pytest.CaptureFixture[str]):
     assert run(*filter(None, [command, "--help"])) == 0
     said = capsys.readouterr().out

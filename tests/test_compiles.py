@@ -11,13 +11,14 @@ from cases.accelerator import compiled_cases
 from cases.case import Case, parse
 from conformance import compilation, plan, registry
 from conformance.checks import BY_NAME
-from conformance.compile_targets import TARGETS, TPU, Toolchain, targets_of
+from conformance.compile_targets import TPU, targets_of
 from conformance.contract import Implementation
 from conformance.records import FAIL, PASS, UNJUDGED, UNSUPPORTED, Record
 from conformance.runner import Runner
 from conformance.settings import Settings
 from tests.kernels import pallas_tpu
 
+TPUS = targets_of("tpu")
 COMPILES = BY_NAME["compiles"]
 CASE = parse("train/f32/B1.T256.S256.N2.K1.H128.V128/causal/normal/s0")
 needs_compiler = pytest.mark.skipif(TPU.missing is not None, reason=str(TPU.missing))
@@ -31,7 +32,7 @@ def judge(implementation: Implementation, case: Case = CASE) -> list[Record]:
 @needs_compiler
 def test_a_kernel_compiles_for_every_generation_with_its_figures():
     found = judge(pallas_tpu.implementation("kernel"))
-    assert {r.observable: r.verdict for r in found} == {f"{target.name}.forward": PASS for target in TARGETS}
+    assert {r.observable: r.verdict for r in found} == {f"{target.name}.forward": PASS for target in TPUS}
     for record in found:
         figures = record.figures
         assert figures["compile_seconds"] > 0
@@ -58,7 +59,7 @@ def test_more_scratch_is_more_vmem():
 def test_what_does_not_compile_fails_with_the_compilers_words(options: dict[str, int], reason: str):
     found = judge(pallas_tpu.implementation("kernel", **options))
     assert {record.verdict for record in found} == {FAIL}
-    assert len(found) == len(TARGETS)
+    assert len(found) == len(TPUS)
     for record in found:
         assert reason in record.reason
         assert "\n" not in record.reason
@@ -87,7 +88,7 @@ def test_what_the_implementation_raises_while_traced_fails():
 
 @needs_compiler
 def test_a_target_that_the_compiler_does_not_know_is_no_failure_of_the_kernel():
-    unknown = dataclasses.replace(TARGETS[0], name="v99", topology={"topology_name": "v99:2x2"})
+    unknown = dataclasses.replace(TPUS[0], name="v99", topology={"topology_name": "v99:2x2"})
     with pytest.raises(compilation.NoCompiler, match="describes no v99"):
         compilation.compile_for(unknown, None, ())
 
@@ -104,17 +105,17 @@ def test_upstream_splash_compiles_forward_residuals_and_gradients():
     case = parse("train/bf16/B1.T256.S256.N2.K1.H128.V128/causal/softcap30/sinks/normal/s0")
     found = {r.observable: r.verdict for r in judge(registry.find("jax_splash_tpu"), case)}
     programs = ("forward", "residuals", "gradients")
-    assert found == {f"{target.name}.{program}": PASS for target in TARGETS for program in programs}
+    assert found == {f"{target.name}.{program}": PASS for target in TPUS for program in programs}
 
 
 def test_without_the_compiler_it_is_unjudged_and_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch):
-    absent = Toolchain(platform="tpu", module="no_such_compiler", install="pip install it")
+    absent = dataclasses.replace(TPU, modules=("no_such_compiler", "no.such.part"), install="pip install it")
     monkeypatch.setattr(
-        "conformance.compile_targets.TARGETS", tuple(dataclasses.replace(t, toolchain=absent) for t in TARGETS)
+        "conformance.compile_targets.TARGETS", tuple(dataclasses.replace(t, toolchain=absent) for t in TPUS)
     )
     (record,) = judge(pallas_tpu.implementation("kernel"))
     assert (record.observable, record.verdict) == ("all", UNJUDGED)
-    assert record.reason == "the TPU compiler is not installed (no_such_compiler): pip install it"
+    assert record.reason == "the TPU compiler is not installed (no_such_compiler, no.such.part): pip install it"
 
 
 def test_without_a_native_call_one_record_says_so():

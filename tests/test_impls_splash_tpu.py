@@ -2,17 +2,30 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, PartitionSpec
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType, PartitionSpec, use_abstract_mesh
 
 from cases.masks import EMPTY, PARTIAL, Causal, Chunked, Dense, Full, LoadBalancedCausal, Mask, Window
-from impls.splash_tpu import Blocks, BlockSizes, Layouts, attention, make_splash, make_splash_dynamic
-from impls.splash_tpu import forward as forward_module
+from impls.splash_tpu import (
+    Blocks,
+    BlockSizes,
+    Layouts,
+    attention,
+    dkv,
+    dq,
+    forward,
+    make_splash,
+    make_splash_dynamic,
+    tiles,
+)
 from impls.splash_tpu.call import Operands
 from impls.splash_tpu.schedule import COMPUTE, FIRST, LAST, MASKED, Steps, static_steps
+from impls.splash_tpu.vmem import limit_of
 
 SMALL = BlockSizes.uniform(128, 128)
 FUSED = BlockSizes.uniform(128, 128, fused_backward=True)
@@ -65,22 +78,42 @@ def test_a_step_that_computes_nothing_fetches_nothing():
 def test_work_follows_the_window():
     kernel = make_splash(Window(1023, 0), 32768, 32768, num_q_heads=1)
     active = int((Window(1023, 0).blocks(32768, 32768, 512, 512) != EMPTY).sum())
-    assert kernel.work() == {phase: {"steps": active, "computed": active} for phase in ("forward", "dq", "dkv")}
+    assert set(kernel.work()) == {"forward", "dq", "dkv"}
+    for phase, work in kernel.work().items():
+        assert active <= work["computed"] <= work["steps"] <= 1.5 * active, phase
 
 
-def test_steps_counted_are_steps_run(monkeypatch: pytest.MonkeyPatch):
-    computed: list[int] = []
-    plain = forward_module.logits_of
+@pytest.mark.parametrize("mask", [Window(100, 0), Chunked(200), Causal(-150)])
+def test_steps_counted_are_steps_run(mask: Mask, monkeypatch: pytest.MonkeyPatch):
+    run: Counter[tuple[str, str]] = Counter()
+    plain_logits = tiles.logits_of
+    phases = {forward.__name__: "forward", dq.__name__: "dq", dkv.__name__: "dkv"}
 
-    def counting(call, x):
-        jax.debug.callback(lambda: computed.append(1))
-        return plain(call, x)
+    def count(phase: str, what: str) -> None:
+        jax.debug.callback(lambda: run.update([(phase, what)]))
 
-    monkeypatch.setattr(forward_module, "logits_of", counting)
-    kernel = make_splash(Window(100, 0), 640, 640, num_q_heads=2, block_sizes=SMALL, soft_cap=31.0)
-    jax.block_until_ready(kernel(*operands(2, 2, 640)))
+    def counting_logits(call, x):
+        count(call.phase, "computed")
+        return plain_logits(call, x)
+
+    def counting_kernel(name, plain):
+        def kernel(*given):
+            count(phases[name], "steps")
+            plain(*given)
+
+        return kernel
+
+    for module in (forward, dq, dkv):
+        monkeypatch.setattr(module, "logits_of", counting_logits)
+        monkeypatch.setattr(module, "_kernel", counting_kernel(module.__name__, module._kernel))
+    # A name of its own for the residuals, so that no function compiled without the counting is found.
+    kernel = make_splash(mask, 640, 640, num_q_heads=2, block_sizes=SMALL, checkpoint_name=f"counted {mask}")
+    q, k, v = operands(2, 2, 640)
+    out, pull = jax.vjp(kernel, q, k, v)
+    jax.block_until_ready(pull(out))
     jax.effects_barrier()
-    assert len(computed) == 2 * kernel.work()["forward"]["computed"] == 2 * 9
+    expected = {(phase, what): 2 * n for phase, work in kernel.work().items() for what, n in work.items()}
+    assert run == expected
 
 
 def test_different_partial_blocks_are_stored_once():
@@ -117,6 +150,57 @@ def test_shards_of_queries_compute_their_rows(mask: Mask, sizes: BlockSizes):
         np.testing.assert_allclose(got, expected, atol=1e-4)
     with pytest.raises(ValueError, match="2 shards of queries: call it in shard_map"):
         kernel(q, k, v)
+
+
+@pytest.mark.parametrize("sizes", [SMALL, FUSED], ids=["separate", "fused"])
+@pytest.mark.parametrize(("kv_heads", "by_head"), [(2, True), (2, False), (1, True)])
+def test_shards_of_heads_and_queries_together(kv_heads: int, by_head: bool, sizes: BlockSizes):
+    """Two shards of heads, each with its own masks, and two of queries; one key/value head goes to every shard."""
+    allowed = RNG.random((1, 4 if by_head else 1, 256, 256)) < 0.2
+    allowed[..., 128:, :128] = False
+    allowed[..., 0] = True
+    kernel = make_splash(
+        Dense(allowed),
+        256,
+        256,
+        num_q_heads=4,
+        num_kv_heads=kv_heads,
+        head_shards=2,
+        q_shards=2,
+        block_sizes=sizes,
+    )
+    q, k, v = operands(4, kv_heads, 256)
+    mesh = jax.make_mesh((2, 2), ("heads", "seq"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4])
+    rows = PartitionSpec(None, "heads", "seq")
+    keys = PartitionSpec(None, "heads" if kv_heads > 1 else None)
+
+    def run(q, k, v):
+        return jax.shard_map(
+            lambda kernel, q, k, v: kernel(q, k, v),
+            mesh=mesh,
+            in_specs=(kernel.sharding_spec(heads="heads", queries="seq"), rows, keys, keys),
+            out_specs=rows,
+            check_vma=False,
+        )(kernel, q, k, v)
+
+    out, pull = jax.vjp(jax.jit(run), q, k, v)
+    expected, exact = jax.vjp(lambda *x: reference(*x, allowed), q, k, v)
+    np.testing.assert_allclose(out, expected, atol=1e-5)
+    for got, want in zip(pull(out), exact(out), strict=True):
+        np.testing.assert_allclose(got, want, atol=1e-4)
+
+
+def test_shards_are_not_taken_for_the_whole():
+    masks = Dense(RNG.random((1, 4, 128, 128)) < 0.5)
+    kernel = make_splash(masks, 128, 128, num_q_heads=4, head_shards=2, block_sizes=SMALL)
+    with pytest.raises(ValueError, match="masks for 4 heads in shards of 2: call it in shard_map"):
+        kernel(*operands(4, 4, 128))
+    with pytest.raises(ValueError, match="q must have 1 heads, as the kernel was built for, got 2"):
+        make_splash(Full(), 128, 128, num_q_heads=2, head_shards=2)(*operands(2, 2, 128))
+    with pytest.raises(ValueError, match=r"num_kv_heads = 2 must be multiples of head_shards = 4"):
+        make_splash(Full(), 128, 128, num_q_heads=4, num_kv_heads=2, head_shards=4)
+    with pytest.raises(ValueError, match="q_shards is for masks known now"):
+        make_splash_dynamic(jnp.ones((1, 1, 128, 128), bool), num_q_heads=1, q_shards=2)
 
 
 @pytest.mark.parametrize("sizes", [SMALL, FUSED], ids=["separate", "fused"])
@@ -168,8 +252,23 @@ def test_the_mask_value_stands_for_queries_that_attend_to_nothing():
 def test_blocks_that_do_not_fit_are_refused_with_ones_that_would():
     q, k, v = operands(1, 1, 4096)
     huge = make_splash(Full(), 4096, 4096, num_q_heads=1, block_sizes=BlockSizes.uniform(4096, 4096))
-    with pytest.raises(ValueError, match=r"forward kernel, q 4096.* over the limit of 16.0 MiB; these would fit .*512"):
+    with pytest.raises(
+        ValueError, match=r"forward kernel, q 4096.* over the limit of 16.0 MiB \(a core of v4, the smal"
+    ):
         huge(q, k, v)
+    tight = make_splash(Full(), 4096, 4096, num_q_heads=1, vmem_limit_bytes=2**20)
+    with pytest.raises(ValueError, match=r"limit of 1.0 MiB \(vmem_limit_bytes\); .* fit \(q x kv\): 128 x 128"):
+        tight(q, k, v)
+
+
+@pytest.mark.parametrize(
+    ("kind", "mib"), [("TPU v4", 16), ("TPU v5 lite", 128), ("TPU v5", 64), ("TPU v6 lite", 128), ("TPU7x", 64)]
+)
+def test_the_limit_is_that_of_the_chip_that_is_traced_for(kind: str, mib: int):
+    device = AbstractDevice(device_kind=kind, platform="tpu", num_cores=1)
+    with use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
+        assert limit_of(None).bytes == mib * 2**20
+    assert limit_of(None).bytes == 16 * 2**20
 
 
 @pytest.mark.parametrize(

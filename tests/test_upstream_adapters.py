@@ -261,6 +261,16 @@ def test_refuses_what_it_declares_unsupported(name: str) -> None:
             "train/f32/B1.T200.S200.N1.K1.H16.V16/full/normal/s0",
             "needs lengths up to 128 or multiples of 128, its block; T is 200",
         ),
+        (
+            "jax_nn_cudnn",
+            "train/bf16/B1.T16.S16.N1.K1.H20.V20/full/normal/s0",
+            "needs a head_dim that is a multiple of 8 up to 256, got 20",
+        ),
+        (
+            "jax_nn_cudnn",
+            "train/bf16/B1.T16.S16.N1.K1.H16.V16/full/biaskey/normal/s0",
+            "needs a bias that spans both lengths",
+        ),
     ],
 )
 def test_limits_are_declared_and_refused(name: str, case_id: str, reason: str) -> None:
@@ -308,6 +318,26 @@ def test_jax_nn_gets_native_arguments() -> None:
     assert moved["key_value_seq_lengths"].tolist() == [5, 9]
     np.testing.assert_array_equal(moved["mask"], masks.Causal(4).dense(8, 12))
     assert sorted(moved) == ["key_value_seq_lengths", "mask"]
+
+
+def test_jax_nn_cudnn_gets_native_arguments() -> None:
+    """Its window is to the left of the diagonal, beside a causal mask; any other goes into booleans."""
+    native = functools.partial(mask_arguments, backend="cudnn")
+    assert native(masks.Causal() & masks.Window(3, 0), 1, 8, 8) == {"is_causal": True, "local_window_size": (3, 0)}
+    alone = native(masks.Window(3, 2), 1, 8, 8)
+    assert sorted(alone) == ["mask"]
+    np.testing.assert_array_equal(alone["mask"], masks.Window(3, 2).dense(8, 8))
+
+
+def test_jax_nn_cudnn_is_declared_where_it_cannot_run() -> None:
+    """Without an NVIDIA GPU it is absent with a reason, and what it does not support is known all the same."""
+    cudnn = adapters()["jax_nn_cudnn"]
+    assert (cudnn.absent is None) == (jax.default_backend() == "gpu")
+    shape = "B1.T17.S17.N2.K1.H16.V16"
+    assert cudnn.supports(parse(f"train/f32/{shape}/causal/normal/s0")) == "f32: takes bf16 and f16 operands only"
+    assert cudnn.supports(parse(f"train/bf16/{shape}/causal/normal/s0")) is None
+    assert "even lengths" in (cudnn.supports(parse(f"train/bf16/{shape}/dense-d40/normal/s0")) or "")
+    assert cudnn.supports(parse(f"prefill/bf16/{shape}/dense-d40/normal/s0")) is None
 
 
 def test_masks_as_flags_and_features() -> None:

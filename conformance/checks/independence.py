@@ -90,20 +90,23 @@ def _elsewhere_changed(problem: Problem, part: _Part, *, keys: bool) -> Problem 
     q, k, v = (x.copy() for x in (problem.q, problem.k, problem.v))
     q_here = np.zeros(q.shape[:3], bool)
     q_here[part.batch, :, part.heads] = True
-    kv_here = np.zeros(k.shape[:3], bool)
-    kv_here[part.batch, :, part.kv_head] = True
+    v_here = np.zeros(k.shape[:3], bool)
+    v_here[part.batch, :, part.kv_head] = True
+    k_here = v_here.copy()
     if keys:
         q_here[part.batch, :, part.heads] = False
         q_here[part.batch, part.rows, part.heads] = True
         allowed = np.broadcast_to(problem.allowed, (*q.shape[:1], q.shape[2], q.shape[1], k.shape[1]))
-        kv_here[part.batch, :, part.kv_head] = allowed[part.batch, part.heads, part.rows].any(axis=(0, 1))
-    if q_here.all() and kv_here.all():
+        attended = allowed[part.batch, part.heads, part.rows].any(axis=(0, 1))
+        v_here[part.batch, :, part.kv_head] = attended
+        k_here[part.batch, :, part.kv_head] = attended | problem.choosing[0, 0, part.rows].any(axis=0)
+    if q_here.all() and v_here.all():
         return None
     return dataclasses.replace(
         problem,
         q=np.where(q_here[..., None], q, _other(q)),
-        k=np.where(kv_here[..., None], k, _other(k)),
-        v=np.where(kv_here[..., None], v, _other(v)),
+        k=np.where(k_here[..., None], k, _other(k)),
+        v=np.where(v_here[..., None], v, _other(v)),
     )
 
 

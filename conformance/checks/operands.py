@@ -10,6 +10,7 @@ import numpy as np
 
 from cases.inputs import Problem
 from cases.masks import Full
+from cases.moba import Moba
 from conformance import records
 from conformance.bounds import Bounded, expect
 from conformance.checks.judgement import Judgement, by_bound
@@ -19,7 +20,7 @@ from conformance.subject import Subject
 
 def arguments(subject: Subject) -> Iterator[Judgement]:
     """The result with an accepted argument differs from the result without it as the oracle says."""
-    for name, without in _dropped(subject.problem):
+    for name, without in _dropped(subject):
         arithmetic = subject.implementation.arithmetic
         other = expect(without, arithmetic, empty_rows=subject.empty_rows).forward["out"]
         here = subject.expectation.forward["out"]
@@ -33,8 +34,12 @@ def arguments(subject: Subject) -> Iterator[Judgement]:
         )
 
 
-def _dropped(problem: Problem) -> Iterator[tuple[str, Problem]]:
-    if problem.mask != Full():
+def _dropped(subject: Subject) -> Iterator[tuple[str, Problem]]:
+    problem = subject.problem
+    if isinstance(problem.mask, Moba):
+        every = dataclasses.replace(problem.mask, topk=problem.mask.chunks(problem.k.shape[1]))
+        yield "gates", dataclasses.replace(problem, mask=every)
+    elif problem.mask != Full():
         yield "mask", dataclasses.replace(problem, mask=Full())
     for name in ("segment_ids", "soft_cap", "sinks", "bias", "scale"):
         if getattr(problem, name) is not None:

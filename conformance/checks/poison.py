@@ -22,22 +22,21 @@ _HUGE = {"f32": 2.0**40, "bf16": 2.0**40, "f16": 2.0**8}
 
 def poison(subject: Subject) -> Iterator[Judgement]:
     """Poison in dead keys and values reaches neither outputs nor residuals nor gradients."""
-    dead = subject.problem.dead_keys[..., None]
-    if not dead.any():
+    if not subject.problem.dead_keys.any():
         return
     for name, value in (("nan", np.nan), ("inf", np.inf), ("huge", _HUGE[subject.case.dtype])):
         if subject.implementation.behind_mask == "finite" and not np.isfinite(value):
             yield unsupported(name, "keys and values behind the mask are declared to be finite")
             continue
-        yield from _poisoned(subject, name, value, dead)
+        yield from _poisoned(subject, name, value)
 
 
-def _poisoned(subject: Subject, name: str, value: float, dead: np.ndarray) -> Iterator[Judgement]:
+def _poisoned(subject: Subject, name: str, value: float) -> Iterator[Judgement]:
     clean = subject.problem
     problem = dataclasses.replace(
         clean,
-        k=np.where(dead, np.asarray(value, clean.k.dtype), clean.k),
-        v=np.where(dead, np.asarray(value, clean.v.dtype), clean.v),
+        k=np.where(clean.unread_keys[..., None], np.asarray(value, clean.k.dtype), clean.k),
+        v=np.where(clean.dead_keys[..., None], np.asarray(value, clean.v.dtype), clean.v),
     )
     # Rows that average all of v see the poison rightly; they are left out, and get no cotangent.
     rows = subject.judged_residuals & ~(clean.empty_rows & (subject.implementation.empty_rows == "mean"))

@@ -12,11 +12,12 @@ from conformance.subject import Subject
 def refusals(subject: Subject) -> Iterator[Judgement]:
     """A call that needs a feature declared unsupported raises `NotImplementedError`.
 
-    The call is made as a user makes it, outside `jit`, and differentiated where the case asks for gradients.
+    The call is made as a user makes it, outside `jit`, and differentiated where the case asks for gradients, whether or
+    not the implementation offers any: one that has none must say so too.
     """
     declared = subject.implementation.supports(subject.case) or ""
     try:
-        subject.executor.ask(subject.problem, gradients=subject.with_gradients)
+        subject.executor.ask(subject.problem, gradients=subject.case.phase == "train")
     except NotImplementedError:
         yield Judgement(observable="refusal", verdict=records.PASS)
     except Exception as error:  # any other error is the finding: the user is told the wrong thing

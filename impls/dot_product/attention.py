@@ -75,8 +75,42 @@ def attention(
     if compute_axis_order not in PRODUCTS:
         raise ValueError(f"compute_axis_order must be one of {tuple(PRODUCTS)}, got {compute_axis_order}")
     q, k, v = (jnp.asarray(x) for x in (q, k, v))
+    return attend(
+        q,
+        k,
+        v,
+        allowed=_allowed(mask, segment_ids, q.shape[1], k.shape[1], k.shape[2]),
+        soft_cap=soft_cap,
+        sinks=sinks,
+        bias=bias,
+        scale=scale,
+        save_residuals=save_residuals,
+        float32_logits=float32_logits,
+        float32_qk_product=float32_qk_product,
+        compute_axis_order=compute_axis_order,
+    )
+
+
+def attend(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    *,
+    allowed: jax.Array | None,
+    soft_cap: float | None,
+    sinks: jax.Array | None,
+    bias: jax.Array | None,
+    scale: float | None,
+    save_residuals: bool,
+    float32_logits: bool = True,
+    float32_qk_product: bool = True,
+    compute_axis_order: AxisOrder = (0, 1, 2, 3),
+) -> Any:
+    """`attention` of valid operands, with mask and segment ids as booleans.
+
+    `allowed` is `[b, k, g, T, S]`, an axis of size 1 where nothing differs, none if all pairs are; it may be traced.
+    """
     dtype, num_kv_heads = q.dtype, k.shape[2]
-    allowed = _allowed(mask, segment_ids, q.shape[1], k.shape[1], num_kv_heads)
     k, v = (_without_dead_rows(x, allowed) for x in (k, v))
     q = q.reshape(*q.shape[:2], num_kv_heads, -1, q.shape[3])  # [B, T, K, G, H]
     if compute_axis_order == (0, 2, 1, 3):

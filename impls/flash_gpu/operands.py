@@ -186,7 +186,7 @@ class Launch:
             out_specs=out_specs,
             num_warps=self.tiles.num_warps,
             num_stages=self.tiles.num_stages,
-            interpret=self.plan.interpret,
+            interpret=bool(self.plan.interpret),
         )(arrays)
 
 

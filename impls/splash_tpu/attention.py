@@ -123,9 +123,12 @@ _VARIANTS: dict[str, dict[str, Any]] = {
 def implementation(name: str, *, block_sizes: BlockSizes = _JUDGED, precision: Precision = "exact") -> Implementation:
     """Splash attention with these block sizes, under `name`."""
     backward = "one fused kernel" if block_sizes.fused_backward else "separate kernels for dq and for dk, dv"
+    call = functools.partial(attention, block_sizes=block_sizes, precision=precision)
+    # What is compiled are the sizes that a caller gets who names none.
+    default_sizes = BlockSizes(fused_backward=block_sizes.fused_backward)
     return Implementation(
         name=name,
-        call=functools.partial(attention, block_sizes=block_sizes, precision=precision),
+        call=call,
         description=f"block-sparse flash attention in Pallas for TPU, backward in {backward}",
         unsupported=UNSUPPORTED,
         arithmetic=Arithmetic(products=precision),
@@ -137,6 +140,8 @@ def implementation(name: str, *, block_sizes: BlockSizes = _JUDGED, precision: P
         interpreted=not runs_on("tpu"),
         variants={variant: functools.partial(attention, **options) for variant, options in _VARIANTS.items()},
         memory="linear",
+        native=functools.partial(call, block_sizes=default_sizes, interpret=False),
+        under_interpreter=lambda parameters: functools.partial(call, interpret=parameters),
         checkpoint_names=("splash_residuals",),
     )
 

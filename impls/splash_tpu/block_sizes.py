@@ -1,9 +1,8 @@
-"""Block sizes and operand layouts of the kernels, and the VMEM that they take."""
+"""Block sizes and operand layouts of the kernels."""
 
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from typing import Literal
 
 LANES = 128
@@ -80,65 +79,3 @@ class BlockSizes:
 def whole(length: int, block: int) -> int:
     """`length` rounded up to whole blocks."""
     return -(-length // block) * block
-
-
-@dataclasses.dataclass(frozen=True)
-class Depths:
-    """What the VMEM of a kernel follows from, beside its blocks: depths, and bytes an element of the operands."""
-
-    head_dim: int
-    head_dim_v: int
-    itemsize: int
-
-
-def vmem_bytes(phase: str, blocks: Blocks, depths: Depths, *, stored_mask: bool, fused: bool = False) -> int:
-    """VMEM that a kernel takes, estimated.
-
-    Operand and result blocks are counted twice, since the next ones are fetched while these are used; scratch once;
-    and the values of one step of computing, three arrays of `[q, kv_compute]` in f32, once.
-
-    Args:
-      phase: `"forward"`, `"dq"` or `"dkv"`.
-      blocks: its block sizes.
-      depths: of the operands.
-      stored_mask: whether mask blocks are fetched.
-      fused: whether the kernel of dk and dv gives dq too.
-    """
-    h, v = whole(depths.head_dim, LANES), whole(depths.head_dim_v, LANES)
-    q_row, kv_row, f32 = h * depths.itemsize, (h + v) * depths.itemsize, 4
-    fetched = blocks.q * q_row + blocks.kv * kv_row + (blocks.q * blocks.kv if stored_mask else 0)
-    if phase == "forward":
-        fetched += blocks.q * v * depths.itemsize  # out
-        scratch = blocks.q * (v + 3 * LANES) * f32
-    elif phase == "dq":
-        fetched += blocks.q * (v + h) * depths.itemsize  # do, dq
-        scratch = blocks.q * (h + 3 * LANES) * f32
-    else:
-        fetched += blocks.q * v * depths.itemsize + blocks.kv * kv_row  # do; dk, dv
-        scratch = blocks.kv * (h + v + LANES) * f32 + (2 * blocks.q * h * f32 if fused else 0)
-    return 2 * fetched + scratch + 3 * blocks.q * blocks.compute * f32
-
-
-def check_vmem(
-    phase: str, blocks: Blocks, depths: Depths, *, stored_mask: bool, limit: int, fused: bool = False
-) -> None:
-    """Refuse blocks that do not fit.
-
-    Raises:
-      ValueError: the estimate is over `limit` bytes; the message says which sizes would fit.
-    """
-    need = vmem_bytes(phase, blocks, depths, stored_mask=stored_mask, fused=fused)
-    if need <= limit:
-        return
-    sizes = [size for size in (2048, 1024, 512, 256, 128) if size <= max(blocks.q, blocks.kv)]
-    fitting = [
-        f"{q} x {kv}"
-        for q, kv in itertools.product(sizes, sizes)
-        if vmem_bytes(phase, Blocks(q, kv), depths, stored_mask=stored_mask, fused=fused) <= limit
-    ]
-    remedy = f"these would fit (q x kv): {', '.join(fitting[:4])}" if fitting else "no block size would fit"
-    raise ValueError(
-        f"block sizes of the {phase} kernel, q {blocks.q}, kv {blocks.kv}, kv_compute {blocks.compute}, take about "
-        f"{need / 2**20:.1f} MiB of VMEM at head_dim {depths.head_dim} and {depths.head_dim_v}, over the limit of "
-        f"{limit / 2**20:.1f} MiB; {remedy}"
-    )

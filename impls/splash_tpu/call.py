@@ -34,7 +34,7 @@ class Settings:
       mask_value: what `logsumexp` and `max_logits` are for queries that may attend to nothing.
       save_max_logits: whether the forward pass finds `max_logits`.
       checkpoint_name: name of the residuals of the backward pass for policies of `jax.checkpoint`.
-      vmem_limit_bytes: VMEM a kernel may take.
+      vmem_limit_bytes: VMEM a kernel may take, none for what the chip has.
       interpret: as `pallas_call` takes it.
       forward: which kinds of steps its lists have.
       dq: likewise.
@@ -54,7 +54,7 @@ class Settings:
     mask_value: float
     save_max_logits: bool
     checkpoint_name: str | None
-    vmem_limit_bytes: int
+    vmem_limit_bytes: int | None
     interpret: Any
     forward: Kinds
     dq: Kinds

@@ -21,9 +21,6 @@ from impls.splash_tpu.passes import Lists, backward_pass, forward_pass
 from impls.splash_tpu.schedule import COMPUTE, Order, Steps, downcast, dynamic_steps, static_steps
 from impls.versions import interpret_or
 
-VMEM_LIMIT = 16 * 2**20
-"""Scoped VMEM that a kernel may take unless said otherwise: the smallest default of the generations."""
-
 _ORDERS: dict[Phase, Order] = {"forward": "q", "dq": "q", "dkv": "kv"}
 
 
@@ -133,6 +130,12 @@ class Splash:
             raise ValueError(
                 f"the kernel has {shards} shards of queries: call it in shard_map, with sharding_spec() among in_specs"
             )
+        listed = np.shape(self.lists.forward.q)[2]
+        if listed not in (1, s.num_q_heads):
+            raise ValueError(
+                f"the kernel has masks for {listed} heads in shards of {s.num_q_heads}: call it in shard_map, with "
+                "sharding_spec(heads=...) among in_specs"
+            )
         for name, x, heads, length in (
             ("q", operands.q, s.num_q_heads, s.q_length),
             ("k", operands.k, s.num_kv_heads, s.kv_length),
@@ -164,10 +167,11 @@ def make_splash(
     precision: Precision = "exact",
     mask_value: float = -math.inf,
     save_max_logits: bool = True,
+    head_shards: int = 1,
     q_shards: int = 1,
     downcast_smem_data: bool = True,
     checkpoint_name: str | None = None,
-    vmem_limit_bytes: int = VMEM_LIMIT,
+    vmem_limit_bytes: int | None = None,
     interpret: Any = None,
 ) -> Splash:
     """A kernel for a mask that is known now.
@@ -176,8 +180,8 @@ def make_splash(
       mask: of all queries; one that differs by batch row or head is known for each.
       q_length: T, over all shards.
       kv_length: S.
-      num_q_heads: N.
-      num_kv_heads: K, by default N.
+      num_q_heads: N, over all shards.
+      num_kv_heads: K, over all shards, by default N.
       block_sizes: of each phase.
       layouts: of q, k and v.
       scale: factor of the logits, by default `1 / sqrt(H)`.
@@ -185,10 +189,12 @@ def make_splash(
       precision: `"exact"` products of f32 operands, or rounded to `"bf16"`.
       mask_value: what `logsumexp` and `max_logits` are for queries that may attend to nothing.
       save_max_logits: whether `max_logits` is found.
+      head_shards: equal parts in which `shard_map` cuts the query heads, and the key/value heads unless there is one
+        for all of them, which every shard then gets.
       q_shards: equal parts in which `shard_map` cuts the queries.
       downcast_smem_data: keep the lists of steps in the narrowest integers that hold them.
       checkpoint_name: name of `out` and `logsumexp` for `jax.checkpoint` policies.
-      vmem_limit_bytes: VMEM that a kernel may take.
+      vmem_limit_bytes: VMEM that a kernel may take, by default what a core of the chip has that it is traced for.
       interpret: as `pallas_call` takes it; by default true unless the process runs on a TPU.
 
     Raises:
@@ -199,6 +205,12 @@ def make_splash(
         raise ValueError(f"num_q_heads = {num_q_heads} must be a multiple of num_kv_heads = {num_kv_heads}")
     if q_length % q_shards:
         raise ValueError(f"q_length = {q_length} must be a multiple of q_shards = {q_shards}")
+    if num_q_heads % head_shards or (num_kv_heads > 1 and num_kv_heads % head_shards):
+        raise ValueError(
+            f"num_q_heads = {num_q_heads} and num_kv_heads = {num_kv_heads} must be multiples of "
+            f"head_shards = {head_shards}, or num_kv_heads 1"
+        )
+    num_q_heads, num_kv_heads = num_q_heads // head_shards, max(1, num_kv_heads // head_shards)
     mask.check_lengths(q_length, kv_length)
     local = q_length // q_shards
     found = {
@@ -245,8 +257,15 @@ def make_splash_dynamic(
 ) -> Splash:
     """A kernel for a mask that is known at run time only: booleans `[b, n, T, S]`, with `b` and `n` 1 or B and N.
 
-    Takes the other options of `make_splash`; may be called while tracing. Empty blocks are skipped as they turn up.
+    Takes the other options of `make_splash` but for shards: it may be called while tracing, in `shard_map` too, with
+    the booleans of one shard. Empty blocks are skipped as they turn up.
+
+    Raises:
+      ValueError: shards are asked for.
     """
+    for name in ("head_shards", "q_shards"):
+        if options.get(name, 1) != 1:
+            raise ValueError(f"{name} is for masks known now: in shard_map call make_splash_dynamic for each shard")
     num_kv_heads = num_q_heads if num_kv_heads is None else num_kv_heads
     q_length, kv_length = allowed.shape[2:]
     plain = make_splash(Full(), q_length, kv_length, num_q_heads=num_q_heads, num_kv_heads=num_kv_heads, **options)

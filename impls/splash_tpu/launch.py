@@ -13,10 +13,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from impls.splash_tpu.block_sizes import LANES, Depths, Layout, check_vmem
+from impls.splash_tpu.block_sizes import LANES, Layout
 from impls.splash_tpu.call import Call
 from impls.splash_tpu.schedule import Steps
 from impls.splash_tpu.tiles import Step, step_of
+from impls.splash_tpu.vmem import DEFAULT_SCOPED, Depths, check_vmem, limit_of
 
 # Batch rows and heads have results of their own; steps, and heads of a group, add to what is in scratch.
 _SEMANTICS: tuple[Literal["parallel", "arbitrary"], ...] = ("parallel", "parallel", "arbitrary", "arbitrary")
@@ -89,12 +90,13 @@ def launch(
     Raises:
       ValueError: the block sizes do not fit VMEM.
     """
-    check_vmem(
+    limit = limit_of(call.settings.vmem_limit_bytes)
+    need = check_vmem(
         call.phase,
         call.blocks,
         Depths(call.head_dim, call.head_dim_v, jnp.dtype(call.dtype).itemsize),
         stored_mask=inputs.stored is not None,
-        limit=call.settings.vmem_limit_bytes,
+        limit=limit,
         fused=call.fused,
     )
     place = _Placing(call, steps)
@@ -136,6 +138,8 @@ def launch(
         input_output_aliases={} if fused is None else dict([fused]),
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=_SEMANTICS[: len(place.grid)],
+            # Asked for only where needed: what a kernel may take, XLA cannot use for what is around it.
+            vmem_limit_bytes=limit.bytes if need > DEFAULT_SCOPED else None,
         ),
         cost_estimate=_cost(call, place, [*trees[1][0], *trees[2][0]]),
         interpret=call.settings.interpret,

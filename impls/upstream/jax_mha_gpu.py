@@ -174,6 +174,7 @@ def _implementation(backward: str) -> Implementation:
         empty_rows="undefined",
         platform="gpu",
         interpreted=not runs_on("gpu"),
+        native=functools.partial(attention, backward=backward, interpret=False),
     )
 
 

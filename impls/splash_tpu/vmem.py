@@ -1,0 +1,101 @@
+"""VMEM: what a kernel takes of it, and what the chip that it is traced for has."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+
+from impls.splash_tpu.block_sizes import LANES, Blocks, whole
+from impls.versions import tpu_vmem_bytes
+
+DEFAULT_SCOPED = 16 * 2**20
+"""What the compiler lets a kernel take unless the kernel asks for more, on every generation."""
+
+SMALLEST = 16 * 2**20
+"""VMEM of a core of v4, the least of the generations since (`pltpu.get_tpu_info_for_chip`)."""
+
+_SIZES = (4096, 2048, 1024, 512, 256, 128)
+
+
+@dataclasses.dataclass(frozen=True)
+class Limit:
+    """How much VMEM a kernel may take, and why."""
+
+    bytes: int
+    of: str
+
+
+def limit_of(asked: int | None) -> Limit:
+    """The limit of a kernel that is traced now: the one asked for, else the chip's, else the smallest chip's.
+
+    The chip is that of the mesh in scope or of the process; in an interpreter there is none.
+    """
+    if asked is not None:
+        return Limit(asked, "vmem_limit_bytes")
+    found = tpu_vmem_bytes()
+    if found is None:
+        return Limit(SMALLEST, "a core of v4, the smallest; for a larger chip give vmem_limit_bytes")
+    kind, capacity = found
+    return Limit(capacity, f"a core of {kind}")
+
+
+@dataclasses.dataclass(frozen=True)
+class Depths:
+    """What the VMEM of a kernel follows from, beside its blocks: depths, and bytes an element of the operands."""
+
+    head_dim: int
+    head_dim_v: int
+    itemsize: int
+
+
+def vmem_bytes(phase: str, blocks: Blocks, depths: Depths, *, stored_mask: bool, fused: bool = False) -> int:
+    """VMEM that a kernel takes, estimated.
+
+    Operand and result blocks are counted twice, since the next ones are fetched while these are used; scratch once;
+    and the values of one step of computing, three arrays of `[q, kv_compute]` in f32, once.
+
+    Args:
+      phase: `"forward"`, `"dq"` or `"dkv"`.
+      blocks: its block sizes.
+      depths: of the operands.
+      stored_mask: whether mask blocks are fetched.
+      fused: whether the kernel of dk and dv gives dq too.
+    """
+    h, v = whole(depths.head_dim, LANES), whole(depths.head_dim_v, LANES)
+    q_row, kv_row, f32 = h * depths.itemsize, (h + v) * depths.itemsize, 4
+    fetched = blocks.q * q_row + blocks.kv * kv_row + (blocks.q * blocks.kv if stored_mask else 0)
+    if phase == "forward":
+        fetched += blocks.q * v * depths.itemsize  # out
+        scratch = blocks.q * (v + 3 * LANES) * f32
+    elif phase == "dq":
+        fetched += blocks.q * (v + h) * depths.itemsize  # do, dq
+        scratch = blocks.q * (h + 3 * LANES) * f32
+    else:
+        fetched += blocks.q * v * depths.itemsize + blocks.kv * kv_row  # do; dk, dv
+        scratch = blocks.kv * (h + v + LANES) * f32 + (2 * blocks.q * h * f32 if fused else 0)
+    return 2 * fetched + scratch + 3 * blocks.q * blocks.compute * f32
+
+
+def check_vmem(
+    phase: str, blocks: Blocks, depths: Depths, *, stored_mask: bool, limit: Limit, fused: bool = False
+) -> int:
+    """Refuse blocks that do not fit; the estimate in bytes of those that do.
+
+    Raises:
+      ValueError: the estimate is over the limit; the message says which sizes would fit.
+    """
+    need = vmem_bytes(phase, blocks, depths, stored_mask=stored_mask, fused=fused)
+    if need <= limit.bytes:
+        return need
+    sizes = [size for size in _SIZES if size <= max(blocks.q, blocks.kv)]
+    fitting = [
+        f"{q} x {kv}"
+        for q, kv in itertools.product(sizes, sizes)
+        if vmem_bytes(phase, Blocks(q, kv), depths, stored_mask=stored_mask, fused=fused) <= limit.bytes
+    ]
+    remedy = f"these would fit (q x kv): {', '.join(fitting[:4])}" if fitting else "no block size would fit"
+    raise ValueError(
+        f"block sizes of the {phase} kernel, q {blocks.q}, kv {blocks.kv}, kv_compute {blocks.compute}, take about "
+        f"{need / 2**20:.1f} MiB of VMEM at head_dim {depths.head_dim} and {depths.head_dim_v}, over the limit of "
+        f"{limit.bytes / 2**20:.1f} MiB ({limit.of}); {remedy}"
+    )
