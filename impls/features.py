@@ -21,6 +21,7 @@ from cases.masks import (
     Or,
     Window,
 )
+from cases.moba import Moba
 
 Phase = Literal["train", "prefill", "decode"]
 PHASES: tuple[Phase, ...] = ("train", "prefill", "decode")
@@ -35,6 +36,7 @@ _MASKS: dict[type[Mask], str] = {
     LoadBalancedCausal: "balanced",
     Lengths: "lengths",
     Indexer: "indexer",
+    Moba: "moba",
 }
 _DTYPES = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
 

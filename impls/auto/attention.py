@@ -10,8 +10,9 @@ from typing import Any
 
 import jax
 
+from cases.case import Case
 from cases.masks import Full, Mask
-from conformance.contract import Arithmetic, Implementation, validate_mask, validate_operands
+from conformance.contract import Arithmetic, Implementation, structured_mask, validate_operands
 from impls.auto.routes import CANDIDATES, Candidate, Route, route
 from impls.features import OPTIONAL, Phase
 
@@ -68,14 +69,16 @@ def attention(
     options = {"segment_ids": segment_ids, "soft_cap": soft_cap, "sinks": sinks, "bias": bias, "scale": scale}
     assert tuple(options) == OPTIONAL
     validate_operands(q, k, v, **options)  # type: ignore[arg-type]  # each has its own type above
-    validate_mask(mask, q.shape[0], q.shape[2], q.shape[1], k.shape[1])
+    if not isinstance(mask, Mask):
+        raise ValueError(f"mask must be a cases.masks.Mask, got {type(mask).__name__}; wrap booleans in Dense")
     found, candidate = route(
         q, k, v, mask=mask, phase=phase, kernel=kernel, fall_back=fall_back, candidates=candidates, options=options
     )
     _log.info("%s", found)
     if on_route is not None:
         on_route(found)
-    return candidate.kernel.call(q, k, v, mask=mask, **options, save_residuals=save_residuals)
+    static, arrays = candidate.kernel.lower_mask(mask, q.shape[0], q.shape[2], q.shape[1], k.shape[1])
+    return candidate.kernel.call(q, k, v, **static, **arrays, **options, save_residuals=save_residuals)
 
 
 def forced(candidate: Candidate) -> Implementation:
@@ -86,9 +89,22 @@ def forced(candidate: Candidate) -> Implementation:
         name=f"auto_{kernel.name}",
         call=functools.partial(attention, kernel=kernel.name),
         description=f"{kernel.name}, asked for by name",
+        lower_mask=structured_mask,
+        tunable=None,
         variants={},
         native=None,
         under_interpreter=None,
+        parts=None,
+        merge=None,
+    )
+
+
+def _supported(case: Case) -> str | None:
+    """Why no kernel that this process may be given supports `case`, or none if one does."""
+    here = [c for c in CANDIDATES if c.platform in (None, jax.default_backend()) and c.kernel.gradients]
+    reasons = [c.lacks(case.features) for c in here]
+    return (
+        None if None in reasons else "; ".join(f"{c.kernel.name} {why}" for c, why in zip(here, reasons, strict=True))
     )
 
 
@@ -99,5 +115,7 @@ AUTO = Implementation(
     arithmetic=Arithmetic(),
     empty_rows="zero",
     validates=True,
+    offers=frozenset({"moba"}),
+    supports_case=_supported,
 )
 IMPLEMENTATIONS: tuple[Implementation, ...] = (AUTO, *(forced(c) for c in CANDIDATES))

@@ -10,7 +10,7 @@ from cases.case import FEATURES, Case
 from conformance.contract import Arithmetic, Implementation
 from impls.moba import dense, sparse
 
-_MASKS = ("full", "causal", "window", "chunked", "bidirectional", "balanced", "lengths")
+_MASKS = ("full", "causal", "window", "chunked", "bidirectional", "balanced", "lengths", "indexer")
 _UNSUPPORTED: Mapping[str, str] = {
     **{name: "only MoBA masks" for name in FEATURES if name in _MASKS or name.startswith("dense")},
     "segment_ids": "whether the mean of a chunk takes in other segments is not defined",

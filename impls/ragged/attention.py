@@ -31,6 +31,7 @@ UNSUPPORTED = {
     "dense": "queries see one run of keys",
     "dense_head": "queries see one run of keys",
     "dense_batch": "queries see one run of keys",
+    "indexer": "queries see one run of keys",
     "bidirectional": "queries see one run of keys",
     "balanced": "queries are consecutive tokens",
 }
