@@ -7,9 +7,12 @@ from tests.planted import (
     backward,
     bias,
     blocks,
+    context,
     cotangents,
+    dispatch,
     empty_rows,
     epilogue,
+    front,
     gaming,
     heads,
     laws,
@@ -54,6 +57,9 @@ _MODULES = (
     transforms,
     laws,
     gaming,
+    context,
+    dispatch,
+    front,
     pallas_tpu,
 )
 
