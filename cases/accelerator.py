@@ -45,6 +45,9 @@ _COMPILED = (
     _case((1, 2048), (8, 2), (128, 128), "full", phase="decode"),
     _case(1024, (4, 4), (64, 64), "causal", dtype="f16"),
     _case(1000, (4, 2), (80, 48), "causal", dtype="f16", segments="seg"),
+    _case((1, 2000), (8, 2), (128, 128), "lengths-1999-300", batch=2, phase="decode", sinks=True),
+    _case((1, 2048), (8, 8), (64, 64), "window-l255-r0-o2047", phase="decode", dtype="f32", soft_cap=50.0),
+    _case((4, 2048), (4, 1), (192, 128), "chunked-512-o2040_and_lengths-2044-2044", batch=2, phase="prefill"),
 )
 
 # Lengths from short to long with every depth, one kind of work over: what takes memory or time out of proportion shows.
@@ -57,10 +60,10 @@ _SWEPT = tuple(
     for length in _LENGTHS
 )
 
-# Two lines of alternatives, of each the first that is supported: with gradients and all operands, and forward only
-# under a mask that hides whole blocks. Four key blocks of 128, in whose order a sum can go wrong, two query blocks and
-# two heads, which two cores can share; one batch row and one key/value head, since the interpreter has no `vmap` and
-# some kernels are mapped over those.
+# Lines of alternatives, of each the first that is supported: with gradients and all operands, forward only under a
+# mask that hides whole blocks, ragged decode. Four key blocks of 128, in whose order a sum can go wrong, two query
+# blocks and two heads, which two cores can share; one batch row and one key/value head, since the interpreter has no
+# `vmap` and some kernels are mapped over those.
 _OPERANDS = {"segments": "seg", "soft_cap": 30.0, "sinks": True}
 _INTERPRETED: tuple[tuple[Case, ...], ...] = (
     (
@@ -77,12 +80,24 @@ _INTERPRETED: tuple[tuple[Case, ...], ...] = (
         _case((256, 512), (2, 2), (64, 64), "full", phase="prefill", dtype="f32"),
         _case((1, 512), (2, 1), (64, 64), "full", phase="decode"),
     ),
+    # Sequences of a cache are batch rows: kernels that take their lengths have a batch axis of their own.
+    (_case((1, 500), (4, 2), (64, 64), "lengths-0-1-500-0", batch=4, phase="decode", dtype="f32", sinks=True),),
 )
 
 
-def interpreted_cases(seed: int = 0, supports: Supports = lambda case: None) -> tuple[Case, ...]:
-    """The cases to run in the interpreter, of those that are supported."""
-    lines = ((dataclasses.replace(case, seed=seed) for case in line) for line in _INTERPRETED)
+# Where a program takes seconds, two of them: a query and a key block that are not whole, more key blocks than are in
+# flight at once, full and partial ones, and every operand that the kernels take.
+_INTERPRETED_GPU: tuple[tuple[Case, ...], ...] = (
+    (_case((100, 180), (2, 1), (128, 128), "causal-o80", phase="prefill", **_OPERANDS),),
+)
+
+
+def interpreted_cases(
+    seed: int = 0, supports: Supports = lambda case: None, platform: str | None = "tpu"
+) -> tuple[Case, ...]:
+    """The cases to run in the interpreter of an accelerator, of those that are supported."""
+    chosen = _INTERPRETED_GPU if platform == "gpu" else _INTERPRETED
+    lines = ((dataclasses.replace(case, seed=seed) for case in line) for line in chosen)
     found = (next((case for case in line if supports(case) is None), None) for line in lines)
     return tuple(case for case in found if case is not None)
 

@@ -15,7 +15,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from cases import front_ends, mask_spec, moba
+from cases import front_ends, mask_spec, moba, quantized
 from cases.case import Case
 from cases.counter_rng import integers, normal
 from cases.masks import Mask
@@ -38,7 +38,10 @@ _HUGE_LOGIT = 6.6e4
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """Operands of one attention call (contract, section 1) as NumPy arrays; `scale=None` means `1 / sqrt(H)`."""
+    """Operands of one attention call (contract, section 1) as NumPy arrays; `scale=None` means `1 / sqrt(H)`.
+
+    With `kv_scales`, those of k and of v, k and v are numbers as a cache stores them (`cases.quantized`).
+    """
 
     q: np.ndarray  # [B, T, N, H]
     k: np.ndarray  # [B, S, K, H]
@@ -49,6 +52,17 @@ class Problem:
     sinks: np.ndarray | None = None  # [N]
     bias: np.ndarray | None = None  # broadcastable to [B, N, T, S]
     scale: float | None = None
+    kv_scales: tuple[np.ndarray, np.ndarray] | None = None  # [B or 1, S or 1, K]
+
+    @functools.cached_property
+    def keys(self) -> np.ndarray:
+        """The keys that k stands for, in float64."""
+        return _meant(self.k, None if self.kv_scales is None else self.kv_scales[0])
+
+    @functools.cached_property
+    def values(self) -> np.ndarray:
+        """The values that v stands for, in float64."""
+        return _meant(self.v, None if self.kv_scales is None else self.kv_scales[1])
 
     @property
     def effective_scale(self) -> float:
@@ -58,7 +72,7 @@ class Problem:
     @functools.cached_property
     def resolved_mask(self) -> Mask:
         """The mask with what q and k have to say in it."""
-        return moba.resolve(self.mask, self.q, self.k)
+        return moba.resolve(self.mask, self.q, self.k if self.kv_scales is None else self.keys)
 
     @functools.cached_property
     def allowed(self) -> np.ndarray:
@@ -119,6 +133,10 @@ class Cotangent:
     logsumexp: np.ndarray | None = None
 
 
+def _meant(stored: np.ndarray, scales: np.ndarray | None) -> np.ndarray:
+    return stored.astype(np.float64) if scales is None else quantized.dequantize(stored, scales)
+
+
 def draw(case: Case) -> Problem:
     """The operands of `case`.
 
@@ -141,11 +159,16 @@ def _drawn(case: Case, attempt: int) -> Problem:
         operands = _queries_keys_values(case, attempt)
     q, k, v = (x.astype(dtype) for x in operands)
     mask = mask_spec.build(case.mask, case.batch, case.num_q_heads, case.q_length, case.kv_length, case.seed)
+    scales = None
+    if case.kv_cache is not None:
+        (k, k_scales), (v, v_scales) = (quantized.quantize(x, case.kv_cache) for x in (k, v))
+        scales = k_scales, v_scales
     return Problem(
         q=q,
         k=k,
         v=v,
         mask=mask,
+        kv_scales=scales,
         segment_ids=_segment_ids(case, moba.resolve(mask, q, k)),
         soft_cap=case.soft_cap,
         bias=_bias(case),

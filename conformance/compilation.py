@@ -20,6 +20,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxlib.mlir import ir
 
 from conformance.compile_targets import CompileTarget
+from conformance.liveness import live_bytes
 
 _LONGEST_REASON = 400
 # What a Mosaic GPU kernel is known by to its compiler, and what that says of an error.
@@ -56,8 +57,10 @@ def compile_for(target: CompileTarget, function: Any, operands: tuple[Any, ...])
       operands: its operands, arrays or anything with a shape and a dtype, in any tree.
 
     Returns:
-      `compile_seconds` (tracing and lowering included); `temporary_bytes`, `argument_bytes`, `output_bytes` and
-      `code_bytes` in HBM; `vmem_bytes` or `shared_bytes` of the program's kernels, where the compiler says it.
+      `compile_seconds` (tracing and lowering included); `argument_bytes`, `output_bytes` and `code_bytes` in HBM;
+      `temporary_bytes`, the HBM that the compiler adds for temporaries, zero if it finds room for them elsewhere;
+      `live_bytes` of them at once, wherever they are (`conformance.liveness`); `vmem_bytes` or
+      `shared_bytes` of the program's kernels, where the compiler says it.
 
     Raises:
       NoCompiler: if this machine cannot compile for the target.
@@ -177,8 +180,10 @@ def _memory(compiled: Any) -> dict[str, float]:
             "output_bytes": float(analysis.output_size_in_bytes),
             "code_bytes": float(analysis.generated_code_size_in_bytes),
         }
-    if (vmem := vmem_bytes(compiled.as_text() or "")) is not None:
-        found["vmem_bytes"] = float(vmem)
+    program = compiled.as_text() or ""
+    for name, size in (("live_bytes", live_bytes(program)), ("vmem_bytes", vmem_bytes(program))):
+        if size is not None:
+            found[name] = float(size)
     return found
 
 

@@ -7,7 +7,8 @@ The canonical call, from the attention contract (section 1):
 with q `[B, T, N, H]`, k `[B, S, K, H]`, v `[B, S, K, V]`, `mask` a `cases.masks.Mask`, segment_ids a pair of int32
 `[B, T]` and `[B, S]`, sinks `[N]` f32, bias broadcastable to `[B, N, T, S]`. It returns `out [B, T, N, V]` in q's
 dtype, or `(out, residuals)` with `save_residuals=True`, where residuals maps `"logsumexp"` and `"max_logits"` to f32
-`[B, N, T]`.
+`[B, N, T]`. One that offers a quantised cache takes `kv_scales` too, f32 of k and of v, `[B or 1, S or 1, K]`, with k
+and v in int8, int4 or float8_e4m3fn.
 
 An implementation may also offer attention that is not normalised, as a part to be merged with others (section 4):
 
@@ -29,6 +30,7 @@ import numpy as np
 from cases.case import FEATURES, OPT_IN, Case
 from cases.masks import Dense, Indexer, Lengths, LoadBalancedCausal, Mask, leaves
 from cases.moba import depends_on_data
+from cases.quantized import STORED
 from conformance.tunable import Tunable
 
 RESIDUALS = ("logsumexp", "max_logits")
@@ -49,6 +51,7 @@ class Arithmetic:
       probabilities: dtype in which probabilities and their gradient enter a product, `"input"` or `"f32"`.
       scaled_q: True if `q * scale` is rounded to the operands' dtype before the product.
       residuals: dtype of the returned residuals, `"f32"` or `"input"`.
+      cache: dtype in which stored keys and values, multiplied by their scales, enter a product, `"f32"` or `"input"`.
     """
 
     products: Products = "exact"
@@ -56,6 +59,7 @@ class Arithmetic:
     probabilities: Literal["input", "f32"] = "input"
     scaled_q: bool = False
     residuals: Literal["f32", "input"] = "f32"
+    cache: Literal["f32", "input"] = "f32"
 
 
 Lowering = Callable[[Mask, int, int, int, int], tuple[Mapping[str, Hashable], Mapping[str, Any]]]
@@ -99,8 +103,10 @@ class Implementation:
       memory: `"linear"` if the temporary memory of forward and backward grows no faster than the lengths.
       native: the canonical call lowered for `platform`'s real compiler, never interpreted; none if there is no such
         call. It is compiled for every generation of the accelerator, on machines without one too.
-      under_interpreter: `parameters -> call`: the canonical call run by JAX's TPU interpreter with these
-        `pltpu.InterpretParams`. It gets cases with one batch row only, since the interpreter has no `vmap`.
+      under_interpreter: `parameters -> call`: the canonical call run by JAX's interpreter of TPU kernels, or of
+        Mosaic GPU kernels, with these `InterpretParams` or `InterpretGPUParams`. It gets cases with one batch row only,
+        since the interpreter of TPU kernels has no `vmap`, and one of decode with lengths, where the kernel has a batch
+        axis of its own.
       parts: the call that gives a part (module docstring); the mask reaches it as `lower_mask` makes it.
       merge: a sequence of parts to the part over the keys of all; none if it offers none of its own.
       checkpoint_names: names under which the residuals of the backward are tagged for `jax.checkpoint` policies.
@@ -172,8 +178,9 @@ def validate_operands(
     sinks: Any = None,
     bias: Any = None,
     scale: float | None = None,
+    kv_scales: tuple[Any, Any] | None = None,
 ) -> None:
-    """Check the operands of the canonical call.
+    """Check the operands of the canonical call; with `kv_scales`, k and v are as a cache stores them.
 
     Raises:
       ValueError: naming the operand, what it is and what it must be.
@@ -189,7 +196,9 @@ def validate_operands(
         raise ValueError(f"k has head_dim {k.shape[3]}, q has {q.shape[3]}: they must be equal")
     if k.shape[2] == 0 or q.shape[2] % k.shape[2]:
         raise ValueError(f"q has {q.shape[2]} heads, which must be a multiple of the {k.shape[2]} heads of k and v")
-    if not q.dtype == k.dtype == v.dtype:
+    if kv_scales is not None:
+        _validate_cache(k, v, kv_scales)
+    elif not q.dtype == k.dtype == v.dtype:
         raise ValueError(f"q, k and v must have one dtype, got {q.dtype}, {k.dtype} and {v.dtype}")
     batch, q_length, num_q_heads, _ = q.shape
     kv_length = k.shape[1]
@@ -208,6 +217,17 @@ def validate_operands(
         fits = np.ndim(bias) == 4 and all(n in (1, m) for n, m in zip(np.shape(bias), full, strict=True))
         if not fits:
             raise ValueError(f"bias must have 4 axes broadcastable to {full}, got shape {np.shape(bias)}")
+
+
+def _validate_cache(k: Any, v: Any, kv_scales: tuple[Any, Any]) -> None:
+    names = ", ".join(dtype.name for dtype in STORED.values())
+    if k.dtype != v.dtype or k.dtype not in STORED.values():
+        raise ValueError(f"k and v must have one dtype of {names} with kv_scales, got dtype {k.dtype} and {v.dtype}")
+    for name, scales in zip(("k", "v"), kv_scales, strict=True):
+        fits = np.ndim(scales) == 3 and all(n in (1, m) for n, m in zip(np.shape(scales), k.shape[:3], strict=True))
+        if not fits or np.shape(scales)[2] != k.shape[2]:
+            full = "[batch or 1, length or 1, heads]"
+            raise ValueError(f"kv_scales of {name} must be {full} of {k.shape[:3]}, got {np.shape(scales)}")
 
 
 def validate_mask(mask: Any, batch: int, num_q_heads: int, q_length: int, kv_length: int) -> None:

@@ -92,7 +92,14 @@ def _altered(problem: Problem) -> Iterator[tuple[str, Problem]]:
         if (alone.allowed != problem.allowed).any():
             yield "segment_ids_ignored", alone
     if (heads := _wrong_heads(problem)) is not None:
-        yield "wrong_head_map", dataclasses.replace(problem, k=problem.k[:, :, heads], v=problem.v[:, :, heads])
+        wrong = dataclasses.replace(problem, k=problem.k[:, :, heads], v=problem.v[:, :, heads])
+        if problem.kv_scales is not None:
+            k_scales, v_scales = problem.kv_scales
+            wrong = dataclasses.replace(wrong, kv_scales=(k_scales[..., heads], v_scales[..., heads]))
+        yield "wrong_head_map", wrong
+    if problem.kv_scales is not None:
+        k_scales, v_scales = (np.ones_like(scales) for scales in problem.kv_scales)
+        yield "kv_scales_ignored", dataclasses.replace(problem, kv_scales=(k_scales, v_scales))
     for name in ("soft_cap", "sinks", "bias", "scale"):
         if getattr(problem, name) is not None:
             yield f"{name}_ignored", problem.without(name)

@@ -34,6 +34,8 @@ _OURS = {
     "auto_flash_gpu": "impls.auto",
     "auto_dot_product": "impls.auto",
     "auto_block_flash": "impls.auto",
+    "quantized_kv": "impls.quantized_kv",
+    "quantized_kv_dequantized": "impls.quantized_kv",
     "moba": "impls.moba",
     "moba_dense": "impls.moba",
     "ragged": "impls.ragged",

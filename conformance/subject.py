@@ -10,6 +10,7 @@ from typing import Literal
 
 import numpy as np
 
+from cases import quantized
 from cases.case import Case
 from cases.inputs import Cotangent, Problem, draw, draw_cotangent
 from conformance.bounds import Bounded, Expectation, expect
@@ -68,6 +69,21 @@ class Subject:
             empty_rows=self.empty_rows,
         )
 
+    @functools.cached_property
+    def before_storing(self) -> Expectation | None:
+        """What attention to the keys and values gives that a quantised cache was made of, none without one.
+
+        The bounds include what storing them costs.
+        """
+        stored = self.problem
+        if stored.kv_scales is None:
+            return None
+        pairs = zip((stored.k, stored.v), stored.kv_scales, strict=True)
+        k_steps, v_steps = (quantized.half_steps(*pair) for pair in pairs)
+        plain = draw(dataclasses.replace(self.case, kv_cache=None))
+        arithmetic = self.implementation.arithmetic
+        return expect(plain, arithmetic, empty_rows=self.empty_rows, steps=(k_steps, v_steps))
+
     def expected_gradients(self, cotangent: str) -> dict[str, Bounded]:
         """Expected gradients for the named cotangent."""
         return self.expectation.gradients[list(self.cotangents).index(cotangent)]
@@ -121,6 +137,10 @@ class Subject:
     def asks(self, law: str) -> bool:
         """Whether it is the turn of this law, of those that are asked in turn."""
         return self.thorough or _LAWS[self._turn // 2 % len(_LAWS)] == law
+
+    def one_in(self, count: int) -> bool:
+        """Whether it is the case's turn for what one in `count` is asked."""
+        return self.thorough or self._turn // 8 % count == 0
 
     @property
     def any_random(self) -> str:

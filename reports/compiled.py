@@ -24,6 +24,7 @@ class Cell:
     others: int
     seconds: float | None
     temporaries: float | None
+    live: float | None
     vmem: float | None
     shared: float | None
 
@@ -86,6 +87,7 @@ def _cell(group: Sequence[Record]) -> Cell:
         others=sum(record.verdict in (UNJUDGED, UNSUPPORTED) for record in group),
         seconds=_most(group, "compile_seconds"),
         temporaries=_most(group, "temporary_bytes"),
+        live=_most(group, "live_bytes"),
         vmem=_most(group, "vmem_bytes"),
         shared=_most(group, "shared_bytes"),
     )

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import os
 
+import jax
+import jax.numpy as jnp
 import pytest
 
 from cases.accelerator import compiled_cases
@@ -13,6 +15,7 @@ from conformance import compilation, plan, registry
 from conformance.checks import BY_NAME
 from conformance.compile_targets import TPU, targets_of
 from conformance.contract import Implementation
+from conformance.liveness import live_bytes
 from conformance.records import FAIL, PASS, UNJUDGED, UNSUPPORTED, Record
 from conformance.runner import Runner
 from conformance.settings import Settings
@@ -175,3 +178,44 @@ def test_vmem_is_that_of_the_largest_kernel_and_of_kernels_only():
     kernels = [line.format("a", "tpu_custom_call", 7), line.format("b", "tpu_custom_call", 9).replace(" ", "\n")]
     assert compilation.vmem_bytes("\n".join([*kernels, line.format("c", "fusion", 99)])) == 9
     assert compilation.vmem_bytes("ROOT %add") is None
+
+
+PROGRAM = """HloModule jit_f, is_scheduled=true, entry_computation_layout={()->f32[8,128]{1,0}}
+
+%fused (p: f32[8,128]) -> f32[8,128] {
+  ROOT %inside = f32[1024,128]{1,0:T(8,128)} negate(%p)
+}
+
+ENTRY %main (p: f32[8,128]) -> f32[8,128] {
+  %p = f32[8,128]{1,0:T(8,128)} parameter(0)
+  %a = bf16[3,4,64]{2,1,0:T(8,128)(2,1)S(1)} fusion(%p), kind=kLoop, calls=%fused
+  %name = bf16[12,64]{1,0:T(8,128)(2,1)} bitcast(%a)
+  %pair = (f32[8,128]{1,0:T(8,128)}, /*index=1*/f32[16,128]{1,0:T(8,128)}) custom-call(%name, %p)
+  %one = f32[8,128]{1,0:T(8,128)} get-tuple-element(%pair), index=0
+  %two = f32[16,128]{1,0:T(8,128)} get-tuple-element(%pair), index=1
+  %added = f32[16,128]{1,0:T(8,128)} custom-call(%one, %two), output_to_operand_aliasing={{}: (1, {})}
+  %start = (f32[16,128]{1,0:T(8,128)S(1)}, f32[16,128]{1,0:T(8,128)}, u32[]{:S(2)}) copy-start(%added)
+  %done = f32[16,128]{1,0:T(8,128)S(1)} copy-done(%start)
+  ROOT %out = f32[8,128]{1,0:T(8,128)} fusion(%done), kind=kLoop, calls=%fused
+}
+"""
+
+
+def test_what_is_live_at_once_is_counted_wherever_it_is_kept():
+    padded = 3 * 8 * 128 * 2  # `a`, its tiles filled up
+    pair = (8 + 16) * 128 * 4
+    copied = 2 * 16 * 128 * 4  # `two`, added to in place, and its copy
+    assert live_bytes(PROGRAM) == max(padded + pair, copied)
+    assert live_bytes(PROGRAM.replace("f32[16,", "f32[32,")) == 2 * 32 * 128 * 4
+    assert live_bytes(PROGRAM.replace("is_scheduled=true, ", "")) is None
+
+
+@needs_compiler
+def test_temporaries_that_the_compiler_finds_room_for_are_seen():
+    def twice(x: jax.Array) -> jax.Array:
+        return jnp.tanh(x @ x) @ x
+
+    operand = jax.ShapeDtypeStruct((1024, 1024), jnp.float32)
+    for target in TPUS:
+        figures = compilation.compile_for(target, jax.jit(twice), (operand,))
+        assert figures["live_bytes"] >= 2**22 > figures["temporary_bytes"], target

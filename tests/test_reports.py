@@ -339,7 +339,7 @@ def test_short_reports_stay_short(render: Render) -> None:
 
 def compilation(**changes: Any) -> Record:
     """A program that compiled, but for what is changed."""
-    figures = {"compile_seconds": 2.5, "temporary_bytes": 3 * 2.0**20, "vmem_bytes": 2.0**19}
+    figures = {"compile_seconds": 2.5, "temporary_bytes": 3 * 2.0**20, "live_bytes": 2.0**24, "vmem_bytes": 2.0**19}
     values = {"check": "compiles", "observable": "v5e.forward", "ratio": None, "limit": None, "figures": figures}
     return record(**values | changes)
 
@@ -360,7 +360,15 @@ def test_what_compiled_is_a_table_by_target_with_the_largest_of_each_figure() ->
     assert table.cells[table.subjects[0], "v4"].state == "fail"
     page = html.render(records, run_info())
     section = page[page.index('id="compiled"') :].split("<h2")[0]
-    for text in ("2.5 s", "3 MiB HBM", "512 KiB VMEM", "scoped vmem limit exceeded", "not compiled", "no compiler"):
+    for text in (
+        "2.5 s",
+        "3 MiB HBM",
+        "16 MiB at once",
+        "512 KiB VMEM",
+        "scoped vmem limit exceeded",
+        "not compiled",
+        "no compiler",
+    ):
         assert text in section
 
 

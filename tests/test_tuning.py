@@ -12,7 +12,7 @@ import pytest
 
 from cases.case import Case, parse
 from conformance import cli, registry, tolerances, tunable
-from conformance.bench import tuning
+from conformance.bench import ceiling, tuning
 from conformance.bench.measurements import AGREES, DIFFERS, FORWARD, Measurement
 from conformance.bench.sampling import paired
 from conformance.bench.side_by_side import Limits
@@ -135,7 +135,7 @@ def toy(table: Path, seen: list[Any]) -> Implementation:
 
 
 def test_what_does_not_compile_or_is_wrong_is_shown_and_never_chosen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(tuning, "matmul_ceiling", lambda dtype: 1e9)
+    monkeypatch.setattr(ceiling, "_SIDE_ON_CPU", 16)
     seen: list[Any] = []
     implementation = toy(tmp_path / "t.json", seen)
     assert implementation.tunable is not None
@@ -167,7 +167,7 @@ def test_the_command_fills_the_table_with_provenance(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     """block_flash itself, with few candidates: what is chosen is for the machine to say, how it is kept is not."""
-    monkeypatch.setattr(tuning, "matmul_ceiling", lambda dtype: 1e9)
+    monkeypatch.setattr(ceiling, "_SIDE_ON_CPU", 16)
     monkeypatch.setattr(block_sizes, "_SIDES", (16, 32))
     monkeypatch.chdir(tmp_path)
     case = "train/f32/B1.T32.S32.N1.K1.H16.V16/causal/normal/s0"

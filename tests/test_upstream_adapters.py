@@ -333,11 +333,11 @@ def test_jax_nn_cudnn_is_declared_where_it_cannot_run() -> None:
     """Without an NVIDIA GPU it is absent with a reason, and what it does not support is known all the same."""
     cudnn = adapters()["jax_nn_cudnn"]
     assert (cudnn.absent is None) == (jax.default_backend() == "gpu")
-    shape = "B1.T17.S17.N2.K1.H16.V16"
-    assert cudnn.supports(parse(f"train/f32/{shape}/causal/normal/s0")) == "f32: takes bf16 and f16 operands only"
-    assert cudnn.supports(parse(f"train/bf16/{shape}/causal/normal/s0")) is None
-    assert "even lengths" in (cudnn.supports(parse(f"train/bf16/{shape}/dense-d40/normal/s0")) or "")
-    assert cudnn.supports(parse(f"prefill/bf16/{shape}/dense-d40/normal/s0")) is None
+    odd, even = ("B1.T17.S17.N2.K1.H16.V16", "B1.T18.S18.N2.K1.H16.V16")
+    assert cudnn.supports(parse(f"train/f32/{even}/causal/normal/s0")) == "f32: takes bf16 and f16 operands only"
+    assert cudnn.supports(parse(f"train/bf16/{even}/dense-d40/bias/normal/s0")) is None
+    assert "even lengths for gradients" in (cudnn.supports(parse(f"train/bf16/{odd}/causal/normal/s0")) or "")
+    assert cudnn.supports(parse(f"prefill/bf16/{odd}/causal/normal/s0")) is None
 
 
 def test_masks_as_flags_and_features() -> None:

@@ -63,7 +63,7 @@ class Measurement:
       calls: calls in a row that each sample is the mean of.
       speed: quartiles of `baseline's seconds / seconds`, paired round by round; 2 means twice as fast.
       flops: floating-point operations that the case asks for (`conformance.bench.work`), the same for everybody.
-      ceiling: FLOP/s that a large matrix product in the case's dtype reached on this device.
+      ceiling: FLOP/s that a large matrix product in the case's dtype reached in the same rounds, by its median.
       error: the largest error over the gate's limit, among the elements that were looked at.
       compile_seconds: tracing, lowering and compiling.
       memory: bytes: `temporary` of the compiled program and `peak`, that with operands and results, as its compiler

@@ -15,7 +15,8 @@ from conformance.bench.measurements import Quartiles
 
 FEWEST_ROUNDS = 3
 """Rounds that are run whatever the time limit says, and below which an interrupted sample counts for nothing."""
-WARM_UP_ROUNDS = 3
+WARM_UP_ROUNDS, WARM_UP_SECONDS = 3, 1.0
+"""Each function runs at least once beforehand; slow ones need no more, since there is little to warm up in them."""
 MOST_CALLS = 1000
 
 Run = Callable[[int], None]
@@ -45,6 +46,7 @@ def interleave(
     rounds: int,
     seconds: float = math.inf,
     least: float = 0.0,
+    warm_up: float = WARM_UP_SECONDS,
     clock: Callable[[], float] = time.perf_counter,
     on_round: Callable[[int], None] = lambda done: None,
 ) -> Sampled:
@@ -56,6 +58,7 @@ def interleave(
       seconds: begin no further round after this long, warm-up included, once there are `FEWEST_ROUNDS`.
       least: a sample shorter than this is too short for the clock, or for what a call's dispatch costs: as many calls
         in a row as it takes make one sample.
+      warm_up: begin no further round of warming up after this many seconds.
       clock: seconds, from any start.
       on_round: told how many rounds are done.
     """
@@ -78,7 +81,9 @@ def interleave(
 
     try:
         fastest = dict.fromkeys(functions, math.inf)
-        for _ in range(WARM_UP_ROUNDS):
+        for warmed in range(WARM_UP_ROUNDS):
+            if warmed and clock() - started >= warm_up:
+                break
             for name in list(running):
                 if (took := timed(name, 1)) is not None:
                     fastest[name] = min(fastest[name], took)

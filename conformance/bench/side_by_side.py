@@ -16,8 +16,8 @@ from cases.case import Case
 from cases.inputs import Problem, draw, draw_cotangent
 from conformance.bench import work
 from conformance.bench.agreement import Finding, Sample
-from conformance.bench.ceiling import matmul_ceiling
-from conformance.bench.measurements import AGREES, BACKWARD, DIFFERS, Measurement
+from conformance.bench.ceiling import Product
+from conformance.bench.measurements import AGREES, BACKWARD, DIFFERS, Measurement, Quartiles
 from conformance.bench.programs import Program, compile_program, device_peak
 from conformance.bench.sampling import Sampled, interleave, paired
 from conformance.compilation import first_words
@@ -29,6 +29,7 @@ from conformance.tolerances import Tolerances
 # calls could overlap, so that each is waited for.
 _LEAST_SECONDS = {"cpu": 0.0}
 _LEAST_ELSEWHERE = 5e-3
+_PRODUCT = "the matrix product"  # no implementation is called so
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -135,28 +136,46 @@ def compare_one(
             entrants[implementation.name] = entered
         else:
             declined.append(entered)
-    on_step(f"measuring the ceiling in {drawn.case.dtype}")
-    ceiling = matmul_ceiling(drawn.case.dtype)
     started = time.perf_counter()
-    sampled = interleave(
-        {name: entrant.program.run for name, entrant in entrants.items()},
-        rounds=limits.rounds,
-        seconds=limits.seconds,
-        least=least_seconds(),
+    found, interrupted = take_turns(
+        entrants,
+        drawn,
+        phase,
+        limits,
         on_round=lambda done: on_step(f"round {done} of {limits.rounds}, {phase} of {drawn.case.id}"),
     )
     spent = time.perf_counter() - started
-    found = [*declined, *measured(entrants, sampled, drawn, phase, ceiling)]
     entrants.clear()
     forget_programs()
     order = [implementation.name for implementation in implementations]
-    found.sort(key=lambda measurement: order.index(measurement.implementation))
-    return Compared(found, sampled.interrupted), spent
+    rows = sorted([*declined, *found], key=lambda measurement: order.index(measurement.implementation))
+    return Compared(rows, interrupted), spent
 
 
-def least_seconds() -> float:
-    """How long a sample must last on this backend."""
-    return _LEAST_SECONDS.get(jax.default_backend(), _LEAST_ELSEWHERE)
+def take_turns(
+    entrants: Mapping[str, Entrant],
+    drawn: Drawn,
+    phase: str,
+    limits: Limits,
+    *,
+    on_round: Callable[[int], None] = lambda done: None,
+) -> tuple[list[Measurement], bool]:
+    """Time what can be timed, with a large matrix product among them; also says whether Ctrl-C ended it."""
+    functions = {name: entrant.program.run for name, entrant in entrants.items()}
+    product = Product(drawn.case.dtype)
+    if functions:
+        functions[_PRODUCT] = product.run
+    backend = jax.default_backend()
+    sampled = interleave(
+        functions,
+        rounds=limits.rounds,
+        seconds=limits.seconds,
+        least=_LEAST_SECONDS.get(backend, _LEAST_ELSEWHERE),
+        on_round=on_round,
+    )
+    products = sampled.seconds.get(_PRODUCT)
+    ceiling = product.flops / Quartiles.of(products).median if products else None
+    return list(_measured(entrants, sampled, drawn, phase, ceiling)), sampled.interrupted
 
 
 def forget_programs() -> None:
@@ -198,12 +217,13 @@ def enter(implementation: Implementation, drawn: Drawn, phase: str) -> Entrant |
     return Entrant(implementation, program, finding, memory)
 
 
-def measured(
-    entrants: Mapping[str, Entrant], sampled: Sampled, drawn: Drawn, phase: str, ceiling: float
+def _measured(
+    entrants: Mapping[str, Entrant], sampled: Sampled, drawn: Drawn, phase: str, ceiling: float | None
 ) -> Iterable[Measurement]:
     """What sampling gave, as measurements; the first entrant that was timed and agrees is the baseline."""
     for name, error in sampled.failures.items():
-        yield _untimed(entrants[name].implementation, drawn, phase, ERROR, first_words(error))
+        if name in entrants:
+            yield _untimed(entrants[name].implementation, drawn, phase, ERROR, first_words(error))
     timed = [name for name in entrants if name in sampled.seconds]
     baseline = next((name for name in timed if entrants[name].finding.agrees), "")
     for name in timed:

@@ -13,17 +13,15 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 
 from cases.case import Case
-from conformance.bench.ceiling import matmul_ceiling
 from conformance.bench.measurements import Measurement
-from conformance.bench.sampling import FEWEST_ROUNDS, interleave
+from conformance.bench.sampling import FEWEST_ROUNDS
 from conformance.bench.side_by_side import (
     Drawn,
     Entrant,
     Limits,
     enter,
     forget_programs,
-    least_seconds,
-    measured,
+    take_turns,
 )
 from conformance.contract import Implementation
 from conformance.tolerances import Tolerances
@@ -189,14 +187,13 @@ def _times(
     on_step: Callable[[str], None],
 ) -> dict[str, Measurement]:
     """Time some candidates side by side."""
-    sampled = interleave(
-        {name: entrant.program.run for name, entrant in entrants.items()},
-        rounds=rounds,
-        seconds=seconds,
-        least=least_seconds(),
+    found, interrupted = take_turns(
+        entrants,
+        drawn,
+        phase,
+        Limits(rounds=rounds, seconds=seconds),
         on_round=lambda done: on_step(f"{len(entrants)} candidates, round {done} of {rounds}"),
     )
-    if sampled.interrupted:
+    if interrupted:
         raise KeyboardInterrupt
-    rows = measured(entrants, sampled, drawn, phase, matmul_ceiling(drawn.case.dtype))
-    return {row.implementation: row for row in rows}
+    return {row.implementation: row for row in found}

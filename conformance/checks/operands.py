@@ -56,7 +56,7 @@ def errors(subject: Subject) -> Iterator[Judgement]:
 
 def _judge_error(subject: Subject, wrong: str, name: str, problem: Problem) -> Judgement:
     arrays: dict[str, Any] = {"q": problem.q, "k": problem.k, "v": problem.v, "mask": problem.mask}
-    for option in ("segment_ids", "soft_cap", "sinks", "bias", "scale"):
+    for option in ("segment_ids", "soft_cap", "sinks", "bias", "scale", "kv_scales"):
         if (value := getattr(problem, option)) is not None:
             arrays[option] = value
     try:
@@ -93,5 +93,8 @@ def _wrong(problem: Problem) -> Iterator[tuple[str, str, Problem]]:
     yield "soft_cap", "soft_cap", wrong(problem, soft_cap=0.0)
     yield "negative_soft_cap", "soft_cap", wrong(problem, soft_cap=-30.0)
     yield "bias", "bias", wrong(problem, bias=np.zeros((1, 1, q_length + 1, kv_length), np.float32))
+    if problem.kv_scales is not None:
+        scales = problem.kv_scales
+        yield "kv_scales", "kv_scales", wrong(problem, kv_scales=(scales[0], scales[1][..., :0]))
     ids = np.zeros((batch, q_length + 1), np.int32), np.zeros((batch, kv_length), np.int32)
     yield "segment_ids", "segment_ids", wrong(problem, segment_ids=ids)

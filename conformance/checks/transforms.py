@@ -245,7 +245,7 @@ _FORWARD: dict[str, Callable[[_Pair], Iterator[Judgement]]] = {
     "eager": _eager,
     "vmap": _vmap,
     "vmap_q": functools.partial(_vmap_over, ("q",)),
-    "vmap_kv": functools.partial(_vmap_over, ("k", "v", "bias")),
+    "vmap_kv": functools.partial(_vmap_over, ("k", "v", "bias", "kv_scales")),
     "vmap_sinks": functools.partial(_vmap_over, ("sinks",)),
     "vmap_segments": functools.partial(_vmap_over, ("segment_ids",)),
     "vmap_masks": _vmap_masks,

@@ -41,7 +41,7 @@ def tune(arguments: argparse.Namespace) -> int:
     console, shown = Console(stderr=True), Console()
     bench.warn_of_flags(console)
     measured: list[Measurement] = []
-    done: list[Tuned] = []
+    written, interrupted = 0, False
 
     def on_choice(choice: Choice) -> None:
         measured.extend(choice.measurements)
@@ -52,28 +52,26 @@ def tune(arguments: argparse.Namespace) -> int:
     share = dataclasses.replace(limits, seconds=limits.seconds / len(cases))
     with Steps(console) as steps:
         for case in cases:
-            done.append(
-                tuning.tune(
-                    implementation,
-                    declared,
-                    case,
-                    share,
-                    tolerances,
-                    knobs=knobs,
-                    on_step=steps.say,
-                    on_choice=on_choice,
-                )
+            tuned = tuning.tune(
+                implementation,
+                declared,
+                case,
+                share,
+                tolerances,
+                knobs=knobs,
+                on_step=steps.say,
+                on_choice=on_choice,
             )
-            if done[-1].interrupted:
-                signal.signal(signal.SIGINT, signal.SIG_IGN)  # what was chosen gets written, whatever else is pressed
+            if tuned.choices:
+                # After each case: what is tuned is kept, whatever happens to the rest.
+                _write(path, [_entry(implementation, declared, tuned)])
+                written += 1
+            if interrupted := tuned.interrupted:
+                signal.signal(signal.SIGINT, signal.SIG_IGN)  # what was timed gets written, whatever else is pressed
                 break
-    interrupted = any(tuned.interrupted for tuned in done)
-    entries = [_entry(declared, tuned) for tuned in done if tuned.choices]
-    if entries:
-        _write(path, entries)
-        shown.print(f"{len(entries)} entries written to {path}", highlight=False, soft_wrap=True)
+    shown.print(f"{written} entries written to {path}", highlight=False, soft_wrap=True)
     bench.write(outputs, measured, "tune", time.perf_counter() - started, interrupted=interrupted)
-    return 0 if entries and not interrupted else 2
+    return 0 if written and not interrupted else 2
 
 
 def _tunable(implementation: Implementation) -> Tunable:
@@ -101,7 +99,7 @@ def _cases(
     return cases
 
 
-def _entry(declared: Tunable, tuned: Tuned) -> Entry:
+def _entry(implementation: Implementation, declared: Tunable, tuned: Tuned) -> Entry:
     return Entry(
         device=jax.devices()[0].device_kind,
         key=declared.key(tuned.case),
@@ -110,7 +108,7 @@ def _entry(declared: Tunable, tuned: Tuned) -> Entry:
             "case": tuned.case.id,
             "date": datetime.date.today().isoformat(),
             "jax": jax.__version__,
-            "how": f"{common.command()}: candidates side by side, the slower half dropped in every stage",
+            "how": f"python -m conformance tune --impl={implementation.name} --case={tuned.case.id}",
             "knobs": {choice.knob: _told(choice) for choice in tuned.choices},
         },
     )

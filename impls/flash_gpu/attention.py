@@ -213,6 +213,7 @@ def implementation(
         },
         memory="linear",
         native=functools.partial(call, interpret=False),
+        under_interpreter=lambda parameters: functools.partial(call, backend="mosaic", interpret=parameters),
         checkpoint_names=("out", "logsumexp"),
         tunable=tunable(call),
     )

@@ -1,4 +1,4 @@
-"""What may be tuned: the tiles and the launch of each of the three kernels, one kernel after the other."""
+"""What may be tuned: the tiles and the launch of each of the three Triton kernels, one kernel after the other."""
 
 from __future__ import annotations
 
@@ -26,10 +26,11 @@ _LENGTH, _WIDTH = 4096, 1024
 
 
 def tunable(call: Callable[..., Any]) -> Tunable:
-    """What may be tuned of `call`, which takes `block_sizes`."""
+    """What may be tuned of `call`, which takes `block_sizes` and `backend`: the table is of Triton's tiles."""
 
     def with_settings(settings: Settings) -> Callable[..., Any]:
-        return functools.partial(call, block_sizes=BlockSizes(**{name: Tiles(**x) for name, x in settings.items()}))
+        sizes = BlockSizes(**{name: Tiles(**tiles) for name, tiles in settings.items()})
+        return functools.partial(call, block_sizes=sizes, backend="triton")
 
     return Tunable(
         knobs=(

@@ -6,20 +6,20 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
-from cases.case import FEATURES, Case
+from cases import mask_spec
+from cases.case import Case
 from conformance.contract import Arithmetic, Implementation
 from impls.moba import dense, sparse
 
-_MASKS = ("full", "causal", "window", "chunked", "bidirectional", "balanced", "lengths", "indexer")
-_UNSUPPORTED: Mapping[str, str] = {
-    **{name: "only MoBA masks" for name in FEATURES if name in _MASKS or name.startswith("dense")},
-    "segment_ids": "whether the mean of a chunk takes in other segments is not defined",
-}
+_UNSUPPORTED = {"segment_ids": "whether the mean of a chunk takes in other segments is not defined"}
 _OTHER_ROWS = (16, 64)
 
 
-def _alone(case: Case) -> str | None:
-    return "moba: not combined with another mask" if "_and_" in case.mask or "_or_" in case.mask else None
+def _only_moba(case: Case) -> str | None:
+    kind, *others = mask_spec.parse(case.mask)[0]
+    if kind[0] != "moba":
+        return f"{mask_spec.features(case.mask)[0]}: only MoBA masks"
+    return "moba: not combined with another mask" if others or "_or_" in case.mask else None
 
 
 def _implementation(
@@ -37,7 +37,7 @@ def _implementation(
         description=description,
         offers=frozenset({"moba"}),
         unsupported=_UNSUPPORTED,
-        supports_case=_alone,
+        supports_case=_only_moba,
         arithmetic=Arithmetic(probabilities="input"),
         empty_rows="zero",
         behind_mask="any",

@@ -63,8 +63,8 @@ def allowed_pairs(moba: Moba, q: jax.Array, k: jax.Array) -> jax.Array:
     places = jnp.argsort(jnp.argsort(-gates, axis=-1, stable=True), axis=-1, stable=True)
     taken = own | (earlier & (places < moba.topk - 1))  # [B, K, G, T, C]
 
-    key = jnp.arange(kv_length)
-    return taken[..., key // moba.chunk] & (key <= position[:, None])
+    by_key = jnp.repeat(taken, moba.chunk, axis=-1)[..., :kv_length]
+    return by_key & (jnp.arange(kv_length) <= position[:, None])
 
 
 def chunk_means(k: jax.Array, chunk: int) -> jax.Array:

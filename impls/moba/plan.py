@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from cases.moba import Moba
 
@@ -100,27 +101,23 @@ def divide(plan: Plan, chosen: Array) -> Work:
     """The blocks of rows that take `chosen`, int32 `[L, R, slots]`, chunks of their lane or `C` for an empty slot."""
     lane = jnp.arange(plan.lanes, dtype=jnp.int32)[:, None, None]
     bins = jnp.where(chosen < plan.chunks, lane * plan.chunks + chosen, plan.bins).reshape(-1)
-    order = jnp.argsort(bins, stable=True).astype(jnp.int32)
-    counts = jnp.bincount(bins, length=plan.bins).astype(jnp.int32)  # empty slots fall off the end
-    pairs_before, blocks = _before(counts), -(-counts // plan.block_rows)
-    blocks_before = _before(blocks)
+    number = jnp.arange(plan.pairs, dtype=jnp.int32)
+    in_order, pair = lax.sort((bins, number), num_keys=1)
+    counts = jnp.zeros(plan.bins, jnp.int32).at[bins].add(1, mode="drop")  # empty slots fall off the end
+    blocks = -(-counts // plan.block_rows)
+    pairs_before, blocks_before = lax.cumsum(counts) - counts, lax.cumsum(blocks) - blocks
 
-    number = jnp.arange(plan.most_blocks, dtype=jnp.int32)
-    bin_of = jnp.searchsorted(blocks_before + blocks, number, side="right").astype(jnp.int32)
-    bin_of = jnp.minimum(bin_of, plan.bins - 1)
-    within = (number - blocks_before[bin_of])[:, None] * plan.block_rows
-    within = within + jnp.arange(plan.block_rows, dtype=jnp.int32)
-    exists = within < counts[bin_of][:, None]
-    pair = order[jnp.minimum(pairs_before[bin_of][:, None] + within, plan.pairs - 1)]
-    rows = jnp.where(exists, pair // plan.slots, plan.lanes * plan.rows)
-
-    rank = jnp.zeros(plan.pairs, jnp.int32).at[order].set(jnp.arange(plan.pairs, dtype=jnp.int32), unique_indices=True)
-    bin_or_none = jnp.minimum(bins, plan.bins - 1)
-    place = blocks_before[bin_or_none] * plan.block_rows + rank - pairs_before[bin_or_none]
-    place = jnp.where(bins < plan.bins, place, plan.most_blocks * plan.block_rows)
-    return Work(blocks.sum().astype(jnp.int32), bin_of, rows, place.reshape(-1, plan.slots))
-
-
-def _before(counts: Array) -> Array:
-    """The sum of all that come before each."""
-    return jnp.cumsum(counts, dtype=jnp.int32) - counts
+    # A pair keeps its distance from the first of its bin, and bins begin with a block. Empty slots go past the end.
+    starts = blocks_before * plan.block_rows - pairs_before
+    size = plan.most_blocks * plan.block_rows
+    place = jnp.where(in_order < plan.bins, number + starts.at[in_order].get(mode="clip"), size)
+    nobody = jnp.full(size, plan.lanes * plan.rows, jnp.int32)
+    rows = nobody.at[place].set(pair // plan.slots, mode="drop")
+    places = jnp.zeros(plan.pairs, jnp.int32).at[pair].set(place, unique_indices=True)
+    begins = jnp.zeros(plan.most_blocks, jnp.int32).at[blocks_before].add(1, mode="drop")
+    return Work(
+        in_use=blocks.sum(dtype=jnp.int32),
+        bins=lax.cumsum(begins) - 1,
+        rows=rows.reshape(plan.most_blocks, plan.block_rows),
+        places=places.reshape(-1, plan.slots),
+    )

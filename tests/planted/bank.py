@@ -9,6 +9,7 @@ from tests.planted import (
     blocks,
     context,
     cotangents,
+    decode,
     dispatch,
     empty_rows,
     epilogue,
@@ -17,6 +18,7 @@ from tests.planted import (
     heads,
     laws,
     masks,
+    merging,
     online,
     operands,
     pallas_tpu,
@@ -60,6 +62,8 @@ _MODULES = (
     context,
     dispatch,
     front,
+    decode,
+    merging,
     pallas_tpu,
 )
 
