@@ -27,6 +27,7 @@ _OURS = {
     "block_flash_ring": "impls.context_parallel",
     "auto": "impls.auto",
     "auto_moba": "impls.auto",
+    "auto_quantized_kv": "impls.auto",
     "auto_ragged_tpu": "impls.auto",
     "auto_ragged_gpu": "impls.auto",
     "auto_ragged": "impls.auto",

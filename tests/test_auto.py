@@ -130,14 +130,28 @@ MASKS: tuple[Mask, ...] = (
     Causal(2) & Lengths((3, 8)),
     Dense(np.tri(8, dtype=bool)),
     Indexer(np.ones((2, 1, 8, 8), bool)),
-    Moba(4, 2),
 )
+
+
+def test_a_quantised_cache_goes_to_the_kernel_that_takes_one():
+    case = parse("decode/bf16/B2.T1.S20.N2.K2.H8.V8/lengths-7-20/kvint8-token/normal/s0")
+    problem = draw(case)
+    asked = {"mask": problem.mask, "options": {"kv_scales": problem.kv_scales}}
+    found, _ = auto.route(problem.q, problem.k, problem.v, **asked)
+    assert found.kernel == "quantized_kv"
+    with pytest.raises(NotImplementedError, match="block_flash does not support kv_int8"):
+        auto.route(problem.q, problem.k, problem.v, **asked, kernel="block_flash")
+    plain = draw(parse(PLAIN))
+    with pytest.raises(NotImplementedError, match="only quantised caches"):
+        auto.attention(plain.q, plain.k, plain.v, kernel="quantized_kv")
+    assert red(AUTO, "forward", case) == []
 
 
 @pytest.mark.parametrize("candidate", CANDIDATES, ids=lambda c: c.kernel.name)
 @pytest.mark.parametrize("save_residuals", [False, True])
 def test_every_operand_reaches_every_kernel_as_it_is(candidate: auto.Candidate, save_residuals: bool):
-    taken = [mask for mask in MASKS if candidate.lacks(tuple(mask_features(mask))) is None]
+    moba = [Moba(4, 2)] if "moba" in candidate.kernel.offers else []
+    taken = moba or [mask for mask in MASKS if candidate.lacks(tuple(mask_features(mask))) is None]
     assert taken
     for mask in taken:
         _arrives(candidate, mask, save_residuals)
@@ -166,9 +180,14 @@ def _arrives(candidate: auto.Candidate, mask: Mask, save_residuals: bool) -> Non
     assert got["mask"] == expected["mask"]
 
 
-def red(impl: Implementation, check: str) -> list[Any]:
-    """What the gate has against the implementation in this check, over all its cases."""
-    jobs = plan.plan([impl], level="quick", checks=(BY_NAME[check],)).jobs
+AUTO = next(impl for impl in auto.IMPLEMENTATIONS if impl.name == "auto")
+
+
+def red(impl: Implementation, check: str, case: Case | None = None) -> list[Any]:
+    """What the gate has against the implementation in this check, over all its cases or on one."""
+    checks = (BY_NAME[check],)
+    chosen = plan.plan([impl], level="quick", checks=checks) if case is None else plan.single(impl, case, checks)
+    jobs = chosen.jobs
     found = [record for job in jobs for record in Runner(Settings()).judge(job)]
     assert found
     assert {record.verdict for record in found} <= {PASS, UNSUPPORTED, *RED}

@@ -12,7 +12,7 @@ import jax
 from cases.case import FEATURES, OPT_IN
 from cases.masks import Mask
 from conformance.contract import Implementation
-from impls import block_flash, dot_product, flash_gpu, moba, ragged, splash_tpu
+from impls import block_flash, dot_product, flash_gpu, moba, quantized_kv, ragged, splash_tpu
 from impls.features import PHASES, Phase, asked, phase_of
 
 DENSE_LOGITS = 2**17
@@ -28,25 +28,25 @@ class Candidate:
       kernel: the implementation.
       platform: of the process, any if none.
       phases: what it is written for.
-      only_for: a feature that it is made for; chosen for no call without it.
+      special: whether it is for what it offers beyond the usual features, and nothing else.
       up_to_logits: chosen for at most `B * N * T * S` of these; none for any number.
     """
 
     kernel: Implementation
     platform: str | None = None
     phases: tuple[Phase, ...] = PHASES
-    only_for: str | None = None
+    special: bool = False
     up_to_logits: int | None = None
 
     def unfit(self, platform: str, phase: Phase, logits: int, features: tuple[str, ...], *, said: bool) -> str | None:
         """Why the kernel is not chosen, or none; `said` if the caller named the phase."""
         if self.platform not in (None, platform):
             return f"is for {self.platform}, the process runs on {platform}"
-        if self.only_for is not None and self.only_for not in features:
-            return f"is for {self.only_for} only"
+        if self.special and not self.kernel.offers & set(features):
+            return f"is for {', '.join(sorted(self.kernel.offers))} only"
         if phase not in self.phases:
             return f"is not for {phase}"
-        if not (said or self.kernel.gradients):
+        if not (said or self.special or self.kernel.gradients):
             return f"has no gradients, and nobody said that this is {phase}"
         if self.up_to_logits is not None and logits > self.up_to_logits:
             return f"keeps all logits, {logits} of them; up to {self.up_to_logits} are worth it"
@@ -66,7 +66,8 @@ class Candidate:
 _RAGGED = {kernel.name: kernel for kernel in ragged.IMPLEMENTATIONS}
 # In order of preference, what does a few things best first.
 CANDIDATES: tuple[Candidate, ...] = (
-    Candidate(kernel=moba.IMPLEMENTATIONS[0], only_for="moba"),
+    Candidate(kernel=moba.IMPLEMENTATIONS[0], special=True),
+    Candidate(kernel=quantized_kv.IMPLEMENTATIONS[0], special=True),
     Candidate(kernel=_RAGGED["ragged_tpu"], platform="tpu", phases=("decode",)),
     Candidate(kernel=_RAGGED["ragged_gpu"], platform="gpu", phases=("decode",)),
     Candidate(kernel=_RAGGED["ragged"], phases=("decode",)),
