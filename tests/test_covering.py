@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import itertools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -19,8 +20,8 @@ from cases.grid import Grid, grid
 SETTINGS = settings(derandomize=True, deadline=None, max_examples=80)
 Item = tuple[int, int]
 LEVELS: dict[str, tuple[Any, ...]] = {axis.name: axis.levels for axis in AXES}
-FIELDS = ("distribution", "bias", "dtype", "segments", "soft_cap", "sinks", "scale")
-CONSTRAINED = ("lengths", "mask", "distribution", "soft_cap", "sinks")
+FIELDS = ("distribution", "bias", "dtype", "segments", "soft_cap", "sinks", "scale", "kv_cache")
+CONSTRAINED = ("lengths", "mask", "distribution", "soft_cap", "sinks", "kv_cache")
 
 
 @st.composite
@@ -159,7 +160,7 @@ def test_singles_start_with_the_plainest_case_and_add_one_thing_each(quick: Grid
     assert plainest.id.endswith("/full/normal/s0")
     for case in others:
         changed = [n for n in NAMES if levels_of(case)[n] != levels_of(plainest)[n]]
-        assert len(changed) == 1, case.id
+        assert changed in ([changed[-1]], ["lengths", "kv_cache"]), case.id  # a cache is not for training
 
 
 def declining(*features: str) -> Callable[[Case], str | None]:
@@ -209,3 +210,12 @@ def test_an_implementation_that_declines_everything_gets_no_cases() -> None:
     found = grid("quick", 0, lambda case: "never")
     assert found.cases == found.singles == ()
     assert found.declined
+
+
+def test_a_rare_axis_stays_out_of_the_arrays_of_those_that_have_none_of_it() -> None:
+    without = grid("quick", 0, declining("kv_int8", "kv_int4", "kv_fp8"))
+    assert {case.kv_cache for case in without.cases} == {None}
+    assert {case.kv_cache for case in without.declined} == {level for level in LEVELS["kv_cache"] if level}
+    assert without.coverage.covered == without.coverage.feasible
+    others = math.prod(len(levels) for levels in (LEVELS["lengths"], LEVELS["mask"]))
+    assert len(without.cases) < others

@@ -7,6 +7,7 @@ from tests.planted import (
     backward,
     bias,
     blocks,
+    caches,
     cotangents,
     empty_rows,
     epilogue,
@@ -14,6 +15,7 @@ from tests.planted import (
     heads,
     laws,
     masks,
+    moba,
     online,
     operands,
     pallas_tpu,
@@ -55,6 +57,8 @@ _MODULES = (
     laws,
     gaming,
     pallas_tpu,
+    moba,
+    caches,
 )
 
 BANK: tuple[PlantedBug, ...] = tuple(bug for module in _MODULES for bug in module.BUGS)
