@@ -155,6 +155,8 @@ def attention(
       ValueError: as `parts`.
       NotImplementedError: likewise.
     """
+    if options.get("kv_scales") is not None:
+        raise NotImplementedError("kv_scales: quantised caches are not taken")
     validate_operands(q, k, v, sinks=sinks)
     part = parts(q, k, v, **options)
     every = part if sinks is None else merging.merge([part, merging.of_sinks(jnp.asarray(sinks))])
