@@ -22,9 +22,9 @@ def _case(
     return Case(**{"dtype": "bf16", "mask": mask, **sizes, **named, **changes})
 
 
-# Every dtype that TPUs multiply, equal heads, groups and one key/value head, depths below, at and beyond the 128 lanes
-# and unequal ones, every kind of mask, every operand, lengths of 8 to 32 blocks of 128. The longest is forward only:
-# gradients take three times as long to compile.
+# Every dtype, equal heads, groups and one key/value head, depths below, at and beyond the 128 lanes and unequal ones,
+# every kind of mask, every operand, lengths of 8 to 32 blocks of 128 and one that no block divides. The longest is
+# forward only: gradients take three times as long to compile.
 _COMPILED = (
     _case(1024, (4, 4), (128, 128), "causal"),
     _case(1024, (4, 2), (64, 64), "full"),
@@ -43,6 +43,11 @@ _COMPILED = (
     _case(1024, (4, 2), (128, 128), "lengths-1000-300", batch=2),
     _case((512, 1024), (8, 2), (128, 128), "causal-o512", phase="prefill"),
     _case((1, 2048), (8, 2), (128, 128), "full", phase="decode"),
+    _case(1024, (4, 4), (64, 64), "causal", dtype="f16"),
+    _case(1000, (4, 2), (80, 48), "causal", dtype="f16", segments="seg"),
+    _case((1, 2000), (8, 2), (128, 128), "lengths-1999-300", batch=2, phase="decode", sinks=True),
+    _case((1, 2048), (8, 8), (64, 64), "window-l255-r0-o2047", phase="decode", dtype="f32", soft_cap=50.0),
+    _case((4, 2048), (4, 1), (192, 128), "chunked-512-o2040_and_lengths-2044-2044", batch=2, phase="prefill"),
 )
 
 # Lengths from short to long with every depth, one kind of work over: what takes memory or time out of proportion shows.
@@ -55,10 +60,10 @@ _SWEPT = tuple(
     for length in _LENGTHS
 )
 
-# Two lines of alternatives, of each the first that is supported: with gradients and all operands, and forward only
-# under a mask that hides whole blocks. Four key blocks of 128, in whose order a sum can go wrong, two query blocks and
-# two heads, which two cores can share; one batch row and one key/value head, since the interpreter has no `vmap` and
-# some kernels are mapped over those.
+# Lines of alternatives, of each the first that is supported: with gradients and all operands, forward only under a
+# mask that hides whole blocks, ragged decode. Four key blocks of 128, in whose order a sum can go wrong, two query
+# blocks and two heads, which two cores can share; one batch row and one key/value head, since the interpreter has no
+# `vmap` and some kernels are mapped over those.
 _OPERANDS = {"segments": "seg", "soft_cap": 30.0, "sinks": True}
 _INTERPRETED: tuple[tuple[Case, ...], ...] = (
     (
@@ -75,12 +80,22 @@ _INTERPRETED: tuple[tuple[Case, ...], ...] = (
         _case((256, 512), (2, 2), (64, 64), "full", phase="prefill", dtype="f32"),
         _case((1, 512), (2, 1), (64, 64), "full", phase="decode"),
     ),
+    # Sequences of a cache are batch rows: kernels that take their lengths have a batch axis of their own.
+    (_case((1, 500), (4, 2), (64, 64), "lengths-0-1-500-0", batch=4, phase="decode", dtype="f32", sinks=True),),
 )
 
 
-def interpreted_cases(seed: int = 0, supports: Supports = lambda case: None) -> tuple[Case, ...]:
-    """The cases to run in the interpreter, of those that are supported."""
-    lines = ((dataclasses.replace(case, seed=seed) for case in line) for line in _INTERPRETED)
+# Where a program takes seconds, two of them: a query and a key block that are not whole, more key blocks than are in
+# flight at once, full and partial ones, and every operand that the kernels take.
+_INTERPRETED_GPU: tuple[tuple[Case, ...], ...] = ((_case((100, 180), (2, 1), (128, 128), "causal-o80", **_OPERANDS),),)
+
+
+def interpreted_cases(
+    seed: int = 0, supports: Supports = lambda case: None, platform: str | None = "tpu"
+) -> tuple[Case, ...]:
+    """The cases to run in the interpreter of an accelerator, of those that are supported."""
+    chosen = _INTERPRETED_GPU if platform == "gpu" else _INTERPRETED
+    lines = ((dataclasses.replace(case, seed=seed) for case in line) for line in chosen)
     found = (next((case for case in line if supports(case) is None), None) for line in lines)
     return tuple(case for case in found if case is not None)
 

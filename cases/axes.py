@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from cases.case import Case
+from cases.quantized import KV_CACHES
 
 
 @dataclasses.dataclass(frozen=True)
@@ -18,6 +19,7 @@ class Axis:
 
     name: str
     levels: tuple[Any, ...]
+    rare: bool = False  # for few implementations: the arrays of those that have only its first level do without it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,6 +62,12 @@ AXES: tuple[Axis, ...] = (
             "dense",
             "densehead",
             "densebatch",
+            "indexer",
+            "moba",
+            "moba_fine",
+            "moba_one",
+            "moba_all",
+            "lengths_edges",
         ),
     ),
     Axis("distribution", ("normal", "large", "small", "heavy", "dominant", "cancel", "ties", "knee", "huge")),
@@ -72,6 +80,7 @@ AXES: tuple[Axis, ...] = (
     Axis("soft_cap", (None, 2.0, 30.0)),
     Axis("sinks", (False, True)),
     Axis("scale", (None, 0.3)),
+    Axis("kv_cache", (None, *KV_CACHES), rare=True),
 )
 
 NAMES = tuple(axis.name for axis in AXES)
@@ -82,8 +91,17 @@ def compatible(levels: Mapping[str, Any]) -> bool:
     lengths: Lengths | None = levels.get("lengths")
     if lengths is not None and lengths.q == 1 and levels.get("mask") in ("causal", "spans", "balanced"):
         return False  # with one query these leave one key, nothing to cut, or no chunks
+    if lengths is not None and lengths.phase != "decode" and levels.get("mask") == "lengths_edges":
+        return False  # what kernels for whole sequences do at the end of a block, other lengths ask
     if lengths is not None and lengths.q % 4 and levels.get("mask") == "balanced":
         return False  # four chunks of one size
+    if str(levels.get("mask")).startswith("moba"):
+        if lengths is not None and lengths.q > lengths.kv:
+            return False  # every query is at the position of a key
+        if levels.get("distribution") == "huge":
+            return False  # gates of 1e5 round by more than they differ: nearly no query has one right choice
+    if levels.get("kv_cache") is not None and lengths is not None and lengths.phase == "train":
+        return False  # a cache is read, not differentiated
     if levels.get("distribution") == "knee" and "soft_cap" in levels and levels["soft_cap"] is None:
         return False
     if levels.get("distribution") == "huge":
@@ -110,8 +128,12 @@ def assemble(levels: Mapping[str, Any], seed: int) -> Case:
         v_head_dim=v_head_dim,
         mask=_MASKS[levels["mask"]](lengths.q, lengths.kv, batch),
         seed=seed,
-        **{name: levels[name] for name in ("distribution", "bias", "dtype", "segments", "soft_cap", "sinks", "scale")},
+        **{name: levels[name] for name in _FIELDS},
     )
+
+
+# Axes whose levels are those of the field of the same name.
+_FIELDS = ("distribution", "bias", "dtype", "segments", "soft_cap", "sinks", "scale", "kv_cache")
 
 
 def _offset(value: int) -> str:
@@ -146,6 +168,16 @@ def _lengths(q: int, kv: int, batch: int) -> str:
     return causal + "-".join(("lengths", *map(str, chosen)))
 
 
+def _moba(pieces: int, topk: int) -> Callable[[int, int, int], str]:
+    """Chunks that cut the keys in about `pieces`, the last one shorter."""
+    return lambda q, kv, batch: f"moba-{kv // pieces + 1}-{topk}{_offset(kv - q)}"
+
+
+def _lengths_edges(q: int, kv: int, batch: int) -> str:
+    # One key, and around the end of a block of any power of two up to 128.
+    return "-".join(("lengths", *map(str, {1: (1,), 2: (127, 129), 3: (128, 0, 1)}[batch])))
+
+
 _MASKS: dict[str, Callable[[int, int, int], str]] = {
     "full": lambda q, kv, batch: "full",
     "causal": lambda q, kv, batch: "causal",
@@ -159,4 +191,11 @@ _MASKS: dict[str, Callable[[int, int, int], str]] = {
     "dense": lambda q, kv, batch: "dense-d40",
     "densehead": lambda q, kv, batch: "densehead-d40",
     "densebatch": lambda q, kv, batch: "densebatch-d40",
+    "indexer": lambda q, kv, batch: "indexer-d40",
+    "moba": _moba(5, 3),
+    # Many chunks of 12 keys: with three distinct keys they are all the same, and gates tie.
+    "moba_fine": lambda q, kv, batch: f"moba-12-4{_offset(kv - q)}",
+    "moba_one": _moba(3, 1),
+    "moba_all": _moba(4, 99),
+    "lengths_edges": _lengths_edges,
 }

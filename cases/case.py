@@ -2,9 +2,9 @@
 
     train/bf16/B2.T128.S128.N4.K2.H64.V64/causal/seg/softcap30/sinks/normal/s7
 
-The parts are: phase, dtype, shape, mask, then whatever of segment ids, soft cap, sinks, bias and scale the case has,
-then the value distribution and the seed. Ids use letters, digits and `. / _ -` only, so that a shell and pytest's `-k`
-take them unquoted.
+The parts are: phase, dtype, shape, mask, then whatever of segment ids, soft cap, sinks, bias, scale and quantised cache
+the case has, then the value distribution and the seed. Ids use letters, digits and `. / _ -` only, so that a shell and
+pytest's `-k` take them unquoted.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from cases import mask_spec
+from cases.quantized import KV_CACHES
 
 PHASES = ("train", "prefill", "decode")
 DTYPES = ("f32", "bf16", "f16")
@@ -55,6 +56,7 @@ class Case:
     sinks: bool = False
     bias: str | None = None
     scale: float | None = None
+    kv_cache: str | None = None
     distribution: str = "normal"
     seed: int = 0
 
@@ -66,6 +68,10 @@ class Case:
             _one_of("segments", self.segments, SEGMENTS)
         if self.bias is not None:
             _one_of("bias", self.bias, BIASES)
+        if self.kv_cache is not None:
+            _one_of("kv_cache", self.kv_cache, KV_CACHES)
+            if self.phase == "train":
+                raise CaseIdError(f"{self.kv_cache} is a cache, which prefill and decode read; phase is 'train'")
         sizes = (self.batch, self.q_length, self.kv_length, self.num_q_heads, self.num_kv_heads)
         if min(*sizes, self.head_dim, self.v_head_dim) < 1:
             raise CaseIdError(f"every size must be at least 1, got {self.shape}")
@@ -107,6 +113,8 @@ class Case:
             parts.append(self.bias)
         if self.scale is not None:
             parts.append(f"scale{_number(self.scale)}")
+        if self.kv_cache:
+            parts.append(self.kv_cache)
         return "/".join([*parts, self.distribution, f"s{self.seed}"])
 
     def __str__(self) -> str:
@@ -130,7 +138,11 @@ class Case:
             "v_head_dim": self.head_dim != self.v_head_dim,
             "unequal_lengths": self.q_length != self.kv_length,
         }
-        return (*found, *(name for name, on in flags.items() if on))
+        found += [name for name, on in flags.items() if on]
+        if self.kv_cache:
+            kind, by = self.kv_cache.removeprefix("kv").split("-")
+            found += [f"kv_{kind}", f"kv_{by}_scales"]
+        return tuple(found)
 
 
 FEATURES: dict[str, str] = {
@@ -153,6 +165,8 @@ FEATURES: dict[str, str] = {
     "dense": "any boolean mask, the same for every head and batch row",
     "dense_head": "a boolean mask for each head",
     "dense_batch": "a boolean mask for each batch row",
+    "indexer": "a selection of keys for each query, known at run time only",
+    "moba": "mixture of block attention: chunks of keys chosen by q and k",
     "offset": "mask offset (absolute query positions)",
     "segment_ids": "segment ids of q and kv",
     "soft_cap": "soft cap of the logits",
@@ -161,7 +175,17 @@ FEATURES: dict[str, str] = {
     "scale": "a scale other than 1/sqrt(H)",
     "v_head_dim": "value depth other than key depth",
     "unequal_lengths": "T != S",
+    "kv_int8": "keys and values stored as int8, with scales",
+    "kv_int4": "keys and values stored as int4, with scales",
+    "kv_fp8": "keys and values stored as float8_e4m3fn, with scales",
+    "kv_token_scales": "a scale of stored keys and values for each token and head",
+    "kv_head_scales": "a scale of stored keys and values for each head",
 }
+KV_FEATURES = frozenset(name for name in FEATURES if name.startswith("kv_"))
+
+
+OPT_IN = frozenset({"moba"}) | KV_FEATURES
+"""Features that only an implementation which says so is taken to have: they need an algorithm of their own."""
 
 
 def parse(text: str) -> Case:
@@ -170,7 +194,7 @@ def parse(text: str) -> Case:
     if len(parts) < 6:
         raise CaseIdError(
             f"{text!r} is not a case id: it has {len(parts)} parts, at least 6 are needed: phase/dtype/shape/mask/"
-            f"[segments/softcapC/sinks/bias/scaleX/]distribution/sSEED"
+            f"[segments/softcapC/sinks/bias/scaleX/kvKIND-BY/]distribution/sSEED"
         )
     phase, dtype, shape, mask, *options, distribution, seed = parts
     sizes = _SHAPE.fullmatch(shape)
@@ -208,6 +232,8 @@ def _option(option: str, text: str) -> tuple[str, Any]:
         return "segments", option
     if option in BIASES:
         return "bias", option
+    if option in KV_CACHES:
+        return "kv_cache", option
     if option == "sinks":
         return "sinks", True
     if found := _SOFT_CAP.fullmatch(option):
@@ -215,7 +241,8 @@ def _option(option: str, text: str) -> tuple[str, Any]:
     if found := _SCALE.fullmatch(option):
         return "scale", float(found[1])
     raise CaseIdError(
-        f"{option!r} in {text!r} is none of {', '.join(SEGMENTS)}, softcapC, sinks, {', '.join(BIASES)}, scaleX"
+        f"{option!r} in {text!r} is none of {', '.join(SEGMENTS)}, softcapC, sinks, {', '.join(BIASES)}, scaleX, "
+        f"{', '.join(KV_CACHES)}"
     )
 
 

@@ -22,7 +22,7 @@ STRENGTH = {"quick": 2, "standard": 3, "deep": 4}
 Supports = Callable[[Case], "str | None"]
 """Why a case is not supported, or None if it is."""
 
-_OPERAND_AXES = ("segments", "soft_cap", "sinks", "bias", "scale", "mask")
+_OPERAND_AXES = ("segments", "soft_cap", "sinks", "bias", "scale", "mask", "kv_cache")
 
 # What the rich case has, if supported: every operand, groups of heads, and depths that differ.
 _RICH = {
@@ -94,8 +94,22 @@ def _rows(strength: int, excluded: Matrix) -> tuple[tuple[Row, ...], Coverage]:
         pairs = itertools.combinations_with_replacement(assigned, 2)
         return _allowed(partial) and not any(pair in excluded for pair in pairs)
 
-    rows = covering.build(_SIZES, strength, feasible)
-    return tuple(rows), covering.coverage(rows, _SIZES, strength, feasible)
+    # A rare axis of which only the first level is left would only disturb the order in which rows are found.
+    kept = [a for a, axis in enumerate(AXES) if not axis.rare or _supported(a, excluded)]
+    sizes = [_SIZES[a] for a in kept]
+
+    def whole(partial: Partial) -> Partial:
+        levels = dict(zip(kept, partial, strict=True))
+        return tuple(levels.get(a, 0) for a in range(len(AXES)))
+
+    rows = covering.build(sizes, strength, lambda partial: feasible(whole(partial)))
+    counted = covering.coverage(rows, sizes, strength, lambda partial: feasible(whole(partial)))
+    return tuple(tuple(level or 0 for level in whole(row)) for row in rows), counted
+
+
+def _supported(axis: int, excluded: Matrix) -> bool:
+    """Whether a level of the axis other than its first is supported."""
+    return any(((axis, level),) * 2 not in excluded for level in range(1, _SIZES[axis]))
 
 
 class _Support:

@@ -15,7 +15,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from cases import mask_spec
+from cases import mask_spec, moba, quantized
 from cases.case import Case
 from cases.counter_rng import integers, normal
 from cases.masks import Mask
@@ -30,13 +30,18 @@ DTYPES: dict[str, np.dtype] = {
 _LOGIT_SPREAD = {"small": 0.3, "large": 4.0, "ties": 2.0, "dominant": 0.5}
 # A tanh bends visibly from about half its cap on.
 _SPREAD_PER_CAP = 0.6
+# Queries that leave no choice in doubt are found in the first or second draw, but for values that leave little room.
+_ATTEMPTS = 8
 # Beyond the largest float16, 65504.
 _HUGE_LOGIT = 6.6e4
 
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """Operands of one attention call (contract, section 1) as NumPy arrays; `scale=None` means `1 / sqrt(H)`."""
+    """Operands of one attention call (contract, section 1) as NumPy arrays; `scale=None` means `1 / sqrt(H)`.
+
+    With `kv_scales`, those of k and of v, k and v are numbers as a cache stores them (`cases.quantized`).
+    """
 
     q: np.ndarray  # [B, T, N, H]
     k: np.ndarray  # [B, S, K, H]
@@ -47,6 +52,17 @@ class Problem:
     sinks: np.ndarray | None = None  # [N]
     bias: np.ndarray | None = None  # broadcastable to [B, N, T, S]
     scale: float | None = None
+    kv_scales: tuple[np.ndarray, np.ndarray] | None = None  # [B or 1, S or 1, K]
+
+    @functools.cached_property
+    def keys(self) -> np.ndarray:
+        """The keys that k stands for, in float64."""
+        return _meant(self.k, None if self.kv_scales is None else self.kv_scales[0])
+
+    @functools.cached_property
+    def values(self) -> np.ndarray:
+        """The values that v stands for, in float64."""
+        return _meant(self.v, None if self.kv_scales is None else self.kv_scales[1])
 
     @property
     def effective_scale(self) -> float:
@@ -54,9 +70,14 @@ class Problem:
         return 1 / math.sqrt(self.q.shape[-1]) if self.scale is None else self.scale
 
     @functools.cached_property
+    def resolved_mask(self) -> Mask:
+        """The mask with what q and k have to say in it."""
+        return moba.resolve(self.mask, self.q, self.k if self.kv_scales is None else self.keys)
+
+    @functools.cached_property
     def allowed(self) -> np.ndarray:
         """Mask and segment ids together, booleans `[b, n, T, S]` with `b` and `n` 1 where nothing differs."""
-        allowed = self.mask.dense(self.q.shape[1], self.k.shape[1])
+        allowed = self.resolved_mask.dense(self.q.shape[1], self.k.shape[1])
         if self.segment_ids is not None:
             q_ids, kv_ids = self.segment_ids
             allowed = allowed & (q_ids[:, None, :, None] == kv_ids[:, None, None, :])
@@ -71,10 +92,31 @@ class Problem:
     @functools.cached_property
     def dead_keys(self) -> np.ndarray:
         """Keys that no query may attend to, booleans `[B, S, K]`."""
+        return np.logical_not(self._by_kv_head(self.allowed))
+
+    @functools.cached_property
+    def unread_keys(self) -> np.ndarray:
+        """Dead keys that have no say either in what a query attends to, booleans `[B, S, K]`."""
+        return self.dead_keys & ~self._by_kv_head(self.choosing)
+
+    @functools.cached_property
+    def choosing(self) -> np.ndarray:
+        """Whether key `j` has a say in what query `i` attends to, booleans `[1, 1, T, S]`."""
+        chosen = [choice.choosing for choice in moba.choices(self.resolved_mask)]
+        none = np.zeros((1, 1, self.q.shape[1], self.k.shape[1]), bool)
+        return functools.reduce(np.logical_or, chosen, none)
+
+    @functools.cached_property
+    def decided(self) -> np.ndarray:
+        """Queries whose choice of keys no rounding can change, booleans `[B, N, T]`."""
+        every = np.ones((self.q.shape[0], self.q.shape[2], self.q.shape[1]), bool)
+        return functools.reduce(np.logical_and, (c.decided for c in moba.choices(self.resolved_mask)), every)
+
+    def _by_kv_head(self, pairs: np.ndarray) -> np.ndarray:
+        """Keys of some pair of `pairs [b, n, T, S]`, `[B, S, K]`."""
         batch, kv_length, num_kv_heads, _ = self.k.shape
-        seen = np.broadcast_to(np.any(self.allowed, axis=2), (batch, self.q.shape[2], kv_length))
-        by_kv_head = np.any(seen.reshape(batch, num_kv_heads, -1, kv_length), axis=2)
-        return np.logical_not(np.moveaxis(by_kv_head, 1, 2))
+        seen = np.broadcast_to(np.any(pairs, axis=2), (batch, self.q.shape[2], kv_length))
+        return np.moveaxis(np.any(seen.reshape(batch, num_kv_heads, -1, kv_length), axis=2), 1, 2)
 
     def without(self, operand: str) -> Problem:
         """The same problem without an optional operand."""
@@ -91,22 +133,43 @@ class Cotangent:
     logsumexp: np.ndarray | None = None
 
 
+def _meant(stored: np.ndarray, scales: np.ndarray | None) -> np.ndarray:
+    return stored.astype(np.float64) if scales is None else quantized.dequantize(stored, scales)
+
+
 def draw(case: Case) -> Problem:
-    """The operands of `case`."""
+    """The operands of `case`.
+
+    Where queries choose their keys (`cases.moba`), they are drawn anew while rounding could change a choice: such a
+    case has more than one answer.
+    """
+    for attempt in range(_ATTEMPTS):
+        problem = _drawn(case, attempt)
+        if problem.decided.all():
+            break
+    return dataclasses.replace(problem, sinks=_sinks(case, problem.allowed)) if case.sinks else problem
+
+
+def _drawn(case: Case, attempt: int) -> Problem:
+    """The operands without sinks; `attempt` chooses among queries."""
     dtype = DTYPES[case.dtype]
-    q, k, v = _queries_keys_values(case)
+    q, k, v = (x.astype(dtype) for x in _queries_keys_values(case, attempt))
     mask = mask_spec.build(case.mask, case.batch, case.num_q_heads, case.q_length, case.kv_length, case.seed)
-    problem = Problem(
-        q=q.astype(dtype),
-        k=k.astype(dtype),
-        v=v.astype(dtype),
+    scales = None
+    if case.kv_cache is not None:
+        (k, k_scales), (v, v_scales) = (quantized.quantize(x, case.kv_cache) for x in (k, v))
+        scales = k_scales, v_scales
+    return Problem(
+        q=q,
+        k=k,
+        v=v,
         mask=mask,
-        segment_ids=_segment_ids(case, mask),
+        kv_scales=scales,
+        segment_ids=_segment_ids(case, moba.resolve(mask, q, k)),
         soft_cap=case.soft_cap,
         bias=_bias(case),
         scale=case.scale,
     )
-    return dataclasses.replace(problem, sinks=_sinks(case, problem.allowed)) if case.sinks else problem
 
 
 def draw_cotangent(case: Case) -> Cotangent:
@@ -123,9 +186,9 @@ def _logit_spread(case: Case) -> float:
     return case.soft_cap if case.distribution == "knee" else max(spread, _SPREAD_PER_CAP * case.soft_cap)
 
 
-def _queries_keys_values(case: Case) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _queries_keys_values(case: Case, attempt: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """q `[B, T, N, H]`, k `[B, S, K, H]`, v `[B, S, K, V]` in float64."""
-    q = normal(case.seed, "q", (case.batch, case.q_length, case.num_q_heads, case.head_dim))
+    q = normal(case.seed, f"q{attempt or ''}", (case.batch, case.q_length, case.num_q_heads, case.head_dim))
     k = normal(case.seed, "k", (case.batch, case.kv_length, case.num_kv_heads, case.head_dim))
     v = normal(case.seed, "v", (case.batch, case.kv_length, case.num_kv_heads, case.v_head_dim))
     scale = 1 / math.sqrt(case.head_dim) if case.scale is None else case.scale

@@ -1,9 +1,10 @@
 """Mask specs: how a case id names a mask.
 
     full   causal   causal-o64   window-l31-r0   window-linf-r8-o2   chunked-32   spans-8-24-40-56   balanced-2
-    lengths-0-100   dense-d40   densehead-d40   densebatch-d40
+    lengths-0-100   dense-d40   densehead-d40   densebatch-d40   indexer-d40   moba-64-3   moba-64-3-o128
 
-`-oN` is the offset, `-dP` the percentage of allowed pairs in a random mask. Specs combine with `_and_` and `_or_`
+`-oN` is the offset, `-dP` the percentage of allowed pairs in a random mask; `moba-C-K` has chunks of `C` keys, of which
+a query takes `K`. Specs combine with `_and_` and `_or_`
 (`_and_` binds tighter): `causal_or_spans-8-24`.
 """
 
@@ -22,11 +23,13 @@ from cases.masks import (
     Chunked,
     Dense,
     Full,
+    Indexer,
     Lengths,
     LoadBalancedCausal,
     Mask,
     Window,
 )
+from cases.moba import Moba
 
 _OFFSET = r"(?:-o(-?\d+))?"
 _TERMS = {
@@ -40,6 +43,8 @@ _TERMS = {
     "dense": re.compile(r"dense-d(\d+)"),
     "densehead": re.compile(r"densehead-d(\d+)"),
     "densebatch": re.compile(r"densebatch-d(\d+)"),
+    "indexer": re.compile(r"indexer-d(\d+)"),
+    "moba": re.compile(r"moba-(\d+)-(\d+)(?:-o(\d+))?"),
 }
 _FEATURES = {"spans": "bidirectional", "densehead": "dense_head", "densebatch": "dense_batch"}
 
@@ -55,7 +60,7 @@ def _term(term: str, spec: str) -> tuple[str, tuple[str, ...]]:
             return kind, tuple(group or "" for group in found.groups())
     raise ValueError(
         f"{term!r} in mask {spec!r} is not a mask; known forms: full, causal[-oN], window-lL-rR[-oN], chunked-C[-oN], "
-        f"spans-A-B..., balanced-CP, lengths-L..., dense-dP, densehead-dP, densebatch-dP"
+        f"spans-A-B..., balanced-CP, lengths-L..., dense-dP, densehead-dP, densebatch-dP, indexer-dP, moba-C-K[-oN]"
     )
 
 
@@ -64,7 +69,7 @@ def features(spec: str) -> list[str]:
     found: list[str] = []
     for kind, arguments in (term for group in parse(spec) for term in group):
         found.append(_FEATURES.get(kind, kind))
-        if kind in ("causal", "window", "chunked") and arguments[-1] not in ("", "0"):
+        if kind in ("causal", "window", "chunked", "moba") and arguments[-1] not in ("", "0"):
             found.append("offset")
     return list(dict.fromkeys(found))
 
@@ -74,8 +79,8 @@ def build(spec: str, batch: int, num_q_heads: int, q_length: int, kv_length: int
     """The mask object that `spec` names at these sizes; random masks are drawn from `seed`."""
 
     def term(kind: str, arguments: tuple[str, ...]) -> Mask:
-        if kind.startswith("dense"):
-            b = batch if kind == "densebatch" else 1
+        if kind.startswith(("dense", "indexer")):
+            b = batch if kind in ("densebatch", "indexer") else 1
             n = num_q_heads if kind == "densehead" else 1
             array = _random(seed, (b, n, q_length, kv_length), int(arguments[0]))
             if array.shape[:2] != (1, 1):
@@ -83,7 +88,7 @@ def build(spec: str, batch: int, num_q_heads: int, q_length: int, kv_length: int
                 causal = np.tri(q_length, kv_length, max(0, kv_length - q_length), dtype=bool)
                 every_second = array[:, ::2] if kind == "densehead" else array[::2]
                 every_second &= causal
-            return Dense(array)
+            return Indexer(array) if kind == "indexer" else Dense(array)
         if kind == "lengths":
             lengths = _integers(arguments[0])
             if len(lengths) != batch or max(lengths) > kv_length:
@@ -91,6 +96,10 @@ def build(spec: str, batch: int, num_q_heads: int, q_length: int, kv_length: int
             return Lengths(lengths)
         if kind == "balanced":
             return LoadBalancedCausal(int(arguments[0]), q_length)
+        if kind == "moba":
+            mask = Moba(*map(_int, arguments))
+            mask.check_lengths(q_length, kv_length)
+            return mask
         return _FORMULAS[kind](*arguments)
 
     return functools.reduce(

@@ -38,6 +38,11 @@ class Mask:
         """True if `allowed` is a formula, the same for every batch row and head."""
         return self.computed
 
+    @property
+    def at_run_time(self) -> bool:
+        """True if what is allowed is not known yet: an `Indexer` of an array that is not NumPy's."""
+        return False
+
     def check_lengths(self, q_length: int, kv_length: int) -> None:
         """Raise `ValueError` if the mask is for other lengths."""
 
@@ -238,11 +243,29 @@ class Dense(Mask):
 class Indexer(Dense):
     """Token selection per batch row `[B, 1, T, S]`, given at run time.
 
-    No kernel may rely on its structure at trace time, so every block of it counts as partial.
+    No kernel may rely on its structure at trace time, so every block of it counts as partial. Its array may be of
+    another library, and traced; such a mask is no value yet and can be neither compared nor hashed.
     """
 
+    def __post_init__(self) -> None:
+        if not self.at_run_time:
+            super().__post_init__()
+        elif self.array.ndim != 4:
+            raise ValueError(f"mask array must be [b, n, T, S], got shape {self.array.shape}")
+
+    @property
+    def at_run_time(self) -> bool:
+        return not isinstance(self.array, np.ndarray)
+
+    def dense(self, q_length: int, kv_length: int) -> np.ndarray:
+        self.check_lengths(q_length, kv_length)
+        return self.array if self.at_run_time else super().dense(q_length, kv_length)
+
     def blocks(self, q_length: int, kv_length: int, block_q: int, block_kv: int) -> np.ndarray:
-        return np.full_like(super().blocks(q_length, kv_length, block_q, block_kv), PARTIAL)
+        if block_q <= 0 or block_kv <= 0:
+            raise ValueError(f"block sizes must be positive, got block_q={block_q}, block_kv={block_kv}")
+        self.check_lengths(q_length, kv_length)
+        return np.full((*self.array.shape[:2], -(-q_length // block_q), -(-kv_length // block_kv)), PARTIAL, np.int8)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -270,6 +293,10 @@ class _Pair(Mask):
     def is_computed(self) -> bool:
         return self.left.is_computed and self.right.is_computed
 
+    @property
+    def at_run_time(self) -> bool:
+        return self.left.at_run_time or self.right.at_run_time
+
     def check_lengths(self, q_length: int, kv_length: int) -> None:
         self.left.check_lengths(q_length, kv_length)
         self.right.check_lengths(q_length, kv_length)
@@ -281,6 +308,9 @@ class And(_Pair):
     def allowed(self, i: Any, j: Any) -> Any:
         return self.left.allowed(i, j) & self.right.allowed(i, j)
 
+    def dense(self, q_length: int, kv_length: int) -> np.ndarray:
+        return self.left.dense(q_length, kv_length) & self.right.dense(q_length, kv_length)
+
 
 class Or(_Pair):
     """Either mask allows the pair."""
@@ -288,12 +318,22 @@ class Or(_Pair):
     def allowed(self, i: Any, j: Any) -> Any:
         return self.left.allowed(i, j) | self.right.allowed(i, j)
 
+    def dense(self, q_length: int, kv_length: int) -> np.ndarray:
+        return self.left.dense(q_length, kv_length) | self.right.dense(q_length, kv_length)
+
 
 def conjuncts(mask: Mask) -> tuple[Mask, ...]:
     """The masks whose conjunction `mask` is: `a & b & c` gives `(a, b, c)`."""
     if isinstance(mask, And):
         return conjuncts(mask.left) + conjuncts(mask.right)
     return (mask,)
+
+
+def known(mask: Mask) -> Mask:
+    """What is known of `mask` before run time: it allows all that `mask` may turn out to allow."""
+    if isinstance(mask, _Pair):
+        return type(mask)(known(mask.left), known(mask.right))
+    return Full() if mask.at_run_time else mask
 
 
 def leaves(mask: Mask) -> Iterator[Mask]:

@@ -28,6 +28,8 @@ MASKS: Mapping[str, str] = {
     "dense": "dense-d40",
     "densehead": "densehead-d40",
     "densebatch": "densebatch-d40",
+    "indexer": "indexer-d40",
+    "moba": "moba-24-3",
 }
 """Kinds of mask, the plainest first, each with a spec that fits the plain case."""
 _OFFSETS = {kind: f"{MASKS[kind]}-o3" for kind in ("causal", "window", "chunked")}

@@ -143,7 +143,8 @@ _scales = st.one_of(st.sampled_from((1.0, 0.3)), st.integers(1, 40).map(lambda n
 @st.composite
 def mask_specs(draw: st.DrawFn, batch: int, q_length: int, kv_length: int, within: Space) -> str:
     """Masks that fit the lengths: mostly one term, else two or three joined by `_and_` and `_or_`."""
-    fitting = [kind for kind in within.masks if kind != "balanced" or q_length % 2 == 0] or ["full"]
+    unfit = {"balanced": q_length % 2 == 1, "moba": q_length > kv_length}
+    fitting = [kind for kind in within.masks if not unfit.get(kind)] or ["full"]
     kind = draw(st.sampled_from(fitting))
     spec = draw(_term(kind, batch, q_length, kv_length, within))
     partners = [kind for kind in fitting if kind != "full"]
@@ -171,8 +172,12 @@ def _term(draw: st.DrawFn, kind: str, batch: int, q_length: int, kv_length: int,
         missing = draw(st.lists(st.integers(0, kv_length), min_size=batch, max_size=batch))
         missing[-1] %= kv_length  # somebody sees something
         return "-".join(("lengths", *(str(kv_length - n) for n in missing)))
-    if kind.startswith("dense"):
+    if kind.startswith(("dense", "indexer")):
         return f"{kind}-d{draw(st.integers(10, 90))}"
+    if kind == "moba":
+        chunk, topk = draw(st.integers(1, kv_length + 8)), draw(st.integers(1, 6))
+        ahead = draw(st.integers(0, kv_length - q_length))
+        return f"moba-{chunk}-{topk}" + (f"-o{ahead}" if ahead else "")
     offset = draw(_offset(q_length, kv_length)) if kind in within.offsets else ""
     if kind == "window":
         side = st.integers(0, kv_length).map(str) | st.just("inf")

@@ -43,6 +43,9 @@ What this adds to the usual first-order bound, and why:
 * `tiny` in `err(D)`: a flash backward takes D from the stored `out`, which in f16 may be subnormal (a sink that takes
   all the weight).
 * `tiny |r|` in `err(dx)`: a probability that underflows is off by `tiny`, and is multiplied by `r`.
+* a quantised cache adds `u_cache s|x|` to err(x) and `u_cache p` in E(out), for keys and values rounded as they are
+  multiplied by their scales. Against the keys and values before they were stored (`steps`), it adds
+  `scale sum_d |q| step_k / 2` and `sum_j p step_v / 2`.
 * the underflow floor `tiny` counts only terms that exist, so structural zeros (a key that nobody sees, the bias behind
   the mask) have a bound of exactly zero and must be exactly zero.
 """
@@ -56,7 +59,7 @@ import numpy as np
 
 from cases.inputs import Cotangent, Problem
 from conformance.contract import Arithmetic
-from conformance.oracle import Array, EmptyRows, Gradients, Slab, slabs
+from conformance.oracle import Array, EmptyRows, Gradients, Slab, Steps, slabs
 
 # Unit roundoff 2**-p for p significand bits.
 UNIT_ROUNDOFF = {"f32": 2.0**-24, "f16": 2.0**-11, "bf16": 2.0**-8, "tf32": 2.0**-11}
@@ -84,6 +87,7 @@ class Roundoff:
     residuals: float
     out: float
     bias: float
+    cache: float
     tiny: float
 
     @classmethod
@@ -105,6 +109,7 @@ class Roundoff:
             residuals=u_in if arithmetic.residuals == "input" and dtype != "f32" else 0.0,
             out=u_in,
             bias=UNIT_ROUNDOFF[dtype_name(problem.bias.dtype)] if problem.bias is not None else U,
+            cache=0.0 if problem.kv_scales is None else max(U, u_in if arithmetic.cache == "input" else 0.0),
             tiny=_TINY[dtype],
         )
 
@@ -133,6 +138,8 @@ def expect(
     cotangents: Sequence[Cotangent] = (),
     *,
     empty_rows: EmptyRows = "zero",
+    steps: Steps | None = None,
+    rounds_out: bool = True,
 ) -> Expectation:
     """Exact observables and their error bounds.
 
@@ -141,14 +148,17 @@ def expect(
       arithmetic: how the implementation declares to compute.
       cotangents: the cotangents to give gradients for.
       empty_rows: what rows that may attend to nothing are declared to return.
+      steps: how far keys and values may be from those of `problem`, where a cache stores them.
+      rounds_out: whether `out` is rounded to the operands' dtype at the end, or left in f32.
     """
     u = Roundoff.of(arithmetic, problem)
+    u = u if rounds_out else dataclasses.replace(u, out=U)
     batch, q_length, num_q_heads, _ = problem.q.shape
     rows = (batch, num_q_heads, q_length)
     shapes = {"out": (batch, q_length, num_q_heads, problem.v.shape[-1]), "logsumexp": rows, "max_logits": rows}
     forward = {name: Bounded(np.empty(shape), np.empty(shape)) for name, shape in shapes.items()}
     totals = [(Gradients.zeros(problem), Gradients.zeros(problem)) for _ in cotangents]
-    for slab in slabs(problem, empty_rows):
+    for slab in slabs(problem, empty_rows, steps):
         errors = _ForwardErrors.of(slab, u)
         _store_forward(forward, slab, errors, u)
         for cotangent, (values, bounds) in zip(cotangents, totals, strict=True):
@@ -187,8 +197,10 @@ class _ForwardErrors:
             err_sink = slab.p_sink * np.expm1(np.minimum(err_l + U * (sink + shift + 2), 50.0))
         err_p = slab.p * np.expm1(np.minimum(err_z + err_l[..., None] + 2 * U, 50.0))
         err_p = np.minimum(err_p, np.maximum(slab.p, 1 - slab.p))
-        rounding = u.probabilities + u.products + gamma(keys)
+        rounding = u.probabilities + u.products + u.cache + gamma(keys)
         err_out = (err_p + rounding * slab.averaging + u.tiny * slab.allowed) @ np.abs(slab.v)
+        if slab.v_steps is not None:
+            err_out = err_out + (slab.averaging + err_p) @ slab.v_steps
         return cls(x, err_z, err_l, err_p, err_sink, err_out)
 
 
@@ -198,7 +210,9 @@ def _logit_errors(slab: Slab, u: Roundoff) -> Array:
     magnitude = products if slab.bias is None else products + np.abs(slab.bias)
     spread = slab.scale * np.sqrt(slab.q**2 @ (slab.k**2).T)
     running = 0.75 * np.sqrt(slab.q.shape[-1]) * np.maximum(spread, np.abs(slab.x))
-    return u.products * magnitude + U * np.maximum(magnitude, running) + u.scaled_q * products
+    stored: Array | float = 0.0 if slab.k_steps is None else slab.scale * (np.abs(slab.q) @ slab.k_steps.T)
+    rounded = u.products * magnitude + U * np.maximum(magnitude, running) + (u.scaled_q + u.cache) * products
+    return rounded + stored
 
 
 def _store_forward(forward: dict[str, Bounded], slab: Slab, errors: _ForwardErrors, u: Roundoff) -> None:

@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 from absl import app, logging
 from absl.flags import argparse_flags
 
-from conformance import environment
+from conformance import environment, interrupts
 
 _DESCRIPTION = """\
 Is an attention implementation right? Judge its forward pass, its residuals and every gradient against a float64 oracle,
@@ -83,6 +83,7 @@ examples:
   python -m conformance sensitivity --report=sensitivity.html
   python -m conformance sensitivity --bank=my_tests.planted:BANK
   python -m conformance sensitivity --bug=returns-zeros --level=standard
+  python -m conformance sensitivity --new --save                # bugs added since the figures were kept
 
 A bank is a sequence of conformance.sensitivity.PlantedBug. Each bug is judged until two checks have seen it,
 beginning with the cases nearest to its trigger, and on the whole grid if none has.
@@ -97,6 +98,38 @@ examples:
 Limits are 1.5 times the largest ratio that a correct implementation reached, rounded up (conformance/tolerances.py).
 exit codes: 0 written, 2 an implementation fails (so it is not correct), or a file cannot be read or written
 """
+
+
+_BENCH = """\
+Time implementations side by side on the same operands: the call, and the call with its gradients. They take turns, so
+that whatever drifts hits all of them alike, and are compared round by round with the first one. What a timed program
+returns is looked at first: a result that differs from the float64 oracle is shown as such beside its speed.
+"""
+
+_BENCH_EXAMPLES = """\
+examples:
+  python -m conformance bench --impl=dot_product,block_flash
+  python -m conformance bench --impl=jax_nn_cudnn,flash_gpu,jax_mha_gpu --report=speed.html
+  python -m conformance bench --impl=kernel.py:attention,jax_nn_xla --cases='*/*.T4096.*' --phase=forward --runs=100
+  python -m conformance bench --impl=block_flash --case=train/f32/B1.T1000.S1000.N4.K2.H64.V64/window-l127-r0/normal/s0
+
+Programs are compiled with the flags that JAX has by default, or with your XLA_FLAGS.
+exit codes: 0 timed, and all that was timed agrees with the oracle, 1 something differs or raised, 2 nothing was timed
+"""
+
+_TUNE_EXAMPLES = """\
+examples:
+  python -m conformance tune --impl=block_flash
+  python -m conformance tune --impl=flash_gpu --seconds=300 --out=tuned.json --report=tuned.html
+
+Every candidate is timed side by side with the others in rounds from which the slower half drops out; the last one left
+is compared with the setting in force, and replaces it only if it is faster beyond the spread of that comparison.
+Candidates that do not compile, or whose results differ from the oracle, are shown and never chosen.
+exit codes: 0 tuned, 2 could not be tuned (nothing to tune, or not on this machine)
+"""
+
+# Commands that time programs: they run under the flags that everybody has.
+_TIMING = frozenset({"bench", "tune"})
 
 
 class CannotJudge(Exception):  # noqa: N818 -- a statement, as the message is
@@ -138,13 +171,59 @@ def parser() -> argparse.ArgumentParser:
     about = "say what a case is, and which tolerances judge it and why"
     explain = commands.add_parser("explain", help=about, description=_sentence(about), epilog=_EXPLAIN_EXAMPLES)
     explain.add_argument("case", metavar="CASE_ID", help="as in a report, a pytest id, or `list cases`")
-    about = "render records of earlier runs, merged, as one HTML page"
+    about = "render records and measurements of earlier runs, merged, as one HTML page"
     report = commands.add_parser("report", help=about, description=_sentence(about), epilog=_REPORT_EXAMPLES)
-    report.add_argument("records", nargs="+", metavar="FILE.jsonl", help="records that `run` or the pytest gate wrote")
+    report.add_argument("records", nargs="+", metavar="FILE.jsonl", help="what `run`, `bench` or the pytest gate wrote")
     report.add_argument("--report", required=True, metavar="FILE.html", help="write the page here")
     _add_sensitivity(commands)
     _add_calibrate(commands)
+    _add_bench(commands)
+    _add_tune(commands)
     return top
+
+
+def _add_bench(commands: argparse._SubParsersAction[_CommandParser]) -> None:
+    about = "time implementations side by side, and say what memory they take"
+    bench = commands.add_parser("bench", help=about, description=_BENCH, epilog=_BENCH_EXAMPLES)
+    what = bench.add_argument_group("what to time")
+    what.add_argument(
+        "--impl",
+        action="append",
+        default=[],
+        metavar="NAME[,NAME...]",
+        help="as for `run`, groups too; the first is the baseline",
+    )
+    what.add_argument("--case", action="append", default=[], metavar="ID", help="this case; may be repeated")
+    what.add_argument("--cases", metavar="QUERY", help="only those of the default cases that match")
+    what.add_argument(
+        "--phase", choices=("forward", "backward", "both"), default="both", help="backward is with its forward (both)"
+    )
+    what.add_argument(
+        "--products", choices=("exact", "tf32", "bf16"), help="how a plain function multiplies f32 operands (exact)"
+    )
+    _add_limits(bench, runs=30, seconds=120.0)
+
+
+def _add_tune(commands: argparse._SubParsersAction[_CommandParser]) -> None:
+    about = "choose an implementation's block sizes by timing them on this machine"
+    tune = commands.add_parser("tune", help=about, description=_sentence(about), epilog=_TUNE_EXAMPLES)
+    what = tune.add_argument_group("what to tune")
+    what.add_argument("--impl", required=True, metavar="NAME", help="a registered name (see `list`)")
+    what.add_argument("--case", action="append", default=[], metavar="ID", help="on this case; may be repeated")
+    what.add_argument("--knob", action="append", default=[], metavar="NAME", help="only this; may be repeated")
+    what.add_argument("--out", metavar="FILE.json", help="write the table here (where the implementation reads it)")
+    _add_limits(tune, runs=20, seconds=600.0)
+
+
+def _add_limits(adding: _CommandParser, *, runs: int, seconds: float) -> None:
+    limits = adding.add_argument_group("how long")
+    limits.add_argument("--runs", type=int, default=runs, metavar="N", help=f"most rounds of a comparison ({runs})")
+    limits.add_argument(
+        "--seconds", type=float, default=seconds, metavar="N", help=f"for all timing, without compiling ({seconds:g})"
+    )
+    output = adding.add_argument_group("output")
+    output.add_argument("--report", metavar="FILE.html", help="write the page here, and its data beside it (.jsonl)")
+    output.add_argument("--json", metavar="FILE", help="write the measurements here, one JSON object a line")
 
 
 def _add_sensitivity(commands: argparse._SubParsersAction[_CommandParser]) -> None:
@@ -152,12 +231,11 @@ def _add_sensitivity(commands: argparse._SubParsersAction[_CommandParser]) -> No
     adding = commands.add_parser("sensitivity", help=about, description=_sentence(about), epilog=_SENSITIVITY_EXAMPLES)
     adding.add_argument("--bank", metavar="MODULE:ATTRIBUTE", help="the bank (the one in pyproject.toml)")
     adding.add_argument("--bug", action="append", default=[], metavar="NAME", help="only this bug; may be repeated")
+    adding.add_argument("--new", action="store_true", help="only bugs without kept figures")
     adding.add_argument("--level", choices=("quick", "standard", "deep"), help="of the grid (quick)")
     adding.add_argument("--jobs", type=int, metavar="N", help="worker processes (one a core)")
     adding.add_argument("--report", metavar="FILE.html", help="write the page here")
-    adding.add_argument(
-        "--save", action="store_true", help="keep the figures: reports of every later run show them (a whole bank only)"
-    )
+    adding.add_argument("--save", action="store_true", help="keep the figures: reports of every later run show them")
 
 
 def _add_calibrate(commands: argparse._SubParsersAction[_CommandParser]) -> None:
@@ -187,7 +265,7 @@ def _add_run(commands: argparse._SubParsersAction[_CommandParser]) -> None:
         action="append",
         default=[],
         metavar="NAME",
-        help="a registered name (see `list`), module:attribute or file.py:attribute; may be repeated",
+        help="a registered name (see `list`), module:attribute, file.py:attribute or a group; may be repeated",
     )
     what.add_argument("--all", action="store_true", help="every registered implementation")
     what.add_argument(
@@ -261,11 +339,12 @@ def _add_list(commands: argparse._SubParsersAction[_CommandParser]) -> None:
 
 def main(arguments: argparse.Namespace) -> int:
     """Carry out a parsed command; returns the exit code."""
-    environment.prepare()
+    environment.prepare(timing=arguments.command in _TIMING)
     try:
         from conformance import commands  # imported late: it loads JAX
 
-        return commands.COMMANDS[arguments.command](arguments)
+        with interrupts.remembered():
+            return commands.COMMANDS[arguments.command](arguments)
     except CannotJudge as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -4,21 +4,30 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import hashlib
 import os
 import re
+import tempfile
 import time
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxlib.mlir import ir
 
 from conformance.compile_targets import CompileTarget
 from conformance.liveness import live_bytes
 
 _LONGEST_REASON = 400
+# What a Mosaic GPU kernel is known by to its compiler, and what that says of an error.
+_KERNEL_HASH = "kernel_hash"
+_ERROR = re.compile(r"error: (.+)")
+# A line of XLA's list of what a program launches.
+_SHARED = re.compile(r"shared_memory: (\d+) bytes")
 # An instruction in a message, with its operands and attributes: hundreds of characters, of which the name suffices.
 _INSTRUCTION = re.compile(r"(%\S+) = .*? metadata=\{[^}]*\}")
 # What a Pallas kernel takes of the fast memory, in the text of the compiled program: XLA's memory space 1 is VMEM.
@@ -50,8 +59,8 @@ def compile_for(target: CompileTarget, function: Any, operands: tuple[Any, ...])
     Returns:
       `compile_seconds` (tracing and lowering included); `argument_bytes`, `output_bytes` and `code_bytes` in HBM;
       `temporary_bytes`, the HBM that the compiler adds for temporaries, zero if it finds room for them elsewhere;
-      `live_bytes` of them at once, wherever they are (`conformance.liveness`); `vmem_bytes` of the program's kernels,
-      where the compiler says it.
+      `live_bytes` of them at once, wherever they are (`conformance.liveness`); `vmem_bytes` or
+      `shared_bytes` of the program's kernels, where the compiler says it.
 
     Raises:
       NoCompiler: if this machine cannot compile for the target.
@@ -61,8 +70,7 @@ def compile_for(target: CompileTarget, function: Any, operands: tuple[Any, ...])
     sharding = _one_chip(target)
     placed = jax.tree.map(functools.partial(_placed, sharding), operands)
     start = time.perf_counter()
-    # Kernels do not lower with x64, and some ask while they are lowered which chip they are for.
-    with jax.enable_x64(False), jax.sharding.use_abstract_mesh(sharding.mesh.abstract_mesh):
+    with _for_chip(sharding):
         try:
             traced = function.trace(*placed)
         except NotImplementedError as error:
@@ -70,11 +78,92 @@ def compile_for(target: CompileTarget, function: Any, operands: tuple[Any, ...])
         except Exception as error:  # whatever the implementation raises is the finding
             raise CompileError(first_words(error)) from error
         try:
-            compiled = traced.lower().compile()
+            lowered = traced.lower()
+            with tempfile.TemporaryDirectory() as folder:
+                compiled = _compiled(lowered, target, folder)
+                told = _shared_memory(Path(folder))
+        except CompileError:
+            raise
         except Exception as error:  # the compiler's errors are of many types
             raise CompileError(first_words(error)) from error
     seconds = time.perf_counter() - start
-    return {"compile_seconds": round(seconds, 3), **_memory(compiled)}
+    return {"compile_seconds": round(seconds, 3), **_memory(compiled), **told}
+
+
+@contextlib.contextmanager
+def _for_chip(sharding: NamedSharding) -> Iterator[None]:
+    """Kernels do not lower with x64, and some ask while they are lowered which chip they are for."""
+    with jax.enable_x64(False), jax.sharding.use_abstract_mesh(sharding.mesh.abstract_mesh):
+        yield
+
+
+def _compiled(lowered: Any, target: CompileTarget, folder: str) -> Any:
+    """The program compiled.
+
+    Raises:
+      CompileError: if it does not, and the compiler's own words are on standard error only.
+    """
+    options = _options(target, folder)
+    if target.toolchain.platform != "gpu" or not _keep_apart(lowered.compiler_ir("stablehlo"), target.name):
+        return lowered.compile(compiler_options=options)
+    with _standard_error() as said:
+        try:
+            return lowered.compile(compiler_options=options)
+        except Exception as error:
+            failed = error
+    words = [match[1] for line in said if (match := _ERROR.search(line))]
+    raise CompileError(f"{first_words(failed)}{': ' + words[0] if words else ''}") from failed
+
+
+def _options(target: CompileTarget, folder: str) -> dict[str, str] | None:
+    """Options of the compiler, which writes down what its kernels take into `folder` where it says so nowhere else."""
+    toolchain = target.toolchain
+    return {**toolchain.options, "xla_dump_to": folder} if toolchain.platform == "gpu" else toolchain.options or None
+
+
+def _shared_memory(folder: Path) -> dict[str, float]:
+    """The most shared memory that one kernel of a GPU takes, where the compiler says it."""
+    texts = [path.read_text() for path in folder.glob("*.thunk_sequence.txt")]
+    sizes = [int(size) for text in texts for size in _SHARED.findall(text)]
+    return {"shared_bytes": float(max(sizes))} if sizes else {}
+
+
+def _keep_apart(module: Any, target: str) -> bool:
+    """Give the program's Mosaic GPU kernels names of their own for this target; whether there are any.
+
+    The compiler keeps such kernels in the process by the hash that comes with them. For a second architecture it would
+    give out what it made for the first, even where there is no such instruction.
+    """
+    found = []
+
+    def rename(operation: ir.Operation) -> ir.WalkResult:
+        config: Any = operation.attributes.get("mhlo.backend_config", None)
+        if isinstance(config, ir.DictAttr) and _KERNEL_HASH in config:
+            entries: dict[str, Any] = {config[at].name: config[at].attr for at in range(len(config))}
+            name = hashlib.sha256(entries[_KERNEL_HASH].value_bytes + target.encode()).digest()
+            entries[_KERNEL_HASH] = ir.StringAttr.get(name, context=module.context)
+            operation.attributes["mhlo.backend_config"] = ir.DictAttr.get(entries, context=module.context)
+            found.append(name)
+        return ir.WalkResult.ADVANCE
+
+    module.operation.walk(rename)
+    return bool(found)
+
+
+@contextlib.contextmanager
+def _standard_error() -> Iterator[list[str]]:
+    """The lines that the process writes to standard error in the meantime, its libraries included."""
+    lines: list[str] = []
+    kept = os.dup(2)
+    with tempfile.TemporaryFile() as file:
+        os.dup2(file.fileno(), 2)
+        try:
+            yield lines
+        finally:
+            os.dup2(kept, 2)
+            os.close(kept)
+            file.seek(0)
+            lines += file.read().decode(errors="replace").splitlines()
 
 
 def _placed(sharding: NamedSharding, x: Any) -> jax.ShapeDtypeStruct:
@@ -134,9 +223,9 @@ def _one_chip(target: CompileTarget) -> NamedSharding:
         raise NoCompiler(reason)
     with _without_accelerator(toolchain.platform, toolchain.environment):
         try:
-            topology = topologies.get_topology_desc(platform=toolchain.platform, **target.topology)
+            topology = topologies.get_topology_desc(platform=toolchain.topologies, **target.topology)
         except Exception as error:  # of many types, from a library that is loaded here
-            raise NoCompiler(f"{toolchain.module} describes no {target.name}: {first_words(error)}") from error
+            raise NoCompiler(f"{toolchain.modules[0]} describes no {target.name}: {first_words(error)}") from error
     mesh = Mesh(np.array(topology.devices[:1]), ("chip",))
     return NamedSharding(mesh, PartitionSpec())  # type: ignore[no-untyped-call] # untyped upstream
 

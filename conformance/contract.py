@@ -7,20 +7,31 @@ The canonical call, from the attention contract (section 1):
 with q `[B, T, N, H]`, k `[B, S, K, H]`, v `[B, S, K, V]`, `mask` a `cases.masks.Mask`, segment_ids a pair of int32
 `[B, T]` and `[B, S]`, sinks `[N]` f32, bias broadcastable to `[B, N, T, S]`. It returns `out [B, T, N, V]` in q's
 dtype, or `(out, residuals)` with `save_residuals=True`, where residuals maps `"logsumexp"` and `"max_logits"` to f32
-`[B, N, T]`.
+`[B, N, T]`. One that offers a quantised cache takes `kv_scales` too, f32 of k and of v, `[B or 1, S or 1, K]`, with k
+and v in int8, int4 or float8_e4m3fn.
+
+An implementation may also offer attention that is not normalised, as a part to be merged with others (section 4):
+
+    parts(q, k, v, *, mask, soft_cap=None, sinks=None, scale=None) -> (out, max, sum)
+
+f32 of `[B, T, N, V]`, `[B, T, N, 1]` and `[B, T, N, 1]`, with `out / sum` attention, and `max` the largest logit, the
+sink among them, that the others were shifted by; zero, -inf and zero where there is no key.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
 
-from cases.case import FEATURES, Case
-from cases.masks import Dense, Lengths, LoadBalancedCausal, Mask, leaves
+from cases.case import FEATURES, OPT_IN, Case
+from cases.masks import Dense, Indexer, Lengths, LoadBalancedCausal, Mask, leaves
+from cases.moba import depends_on_data
+from cases.quantized import STORED
+from conformance.tunable import Tunable
 
 RESIDUALS = ("logsumexp", "max_logits")
 GRADIENTS = ("dq", "dk", "dv", "dsinks", "dbias")
@@ -40,6 +51,7 @@ class Arithmetic:
       probabilities: dtype in which probabilities and their gradient enter a product, `"input"` or `"f32"`.
       scaled_q: True if `q * scale` is rounded to the operands' dtype before the product.
       residuals: dtype of the returned residuals, `"f32"` or `"input"`.
+      cache: dtype in which stored keys and values, multiplied by their scales, enter a product, `"f32"` or `"input"`.
     """
 
     products: Products = "exact"
@@ -47,16 +59,19 @@ class Arithmetic:
     probabilities: Literal["input", "f32"] = "input"
     scaled_q: bool = False
     residuals: Literal["f32", "input"] = "f32"
+    cache: Literal["f32", "input"] = "f32"
 
 
-Lowering = Callable[[Mask, int, int, int, int], tuple[Mapping[str, Hashable], Mapping[str, np.ndarray]]]
+Lowering = Callable[[Mask, int, int, int, int], tuple[Mapping[str, Hashable], Mapping[str, Any]]]
 
 
 def structured_mask(
     mask: Mask, batch: int, num_q_heads: int, q_length: int, kv_length: int
-) -> tuple[Mapping[str, Hashable], Mapping[str, np.ndarray]]:
-    """The default lowering: the call gets the mask object itself."""
+) -> tuple[Mapping[str, Hashable], Mapping[str, Any]]:
+    """The default lowering: the call gets the mask object itself, one with an `Indexer` as an operand to be traced."""
     del batch, num_q_heads, q_length, kv_length
+    if any(isinstance(leaf, Indexer) for leaf in leaves(mask)):
+        return {}, {"mask": mask}
     return {"mask": mask}, {}
 
 
@@ -70,6 +85,7 @@ class Implementation:
       description: one line for `list`.
       unsupported: feature name (`cases.case.FEATURES`) to the reason why it is not supported. A call that asks for
         such a feature must raise `NotImplementedError`.
+      offers: which of `cases.case.OPT_IN` it has; the others are unsupported without being named.
       supports_case: further limits, as `case -> reason or None`.
       arithmetic: how it computes.
       residuals: which of `RESIDUALS` it returns.
@@ -87,16 +103,25 @@ class Implementation:
       memory: `"linear"` if the temporary memory of forward and backward grows no faster than the lengths.
       native: the canonical call lowered for `platform`'s real compiler, never interpreted; none if there is no such
         call. It is compiled for every generation of the accelerator, on machines without one too.
-      under_interpreter: `parameters -> call`: the canonical call run by JAX's TPU interpreter with these
-        `pltpu.InterpretParams`. It gets cases with one batch row only, since the interpreter has no `vmap`.
+      under_interpreter: `parameters -> call`: the canonical call run by JAX's interpreter of TPU kernels, or of
+        Mosaic GPU kernels, with these `InterpretParams` or `InterpretGPUParams`. It gets cases with one batch row only,
+        since the interpreter of TPU kernels has no `vmap`, and one of decode with lengths, where the kernel has a batch
+        axis of its own.
+      parts: the call that gives a part (module docstring); the mask reaches it as `lower_mask` makes it.
+      merge: a sequence of parts to the part over the keys of all; none if it offers none of its own.
       checkpoint_names: names under which the residuals of the backward are tagged for `jax.checkpoint` policies.
       interpreted: True where this process runs the kernel in an interpreter instead of on its accelerator.
+      absent: why this process cannot run it at all, none if it can: its accelerator is missing and nothing interprets
+        it. Its cases are unjudged, for this reason.
+      tunable: block sizes and the like that `python -m conformance tune` may choose.
+      devices: how many devices a call takes; with fewer it is not judged.
     """
 
     name: str
     call: Callable[..., Any]
     description: str = ""
     unsupported: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    offers: frozenset[str] = frozenset()
     supports_case: Callable[[Case], str | None] | None = None
     arithmetic: Arithmetic = Arithmetic()
     residuals: frozenset[str] = frozenset(RESIDUALS)
@@ -108,16 +133,22 @@ class Implementation:
     lower_mask: Lowering = structured_mask
     platform: str | None = None
     interpreted: bool = False
+    absent: str | None = None
+    tunable: Tunable | None = None
     variants: Mapping[str, Callable[..., Any]] = dataclasses.field(default_factory=dict)
     memory: Literal["linear"] | None = None
     native: Callable[..., Any] | None = None
     under_interpreter: Callable[[Any], Callable[..., Any]] | None = None
+    parts: Callable[..., Any] | None = None
+    merge: Callable[[Sequence[Any]], Any] | None = None
     checkpoint_names: tuple[str, ...] = ()
     refuses_by_signature: bool = False
+    devices: int = 1
 
     def __post_init__(self) -> None:
         for field, names, known in (
             ("unsupported", self.unsupported, FEATURES),
+            ("offers", self.offers, OPT_IN),
             ("residuals", self.residuals, RESIDUALS),
             ("differentiable_residuals", self.differentiable_residuals, self.residuals),
             ("gradients", self.gradients, GRADIENTS),
@@ -130,6 +161,8 @@ class Implementation:
         for feature in case.features:
             if feature in self.unsupported:
                 return f"{feature}: {self.unsupported[feature]}"
+            if feature in OPT_IN and feature not in self.offers:
+                return f"{feature}: not declared ({FEATURES[feature]})"
         return self.supports_case(case) if self.supports_case else None
 
 
@@ -143,8 +176,9 @@ def validate_operands(
     sinks: Any = None,
     bias: Any = None,
     scale: float | None = None,
+    kv_scales: tuple[Any, Any] | None = None,
 ) -> None:
-    """Check the operands of the canonical call.
+    """Check the operands of the canonical call; with `kv_scales`, k and v are as a cache stores them.
 
     Raises:
       ValueError: naming the operand, what it is and what it must be.
@@ -160,7 +194,9 @@ def validate_operands(
         raise ValueError(f"k has head_dim {k.shape[3]}, q has {q.shape[3]}: they must be equal")
     if k.shape[2] == 0 or q.shape[2] % k.shape[2]:
         raise ValueError(f"q has {q.shape[2]} heads, which must be a multiple of the {k.shape[2]} heads of k and v")
-    if not q.dtype == k.dtype == v.dtype:
+    if kv_scales is not None:
+        _validate_cache(k, v, kv_scales)
+    elif not q.dtype == k.dtype == v.dtype:
         raise ValueError(f"q, k and v must have one dtype, got {q.dtype}, {k.dtype} and {v.dtype}")
     batch, q_length, num_q_heads, _ = q.shape
     kv_length = k.shape[1]
@@ -181,14 +217,28 @@ def validate_operands(
             raise ValueError(f"bias must have 4 axes broadcastable to {full}, got shape {np.shape(bias)}")
 
 
+def _validate_cache(k: Any, v: Any, kv_scales: tuple[Any, Any]) -> None:
+    names = ", ".join(dtype.name for dtype in STORED.values())
+    if k.dtype != v.dtype or k.dtype not in STORED.values():
+        raise ValueError(f"k and v must have one dtype of {names} with kv_scales, got dtype {k.dtype} and {v.dtype}")
+    for name, scales in zip(("k", "v"), kv_scales, strict=True):
+        fits = np.ndim(scales) == 3 and all(n in (1, m) for n, m in zip(np.shape(scales), k.shape[:3], strict=True))
+        if not fits or np.shape(scales)[2] != k.shape[2]:
+            full = "[batch or 1, length or 1, heads]"
+            raise ValueError(f"kv_scales of {name} must be {full} of {k.shape[:3]}, got {np.shape(scales)}")
+
+
 def validate_mask(mask: Any, batch: int, num_q_heads: int, q_length: int, kv_length: int) -> None:
     """Check that `mask` fits the operands.
 
     Raises:
       ValueError: naming the mask, what it is and what it must be.
+      NotImplementedError: for a mask that depends on q and k, which needs a kernel of its own.
     """
     if not isinstance(mask, Mask):
         raise ValueError(f"mask must be a cases.masks.Mask, got {type(mask).__name__}; wrap booleans in Dense")
+    if depends_on_data(mask):
+        raise NotImplementedError("moba: this implementation takes no mask that depends on q and k")
     for leaf in leaves(mask):
         if isinstance(leaf, Dense):
             full = (batch, num_q_heads, q_length, kv_length)

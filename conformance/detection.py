@@ -43,6 +43,13 @@ def tabulate(
     }
 
 
+def continued(table: Mapping[str, Any], last: Mapping[str, Any] | None) -> dict[str, Any]:
+    """A table of newly measured and of kept bugs, with what the kept ones cost, and the smallest errors seen then."""
+    cost = {row["check"]: row["seconds"] for row in (last or {}).get("checks", ())}
+    checks = [row | {"seconds": round(row["seconds"] + cost.get(row["check"], 0.0), 1)} for row in table["checks"]]
+    return {**table, "checks": checks, "resolution": (last or {}).get("resolution", [])}
+
+
 def examinations(table: Mapping[str, Any] | None, names: Collection[str]) -> list[Examination]:
     """What a table says of the named bugs, as far as it has them; what it cost is not in it."""
     return [

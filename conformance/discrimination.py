@@ -14,7 +14,8 @@ from collections.abc import Iterator
 import numpy as np
 
 from cases.inputs import Problem
-from cases.masks import Dense, Full
+from cases.masks import Causal, Dense, Full, Mask
+from cases.moba import Moba
 from conformance import oracle
 from conformance.comparison import compare
 from conformance.subject import Subject
@@ -65,7 +66,8 @@ def _forward_nulls(problem: Problem) -> Iterator[tuple[str, oracle.Forward]]:
         zeros = np.zeros((*problem.q.shape[:3], problem.v.shape[-1]))
         yield "zeros", oracle.Forward(zeros, truth_lse, truth_lse)
     if problem.allowed.sum(axis=-1).max() > 1:
-        flat = dataclasses.replace(problem, q=np.zeros_like(problem.q), sinks=None, bias=None)
+        same_keys = problem.resolved_mask
+        flat = dataclasses.replace(problem, mask=same_keys, q=np.zeros_like(problem.q), sinks=None, bias=None)
         yield "mean_of_v", oracle.forward(flat)
     for name, changed in _altered(problem):
         yield name, oracle.forward(changed)
@@ -76,20 +78,39 @@ def _altered(problem: Problem) -> Iterator[tuple[str, Problem]]:
     unmasked = dataclasses.replace(problem, mask=Full())
     if (unmasked.allowed != problem.allowed).any():
         yield "mask_ignored", unmasked
-    dense = problem.mask.dense(q_length, kv_length)
+    dense = problem.resolved_mask.dense(q_length, kv_length)
     if q_length > 1 and not dense.all():  # a single row may give the one key that comes or goes no weight
         shifted = dataclasses.replace(problem, mask=Dense(np.roll(dense, 1, axis=-1)))
         if not np.array_equal(shifted.allowed, problem.allowed):
             yield "mask_shifted", shifted
+    for name, mask in _other_choices(problem.mask):
+        other = dataclasses.replace(problem, mask=mask)
+        if (other.allowed != problem.allowed).any():
+            yield name, other
     if problem.segment_ids is not None:
         alone = dataclasses.replace(problem, segment_ids=None)
         if (alone.allowed != problem.allowed).any():
             yield "segment_ids_ignored", alone
     if (heads := _wrong_heads(problem)) is not None:
-        yield "wrong_head_map", dataclasses.replace(problem, k=problem.k[:, :, heads], v=problem.v[:, :, heads])
+        wrong = dataclasses.replace(problem, k=problem.k[:, :, heads], v=problem.v[:, :, heads])
+        if problem.kv_scales is not None:
+            k_scales, v_scales = problem.kv_scales
+            wrong = dataclasses.replace(wrong, kv_scales=(k_scales[..., heads], v_scales[..., heads]))
+        yield "wrong_head_map", wrong
+    if problem.kv_scales is not None:
+        k_scales, v_scales = (np.ones_like(scales) for scales in problem.kv_scales)
+        yield "kv_scales_ignored", dataclasses.replace(problem, kv_scales=(k_scales, v_scales))
     for name in ("soft_cap", "sinks", "bias", "scale"):
         if getattr(problem, name) is not None:
             yield f"{name}_ignored", problem.without(name)
+
+
+def _other_choices(mask: Mask) -> Iterator[tuple[str, Mask]]:
+    """Chunks that gates choose: all of them, only the query's own, one too many."""
+    if isinstance(mask, Moba):
+        yield "gates_ignored", Causal(mask.offset)
+        yield "own_chunk_only", dataclasses.replace(mask, topk=1)
+        yield "one_chunk_more", dataclasses.replace(mask, topk=mask.topk + 1)
 
 
 def _wrong_heads(problem: Problem) -> np.ndarray | None:

@@ -29,9 +29,12 @@ _POOL = ("NPROC", "16")
 _ONE_THREAD = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS")
 
 
-def prepare() -> None:
-    """Set the flags, unless JAX is already imported or the user has set `XLA_FLAGS`. Call before importing JAX."""
-    if "jax" in sys.modules:
+def prepare(*, timing: bool = False) -> None:
+    """Set the flags, unless JAX is already imported or the user has set `XLA_FLAGS`. Call before importing JAX.
+
+    For `timing` nothing is set: programs are compiled as JAX compiles them for everybody, with every optimisation.
+    """
+    if "jax" in sys.modules or timing:
         return
     os.environ.setdefault("XLA_FLAGS", " ".join(_flags()))
     for name in _ONE_THREAD:
@@ -44,6 +47,13 @@ def _flags() -> tuple[str, ...]:
     if Version(importlib.metadata.version("jaxlib")) < Version("0.11"):
         return flags + _FAST_COMPILE_BEFORE_0_11
     return flags
+
+
+def falsifies_timing() -> str | None:
+    """Why what is timed in this process says little, or None: XLA was told not to optimise."""
+    flags = os.environ.get("XLA_FLAGS", "").split()
+    wrong = [flag for flag in flags if flag in _FAST_COMPILE]
+    return f"XLA_FLAGS has {' '.join(wrong)}, under which programs are slower" if wrong else None
 
 
 def describe() -> dict[str, str]:

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from cases.inputs import Cotangent, Problem
+from conformance import mask_tree  # noqa: F401  registers masks with JAX
 from conformance.contract import Implementation
 
 Arrays = Mapping[str, Any]
@@ -120,6 +121,7 @@ class Executor:
         statics = {**static, "soft_cap": problem.soft_cap, "scale": problem.scale}
         arrays: dict[str, Any] = {"q": problem.q, "k": problem.k, "v": problem.v, **extra}
         optional = {"sinks": problem.sinks, "bias": problem.bias, "segment_ids": problem.segment_ids}
+        optional["kv_scales"] = problem.kv_scales
         arrays |= {name: value for name, value in optional.items() if value is not None}
         return statics, arrays
 

@@ -1,32 +1,12 @@
-"""GPUs to compile for on a machine without one: their figures, and the topology that XLA's compiler takes.
-
-XLA compiles for a GPU from a description of it (`GpuTargetConfigProto`), given the optional wheels of the extra
-`gpu-compile`: the CUDA plugin, `ptxas` and `libdevice`. Programs are compiled to machine code and never run.
-"""
+"""GPUs to compile for on a machine without one: the figures that XLA's compiler wants to know of each."""
 
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
-import os
-from pathlib import Path
-from typing import Any
-
-import jax
-from jax.experimental import topologies
-from jax.sharding import NamedSharding, PartitionSpec
-
-EXTRA = "gpu-compile"
-# Modules of the wheels: the PJRT plugin, its Python half with the Triton and Mosaic bindings.
-_PLUGIN_MODULES = ("jax_plugins.xla_cuda13", "jax_cuda13_plugin")
-
-
-class CompilerMissing(Exception):  # noqa: N818 -- a statement, as the message is
-    """The wheels that compile for a GPU are not installed; the message says which, and how to get them."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class GpuTarget:
+class Gpu:
     """What the compiler wants to know of a GPU.
 
     Figures are of the CUDA C++ programming guide, "Compute capabilities" (threads, registers, shared memory), and of
@@ -34,7 +14,8 @@ class GpuTarget:
     XLA's own choices.
 
     Attributes:
-      name: `"a100"`, `"h100"`, `"b200"`.
+      name: how records name it.
+      kind: `jax.Device.device_kind`, from which kernels take their block sizes.
       major: of the compute capability; the minor is 0 in all of them.
       architecture: as `ptxas` names it.
       core_count: multiprocessors.
@@ -48,6 +29,7 @@ class GpuTarget:
     """
 
     name: str
+    kind: str
     major: int
     architecture: str
     core_count: int
@@ -61,7 +43,7 @@ class GpuTarget:
 
     @property
     def config(self) -> str:
-        """The `GpuTargetConfigProto` as text."""
+        """XLA's `GpuTargetConfigProto`, as text."""
         # From compute capability 9 on, matrix instructions are in the architecture-specific set only ("sm_90a").
         extension = "ACCELERATED_FEATURES" if self.architecture.endswith("a") else "NONE"
         return f"""
@@ -90,14 +72,15 @@ gpu_device_info {{
 }}
 platform_name: "CUDA"
 dnn_version_info {{ major: 9 minor: 10 patch: 0 }}
-device_description_str: "{self.name}"
+device_description_str: "{self.kind}"
 """
 
 
 _KIB = 1024
-TARGETS: tuple[GpuTarget, ...] = (
-    GpuTarget(
+GPUS: tuple[Gpu, ...] = (
+    Gpu(
         name="a100",
+        kind="NVIDIA A100-SXM4-80GB",
         major=8,
         architecture="sm_80",
         core_count=108,
@@ -109,8 +92,9 @@ TARGETS: tuple[GpuTarget, ...] = (
         bandwidth=2_039 * 10**9,
         clock_ghz=1.41,
     ),
-    GpuTarget(
+    Gpu(
         name="h100",
+        kind="NVIDIA H100 80GB HBM3",
         major=9,
         architecture="sm_90a",
         core_count=132,
@@ -122,8 +106,9 @@ TARGETS: tuple[GpuTarget, ...] = (
         bandwidth=3_350 * 10**9,
         clock_ghz=1.98,
     ),
-    GpuTarget(
+    Gpu(
         name="b200",
+        kind="NVIDIA B200",
         major=10,
         architecture="sm_100a",
         core_count=148,
@@ -136,65 +121,3 @@ TARGETS: tuple[GpuTarget, ...] = (
         clock_ghz=1.965,
     ),
 )
-
-
-def missing() -> str | None:
-    """Why this machine cannot compile for GPUs, or None if it can."""
-    absent = [name for name in _PLUGIN_MODULES if not _found(name)]
-    if not absent and _toolkit() is None:
-        absent = ["ptxas and libdevice"]
-    if not absent:
-        return None
-    return f"{', '.join(absent)} not installed: compiling for GPUs needs the extra {EXTRA} (CUDA 13)"
-
-
-def sharding(target: GpuTarget) -> NamedSharding:
-    """A sharding on one device of the target, for the `jax.ShapeDtypeStruct`s of what is to be compiled.
-
-    Kernels are cached in a process regardless of architecture (Mosaic GPU): take one process for each target.
-
-    Raises:
-      CompilerMissing: if the wheels are not installed.
-    """
-    if (reason := missing()) is not None:
-        raise CompilerMissing(reason)
-    toolkit = _toolkit()
-    assert toolkit is not None  # or `missing` had said so
-    _tell_xla(toolkit)
-    description: Any = topologies.get_topology_desc(platform="cuda", topology="1x1x1", target_config=target.config)
-    mesh = topologies.make_mesh(topo=description, mesh_shape=(1,), axis_names=("x",))
-    return NamedSharding(mesh, PartitionSpec())  # type: ignore[no-untyped-call]  # untyped upstream
-
-
-def arguments(target: GpuTarget, tree: Any) -> Any:
-    """Shapes and dtypes of `tree`'s arrays, placed on the target, to call `jax.jit(f).lower` with."""
-    where = sharding(target)
-
-    def place(x: Any) -> Any:
-        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where)  # type: ignore[no-untyped-call]  # likewise
-
-    return jax.tree.map(place, tree)
-
-
-def _found(module: str) -> bool:
-    try:
-        return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:  # of a parent package
-        return False
-
-
-def _toolkit() -> Path | None:
-    """The folder with `bin/ptxas` and `nvvm/libdevice`: `CUDA_HOME`, the usual place, or the wheels'."""
-    places = [Path(home) for name in ("CUDA_HOME", "CUDA_PATH") if (home := os.environ.get(name))]
-    places.append(Path("/usr/local/cuda"))
-    if (package := importlib.util.find_spec("nvidia")) is not None:
-        places += [Path(place) / "cu13" for place in package.submodule_search_locations or ()]
-    return next((p for p in places if (p / "bin/ptxas").is_file() and (p / "nvvm/libdevice").is_dir()), None)
-
-
-def _tell_xla(toolkit: Path) -> None:
-    """XLA looks for the toolkit in one folder of its flags, and for `ptxas` on the path."""
-    if "xla_gpu_cuda_data_dir" not in os.environ.get("XLA_FLAGS", ""):
-        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_cuda_data_dir={toolkit}".strip()
-    if str(toolkit / "bin") not in os.environ.get("PATH", "").split(os.pathsep):
-        os.environ["PATH"] = os.pathsep.join([str(toolkit / "bin"), os.environ.get("PATH", "")])

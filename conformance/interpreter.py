@@ -1,8 +1,9 @@
-"""JAX's interpreter of TPU kernels: its parameters, the races it reports, and what it says when it stops.
+"""JAX's interpreters of TPU and of Mosaic GPU kernels: parameters, races they report, what they say when they stop.
 
-It simulates the memories, DMAs and cores of a TPU, and so sees what the fast interpreter (`interpret=True`) cannot:
-memory that nothing wrote, reads and writes out of bounds, and cores that race. Where races are reported is not public:
-jax 0.10.2 prints them, jax 0.12 logs them (some by the root logger), and both keep a flag for the last kernel alone.
+They simulate memories, copies and cores, or warpgroups and barriers, and so see what the fast interpreter
+(`interpret=True`) cannot: memory that nothing wrote, reads and writes out of bounds, and cores that race. Where races
+are reported is not public: jax 0.10.2 prints them, jax 0.12 logs them (some by the root logger), and both keep a flag
+for the last kernel alone.
 """
 
 from __future__ import annotations
@@ -21,31 +22,41 @@ import jax
 from jax.experimental.pallas import tpu as pltpu
 
 SEEDS = 3
-"""Orders of the grid that a kernel is run in: a wrong order of two shows in half of them, one of 24 in nearly all."""
+"""Orders of the grid that a TPU kernel is run in: a wrong order of two shows in half, one of 24 in nearly all."""
 
 _PRIVATE = "jax._src.pallas.mosaic.interpret"
+_PRIVATE_GPU = "jax._src.pallas.mosaic_gpu.interpret"
 _CORES = 2
 _RACE = re.compile(r"RACE DETECTED\n(?:[ ]{2}.*\n?)+")
 _ACCESS = re.compile(r"^ {2}((?:read|write) of .*?)$", re.MULTILINE)
 _RAISED = re.compile(r"^(\w+(?:Error|Exception)): (.*)$", re.MULTILINE)
 
 
-def parameters(seed: int) -> Any:
-    """Strict parameters: NaN in fresh memory, two cores, races detected, out-of-bounds reads raise.
+def seeds(platform: str | None) -> range:
+    """The seeds that kernels for `platform` are run with: programs of a GPU run one after the other, in one order."""
+    return range(1 if platform == "gpu" else SEEDS)
+
+
+def parameters(seed: int, platform: str | None = "tpu") -> Any:
+    """Strict parameters: NaN in fresh memory, races detected, out-of-bounds reads raise; on TPUs two cores.
 
     Args:
-      seed: of the order in which the parallel dimensions of the grid are run.
+      seed: of the order in which the parallel dimensions of a TPU's grid are run.
+      platform: `"tpu"` or `"gpu"`.
     """
+    kind: Any = pltpu.InterpretParams
     options: dict[str, Any] = {
         "detect_races": True,
         "out_of_bounds_reads": "raise",
         "uninitialized_memory": "nan",
-        "num_cores_or_threads": _CORES,
-        "random_seed": seed,
     }
-    if "on_race" in {field.name for field in dataclasses.fields(pltpu.InterpretParams)}:
+    if platform == "gpu":
+        kind = importlib.import_module(f"{_PRIVATE_GPU}.params").InterpretGPUParams
+    else:
+        options |= {"num_cores_or_threads": _CORES, "random_seed": seed}
+    if "on_race" in {field.name for field in dataclasses.fields(kind)}:
         options["on_race"] = "warn"  # from jax 0.12 on the first one raises by default, and hides what comes of it
-    return pltpu.InterpretParams(**options)
+    return kind(**options)
 
 
 @contextlib.contextmanager
@@ -108,6 +119,8 @@ def what_it_raised(error: BaseException) -> str:
 def _reset() -> None:
     """Forget the kernel that ran, and the effects of one that failed, whose error JAX would raise again and again."""
     pltpu.reset_tpu_interpret_mode_state()  # type: ignore[no-untyped-call] # untyped upstream
+    if (gpu := sys.modules.get(f"{_PRIVATE_GPU}.gpu_callbacks")) is not None:
+        gpu.reset_gpu_interpret_mode_state()
     with contextlib.suppress(Exception):  # of a kernel that failed, whose error has been told
         jax.effects_barrier()  # type: ignore[no-untyped-call] # untyped upstream
     importlib.import_module("jax._src.dispatch").runtime_tokens.clear()  # which a failed barrier leaves as they were
@@ -119,5 +132,8 @@ def _told(race: str) -> str:
 
 def _flag() -> bool:
     """Whether the last kernel raced, by the interpreter's own flag."""
-    state = getattr(importlib.import_module(f"{_PRIVATE}.interpret_pallas_call"), "races", None)
-    return bool(getattr(state, "races_found", False))
+    states = (
+        getattr(importlib.import_module(f"{_PRIVATE}.interpret_pallas_call"), "races", None),
+        getattr(sys.modules.get(f"{_PRIVATE_GPU}.gpu_callbacks"), "_races", None),
+    )
+    return any(getattr(state, "races_found", False) for state in states)

@@ -42,6 +42,8 @@ class Slab:
     soft_cap: float | None
     scale: float
     empty_rows: EmptyRows
+    k_steps: Array | None = None  # how far k may be from what is stored of it, [S, H]
+    v_steps: Array | None = None  # [S, V]
 
     @functools.cached_property
     def x(self) -> Array:
@@ -134,7 +136,11 @@ class Forward:
     max_logits: Array
 
 
-def slabs(problem: Problem, empty_rows: EmptyRows = "zero") -> Iterator[Slab]:
+Steps = tuple[Array, Array]
+"""How far k `[B, S, K, H]` and v `[B, S, K, V]` may be from what a quantised cache stores of them."""
+
+
+def slabs(problem: Problem, empty_rows: EmptyRows = "zero", steps: Steps | None = None) -> Iterator[Slab]:
     """The problem cut into its key/value heads, in float64; operands behind the mask become zeros."""
     batch, _, num_q_heads, _ = problem.q.shape
     num_kv_heads = problem.k.shape[2]
@@ -144,8 +150,8 @@ def slabs(problem: Problem, empty_rows: EmptyRows = "zero") -> Iterator[Slab]:
     bias = None if problem.bias is None else np.broadcast_to(problem.bias.astype(np.float64), full)
     dead = problem.dead_keys[..., None]
     mean_needs_v = empty_rows == "mean" and problem.sinks is None
-    k = np.where(dead, 0, problem.k.astype(np.float64))
-    v = problem.v.astype(np.float64) if mean_needs_v else np.where(dead, 0, problem.v.astype(np.float64))
+    k = np.where(dead, 0, problem.keys)
+    v = problem.values if mean_needs_v else np.where(dead, 0, problem.values)
     q = problem.q.astype(np.float64).transpose(0, 2, 1, 3)
     for b in range(batch):
         for h in range(num_kv_heads):
@@ -163,6 +169,8 @@ def slabs(problem: Problem, empty_rows: EmptyRows = "zero") -> Iterator[Slab]:
                 soft_cap=problem.soft_cap,
                 scale=problem.effective_scale,
                 empty_rows=empty_rows,
+                k_steps=None if steps is None else steps[0][b, :, h],
+                v_steps=None if steps is None else steps[1][b, :, h],
             )
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from cases.accelerator import compiled_cases, interpreted_cases
 from cases.case import Case, matches
+from cases.decoding import decoded_cases
 from cases.grid import Supports, grid
 from cases.regressions import REGRESSIONS
 from conformance.checks import CHECKS, Check
@@ -25,6 +26,7 @@ _ENSEMBLE = (
     (512, 512, 2, 2, "full"),
     (512, 512, 2, 1, "causal"),
     (512, 512, 2, 2, "causal"),
+    (512, 512, 2, 2, "moba-64-8"),
 )
 
 
@@ -96,6 +98,7 @@ def _jobs(
         "feature": found.singles[1:],
         "base": found.singles[:1],
         "rich": found.rich,
+        "decoded": decoded_cases(seed, implementation.supports),
         "ensemble": ensemble_cases(seed, implementation.supports),
         "interpreted": _to_interpret(implementation, seed),
         "compiled": _to_compile(implementation, level) if first else (),
@@ -127,11 +130,17 @@ def _to_compile(implementation: Implementation, level: str = "quick") -> tuple[C
 
 
 def _to_interpret(implementation: Implementation, seed: int) -> tuple[Case, ...]:
-    """The cases of the check `interpreter`: of TPU kernels, one where there is no call to run."""
-    if implementation.platform != "tpu":
+    """The cases of the check `interpreter`, one of a TPU kernel that has no call to run."""
+    if not _has_interpreter(implementation):
         return ()
-    cases = interpreted_cases(seed, implementation.supports)
+    cases = interpreted_cases(seed, implementation.supports, implementation.platform)
     return cases if implementation.under_interpreter is not None else cases[:1]
+
+
+def _has_interpreter(implementation: Implementation) -> bool:
+    """Whether JAX interprets the accelerator: TPUs, and of GPU kernels those of Mosaic, which say so."""
+    platform = implementation.platform
+    return platform == "tpu" or (platform == "gpu" and implementation.under_interpreter is not None)
 
 
 def ensemble_cases(seed: int, supports: Supports = lambda case: None) -> tuple[Case, ...]:
@@ -177,12 +186,13 @@ def single(implementation: Implementation, case: Case, checks: Iterable[Check] =
 
 def _scopes_of(implementation: Implementation, case: Case, *, named: bool) -> set[str]:
     """The scopes beside the grid whose checks are asked of `case`."""
-    ensemble = {"ensemble"} if case in ensemble_cases(case.seed, implementation.supports) else set()
+    always = {"ensemble"} if case in ensemble_cases(case.seed, implementation.supports) else set()
+    always |= {"decoded"} if case in decoded_cases(case.seed, implementation.supports) else set()
     if named:
         compiled = {"compiled"} if targets_of(implementation.platform) else set()
-        interpreted = {"interpreted"} if implementation.platform == "tpu" else set()
-        return {"feature", "base", "rich"} | ensemble | compiled | interpreted
+        interpreted = {"interpreted"} if _has_interpreter(implementation) else set()
+        return {"feature", "base", "rich"} | always | compiled | interpreted
     found = grid("quick", case.seed, implementation.supports)
     theirs = {"feature": found.singles[1:], "base": found.singles[:1], "rich": found.rich}
     theirs |= {"interpreted": _to_interpret(implementation, case.seed), "compiled": _to_compile(implementation)}
-    return {scope for scope, cases in theirs.items() if case in cases} | ensemble
+    return {scope for scope, cases in theirs.items() if case in cases} | always

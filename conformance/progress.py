@@ -118,3 +118,30 @@ class Exploring:
             text = f"{red[0].verdict} {red[0].implementation} {red[0].check} {red[0].observable}: {red[0].case}"
             self._console.print(text, highlight=False, soft_wrap=True)
             self._console.print("shrinking it; Ctrl-C stops with the smallest case so far", highlight=False)
+
+
+class Steps:
+    """Progress of something that says what it does: a status line in a terminal, a line now and then elsewhere."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._last = time.monotonic()
+        self._status = console.status("starting")
+
+    def __enter__(self) -> Steps:
+        if self._console.is_terminal:
+            self._status.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._status.stop()
+
+    def say(self, text: str) -> None:
+        """What happens now."""
+        self._status.update(text)
+        now = time.monotonic()
+        if not self._console.is_terminal and now - self._last > _PLAIN_EVERY:
+            self._last = now
+            self._console.print(text, highlight=False, soft_wrap=True)

@@ -31,7 +31,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     """Options of the gate; all but `--impl` and `--require-platform` carry its name."""
     group = parser.getgroup("attention conformance")
     group.addoption(
-        "--impl", action="append", default=[], metavar="NAME", help="judge this implementation; may be repeated"
+        "--impl", action="append", default=[], metavar="NAME", help="judge this one, or this group; may be repeated"
     )
     group.addoption(
         "--conformance-level", default="quick", choices=("quick", "standard", "deep"), help="size of the grid (quick)"
@@ -105,7 +105,8 @@ class _Gate:
             option = self._config.getoption
             try:
                 found = settings.load(self._config.rootpath)
-                implementations = [registry.find(name) for name in option("--impl") or found.implementations]
+                names = found.members(option("--impl") or found.implementations)
+                implementations = [registry.find(name) for name in names]
             except (settings.SettingsError, registry.ImplementationNotFound) as error:
                 raise pytest.UsageError(str(error)) from error
             if not implementations:

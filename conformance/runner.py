@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import jax
 
-from conformance import discrimination, records
+from conformance import discrimination, interrupts, records
 from conformance.checks import Check
 from conformance.checks.judgement import Judgement, unsupported
 from conformance.contract import Implementation
@@ -52,8 +52,12 @@ class Runner:
         self._done += 1
         if self._done % _CLEAR_EVERY == 0:
             jax.clear_caches()  # type: ignore[no-untyped-call] # untyped upstream
-        if (reason := job.implementation.supports(job.case)) is not None:
+        if (absent := job.implementation.absent) is not None:
+            found = _absent(subject, absent)
+        elif (reason := job.implementation.supports(job.case)) is not None:
             found = _declined(subject, job.checks, reason)
+        elif (count := len(jax.devices())) < job.implementation.devices:
+            found = iter([_record(subject, "devices", _too_few(job.implementation.devices, count), None, 0.0)])
         else:
             found = _judged(subject, job.checks)
         for record in found:
@@ -89,7 +93,12 @@ def hardware_records(implementations: Iterable[Implementation]) -> list[Record]:
 
 
 def platform_of(implementation: Implementation) -> str:
-    """The platform that judgements are made on: the JAX backend, marked where the kernel is interpreted."""
+    """The platform that judgements are made on: the JAX backend, marked where the kernel is interpreted.
+
+    Of a kernel that cannot run here, the platform that it is for.
+    """
+    if implementation.absent is not None and implementation.platform is not None:
+        return implementation.platform
     backend = jax.default_backend()
     return f"{backend}-interpret" if implementation.interpreted else backend
 
@@ -132,7 +141,14 @@ def _answers(check: Check, subject: Subject) -> list[Judgement]:
         found.append(
             Judgement(observable="all", verdict=records.ERROR, reason=f"{type(error).__name__}: {_first_line(error)}")
         )
+    interrupts.check()
     return found
+
+
+def _absent(subject: Subject, reason: str) -> Iterator[Record]:
+    unjudged = Judgement(observable="case", verdict=records.UNJUDGED, reason=reason)
+    again = f"python -m conformance run --impl={shlex.quote(subject.implementation.name)} --case={subject.case.id}"
+    yield dataclasses.replace(_record(subject, "hardware", unjudged, None, 0.0), reproduce=again)
 
 
 def _declined(subject: Subject, checks: Iterable[Check], reason: str) -> Iterator[Record]:
@@ -142,6 +158,14 @@ def _declined(subject: Subject, checks: Iterable[Check], reason: str) -> Iterato
             start = time.perf_counter()
             for judgement in _answers(check, subject):
                 yield _record(subject, check.name, judgement, None, time.perf_counter() - start)
+
+
+def _too_few(needed: int, count: int) -> Judgement:
+    reason = (
+        f"{needed} devices are needed, there are {count}; on CPU, XLA_FLAGS must have "
+        f"--xla_force_host_platform_device_count={needed} (4 are set unless XLA_FLAGS is set already)"
+    )
+    return Judgement(observable="case", verdict=records.UNJUDGED, reason=reason)
 
 
 def _record(subject: Subject, check: str, judgement: Judgement, margin: float | None, seconds: float) -> Record:

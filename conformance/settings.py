@@ -2,8 +2,10 @@
 
 [tool.attention_conformance]
 implementations = ["my_kernels.flash:attention"]     # what plain `pytest` judges
-
 bank = "tests.planted.bank:BANK"                      # planted bugs, for `sensitivity`
+
+[tool.attention_conformance.groups]                   # names for several, as in `--impl=upstream`
+upstream = ["jax_nn_xla", "jax_splash_tpu"]
 
 [tool.attention_conformance.tolerances]
 "bf16.out" = 5.0
@@ -25,7 +27,7 @@ import dataclasses
 import fnmatch
 import math
 import tomllib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +90,12 @@ class Settings:
     expected_failures: tuple[ExpectedFailure, ...] = ()
     tolerances: Tolerances = dataclasses.field(default_factory=tolerances.default)
     bank: str = ""
+    groups: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
+
+    def members(self, names: Iterable[str]) -> list[str]:
+        """The implementations that `names` stand for, groups by their members, each once."""
+        found = (member for name in names for member in self.groups.get(name, (name,)))
+        return list(dict.fromkeys(found))
 
     def settle(self, record: Record, jax_version: str) -> Record:
         """The record with expected failures marked as such, and unexpected passes too."""
@@ -142,9 +150,10 @@ def load(start: Path) -> Settings:
 
 def _parse(table: Any, file: Path) -> Settings:
     try:
-        _reject_unknown("the table", table, ("implementations", "tolerances", "expected_failures", "bank"))
+        _reject_unknown("the table", table, ("implementations", "groups", "tolerances", "expected_failures", "bank"))
         names = table.get("implementations", [])
         _require(_is_strings(names), f"implementations must be a list of names, got {names!r}")
+        groups = _groups(table.get("groups", {}))
         limits = tolerances.overridden(tolerances.default(), _overrides(table.get("tolerances", {})), file.name)
         entries = table.get("expected_failures", [])
         _require(isinstance(entries, list), f"expected_failures must be a list of tables, got {entries!r}")
@@ -153,7 +162,14 @@ def _parse(table: Any, file: Path) -> Settings:
         _require(isinstance(bank, str), f"bank must be a string module:attribute, got {bank!r}")
     except ValueError as error:
         raise SettingsError(f"{file}: [tool.{TABLE}]: {error}") from error
-    return Settings(tuple(names), expected, limits, bank)
+    return Settings(tuple(names), expected, limits, bank, groups)
+
+
+def _groups(found: Any) -> dict[str, tuple[str, ...]]:
+    _require(isinstance(found, dict), f"groups must be a table of lists of names, got {found!r}")
+    for name, members in found.items():
+        _require(_is_strings(members), f"the group {name!r} must be a list of names, got {members!r}")
+    return {name: tuple(members) for name, members in found.items()}
 
 
 def _overrides(found: Any) -> dict[str, float]:

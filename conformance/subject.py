@@ -10,6 +10,7 @@ from typing import Literal
 
 import numpy as np
 
+from cases import quantized
 from cases.case import Case
 from cases.inputs import Cotangent, Problem, draw, draw_cotangent
 from conformance.bounds import Bounded, Expectation, expect
@@ -68,6 +69,21 @@ class Subject:
             empty_rows=self.empty_rows,
         )
 
+    @functools.cached_property
+    def before_storing(self) -> Expectation | None:
+        """What attention to the keys and values gives that a quantised cache was made of, none without one.
+
+        The bounds include what storing them costs.
+        """
+        stored = self.problem
+        if stored.kv_scales is None:
+            return None
+        pairs = zip((stored.k, stored.v), stored.kv_scales, strict=True)
+        k_steps, v_steps = (quantized.half_steps(*pair) for pair in pairs)
+        plain = draw(dataclasses.replace(self.case, kv_cache=None))
+        arithmetic = self.implementation.arithmetic
+        return expect(plain, arithmetic, empty_rows=self.empty_rows, steps=(k_steps, v_steps))
+
     def expected_gradients(self, cotangent: str) -> dict[str, Bounded]:
         """Expected gradients for the named cotangent."""
         return self.expectation.gradients[list(self.cotangents).index(cotangent)]
@@ -122,6 +138,10 @@ class Subject:
         """Whether it is the turn of this law, of those that are asked in turn."""
         return self.thorough or _LAWS[self._turn // 2 % len(_LAWS)] == law
 
+    def one_in(self, count: int) -> bool:
+        """Whether it is the case's turn for what one in `count` is asked."""
+        return self.thorough or self._turn // 8 % count == 0
+
     @property
     def any_random(self) -> str:
         """The name of a cotangent that reaches every row that is judged."""
@@ -129,7 +149,7 @@ class Subject:
 
     @property
     def _last_live_row(self) -> int:
-        live = ~self.problem.empty_rows.all(axis=(0, 1))
+        live = (~self.problem.empty_rows & self.problem.decided).any(axis=(0, 1))
         return int(np.flatnonzero(live)[-1]) if live.any() else self.case.q_length - 1
 
     @functools.cached_property
@@ -140,6 +160,7 @@ class Subject:
     def judged_out_of(self, problem: Problem) -> np.ndarray:
         """Which rows of `out` are judged on another problem, `[B, T, N, 1]`."""
         keep = ~problem.empty_rows | (self.implementation.empty_rows != "undefined")
+        keep = keep & problem.decided  # where rounding may choose other keys, there is more than one right answer
         return keep.transpose(0, 2, 1)[..., None]
 
     @property
@@ -149,7 +170,7 @@ class Subject:
 
     @functools.cached_property
     def _defined(self) -> np.ndarray:
-        return ~self.problem.empty_rows | (self.implementation.empty_rows == "zero")
+        return (~self.problem.empty_rows | (self.implementation.empty_rows == "zero")) & self.problem.decided
 
     @functools.cached_property
     def forward(self) -> Result:

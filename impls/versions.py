@@ -8,12 +8,14 @@ from __future__ import annotations
 import contextlib
 import importlib
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any
 
 import jax
 from jax.experimental import pallas as pl
+from jax.experimental.mosaic.gpu import LoweringSemantics
+from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.experimental.pallas import tpu as pltpu
 from jax.experimental.pallas import triton as plt
 
@@ -66,9 +68,63 @@ def triton_call(
     )
 
 
+def mosaic_call(
+    body: Callable[..., None],
+    *,
+    name: str,
+    grid: Mapping[str, int],
+    warpgroups: int,
+    outputs: tuple[Any, ...],
+    scratch: Mapping[str, Any],
+    interpret: Any,
+) -> Callable[..., tuple[Any, ...]]:
+    """A Mosaic GPU kernel: `body(*inputs, *outputs, **scratch)` in every warpgroup of every program of the grid.
+
+    A program finds its place by `lax.axis_index` of the grid's names and of `"warpgroup"`. In all versions the compiler
+    infers how values lie in registers (warpgroup semantics), which is the default from jax 0.11 on only.
+    """
+    run: Callable[..., tuple[Any, ...]] = plgpu.kernel(
+        body,
+        out_type=outputs,
+        scratch_types=dict(scratch),
+        grid=tuple(grid.values()),
+        grid_names=tuple(grid),
+        num_threads=warpgroups,
+        thread_name="warpgroup",
+        kernel_name=name,
+        compiler_params=plgpu.CompilerParams(lowering_semantics=LoweringSemantics.Warpgroup),
+        interpret=gpu_interpreter() if interpret is True else interpret,
+    )
+    return run
+
+
+def gpu_interpreter(**options: Any) -> Any:
+    """Parameters of JAX's CPU interpreter of Mosaic GPU kernels; public from jax 0.12 on."""
+    public = hasattr(plgpu, "InterpretGPUParams")
+    home: Any = plgpu if public else importlib.import_module("jax._src.pallas.mosaic_gpu.interpret.params")
+    return home.InterpretGPUParams(**options)
+
+
+def device_kind(platform: str) -> str:
+    """The kind of device that is traced for, as JAX names it: of the mesh if it says so, else of this process.
+
+    Empty where neither is of `platform`.
+    """
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    if device is not None and device.platform in (platform, {"gpu": "cuda"}.get(platform)):
+        return str(device.device_kind)
+    return jax.devices()[0].device_kind if runs_on(platform) else ""
+
+
 def runs_on(platform: str) -> bool:
     """Whether this process computes on `platform` (`"cpu"`, `"gpu"`, `"tpu"`)."""
     return jax.default_backend() == platform
+
+
+def compute_capability() -> tuple[int, ...] | None:
+    """Of the first GPU that this process computes on, `(9, 0)` for Hopper; None where it computes on none."""
+    capability = getattr(jax.devices()[0], "compute_capability", None)
+    return None if capability is None else tuple(int(part) for part in str(capability).split("."))
 
 
 def interpret_or(interpret: Any, platform: str) -> Any:

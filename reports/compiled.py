@@ -26,6 +26,7 @@ class Cell:
     temporaries: float | None
     live: float | None
     vmem: float | None
+    shared: float | None
 
     @property
     def state(self) -> str:
@@ -111,6 +112,7 @@ def _cell(group: Sequence[Record]) -> Cell:
         temporaries=_most(group, "temporary_bytes"),
         live=_most(group, "live_bytes"),
         vmem=_most(group, "vmem_bytes"),
+        shared=_most(group, "shared_bytes"),
     )
 
 

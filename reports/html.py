@@ -7,14 +7,16 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import jinja2
 from markupsafe import Markup
 
+from conformance.bench.measurements import Measurement
 from conformance.records import ERROR, EXPECTED_FAIL, FAIL, PASS, RED, UNEXPECTED_PASS, VERDICTS, Record, RunInfo
 from reports import measures, summary, wording
 from reports.compiled import compiled
 from reports.detection import detection
 from reports.figure import distribution_svg
+from reports.page import environment
+from reports.side_by_side import comparisons
 
 MOST_FAILURES = 200
 """Rows in each table of failures: enough to see every pattern, few enough to open on a phone."""
@@ -30,6 +32,7 @@ CONTENTS = (
     ("gradients", "Gradients against both backwards"),
     ("discrimination", "Discrimination"),
     ("compiled", "Compiled for"),
+    ("speed", "Speed and memory"),
     ("detection", "What this gate catches"),
     ("coverage", "Coverage"),
     ("tolerances", "Tolerances in force"),
@@ -67,14 +70,14 @@ class FreeTable:
     hidden: int
 
 
-def render(records: Sequence[Record], run: RunInfo) -> str:
-    """The whole page as text; the same records and run always give the same text."""
-    return _environment().get_template("report.html.j2").render(_page(records, run))
+def render(records: Sequence[Record], run: RunInfo, measurements: Sequence[Measurement] = ()) -> str:
+    """The whole page as text; the same records, run and measurements always give the same text."""
+    return environment().get_template("report.html.j2").render(_page(records, run, measurements))
 
 
-def write(path: Path, records: Sequence[Record], run: RunInfo) -> None:
+def write(path: Path, records: Sequence[Record], run: RunInfo, measurements: Sequence[Measurement] = ()) -> None:
     """Write the page to `path`."""
-    path.write_text(render(records, run), encoding="utf-8")
+    path.write_text(render(records, run, measurements), encoding="utf-8")
 
 
 def free_table(rows: Sequence[Mapping[str, Any]], *, cap: int = MOST_ROWS) -> FreeTable:
@@ -84,19 +87,7 @@ def free_table(rows: Sequence[Mapping[str, Any]], *, cap: int = MOST_ROWS) -> Fr
     return FreeTable(columns, tuple(rows[:cap]), numeric, max(0, len(rows) - cap))
 
 
-def _environment() -> jinja2.Environment:
-    environment = jinja2.Environment(
-        loader=jinja2.PackageLoader("reports"),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=False,
-    )
-    filters = ("number", "share", "duration", "figures", "metric_text", "worst_text", "shorten", "size", "value")
-    environment.filters.update({name: getattr(wording, name) for name in filters})
-    return environment
-
-
-def _page(records: Sequence[Record], run: RunInfo) -> dict[str, Any]:
+def _page(records: Sequence[Record], run: RunInfo, measurements: Sequence[Measurement]) -> dict[str, Any]:
     standings = summary.standings(records)
     return {
         "run": run,
@@ -112,6 +103,7 @@ def _page(records: Sequence[Record], run: RunInfo) -> dict[str, Any]:
         "gradients": measures.gradients(records),
         "cost": measures.cost(records),
         "compiled": compiled(records),
+        "comparisons": comparisons(measurements),
         "detection": detection(run.detection),
         "coverage": free_table(run.coverage),
         "tolerances": free_table(run.tolerances),

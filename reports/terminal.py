@@ -8,10 +8,13 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from conformance.records import RED, VERDICTS, Record, RunInfo
+from conformance.bench.measurements import AGREES, TIMED, Measurement
+from conformance.records import ERROR, RED, UNJUDGED, UNSUPPORTED, VERDICTS, Record, RunInfo
 from reports import summary, wording
+from reports.side_by_side import Comparison, comparisons
 
 MOST_FAILURES = 10
+_WIDEST = 400
 STYLES = {
     summary.CONFORMS: "green",
     summary.KNOWN_FAILURES: "yellow",
@@ -76,3 +79,56 @@ def _print_failure(record: Record, console: Console) -> None:
         # Neither wrapped, cropped nor indented: the line must survive being copied.
         console.print(Text(record.reproduce, style="cyan"), soft_wrap=True)
     console.print()
+
+
+def print_measurements(measurements: Sequence[Measurement], console: Console) -> None:
+    """Print implementations side by side: a table for each case and phase, in the order in which they took turns."""
+    for comparison in comparisons(measurements):
+        title = Text(f"{comparison.phase} ", style="bold")
+        title.append(comparison.case, style="")
+        console.print(title, soft_wrap=True)
+        facts = f"  {comparison.device}, {comparison.rounds} rounds"
+        if comparison.ceiling is not None:
+            facts += f", ceiling {wording.rate(comparison.ceiling)} (matrix product)"
+        console.print(Text(facts, style="dim"), soft_wrap=True)
+        _print_whole(_side_by_side(comparison), console)
+        for row in comparison.rows:
+            if row.reason:
+                style = "red" if row.outcome not in (UNSUPPORTED, UNJUDGED) else "dim"
+                reason = wording.shorten(row.reason, longest=300)
+                console.print(Text(f"  {row.implementation}: {reason}", style=style), soft_wrap=True)
+        console.print()
+
+
+def _print_whole(table: Table, console: Console) -> None:
+    """Print a table with no figure cut: where the terminal is too narrow, it wraps the lines."""
+    wide = console.options.update(max_width=_WIDEST)
+    wide = wide.update(width=console.measure(table, options=wide).maximum)
+    for line in console.render_lines(table, wide, pad=False):
+        text = Text.assemble(*((segment.text, segment.style or "") for segment in line))
+        console.print(text, soft_wrap=True)
+
+
+def _side_by_side(comparison: Comparison) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    table.add_column("  implementation", no_wrap=True)
+    table.add_column("result", no_wrap=True)
+    for name in ("time", "speed", "quartiles", "work", "of ceiling", "temporaries", "peak"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for row in comparison.rows:
+        style = {AGREES: "green"}.get(row.outcome, "bold red" if row.outcome in TIMED | {ERROR} else "dim")
+        table.add_row(f"  {row.implementation}", Text(row.outcome, style=style), *_costs(row))
+    return table
+
+
+def _costs(row: Measurement) -> list[str]:
+    if row.seconds is None:
+        return []
+    speed, spread = "", ""
+    if row.speed is not None:
+        speed = "1 (baseline)" if row.implementation == row.baseline else wording.times(row.speed.median)
+        spread = f"{wording.number(row.speed.lower)} to {wording.number(row.speed.upper)}"
+    ceiling = "" if row.of_ceiling is None else f"{wording.number(100 * row.of_ceiling)}%"
+    memory = [wording.size(row.memory[name]) if name in row.memory else "" for name in ("temporary", "peak")]
+    spread = "" if row.implementation == row.baseline else spread
+    return [wording.brief(row.seconds.median), speed, spread, wording.rate(row.flops_per_second), ceiling, *memory]

@@ -76,6 +76,27 @@ def duration(seconds: float) -> str:
     return f"{minutes} min {rest:02d} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02d} min"
 
 
+def brief(seconds: float) -> str:
+    """The time of a call, in the unit of which there is at least one."""
+    for unit, factor in (("s", 1.0), ("ms", 1e3), ("µs", 1e6)):
+        if seconds * factor >= 1:
+            return f"{number(seconds * factor)} {unit}"
+    return f"{number(seconds * 1e9)} ns"
+
+
+def rate(flops_per_second: float | None) -> str:
+    """Floating-point operations a second, in TFLOP/s, or GFLOP/s below one of them."""
+    if flops_per_second is None:
+        return DASH
+    tera = flops_per_second / 1e12
+    return f"{number(tera)} TFLOP/s" if tera >= 1 else f"{number(tera * 1e3)} GFLOP/s"
+
+
+def times(factor: float) -> str:
+    """A factor of speed."""
+    return f"{number(factor)}{TIMES}"
+
+
 def size(count: float) -> str:
     """Bytes, in the largest binary unit of which there is at least one."""
     for unit in ("B", "KiB", "MiB"):

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import pytest
 
 from cases.case import parse
+from cases.decoding import decoded_cases
 from conformance import declare, plan, registry
 from conformance.checks import BY_NAME, CHECKS
 from conformance.contract import Implementation
@@ -28,7 +29,13 @@ PADDED = "train/f32/B1.T32.S32.N2.K2.H16.V16/causal/segpad/normal/s0"
 
 ENSEMBLE = "train/bf16/B1.T128.S512.N8.K1.H64.V64/full/normal/s0"
 
+DECODE = "decode/f32/B3.T1.S40.N4.K2.H16.V24/lengths-0-17-40/sinks/normal/s0"
+(DECODED,) = (case.id for case in decoded_cases() if "window" in case.mask)
+
 CASE_OF = {"poison": SHORT, "arguments": CAPPED, "limits": SINKS, "ensemble": ENSEMBLE}
+CASE_OF |= {"parts": DECODE, "decoding": DECODED}
+# What only some claim: linear memory, parts that can be merged.
+CLAIMS = {"memory": "block_flash", "parts": "ragged"}
 
 
 def judge(implementation: Implementation | Callable[..., Any], case: str, check: str) -> list[Record]:
@@ -77,8 +84,7 @@ _PORTABLE = [check.name for check in CHECKS if check.scope not in ("declined", "
 
 @pytest.mark.parametrize("check", _PORTABLE)
 def test_a_correct_implementation_passes(check: str):
-    name = "block_flash" if check == "memory" else "dot_product"  # which claims linear memory
-    found = judge(registry.find(name), CASE_OF.get(check, CAUSAL), check)
+    found = judge(registry.find(CLAIMS.get(check, "dot_product")), CASE_OF.get(check, CAUSAL), check)
     assert found
     assert {record.verdict for record in found} == {PASS}
 

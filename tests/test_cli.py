@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from conformance import cli, records
-from conformance.records import ERROR, EXPECTED_FAIL, FAIL, UNEXPECTED_PASS, UNSUPPORTED
+from conformance.records import ERROR, EXPECTED_FAIL, FAIL, UNEXPECTED_PASS, UNJUDGED, UNSUPPORTED
 
 CASE = "train/f32/B1.T16.S16.N2.K2.H16.V16/causal/normal/s0"
 FEW = "train/f32/*.T1.*"
@@ -146,6 +146,7 @@ REFUSED = [
     (["list", "cases", "--cases=train/f99"], "no case of the quick grid matches"),
     (["list", "cases", "--seed=-1"], "--seed must not be negative"),
     (["list", "cases", "--impl=nope"], "unknown implementation 'nope'"),
+    (["explore", "--impl=jax_nn_cudnn"], "jax_nn_cudnn cannot run here: cuDNN attention needs an NVIDIA GPU"),
     (["explain", "foo"], "'foo' is not a case id"),
     (["report", "absent.jsonl", "--report=x.html"], "absent.jsonl cannot be read: No such file"),
     (["report", "list.jsonl", "--report=x.html"], "list.jsonl:1 is not a conformance record"),
@@ -188,7 +189,7 @@ def test_bad_settings_are_one_clear_line(settings: str, message: str, folder: Pa
     assert message in said
 
 
-@pytest.mark.parametrize("command", ["", "run", "list", "explain", "report"])
+@pytest.mark.parametrize("command", ["", "run", "list", "explain", "report", "bench", "tune"])
 def test_help_teaches(command: str, capsys: pytest.CaptureFixture[str]):
     assert run(*filter(None, [command, "--help"])) == 0
     said = capsys.readouterr().out
@@ -219,6 +220,18 @@ def test_a_case_that_is_not_supported_is_shown_with_its_reason(folder: Path):
     (found,) = records.read_jsonl(folder / "r.jsonl")
     assert found.verdict == UNSUPPORTED
     assert found.reason == "soft_cap: the function has no parameter 'soft_cap'"
+
+
+def test_what_cannot_run_here_is_shown_and_fails_nothing_else(capsys: pytest.CaptureFixture[str], folder: Path):
+    case = CASE.replace("f32", "bf16")
+    assert run("run", "--impl=jax_nn_cudnn", f"--case={case}") == 2
+    assert run("run", "--impl=dot_product", "--impl=jax_nn_cudnn", f"--case={case}", "--json=r.jsonl") == 0
+    assert "jax_nn_cudnn (gpu)" in capsys.readouterr().out
+    absent = [record for record in records.read_jsonl(folder / "r.jsonl") if record.implementation == "jax_nn_cudnn"]
+    assert [(record.verdict, record.check) for record in absent] == [(UNJUDGED, "hardware")]
+    assert "needs an NVIDIA GPU" in absent[0].reason
+    assert run("list") == 0
+    assert "not on this machine: cuDNN attention needs an NVIDIA GPU" in " ".join(capsys.readouterr().out.split())
 
 
 def test_a_required_platform_that_judged_nothing_fails_the_run(capsys: pytest.CaptureFixture[str]):

@@ -19,8 +19,8 @@ from cases.grid import Grid, grid
 SETTINGS = settings(derandomize=True, deadline=None, max_examples=80)
 Item = tuple[int, int]
 LEVELS: dict[str, tuple[Any, ...]] = {axis.name: axis.levels for axis in AXES}
-FIELDS = ("distribution", "bias", "dtype", "segments", "soft_cap", "sinks", "scale")
-CONSTRAINED = ("lengths", "mask", "distribution", "soft_cap", "sinks")
+FIELDS = ("distribution", "bias", "dtype", "segments", "soft_cap", "sinks", "scale", "kv_cache")
+CONSTRAINED = ("lengths", "mask", "distribution", "soft_cap", "sinks", "kv_cache")
 
 
 @st.composite
@@ -159,7 +159,10 @@ def test_singles_start_with_the_plainest_case_and_add_one_thing_each(quick: Grid
     assert plainest.id.endswith("/full/normal/s0")
     for case in others:
         changed = [n for n in NAMES if levels_of(case)[n] != levels_of(plainest)[n]]
-        assert len(changed) == 1, case.id
+        added = [n for n in changed if n != "lengths" or len(changed) == 1]
+        assert len(added) == 1, case.id
+        with_plain_lengths = {**levels_of(plainest), added[0]: levels_of(case)[added[0]]}
+        assert changed == added or not compatible(with_plain_lengths), case.id
 
 
 def declining(*features: str) -> Callable[[Case], str | None]:

@@ -43,8 +43,8 @@ def examination(bug: str, *checks: str) -> Examination:
 def test_the_order_of_jobs_loses_none() -> None:
     jobs = ordered_jobs(CLIPPED, "quick")
     assert len({job.id for job in jobs}) == len(jobs)
-    # It supports everything, so there is nothing to refuse; it is for no accelerator.
-    elsewhere = {"refusals", "interpreter", "compiles"}
+    # It supports everything but what needs an algorithm of its own; it is for no accelerator.
+    elsewhere = {"interpreter", "compiles"}
     assert {check.name for job in jobs for check in job.checks} == set(BY_NAME) - elsewhere
 
 
@@ -146,13 +146,25 @@ def test_the_last_figures_of_a_bug_stand_where_it_cannot_be_measured() -> None:
     assert detection.examinations(None, {"a"}) == []
 
 
+def test_a_part_joins_what_was_measured_before_at_what_it_cost() -> None:
+    before = detection.tabulate([examination("a", "forward")], [], level="quick", environment={})
+    before["checks"][0]["seconds"], before["resolution"] = 3.0, [{"observable": "out"}]
+    both = [*detection.examinations(before, {"a"}), examination("b", "residuals")]
+    table = detection.continued(detection.tabulate(both, [], level="quick", environment={}), before)
+    assert [row["bug"] for row in table["bugs"]] == ["a", "b"]
+    cost = {row["check"]: row["seconds"] for row in table["checks"]}
+    assert cost["forward"] == 3.0 + 1.0
+    assert table["resolution"] == [{"observable": "out"}]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["--bank=nowhere"], "bank 'nowhere' is incomplete"),
         (["--bug=no-such-bug"], "has no bug 'no-such-bug'"),
         (["--jobs=-1"], "--jobs must be at least 1, got -1"),
-        (["--bug=returns-zeros", "--save"], "cannot be combined with --bug"),
+        (["--bug=returns-zeros", "--new"], "cannot be combined with --bug"),
+        (["--bug=returns-zeros", "--save", "--level=deep"], "measure the whole bank"),
     ],
 )
 def test_what_cannot_be_measured_is_one_line(

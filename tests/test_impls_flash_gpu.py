@@ -15,7 +15,7 @@ from cases.case import parse
 from cases.inputs import draw, draw_cotangent
 from cases.masks import Bidirectional, Causal, Chunked, Dense, Full, Lengths, LoadBalancedCausal, Mask, Window
 from impls import flash_gpu
-from impls.flash_gpu.attention import choose_backend, same_tiles
+from impls.flash_gpu.attention import same_tiles
 from impls.flash_gpu.block_sizes import TABLE, BlockSizes, Tiles, look_up
 from impls.flash_gpu.schedule import Plan
 from tests.test_impls_attention import check, compiled, operands, run
@@ -185,11 +185,8 @@ def test_under_shard_map_outputs_differ_over_the_axes_that_operands_do() -> None
     assert [x.shape for x in gradients] == [q.shape, k.shape, k.shape]
 
 
-def test_the_back_end_is_chosen_or_forced() -> None:
-    assert choose_backend(None) == choose_backend("triton") == "triton"
+def test_there_is_no_third_back_end() -> None:
     x = jnp.ones((1, 8, 2, 4))
-    with pytest.raises(NotImplementedError, match="backend='mosaic': its kernels are written for Triton only"):
-        flash_gpu.attention(x, x, x, backend="mosaic")
     with pytest.raises(ValueError, match="backend must be 'triton', 'mosaic' or None"):
         flash_gpu.attention(x, x, x, backend="cuda")  # type: ignore[arg-type] # the mistake tested
 

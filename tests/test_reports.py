@@ -216,9 +216,9 @@ def test_the_page_is_the_same_twice() -> None:
 
 def test_a_long_run_stays_small_and_quick(tmp_path: Path) -> None:
     records = many(20_000)
-    start = time.perf_counter()
+    start = time.process_time()
     html.write(tmp_path / "report.html", records, run_info())
-    assert time.perf_counter() - start < 10
+    assert time.process_time() - start < 10
     assert (tmp_path / "report.html").stat().st_size < 1_000_000
 
 

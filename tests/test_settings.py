@@ -43,6 +43,8 @@ def entry(text: str) -> str:
         (table('tolerances = {"bf16.out" = inf}'), "must be a finite number, got inf"),
         (table('tolerances = {"bf16.out" = nan}'), "must be a finite number, got nan"),
         (table('tolerances = {"bf16.out" = 0}'), "must be positive"),
+        (table("groups = 3"), "groups must be a table of lists of names, got 3"),
+        (table('groups = {upstream = "a"}'), "the group 'upstream' must be a list of names, got 'a'"),
         (table("expected_failures = 3"), "expected_failures must be a list of tables"),
         (table("expected_failures = [3]"), "an expected failure must be a table, got 3"),
         (entry('implementation = "x"'), "an expected failure needs 'reason'"),
@@ -71,6 +73,11 @@ def test_settings_are_those_of_the_nearest_file_above(tmp_path: Path):
     assert found.implementations == ("a",)
     limit = found.tolerances.limit("bf16", "out")
     assert (limit.ratio, limit.source) == (5.0, "pyproject.toml")
+
+
+def test_a_group_stands_for_its_members_and_each_is_judged_once(tmp_path: Path):
+    found = load(tmp_path, table('groups = {mine = ["a", "b"]}'))
+    assert found.members(["b", "mine", "c.py:mine"]) == ["b", "a", "c.py:mine"]
 
 
 def test_a_file_without_the_table_means_the_defaults(tmp_path: Path):

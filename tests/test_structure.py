@@ -16,8 +16,8 @@ PACKAGES = ("cases", "conformance", "impls", "reports")
 # What each package may import of ours; a module name stands for that module alone.
 ALLOWED = {
     "cases": {"cases"},
-    "impls": {"impls", "cases", "conformance.contract"},
-    "reports": {"reports", "conformance.records"},
+    "impls": {"impls", "cases", "conformance.contract", "conformance.tunable"},
+    "reports": {"reports", "conformance.records", "conformance.bench.measurements"},
     "conformance": {"conformance", "cases"},
 }
 # Only the command line and the pytest plugin see everything.

@@ -17,10 +17,10 @@ from cases import masks
 from cases.case import FEATURES, parse
 from cases.inputs import Problem, draw, draw_cotangent
 from conformance.contract import Implementation
+from impls.features import mask_features
 from impls.upstream.jax_mha_gpu import attention as mha_gpu
 from impls.upstream.jax_nn import mask_arguments
 from impls.upstream.mask_flags import causal_flag
-from impls.upstream.refusals import mask_features
 
 MODULES = ("jax_nn", "jax_splash_tpu", "jax_flash_tpu", "jax_mha_gpu")
 TOLERANCE = {
@@ -216,7 +216,8 @@ def test_refuses_what_it_declares_unsupported(name: str) -> None:
         "lengths": {"mask": masks.Lengths((3, 4))},
         "dense": {"mask": masks.Dense(np.ones((128, 128), bool))},
         "dense_head": {"mask": masks.Dense(np.ones((1, 2, 128, 128), bool))},
-        "dense_batch": {"mask": masks.Indexer(np.ones((2, 1, 128, 128), bool))},
+        "dense_batch": {"mask": masks.Dense(np.ones((2, 1, 128, 128), bool))},
+        "indexer": {"mask": masks.Indexer(np.ones((2, 1, 128, 128), bool))},
         "offset": {"mask": masks.Causal(3)},
     }
     assert set(implementation.unsupported) <= set(asking)
@@ -259,6 +260,16 @@ def test_refuses_what_it_declares_unsupported(name: str) -> None:
             "jax_mha_gpu",
             "train/f32/B1.T200.S200.N1.K1.H16.V16/full/normal/s0",
             "needs lengths up to 128 or multiples of 128, its block; T is 200",
+        ),
+        (
+            "jax_nn_cudnn",
+            "train/bf16/B1.T16.S16.N1.K1.H20.V20/full/normal/s0",
+            "needs a head_dim that is a multiple of 8 up to 256, got 20",
+        ),
+        (
+            "jax_nn_cudnn",
+            "train/bf16/B1.T16.S16.N1.K1.H16.V16/full/biaskey/normal/s0",
+            "needs a bias that spans both lengths",
         ),
     ],
 )
@@ -307,6 +318,26 @@ def test_jax_nn_gets_native_arguments() -> None:
     assert moved["key_value_seq_lengths"].tolist() == [5, 9]
     np.testing.assert_array_equal(moved["mask"], masks.Causal(4).dense(8, 12))
     assert sorted(moved) == ["key_value_seq_lengths", "mask"]
+
+
+def test_jax_nn_cudnn_gets_native_arguments() -> None:
+    """Its window is to the left of the diagonal, beside a causal mask; any other goes into booleans."""
+    native = functools.partial(mask_arguments, backend="cudnn")
+    assert native(masks.Causal() & masks.Window(3, 0), 1, 8, 8) == {"is_causal": True, "local_window_size": (3, 0)}
+    alone = native(masks.Window(3, 2), 1, 8, 8)
+    assert sorted(alone) == ["mask"]
+    np.testing.assert_array_equal(alone["mask"], masks.Window(3, 2).dense(8, 8))
+
+
+def test_jax_nn_cudnn_is_declared_where_it_cannot_run() -> None:
+    """Without an NVIDIA GPU it is absent with a reason, and what it does not support is known all the same."""
+    cudnn = adapters()["jax_nn_cudnn"]
+    assert (cudnn.absent is None) == (jax.default_backend() == "gpu")
+    odd, even = ("B1.T17.S17.N2.K1.H16.V16", "B1.T18.S18.N2.K1.H16.V16")
+    assert cudnn.supports(parse(f"train/f32/{even}/causal/normal/s0")) == "f32: takes bf16 and f16 operands only"
+    assert cudnn.supports(parse(f"train/bf16/{even}/dense-d40/bias/normal/s0")) is None
+    assert "even lengths for gradients" in (cudnn.supports(parse(f"train/bf16/{odd}/causal/normal/s0")) or "")
+    assert cudnn.supports(parse(f"prefill/bf16/{odd}/causal/normal/s0")) is None
 
 
 def test_masks_as_flags_and_features() -> None:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable
 from conformance.checks import (
     aliasing,
     compiles,
+    decoding,
     differentiation,
     ensemble,
     forward,
@@ -23,6 +24,7 @@ from conformance.checks import (
     linearity,
     memory,
     operands,
+    parts,
     poison,
     refusals,
     sharding,
@@ -38,8 +40,10 @@ class Check:
 
     `"grid"`: every supported case; `"declined"`: one case for each unsupported feature; `"feature"`: one plain case for
     each supported feature; `"base"`: the plainest supported case; `"rich"`: the case with every supported operand;
+    `"decoded"`: a sequence under each mask that has a meaning token by token, of those who support its pieces;
     `"ensemble"`: one plain, long case in bf16 and one in f16; `"compiled"`: a few long cases of kernels for a platform
-    that has a compiler here (`conformance.compile_targets`); `"interpreted"`: two cases of TPU kernels.
+    that has a compiler here (`conformance.compile_targets`); `"interpreted"`: two cases of TPU kernels, one
+    of Mosaic GPU kernels.
 
     `compares` is false for a question that no value answers: its cases need not discriminate, and have no oracle.
     """
@@ -65,6 +69,7 @@ CHECKS: tuple[Check, ...] = (
     Check("poison", "grid", poison.poison),
     Check("independence", "grid", independence.independence),
     Check("linearity", "grid", linearity.linearity),
+    Check("parts", "grid", parts.parts),
     Check("refusals", "declined", refusals.refusals),
     Check("arguments", "feature", operands.arguments),
     Check("errors", "base", operands.errors),
@@ -75,6 +80,7 @@ CHECKS: tuple[Check, ...] = (
     Check("differentiation", "rich", differentiation.differentiation),
     Check("transforms", "rich", transforms.transforms),
     Check("sharding", "rich", sharding.sharding),
+    Check("decoding", "decoded", decoding.decoding),
     Check("ensemble", "ensemble", ensemble.ensemble),
     Check("interpreter", "interpreted", interpreter.interpreter),
     Check("compiles", "compiled", compiles.compiles, compares=False),

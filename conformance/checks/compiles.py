@@ -30,13 +30,19 @@ def compiles(subject: Subject) -> Iterator[Judgement]:
         yield _unjudged("all", "; ".join(sorted(missing)))
         return
     programs = _programs(subject)
+    if any(target.toolchain.slow for target in targets):
+        first, *_, last = programs.items()
+        programs = dict([first, last])
     for target in targets:
         for name, (function, operands) in programs.items():
             yield _compiled(target, name, function, operands)
 
 
 def _programs(subject: Subject) -> Programs:
-    """What is compiled, by name, each with its operands: plain, with residuals, and with the backward pass of each."""
+    """What is compiled, by name, each with its operands: plain, with residuals, and with the backward pass of each.
+
+    The plainest comes first, the one that holds most of the others last.
+    """
     implementation, case = subject.implementation, subject.case
     assert implementation.native is not None
     executor = Executor(dataclasses.replace(implementation, call=implementation.native))

@@ -7,13 +7,14 @@ forward pass.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from cases.counter_rng import normal
-from cases.inputs import Cotangent
+from cases.inputs import Cotangent, Problem
+from cases.moba import depends_on_data
 from conformance import records
 from conformance.bounds import Bounded, expect
 from conformance.checks.judgement import Judgement, by_bound
@@ -60,16 +61,27 @@ def _sum(subject: Subject) -> Iterator[Judgement]:
 def _finite_differences(subject: Subject) -> Iterator[Judgement]:
     """`<gradient, direction>` against central differences of `<out, cotangent>`, at one step and at half of it.
 
-    The difference between the two steps is at least twice what curvature leaves in the second.
+    The difference between the two steps is at least twice what curvature leaves in the second. Queries that choose
+    other keys at one of these points jump, and are left out.
     """
     cotangent = dataclasses.replace(subject.cotangents[subject.any_random], logsumexp=None)
-    weights = cotangent.out.astype(np.float64)
-    noise = np.sqrt(np.sum((weights * subject.expectation.forward["out"].bound) ** 2))
-    for name, gradient in _gradients(subject, cotangent).items():
+    gradients = _gradients(subject, cotangent)
+    for name in gradients:
         direction = _direction(subject, _OPERAND[name])
+        problems = {
+            step: [_moved_problem(subject, _OPERAND[name], sign * step * direction) for sign in (1, -1)]
+            for step in (_STEP, _STEP / 2)
+        }
+        stays = _chooses_as_before(subject.problem, [moved for pair in problems.values() for moved in pair])
+        smooth, gradient = cotangent, gradients[name]
+        if not stays.all():
+            smooth = dataclasses.replace(cotangent, out=np.where(stays, cotangent.out, np.zeros_like(cotangent.out)))
+            gradient = _gradients(subject, smooth)[name]
+        weights = smooth.out.astype(np.float64)
+        noise = np.sqrt(np.sum((weights * subject.expectation.forward["out"].bound) ** 2))
         slope, size = {}, 0.0
-        for step in (_STEP, _STEP / 2):
-            ahead, behind = (_moved(subject, _OPERAND[name], sign * step * direction) for sign in (1, -1))
+        for step, pair in problems.items():
+            ahead, behind = (_moved(subject, _OPERAND[name], problem) for problem in pair)
             difference = (ahead.out - behind.out) * weights
             moved = ahead.operand - behind.operand
             slope[step] = float(difference.sum()) - float(np.sum(gradient.astype(np.float64) * moved))
@@ -94,12 +106,23 @@ class _Moved:
     out: np.ndarray
 
 
-def _moved(subject: Subject, operand: str, by: np.ndarray) -> _Moved:
+def _moved_problem(subject: Subject, operand: str, by: np.ndarray) -> Problem:
     value = getattr(subject.problem, operand)
-    there = (value.astype(np.float64) + by).astype(value.dtype)
-    changed: dict[str, Any] = {operand: there}
-    out = subject.forward_of(dataclasses.replace(subject.problem, **changed)).values["out"].astype(np.float64)
-    return _Moved(there.astype(np.float64), np.where(subject.judged_out, out, 0.0))
+    changed: dict[str, Any] = {operand: (value.astype(np.float64) + by).astype(value.dtype)}
+    return dataclasses.replace(subject.problem, **changed)
+
+
+def _moved(subject: Subject, operand: str, problem: Problem) -> _Moved:
+    out = subject.forward_of(problem).values["out"].astype(np.float64)
+    return _Moved(getattr(problem, operand).astype(np.float64), np.where(subject.judged_out, out, 0.0))
+
+
+def _chooses_as_before(problem: Problem, others: Sequence[Problem]) -> np.ndarray:
+    """Queries that attend to the same keys in all the problems, `[B, T, N, 1]`, of a shape that fits."""
+    if not depends_on_data(problem.mask):
+        return np.ones((1, 1, 1, 1), bool)
+    same = [((other.allowed == problem.allowed).all(axis=-1) & other.decided) for other in others]
+    return np.logical_and.reduce(same).transpose(0, 2, 1)[..., None]
 
 
 def _direction(subject: Subject, operand: str) -> np.ndarray:

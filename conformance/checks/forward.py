@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 
 import numpy as np
@@ -14,8 +15,16 @@ from conformance.subject import Subject
 
 
 def forward(subject: Subject) -> Iterator[Judgement]:
-    """`out` of the call without residuals is right, in shape and dtype too."""
-    yield judge_out(subject, subject.forward)
+    """`out` of the call without residuals is right, in shape and dtype too.
+
+    With a quantised cache, for the keys and values that it means. Beside that stands how far `out` is from attention to
+    those that it was made of, as a multiple of what rounding and storing them explain.
+    """
+    judgement = judge_out(subject, subject.forward)
+    if (before := subject.before_storing) is not None:
+        comparison = compare(subject.forward.values["out"], before.forward["out"], subject.judged_out)
+        judgement = dataclasses.replace(judgement, figures={"ratio_before_storing": comparison.ratio})
+    yield judgement
 
 
 def residuals(subject: Subject) -> Iterator[Judgement]:

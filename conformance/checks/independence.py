@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping
 
 import numpy as np
 
+from cases import quantized
 from cases.inputs import Cotangent, Problem
 from conformance import records
 from conformance.checks.judgement import Judgement
@@ -90,20 +91,27 @@ def _elsewhere_changed(problem: Problem, part: _Part, *, keys: bool) -> Problem 
     q, k, v = (x.copy() for x in (problem.q, problem.k, problem.v))
     q_here = np.zeros(q.shape[:3], bool)
     q_here[part.batch, :, part.heads] = True
-    kv_here = np.zeros(k.shape[:3], bool)
-    kv_here[part.batch, :, part.kv_head] = True
+    v_here = np.zeros(k.shape[:3], bool)
+    v_here[part.batch, :, part.kv_head] = True
+    k_here = v_here.copy()
     if keys:
         q_here[part.batch, :, part.heads] = False
         q_here[part.batch, part.rows, part.heads] = True
         allowed = np.broadcast_to(problem.allowed, (*q.shape[:1], q.shape[2], q.shape[1], k.shape[1]))
-        kv_here[part.batch, :, part.kv_head] = allowed[part.batch, part.heads, part.rows].any(axis=(0, 1))
-    if q_here.all() and kv_here.all():
+        attended = allowed[part.batch, part.heads, part.rows].any(axis=(0, 1))
+        v_here[part.batch, :, part.kv_head] = attended
+        k_here[part.batch, :, part.kv_head] = attended | problem.choosing[0, 0, part.rows].any(axis=0)
+    if q_here.all() and v_here.all():
         return None
+    if problem.kv_scales is not None:
+        k_scales, v_scales = problem.kv_scales
+        scales = _other_scales(k_scales, k_here), _other_scales(v_scales, v_here)
+        problem = dataclasses.replace(problem, kv_scales=scales)
     return dataclasses.replace(
         problem,
         q=np.where(q_here[..., None], q, _other(q)),
-        k=np.where(kv_here[..., None], k, _other(k)),
-        v=np.where(kv_here[..., None], v, _other(v)),
+        k=np.where(k_here[..., None], k, _other(k)),
+        v=np.where(v_here[..., None], v, _other(v)),
     )
 
 
@@ -119,9 +127,15 @@ def _cotangent_elsewhere_changed(cotangent: Cotangent, part: _Part) -> Cotangent
 
 def _other(x: np.ndarray) -> np.ndarray:
     """Finite values of another sign and size: whatever is shared by mistake (a maximum, a scale) shows."""
-    limit = float(np.finfo(np.float16).max if x.dtype == np.float16 else 2.0**60)
+    limit = quantized.largest(x.dtype) or float(np.finfo(np.float16).max if x.dtype == np.float16 else 2.0**60)
     other: np.ndarray = np.clip(-16 * x.astype(np.float64), -limit, limit).astype(x.dtype)
     return other
+
+
+def _other_scales(scales: np.ndarray, here: np.ndarray) -> np.ndarray:
+    """Other scales `[B or 1, S or 1, K]` for what is nowhere `here [B, S, K]`."""
+    shared = tuple(axis for axis, size in enumerate(scales.shape) if size < here.shape[axis])
+    return np.where(here.any(axis=shared, keepdims=True), scales, 4 * scales)
 
 
 def _rows(name: str, result: Result, part: _Part, subject: Subject) -> np.ndarray:

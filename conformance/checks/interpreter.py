@@ -1,4 +1,4 @@
-"""The TPU interpreter: what a kernel reads, writes and leaves to chance, beyond what its results show."""
+"""Interpreters of accelerators: what a kernel reads, writes and leaves to chance, beyond what its results show."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from conformance.checks.gradients import judge_gradients
 from conformance.checks.judgement import Judgement
 from conformance.contract import RESIDUALS
 from conformance.execution import Executor, Result
-from conformance.interpreter import SEEDS, parameters, races, what_it_raised
+from conformance.interpreter import parameters, races, seeds, what_it_raised
 from conformance.subject import Subject
 
 _BACKWARD_SEEDS = 2
 
 
 def interpreter(subject: Subject) -> Iterator[Judgement]:
-    """Under the TPU interpreter, with NaN in fresh memory and in any order, results are right and nothing races."""
-    make = subject.implementation.under_interpreter
+    """Under its accelerator's interpreter, with NaN in fresh memory and in any order, it is right and nothing races."""
+    make, platform = subject.implementation.under_interpreter, subject.implementation.platform
     if make is None:
         reason = "the implementation declares no `under_interpreter`, the call with given interpreter parameters"
         yield Judgement(observable="all", verdict=records.UNJUDGED, reason=reason)
         return
     raced: dict[str, list[str]] = {}
-    for seed in range(SEEDS):
-        executor = Executor(dataclasses.replace(subject.implementation, call=make(parameters(seed))))
+    for seed in seeds(platform):
+        executor = Executor(dataclasses.replace(subject.implementation, call=make(parameters(seed, platform))))
         for name, program in _programs(subject, executor, seed).items():
             stopped = ""
             with races() as found:
@@ -49,11 +49,14 @@ def interpreter(subject: Subject) -> Iterator[Judgement]:
 def _programs(subject: Subject, executor: Executor, seed: int) -> dict[str, Callable[[], Result]]:
     """What is run, by name: the call with every seed, its backward pass with two, the call with residuals with one.
 
-    It is the costs that differ: a backward pass is three kernels, and has one of those with residuals in it.
+    It is the costs that differ: a backward pass is three kernels, and has one of those with residuals in it. A GPU's
+    program takes seconds, and the call without residuals is left out.
     """
     problem, cotangents = subject.problem, subject.cotangents
-    found = {"forward": lambda: executor.forward(problem)}
-    if seed == 0 and subject.implementation.residuals:
+    residuals = subject.implementation.residuals
+    leave_out = subject.implementation.platform == "gpu" and residuals
+    found = {} if leave_out else {"forward": lambda: executor.forward(problem)}
+    if seed == 0 and residuals:
         found["residuals"] = lambda: executor.residuals(problem)
     if seed >= _BACKWARD_SEEDS:
         return found

@@ -7,7 +7,7 @@ another order, keys cut in two and merged by `logsumexp`, padding that nobody ma
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import numpy as np
 
@@ -78,7 +78,16 @@ def _keys(problem: Problem, keys: np.ndarray | slice) -> Problem:
         v=problem.v[:, keys],
         segment_ids=None if ids is None else (ids[0], ids[1][:, keys]),
         bias=bias if bias is None or bias.shape[-1] == 1 else bias[..., keys],
+        kv_scales=_each_scale(problem, lambda scales: scales[:, keys]),
     )
+
+
+def _each_scale(problem: Problem, change: Callable[[np.ndarray], np.ndarray]) -> tuple[np.ndarray, np.ndarray] | None:
+    """The scales of a quantised cache, changed where each key has its own."""
+    if problem.kv_scales is None:
+        return None
+    k, v = (change(scales) if scales.shape[1] > 1 else scales for scales in problem.kv_scales)
+    return k, v
 
 
 def _merged(parts: list[Values]) -> Values:
@@ -117,7 +126,8 @@ def _padded(subject: Subject) -> Iterator[Judgement]:
         bias = np.pad(bias, [(0, 0), (0, 0), *((int(length > 1), 0) for length in bias.shape[2:])], mode="edge")
     q, k, v = (np.pad(x, [(0, 0), (1, 0), (0, 0), (0, 0)], mode="edge") for x in (problem.q, problem.k, problem.v))
     q_ids, kv_ids = (np.pad(x, [(0, 0), (1, 0)], constant_values=n) for x, n in zip(ids, (-1, -2), strict=True))
-    longer = dataclasses.replace(problem, q=q, k=k, v=v, segment_ids=(q_ids, kv_ids), bias=bias)
+    scales = _each_scale(problem, lambda scales: np.pad(scales, [(0, 0), (1, 0), (0, 0)], mode="edge"))
+    longer = dataclasses.replace(problem, q=q, k=k, v=v, segment_ids=(q_ids, kv_ids), bias=bias, kv_scales=scales)
     got = subject.results_of(longer)
     kept = {name: x[:, 1:] if name == "out" else x[..., 1:] for name, x in got.items()}
     yield from _compared(subject, "padded", kept, subject.results_of(problem), subject.expectation)

@@ -60,7 +60,8 @@ def by_bound(
         return Judgement(
             observable=label or observable,
             verdict=records.UNJUDGED,
-            reason="every row of this case may attend to nothing, and such rows are declared undefined",
+            reason="no row of this case has one right answer: each may attend to nothing, which is declared undefined, "
+            "or rounding decides what it attends to",
         )
     return Judgement(
         observable=label or observable,

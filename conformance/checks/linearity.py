@@ -33,8 +33,12 @@ def linearity(subject: Subject) -> Iterator[Judgement]:
         return
     factor = _FACTOR[subject.case.dtype]
     problem = subject.problem
-    if float(np.abs(problem.v.astype(np.float64)).max()) * factor < _LARGEST[subject.case.dtype]:
-        scaled = dataclasses.replace(problem, v=_times(problem.v, factor))
+    if float(np.abs(problem.values).max()) * factor < _LARGEST[subject.case.dtype]:
+        if problem.kv_scales is None:
+            scaled = dataclasses.replace(problem, v=_times(problem.v, factor))
+        else:
+            k_scales, v_scales = problem.kv_scales
+            scaled = dataclasses.replace(problem, kv_scales=(k_scales, _times(v_scales, factor)))
         before = np.where(subject.judged_out, subject.forward.values["out"], 0)
         after = np.where(subject.judged_out, subject.forward_of(scaled).values["out"], 0)
         bound = np.where(subject.judged_out, subject.expectation.forward["out"].bound, 0)

@@ -10,6 +10,7 @@ import numpy as np
 
 from cases.inputs import Problem
 from cases.masks import Full
+from cases.moba import Moba
 from conformance import records
 from conformance.bounds import Bounded, expect
 from conformance.checks.judgement import Judgement, by_bound
@@ -19,7 +20,7 @@ from conformance.subject import Subject
 
 def arguments(subject: Subject) -> Iterator[Judgement]:
     """The result with an accepted argument differs from the result without it as the oracle says."""
-    for name, without in _dropped(subject.problem):
+    for name, without in _dropped(subject):
         arithmetic = subject.implementation.arithmetic
         other = expect(without, arithmetic, empty_rows=subject.empty_rows).forward["out"]
         here = subject.expectation.forward["out"]
@@ -33,8 +34,12 @@ def arguments(subject: Subject) -> Iterator[Judgement]:
         )
 
 
-def _dropped(problem: Problem) -> Iterator[tuple[str, Problem]]:
-    if problem.mask != Full():
+def _dropped(subject: Subject) -> Iterator[tuple[str, Problem]]:
+    problem = subject.problem
+    if isinstance(problem.mask, Moba):
+        every = dataclasses.replace(problem.mask, topk=problem.mask.chunks(problem.k.shape[1]))
+        yield "gates", dataclasses.replace(problem, mask=every)
+    elif problem.mask != Full():
         yield "mask", dataclasses.replace(problem, mask=Full())
     for name in ("segment_ids", "soft_cap", "sinks", "bias", "scale"):
         if getattr(problem, name) is not None:
@@ -51,7 +56,7 @@ def errors(subject: Subject) -> Iterator[Judgement]:
 
 def _judge_error(subject: Subject, wrong: str, name: str, problem: Problem) -> Judgement:
     arrays: dict[str, Any] = {"q": problem.q, "k": problem.k, "v": problem.v, "mask": problem.mask}
-    for option in ("segment_ids", "soft_cap", "sinks", "bias", "scale"):
+    for option in ("segment_ids", "soft_cap", "sinks", "bias", "scale", "kv_scales"):
         if (value := getattr(problem, option)) is not None:
             arrays[option] = value
     try:
@@ -88,5 +93,8 @@ def _wrong(problem: Problem) -> Iterator[tuple[str, str, Problem]]:
     yield "soft_cap", "soft_cap", wrong(problem, soft_cap=0.0)
     yield "negative_soft_cap", "soft_cap", wrong(problem, soft_cap=-30.0)
     yield "bias", "bias", wrong(problem, bias=np.zeros((1, 1, q_length + 1, kv_length), np.float32))
+    if problem.kv_scales is not None:
+        scales = problem.kv_scales
+        yield "kv_scales", "kv_scales", wrong(problem, kv_scales=(scales[0], scales[1][..., :0]))
     ids = np.zeros((batch, q_length + 1), np.int32), np.zeros((batch, kv_length), np.int32)
     yield "segment_ids", "segment_ids", wrong(problem, segment_ids=ids)

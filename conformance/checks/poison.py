@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from cases import quantized
 from conformance.checks.forward import judge_out, judge_residual
 from conformance.checks.gradients import judge_gradients
 from conformance.checks.judgement import Judgement, unsupported
@@ -22,23 +23,26 @@ _HUGE = {"f32": 2.0**40, "bf16": 2.0**40, "f16": 2.0**8}
 
 def poison(subject: Subject) -> Iterator[Judgement]:
     """Poison in dead keys and values reaches neither outputs nor residuals nor gradients."""
-    dead = subject.problem.dead_keys[..., None]
-    if not dead.any():
+    if not subject.problem.dead_keys.any():
         return
     for name, value in (("nan", np.nan), ("inf", np.inf), ("huge", _HUGE[subject.case.dtype])):
         if subject.implementation.behind_mask == "finite" and not np.isfinite(value):
             yield unsupported(name, "keys and values behind the mask are declared to be finite")
             continue
-        yield from _poisoned(subject, name, value, dead)
+        yield from _poisoned(subject, name, value)
 
 
-def _poisoned(subject: Subject, name: str, value: float, dead: np.ndarray) -> Iterator[Judgement]:
+def _poisoned(subject: Subject, name: str, value: float) -> Iterator[Judgement]:
     clean = subject.problem
     problem = dataclasses.replace(
         clean,
-        k=np.where(dead, np.asarray(value, clean.k.dtype), clean.k),
-        v=np.where(dead, np.asarray(value, clean.v.dtype), clean.v),
+        k=np.where(clean.unread_keys[..., None], _in_dtype(value, clean.k.dtype), clean.k),
+        v=np.where(clean.dead_keys[..., None], _in_dtype(value, clean.v.dtype), clean.v),
     )
+    if clean.kv_scales is not None:
+        k_scales, v_scales = clean.kv_scales
+        k_scales = _poisoned_scales(k_scales, clean.unread_keys, value)
+        problem = dataclasses.replace(problem, kv_scales=(k_scales, _poisoned_scales(v_scales, clean.dead_keys, value)))
     # Rows that average all of v see the poison rightly; they are left out, and get no cotangent.
     rows = subject.judged_residuals & ~(clean.empty_rows & (subject.implementation.empty_rows == "mean"))
     judged_out = rows.transpose(0, 2, 1)[..., None]
@@ -59,3 +63,15 @@ def _poisoned(subject: Subject, name: str, value: float, dead: np.ndarray) -> It
         found += list(judge_gradients(subject, result, subject.expected_gradients(cotangent)))
     for judgement in found:
         yield dataclasses.replace(judgement, observable=f"{judgement.observable}.{name}")
+
+
+def _in_dtype(value: float, dtype: np.dtype) -> np.ndarray:
+    """The value, or the largest number where a dtype of caches has none that is as bad."""
+    top = quantized.largest(dtype)
+    bad = value if top is None or (np.isnan(value) and dtype == quantized.STORED["fp8"]) else top
+    return np.asarray(bad).astype(dtype)
+
+
+def _poisoned_scales(scales: np.ndarray, dead: np.ndarray, value: float) -> np.ndarray:
+    """Scales `[B or 1, S or 1, K]` with the value for `dead [B, S, K]` tokens, those that have scales of their own."""
+    return np.where(dead, np.float32(value), scales) if scales.shape == dead.shape else scales

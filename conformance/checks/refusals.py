@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any
 
 from conformance import records
 from conformance.checks.judgement import Judgement
@@ -12,11 +14,15 @@ from conformance.subject import Subject
 def refusals(subject: Subject) -> Iterator[Judgement]:
     """A call that needs a feature declared unsupported raises `NotImplementedError`.
 
-    The call is made as a user makes it, outside `jit`, and differentiated where the case asks for gradients.
+    The call is made as a user makes it, outside `jit`, and differentiated where the case asks for gradients, whether or
+    not the implementation offers any: one that has none must say so too. A quantised cache cannot even be handed to a
+    call that has no `kv_scales`, so there is nothing to refuse.
     """
+    if subject.problem.kv_scales is not None and not _takes(subject.implementation.call, "kv_scales"):
+        return
     declared = subject.implementation.supports(subject.case) or ""
     try:
-        subject.executor.ask(subject.problem, gradients=subject.with_gradients)
+        subject.executor.ask(subject.problem, gradients=subject.case.phase == "train")
     except NotImplementedError:
         yield Judgement(observable="refusal", verdict=records.PASS)
     except Exception as error:  # any other error is the finding: the user is told the wrong thing
@@ -25,3 +31,8 @@ def refusals(subject: Subject) -> Iterator[Judgement]:
     else:
         reason = f"declared unsupported ({declared}), but the call is accepted"
         yield Judgement(observable="refusal", verdict=records.FAIL, reason=reason)
+
+
+def _takes(call: Callable[..., Any], keyword: str) -> bool:
+    parameters = inspect.signature(call).parameters.values()
+    return any(p.name == keyword or p.kind is p.VAR_KEYWORD for p in parameters)

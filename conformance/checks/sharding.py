@@ -77,14 +77,27 @@ def _over_batch(subject: Subject, problem: Problem) -> tuple[Call, Arrays, Specs
     call, arrays = subject.executor.bind(problem)
     bias = _spec(_AXIS) if problem.bias is not None and problem.bias.shape[0] > 1 else _spec()
     rows = _spec(_AXIS)
-    return call, arrays, {"q": rows, "k": rows, "v": rows, "segment_ids": (rows, rows), "bias": bias}, rows
+    specs = {"q": rows, "k": rows, "v": rows, "segment_ids": (rows, rows), "bias": bias}
+    specs["kv_scales"] = tuple(rows if s.shape[0] > 1 else _spec() for s in problem.kv_scales or ())
+    own = {name: rows for name in _of_the_mask(problem, arrays) if arrays[name].shape[0] == problem.q.shape[0]}
+    return call, arrays, specs | own, rows
+
+
+def _of_the_mask(problem: Problem, arrays: Arrays) -> set[str]:
+    """Names of the arrays that the mask was lowered to: those with a value for each batch row are sharded with them."""
+    return set(arrays) - {field.name for field in dataclasses.fields(problem) if field.name != "mask"}
 
 
 def _over_heads(subject: Subject, problem: Problem) -> tuple[Call, Arrays, Specs, Any]:
     call, arrays = subject.executor.bind(problem)
     bias = _spec(None, _AXIS) if problem.bias is not None and problem.bias.shape[1] > 1 else _spec()
     heads = _spec(None, None, _AXIS)
-    return call, arrays, {"q": heads, "k": heads, "v": heads, "sinks": _spec(_AXIS), "bias": bias}, heads
+    return (
+        call,
+        arrays,
+        {"q": heads, "k": heads, "v": heads, "sinks": _spec(_AXIS), "bias": bias, "kv_scales": (heads, heads)},
+        heads,
+    )
 
 
 def _over_queries(subject: Subject, problem: Problem) -> tuple[Call, Arrays, Specs, Any]:

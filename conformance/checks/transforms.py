@@ -148,11 +148,11 @@ def _vmap_over(names: Sequence[str], pair: _Pair) -> Iterator[Judgement]:
 def _vmap_masks(pair: _Pair) -> Iterator[Judgement]:
     """Masks that differ along the mapped axis, for calls that take them as arrays."""
     problem = pair.problems[0]
-    dense = problem.mask.dense(problem.q.shape[1], problem.k.shape[1])
+    if "mask" not in pair.arrays(problem):
+        return
+    dense = problem.resolved_mask.dense(problem.q.shape[1], problem.k.shape[1])
     problems = [dataclasses.replace(problem, mask=Dense(mask)) for mask in (dense, np.roll(dense, 1, axis=-1))]
     plain, arrays = pair.subject.executor.bind(problems[0])
-    if "mask" not in arrays:
-        return
     axes = {name: 0 if name == "mask" else None for name in arrays}
     masks = np.stack([pair.arrays(problem)["mask"] for problem in problems])
     got = jax.jit(jax.vmap(plain, in_axes=(axes,)))({**arrays, "mask": masks})
@@ -245,7 +245,7 @@ _FORWARD: dict[str, Callable[[_Pair], Iterator[Judgement]]] = {
     "eager": _eager,
     "vmap": _vmap,
     "vmap_q": functools.partial(_vmap_over, ("q",)),
-    "vmap_kv": functools.partial(_vmap_over, ("k", "v", "bias")),
+    "vmap_kv": functools.partial(_vmap_over, ("k", "v", "bias", "kv_scales")),
     "vmap_sinks": functools.partial(_vmap_over, ("sinks",)),
     "vmap_segments": functools.partial(_vmap_over, ("segment_ids",)),
     "vmap_masks": _vmap_masks,

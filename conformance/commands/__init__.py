@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 
-from conformance.commands import calibrate, explore, listing, report, run, sensitivity
+from conformance.commands import bench, calibrate, explore, listing, report, run, sensitivity, tune
 
 COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "run": run.run,
@@ -15,4 +15,6 @@ COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "report": report.render_report,
     "sensitivity": sensitivity.sensitivity,
     "calibrate": calibrate.calibrate,
+    "bench": bench.bench,
+    "tune": tune.tune,
 }

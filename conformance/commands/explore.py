@@ -30,6 +30,8 @@ def explore(arguments: argparse.Namespace) -> int:
     outputs = common.outputs(arguments)
     chosen = common.load_settings()
     implementation = common.find(arguments.impl, arguments.products)
+    if implementation.absent is not None:
+        raise CannotJudge(f"{implementation.name} cannot run here: {implementation.absent}")
     console = Console(stderr=True)
     console.print(f"seed {budget.seed}", highlight=False)
     with Exploring(budget.seconds, console) as progress:

@@ -14,6 +14,7 @@ from conformance import registry
 from conformance.checks import CHECKS
 from conformance.cli import CannotJudge
 from conformance.commands import common
+from conformance.contract import Implementation
 from conformance.explain import explain_case
 
 
@@ -56,7 +57,13 @@ def _descriptions(what: str) -> list[tuple[str, str]]:
         return [(check.name, check.asks) for check in CHECKS]
     if what == "features":
         return list(FEATURES.items())
-    return [(name, common.find(name).description) for name in registry.names()]
+    return [(name, _described(common.find(name))) for name in registry.names()]
+
+
+def _described(implementation: Implementation) -> str:
+    if implementation.absent is None:
+        return implementation.description
+    return f"{implementation.description}; not on this machine: {implementation.absent}"
 
 
 def explain(arguments: argparse.Namespace) -> int:

@@ -1,4 +1,4 @@
-"""`report`: records of earlier runs, merged, as one page."""
+"""`report`: records and measurements of earlier runs, merged, as one page."""
 
 from __future__ import annotations
 
@@ -6,19 +6,23 @@ import argparse
 from pathlib import Path
 
 from conformance import detection, records
+from conformance.bench import measurements
+from conformance.bench.measurements import Measurement
 from conformance.cli import CannotJudge
 from conformance.commands import common
 from conformance.records import RunInfo
-from reports import html
+from reports import html, side_by_side
 
 
 def render_report(arguments: argparse.Namespace) -> int:
-    """`report`: records of earlier runs, merged, as one page."""
+    """`report`: records and measurements of earlier runs, merged, as one page."""
     path = common.writable(arguments.report, "report")
     if path.resolve() in [Path(name).resolve() for name in arguments.records]:
         raise CannotJudge(f"--report={arguments.report} is one of the files to be read: give the page its own file")
-    found = records.merge(*(common.read(name) for name in arguments.records))
-    if not found:
+    timed = [name for name in arguments.records if _holds_measurements(name)]
+    measured = measurements.merge(*(_measurements(name) for name in timed))
+    found = records.merge(*(common.read(name) for name in arguments.records if name not in timed))
+    if not found and not measured:
         raise CannotJudge(f"there is no record in {', '.join(arguments.records)}")
     info = RunInfo(
         command=common.command(),
@@ -28,5 +32,22 @@ def render_report(arguments: argparse.Namespace) -> int:
         detection=detection.load(),
         seconds=round(sum(record.seconds for record in found), 1),
     )
-    html.write(path, found, info)
+    if found:
+        html.write(path, found, info, measured)
+    else:
+        side_by_side.write(path, measured, info)
     return 0
+
+
+def _holds_measurements(name: str) -> bool:
+    try:
+        return measurements.holds(Path(name))
+    except OSError as error:
+        raise CannotJudge(f"{name} cannot be read: {error.strerror or error}") from error
+
+
+def _measurements(name: str) -> list[Measurement]:
+    try:
+        return measurements.read_jsonl(Path(name))
+    except ValueError as error:
+        raise CannotJudge(str(error)) from error

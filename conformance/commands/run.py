@@ -28,7 +28,7 @@ def run(arguments: argparse.Namespace) -> int:
     _reject_contradictions(arguments)
     outputs = common.outputs(arguments)
     chosen = common.load_settings()
-    implementations = _implementations(arguments)
+    implementations = _implementations(arguments, chosen)
     level = arguments.level or "quick"
     planned = _plan(arguments, implementations, level)
     if not planned.jobs:
@@ -81,8 +81,8 @@ def _reject_contradictions(arguments: argparse.Namespace) -> None:
         common.reject_negative(seed)
 
 
-def _implementations(arguments: argparse.Namespace) -> list[Implementation]:
-    names = registry.names() if arguments.all else list(dict.fromkeys(arguments.impl))
+def _implementations(arguments: argparse.Namespace, chosen: settings.Settings) -> list[Implementation]:
+    names = registry.names() if arguments.all else chosen.members(arguments.impl)
     return [common.find(name, arguments.products) for name in names]
 
 
@@ -138,9 +138,11 @@ def _exit_code(
     interrupted: bool,
     console: Console,
 ) -> int:
+    present = [implementation for implementation in implementations if implementation.absent is None]
+    # What cannot run here is shown as unjudged; it is no reason to fail a run that judged the others.
     standings = {
         implementation.name: summary.conformity([r for r in found if r.implementation == implementation.name])
-        for implementation in implementations
+        for implementation in present or implementations
     }
     if required and not any(r.platform == required and r.verdict in records.JUDGED for r in found):
         console.print(f"--require-platform={required}: nothing was judged there", style="red")

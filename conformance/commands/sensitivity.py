@@ -7,6 +7,7 @@ import os
 import signal
 import time
 from collections.abc import Collection, Mapping, Sequence
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -17,7 +18,7 @@ from conformance.commands import common
 from conformance.parallel import KernelDied, examine_parallel
 from conformance.progress import Progress
 from conformance.records import RunInfo
-from conformance.sensitivity import BankError, CheckPower, Examination, load_bank, powers
+from conformance.sensitivity import BankError, CheckPower, Examination, PlantedBug, load_bank, powers
 
 
 def sensitivity(arguments: argparse.Namespace) -> int:
@@ -28,10 +29,15 @@ def sensitivity(arguments: argparse.Namespace) -> int:
     outputs = common.outputs(arguments)
     chosen = common.load_settings()
     bank = arguments.bank or chosen.bank
-    names, unmeasured = _names(bank, arguments.bug)
-    whole = not arguments.bug
+    last = detection.load()
+    bugs = _bugs(bank)
+    asked = _asked(bugs, arguments, last)
+    unmeasured = {name: reason for name in asked if (reason := bugs[name].unmeasurable()) is not None}
+    names = [name for name in asked if name not in unmeasured]
+    whole = not (arguments.bug or arguments.new)
+    described = environment.describe()
     if arguments.save and not whole:
-        raise CannotJudge("--save keeps the figures of a whole bank: it cannot be combined with --bug")
+        _reject_other_conditions(last, level, described)
     examined: list[Examination] = []
     interrupted = False
     console = Console(stderr=True)
@@ -49,11 +55,12 @@ def sensitivity(arguments: argparse.Namespace) -> int:
             signal.signal(signal.SIGINT, signal.SIG_IGN)  # what was examined gets written, whatever else is pressed
             interrupted = True
     complete = bool(names) and len(examined) == len(names)
-    kept = detection.examinations(detection.load(), unmeasured)
+    kept = detection.examinations(last, set(bugs) - set(names) if arguments.save else unmeasured)
     examined += kept
     resolutions = resolution.resolve(chosen.tolerances) if whole and not interrupted else []
-    described = environment.describe()
     table = detection.tabulate(examined, resolutions, level=level, environment=described)
+    if arguments.save and not whole:
+        table = detection.continued(table, last)
     if arguments.save and not interrupted:
         detection.save(table)
     info = RunInfo(
@@ -69,24 +76,43 @@ def sensitivity(arguments: argparse.Namespace) -> int:
     _print(examined, resolutions, whole=whole and not interrupted)
     _print_unmeasured(unmeasured, {e.bug for e in kept})
     seen = not any(e.survives for e in examined)
-    needed = not whole or all(power.alone for power in powers(examined))
+    needed = not (whole or arguments.save) or all(power.alone for power in powers(examined))
     return (0 if seen and needed else 1) if complete else 2
 
 
-def _names(bank: str, asked: Sequence[str]) -> tuple[list[str], dict[str, str]]:
-    """The bugs to examine, and those that cannot be on this machine, with the reason."""
+def _bugs(bank: str) -> dict[str, PlantedBug]:
+    """The bank's bugs by name."""
     if not bank:
         raise CannotJudge("no bank: give --bank=module:attribute, or set bank in [tool.attention_conformance]")
     try:
-        bugs = {bug.name: bug for bug in load_bank(bank)}
+        return {bug.name: bug for bug in load_bank(bank)}
     except BankError as error:
         raise CannotJudge(str(error)) from error
-    for name in asked:
+
+
+def _asked(bugs: Mapping[str, PlantedBug], arguments: argparse.Namespace, last: Mapping[str, Any] | None) -> list[str]:
+    """Names of the bugs to examine: those named, those without figures, or all."""
+    for name in arguments.bug:
         if name not in bugs:
-            raise CannotJudge(f"bank {bank} has no bug {name!r}")
-    chosen = list(asked) or list(bugs)
-    unmeasured = {name: reason for name in chosen if (reason := bugs[name].unmeasurable()) is not None}
-    return [name for name in chosen if name not in unmeasured], unmeasured
+            raise CannotJudge(f"the bank has no bug {name!r}")
+    if not arguments.new:
+        return list(arguments.bug) or list(bugs)
+    if arguments.bug:
+        raise CannotJudge("--new chooses the bugs: it cannot be combined with --bug")
+    known = {row["bug"] for row in (last or {}).get("bugs", ())}
+    if found := [name for name in bugs if name not in known]:
+        return found
+    raise CannotJudge("every bug of the bank has kept figures: nothing is new")
+
+
+def _reject_other_conditions(last: Mapping[str, Any] | None, level: str, described: Mapping[str, str]) -> None:
+    """Figures of a part of the bank join those that are kept only if they were measured alike."""
+    if last is None:
+        raise CannotJudge("--save of a part of the bank needs kept figures of the rest: measure the whole bank first")
+    kept = {"level": last["level"], "jax": last["environment"]["jax"]}
+    here = {"level": level, "jax": described["jax"]}
+    if kept != here:
+        raise CannotJudge(f"--save of a part: the kept figures are of {kept}, these of {here}; measure the whole bank")
 
 
 def _print(examined: Sequence[Examination], resolutions: Sequence[resolution.Resolution], *, whole: bool) -> None:

@@ -10,9 +10,10 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from cases.masks import Full, Mask
+from cases.masks import Full, Indexer, Mask, known, leaves
 from conformance.contract import Arithmetic, Implementation, validate_mask, validate_operands
 from impls.block_flash.backward import backward
+from impls.block_flash.block_sizes import look_up, tunable
 from impls.block_flash.blocks import Operands, varying_axes, varying_over
 from impls.block_flash.forward import Outputs, forward
 from impls.block_flash.schedule import Plan
@@ -30,8 +31,9 @@ def attention(
     bias: jax.Array | None = None,
     scale: float | None = None,
     save_residuals: bool = False,
-    block_q: int = 128,
-    block_kv: int = 128,
+    block_q: int | None = None,
+    block_kv: int | None = None,
+    out_dtype: Any = None,
 ) -> Any:
     """Softmax attention, `out_i = sum_j softmax_j(cap(scale <q_i, k_j> + bias_ij)) v_j` over the allowed `j`.
 
@@ -47,15 +49,17 @@ def attention(
       q: queries `[B, T, N, H]`.
       k: keys `[B, S, K, H]`, `N % K == 0`.
       v: values `[B, S, K, V]`.
-      mask: which pairs may attend.
+      mask: which pairs may attend; an `Indexer` in it may be traced, and has no block left out.
       segment_ids: int32 `[B, T]` and `[B, S]`; a pair attends only where they are equal.
       soft_cap: logits become `soft_cap * tanh(logits / soft_cap)`.
       sinks: `[N]`, one more logit in each query head's softmax denominator.
       bias: broadcastable to `[B, N, T, S]`, added after the scale and before the soft cap.
       scale: factor of `<q, k>`, default `1 / sqrt(H)`.
       save_residuals: also return `logsumexp` and `max_logits`.
-      block_q: queries a block, at most all of them; the last block is padded inside.
+      block_q: queries a block, at most all of them; the last block is padded inside. By default what was measured for
+        the device and the lengths (`block_sizes.TABLE`), else 128.
       block_kv: keys a block, likewise.
+      out_dtype: of `out`, by default q's; f32 for results that are merged with others.
 
     Returns:
       `out [B, T, N, V]` in q's dtype, or `(out, {"logsumexp": ..., "max_logits": ...})`, both f32 `[B, N, T]`.
@@ -67,19 +71,24 @@ def attention(
     batch, q_length, num_q_heads, head_dim = q.shape
     kv_length, num_kv_heads = k.shape[1:3]
     validate_mask(mask, batch, num_q_heads, q_length, kv_length)
+    sizes = look_up(q_length, kv_length)
+    selected = None
+    if any(isinstance(leaf, Indexer) for leaf in leaves(mask)):
+        selected = jnp.asarray(mask.dense(q_length, kv_length))
     plan = Plan(
-        mask=mask,
+        mask=known(mask),
         num_q_heads=num_q_heads,
         num_kv_heads=num_kv_heads,
         q_length=q_length,
         kv_length=kv_length,
-        block_q=min(block_q, q_length),
-        block_kv=min(block_kv, kv_length),
+        block_q=min(sizes["block_q"] if block_q is None else block_q, q_length),
+        block_kv=min(sizes["block_kv"] if block_kv is None else block_kv, kv_length),
         scale=1 / math.sqrt(head_dim) if scale is None else float(scale),
         soft_cap=None if soft_cap is None else float(soft_cap),
-        segmented=segment_ids is not None,
+        out_dtype=jnp.dtype(q.dtype if out_dtype is None else out_dtype).name,
+        masked_at_run_time=segment_ids is not None or selected is not None,
     )
-    operands = jax.tree.map(jnp.asarray, Operands(q, k, v, bias, sinks, segment_ids))
+    operands = jax.tree.map(jnp.asarray, Operands(q, k, v, bias, sinks, segment_ids, selected))
     outputs = _attend(plan, varying_over(operands, varying_axes(operands)))
     if not save_residuals:
         return outputs.out
@@ -114,12 +123,13 @@ _attend = jax.jit(_flash, static_argnums=0)
 _OTHER_BLOCKS = ((32, 48), (80, 24))
 
 
-def implementation(name: str, *, block_q: int = 128, block_kv: int = 128) -> Implementation:
-    """Block flash attention with these block sizes, under `name`."""
+def implementation(name: str, *, block_q: int | None = None, block_kv: int | None = None) -> Implementation:
+    """Block flash attention with these block sizes, by default those of the table, under `name`."""
+    blocks = "tuned blocks" if block_q is None or block_kv is None else f"blocks of {block_q} x {block_kv}"
     return Implementation(
         name=name,
         call=functools.partial(attention, block_q=block_q, block_kv=block_kv),
-        description=f"block-sparse flash attention in plain JAX, blocks of {block_q} x {block_kv}, any backend",
+        description=f"block-sparse flash attention in plain JAX, {blocks}, any backend",
         arithmetic=Arithmetic(probabilities="input"),
         empty_rows="zero",
         behind_mask="any",
@@ -131,6 +141,7 @@ def implementation(name: str, *, block_q: int = 128, block_kv: int = 128) -> Imp
         },
         memory="linear",
         checkpoint_names=("out", "logsumexp"),
+        tunable=tunable(attention),
     )
 
 

@@ -25,6 +25,7 @@ class Operands(NamedTuple):
     bias: jax.Array | None  # [B or 1, N or 1, T or 1, S or 1]
     sinks: jax.Array | None  # [N]
     segment_ids: tuple[jax.Array, jax.Array] | None  # [B, T], [B, S]
+    selected: jax.Array | None  # booleans [b, n, T, S]
 
 
 class Blocks(NamedTuple):
@@ -36,6 +37,7 @@ class Blocks(NamedTuple):
     bias: jax.Array | None  # [b, k, g, t, s], padded
     q_ids: jax.Array | None  # [q blocks, B, block_q]
     kv_ids: jax.Array | None  # [kv blocks, B, block_kv]
+    selected: jax.Array | None  # [b, k, g, t, s], padded
 
 
 class Pair(NamedTuple):
@@ -56,9 +58,10 @@ def cut(plan: Plan, operands: Operands) -> Blocks:
         q=cut_queries(plan, operands.q),
         k=_cut_keys(plan, operands.k),
         v=_cut_keys(plan, operands.v),
-        bias=None if operands.bias is None else pad_bias(plan, operands.bias),
+        bias=None if operands.bias is None else pad_pairs(plan, operands.bias),
         q_ids=None if q_ids is None else _cut_axis(q_ids, 1, plan.block_q),
         kv_ids=None if kv_ids is None else _cut_axis(kv_ids, 1, plan.block_kv),
+        selected=None if operands.selected is None else pad_pairs(plan, operands.selected),
     )
 
 
@@ -95,8 +98,8 @@ def join_keys(plan: Plan, x: jax.Array) -> jax.Array:
     return x.reshape(x.shape[0], -1, *x.shape[3:])[:, : plan.kv_length]
 
 
-def pad_bias(plan: Plan, bias: jax.Array) -> jax.Array:
-    """Bias `[b, n, t, s]` as `[b, k, g, t, s]`, with `t` and `s` whole blocks unless they are broadcast."""
+def pad_pairs(plan: Plan, bias: jax.Array) -> jax.Array:
+    """Bias or booleans `[b, n, t, s]` as `[b, k, g, t, s]`, with `t` and `s` whole blocks unless they are broadcast."""
     q_padding = plan.num_q_blocks * plan.block_q - plan.q_length if bias.shape[2] > 1 else 0
     kv_padding = plan.num_kv_blocks * plan.block_kv - plan.kv_length if bias.shape[3] > 1 else 0
     if q_padding or kv_padding:
@@ -184,7 +187,10 @@ def _allowed(plan: Plan, blocks: Blocks, pair: Places) -> jax.Array | None:
     if blocks.q_ids is not None and blocks.kv_ids is not None:
         q_ids, kv_ids = take(blocks.q_ids, pair.q), take(blocks.kv_ids, pair.kv)
         allowed = allowed & (q_ids[:, None, :, None] == kv_ids[:, None, None, :])
-    return split_heads(plan, allowed)
+    allowed = split_heads(plan, allowed)
+    if blocks.selected is not None:
+        allowed = allowed & lax.dynamic_slice(blocks.selected, *bias_corner(plan, blocks.selected, pair))
+    return allowed
 
 
 def _cut_axis(x: jax.Array, axis: int, block: int) -> jax.Array:

@@ -24,7 +24,8 @@ class Plan:
     block_kv: int
     scale: float
     soft_cap: float | None
-    segmented: bool
+    out_dtype: str
+    masked_at_run_time: bool  # by segment ids or a selection of keys
 
     def __post_init__(self) -> None:
         """Reject blocks that hold nothing."""
@@ -81,7 +82,7 @@ def _schedule(plan: Plan) -> Schedule:
     blocks = plan.mask.blocks(plan.q_length, plan.kv_length, plan.block_q, plan.block_kv)  # [b, n, q blocks, kv blocks]
     full = (blocks == FULL).all(axis=(0, 1))
     active = np.argwhere((blocks != EMPTY).any(axis=(0, 1)))
-    masked = plan.segmented or plan.padded or not full[active[:, 0], active[:, 1]].all()
+    masked = plan.masked_at_run_time or plan.padded or not full[active[:, 0], active[:, 1]].all()
     place = np.zeros(len(active), np.uint32)
     stored = None
     if masked and not is_formula(plan.mask):

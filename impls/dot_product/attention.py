@@ -75,8 +75,46 @@ def attention(
     if compute_axis_order not in PRODUCTS:
         raise ValueError(f"compute_axis_order must be one of {tuple(PRODUCTS)}, got {compute_axis_order}")
     q, k, v = (jnp.asarray(x) for x in (q, k, v))
+    return attend(
+        q,
+        k,
+        v,
+        allowed=allowed_pairs(mask, segment_ids, q.shape[1], k.shape[1], k.shape[2]),
+        soft_cap=soft_cap,
+        sinks=sinks,
+        bias=bias,
+        scale=scale,
+        save_residuals=save_residuals,
+        float32_logits=float32_logits,
+        float32_qk_product=float32_qk_product,
+        compute_axis_order=compute_axis_order,
+    )
+
+
+def attend(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    *,
+    allowed: jax.Array | None,
+    soft_cap: float | None,
+    sinks: jax.Array | None,
+    bias: jax.Array | None,
+    scale: float | None,
+    save_residuals: bool,
+    float32_logits: bool = True,
+    float32_qk_product: bool = True,
+    compute_axis_order: AxisOrder = (0, 1, 2, 3),
+    kv_scales: tuple[jax.Array, jax.Array] | None = None,
+) -> Any:
+    """`attention` of valid operands, with mask and segment ids as booleans.
+
+    `allowed` is `[b, k, g, T, S]`, an axis of size 1 where nothing differs, none if all pairs are; it may be traced.
+    With `kv_scales`, f32 `[b, s, K]` of k and of v, these stand for `k * k_scale` and `v * v_scale`, and probabilities
+    stay in f32.
+    """
     dtype, num_kv_heads = q.dtype, k.shape[2]
-    allowed = _allowed(mask, segment_ids, q.shape[1], k.shape[1], num_kv_heads)
+    k_scales, v_scales = (None, None) if kv_scales is None else (_of_pairs(x, k, allowed) for x in kv_scales)
     k, v = (_without_dead_rows(x, allowed) for x in (k, v))
     q = q.reshape(*q.shape[:2], num_kv_heads, -1, q.shape[3])  # [B, T, K, G, H]
     if compute_axis_order == (0, 2, 1, 3):
@@ -86,6 +124,8 @@ def attention(
 
     operands = (q.astype(jnp.float32), k.astype(jnp.float32)) if float32_qk_product else (q, k)
     logits = _product(qk, *operands) * (1 / math.sqrt(q.shape[-1]) if scale is None else scale)
+    if k_scales is not None:
+        logits = logits * k_scales
     if bias is not None:
         logits = logits + _split_heads(jnp.asarray(bias, jnp.float32), num_kv_heads)
     logits = _capped(logits, allowed, soft_cap)
@@ -96,7 +136,10 @@ def attention(
 
     sink = None if sinks is None else jnp.asarray(sinks, jnp.float32).reshape(1, num_kv_heads, -1, 1)
     probabilities, logsumexp, max_logits = _softmax(logits, sink)
-    out = _product(pv, probabilities.astype(dtype), v)
+    if v_scales is None:
+        out = _product(pv, probabilities.astype(dtype), v)
+    else:
+        out = _product(pv, probabilities * v_scales, v.astype(jnp.float32))
     if compute_axis_order == (0, 2, 1, 3):
         out = out.transpose(0, 3, 1, 2, 4)
     out = out.astype(dtype).reshape(*out.shape[:2], -1, out.shape[-1])  # [B, T, N, V]
@@ -148,7 +191,13 @@ def _without_dead_rows(x: jax.Array, allowed: jax.Array | None) -> jax.Array:
     return jnp.where(seen[..., None], x, jnp.zeros((), x.dtype))
 
 
-def _allowed(
+def _of_pairs(scales: jax.Array, k: jax.Array, allowed: jax.Array | None) -> jax.Array:
+    """Scales `[b, s, K]` of the keys, or of the values, as `[B, K, 1, 1, S]`."""
+    each = jnp.broadcast_to(scales, k.shape[:3])[..., None]
+    return _without_dead_rows(each, allowed).transpose(0, 2, 3, 1)[:, :, None]
+
+
+def allowed_pairs(
     mask: Mask, segment_ids: SegmentIds | None, q_length: int, kv_length: int, num_kv_heads: int
 ) -> jax.Array | None:
     """Mask and segment ids as booleans `[b, k, g, T, S]`, an axis of size 1 where nothing differs; none if all true."""

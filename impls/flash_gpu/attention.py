@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from typing import Any, Literal
@@ -10,19 +11,23 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from cases.masks import Full, Mask
+from cases.masks import Full, Indexer, Mask, leaves
 from conformance.contract import Arithmetic, Implementation, validate_mask, validate_operands
 from impls.block_flash.blocks import varying_axes, varying_over
+from impls.flash_gpu import mosaic_forward
 from impls.flash_gpu.backward import backward
 from impls.flash_gpu.block_sizes import BlockSizes, Tiles, look_up
 from impls.flash_gpu.forward import Outputs, forward
 from impls.flash_gpu.operands import Operands
-from impls.flash_gpu.schedule import Plan
-from impls.versions import interpret_or, runs_on
+from impls.flash_gpu.schedule import Backend, Plan
+from impls.flash_gpu.tuning import tunable
+from impls.versions import device_kind, interpret_or, runs_on
 
-Backend = Literal["triton", "mosaic"]
 Products = Literal["exact", "tf32"]
 
+UNSUPPORTED = {"indexer": "finds the tiles to visit before the program runs"}
+HOPPER = ("H100", "H200", "H20", "H800", "GH200")
+"""What kinds of Hopper GPUs are named by."""
 DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -41,7 +46,7 @@ def attention(
     block_sizes: BlockSizes | None = None,
     products: Products = "exact",
     backend: Backend | None = None,
-    interpret: bool | None = None,
+    interpret: Any = None,
 ) -> Any:
     """Softmax attention, `out_i = sum_j softmax_j(cap(scale <q_i, k_j> + bias_ij)) v_j` over the allowed `j`.
 
@@ -67,27 +72,32 @@ def attention(
       save_residuals: also return `logsumexp` and `max_logits`.
       block_sizes: tiles and launch of each kernel, by default those of `block_sizes.TABLE`; cut to the lengths.
       products: how f32 operands multiply on the GPU, exactly or rounded to tf32. An interpreter's products are exact.
-      backend: of Pallas; by default the one that serves the device.
-      interpret: run in Pallas's interpreter, by default wherever the process does not compute on a GPU.
+      backend: of Pallas. `"triton"` serves Ampere to Blackwell, `"mosaic"` Hopper (`impls.flash_gpu.mosaic_launch`);
+        by default Mosaic on Hopper where it supports the call, else Triton. Triton also serves the backward pass of
+        depths that are too large for Mosaic's.
+      interpret: run in an interpreter, by default wherever the process does not compute on a GPU: Pallas's fast one for
+        Triton, JAX's interpreter of Mosaic GPU for Mosaic, which takes its parameters here instead of `True`.
 
     Returns:
       `out [B, T, N, V]` in q's dtype, or `(out, {"logsumexp": ..., "max_logits": ...})`, both f32 `[B, N, T]`.
 
     Raises:
       ValueError: an operand, the mask or an option is not as above; the message names it.
-      NotImplementedError: the dtype is another one, or the back end is Mosaic.
+      NotImplementedError: the dtype is another one, the mask has an `Indexer`, or Mosaic is asked for and does not
+        support the call or the GPU.
     """
     validate_operands(q, k, v, segment_ids=segment_ids, soft_cap=soft_cap, sinks=sinks, bias=bias, scale=scale)
     batch, q_length, num_q_heads, head_dim = q.shape
     kv_length, num_kv_heads = k.shape[1:3]
     validate_mask(mask, batch, num_q_heads, q_length, kv_length)
-    choose_backend(backend)
+    if any(isinstance(leaf, Indexer) for leaf in leaves(mask)):
+        raise NotImplementedError(f"flash_gpu does not support indexer: it {UNSUPPORTED['indexer']}")
     if str(q.dtype) not in DTYPES:
         raise NotImplementedError(f"flash_gpu does not support q, k and v in {q.dtype}, only in {', '.join(DTYPES)}")
     if products not in ("exact", "tf32"):
         raise ValueError(f"products must be 'exact' or 'tf32', got {products!r}")
     depth = max(head_dim, v.shape[3])
-    sizes = look_up(_device_kind(), depth, q.dtype.itemsize).sizes if block_sizes is None else block_sizes
+    sizes = look_up(device_kind("gpu"), depth, q.dtype.itemsize).sizes if block_sizes is None else block_sizes
     plan = Plan(
         mask=mask,
         num_q_heads=num_q_heads,
@@ -101,43 +111,52 @@ def attention(
         segmented=segment_ids is not None,
         exact=products == "exact",
         sizes=sizes.cut_to(q_length, kv_length),
-        interpret=bool(interpret_or(interpret, "gpu")),
+        interpret=interpret_or(interpret, "gpu"),
     )
     operands = jax.tree.map(jnp.asarray, Operands(q, k, v, bias, sinks, segment_ids))
+    plan = dataclasses.replace(plan, backend=choose_backend(backend, plan, operands))
     outputs = _attend(plan, varying_over(operands, varying_axes(operands)))
     if not save_residuals:
         return outputs.out
     return outputs.out, {"logsumexp": outputs.logsumexp, "max_logits": outputs.max_logits}
 
 
-def choose_backend(backend: Backend | None) -> Backend:
-    """The back end of Pallas that serves the call; Triton unless another is asked for.
+def choose_backend(backend: Backend | None, plan: Plan, operands: Operands) -> Backend:
+    """The back end of Pallas that serves the call: the one asked for, or the best.
 
     Raises:
       ValueError: there is no such back end.
-      NotImplementedError: it is Mosaic.
+      NotImplementedError: Mosaic is asked for, and does not support the call or the GPU.
     """
     if backend not in (None, "triton", "mosaic"):
         raise ValueError(f"backend must be 'triton', 'mosaic' or None (automatic), got {backend!r}")
-    if backend == "mosaic":
-        raise NotImplementedError(
-            "flash_gpu does not support backend='mosaic': its kernels are written for Triton only, which serves "
-            "Ampere to Blackwell; take backend='triton' or None"
-        )
-    return "triton"
+    if backend == "triton" or (backend is None and plan.interpret):
+        return "triton"
+    kind = device_kind("gpu")
+    reason = mosaic_forward.limits(plan, operands)
+    if not plan.interpret and not any(name in kind for name in HOPPER):
+        reason = f"GPUs other than Hopper, which {kind or 'this device'!r} is not"
+    if reason is None:
+        return "mosaic"
+    if backend is None:
+        return "triton"
+    raise NotImplementedError(
+        f"flash_gpu does not support backend='mosaic' for {reason}; take backend='triton' or None"
+    )
 
 
-def _device_kind() -> str:
-    return jax.devices()[0].device_kind if runs_on("gpu") else ""
+def _run_forward(plan: Plan, operands: Operands) -> Outputs:
+    run = mosaic_forward.forward if plan.backend == "mosaic" else forward
+    return run(plan, operands)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _flash(plan: Plan, operands: Operands) -> Outputs:
-    return forward(plan, operands)
+    return _run_forward(plan, operands)
 
 
 def _flash_forward(plan: Plan, operands: Operands) -> tuple[Outputs, tuple[Operands, jax.Array, jax.Array]]:
-    outputs = forward(plan, operands)
+    outputs = _run_forward(plan, operands)
     out = checkpoint_name(outputs.out, "out")  # type: ignore[no-untyped-call]  # JAX leaves it untyped
     logsumexp = checkpoint_name(outputs.logsumexp, "logsumexp")  # type: ignore[no-untyped-call]  # likewise
     return Outputs(out, logsumexp, outputs.max_logits), (operands, out, logsumexp)
@@ -181,7 +200,8 @@ def implementation(
     return Implementation(
         name=name,
         call=functools.partial(call, block_sizes=sizes),
-        description=f"flash attention for GPUs in Pallas (Triton), {products} products of f32",
+        description=f"flash attention for GPUs in Pallas (Triton; Mosaic on Hopper), {products} products of f32",
+        unsupported=UNSUPPORTED,
         arithmetic=Arithmetic(products="tf32" if products == "tf32" and on_gpu else "exact", probabilities="input"),
         empty_rows="zero",
         behind_mask="any",
@@ -192,7 +212,10 @@ def implementation(
             f"blocks_{q}_{kv}": functools.partial(call, block_sizes=same_tiles(q, kv)) for q, kv in _OTHER_BLOCKS
         },
         memory="linear",
+        native=functools.partial(call, interpret=False),
+        under_interpreter=lambda parameters: functools.partial(call, backend="mosaic", interpret=parameters),
         checkpoint_names=("out", "logsumexp"),
+        tunable=tunable(call),
     )
 
 

@@ -21,6 +21,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
+from impls.flash_gpu import mosaic_backward
 from impls.flash_gpu.operands import Arrays, Launch, Operands, Specs, array_of
 from impls.flash_gpu.schedule import Plan
 from impls.flash_gpu.tiles import (
@@ -57,9 +58,10 @@ def backward(
     """
     weighted = (out.astype(jnp.float32) * d_out.astype(jnp.float32)).sum(axis=-1)
     rows = _Rows(d_out, finite_or_zero(logsumexp), weighted.transpose(0, 2, 1) - d_logsumexp)
-    dk, dv = _keys_and_values(plan, operands, rows)
+    on_hopper = mosaic_backward.supports(plan)
+    dk, dv = (mosaic_backward.keys_and_values if on_hopper else _keys_and_values)(plan, operands, rows)
     return Operands(
-        q=_queries(plan, operands, rows),
+        q=(mosaic_backward.queries if on_hopper else _queries)(plan, operands, rows),
         k=dk,
         v=dv,
         bias=None if operands.bias is None else _bias(plan, operands, operands.bias, rows),
@@ -88,13 +90,13 @@ class _Queries(NamedTuple):
     row_sums: jax.Array  # [block_q]
 
 
-def _load_queries(plan: Plan, inputs: Arrays, start: Any, size: int, head: Any) -> _Queries:
+def _load_queries(plan: Plan, inputs: Arrays, start: Any, size: int, head: Any, at: Any) -> _Queries:
     length = plan.q_length
     return _Queries(
-        load_rows(inputs["q"], start, size, length, plan.head_dim, head=head),
-        load_rows(inputs["d_out"], start, size, length, plan.v_head_dim, head=head),
-        load_values(inputs["shift"], start, size, length, head=head),
-        load_values(inputs["row_sums"], start, size, length, head=head),
+        load_rows(inputs["q"], start, size, length, plan.head_dim, head=head, at=at),
+        load_rows(inputs["d_out"], start, size, length, plan.v_head_dim, head=head, at=at),
+        load_values(inputs["shift"], start, size, length, head=head, at=at),
+        load_values(inputs["row_sums"], start, size, length, head=head, at=at),
     )
 
 
@@ -129,7 +131,7 @@ def _dq_kernel(launch: Launch, inputs: Arrays, outputs: Arrays) -> None:
     plan, block_q, block_kv = launch.plan, launch.tiles.block_q, launch.tiles.block_kv
     row, _, batch = program()
     q_start = row * block_q
-    rows = _load_queries(plan, inputs, q_start, block_q, 0)
+    rows = _load_queries(plan, inputs, q_start, block_q, 0, at=0)
 
     def visit(masked: bool, block: Any, dq: jax.Array) -> jax.Array:
         pair = Pair(batch, 0, q_start, block * block_kv, block_q, block_kv, keys_first=False)
@@ -169,12 +171,12 @@ def _dkv_kernel(launch: Launch, inputs: Arrays, outputs: Arrays) -> None:
     plan, block_q, block_kv = launch.plan, launch.tiles.block_q, launch.tiles.block_kv
     row, _, batch = program()
     kv_start = row * block_kv
-    k = load_rows(inputs["k"], kv_start, block_kv, plan.kv_length, plan.head_dim)
-    v = load_rows(inputs["v"], kv_start, block_kv, plan.kv_length, plan.v_head_dim)
+    k = load_rows(inputs["k"], kv_start, block_kv, plan.kv_length, plan.head_dim, at=0)
+    v = load_rows(inputs["v"], kv_start, block_kv, plan.kv_length, plan.v_head_dim, at=0)
 
     def visit(head: Any, masked: bool, block: Any, sums: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         pair = Pair(batch, head, block * block_q, kv_start, block_q, block_kv, keys_first=True)
-        rows = _load_queries(plan, inputs, pair.q_start, block_q, head)
+        rows = _load_queries(plan, inputs, pair.q_start, block_q, head, at=pair.q_at)
         p, dx = pair_gradient(plan, inputs, pair, rows, k, v, allowed(plan, inputs, pair) if masked else None)
         dk, dv = sums
         # Keys that a query may not attend to have p and dx of 0 here and are rows of the sums, not terms of them: what
@@ -230,7 +232,7 @@ def _dbias_kernel(launch: Launch, inputs: Arrays, outputs: Arrays) -> None:
     plan, block_q, block_kv = launch.plan, launch.tiles.block_q, launch.tiles.block_kv
     row, _, batch = program()
     q_start = row * block_q
-    rows = _load_queries(plan, inputs, q_start, block_q, 0)
+    rows = _load_queries(plan, inputs, q_start, block_q, 0, at=0)
 
     def visit(masked: bool, block: Any, carry: Any) -> Any:
         pair = Pair(batch, 0, q_start, block * block_kv, block_q, block_kv, keys_first=False)

@@ -1,12 +1,16 @@
 """How many queries and keys a kernel takes at a time, and with how many warps: one small table.
 
-Every entry says where it comes from; one that was measured says on which device. What the table asks for is cut to the
-lengths of the call, so that a short call does not compute mostly padding.
+Every entry says where it comes from. Those that were measured, each on one kind of device, are data in a file beside
+this one, which `python -m conformance tune --impl=flash_gpu` fills on a machine with a GPU. What the table asks for is
+cut to the lengths of the call, so that a short call does not compute mostly padding.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
+
+from conformance import tunable
 
 # The smallest side of an operand of Triton's matrix product.
 SMALLEST = 16
@@ -65,7 +69,7 @@ class BlockSizes:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Entry:
-    """One line of the table: the first that fits is used.
+    """One line of the table.
 
     Attributes:
       device: what the device's kind must contain, as JAX names it; empty for any.
@@ -86,8 +90,25 @@ def _sizes(forward: Tiles, dq: Tiles, dkv: Tiles) -> BlockSizes:
     return BlockSizes(forward=forward, dq=dq, dkv=dkv)
 
 
+MEASURED = Path(__file__).with_name("block_sizes.json")
+
+
+def _measured() -> tuple[Entry, ...]:
+    """The entries of the file, their names of kernels and launches those of `BlockSizes` and `Tiles`."""
+    return tuple(
+        Entry(
+            device=entry.device,
+            max_depth=entry.key["max_depth"],
+            max_itemsize=entry.key["max_itemsize"],
+            sizes=BlockSizes(**{kernel: Tiles(**tiles) for kernel, tiles in entry.settings.items()}),
+            provenance=f"measured on {entry.device}, {entry.provenance['date']}, jax {entry.provenance['jax']}",
+        )
+        for entry in tunable.read(MEASURED)
+    )
+
+
 _REASONED = "reasoned from shared memory and registers, compiled for A100, H100 and B200, timed on none of them"
-TABLE: tuple[Entry, ...] = (
+_TABLE: tuple[Entry, ...] = (
     Entry(
         device="",
         max_depth=64,
@@ -146,13 +167,20 @@ TABLE: tuple[Entry, ...] = (
 )
 
 
+TABLE = (*_measured(), *_TABLE)
+
+
 def look_up(device_kind: str, depth: int, itemsize: int) -> Entry:
-    """The first entry for this kind of device, head depth (the larger of keys' and values') and bytes of the dtype."""
-    return next(
+    """The narrowest entry for this kind of device, head depth (the larger of keys' and values') and bytes of the dtype.
+
+    Entries for a smaller dtype come before those for a smaller depth; of two for the same, the one of this device.
+    """
+    fitting = (
         entry
         for entry in TABLE
         if entry.device in device_kind and depth <= entry.max_depth and itemsize <= entry.max_itemsize
     )
+    return min(fitting, key=lambda entry: (entry.max_itemsize, entry.max_depth, not entry.device))
 
 
 def padded(size: int) -> int:

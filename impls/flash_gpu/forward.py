@@ -81,7 +81,7 @@ def _kernel(launch: Launch, inputs: Arrays, outputs: Arrays) -> None:
     plan, block_q, block_kv = launch.plan, launch.tiles.block_q, launch.tiles.block_kv
     row, _, batch = program()
     q_start = row * block_q
-    q = load_rows(inputs["q"], q_start, block_q, plan.q_length, plan.head_dim, head=0)
+    q = load_rows(inputs["q"], q_start, block_q, plan.q_length, plan.head_dim, head=0, at=0)
 
     def visit(masked: bool, block: Any, running: Running) -> Running:
         pair = Pair(batch, 0, q_start, block * block_kv, block_q, block_kv, keys_first=False)

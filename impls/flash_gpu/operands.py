@@ -1,6 +1,7 @@
 """Arrays that the kernels read, and which part of each a program sees.
 
-A program sees whole sequences of one batch row and of its heads, and loads tiles of them itself. Query heads come in
+A program sees one batch row, its heads, its block along the axis that it owns, and the whole of the other axis, of
+which it loads tiles itself. Query heads come in
 steps of one for the kernels that own queries, and of the whole group for the one that owns keys: query head `n` reads
 key/value head `n // group`, so a step of the group is the heads that share one key/value head, and k and v are never
 copied.
@@ -78,6 +79,24 @@ class Launch:
         """Keys, likewise."""
         return -(-self.plan.kv_length // self.tiles.block_kv) * self.tiles.block_kv
 
+    @property
+    def q_seen(self) -> int:
+        """Queries that a program sees."""
+        return self.tiles.block_q if self.axis == "q" else self.q_tail
+
+    @property
+    def kv_seen(self) -> int:
+        """Keys that a program sees."""
+        return self.tiles.block_kv if self.axis == "kv" else self.kv_tail
+
+    def q_block(self, i: Any) -> Any:
+        """Which block of `q_seen` queries a program with block `i` of its axis sees."""
+        return i if self.axis == "q" else jnp.int32(0)
+
+    def kv_block(self, i: Any) -> Any:
+        """Which block of `kv_seen` keys, likewise."""
+        return i if self.axis == "kv" else jnp.int32(0)
+
     def kv_head(self, head: Any) -> Any:
         """The key/value head of a program."""
         return lax.div(head, jnp.int32(self.plan.group)) if self.axis == "q" else head
@@ -95,8 +114,8 @@ class Launch:
             arrays["bias"], specs["bias"] = operands.bias, self.pairs(operands.bias.shape)
         if operands.segment_ids is not None:
             arrays["q_ids"], arrays["kv_ids"] = operands.segment_ids
-            specs["q_ids"] = pl.BlockSpec((None, self.q_tail), lambda i, n, b: (b, jnp.int32(0)))
-            specs["kv_ids"] = pl.BlockSpec((None, self.kv_tail), lambda i, n, b: (b, jnp.int32(0)))
+            specs["q_ids"] = pl.BlockSpec((None, self.q_seen), lambda i, n, b: (b, self.q_block(i)))
+            specs["kv_ids"] = pl.BlockSpec((None, self.kv_seen), lambda i, n, b: (b, self.kv_block(i)))
         for name, array in plan.mask_arrays.items():
             arrays[name] = jnp.asarray(array)
             specs[name] = _whole(array) if array.ndim == 1 else self.pairs(array.shape)
@@ -108,14 +127,14 @@ class Launch:
         return arrays, specs
 
     def query_rows(self, columns: int) -> Any:
-        """Rows of all queries of the program's heads, of an array `[B, T, N, .]`."""
+        """Rows of the queries and heads that a program sees, of an array `[B, T, N, .]`."""
         return pl.BlockSpec(
-            (None, self.q_tail, self.heads, columns), lambda i, n, b: (b, jnp.int32(0), n, jnp.int32(0))
+            (None, self.q_seen, self.heads, columns), lambda i, n, b: (b, self.q_block(i), n, jnp.int32(0))
         )
 
     def query_scalars(self) -> Any:
-        """A value for each query of the program's heads, of an array `[B, N, T]`."""
-        return pl.BlockSpec((None, self.heads, self.q_tail), lambda i, n, b: (b, n, jnp.int32(0)))
+        """A value for each query and head that a program sees, of an array `[B, N, T]`."""
+        return pl.BlockSpec((None, self.heads, self.q_seen), lambda i, n, b: (b, n, self.q_block(i)))
 
     def head_scalars(self) -> Any:
         """A value for each of the program's heads, of an array `[N]`."""
@@ -126,14 +145,19 @@ class Launch:
         block = (
             None,
             1 if shape[1] == 1 else self.heads,
-            1 if shape[2] == 1 else self.q_tail,
-            1 if shape[3] == 1 else self.kv_tail,
+            1 if shape[2] == 1 else self.q_seen,
+            1 if shape[3] == 1 else self.kv_seen,
         )
-        return pl.BlockSpec(block, self._leading(shape))
+
+        def index(i: Any, n: Any, b: Any) -> Any:
+            at = (b, n, self.q_block(i), self.kv_block(i))
+            return tuple(place if size > 1 else jnp.int32(0) for place, size in zip(at, shape, strict=True))
+
+        return pl.BlockSpec(block, index)
 
     def _key_rows(self, columns: int) -> Any:
         return pl.BlockSpec(
-            (None, self.kv_tail, None, columns), lambda i, n, b: (b, jnp.int32(0), self.kv_head(n), jnp.int32(0))
+            (None, self.kv_seen, None, columns), lambda i, n, b: (b, self.kv_block(i), self.kv_head(n), jnp.int32(0))
         )
 
     def _programs(self, shape: tuple[int, ...]) -> Any:
@@ -144,15 +168,6 @@ class Launch:
             return b if shape[0] > 1 else zero, n if shape[1] > 1 else zero, i, zero
 
         return pl.BlockSpec((None, 1 if shape[1] == 1 else self.heads, None, shape[3]), index)
-
-    def _leading(self, shape: tuple[int, ...]) -> Callable[..., Any]:
-        """Index of the first two axes, batch and query head, either of which may be shared."""
-
-        def index(i: Any, n: Any, b: Any) -> Any:
-            zero = jnp.int32(0)
-            return (b if shape[0] > 1 else zero, n if shape[1] > 1 else zero, *(zero for _ in shape[2:]))
-
-        return index
 
     def __call__(
         self,
@@ -186,7 +201,7 @@ class Launch:
             out_specs=out_specs,
             num_warps=self.tiles.num_warps,
             num_stages=self.tiles.num_stages,
-            interpret=self.plan.interpret,
+            interpret=bool(self.plan.interpret),
         )(arrays)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -12,6 +12,7 @@ from cases.masks import EMPTY, FULL, PARTIAL, Dense, Lengths, Mask, leaves
 from impls.flash_gpu.block_sizes import BlockSizes, Tiles, padded
 
 Axis = Literal["q", "kv"]
+Backend = Literal["triton", "mosaic"]
 Kind = Literal["full", "partial"]
 KINDS: tuple[Kind, Kind] = ("full", "partial")
 
@@ -32,7 +33,8 @@ class Plan:
     segmented: bool
     exact: bool
     sizes: BlockSizes
-    interpret: bool
+    interpret: Any
+    backend: Backend = "triton"
 
     @property
     def group(self) -> int:

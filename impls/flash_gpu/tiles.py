@@ -30,7 +30,8 @@ Carry = TypeVar("Carry")
 class Pair(NamedTuple):
     """A tile of pairs: where it starts, its sizes, and the program that computes it.
 
-    `keys_first` makes it `[keys, queries]`: then the product that sums over queries takes the tile as it is.
+    `keys_first` makes it `[keys, queries]`: then the product that sums over queries takes the tile as it is. It goes
+    with programs that own keys; the others own queries.
     """
 
     batch: Any
@@ -40,6 +41,16 @@ class Pair(NamedTuple):
     block_q: int
     block_kv: int
     keys_first: bool
+
+    @property
+    def q_at(self) -> Any:
+        """Where its queries start in what the program sees of them."""
+        return self.q_start if self.keys_first else 0
+
+    @property
+    def kv_at(self) -> Any:
+        """Where its keys start in what the program sees of them."""
+        return 0 if self.keys_first else self.kv_start
 
     def queries(self, x: jax.Array) -> jax.Array:
         """A value for each query, to broadcast over the keys."""
@@ -60,11 +71,12 @@ def positions(start: Any, size: int) -> jax.Array:
     return start + jnp.arange(size, dtype=jnp.int32)
 
 
-def load_rows(ref: Any, start: Any, size: int, length: int, depth: int, head: Any = None) -> jax.Array:
-    """Tile `[size, depth of the tile]` of rows `[length, (heads,) depth]`."""
-    at = ref.at[pl.ds(start, size), :] if head is None else ref.at[pl.ds(start, size), jnp.int32(head), :]
+def load_rows(ref: Any, start: Any, size: int, length: int, depth: int, head: Any = None, at: Any = None) -> jax.Array:
+    """Tile `[size, depth of the tile]` of rows `start, ...` of `[length, (heads,) depth]`, at `at` in `ref`."""
+    at = start if at is None else at
+    rows = ref.at[pl.ds(at, size), :] if head is None else ref.at[pl.ds(at, size), jnp.int32(head), :]
     mask = inside(start, size, length, ref.shape[-1], depth)
-    return plt.load(at) if mask is None else plt.load(at, mask=mask, other=0)
+    return plt.load(rows) if mask is None else plt.load(rows, mask=mask, other=0)
 
 
 def store_rows(ref: Any, start: Any, tile: jax.Array, length: int, depth: int) -> None:
@@ -81,12 +93,13 @@ def inside(start: Any, size: int, length: int, columns: int, depth: int) -> jax.
     return rows & (jnp.arange(columns, dtype=jnp.int32)[None, :] < depth)
 
 
-def load_values(ref: Any, start: Any, size: int, length: int, head: Any = None) -> jax.Array:
-    """Tile `[size]` of values `[(heads,) length]`."""
-    at = ref.at[pl.ds(start, size)] if head is None else ref.at[jnp.int32(head), pl.ds(start, size)]
+def load_values(ref: Any, start: Any, size: int, length: int, head: Any = None, at: Any = None) -> jax.Array:
+    """Tile `[size]` of values `start, ...` of `[(heads,) length]`, at `at` in `ref`."""
+    at = start if at is None else at
+    values = ref.at[pl.ds(at, size)] if head is None else ref.at[jnp.int32(head), pl.ds(at, size)]
     if length % size == 0:
-        return plt.load(at)
-    return plt.load(at, mask=positions(start, size) < length, other=0)
+        return plt.load(values)
+    return plt.load(values, mask=positions(start, size) < length, other=0)
 
 
 def store_values(ref: Any, start: Any, values: jax.Array, length: int) -> None:
@@ -98,11 +111,11 @@ def store_values(ref: Any, start: Any, values: jax.Array, length: int) -> None:
 def load_pairs(ref: Any, plan: Plan, pair: Pair) -> jax.Array:
     """Tile of an array over pairs `[heads or 1, T or 1, S or 1]`, to broadcast to the tile of `pair`."""
     heads, q_length, kv_length = ref.shape
-    rows, row = (pair.block_q, pair.q_start) if q_length > 1 else (1, 0)
-    columns, column = (pair.block_kv, pair.kv_start) if kv_length > 1 else (1, 0)
+    rows, row = (pair.block_q, pair.q_at) if q_length > 1 else (1, 0)
+    columns, column = (pair.block_kv, pair.kv_at) if kv_length > 1 else (1, 0)
     at = ref.at[jnp.int32(pair.head if heads > 1 else 0), pl.ds(row, rows), pl.ds(column, columns)]
-    inside_q = positions(row, rows)[:, None] < (plan.q_length if q_length > 1 else 1)
-    inside_kv = positions(column, columns)[None, :] < (plan.kv_length if kv_length > 1 else 1)
+    inside_q = positions(pair.q_start if q_length > 1 else 0, rows)[:, None] < plan.q_length
+    inside_kv = positions(pair.kv_start if kv_length > 1 else 0, columns)[None, :] < plan.kv_length
     tile = plt.load(at, mask=inside_q & inside_kv, other=0)
     return tile.T if pair.keys_first else tile
 
@@ -134,8 +147,8 @@ def allowed(plan: Plan, inputs: Arrays, pair: Pair) -> jax.Array:
     if plan.kv_length % pair.block_kv:
         found = found & (j < plan.kv_length)
     if plan.segmented:
-        q_ids = load_values(inputs["q_ids"], pair.q_start, pair.block_q, plan.q_length)
-        kv_ids = load_values(inputs["kv_ids"], pair.kv_start, pair.block_kv, plan.kv_length)
+        q_ids = load_values(inputs["q_ids"], pair.q_start, pair.block_q, plan.q_length, at=pair.q_at)
+        kv_ids = load_values(inputs["kv_ids"], pair.kv_start, pair.block_kv, plan.kv_length, at=pair.kv_at)
         found = found & (pair.queries(q_ids) == pair.keys(kv_ids))
     return found
 

@@ -36,6 +36,7 @@ UNSUPPORTED = {
     "dense": ONLY_CAUSAL,
     "dense_head": ONLY_CAUSAL,
     "dense_batch": ONLY_CAUSAL,
+    "indexer": ONLY_CAUSAL,
     "offset": "takes no causal offset",
     "soft_cap": "takes no soft cap",
     "sinks": "takes no sinks",

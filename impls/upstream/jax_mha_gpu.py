@@ -24,6 +24,7 @@ from impls.versions import interpret_or, pallas_gpu_attention, runs_on
 
 BLOCK = 128  # `BlockSizes.get_default()`: forward blocks of 128, cut to shorter lengths,
 BACKWARD_BLOCK = 32  # and backward blocks of 32, likewise.
+ROW = 512  # bytes of q, beyond which no GPU has the shared memory that those blocks take
 _NO_GROUPS = "needs as many key/value heads as query heads"
 _ONE_ARRAY = "takes one array of segment ids for queries and keys"
 UNSUPPORTED = {
@@ -37,6 +38,7 @@ UNSUPPORTED = {
     "dense": ONLY_CAUSAL,
     "dense_head": ONLY_CAUSAL,
     "dense_batch": ONLY_CAUSAL,
+    "indexer": ONLY_CAUSAL,
     "offset": "takes no causal offset",
     "soft_cap": "takes no soft cap",
     "sinks": "takes no sinks",
@@ -92,6 +94,8 @@ def attention(
     )
     causal = causal_flag(mask)
     refuse_because(name, _limit(causal, q.shape[1], k.shape[1], segment_ids is not None))
+    if not interpret_or(interpret, "gpu"):
+        refuse_because(name, _memory_limit(q.shape[3], q.dtype.itemsize))
     ids, same = (None, None) if segment_ids is None else _shared_ids(name, *segment_ids)
     kernel: Callable[..., Any] = functools.partial(
         pallas_gpu_attention().mha,
@@ -128,7 +132,18 @@ def _limits(case: Case, *, backward: str) -> str | None:
     if case.segments == "segpad":
         return f"{_ONE_ARRAY}, and the padding of the two has different ids"
     reason = _limit(causal_flag(case_mask(case)), case.q_length, case.kv_length, case.segments is not None)
+    if reason is None and runs_on("gpu"):
+        reason = _memory_limit(case.head_dim, 4 if case.dtype == "f32" else 2)
     return reason or (_gradient_limit(backward, case.q_length, case.kv_length) if case.phase == "train" else None)
+
+
+def _memory_limit(head_dim: int, itemsize: int) -> str | None:
+    if head_dim * itemsize > ROW:
+        return (
+            f"needs more shared memory than a GPU has for rows of more than {ROW} bytes: 512 KiB of at most 227 at "
+            f"depth 256 in f32; H={head_dim} has {head_dim * itemsize}"
+        )
+    return None
 
 
 def _gradient_limit(backward: str, q_length: int, kv_length: int) -> str | None:
@@ -173,6 +188,7 @@ def _implementation(backward: str) -> Implementation:
         empty_rows="undefined",
         platform="gpu",
         interpreted=not runs_on("gpu"),
+        native=functools.partial(attention, backward=backward, interpret=False),
     )
 
 

@@ -1,31 +1,40 @@
-"""`jax.nn.dot_product_attention(implementation="xla")`.
+"""`jax.nn.dot_product_attention`, with `implementation="xla"` and with `implementation="cudnn"`.
 
 Masks go to its native arguments where those mean exactly the same (`is_causal`, `local_window_size`,
 `key_value_seq_lengths`), and what is left over to its boolean `mask`. Its logsumexp `[B, T, N]` is natural, comes in
 the operands' dtype (bf16 has lost most digits before the adapter casts it to f32) and carries no gradient
-(`stop_gradient` in the library).
+(`stop_gradient` in the library for XLA; the backward rule for cuDNN ignores its cotangent).
+
+cuDNN's flash attention runs on NVIDIA GPUs only and nothing interprets it. What it refuses is as the library checks it
+(`jax._src.cudnn.fused_attention_stablehlo`, `check_is_flash_attention` and `check_layout`, jax 0.10.2): dtypes, depths,
+a bias that does not span both lengths, gradients at odd lengths (meant for calls with a bias, but its check takes the
+placeholder of a missing bias for one). A mask that its own arguments cannot say becomes an additive bias there.
 """
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from cases.case import Case
 from cases.masks import Causal, Full, Lengths, Mask, Window, conjuncts
 from conformance.contract import Arithmetic, Implementation
-from impls.upstream.refusals import refuse
-from impls.versions import default_products
+from impls.upstream.refusals import refuse, refuse_because
+from impls.versions import compute_capability, default_products, runs_on
 
-NAME = "jax_nn_xla"
 UNSUPPORTED = {
     "soft_cap": "takes no soft cap",
     "sinks": "takes no sinks",
     "segment_ids": "takes no segment ids",
     "v_head_dim": "needs values of the same depth as keys",
 }
+CUDNN_UNSUPPORTED = {**UNSUPPORTED, "f32": "takes bf16 and f16 operands only"}
+NO_GPU = "cuDNN attention needs an NVIDIA GPU, and nothing interprets it elsewhere"
+_HOPPER = (9, 0)
 
 
 def attention(
@@ -40,11 +49,12 @@ def attention(
     bias: jax.Array | None = None,
     scale: float | None = None,
     save_residuals: bool = False,
+    backend: str = "xla",
 ) -> Any:
-    """The canonical call (`conformance.contract`)."""
+    """The canonical call (`conformance.contract`), by `backend`, the library's `implementation`."""
     refuse(
-        NAME,
-        UNSUPPORTED,
+        _name(backend),
+        _unsupported(backend),
         q,
         k,
         v,
@@ -55,15 +65,12 @@ def attention(
         bias=bias,
         scale=scale,
     )
+    arguments = mask_arguments(mask, q.shape[0], q.shape[1], k.shape[1], backend=backend)
+    if backend == "cudnn":
+        narrow = bias is not None and bias.shape[2:] != (q.shape[1], k.shape[1])
+        refuse_because(_name(backend), _cudnn_limit(q.shape[3], narrow=narrow))
     result: Any = jax.nn.dot_product_attention(  # type: ignore[call-overload] # overloads want a literal flag
-        q,
-        k,
-        v,
-        bias,
-        scale=scale,
-        implementation="xla",
-        return_residual=save_residuals,
-        **mask_arguments(mask, q.shape[0], q.shape[1], k.shape[1]),
+        q, k, v, bias, scale=scale, implementation=backend, return_residual=save_residuals, **arguments
     )
     if not save_residuals:
         return result
@@ -71,41 +78,85 @@ def attention(
     return out, {"logsumexp": logsumexp.astype(jnp.float32).transpose(0, 2, 1)}
 
 
-def mask_arguments(mask: Mask, batch: int, q_length: int, kv_length: int) -> dict[str, Any]:
+def mask_arguments(mask: Mask, batch: int, q_length: int, kv_length: int, *, backend: str = "xla") -> dict[str, Any]:
     """Keyword arguments of `jax.nn.dot_product_attention` that together mean `mask`."""
+    native, rest = _divided(mask, backend)
     arguments: dict[str, Any] = {}
-    rest: np.ndarray | None = None
-    for part in conjuncts(mask):
-        if isinstance(part, Full):
-            continue
-        if part == Causal(0):
+    for part in native:
+        if isinstance(part, Causal):
             arguments["is_causal"] = True
-        elif isinstance(part, Window) and part.offset == 0 and "local_window_size" not in arguments:
+        elif isinstance(part, Window):
             # It has no unbounded side: a side as long as the sequence means the same.
             left = q_length if part.left is None else part.left
             right = kv_length if part.right is None else part.right
             arguments["local_window_size"] = (left, right)
-        elif isinstance(part, Lengths) and "key_value_seq_lengths" not in arguments:
+        elif isinstance(part, Lengths):
             lengths = np.broadcast_to(np.asarray(part.lengths, np.int32), (batch,))
             arguments["key_value_seq_lengths"] = jnp.asarray(lengths)
-        else:
-            dense = part.dense(q_length, kv_length)
-            rest = dense if rest is None else rest & dense
-    if rest is not None:
-        arguments["mask"] = jnp.asarray(rest)
+    if rest:
+        dense = functools.reduce(np.logical_and, (part.dense(q_length, kv_length) for part in rest))
+        arguments["mask"] = jnp.asarray(dense)
     return arguments
 
 
-IMPLEMENTATIONS: tuple[Implementation, ...] = (
-    Implementation(
-        name=NAME,
-        call=attention,
-        description='jax.nn.dot_product_attention(implementation="xla")',
-        unsupported=UNSUPPORTED,
-        arithmetic=Arithmetic(products=default_products()),
+def _divided(mask: Mask, backend: str) -> tuple[list[Mask], list[Mask]]:
+    """The parts of a mask that arguments of their own say, one of each kind, and the rest."""
+    parts = [part for part in conjuncts(mask) if not isinstance(part, Full)]
+    # cuDNN has a window to the left only, and only beside its causal mask.
+    windows = backend == "xla" or Causal(0) in parts
+    native: list[Mask] = []
+    rest: list[Mask] = []
+    for part in parts:
+        known = part == Causal(0) or isinstance(part, Lengths)
+        known = known or (isinstance(part, Window) and part.offset == 0 and windows)
+        taken = known and (part == Causal(0) or not any(type(part) is type(other) for other in native))
+        (native if taken else rest).append(part)
+    return native, rest
+
+
+def _cudnn_limit(head_dim: int, *, narrow: bool) -> str | None:
+    deepest = 256 if (capability := compute_capability()) is None or capability >= _HOPPER else 128
+    if head_dim > deepest or head_dim % 8:
+        return f"needs a head_dim that is a multiple of 8 up to {deepest}, got {head_dim}"
+    if narrow:
+        return "needs a bias that spans both lengths"
+    return None
+
+
+def _cudnn_limits(case: Case) -> str | None:
+    if (reason := _cudnn_limit(case.head_dim, narrow=case.bias == "biaskey")) is not None:
+        return reason
+    if case.phase == "train" and (case.q_length % 2 or case.kv_length % 2):
+        return f"needs even lengths for gradients; T={case.q_length} and S={case.kv_length}"
+    return None
+
+
+def _unsupported(backend: str) -> dict[str, str]:
+    return CUDNN_UNSUPPORTED if backend == "cudnn" else UNSUPPORTED
+
+
+def _name(backend: str) -> str:
+    return f"jax_nn_{backend}"
+
+
+def _implementation(backend: str) -> Implementation:
+    cudnn = backend == "cudnn"
+    return Implementation(
+        name=_name(backend),
+        call=functools.partial(attention, backend=backend),
+        description=f'jax.nn.dot_product_attention(implementation="{backend}")',
+        unsupported=_unsupported(backend),
+        supports_case=_cudnn_limits if cudnn else None,
+        arithmetic=Arithmetic(products=default_products(), residuals="input" if cudnn else "f32"),
         residuals=frozenset({"logsumexp"}),
         differentiable_residuals=frozenset(),
         gradients=frozenset({"dq", "dk", "dv", "dbias"}),
-        empty_rows="mean",
-    ),
-)
+        empty_rows="undefined" if cudnn else "mean",
+        # An additive mask leaves NaN where NaN was.
+        behind_mask="finite" if cudnn else "any",
+        platform="gpu" if cudnn else None,
+        absent=NO_GPU if cudnn and not runs_on("gpu") else None,
+    )
+
+
+IMPLEMENTATIONS: tuple[Implementation, ...] = (_implementation("xla"), _implementation("cudnn"))

@@ -27,7 +27,7 @@ from impls.upstream.refusals import refuse, refuse_because
 from impls.versions import default_products, interpret_or, runs_on
 
 BLOCK = 128  # What `BlockSizes.get_default()` uses; the key block must be a multiple of 128, the number of TPU lanes.
-UNSUPPORTED = {"bias": "takes no bias"}
+UNSUPPORTED = {"bias": "takes no bias", "indexer": "takes masks that are known when its kernel is made"}
 
 
 def attention(

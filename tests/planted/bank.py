@@ -8,12 +8,14 @@ from tests.planted import (
     bias,
     blocks,
     cotangents,
+    decode,
     empty_rows,
     epilogue,
     gaming,
     heads,
     laws,
     masks,
+    merging,
     online,
     operands,
     pallas_tpu,
@@ -54,6 +56,8 @@ _MODULES = (
     transforms,
     laws,
     gaming,
+    decode,
+    merging,
     pallas_tpu,
 )
 

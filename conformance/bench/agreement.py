@@ -1,0 +1,119 @@
+"""Whether a timed program computes attention at all, so that nothing wrong is ranked by its speed.
+
+A coarse look, not the gate: some queries of every batch row and head against the float64 oracle, and the gradients for
+a cotangent that is zero in all other rows, which the oracle needs no other rows for. What is seen is judged by the
+gate's own error bounds, with room to spare: `run` is what decides whether a kernel conforms.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Hashable, Mapping
+
+import numpy as np
+
+from cases.case import Case
+from cases.inputs import Cotangent, Problem
+from cases.masks import Dense
+from conformance.bench.work import allowed_of_rows
+from conformance.bounds import Bounded, Expectation, expect
+from conformance.comparison import compare
+from conformance.contract import Implementation
+from conformance.tolerances import Tolerances
+
+SLACK = 8.0
+"""Errors up to so many times the gate's limit agree: limits are calibrated at lengths of hundreds, not thousands."""
+_MOST_PAIRS = 1 << 21  # of the oracle: a few seconds in NumPy
+_FEWEST_ROWS, _MOST_ROWS = 4, 32
+
+
+@dataclasses.dataclass(frozen=True)
+class Finding:
+    """`error` is the largest error over the gate's limit; `reason` says where, if that is too much."""
+
+    error: float
+    reason: str = ""
+
+    @property
+    def agrees(self) -> bool:
+        """Whether the error is no more than a coarse look allows; NaN is."""
+        return self.error <= SLACK
+
+
+class Sample:
+    """Some queries of a problem, and what to expect of them, worked out once for each declared arithmetic."""
+
+    def __init__(self, case: Case, problem: Problem, cotangent: np.ndarray, tolerances: Tolerances) -> None:
+        self._case, self._problem, self._tolerances = case, problem, tolerances
+        self.rows = sampled_rows(case)
+        self._allowed = allowed_of_rows(problem, self.rows)
+        self._part = self._of_rows(problem)
+        self._do = cotangent[:, self.rows]
+        self._known: dict[Hashable, Expectation] = {}
+
+    def cotangent(self, implementation: Implementation) -> np.ndarray:
+        """A cotangent of `out`, `[B, T, N, V]`, that is zero but for the sampled rows with a defined output."""
+        shape = (*self._problem.q.shape[:3], self._problem.v.shape[3])
+        found = np.zeros(shape, self._do.dtype)
+        found[:, self.rows] = self._cotangent_of_rows(implementation)
+        return found
+
+    def judge(self, implementation: Implementation, results: Mapping[str, np.ndarray]) -> Finding:
+        """Compare what a program returned for `cotangent(implementation)`: `out`, and the gradients if it has any."""
+        expectation = self._expectation(implementation)
+        expected = {"out": expectation.forward["out"], **expectation.gradients[0]}
+        found = [self._compare(implementation, name, got, expected[name]) for name, got in results.items()]
+        return max(found, key=lambda finding: finding.error)
+
+    def _compare(self, implementation: Implementation, name: str, got: np.ndarray, expected: Bounded) -> Finding:
+        part = got[:, self.rows] if name in ("out", "dq") else got
+        if name == "dbias" and got.shape[2] > 1:
+            part = got[:, :, self.rows]
+        judged = self._judged(implementation) if name == "out" else None
+        comparison = compare(part, expected, judged)
+        error = comparison.ratio / self._tolerances.limit(self._case.dtype, name).ratio
+        if error <= SLACK:
+            return Finding(error)
+        where = comparison.problem
+        if worst := comparison.worst:
+            where = f"got {worst.got:.4g}, expected {worst.expected:.4g}"
+        return Finding(error, f"{name} is off by {error:.3g} times the gate's limit: {where}")
+
+    def _expectation(self, implementation: Implementation) -> Expectation:
+        arithmetic = dataclasses.replace(implementation.arithmetic, residuals="f32")  # residuals are not looked at
+        if self._case.dtype != "f32":
+            arithmetic = dataclasses.replace(arithmetic, products="exact")  # as bf16 and f16 always multiply
+        key = (arithmetic, implementation.empty_rows)
+        if key not in self._known:
+            self._known[key] = expect(
+                self._part,
+                arithmetic,
+                [Cotangent("sampled", self._cotangent_of_rows(implementation))],
+                empty_rows="mean" if implementation.empty_rows == "mean" else "zero",
+            )
+        return self._known[key]
+
+    def _cotangent_of_rows(self, implementation: Implementation) -> np.ndarray:
+        return np.where(self._judged(implementation), self._do, np.zeros_like(self._do))
+
+    def _judged(self, implementation: Implementation) -> np.ndarray:
+        """Which sampled rows of `out` are defined, `[B, rows, N, 1]`."""
+        keep = ~self._part.empty_rows | (implementation.empty_rows != "undefined")
+        return keep.transpose(0, 2, 1)[..., None]
+
+    def _of_rows(self, problem: Problem) -> Problem:
+        """The problem of the sampled queries alone; segment ids are in its mask."""
+        bias = problem.bias
+        if bias is not None and bias.shape[2] > 1:
+            bias = bias[:, :, self.rows]
+        return dataclasses.replace(
+            problem, q=problem.q[:, self.rows], mask=Dense(self._allowed), segment_ids=None, bias=bias
+        )
+
+
+def sampled_rows(case: Case) -> np.ndarray:
+    """Queries to look at, ascending: the first, the last, and others at irregular places, the same for each seed."""
+    affordable = _MOST_PAIRS // (case.batch * case.num_q_heads * case.kv_length)
+    count = min(case.q_length, max(_FEWEST_ROWS, min(_MOST_ROWS, affordable)))
+    drawn = np.random.default_rng(case.seed).choice(case.q_length, count, replace=False)
+    return np.unique(np.concatenate([drawn[: max(0, count - 2)], [0, case.q_length - 1]]))

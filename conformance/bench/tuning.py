@@ -1,0 +1,199 @@
+"""Choosing an implementation's settings by timing them: one knob after the other, the candidates side by side.
+
+Candidates take turns with the setting in force. After each stage the slower half drops out and the rest run twice as
+many rounds (successive halving: Jamieson & Talwalkar 2016, arXiv:1502.07943), until a few are left to be timed at
+length. The fastest of these replaces the setting in force, but only if it is faster by more than the spread of the
+comparison. A candidate that does not compile, does not fit, or gives a wrong result is shown and never chosen.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+from cases.case import Case
+from conformance.bench.measurements import Measurement
+from conformance.bench.sampling import FEWEST_ROUNDS
+from conformance.bench.side_by_side import (
+    Drawn,
+    Entrant,
+    Limits,
+    enter,
+    forget_programs,
+    take_turns,
+)
+from conformance.contract import Implementation
+from conformance.tolerances import Tolerances
+from conformance.tunable import Knob, Setting, Settings, Tunable
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """What tuning one knob gave: the setting now, the one before, and every candidate's measurement."""
+
+    knob: str
+    setting: Setting
+    before: Setting
+    measurements: list[Measurement]
+
+    @property
+    def changed(self) -> bool:
+        """Whether another setting than the one in force was chosen."""
+        return dict(self.setting) != dict(self.before)
+
+
+@dataclasses.dataclass(frozen=True)
+class Tuned:
+    """What tuning on one case gave; `interrupted` if Ctrl-C left knobs as they were."""
+
+    case: Case
+    settings: Settings
+    choices: tuple[Choice, ...]
+    interrupted: bool = False
+
+
+def tune(
+    implementation: Implementation,
+    tunable: Tunable,
+    case: Case,
+    limits: Limits,
+    tolerances: Tolerances,
+    *,
+    knobs: Sequence[Knob],
+    on_step: Callable[[str], None] = lambda text: None,
+    on_choice: Callable[[Choice], None] = lambda choice: None,
+) -> Tuned:
+    """Tune `knobs` on one case.
+
+    Args:
+      implementation: whose knobs.
+      tunable: its declaration.
+      case: what it is timed on.
+      limits: most rounds of the last comparison of each knob, and most seconds of timing over all knobs.
+      tolerances: of the look at each candidate's results.
+      knobs: which, in order.
+      on_step: told what happens now.
+      on_choice: told what each knob gave.
+    """
+    settings = dict(tunable.settings(case))
+    choices: list[Choice] = []
+    left = limits.seconds
+    try:
+        on_step(f"drawing the operands of {case.id}")
+        drawn = Drawn.of(case, tolerances)
+        for position, knob in enumerate(knobs):
+            share = dataclasses.replace(limits, seconds=left / (len(knobs) - position))
+            started = time.perf_counter()
+            choice = _turn(implementation, tunable, settings, knob, drawn, share, on_step)
+            left = max(0.0, left - (time.perf_counter() - started))
+            settings[knob.name] = choice.setting
+            choices.append(choice)
+            on_choice(choice)
+    except KeyboardInterrupt:
+        return Tuned(case, settings, tuple(choices), interrupted=True)
+    return Tuned(case, settings, tuple(choices))
+
+
+def _turn(
+    implementation: Implementation,
+    tunable: Tunable,
+    settings: Settings,
+    knob: Knob,
+    drawn: Drawn,
+    limits: Limits,
+    on_step: Callable[[str], None],
+) -> Choice:
+    """Tune one knob, the others as in `settings`."""
+    before = settings[knob.name]
+    settings_tried = (before, *knob.candidates(drawn.case))
+    candidates = {f"{implementation.name} {label(knob.name, setting)}": setting for setting in settings_tried}
+    entrants: dict[str, Entrant] = {}
+    found: dict[str, Measurement] = {}
+    for position, (name, setting) in enumerate(candidates.items(), 1):
+        on_step(f"compiling {name}, {position} of {len(candidates)}")
+        call = tunable.call({**settings, knob.name: setting})
+        variant = dataclasses.replace(implementation, name=name, call=call)
+        entered = enter(variant, drawn, knob.phase)
+        if isinstance(entered, Measurement):
+            found[name] = entered
+        elif not entered.finding.agrees:
+            found |= _times({name: entered}, drawn, knob.phase, 1, limits.seconds, on_step)
+        else:
+            entrants[name] = entered
+    current = next(iter(candidates))
+    chosen, timed = halve(
+        list(entrants),
+        current,
+        lambda names, rounds, seconds: _times(
+            {name: entrants[name] for name in names}, drawn, knob.phase, rounds, seconds, on_step
+        ),
+        limits,
+    )
+    entrants.clear()
+    forget_programs()
+    rows = found | timed
+    return Choice(knob.name, candidates[chosen], before, [rows[name] for name in candidates if name in rows])
+
+
+FINALISTS = 3
+"""Candidates that are timed at length: with one, a moment's noise would decide."""
+
+Times = Callable[[Sequence[str], int, float], Mapping[str, Measurement]]
+"""Times some candidates for so many rounds and at most so many seconds, the first being the baseline."""
+
+
+def halve(names: Sequence[str], current: str, times: Times, limits: Limits) -> tuple[str, dict[str, Measurement]]:
+    """The candidate to take, and the last measurement of each (module docstring).
+
+    `current`, if it is among `names`, takes part in every stage as the baseline.
+    """
+    found: dict[str, Measurement] = {}
+    alive = [name for name in names if name != current]
+    held = [name for name in names if name == current]
+    rounds, seconds = FEWEST_ROUNDS, limits.seconds / 2
+    while len(alive) > FINALISTS:
+        found |= times([*held, *alive], rounds, seconds)
+        alive = _ranked(alive, found)[: max(FINALISTS, len(alive) // 2)]
+        rounds, seconds = min(2 * rounds, limits.rounds), seconds / 2
+    if not alive:
+        return current, found
+    found |= times([*held, *alive], limits.rounds, limits.seconds / 2)
+    faster = [name for name in _ranked(alive, found) if not held or _is_faster(found[name])]
+    return (faster[0] if faster else current), found
+
+
+def _ranked(names: Sequence[str], found: Mapping[str, Measurement]) -> list[str]:
+    """Those that were timed, the least median first."""
+    medians = {name: seconds.median for name in names if (seconds := found[name].seconds) is not None}
+    return sorted(medians, key=lambda name: medians[name])
+
+
+def _is_faster(measurement: Measurement) -> bool:
+    return measurement.speed is not None and measurement.speed.lower > 1
+
+
+def label(knob: str, setting: Setting) -> str:
+    """How a candidate is named."""
+    return f"{knob} {' '.join(f'{name}={value}' for name, value in setting.items())}"
+
+
+def _times(
+    entrants: Mapping[str, Entrant],
+    drawn: Drawn,
+    phase: str,
+    rounds: int,
+    seconds: float,
+    on_step: Callable[[str], None],
+) -> dict[str, Measurement]:
+    """Time some candidates side by side."""
+    found, interrupted = take_turns(
+        entrants,
+        drawn,
+        phase,
+        Limits(rounds=rounds, seconds=seconds),
+        on_round=lambda done: on_step(f"{len(entrants)} candidates, round {done} of {rounds}"),
+    )
+    if interrupted:
+        raise KeyboardInterrupt
+    return {row.implementation: row for row in found}

@@ -1,0 +1,150 @@
+"""Parts: attention that is not normalised is right, and so is what parts over pieces of the cache merge to.
+
+A part `(out, max, sum)` (contract, section 4) promises `out / sum`, `max + log(sum)` and which value its logits were
+shifted by. They are compared in float64 on the host, with bounds of results that were not rounded to the operands'
+dtype: a part is f32, and one that is kept in less shows.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from cases.inputs import Problem
+from cases.masks import Causal, Chunked, Full, Lengths, Mask, Window, conjuncts
+from conformance.bounds import Bounded, U, expect
+from conformance.checks.judgement import Judgement, by_bound, unsupported
+from conformance.comparison import Comparison, compare
+from conformance.execution import Executor
+from conformance.subject import Subject
+
+
+class Part(NamedTuple):
+    """What an implementation returned, on the host."""
+
+    out: np.ndarray  # [B, T, N, V]
+    max: np.ndarray  # [B, T, N, 1]
+    sum: np.ndarray  # [B, T, N, 1]
+
+
+def parts(subject: Subject) -> Iterator[Judgement]:
+    """`out / sum` and `max + log(sum)` of a part are right, and of parts over pieces of the cache that are merged."""
+    if subject.implementation.parts is None:
+        return
+    executor = Executor(dataclasses.replace(subject.implementation, call=subject.implementation.parts))
+    expected = _expected(subject)
+    yield from _judge(subject, "part", _call(executor, subject.problem), expected)
+    if not subject.one_in(2):
+        return
+    pieces = _pieces(subject.problem)
+    if not pieces:
+        yield unsupported("out.merged", "the mask of this case has no meaning on a piece of the cache")
+        return
+    found = [_call(executor, piece) for piece in pieces]
+    yield from _judge(subject, "merged", _merged(subject, found), expected)
+
+
+def _call(executor: Executor, problem: Problem) -> Any:
+    compiled, arrays = executor.compiled(problem)
+    return compiled.forward(arrays)
+
+
+def _merged(subject: Subject, found: Sequence[Any]) -> Any:
+    """Merged by the implementation, or by the contract's formula if it has no merge of its own."""
+    if subject.implementation.merge is not None:
+        return jax.jit(subject.implementation.merge)(found)
+    arrays = [Part(*(np.asarray(x, np.float64) for x in part)) for part in found]
+    top = np.max([np.where(part.sum > 0, part.max, -np.inf) for part in arrays], axis=0)
+    weights = [
+        np.exp(np.where(part.sum > 0, part.max - np.where(np.isfinite(top), top, 0), -np.inf)) for part in arrays
+    ]
+    sums = (
+        np.sum([w * getattr(part, name) for w, part in zip(weights, arrays, strict=True)], axis=0)
+        for name in ("out", "sum")
+    )
+    out, total = (x.astype(np.float32) for x in sums)
+    return Part(out, top.astype(np.float32), total)
+
+
+def _expected(subject: Subject) -> Mapping[str, Bounded]:
+    """`out` and `logsumexp`, and the largest logit with the sink among them."""
+    problem, implementation = subject.problem, subject.implementation
+    forward = expect(problem, implementation.arithmetic, empty_rows="zero", rounds_out=False).forward
+    top = forward["max_logits"]
+    if problem.sinks is None:
+        return forward
+    sinks = np.broadcast_to(problem.sinks.astype(np.float64)[:, None], top.value.shape)
+    higher = sinks > top.value
+    bounded = Bounded(
+        np.where(higher, sinks, top.value), np.where(higher, np.maximum(top.bound, U * np.abs(sinks)), top.bound)
+    )
+    return {**forward, "max_logits": bounded}
+
+
+def _judge(subject: Subject, how: str, part: Any, expected: Mapping[str, Bounded]) -> Iterator[Judgement]:
+    wrong = _malformed(subject.problem, part)
+    values: dict[str, np.ndarray] = {}
+    if not wrong:
+        out, top, total = (np.asarray(x, np.float64) for x in part)
+        some = total != 0
+        with np.errstate(divide="ignore", invalid="ignore"):
+            values["out"] = np.where(some | (out != 0), out / total, 0.0)
+            values["logsumexp"] = np.where(some, top + np.log(total), -np.inf)[..., 0].swapaxes(1, 2)
+        values["max_logits"] = top[..., 0].swapaxes(1, 2)
+    for name, label in (("out", "out"), ("logsumexp", "logsumexp"), ("max_logits", "max")):
+        yield by_bound(
+            name,
+            Comparison.malformed(wrong) if wrong else compare(values[name], expected[name]),
+            dtype=subject.case.dtype,
+            tolerances=subject.tolerances,
+            label=f"{label}.{how}",
+        )
+
+
+def _malformed(problem: Problem, part: Any) -> str:
+    """What is wrong with the form of a part, if anything is."""
+    if not (isinstance(part, tuple | list) and len(part) == 3):
+        return f"a part must be (out, max, sum), got {type(part).__name__}"
+    rows = problem.q.shape[:3]
+    for name, array, depth in zip(Part._fields, part, (problem.v.shape[3], 1, 1), strict=True):
+        if np.shape(array) != (*rows, depth):
+            return f"{name} of a part must have shape {(*rows, depth)}, got {np.shape(array)}"
+        if array.dtype != np.float32:
+            return f"{name} of a part must be float32, got {array.dtype}"
+    return ""
+
+
+def _pieces(problem: Problem) -> list[Problem]:
+    """The problem over two pieces of the cache; the sink belongs to the second, whether there are keys in it or not.
+
+    Empty if there are no such pieces.
+    """
+    kv_length = problem.k.shape[1]
+    sizes = [part.size for part in conjuncts(problem.mask) if isinstance(part, Chunked)]
+    cut = sizes[0] if sizes else (kv_length + 1) // 2
+    if problem.bias is not None or problem.segment_ids is not None or cut >= kv_length:
+        return []
+    before, after = _mask_from(problem.mask, 0, cut), _mask_from(problem.mask, cut, kv_length)
+    if before is None or after is None:
+        return []
+    return [
+        dataclasses.replace(problem, k=problem.k[:, :cut], v=problem.v[:, :cut], mask=before, sinks=None),
+        dataclasses.replace(problem, k=problem.k[:, cut:], v=problem.v[:, cut:], mask=after),
+    ]
+
+
+def _mask_from(mask: Mask, start: int, stop: int) -> Mask | None:
+    """The mask over the keys `start` to `stop - 1`, or None if it has no such form."""
+    moved: Mask = Full()
+    for part in conjuncts(mask):
+        if isinstance(part, Lengths):
+            moved = moved & Lengths(tuple(min(max(n - start, 0), stop - start) for n in part.lengths))
+        elif isinstance(part, Causal | Window) or (isinstance(part, Chunked) and start % part.size == 0):
+            moved = moved & dataclasses.replace(part, offset=part.offset - start)
+        elif not isinstance(part, Full):
+            return None
+    return moved

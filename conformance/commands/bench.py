@@ -1,0 +1,106 @@
+"""`bench`: implementations side by side, by time and memory."""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import time
+from collections.abc import Sequence
+
+import jax
+from rich.console import Console
+
+from cases.case import Case, matches
+from conformance import environment
+from conformance.bench import measurements, work
+from conformance.bench.measurements import BACKWARD, DIFFERS, FORWARD, TIMED, Measurement
+from conformance.bench.side_by_side import Limits, compare_all
+from conformance.cli import CannotJudge
+from conformance.commands import common
+from conformance.commands.common import Outputs
+from conformance.progress import Steps
+from conformance.records import ERROR, RunInfo
+from reports import side_by_side, terminal
+
+_PHASES = {"forward": (FORWARD,), "backward": (BACKWARD,), "both": (FORWARD, BACKWARD)}
+
+
+def bench(arguments: argparse.Namespace) -> int:
+    """`bench`: time, show, and say by the exit code whether all that was timed computes attention."""
+    started = time.perf_counter()
+    limits = limits_of(arguments)
+    chosen = common.load_settings()
+    names = chosen.members(name for given in arguments.impl for name in given.split(",") if name)
+    if not names:
+        raise CannotJudge("nothing to time: give --impl=NAME[,NAME...] (see `python -m conformance list`)")
+    outputs = common.outputs(arguments)
+    implementations = [common.find(name, arguments.products) for name in names]
+    comparisons = [(case, phase) for case in _cases(arguments) for phase in _PHASES[arguments.phase]]
+    console, table = Console(stderr=True), Console()
+    warn_of_flags(console)
+
+    def on_compared(found: list[Measurement]) -> None:
+        terminal.print_measurements(found, table)
+
+    with Steps(console) as steps:
+        compared = compare_all(
+            implementations, comparisons, limits, chosen.tolerances, on_step=steps.say, on_compared=on_compared
+        )
+    if compared.interrupted:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # what was timed gets written, whatever else is pressed
+        console.print("Interrupted: only what was timed before the stop is kept.", style="yellow")
+    write(outputs, compared.measurements, "bench", time.perf_counter() - started, interrupted=compared.interrupted)
+    return _exit_code(compared.measurements, interrupted=compared.interrupted)
+
+
+def limits_of(arguments: argparse.Namespace) -> Limits:
+    """The limits that a command line sets."""
+    if arguments.runs < 1:
+        raise CannotJudge(f"--runs must be at least 1, got {arguments.runs}")
+    if not arguments.seconds > 0:
+        raise CannotJudge(f"--seconds must be positive, got {arguments.seconds:g}")
+    return Limits(rounds=arguments.runs, seconds=arguments.seconds)
+
+
+def warn_of_flags(console: Console) -> None:
+    """Say aloud what makes timings of this process worthless."""
+    if (reason := environment.falsifies_timing()) is not None:
+        console.print(f"These timings say little: {reason}.", style="yellow", highlight=False, soft_wrap=True)
+
+
+def write(outputs: Outputs, found: Sequence[Measurement], level: str, seconds: float, *, interrupted: bool) -> None:
+    """Write measurements and page, whichever are asked for."""
+    reason = environment.falsifies_timing()
+    info = RunInfo(
+        command=common.command(),
+        level=level,
+        environment=environment.describe(),
+        tolerances=[],
+        seconds=round(seconds, 1),
+        interrupted=interrupted,
+        notes=[f"These timings say little: {reason}."] if reason is not None else [],
+    )
+    if outputs.json is not None:
+        measurements.write_jsonl(outputs.json, found)
+    if outputs.report is not None:
+        side_by_side.write(outputs.report, found, info)
+        measurements.write_jsonl(outputs.report.with_suffix(".jsonl"), found)
+
+
+def _cases(arguments: argparse.Namespace) -> list[Case]:
+    if arguments.case and arguments.cases is not None:
+        raise CannotJudge("--case names cases by their ids: it cannot be combined with --cases")
+    if arguments.case:
+        return [common.case(text) for text in dict.fromkeys(arguments.case)]
+    default = work.default_cases(jax.default_backend())
+    found = [case for case in default if arguments.cases is None or matches(arguments.cases, case.id)]
+    if not found:
+        known = "\n  ".join(case.id for case in default)
+        raise CannotJudge(f"no default case matches --cases={arguments.cases!r}; they are\n  {known}")
+    return found
+
+
+def _exit_code(found: Sequence[Measurement], *, interrupted: bool) -> int:
+    if any(measurement.outcome in (DIFFERS, ERROR) for measurement in found):
+        return 1
+    return 2 if interrupted or not any(measurement.outcome in TIMED for measurement in found) else 0

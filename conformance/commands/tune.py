@@ -1,0 +1,137 @@
+"""`tune`: choose an implementation's settings by timing them on this machine, and keep them in its table."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import datetime
+import signal
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import jax
+from rich.console import Console
+
+from cases.case import Case
+from conformance import tunable
+from conformance.bench import tuning
+from conformance.bench.measurements import Measurement
+from conformance.bench.side_by_side import why_not
+from conformance.bench.tuning import Choice, Tuned, label
+from conformance.cli import CannotJudge
+from conformance.commands import bench, common
+from conformance.contract import Implementation
+from conformance.progress import Steps
+from conformance.tunable import Entry, Knob, Tunable
+from reports import terminal
+
+
+def tune(arguments: argparse.Namespace) -> int:
+    """`tune`: time candidates, show them, and write the table."""
+    started = time.perf_counter()
+    limits = bench.limits_of(arguments)
+    implementation = common.find(arguments.impl)
+    declared = _tunable(implementation)
+    path = declared.table if arguments.out is None else common.writable(arguments.out, "out")
+    outputs = common.outputs(arguments)
+    tolerances = common.load_settings().tolerances
+    knobs = _knobs(implementation, declared, arguments.knob)
+    cases = _cases(implementation, declared, knobs, arguments.case)
+    console, shown = Console(stderr=True), Console()
+    bench.warn_of_flags(console)
+    measured: list[Measurement] = []
+    written, interrupted = 0, False
+
+    def on_choice(choice: Choice) -> None:
+        measured.extend(choice.measurements)
+        terminal.print_measurements(choice.measurements, shown)
+        verb = "takes" if choice.changed else "keeps"
+        shown.print(f"{verb} {label(choice.knob, choice.setting)}\n", style="bold", highlight=False)
+
+    share = dataclasses.replace(limits, seconds=limits.seconds / len(cases))
+    with Steps(console) as steps:
+        for case in cases:
+            tuned = tuning.tune(
+                implementation,
+                declared,
+                case,
+                share,
+                tolerances,
+                knobs=knobs,
+                on_step=steps.say,
+                on_choice=on_choice,
+            )
+            if tuned.choices:
+                # After each case: what is tuned is kept, whatever happens to the rest.
+                _write(path, [_entry(implementation, declared, tuned)])
+                written += 1
+            if interrupted := tuned.interrupted:
+                signal.signal(signal.SIGINT, signal.SIG_IGN)  # what was timed gets written, whatever else is pressed
+                break
+    shown.print(f"{written} entries written to {path}", highlight=False, soft_wrap=True)
+    bench.write(outputs, measured, "tune", time.perf_counter() - started, interrupted=interrupted)
+    return 0 if written and not interrupted else 2
+
+
+def _tunable(implementation: Implementation) -> Tunable:
+    if implementation.tunable is None:
+        raise CannotJudge(f"{implementation.name} declares nothing to tune (Implementation.tunable)")
+    return implementation.tunable
+
+
+def _knobs(implementation: Implementation, declared: Tunable, asked: Sequence[str]) -> list[Knob]:
+    known = {knob.name: knob for knob in declared.knobs}
+    for name in asked:
+        if name not in known:
+            raise CannotJudge(f"{implementation.name} has no knob {name!r}: known are {', '.join(known)}")
+    return [knob for knob in declared.knobs if not asked or knob.name in asked]
+
+
+def _cases(
+    implementation: Implementation, declared: Tunable, knobs: Sequence[Knob], asked: Sequence[str]
+) -> list[Case]:
+    cases = [common.case(text) for text in asked] or list(declared.cases())
+    for case in cases:
+        for knob in knobs:
+            if (declined := why_not(implementation, case, knob.phase)) is not None:
+                raise CannotJudge(f"{implementation.name} cannot be tuned on {case.id}: {declined[1]}")
+    return cases
+
+
+def _entry(implementation: Implementation, declared: Tunable, tuned: Tuned) -> Entry:
+    return Entry(
+        device=jax.devices()[0].device_kind,
+        key=declared.key(tuned.case),
+        settings={name: dict(setting) for name, setting in tuned.settings.items()},
+        provenance={
+            "case": tuned.case.id,
+            "date": datetime.date.today().isoformat(),
+            "jax": jax.__version__,
+            "how": f"python -m conformance tune --impl={implementation.name} --case={tuned.case.id}",
+            "knobs": {choice.knob: _told(choice) for choice in tuned.choices},
+        },
+    )
+
+
+def _told(choice: Choice) -> str:
+    """How the setting compared to what it replaces."""
+    tried = f"of {len(choice.measurements)} settings"
+    if not choice.changed:
+        return f"{label(choice.knob, choice.before)} kept, {tried} none faster beyond the spread"
+    name = label(choice.knob, choice.setting)
+    row = next(row for row in choice.measurements if row.implementation.endswith(name))
+    if row.speed is None:
+        return f"{tried}; {label(choice.knob, choice.before)}, which it replaces, did not run"
+    low, middle, high = row.speed
+    return (
+        f"{tried}, {middle:.3g} times the speed of {label(choice.knob, choice.before)} "
+        f"(quartiles {low:.3g} to {high:.3g} of {len(row.samples)} pairs)"
+    )
+
+
+def _write(path: Path, entries: Sequence[Entry]) -> None:
+    try:
+        tunable.write(path, tunable.merged(tunable.read(path), entries))
+    except (OSError, ValueError) as error:
+        raise CannotJudge(f"the table cannot be written: {error}") from error

@@ -1,0 +1,108 @@
+"""What an implementation lets be tuned, and the table that tuning fills: part of the contract.
+
+An implementation's block sizes (and warps, and stages) are data: a JSON file beside the kernel, read by the kernel and
+written by `python -m conformance tune`, each entry with where it comes from.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from cases.case import Case
+
+SCHEMA = "attention-conformance/tuned/1"
+
+Setting = Mapping[str, int]
+"""One choice for a knob, as plain data: `{"block_q": 128, "block_kv": 64, "num_warps": 4}`."""
+Settings = Mapping[str, Setting]
+"""A choice for every knob."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Knob:
+    """Something that is chosen by itself, the others held: the tile and launch of one kernel.
+
+    Attributes:
+      name: its key in `Settings`.
+      phase: the program that it shows in, `"forward"` or `"forward+backward"`.
+      candidates: what to try for a case. Some may not compile, or not fit: those are skipped, and shown.
+    """
+
+    name: str
+    phase: str
+    candidates: Callable[[Case], Iterable[Setting]]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Tunable:
+    """What of an implementation may be tuned.
+
+    Attributes:
+      knobs: in the order in which they are tuned.
+      settings: the choice in force for a case on this machine.
+      call: the canonical call with such a choice.
+      key: what an entry of the table for a case is valid for, as its kernel reads it: `{"max_depth": 64}`.
+      cases: cases to tune on unless others are named.
+      table: the file.
+    """
+
+    knobs: tuple[Knob, ...]
+    settings: Callable[[Case], Settings]
+    call: Callable[[Settings], Callable[..., Any]]
+    key: Callable[[Case], Mapping[str, int]]
+    cases: Callable[[], tuple[Case, ...]]
+    table: Path
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Entry:
+    """One entry of a table.
+
+    Attributes:
+      device: the kind of device that it was measured on, as JAX names it.
+      key: what it is valid for.
+      settings: the choice.
+      provenance: where it comes from: case, date, version of JAX, command, and how it compared to what it replaced.
+    """
+
+    device: str
+    key: Mapping[str, int]
+    settings: Settings
+    provenance: Mapping[str, Any]
+
+    @property
+    def place(self) -> tuple[Any, ...]:
+        """What only one entry of a table may have."""
+        return (self.device, tuple(sorted(self.key.items())))
+
+
+def read(path: Path) -> tuple[Entry, ...]:
+    """The entries of a table; none if there is no such file.
+
+    Raises:
+      ValueError: the file is not such a table.
+    """
+    if not path.exists():
+        return ()
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+        if data.get("schema") != SCHEMA:
+            raise ValueError(f"its schema is {data.get('schema')!r}, must be {SCHEMA!r}")
+        return tuple(Entry(**entry) for entry in data["entries"])
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ValueError(f"{path} is not a table of tuned settings: {error}") from error
+
+
+def write(path: Path, entries: Iterable[Entry]) -> None:
+    """Write a table, in the order of its places."""
+    rows = [dataclasses.asdict(entry) for entry in sorted(entries, key=lambda entry: entry.place)]
+    path.write_text(json.dumps({"schema": SCHEMA, "entries": rows}, indent=1) + "\n", encoding="utf-8")
+
+
+def merged(old: Iterable[Entry], new: Iterable[Entry]) -> list[Entry]:
+    """Both, the new ones replacing old ones of the same place."""
+    return list({entry.place: entry for entry in (*old, *new)}.values())

@@ -1,0 +1,7 @@
+"""Attention by the kernel that suits the platform, the phase and the lengths; nothing is dropped on the way."""
+
+from impls.auto.attention import IMPLEMENTATIONS, attention
+from impls.auto.routes import CANDIDATES, Candidate, Route, route
+from impls.features import Phase
+
+__all__ = ["CANDIDATES", "IMPLEMENTATIONS", "Candidate", "Phase", "Route", "attention", "route"]

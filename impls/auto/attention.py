@@ -1,0 +1,103 @@
+"""The canonical call, handed whole to the kernel that it is routed to."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from cases.masks import Full, Mask
+from conformance.contract import Arithmetic, Implementation, validate_mask, validate_operands
+from impls.auto.routes import CANDIDATES, Candidate, Route, route
+from impls.features import OPTIONAL, Phase
+
+_log = logging.getLogger(__name__)
+
+
+def attention(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    *,
+    mask: Mask = Full(),  # noqa: B008  a frozen value, the same for every call
+    segment_ids: tuple[jax.Array, jax.Array] | None = None,
+    soft_cap: float | None = None,
+    sinks: jax.Array | None = None,
+    bias: jax.Array | None = None,
+    scale: float | None = None,
+    save_residuals: bool = False,
+    phase: Phase | None = None,
+    kernel: str | None = None,
+    fall_back: bool = True,
+    candidates: tuple[Candidate, ...] = CANDIDATES,
+    on_route: Callable[[Route], None] | None = None,
+) -> Any:
+    """Softmax attention by the first kernel of `candidates` that suits the platform, the phase and the lengths.
+
+    What that kernel does not support goes to the next, and the route says so; it is logged at level INFO, and
+    `impls.auto.route` gives it without a call.
+
+    Args:
+      q: queries `[B, T, N, H]`.
+      k: keys `[B, S, K, H]`, `N % K == 0`.
+      v: values `[B, S, K, V]`.
+      mask: which pairs may attend.
+      segment_ids: int32 `[B, T]` and `[B, S]`; a pair attends only where they are equal.
+      soft_cap: logits become `soft_cap * tanh(logits / soft_cap)`.
+      sinks: `[N]`, one more logit in each query head's softmax denominator.
+      bias: broadcastable to `[B, N, T, S]`.
+      scale: factor of `<q, k>`, default `1 / sqrt(H)`.
+      save_residuals: also return `logsumexp` and `max_logits`.
+      phase: what the call is part of, by default what the lengths suggest.
+      kernel: the name of the kernel to take whatever the rest says; it refuses what it lacks.
+      fall_back: false to refuse a call rather than give it to another kernel than the one that suits.
+      candidates: what there is to choose from.
+      on_route: called with the route.
+
+    Returns:
+      `out [B, T, N, V]` in q's dtype, or `(out, {"logsumexp": ..., "max_logits": ...})`, both f32 `[B, N, T]`.
+
+    Raises:
+      ValueError: an operand, the mask or an option is not as above; the message names it.
+      NotImplementedError: no kernel that may be taken supports the call; the message says what each lacks.
+    """
+    options = {"segment_ids": segment_ids, "soft_cap": soft_cap, "sinks": sinks, "bias": bias, "scale": scale}
+    assert tuple(options) == OPTIONAL
+    validate_operands(q, k, v, **options)  # type: ignore[arg-type]  # each has its own type above
+    validate_mask(mask, q.shape[0], q.shape[2], q.shape[1], k.shape[1])
+    found, candidate = route(
+        q, k, v, mask=mask, phase=phase, kernel=kernel, fall_back=fall_back, candidates=candidates, options=options
+    )
+    _log.info("%s", found)
+    if on_route is not None:
+        on_route(found)
+    return candidate.kernel.call(q, k, v, mask=mask, **options, save_residuals=save_residuals)
+
+
+def forced(candidate: Candidate) -> Implementation:
+    """The route to one kernel, whose declarations it shares."""
+    kernel = candidate.kernel
+    return dataclasses.replace(
+        kernel,
+        name=f"auto_{kernel.name}",
+        call=functools.partial(attention, kernel=kernel.name),
+        description=f"{kernel.name}, asked for by name",
+        variants={},
+        native=None,
+        under_interpreter=None,
+    )
+
+
+AUTO = Implementation(
+    name="auto",
+    call=attention,
+    description=f"one of {', '.join(c.kernel.name for c in CANDIDATES)}, by platform, phase and lengths",
+    arithmetic=Arithmetic(),
+    empty_rows="zero",
+    validates=True,
+)
+IMPLEMENTATIONS: tuple[Implementation, ...] = (AUTO, *(forced(c) for c in CANDIDATES))

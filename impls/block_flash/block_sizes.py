@@ -1,0 +1,61 @@
+"""Block sizes: a table of measured ones by device and length, and what may be tuned."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from cases.case import Case
+from conformance.tunable import Knob, Setting, Settings, Tunable, read
+
+PLAIN = {"block_q": 128, "block_kv": 128}
+"""Where nothing was measured, and for short calls, which larger blocks would cut in one piece."""
+SHORTEST_TUNED = 1024
+
+TABLE = Path(__file__).with_name("block_sizes.json")
+_ENTRIES = read(TABLE)
+_SIDES = (64, 128, 256, 512)
+
+
+def look_up(q_length: int, kv_length: int) -> Setting:
+    """The block sizes for these lengths on the default device: those measured at the longest length not beyond."""
+    device = jax.devices()[0].device_kind
+    fitting = [
+        entry
+        for entry in _ENTRIES
+        if entry.device == device and SHORTEST_TUNED <= entry.key["min_length"] <= min(q_length, kv_length)
+    ]
+    return max(fitting, key=lambda entry: entry.key["min_length"]).settings["blocks"] if fitting else PLAIN
+
+
+def tunable(call: Callable[..., Any]) -> Tunable:
+    """What may be tuned of `call`, which takes `block_q` and `block_kv`."""
+
+    def with_settings(settings: Settings) -> Callable[..., Any]:
+        def attention(*operands: Any, **options: Any) -> Any:
+            return call(*operands, **options, **settings["blocks"])
+
+        return attention
+
+    return Tunable(
+        knobs=(Knob(name="blocks", phase="forward+backward", candidates=_candidates),),
+        settings=lambda case: {"blocks": look_up(case.q_length, case.kv_length)},
+        call=with_settings,
+        key=lambda case: {"min_length": min(case.q_length, case.kv_length)},
+        cases=lambda: tuple(_case(length) for length in (1024, 4096)),
+        table=TABLE,
+    )
+
+
+def _candidates(case: Case) -> Iterator[Setting]:
+    for block_q in _SIDES:
+        for block_kv in _SIDES:
+            if block_q <= case.q_length and block_kv <= case.kv_length:
+                yield {"block_q": block_q, "block_kv": block_kv}
+
+
+def _case(length: int) -> Case:
+    return Case(q_length=length, kv_length=length, num_q_heads=4, num_kv_heads=4, mask="causal")

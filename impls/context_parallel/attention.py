@@ -1,0 +1,208 @@
+"""The canonical call on several devices: dealt out, attended to in a `shard_map`, collected."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AxisType, Mesh, PartitionSpec
+
+from cases.masks import Full, Indexer, Mask, leaves
+from conformance.contract import Implementation, validate_mask, validate_operands
+from impls import block_flash
+from impls.context_parallel.all_gather import all_gather
+from impls.context_parallel.layout import Layout
+from impls.context_parallel.local import Kernel
+from impls.context_parallel.ring import ring
+
+Method = Literal["all_gather", "ring"]
+METHODS = {"all_gather": all_gather, "ring": ring}
+AXIS = "context"
+DEVICES = 4
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Plan:
+    """What is static. Equal plans share one compiled function."""
+
+    method: Method
+    kernel: Kernel
+    mask: Mask
+    queries: Layout
+    keys: Layout
+    soft_cap: float | None
+    scale: float | None
+
+
+def attention(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    *,
+    mask: Mask = Full(),  # noqa: B008  a frozen value, the same for every call
+    segment_ids: tuple[jax.Array, jax.Array] | None = None,
+    soft_cap: float | None = None,
+    sinks: jax.Array | None = None,
+    bias: jax.Array | None = None,
+    scale: float | None = None,
+    save_residuals: bool = False,
+    kernel: Kernel = block_flash.attention,
+    method: Method = "ring",
+    devices: int = DEVICES,
+    balanced: bool = True,
+) -> Any:
+    """Softmax attention (`conformance.contract`) by `kernel`, its sequence shared by the first `devices` devices.
+
+    Operands are those of one device, whole; a model that has them shared already calls `ring` or `all_gather` in its
+    own `shard_map`. Lengths are any: what the devices do not divide is padded.
+
+    Args:
+      q: queries `[B, T, N, H]`.
+      k: keys `[B, S, K, H]`, `N % K == 0`.
+      v: values `[B, S, K, V]`.
+      mask: which pairs may attend.
+      segment_ids: int32 `[B, T]` and `[B, S]`; a pair attends only where they are equal.
+      soft_cap: logits become `soft_cap * tanh(logits / soft_cap)`.
+      sinks: `[N]`, one more logit in each query head's softmax denominator.
+      bias: broadcastable to `[B, N, T, S]`.
+      scale: factor of `<q, k>`, default `1 / sqrt(H)`.
+      save_residuals: also return `logsumexp` and `max_logits`.
+      kernel: the canonical call, with a differentiable `logsumexp`, best with `out` in f32; what it refuses is refused.
+      method: `"all_gather"` or `"ring"`.
+      devices: how many devices share the sequence.
+      balanced: queries, and the keys of a ring, in load-balanced order; else contiguous.
+
+    Returns:
+      `out [B, T, N, V]` in q's dtype, or `(out, {"logsumexp": ..., "max_logits": ...})`, both f32 `[B, N, T]`.
+
+    Raises:
+      ValueError: an operand, the mask or an option is not as above, or there are too few devices.
+      NotImplementedError: the mask is known at run time only, or the call is inside a `shard_map`.
+    """
+    validate_operands(q, k, v, segment_ids=segment_ids, soft_cap=soft_cap, sinks=sinks, bias=bias, scale=scale)
+    validate_mask(mask, q.shape[0], q.shape[2], q.shape[1], k.shape[1])
+    if method not in METHODS:
+        raise ValueError(f"method must be one of {tuple(METHODS)}, got {method!r}")
+    if any(isinstance(leaf, Indexer) for leaf in leaves(mask)):
+        raise NotImplementedError(f"context parallelism does not support indexer: {UNSUPPORTED['indexer']}")
+    if jax.sharding.get_abstract_mesh().manual_axes:
+        raise NotImplementedError(
+            "context_parallel.attention makes its own shard_map: inside another one call ring or all_gather"
+        )
+    plan = _Plan(
+        method=method,
+        kernel=kernel,
+        mask=mask,
+        queries=Layout(q.shape[1], devices, balanced),
+        keys=Layout(k.shape[1], devices, balanced and method == "ring"),
+        soft_cap=soft_cap,
+        scale=scale,
+    )
+    _mesh(devices)  # raises before any work
+    arrays = {"q": q, "k": k, "v": v, "segment_ids": segment_ids, "sinks": sinks, "bias": bias}
+    out, residuals = _attend(plan, {name: x for name, x in arrays.items() if x is not None})
+    return (out, residuals) if save_residuals else out
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _attend(plan: _Plan, arrays: dict[str, Any]) -> tuple[jax.Array, dict[str, jax.Array]]:
+    queries, keys = plan.queries, plan.keys
+    dealt = {"q": queries.deal(arrays["q"], 1), "k": keys.deal(arrays["k"], 1), "v": keys.deal(arrays["v"], 1)}
+    sequence = _spec(None, AXIS)
+    specs: dict[str, Any] = {"q": sequence, "k": sequence, "v": sequence}
+    if "segment_ids" in arrays:
+        q_ids, kv_ids = (jnp.asarray(ids) for ids in arrays["segment_ids"])
+        dealt["segment_ids"] = queries.deal(q_ids, 1), keys.deal(kv_ids, 1)
+        specs["segment_ids"] = sequence
+    if "sinks" in arrays:
+        dealt["sinks"], specs["sinks"] = jnp.asarray(arrays["sinks"]), _spec()
+    if "bias" in arrays:
+        bias = jnp.asarray(arrays["bias"])
+        specs["bias"] = _spec(None, None, AXIS) if bias.shape[2] > 1 else _spec()
+        bias = queries.deal(bias, 2) if bias.shape[2] > 1 else bias
+        dealt["bias"] = keys.deal(bias, 3) if bias.shape[3] > 1 and plan.method == "ring" else bias
+    rows = _spec(None, None, AXIS)
+
+    def on_device(x: dict[str, Any]) -> Any:
+        return METHODS[plan.method](
+            **x,
+            kernel=plan.kernel,
+            mask=plan.mask,
+            queries=queries,
+            keys=keys,
+            axis_name=AXIS,
+            soft_cap=plan.soft_cap,
+            scale=plan.scale,
+        )
+
+    out, residuals = jax.shard_map(
+        on_device,
+        mesh=_mesh(queries.devices),
+        in_specs=(specs,),
+        out_specs=(sequence, {"logsumexp": rows, "max_logits": rows}),
+        check_vma=False,  # Pallas kernels in interpret mode do not say over which axes they vary
+    )(dealt)
+    collected = {name: queries.collect(x, 2) for name, x in residuals.items()}
+    return queries.collect(out, 1).astype(arrays["q"].dtype), collected
+
+
+@functools.lru_cache(maxsize=8)
+def _mesh(devices: int) -> Mesh:
+    """A mesh of the first `devices` devices. Raises `ValueError` if there are fewer."""
+    if (count := len(jax.devices())) < devices:
+        raise ValueError(
+            f"devices must be at most the number of devices, got {devices} and there are {count}; on CPU, XLA_FLAGS "
+            f"can have --xla_force_host_platform_device_count={devices}"
+        )
+    return jax.make_mesh((devices,), (AXIS,), axis_types=(AxisType.Auto,), devices=jax.devices()[:devices])
+
+
+def _spec(*axes: str | None) -> Any:
+    return PartitionSpec(*axes)  # type: ignore[no-untyped-call]  # JAX leaves it untyped
+
+
+UNSUPPORTED = {"indexer": "the masks of the devices are found before the program runs"}
+
+
+def implementation(name: str, kernel: Implementation, method: Method, **options: Any) -> Implementation:
+    """`kernel` on several devices under `name`, with the other options of `attention`.
+
+    Raises:
+      ValueError: its `logsumexp` carries no gradient, or its mask is not the mask object.
+    """
+    if not {"logsumexp", "max_logits"} <= kernel.residuals or "logsumexp" not in kernel.differentiable_residuals:
+        raise ValueError(f"{name}: {kernel.name} must return max_logits and a differentiable logsumexp")
+    call = functools.partial(attention, kernel=kernel.call, method=method, **options)
+    devices = options.get("devices", DEVICES)
+    how = {"all_gather": "all-gather of keys and values", "ring": "keys and values in a ring"}[method]
+    return Implementation(
+        name=name,
+        call=call,
+        description=f"{kernel.name} with its sequence on {devices} devices, {how}, load-balanced order",
+        unsupported={**kernel.unsupported, **UNSUPPORTED},
+        supports_case=kernel.supports_case,
+        arithmetic=kernel.arithmetic,
+        residuals=kernel.residuals,
+        differentiable_residuals=kernel.differentiable_residuals,
+        gradients=kernel.gradients,
+        empty_rows=kernel.empty_rows,
+        behind_mask=kernel.behind_mask,
+        validates=True,
+        platform=kernel.platform,
+        interpreted=kernel.interpreted,
+        variants={"contiguous": functools.partial(call, balanced=False)},
+        memory=kernel.memory,
+        devices=devices,
+    )
+
+
+# Parts in f32: rounded to bf16 each, they would lose more the more devices there are (ring-flash-attention issue 42).
+_WHOLE = block_flash.IMPLEMENTATIONS[0]
+_KERNEL = dataclasses.replace(_WHOLE, call=functools.partial(_WHOLE.call, out_dtype=jnp.float32))
+IMPLEMENTATIONS: tuple[Implementation, ...] = (
+    implementation("block_flash_allgather", _KERNEL, "all_gather"),
+    implementation("block_flash_ring", _KERNEL, "ring"),
+)

@@ -1,0 +1,186 @@
+"""Ring attention: keys and values go round the devices, and each merges what it sees by `logsumexp`.
+
+Liu et al. 2023, arXiv:2310.01889. In the backward pass they go round once more, with their gradients, which arrive
+where they belong after the last step; nothing is saved but a device's own operands and results, so memory is that of
+its share of the sequence. With `W_a = exp(lse_a - lse)` the weight of step `a` in the merged `out` and `lse`, its
+cotangents are
+
+    dout_a = W_a dout        dlse_a = W_a (<dout, out_a> - <dout, out> + dlse)
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from cases.masks import Mask
+from impls.context_parallel.layout import Layout
+from impls.context_parallel.local import Kernel, Local, Operands, Outputs
+from impls.context_parallel.masks import schedule
+from impls.context_parallel.merge import by_row, merge, weight, with_sinks
+
+
+def ring(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    *,
+    kernel: Kernel,
+    mask: Mask,
+    queries: Layout,
+    keys: Layout,
+    axis_name: str,
+    segment_ids: tuple[jax.Array, jax.Array] | None = None,
+    soft_cap: float | None = None,
+    sinks: jax.Array | None = None,
+    bias: jax.Array | None = None,
+    scale: float | None = None,
+) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """Attention of this device's queries; call inside `shard_map`, over the mesh axis `axis_name`.
+
+    A step whose keys no query of the device may attend to computes nothing. Sinks join after the last step, once.
+
+    Args:
+      q: this device's queries `[B, queries.local, N, H]`, as `queries.deal` puts them.
+      k: this device's keys `[B, keys.local, K, H]`, as `keys.deal` puts them.
+      v: its values `[B, keys.local, K, V]`.
+      kernel: the canonical call, with a differentiable `logsumexp`.
+      mask: of the whole sequence.
+      queries: how queries are shared.
+      keys: how keys are.
+      axis_name: the mesh axis.
+      segment_ids: of this device's queries `[B, queries.local]` and keys `[B, keys.local]`.
+      soft_cap: logits become `soft_cap * tanh(logits / soft_cap)`.
+      sinks: `[N]`, the same on every device.
+      bias: `[b, n, t, s]` with the rows of this device's queries, or 1, and the columns of all keys as `keys.deal` puts
+        them, or 1.
+      scale: factor of `<q, k>`, default `1 / sqrt(H)`.
+
+    Returns:
+      f32 `out [B, queries.local, N, V]`, and the residuals.
+    """
+    plan = schedule(mask, queries, keys)
+    steps = _Ring(Local(kernel, plan.masks, soft_cap, scale), plan.table, axis_name)
+    outputs = _attend(steps, Operands(q, k, v, bias, segment_ids))
+    out, logsumexp = outputs.out, outputs.logsumexp
+    if sinks is not None:
+        out, logsumexp = with_sinks(out, logsumexp, sinks)
+    return out, {"logsumexp": logsumexp, "max_logits": outputs.max_logits}
+
+
+@dataclasses.dataclass(frozen=True)
+class _Ring:
+    """What is static: the kernel and its masks, which of them each pair of devices has, and the mesh axis."""
+
+    local: Local
+    table: tuple[tuple[int, ...], ...]
+    axis_name: str
+
+    @property
+    def devices(self) -> int:
+        return len(self.table)
+
+    def source(self, step: jax.Array) -> jax.Array:
+        """Whose keys this device has at `step`."""
+        return (lax.axis_index(self.axis_name) - step) % self.devices
+
+    def index(self, source: jax.Array) -> jax.Array:
+        """Which mask this device's queries have against the keys of `source`."""
+        return jnp.asarray(self.table, jnp.int32)[lax.axis_index(self.axis_name), source]
+
+    def passed_on(self, x: Any) -> Any:
+        """Every array of `x` from the device before."""
+        to_next = [(rank, (rank + 1) % self.devices) for rank in range(self.devices)]
+        pass_on = functools.partial(lax.ppermute, axis_name=self.axis_name, perm=to_next)
+        return jax.tree.map(pass_on, x)
+
+
+def _columns(bias: jax.Array | None, source: jax.Array, length: int) -> jax.Array | None:
+    """The columns of `bias` that belong to the keys of `source`."""
+    if bias is None or bias.shape[3] == 1:
+        return bias
+    return lax.dynamic_slice_in_dim(bias, source * length, length, axis=3)
+
+
+def _at_step(operands: Operands, moving: Any, source: jax.Array) -> Operands:
+    """The operands of a step: this device's queries, and what has come from `source`."""
+    k, v, kv_ids = moving
+    ids = None if operands.segment_ids is None else (operands.segment_ids[0], kv_ids)
+    return Operands(operands.q, k, v, _columns(operands.bias, source, k.shape[1]), ids)
+
+
+def _moving(operands: Operands) -> Any:
+    kv_ids = None if operands.segment_ids is None else operands.segment_ids[1]
+    return operands.k, operands.v, kv_ids
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attend(steps: _Ring, operands: Operands) -> Outputs:
+    def step(carry: Any, number: jax.Array) -> tuple[Any, None]:
+        moving, done = carry
+        coming = steps.passed_on(moving)  # first, so that it can travel while this step computes
+        source = steps.source(number)
+        found = steps.local.forward(steps.index(source), _at_step(operands, moving, source))
+        out, logsumexp = merge(done.out, done.logsumexp, found.out, found.logsumexp)
+        return (coming, Outputs(out, logsumexp, jnp.maximum(done.max_logits, found.max_logits))), None
+
+    q, v = operands.q, operands.v
+    nothing = jnp.full((q.shape[0], q.shape[2], q.shape[1]), -jnp.inf, jnp.float32)
+    start = Outputs(jnp.zeros((*q.shape[:3], v.shape[3]), jnp.float32), nothing, nothing)
+    (_, outputs), _ = lax.scan(step, (_moving(operands), start), jnp.arange(steps.devices, dtype=jnp.int32))
+    return outputs
+
+
+def _forward(steps: _Ring, operands: Operands) -> tuple[Outputs, Any]:
+    outputs = _attend(steps, operands)
+    return outputs, (operands, outputs.out, outputs.logsumexp)
+
+
+def _backward(steps: _Ring, saved: Any, cotangents: Outputs) -> tuple[Operands]:
+    operands, out, logsumexp = saved
+    do, dlse = cotangents.out, cotangents.logsumexp
+    shift = dlse - _row_sums(do, out)
+
+    def of_step(found: Outputs) -> tuple[jax.Array, jax.Array]:
+        share = weight(found.logsumexp, logsumexp)
+        return do * by_row(share), share * (_row_sums(do, found.out) + shift)
+
+    def step(carry: Any, number: jax.Array) -> tuple[Any, None]:
+        moving, travelling, dq, dbias = carry
+        source = steps.source(number)
+        at = _at_step(operands, moving, source)
+        found = steps.local.backward(steps.index(source), at, of_step)
+        dk, dv = travelling
+        travelling = (dk + found.k.astype(jnp.float32), dv + found.v.astype(jnp.float32))
+        dbias = _add_columns(dbias, found.bias, source, at.k.shape[1])
+        return (*steps.passed_on((moving, travelling)), dq + found.q.astype(jnp.float32), dbias), None
+
+    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), operands._replace(segment_ids=None))
+    carry = (_moving(operands), (zeros.k, zeros.v), zeros.q, zeros.bias)
+    (_, (dk, dv), dq, dbias), _ = lax.scan(step, carry, jnp.arange(steps.devices, dtype=jnp.int32))
+    found = Operands(dq, dk, dv, dbias, None)
+    return (jax.tree.map(lambda x, like: x.astype(like.dtype), found, operands._replace(segment_ids=None)),)
+
+
+_attend.defvjp(_forward, _backward)
+
+
+def _row_sums(do: jax.Array, out: jax.Array) -> jax.Array:
+    """`<do, out>`, `[B, N, T]`."""
+    return jnp.einsum("btnv,btnv->bnt", do, out, precision="highest")
+
+
+def _add_columns(total: Any, part: Any, source: jax.Array, length: int) -> Any:
+    """`total` with the gradient of the columns of `source` added."""
+    if total is None:
+        return None
+    part = part.astype(jnp.float32)
+    if total.shape[3] == 1:
+        return total + part
+    old = lax.dynamic_slice_in_dim(total, source * length, length, axis=3)
+    return lax.dynamic_update_slice_in_dim(total, old + part, source * length, axis=3)

@@ -1,0 +1,76 @@
+"""What a call asks for, by the names of `cases.case.FEATURES`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal
+
+import numpy as np
+
+from cases.masks import (
+    And,
+    Bidirectional,
+    Causal,
+    Chunked,
+    Dense,
+    Full,
+    Indexer,
+    Lengths,
+    LoadBalancedCausal,
+    Mask,
+    Or,
+    Window,
+)
+
+Phase = Literal["train", "prefill", "decode"]
+PHASES: tuple[Phase, ...] = ("train", "prefill", "decode")
+OPTIONAL = ("segment_ids", "soft_cap", "sinks", "bias", "scale")
+
+_MASKS: dict[type[Mask], str] = {
+    Full: "full",
+    Causal: "causal",
+    Window: "window",
+    Chunked: "chunked",
+    Bidirectional: "bidirectional",
+    LoadBalancedCausal: "balanced",
+    Lengths: "lengths",
+    Indexer: "indexer",
+}
+_DTYPES = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
+
+
+def phase_of(q_length: int, kv_length: int) -> Phase:
+    """The phase that the lengths suggest: one query of many keys is decoding, fewer queries than keys a chunk."""
+    if q_length == 1 < kv_length:
+        return "decode"
+    return "prefill" if q_length < kv_length else "train"
+
+
+def asked(q: Any, k: Any, v: Any, mask: Mask, options: Mapping[str, Any]) -> tuple[str, ...]:
+    """The features that a call needs; `options` has the optional operands, none where not given."""
+    num_q_heads, num_kv_heads = q.shape[2], k.shape[2]
+    dtype = np.dtype(q.dtype).name
+    found = [_DTYPES.get(dtype, dtype)]
+    found.append("mha" if num_q_heads == num_kv_heads else "mqa" if num_kv_heads == 1 else "gqa")
+    found += mask_features(mask)
+    found += [name for name in OPTIONAL if options.get(name) is not None]
+    if q.shape[3] != v.shape[3]:
+        found.append("v_head_dim")
+    if q.shape[1] != k.shape[1]:
+        found.append("unequal_lengths")
+    return tuple(dict.fromkeys(found))
+
+
+def mask_features(mask: Mask) -> Iterator[str]:
+    """Feature names of a mask object; those of a case's mask spec are the same or more."""
+    if isinstance(mask, And | Or):
+        yield from mask_features(mask.left)
+        yield from mask_features(mask.right)
+        return
+    if type(mask) is Dense:
+        b, n = mask.array.shape[:2]
+        yield from ["dense_batch"] * (b > 1) + ["dense_head"] * (n > 1) or ["dense"]
+        return
+    yield _MASKS.get(type(mask)) or ("dense" if mask.is_computed else "dense_batch")
+    if getattr(mask, "offset", 0):
+        yield "offset"

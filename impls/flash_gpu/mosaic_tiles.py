@@ -1,0 +1,151 @@
+"""Tiles of the Mosaic GPU kernels: products on the tensor cores, which pairs may attend, the softmax so far.
+
+What the Triton kernels read through guarded loads comes here through TMA, whole tiles of arrays that are padded to
+them; so tails are masked, never guarded.
+
+JAX's CPU interpreter of these kernels has no `wgmma` on values, on transposed references or into an accumulator that
+has a value already. There the same tiles are read and multiplied as ordinary arrays; which instruction multiplies, and
+how its operands are swizzled, is what compiling shows and running on a GPU proves.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from cases.masks import And, Lengths, Mask, Or
+from impls.flash_gpu.schedule import Plan, leaf_name
+from impls.flash_gpu.tiles import exp, finite_or_zero
+
+ROWS = 64
+"""Rows of a product of one warpgroup."""
+
+
+class Softmax(NamedTuple):
+    """As `impls.flash_gpu.forward.Running`, of the rows of one warpgroup."""
+
+    maximum: jax.Array  # [ROWS]
+    total: jax.Array  # [ROWS]
+    out: jax.Array  # [ROWS, V]
+
+
+class Span(NamedTuple):
+    """A tile of pairs of one batch row: where it starts, and its sizes."""
+
+    batch: Any
+    q_start: Any
+    kv_start: Any
+    queries: int
+    keys: int
+
+
+def product(plan: Plan, a: Any, b: Any, *, transposed: bool = False) -> jax.Array:
+    """`a @ b`, or `a @ b.T`, in f32; `a` in shared memory or in registers, `b` in shared memory."""
+    shape = (a.shape[0], b.shape[0 if transposed else 1])
+    if plan.interpret:
+        return _product_of_values(a, b, transposed)
+
+    def multiply(accumulator: Any) -> jax.Array:
+        plgpu.wgmma(accumulator, a, b.T if transposed else b)
+        return accumulator[...]
+
+    return pl.run_scoped(multiply, plgpu.WGMMAAccumulatorRef(shape, jnp.float32))
+
+
+def accumulate(plan: Plan, total: jax.Array, a: Any, b: Any) -> jax.Array:
+    """`total + a @ b`, in f32."""
+    if plan.interpret:
+        return total + _product_of_values(a, b, transposed=False)
+
+    def multiply(accumulator: Any) -> None:
+        plgpu.wgmma(accumulator, a, b)
+
+    start = plgpu.WGMMAAccumulatorRef.init(total)  # type: ignore[no-untyped-call] # untyped upstream
+    return pl.run_state(multiply)(start)
+
+
+def _product_of_values(a: Any, b: Any, transposed: bool) -> jax.Array:
+    left = a if isinstance(a, jax.Array) else a[...]
+    dimensions = (((1,), (1 if transposed else 0,)), ((), ()))
+    return lax.dot_general(left, b[...], dimensions, preferred_element_type=jnp.float32)
+
+
+def over_keys(x: jax.Array, keys: int) -> jax.Array:
+    """A value for each row, repeated over `keys` columns."""
+    return lax.broadcast_in_dim(x, (x.shape[0], keys), (0,))
+
+
+def over_queries(x: jax.Array, keys: int) -> jax.Array:
+    """A value for each column, repeated over `keys` rows."""
+    return lax.broadcast_in_dim(x, (keys, x.shape[0]), (1,))
+
+
+def allowed(plan: Plan, inputs: dict[str, Any], span: Span, ids: tuple[Any, Any] | None, *, keys_first: bool) -> Any:
+    """Booleans `[queries, keys]`, or `[keys, queries]`: mask, segments, and that query and key exist.
+
+    Args:
+      plan: the problem.
+      inputs: references by name, of lengths among them.
+      span: the tile.
+      ids: segments of its queries and of its keys.
+      keys_first: which axis comes first.
+    """
+    shape = (span.keys, span.queries) if keys_first else (span.queries, span.keys)
+    q_axis, kv_axis = (1, 0) if keys_first else (0, 1)
+    i = lax.broadcasted_iota(jnp.int32, shape, q_axis) + span.q_start
+    j = lax.broadcasted_iota(jnp.int32, shape, kv_axis) + span.kv_start
+    found = _formula(plan.mask, inputs, span, i, j, itertools.count())
+    if plan.q_length % span.queries:
+        found = found & (i < plan.q_length)  # or keys would count as seen that only a missing query sees
+    if plan.kv_length % span.keys:
+        found = found & (j < plan.kv_length)
+    if ids is not None:
+        q_ids, kv_ids = ids
+        found = found & (
+            lax.broadcast_in_dim(q_ids, shape, (q_axis,)) == lax.broadcast_in_dim(kv_ids, shape, (kv_axis,))
+        )
+    return found
+
+
+def _formula(mask: Mask, inputs: dict[str, Any], span: Span, i: Any, j: Any, places: Iterator[int]) -> Any:
+    """`mask` on a tile; `places` counts the leaves in the order of `cases.masks.leaves`."""
+    if isinstance(mask, And | Or):
+        left = _formula(mask.left, inputs, span, i, j, places)
+        right = _formula(mask.right, inputs, span, i, j, places)
+        return left & right if isinstance(mask, And) else left | right
+    name = leaf_name(next(places))
+    if isinstance(mask, Lengths):
+        return (i >= 0) & (j < inputs[name][span.batch])
+    return mask.allowed(i, j)
+
+
+def hidden_rows(tile: jax.Array, keys_seen: jax.Array) -> jax.Array:
+    """`tile` `[keys, .]` with zero in the rows of keys that no query of `keys_seen` `[keys, queries]` may attend to."""
+    seen = jnp.max(jnp.where(keys_seen, 1.0, 0.0), axis=1)
+    return jnp.where(over_keys(seen, tile.shape[1]) > 0, tile, jnp.zeros_like(tile))
+
+
+def bent(plan: Plan, x: jax.Array) -> tuple[jax.Array, jax.Array | None]:
+    """Scaled logits after the soft cap, and the derivative of the cap there; none without one."""
+    z = x * jnp.float32(plan.scale)
+    if plan.soft_cap is None:
+        return z, None
+    tanh = jnp.tanh(z / jnp.float32(plan.soft_cap))
+    return jnp.float32(plan.soft_cap) * tanh, 1 - tanh * tanh
+
+
+def weigh(old: Softmax, z: jax.Array) -> tuple[Softmax, jax.Array]:
+    """The softmax with one more tile of logits, its `out` rescaled only, and the weights of the tile."""
+    maximum = jnp.maximum(old.maximum, jnp.max(z, axis=1))
+    shift = finite_or_zero(maximum)
+    weights = exp(z - over_keys(shift, z.shape[1]))
+    decay = exp(old.maximum - shift)
+    out = old.out * over_keys(decay, old.out.shape[1])
+    return Softmax(maximum, old.total * decay + jnp.sum(weights, axis=1), out), weights

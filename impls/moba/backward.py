@@ -1,0 +1,109 @@
+"""Backward pass over the same blocks, probabilities recomputed from `logsumexp` (Dao 2023, arXiv:2307.08691).
+
+With `p = exp(z - logsumexp)` and `D_i = <out_i, do_i>`: `dz_ij = p_ij (<do_i, v_j> - D_i + dlse_i)`, and
+`dsink = sum_i exp(sink - logsumexp_i) (dlse_i - D_i)`. The gate only chooses, and gets no gradient. The rows of a bin
+add up in its dk and dv block after block; a row finds its parts of dq where its slots went.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from impls.block_flash.blocks import product, take, varying_axes, varying_over
+from impls.moba.blocks import (
+    Block,
+    Operands,
+    bias_place,
+    compute_block,
+    from_bias_rows,
+    from_bins,
+    from_rows,
+    lanes_of,
+    rows_of,
+)
+from impls.moba.forward import put, slots
+from impls.moba.plan import Plan, Work
+
+Array = jax.Array
+
+
+class _Sums(NamedTuple):
+    """Gradients so far, f32: dq as parts by block, the others in the shapes of `Lanes`."""
+
+    q: Array  # [blocks, block_rows, H]
+    k: Array
+    v: Array
+    bias: Array | None
+
+
+def backward(
+    plan: Plan, operands: Operands, work: Work, out: Array, logsumexp: Array, d_out: Array, d_logsumexp: Array
+) -> Operands:
+    """Gradients of the operands, each in its operand's shape and dtype.
+
+    `out` and `d_out` are `[B, T, N, V]`, `logsumexp` and `d_logsumexp` f32 `[B, N, T]`.
+    """
+    lanes = lanes_of(plan, operands)
+    row_sums = jnp.einsum("btnv,btnv->bnt", out, d_out, precision="highest", preferred_element_type=jnp.float32)
+    row_sums = row_sums - d_logsumexp
+    d_outs, lses, sums_of_rows = rows_of(plan, d_out), logsumexp.reshape(-1), row_sums.reshape(-1)
+
+    def step(number: Array, sums: _Sums) -> _Sums:
+        block = compute_block(plan, lanes, work, number)
+        dtype = block.q.dtype
+        row = jnp.minimum(block.rows, plan.lanes * plan.rows - 1)  # p is zero in rows to spare
+        do = d_outs[row]
+        p = jnp.exp(block.logits - lses[row][:, None])
+        dx = p * (product("rv,jv->rj", do, block.v) - sums_of_rows[row][:, None])
+        if block.slope is not None:
+            dx = dx * block.slope
+        rounded = dx.astype(dtype)
+        dk = product("rj,rh->jh", rounded, block.q)
+        dv = product("rj,rv->jv", p.astype(dtype), do)
+        return _Sums(
+            q=put(sums.q, product("rj,jh->rh", rounded, block.k), number),
+            k=put(sums.k, take(sums.k, block.bin) + dk, block.bin),
+            v=put(sums.v, take(sums.v, block.bin) + dv, block.bin),
+            bias=None if sums.bias is None else _add_bias(plan, sums.bias, dx, block),
+        )
+
+    none = _Sums(
+        q=jnp.zeros((plan.most_blocks, plan.block_rows, lanes.q.shape[-1]), jnp.float32),
+        k=jnp.zeros(lanes.k.shape, jnp.float32),
+        v=jnp.zeros(lanes.v.shape, jnp.float32),
+        bias=None if lanes.bias is None else jnp.zeros(lanes.bias.shape, jnp.float32),
+    )
+    none = varying_over(none, varying_axes((lanes, work, d_out)))
+    sums: _Sums = lax.fori_loop(jnp.zeros_like(work.in_use), work.in_use, step, none)
+    dq = slots(sums.q, work.places, 0).sum(axis=1) * plan.scale
+    return Operands(
+        q=from_rows(plan, dq.astype(operands.q.dtype)),
+        k=from_bins(plan, (sums.k * plan.scale).astype(operands.k.dtype)),
+        v=from_bins(plan, sums.v.astype(operands.v.dtype)),
+        bias=_bias_gradient(plan, sums.bias, operands.bias),
+        sinks=_sink_gradient(operands.sinks, logsumexp, row_sums),
+    )
+
+
+def _add_bias(plan: Plan, total: Array, dx: Array, block: Block) -> Array:
+    """`dx [r, chunk]` added where the bias of its rows came from; rows of one bias row add up."""
+    added = dx if total.shape[2] > 1 or dx.shape[1] == 1 else dx.sum(axis=1, keepdims=True)
+    return total.at[bias_place(plan, total, block.rows, block.bin)].add(added)
+
+
+def _bias_gradient(plan: Plan, total: Array | None, bias: Array | None) -> Array | None:
+    if total is None or bias is None:
+        return None
+    return from_bias_rows(plan, total).astype(bias.dtype)
+
+
+def _sink_gradient(sinks: Array | None, logsumexp: Array, row_sums: Array) -> Array | None:
+    """Gradient `[N]`; `row_sums [B, N, T]` is `D - dlse`."""
+    if sinks is None:
+        return None
+    p = jnp.exp(sinks.astype(jnp.float32)[None, :, None] - logsumexp)
+    return -(p * row_sums).sum(axis=(0, 2)).astype(sinks.dtype)

@@ -1,0 +1,119 @@
+"""Operands in lanes, and what forward and backward both compute of one block of rows and its chunk."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from impls.block_flash.blocks import product, take
+from impls.moba.plan import Plan, Work
+
+Array = jax.Array
+
+
+class Operands(NamedTuple):
+    """Arrays of the canonical call, in its shapes; k, v and bias end with the last query's key."""
+
+    q: Array  # [B, T, N, H]
+    k: Array  # [B, S, K, H]
+    v: Array  # [B, S, K, V]
+    bias: Array | None  # [B or 1, N or 1, T or 1, S or 1]
+    sinks: Array | None  # [N]
+
+
+class Lanes(NamedTuple):
+    """The same by lane (`impls.moba.plan`)."""
+
+    q: Array  # [L R, H]
+    k: Array  # [bins, chunk, H]
+    v: Array  # [bins, chunk, V]
+    bias: Array | None  # [rows of the bias, C or 1, chunk or 1]
+
+
+class Block(NamedTuple):
+    """One block of rows, and the logits of its rows and the keys of its bin."""
+
+    rows: Array  # [r], `L R` for those to spare
+    bin: Array  # []
+    q: Array  # [r, H]
+    k: Array  # [chunk, H]
+    v: Array  # [chunk, V]
+    logits: Array  # [r, chunk] f32, -inf where not allowed
+    slope: Array | None  # derivative of the soft cap, same shape, none without one
+
+
+def lanes_of(plan: Plan, operands: Operands) -> Lanes:
+    """The operands by lane."""
+    return Lanes(
+        q=rows_of(plan, operands.q),
+        k=bins_of(plan, operands.k),
+        v=bins_of(plan, operands.v),
+        bias=None if operands.bias is None else _bias_rows(plan, operands.bias),
+    )
+
+
+def rows_of(plan: Plan, x: Array) -> Array:
+    """`[B, T, N, D]` to `[L R, D]`."""
+    return x.transpose(0, 2, 1, 3).reshape(plan.lanes * plan.rows, x.shape[3])
+
+
+def from_rows(plan: Plan, x: Array) -> Array:
+    """Inverse of `rows_of`."""
+    return x.reshape(plan.batch, plan.num_q_heads, plan.q_length, -1).transpose(0, 2, 1, 3)
+
+
+def bins_of(plan: Plan, x: Array) -> Array:
+    """`[B, S, K, D]` to `[bins, chunk, D]`, the last chunk of a lane filled with zeros."""
+    x = jnp.pad(x, ((0, 0), (0, plan.chunks * plan.moba.chunk - plan.kv_length), (0, 0), (0, 0)))
+    return x.transpose(0, 2, 1, 3).reshape(plan.bins, plan.moba.chunk, x.shape[3])
+
+
+def from_bins(plan: Plan, x: Array) -> Array:
+    """Inverse of `bins_of`."""
+    x = x.reshape(plan.batch, plan.num_kv_heads, plan.chunks * plan.moba.chunk, -1)
+    return x[:, :, : plan.kv_length].transpose(0, 2, 1, 3)
+
+
+def compute_block(plan: Plan, lanes: Lanes, work: Work, number: Array) -> Block:
+    """Block `number`."""
+    rows, which = take(work.rows, number), take(work.bins, number)
+    q, k, v = lanes.q.at[rows].get(mode="fill", fill_value=0), take(lanes.k, which), take(lanes.v, which)
+    logits = product("rh,jh->rj", q, k) * plan.scale
+    if lanes.bias is not None:
+        logits = logits + lanes.bias[bias_place(plan, lanes.bias, rows, which)].astype(jnp.float32)
+    slope = None
+    if plan.soft_cap is not None:
+        bent = jnp.tanh(logits / plan.soft_cap)
+        logits, slope = plan.soft_cap * bent, 1 - bent * bent
+    key = which % plan.chunks * plan.moba.chunk + jnp.arange(plan.moba.chunk, dtype=jnp.int32)
+    # The position of a row to spare is that of no query; a position beyond the last key is never reached.
+    position = plan.position[rows % plan.rows]
+    allowed = (key <= position[:, None]) & (rows < plan.lanes * plan.rows)[:, None]
+    return Block(rows, which, q, k, v, jnp.where(allowed, logits, -jnp.inf), slope)
+
+
+def bias_place(plan: Plan, bias: Array, rows: Array, which: Array) -> tuple[Array, Array]:
+    """Where a block finds its rows in `bias [rows of the bias, C or 1, chunk or 1]`; those to spare, anywhere."""
+    assert plan.bias_shape is not None
+    batch, heads, queries, _ = plan.bias_shape
+    row = jnp.minimum(rows, plan.lanes * plan.rows - 1)
+    query = row % plan.q_length if queries > 1 else 0
+    head = row // plan.q_length % plan.num_q_heads if heads > 1 else 0
+    line = row // (plan.q_length * plan.num_q_heads) if batch > 1 else jnp.zeros_like(row)
+    return (line * heads + head) * queries + query, which % plan.chunks % bias.shape[1]
+
+
+def _bias_rows(plan: Plan, bias: Array) -> Array:
+    """`[b, n, t, s]` to `[b n t, C or 1, chunk or 1]`."""
+    if bias.shape[3] == 1:
+        return bias.reshape(-1, 1, 1)
+    bias = jnp.pad(bias, ((0, 0), (0, 0), (0, 0), (0, plan.chunks * plan.moba.chunk - plan.kv_length)))
+    return bias.reshape(-1, plan.chunks, plan.moba.chunk)
+
+
+def from_bias_rows(plan: Plan, x: Array) -> Array:
+    """Inverse of `_bias_rows`, for an array of its shape."""
+    assert plan.bias_shape is not None
+    return x.reshape(*plan.bias_shape[:3], -1)[..., : plan.bias_shape[3]]

@@ -1,0 +1,92 @@
+"""Forward pass: each block of rows against its chunk, then each row's parts put together.
+
+Parts of a softmax over disjoint keys are merged by their maxima and sums (Milakov & Gimelshein 2018,
+arXiv:1805.02867; Dao et al. 2022, arXiv:2205.14135), as MoBA's authors do it (arXiv:2502.13189, algorithm 1).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from impls.block_flash.blocks import product, varying_axes, varying_over
+from impls.block_flash.forward import finite_or_zero
+from impls.moba.blocks import Lanes, Operands, compute_block, from_rows, lanes_of
+from impls.moba.plan import Plan, Work
+
+Array = jax.Array
+
+
+class Outputs(NamedTuple):
+    """What attention returns."""
+
+    out: Array  # [B, T, N, V]
+    logsumexp: Array  # [B, N, T] f32
+    max_logits: Array  # [B, N, T] f32
+
+
+class Parts(NamedTuple):
+    """Softmax of the rows of each block over the keys of one chunk, f32, not normalised."""
+
+    maximum: Array  # [blocks, block_rows]
+    total: Array  # [blocks, block_rows]
+    out: Array  # [blocks, block_rows, V]
+
+
+def forward(plan: Plan, operands: Operands, work: Work) -> Outputs:
+    """Attention of `operands`. Memory beyond operands and outputs is linear in the lengths."""
+    parts = _parts(plan, lanes_of(plan, operands), work)
+    maximum, total, out = (slots(x, work.places, fill) for x, fill in zip(parts, (-jnp.inf, 0, 0), strict=True))
+    top = maximum.max(axis=-1)  # [L R]
+    pivot = top
+    if operands.sinks is not None:
+        sink = _sink_of_rows(plan, operands.sinks)
+        pivot = jnp.maximum(top, sink)
+    weight = jnp.exp(maximum - pivot[:, None])
+    total = (weight * total).sum(axis=-1)
+    if operands.sinks is not None:
+        total = total + jnp.exp(sink - pivot)
+    out = (weight[..., None] * out).sum(axis=1) / total[:, None]
+    return Outputs(
+        out=from_rows(plan, out.astype(operands.q.dtype)),
+        logsumexp=(pivot + jnp.log(total)).reshape(plan.batch, plan.num_q_heads, plan.q_length),
+        max_logits=top.reshape(plan.batch, plan.num_q_heads, plan.q_length),
+    )
+
+
+def _parts(plan: Plan, lanes: Lanes, work: Work) -> Parts:
+    def step(number: Array, parts: Parts) -> Parts:
+        block = compute_block(plan, lanes, work, number)
+        maximum = block.logits.max(axis=-1)
+        weights = jnp.exp(block.logits - finite_or_zero(maximum)[:, None])
+        out = product("rj,jv->rv", weights.astype(block.v.dtype), block.v)
+        part = Parts(maximum, weights.sum(axis=-1), out)
+        return Parts(*(put(x, y, number) for x, y in zip(parts, part, strict=True)))
+
+    shape = (plan.most_blocks, plan.block_rows)
+    none = Parts(*(jnp.zeros(s, jnp.float32) for s in (shape, shape, (*shape, lanes.v.shape[-1]))))
+    none = varying_over(none, varying_axes((lanes, work)))
+    parts: Parts = lax.fori_loop(jnp.zeros_like(work.in_use), work.in_use, step, none)
+    return parts
+
+
+def put(x: Array, block: Array, number: Array) -> Array:
+    """`x` with its block `number` replaced; inside a loop XLA does this in place."""
+    updated: Array = lax.dynamic_update_index_in_dim(x, block, number, 0)
+    return updated
+
+
+def slots(x: Array, places: Array, fill: float) -> Array:
+    """What the slots of each row got, `[L R, slots, ...]`: `x [blocks, block_rows, ...]`, `fill` in empty ones."""
+    flat = x.reshape(-1, *x.shape[2:])
+    found: Array = flat.at[places].get(mode="fill", fill_value=fill)
+    return found
+
+
+def _sink_of_rows(plan: Plan, sinks: Array) -> Array:
+    """`[L R]` of `[N]`."""
+    by_head = jnp.repeat(sinks.astype(jnp.float32), plan.q_length)
+    return jnp.tile(by_head, plan.batch)

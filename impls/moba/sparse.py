@@ -1,0 +1,124 @@
+"""The block-sparse form: the public call and its derivative rule."""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+
+from cases.masks import Mask
+from impls.moba.backward import backward
+from impls.moba.blocks import Operands, bins_of, rows_of
+from impls.moba.choice import choose
+from impls.moba.forward import Outputs, forward
+from impls.moba.operands import validate
+from impls.moba.plan import Plan, Work, divide
+
+
+def attention(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    *,
+    mask: Mask,
+    segment_ids: tuple[jax.Array, jax.Array] | None = None,
+    soft_cap: float | None = None,
+    sinks: jax.Array | None = None,
+    bias: jax.Array | None = None,
+    scale: float | None = None,
+    save_residuals: bool = False,
+    most_rows: int = 256,
+) -> Any:
+    """Mixture of block attention (Lu et al. 2025, arXiv:2502.13189), computing only what queries choose.
+
+    A query attends to the keys up to its own in its own chunk, and to the `topk - 1` earlier chunks of the highest
+    `<q_i, mean of the chunk's keys>`, ties going to the earlier chunk. The gates are computed in f32 and get no
+    gradient. Queries that take a chunk are gathered in blocks, so that work and memory follow `T * topk * chunk`, and
+    memory is linear in the lengths.
+
+    Every operand is differentiable in reverse mode, and `logsumexp` is; `max_logits` has gradient zero. The residuals
+    of the backward are tagged `"out"` and `"logsumexp"` for `jax.checkpoint` policies.
+
+    Args:
+      q: queries `[B, T, N, H]`; query `i` is at position `i + mask.offset`, `S - 1` in decode.
+      k: keys `[B, S, K, H]`, `N % K == 0`; the last chunk may be shorter.
+      v: values `[B, S, K, V]`.
+      mask: a `cases.moba.Moba`.
+      segment_ids: must be None.
+      soft_cap: logits become `soft_cap * tanh(logits / soft_cap)`; the gates have none.
+      sinks: `[N]`, one more logit in each query head's softmax denominator.
+      bias: broadcastable to `[B, N, T, S]`, added after the scale and before the soft cap; the gates have none.
+      scale: factor of `<q, k>`, default `1 / sqrt(H)`.
+      save_residuals: also return `logsumexp` and `max_logits`.
+      most_rows: queries a block at most, a power of two.
+
+    Returns:
+      `out [B, T, N, V]` in q's dtype, or `(out, {"logsumexp": ..., "max_logits": ...})`, both f32 `[B, N, T]`.
+
+    Raises:
+      ValueError: an operand, the mask or an option is not as above; the message names it.
+      NotImplementedError: segment ids, or another mask than `Moba`.
+    """
+    moba = validate(q, k, v, mask=mask, segment_ids=segment_ids, soft_cap=soft_cap, sinks=sinks, bias=bias, scale=scale)
+    if most_rows < 1:
+        raise ValueError(f"most_rows must be at least 1, got {most_rows}")
+    q, k, v = (jnp.asarray(x) for x in (q, k, v))
+    used = moba.offset + q.shape[1]  # nobody attends to what comes after the last query
+    if bias is not None:
+        bias = jnp.asarray(bias)
+        bias = bias if bias.shape[3] == 1 else bias[..., :used]
+    sinks = None if sinks is None else jnp.asarray(sinks)
+    operands = Operands(q, k[:, :used], v[:, :used], bias, sinks)
+    plan = Plan(
+        moba=moba,
+        batch=q.shape[0],
+        num_q_heads=q.shape[2],
+        num_kv_heads=k.shape[2],
+        q_length=q.shape[1],
+        kv_length=used,
+        scale=1 / math.sqrt(q.shape[3]) if scale is None else float(scale),
+        soft_cap=None if soft_cap is None else float(soft_cap),
+        bias_shape=None if bias is None else bias.shape,
+        most_rows=most_rows,
+    )
+    outputs = _attend(plan, operands)
+    if not save_residuals:
+        return outputs.out
+    return outputs.out, {"logsumexp": outputs.logsumexp, "max_logits": outputs.max_logits}
+
+
+def _choose_and_attend(plan: Plan, operands: Operands) -> Outputs:
+    q, k = (lax.stop_gradient(x) for x in (operands.q, operands.k))
+    rows = rows_of(plan, q).reshape(plan.lanes, plan.rows, -1)
+    keys = bins_of(plan, k).reshape(plan.lanes, plan.chunks, plan.moba.chunk, -1)
+    return _flash(plan, operands, divide(plan, choose(plan.moba, rows, keys, plan.position)))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _flash(plan: Plan, operands: Operands, work: Work) -> Outputs:
+    return forward(plan, operands, work)
+
+
+_Residuals = tuple[Operands, Work, jax.Array, jax.Array]
+
+
+def _flash_forward(plan: Plan, operands: Operands, work: Work) -> tuple[Outputs, _Residuals]:
+    outputs = forward(plan, operands, work)
+    out = checkpoint_name(outputs.out, "out")  # type: ignore[no-untyped-call]  # JAX leaves it untyped
+    logsumexp = checkpoint_name(outputs.logsumexp, "logsumexp")  # type: ignore[no-untyped-call]  # likewise
+    return Outputs(out, logsumexp, outputs.max_logits), (operands, work, out, logsumexp)
+
+
+def _flash_backward(plan: Plan, residuals: _Residuals, cotangents: Outputs) -> tuple[Operands, None]:
+    return backward(plan, *residuals, cotangents.out, cotangents.logsumexp), None
+
+
+_flash.defvjp(_flash_forward, _flash_backward)
+
+# Jitted so that calls outside `jit` compile once for each plan, not once a call.
+_attend = jax.jit(_choose_and_attend, static_argnums=0)

@@ -1,0 +1,107 @@
+"""Attention over a quantised cache: the products are scaled, or the cache is dequantised first."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from cases.case import KV_FEATURES, Case
+from cases.masks import Full, Mask
+from conformance.contract import Arithmetic, Implementation, validate_mask, validate_operands
+from impls.dot_product.attention import allowed_pairs, attend
+
+Scales = tuple[jax.Array, jax.Array]
+
+
+def attention(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    *,
+    kv_scales: Scales | None = None,
+    mask: Mask = Full(),  # noqa: B008  a frozen value, the same for every call
+    segment_ids: tuple[jax.Array, jax.Array] | None = None,
+    soft_cap: float | None = None,
+    sinks: jax.Array | None = None,
+    bias: jax.Array | None = None,
+    scale: float | None = None,
+    save_residuals: bool = False,
+    dequantize: bool = False,
+) -> Any:
+    """Softmax attention over keys `k * k_scale` and values `v * v_scale`, with all logits in memory.
+
+    Scales stand outside both products, `<q, k_j> k_scale_j` and `sum_j (p_j v_scale_j) v_j`, which then multiply
+    numbers as they are stored, in f32. That needs scales that are the same along the depth, as these are.
+
+    Args:
+      q: queries `[B, T, N, H]`.
+      k: stored keys `[B, S, K, H]`, int8, int4 or float8_e4m3fn.
+      v: stored values `[B, S, K, V]`, likewise.
+      kv_scales: of k and of v, f32 `[B or 1, S or 1, K]`: for each token, or for each head.
+      mask, segment_ids, soft_cap, sinks, bias, scale, save_residuals: as in `impls.dot_product.attention`.
+      dequantize: multiply k and v by their scales first, and round them to q's dtype.
+
+    Returns:
+      `out [B, T, N, V]` in q's dtype, or `(out, {"logsumexp": ..., "max_logits": ...})`, both f32 `[B, N, T]`.
+
+    Raises:
+      ValueError: an operand is not as above; the message names it.
+      NotImplementedError: without `kv_scales`, which `impls.dot_product` is for.
+    """
+    options: dict[str, Any] = {"soft_cap": soft_cap, "sinks": sinks, "bias": bias, "scale": scale}
+    validate_operands(q, k, v, segment_ids=segment_ids, kv_scales=kv_scales, **options)
+    validate_mask(mask, q.shape[0], q.shape[2], q.shape[1], k.shape[1])
+    if kv_scales is None:
+        raise NotImplementedError("kv_scales: only quantised caches; impls.dot_product takes plain keys and values")
+    q, k, v = (jnp.asarray(x) for x in (q, k, v))
+    allowed = allowed_pairs(mask, segment_ids, q.shape[1], k.shape[1], k.shape[2])
+    options |= {"allowed": allowed, "save_residuals": save_residuals}
+    if dequantize:
+        k, v = (_dequantized(x, s).astype(q.dtype) for x, s in zip((k, v), kv_scales, strict=True))
+        return attend(q, k, v, **options)
+    k_scales, v_scales = (jnp.asarray(s, jnp.float32) for s in kv_scales)
+    return attend(q, k, v, kv_scales=(k_scales, v_scales), **options)
+
+
+def _dequantized(stored: jax.Array, scales: Any) -> jax.Array:
+    return stored.astype(jnp.float32) * jnp.asarray(scales, jnp.float32)[..., None]
+
+
+def _only_caches(case: Case) -> str | None:
+    if case.phase == "train":
+        return "train: a cache is read, not differentiated"
+    return None if case.kv_cache else f"{case.phase}: only from a quantised cache"
+
+
+def _implementation(name: str, description: str, *, dequantize: bool) -> Implementation:
+    return Implementation(
+        name=name,
+        call=functools.partial(attention, dequantize=dequantize),
+        description=description,
+        offers=KV_FEATURES,
+        supports_case=_only_caches,
+        arithmetic=Arithmetic(cache="input" if dequantize else "f32", probabilities="input" if dequantize else "f32"),
+        gradients=frozenset(),
+        differentiable_residuals=frozenset(),
+        empty_rows="zero",
+        behind_mask="any",
+        validates=True,
+        variants={} if dequantize else {"dequantized": functools.partial(attention, dequantize=True)},
+    )
+
+
+IMPLEMENTATIONS: tuple[Implementation, ...] = (
+    _implementation(
+        "quantized_kv",
+        "dot-product attention over an int8, int4 or fp8 cache, by products that are scaled, any backend",
+        dequantize=False,
+    ),
+    _implementation(
+        "quantized_kv_dequantized",
+        "dot-product attention over an int8, int4 or fp8 cache that is dequantised first, any backend",
+        dequantize=True,
+    ),
+)

@@ -1,0 +1,236 @@
+"""Decode attention over a padded cache: the public calls, and what they refuse."""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from cases.masks import Full, Mask
+from conformance.contract import validate_mask, validate_operands
+from impls import merging
+from impls.flash_gpu.block_sizes import SMALLEST
+from impls.merging import Part
+from impls.ragged import gpu, portable, tpu
+from impls.ragged.problem import Operands, Problem, lower, queries_of, rows_of
+from impls.versions import interpret_or
+
+Backend = Literal["portable", "tpu", "gpu"]
+BLOCK = {"portable": 256, "tpu": 512, "gpu": 64}
+"""Keys a block by default. A block of 512 keys of depth 128 is 128 KiB in bf16: large enough that a TPU's fetch of it
+takes longer than a step costs to start; 64 is what Triton pipelines in shared memory. Reasoned, not measured."""
+
+UNSUPPORTED = {
+    "train": "decode attention passes no gradient",
+    "segment_ids": "sequences of a cache are batch rows",
+    "bias": "takes no bias",
+    "dense": "queries see one run of keys",
+    "dense_head": "queries see one run of keys",
+    "dense_batch": "queries see one run of keys",
+    "indexer": "queries see one run of keys",
+    "bidirectional": "queries see one run of keys",
+    "balanced": "queries are consecutive tokens",
+}
+
+
+class Options(NamedTuple):
+    """How a back end runs."""
+
+    backend: Backend
+    block_kv: int
+    num_splits: int | None
+    interpret: Any
+
+
+def parts(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    *,
+    mask: Mask = Full(),  # noqa: B008  a frozen value, the same for every call
+    lengths: Any = None,
+    positions: Any = None,
+    segment_ids: Any = None,
+    soft_cap: float | None = None,
+    sinks: jax.Array | None = None,
+    bias: Any = None,
+    scale: float | None = None,
+    backend: Backend = "portable",
+    block_kv: int | None = None,
+    num_splits: int | None = None,
+    interpret: Any = None,
+) -> Part:
+    """Attention of a few query tokens over a padded cache, not normalised (contract, section 4).
+
+    `out / sum` is attention over the keys that exist, and parts over disjoint sets of keys merge with `impls.merging`:
+    a prompt's cache with that of what was generated since, or one device's share of a cache with another's. Blocks that
+    hold no key that a query sees are neither fetched nor computed.
+
+    Query token `t` of batch row `b` is at position `positions[b] + t`, and sees key `j` if `j < lengths[b]` and `mask`
+    allows it at that position.
+
+    Args:
+      q: queries `[B, T, N, H]`, T of 1 or a few: draft tokens, or a chunk of a prompt.
+      k: keys `[B, S, K, H]`, `N % K == 0`; whatever is at `lengths[b]` and beyond is never looked at.
+      v: values `[B, S, K, V]`.
+      mask: Causal, Window, Chunked, Lengths, Full and their conjunctions.
+      lengths: int32 `[B]`, how many keys exist, 0 to S; by default S. May be traced, and is clipped to 0 to S then.
+      positions: int32 `[B]`, position of the first query among the keys; by default 0, so that an offset of the mask is
+        the position. For a window that moves with each sequence: `lengths - T`.
+      segment_ids: refused.
+      soft_cap: logits become `soft_cap * tanh(logits / soft_cap)`.
+      sinks: `[N]`, one more logit in each query head's sum; for one part of a merge only.
+      bias: refused.
+      scale: factor of `<q, k>`, default `1 / sqrt(H)`.
+      backend: `"portable"` JAX, or a Pallas kernel for `"tpu"` or `"gpu"`.
+      block_kv: keys a block, by default `BLOCK`.
+      num_splits: programs that share a sequence on a GPU; by default as many as fill it.
+      interpret: as `pallas_call` takes it; by default true unless the process runs on the back end's platform.
+
+    Returns:
+      f32 `out [B, T, N, V]`, `max [B, T, N, 1]`, `sum [B, T, N, 1]`; zero, -inf and zero where there is no key.
+
+    Raises:
+      ValueError: an operand, the mask or an option is not as above; the message names it.
+      NotImplementedError: an operand that is refused, another mask or dtype, too many query tokens for the back end, or
+        differentiation.
+    """
+    chosen = Options(*_checked(backend, block_kv, num_splits), interpret=interpret)
+    _refuse(q, k, segment_ids, bias, chosen)
+    validate_operands(q, k, v, soft_cap=soft_cap, sinks=sinks, scale=scale)
+    batch, q_length, num_q_heads, head_dim = q.shape
+    kv_length, num_kv_heads = k.shape[1:3]
+    validate_mask(mask, batch, num_q_heads, q_length, kv_length)
+    formula, own_lengths, own_positions = lower(mask, batch, kv_length)
+    given = _vector("lengths", lengths, batch, highest=kv_length)
+    moved = _vector("positions", positions, batch, highest=None)
+    problem = Problem(
+        mask=formula,
+        q_length=q_length,
+        group=num_q_heads // num_kv_heads,
+        kv_length=kv_length,
+        scale=1 / math.sqrt(head_dim) if scale is None else float(scale),
+        soft_cap=None if soft_cap is None else float(soft_cap),
+        exact=True,
+    )
+    operands = Operands(
+        q=rows_of(jnp.asarray(q), num_kv_heads),
+        k=jnp.asarray(k),
+        v=jnp.asarray(v),
+        lengths=jnp.asarray(own_lengths) if given is None else jnp.minimum(given, own_lengths),
+        positions=jnp.asarray(own_positions) if moved is None else moved + own_positions,
+    )
+    part = queries_of(_attend(problem, chosen, operands), q_length)
+    return part if sinks is None else merging.merge([part, merging.of_sinks(jnp.asarray(sinks))])
+
+
+def attention(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    *,
+    sinks: jax.Array | None = None,
+    save_residuals: bool = False,
+    **options: Any,
+) -> Any:
+    """Softmax attention of a few query tokens over a padded cache: `parts`, normalised.
+
+    Args:
+      q: as for `parts`.
+      k: likewise.
+      v: likewise.
+      sinks: `[N]`, one more logit in each query head's softmax denominator.
+      save_residuals: also return `logsumexp` and `max_logits`.
+      **options: the other arguments of `parts`.
+
+    Returns:
+      `out [B, T, N, V]` in q's dtype, or `(out, {"logsumexp": ..., "max_logits": ...})`, both f32 `[B, N, T]`. A query
+      that sees no key gets `out = 0`, `logsumexp = -inf` (or its sink) and `max_logits = -inf`.
+
+    Raises:
+      ValueError: as `parts`.
+      NotImplementedError: likewise.
+    """
+    validate_operands(q, k, v, sinks=sinks)
+    part = parts(q, k, v, **options)
+    every = part if sinks is None else merging.merge([part, merging.of_sinks(jnp.asarray(sinks))])
+    found = merging.normalise(every)
+    out = found.out.astype(q.dtype)
+    if not save_residuals:
+        return out
+    return out, {"logsumexp": found.logsumexp.swapaxes(1, 2), "max_logits": part.max[..., 0].swapaxes(1, 2)}
+
+
+def _checked(backend: Backend, block_kv: int | None, num_splits: int | None) -> tuple[Backend, int, int | None]:
+    if backend not in BLOCK:
+        raise ValueError(f"backend must be one of {', '.join(BLOCK)}, got {backend!r}")
+    block = BLOCK[backend] if block_kv is None else block_kv
+    step = {"portable": 1, "tpu": tpu.SUBLANES, "gpu": SMALLEST}[backend]
+    if block <= 0 or block % step:
+        raise ValueError(f"block_kv must be a positive multiple of {step} for backend {backend!r}, got {block}")
+    if backend == "gpu" and block & (block - 1):
+        raise ValueError(f"block_kv must be a power of two for backend 'gpu', got {block}")
+    if num_splits is not None and num_splits <= 0:
+        raise ValueError(f"num_splits must be positive or None (automatic), got {num_splits}")
+    return backend, block, num_splits
+
+
+def _refuse(q: Any, k: Any, segment_ids: Any, bias: Any, options: Options) -> None:
+    """Refuse what is not supported, where the operands are such that it can be told."""
+    for name, operand in (("segment_ids", segment_ids), ("bias", bias)):
+        if operand is not None:
+            raise NotImplementedError(f"ragged does not support {name}: {UNSUPPORTED[name]}")
+    dtypes = ("float32", "bfloat16") if options.backend == "tpu" else ("float32", "bfloat16", "float16")
+    if str(getattr(q, "dtype", "")) not in dtypes:
+        raise NotImplementedError(
+            f"ragged does not support q, k and v in {getattr(q, 'dtype', type(q))} with backend {options.backend!r}, "
+            f"only in {', '.join(dtypes)}"
+        )
+    if options.backend == "tpu" and np.ndim(q) == np.ndim(k) == 4 and k.shape[2]:
+        rows = q.shape[1] * q.shape[2] // k.shape[2]
+        if rows > tpu.MOST_ROWS:
+            raise NotImplementedError(
+                f"ragged does not support {rows} rows (query tokens times query heads a key/value head) with backend "
+                f"'tpu', at most {tpu.MOST_ROWS}: cut the queries in chunks"
+            )
+
+
+def _vector(name: str, values: Any, batch: int, *, highest: int | None) -> jax.Array | None:
+    """Lengths or positions as int32 `[B]`; their values are checked where they are known."""
+    if values is None:
+        return None
+    if np.shape(values) != (batch,):
+        raise ValueError(f"{name} must have shape {(batch,)}, one a batch row, got {np.shape(values)}")
+    array = jnp.asarray(values)
+    if not jnp.issubdtype(array.dtype, jnp.integer):
+        raise ValueError(f"{name} must be integers, got {array.dtype}")
+    if highest is not None and not isinstance(array, jax.core.Tracer):
+        known = np.asarray(array)
+        if known.min() < 0 or known.max() > highest:
+            raise ValueError(f"{name} must be in 0..{highest}, the size of the cache, got {known.tolist()}")
+    return array.astype(jnp.int32)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
+def _run(problem: Problem, options: Options, operands: Operands) -> Part:
+    if options.backend == "portable":
+        return portable.attend(problem, operands, block_kv=options.block_kv)
+    interpret = interpret_or(options.interpret, options.backend)
+    if options.backend == "tpu":
+        return tpu.attend(problem, operands, block_kv=options.block_kv, interpret=interpret)
+    return gpu.attend(
+        problem, operands, block_kv=options.block_kv, num_splits=options.num_splits, interpret=bool(interpret)
+    )
+
+
+@_run.defjvp
+def _no_derivative(problem: Problem, options: Options, primals: Any, tangents: Any) -> Any:
+    raise NotImplementedError(f"ragged does not support train: {UNSUPPORTED['train']}")
+
+
+# Jitted so that calls outside `jit` compile once for each problem, not once a call.
+_attend = jax.jit(_run, static_argnums=(0, 1))

@@ -1,0 +1,179 @@
+"""Decode attention for GPUs in Pallas (Triton): the keys of a sequence are split over programs, and merged at the end.
+
+One query token has too few rows to fill a GPU, a long cache has enough keys (Dao, Haziza, Massa and Sizov 2023,
+"Flash-Decoding"). A program owns a share of the blocks that hold a key of its sequence, so shares are equal whatever
+the lengths are, and one that has none ends at once. The cache is read where it lies, `[B, S, K, .]`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from impls.block_flash.blocks import varying_axes, varying_over
+from impls.flash_gpu.block_sizes import padded
+from impls.flash_gpu.operands import array_of
+from impls.flash_gpu.tiles import exp, hide, load_rows, positions, seen, store_rows, store_values
+from impls.merging import Part, merge_axis
+from impls.ragged.problem import Operands, Problem, allowed, block_range, capped, finite
+from impls.versions import triton_call
+
+MOST_ROWS = 64
+"""Rows of a tile: as many as keep the accumulator in registers. More of them are other programs."""
+
+# Two programs for each multiprocessor of GPUs that have 108 to 148 of them.
+_PROGRAMS = 256
+
+Arrays = dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Launch:
+    """A grid of programs `(split and tile of rows, key/value head, batch row)`."""
+
+    problem: Problem
+    block: int
+    tile: int
+    splits: int
+    rows: int
+    depth: int
+    v_depth: int
+
+    @property
+    def row_tiles(self) -> int:
+        return -(-self.rows // self.tile)
+
+    @property
+    def kv_tail(self) -> int:
+        """Keys, the last block's missing ones included."""
+        return -(-self.problem.kv_length // self.block) * self.block
+
+    def place(self, number: Any) -> tuple[Any, Any]:
+        """Split, and tile of rows, of a program."""
+        return lax.div(number, jnp.int32(self.row_tiles)), lax.rem(number, jnp.int32(self.row_tiles))
+
+    def of_keys(self, columns: int) -> pl.BlockSpec:
+        """All keys of the program's head, of an array `[B, S, K, .]`."""
+        return pl.BlockSpec((None, self.kv_tail, None, columns), lambda i, h, b: (b, jnp.int32(0), h, jnp.int32(0)))
+
+    def of_parts(self, *columns: int) -> pl.BlockSpec:
+        """The program's rows of its split, of an array `[B, K, splits, R, (.)]`."""
+
+        def index(i: Any, h: Any, b: Any) -> tuple[Any, ...]:
+            split, rows = self.place(i)
+            return (b, h, split, rows, *(jnp.int32(0) for _ in columns))
+
+        return pl.BlockSpec((None, None, None, self.tile, *columns), index)
+
+
+def attend(problem: Problem, operands: Operands, *, block_kv: int, num_splits: int | None, interpret: bool) -> Part:
+    """The part over every key that exists, arrays `[B, K, R, .]`.
+
+    Args:
+      problem: what is fixed.
+      operands: of the call.
+      block_kv: keys a tile, a power of two of at least 16; cut to the cache.
+      num_splits: programs that share a sequence; by default as many as fill the GPU.
+      interpret: run in Pallas's interpreter.
+    """
+    launch = _launch(problem, operands, block_kv, num_splits)
+    batch, num_kv_heads = operands.q.shape[:2]
+    first, count = block_range(problem, operands.lengths, operands.positions, launch.block)
+    arrays: Arrays = operands._asdict() | {"first": first, "count": count}
+    whole = pl.BlockSpec((batch,), lambda i, h, b: (jnp.int32(0),))
+    rows = pl.BlockSpec(
+        (None, None, launch.row_tiles * launch.tile, padded(launch.depth)),
+        lambda i, h, b: (b, h, jnp.int32(0), jnp.int32(0)),
+    )
+    keys = {"k": launch.of_keys(padded(launch.depth)), "v": launch.of_keys(padded(launch.v_depth))}
+    # `shard_map` checks over which mesh axes arrays differ: outputs must say so as the operands do.
+    arrays = varying_over(arrays, varying_axes(arrays))
+    varying = jax.typeof(arrays["q"]).manual_axis_type
+    parts = (batch, num_kv_heads, launch.splits, launch.rows)
+    found = triton_call(
+        functools.partial(_kernel, launch),
+        name="ragged_decode",
+        grid=(launch.splits * launch.row_tiles, num_kv_heads, batch),
+        in_specs=dict.fromkeys(("lengths", "positions", "first", "count"), whole) | {"q": rows} | keys,
+        out_shapes={
+            "out": array_of((*parts, launch.v_depth), jnp.float32, varying),
+            "max": array_of(parts, jnp.float32, varying),
+            "sum": array_of(parts, jnp.float32, varying),
+        },
+        out_specs={
+            "out": launch.of_parts(padded(launch.v_depth)),
+            "max": launch.of_parts(),
+            "sum": launch.of_parts(),
+        },
+        num_warps=4,
+        num_stages=2,
+        interpret=interpret,
+    )(arrays)
+    return merge_axis(Part(found["out"], found["max"][..., None], found["sum"][..., None]), axis=2)
+
+
+def _launch(problem: Problem, operands: Operands, block_kv: int, num_splits: int | None) -> _Launch:
+    batch, num_kv_heads, rows, depth = operands.q.shape
+    block, tile = min(block_kv, padded(problem.kv_length)), min(MOST_ROWS, padded(rows))
+    wanted = -(-_PROGRAMS // (batch * num_kv_heads * -(-rows // tile))) if num_splits is None else num_splits
+    most = -(-problem.kv_length // block)
+    return _Launch(
+        problem=problem,
+        block=block,
+        tile=tile,
+        splits=max(1, min(wanted, most)),
+        rows=rows,
+        depth=depth,
+        v_depth=operands.v.shape[3],
+    )
+
+
+def _kernel(launch: _Launch, inputs: Arrays, outputs: Arrays) -> None:
+    """The part over one split's share of the blocks of one sequence."""
+    problem, tile = launch.problem, launch.tile
+    (split, row_tile), batch = launch.place(pl.program_id(0)), pl.program_id(2)
+    length, position = inputs["lengths"][batch], inputs["positions"][batch]
+    first, count = inputs["first"][batch], inputs["count"][batch]
+    share = lax.div(count + jnp.int32(launch.splits - 1), jnp.int32(launch.splits))
+    begin, end = split * share, jnp.minimum((split + 1) * share, count)
+    start = row_tile * tile
+    q = load_rows(inputs["q"], start, tile, launch.rows, launch.depth)
+    # Rows that only fill the tile see what the last query sees, and so no key that none does.
+    t = jnp.minimum(lax.div(positions(start, tile), jnp.int32(problem.group)), problem.q_length - 1)
+    i = (position + t)[:, None]
+
+    def visit(number: Any, old: Part) -> Part:
+        kv_start = (first + number) * launch.block
+        k = load_rows(inputs["k"], kv_start, launch.block, problem.kv_length, launch.depth)
+        v = load_rows(inputs["v"], kv_start, launch.block, problem.kv_length, launch.v_depth)
+        found = allowed(problem, length, i, positions(kv_start, launch.block)[None, :])
+        z = jnp.where(found, capped(problem, _product(problem, q, k, 1)), -jnp.inf)
+        top = jnp.maximum(old.max, jnp.max(z, axis=1))
+        shift = finite(top)
+        weights, decay = exp(z - shift[:, None]), exp(old.max - shift)
+        # What no query sees may be NaN, and 0 * NaN is not 0.
+        out = _product(problem, weights.astype(v.dtype), hide(v, seen(found)), 0)
+        return Part(old.out * decay[:, None] + out, top, old.sum * decay + jnp.sum(weights, axis=1))
+
+    part = Part(
+        out=jnp.zeros((tile, padded(launch.v_depth)), jnp.float32),
+        max=jnp.full((tile,), -jnp.inf, jnp.float32),
+        sum=jnp.zeros((tile,), jnp.float32),
+    )
+    part = lax.fori_loop(begin, end, visit, part)
+    store_rows(outputs["out"], start, part.out, launch.rows, launch.v_depth)
+    store_values(outputs["max"], start, part.max, launch.rows)
+    store_values(outputs["sum"], start, part.sum, launch.rows)
+
+
+def _product(problem: Problem, a: jax.Array, b: jax.Array, axis: int) -> jax.Array:
+    """Sum over the last axis of `a` and over `axis` of `b`, in f32."""
+    precision = lax.Precision.HIGHEST if problem.exact and a.dtype == jnp.float32 else lax.Precision.DEFAULT
+    dimensions = (((1,), (axis,)), ((), ()))
+    return lax.dot_general(a, b, dimensions, precision=precision, preferred_element_type=jnp.float32)

@@ -1,0 +1,180 @@
+"""Decode attention for TPUs in Pallas: one grid step for each block that holds a key, and none for any other.
+
+The steps (`impls.ragged.schedule`) are prefetched to scalar memory, and the grid is as long as they are. Since the
+blocks of all sequences are one list, the pipeline fetches the first block of the next sequence while the last one of
+this is computed. The running softmax is in the outputs themselves, which stay in VMEM for as long as the steps of a
+sequence follow one another.
+
+The kernel reads a cache with heads before keys, `[B, K, S, .]`. One that is kept in that order is used as it is; the
+canonical order is transposed first.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from impls.merging import Part
+from impls.ragged.problem import Operands, Problem, allowed, capped, finite
+from impls.ragged.schedule import Steps, steps_of
+
+LANES = 128
+SUBLANES = 8
+MOST_ROWS = 1024
+"""Rows (query tokens times query heads a key/value head) whose logits fit VMEM beside a block of keys."""
+
+# Of the 16 MiB that a kernel may take by default; the rest is for values between loads and stores.
+_VMEM = 6 * 2**20
+
+Semantics = tuple[Literal["parallel", "arbitrary"], ...]
+Schedule = Callable[[Problem, jax.Array, jax.Array, int], Steps]
+
+
+def attend(
+    problem: Problem,
+    operands: Operands,
+    *,
+    block_kv: int,
+    heads_first: bool = False,
+    interpret: Any,
+    schedule: Schedule = steps_of,
+) -> Part:
+    """The part over every key that exists, arrays `[B, K, R, .]`.
+
+    Args:
+      problem: what is fixed.
+      operands: of the call; with `heads_first`, k and v are `[B, K, S, .]`.
+      block_kv: keys a block, a multiple of 8; cut to the cache.
+      heads_first: the order of the cache.
+      interpret: as `pallas_call` takes it.
+      schedule: makes the steps.
+    """
+    k, v = (x if heads_first else x.swapaxes(1, 2) for x in (operands.k, operands.v))
+    batch, num_kv_heads, given, depth = operands.q.shape
+    rows = -(-given // SUBLANES) * SUBLANES
+    q = jnp.pad(operands.q, ((0, 0), (0, 0), (0, rows - given), (0, 0)))
+    block = min(block_kv, problem.kv_length)
+    heads = heads_together(num_kv_heads, rows, block, (depth, v.shape[3]), q.dtype.itemsize)
+    steps = schedule(problem, operands.lengths, operands.positions, block)
+    scalars = (steps.row, steps.kv_row, steps.kv_block, steps.blocks, operands.lengths, operands.positions)
+
+    def of_row(width: int) -> pl.BlockSpec:
+        return pl.BlockSpec((None, heads, rows, width), lambda h, s, row, *_: (row[s], h, 0, 0))
+
+    def of_block(width: int) -> pl.BlockSpec:
+        def index(h: Any, s: Any, row: Any, kv_row: Any, kv_block: Any, *_: Any) -> tuple[Any, ...]:
+            return kv_row[s], h, kv_block[s], 0
+
+        return pl.BlockSpec((None, heads, block, width), index)
+
+    widths = (v.shape[3], LANES, LANES)  # of out, max and sum
+    semantics: Semantics = ("parallel", "arbitrary")
+    found = Part(
+        *pl.pallas_call(
+            functools.partial(_kernel, problem),
+            out_shape=[_f32((batch, num_kv_heads, rows, width)) for width in widths],
+            grid_spec=pltpu.PrefetchScalarGridSpec(
+                num_scalar_prefetch=len(scalars),
+                grid=(num_kv_heads // heads, steps.total),
+                in_specs=[of_row(depth), of_block(depth), of_block(v.shape[3])],
+                out_specs=[of_row(width) for width in widths],
+            ),
+            compiler_params=pltpu.CompilerParams(dimension_semantics=semantics),
+            interpret=interpret,
+            name="ragged_decode",
+        )(*scalars, q, k, v)
+    )
+    return Part(found.out[:, :, :given], found.max[:, :, :given, :1], found.sum[:, :, :given, :1])
+
+
+def heads_together(num_kv_heads: int, rows: int, block: int, depths: tuple[int, int], itemsize: int) -> int:
+    """Key/value heads a step: as many as fit, so that a step has enough to do for what it costs to start it."""
+    h, v = (-(-depth // LANES) * LANES for depth in depths)
+    fetched = 2 * (block * (h + v) + rows * h) * itemsize
+    kept = 2 * rows * (v + 2 * LANES) * 4
+    between = 3 * rows * block * 4 + block * v * 4
+    most = max(1, _VMEM // (fetched + kept + between))
+    return max(n for n in range(1, num_kv_heads + 1) if num_kv_heads % n == 0 and n <= most)
+
+
+def _kernel(
+    problem: Problem,
+    row_ref: Any,
+    kv_row_ref: Any,
+    kv_block_ref: Any,
+    blocks_ref: Any,
+    lengths_ref: Any,
+    positions_ref: Any,
+    q_ref: Any,
+    k_ref: Any,
+    v_ref: Any,
+    out_ref: Any,
+    max_ref: Any,
+    sum_ref: Any,
+) -> None:
+    step = pl.program_id(1)
+    row = row_ref[step]
+    kept = Part(out_ref, max_ref, sum_ref)
+    opens = (step == 0) | (row_ref[jnp.maximum(step - 1, 0)] != row)
+    start = kv_block_ref[step] * k_ref.shape[1]
+    length, position = lengths_ref[row], positions_ref[row]
+    pl.when(opens)(functools.partial(_clear, kept))
+    pl.when(blocks_ref[row] > 0)(
+        functools.partial(_add, problem, q_ref, k_ref, v_ref, kept, start=start, length=length, position=position)
+    )
+
+
+def _clear(kept: Part) -> None:
+    """A softmax of no keys."""
+    kept.out[...] = jnp.zeros(kept.out.shape, jnp.float32)
+    kept.max[...] = jnp.full(kept.max.shape, -jnp.inf, jnp.float32)
+    kept.sum[...] = jnp.zeros(kept.sum.shape, jnp.float32)
+
+
+def _add(
+    problem: Problem, q_ref: Any, k_ref: Any, v_ref: Any, kept: Part, *, start: Any, length: Any, position: Any
+) -> None:
+    """Add the keys of one block, the first of which is key `start`, to the running softmax."""
+    q, k, v = q_ref[...], k_ref[...], v_ref[...]
+    rows, block = q.shape[1], k.shape[1]
+
+    def sees(shape: tuple[int, int], key_axis: int) -> jax.Array:
+        j = start + lax.broadcasted_iota(jnp.int32, shape, key_axis)
+        i = jnp.full(shape, position, jnp.int32)
+        if problem.q_length > 1:
+            # Rows that only fill the block see what the last query sees, and so no key that none does.
+            t = lax.div(lax.broadcasted_iota(jnp.int32, shape, 1 - key_axis), jnp.int32(problem.group))
+            i = i + jnp.minimum(t, problem.q_length - 1)
+        return allowed(problem, length, i, j)
+
+    z = capped(problem, _product(problem, q, k, 2))  # [heads, rows, block]
+    z = jnp.where(sees((rows, block), 1)[None], z, -jnp.inf)
+    before = kept.max[...]
+    top = jnp.maximum(before, z.max(axis=-1, keepdims=True))
+    shift = finite(top)
+    weights, decay = jnp.exp(z - shift[..., :1]), jnp.exp(before - shift)
+    # What no query sees may be NaN, and 0 * NaN is not 0.
+    queries = 1 if problem.q_length == 1 else rows
+    seen = sees((block, queries), 0).astype(jnp.float32).max(axis=1, keepdims=True) > 0
+    v = jnp.where(seen[None], v.astype(jnp.float32), 0.0).astype(v.dtype)
+    kept.max[...] = top
+    kept.sum[...] = kept.sum[...] * decay + weights.sum(axis=-1, keepdims=True)
+    kept.out[...] = kept.out[...] * decay[..., :1] + _product(problem, weights.astype(v.dtype), v, 1)
+
+
+def _product(problem: Problem, a: jax.Array, b: jax.Array, axis: int) -> jax.Array:
+    """Sum over the last axis of `a` and over `axis` of `b`, for each head, in f32."""
+    precision = lax.Precision.HIGHEST if problem.exact and a.dtype == jnp.float32 else lax.Precision.DEFAULT
+    dimensions = (((2,), (axis,)), ((0,), (0,)))
+    return lax.dot_general(a, b, dimensions, precision=precision, preferred_element_type=jnp.float32)
+
+
+def _f32(shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.float32)  # type: ignore[no-untyped-call]  # JAX leaves it untyped

@@ -1,0 +1,295 @@
+"""A small decode attention in replaceable steps: keys split in parts, merged at the end, each row with its own length.
+
+Also the Pallas kernel for TPU of this project with its schedule replaced.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from cases.case import Case
+from cases.masks import Full, Mask
+from conformance.contract import Arithmetic, Implementation
+from impls import merging
+from impls.merging import Part
+from impls.ragged import tpu
+from impls.ragged.attention import UNSUPPORTED
+from impls.ragged.problem import Operands, Problem, allowed, capped, finite, lower, queries_of, rows_of
+from impls.ragged.registry import lower_mask
+from impls.ragged.schedule import steps_of
+
+BLOCK = 16
+SPLITS = 3
+_EVERY = Full()
+
+Array = Any
+Step = Callable[..., Any]
+
+
+def own_lengths(lengths: Array, problem: Problem) -> Array:
+    return lengths
+
+
+def own_positions(positions: Array, lengths: Array, problem: Problem) -> Array:
+    return positions
+
+
+def whole_blocks(lengths: Array) -> Array:
+    """Blocks that hold a key."""
+    return -(-lengths // BLOCK)
+
+
+def share_of_splits(kv_length: int) -> int:
+    """Keys of a split, whole blocks."""
+    blocks = -(-kv_length // BLOCK)
+    return -(-blocks // SPLITS) * BLOCK
+
+
+def before_the_end(j: Array, lengths: Array) -> Array:
+    return j < lengths
+
+
+def by_the_mask(problem: Problem, positions: Array, j: Array) -> Array:
+    return allowed(problem, problem.kv_length, positions, j)
+
+
+def hidden(v: Array, seen: Array) -> Array:
+    return jnp.where(seen, v, jnp.zeros_like(v))
+
+
+def part_of(z: Array, v: Array) -> Part:
+    """`z [B, K, A, R, L]` and `v [B, K, A, L, V]`."""
+    top = z.max(axis=-1, keepdims=True)
+    weights = jnp.exp(z - finite(top))
+    out = jnp.einsum("bkarl,bkalv->bkarv", weights.astype(v.dtype), v, **_PRODUCT)
+    return Part(out, top, weights.sum(axis=-1, keepdims=True))
+
+
+def as_they_are(parts: Part, problem: Problem) -> Part:
+    """What a split writes, before the splits are merged."""
+    return parts
+
+
+def once(splits: Part, merged: Part, sinks: Array, merge: Step) -> Part:
+    """The sink, one `[1, K, R, 1]`, as one more part of the merged one; `splits` are `[B, K, A, R, .]`."""
+    return merge([merged, sink_part(merged, sinks)])
+
+
+def sink_part(like: Part, sinks: Array) -> Part:
+    sinks = jnp.broadcast_to(sinks, like.max.shape)
+    return Part(jnp.zeros_like(like.out), sinks, jnp.ones_like(sinks))
+
+
+def own_sinks(sinks: Array, problem: Problem) -> Array:
+    return sinks
+
+
+def rounded(out: Array, dtype: Any) -> Array:
+    return out.astype(dtype)
+
+
+def unchanged(part: Part) -> Part:
+    return part
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DecodeSteps:
+    """What the kernel does, in order; the defaults are right."""
+
+    lengths: Step = own_lengths
+    positions: Step = own_positions
+    blocks: Step = whole_blocks
+    share: Step = share_of_splits
+    exists: Step = before_the_end
+    allows: Step = by_the_mask
+    logits: Step = capped
+    hide: Step = hidden
+    part: Step = part_of
+    store: Step = as_they_are
+    merge: Step = merging.merge
+    sinks: Step = own_sinks
+    add_sinks: Step = once
+    returned: Step = unchanged
+    normalise: Step = merging.normalise
+    round_out: Step = rounded
+
+
+_PRODUCT: dict[str, Any] = {"precision": jax.lax.Precision.HIGHEST, "preferred_element_type": jnp.float32}
+
+
+def _kernel(steps: DecodeSteps, problem: Problem, x: Operands, sinks: Array | None) -> tuple[Part, Array]:
+    """The part over all keys, arrays `[B, K, R, .]`, and the largest logit."""
+    lengths = steps.lengths(x.lengths, problem)
+    positions = steps.positions(x.positions, lengths, problem)
+    share = steps.share(problem.kv_length)
+
+    def split(a: Array) -> Array:
+        """`[B, S, K, D]` to `[B, K, A, L, D]`, zeros behind the end."""
+        a = jnp.pad(a, ((0, 0), (0, max(0, SPLITS * share - a.shape[1])), (0, 0), (0, 0)))[:, : SPLITS * share]
+        return a.reshape(a.shape[0], SPLITS, share, *a.shape[2:]).transpose(0, 3, 1, 2, 4)
+
+    k, v = split(x.k), split(x.v)
+    j = jnp.arange(SPLITS * share, dtype=jnp.int32).reshape(SPLITS, 1, share)  # [A, 1, L]
+    t = jnp.arange(x.q.shape[2], dtype=jnp.int32)[:, None] // problem.group  # [R, 1]
+    of_row = (slice(None), None, None, None)
+    visible = (
+        (j < steps.blocks(lengths)[of_row] * BLOCK)
+        & steps.exists(j, lengths[of_row])
+        & steps.allows(problem, positions[of_row] + t, j)
+    )  # [B, A, R, L]
+    z = steps.logits(problem, jnp.einsum("bkrh,bkalh->bkarl", x.q, k, **_PRODUCT))
+    z = jnp.where(visible[:, None], z, -jnp.inf)
+    splits = steps.store(steps.part(z, steps.hide(v, visible.any(axis=2)[:, None, :, :, None])), problem)
+    merged = steps.merge([Part(*(a[:, :, n] for a in splits)) for n in range(SPLITS)])
+    top = z.max(axis=(2, 4))
+    if sinks is None:
+        return merged, top
+    by_row = jnp.tile(steps.sinks(sinks, problem).reshape(1, x.q.shape[1], problem.group), problem.q_length)
+    return steps.add_sinks(splits, merged, by_row[..., None], steps.merge), top
+
+
+@jax.custom_jvp
+def _not_differentiable(q: Array) -> Array:
+    return q
+
+
+@_not_differentiable.defjvp
+def _refuse(primals: Any, tangents: Any) -> Any:
+    raise NotImplementedError("passes no gradient")
+
+
+def _operands(
+    q: Array, k: Array, v: Array, mask: Mask, lengths: Array, positions: Array, soft_cap: Any, scale: Any
+) -> tuple[Problem, Operands]:
+    batch, q_length, num_q_heads, depth = q.shape
+    formula, own, moved = lower(mask, batch, k.shape[1])
+    problem = Problem(
+        mask=formula,
+        q_length=q_length,
+        group=num_q_heads // k.shape[2],
+        kv_length=k.shape[1],
+        scale=1 / math.sqrt(depth) if scale is None else scale,
+        soft_cap=soft_cap,
+        exact=True,
+    )
+    lengths = jnp.asarray(own) if lengths is None else jnp.minimum(jnp.asarray(lengths), own)
+    positions = jnp.asarray(moved) if positions is None else jnp.asarray(positions) + moved
+    rows = rows_of(_not_differentiable(jnp.asarray(q)), k.shape[2])
+    return problem, Operands(rows, jnp.asarray(k), jnp.asarray(v), lengths, positions)
+
+
+def attention(
+    steps: DecodeSteps,
+    q: Array,
+    k: Array,
+    v: Array,
+    *,
+    mask: Mask = _EVERY,
+    lengths: Array = None,
+    positions: Array = None,
+    segment_ids: Any = None,
+    soft_cap: float | None = None,
+    sinks: Array = None,
+    bias: Any = None,
+    scale: float | None = None,
+    save_residuals: bool = False,
+    returns_part: bool = False,
+) -> Any:
+    """The canonical call, or with `returns_part` the part."""
+    if segment_ids is not None or bias is not None:
+        raise NotImplementedError("takes neither segment ids nor a bias")
+    problem, operands = _operands(q, k, v, mask, lengths, positions, soft_cap, scale)
+    part, top = _kernel(steps, problem, operands, None if sinks is None else jnp.asarray(sinks))
+    if returns_part:
+        return steps.returned(queries_of(part, problem.q_length))
+    return _finish(steps, problem, part, top, q.dtype, save_residuals)
+
+
+def _finish(steps: DecodeSteps, problem: Problem, part: Part, top: Array, dtype: Any, save_residuals: bool) -> Any:
+    found = steps.normalise(queries_of(part, problem.q_length))
+    out = steps.round_out(found.out, dtype)
+    if not save_residuals:
+        return out
+    top = top.reshape(*top.shape[:2], problem.q_length, -1).swapaxes(2, 3).reshape(top.shape[0], -1, problem.q_length)
+    return out, {"logsumexp": found.logsumexp.swapaxes(1, 2), "max_logits": top}
+
+
+def implementation(steps: DecodeSteps, name: str = "decode") -> Implementation:
+    """The kernel with these steps."""
+    return Implementation(
+        name=name,
+        call=functools.partial(attention, steps),
+        unsupported=UNSUPPORTED,
+        arithmetic=Arithmetic(),
+        differentiable_residuals=frozenset(),
+        gradients=frozenset(),
+        empty_rows="zero",
+        lower_mask=lower_mask,
+        parts=functools.partial(attention, steps, returns_part=True),
+        merge=steps.merge,
+    )
+
+
+Schedule = tpu.Schedule
+
+
+def tpu_attention(
+    schedule: Schedule,
+    q: Array,
+    k: Array,
+    v: Array,
+    *,
+    mask: Mask = _EVERY,
+    lengths: Array = None,
+    positions: Array = None,
+    segment_ids: Any = None,
+    soft_cap: float | None = None,
+    sinks: Array = None,
+    bias: Any = None,
+    scale: float | None = None,
+    save_residuals: bool = False,
+    interpret: Any = True,
+) -> Any:
+    """The canonical call by the Pallas kernel for TPU with this schedule."""
+    if segment_ids is not None or bias is not None:
+        raise NotImplementedError("takes neither segment ids nor a bias")
+    if q.shape[1] != 1:
+        raise NotImplementedError("takes one query token")
+    if q.dtype == jnp.float16:
+        raise NotImplementedError("takes no float16")
+    problem, operands = _operands(q, k, v, mask, lengths, positions, soft_cap, scale)
+    part = tpu.attend(problem, operands, block_kv=64, interpret=interpret, schedule=schedule)
+    top = part.max[..., 0]
+    if sinks is not None:
+        by_row = jnp.tile(jnp.asarray(sinks).reshape(1, operands.q.shape[1], problem.group), problem.q_length)
+        part = once(part, part, by_row[..., None], merging.merge)
+    return _finish(DecodeSteps(), problem, part, top, q.dtype, save_residuals)
+
+
+def tpu_implementation(schedule: Schedule = steps_of, name: str = "decode_tpu") -> Implementation:
+    """The Pallas kernel for TPU with this schedule."""
+    return Implementation(
+        name=name,
+        call=functools.partial(tpu_attention, schedule),
+        unsupported=UNSUPPORTED | {"f16": "takes no float16"},
+        supports_case=_short,
+        arithmetic=Arithmetic(),
+        differentiable_residuals=frozenset(),
+        gradients=frozenset(),
+        empty_rows="zero",
+        lower_mask=lower_mask,
+        platform="tpu",
+        interpreted=True,
+        under_interpreter=lambda parameters: functools.partial(tpu_attention, schedule, interpret=parameters),
+    )
+
+
+def _short(case: Case) -> str | None:
+    return None if case.phase == "decode" else "takes one query token"

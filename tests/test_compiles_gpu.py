@@ -1,0 +1,147 @@
+"""GPU kernels through the real compiler of GPUs that are not there: what it catches, and what is told of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cases.case import Case, parse
+from conformance import compile_targets, plan, registry
+from conformance.checks import BY_NAME
+from conformance.compile_targets import GPU, targets_of
+from conformance.contract import Implementation
+from conformance.gpu_targets import GPUS, Gpu
+from conformance.records import FAIL, PASS, UNJUDGED, UNSUPPORTED, Record
+from conformance.runner import Runner
+from conformance.settings import Settings
+from impls import flash_gpu
+from impls.flash_gpu.block_sizes import BlockSizes, Tiles
+
+CASE = parse("train/bf16/B1.T1000.S1000.N4.K2.H64.V64/causal/seg/softcap30/sinks/normal/s0")
+SMALL = parse("prefill/f16/B1.T128.S128.N1.K1.H64.V64/full/normal/s0")
+TARGETS = targets_of("gpu")
+needs_compiler = pytest.mark.skipif(GPU.missing is not None, reason=str(GPU.missing))
+
+
+def judge(implementation: Implementation, case: Case = CASE) -> dict[str, Record]:
+    """The records of the check, by observable."""
+    found = Runner(Settings()).run(plan.single(implementation, case, [BY_NAME["compiles"]]).jobs)
+    return {record.observable: record for record in found}
+
+
+def natively(**options: Any) -> Implementation:
+    native = functools.partial(flash_gpu.attention, interpret=False, **options)
+    return dataclasses.replace(registry.find("flash_gpu"), native=native)
+
+
+@needs_compiler
+def test_our_kernel_compiles_for_every_gpu_with_its_figures() -> None:
+    found = judge(registry.find("flash_gpu"))
+    programs = ("forward", "gradients_lse")
+    assert {name: record.verdict for name, record in found.items()} == {
+        f"{gpu.name}.{program}": PASS for gpu in GPUS for program in programs
+    }
+    for gpu in GPUS:
+        figures = found[f"{gpu.name}.gradients_lse"].figures
+        assert figures["compile_seconds"] > 0
+        assert 0 < figures["shared_bytes"] <= gpu.shared_memory_per_block
+        # The saved out, values of a row and the schedule; not the 16 MB of T * S values in f32.
+        assert figures["temporary_bytes"] < 4 * 1000 * 4 * 64 * 4
+
+
+@needs_compiler
+def test_our_decode_kernel_compiles_for_every_gpu_and_leaves_the_cache_where_it_is() -> None:
+    case = parse("decode/bf16/B4.T1.S9000.N8.K2.H128.V128/window-l4095-r0-o8999_and_lengths-0-1-8191-9000/normal/s0")
+    found = judge(registry.find("ragged_gpu"), case)
+    programs = ("forward", "residuals")
+    assert {name: record.verdict for name, record in found.items()} == {
+        f"{gpu.name}.{program}": PASS for gpu in GPUS for program in programs
+    }
+    for record in found.values():
+        # One part for each of 32 splits, and their sum; not a copy of the 18 MB of keys.
+        assert record.figures["temporary_bytes"] < 4 * 2**20
+
+
+@needs_compiler
+def test_more_shared_memory_than_a_gpu_has_fails_with_the_compilers_words() -> None:
+    tiles = Tiles(block_q=128, block_kv=128, num_warps=8, num_stages=4)
+    sizes = BlockSizes(forward=tiles, dq=tiles, dkv=tiles)
+    case = parse("prefill/f16/B1.T1024.S1024.N1.K1.H256.V256/full/normal/s0")
+    found = judge(natively(backend="triton", block_sizes=sizes), case)
+    assert {record.verdict for record in found.values()} == {FAIL}
+    for record in found.values():
+        assert "hared memory" in record.reason
+
+
+@needs_compiler
+def test_the_back_end_for_hopper_is_unsupported_on_other_gpus() -> None:
+    found = judge(natively(backend="mosaic"), SMALL)
+    for gpu in GPUS:
+        record = found[f"{gpu.name}.forward"]
+        assert record.verdict == (PASS if gpu.name == "h100" else UNSUPPORTED)
+        if record.verdict == UNSUPPORTED:
+            assert f"GPUs other than Hopper, which '{gpu.kind}' is not" in record.reason
+
+
+@needs_compiler
+def test_a_hopper_kernel_fails_elsewhere_although_the_process_compiled_it_for_hopper(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The compiler keeps Mosaic kernels in the process by their hash, whatever the architecture."""
+    monkeypatch.setattr(importlib.import_module("impls.flash_gpu.attention"), "HOPPER", ("NVIDIA",))
+    first, *others = sorted(GPUS, key=lambda gpu: gpu.name != "h100")
+    monkeypatch.setattr(
+        compile_targets, "TARGETS", tuple(t for gpu in (first, *others) for t in TARGETS if t.name == gpu.name)
+    )
+    found = judge(natively(backend="mosaic"), SMALL)
+    assert found["h100.forward"].verdict == PASS
+    for gpu in others:
+        assert found[f"{gpu.name}.forward"].verdict == FAIL
+        assert f"'nvvm.wgmma.fence.aligned' op is not supported on {gpu.architecture}" in (
+            found[f"{gpu.name}.forward"].reason
+        )
+
+
+def test_without_the_wheels_it_is_unjudged_and_says_how_to_get_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    absent = dataclasses.replace(GPU, modules=("no_such_plugin", "no.such.half"))
+    monkeypatch.setattr(compile_targets, "TARGETS", tuple(dataclasses.replace(t, toolchain=absent) for t in TARGETS))
+    (record,) = judge(registry.find("flash_gpu")).values()
+    assert (record.observable, record.verdict) == ("all", UNJUDGED)
+    assert record.reason == (
+        "the GPU compiler is not installed (no_such_plugin, no.such.half): "
+        'pip install "attention-conformance[gpu-compile]" (CUDA 13)'
+    )
+
+
+def test_without_the_programs_it_calls_it_says_which() -> None:
+    incomplete = dataclasses.replace(GPU, modules=(), programs=lambda: None)
+    assert "not installed (ptxas and libdevice)" in str(incomplete.missing)
+
+
+def test_the_toolkit_is_taken_from_where_cuda_home_points(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin/ptxas").touch()
+    (tmp_path / "nvvm/libdevice").mkdir(parents=True)
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
+    assert GPU.options == {"xla_gpu_cuda_data_dir": str(tmp_path)}
+
+
+@pytest.mark.parametrize("gpu", GPUS, ids=lambda gpu: gpu.name)
+def test_the_description_has_what_kernels_are_checked_against(gpu: Gpu) -> None:
+    assert f"shared_memory_per_block_optin: {gpu.shared_memory_per_block}\n" in gpu.config
+    assert f'device_description_str: "{gpu.kind}"' in gpu.config
+    assert gpu.config.count("{") == gpu.config.count("}")
+    # Matrix instructions of Hopper and Blackwell are in the architecture-specific set.
+    assert ("ACCELERATED_FEATURES" in gpu.config) == gpu.architecture.endswith("a") == (gpu.major > 8)
+
+
+def test_gpu_kernels_are_asked_in_every_case_that_they_support() -> None:
+    jobs = plan.plan([registry.find("flash_gpu")], level="quick", checks=[BY_NAME["compiles"]]).jobs
+    features = {feature for job in jobs for feature in job.case.features}
+    assert features >= {"f16", "bf16", "f32", "gqa", "mqa", "bias", "sinks", "soft_cap", "segment_ids", "dense_head"}
+    assert any(job.case.q_length % 128 for job in jobs)
