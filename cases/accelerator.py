@@ -87,9 +87,7 @@ _INTERPRETED: tuple[tuple[Case, ...], ...] = (
 
 # Where a program takes seconds, two of them: a query and a key block that are not whole, more key blocks than are in
 # flight at once, full and partial ones, and every operand that the kernels take.
-_INTERPRETED_GPU: tuple[tuple[Case, ...], ...] = (
-    (_case((100, 180), (2, 1), (128, 128), "causal-o80", phase="prefill", **_OPERANDS),),
-)
+_INTERPRETED_GPU: tuple[tuple[Case, ...], ...] = ((_case((100, 180), (2, 1), (128, 128), "causal-o80", **_OPERANDS),),)
 
 
 def interpreted_cases(

@@ -8,9 +8,12 @@ import importlib
 from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import pytest
 
 from cases.case import Case, parse
+from cases.masks import Full
 from conformance import compile_targets, plan, registry
 from conformance.checks import BY_NAME
 from conformance.compile_targets import GPU, targets_of
@@ -49,9 +52,25 @@ def test_our_kernel_compiles_for_every_gpu_with_its_figures() -> None:
     for gpu in GPUS:
         figures = found[f"{gpu.name}.gradients_lse"].figures
         assert figures["compile_seconds"] > 0
-        assert 0 < figures["shared_bytes"] <= gpu.shared_memory_per_block
+        if gpu.name == "h100":
+            assert "shared_bytes" not in figures  # Mosaic's, of which it is not told
+        else:
+            assert 0 < figures["shared_bytes"] <= gpu.shared_memory_per_block
         # The saved out, values of a row and the schedule; not the 16 MB of T * S values in f32.
         assert figures["temporary_bytes"] < 4 * 1000 * 4 * 64 * 4
+
+
+@needs_compiler
+def test_our_decode_kernel_compiles_for_every_gpu_and_leaves_the_cache_where_it_is() -> None:
+    case = parse("decode/bf16/B4.T1.S9000.N8.K2.H128.V128/window-l4095-r0-o8999_and_lengths-0-1-8191-9000/normal/s0")
+    found = judge(registry.find("ragged_gpu"), case)
+    programs = ("forward", "residuals")
+    assert {name: record.verdict for name, record in found.items()} == {
+        f"{gpu.name}.{program}": PASS for gpu in GPUS for program in programs
+    }
+    for record in found.values():
+        # One part for each of 32 splits, and their sum; not a copy of the 18 MB of keys.
+        assert record.figures["temporary_bytes"] < 4 * 2**20
 
 
 @needs_compiler
@@ -132,3 +151,11 @@ def test_gpu_kernels_are_asked_in_every_case_that_they_support() -> None:
     features = {feature for job in jobs for feature in job.case.features}
     assert features >= {"f16", "bf16", "f32", "gqa", "mqa", "bias", "sinks", "soft_cap", "segment_ids", "dense_head"}
     assert any(job.case.q_length % 128 for job in jobs)
+
+
+def test_upstream_mha_refuses_what_no_gpu_has_the_shared_memory_for() -> None:
+    native = registry.find("jax_mha_gpu").native
+    assert native is not None
+    x = jax.ShapeDtypeStruct((1, 256, 1, 128), jnp.float32)
+    with pytest.raises(NotImplementedError, match="needs 262144 bytes of shared memory, of which a GPU has 232448"):
+        jax.eval_shape(functools.partial(native, mask=Full()), x, x, x)

@@ -1,4 +1,4 @@
-"""The forward kernel for Hopper: when it is taken, and what JAX's interpreter of such kernels says of it."""
+"""The kernels for Hopper: when it is taken, and what JAX's interpreter of such kernels says of it."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh
 
+from cases.accelerator import interpreted_cases
+from cases.case import Case, parse
 from cases.masks import Causal, Dense, Full, Lengths, Mask, Window
 from conformance import interpreter, plan, registry
 from conformance.checks import BY_NAME
@@ -20,7 +22,7 @@ from conformance.records import FAIL, PASS, Record
 from conformance.runner import Runner
 from conformance.settings import Settings
 from impls import flash_gpu
-from impls.flash_gpu import mosaic_forward
+from impls.flash_gpu import mosaic_launch
 from impls.flash_gpu.block_sizes import Tiles
 from impls.flash_gpu.schedule import Plan
 
@@ -43,20 +45,23 @@ def tracing_for(kind: str) -> Iterator[None]:
         yield
 
 
-def kernels(kind: str, mask: Mask = CAUSAL, dtype: str = "bfloat16", depth: int = 64, **options: Any) -> list[int]:
+def kernels(
+    kind: str, mask: Mask = CAUSAL, dtype: str = "bfloat16", depth: int = 64, v_depth: int | None = None, **options: Any
+) -> list[int]:
     """How many Mosaic and how many Triton kernels a gradient is, lowered for a GPU of this kind."""
 
     def loss(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
         out = flash_gpu.attention(q, k, v, mask=mask, interpret=False, **options)
         return out.astype(jnp.float32).sum()
 
-    q, k = (jax.ShapeDtypeStruct((2, 200, n, depth), dtype) for n in (4, 2))
+    sizes = ((4, depth), (2, depth), (2, v_depth or depth))
+    shapes = [jax.ShapeDtypeStruct((2, 200, *size), dtype) for size in sizes]
     with tracing_for(kind):
         exported = jax.export.export(
             jax.jit(jax.grad(loss, argnums=(0, 1, 2))),
             platforms=["cuda"],
             disabled_checks=[jax.export.DisabledSafetyCheck.custom_call(name) for name in (MOSAIC, TRITON)],
-        )(q, k, k)
+        )(*shapes)
     text = exported.mlir_module()
     return [text.count(f"@{MOSAIC}"), text.count(f"@{TRITON}")]
 
@@ -64,8 +69,9 @@ def kernels(kind: str, mask: Mask = CAUSAL, dtype: str = "bfloat16", depth: int 
 @pytest.mark.parametrize(
     ("kind", "options", "mosaic"),
     [
-        ("NVIDIA H200", {}, 1),
-        ("NVIDIA H100 80GB HBM3", {"mask": Window(30, 3) & Lengths((40, 200)), "soft_cap": 5.0, "dtype": "float16"}, 1),
+        ("NVIDIA H200", {}, 3),
+        ("NVIDIA H100 80GB HBM3", {"mask": Window(30, 3) & Lengths((40, 200)), "soft_cap": 5.0, "dtype": "float16"}, 3),
+        ("NVIDIA H200", {"depth": 192, "v_depth": 64}, 1),
         ("NVIDIA A100-SXM4-80GB", {}, 0),
         ("NVIDIA B200", {}, 0),
         ("NVIDIA H200", {"backend": "triton"}, 0),
@@ -74,7 +80,7 @@ def kernels(kind: str, mask: Mask = CAUSAL, dtype: str = "bfloat16", depth: int 
         ("NVIDIA H200", {"depth": 256}, 0),
     ],
 )
-def test_hopper_gets_its_own_kernel_where_that_supports_the_call(
+def test_hopper_gets_its_own_kernels_where_that_supports_the_call(
     kind: str, options: dict[str, Any], mosaic: int
 ) -> None:
     assert kernels(kind, **options) == [mosaic, 3 - mosaic]  # out, dq, dk with dv
@@ -95,31 +101,27 @@ def test_what_it_does_not_support_it_refuses_when_forced(kind: str, options: dic
         kernels(kind, backend="mosaic", **options)
 
 
-def judged() -> dict[str, Record]:
+def judged(case: Case) -> dict[str, Record]:
     """Records of the check `interpreter`, by observable."""
-    jobs = plan.plan([registry.find("flash_gpu")], level="quick", checks=[BY_NAME["interpreter"]]).jobs
+    jobs = plan.single(registry.find("flash_gpu"), case, [BY_NAME["interpreter"]]).jobs
     return {record.observable: record for record in Runner(Settings()).run(jobs)}
 
 
 def test_it_is_right_in_the_interpreter_and_nothing_races() -> None:
-    found = judged()
-    assert set(found) == {"out_with_residuals.seed0", "logsumexp.seed0", "max_logits.seed0", "races.residuals"}
+    (case,) = interpreted_cases(platform="gpu")
+    found = judged(case)
+    names = ("out_with_residuals", "logsumexp", "max_logits", "primal", "dq", "dk", "dv", "dsinks")
+    assert set(found) == {f"{name}.seed0" for name in names} | {"races.residuals", "races.gradients_lse"}
     assert {record.verdict for record in found.values()} == {PASS}
 
 
 def test_a_slot_filled_before_it_is_let_go_of_is_a_race(monkeypatch: pytest.MonkeyPatch) -> None:
     """Three tiles, two slots: the third comes while the first may still be read."""
-    fetch = mosaic_forward._Visits.fetch
-    careless = types.SimpleNamespace(**vars(mosaic_forward.plgpu))
-    careless.barrier_wait = lambda barrier: None
-
-    def wrong(visits: Any) -> None:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(mosaic_forward, "plgpu", careless)
-            fetch(visits)
-
-    monkeypatch.setattr(mosaic_forward._Visits, "fetch", wrong)
-    assert FAIL in {record.verdict for record in judged().values()}
+    careless = types.SimpleNamespace(**vars(mosaic_launch.plgpu))
+    careless.barrier_wait = lambda barrier: None  # only the fetching warpgroup waits there
+    monkeypatch.setattr(mosaic_launch, "plgpu", careless)
+    case = parse("prefill/f16/B1.T128.S192.N1.K1.H128.V128/full/normal/s0")
+    assert FAIL in {record.verdict for record in judged(case).values()}
 
 
 def test_what_no_query_may_attend_to_does_not_spread() -> None:
@@ -154,9 +156,14 @@ def test_the_list_of_blocks_is_that_of_the_schedule(mask: Mask) -> None:
         interpret=True,
     )
     visits = found.visits(found.sizes.forward, "q")
-    table, blocks = mosaic_forward._listed(visits)
+    table, blocks = mosaic_launch.listed(visits)
     kinds = mask.blocks(256, 256, 64, 32)
     for program, (start, full, total) in enumerate(table[0, 0]):
         mine = blocks[start : start + total].tolist()
         assert sorted(mine[:full]) == np.nonzero(kinds[0, 0, program] == 2)[0].tolist()
         assert sorted(mine[full:]) == np.nonzero(kinds[0, 0, program] == 1)[0].tolist()
+
+
+def test_it_lowers_under_x64() -> None:
+    with jax.enable_x64(True):
+        assert kernels("NVIDIA H200", mask=Window(30, 3), soft_cap=5.0) == [3, 0]

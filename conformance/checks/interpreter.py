@@ -50,13 +50,13 @@ def _programs(subject: Subject, executor: Executor, seed: int) -> dict[str, Call
     """What is run, by name: the call with every seed, its backward pass with two, the call with residuals with one.
 
     It is the costs that differ: a backward pass is three kernels, and has one of those with residuals in it. A GPU's
-    program takes seconds, and is run once.
+    program takes seconds, and the call without residuals is left out.
     """
     problem, cotangents = subject.problem, subject.cotangents
-    if subject.implementation.platform == "gpu" and subject.implementation.residuals:
-        return {"residuals": lambda: executor.residuals(problem)}
-    found = {"forward": lambda: executor.forward(problem)}
-    if seed == 0 and subject.implementation.residuals:
+    residuals = subject.implementation.residuals
+    leave_out = subject.implementation.platform == "gpu" and residuals
+    found = {} if leave_out else {"forward": lambda: executor.forward(problem)}
+    if seed == 0 and residuals:
         found["residuals"] = lambda: executor.residuals(problem)
     if seed >= _BACKWARD_SEEDS:
         return found

@@ -21,6 +21,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
+from impls.flash_gpu import mosaic_backward
 from impls.flash_gpu.operands import Arrays, Launch, Operands, Specs, array_of
 from impls.flash_gpu.schedule import Plan
 from impls.flash_gpu.tiles import (
@@ -57,9 +58,10 @@ def backward(
     """
     weighted = (out.astype(jnp.float32) * d_out.astype(jnp.float32)).sum(axis=-1)
     rows = _Rows(d_out, finite_or_zero(logsumexp), weighted.transpose(0, 2, 1) - d_logsumexp)
-    dk, dv = _keys_and_values(plan, operands, rows)
+    on_hopper = mosaic_backward.supports(plan)
+    dk, dv = (mosaic_backward.keys_and_values if on_hopper else _keys_and_values)(plan, operands, rows)
     return Operands(
-        q=_queries(plan, operands, rows),
+        q=(mosaic_backward.queries if on_hopper else _queries)(plan, operands, rows),
         k=dk,
         v=dv,
         bias=None if operands.bias is None else _bias(plan, operands, operands.bias, rows),

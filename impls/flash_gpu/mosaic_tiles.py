@@ -82,6 +82,11 @@ def over_keys(x: jax.Array, keys: int) -> jax.Array:
     return lax.broadcast_in_dim(x, (x.shape[0], keys), (0,))
 
 
+def over_queries(x: jax.Array, keys: int) -> jax.Array:
+    """A value for each column, repeated over `keys` rows."""
+    return lax.broadcast_in_dim(x, (keys, x.shape[0]), (1,))
+
+
 def allowed(plan: Plan, inputs: dict[str, Any], span: Span, ids: tuple[Any, Any] | None, *, keys_first: bool) -> Any:
     """Booleans `[queries, keys]`, or `[keys, queries]`: mask, segments, and that query and key exist.
 

@@ -24,6 +24,7 @@ from impls.versions import interpret_or, pallas_gpu_attention, runs_on
 
 BLOCK = 128  # `BlockSizes.get_default()`: forward blocks of 128, cut to shorter lengths,
 BACKWARD_BLOCK = 32  # and backward blocks of 32, likewise.
+SHARED_MEMORY = 227 * 1024  # bytes that a block may have on Hopper and Blackwell
 _NO_GROUPS = "needs as many key/value heads as query heads"
 _ONE_ARRAY = "takes one array of segment ids for queries and keys"
 UNSUPPORTED = {
@@ -93,6 +94,8 @@ def attention(
     )
     causal = causal_flag(mask)
     refuse_because(name, _limit(causal, q.shape[1], k.shape[1], segment_ids is not None))
+    if not interpret_or(interpret, "gpu"):
+        refuse_because(name, _memory_limit(max(q.shape[1], k.shape[1]), q.shape[3], q.dtype.itemsize))
     ids, same = (None, None) if segment_ids is None else _shared_ids(name, *segment_ids)
     kernel: Callable[..., Any] = functools.partial(
         pallas_gpu_attention().mha,
@@ -129,7 +132,19 @@ def _limits(case: Case, *, backward: str) -> str | None:
     if case.segments == "segpad":
         return f"{_ONE_ARRAY}, and the padding of the two has different ids"
     reason = _limit(causal_flag(case_mask(case)), case.q_length, case.kv_length, case.segments is not None)
+    if reason is None and runs_on("gpu"):
+        reason = _memory_limit(max(case.q_length, case.kv_length), case.head_dim, 4 if case.dtype == "f32" else 2)
     return reason or (_gradient_limit(backward, case.q_length, case.kv_length) if case.phase == "train" else None)
+
+
+def _memory_limit(length: int, head_dim: int, itemsize: int) -> str | None:
+    # As compiled for H100: 4 blocks, 256 KiB at depth 128 in f32 and 512 KiB at depth 256.
+    need = 4 * min(BLOCK, length) * head_dim * itemsize
+    if need > SHARED_MEMORY:
+        return (
+            f"needs {need} bytes of shared memory, of which a GPU has {SHARED_MEMORY}, for H={head_dim} in this dtype"
+        )
+    return None
 
 
 def _gradient_limit(backward: str, q_length: int, kv_length: int) -> str | None:

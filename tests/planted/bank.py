@@ -7,6 +7,7 @@ from tests.planted import (
     backward,
     bias,
     blocks,
+    caches,
     context,
     cotangents,
     decode,
@@ -19,6 +20,7 @@ from tests.planted import (
     laws,
     masks,
     merging,
+    moba,
     online,
     operands,
     pallas_tpu,
@@ -65,6 +67,8 @@ _MODULES = (
     decode,
     merging,
     pallas_tpu,
+    moba,
+    caches,
 )
 
 BANK: tuple[PlantedBug, ...] = tuple(bug for module in _MODULES for bug in module.BUGS)

@@ -1,0 +1,278 @@
+"""Backward kernels for Hopper in Mosaic GPU: the formulas and the division of work of `impls.flash_gpu.backward`.
+
+One kernel owns blocks of queries (dq); one owns blocks of keys and goes over the query heads of its group (dk, dv).
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from impls.flash_gpu.mosaic_forward import allowed_keys, bring_keys
+from impls.flash_gpu.mosaic_launch import (
+    COMPUTING,
+    SLOTS,
+    Place,
+    Shape,
+    array_of,
+    common_inputs,
+    depths,
+    launch,
+    padded,
+    slot_of,
+    tile,
+)
+from impls.flash_gpu.mosaic_tiles import (
+    ROWS,
+    Span,
+    accumulate,
+    allowed,
+    bent,
+    hidden_rows,
+    over_keys,
+    over_queries,
+    product,
+)
+from impls.flash_gpu.operands import Operands
+from impls.flash_gpu.schedule import Axis, Plan
+from impls.flash_gpu.tiles import exp
+
+DEEPEST = 128
+"""Head depth beyond which the sums of dk and dv, in f32, leave a warpgroup too few registers."""
+
+
+def supports(plan: Plan) -> bool:
+    """Whether these kernels serve the backward pass of a call that the forward kernel serves; else Triton does."""
+    return plan.backend == "mosaic" and max(depths(plan)) <= DEEPEST
+
+
+def _inputs(plan: Plan, shape: Shape, operands: Operands, rows: Any) -> dict[str, jax.Array]:
+    inputs = common_inputs(plan, shape, operands)
+    length = inputs["q"].shape[1]
+    inputs["d_out"] = padded(rows.d_out, {1: length, 3: shape.v_head_dim})
+    return inputs | {name: padded(getattr(rows, name), {2: length}) for name in ("shift", "row_sums")}
+
+
+def _scratch(plan: Plan, shape: Shape, dtype: Any) -> dict[str, Any]:
+    """Shared memory and barriers of a program, by name: tiles of what it owns, and of what it visits."""
+    own, other = (COMPUTING, ROWS), (SLOTS, shape.visited)
+    queries, keys = (own, other) if shape.axis == "q" else (other, own)
+    ids = int(plan.segmented)
+    of_queries, of_keys = 4 + ids, 1 + ids  # q, d_out, shift, row_sums; k
+    scratch: dict[str, Any] = {
+        "q_tile": tile(dtype, *queries, shape.head_dim),
+        "d_out_tile": tile(dtype, *queries, shape.v_head_dim),
+        "shift_tile": plgpu.SMEM(queries, jnp.float32),
+        "row_sums_tile": plgpu.SMEM(queries, jnp.float32),
+        "k_tile": tile(dtype, *keys, shape.head_dim),
+        "v_tile": tile(dtype, *keys, shape.v_head_dim),
+        "q_here": plgpu.Barrier(num_arrivals=of_queries, num_barriers=queries[0]),
+        "k_here": plgpu.Barrier(num_arrivals=of_keys, num_barriers=keys[0]),
+        "v_here": plgpu.Barrier(num_barriers=keys[0]),
+        "free": plgpu.Barrier(num_arrivals=COMPUTING, num_barriers=SLOTS),
+    }
+    if plan.segmented:
+        scratch |= {"q_ids_tile": plgpu.SMEM(queries, jnp.int32), "kv_ids_tile": plgpu.SMEM(keys, jnp.int32)}
+    return scratch
+
+
+def _bring_queries(place: Place, start: Any, size: int, head: Any, slot: Any) -> None:
+    """Fetch what is known of a block of queries of one head."""
+    inputs, scratch, here = place.inputs, place.scratch, place.scratch["q_here"].at[slot]
+    rows = pl.ds(start, size)
+    for name in ("q", "d_out"):
+        plgpu.copy_gmem_to_smem(inputs[name].at[place.batch, rows, head], scratch[f"{name}_tile"].at[slot], here)
+    for name in ("shift", "row_sums"):
+        plgpu.copy_gmem_to_smem(inputs[name].at[place.batch, head, rows], scratch[f"{name}_tile"].at[slot], here)
+    if place.plan.segmented:
+        plgpu.copy_gmem_to_smem(inputs["q_ids"].at[place.batch, rows], scratch["q_ids_tile"].at[slot], here)
+
+
+def queries(plan: Plan, operands: Operands, rows: Any) -> jax.Array:
+    """Gradient of q, `[B, T, N, H]`; `rows` as in `impls.flash_gpu.backward`."""
+    shape, dtype = _shape(plan, "q"), operands.q.dtype
+    inputs = _inputs(plan, shape, operands, rows)
+    scratch = _scratch(plan, shape, dtype)
+    scratch["k_seen"] = tile(dtype, COMPUTING, shape.visited, shape.head_dim)
+    scratch["dq_tile"] = tile(dtype, COMPUTING, ROWS, shape.head_dim)
+    (dq,) = launch(
+        _dq_program,
+        plan,
+        shape,
+        inputs,
+        name="flash_gpu_mosaic_dq",
+        outputs=(array_of(inputs["q"].shape, dtype),),
+        scratch=scratch,
+    )
+    return dq[:, : plan.q_length, :, : plan.head_dim]
+
+
+def _shape(plan: Plan, axis: Axis) -> Shape:
+    return Shape(axis, ROWS, *depths(plan))
+
+
+def _dq_program(inputs: dict[str, Any], outputs: Any, scratch: dict[str, Any], place: Place) -> None:
+    del inputs
+
+    @pl.when(place.warpgroup == COMPUTING)
+    def _fetch() -> None:
+        plgpu.set_max_registers(40, action="decrease")
+        place.fetch(place.total, functools.partial(bring_keys, place))
+
+    @pl.when(place.warpgroup < COMPUTING)
+    def _compute() -> None:
+        plgpu.set_max_registers(232, action="increase")
+        mine = place.warpgroup
+        dq = _dq(place)
+        ready = scratch["dq_tile"].at[mine]
+        ready[...] = (dq * jnp.float32(place.plan.scale)).astype(outputs[0].dtype)
+        plgpu.commit_smem()  # type: ignore[no-untyped-call] # untyped upstream
+        plgpu.copy_smem_to_gmem(ready, outputs[0].at[place.batch, pl.ds(place.start, ROWS), place.head])
+        plgpu.wait_smem_to_gmem(0)
+
+
+def _dq(place: Place) -> jax.Array:
+    """Gradient of this warpgroup's queries, without the scale."""
+    scratch, plan, mine = place.scratch, place.plan, place.warpgroup
+    _bring_queries(place, place.start, ROWS, place.head, mine)
+    plgpu.barrier_wait(scratch["q_here"].at[mine])
+    q, d_out = scratch["q_tile"].at[mine], scratch["d_out_tile"].at[mine]
+    shift, row_sums = scratch["shift_tile"].at[mine][...], scratch["row_sums_tile"].at[mine][...]
+
+    def visit(masked: bool, at: Any, dq: jax.Array) -> jax.Array:
+        slot = slot_of(at)
+        plgpu.barrier_wait(scratch["k_here"].at[slot])
+        k = scratch["k_tile"].at[slot]
+        z, slope = bent(plan, product(plan, q, k, transposed=True))
+        p = exp(z - over_keys(shift, z.shape[1]))
+        plgpu.barrier_wait(scratch["v_here"].at[slot])
+        dx = product(plan, d_out, scratch["v_tile"].at[slot], transposed=True)
+        dx = p * (dx - over_keys(row_sums, z.shape[1]))
+        dx = dx if slope is None else dx * slope
+        if masked:
+            may = allowed_keys(place, at, slot)
+            dx = jnp.where(may(False), dx, 0.0)
+            k_seen = scratch["k_seen"].at[mine]
+            k_seen[...] = hidden_rows(k[...], may(True))
+            plgpu.commit_smem()  # type: ignore[no-untyped-call] # untyped upstream
+            k = k_seen
+        dq = accumulate(plan, dq, dx.astype(k.dtype), k)
+        plgpu.barrier_arrive(scratch["free"].at[slot])
+        return dq
+
+    dq = jnp.zeros((ROWS, place.shape.head_dim), jnp.float32)
+    if "full" in place.kinds:
+        dq = lax.fori_loop(jnp.int32(0), place.full, functools.partial(visit, False), dq)
+    if "partial" in place.kinds:
+        dq = lax.fori_loop(place.full, place.total, functools.partial(visit, True), dq)
+    return dq
+
+
+def keys_and_values(plan: Plan, operands: Operands, rows: Any) -> tuple[jax.Array, jax.Array]:
+    """Gradients of k and v, `[B, S, K, .]`."""
+    shape, dtype = _shape(plan, "kv"), operands.k.dtype
+    inputs = _inputs(plan, shape, operands, rows)
+    scratch = _scratch(plan, shape, dtype)
+    scratch["dk_tile"] = tile(dtype, COMPUTING, ROWS, shape.head_dim)
+    scratch["dv_tile"] = tile(dtype, COMPUTING, ROWS, shape.v_head_dim)
+    dk, dv = launch(
+        _dkv_program,
+        plan,
+        shape,
+        inputs,
+        name="flash_gpu_mosaic_dkv",
+        outputs=(array_of(inputs["k"].shape, dtype), array_of(inputs["v"].shape, dtype)),
+        scratch=scratch,
+    )
+    return dk[:, : plan.kv_length, :, : plan.head_dim], dv[:, : plan.kv_length, :, : plan.v_head_dim]
+
+
+def _dkv_program(inputs: dict[str, Any], outputs: Any, scratch: dict[str, Any], place: Place) -> None:
+    group = jnp.int32(place.plan.group)
+    total = place.total
+
+    def bring(at: Any, slot: Any) -> None:
+        head = place.head * group + lax.div(at, total)
+        _bring_queries(place, place.visited(lax.rem(at, total)), place.shape.visited, head, slot)
+
+    @pl.when(place.warpgroup == COMPUTING)
+    def _fetch() -> None:
+        plgpu.set_max_registers(40, action="decrease")
+        place.fetch(total * group, bring)
+
+    @pl.when(place.warpgroup < COMPUTING)
+    def _compute() -> None:
+        plgpu.set_max_registers(232, action="increase")
+        mine, rows = place.warpgroup, pl.ds(place.start, ROWS)
+        k_here, v_here = scratch["k_here"].at[mine], scratch["v_here"].at[mine]
+        plgpu.copy_gmem_to_smem(inputs["k"].at[place.batch, rows, place.head], scratch["k_tile"].at[mine], k_here)
+        if place.plan.segmented:
+            plgpu.copy_gmem_to_smem(inputs["kv_ids"].at[place.batch, rows], scratch["kv_ids_tile"].at[mine], k_here)
+        plgpu.copy_gmem_to_smem(inputs["v"].at[place.batch, rows, place.head], scratch["v_tile"].at[mine], v_here)
+        plgpu.barrier_wait(k_here)
+        plgpu.barrier_wait(v_here)
+        dk, dv = _sums_of_group(place, group, total)
+        for ready, sums, out in (
+            (scratch["dk_tile"].at[mine], dk * jnp.float32(place.plan.scale), outputs[0]),
+            (scratch["dv_tile"].at[mine], dv, outputs[1]),
+        ):
+            ready[...] = sums.astype(out.dtype)
+            plgpu.commit_smem()  # type: ignore[no-untyped-call] # untyped upstream
+            plgpu.copy_smem_to_gmem(ready, out.at[place.batch, rows, place.head])
+        plgpu.wait_smem_to_gmem(0)
+
+
+def _sums_of_group(place: Place, group: Any, total: Any) -> tuple[jax.Array, jax.Array]:
+    """dk, without the scale, and dv of this warpgroup's keys, summed over the query heads that read them."""
+    scratch, plan, mine = place.scratch, place.plan, place.warpgroup
+    k, v = scratch["k_tile"].at[mine], scratch["v_tile"].at[mine]
+
+    def visit(masked: bool, base: Any, at: Any, sums: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        slot = slot_of(base + at)
+        plgpu.barrier_wait(scratch["q_here"].at[slot])
+        q, d_out = scratch["q_tile"].at[slot], scratch["d_out_tile"].at[slot]
+        z, slope = bent(plan, product(plan, k, q, transposed=True))
+        p = exp(z - over_queries(scratch["shift_tile"].at[slot][...], ROWS))
+        dx = product(plan, v, d_out, transposed=True)
+        dx = p * (dx - over_queries(scratch["row_sums_tile"].at[slot][...], ROWS))
+        dx = dx if slope is None else dx * slope
+        if masked:
+            # Keys that a query may not attend to are rows of the sums, not terms of them: what is in k and v behind the
+            # mask cannot spread.
+            may = _allowed_queries(place, at, slot)
+            p, dx = jnp.where(may, p, 0.0), jnp.where(may, dx, 0.0)
+        dk, dv = sums
+        dv = accumulate(plan, dv, p.astype(d_out.dtype), d_out)
+        dk = accumulate(plan, dk, dx.astype(q.dtype), q)
+        plgpu.barrier_arrive(scratch["free"].at[slot])
+        return dk, dv
+
+    def visit_head(head: Any, sums: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        base = head * total
+        if "full" in place.kinds:
+            sums = lax.fori_loop(jnp.int32(0), place.full, functools.partial(visit, False, base), sums)
+        if "partial" in place.kinds:
+            sums = lax.fori_loop(place.full, total, functools.partial(visit, True, base), sums)
+        return sums
+
+    sums = (
+        jnp.zeros((ROWS, place.shape.head_dim), jnp.float32),
+        jnp.zeros((ROWS, place.shape.v_head_dim), jnp.float32),
+    )
+    found: tuple[jax.Array, jax.Array] = lax.fori_loop(jnp.int32(0), group, visit_head, sums)
+    return found
+
+
+def _allowed_queries(place: Place, at: Any, slot: Any) -> jax.Array:
+    """Booleans `[keys, queries]` of a tile of this warpgroup's keys."""
+    span = Span(place.batch, place.visited(at), place.start, place.shape.visited, ROWS)
+    ids = None
+    if place.plan.segmented:
+        ids = (place.scratch["q_ids_tile"].at[slot][...], place.scratch["kv_ids_tile"].at[place.warpgroup][...])
+    return allowed(place.plan, place.inputs, span, ids, keys_first=True)

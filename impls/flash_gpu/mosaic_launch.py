@@ -1,0 +1,249 @@
+"""What the Mosaic GPU kernels share: padded operands, the schedule as a list, and the ring of tiles in flight.
+
+Two warpgroups compute, a third fetches the tiles ahead of them by TMA into a ring of shared memory. A slot is filled
+again once both computing warpgroups have let go of it (Shah et al. 2024, arXiv:2407.08608).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from cases.masks import Dense, leaves
+from impls.flash_gpu.block_sizes import Tiles
+from impls.flash_gpu.mosaic_tiles import ROWS
+from impls.flash_gpu.operands import Operands
+from impls.flash_gpu.schedule import KINDS, Axis, Plan, Visits
+from impls.versions import mosaic_call
+
+COMPUTING = 2
+"""Warpgroups that compute; one more fetches."""
+OWNED = COMPUTING * ROWS
+"""Rows of the axis that a program owns, queries or keys."""
+LANES = 64
+"""Head depths are padded to a multiple: the widest swizzle, 128 bytes, of two-byte elements."""
+SLOTS = 2
+"""Tiles of each kind in flight."""
+SHARED_MEMORY = 227 * 1024
+"""Bytes that a block may have on Hopper (CUDA C++ programming guide, "Compute capabilities")."""
+RESERVED = 4096
+"""Bytes of barriers, values of a row and reductions, beside the tiles."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """Sizes of a kernel's tiles: reasoned from shared memory and registers, timed on no GPU.
+
+    Attributes:
+      axis: which axis a program owns `OWNED` of.
+      visited: of the other axis, a tile.
+      head_dim: of q and k, padded.
+      v_head_dim: of v, padded.
+    """
+
+    axis: Axis
+    visited: int
+    head_dim: int
+    v_head_dim: int
+
+    @property
+    def tiles(self) -> Tiles:
+        """As the schedule takes them."""
+        if self.axis == "q":
+            return Tiles(block_q=OWNED, block_kv=self.visited)
+        return Tiles(block_q=self.visited, block_kv=OWNED)
+
+
+def depths(plan: Plan) -> tuple[int, int]:
+    """Head depths of keys and of values, padded."""
+    return up(plan.head_dim, LANES), up(plan.v_head_dim, LANES)
+
+
+def limits(plan: Plan, operands: Operands) -> str | None:
+    """What none of the kernels supports of a call, or None if it supports all of it."""
+    if operands.q.dtype not in (jnp.bfloat16, jnp.float16):
+        return f"q, k and v in {operands.q.dtype}: it multiplies bfloat16 and float16"
+    if operands.bias is not None:
+        return "bias"
+    if any(isinstance(leaf, Dense) for leaf in leaves(plan.mask)):
+        return "masks that are arrays, only those that are formulas"
+    return None
+
+
+def common_inputs(plan: Plan, shape: Shape, operands: Operands) -> dict[str, jax.Array]:
+    """Operands, mask and schedule by name; what no tile divides is padded with zeros."""
+    q_length, kv_length = lengths(plan, shape)
+    inputs: dict[str, jax.Array] = {
+        "q": padded(operands.q, {1: q_length, 3: shape.head_dim}),
+        "k": padded(operands.k, {1: kv_length, 3: shape.head_dim}),
+        "v": padded(operands.v, {1: kv_length, 3: shape.v_head_dim}),
+    }
+    table, blocks = listed(plan.visits(shape.tiles, shape.axis))
+    inputs |= {"table": jnp.asarray(table), "blocks": jnp.asarray(blocks)}
+    inputs |= {name: jnp.asarray(array) for name, array in plan.mask_arrays.items()}
+    if operands.segment_ids is not None:
+        q_ids, kv_ids = operands.segment_ids
+        inputs |= {"q_ids": padded(q_ids, {1: q_length}), "kv_ids": padded(kv_ids, {1: kv_length})}
+    return inputs
+
+
+def lengths(plan: Plan, shape: Shape) -> tuple[int, int]:
+    """Queries and keys, padded to whole tiles."""
+    return up(plan.q_length, shape.tiles.block_q), up(plan.kv_length, shape.tiles.block_kv)
+
+
+def launch(
+    program: Callable[..., None],
+    plan: Plan,
+    shape: Shape,
+    inputs: dict[str, jax.Array],
+    *,
+    name: str,
+    outputs: tuple[Any, ...],
+    scratch: dict[str, Any],
+) -> tuple[jax.Array, ...]:
+    """Run `program(inputs, outputs, scratch, place)` in every warpgroup of every program."""
+    names = tuple(inputs)
+
+    def body(*references: Any, **shared: Any) -> None:
+        block, head, batch = (lax.axis_index(axis) for axis in ("block", "head", "batch"))
+        here = dict(zip(names, references[: len(names)], strict=True))
+        place = Place(plan, shape, here, shared, block, head, batch, lax.axis_index("warpgroup"))
+        program(here, references[len(names) :], shared, place)
+
+    owned, heads = (
+        (inputs["q"].shape[1], plan.num_q_heads) if shape.axis == "q" else (inputs["k"].shape[1], plan.num_kv_heads)
+    )
+    return mosaic_call(
+        body,
+        name=name,
+        grid={"block": owned // OWNED, "head": heads, "batch": inputs["q"].shape[0]},
+        warpgroups=COMPUTING + 1,
+        outputs=outputs,
+        scratch=scratch,
+        interpret=plan.interpret,
+    )(*inputs.values())
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """Where a program and a warpgroup are, and the blocks that the program visits.
+
+    Attributes:
+      plan: the problem.
+      shape: sizes of the tiles.
+      inputs: references by name.
+      scratch: shared memory and barriers by name.
+      block: of the axis that is owned.
+      head: query head, or key/value head if keys are owned.
+      batch: batch row.
+      warpgroup: of `COMPUTING` and the one that fetches.
+    """
+
+    plan: Plan
+    shape: Shape
+    inputs: dict[str, Any]
+    scratch: dict[str, Any]
+    block: Any
+    head: Any
+    batch: Any
+    warpgroup: Any
+
+    @property
+    def start(self) -> Any:
+        """First row of the owned axis that this warpgroup computes."""
+        return self.block * OWNED + self.warpgroup * ROWS
+
+    @property
+    def kinds(self) -> frozenset[str]:
+        """Which kinds of blocks any program visits."""
+        return frozenset(self.plan.visits(self.shape.tiles, self.shape.axis).lists)
+
+    @property
+    def full(self) -> Any:
+        """How many full blocks come first."""
+        return self._line(1)
+
+    @property
+    def total(self) -> Any:
+        """How many blocks there are."""
+        return self._line(2)
+
+    def visited(self, at: Any) -> Any:
+        """First row of the other axis in the block that is visited at this step."""
+        return self.inputs["blocks"][self._line(0) + at] * self.shape.visited
+
+    def _line(self, column: int) -> Any:
+        table = self.inputs["table"]
+        return table[self.batch if table.shape[0] > 1 else 0, 0, self.block, column]
+
+    def fetch(self, total: Any, bring: Callable[[Any, Any], None]) -> None:
+        """`bring(step, slot)` for each step, into a slot that both computing warpgroups have let go of."""
+
+        def step(at: Any, _: None) -> None:
+            slot = slot_of(at)
+
+            @pl.when(at >= SLOTS)
+            def _free() -> None:
+                plgpu.barrier_wait(self.scratch["free"].at[slot])
+
+            @pl.when(at < total)
+            def _bring() -> None:
+                bring(at, slot)
+
+        # The last turns only wait: a program does not end before its barriers are where they began.
+        lax.fori_loop(jnp.int32(0), total + SLOTS, step, None)
+
+
+def slot_of(at: Any) -> Any:
+    """The slot of a step."""
+    return lax.rem(at, jnp.int32(SLOTS))
+
+
+def tile(dtype: Any, *sizes: int) -> Any:
+    """Tiles in shared memory, as TMA writes them and `wgmma` reads them."""
+    return plgpu.SMEM(sizes, dtype, transforms=(plgpu.TilingTransform((8, LANES)), plgpu.SwizzleTransform(128)))
+
+
+def array_of(shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
+    """Shape and dtype of an output."""
+    return jax.ShapeDtypeStruct(shape, dtype)  # type: ignore[no-untyped-call] # JAX leaves it untyped
+
+
+@functools.lru_cache(maxsize=64)
+def listed(visits: Visits) -> tuple[np.ndarray, np.ndarray]:
+    """The schedule with every block listed: `[b, n, programs, 3]` start, full blocks and all blocks; and the blocks.
+
+    The fetching warpgroup reads an index ahead of time, so a list costs it nothing.
+    """
+    table, blocks, start = [], [], 0
+    for line in visits.table.reshape(-1, 4):
+        mine: list[int] = []
+        for place, kind in enumerate(KINDS):
+            first, count = int(line[2 * place]), int(line[2 * place + 1])
+            numbers = visits.lists.get(kind)
+            mine += range(first, first + count) if numbers is None else numbers[first : first + count].tolist()
+        table.append((start, int(line[1]), len(mine)))
+        blocks += mine
+        start += len(mine)
+    return np.array(table, np.int32).reshape(*visits.table.shape[:3], 3), np.array(blocks or [0], np.int32)
+
+
+def up(size: int, multiple: int) -> int:
+    """The next multiple."""
+    return -(-size // multiple) * multiple
+
+
+def padded(x: jax.Array, sizes: dict[int, int]) -> jax.Array:
+    """`x` with zeros at the end of these axes, up to these sizes."""
+    missing = [(0, sizes.get(axis, n) - n) for axis, n in enumerate(x.shape)]
+    return jnp.pad(x, missing) if any(after for _, after in missing) else x
