@@ -15,8 +15,8 @@ _MORE = ("half", "interleaved", "partial", "sections", "rms-sections-prescale", 
 # an implementation may be limited to.
 _SIZES = (
     (2, 40, 72, 4, 2, 32, "causal-o32"),
-    (1, 48, 48, 4, 2, 64, "causal"),
-    (1, 48, 48, 2, 2, 64, "causal"),
+    (1, 64, 64, 4, 2, 64, "causal"),
+    (1, 64, 64, 2, 2, 64, "causal"),
     (1, 128, 128, 4, 2, 64, "causal"),
     (1, 128, 128, 2, 2, 64, "causal"),
     (1, 128, 128, 2, 2, 128, "full"),

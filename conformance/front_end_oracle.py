@@ -51,7 +51,7 @@ class Stream:
                 root = _root(x)
                 unit = x / root
                 if step == "rms" and self.norm is not None:
-                    weights = (cotangent * unit).sum(axis=(0, 1, 2))
+                    weights = (cotangent * unit).sum_of_rows(axis=(0, 1, 2))
                     cotangent = cotangent * self.norm
                 mean = (cotangent * unit).sum(axis=-1, keepdims=True) / Number.exact(x.value.shape[-1])
                 cotangent = (cotangent - unit * mean) / root

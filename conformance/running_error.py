@@ -70,11 +70,18 @@ class Number:
         return Number(np.sin(self.value), np.abs(np.cos(self.value)) * self.error + 2 * U)
 
     def sum(self, axis: int | tuple[int, ...], *, keepdims: bool = False) -> Number:
-        """Sum over `axis`."""
+        """Sum over `axis`, whose terms may all be off in the same direction."""
+        return self._summed(axis, self.error.sum(axis=axis, keepdims=keepdims), keepdims)
+
+    def sum_of_rows(self, axis: tuple[int, ...]) -> Number:
+        """Sum over `axis`, whose terms are off independently, as those of dsinks are (`conformance.bounds`)."""
+        return self._summed(axis, 2 * np.sqrt((self.error**2).sum(axis=axis)), False)
+
+    def _summed(self, axis: int | tuple[int, ...], error: Array, keepdims: bool) -> Number:
         value = self.value.sum(axis=axis, keepdims=keepdims)
         terms = self.value.size // max(1, value.size)
         sizes = np.abs(self.value).sum(axis=axis, keepdims=keepdims)
-        return Number(value, self.error.sum(axis=axis, keepdims=keepdims) + gamma(terms) * sizes)
+        return Number(value, error + gamma(terms) * sizes)
 
     def stored(self, roundoff: float, tiny: float) -> Number:
         """Rounded to a dtype with this unit roundoff and underflow."""

@@ -215,7 +215,6 @@ def plan(mask: Mask, length: int = 128) -> Plan:
         block_kv=32,
         scale=1.0,
         soft_cap=None,
-        out_dtype="float32",
         masked_at_run_time=False,
     )
 

@@ -33,7 +33,6 @@ def attention(
     save_residuals: bool = False,
     block_q: int | None = None,
     block_kv: int | None = None,
-    out_dtype: Any = None,
 ) -> Any:
     """Softmax attention, `out_i = sum_j softmax_j(cap(scale <q_i, k_j> + bias_ij)) v_j` over the allowed `j`.
 
@@ -59,7 +58,6 @@ def attention(
       block_q: queries a block, at most all of them; the last block is padded inside. By default what was measured for
         the device and the lengths (`block_sizes.TABLE`), else 128.
       block_kv: keys a block, likewise.
-      out_dtype: of `out`, by default q's; f32 for results that are merged with others.
 
     Returns:
       `out [B, T, N, V]` in q's dtype, or `(out, {"logsumexp": ..., "max_logits": ...})`, both f32 `[B, N, T]`.
@@ -85,7 +83,6 @@ def attention(
         block_kv=min(sizes["block_kv"] if block_kv is None else block_kv, kv_length),
         scale=1 / math.sqrt(head_dim) if scale is None else float(scale),
         soft_cap=None if soft_cap is None else float(soft_cap),
-        out_dtype=jnp.dtype(q.dtype if out_dtype is None else out_dtype).name,
         masked_at_run_time=segment_ids is not None or selected is not None,
     )
     operands = jax.tree.map(jnp.asarray, Operands(q, k, v, bias, sinks, segment_ids, selected))

@@ -58,7 +58,7 @@ def backward(
     def step(sums: _Gradients, pair: Places) -> tuple[_Gradients, None]:
         block = compute_pair(plan, blocks, pair)
         dtype = block.q.dtype
-        do = take(d_outs, pair.q).astype(dtype)
+        do = take(d_outs, pair.q)
         p = jnp.exp(block.logits - take(shifts, pair.q)[..., None])
         dv = product("bkgts,bkgtv->bksv", p.astype(dtype), do)
         dx = p * (product("bkgtv,bksv->bkgts", do, block.v) - take(rows, pair.q)[..., None])

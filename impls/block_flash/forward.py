@@ -90,7 +90,7 @@ def _finish(plan: Plan, running: _Running, operands: Operands) -> Outputs:
     total = jnp.where(some, total, 1.0)
     logsumexp = jnp.where(some, maximum + jnp.log(total), -jnp.inf)
     return Outputs(
-        out=join_queries(plan, (out / total[..., None]).astype(plan.out_dtype)),
+        out=join_queries(plan, (out / total[..., None]).astype(operands.q.dtype)),
         logsumexp=join_rows(plan, logsumexp),
         max_logits=join_rows(plan, running.maximum),
     )

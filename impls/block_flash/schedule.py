@@ -24,7 +24,6 @@ class Plan:
     block_kv: int
     scale: float
     soft_cap: float | None
-    out_dtype: str
     masked_at_run_time: bool  # by segment ids or a selection of keys
 
     def __post_init__(self) -> None:

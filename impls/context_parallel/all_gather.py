@@ -16,7 +16,6 @@ from cases.masks import Mask
 from impls.context_parallel.layout import Layout
 from impls.context_parallel.local import Kernel, Local, Operands, Outputs
 from impls.context_parallel.masks import schedule
-from impls.context_parallel.parts import with_sinks
 
 
 def all_gather(
@@ -67,11 +66,8 @@ def all_gather(
     plan = schedule(mask, queries, Layout(keys.length, 1, balanced=False))
     index = jnp.asarray([row[0] for row in plan.table], jnp.int32)[lax.axis_index(axis_name)]
     local = Local(kernel, plan.masks, soft_cap, scale)
-    outputs = _attend(local, index, Operands(q, k, v, bias, segment_ids))
-    out, logsumexp = outputs.out, outputs.logsumexp
-    if sinks is not None:
-        out, logsumexp = with_sinks(out, logsumexp, sinks)
-    return out, {"logsumexp": logsumexp, "max_logits": outputs.max_logits}
+    outputs = _attend(local, index, Operands(q, k, v, bias, sinks, segment_ids))
+    return outputs.out, {"logsumexp": outputs.logsumexp, "max_logits": outputs.max_logits}
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

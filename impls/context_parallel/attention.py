@@ -70,7 +70,8 @@ def attention(
       bias: broadcastable to `[B, N, T, S]`.
       scale: factor of `<q, k>`, default `1 / sqrt(H)`.
       save_residuals: also return `logsumexp` and `max_logits`.
-      kernel: the canonical call, with a differentiable `logsumexp`, best with `out` in f32; what it refuses is refused.
+      kernel: the canonical call, with a differentiable `logsumexp`; what it refuses is refused. A ring gives it q, k
+        and v in f32, whatever their dtype.
       method: `"all_gather"` or `"ring"`.
       devices: how many devices share the sequence.
       balanced: queries, and the keys of a ring, in load-balanced order; else contiguous.
@@ -199,9 +200,7 @@ def implementation(name: str, kernel: Implementation, method: Method, **options:
     )
 
 
-# Parts in f32: rounded to bf16 each, they would lose more the more devices there are (ring-flash-attention issue 42).
-_WHOLE = block_flash.IMPLEMENTATIONS[0]
-_KERNEL = dataclasses.replace(_WHOLE, call=functools.partial(_WHOLE.call, out_dtype=jnp.float32))
+_KERNEL = block_flash.IMPLEMENTATIONS[0]
 IMPLEMENTATIONS: tuple[Implementation, ...] = (
     implementation("block_flash_allgather", _KERNEL, "all_gather"),
     implementation("block_flash_ring", _KERNEL, "ring"),

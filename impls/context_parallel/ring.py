@@ -66,8 +66,8 @@ def ring(
       f32 `out [B, queries.local, N, V]`, and the residuals.
     """
     plan = schedule(mask, queries, keys)
-    steps = _Ring(Local(kernel, plan.masks, soft_cap, scale), plan.table, axis_name)
-    outputs = _attend(steps, Operands(q, k, v, bias, segment_ids))
+    steps = _Ring(Local(kernel, plan.masks, soft_cap, scale, wide=True), plan.table, axis_name)
+    outputs = _attend(steps, Operands(q, k, v, bias, None, segment_ids))
     out, logsumexp = outputs.out, outputs.logsumexp
     if sinks is not None:
         out, logsumexp = with_sinks(out, logsumexp, sinks)
@@ -112,7 +112,7 @@ def _at_step(operands: Operands, moving: Any, source: jax.Array) -> Operands:
     """The operands of a step: this device's queries, and what has come from `source`."""
     k, v, kv_ids = moving
     ids = None if operands.segment_ids is None else (operands.segment_ids[0], kv_ids)
-    return Operands(operands.q, k, v, _columns(operands.bias, source, k.shape[1]), ids)
+    return Operands(operands.q, k, v, _columns(operands.bias, source, k.shape[1]), None, ids)
 
 
 def _moving(operands: Operands) -> Any:
@@ -157,14 +157,14 @@ def _backward(steps: _Ring, saved: Any, cotangents: Outputs) -> tuple[Operands]:
         at = _at_step(operands, moving, source)
         found = steps.local.backward(steps.index(source), at, of_step)
         dk, dv = travelling
-        travelling = (dk + found.k.astype(jnp.float32), dv + found.v.astype(jnp.float32))
+        travelling = (dk + found.k, dv + found.v)
         dbias = _add_columns(dbias, found.bias, source, at.k.shape[1])
-        return (*steps.passed_on((moving, travelling)), dq + found.q.astype(jnp.float32), dbias), None
+        return (*steps.passed_on((moving, travelling)), dq + found.q, dbias), None
 
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), operands._replace(segment_ids=None))
     carry = (_moving(operands), (zeros.k, zeros.v), zeros.q, zeros.bias)
     (_, (dk, dv), dq, dbias), _ = lax.scan(step, carry, jnp.arange(steps.devices, dtype=jnp.int32))
-    found = Operands(dq, dk, dv, dbias, None)
+    found = Operands(dq, dk, dv, dbias, None, None)
     return (jax.tree.map(lambda x, like: x.astype(like.dtype), found, operands._replace(segment_ids=None)),)
 
 
