@@ -2,9 +2,9 @@
 
     train/bf16/B2.T128.S128.N4.K2.H64.V64/causal/seg/softcap30/sinks/normal/s7
 
-The parts are: phase, dtype, shape, mask, then whatever of segment ids, soft cap, sinks, bias, scale and quantised cache
-the case has, then the value distribution and the seed. Ids use letters, digits and `. / _ -` only, so that a shell and
-pytest's `-k` take them unquoted.
+The parts are: phase, dtype, shape, mask, then whatever of segment ids, soft cap, sinks, bias, scale, quantised cache
+and front end (`cases.front_ends`) the case has, then the value distribution and the seed. Ids use letters, digits and
+`. / _ -` only, so that a shell and pytest's `-k` take them unquoted.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from cases import mask_spec
+from cases import front_ends, mask_spec
 from cases.quantized import KV_CACHES
 
 PHASES = ("train", "prefill", "decode")
@@ -30,6 +30,7 @@ DISTRIBUTIONS = ("normal", "small", "large", "heavy", "dominant", "cancel", "tie
 _SHAPE = re.compile(r"B(\d+)\.T(\d+)\.S(\d+)\.N(\d+)\.K(\d+)\.H(\d+)\.V(\d+)")
 _SOFT_CAP = re.compile(r"(?:soft)?cap(\d+(?:\.\d+)?)")
 _SCALE = re.compile(r"scale(\d+(?:\.\d+)?)")
+_FRONT_END = re.compile(r"front-([a-z0-9-]+)")
 _SEED = re.compile(r"s(\d+)")
 
 
@@ -57,6 +58,7 @@ class Case:
     bias: str | None = None
     scale: float | None = None
     kv_cache: str | None = None
+    front_end: str | None = None
     distribution: str = "normal"
     seed: int = 0
 
@@ -86,10 +88,16 @@ class Case:
         if self.distribution == "knee" and self.soft_cap is None:
             raise CaseIdError("distribution 'knee' puts logits at the soft cap's knee, so the case needs a soft cap")
         try:
+            self.steps  # noqa: B018  raises for what cannot be
             mask_spec.parse(self.mask)
             mask_spec.build(self.mask, self.batch, self.num_q_heads, self.q_length, self.kv_length, self.seed)
         except ValueError as error:
             raise CaseIdError(str(error)) from error
+
+    @property
+    def steps(self) -> tuple[str, ...]:
+        """The steps of the front end, in order."""
+        return () if self.front_end is None else front_ends.parse(self.front_end, self.head_dim, self.v_head_dim)
 
     @property
     def shape(self) -> str:
@@ -115,6 +123,8 @@ class Case:
             parts.append(f"scale{_number(self.scale)}")
         if self.kv_cache:
             parts.append(self.kv_cache)
+        if self.front_end is not None:
+            parts.append(f"front-{self.front_end}")
         return "/".join([*parts, self.distribution, f"s{self.seed}"])
 
     def __str__(self) -> str:
@@ -194,7 +204,7 @@ def parse(text: str) -> Case:
     if len(parts) < 6:
         raise CaseIdError(
             f"{text!r} is not a case id: it has {len(parts)} parts, at least 6 are needed: phase/dtype/shape/mask/"
-            f"[segments/softcapC/sinks/bias/scaleX/kvKIND-BY/]distribution/sSEED"
+            f"[segments/softcapC/sinks/bias/scaleX/kvKIND-BY/front-STEPS/]distribution/sSEED"
         )
     phase, dtype, shape, mask, *options, distribution, seed = parts
     sizes = _SHAPE.fullmatch(shape)
@@ -240,9 +250,11 @@ def _option(option: str, text: str) -> tuple[str, Any]:
         return "soft_cap", float(found[1])
     if found := _SCALE.fullmatch(option):
         return "scale", float(found[1])
+    if found := _FRONT_END.fullmatch(option):
+        return "front_end", found[1]
     raise CaseIdError(
         f"{option!r} in {text!r} is none of {', '.join(SEGMENTS)}, softcapC, sinks, {', '.join(BIASES)}, scaleX, "
-        f"{', '.join(KV_CACHES)}"
+        f"{', '.join(KV_CACHES)}, front-STEPS"
     )
 
 

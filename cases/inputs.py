@@ -15,7 +15,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from cases import mask_spec, moba, quantized
+from cases import front_ends, mask_spec, moba, quantized
 from cases.case import Case
 from cases.counter_rng import integers, normal
 from cases.masks import Mask
@@ -153,7 +153,11 @@ def draw(case: Case) -> Problem:
 def _drawn(case: Case, attempt: int) -> Problem:
     """The operands without sinks; `attempt` chooses among queries."""
     dtype = DTYPES[case.dtype]
-    q, k, v = (x.astype(dtype) for x in _queries_keys_values(case, attempt))
+    if case.steps:
+        operands = front_ends.apply(case.steps, draw_raw(case, attempt))
+    else:
+        operands = _queries_keys_values(case, attempt)
+    q, k, v = (x.astype(dtype) for x in operands)
     mask = mask_spec.build(case.mask, case.batch, case.num_q_heads, case.q_length, case.kv_length, case.seed)
     scales = None
     if case.kv_cache is not None:
@@ -170,6 +174,19 @@ def _drawn(case: Case, attempt: int) -> Problem:
         bias=_bias(case),
         scale=case.scale,
     )
+
+
+def draw_raw(case: Case, attempt: int = 0) -> front_ends.Raw:
+    """The raw projections that the front end of `case` makes its operands of."""
+    dtype = DTYPES[case.dtype]
+    q, k, v = (x.astype(dtype) for x in _queries_keys_values(case, attempt))
+    weights = {}
+    if "rms" in case.steps:
+        weights = {
+            name: (1 + 0.25 * normal(case.seed, name, (case.head_dim,))).astype(np.float32)
+            for name in ("q_norm", "k_norm")
+        }
+    return front_ends.Raw(q, k, None if "shared" in case.steps else v, **weights)
 
 
 def draw_cotangent(case: Case) -> Cotangent:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from cases.case import BIASES, DISTRIBUTIONS, DTYPES, PHASES, SEGMENTS, Case
+from cases.quantized import KV_CACHES
 
 Supports = Callable[[Case], "str | None"]
 """Why a case is not wanted, or None if it is."""
@@ -48,7 +49,7 @@ class Space:
     """What there is to draw from; every tuple has the plainest alternative first.
 
     Attributes:
-      phases, dtypes, masks, segments, biases, distributions: as in `Case`; None stands for "without".
+      phases, dtypes, masks, segments, biases, kv_caches, distributions: as in `Case`; None stands for "without".
       offsets: the kinds of mask that may have an offset.
       joints: how masks may be combined.
       grouped: whether query heads may share a key/value head.
@@ -72,6 +73,7 @@ class Space:
     sinks: tuple[bool, ...]
     biases: tuple[str | None, ...]
     scale: tuple[bool, ...]
+    kv_caches: tuple[str | None, ...]
     distributions: tuple[str, ...]
 
 
@@ -108,6 +110,12 @@ def space(supports: Supports = lambda case: None, phases: tuple[str, ...] = PHAS
         sinks=kept("sinks", (False, True)),
         biases=kept("bias", (None, *BIASES)),
         scale=tuple(value is not None for value in kept("scale", (None, 0.3))),
+        kv_caches=tuple(
+            cache
+            for cache in (None, *KV_CACHES)
+            if supported(kv_cache=cache, phase="prefill" if cache and base.phase == "train" else base.phase)
+        )
+        or (None,),
         distributions=tuple(
             name
             for name in DISTRIBUTIONS
@@ -130,7 +138,9 @@ def _phase(phase: str) -> dict[str, Any]:
 
 
 def _impossible(changed: Mapping[str, Any]) -> bool:
-    """Whether a case cannot have these: one query has no chunks to balance, and a knee needs a cap."""
+    """Whether a case cannot have these: one query to balance, a knee without a cap, training from a cache."""
+    if changed.get("kv_cache") and changed.get("phase", "train") == "train":
+        return True
     one_query = changed.get("q_length") == 1 and changed.get("mask") == MASKS["balanced"]
     return one_query or (changed.get("distribution") == "knee" and changed.get("soft_cap") is None)
 
@@ -148,6 +158,7 @@ def _base(supports: Supports, phases: tuple[str, ...]) -> Case:
         {"sinks": True},
         *({"bias": bias} for bias in BIASES),
         {"scale": 0.3},
+        *({"kv_cache": cache} for cache in KV_CACHES),
         {"num_q_heads": 4},
         *({"distribution": name} for name in DISTRIBUTIONS if name != "knee"),
         {"distribution": "knee", "soft_cap": 30.0},

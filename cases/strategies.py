@@ -59,6 +59,7 @@ def all_cases(draw: st.DrawFn, within: Space) -> Case:
     sinks = draw(_seldom(within.sinks))
     bias = draw(_seldom(within.biases))
     scale = draw(_scales) if draw(_seldom(within.scale)) else None
+    kv_cache = draw(_seldom(within.kv_caches)) if phase != "train" else None
     huge = soft_cap is None and not sinks and phase == "train" and max(q_length, kv_length) <= _LONGEST_HUGE
     fitting = {"knee": soft_cap is not None, "huge": huge}
     return Case(
@@ -77,6 +78,7 @@ def all_cases(draw: st.DrawFn, within: Space) -> Case:
         sinks=sinks,
         bias=bias,
         scale=scale,
+        kv_cache=kv_cache,
         distribution=draw(st.sampled_from([name for name in within.distributions if fitting.get(name, True)])),
         seed=draw(st.integers(0, 999)),
     )

@@ -91,9 +91,9 @@ class Roundoff:
     tiny: float
 
     @classmethod
-    def of(cls, arithmetic: Arithmetic, problem: Problem) -> Roundoff:
-        """The roundoffs that `arithmetic` means for the dtypes of `problem`."""
-        dtype = dtype_name(problem.q.dtype)
+    def of(cls, arithmetic: Arithmetic, problem: Problem, dtype: str | None = None) -> Roundoff:
+        """The roundoffs that `arithmetic` means for operands of `dtype`, by default that of `problem`."""
+        dtype = dtype_name(problem.q.dtype) if dtype is None else dtype
         u_in = UNIT_ROUNDOFF[dtype]
         if dtype == "f32":
             products = {"exact": U, "tf32": 2 * UNIT_ROUNDOFF["tf32"], "bf16": 2 * UNIT_ROUNDOFF["bf16"]}
@@ -125,6 +125,25 @@ def gamma(terms: int) -> float:
 
 
 @dataclasses.dataclass(frozen=True)
+class Inexact:
+    """How far q, k and v may be from what the problem has, in their shapes, where they are computed in `dtype`.
+
+    To first order, an error in an operand is one more error in the products that it enters: `scale (dq |k| + |q| dk)`
+    in err(x), `sum_j p dv` in E(out), `sum_d |do| dv` in err(dp), `scale sum |dx| dk` in E(dq) and likewise in E(dk).
+    """
+
+    dtype: str
+    q: Array
+    k: Array
+    v: Array
+
+    def of(self, slab: Slab, rows: Array | slice = slice(None)) -> Inexact:
+        """The errors of a slab's operands, q `[G, T, H]`, k `[S, H]`, v `[S, V]`; `rows` are its queries."""
+        q = self.q[slab.batch, :, slab.heads].transpose(1, 0, 2)[:, rows]
+        return Inexact(self.dtype, q, self.k[slab.batch, :, slab.kv_head], self.v[slab.batch, :, slab.kv_head])
+
+
+@dataclasses.dataclass(frozen=True)
 class Expectation:
     """What to expect: forward observables, and gradients for each cotangent asked for, in that order."""
 
@@ -140,6 +159,7 @@ def expect(
     empty_rows: EmptyRows = "zero",
     steps: Steps | None = None,
     rounds_out: bool = True,
+    inexact: Inexact | None = None,
 ) -> Expectation:
     """Exact observables and their error bounds.
 
@@ -150,8 +170,9 @@ def expect(
       empty_rows: what rows that may attend to nothing are declared to return.
       steps: how far keys and values may be from those of `problem`, where a cache stores them.
       rounds_out: whether `out` is rounded to the operands' dtype at the end, or left in f32.
+      inexact: how far the implementation's operands may be from those of `problem`, which then are in float64.
     """
-    u = Roundoff.of(arithmetic, problem)
+    u = Roundoff.of(arithmetic, problem, None if inexact is None else inexact.dtype)
     u = u if rounds_out else dataclasses.replace(u, out=U)
     batch, q_length, num_q_heads, _ = problem.q.shape
     rows = (batch, num_q_heads, q_length)
@@ -159,10 +180,10 @@ def expect(
     forward = {name: Bounded(np.empty(shape), np.empty(shape)) for name, shape in shapes.items()}
     totals = [(Gradients.zeros(problem), Gradients.zeros(problem)) for _ in cotangents]
     for slab in slabs(problem, empty_rows, steps):
-        errors = _ForwardErrors.of(slab, u)
+        errors = _ForwardErrors.of(slab, u, None if inexact is None else inexact.of(slab))
         _store_forward(forward, slab, errors, u)
         for cotangent, (values, bounds) in zip(cotangents, totals, strict=True):
-            _add_gradients(values, bounds, slab, errors, cotangent, u)
+            _add_gradients(values, bounds, slab, errors, cotangent, u, inexact)
     return Expectation(
         forward,
         tuple(_finish_gradients(values, bounds, u) for values, bounds in totals),
@@ -179,11 +200,14 @@ class _ForwardErrors:
     p: Array  # [G, T, S]
     p_sink: Array  # [G, T]
     out: Array  # without the final rounding, [G, T, V]
+    operands: Inexact | None  # of the slab
 
     @classmethod
-    def of(cls, slab: Slab, u: Roundoff) -> _ForwardErrors:
+    def of(cls, slab: Slab, u: Roundoff, operands: Inexact | None) -> _ForwardErrors:
         keys = slab.k.shape[0]
         x = _logit_errors(slab, u)
+        if operands is not None:
+            x = x + slab.scale * (operands.q @ np.abs(slab.k).T + np.abs(slab.q) @ operands.k.T)
         z = np.abs(slab.z)
         capped = 0.0 if slab.soft_cap is None else 4 * U
         err_z = slab.cap_derivative * x + (u.logits + capped + U) * z + U * np.abs(slab.z - slab.pivot[..., None])
@@ -201,7 +225,9 @@ class _ForwardErrors:
         err_out = (err_p + rounding * slab.averaging + u.tiny * slab.allowed) @ np.abs(slab.v)
         if slab.v_steps is not None:
             err_out = err_out + (slab.averaging + err_p) @ slab.v_steps
-        return cls(x, err_z, err_l, err_p, err_sink, err_out)
+        if operands is not None:
+            err_out = err_out + slab.averaging @ operands.v
+        return cls(x, err_z, err_l, err_p, err_sink, err_out, operands)
 
 
 def _logit_errors(slab: Slab, u: Roundoff) -> Array:
@@ -252,6 +278,8 @@ class _Backward:
         dz = p * r
         dx = slab.cap_derivative * dz
         err_dp = (u.products + gamma(v_depth)) * (abs_do @ np.abs(slab.v).T) + u.probabilities * np.abs(dp)
+        if errors.operands is not None:
+            err_dp = err_dp + abs_do @ errors.operands.v.T
         err_d = ((errors.p + (u.probabilities + gamma(keys)) * p) * np.abs(dp) + p * err_dp).sum(axis=-1)
         err_d += (((u.out + gamma(v_depth)) * np.abs(slab.out) + u.tiny) * abs_do).sum(axis=-1)
         shift = U * (np.abs(dp) + np.abs(d)[..., None] + np.abs(dlse)[..., None])
@@ -272,7 +300,13 @@ def _cap_derivative_errors(slab: Slab, errors: _ForwardErrors) -> Array | float:
 
 
 def _add_gradients(
-    values: Gradients, bounds: Gradients, slab: Slab, errors: _ForwardErrors, cotangent: Cotangent, u: Roundoff
+    values: Gradients,
+    bounds: Gradients,
+    slab: Slab,
+    errors: _ForwardErrors,
+    cotangent: Cotangent,
+    u: Roundoff,
+    inexact: Inexact | None,
 ) -> None:
     do = cotangent.out[slab.batch, :, slab.heads].astype(np.float64).transpose(1, 0, 2)  # [G, T, V]
     dlse: Array = np.zeros(slab.pivot.shape)
@@ -284,7 +318,7 @@ def _add_gradients(
     if len(rows) < dlse.shape[1]:
         # What has no cotangent has no gradient and no error: leave those queries out.
         slab, do, dlse = slab.only(rows), do[:, rows], dlse[:, rows]
-        errors = _ForwardErrors.of(slab, u)
+        errors = _ForwardErrors.of(slab, u, None if inexact is None else inexact.of(slab, rows))
     back = _Backward.of(slab, errors, do, dlse, u)
     dk_by_head = slab.scale * (back.dx.transpose(0, 2, 1) @ slab.q)  # [G, S, H]
     dv_by_head = slab.averaging.transpose(0, 2, 1) @ do  # [G, S, V]
@@ -301,13 +335,17 @@ def _add_gradients(
     terms = gamma(group * queries)
     abs_dx = np.abs(back.dx)
     err_dk = slab.scale * ((back.err_dx + terms * abs_dx).transpose(0, 2, 1) @ np.abs(slab.q)).sum(axis=0)
+    err_dq = slab.scale * ((back.err_dx + gamma(slab.k.shape[0]) * abs_dx) @ np.abs(slab.k))
+    if errors.operands is not None:
+        err_dk = err_dk + slab.scale * (abs_dx.transpose(0, 2, 1) @ errors.operands.q).sum(axis=0)
+        err_dq = err_dq + slab.scale * (abs_dx @ errors.operands.k)
     err_pv = errors.p + (u.probabilities + u.products + terms) * slab.averaging + u.tiny * back.live
     err_dv = (err_pv.transpose(0, 2, 1) @ np.abs(do)).sum(axis=0)
     by_head = u.out if group > 1 else 0.0
     sink_sum = gamma(queries) * np.abs(back.dsink).sum(axis=-1)
     bounds.add(
         slab,
-        dq=slab.scale * ((back.err_dx + gamma(slab.k.shape[0]) * abs_dx) @ np.abs(slab.k)),
+        dq=err_dq,
         dk=err_dk + by_head * np.abs(dk_by_head).sum(axis=0),
         dv=err_dv + by_head * np.abs(dv_by_head).sum(axis=0),
         dsinks=2 * np.sqrt((back.err_dsink**2).sum(axis=-1)) + sink_sum,

@@ -111,6 +111,7 @@ class Implementation:
       merge: a sequence of parts to the part over the keys of all; none if it offers none of its own.
       checkpoint_names: names under which the residuals of the backward are tagged for `jax.checkpoint` policies.
       interpreted: True where this process runs the kernel in an interpreter instead of on its accelerator.
+      front_end: a model's own front end in place of `conformance.front_ends.front_end`, with that one's signature.
       absent: why this process cannot run it at all, none if it can: its accelerator is missing and nothing interprets
         it. Its cases are unjudged, for this reason.
       tunable: block sizes and the like that `python -m conformance tune` may choose.
@@ -143,6 +144,7 @@ class Implementation:
     merge: Callable[[Sequence[Any]], Any] | None = None
     checkpoint_names: tuple[str, ...] = ()
     refuses_by_signature: bool = False
+    front_end: Callable[..., Any] | None = None
     devices: int = 1
 
     def __post_init__(self) -> None:

@@ -4,7 +4,7 @@ The compiler's own figure (`temp_size_in_bytes`) counts what it adds in HBM. On 
 are temporaries: XLA keeps some in VMEM, 128 MiB of it on some generations, and puts others where results will be
 written. Beside larger operands the same program needs HBM for them, so what is live at once is counted here too,
 wherever it is kept: each value from the instruction that makes it to the last that reads it, in the order of the
-schedule, operands, constants and results left out.
+schedule, operands, constants and results left out. A value that is copied from one memory to another counts once.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from collections.abc import Iterator
 
 _BYTES = {"pred": 1, "s4": 0.5, "u4": 0.5, "bf16": 2, "f16": 2, "token": 0}
 _NAMES_ARE_BITS = re.compile(r"[a-z]+(\d+)")
-_INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%(\S+) = (.*)$")
+_BEGINS = re.compile(r"\n\s+(?:ROOT )?%(?=\S+ = )")
 _ARRAY = re.compile(r"([a-z]+\d*[a-z0-9]*)\[([\d,]*)\](?:\{([^{}]*)\})?")
-_OPCODE = re.compile(r"\s*([a-z][a-z0-9-]*)\((.*)$")
+_OPCODE = re.compile(r"\s*([a-z][a-z0-9-]*)\((.*)$", re.DOTALL)
 _OPERAND = re.compile(r"%([^\s,()]+)")
 _TILE = re.compile(r"T\(([\d,]+)\)")
 _SHARED = re.compile(r"output_to_operand_aliasing=\{(.*?)\)\}")
@@ -84,8 +84,8 @@ def _places(line: _Instruction, places: dict[str, list[frozenset[str]]], sizes: 
     found = []
     in_place = dict(line.shared)
     for i, size in enumerate(line.sizes):
-        if line.opcode == "copy-start" and i > 0:  # (destination, source, context)
-            found.append(frozenset[str]())
+        if line.opcode == "copy-start":  # (destination, source, context): the same value in another memory
+            found.append(frozenset[str]().union(*given[0]) if i < 2 else frozenset())
         elif i in in_place:
             found.append(frozenset[str]().union(*given[in_place[i]]))
         else:
@@ -95,15 +95,12 @@ def _places(line: _Instruction, places: dict[str, list[frozenset[str]]], sizes: 
 
 
 def _schedule(program: str) -> Iterator[_Instruction]:
-    """The instructions of the entry computation, each on one line."""
-    inside = False
-    for line in program.splitlines():
-        if line.startswith("ENTRY "):
-            inside = True
-        elif inside and line.startswith("}"):
-            return
-        elif inside and (match := _INSTRUCTION.match(line)):
-            yield _instruction(match[1], match[2])
+    """The instructions of the entry computation; an instruction may run over several lines."""
+    _, _, entry = program.partition("\nENTRY ")
+    body, _, _ = entry.partition("\n}\n")
+    for text in _BEGINS.split(body)[1:]:
+        name, _, rest = text.partition(" = ")
+        yield _instruction(name, rest)
 
 
 def _instruction(name: str, text: str) -> _Instruction:

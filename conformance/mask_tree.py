@@ -22,8 +22,9 @@ from cases.masks import (
     Or,
     Window,
 )
+from cases.moba import Moba
 
-_STATIC = (Bidirectional, Causal, Chunked, Dense, Full, Lengths, LoadBalancedCausal, Window)
+_STATIC = (Bidirectional, Causal, Chunked, Dense, Full, Lengths, LoadBalancedCausal, Moba, Window)
 
 
 def _indexer(_: None, children: Any) -> Indexer:

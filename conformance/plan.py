@@ -10,6 +10,7 @@ from typing import Any
 from cases.accelerator import compiled_cases, interpreted_cases
 from cases.case import Case, matches
 from cases.decoding import decoded_cases
+from cases.front_end_cases import front_end_cases
 from cases.grid import Supports, grid
 from cases.regressions import REGRESSIONS
 from conformance.checks import CHECKS, Check
@@ -98,6 +99,7 @@ def _jobs(
         "feature": found.singles[1:],
         "base": found.singles[:1],
         "rich": found.rich,
+        "front": front_end_cases(level, seed, implementation.supports),
         "decoded": decoded_cases(seed, implementation.supports),
         "ensemble": ensemble_cases(seed, implementation.supports),
         "interpreted": _to_interpret(implementation, seed),
@@ -188,6 +190,7 @@ def _scopes_of(implementation: Implementation, case: Case, *, named: bool) -> se
     """The scopes beside the grid whose checks are asked of `case`."""
     always = {"ensemble"} if case in ensemble_cases(case.seed, implementation.supports) else set()
     always |= {"decoded"} if case in decoded_cases(case.seed, implementation.supports) else set()
+    always |= {"front"} if case.steps else set()
     if named:
         compiled = {"compiled"} if targets_of(implementation.platform) else set()
         interpreted = {"interpreted"} if _has_interpreter(implementation) else set()

@@ -25,7 +25,7 @@ NEAR = 2
 # One case in so many of the rest of the grid, for a bug that one check alone has seen.
 _STRIDE = 4
 # Scopes beside the grid, those first that catch most in one case.
-_SPECIAL = ("rich", "base", "decoded", "ensemble", "interpreted", "compiled", "declined", "feature")
+_SPECIAL = ("rich", "base", "decoded", "front", "ensemble", "interpreted", "compiled", "declined", "feature")
 _SLUG = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*")
 
 

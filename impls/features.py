@@ -21,10 +21,12 @@ from cases.masks import (
     Or,
     Window,
 )
+from cases.moba import Moba
 
 Phase = Literal["train", "prefill", "decode"]
 PHASES: tuple[Phase, ...] = ("train", "prefill", "decode")
 OPTIONAL = ("segment_ids", "soft_cap", "sinks", "bias", "scale")
+_STORED = {"int8": "kv_int8", "int4": "kv_int4", "float8_e4m3fn": "kv_fp8"}
 
 _MASKS: dict[type[Mask], str] = {
     Full: "full",
@@ -35,6 +37,7 @@ _MASKS: dict[type[Mask], str] = {
     LoadBalancedCausal: "balanced",
     Lengths: "lengths",
     Indexer: "indexer",
+    Moba: "moba",
 }
 _DTYPES = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
 
@@ -54,6 +57,9 @@ def asked(q: Any, k: Any, v: Any, mask: Mask, options: Mapping[str, Any]) -> tup
     found.append("mha" if num_q_heads == num_kv_heads else "mqa" if num_kv_heads == 1 else "gqa")
     found += mask_features(mask)
     found += [name for name in OPTIONAL if options.get(name) is not None]
+    if (scales := options.get("kv_scales")) is not None:
+        found.append(_STORED[np.dtype(k.dtype).name])
+        found.append("kv_token_scales" if any(np.shape(x)[1] > 1 for x in scales) else "kv_head_scales")
     if q.shape[3] != v.shape[3]:
         found.append("v_head_dim")
     if q.shape[1] != k.shape[1]:

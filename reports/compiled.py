@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from conformance.records import ERROR, EXPECTED_FAIL, FAIL, PASS, UNEXPECTED_PASS, UNJUDGED, UNSUPPORTED, Record
 from reports.summary import Subject, subject_of
@@ -47,12 +47,22 @@ class Note:
 
 
 @dataclasses.dataclass(frozen=True)
+class Problem:
+    """One program of one case that several implementations have, side by side: the largest figures over the targets."""
+
+    case: str
+    program: str
+    cells: Mapping[Subject, Cell]
+
+
+@dataclasses.dataclass(frozen=True)
 class CompiledTable:
     """The section of a report."""
 
     subjects: tuple[Subject, ...]
     targets: tuple[str, ...]
     cells: Mapping[tuple[Subject, str], Cell]
+    problems: tuple[Problem, ...]
     notes: tuple[Note, ...]
 
 
@@ -71,8 +81,21 @@ def compiled(records: Sequence[Record]) -> CompiledTable | None:
         subjects=tuple(dict.fromkeys(subject for subject, _ in by_cell)),
         targets=tuple(dict.fromkeys(target for _, target in by_cell if target != EVERY_TARGET)),
         cells={key: _cell(group) for key, group in by_cell.items()},
+        problems=tuple(_problems(asked)),
         notes=tuple(_note(*key, group) for key, group in by_reason.items()),
     )
+
+
+def _problems(asked: Sequence[Record]) -> Iterator[Problem]:
+    """What more than one implementation compiled."""
+    found: dict[tuple[str, str], dict[Subject, list[Record]]] = {}
+    for record in asked:
+        if record.figures:
+            program = record.observable.partition(".")[2]
+            found.setdefault((record.case, program), {}).setdefault(subject_of(record), []).append(record)
+    for (case, program), groups in found.items():
+        if len(groups) > 1:
+            yield Problem(case, program, {subject: _cell(group) for subject, group in groups.items()})
 
 
 def target_of(record: Record) -> str:

@@ -14,6 +14,7 @@ import pytest
 from cases.case import Case, parse
 from cases.inputs import draw
 from cases.masks import Causal, Dense, Full, Indexer, Lengths, Mask
+from cases.moba import Moba
 from conformance import plan
 from conformance.checks import BY_NAME
 from conformance.contract import Implementation
@@ -22,6 +23,7 @@ from conformance.runner import Runner
 from conformance.settings import Settings
 from impls import auto
 from impls.auto import CANDIDATES, Route
+from impls.features import mask_features
 
 FORCED = {impl.name: impl for impl in auto.IMPLEMENTATIONS if impl.name != "auto"}
 
@@ -45,6 +47,7 @@ PLAIN = "train/bf16/B1.T128.S128.N2.K2.H64.V64/causal/normal/s0"
         (PLAIN, "gpu", "flash_gpu"),
         (PLAIN.replace("128", "2048"), "cpu", "block_flash"),
         ("decode/bf16/B1.T1.S200.N2.K2.H64.V64/full/normal/s0", "tpu", "dot_product"),
+        (PLAIN.replace("causal", "moba-32-2"), "tpu", "moba"),
         ("prefill/bf16/B1.T64.S320.N2.K2.H64.V64/causal-o256/normal/s0", "tpu", "splash_tpu"),
     ],
 )
@@ -52,6 +55,15 @@ def test_the_kernel_suits_platform_phase_and_lengths(case_id: str, platform: str
     found, candidate = auto.route(**shapes(parse(case_id)), platform=platform)
     assert found.kernel == candidate.kernel.name == kernel
     assert platform in found.reason
+
+
+def test_decode_goes_to_kernels_without_gradients_only_where_the_caller_says_so():
+    case = parse("decode/bf16/B1.T1.S200.N2.K2.H64.V64/lengths-70/normal/s0")
+    for platform, kernel in (("cpu", "ragged"), ("tpu", "ragged_tpu"), ("gpu", "ragged_gpu")):
+        assert auto.route(**shapes(case), platform=platform, phase="decode")[0].kernel == kernel
+        guessed, _ = auto.route(**shapes(case), platform=platform)
+        assert guessed.kernel == "dot_product"
+        assert dict(guessed.passed_over)[kernel] == "has no gradients, and nobody said that this is decode"
 
 
 @pytest.mark.parametrize(
@@ -87,7 +99,7 @@ def test_a_kernel_asked_for_by_name_is_taken_or_refuses():
     with pytest.raises(NotImplementedError, match="splash_tpu does not support bias"):
         auto.route(**biased, kernel="splash_tpu")
     with pytest.raises(
-        ValueError, match="kernel must be one of splash_tpu, flash_gpu, dot_product, block_flash, got 'x'"
+        ValueError, match=r"kernel must be one of .*splash_tpu, flash_gpu, dot_product, block_flash, got 'x'"
     ):
         auto.route(**biased, kernel="x")
     with pytest.raises(ValueError, match="phase must be one of"):
@@ -121,10 +133,31 @@ MASKS: tuple[Mask, ...] = (
 )
 
 
-@pytest.mark.parametrize("mask", MASKS, ids=str)
+def test_a_quantised_cache_goes_to_the_kernel_that_takes_one():
+    case = parse("decode/bf16/B2.T1.S20.N2.K2.H8.V8/lengths-7-20/kvint8-token/normal/s0")
+    problem = draw(case)
+    asked = {"mask": problem.mask, "options": {"kv_scales": problem.kv_scales}}
+    found, _ = auto.route(problem.q, problem.k, problem.v, **asked)
+    assert found.kernel == "quantized_kv"
+    with pytest.raises(NotImplementedError, match="block_flash does not support kv_int8"):
+        auto.route(problem.q, problem.k, problem.v, **asked, kernel="block_flash")
+    plain = draw(parse(PLAIN))
+    with pytest.raises(NotImplementedError, match="only quantised caches"):
+        auto.attention(plain.q, plain.k, plain.v, kernel="quantized_kv")
+    assert red(AUTO, "forward", case) == []
+
+
 @pytest.mark.parametrize("candidate", CANDIDATES, ids=lambda c: c.kernel.name)
 @pytest.mark.parametrize("save_residuals", [False, True])
-def test_every_operand_reaches_every_kernel_as_it_is(candidate: auto.Candidate, mask: Mask, save_residuals: bool):
+def test_every_operand_reaches_every_kernel_as_it_is(candidate: auto.Candidate, save_residuals: bool):
+    moba = [Moba(4, 2)] if "moba" in candidate.kernel.offers else []
+    taken = moba or [mask for mask in MASKS if candidate.lacks(tuple(mask_features(mask))) is None]
+    assert taken
+    for mask in taken:
+        _arrives(candidate, mask, save_residuals)
+
+
+def _arrives(candidate: auto.Candidate, mask: Mask, save_residuals: bool) -> None:
     got: dict[str, Any] = {}
 
     def kernel(q: Any, k: Any, v: Any, **options: Any) -> str:
@@ -137,15 +170,24 @@ def test_every_operand_reaches_every_kernel_as_it_is(candidate: auto.Candidate, 
         name: getattr(problem, name) for name in ("q", "k", "v", "segment_ids", "soft_cap", "sinks", "bias", "scale")
     }
     sent |= {"mask": mask, "save_residuals": save_residuals}
+    static, arrays = candidate.kernel.lower_mask(mask, 2, 4, 8, 8)
+    expected = {name: x for name, x in sent.items() if name != "mask"} | dict(static) | dict(arrays)
     found = auto.attention(**sent, kernel=candidate.kernel.name, candidates=(double,))
     assert found == "what the kernel returns"
-    assert set(got) == set(sent)
-    assert all(got[name] is sent[name] for name in sent)
+    assert set(got) == set(expected)
+    assert all(np.array_equal(got[name], expected[name]) for name in arrays if name != "mask")
+    assert all(got[name] is expected[name] for name in sent if name != "mask")
+    assert got["mask"] == expected["mask"]
 
 
-def red(impl: Implementation, check: str) -> list[Any]:
-    """What the gate has against the implementation in this check, over all its cases."""
-    jobs = plan.plan([impl], level="quick", checks=(BY_NAME[check],)).jobs
+AUTO = next(impl for impl in auto.IMPLEMENTATIONS if impl.name == "auto")
+
+
+def red(impl: Implementation, check: str, case: Case | None = None) -> list[Any]:
+    """What the gate has against the implementation in this check, over all its cases or on one."""
+    checks = (BY_NAME[check],)
+    chosen = plan.plan([impl], level="quick", checks=checks) if case is None else plan.single(impl, case, checks)
+    jobs = chosen.jobs
     found = [record for job in jobs for record in Runner(Settings()).judge(job)]
     assert found
     assert {record.verdict for record in found} <= {PASS, UNSUPPORTED, *RED}

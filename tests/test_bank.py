@@ -12,6 +12,7 @@ from conformance.contract import Implementation
 from conformance.records import RED
 from conformance.sensitivity import PlantedBug, load_bank, red_records, shows_as_said
 from tests.kernels import pallas_tpu
+from tests.planted import caches, moba
 from tests.planted.bank import BANK
 from tests.planted.blockwise import implementation
 from tests.planted.steps import BlockSteps
@@ -39,9 +40,16 @@ def test_the_bank_is_large_and_names_its_sources() -> None:
     assert len({bug.kind for bug in BANK}) >= 80
 
 
-@pytest.mark.parametrize(
-    "kernel", [implementation(BlockSteps(), "correct"), pallas_tpu.implementation("correct")], ids=["blockwise", "tpu"]
-)
+CORRECT = {
+    "blockwise": implementation(BlockSteps(), "correct"),
+    "tpu": pallas_tpu.implementation("correct"),
+    "moba": moba.implementation("correct", moba.correct()),
+    "moba-block-sparse": moba.implementation("correct", moba.block_sparse()),
+    "caches": caches.implementation("correct"),
+}
+
+
+@pytest.mark.parametrize("kernel", CORRECT.values(), ids=CORRECT.keys())
 def test_a_kernel_without_a_bug_passes(kernel: Implementation) -> None:
     jobs = plan.plan([kernel], level="quick").jobs[::_CORRECT_STRIDE]
     found = runner.Runner(settings.Settings()).run(jobs)

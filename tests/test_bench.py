@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import json
 import math
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from cases.inputs import draw
 from conformance import cli, environment, tolerances
 from conformance.bench import ceiling, measurements, sampling, work
 from conformance.bench.agreement import sampled_rows
+from conformance.bench.interruption import interrupts_wait
 from conformance.bench.measurements import AGREES, BACKWARD, DIFFERS, FORWARD, Measurement, Quartiles
 from conformance.bench.sampling import FEWEST_ROUNDS, MOST_CALLS, WARM_UP_ROUNDS, calls_for, paired
 from conformance.bench.side_by_side import Compared, Limits, compare_all
@@ -409,3 +411,21 @@ def test_ctrl_c_keeps_the_comparisons_that_are_done():
     found = compare_all([plain("good")], comparisons, Limits(rounds=3), tolerances.default(), on_step=stop)
     assert found.interrupted
     assert [(row.phase, row.outcome) for row in found.measurements] == [(FORWARD, AGREES)]
+
+
+def test_ctrl_c_waits_for_what_must_not_be_cut_in_two():
+    """The block goes on to its end, the interrupt comes after it, and the handler is as it was."""
+    before = signal.getsignal(signal.SIGINT)
+    done = []
+
+    def press() -> None:
+        with interrupts_wait():
+            signal.raise_signal(signal.SIGINT)
+            done.append("the rest")
+
+    with pytest.raises(KeyboardInterrupt):
+        press()
+    assert done == ["the rest"]
+    assert signal.getsignal(signal.SIGINT) is before
+    with interrupts_wait():
+        done.append("nobody pressed anything")

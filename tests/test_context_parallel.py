@@ -25,7 +25,6 @@ from conformance.settings import Settings
 from impls import context_parallel, dot_product
 from impls.context_parallel import Layout
 from impls.context_parallel.masks import part_of, schedule
-from impls.context_parallel.merge import merge
 
 layouts = st.builds(Layout, st.integers(1, 40), st.integers(1, 5), st.booleans())
 
@@ -124,25 +123,6 @@ def test_a_step_with_nothing_allowed_has_no_kernel():
     call = functools.partial(context_parallel.attention, mask=Causal(), kernel=counted, balanced=False)
     jax.eval_shape(call, q, q, q)
     assert len({id(mask) for mask in called}) == 2  # the diagonal and the full block, whatever the devices
-
-
-@settings(max_examples=30, deadline=None)
-@given(st.lists(st.sampled_from([-np.inf, -1e4, -3.0, 0.0, 2.0, 1e4]), min_size=2, max_size=5), st.integers(0, 9))
-def test_merging_is_softmax_over_the_parts(logits: list[float], seed: int):
-    values = np.random.default_rng(seed).normal(size=(len(logits), 1, 1, 1, 3))
-    out, lse = jnp.zeros((1, 1, 1, 3)), jnp.full((1, 1, 1), -jnp.inf)
-    for logit, value in zip(logits, values, strict=True):
-        part = jnp.asarray(value if logit > -np.inf else 0 * value, jnp.float32)
-        out, lse = merge(out, lse, part, jnp.full((1, 1, 1), logit, jnp.float32))
-    weights = np.exp(np.asarray(logits) - max(max(logits), -1e30))
-    if weights.sum() == 0:
-        assert not out.any()
-        assert lse == -jnp.inf
-        return
-    expected = np.tensordot(weights / weights.sum(), values, 1)
-    lost = len(logits) * 2.0**-23 * (1 + abs(max(logits)))  # each merge rounds the logsumexp
-    np.testing.assert_allclose(out, expected, atol=lost * np.abs(values).max())
-    np.testing.assert_allclose(lse[0, 0, 0], max(logits) + np.log(weights.sum()), atol=lost)
 
 
 # Every operand.

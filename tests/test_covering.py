@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import itertools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -212,3 +213,12 @@ def test_an_implementation_that_declines_everything_gets_no_cases() -> None:
     found = grid("quick", 0, lambda case: "never")
     assert found.cases == found.singles == ()
     assert found.declined
+
+
+def test_a_rare_axis_stays_out_of_the_arrays_of_those_that_have_none_of_it() -> None:
+    without = grid("quick", 0, declining("kv_int8", "kv_int4", "kv_fp8"))
+    assert {case.kv_cache for case in without.cases} == {None}
+    assert {case.kv_cache for case in without.declined} == {level for level in LEVELS["kv_cache"] if level}
+    assert without.coverage.covered == without.coverage.feasible
+    others = math.prod(len(levels) for levels in (LEVELS["lengths"], LEVELS["mask"]))
+    assert len(without.cases) < others

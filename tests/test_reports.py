@@ -358,6 +358,7 @@ def test_what_compiled_is_a_table_by_target_with_the_largest_of_each_figure() ->
     cell = table.cells[table.subjects[0], "v5e"]
     assert (cell.compiled, cell.failed, cell.seconds, cell.temporaries) == (2, 0, 2.5, 3 * 2.0**20)
     assert table.cells[table.subjects[0], "v4"].state == "fail"
+    assert table.problems == ()
     page = html.render(records, run_info())
     section = page[page.index('id="compiled"') :].split("<h2")[0]
     for text in (
@@ -370,6 +371,19 @@ def test_what_compiled_is_a_table_by_target_with_the_largest_of_each_figure() ->
         "no compiler",
     ):
         assert text in section
+
+
+def test_the_same_program_of_two_implementations_is_shown_side_by_side() -> None:
+    larger = {"compile_seconds": 9.0, "temporary_bytes": 0.0, "live_bytes": 2.0**25}
+    records = [compilation(), compilation(observable="v4.forward", figures=larger), compilation(implementation="other")]
+    table = compiled.compiled(records)
+    assert table is not None
+    (problem,) = table.problems
+    assert (problem.case, problem.program) == (records[0].case, "forward")
+    one, other = (problem.cells[subject] for subject in table.subjects)
+    assert (one.live, one.temporaries, one.seconds) == (2.0**25, 3 * 2.0**20, 9.0)
+    assert other.live == 2.0**24
+    assert "32 MiB at once, 3 MiB HBM, 9.0 s" in html.render(records, run_info())
 
 
 def test_a_run_that_compiles_nothing_says_so() -> None:

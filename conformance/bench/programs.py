@@ -11,6 +11,7 @@ import jax
 import numpy as np
 
 from cases.inputs import Problem
+from conformance.bench.interruption import interrupts_wait
 from conformance.bench.measurements import FORWARD
 from conformance.contract import Implementation
 from conformance.execution import DIFFERENTIABLE, Executor, pull_back
@@ -67,14 +68,16 @@ def compile_program(implementation: Implementation, problem: Problem, cotangent:
         out, gradients = pull_back(plain, arrays, do)
         return {"out": out, **{DIFFERENTIABLE[name]: x for name, x in gradients.items()}}
 
+    operands = (arrays,) if phase == FORWARD else (arrays, on_device)
+    function = forward if phase == FORWARD else forward_and_backward
     started = time.perf_counter()
-    if phase == FORWARD:
-        alone = jax.jit(forward).lower(arrays).compile()
-        compiled, call = alone, lambda do: alone(arrays)
-    else:
-        both = jax.jit(forward_and_backward).lower(arrays, on_device).compile()
-        compiled, call = both, lambda do: both(arrays, do)
+    with interrupts_wait():
+        compiled = jax.jit(function).lower(*operands).compile()
     seconds = time.perf_counter() - started
+
+    def call(do: Any) -> Any:
+        return compiled(arrays) if phase == FORWARD else compiled(arrays, do)
+
     return Program(call, on_device, round(seconds, 3), _memory(compiled))
 
 

@@ -17,6 +17,7 @@ from cases.inputs import Problem, draw, draw_cotangent
 from conformance.bench import work
 from conformance.bench.agreement import Finding, Sample
 from conformance.bench.ceiling import Product
+from conformance.bench.interruption import interrupts_wait
 from conformance.bench.measurements import AGREES, BACKWARD, DIFFERS, Measurement, Quartiles
 from conformance.bench.programs import Program, compile_program, device_peak
 from conformance.bench.sampling import Sampled, interleave, paired
@@ -164,6 +165,8 @@ def take_turns(
     functions = {name: entrant.program.run for name, entrant in entrants.items()}
     product = Product(drawn.case.dtype)
     if functions:
+        with interrupts_wait():
+            product.run(1)  # compiles it
         functions[_PRODUCT] = product.run
     backend = jax.default_backend()
     sampled = interleave(

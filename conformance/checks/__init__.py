@@ -16,6 +16,7 @@ from conformance.checks import (
     differentiation,
     ensemble,
     forward,
+    front_end,
     gradients,
     independence,
     interpreter,
@@ -40,6 +41,7 @@ class Check:
 
     `"grid"`: every supported case; `"declined"`: one case for each unsupported feature; `"feature"`: one plain case for
     each supported feature; `"base"`: the plainest supported case; `"rich"`: the case with every supported operand;
+    `"front"`: cases whose operands come out of a model's front end;
     `"decoded"`: a sequence under each mask that has a meaning token by token, of those who support its pieces;
     `"ensemble"`: one plain, long case in bf16 and one in f16; `"compiled"`: a few long cases of kernels for a platform
     that has a compiler here (`conformance.compile_targets`); `"interpreted"`: two cases of TPU kernels, one
@@ -80,6 +82,7 @@ CHECKS: tuple[Check, ...] = (
     Check("differentiation", "rich", differentiation.differentiation),
     Check("transforms", "rich", transforms.transforms),
     Check("sharding", "rich", sharding.sharding),
+    Check("front_end", "front", front_end.front_end),
     Check("decoding", "decoded", decoding.decoding),
     Check("ensemble", "ensemble", ensemble.ensemble),
     Check("interpreter", "interpreted", interpreter.interpreter),

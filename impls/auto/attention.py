@@ -10,8 +10,9 @@ from typing import Any
 
 import jax
 
+from cases.case import OPT_IN, Case
 from cases.masks import Full, Mask
-from conformance.contract import Arithmetic, Implementation, validate_mask, validate_operands
+from conformance.contract import Arithmetic, Implementation, structured_mask, validate_operands
 from impls.auto.routes import CANDIDATES, Candidate, Route, route
 from impls.features import OPTIONAL, Phase
 
@@ -29,6 +30,7 @@ def attention(
     sinks: jax.Array | None = None,
     bias: jax.Array | None = None,
     scale: float | None = None,
+    kv_scales: tuple[jax.Array, jax.Array] | None = None,
     save_residuals: bool = False,
     phase: Phase | None = None,
     kernel: str | None = None,
@@ -51,6 +53,7 @@ def attention(
       sinks: `[N]`, one more logit in each query head's softmax denominator.
       bias: broadcastable to `[B, N, T, S]`.
       scale: factor of `<q, k>`, default `1 / sqrt(H)`.
+      kv_scales: of quantised keys and values, f32 `[B or 1, S or 1, K]`.
       save_residuals: also return `logsumexp` and `max_logits`.
       phase: what the call is part of, by default what the lengths suggest.
       kernel: the name of the kernel to take whatever the rest says; it refuses what it lacks.
@@ -67,15 +70,19 @@ def attention(
     """
     options = {"segment_ids": segment_ids, "soft_cap": soft_cap, "sinks": sinks, "bias": bias, "scale": scale}
     assert tuple(options) == OPTIONAL
+    if kv_scales is not None:  # only kernels that offer a quantised cache know this operand
+        options["kv_scales"] = kv_scales
     validate_operands(q, k, v, **options)  # type: ignore[arg-type]  # each has its own type above
-    validate_mask(mask, q.shape[0], q.shape[2], q.shape[1], k.shape[1])
+    if not isinstance(mask, Mask):
+        raise ValueError(f"mask must be a cases.masks.Mask, got {type(mask).__name__}; wrap booleans in Dense")
     found, candidate = route(
         q, k, v, mask=mask, phase=phase, kernel=kernel, fall_back=fall_back, candidates=candidates, options=options
     )
     _log.info("%s", found)
     if on_route is not None:
         on_route(found)
-    return candidate.kernel.call(q, k, v, mask=mask, **options, save_residuals=save_residuals)
+    static, arrays = candidate.kernel.lower_mask(mask, q.shape[0], q.shape[2], q.shape[1], k.shape[1])
+    return candidate.kernel.call(q, k, v, **static, **arrays, **options, save_residuals=save_residuals)
 
 
 def forced(candidate: Candidate) -> Implementation:
@@ -86,9 +93,23 @@ def forced(candidate: Candidate) -> Implementation:
         name=f"auto_{kernel.name}",
         call=functools.partial(attention, kernel=kernel.name),
         description=f"{kernel.name}, asked for by name",
+        lower_mask=structured_mask,
+        tunable=None,
         variants={},
         native=None,
         under_interpreter=None,
+        parts=None,
+        merge=None,
+    )
+
+
+def _supported(case: Case) -> str | None:
+    """Why no kernel that this process may be given supports `case`, or none if one does."""
+    may = [c for c in CANDIDATES if c.special or c.kernel.gradients]
+    here = [c for c in may if c.platform in (None, jax.default_backend())]
+    reasons = [c.lacks(case.features) or (c.special and c.kernel.supports(case)) or None for c in here]
+    return (
+        None if None in reasons else "; ".join(f"{c.kernel.name} {why}" for c, why in zip(here, reasons, strict=True))
     )
 
 
@@ -99,5 +120,7 @@ AUTO = Implementation(
     arithmetic=Arithmetic(),
     empty_rows="zero",
     validates=True,
+    offers=OPT_IN,
+    supports_case=_supported,
 )
 IMPLEMENTATIONS: tuple[Implementation, ...] = (AUTO, *(forced(c) for c in CANDIDATES))

@@ -9,10 +9,10 @@ from typing import Any
 
 import jax
 
-from cases.case import FEATURES
+from cases.case import FEATURES, OPT_IN
 from cases.masks import Mask
 from conformance.contract import Implementation
-from impls import block_flash, dot_product, flash_gpu, splash_tpu
+from impls import block_flash, dot_product, flash_gpu, moba, quantized_kv, ragged, splash_tpu
 from impls.features import PHASES, Phase, asked, phase_of
 
 DENSE_LOGITS = 2**17
@@ -25,23 +25,29 @@ class Candidate:
     """A kernel to choose, and where it is worth choosing. Any of them can be asked for by name anywhere.
 
     Attributes:
-      kernel: the implementation; it takes the mask object.
+      kernel: the implementation.
       platform: of the process, any if none.
       phases: what it is written for.
+      special: whether it is for what it offers beyond the usual features, and nothing else.
       up_to_logits: chosen for at most `B * N * T * S` of these; none for any number.
     """
 
     kernel: Implementation
     platform: str | None = None
     phases: tuple[Phase, ...] = PHASES
+    special: bool = False
     up_to_logits: int | None = None
 
-    def unfit(self, platform: str, phase: Phase, logits: int, features: tuple[str, ...]) -> str | None:
-        """Why the kernel is not chosen, or none."""
+    def unfit(self, platform: str, phase: Phase, logits: int, features: tuple[str, ...], *, said: bool) -> str | None:
+        """Why the kernel is not chosen, or none; `said` if the caller named the phase."""
         if self.platform not in (None, platform):
             return f"is for {self.platform}, the process runs on {platform}"
+        if self.special and not self.kernel.offers & set(features):
+            return f"is for {', '.join(sorted(self.kernel.offers))} only"
         if phase not in self.phases:
             return f"is not for {phase}"
+        if not (said or self.special or self.kernel.gradients):
+            return f"has no gradients, and nobody said that this is {phase}"
         if self.up_to_logits is not None and logits > self.up_to_logits:
             return f"keeps all logits, {logits} of them; up to {self.up_to_logits} are worth it"
         return self.lacks(features)
@@ -52,11 +58,19 @@ class Candidate:
             if feature in self.kernel.unsupported:
                 what = FEATURES.get(feature, "an operand of this dtype")
                 return f"does not support {feature} ({what}): it {self.kernel.unsupported[feature]}"
+            if feature in OPT_IN and feature not in self.kernel.offers:
+                return f"does not support {feature} ({FEATURES[feature]})"
         return None
 
 
-# In order of preference; the last takes what nothing else did.
+_RAGGED = {kernel.name: kernel for kernel in ragged.IMPLEMENTATIONS}
+# In order of preference, what does a few things best first.
 CANDIDATES: tuple[Candidate, ...] = (
+    Candidate(kernel=moba.IMPLEMENTATIONS[0], special=True),
+    Candidate(kernel=quantized_kv.IMPLEMENTATIONS[0], special=True),
+    Candidate(kernel=_RAGGED["ragged_tpu"], platform="tpu", phases=("decode",)),
+    Candidate(kernel=_RAGGED["ragged_gpu"], platform="gpu", phases=("decode",)),
+    Candidate(kernel=_RAGGED["ragged"], phases=("decode",)),
     Candidate(kernel=splash_tpu.IMPLEMENTATIONS[0], platform="tpu", phases=("train", "prefill")),
     Candidate(kernel=flash_gpu.IMPLEMENTATIONS[0], platform="gpu", phases=("train", "prefill")),
     Candidate(kernel=dot_product.IMPLEMENTATIONS[0], up_to_logits=DENSE_LOGITS),
@@ -103,7 +117,8 @@ def route(
       k: keys `[B, S, K, H]`.
       v: values `[B, S, K, V]`.
       mask: which pairs may attend.
-      phase: what the call is part of, by default what the lengths suggest.
+      phase: what the call is part of, by default what the lengths suggest. Only a caller who says it gets a kernel
+        without gradients.
       kernel: the name of the kernel to take whatever the rest says.
       platform: by default that of the process.
       fall_back: whether a kernel that lacks a feature gives way to the next; if not, the call is refused.
@@ -122,12 +137,13 @@ def route(
     features = asked(q, k, v, mask, options)
     if kernel is not None:
         return _forced(kernel, features, candidates)
+    said = phase is not None
     phase = phase_of(q.shape[1], k.shape[1]) if phase is None else phase
     platform = jax.default_backend() if platform is None else platform
     logits = q.shape[0] * q.shape[2] * q.shape[1] * k.shape[1]
     passed: list[tuple[str, str]] = []
     for candidate in candidates:
-        why_not = candidate.unfit(platform, phase, logits, features)
+        why_not = candidate.unfit(platform, phase, logits, features, said=said)
         name = candidate.kernel.name
         if why_not is None:
             return Route(name, f"first that suits {phase} on {platform} with {logits} logits", tuple(passed)), candidate

@@ -16,7 +16,7 @@ from cases.masks import Mask
 from impls.context_parallel.layout import Layout
 from impls.context_parallel.local import Kernel, Local, Operands, Outputs
 from impls.context_parallel.masks import schedule
-from impls.context_parallel.merge import with_sinks
+from impls.context_parallel.parts import with_sinks
 
 
 def all_gather(

@@ -19,10 +19,11 @@ import jax.numpy as jnp
 from jax import lax
 
 from cases.masks import Mask
+from impls import merging
 from impls.context_parallel.layout import Layout
 from impls.context_parallel.local import Kernel, Local, Operands, Outputs
 from impls.context_parallel.masks import schedule
-from impls.context_parallel.merge import by_row, merge, weight, with_sinks
+from impls.context_parallel.parts import as_part, by_row, results, share, with_sinks
 
 
 def ring(
@@ -122,18 +123,18 @@ def _moving(operands: Operands) -> Any:
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attend(steps: _Ring, operands: Operands) -> Outputs:
     def step(carry: Any, number: jax.Array) -> tuple[Any, None]:
-        moving, done = carry
+        moving, done, top = carry
         coming = steps.passed_on(moving)  # first, so that it can travel while this step computes
         source = steps.source(number)
         found = steps.local.forward(steps.index(source), _at_step(operands, moving, source))
-        out, logsumexp = merge(done.out, done.logsumexp, found.out, found.logsumexp)
-        return (coming, Outputs(out, logsumexp, jnp.maximum(done.max_logits, found.max_logits))), None
+        done = merging.merge([done, as_part(found.out, found.logsumexp)])
+        return (coming, done, jnp.maximum(top, found.max_logits)), None
 
     q, v = operands.q, operands.v
     nothing = jnp.full((q.shape[0], q.shape[2], q.shape[1]), -jnp.inf, jnp.float32)
-    start = Outputs(jnp.zeros((*q.shape[:3], v.shape[3]), jnp.float32), nothing, nothing)
-    (_, outputs), _ = lax.scan(step, (_moving(operands), start), jnp.arange(steps.devices, dtype=jnp.int32))
-    return outputs
+    start = as_part(jnp.zeros((*q.shape[:3], v.shape[3]), jnp.float32), nothing)
+    (_, done, top), _ = lax.scan(step, (_moving(operands), start, nothing), jnp.arange(steps.devices, dtype=jnp.int32))
+    return Outputs(*results(done), top)
 
 
 def _forward(steps: _Ring, operands: Operands) -> tuple[Outputs, Any]:
@@ -147,8 +148,8 @@ def _backward(steps: _Ring, saved: Any, cotangents: Outputs) -> tuple[Operands]:
     shift = dlse - _row_sums(do, out)
 
     def of_step(found: Outputs) -> tuple[jax.Array, jax.Array]:
-        share = weight(found.logsumexp, logsumexp)
-        return do * by_row(share), share * (_row_sums(do, found.out) + shift)
+        weight = share(found.logsumexp, logsumexp)
+        return do * by_row(weight), weight * (_row_sums(do, found.out) + shift)
 
     def step(carry: Any, number: jax.Array) -> tuple[Any, None]:
         moving, travelling, dq, dbias = carry

@@ -31,6 +31,7 @@ UNSUPPORTED = {
     "dense": "queries see one run of keys",
     "dense_head": "queries see one run of keys",
     "dense_batch": "queries see one run of keys",
+    "indexer": "queries see one run of keys",
     "bidirectional": "queries see one run of keys",
     "balanced": "queries are consecutive tokens",
 }
@@ -132,9 +133,19 @@ def attention(
     k: jax.Array,
     v: jax.Array,
     *,
+    mask: Mask = Full(),  # noqa: B008  a frozen value, the same for every call
+    lengths: Any = None,
+    positions: Any = None,
+    segment_ids: Any = None,
+    soft_cap: float | None = None,
     sinks: jax.Array | None = None,
+    bias: Any = None,
+    scale: float | None = None,
     save_residuals: bool = False,
-    **options: Any,
+    backend: Backend = "portable",
+    block_kv: int | None = None,
+    num_splits: int | None = None,
+    interpret: Any = None,
 ) -> Any:
     """Softmax attention of a few query tokens over a padded cache: `parts`, normalised.
 
@@ -142,9 +153,19 @@ def attention(
       q: as for `parts`.
       k: likewise.
       v: likewise.
+      mask: likewise.
+      lengths: likewise.
+      positions: likewise.
+      segment_ids: refused.
+      soft_cap: as for `parts`.
       sinks: `[N]`, one more logit in each query head's softmax denominator.
+      bias: refused.
+      scale: as for `parts`.
       save_residuals: also return `logsumexp` and `max_logits`.
-      **options: the other arguments of `parts`.
+      backend: as for `parts`.
+      block_kv: likewise.
+      num_splits: likewise.
+      interpret: likewise.
 
     Returns:
       `out [B, T, N, V]` in q's dtype, or `(out, {"logsumexp": ..., "max_logits": ...})`, both f32 `[B, N, T]`. A query
@@ -154,8 +175,23 @@ def attention(
       ValueError: as `parts`.
       NotImplementedError: likewise.
     """
-    validate_operands(q, k, v, sinks=sinks)
-    part = parts(q, k, v, **options)
+    validate_operands(q, k, v, sinks=sinks)  # `parts` is called without them, since they are not in `max_logits`
+    part = parts(
+        q,
+        k,
+        v,
+        mask=mask,
+        lengths=lengths,
+        positions=positions,
+        segment_ids=segment_ids,
+        soft_cap=soft_cap,
+        bias=bias,
+        scale=scale,
+        backend=backend,
+        block_kv=block_kv,
+        num_splits=num_splits,
+        interpret=interpret,
+    )
     every = part if sinks is None else merging.merge([part, merging.of_sinks(jnp.asarray(sinks))])
     found = merging.normalise(every)
     out = found.out.astype(q.dtype)

@@ -71,7 +71,7 @@ def implementation(name: str, *, backend: Backend) -> Implementation:
             for variant, changed in _VARIANTS[backend].items()
         },
         memory="linear",
-        native=functools.partial(attention, backend=backend, interpret=False) if backend == "tpu" else None,
+        native=None if platform is None else functools.partial(attention, backend=backend, interpret=False),
         under_interpreter=_interpreted_by if backend == "tpu" else None,
         parts=functools.partial(parts, **options),
         merge=merging.merge,

@@ -1,4 +1,18 @@
-"""Splash attention: block-sparse flash attention in Pallas for TPU, forward and backward."""
+"""Splash attention: block-sparse flash attention in Pallas for TPU, forward and backward.
+
+Judged without a TPU: in interpret mode by the whole gate, in JAX's TPU interpreter (two cores, several orders, NaN in
+fresh memory, races detected), and compiled, not run, for v4, v5e, v5p, v6e and 7x. On a machine with a TPU the same
+cases run on the chip: `pytest -k tpu`. What only a chip can say, and what is done about it here:
+
+- f32 products: declared exact, which `precision="exact"` asks of the MXU as `Precision.HIGHEST` (six bf16 passes), and
+  judged by that. With `precision="bf16"` the declaration, and the error bounds with it, are those of one pass.
+- `exp`, `tanh` and `log` of the vector unit are taken to be as accurate as error bounds allow for f32.
+- Block sizes: the defaults, 512 by 512, compile everywhere at every depth up to 256; which are fastest is not known.
+  The gate runs blocks of 128 so that its short cases have several, and others as variants.
+- Two cores of v4 and v5p share the heads of all batch rows (`"parallel"`); with one head and one row, one idles.
+- Scalar memory, 1 MiB a core, holds the lists of steps, three to five bytes a step: lengths beyond 32768 want blocks
+  beyond 128.
+"""
 
 from impls.splash_tpu.attention import IMPLEMENTATIONS, attention, implementation
 from impls.splash_tpu.block_sizes import Blocks, BlockSizes, Layouts

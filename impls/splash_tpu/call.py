@@ -97,7 +97,6 @@ class Call:
     head_dim_v: int
     dtype: Any
     segmented: bool
-    with_sinks: bool
     scale: float
 
     @property
@@ -145,6 +144,5 @@ def make_call(phase: Phase, settings: Settings, operands: Operands) -> Call:
         head_dim_v=operands.v.shape[3],
         dtype=operands.q.dtype,
         segmented=operands.q_ids is not None,
-        with_sinks=operands.sinks is not None,
         scale=head_dim**-0.5 if settings.scale is None else settings.scale,
     )

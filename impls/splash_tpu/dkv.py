@@ -21,7 +21,7 @@ from impls.splash_tpu.block_sizes import LANES
 from impls.splash_tpu.call import Call
 from impls.splash_tpu.launch import Inputs, Outputs, launch
 from impls.splash_tpu.schedule import Steps
-from impls.splash_tpu.tiles import Masking, Step, allowed, column, logits_of, product, read, without_unseen
+from impls.splash_tpu.tiles import Masking, Step, allowed, column, logits_of, product, read, when, without_unseen
 
 
 class Scratch(NamedTuple):
@@ -34,7 +34,7 @@ class Scratch(NamedTuple):
 
 
 def gradient_of_keys(call: Call, steps: Steps, q_offset: Any, inputs: Inputs, outputs: Outputs) -> Outputs:
-    """`dk [B, K, S, H]`, `dv [B, K, S, V]` and, fused, `dq [B, N, T, H]` in f32 without the scale."""
+    """`dk [B * K, S, H]`, `dv [B * K, S, V]` and, fused, `dq [B * N, T, H]` in f32 without the scale."""
     blocks = call.blocks
     scratch = Scratch(
         dk=pltpu.VMEM((blocks.kv, call.head_dim), jnp.float32),
@@ -46,13 +46,13 @@ def gradient_of_keys(call: Call, steps: Steps, q_offset: Any, inputs: Inputs, ou
 
 
 def _kernel(call: Call, step: Step, q_offset: Any, inputs: Inputs, outputs: Outputs, scratch: Scratch) -> None:
-    pl.when(step.first)(lambda: _start(inputs, scratch))
+    when(step.first)(lambda: _start(inputs, scratch))
     masking = Masking(step, q_offset, inputs.stored, scratch.kv_ids, inputs.q_ids)
     if call.kinds.full:
-        pl.when(step.computes & ~step.masked)(lambda: _add(call, inputs, outputs, scratch, masking, masked=False))
+        when(step.computes, step.unmasked)(lambda: _add(call, inputs, outputs, scratch, masking, masked=False))
     if call.kinds.masked:
-        pl.when(step.computes & step.masked)(lambda: _add(call, inputs, outputs, scratch, masking, masked=True))
-    pl.when(step.last)(lambda: _finish(call, outputs, scratch))
+        when(step.computes, step.masked)(lambda: _add(call, inputs, outputs, scratch, masking, masked=True))
+    when(step.last)(lambda: _finish(call, outputs, scratch))
 
 
 def _start(inputs: Inputs, scratch: Scratch) -> None:
@@ -94,7 +94,7 @@ def _add(call: Call, inputs: Inputs, outputs: Outputs, scratch: Scratch, masking
 
 def _add_in_place(call: Call, step: Step, outputs: Outputs, scratch: Scratch, dq: jax.Array) -> None:
     size = call.blocks.q
-    rows = outputs.dq.at[step.batch, step.head, pl.ds(pl.multiple_of(step.q * size, size), size)]
+    rows = outputs.dq.at[step.row, pl.ds(pl.multiple_of(step.q * size, size), size)]
     pltpu.sync_copy(rows, scratch.dq)
     scratch.dq[...] += dq
     pltpu.sync_copy(scratch.dq, rows)

@@ -10,14 +10,13 @@ import functools
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
-from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from impls.splash_tpu.block_sizes import LANES
 from impls.splash_tpu.call import Call
 from impls.splash_tpu.launch import Inputs, Outputs, launch
 from impls.splash_tpu.schedule import Steps
-from impls.splash_tpu.tiles import Masking, Step, allowed, column, logits_of, product, read, without_unseen
+from impls.splash_tpu.tiles import Masking, Step, allowed, column, logits_of, product, read, when, without_unseen
 
 
 class Scratch(NamedTuple):
@@ -30,7 +29,7 @@ class Scratch(NamedTuple):
 
 
 def gradient_of_queries(call: Call, steps: Steps, q_offset: Any, inputs: Inputs, outputs: Outputs) -> Outputs:
-    """`dq [B, N, T, H]`, on operands padded to whole blocks."""
+    """`dq [B * N, T, H]`, on operands padded to whole blocks."""
     block_q = call.blocks.q
     scratch = Scratch(
         dq=pltpu.VMEM((block_q, call.head_dim), jnp.float32),
@@ -42,13 +41,13 @@ def gradient_of_queries(call: Call, steps: Steps, q_offset: Any, inputs: Inputs,
 
 
 def _kernel(call: Call, step: Step, q_offset: Any, inputs: Inputs, outputs: Outputs, scratch: Scratch) -> None:
-    pl.when(step.first)(lambda: _start(inputs, scratch))
+    when(step.first)(lambda: _start(inputs, scratch))
     masking = Masking(step, q_offset, inputs.stored, scratch.q_ids, inputs.kv_ids)
     if call.kinds.full:
-        pl.when(step.computes & ~step.masked)(lambda: _add(call, inputs, scratch, masking, masked=False))
+        when(step.computes, step.unmasked)(lambda: _add(call, inputs, scratch, masking, masked=False))
     if call.kinds.masked:
-        pl.when(step.computes & step.masked)(lambda: _add(call, inputs, scratch, masking, masked=True))
-    pl.when(step.last)(lambda: _finish(call, outputs, scratch))
+        when(step.computes, step.masked)(lambda: _add(call, inputs, scratch, masking, masked=True))
+    when(step.last)(lambda: _finish(call, outputs, scratch))
 
 
 def _start(inputs: Inputs, scratch: Scratch) -> None:

@@ -11,23 +11,21 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from impls.splash_tpu.block_sizes import LANES
 from impls.splash_tpu.call import Call
 from impls.splash_tpu.launch import Inputs, Outputs, launch
 from impls.splash_tpu.schedule import Steps
-from impls.splash_tpu.tiles import Masking, Step, allowed, column, logits_of, product, read, without_unseen
+from impls.splash_tpu.tiles import Masking, Step, allowed, column, logits_of, product, read, when, without_unseen
 
 
 class Scratch(NamedTuple):
     """The softmax so far, f32 and the same in every lane: `acc` is a sum weighted by `exp(logits - maximum)`."""
 
-    maximum: Any  # [block_q, 128], sink included
+    maximum: Any  # [block_q, 128], without the sink, which joins at the end
     total: Any  # [block_q, 128]
     acc: Any  # [block_q, V]
-    max_logits: Any  # [block_q, 128], sink excluded; none if not asked for
     q_ids: Any  # [block_q, 128] int32, none without segments
 
 
@@ -42,35 +40,26 @@ def forward(call: Call, steps: Steps, q_offset: Any, inputs: Inputs, outputs: Ou
         maximum=vmem(LANES),
         total=vmem(LANES),
         acc=vmem(call.head_dim_v),
-        max_logits=vmem(LANES) if outputs.max_logits is not None and call.with_sinks else None,
         q_ids=vmem(LANES, jnp.int32) if call.segmented else None,
     )
     return launch(call, functools.partial(_kernel, call), steps, q_offset, inputs, outputs, scratch)
 
 
 def _kernel(call: Call, step: Step, q_offset: Any, inputs: Inputs, outputs: Outputs, scratch: Scratch) -> None:
-    pl.when(step.first)(lambda: _start(inputs, scratch))
+    when(step.first)(lambda: _start(inputs, scratch))
     masking = Masking(step, q_offset, inputs.stored, scratch.q_ids, inputs.kv_ids)
     if call.kinds.full:
-        pl.when(step.computes & ~step.masked)(lambda: _add(call, inputs, scratch, masking, masked=False))
+        when(step.computes, step.unmasked)(lambda: _add(call, inputs, scratch, masking, masked=False))
     if call.kinds.masked:
-        pl.when(step.computes & step.masked)(lambda: _add(call, inputs, scratch, masking, masked=True))
-    pl.when(step.last)(lambda: _finish(call, outputs, scratch))
+        when(step.computes, step.masked)(lambda: _add(call, inputs, scratch, masking, masked=True))
+    when(step.last)(lambda: _finish(call, inputs, outputs, scratch))
 
 
 def _start(inputs: Inputs, scratch: Scratch) -> None:
-    """An empty softmax, or one of the sink alone."""
-    shape = scratch.maximum.shape
-    if inputs.sinks is None:
-        scratch.maximum[...] = jnp.full(shape, -jnp.inf, jnp.float32)
-        scratch.total[...] = jnp.zeros(shape, jnp.float32)
-    else:
-        sink = jnp.broadcast_to(inputs.sinks[...], shape)
-        scratch.maximum[...] = sink
-        scratch.total[...] = jnp.where(sink == -jnp.inf, 0.0, 1.0)
+    """An empty softmax."""
+    scratch.maximum[...] = jnp.full(scratch.maximum.shape, -jnp.inf, jnp.float32)
+    scratch.total[...] = jnp.zeros(scratch.total.shape, jnp.float32)
     scratch.acc[...] = jnp.zeros(scratch.acc.shape, jnp.float32)
-    if scratch.max_logits is not None:
-        scratch.max_logits[...] = jnp.full(shape, -jnp.inf, jnp.float32)
     if scratch.q_ids is not None:
         scratch.q_ids[...] = column(inputs.q_ids[...])
 
@@ -96,21 +85,25 @@ def _add(call: Call, inputs: Inputs, scratch: Scratch, masking: Masking, *, mask
         scratch.total[...] = scratch.total[...] * decay + weights.sum(axis=-1, keepdims=True)
         v = without_unseen(call, v, found, layouts.v)
         scratch.acc[...] = scratch.acc[...] * decay[:, :1] + product(call, weights.astype(v.dtype), 1, v, 1 - v_depth)
-        if scratch.max_logits is not None:
-            scratch.max_logits[...] = jnp.maximum(scratch.max_logits[...], highest)
 
 
-def _finish(call: Call, outputs: Outputs, scratch: Scratch) -> None:
-    """Normalise; queries that attended to nothing get zeros."""
-    total = scratch.total[...]
+def _finish(call: Call, inputs: Inputs, outputs: Outputs, scratch: Scratch) -> None:
+    """Add the sink and normalise; queries that attended to nothing get zeros."""
+    highest, total, acc = scratch.maximum[...], scratch.total[...], scratch.acc[...]
+    maximum = highest
+    if inputs.sinks is not None:
+        maximum = jnp.maximum(highest, inputs.sinks[...])
+        shift = _finite(maximum)
+        decay = jnp.exp(highest - shift)
+        total = total * decay + jnp.exp(inputs.sinks[...] - shift)
+        acc = acc * decay[:, :1]
     some = total > 0
     total = jnp.where(some, total, 1.0)
     value = jnp.float32(call.settings.mask_value)
-    outputs.out[...] = (scratch.acc[...] / total[:, :1]).astype(outputs.out.dtype)
-    outputs.logsumexp[...] = _row(jnp.where(some, scratch.maximum[...] + jnp.log(total), value))
+    outputs.out[...] = (acc / total[:, :1]).astype(outputs.out.dtype)
+    outputs.logsumexp[...] = _row(jnp.where(some, maximum + jnp.log(total), value))
     if outputs.max_logits is not None:
-        found = scratch.maximum[...] if scratch.max_logits is None else scratch.max_logits[...]
-        outputs.max_logits[...] = _row(jnp.where(found == -jnp.inf, value, found))
+        outputs.max_logits[...] = _row(jnp.where(highest == -jnp.inf, value, highest))
 
 
 def _row(x: jax.Array) -> jax.Array:

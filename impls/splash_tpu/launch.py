@@ -16,38 +16,41 @@ from jax.experimental.pallas import tpu as pltpu
 from impls.splash_tpu.block_sizes import LANES, Layout
 from impls.splash_tpu.call import Call
 from impls.splash_tpu.schedule import Steps
-from impls.splash_tpu.tiles import Step, step_of
+from impls.splash_tpu.tiles import Step, meaning
 from impls.splash_tpu.vmem import DEFAULT_SCOPED, Depths, check_vmem, limit_of
 
-# Batch rows and heads have results of their own; steps, and heads of a group, add to what is in scratch.
-_SEMANTICS: tuple[Literal["parallel", "arbitrary"], ...] = ("parallel", "parallel", "arbitrary", "arbitrary")
+# Heads, of all batch rows, have results of their own; steps, and heads of a group, add to what is in scratch.
+_SEMANTICS: tuple[Literal["parallel", "arbitrary"], ...] = ("parallel", "arbitrary", "arbitrary")
 
 
 class Inputs(NamedTuple):
-    """Arrays of a kernel, padded to whole blocks, then its references to their blocks; none where not needed."""
+    """Arrays of a kernel, padded to whole blocks, then its references to their blocks; none where not needed.
 
-    q: Any  # [B, N, T, H], or [B, N, H, T] with the sequence innermost
-    k: Any  # [B, K, S, H], likewise
-    v: Any  # [B, K, S, V], likewise
+    The heads of all batch rows are one axis, query head `n` of row `b` at `b * N + n`: an axis costs index arithmetic.
+    """
+
+    q: Any  # [B * N, T, H], or [B * N, H, T] with the sequence innermost
+    k: Any  # [B * K, S, H], likewise
+    v: Any  # [B * K, S, V], likewise
     q_ids: Any = None  # int32 [B, 1, T]
     kv_ids: Any = None  # int32 [B, 1, S]
     sinks: Any = None  # f32 [N, 1, 128]
-    do: Any = None  # [B, N, T, V]
-    logsumexp: Any = None  # f32 [B, N, 1, T]
-    row_sums: Any = None  # f32 [B, N, 1, T], `<out, do> - dlse`
+    do: Any = None  # [B * N, T, V]
+    logsumexp: Any = None  # f32 [B * N, 1, T]
+    row_sums: Any = None  # f32 [B * N, 1, T], `<out, do> - dlse`
     stored: Any = None  # int8 [X, block_q, block_kv], transposed for dk and dv
-    dq: Any = None  # f32 [B, N, T, H] of zeros, that the fused kernel adds to in place
+    dq: Any = None  # f32 [B * N, T, H] of zeros, that the fused kernel adds to in place
 
 
 class Outputs(NamedTuple):
     """Results of a kernel, as `Inputs`."""
 
-    out: Any = None  # [B, N, T, V]
-    logsumexp: Any = None  # f32 [B, N, 1, T]
-    max_logits: Any = None  # f32 [B, N, 1, T]
-    dq: Any = None  # [B, N, T, H]
-    dk: Any = None  # [B, K, S, H]
-    dv: Any = None  # [B, K, S, V]
+    out: Any = None  # [B * N, T, V]
+    logsumexp: Any = None  # f32 [B * N, 1, T]
+    max_logits: Any = None  # f32 [B * N, 1, T]
+    dq: Any = None  # [B * N, T, H]
+    dk: Any = None  # [B * K, S, H]
+    dv: Any = None  # [B * K, S, V]
 
 
 class _Scalars(NamedTuple):
@@ -62,10 +65,9 @@ class _Scalars(NamedTuple):
 
 
 class _Grid(NamedTuple):
-    """Where the kernel is: batch row, head of the lists, step, head in the group; and what follows."""
+    """Where the kernel is: head among those of all batch rows, step, head in the group."""
 
-    batch: Any
-    head: Any
+    row: Any
     step: Any
     in_group: Any
 
@@ -80,7 +82,7 @@ def launch(
 
     Args:
       call: the kernel.
-      body: gets the step, the position of the first query, and references to the blocks of the step.
+      body: gets the step, the position of the first query to be asked for, and references to the blocks of the step.
       steps: lists of steps of one shard.
       q_offset: position of the shard's first query, int32 `[1]`.
       inputs: arrays.
@@ -115,12 +117,8 @@ def launch(
     def kernel(*refs: Any) -> None:
         split = [refs[end - count : end] for count, end in zip(counts, ends, strict=True)]
         own, ins, outs, kept = (tree.unflatten(part) for (_, tree), part in zip(trees, split, strict=True))
-        grid = _Grid(pl.program_id(0), pl.program_id(1), pl.program_id(2), place.program_in_group())
-        at = place.at(grid)
-        opens, closes = (True, True) if place.inner == 1 else (grid.in_group == 0, grid.in_group == place.inner - 1)
-        step = step_of(own.q, own.kv, own.flags, at, opens=opens, closes=closes)
-        step = step._replace(batch=grid.batch, head=place.q_head(grid, own))
-        body(step, own.q_offset[0], ins, outs, kept)
+        grid = _Grid(pl.program_id(0), pl.program_id(1), place.program_in_group())
+        body(place.step(grid, own), lambda: own.q_offset[0], ins, outs, kept)
 
     in_specs = [place.spec(name, x) for name, x in inputs._asdict().items() if x is not None]
     out_specs = [place.spec(name, x) for name, x in outputs._asdict().items() if x is not None]
@@ -161,29 +159,44 @@ class _Placing:
         self.call = call
         self.by_kv = call.phase == "dkv"
         self.heads_listed = steps.head is not None
-        group = call.settings.group
+        self.group = call.settings.group
         # With one list for all heads the query heads of a group follow one another at each step.
-        self.inner = group if self.by_kv and not self.heads_listed else 1
-        heads = call.settings.num_kv_heads if self.by_kv else call.settings.num_q_heads
-        self.grid = (call.batch, heads, self.length) + ((self.inner,) if self.inner > 1 else ())
+        self.inner = self.group if self.by_kv and not self.heads_listed else 1
+        self.heads = call.settings.num_kv_heads if self.by_kv else call.settings.num_q_heads
+        self.grid = (call.batch * self.heads, self.length) + ((self.inner,) if self.inner > 1 else ())
 
     def program_in_group(self) -> Any:
-        return pl.program_id(3) if self.inner > 1 else 0
+        return pl.program_id(2) if self.inner > 1 else 0
 
     def at(self, grid: _Grid) -> Any:
         """Place of the step in the flattened lists."""
-        row = grid.batch * self.lists_heads if self.lists_batch > 1 else 0
-        head = grid.head if self.lists_heads > 1 else 0
-        return (row + head) * self.length + grid.step
+        if self.lists_batch == 1 and self.lists_heads == 1:
+            return grid.step
+        if self.lists_batch == 1:
+            number = self._head(grid)
+        elif self.lists_heads == 1:
+            number = self._batch(grid)
+        else:
+            number = grid.row
+        return number * self.length + grid.step
 
-    def q_head(self, grid: _Grid, scalars: _Scalars) -> Any:
+    def q_row(self, grid: _Grid, scalars: _Scalars) -> Any:
+        """Query head among those of all batch rows."""
         if not self.by_kv:
-            return grid.head
+            return grid.row
         inside = grid.in_group if scalars.head is None else scalars.head[self.at(grid)].astype(jnp.int32)
-        return grid.head * self.call.settings.group + inside
+        return grid.row * self.group + inside if self.group > 1 else grid.row
 
-    def kv_head(self, grid: _Grid) -> Any:
-        return grid.head if self.by_kv else lax.div(grid.head, jnp.int32(self.call.settings.group))
+    def kv_row(self, grid: _Grid) -> Any:
+        """Likewise of keys."""
+        return grid.row if self.by_kv or self.group == 1 else lax.div(grid.row, jnp.int32(self.group))
+
+    def _batch(self, grid: _Grid) -> Any:
+        return 0 if self.call.batch == 1 else lax.div(grid.row, jnp.int32(self.heads))
+
+    def _head(self, grid: _Grid) -> Any:
+        """Head of the lists: of queries, or of keys for dk and dv."""
+        return grid.row if self.call.batch == 1 else lax.rem(grid.row, jnp.int32(self.heads))
 
     def spec(self, name: str, x: Any) -> pl.BlockSpec:
         """The block of the array `name`."""
@@ -197,35 +210,48 @@ class _Placing:
             layout: Layout = getattr(layouts, name) if name in ("k", "v") else "head_dim_minor"
             return self._tile(x, blocks.kv, layout, of_queries=False)
         if name in ("logsumexp", "row_sums", "max_logits"):
-            return self._spec((None, None, 1, blocks.q), lambda g, s: (g.batch, self.q_head(g, s), 0, self._q(g, s)))
+            return self._spec((None, 1, blocks.q), lambda g, s: (self.q_row(g, s), 0, self._q(g, s)))
         if name == "q_ids":
-            return self._spec((None, 1, blocks.q), lambda g, s: (g.batch, 0, self._q(g, s)))
+            return self._spec((None, 1, blocks.q), lambda g, s: (self._batch(g), 0, self._q(g, s)))
         if name == "kv_ids":
-            return self._spec((None, 1, blocks.kv), lambda g, s: (g.batch, 0, self._kv(g, s)))
-        if name == "sinks":
-            return self._spec((None, 1, LANES), lambda g, s: (self.q_head(g, s), 0, 0))
+            return self._spec((None, 1, blocks.kv), lambda g, s: (self._batch(g), 0, self._kv(g, s)))
+        if name == "sinks":  # of the forward pass, whose heads are those of queries
+            return self._spec((None, 1, LANES), lambda g, s: (self._head(g), 0, 0))
         return self._spec((None, *x.shape[1:]), lambda g, s: (s.place[self.at(g)].astype(jnp.int32), 0, 0))
 
     def _tile(self, x: Any, block: int, layout: Layout, *, of_queries: bool) -> pl.BlockSpec:
         def index(g: _Grid, s: _Scalars) -> tuple[Any, ...]:
-            head = self.q_head(g, s) if of_queries else self.kv_head(g)
+            row = self.q_row(g, s) if of_queries else self.kv_row(g)
             number = self._q(g, s) if of_queries else self._kv(g, s)
             inner = (number, 0) if layout == "head_dim_minor" else (0, number)
-            return (g.batch, head, *inner)
+            return (row, *inner)
 
-        tile = (block, x.shape[3]) if layout == "head_dim_minor" else (x.shape[2], block)
-        return self._spec((None, None, *tile), index)
+        tile = (block, x.shape[2]) if layout == "head_dim_minor" else (x.shape[1], block)
+        return self._spec((None, *tile), index)
+
+    def step(self, g: _Grid, s: _Scalars) -> Step:
+        """What the kernel's body gets to know of the step."""
+        call = self.call
+        found = meaning(call, lambda: s.flags[self.at(g)].astype(jnp.int32), self.length)
+        if self.inner > 1:
+            opens, closes = g.in_group == 0, g.in_group == self.inner - 1
+            found["first"] = opens if found["first"] is True else found["first"] & opens
+            found["last"] = closes if found["last"] is True else found["last"] & closes
+        computed = call.kinds.masked and s.place is None
+        placed = computed or call.fused or call.settings.q_length % call.blocks.q
+        q, kv = (self._q(g, s), self._kv(g, s)) if placed else (None, None)
+        return Step(q=q, kv=kv, row=self.q_row(g, s), **found)
 
     def _q(self, g: _Grid, s: _Scalars) -> Any:
-        return s.q[self.at(g)].astype(jnp.int32)
+        return s.q[self.at(g)].astype(jnp.int32) if self.call.q_padded > self.call.blocks.q else 0
 
     def _kv(self, g: _Grid, s: _Scalars) -> Any:
-        return s.kv[self.at(g)].astype(jnp.int32)
+        return s.kv[self.at(g)].astype(jnp.int32) if self.call.kv_padded > self.call.blocks.kv else 0
 
     def _spec(self, block: tuple[int | None, ...], index: Callable[[_Grid, _Scalars], tuple[Any, ...]]) -> pl.BlockSpec:
-        def index_map(batch: Any, head: Any, step: Any, *rest: Any) -> tuple[Any, ...]:
+        def index_map(row: Any, step: Any, *rest: Any) -> tuple[Any, ...]:
             in_group, scalars = (rest[0], rest[1:]) if self.inner > 1 else (0, rest)
-            return index(_Grid(batch, head, step, in_group), self._named(scalars))
+            return index(_Grid(row, step, in_group), self._named(scalars))
 
         return pl.BlockSpec(block, index_map)
 

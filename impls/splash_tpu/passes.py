@@ -32,17 +32,21 @@ def forward_pass(settings: Settings, lists: Lists, operands: Operands) -> Output
     """`out [B, N, T, V]`, and f32 `[B, N, T]` `logsumexp` and, if the kernel is built for it, `max_logits`."""
     call = make_call("forward", settings, operands)
     batch, heads, length = operands.q.shape[:3]
-    row = _result((batch, heads, 1, call.q_padded), jnp.float32)
+    row = _result((batch * heads, 1, call.q_padded), jnp.float32)
     shapes = Outputs(
-        out=_result((batch, heads, call.q_padded, call.head_dim_v), operands.q.dtype),
+        out=_result((batch * heads, call.q_padded, call.head_dim_v), operands.q.dtype),
         logsumexp=row,
         max_logits=row if settings.save_max_logits else None,
     )
     found = forward(call, lists.forward, lists.q_offset, _inputs(call, operands, lists.forward), shapes)
+
+    def rows(x: jax.Array) -> jax.Array:
+        return x[:, 0, :length].reshape(batch, heads, length)
+
     return Outputs(
-        out=found.out[:, :, :length],
-        logsumexp=found.logsumexp[:, :, 0, :length],
-        max_logits=None if found.max_logits is None else found.max_logits[:, :, 0, :length],
+        out=_by_batch(found.out[:, :length], batch),
+        logsumexp=rows(found.logsumexp),
+        max_logits=None if found.max_logits is None else rows(found.max_logits),
     )
 
 
@@ -68,9 +72,9 @@ def backward_pass(
     def inputs(call: Call, steps: Steps) -> Inputs:
         rows = call.q_padded - call.settings.q_length
         return _inputs(call, dataclasses.replace(operands, sinks=None), steps)._replace(
-            do=_padded(do.astype(operands.q.dtype), 2, call.q_padded),
-            logsumexp=jnp.pad(shift, ((0, 0), (0, 0), (0, rows)), constant_values=jnp.inf)[:, :, None],
-            row_sums=_padded(row_sums, 2, call.q_padded)[:, :, None],
+            do=_merged(_padded(do.astype(operands.q.dtype), 2, call.q_padded)),
+            logsumexp=_merged(jnp.pad(shift, ((0, 0), (0, 0), (0, rows)), constant_values=jnp.inf)[:, :, None]),
+            row_sums=_merged(_padded(row_sums, 2, call.q_padded)[:, :, None]),
         )
 
     call = make_call("dkv", settings, operands)
@@ -78,24 +82,24 @@ def backward_pass(
     batch, q_heads, q_length, head_dim = operands.q.shape
     kv_heads, kv_length = operands.k.shape[1:3]
     shapes = Outputs(
-        dq=_result((batch, q_heads, call.q_padded, head_dim), jnp.float32) if call.fused else None,
-        dk=_result((batch, kv_heads, call.kv_padded, head_dim), operands.k.dtype),
-        dv=_result((batch, kv_heads, call.kv_padded, call.head_dim_v), operands.v.dtype),
+        dq=_result((batch * q_heads, call.q_padded, head_dim), jnp.float32) if call.fused else None,
+        dk=_result((batch * kv_heads, call.kv_padded, head_dim), operands.k.dtype),
+        dv=_result((batch * kv_heads, call.kv_padded, call.head_dim_v), operands.v.dtype),
     )
     if call.fused:
-        given = given._replace(dq=jnp.zeros((batch, q_heads, call.q_padded, head_dim), jnp.float32))
+        given = given._replace(dq=jnp.zeros((batch * q_heads, call.q_padded, head_dim), jnp.float32))
     found = gradient_of_keys(call, lists.dkv, lists.q_offset, given, shapes)
     if call.fused:
         dq = (found.dq * jnp.float32(call.scale)).astype(operands.q.dtype)
     else:
         assert lists.dq is not None
         call = make_call("dq", settings, operands)
-        shape = _result((batch, q_heads, call.q_padded, head_dim), operands.q.dtype)
+        shape = _result((batch * q_heads, call.q_padded, head_dim), operands.q.dtype)
         dq = gradient_of_queries(call, lists.dq, lists.q_offset, inputs(call, lists.dq), Outputs(dq=shape)).dq
     return Operands(
-        q=dq[:, :, :q_length],
-        k=found.dk[:, :, :kv_length],
-        v=found.dv[:, :, :kv_length],
+        q=_by_batch(dq[:, :q_length], batch),
+        k=_by_batch(found.dk[:, :kv_length], batch),
+        v=_by_batch(found.dv[:, :kv_length], batch),
         sinks=dsinks,
         q_ids=None,
         kv_ids=None,
@@ -107,8 +111,8 @@ def _inputs(call: Call, operands: Operands, steps: Steps) -> Inputs:
     layouts = call.settings.layouts
 
     def tiles(x: jax.Array, length: int, layout: str) -> jax.Array:
-        x = _padded(x, 2, length)
-        return x if layout == "head_dim_minor" else x.swapaxes(2, 3)
+        x = _merged(_padded(x, 2, length))
+        return x if layout == "head_dim_minor" else x.swapaxes(1, 2)
 
     sinks = operands.sinks
     if sinks is not None:
@@ -132,3 +136,13 @@ def _padded(x: jax.Array, axis: int, length: int) -> jax.Array:
     """`x` with zeros up to `length` along `axis`."""
     missing = length - x.shape[axis]
     return jnp.pad(x, [(0, missing if a == axis else 0) for a in range(x.ndim)]) if missing else x
+
+
+def _merged(x: jax.Array) -> jax.Array:
+    """`[B, N, ...]` as `[B * N, ...]`."""
+    return x.reshape(-1, *x.shape[2:])
+
+
+def _by_batch(x: jax.Array, batch: int) -> jax.Array:
+    """Inverse of `_merged`."""
+    return x.reshape(batch, -1, *x.shape[1:])

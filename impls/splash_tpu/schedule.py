@@ -98,13 +98,14 @@ def static_steps(
     return Steps(_narrow(q), _narrow(kv), _narrow(head) if per_head else None, _narrow(flags), place, stored), found
 
 
+@functools.lru_cache(maxsize=8)  # the phases of one kernel ask for the same
 def _kinds(mask: Mask, start: int, q_length: int, kv_length: int, blocks: Blocks) -> np.ndarray:
     """Block summary `[b, n, q blocks, kv blocks]` of `q_length` queries from `start` on."""
     rows = []
     starts = np.arange(0, kv_length, blocks.kv)
-    j = np.arange(kv_length)[None, :]
+    j = np.arange(kv_length, dtype=np.int32)[None, :]
     for row in range(start, start + q_length, blocks.q):
-        i = np.arange(row, min(row + blocks.q, start + q_length))[:, None]
+        i = np.arange(row, min(row + blocks.q, start + q_length), dtype=np.int32)[:, None]
         strip = np.asarray(mask.allowed(i, j), bool)
         leading = strip.shape[:2] if strip.ndim == 4 else (1, 1)
         strip = np.broadcast_to(strip, (*leading, len(i), kv_length))

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+import operator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental import pallas as pl
 
 from impls.splash_tpu.block_sizes import LANES, Layout
 from impls.splash_tpu.call import Call
@@ -14,37 +18,49 @@ from impls.splash_tpu.schedule import COMPUTE, FIRST, LAST, MASKED
 
 
 class Step(NamedTuple):
-    """Scalars of the step that a kernel is at."""
+    """Scalars of the step that a kernel is at. What holds for every step is a Python bool, so that no code asks it."""
 
-    q: Any
-    kv: Any
-    flags: Any
-    first: Any
+    q: Any  # block of queries, none where no position is needed
+    kv: Any  # block of keys, likewise
+    row: Any  # query head among those of all batch rows
+    first: Any  # of its block of results, and of the heads of a group
     last: Any
-    batch: Any = 0
-    head: Any = 0
+    computes: Any  # whether the pair of blocks contributes
+    masked: Any  # whether the mask hides part of the pair of blocks
 
     @property
-    def computes(self) -> Any:
-        """Whether the pair of blocks contributes."""
-        return self.flags & COMPUTE > 0
-
-    @property
-    def masked(self) -> Any:
-        """Whether the mask hides part of the pair of blocks."""
-        return self.flags & MASKED > 0
+    def unmasked(self) -> Any:
+        """Whether the mask hides nothing of it."""
+        return not self.masked if isinstance(self.masked, bool) else jnp.logical_not(self.masked)
 
 
-def step_of(q: Any, kv: Any, flags: Any, at: Any, *, opens: Any = True, closes: Any = True) -> Step:
-    """The step at place `at` of the lists; `opens` and `closes` narrow down what is its first and last visit."""
-    bits = flags[at].astype(jnp.int32)
-    return Step(
-        q=q[at].astype(jnp.int32),
-        kv=kv[at].astype(jnp.int32),
-        flags=bits,
-        first=(bits & FIRST > 0) & opens,
-        last=(bits & LAST > 0) & closes,
-    )
+def meaning(call: Call, flags: Callable[[], jax.Array], length: int) -> dict[str, Any]:
+    """What the flags of a step say, by field of `Step`, read only where it differs between the steps of a list.
+
+    Args:
+      call: the kernel.
+      flags: reads them.
+      length: steps of a list.
+    """
+    kinds = call.kinds
+    mixed = kinds.full and kinds.masked
+    bits: Any = flags() if length > 1 or kinds.empty or mixed else None
+    return {
+        "first": True if length == 1 else bits & FIRST > 0,
+        "last": True if length == 1 else bits & LAST > 0,
+        "computes": bits & COMPUTE > 0 if kinds.empty else True,
+        "masked": bits & MASKED > 0 if mixed else kinds.masked,
+    }
+
+
+def when(*conditions: Any) -> Callable[[Callable[[], None]], None]:
+    """Run what follows if all conditions hold; those that are Python bools take no code."""
+    asked = [c for c in conditions if c is not True]
+    if not asked:
+        return lambda body: body()
+    if any(c is False for c in asked):
+        return lambda body: None
+    return pl.when(functools.reduce(operator.and_, asked))
 
 
 def read(ref: Any, layout: Layout, start: int = 0, size: int | None = None) -> tuple[jax.Array, int]:
@@ -80,7 +96,7 @@ class Masking(NamedTuple):
     """Where the mask of a pair of blocks comes from; ids as a column of one operand and a row of the other."""
 
     step: Step
-    q_offset: Any
+    q_offset: Callable[[], Any]
     stored: Any
     ids: Any  # [n, 128] of the axis that is the rows of the tile
     other_ids: Any  # [1, m] of the other
@@ -105,7 +121,7 @@ def allowed(call: Call, masking: Masking, start: int, *, masked: bool) -> jax.Ar
         found = stored.astype(jnp.int32) != 0
     elif masked:
         i = lax.broadcasted_iota(jnp.int32, shape, 1 if transposed else 0) + (
-            masking.q_offset + masking.step.q * blocks.q
+            masking.q_offset() + masking.step.q * blocks.q
         )
         j = lax.broadcasted_iota(jnp.int32, shape, 0 if transposed else 1) + (masking.step.kv * blocks.kv + start)
         assert call.settings.mask is not None

@@ -62,8 +62,8 @@ BUGS: tuple[PlantedBug, ...] = (
         "splash-partial-block-skipped",
         Change(
             "forward",
-            "pl.when(step.computes & step.masked)(",
-            "pl.when(step.computes & step.masked & (step.kv != 1))(",
+            "when(step.computes, step.masked)(",
+            "when(step.computes, step.masked, step.kv != 1)(",
         ),
         kind="blocks.skip-partial",
         reference="tokamax 620ac16 (skip list)",
@@ -80,7 +80,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         "splash-key-position-from-the-grid",
-        Change("launch", "step = step._replace(", "step = step._replace(kv=grid.step, "),
+        Change("launch", "return Step(q=q, kv=kv,", "return Step(q=q, kv=g.step,"),
         kind="blocks.shrunk-offset",
         reference="jax splash_attention_kernel.py (shrunk grid, `data_next`); tokamax 9ddc1b0",
         shows=("out", "logsumexp", "dq", "dk", "dv"),
@@ -97,8 +97,8 @@ BUGS: tuple[PlantedBug, ...] = (
         "splash-interleaved-heads",
         Change(
             "launch",
-            "lax.div(grid.head, jnp.int32(self.call.settings.group))",
-            "lax.rem(grid.head, jnp.int32(self.call.settings.num_kv_heads))",
+            "lax.div(grid.row, jnp.int32(self.group))",
+            "lax.rem(grid.row, jnp.int32(self.call.settings.num_kv_heads * self.call.batch))",
         ),
         kind="heads.interleaved",
         reference="inferred from issues on grouped heads (contract, section 1)",
@@ -107,7 +107,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         "splash-dkv-of-the-last-head-only",
-        Change("launch", "else (grid.in_group == 0, grid", "else (True, grid"),
+        Change("launch", "opens, closes = g.in_group == 0, ", "opens, closes = g.in_group >= 0, "),
         kind="heads.group-sum",
         reference="tokamax 701317b, 339f271",
         shows=("dk", "dv"),
@@ -123,7 +123,11 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         "splash-dkv-skips-its-last-step",
-        Change("dkv", "pl.when(step.computes & step.masked)(", "pl.when(step.computes & step.masked & ~step.last)("),
+        Change(
+            "dkv",
+            "when(step.computes, step.masked)(",
+            "when(step.computes, step.masked, step.last is not True and ~step.last)(",
+        ),
         kind="blocks.skip-last",
         reference="tokamax 602c79a (dq steps of short sequences)",
         shows=("dk", "dv"),
@@ -155,7 +159,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         "splash-steps-declared-parallel",
-        Change("launch", '("parallel", "parallel", "arbitrary", "arbitrary")', '("parallel",) * 4'),
+        Change("launch", '("parallel", "arbitrary", "arbitrary")', '("parallel",) * 3'),
         kind="pipeline.semantics",
         reference="inferred from jax splash_attention_kernel.py (dimension_semantics)",
         shows=("out", "forward", "races"),

@@ -1,0 +1,41 @@
+"""Cases fed by a model's front end: few, since each compiles a program of its own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from cases.case import Case
+from cases.grid import Supports
+
+# Every step at least once between them: as models with normed queries and keys have it, and as those with interleaved
+# rotary, a norm after it and one projection for k and v.
+_QUICK = ("rms-half-temperature", "interleaved-l2-prescale-shared")
+_MORE = ("half", "interleaved", "partial", "sections", "rms-sections-prescale", "partial-rms", "temperature-l2-partial")
+# (B, T, S, N, K, H, mask), of each line the first that is supported: positions that do not start at zero, then what
+# an implementation may be limited to.
+_SIZES = (
+    (2, 40, 72, 4, 2, 32, "causal-o32"),
+    (1, 48, 48, 4, 2, 64, "causal"),
+    (1, 48, 48, 2, 2, 64, "causal"),
+    (1, 128, 128, 4, 2, 64, "causal"),
+    (1, 128, 128, 2, 2, 64, "causal"),
+    (1, 128, 128, 2, 2, 128, "full"),
+)
+
+
+def front_end_cases(level: str, seed: int, supports: Supports = lambda case: None) -> tuple[Case, ...]:
+    """The cases at `level`: two at `quick`, one for each step and in bf16 too from `standard` on; with gradients."""
+    wanted = [(steps, "f32") for steps in _QUICK]
+    if level != "quick":
+        wanted += [*((steps, "f32") for steps in _MORE), *((steps, "bf16") for steps in _QUICK)]
+    found = []
+    for steps, dtype in wanted:
+        alternatives = (dtype, "bf16" if dtype == "f32" else "f32")
+        cases = (_case(steps, other, seed, *sizes) for other in alternatives for sizes in _SIZES)
+        found.append(next((case for case in cases if supports(case) is None), None))
+    return tuple(dict.fromkeys(case for case in found if case is not None))
+
+
+def _case(steps: str, dtype: str, seed: int, b: int, t: int, s: int, n: int, k: int, h: int, mask: str) -> Case:
+    sizes: dict[str, Any] = {"batch": b, "q_length": t, "kv_length": s, "num_q_heads": n, "num_kv_heads": k}
+    return Case(**sizes, dtype=dtype, head_dim=h, v_head_dim=h, mask=mask, front_end=steps, seed=seed)

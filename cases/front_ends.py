@@ -1,0 +1,124 @@
+"""A model's front end: what it does to raw projections before attention, named in a case's id.
+
+    train/f32/B2.T40.S72.N4.K2.H32.V32/causal-o32/front-rms-half-temperature/normal/s0
+
+Steps are joined by `-` and applied to q and to k in that order; `prescale` and `temperature` are for q alone.
+
+    rms          x / sqrt(mean(x^2) + 1e-6) * w, one learned w [H] for q and one for k (arXiv:1910.07467)
+    l2           the same without weights
+    half         rotary (arXiv:2104.09864), dimension d turns with d + H/2
+    interleaved  rotary, dimension 2d turns with 2d + 1
+    partial      rotary of the first half of the dimensions, in halves
+    sections     rotary in halves, of three position streams: a quarter of the pairs turns by the first, the rest by the
+                 other two in equal parts (multi-section rotary, arXiv:2409.12191)
+    prescale     q * 1.5, a model's own factor before attention
+    temperature  q * (1 + log(1 + floor((position + 1) / 16)) / 2), as long-context models scale by position
+    shared       v is the raw projection of k
+
+Queries are the last `T` of `max(T, S)` positions, so that the last query and the last key are at the same one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+
+STEPS = ("rms", "l2", "half", "interleaved", "partial", "sections", "prescale", "temperature", "shared")
+QUERIES_ONLY = ("prescale", "temperature")
+EPSILON = 1e-6
+BASE = 10_000.0
+PRE_SCALE = 1.5
+TEMPERATURE_FLOOR, TEMPERATURE_SCALE = 16, 0.5
+
+
+@dataclasses.dataclass(frozen=True)
+class Rotation:
+    """Dimension `first[p]` turns with `second[p]`, by `streams[p]`'s position times `frequency[p]`."""
+
+    first: np.ndarray  # [P]
+    second: np.ndarray  # [P]
+    streams: np.ndarray  # [P]
+    frequency: np.ndarray  # [P] float64
+
+
+@dataclasses.dataclass(frozen=True)
+class Raw:
+    """Raw projections, in the operands' dtype, and the weights of the norms, f32; none where there are none."""
+
+    q: np.ndarray  # [B, T, N, H]
+    k: np.ndarray  # [B, S, K, H]
+    v: np.ndarray | None  # [B, S, K, V], none if shared with k
+    q_norm: np.ndarray | None = None  # [H]
+    k_norm: np.ndarray | None = None  # [H]
+
+
+def parse(text: str, head_dim: int, v_head_dim: int) -> tuple[str, ...]:
+    """The steps of `rms-half-temperature`. Raises `ValueError`, saying what cannot be."""
+    steps = tuple(text.split("-"))
+    for step in steps:
+        if step not in STEPS:
+            raise ValueError(f"{step!r} in front end {text!r} is none of {', '.join(STEPS)}")
+    if len(set(steps)) < len(steps):
+        raise ValueError(f"front end {text!r} has a step twice")
+    if any(step in ("half", "interleaved", "partial", "sections") for step in steps) and head_dim % 8:
+        raise ValueError(f"front end {text!r} turns pairs of dimensions, so H must be a multiple of 8, got {head_dim}")
+    if "shared" in steps and head_dim != v_head_dim:
+        raise ValueError(f"front end {text!r} shares k and v, so V must equal H, got {v_head_dim} and {head_dim}")
+    return steps
+
+
+def positions(q_length: int, kv_length: int) -> tuple[np.ndarray, np.ndarray]:
+    """Position streams int32 `[3, T]` and `[3, S]`: the place in the sequence, and row and column in a grid."""
+
+    def streams(start: int, length: int) -> np.ndarray:
+        place = np.arange(start, start + length)
+        return np.stack([place, place // 4, place % 4 * 8]).astype(np.int32)
+
+    longest = max(q_length, kv_length)
+    return streams(longest - q_length, q_length), streams(longest - kv_length, kv_length)
+
+
+def rotation(step: str, head_dim: int) -> Rotation:
+    """The pairs of a rotary step."""
+    turned = head_dim // 2 if step == "partial" else head_dim
+    pair = np.arange(turned // 2)
+    streams = np.zeros(len(pair), int)
+    if step == "sections":
+        quarter = len(pair) // 4
+        streams = np.where(pair < quarter, 0, 1 + (pair - quarter >= (len(pair) - quarter) // 2))
+    first, second = (2 * pair, 2 * pair + 1) if step == "interleaved" else (pair, pair + len(pair))
+    return Rotation(first, second, streams, BASE ** (-2.0 * pair / turned))
+
+
+def temperature(place: np.ndarray) -> np.ndarray:
+    """Factor of the queries at these places."""
+    return 1 + TEMPERATURE_SCALE * np.log1p((place + 1) // TEMPERATURE_FLOOR)
+
+
+def apply(steps: tuple[str, ...], raw: Raw) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """q, k and v in float64."""
+    at_q, at_kv = positions(raw.q.shape[1], raw.k.shape[1])
+    q = _one(steps, raw.q.astype(np.float64), at_q, raw.q_norm)
+    k = _one(tuple(step for step in steps if step not in QUERIES_ONLY), raw.k.astype(np.float64), at_kv, raw.k_norm)
+    return q, k, (raw.k if raw.v is None else raw.v).astype(np.float64)
+
+
+def _one(steps: tuple[str, ...], x: np.ndarray, at: np.ndarray, norm: np.ndarray | None) -> np.ndarray:
+    """The steps on `x [B, L, heads, H]`, at position streams `[3, L]`."""
+    for step in steps:
+        if step in ("rms", "l2"):
+            x = x / np.sqrt(np.mean(x**2, axis=-1, keepdims=True) + EPSILON)
+            x = x * norm if step == "rms" and norm is not None else x
+        elif step == "prescale":
+            x = x * PRE_SCALE
+        elif step == "temperature":
+            x = x * temperature(at[0])[:, None, None]
+        elif step != "shared":
+            turn = rotation(step, x.shape[-1])
+            angle = (at[turn.streams].T * turn.frequency)[:, None, :]  # [L, 1, P]
+            a, b = x[..., turn.first], x[..., turn.second]
+            x = x.copy()
+            x[..., turn.first] = a * np.cos(angle) - b * np.sin(angle)
+            x[..., turn.second] = b * np.cos(angle) + a * np.sin(angle)
+    return x

@@ -1,0 +1,99 @@
+"""A model's front end and attention together: from raw projections to `out`, and all the way back."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from cases.front_ends import positions
+from cases.inputs import DTYPES, Cotangent, draw_cotangent, draw_raw
+from conformance import front_ends
+from conformance.bounds import Expectation, Inexact, Roundoff, expect
+from conformance.checks.judgement import Judgement, by_bound
+from conformance.comparison import compare
+from conformance.front_end_oracle import FrontEnd
+from conformance.running_error import Number
+from conformance.subject import Subject
+
+# The gradient that each raw operand comes from; its limit applies.
+_LIMITS = {"q": "dq", "k": "dk", "v": "dv", "q_norm": "dq", "k_norm": "dk"}
+
+
+def front_end(subject: Subject) -> Iterator[Judgement]:
+    """`out` and the gradients of raw projections and norm weights, through rotary, norms and factors and attention.
+
+    The truth is the float64 front end followed by the float64 oracle. How far the front end may be off in f32, and by
+    the last rounding to the operands' dtype, enters the bounds as an error of the operands.
+    """
+    raw, steps = draw_raw(subject.case), subject.case.steps
+    if not steps:
+        return
+    truth = FrontEnd.of(steps, raw)
+    drawn = draw_cotangent(subject.case).out
+    do = np.where(subject.judged_out, drawn, np.zeros_like(drawn))
+    cotangents = (Cotangent("random", do),) if subject.with_gradients else ()
+    expected = _expected(subject, truth, cotangents)
+    out, gradients = _run(subject, do if cotangents else None)
+    yield _judged(subject, "out", "out", out, expected.forward["out"], subject.judged_out)
+    if not cotangents:
+        return
+    u = Roundoff.of(subject.implementation.arithmetic, subject.problem)
+    found = expected.gradients[0]
+    through = truth.pull_back(found["dq"], found["dk"], found["dv"], u.out, u.tiny)
+    for name, bounded in through.items():
+        yield _judged(subject, _LIMITS[name], f"d{name}_raw", gradients[name], bounded, None)
+
+
+def _expected(subject: Subject, truth: FrontEnd, cotangents: tuple[Cotangent, ...]) -> Expectation:
+    u = Roundoff.of(subject.implementation.arithmetic, subject.problem)
+    q, k = (stream.after.stored(u.out, u.tiny) for stream in (truth.q, truth.k))
+    v: Number = truth.v
+    return expect(
+        dataclasses.replace(subject.problem, q=q.value, k=k.value, v=v.value),
+        subject.implementation.arithmetic,
+        cotangents,
+        empty_rows=subject.empty_rows,
+        inexact=Inexact(subject.case.dtype, q.error, k.error, v.error),
+    )
+
+
+def _run(subject: Subject, do: np.ndarray | None) -> tuple[Any, Mapping[str, Any]]:
+    """`out` and, for a cotangent, the gradients of what the front end takes: one compiled program."""
+    raw, case = draw_raw(subject.case), subject.case
+    call, arrays = subject.executor.bind(subject.problem)
+    q_positions, kv_positions = positions(case.q_length, case.kv_length)
+    function = subject.implementation.front_end or front_ends.front_end
+    given = {name: x for name, x in dataclasses.asdict(raw).items() if x is not None}
+    assert given["q"].dtype == DTYPES[case.dtype]
+
+    def composed(moving: Mapping[str, Any]) -> Any:
+        norms = {name: moving[name] for name in ("q_norm", "k_norm") if name in moving}
+        q, k, v = function(
+            case.steps,
+            moving["q"],
+            moving["k"],
+            moving.get("v"),
+            q_positions=q_positions,
+            kv_positions=kv_positions,
+            **norms,
+        )
+        return call({**arrays, "q": q, "k": k, "v": v})
+
+    if do is None:
+        return jax.jit(composed)(given), {}
+    return jax.jit(functools.partial(_pull_back, composed))(given, do)
+
+
+def _pull_back(function: Any, moving: Mapping[str, Any], cotangent: Any) -> tuple[Any, Mapping[str, Any]]:
+    out, pullback = jax.vjp(function, moving)
+    return out, pullback(cotangent)[0]
+
+
+def _judged(subject: Subject, limit: str, label: str, got: Any, expected: Any, judged: np.ndarray | None) -> Judgement:
+    comparison = compare(np.asarray(got), expected, judged)
+    return by_bound(limit, comparison, dtype=subject.case.dtype, tolerances=subject.tolerances, label=label)
