@@ -163,7 +163,7 @@ def _dq(place: Place) -> jax.Array:
             plgpu.commit_smem()  # type: ignore[no-untyped-call] # untyped upstream
             k = k_seen
         dq = accumulate(plan, dq, dx.astype(k.dtype), k)
-        plgpu.barrier_arrive(scratch["free"].at[slot])
+        place.let_go(slot)
         return dq
 
     dq = jnp.zeros((ROWS, place.shape.head_dim), jnp.float32)
@@ -250,7 +250,7 @@ def _sums_of_group(place: Place, group: Any, total: Any) -> tuple[jax.Array, jax
         dk, dv = sums
         dv = accumulate(plan, dv, p.astype(d_out.dtype), d_out)
         dk = accumulate(plan, dk, dx.astype(q.dtype), q)
-        plgpu.barrier_arrive(scratch["free"].at[slot])
+        place.let_go(slot, read_as_values=True)  # the values of its rows
         return dk, dv
 
     def visit_head(head: Any, sums: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:

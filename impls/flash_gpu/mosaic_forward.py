@@ -194,7 +194,7 @@ def _softmax(place: Place) -> Softmax:
             plgpu.commit_smem()  # type: ignore[no-untyped-call] # untyped upstream
             v = v_seen
         out = accumulate(plan, softmax.out, weights.astype(v.dtype), v)
-        plgpu.barrier_arrive(scratch["free"].at[slot])
+        place.let_go(slot)
         return softmax._replace(out=out)
 
     softmax = Softmax(

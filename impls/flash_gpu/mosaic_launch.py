@@ -203,6 +203,16 @@ class Place:
         # The last turns only wait: a program does not end before its barriers are where they began.
         lax.fori_loop(jnp.int32(0), total + SLOTS, step, None)
 
+    def let_go(self, slot: Any, *, read_as_values: bool = False) -> None:
+        """This warpgroup is done with a slot.
+
+        What it read there as values, and not through `wgmma` or before another fence, must be fenced from the copy that
+        comes next. An interpreter reads everything as values.
+        """
+        if read_as_values or self.plan.interpret:
+            plgpu.commit_smem()  # type: ignore[no-untyped-call] # untyped upstream
+        plgpu.barrier_arrive(self.scratch["free"].at[slot])
+
 
 def slot_of(at: Any) -> Any:
     """The slot of a step."""
