@@ -71,6 +71,8 @@ def attention(
         raise NotImplementedError("masks other than causal")
     if any(x is not None for x in (segment_ids, soft_cap, sinks, bias)):
         raise NotImplementedError("optional operands")
+    if q.dtype == jnp.float16:
+        raise NotImplementedError("float16")
     if reason := _limit(q.shape[1], k.shape[1]):
         raise NotImplementedError(reason)
     factor = 1 / math.sqrt(q.shape[3]) if scale is None else scale
