@@ -31,6 +31,7 @@ from tests.planted import (
     sinks,
     soft_cap,
     softmax,
+    splash_tpu,
     sums,
     tails,
     transforms,
@@ -69,6 +70,7 @@ _MODULES = (
     pallas_tpu,
     moba,
     caches,
+    splash_tpu,
 )
 
 BANK: tuple[PlantedBug, ...] = tuple(bug for module in _MODULES for bug in module.BUGS)
