@@ -93,8 +93,9 @@ def seen_keys(call: Call) -> Array:
 
 
 def repeat_heads(x: Array, call: Call) -> Array:
-    """Keys or values for each query head, `[B, S, N, .]`."""
-    return jnp.repeat(x, call.group, axis=2)
+    """Keys or values for each query head, `[B, S, N, .]`; their gradient is summed over the group in f32."""
+    wide = jnp.promote_types(x.dtype, jnp.float32)
+    return jnp.repeat(x.astype(wide), call.group, axis=2).astype(x.dtype)
 
 
 def default_scale(scale: float | None, call: Call) -> float:
