@@ -44,8 +44,8 @@ What this adds to the usual first-order bound, and why:
   all the weight).
 * `tiny |r|` in `err(dx)`: a probability that underflows is off by `tiny`, and is multiplied by `r`.
 * a quantised cache adds `u_cache s|x|` to err(x) and `u_cache p` in E(out), for keys and values rounded as they are
-  multiplied by their scales. Against the keys and values before they were stored (`steps`), it adds
-  `scale sum_d |q| step_k / 2` and `sum_j p step_v / 2`.
+  multiplied by their scales. How far it is from the keys and values before they were stored is an error of the
+  operands (`Inexact`) of half a step.
 * the underflow floor `tiny` counts only terms that exist, so structural zeros (a key that nobody sees, the bias behind
   the mask) have a bound of exactly zero and must be exactly zero.
 """
@@ -59,7 +59,7 @@ import numpy as np
 
 from cases.inputs import Cotangent, Problem
 from conformance.contract import Arithmetic
-from conformance.oracle import Array, EmptyRows, Gradients, Slab, Steps, slabs
+from conformance.oracle import Array, EmptyRows, Gradients, Slab, slabs
 
 # Unit roundoff 2**-p for p significand bits.
 UNIT_ROUNDOFF = {"f32": 2.0**-24, "f16": 2.0**-11, "bf16": 2.0**-8, "tf32": 2.0**-11}
@@ -157,7 +157,6 @@ def expect(
     cotangents: Sequence[Cotangent] = (),
     *,
     empty_rows: EmptyRows = "zero",
-    steps: Steps | None = None,
     rounds_out: bool = True,
     inexact: Inexact | None = None,
 ) -> Expectation:
@@ -168,9 +167,8 @@ def expect(
       arithmetic: how the implementation declares to compute.
       cotangents: the cotangents to give gradients for.
       empty_rows: what rows that may attend to nothing are declared to return.
-      steps: how far keys and values may be from those of `problem`, where a cache stores them.
       rounds_out: whether `out` is rounded to the operands' dtype at the end, or left in f32.
-      inexact: how far the implementation's operands may be from those of `problem`, which then are in float64.
+      inexact: how far the implementation's operands may be from those of `problem`, which then may be in float64.
     """
     u = Roundoff.of(arithmetic, problem, None if inexact is None else inexact.dtype)
     u = u if rounds_out else dataclasses.replace(u, out=U)
@@ -179,7 +177,7 @@ def expect(
     shapes = {"out": (batch, q_length, num_q_heads, problem.v.shape[-1]), "logsumexp": rows, "max_logits": rows}
     forward = {name: Bounded(np.empty(shape), np.empty(shape)) for name, shape in shapes.items()}
     totals = [(Gradients.zeros(problem), Gradients.zeros(problem)) for _ in cotangents]
-    for slab in slabs(problem, empty_rows, steps):
+    for slab in slabs(problem, empty_rows):
         errors = _ForwardErrors.of(slab, u, None if inexact is None else inexact.of(slab))
         _store_forward(forward, slab, errors, u)
         for cotangent, (values, bounds) in zip(cotangents, totals, strict=True):
@@ -223,8 +221,6 @@ class _ForwardErrors:
         err_p = np.minimum(err_p, np.maximum(slab.p, 1 - slab.p))
         rounding = u.probabilities + u.products + u.cache + gamma(keys)
         err_out = (err_p + rounding * slab.averaging + u.tiny * slab.allowed) @ np.abs(slab.v)
-        if slab.v_steps is not None:
-            err_out = err_out + (slab.averaging + err_p) @ slab.v_steps
         if operands is not None:
             err_out = err_out + slab.averaging @ operands.v
         return cls(x, err_z, err_l, err_p, err_sink, err_out, operands)
@@ -236,9 +232,7 @@ def _logit_errors(slab: Slab, u: Roundoff) -> Array:
     magnitude = products if slab.bias is None else products + np.abs(slab.bias)
     spread = slab.scale * np.sqrt(slab.q**2 @ (slab.k**2).T)
     running = 0.75 * np.sqrt(slab.q.shape[-1]) * np.maximum(spread, np.abs(slab.x))
-    stored: Array | float = 0.0 if slab.k_steps is None else slab.scale * (np.abs(slab.q) @ slab.k_steps.T)
-    rounded = u.products * magnitude + U * np.maximum(magnitude, running) + (u.scaled_q + u.cache) * products
-    return rounded + stored
+    return u.products * magnitude + U * np.maximum(magnitude, running) + (u.scaled_q + u.cache) * products
 
 
 def _store_forward(forward: dict[str, Bounded], slab: Slab, errors: _ForwardErrors, u: Roundoff) -> None:

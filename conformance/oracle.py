@@ -42,8 +42,6 @@ class Slab:
     soft_cap: float | None
     scale: float
     empty_rows: EmptyRows
-    k_steps: Array | None = None  # how far k may be from what is stored of it, [S, H]
-    v_steps: Array | None = None  # [S, V]
 
     @functools.cached_property
     def x(self) -> Array:
@@ -136,11 +134,7 @@ class Forward:
     max_logits: Array
 
 
-Steps = tuple[Array, Array]
-"""How far k `[B, S, K, H]` and v `[B, S, K, V]` may be from what a quantised cache stores of them."""
-
-
-def slabs(problem: Problem, empty_rows: EmptyRows = "zero", steps: Steps | None = None) -> Iterator[Slab]:
+def slabs(problem: Problem, empty_rows: EmptyRows = "zero") -> Iterator[Slab]:
     """The problem cut into its key/value heads, in float64; operands behind the mask become zeros."""
     batch, _, num_q_heads, _ = problem.q.shape
     num_kv_heads = problem.k.shape[2]
@@ -169,8 +163,6 @@ def slabs(problem: Problem, empty_rows: EmptyRows = "zero", steps: Steps | None 
                 soft_cap=problem.soft_cap,
                 scale=problem.effective_scale,
                 empty_rows=empty_rows,
-                k_steps=None if steps is None else steps[0][b, :, h],
-                v_steps=None if steps is None else steps[1][b, :, h],
             )
 
 

@@ -13,7 +13,7 @@ import numpy as np
 from cases import quantized
 from cases.case import Case
 from cases.inputs import Cotangent, Problem, draw, draw_cotangent
-from conformance.bounds import Bounded, Expectation, expect
+from conformance.bounds import Bounded, Expectation, Inexact, expect
 from conformance.contract import Implementation
 from conformance.execution import Executor, Result
 from conformance.oracle import EmptyRows
@@ -81,8 +81,8 @@ class Subject:
         pairs = zip((stored.k, stored.v), stored.kv_scales, strict=True)
         k_steps, v_steps = (quantized.half_steps(*pair) for pair in pairs)
         plain = draw(dataclasses.replace(self.case, kv_cache=None))
-        arithmetic = self.implementation.arithmetic
-        return expect(plain, arithmetic, empty_rows=self.empty_rows, steps=(k_steps, v_steps))
+        stored_to = Inexact(self.case.dtype, np.zeros(plain.q.shape), k_steps, v_steps)
+        return expect(plain, self.implementation.arithmetic, empty_rows=self.empty_rows, inexact=stored_to)
 
     def expected_gradients(self, cotangent: str) -> dict[str, Bounded]:
         """Expected gradients for the named cotangent."""

@@ -12,13 +12,15 @@ import pytest
 from cases.accelerator import compiled_cases
 from cases.case import Case, parse
 from conformance import compilation, plan, registry
-from conformance.checks import BY_NAME
-from conformance.compile_targets import TPU, targets_of
+from conformance.checks import BY_NAME, compiles
+from conformance.compile_targets import TPU, CompileTarget, Toolchain, targets_of
 from conformance.contract import Implementation
+from conformance.execution import Executor
 from conformance.liveness import live_bytes
 from conformance.records import FAIL, PASS, UNJUDGED, UNSUPPORTED, Record
 from conformance.runner import Runner
 from conformance.settings import Settings
+from conformance.subject import Subject
 from tests.kernels import pallas_tpu
 
 TPUS = targets_of("tpu")
@@ -221,3 +223,18 @@ def test_temporaries_that_the_compiler_finds_room_for_are_seen():
     for target in TPUS:
         figures = compilation.compile_for(target, jax.jit(twice), (operand,))
         assert figures["live_bytes"] >= 2**22 > figures["temporary_bytes"], target
+
+
+def test_where_compiling_is_slow_one_program_is_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call without residuals, asked for no gradients, has one program, which is plainest and fullest at once."""
+    slow = Toolchain(platform="gpu", topologies="", modules=(), install="", slow=True)
+    target = CompileTarget(name="chip", toolchain=slow, topology={})
+    monkeypatch.setattr(compiles, "targets_of", lambda platform: (target,))
+    monkeypatch.setattr(compiles, "compile_for", lambda *program: {})
+    bare = dataclasses.replace(
+        registry.find("dot_product"), residuals=frozenset(), differentiable_residuals=frozenset(), platform="gpu"
+    )
+    bare = dataclasses.replace(bare, native=bare.call)
+    case = parse("prefill/f32/B1.T8.S8.N2.K2.H16.V16/causal/normal/s0")
+    found = list(compiles.compiles(Subject(Executor(bare), case, Settings().tolerances)))
+    assert [(judgement.observable, judgement.verdict) for judgement in found] == [("chip.forward", PASS)]

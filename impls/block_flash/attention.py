@@ -14,9 +14,10 @@ from cases.masks import Full, Indexer, Mask, known, leaves
 from conformance.contract import Arithmetic, Implementation, validate_mask, validate_operands
 from impls.block_flash.backward import backward
 from impls.block_flash.block_sizes import look_up, tunable
-from impls.block_flash.blocks import Operands, varying_axes, varying_over
+from impls.block_flash.blocks import Operands
 from impls.block_flash.forward import Outputs, forward
 from impls.block_flash.schedule import Plan
+from impls.varying import varying_axes, varying_over
 
 
 def attention(

@@ -26,11 +26,10 @@ from impls.block_flash.blocks import (
     product,
     put,
     take,
-    varying_axes,
-    varying_over,
 )
 from impls.block_flash.forward import finite_or_zero
 from impls.block_flash.schedule import Places, Plan
+from impls.varying import varying_axes, varying_over
 
 
 class _Gradients(NamedTuple):

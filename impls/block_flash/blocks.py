@@ -7,7 +7,7 @@ head `k`.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -118,21 +118,6 @@ def bias_corner(plan: Plan, bias: jax.Array, pair: Places) -> tuple[tuple[jax.Ar
     row, rows = (pair.q * plan.block_q, plan.block_q) if bias.shape[3] > 1 else (zero, 1)
     column, columns = (pair.kv * plan.block_kv, plan.block_kv) if bias.shape[4] > 1 else (zero, 1)
     return (zero, zero, zero, row, column), (*bias.shape[:3], rows, columns)
-
-
-def varying_axes(x: Any) -> frozenset[str]:
-    """Mesh axes over which any array of `x` differs between devices; empty outside `shard_map`."""
-    return frozenset().union(*(jax.typeof(leaf).manual_axis_type.varying for leaf in jax.tree.leaves(x)))
-
-
-def varying_over(x: Any, axes: frozenset[str]) -> Any:
-    """`x` marked as differing over `axes`. `shard_map` demands that a scan's carry has one type from the start."""
-
-    def mark(leaf: jax.Array) -> jax.Array:
-        missing = tuple(sorted(axes - jax.typeof(leaf).manual_axis_type.varying))
-        return lax.pcast(leaf, missing, to="varying") if missing else leaf
-
-    return jax.tree.map(mark, x)
 
 
 def take(x: jax.Array, index: jax.Array) -> jax.Array:

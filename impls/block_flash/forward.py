@@ -12,19 +12,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from impls.block_flash.blocks import (
-    Operands,
-    compute_pair,
-    cut,
-    join_queries,
-    join_rows,
-    product,
-    put,
-    take,
-    varying_axes,
-    varying_over,
-)
+from impls.block_flash.blocks import Operands, compute_pair, cut, join_queries, join_rows, product, put, take
 from impls.block_flash.schedule import Places, Plan
+from impls.varying import varying_axes, varying_over
 
 
 class Outputs(NamedTuple):

@@ -13,7 +13,6 @@ from jax.ad_checkpoint import checkpoint_name
 
 from cases.masks import Full, Indexer, Mask, leaves
 from conformance.contract import Arithmetic, Implementation, validate_mask, validate_operands
-from impls.block_flash.blocks import varying_axes, varying_over
 from impls.flash_gpu import mosaic_forward
 from impls.flash_gpu.backward import backward
 from impls.flash_gpu.block_sizes import BlockSizes, Tiles, look_up
@@ -21,6 +20,7 @@ from impls.flash_gpu.forward import Outputs, forward
 from impls.flash_gpu.operands import Operands
 from impls.flash_gpu.schedule import Backend, Plan
 from impls.flash_gpu.tuning import tunable
+from impls.varying import varying_axes, varying_over
 from impls.versions import device_kind, interpret_or, runs_on
 
 Products = Literal["exact", "tf32"]

@@ -19,9 +19,9 @@ import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 
-from impls.block_flash.blocks import varying_axes, varying_over
 from impls.flash_gpu.block_sizes import Tiles
 from impls.flash_gpu.schedule import Axis, Plan
+from impls.varying import varying_axes, varying_over
 from impls.versions import triton_call
 
 Arrays = dict[str, Any]

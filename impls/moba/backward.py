@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from impls.block_flash.blocks import product, take, varying_axes, varying_over
+from impls.block_flash.blocks import product, take
 from impls.moba.blocks import (
     Block,
     Operands,
@@ -27,6 +27,7 @@ from impls.moba.blocks import (
 )
 from impls.moba.forward import put, slots
 from impls.moba.plan import Plan, Work
+from impls.varying import varying_axes, varying_over
 
 Array = jax.Array
 

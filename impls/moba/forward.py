@@ -12,10 +12,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from impls.block_flash.blocks import product, varying_axes, varying_over
+from impls.block_flash.blocks import product
 from impls.block_flash.forward import finite_or_zero
 from impls.moba.blocks import Lanes, Operands, compute_block, from_rows, lanes_of
 from impls.moba.plan import Plan, Work
+from impls.varying import varying_axes, varying_over
 
 Array = jax.Array
 

@@ -13,9 +13,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from impls.block_flash.blocks import varying_axes, varying_over
 from impls.merging import Part
 from impls.ragged.problem import Operands, Problem, allowed, block_range, capped, finite
+from impls.varying import varying_axes, varying_over
 
 
 def attend(problem: Problem, operands: Operands, *, block_kv: int) -> Part:
