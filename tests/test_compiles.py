@@ -214,6 +214,25 @@ def test_what_is_live_at_once_is_counted_wherever_it_is_kept():
     assert live_bytes(PROGRAM.replace("is_scheduled=true, ", "")) is None
 
 
+def test_what_is_copied_in_slices_counts_once():
+    """Put together in the other memory they are the value that they come from: an operand is no temporary."""
+    slices = "".join(
+        f"  %start.{i} = ((s8[8192]{{0:T(1024)}}), s8[4096]{{0:T(1024)S(1)}}, u32[]{{:S(2)}}) slice-start(%{{0}}), "
+        f"slice={{[{4096 * i}:{4096 * (i + 1)}]}}\n"
+        f"  %done.{i} = s8[4096]{{0:T(1024)S(1)}} slice-done(%start.{i})\n"
+        for i in range(2)
+    )
+    program = (
+        "HloModule jit_f, is_scheduled=true\n\nENTRY %main {\n"
+        "  %p = s8[8192]{0:T(1024)} parameter(0)\n"
+        "  %made = s8[8192]{0:T(1024)} fusion(%p), kind=kLoop\n" + slices + "  %whole = f32[16,128]{1,0:T(8,128)S(1)} "
+        'custom-call(%done.0, %done.1), custom_call_target="ConcatBitcast"\n'
+        "  ROOT %out = f32[8,128]{1,0:T(8,128)} fusion(%whole), kind=kLoop\n}\n"
+    )
+    assert live_bytes(program.replace("{0}", "made")) == 8192
+    assert live_bytes(program.replace("{0}", "p").replace("made = s8[8192]", "made = s8[1024]")) == 1024
+
+
 @needs_compiler
 def test_temporaries_that_the_compiler_finds_room_for_are_seen():
     def twice(x: jax.Array) -> jax.Array:
