@@ -60,6 +60,9 @@ def backward_pass(
     dlse: jax.Array,
 ) -> Operands:
     """Gradients of the operands for cotangents `do` of `out` and `dlse` of `logsumexp`; none for ids."""
+    # Keeps XLA from mixing what it does to these two with what comes before, which takes memory: 33 MiB of HBM at
+    # length 32768 and depth 256, on v6e by libtpu 0.0.42.1.
+    out, do = jax.lax.optimization_barrier((out, do))  # type: ignore[no-untyped-call]  # JAX leaves it untyped
     row_sums = jnp.einsum("bntv,bntv->bnt", out, do, precision="highest", preferred_element_type=jnp.float32) - dlse
     # Queries that attended to nothing get probabilities of zero.
     shift = jnp.where(logsumexp == settings.mask_value, jnp.inf, logsumexp)
