@@ -113,7 +113,7 @@ class Implementation:
       interpreted: True where this process runs the kernel in an interpreter instead of on its accelerator.
       front_end: a model's own front end in place of `conformance.front_ends.front_end`, with that one's signature.
       absent: why this process cannot run it at all, none if it can: its accelerator is missing and nothing interprets
-        it. Its cases are unjudged, for this reason.
+        it, or its library is not installed. Its cases are unjudged, for this reason.
       tunable: block sizes and the like that `python -m conformance tune` may choose.
       devices: how many devices a call takes; with fewer it is not judged.
     """

@@ -4,7 +4,8 @@ The compiler's own figure (`temp_size_in_bytes`) counts what it adds in HBM. On 
 are temporaries: XLA keeps some in VMEM, 128 MiB of it on some generations, and puts others where results will be
 written. Beside larger operands the same program needs HBM for them, so what is live at once is counted here too,
 wherever it is kept: each value from the instruction that makes it to the last that reads it, in the order of the
-schedule, operands, constants and results left out. A value that is copied from one memory to another counts once.
+schedule, operands, constants and results left out. A value that is copied from one memory to another, whole or in
+slices that are put together there, counts once.
 """
 
 from __future__ import annotations
@@ -25,9 +26,12 @@ _SHARED = re.compile(r"output_to_operand_aliasing=\{(.*?)\)\}")
 _SHARED_PAIR = re.compile(r"\{(\d*)\}: \((\d+),")
 # Instructions that give a name to what is there already, or to what is never freed.
 _NAMES = frozenset(
-    {"bitcast", "get-tuple-element", "tuple", "copy-done", "async-done", "optimization-barrier", "while"}
+    {"bitcast", "get-tuple-element", "tuple", "copy-done", "slice-done", "async-done", "optimization-barrier", "while"}
 )
 _GIVEN = frozenset({"parameter", "constant"})
+# Results: the operand itself, it or a slice of it in another memory, and a flag.
+_COPIES = frozenset({"copy-start", "slice-start"})
+_PUT_TOGETHER = 'custom_call_target="ConcatBitcast"'  # slices that lie one after the other already
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,6 +43,7 @@ class _Instruction:
     sizes: tuple[int, ...]
     operands: tuple[str, ...]
     shared: tuple[tuple[int, int], ...]  # (number of the result, number of the operand in whose place it is)
+    put_together: bool  # whether the result is its operands, one after the other
     index: int | None  # of a get-tuple-element
 
 
@@ -81,10 +86,12 @@ def _places(line: _Instruction, places: dict[str, list[frozenset[str]]], sizes: 
         return given[0][line.index : line.index + 1]
     if line.opcode in _NAMES:
         return [buffers for one in given for buffers in one][: len(line.sizes)]
+    if line.put_together:
+        return [frozenset[str]().union(*(buffers for one in given for buffers in one))]
     found = []
     in_place = dict(line.shared)
     for i, size in enumerate(line.sizes):
-        if line.opcode == "copy-start":  # (destination, source, context): the same value in another memory
+        if line.opcode in _COPIES:
             found.append(frozenset[str]().union(*given[0]) if i < 2 else frozenset())
         elif i in in_place:
             found.append(frozenset[str]().union(*given[in_place[i]]))
@@ -117,6 +124,7 @@ def _instruction(name: str, text: str) -> _Instruction:
         sizes=tuple(_size(*array) for array in _ARRAY.findall(shape)),
         operands=tuple(_OPERAND.findall(operands)),
         shared=tuple((int(result or 0), int(operand)) for result, operand in pairs),
+        put_together=_PUT_TOGETHER in tail,
         index=int(index[1]) if index else None,
     )
 

@@ -46,6 +46,7 @@ _OURS = {
     "jax_nn_cudnn": "impls.upstream.jax_nn",
     "jax_splash_tpu": "impls.upstream.jax_splash_tpu",
     "jax_splash_tpu_fused": "impls.upstream.jax_splash_tpu",
+    "tokamax_splash_tpu": "impls.upstream.tokamax_splash",
     "jax_flash_tpu": "impls.upstream.jax_flash_tpu",
     "jax_mha_gpu": "impls.upstream.jax_mha_gpu",
     "jax_mha_gpu_xla_bwd": "impls.upstream.jax_mha_gpu",

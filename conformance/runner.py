@@ -88,7 +88,7 @@ def hardware_records(implementations: Iterable[Implementation]) -> list[Record]:
             f"--require-platform={implementation.platform}",
         )
         for implementation in implementations
-        if implementation.platform is not None and implementation.interpreted
+        if implementation.platform is not None and implementation.interpreted and implementation.absent is None
     ]
 
 

@@ -112,8 +112,15 @@ class Settings:
         return record
 
     def stale(self, found: Sequence[Record], jax_version: str) -> list[Record]:
-        """A red record for each expected failure that a whole run did not see fail."""
-        judged = {record.implementation: record.platform for record in found if record.case != "*"}
+        """A red record for each expected failure that a whole run did not see fail.
+
+        Of an implementation that could not be judged at all, as without its library, nothing can be said.
+        """
+        judged = {
+            record.implementation: record.platform
+            for record in found
+            if record.case != "*" and record.verdict != records.UNJUDGED
+        }
         return [
             Record(
                 implementation=entry.implementation,

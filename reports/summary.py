@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from conformance.records import (
     ERROR,
@@ -239,6 +239,14 @@ def standings(records: Iterable[Record]) -> tuple[Standing, ...]:
         Standing(subject, conformity(group), count(group), worst_metric(group), math.fsum(r.seconds for r in group))
         for subject, group in by_subject(records).items()
     )
+
+
+def not_judged(records: Iterable[Record]) -> Iterator[tuple[Subject, str]]:
+    """Subjects that could not be judged, each with the commonest reason why."""
+    for subject, group in by_subject(records).items():
+        reasons = Counter(record.reason for record in group if record.verdict == UNJUDGED and record.reason)
+        if reasons and conformity(group) == NOT_JUDGED:
+            yield subject, reasons.most_common(1)[0][0]
 
 
 def features_in_order(records: Iterable[Record]) -> tuple[str, ...]:

@@ -29,6 +29,8 @@ def print_summary(records: Sequence[Record], run: RunInfo, console: Console) -> 
     _print_failures(records, console)
     if standings:
         console.print(_table(standings, summary.count(records), run))
+    for subject, reason in summary.not_judged(records):
+        console.print(Text(f"{subject.label}: {wording.shorten(reason, longest=300)}", style="dim"), soft_wrap=True)
     if run.interrupted:
         console.print(Text("Interrupted: only the records written before the stop are counted.", style="yellow"))
     if not summary.count(records).judged:

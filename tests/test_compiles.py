@@ -214,6 +214,25 @@ def test_what_is_live_at_once_is_counted_wherever_it_is_kept():
     assert live_bytes(PROGRAM.replace("is_scheduled=true, ", "")) is None
 
 
+def test_what_is_copied_in_slices_counts_once():
+    """Put together in the other memory they are the value that they come from: an operand is no temporary."""
+    slices = "".join(
+        f"  %start.{i} = ((s8[8192]{{0:T(1024)}}), s8[4096]{{0:T(1024)S(1)}}, u32[]{{:S(2)}}) slice-start(%{{0}}), "
+        f"slice={{[{4096 * i}:{4096 * (i + 1)}]}}\n"
+        f"  %done.{i} = s8[4096]{{0:T(1024)S(1)}} slice-done(%start.{i})\n"
+        for i in range(2)
+    )
+    program = (
+        "HloModule jit_f, is_scheduled=true\n\nENTRY %main {\n"
+        "  %p = s8[8192]{0:T(1024)} parameter(0)\n"
+        "  %made = s8[8192]{0:T(1024)} fusion(%p), kind=kLoop\n" + slices + "  %whole = f32[16,128]{1,0:T(8,128)S(1)} "
+        'custom-call(%done.0, %done.1), custom_call_target="ConcatBitcast"\n'
+        "  ROOT %out = f32[8,128]{1,0:T(8,128)} fusion(%whole), kind=kLoop\n}\n"
+    )
+    assert live_bytes(program.replace("{0}", "made")) == 8192
+    assert live_bytes(program.replace("{0}", "p").replace("made = s8[8192]", "made = s8[1024]")) == 1024
+
+
 @needs_compiler
 def test_temporaries_that_the_compiler_finds_room_for_are_seen():
     def twice(x: jax.Array) -> jax.Array:
@@ -223,6 +242,20 @@ def test_temporaries_that_the_compiler_finds_room_for_are_seen():
     for target in TPUS:
         figures = compilation.compile_for(target, jax.jit(twice), (operand,))
         assert figures["live_bytes"] >= 2**22 > figures["temporary_bytes"], target
+
+
+@needs_compiler
+@pytest.mark.parametrize("mask", ["causal", "window-l255-r0"])
+def test_splash_attention_has_no_more_temporaries_than_that_of_jax(mask: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On one generation and at one length; the README has the table of what was measured at others."""
+    monkeypatch.setattr(compiles, "targets_of", lambda platform: tuple(t for t in TPUS if t.name == "v6e"))
+    case = parse(f"train/bf16/B1.T2048.S2048.N2.K1.H128.V128/{mask}/normal/s0")
+    figures = {}
+    for name in ("splash_tpu", "jax_splash_tpu"):
+        found = {record.observable: record for record in judge(registry.find(name), case)}
+        figures[name] = found["v6e.gradients"].figures
+    for figure in ("live_bytes", "temporary_bytes"):
+        assert figures["splash_tpu"][figure] <= figures["jax_splash_tpu"][figure], figure
 
 
 def test_where_compiling_is_slow_one_program_is_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:

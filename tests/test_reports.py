@@ -142,6 +142,14 @@ def test_conformity(verdicts: list[str], expected: str) -> None:
     assert summary.conformity([record(verdict=verdict) for verdict in verdicts]) == expected
 
 
+def test_the_terminal_says_why_nothing_could_be_judged() -> None:
+    why = 'the library is not installed: pip install "x"'
+    absent = [record(implementation="away", verdict=UNJUDGED, ratio=None, reason=why)] * 2
+    text = printed([record(), *absent], run_info())
+    assert f"away (cpu): {why}" in text
+    assert why not in printed([record(implementation="away"), *absent], run_info()), "some of it was judged"
+
+
 @RENDERERS
 @pytest.mark.parametrize("verdicts", [[], [UNSUPPORTED], [UNJUDGED, UNSUPPORTED]], ids=["empty", "unsupported", "both"])
 def test_a_run_that_judged_nothing_never_reads_as_clean(render: Render, verdicts: list[str]) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from conformance import settings
-from conformance.records import ERROR, EXPECTED_FAIL, FAIL, PASS, UNEXPECTED_PASS, UNSUPPORTED, Record
+from conformance.records import ERROR, EXPECTED_FAIL, FAIL, PASS, UNEXPECTED_PASS, UNJUDGED, UNSUPPORTED, Record
 from conformance.settings import ExpectedFailure, Settings, SettingsError
 
 JAX = "0.10.2"
@@ -133,3 +133,4 @@ def test_an_entry_is_not_stale_where_it_fails_was_not_judged_or_is_about_another
     assert not expecting().stale([expecting().settle(record(FAIL), JAX)], JAX)
     assert not expecting().stale([record(PASS, implementation="other")], JAX)
     assert not expecting(jax=">=0.11").stale([record(PASS)], JAX)
+    assert not expecting().stale([record(UNJUDGED, check="hardware")], JAX)

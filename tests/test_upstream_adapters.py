@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib
+import importlib.util
 import re
 from typing import Any
 
@@ -22,7 +23,7 @@ from impls.upstream.jax_mha_gpu import attention as mha_gpu
 from impls.upstream.jax_nn import mask_arguments
 from impls.upstream.mask_flags import causal_flag
 
-MODULES = ("jax_nn", "jax_splash_tpu", "jax_flash_tpu", "jax_mha_gpu")
+MODULES = ("jax_nn", "jax_splash_tpu", "tokamax_splash", "jax_flash_tpu", "jax_mha_gpu")
 TOLERANCE = {
     "f32": 2e-5,
     "bf16": 2e-2,
@@ -42,6 +43,11 @@ CASES = {
         "prefill/f32/B2.T128.S128.N2.K1.H16.V16/chunked-50_or_spans-10-30/sinks/normal/s0",
     ),
     "jax_splash_tpu_fused": ("train/f32/B1.T256.S256.N2.K2.H16.V16/causal/normal/s0",),
+    "tokamax_splash_tpu": (
+        "train/f32/B1.T128.S256.N4.K2.H16.V32/window-l100-r0-o128/seg/softcap30/sinks/normal/s0",
+        "train/f32/B2.T128.S128.N2.K1.H16.V16/causal/normal/s0",
+        "prefill/f32/B2.T128.S128.N2.K2.H16.V16/indexer-d40/normal/s0",
+    ),
     "jax_flash_tpu": (
         "train/f32/B2.T128.S256.N2.K2.H16.V16/causal/seg/biashead/scale0.5/normal/s0",
         "prefill/f16/B1.T130.S128.N1.K1.H16.V16/full/normal/s0",
@@ -56,7 +62,7 @@ CASES = {
 
 @functools.cache
 def adapters() -> dict[str, Implementation]:
-    """All adapters of JAX's own kernels by name."""
+    """All adapters by name."""
     modules = (importlib.import_module(f"impls.upstream.{name}") for name in MODULES)
     return {found.name: found for module in modules for found in module.IMPLEMENTATIONS}
 
@@ -166,6 +172,8 @@ def assert_close(name: str, got: Any, want: np.ndarray, tolerance: float, where:
 def test_agrees_with_the_reference(name: str, case_id: str) -> None:
     """Output, residuals and gradients, jitted as the harness does."""
     implementation, case = adapters()[name], parse(case_id)
+    if implementation.absent is not None:
+        pytest.skip(implementation.absent)
     assert implementation.supports(case) is None
     problem, reference, tolerance = draw(case), Reference(draw(case)), TOLERANCE[case.dtype]
     fixed = statics(problem)
@@ -242,6 +250,16 @@ def test_refuses_what_it_declares_unsupported(name: str) -> None:
             "takes one mask for the whole batch, not one for each batch row (dense_batch, lengths)",
         ),
         (
+            "tokamax_splash_tpu",
+            "train/f32/B1.T128.S192.N1.K1.H16.V16/full/normal/s0",
+            "needs lengths that are multiples of 128, its smallest block; S is 192",
+        ),
+        (
+            "tokamax_splash_tpu",
+            "prefill/f32/B2.T128.S128.N1.K1.H16.V16/lengths-3-9/normal/s0",
+            "takes one mask for the whole batch, not one for each batch row (dense_batch, lengths)",
+        ),
+        (
             "jax_flash_tpu",
             "prefill/f32/B1.T128.S130.N1.K1.H16.V16/full/normal/s0",
             "needs a multiple of 128 keys, its block; S is 130",
@@ -288,6 +306,30 @@ def test_gradient_limits_refuse_gradients_only(name: str, q_length: int) -> None
     call = functools.partial(adapters()[name].call, mask=masks.Full())
     np.testing.assert_allclose(jax.jit(call)(q, kv, kv), 1, rtol=1e-5)
     with pytest.raises(NotImplementedError, match="for gradients"):
+        jax.grad(lambda q: call(q, kv, kv).sum())(q)
+
+
+def test_tokamax_is_absent_with_a_remedy_where_it_is_not_installed() -> None:
+    """What it does not support is known all the same."""
+    tokamax = adapters()["tokamax_splash_tpu"]
+    assert (tokamax.absent is None) == (importlib.util.find_spec("tokamax") is not None)
+    assert tokamax.absent is None or 'pip install "attention-conformance[upstream]"' in tokamax.absent
+    shape = "f32/B2.T128.S256.N2.K1.H16.V16"
+    reason = "sums gradients in place under a mask known at run time"
+    assert reason in (tokamax.supports(parse(f"train/{shape}/indexer-d40/normal/s0")) or "")
+    assert tokamax.supports(parse(f"prefill/{shape}/indexer-d40/normal/s0")) is None
+    assert tokamax.supports(parse(f"train/{shape}/causal/normal/s0")) is None
+
+
+def test_tokamax_refuses_gradients_that_the_fast_interpreter_gets_wrong() -> None:
+    """Of a group, or of more key blocks than it has arrays for dq, under a mask known at run time."""
+    tokamax = adapters()["tokamax_splash_tpu"]
+    if tokamax.absent is not None:
+        pytest.skip(tokamax.absent)
+    q, kv = jnp.ones((1, 128, 2, 16)), jnp.ones((1, 128, 1, 16))
+    call = functools.partial(tokamax.call, mask=masks.Indexer(np.ones((1, 1, 128, 128), bool)))
+    np.testing.assert_allclose(jax.jit(call)(q, kv, kv), 1, rtol=1e-5)
+    with pytest.raises(NotImplementedError, match="sums gradients in place"):
         jax.grad(lambda q: call(q, kv, kv).sum())(q)
 
 

@@ -20,13 +20,13 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ke
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as splash_mask
 
 from cases.case import Case
-from cases.masks import And, Causal, Chunked, Full, Mask, Or, Window
+from cases.masks import Mask
 from conformance.contract import Arithmetic, Implementation
 from impls.upstream.mask_flags import case_mask
 from impls.upstream.refusals import refuse, refuse_because
+from impls.upstream.splash_masks import BLOCK, lazy_mask, whole_blocks
 from impls.versions import default_products, interpret_or, runs_on
 
-BLOCK = 128  # What `BlockSizes.get_default()` uses; the key block must be a multiple of 128, the number of TPU lanes.
 UNSUPPORTED = {"bias": "takes no bias", "indexer": "takes masks that are known when its kernel is made"}
 
 
@@ -148,31 +148,9 @@ def _kernel(
 def _head_masks(mask: Mask, q_length: int, kv_length: int, num_heads: int) -> list[splash_mask.Mask]:
     shape = (q_length, kv_length)
     if mask.is_computed:
-        return [_lazy_mask(mask, shape)] * num_heads
+        return [lazy_mask(splash_mask, mask, shape)] * num_heads
     dense = mask.dense(q_length, kv_length)
     return [splash_mask.NumpyMask(head) for head in np.broadcast_to(dense[0], (num_heads, *shape))]
-
-
-def _lazy_mask(mask: Mask, shape: tuple[int, int]) -> splash_mask.Mask:
-    """The library's own mask of the same meaning where it has one, else an array.
-
-    `Window` and `LocalMask` agree: both count the keys on each side without the query's own.
-    """
-    match mask:
-        case Full():
-            return splash_mask.FullMask(shape)
-        case Causal(offset):
-            return splash_mask.CausalMask(shape, offset)
-        case Window(left, right, offset):
-            return splash_mask.LocalMask(shape, (left, right), offset)
-        case Chunked(size, 0):
-            return splash_mask.ChunkedCausalMask(shape, size)
-        case And():
-            return _lazy_mask(mask.left, shape) & _lazy_mask(mask.right, shape)
-        case Or():
-            return _lazy_mask(mask.left, shape) | _lazy_mask(mask.right, shape)
-        case _:
-            return splash_mask.NumpyMask(mask.dense(*shape)[0, 0])
 
 
 def _limits(case: Case) -> str | None:
@@ -180,9 +158,8 @@ def _limits(case: Case) -> str | None:
 
 
 def _limit(mask: Mask, q_length: int, kv_length: int) -> str | None:
-    for name, length in (("T", q_length), ("S", kv_length)):
-        if length % BLOCK:
-            return f"needs lengths that are multiples of {BLOCK}, its smallest block; {name} is {length}"
+    if reason := whole_blocks(q_length, kv_length):
+        return reason
     if not mask.is_computed and mask.dense(q_length, kv_length).shape[0] > 1:
         return "takes one mask for the whole batch, not one for each batch row (dense_batch, lengths)"
     return None
