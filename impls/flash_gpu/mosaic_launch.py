@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -18,8 +19,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from cases.masks import Dense, leaves
-from impls.flash_gpu.block_sizes import Tiles
+from impls.flash_gpu.block_sizes import Kernel, Ring, Tiles
 from impls.flash_gpu.mosaic_tiles import ROWS
 from impls.flash_gpu.operands import Operands
 from impls.flash_gpu.schedule import KINDS, Axis, Plan, Visits
@@ -31,29 +31,36 @@ OWNED = COMPUTING * ROWS
 """Rows of the axis that a program owns, queries or keys."""
 LANES = 64
 """Head depths are padded to a multiple: the widest swizzle, 128 bytes, of two-byte elements."""
-SLOTS = 2
-"""Tiles of each kind in flight."""
 SHARED_MEMORY = 227 * 1024
 """Bytes that a block may have on Hopper (CUDA C++ programming guide, "Compute capabilities")."""
-RESERVED = 4096
-"""Bytes of barriers, values of a row and reductions, beside the tiles."""
+RESERVED = 2048
+"""Bytes of barriers and reductions, beside what is asked for by name."""
+_ALIGNMENT = 1024  # of each of these, which is what swizzled tiles need
 
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """Sizes of a kernel's tiles: reasoned from shared memory and registers, timed on no GPU.
+    """Sizes of a kernel's tiles.
 
     Attributes:
       axis: which axis a program owns `OWNED` of.
       visited: of the other axis, a tile.
+      slots: tiles of each kind in flight.
       head_dim: of q and k, padded.
       v_head_dim: of v, padded.
     """
 
     axis: Axis
     visited: int
+    slots: int
     head_dim: int
     v_head_dim: int
+
+    @classmethod
+    def of(cls, kernel: Kernel, ring: Ring, head_dim: int, v_head_dim: int) -> Shape:
+        """The shape of a kernel for these head depths."""
+        axis: Axis = "kv" if kernel == "dkv" else "q"
+        return cls(axis, ring.block, ring.num_stages, up(head_dim, LANES), up(v_head_dim, LANES))
 
     @property
     def tiles(self) -> Tiles:
@@ -63,20 +70,16 @@ class Shape:
         return Tiles(block_q=self.visited, block_kv=OWNED)
 
 
-def depths(plan: Plan) -> tuple[int, int]:
-    """Head depths of keys and of values, padded."""
-    return up(plan.head_dim, LANES), up(plan.v_head_dim, LANES)
+def shape_of(plan: Plan, kernel: Kernel) -> Shape:
+    """The shape of a kernel for the plan."""
+    return Shape.of(kernel, plan.sizes.ring(kernel), plan.head_dim, plan.v_head_dim)
 
 
-def limits(plan: Plan, operands: Operands) -> str | None:
-    """What none of the kernels supports of a call, or None if it supports all of it."""
-    if operands.q.dtype not in (jnp.bfloat16, jnp.float16):
-        return f"q, k and v in {operands.q.dtype}: it multiplies bfloat16 and float16"
-    if operands.bias is not None:
-        return "bias"
-    if any(isinstance(leaf, Dense) for leaf in leaves(plan.mask)):
-        return "masks that are arrays, only those that are formulas"
-    return None
+def shared_bytes(scratch: dict[str, Any]) -> int:
+    """Shared memory of a program with these buffers and barriers."""
+    buffers = (x for x in scratch.values() if not isinstance(x, plgpu.Barrier))
+    sizes = (math.prod(x.shape) * jnp.dtype(x.dtype).itemsize for x in buffers)
+    return sum(up(size, _ALIGNMENT) for size in sizes) + RESERVED
 
 
 def common_inputs(plan: Plan, shape: Shape, operands: Operands) -> dict[str, jax.Array]:
@@ -126,7 +129,8 @@ def launch(
     return mosaic_call(
         body,
         name=name,
-        grid={"block": owned // OWNED, "head": heads, "batch": inputs["q"].shape[0]},
+        # The last one is the fastest: programs that run at once share the keys of a head, which stay in the cache.
+        grid={"batch": inputs["q"].shape[0], "head": heads, "block": owned // OWNED},
         warpgroups=COMPUTING + 1,
         outputs=outputs,
         scratch=scratch,
@@ -186,13 +190,17 @@ class Place:
         table = self.inputs["table"]
         return table[self.batch if table.shape[0] > 1 else 0, 0, self.block, column]
 
+    def slot(self, at: Any) -> Any:
+        """The slot of a step."""
+        return lax.rem(at, jnp.int32(self.shape.slots))
+
     def fetch(self, total: Any, bring: Callable[[Any, Any], None]) -> None:
         """`bring(step, slot)` for each step, into a slot that both computing warpgroups have let go of."""
 
         def step(at: Any, _: None) -> None:
-            slot = slot_of(at)
+            slot = self.slot(at)
 
-            @pl.when(at >= SLOTS)
+            @pl.when(at >= self.shape.slots)
             def _free() -> None:
                 plgpu.barrier_wait(self.scratch["free"].at[slot])
 
@@ -201,7 +209,7 @@ class Place:
                 bring(at, slot)
 
         # The last turns only wait: a program does not end before its barriers are where they began.
-        lax.fori_loop(jnp.int32(0), total + SLOTS, step, None)
+        lax.fori_loop(jnp.int32(0), total + self.shape.slots, step, None)
 
     def let_go(self, slot: Any, *, read_as_values: bool = False) -> None:
         """This warpgroup is done with a slot.
@@ -212,11 +220,6 @@ class Place:
         if read_as_values or self.plan.interpret:
             plgpu.commit_smem()  # type: ignore[no-untyped-call] # untyped upstream
         plgpu.barrier_arrive(self.scratch["free"].at[slot])
-
-
-def slot_of(at: Any) -> Any:
-    """The slot of a step."""
-    return lax.rem(at, jnp.int32(SLOTS))
 
 
 def tile(dtype: Any, *sizes: int) -> Any:
