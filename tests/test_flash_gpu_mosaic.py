@@ -121,13 +121,13 @@ def test_hopper_gets_its_own_kernels_where_they_were_measured_and_support_the_ca
         (
             "NVIDIA H200",
             {"depth": 256},
-            r"head depths 256 and 256 with 2 tiles of 64 in flight \(forward\): they take 331776 bytes of shared "
+            r"head depths 256 and 256 with 2 tiles of 64 in flight \(forward\): they take 268288 bytes of shared "
             "memory, of which a block has 232448",
         ),
         (
             "NVIDIA H200",
             {"depth": 128, "block_sizes": LONG_RINGS},
-            r"head depths 128 and 128 with 4 tiles of 128 in flight \(dkv\): they take 399360 bytes",
+            r"head depths 128 and 128 with 4 tiles of 128 in flight \(dkv\): they take 335872 bytes",
         ),
     ],
 )

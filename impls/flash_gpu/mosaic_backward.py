@@ -50,7 +50,10 @@ def _inputs(plan: Plan, shape: Shape, operands: Operands, rows: Any) -> dict[str
 
 
 def scratch_of(shape: Shape, dtype: Any, *, segmented: bool) -> dict[str, Any]:
-    """Shared memory and barriers of a program, by name: tiles of what it owns, of what it visits, of its results."""
+    """Shared memory and barriers of a program, by name: tiles of what it owns, and of what it visits.
+
+    Gradients leave in the tiles of what they are gradients of, which nobody reads any more by then.
+    """
     own, other = (COMPUTING, ROWS), (shape.slots, shape.visited)
     queries, keys = (own, other) if shape.axis == "q" else (other, own)
     ids = int(segmented)
@@ -71,10 +74,6 @@ def scratch_of(shape: Shape, dtype: Any, *, segmented: bool) -> dict[str, Any]:
         scratch |= {"q_ids_tile": plgpu.SMEM(queries, jnp.int32), "kv_ids_tile": plgpu.SMEM(keys, jnp.int32)}
     if shape.axis == "q":
         scratch["k_seen"] = tile(dtype, COMPUTING, shape.visited, shape.head_dim)
-        scratch["dq_tile"] = tile(dtype, *own, shape.head_dim)
-    else:
-        scratch["dk_tile"] = tile(dtype, *own, shape.head_dim)
-        scratch["dv_tile"] = tile(dtype, *own, shape.v_head_dim)
     return scratch
 
 
@@ -119,7 +118,7 @@ def _dq_program(inputs: dict[str, Any], outputs: Any, scratch: dict[str, Any], p
         plgpu.set_max_registers(232, action="increase")
         mine = place.warpgroup
         dq = _dq(place)
-        ready = scratch["dq_tile"].at[mine]
+        ready = scratch["q_tile"].at[mine]
         ready[...] = (dq * jnp.float32(place.plan.scale)).astype(outputs[0].dtype)
         plgpu.commit_smem()  # type: ignore[no-untyped-call] # untyped upstream
         plgpu.copy_smem_to_gmem(ready, outputs[0].at[place.batch, pl.ds(place.start, ROWS), place.head])
@@ -205,8 +204,8 @@ def _dkv_program(inputs: dict[str, Any], outputs: Any, scratch: dict[str, Any], 
         plgpu.barrier_wait(v_here)
         dk, dv = _sums_of_group(place, group, total)
         for ready, sums, out in (
-            (scratch["dk_tile"].at[mine], dk * jnp.float32(place.plan.scale), outputs[0]),
-            (scratch["dv_tile"].at[mine], dv, outputs[1]),
+            (scratch["k_tile"].at[mine], dk * jnp.float32(place.plan.scale), outputs[0]),
+            (scratch["v_tile"].at[mine], dv, outputs[1]),
         ):
             ready[...] = sums.astype(out.dtype)
             plgpu.commit_smem()  # type: ignore[no-untyped-call] # untyped upstream

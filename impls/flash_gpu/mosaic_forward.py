@@ -70,7 +70,6 @@ def scratch_of(shape: Shape, dtype: Any, *, segmented: bool) -> dict[str, Any]:
     ids = int(segmented)
     scratch: dict[str, Any] = {
         "q_tile": tile(dtype, COMPUTING, ROWS, shape.head_dim),
-        "out_tile": tile(dtype, COMPUTING, ROWS, shape.v_head_dim),
         "k_tile": tile(dtype, shape.slots, shape.visited, shape.head_dim),
         "v_tile": tile(dtype, shape.slots, shape.visited, shape.v_head_dim),
         "v_seen": tile(dtype, COMPUTING, shape.visited, shape.v_head_dim),
@@ -81,6 +80,8 @@ def scratch_of(shape: Shape, dtype: Any, *, segmented: bool) -> dict[str, Any]:
         "v_here": plgpu.Barrier(num_barriers=shape.slots),
         "free": plgpu.Barrier(num_arrivals=COMPUTING, num_barriers=shape.slots),
     }
+    if shape.head_dim != shape.v_head_dim:
+        scratch["out_tile"] = tile(dtype, COMPUTING, ROWS, shape.v_head_dim)
     if segmented:
         scratch["q_ids_tile"] = plgpu.SMEM((COMPUTING, ROWS), jnp.int32)
         scratch["kv_ids_tile"] = plgpu.SMEM((shape.slots, shape.visited), jnp.int32)
@@ -107,7 +108,7 @@ def _program(inputs: dict[str, Any], outputs: Any, scratch: dict[str, Any], plac
         some = softmax.total > 0
         total = jnp.where(some, softmax.total, 1.0)
         scratch["logsumexp_tile"].at[mine][...] = jnp.where(some, softmax.maximum + jnp.log(total), -jnp.inf)
-        ready = scratch["out_tile"].at[mine]
+        ready = scratch.get("out_tile", scratch["q_tile"]).at[mine]  # nobody reads the queries any more
         ready[...] = (softmax.out / over_keys(total, place.shape.v_head_dim)).astype(out.dtype)
         plgpu.commit_smem()  # type: ignore[no-untyped-call] # untyped upstream
         rows = pl.ds(place.start, ROWS)

@@ -33,7 +33,7 @@ LANES = 64
 """Head depths are padded to a multiple: the widest swizzle, 128 bytes, of two-byte elements."""
 SHARED_MEMORY = 227 * 1024
 """Bytes that a block may have on Hopper (CUDA C++ programming guide, "Compute capabilities")."""
-RESERVED = 2048
+RESERVED = 4096
 """Bytes of barriers and reductions, beside what is asked for by name."""
 _ALIGNMENT = 1024  # of each of these, which is what swizzled tiles need
 

@@ -78,11 +78,11 @@ def _rings(case: Case, *, kernel: Kernel) -> Iterator[Setting]:
     mask = mask_spec.build(case.mask, case.batch, case.num_q_heads, case.q_length, case.kv_length, case.seed)
     if limits(device_kind("gpu"), DTYPES[case.dtype], mask, biased=case.bias is not None) is not None:
         return
-    yield dataclasses.asdict(dataclasses.replace(_in_force(case).ring(kernel), preferred=False))
-    for block, num_stages in itertools.product(RING_BLOCKS, _IN_FLIGHT):
-        ring = Ring(block=block, num_stages=num_stages, preferred=True)
-        if misfits(kernel, ring, case.head_dim, case.v_head_dim, segmented=True) is None:
-            yield dataclasses.asdict(ring)
+    found = (Ring(block=block, num_stages=n, preferred=True) for block, n in itertools.product(RING_BLOCKS, _IN_FLIGHT))
+    depths = case.head_dim, case.v_head_dim
+    if fitting := [ring for ring in found if misfits(kernel, ring, *depths, segmented=True) is None]:
+        off = dataclasses.replace(_in_force(case).ring(kernel), preferred=False)
+        yield from (dataclasses.asdict(ring) for ring in (off, *fitting))
 
 
 def _depth(case: Case) -> int:
