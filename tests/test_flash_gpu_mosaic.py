@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import types
 from collections.abc import Iterator
 from typing import Any
@@ -12,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AbstractDevice, AbstractMesh
+from jax.sharding import AbstractDevice, AbstractMesh, PartitionSpec
 
 from cases.accelerator import interpreted_cases
 from cases.case import Case, parse
@@ -210,6 +211,23 @@ def test_releases_of_cuda_that_miscompile_masks_are_avoided(
     if not mosaic:
         with pytest.raises(NotImplementedError, match=rf"masks under CUDA 12\.{cuda % 1000 // 10}, whose `ptxas`"):
             kernels("NVIDIA H200", backend="mosaic")
+
+
+def test_shards_of_a_mesh_are_differentiated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`shard_map` demands that gradients differ over the mesh axes that the operands differ over."""
+    monkeypatch.setattr(backends, "device_kind", lambda platform: "NVIDIA H200")
+    mesh = jax.make_mesh((1,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+
+    @functools.partial(jax.shard_map, mesh=mesh, in_specs=PartitionSpec("x"), out_specs=PartitionSpec("x"))
+    def sharded(q: jax.Array) -> Any:
+        return flash_gpu.attention(q, q, q, mask=Causal(), save_residuals=True, backend="mosaic", interpret=False)
+
+    def loss(q: jax.Array) -> jax.Array:
+        out, residuals = sharded(q)
+        return out.astype(jnp.float32).sum() + residuals["logsumexp"].sum()
+
+    text = str(jax.make_jaxpr(jax.grad(loss))(jax.ShapeDtypeStruct((2, 100, 2, 64), jnp.bfloat16)))
+    assert all(f"flash_gpu_mosaic_{kernel}" in text for kernel in ("forward", "dq", "dkv"))
 
 
 def test_it_lowers_under_x64() -> None:

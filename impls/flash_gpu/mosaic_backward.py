@@ -19,7 +19,6 @@ from impls.flash_gpu.mosaic_launch import (
     COMPUTING,
     Place,
     Shape,
-    array_of,
     common_inputs,
     launch,
     padded,
@@ -37,7 +36,7 @@ from impls.flash_gpu.mosaic_tiles import (
     over_queries,
     product,
 )
-from impls.flash_gpu.operands import Operands
+from impls.flash_gpu.operands import Operands, array_of
 from impls.flash_gpu.schedule import Plan
 from impls.flash_gpu.tiles import exp
 

@@ -22,7 +22,6 @@ from impls.flash_gpu.mosaic_launch import (
     COMPUTING,
     Place,
     Shape,
-    array_of,
     common_inputs,
     launch,
     shape_of,
@@ -40,7 +39,7 @@ from impls.flash_gpu.mosaic_tiles import (
     product,
     weigh,
 )
-from impls.flash_gpu.operands import Operands
+from impls.flash_gpu.operands import Operands, array_of
 from impls.flash_gpu.schedule import Plan
 from impls.flash_gpu.tiles import exp, finite_or_zero
 

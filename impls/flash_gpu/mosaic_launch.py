@@ -23,6 +23,7 @@ from impls.flash_gpu.block_sizes import Kernel, Ring, Tiles
 from impls.flash_gpu.mosaic_tiles import ROWS
 from impls.flash_gpu.operands import Operands
 from impls.flash_gpu.schedule import KINDS, Axis, Plan, Visits
+from impls.varying import varying_axes, varying_over
 from impls.versions import mosaic_call
 
 COMPUTING = 2
@@ -126,7 +127,7 @@ def launch(
     owned, heads = (
         (inputs["q"].shape[1], plan.num_q_heads) if shape.axis == "q" else (inputs["k"].shape[1], plan.num_kv_heads)
     )
-    return mosaic_call(
+    found = mosaic_call(
         body,
         name=name,
         # The last one is the fastest: programs that run at once share the keys of a head, which stay in the cache.
@@ -136,6 +137,9 @@ def launch(
         scratch=scratch,
         interpret=plan.interpret,
     )(*inputs.values())
+    # Under `shard_map`, outputs differ over the mesh axes that the operands do, which the call does not say.
+    marked: tuple[jax.Array, ...] = varying_over(found, varying_axes(inputs))
+    return marked
 
 
 @dataclasses.dataclass(frozen=True)
@@ -225,11 +229,6 @@ class Place:
 def tile(dtype: Any, *sizes: int) -> Any:
     """Tiles in shared memory, as TMA writes them and `wgmma` reads them."""
     return plgpu.SMEM(sizes, dtype, transforms=(plgpu.TilingTransform((8, LANES)), plgpu.SwizzleTransform(128)))
-
-
-def array_of(shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
-    """Shape and dtype of an output."""
-    return jax.ShapeDtypeStruct(shape, dtype)  # type: ignore[no-untyped-call] # JAX leaves it untyped
 
 
 @functools.lru_cache(maxsize=64)
