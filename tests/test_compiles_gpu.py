@@ -132,7 +132,7 @@ def test_the_toolkit_is_taken_from_where_cuda_home_points(tmp_path: Path, monkey
     (tmp_path / "bin/ptxas").touch()
     (tmp_path / "nvvm/libdevice").mkdir(parents=True)
     monkeypatch.setenv("CUDA_HOME", str(tmp_path))
-    assert GPU.options == {"xla_gpu_cuda_data_dir": str(tmp_path)}
+    assert GPU.options["xla_gpu_cuda_data_dir"] == str(tmp_path)
 
 
 @pytest.mark.parametrize("gpu", GPUS, ids=lambda gpu: gpu.name)
