@@ -29,6 +29,9 @@ _POOL = ("NPROC", "16")
 # Several processes judge on one GPU: none takes most of its memory at its start.
 _SHARED_GPU = ("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 _NVIDIA_DRIVER = "/dev/nvidiactl"
+# Where there is no GPU, JAX's CUDA plugin looks for libraries that only running needs, finds none, and does not come up
+# as a compiler either.
+_COMPILER_ONLY = ("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
 _ONE_THREAD = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS")
 
 
@@ -45,6 +48,8 @@ def prepare(*, timing: bool = False) -> None:
         os.environ.setdefault(name, "1")
     os.environ.setdefault(*_POOL)
     os.environ.setdefault(*_SHARED_GPU)
+    if not os.path.exists(_NVIDIA_DRIVER):
+        os.environ.setdefault(*_COMPILER_ONLY)
 
 
 def _has_gpu() -> bool:

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import importlib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import pytest
+from rich.console import Console
 
 from cases.case import Case, parse
 from cases.masks import Full
 from conformance import compile_targets, plan, registry
 from conformance.checks import BY_NAME
+from conformance.commands import run as commands
+from conformance.compilation import CompileError, Refused
 from conformance.compile_targets import GPU, targets_of
 from conformance.contract import Implementation
 from conformance.gpu_targets import GPUS, Gpu
@@ -24,10 +29,12 @@ from conformance.settings import Settings
 from impls import flash_gpu
 from impls.flash_gpu import backends
 from impls.flash_gpu.block_sizes import BlockSizes, Tiles
+from impls.versions import runs_on
 
 CASE = parse("train/bf16/B1.T1000.S1000.N4.K2.H64.V64/causal/seg/softcap30/sinks/normal/s0")
 SMALL = parse("prefill/f16/B1.T128.S128.N1.K1.H64.V64/full/normal/s0")
 TARGETS = targets_of("gpu")
+THERE = dataclasses.replace(GPU, modules=(), programs=None)
 needs_compiler = pytest.mark.skipif(GPU.missing is not None, reason=str(GPU.missing))
 
 
@@ -120,6 +127,28 @@ def test_without_the_wheels_it_is_unjudged_and_says_how_to_get_them(monkeypatch:
         "the GPU compiler is not installed (no_such_plugin, no.such.half): "
         'pip install "attention-conformance[gpu-compile]" (CUDA 13)'
     )
+
+
+@pytest.mark.skipif(runs_on("gpu"), reason="says what is said of a kernel that cannot run here")
+def test_a_kernel_that_cannot_run_here_is_compiled_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And what is found so counts: it turns a run red, and is no judgement on a GPU."""
+    told = iter([CompileError("no such instruction"), *[Refused("needs another GPU")] * 5])
+
+    def compiled(*_: object) -> Mapping[str, float]:
+        raise next(told)
+
+    monkeypatch.setattr(compile_targets, "TARGETS", tuple(dataclasses.replace(t, toolchain=THERE) for t in TARGETS))
+    monkeypatch.setattr(importlib.import_module("conformance.checks.compiles"), "compile_for", compiled)
+    implementation = registry.find("flash_gpu_mosaic")
+    jobs = plan.single(implementation, SMALL, [BY_NAME["forward"], BY_NAME["compiles"]]).jobs
+    found = Runner(Settings()).run(jobs)
+    assert [(r.check, r.platform, r.verdict) for r in found] == [
+        ("compiles", "cpu-interpret", FAIL),
+        *[("compiles", "cpu-interpret", UNSUPPORTED)] * 5,  # two programs, three GPUs
+        ("hardware", "gpu", UNJUDGED),
+    ]
+    others = [implementation, registry.find("dot_product")]
+    assert commands._exit_code(found, others, None, interrupted=False, console=Console()) == 1
 
 
 def test_without_the_programs_it_calls_it_says_which() -> None:
