@@ -2,6 +2,18 @@
 
 Two warpgroups compute, a third fetches the tiles ahead of them by TMA into a ring of shared memory. A slot is filled
 again once both computing warpgroups have let go of it (Shah et al. 2024, arXiv:2407.08608).
+
+What JAX's interpreter does not run, and what it rests on (lowering of jax 0.10.2, and the PTX that it gives):
+
+  - A barrier counts one arrival for each copy that ends in it, and one of every thread for each warpgroup that lets go.
+    A thread arrives after its own `wgmma` has ended, so a slot is free when all of them have read it.
+  - No `wgmma` is in flight when its accumulator, or anything that it read, is touched: reading an accumulator waits for
+    it, and so does the end of `run_state`.
+  - A store to shared memory begins and ends with a barrier of the warpgroup, which Mosaic GPU adds. `commit_smem` comes
+    between it and the `wgmma` or the copy that reads it.
+  - Arrays are filled up to whole tiles, so no copy begins or ends beyond one; tiles start at multiples of 1024 bytes
+    and of 8 rows, as the swizzle of 128 bytes needs, and rows of every array at multiples of 16 bytes, as TMA does.
+  - Warpgroups take different branches around copies and barriers, threads of one never do.
 """
 
 from __future__ import annotations
