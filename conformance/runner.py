@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import jax
 
 from conformance import discrimination, interrupts, records
-from conformance.checks import Check
+from conformance.checks import CHECKS, Check
 from conformance.checks.judgement import Judgement, unsupported
 from conformance.contract import Implementation
 from conformance.execution import Executor
@@ -21,6 +21,8 @@ from conformance.subject import Subject
 
 # Compiled programs take 0.3 to 2.5 MB each; beyond this many configurations the process is told to let go of them.
 _CLEAR_EVERY = 60
+# What compiles or interprets an accelerator's kernel, on any machine.
+_NEED_NO_ACCELERATOR = frozenset(check.name for check in CHECKS if check.scope in ("compiled", "interpreted"))
 
 
 class Runner:
@@ -53,7 +55,7 @@ class Runner:
         if self._done % _CLEAR_EVERY == 0:
             jax.clear_caches()  # type: ignore[no-untyped-call] # untyped upstream
         if (absent := job.implementation.absent) is not None:
-            found = _absent(subject, absent)
+            found = _absent(subject, job.checks, absent)
         elif (reason := job.implementation.supports(job.case)) is not None:
             found = _declined(subject, job.checks, reason)
         elif (count := len(jax.devices())) < job.implementation.devices:
@@ -92,15 +94,20 @@ def hardware_records(implementations: Iterable[Implementation]) -> list[Record]:
     ]
 
 
-def platform_of(implementation: Implementation) -> str:
+def platform_of(implementation: Implementation, check: str | None = None) -> str:
     """The platform that judgements are made on: the JAX backend, marked where the kernel is interpreted.
 
-    Of a kernel that cannot run here, the platform that it is for.
+    Of a kernel that cannot run here, the platform that it is for, but for the checks that need no accelerator.
     """
-    if implementation.absent is not None and implementation.platform is not None:
-        return implementation.platform
-    backend = jax.default_backend()
-    return f"{backend}-interpret" if implementation.interpreted else backend
+    if implementation.absent is None:
+        return _backend(interpreted=implementation.interpreted)
+    if check in _NEED_NO_ACCELERATOR or implementation.platform is None:
+        return _backend(interpreted=True)
+    return implementation.platform
+
+
+def _backend(*, interpreted: bool) -> str:
+    return f"{jax.default_backend()}-interpret" if interpreted else jax.default_backend()
 
 
 def reproduction(implementation: str, case: str, check: str) -> str:
@@ -145,7 +152,13 @@ def _answers(check: Check, subject: Subject) -> list[Judgement]:
     return found
 
 
-def _absent(subject: Subject, reason: str) -> Iterator[Record]:
+def _absent(subject: Subject, checks: Iterable[Check], reason: str) -> Iterator[Record]:
+    """What needs no accelerator, if the case is supported; the rest is unjudged."""
+    possible = [check for check in checks if check.name in _NEED_NO_ACCELERATOR]
+    if possible and subject.implementation.supports(subject.case) is None:
+        yield from _judged(subject, possible)
+        if len(possible) == len(tuple(checks)):
+            return
     unjudged = Judgement(observable="case", verdict=records.UNJUDGED, reason=reason)
     again = f"python -m conformance run --impl={shlex.quote(subject.implementation.name)} --case={subject.case.id}"
     yield dataclasses.replace(_record(subject, "hardware", unjudged, None, 0.0), reproduce=again)
@@ -172,7 +185,7 @@ def _record(subject: Subject, check: str, judgement: Judgement, margin: float | 
     implementation = subject.implementation
     return Record(
         implementation=implementation.name,
-        platform=platform_of(implementation),
+        platform=platform_of(implementation, check),
         case=subject.case.id,
         check=check,
         dtype=subject.case.dtype,

@@ -358,11 +358,13 @@ def test_what_compiled_is_a_table_by_target_with_the_largest_of_each_figure() ->
         compilation(),
         compilation(observable="v5e.gradients", figures=small),
         compilation(observable="v4.forward", figures={}, verdict=FAIL, reason="scoped vmem limit exceeded"),
+        compilation(observable="h100.forward", figures={"shared_bytes": 2.0**17, "registers": 168.0}),
+        compilation(observable="h100.gradients", figures={"registers": 255.0, "spilled_bytes": 408.0}),
         compilation(implementation="other", observable="all", figures={}, verdict=UNJUDGED, reason="no compiler"),
     ]
     table = compiled.compiled(records)
     assert table is not None
-    assert table.targets == ("v5e", "v4")
+    assert table.targets == ("v5e", "v4", "h100")
     cell = table.cells[table.subjects[0], "v5e"]
     assert (cell.compiled, cell.failed, cell.seconds, cell.temporaries) == (2, 0, 2.5, 3 * 2.0**20)
     assert table.cells[table.subjects[0], "v4"].state == "fail"
@@ -374,6 +376,9 @@ def test_what_compiled_is_a_table_by_target_with_the_largest_of_each_figure() ->
         "3 MiB HBM",
         "16 MiB at once",
         "512 KiB VMEM",
+        "128 KiB shared",
+        "255 registers",
+        "408 B spilled",
         "scoped vmem limit exceeded",
         "not compiled",
         "no compiler",
