@@ -29,6 +29,8 @@ def print_summary(records: Sequence[Record], run: RunInfo, console: Console) -> 
     _print_failures(records, console)
     if standings:
         console.print(_table(standings, summary.count(records), run))
+    for left_out in summary.left_out(records):
+        console.print(Text(f"{left_out.subject.label}: {wording.left_out_text(left_out)}", style="yellow"))
     if run.interrupted:
         console.print(Text("Interrupted: only the records written before the stop are counted.", style="yellow"))
     if not summary.count(records).judged:

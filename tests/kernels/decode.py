@@ -22,7 +22,7 @@ from impls.merging import Part
 from impls.ragged import tpu
 from impls.ragged.attention import UNSUPPORTED
 from impls.ragged.problem import Operands, Problem, allowed, capped, finite, lower, queries_of, rows_of
-from impls.ragged.registry import lower_mask
+from impls.ragged.registry import lower_mask, own_windows_alone
 from impls.ragged.schedule import steps_of
 
 BLOCK = 16
@@ -221,12 +221,14 @@ def _finish(steps: DecodeSteps, problem: Problem, part: Part, top: Array, dtype:
     return out, {"logsumexp": found.logsumexp.swapaxes(1, 2), "max_logits": top}
 
 
-def implementation(steps: DecodeSteps, name: str = "decode") -> Implementation:
+def implementation(steps: DecodeSteps, name: str = "decode", offers: frozenset[str] = frozenset()) -> Implementation:
     """The kernel with these steps."""
     return Implementation(
         name=name,
         call=functools.partial(attention, steps),
         unsupported=UNSUPPORTED,
+        offers=offers,
+        supports_case=own_windows_alone,
         arithmetic=Arithmetic(),
         differentiable_residuals=frozenset(),
         gradients=frozenset(),
