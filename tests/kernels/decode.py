@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from cases.case import Case
 from cases.masks import Full, Mask
-from conformance.contract import Arithmetic, Implementation
+from conformance.contract import Arithmetic, Implementation, validate_mask
 from impls import merging
 from impls.merging import Part
 from impls.ragged import tpu
@@ -221,6 +221,12 @@ def _finish(steps: DecodeSteps, problem: Problem, part: Part, top: Array, dtype:
     return out, {"logsumexp": found.logsumexp.swapaxes(1, 2), "max_logits": top}
 
 
+def one_place_for_all(mask: Mask, *sizes: int) -> Any:
+    """`lower_mask` of kernels that take no window which moves with each sequence."""
+    validate_mask(mask, *sizes)
+    return lower_mask(mask, *sizes)
+
+
 def implementation(steps: DecodeSteps, name: str = "decode", offers: frozenset[str] = frozenset()) -> Implementation:
     """The kernel with these steps."""
     return Implementation(
@@ -233,7 +239,7 @@ def implementation(steps: DecodeSteps, name: str = "decode", offers: frozenset[s
         differentiable_residuals=frozenset(),
         gradients=frozenset(),
         empty_rows="zero",
-        lower_mask=lower_mask,
+        lower_mask=lower_mask if "own_window" in offers else one_place_for_all,
         parts=functools.partial(attention, steps, returns_part=True),
         merge=steps.merge,
     )
@@ -286,7 +292,7 @@ def tpu_implementation(schedule: Schedule = steps_of, name: str = "decode_tpu") 
         differentiable_residuals=frozenset(),
         gradients=frozenset(),
         empty_rows="zero",
-        lower_mask=lower_mask,
+        lower_mask=one_place_for_all,
         platform="tpu",
         interpreted=True,
         under_interpreter=lambda parameters: functools.partial(tpu_attention, schedule, interpret=parameters),
