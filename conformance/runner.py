@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import shlex
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import jax
 
@@ -118,7 +118,12 @@ def reproduction(implementation: str, case: str, check: str) -> str:
 def _judged(subject: Subject, checks: Iterable[Check]) -> Iterator[Record]:
     margin = None
     checks = tuple(checks)
-    if any(check.compares for check in checks) and (margins := discrimination.margins(subject)):
+    compares = any(check.compares for check in checks)
+    left_out = _left_out(subject) if compares else {}
+    if left_out and left_out["undecided_rows"] > discrimination.MOST_UNDECIDED * left_out["rows"]:
+        yield _record(subject, "discrimination", _undecided(left_out), margin, 0.0)
+        return
+    if compares and (margins := discrimination.margins(subject)):
         null, margin = discrimination.weakest(margins)
         if not margin >= discrimination.REQUIRED_MARGIN:
             reason = (
@@ -133,7 +138,23 @@ def _judged(subject: Subject, checks: Iterable[Check]) -> Iterator[Record]:
         judgements = _answers(check, subject)
         seconds = (time.perf_counter() - start) / max(1, len(judgements))
         for judgement in judgements:
+            if left_out and check.compares:
+                judgement = dataclasses.replace(judgement, figures={**judgement.figures, **left_out})
             yield _record(subject, check.name, judgement, margin, seconds)
+
+
+def _left_out(subject: Subject) -> dict[str, float]:
+    """The figures of a case some of whose rows have more than one right answer; none if all have one."""
+    count, rows = discrimination.undecided_rows(subject.problem)
+    return {"undecided_rows": count, "rows": rows} if count else {}
+
+
+def _undecided(left_out: Mapping[str, float]) -> Judgement:
+    reason = (
+        f"rounding could change which keys are chosen in {left_out['undecided_rows']:,} of {left_out['rows']:,} rows, "
+        f"which leaves too few to judge by: at most {discrimination.MOST_UNDECIDED:.0%} may be left out"
+    )
+    return Judgement(observable="case", verdict=records.UNJUDGED, reason=reason, figures=left_out)
 
 
 def _answers(check: Check, subject: Subject) -> list[Judgement]:

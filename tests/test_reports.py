@@ -307,6 +307,21 @@ def test_reasons_are_gathered() -> None:
     assert (group.count, group.reason, group.example) == (5, "no bias", "case/0")
 
 
+@RENDERERS
+def test_rows_that_were_not_judged_are_shown_once_a_case(render: Render) -> None:
+    figures = {"undecided_rows": 3, "rows": 140}
+    found = [
+        *(record(case="case/a", observable=name, figures=figures) for name in ("out", "logsumexp")),
+        record(case="case/b", figures={"undecided_rows": 2, "rows": 60}),
+        record(case="case/c", verdict=UNJUDGED, figures={"undecided_rows": 9, "rows": 10}),
+        record(case="case/d"),
+    ]
+    (left_out,) = summary.left_out(found)
+    assert (left_out.cases, left_out.rows, left_out.of_rows, left_out.worst_case) == (2, 5, 200, "case/b")
+    assert "5 of 200 rows of 2 cases not judged" in " ".join(render(found, run_info()).split())
+    assert "rounding could change" not in render([record()], run_info())
+
+
 def test_gradients_show_both_backwards() -> None:
     records = [record(observable="dq", ratio=2.0, ratio_flash=1.5), record(observable="dq", ratio=1.0, ratio_flash=3.0)]
     table = measures.gradients([*records, record()])
