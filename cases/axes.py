@@ -81,6 +81,8 @@ AXES: tuple[Axis, ...] = (
     Axis("sinks", (False, True)),
     Axis("scale", (None, 0.3)),
     Axis("kv_cache", (None, *KV_CACHES), rare=True),
+    # Keys before the last that a token sees of its own sequence: all of them, within a block, more than one block.
+    Axis("own_window", (None, "inf", 6, 70), rare=True),
 )
 
 NAMES = tuple(axis.name for axis in AXES)
@@ -102,6 +104,11 @@ def compatible(levels: Mapping[str, Any]) -> bool:
             return False  # gates of 1e5 round by more than they differ: nearly no query has one right choice
     if levels.get("kv_cache") is not None and lengths is not None and lengths.phase == "train":
         return False  # a cache is read, not differentiated
+    if levels.get("own_window") is not None:
+        if levels.get("mask", "lengths") not in ("lengths", "lengths_edges"):
+            return False  # it is a window in each of those lengths
+        if lengths is not None and lengths.phase == "train":
+            return False
     if levels.get("distribution") == "knee" and "soft_cap" in levels and levels["soft_cap"] is None:
         return False
     if levels.get("distribution") == "huge":
@@ -117,6 +124,9 @@ def assemble(levels: Mapping[str, Any], seed: int) -> Case:
     lengths: Lengths = levels["lengths"]
     batch, num_q_heads, num_kv_heads = levels["heads"]
     head_dim, v_head_dim = levels["depths"]
+    mask = _MASKS[levels["mask"]](lengths.q, lengths.kv, batch)
+    if (left := levels.get("own_window")) is not None:
+        mask = f"own-l{left}{mask.removeprefix('lengths')}"
     return Case(
         phase=lengths.phase,
         q_length=lengths.q,
@@ -126,7 +136,7 @@ def assemble(levels: Mapping[str, Any], seed: int) -> Case:
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         v_head_dim=v_head_dim,
-        mask=_MASKS[levels["mask"]](lengths.q, lengths.kv, batch),
+        mask=mask,
         seed=seed,
         **{name: levels[name] for name in _FIELDS},
     )

@@ -177,6 +177,7 @@ FEATURES: dict[str, str] = {
     "dense_batch": "a boolean mask for each batch row",
     "indexer": "a selection of keys for each query, known at run time only",
     "moba": "mixture of block attention: chunks of keys chosen by q and k",
+    "own_window": "a sliding window that ends with each sequence of a cache",
     "offset": "mask offset (absolute query positions)",
     "segment_ids": "segment ids of q and kv",
     "soft_cap": "soft cap of the logits",
@@ -194,7 +195,7 @@ FEATURES: dict[str, str] = {
 KV_FEATURES = frozenset(name for name in FEATURES if name.startswith("kv_"))
 
 
-OPT_IN = frozenset({"moba"}) | KV_FEATURES
+OPT_IN = frozenset({"moba", "own_window"}) | KV_FEATURES
 """Features that only an implementation which says so is taken to have: they need an algorithm of their own."""
 
 

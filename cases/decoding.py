@@ -8,34 +8,95 @@ from __future__ import annotations
 
 import dataclasses
 
+import numpy as np
+
 from cases.case import Case
 from cases.grid import Supports
+from cases.inputs import Problem
+from cases.masks import And, Causal, Chunked, Dense, Full, Indexer, Mask, Window
+from cases.moba import Moba
 
 LENGTH = 40
 PIECES = ((0, 18), (18, 36), (36, 37), (38, 39))
 """First query, and one past the last, of each piece; what is left out was computed by somebody else."""
 
-# Masks that say what a token sees when it is the last there is; a chunk ends where the first token is decoded.
-_MASKS = ("causal", "window-l9-r0", "chunked-12")
+# What says of a token which keys it sees when it is the last there is: a formula of its position, chunks that end
+# where the first token is decoded, sequences packed in one, rows of an array, a selection made at run time, spans of a
+# prompt that are filled in one piece, the chunks that its gates choose; and the same of a cache that is quantised.
+_DECODED: tuple[dict[str, str], ...] = (
+    {"mask": "causal"},
+    {"mask": "window-l9-r0"},
+    {"mask": "chunked-12"},
+    {"mask": "causal", "segments": "seg"},
+    {"mask": "causal_and_dense-d60"},
+    {"mask": "causal_and_indexer-d60"},
+    {"mask": "causal_or_spans-3-14-20-33"},
+    {"mask": "moba-8-3"},
+    {"mask": "causal", "kv_cache": "kvint8-token"},
+    {"mask": "window-l9-r0", "kv_cache": "kvfp8-head"},
+)
 _HEADS = ((4, 2), (2, 2))
+_MOVED = ("causal", "window", "chunked", "moba")
 
 
 def piece(case: Case, start: int, stop: int) -> Case:
-    """The case of the queries `start` to `stop - 1` alone, at their positions."""
+    """The case of the queries `start` to `stop - 1` alone, at their positions.
+
+    Which of them an array allows, the case does not say: `part` has the rows.
+    """
     return dataclasses.replace(
         case,
         phase="decode" if stop - start == 1 else "prefill",
         q_length=stop - start,
-        mask=f"{case.mask}-o{start}" if start else case.mask,
+        mask=_moved(case.mask, start),
     )
 
 
+def part(whole: Problem, start: int, stop: int, *, stale: float) -> Problem:
+    """The queries `start` to `stop - 1` of `whole`, over a cache that is filled up to the last of them.
+
+    Args:
+      whole: all queries, of which each sees no key behind its piece.
+      start: the first query.
+      stop: one past the last.
+      stale: what is behind the last key; the largest number there is where memory holds integers.
+    """
+    ids, scales = whole.segment_ids, whole.kv_scales
+    if ids is not None:
+        q_ids, kv_ids = ids
+        # The last token's own segment: who takes it for filled attends to it.
+        ids = q_ids[:, start:stop], np.where(np.arange(kv_ids.shape[1]) < stop, kv_ids, q_ids[:, stop - 1, None])
+    if scales is not None:
+        scales = _filled(scales[0], stop, stale), _filled(scales[1], stop, stale)
+    return dataclasses.replace(
+        whole,
+        q=whole.q[:, start:stop],
+        k=_filled(whole.k, stop, stale),
+        v=_filled(whole.v, stop, stale),
+        mask=rows_of(whole.mask, start, stop, (whole.q.shape[1], whole.k.shape[1])),
+        segment_ids=ids,
+        kv_scales=scales,
+    )
+
+
+def rows_of(mask: Mask, start: int, stop: int, lengths: tuple[int, int]) -> Mask:
+    """What `mask`, for `lengths` T and S, allows the queries `start` to `stop - 1` when they are all there are."""
+    if isinstance(mask, And):
+        return rows_of(mask.left, start, stop, lengths) & rows_of(mask.right, start, stop, lengths)
+    if isinstance(mask, Causal | Window | Chunked | Moba):
+        return dataclasses.replace(mask, offset=mask.offset + start)
+    if isinstance(mask, Full):
+        return mask
+    array = mask.dense(*lengths)[:, :, start:stop]
+    return Indexer(array) if isinstance(mask, Indexer) else Dense(array)
+
+
 def decoded_cases(seed: int = 0, supports: Supports = lambda case: None) -> tuple[Case, ...]:
-    """One case for each mask, of those whose pieces are all supported."""
-    return tuple(case for mask in _MASKS if (case := _case(mask, seed, supports)) is not None)
+    """One case for each of what has a meaning token by token, of those whose pieces are all supported."""
+    return tuple(case for fields in _DECODED if (case := _case(fields, seed, supports)) is not None)
 
 
-def _case(mask: str, seed: int, supports: Supports) -> Case | None:
+def _case(fields: dict[str, str], seed: int, supports: Supports) -> Case | None:
     for num_q_heads, num_kv_heads in _HEADS:
         case = Case(
             phase="prefill",
@@ -44,9 +105,28 @@ def _case(mask: str, seed: int, supports: Supports) -> Case | None:
             kv_length=LENGTH,
             num_q_heads=num_q_heads,
             num_kv_heads=num_kv_heads,
-            mask=mask,
+            mask=fields["mask"],
+            segments=fields.get("segments"),
+            kv_cache=fields.get("kv_cache"),
             seed=seed,
         )
         if all(supports(part) is None for part in (case, *(piece(case, *at) for at in PIECES))):
             return case
     return None
+
+
+def _moved(spec: str, start: int) -> str:
+    """The mask of a piece, or one of the same features where it is no formula."""
+    if "_or_" in spec:
+        return "dense-d60"
+    terms = spec.split("_and_")
+    return "_and_".join(f"{term}-o{start}" if start and term.startswith(_MOVED) else term for term in terms)
+
+
+def _filled(x: np.ndarray, stop: int, stale: float) -> np.ndarray:
+    """`x [B, S, ...]` with whatever is behind key `stop - 1` left to what memory holds; scales of a head stay."""
+    if x.shape[1] == 1:
+        return x
+    kept = x.copy()
+    kept[:, stop:] = np.iinfo(x.dtype).max if np.issubdtype(x.dtype, np.integer) else stale
+    return kept

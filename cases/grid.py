@@ -22,7 +22,7 @@ STRENGTH = {"quick": 2, "standard": 3, "deep": 4}
 Supports = Callable[[Case], "str | None"]
 """Why a case is not supported, or None if it is."""
 
-_OPERAND_AXES = ("segments", "soft_cap", "sinks", "bias", "scale", "mask", "kv_cache")
+_OPERAND_AXES = ("segments", "soft_cap", "sinks", "bias", "scale", "mask", "kv_cache", "own_window")
 
 # What the rich case has, if supported: every operand, groups of heads, and depths that differ.
 _RICH = {
@@ -178,7 +178,10 @@ class _Support:
 
     def _candidates(self, *items: tuple[int, int]) -> list[Case]:
         """Cases with the levels `items`, otherwise as plain as they allow."""
-        rows = _repaired(_moved(self._base, *items), dict(items))
+        row = _moved(self._base, *items)
+        rows = _repaired(row, dict(items))
+        if not rows and len(items) == 1:
+            rows = _repaired(row, dict(items), moves=2)
         return [_case(row, self._seed) for row in rows]
 
 
@@ -187,10 +190,14 @@ def _moved(row: Row, *items: tuple[int, int]) -> Row:
     return tuple(moved.get(a, level) for a, level in enumerate(row))
 
 
-def _repaired(row: Row, fixed: Mapping[int, int]) -> list[Row]:
-    """The row, or if its levels exclude each other, all mendings of it by moving one free axis (a knee needs a cap)."""
+def _repaired(row: Row, fixed: Mapping[int, int], moves: int = 1) -> list[Row]:
+    """The row, or if its levels exclude each other, all mendings of it by moving free axes (a knee needs a cap)."""
     if _allowed(row):
         return [row]
     free = [axis for axis in range(len(_SIZES)) if axis not in fixed]
-    moves = [_moved(row, (axis, level)) for axis in free for level in range(_SIZES[axis])]
-    return [candidate for candidate in moves if _allowed(candidate)]
+    candidates = (
+        _moved(row, *zip(axes, levels, strict=True))
+        for axes in itertools.combinations(free, moves)
+        for levels in itertools.product(*(range(_SIZES[axis]) for axis in axes))
+    )
+    return [candidate for candidate in candidates if _allowed(candidate)]

@@ -2,10 +2,12 @@
 
     full   causal   causal-o64   window-l31-r0   window-linf-r8-o2   chunked-32   spans-8-24-40-56   balanced-2
     lengths-0-100   dense-d40   densehead-d40   densebatch-d40   indexer-d40   moba-64-3   moba-64-3-o128
+    own-l31-0-100
 
 `-oN` is the offset, `-dP` the percentage of allowed pairs in a random mask; `moba-C-K` has chunks of `C` keys, of which
-a query takes `K`. Specs combine with `_and_` and `_or_`
-(`_and_` binds tighter): `causal_or_spans-8-24`.
+a query takes `K`; `own-lL-A-B` has `A` keys in the first batch row and `B` in the second, the queries of each are its
+last tokens, and each sees a window of `L` keys before its own. Specs combine with `_and_` and `_or_` (`_and_` binds
+tighter): `causal_or_spans-8-24`.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ from cases.masks import (
     Lengths,
     LoadBalancedCausal,
     Mask,
+    OwnWindow,
     Window,
 )
 from cases.moba import Moba
@@ -45,8 +48,9 @@ _TERMS = {
     "densebatch": re.compile(r"densebatch-d(\d+)"),
     "indexer": re.compile(r"indexer-d(\d+)"),
     "moba": re.compile(r"moba-(\d+)-(\d+)(?:-o(\d+))?"),
+    "own": re.compile(r"own-l(\d+|inf)((?:-\d+)+)"),
 }
-_FEATURES = {"spans": "bidirectional", "densehead": "dense_head", "densebatch": "dense_batch"}
+_FEATURES = {"spans": "bidirectional", "densehead": "dense_head", "densebatch": "dense_batch", "own": "own_window"}
 
 
 def parse(spec: str) -> tuple[tuple[tuple[str, tuple[str, ...]], ...], ...]:
@@ -60,7 +64,8 @@ def _term(term: str, spec: str) -> tuple[str, tuple[str, ...]]:
             return kind, tuple(group or "" for group in found.groups())
     raise ValueError(
         f"{term!r} in mask {spec!r} is not a mask; known forms: full, causal[-oN], window-lL-rR[-oN], chunked-C[-oN], "
-        f"spans-A-B..., balanced-CP, lengths-L..., dense-dP, densehead-dP, densebatch-dP, indexer-dP, moba-C-K[-oN]"
+        f"spans-A-B..., balanced-CP, lengths-L..., dense-dP, densehead-dP, densebatch-dP, indexer-dP, moba-C-K[-oN], "
+        f"own-lL-A..."
     )
 
 
@@ -68,6 +73,8 @@ def features(spec: str) -> list[str]:
     """Feature names of the spec, in the order of first use."""
     found: list[str] = []
     for kind, arguments in (term for group in parse(spec) for term in group):
+        if kind == "own":
+            found.append("lengths")
         found.append(_FEATURES.get(kind, kind))
         if kind in ("causal", "window", "chunked", "moba") and arguments[-1] not in ("", "0"):
             found.append("offset")
@@ -89,11 +96,13 @@ def build(spec: str, batch: int, num_q_heads: int, q_length: int, kv_length: int
                 every_second = array[:, ::2] if kind == "densehead" else array[::2]
                 every_second &= causal
             return Indexer(array) if kind == "indexer" else Dense(array)
-        if kind == "lengths":
-            lengths = _integers(arguments[0])
+        if kind in ("lengths", "own"):
+            lengths = _integers(arguments[-1])
             if len(lengths) != batch or max(lengths) > kv_length:
                 raise ValueError(f"{spec!r} needs one length <= S={kv_length} for each of {batch} batch rows")
-            return Lengths(lengths)
+            if kind == "lengths":
+                return Lengths(lengths)
+            return OwnWindow(_side(arguments[0]), tuple(n - q_length for n in lengths)) & Lengths(lengths)
         if kind == "balanced":
             return LoadBalancedCausal(int(arguments[0]), q_length)
         if kind == "moba":

@@ -285,6 +285,28 @@ class Lengths(Mask):
 
 
 @dataclasses.dataclass(frozen=True)
+class OwnWindow(Mask):
+    """`p - left <= j <= p` with `p = positions[b] + i`: the queries of each batch row have a place of their own.
+
+    A window in ragged decode, where every sequence ends elsewhere; causal with `left=None`. A position may be negative:
+    such a query sees nothing.
+    """
+
+    left: int | None
+    positions: tuple[int, ...]
+    computed: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        if self.left is not None and self.left < 0:
+            raise ValueError(f"window left must be >= 0 or None (unbounded), got {self.left}")
+
+    def allowed(self, i: Any, j: Any) -> Any:
+        position = np.asarray(self.positions).reshape((-1, 1) + (1,) * np.ndim(j)) + i
+        ok = j <= position
+        return ok if self.left is None else ok & (j >= position - self.left)
+
+
+@dataclasses.dataclass(frozen=True)
 class _Pair(Mask):
     left: Mask
     right: Mask

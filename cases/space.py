@@ -31,6 +31,7 @@ MASKS: Mapping[str, str] = {
     "densebatch": "densebatch-d40",
     "indexer": "indexer-d40",
     "moba": "moba-24-3",
+    "own": "own-l31-50",
 }
 """Kinds of mask, the plainest first, each with a spec that fits the plain case."""
 _OFFSETS = {kind: f"{MASKS[kind]}-o3" for kind in ("causal", "window", "chunked")}

@@ -149,8 +149,8 @@ def mask_specs(draw: st.DrawFn, batch: int, q_length: int, kv_length: int, withi
     fitting = [kind for kind in within.masks if not unfit.get(kind)] or ["full"]
     kind = draw(st.sampled_from(fitting))
     spec = draw(_term(kind, batch, q_length, kv_length, within))
-    partners = [kind for kind in fitting if kind != "full"]
-    if kind == "full" or not within.joints:
+    partners = [kind for kind in fitting if kind not in ("full", "own")]
+    if kind in ("full", "own") or not within.joints:  # other masks have one place for all batch rows
         return spec
     for _ in range(draw(st.sampled_from((0, 0, 0, 1, 1, 2)))):
         spec += draw(st.sampled_from(within.joints))
@@ -170,10 +170,11 @@ def _term(draw: st.DrawFn, kind: str, batch: int, q_length: int, kv_length: int,
     if kind == "balanced":
         sizes = [size for size in range(1, 9) if q_length % (2 * size) == 0]
         return f"balanced-{draw(st.sampled_from(sizes))}"
-    if kind == "lengths":
+    if kind in ("lengths", "own"):
         missing = draw(st.lists(st.integers(0, kv_length), min_size=batch, max_size=batch))
         missing[-1] %= kv_length  # somebody sees something
-        return "-".join(("lengths", *(str(kv_length - n) for n in missing)))
+        name = "lengths" if kind == "lengths" else f"own-l{draw(st.integers(0, kv_length).map(str) | st.just('inf'))}"
+        return "-".join((name, *(str(kv_length - n) for n in missing)))
     if kind.startswith(("dense", "indexer")):
         return f"{kind}-d{draw(st.integers(10, 90))}"
     if kind == "moba":

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import hashlib
+import itertools
 import os
 import re
 import tempfile
@@ -19,16 +21,15 @@ from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxlib.mlir import ir
 
+from conformance import gpu_figures
 from conformance.compile_targets import CompileTarget
+from conformance.gpu_targets import GPUS
 from conformance.liveness import live_bytes
 
 _LONGEST_REASON = 400
-# What a Mosaic GPU kernel is known by to its compiler, and what that says of an error.
-_KERNEL_HASH = "kernel_hash"
+# What the compiler of Mosaic GPU kernels says of an error.
 _ERROR = re.compile(r"error: (.+)")
-# A line of XLA's list of what a program launches.
-_CALL = "kCustomCall"
-_SHARED = re.compile(r"shared_memory: (\d+) bytes")
+_compilations = itertools.count()
 # An instruction in a message, with its operands and attributes: hundreds of characters, of which the name suffices.
 _INSTRUCTION = re.compile(r"(%\S+) = .*? metadata=\{[^}]*\}")
 # What a Pallas kernel takes of the fast memory, in the text of the compiled program: XLA's memory space 1 is VMEM.
@@ -60,8 +61,8 @@ def compile_for(target: CompileTarget, function: Any, operands: tuple[Any, ...])
     Returns:
       `compile_seconds` (tracing and lowering included); `argument_bytes`, `output_bytes` and `code_bytes` in HBM;
       `temporary_bytes`, the HBM that the compiler adds for temporaries, zero if it finds room for them elsewhere;
-      `live_bytes` of them at once, wherever they are (`conformance.liveness`); `vmem_bytes` or
-      `shared_bytes` of the program's kernels, where the compiler says it.
+      `live_bytes` of them at once, wherever they are (`conformance.liveness`); `vmem_bytes` of the program's kernels on
+      a TPU, `shared_bytes`, `registers` and `spilled_bytes` on a GPU (`conformance.gpu_figures`), where it is told.
 
     Raises:
       NoCompiler: if this machine cannot compile for the target.
@@ -81,13 +82,13 @@ def compile_for(target: CompileTarget, function: Any, operands: tuple[Any, ...])
         try:
             lowered = traced.lower()
             with tempfile.TemporaryDirectory() as folder:
-                compiled = _compiled(lowered, target, folder)
-                told = _shared_memory(Path(folder))
+                compiled, said = _compiled(lowered, target, folder)
+                seconds = time.perf_counter() - start
+                told = _told(lowered, target, Path(folder), said)
         except CompileError:
             raise
         except Exception as error:  # the compiler's errors are of many types
             raise CompileError(first_words(error)) from error
-    seconds = time.perf_counter() - start
     return {"compile_seconds": round(seconds, 3), **_memory(compiled), **told}
 
 
@@ -98,20 +99,23 @@ def _for_chip(sharding: NamedSharding) -> Iterator[None]:
         yield
 
 
-def _compiled(lowered: Any, target: CompileTarget, folder: str) -> Any:
-    """The program compiled.
+def _compiled(lowered: Any, target: CompileTarget, folder: str) -> tuple[Any, list[str]]:
+    """The program compiled, and the lines that the compiler of its Mosaic GPU kernels printed.
 
     Raises:
-      CompileError: if it does not, and the compiler's own words are on standard error only.
+      CompileError: if it does not compile, and the compiler's own words are printed only.
     """
     options = _options(target, folder)
-    if target.toolchain.platform != "gpu" or not _keep_apart(lowered.compiler_ir("stablehlo"), target.name):
-        return lowered.compile(compiler_options=options)
-    with _standard_error() as said:
+    if target.toolchain.platform != "gpu" or not _keep_apart(lowered.compiler_ir("stablehlo")):
+        return lowered.compile(compiler_options=options), []
+    failed = None
+    with _printed() as said, _variables(gpu_figures.VERBOSE):
         try:
-            return lowered.compile(compiler_options=options)
+            compiled = lowered.compile(compiler_options=options)
         except Exception as error:
             failed = error
+    if failed is None:
+        return compiled, said
     words = [match[1] for line in said if (match := _ERROR.search(line))]
     raise CompileError(f"{first_words(failed)}{': ' + words[0] if words else ''}") from failed
 
@@ -122,51 +126,61 @@ def _options(target: CompileTarget, folder: str) -> dict[str, str] | None:
     return {**toolchain.options, "xla_dump_to": folder} if toolchain.platform == "gpu" else toolchain.options or None
 
 
-def _shared_memory(folder: Path) -> dict[str, float]:
-    """The most shared memory that one kernel of a GPU takes, where the compiler says it of all: Mosaic's are calls."""
-    texts = [path.read_text() for path in folder.glob("*.thunk_sequence.txt")]
-    if any(_CALL in text for text in texts):
+def _told(lowered: Any, target: CompileTarget, folder: Path, said: list[str]) -> dict[str, float]:
+    """What the kernels of a GPU's program take."""
+    programs = target.toolchain.programs and target.toolchain.programs()
+    gpu = next((gpu for gpu in GPUS if gpu.name == target.name), None)
+    if programs is None or gpu is None:
         return {}
-    sizes = [int(size) for text in texts for size in _SHARED.findall(text)]
-    return {"shared_bytes": float(max(sizes))} if sizes else {}
+    shared = gpu_figures.mosaic_shared_bytes(lowered.compiler_ir("stablehlo"))
+    return gpu_figures.figures(folder, said, shared, programs / "bin/ptxas", gpu.architecture)
 
 
-def _keep_apart(module: Any, target: str) -> bool:
-    """Give the program's Mosaic GPU kernels names of their own for this target; whether there are any.
+def _keep_apart(module: Any) -> bool:
+    """Give the program's Mosaic GPU kernels names that no other has; whether there are any.
 
     The compiler keeps such kernels in the process by the hash that comes with them. For a second architecture it would
-    give out what it made for the first, even where there is no such instruction.
+    give out what it made for the first, even where there is no such instruction, and it says nothing twice.
     """
-    found = []
-
-    def rename(operation: ir.Operation) -> ir.WalkResult:
-        config: Any = operation.attributes.get("mhlo.backend_config", None)
-        if isinstance(config, ir.DictAttr) and _KERNEL_HASH in config:
-            entries: dict[str, Any] = {config[at].name: config[at].attr for at in range(len(config))}
-            name = hashlib.sha256(entries[_KERNEL_HASH].value_bytes + target.encode()).digest()
-            entries[_KERNEL_HASH] = ir.StringAttr.get(name, context=module.context)
-            operation.attributes["mhlo.backend_config"] = ir.DictAttr.get(entries, context=module.context)
-            found.append(name)
-        return ir.WalkResult.ADVANCE
-
-    module.operation.walk(rename)
-    return bool(found)
+    kernels = list(gpu_figures.mosaic_kernels(module))
+    for operation, entries in kernels:
+        name = hashlib.sha256(f"{next(_compilations)}".encode() + entries[gpu_figures.HASH].value_bytes).digest()
+        entries[gpu_figures.HASH] = ir.StringAttr.get(name, context=module.context)
+        operation.attributes["mhlo.backend_config"] = ir.DictAttr.get(entries, context=module.context)
+    return bool(kernels)
 
 
 @contextlib.contextmanager
-def _standard_error() -> Iterator[list[str]]:
-    """The lines that the process writes to standard error in the meantime, its libraries included."""
+def _printed() -> Iterator[list[str]]:
+    """The lines that the process prints in the meantime, its libraries included, which keep some of it in buffers."""
     lines: list[str] = []
-    kept = os.dup(2)
+    flush = ctypes.CDLL(None).fflush
+    flush(None)
+    kept = {stream: os.dup(stream) for stream in (1, 2)}
     with tempfile.TemporaryFile() as file:
-        os.dup2(file.fileno(), 2)
+        for stream in kept:
+            os.dup2(file.fileno(), stream)
         try:
             yield lines
         finally:
-            os.dup2(kept, 2)
-            os.close(kept)
+            flush(None)
+            for stream, original in kept.items():
+                os.dup2(original, stream)
+                os.close(original)
             file.seek(0)
             lines += file.read().decode(errors="replace").splitlines()
+
+
+@contextlib.contextmanager
+def _variables(values: Mapping[str, str]) -> Iterator[None]:
+    """Environment variables for a moment; those that are set already stay as they are."""
+    set_here = {name: value for name, value in values.items() if name not in os.environ}
+    os.environ.update(set_here)
+    try:
+        yield
+    finally:
+        for name in set_here:
+            os.environ.pop(name, None)
 
 
 def _placed(sharding: NamedSharding, x: Any) -> jax.ShapeDtypeStruct:
@@ -224,27 +238,11 @@ def _one_chip(target: CompileTarget) -> NamedSharding:
     toolchain = target.toolchain
     if (reason := toolchain.missing) is not None:
         raise NoCompiler(reason)
-    with _without_accelerator(toolchain.platform, toolchain.environment):
+    # In a process that has the accelerator, the library is loaded already, and must keep asking what the machine has.
+    with _variables({} if jax.default_backend() == toolchain.platform else toolchain.environment):
         try:
             topology = topologies.get_topology_desc(platform=toolchain.topologies, **target.topology)
         except Exception as error:  # of many types, from a library that is loaded here
             raise NoCompiler(f"{toolchain.modules[0]} describes no {target.name}: {first_words(error)}") from error
     mesh = Mesh(np.array(topology.devices[:1]), ("chip",))
     return NamedSharding(mesh, PartitionSpec())  # type: ignore[no-untyped-call] # untyped upstream
-
-
-@contextlib.contextmanager
-def _without_accelerator(platform: str, environment: Mapping[str, str]) -> Iterator[None]:
-    """Variables for the moment in which the compiler loads; left alone in a process that has the accelerator.
-
-    There the library is loaded already, and must keep asking what the machine has and who else uses it.
-    """
-    set_here = (
-        {} if jax.default_backend() == platform else {k: v for k, v in environment.items() if k not in os.environ}
-    )
-    os.environ.update(set_here)
-    try:
-        yield
-    finally:
-        for name in set_here:
-            os.environ.pop(name, None)

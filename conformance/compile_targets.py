@@ -28,6 +28,7 @@ class Toolchain:
       programs: finds the folder with the programs that the compiler calls; none if it calls none.
       programs_are: what is missing where that folder is not found.
       folder_option: the compiler option that takes the folder.
+      flags: more compiler options.
       slow: True if a program takes seconds, so that of each case only the plainest and the fullest are compiled.
     """
 
@@ -39,6 +40,7 @@ class Toolchain:
     programs: Callable[[], Path | None] | None = None
     programs_are: str = ""
     folder_option: str = ""
+    flags: Mapping[str, str] = dataclasses.field(default_factory=dict, hash=False)
     slow: bool = False
 
     @property
@@ -55,7 +57,7 @@ class Toolchain:
     def options(self) -> dict[str, str]:
         """Options of each compilation (`jax.stages.Lowered.compile`)."""
         folder = self.programs() if self.programs is not None else None
-        return {} if folder is None else {self.folder_option: str(folder)}
+        return {**self.flags, **({} if folder is None else {self.folder_option: str(folder)})}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -110,6 +112,8 @@ GPU = Toolchain(
     programs=cuda_toolkit,
     programs_are="ptxas and libdevice",
     folder_option="xla_gpu_cuda_data_dir",
+    # As users compile, whatever the gate saves on the CPU (`conformance.environment`).
+    flags={"xla_backend_optimization_level": "3"},
     slow=True,
 )
 

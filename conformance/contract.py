@@ -28,7 +28,7 @@ from typing import Any, Literal
 import numpy as np
 
 from cases.case import FEATURES, OPT_IN, Case
-from cases.masks import Dense, Indexer, Lengths, LoadBalancedCausal, Mask, leaves
+from cases.masks import Dense, Indexer, Lengths, LoadBalancedCausal, Mask, OwnWindow, leaves
 from cases.moba import depends_on_data
 from cases.quantized import STORED
 from conformance.tunable import Tunable
@@ -230,17 +230,22 @@ def _validate_cache(k: Any, v: Any, kv_scales: tuple[Any, Any]) -> None:
             raise ValueError(f"kv_scales of {name} must be {full} of {k.shape[:3]}, got {np.shape(scales)}")
 
 
-def validate_mask(mask: Any, batch: int, num_q_heads: int, q_length: int, kv_length: int) -> None:
-    """Check that `mask` fits the operands.
+def validate_mask(
+    mask: Any, batch: int, num_q_heads: int, q_length: int, kv_length: int, *, own_windows: bool = False
+) -> None:
+    """Check that `mask` fits the operands; `own_windows` if the implementation takes an `OwnWindow`.
 
     Raises:
       ValueError: naming the mask, what it is and what it must be.
-      NotImplementedError: for a mask that depends on q and k, which needs a kernel of its own.
+      NotImplementedError: for a mask that depends on q and k, which needs a kernel of its own, and for an `OwnWindow`
+        unless the implementation takes it.
     """
     if not isinstance(mask, Mask):
         raise ValueError(f"mask must be a cases.masks.Mask, got {type(mask).__name__}; wrap booleans in Dense")
     if depends_on_data(mask):
         raise NotImplementedError("moba: this implementation takes no mask that depends on q and k")
+    if not own_windows and any(isinstance(leaf, OwnWindow) for leaf in leaves(mask)):
+        raise NotImplementedError("own_window: this implementation takes no window that moves with each batch row")
     for leaf in leaves(mask):
         if isinstance(leaf, Dense):
             full = (batch, num_q_heads, q_length, kv_length)
@@ -252,6 +257,8 @@ def validate_mask(mask: Any, batch: int, num_q_heads: int, q_length: int, kv_len
                 raise ValueError(f"mask lengths must be {batch}, one a batch row, got {len(leaf.lengths)}")
             if max(leaf.lengths) > kv_length:
                 raise ValueError(f"mask lengths must be at most the key length {kv_length}, got {leaf.lengths}")
+        elif isinstance(leaf, OwnWindow) and len(leaf.positions) != batch:
+            raise ValueError(f"mask positions must be {batch}, one a batch row, got {len(leaf.positions)}")
         elif isinstance(leaf, LoadBalancedCausal) and leaf.length != q_length:
             raise ValueError(
                 f"mask length must be the query length {q_length}, got {leaf.length} in LoadBalancedCausal"

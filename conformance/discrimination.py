@@ -21,6 +21,18 @@ from conformance.comparison import compare
 from conformance.subject import Subject
 
 REQUIRED_MARGIN = 1.5
+MOST_UNDECIDED = 0.1
+"""The largest share of rows that a case may leave out because rounding could change what their queries choose.
+
+Operands are drawn anew up to eight times while there is such a row (`cases.inputs.draw`). That leaves none at any
+distribution of values but `huge`, whose gates of 1e5 leave 19% of the rows and more: what is left then is no sample of
+what queries choose, it is those whose choice is easy.
+"""
+
+
+def undecided_rows(problem: Problem) -> tuple[int, int]:
+    """How many rows of `problem` are not judged because rounding could change what they choose, and of how many."""
+    return int(np.count_nonzero(~problem.decided)), problem.decided.size
 
 
 def margins(subject: Subject) -> dict[str, float]:

@@ -26,20 +26,36 @@ _FAST_COMPILE_BEFORE_0_11 = ("--xla_cpu_use_fusion_emitters=false",)
 # Threads of XLA's pool on CPU, which otherwise has one a core: four virtual devices that wait for each other on fewer
 # threads, one of them held by a host callback, wait for ever.
 _POOL = ("NPROC", "16")
+# Several processes judge on one GPU: none takes most of its memory at its start.
+_SHARED_GPU = ("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+_NVIDIA_DRIVER = "/dev/nvidiactl"
+# Where there is no GPU, JAX's CUDA plugin looks for libraries that only running needs, finds none, and does not come up
+# as a compiler either.
+_COMPILER_ONLY = ("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
 _ONE_THREAD = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS")
 
 
 def prepare(*, timing: bool = False) -> None:
     """Set the flags, unless JAX is already imported or the user has set `XLA_FLAGS`. Call before importing JAX.
 
-    For `timing` nothing is set: programs are compiled as JAX compiles them for everybody, with every optimisation.
+    For `timing` nothing is set: programs are compiled as JAX compiles them for everybody, with every optimisation. So
+    are those that are judged on a GPU, where the level of optimisation is one for kernels too.
     """
     if "jax" in sys.modules or timing:
         return
-    os.environ.setdefault("XLA_FLAGS", " ".join(_flags()))
+    os.environ.setdefault("XLA_FLAGS", " ".join(_SOUND + _DEVICES if _has_gpu() else _flags()))
     for name in _ONE_THREAD:
         os.environ.setdefault(name, "1")
     os.environ.setdefault(*_POOL)
+    os.environ.setdefault(*_SHARED_GPU)
+    if not os.path.exists(_NVIDIA_DRIVER):
+        os.environ.setdefault(*_COMPILER_ONLY)
+
+
+def _has_gpu() -> bool:
+    """Whether JAX will compute on an NVIDIA GPU, as far as can be said before it is imported."""
+    asked = os.environ.get("JAX_PLATFORMS", "cuda")
+    return os.path.exists(_NVIDIA_DRIVER) and any(name in asked for name in ("cuda", "gpu"))
 
 
 def _flags() -> tuple[str, ...]:

@@ -20,11 +20,12 @@ from cases.masks import (
     Lengths,
     LoadBalancedCausal,
     Or,
+    OwnWindow,
     Window,
 )
 from cases.moba import Moba
 
-_STATIC = (Bidirectional, Causal, Chunked, Dense, Full, Lengths, LoadBalancedCausal, Moba, Window)
+_STATIC = (Bidirectional, Causal, Chunked, Dense, Full, Lengths, LoadBalancedCausal, Moba, OwnWindow, Window)
 
 
 def _indexer(_: None, children: Any) -> Indexer:

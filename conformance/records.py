@@ -49,7 +49,8 @@ class Record:
     recomputed from the implementation's own saved `out` and `logsumexp` (gradients only). For the check `ensemble`,
     `ratio` is the size of a statistic over many elements, `bias` or `spread` as `observable` says. `margin` is how many
     times over the limit the least visible null result of this case would fall (how well the case discriminates).
-    `figures` are measured beside the verdict and not judged (`compile_seconds`, `temporary_bytes`, ...).
+    `figures` are measured beside the verdict and not judged (`compile_seconds`, `temporary_bytes`, ...); where rounding
+    could change which keys some rows choose, `undecided_rows` of the case's `rows` were left out of the judgement.
     """
 
     implementation: str

@@ -23,6 +23,7 @@ _OURS = {
     "splash_tpu_fused": "impls.splash_tpu",
     "flash_gpu": "impls.flash_gpu",
     "flash_gpu_tf32": "impls.flash_gpu",
+    "flash_gpu_mosaic": "impls.flash_gpu",
     "block_flash_allgather": "impls.context_parallel",
     "block_flash_ring": "impls.context_parallel",
     "auto": "impls.auto",

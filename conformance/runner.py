@@ -5,12 +5,12 @@ from __future__ import annotations
 import dataclasses
 import shlex
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import jax
 
 from conformance import discrimination, interrupts, records
-from conformance.checks import Check
+from conformance.checks import CHECKS, Check
 from conformance.checks.judgement import Judgement, unsupported
 from conformance.contract import Implementation
 from conformance.execution import Executor
@@ -21,6 +21,8 @@ from conformance.subject import Subject
 
 # Compiled programs take 0.3 to 2.5 MB each; beyond this many configurations the process is told to let go of them.
 _CLEAR_EVERY = 60
+# What compiles or interprets an accelerator's kernel, on any machine.
+_NEED_NO_ACCELERATOR = frozenset(check.name for check in CHECKS if check.scope in ("compiled", "interpreted"))
 
 
 class Runner:
@@ -53,7 +55,7 @@ class Runner:
         if self._done % _CLEAR_EVERY == 0:
             jax.clear_caches()  # type: ignore[no-untyped-call] # untyped upstream
         if (absent := job.implementation.absent) is not None:
-            found = _absent(subject, absent)
+            found = _absent(subject, job.checks, absent)
         elif (reason := job.implementation.supports(job.case)) is not None:
             found = _declined(subject, job.checks, reason)
         elif (count := len(jax.devices())) < job.implementation.devices:
@@ -92,15 +94,20 @@ def hardware_records(implementations: Iterable[Implementation]) -> list[Record]:
     ]
 
 
-def platform_of(implementation: Implementation) -> str:
+def platform_of(implementation: Implementation, check: str | None = None) -> str:
     """The platform that judgements are made on: the JAX backend, marked where the kernel is interpreted.
 
-    Of a kernel that cannot run here, the platform that it is for.
+    Of a kernel that cannot run here, the platform that it is for, but for the checks that need no accelerator.
     """
-    if implementation.absent is not None and implementation.platform is not None:
-        return implementation.platform
-    backend = jax.default_backend()
-    return f"{backend}-interpret" if implementation.interpreted else backend
+    if implementation.absent is None:
+        return _backend(interpreted=implementation.interpreted)
+    if check in _NEED_NO_ACCELERATOR or implementation.platform is None:
+        return _backend(interpreted=True)
+    return implementation.platform
+
+
+def _backend(*, interpreted: bool) -> str:
+    return f"{jax.default_backend()}-interpret" if interpreted else jax.default_backend()
 
 
 def reproduction(implementation: str, case: str, check: str) -> str:
@@ -111,7 +118,12 @@ def reproduction(implementation: str, case: str, check: str) -> str:
 def _judged(subject: Subject, checks: Iterable[Check]) -> Iterator[Record]:
     margin = None
     checks = tuple(checks)
-    if any(check.compares for check in checks) and (margins := discrimination.margins(subject)):
+    compares = any(check.compares for check in checks)
+    left_out = _left_out(subject) if compares else {}
+    if left_out and left_out["undecided_rows"] > discrimination.MOST_UNDECIDED * left_out["rows"]:
+        yield _record(subject, "discrimination", _undecided(left_out), margin, 0.0)
+        return
+    if compares and (margins := discrimination.margins(subject)):
         null, margin = discrimination.weakest(margins)
         if not margin >= discrimination.REQUIRED_MARGIN:
             reason = (
@@ -126,7 +138,23 @@ def _judged(subject: Subject, checks: Iterable[Check]) -> Iterator[Record]:
         judgements = _answers(check, subject)
         seconds = (time.perf_counter() - start) / max(1, len(judgements))
         for judgement in judgements:
+            if left_out and check.compares:
+                judgement = dataclasses.replace(judgement, figures={**judgement.figures, **left_out})
             yield _record(subject, check.name, judgement, margin, seconds)
+
+
+def _left_out(subject: Subject) -> dict[str, float]:
+    """The figures of a case some of whose rows have more than one right answer; none if all have one."""
+    count, rows = discrimination.undecided_rows(subject.problem)
+    return {"undecided_rows": count, "rows": rows} if count else {}
+
+
+def _undecided(left_out: Mapping[str, float]) -> Judgement:
+    reason = (
+        f"rounding could change which keys are chosen in {left_out['undecided_rows']:,} of {left_out['rows']:,} rows, "
+        f"which leaves too few to judge by: at most {discrimination.MOST_UNDECIDED:.0%} may be left out"
+    )
+    return Judgement(observable="case", verdict=records.UNJUDGED, reason=reason, figures=left_out)
 
 
 def _answers(check: Check, subject: Subject) -> list[Judgement]:
@@ -145,7 +173,13 @@ def _answers(check: Check, subject: Subject) -> list[Judgement]:
     return found
 
 
-def _absent(subject: Subject, reason: str) -> Iterator[Record]:
+def _absent(subject: Subject, checks: Iterable[Check], reason: str) -> Iterator[Record]:
+    """What needs no accelerator, if the case is supported; the rest is unjudged."""
+    possible = [check for check in checks if check.name in _NEED_NO_ACCELERATOR]
+    if possible and subject.implementation.supports(subject.case) is None:
+        yield from _judged(subject, possible)
+        if len(possible) == len(tuple(checks)):
+            return
     unjudged = Judgement(observable="case", verdict=records.UNJUDGED, reason=reason)
     again = f"python -m conformance run --impl={shlex.quote(subject.implementation.name)} --case={subject.case.id}"
     yield dataclasses.replace(_record(subject, "hardware", unjudged, None, 0.0), reproduce=again)
@@ -172,7 +206,7 @@ def _record(subject: Subject, check: str, judgement: Judgement, margin: float | 
     implementation = subject.implementation
     return Record(
         implementation=implementation.name,
-        platform=platform_of(implementation),
+        platform=platform_of(implementation, check),
         case=subject.case.id,
         check=check,
         dtype=subject.case.dtype,

@@ -29,12 +29,16 @@ class Knob:
     Attributes:
       name: its key in `Settings`.
       phase: the program that it shows in, `"forward"` or `"forward+backward"`.
-      candidates: what to try for a case. Some may not compile, or not fit: those are skipped, and shown.
+      candidates: what to try for a case. Some may not compile, or not fit: those are skipped, and shown. None if there
+        is nothing to choose for this case, or on this machine; then it stays as it is.
+      given: how other knobs are set while this one is timed, so that it shows: the kernel that another one would put in
+        its place is off.
     """
 
     name: str
     phase: str
     candidates: Callable[[Case], Iterable[Setting]]
+    given: Settings = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

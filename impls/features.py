@@ -19,6 +19,7 @@ from cases.masks import (
     LoadBalancedCausal,
     Mask,
     Or,
+    OwnWindow,
     Window,
 )
 from cases.moba import Moba
@@ -38,6 +39,7 @@ _MASKS: dict[type[Mask], str] = {
     Lengths: "lengths",
     Indexer: "indexer",
     Moba: "moba",
+    OwnWindow: "own_window",
 }
 _DTYPES = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
 

@@ -127,6 +127,12 @@ def compute_capability() -> tuple[int, ...] | None:
     return None if capability is None else tuple(int(part) for part in str(capability).split("."))
 
 
+def cuda_runtime() -> int:
+    """The version of CUDA that JAX's plugin runs with, `1000 * major + 10 * minor`; 0 without a plugin."""
+    versions: Any = importlib.import_module("jax._src.lib").cuda_versions
+    return 0 if versions is None else int(versions.cuda_runtime_get_version())
+
+
 def interpret_or(interpret: Any, platform: str) -> Any:
     """`interpret`, or by default the fast interpreter wherever the process does not compute on `platform`."""
     return not runs_on(platform) if interpret is None else interpret

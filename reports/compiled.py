@@ -27,6 +27,8 @@ class Cell:
     live: float | None
     vmem: float | None
     shared: float | None
+    registers: float | None
+    spilled: float | None
 
     @property
     def state(self) -> str:
@@ -113,6 +115,8 @@ def _cell(group: Sequence[Record]) -> Cell:
         live=_most(group, "live_bytes"),
         vmem=_most(group, "vmem_bytes"),
         shared=_most(group, "shared_bytes"),
+        registers=_most(group, "registers"),
+        spilled=_most(group, "spilled_bytes"),
     )
 
 

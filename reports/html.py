@@ -115,7 +115,8 @@ def _page(records: Sequence[Record], run: RunInfo, measurements: Sequence[Measur
 
 def _reasons(records: Sequence[Record]) -> dict[str, Any]:
     reasons = summary.reason_groups(records)
-    return {"reasons": reasons[:MOST_ROWS], "reasons_hidden": max(0, len(reasons) - MOST_ROWS)}
+    hidden = max(0, len(reasons) - MOST_ROWS)
+    return {"reasons": reasons[:MOST_ROWS], "reasons_hidden": hidden, "left_out": summary.left_out(records)}
 
 
 def _distributions(records: Sequence[Record]) -> dict[str, Any]:
@@ -144,6 +145,7 @@ def _vocabulary() -> dict[str, Any]:
         "over": lambda metric: summary.severity(metric.share) > 1,
         "severity": summary.severity,
         "standing_text": wording.standing_text,
+        "left_out_text": wording.left_out_text,
     }
 
 

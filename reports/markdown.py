@@ -19,6 +19,7 @@ def render(records: Sequence[Record], run: RunInfo) -> str:
     blocks += _warnings(records, run)
     if standings:
         blocks += [_verdicts(standings, run), _counts(standings, summary.count(records))]
+    blocks += [f"{_inline(x.subject.label)}: {wording.left_out_text(x)}." for x in summary.left_out(records)]
     blocks += _failures(records)
     return "\n\n".join(blocks) + "\n"
 

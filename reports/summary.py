@@ -167,6 +167,17 @@ class ReasonGroup:
     example: str
 
 
+@dataclasses.dataclass(frozen=True)
+class LeftOut:
+    """Rows of a subject's cases that no record judges, since rounding could change which keys their queries choose."""
+
+    subject: Subject
+    cases: int
+    rows: int
+    of_rows: int
+    worst_case: str  # the one with the largest share
+
+
 def subject_of(record: Record) -> Subject:
     """The subject that a record is about."""
     return Subject(record.implementation, record.platform)
@@ -307,6 +318,22 @@ def reason_groups(records: Iterable[Record]) -> list[ReasonGroup]:
             examples.setdefault(key, record.case)
     order = sorted(tally, key=lambda key: (key[0], key[1], -tally[key], key[2]))
     return [ReasonGroup(*key, count=tally[key], example=examples[key]) for key in order]
+
+
+def left_out(records: Iterable[Record]) -> list[LeftOut]:
+    """What the records of each subject leave out of the cases that they judge; a case counts once."""
+    found = []
+    for subject, group in by_subject(records).items():
+        cases = {r.case: (r.figures["undecided_rows"], r.figures["rows"]) for r in group if _judges_a_part(r)}
+        if cases:
+            rows, of_rows = (int(math.fsum(column)) for column in zip(*cases.values(), strict=True))
+            worst = max(cases, key=lambda case: cases[case][0] / cases[case][1])
+            found.append(LeftOut(subject, len(cases), rows, of_rows, worst))
+    return found
+
+
+def _judges_a_part(record: Record) -> bool:
+    return record.verdict in JUDGED and "undecided_rows" in record.figures
 
 
 def _matrix(records: Sequence[Record], columns: tuple[str, ...], place: Callable[[Record], Iterable[str]]) -> Matrix:

@@ -31,6 +31,8 @@ def print_summary(records: Sequence[Record], run: RunInfo, console: Console) -> 
         console.print(_table(standings, summary.count(records), run))
     for subject, reason in summary.not_judged(records):
         console.print(Text(f"{subject.label}: {wording.shorten(reason, longest=300)}", style="dim"), soft_wrap=True)
+    for left_out in summary.left_out(records):
+        console.print(Text(f"{left_out.subject.label}: {wording.left_out_text(left_out)}", style="yellow"))
     if run.interrupted:
         console.print(Text("Interrupted: only the records written before the stop are counted.", style="yellow"))
     if not summary.count(records).judged:

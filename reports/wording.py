@@ -18,7 +18,16 @@ from conformance.records import (
     Record,
     RunInfo,
 )
-from reports.summary import CONFORMS, DOES_NOT_CONFORM, KNOWN_FAILURES, NOT_JUDGED, Metric, Standing, metrics
+from reports.summary import (
+    CONFORMS,
+    DOES_NOT_CONFORM,
+    KNOWN_FAILURES,
+    NOT_JUDGED,
+    LeftOut,
+    Metric,
+    Standing,
+    metrics,
+)
 
 DASH, MINUS, TIMES = "\N{EN DASH}", "\N{MINUS SIGN}", "\N{MULTIPLICATION SIGN}"
 GLYPHS = {
@@ -104,6 +113,15 @@ def size(count: float) -> str:
             return f"{number(count)} {unit}"
         count /= 1024
     return f"{number(count)} GiB"
+
+
+def left_out_text(left_out: LeftOut) -> str:
+    """What was not judged of cases that were."""
+    cases = "1 case" if left_out.cases == 1 else f"{left_out.cases:,} cases"
+    return (
+        f"{left_out.rows:,} of {left_out.of_rows:,} rows of {cases} not judged: rounding could change which keys they "
+        "choose"
+    )
 
 
 def figures(values: Sequence[float]) -> str:

@@ -31,7 +31,7 @@ ENSEMBLE = "train/bf16/B1.T128.S512.N8.K1.H64.V64/full/normal/s0"
 
 FRONT = "train/f32/B1.T16.S16.N2.K2.H16.V16/causal/front-rms-half/normal/s0"
 DECODE = "decode/f32/B3.T1.S40.N4.K2.H16.V24/lengths-0-17-40/sinks/normal/s0"
-(DECODED,) = (case.id for case in decoded_cases() if "window" in case.mask)
+DECODED = next(case.id for case in decoded_cases() if "window" in case.mask)
 
 CASE_OF = {"poison": SHORT, "arguments": CAPPED, "limits": SINKS, "ensemble": ENSEMBLE}
 CASE_OF |= {"parts": DECODE, "decoding": DECODED, "front_end": FRONT}

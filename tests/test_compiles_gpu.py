@@ -5,29 +5,36 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import pytest
+from rich.console import Console
 
 from cases.case import Case, parse
 from cases.masks import Full
 from conformance import compile_targets, plan, registry
 from conformance.checks import BY_NAME
+from conformance.commands import run as commands
+from conformance.compilation import CompileError, Refused
 from conformance.compile_targets import GPU, targets_of
 from conformance.contract import Implementation
 from conformance.gpu_targets import GPUS, Gpu
 from conformance.records import FAIL, PASS, UNJUDGED, UNSUPPORTED, Record
-from conformance.runner import Runner
+from conformance.runner import Runner, platform_of
 from conformance.settings import Settings
 from impls import flash_gpu
+from impls.flash_gpu import backends
 from impls.flash_gpu.block_sizes import BlockSizes, Tiles
+from impls.versions import runs_on
 
 CASE = parse("train/bf16/B1.T1000.S1000.N4.K2.H64.V64/causal/seg/softcap30/sinks/normal/s0")
 SMALL = parse("prefill/f16/B1.T128.S128.N1.K1.H64.V64/full/normal/s0")
 TARGETS = targets_of("gpu")
+THERE = dataclasses.replace(GPU, modules=(), programs=None)
 needs_compiler = pytest.mark.skipif(GPU.missing is not None, reason=str(GPU.missing))
 
 
@@ -52,10 +59,7 @@ def test_our_kernel_compiles_for_every_gpu_with_its_figures() -> None:
     for gpu in GPUS:
         figures = found[f"{gpu.name}.gradients_lse"].figures
         assert figures["compile_seconds"] > 0
-        if gpu.name == "h100":
-            assert "shared_bytes" not in figures  # Mosaic's, of which it is not told
-        else:
-            assert 0 < figures["shared_bytes"] <= gpu.shared_memory_per_block
+        assert 0 < figures["shared_bytes"] <= gpu.shared_memory_per_block
         # The saved out, values of a row and the schedule; not the 16 MB of T * S values in f32.
         assert figures["temporary_bytes"] < 4 * 1000 * 4 * 64 * 4
 
@@ -86,9 +90,10 @@ def test_more_shared_memory_than_a_gpu_has_fails_with_the_compilers_words() -> N
 
 @needs_compiler
 def test_the_back_end_for_hopper_is_unsupported_on_other_gpus() -> None:
-    found = judge(natively(backend="mosaic"), SMALL)
+    found = judge(registry.find("flash_gpu_mosaic"), SMALL)
     for gpu in GPUS:
         record = found[f"{gpu.name}.forward"]
+        assert record.platform == platform_of(registry.find("flash_gpu_mosaic"), "compiles")
         assert record.verdict == (PASS if gpu.name == "h100" else UNSUPPORTED)
         if record.verdict == UNSUPPORTED:
             assert f"GPUs other than Hopper, which '{gpu.kind}' is not" in record.reason
@@ -99,7 +104,7 @@ def test_a_hopper_kernel_fails_elsewhere_although_the_process_compiled_it_for_ho
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The compiler keeps Mosaic kernels in the process by their hash, whatever the architecture."""
-    monkeypatch.setattr(importlib.import_module("impls.flash_gpu.attention"), "HOPPER", ("NVIDIA",))
+    monkeypatch.setattr(backends, "HOPPER", ("NVIDIA",))
     first, *others = sorted(GPUS, key=lambda gpu: gpu.name != "h100")
     monkeypatch.setattr(
         compile_targets, "TARGETS", tuple(t for gpu in (first, *others) for t in TARGETS if t.name == gpu.name)
@@ -124,6 +129,28 @@ def test_without_the_wheels_it_is_unjudged_and_says_how_to_get_them(monkeypatch:
     )
 
 
+@pytest.mark.skipif(runs_on("gpu"), reason="says what is said of a kernel that cannot run here")
+def test_a_kernel_that_cannot_run_here_is_compiled_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And what is found so counts: it turns a run red, and is no judgement on a GPU."""
+    told = iter([CompileError("no such instruction"), *[Refused("needs another GPU")] * 5])
+
+    def compiled(*_: object) -> Mapping[str, float]:
+        raise next(told)
+
+    monkeypatch.setattr(compile_targets, "TARGETS", tuple(dataclasses.replace(t, toolchain=THERE) for t in TARGETS))
+    monkeypatch.setattr(importlib.import_module("conformance.checks.compiles"), "compile_for", compiled)
+    implementation = registry.find("flash_gpu_mosaic")
+    jobs = plan.single(implementation, SMALL, [BY_NAME["forward"], BY_NAME["compiles"]]).jobs
+    found = Runner(Settings()).run(jobs)
+    assert [(r.check, r.platform, r.verdict) for r in found] == [
+        ("compiles", "cpu-interpret", FAIL),
+        *[("compiles", "cpu-interpret", UNSUPPORTED)] * 5,  # two programs, three GPUs
+        ("hardware", "gpu", UNJUDGED),
+    ]
+    others = [implementation, registry.find("dot_product")]
+    assert commands._exit_code(found, others, None, interrupted=False, console=Console()) == 1
+
+
 def test_without_the_programs_it_calls_it_says_which() -> None:
     incomplete = dataclasses.replace(GPU, modules=(), programs=lambda: None)
     assert "not installed (ptxas and libdevice)" in str(incomplete.missing)
@@ -134,7 +161,7 @@ def test_the_toolkit_is_taken_from_where_cuda_home_points(tmp_path: Path, monkey
     (tmp_path / "bin/ptxas").touch()
     (tmp_path / "nvvm/libdevice").mkdir(parents=True)
     monkeypatch.setenv("CUDA_HOME", str(tmp_path))
-    assert GPU.options == {"xla_gpu_cuda_data_dir": str(tmp_path)}
+    assert GPU.options["xla_gpu_cuda_data_dir"] == str(tmp_path)
 
 
 @pytest.mark.parametrize("gpu", GPUS, ids=lambda gpu: gpu.name)

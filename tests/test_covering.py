@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import functools
 import itertools
 import math
 from collections.abc import Callable
@@ -21,7 +22,7 @@ SETTINGS = settings(derandomize=True, deadline=None, max_examples=80)
 Item = tuple[int, int]
 LEVELS: dict[str, tuple[Any, ...]] = {axis.name: axis.levels for axis in AXES}
 FIELDS = ("distribution", "bias", "dtype", "segments", "soft_cap", "sinks", "scale", "kv_cache")
-CONSTRAINED = ("lengths", "mask", "distribution", "soft_cap", "sinks", "kv_cache")
+CONSTRAINED = ("lengths", "mask", "distribution", "soft_cap", "sinks", "kv_cache", "own_window")
 
 
 @st.composite
@@ -75,6 +76,8 @@ def levels_of(case: Case) -> dict[str, Any]:
     lengths = [x for x in LEVELS["lengths"] if (x.phase, x.q, x.kv) == (case.phase, case.q_length, case.kv_length)]
     found["heads"] = (case.batch, case.num_q_heads, case.num_kv_heads)
     found["depths"] = (case.head_dim, case.v_head_dim)
+    own = case.mask.split("-")[1][1:] if case.mask.startswith("own-") else None
+    found["own_window"] = next(x for x in LEVELS["own_window"] if str(x) == str(own))
     found["lengths"] = lengths[0]
     masks = [m for m in LEVELS["mask"] if buildable({**found, "mask": m}) and remade(found, m, case.seed) == case]
     assert len(lengths) == len(masks) == 1, f"{case} belongs to {lengths} and {masks}"
@@ -82,7 +85,7 @@ def levels_of(case: Case) -> dict[str, Any]:
 
 
 def buildable(levels: dict[str, Any]) -> bool:
-    return compatible({name: levels[name] for name in ("lengths", "mask")})
+    return compatible({name: levels[name] for name in ("lengths", "mask", "own_window")})
 
 
 def remade(levels: dict[str, Any], mask: str, seed: int) -> Case:
@@ -93,6 +96,7 @@ def pairs_of(levels: dict[str, Any]) -> set[tuple[tuple[str, Any], ...]]:
     return set(itertools.combinations([(name, levels[name]) for name in NAMES], 2))
 
 
+@functools.cache
 def feasible_pairs() -> set[tuple[tuple[str, Any], ...]]:
     """All pairs of levels that a full row may contain, by enumeration of the axes that exclude one another."""
     plain = {name: LEVELS[name][0] for name in NAMES}
@@ -160,6 +164,8 @@ def test_singles_start_with_the_plainest_case_and_add_one_thing_each(quick: Grid
     assert plainest.id.endswith("/full/normal/s0")
     for case in others:
         changed = [n for n in NAMES if levels_of(case)[n] != levels_of(plainest)[n]]
+        if "own_window" in changed:  # a window in lengths
+            changed.remove("mask")
         added = [n for n in changed if n != "lengths" or len(changed) == 1]
         assert len(added) == 1, case.id
         with_plain_lengths = {**levels_of(plainest), added[0]: levels_of(case)[added[0]]}
@@ -216,9 +222,11 @@ def test_an_implementation_that_declines_everything_gets_no_cases() -> None:
 
 
 def test_a_rare_axis_stays_out_of_the_arrays_of_those_that_have_none_of_it() -> None:
-    without = grid("quick", 0, declining("kv_int8", "kv_int4", "kv_fp8"))
-    assert {case.kv_cache for case in without.cases} == {None}
-    assert {case.kv_cache for case in without.declined} == {level for level in LEVELS["kv_cache"] if level}
+    without = grid("quick", 0, declining("kv_int8", "kv_int4", "kv_fp8", "own_window"))
+    rare = {axis.name: axis.levels for axis in AXES if axis.rare}
+    assert {levels_of(case)[name] for case in without.cases for name in rare} == {None}
+    for name, levels in rare.items():
+        assert {levels_of(case)[name] for case in without.declined} == set(levels)
     assert without.coverage.covered == without.coverage.feasible
     others = math.prod(len(levels) for levels in (LEVELS["lengths"], LEVELS["mask"]))
     assert len(without.cases) < others

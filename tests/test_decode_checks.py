@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from cases.case import parse
-from cases.decoding import LENGTH, PIECES, decoded_cases, piece
-from cases.inputs import draw
+from cases.case import Case, parse
+from cases.decoding import LENGTH, PIECES, decoded_cases, part, piece
+from cases.inputs import Problem, draw
 from conformance import plan, registry
 from conformance.checks import BY_NAME
 from conformance.checks.parts import _pieces
@@ -19,6 +19,7 @@ from conformance.contract import Implementation
 from conformance.records import FAIL, PASS, RED, Record
 from conformance.runner import Runner
 from conformance.settings import Settings
+from impls.features import OPTIONAL, asked
 from tests.kernels.decode import DecodeSteps, implementation
 from tests.planted.decode import BUGS
 
@@ -72,6 +73,8 @@ def test_a_malformed_part_is_told_by_what_is_wrong(change: Any, reason: str) -> 
     [
         "full",
         "lengths-0-17-40",
+        "own-l9-0-17-40",
+        "own-linf-1-22-40",
         "causal-o35_and_lengths-40-3-22",
         "window-l9-r3-o21",
         "chunked-7-o39",
@@ -94,16 +97,31 @@ def test_a_mask_that_cannot_be_moved_has_no_pieces(mask: str) -> None:
 
 def test_every_mask_that_has_a_decode_form_is_decoded() -> None:
     cases = decoded_cases(3)
-    assert [case.mask.split("-")[0] for case in cases] == ["causal", "window", "chunked"]
+    kinds = ("causal", "window", "chunked", "dense", "indexer", "spans", "moba")
+    assert all(any(kind in case.mask for case in cases) for kind in kinds)
+    assert any(case.segments for case in cases)
+    assert {case.kv_cache for case in cases} == {None, "kvint8-token", "kvfp8-head"}
     assert all(parse(case.id) == case and case.seed == 3 for case in cases)
     assert [piece(cases[1], *at).mask for at in PIECES] == [f"window-l9-r0{o}" for o in ("", "-o18", "-o36", "-o38")]
     assert [piece(cases[0], *at).phase for at in PIECES] == ["prefill", "prefill", "decode", "decode"]
     assert max(stop for _, stop in PIECES) < LENGTH
-    for case in cases:
-        whole = draw(case)
-        for start, stop in PIECES:
-            part = draw(piece(case, start, stop))
-            np.testing.assert_array_equal(part.mask.dense(stop - start, LENGTH), whole.allowed[..., start:stop, :])
+
+
+@pytest.mark.parametrize("case", decoded_cases(), ids=str)
+def test_a_piece_has_the_rows_of_the_whole_and_nothing_behind_them(case: Case) -> None:
+    whole = draw(case)
+    for start, stop in PIECES:
+        some = part(whole, start, stop, stale=64.0)
+        np.testing.assert_array_equal(some.allowed, whole.allowed[..., start:stop, :])
+        assert not some.allowed[..., stop:].any()
+        np.testing.assert_array_equal(some.keys[:, :stop], whole.keys[:, :stop])
+        assert (some.keys[:, stop:] != whole.keys[:, stop:]).mean() > 0.9
+        assert set(features_of(some)) <= set(piece(case, start, stop).features)
+
+
+def features_of(problem: Problem) -> tuple[str, ...]:
+    options = {name: getattr(problem, name) for name in (*OPTIONAL, "kv_scales")}
+    return asked(problem.q, problem.k, problem.v, problem.mask, options)
 
 
 def test_heads_in_groups_are_decoded_only_where_they_are_supported() -> None:
@@ -116,7 +134,7 @@ def test_heads_in_groups_are_decoded_only_where_they_are_supported() -> None:
 
 @pytest.mark.parametrize("name", ["dot_product", "block_flash", "ragged"])
 def test_piece_by_piece_is_one_pass(name: str) -> None:
-    case = next(case for case in decoded_cases() if "chunked" in case.mask)
+    (case,) = (case for case in decoded_cases() if "chunked" in case.mask)
     found = verdicts(judge(registry.find(name), case.id, "decoding"))
     places = ("chunk0", "chunk18", "token36", "token38")
     assert found == {f"{x}.{at}": PASS for at in places for x in ("out", "logsumexp", "max_logits")}

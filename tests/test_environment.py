@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+
+from conformance import environment
 
 
 @jax.jit
@@ -22,3 +27,20 @@ def test_a_sum_of_products_is_compiled_soundly(shape: tuple[int, ...], dtype: st
     x, y = (jnp.asarray(rng.normal(size=shape), dtype) for _ in range(2))
     exact = (np.asarray(x, np.float64) * np.asarray(y, np.float64)).sum(-1)
     np.testing.assert_allclose(product_sum(x, y), exact, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("driver", "platforms", "fast"),
+    [(False, None, True), (True, "cpu", True), (True, None, False), (True, "cuda", False)],
+)
+def test_what_is_judged_on_a_gpu_is_compiled_as_for_users(
+    driver: bool, platforms: str | None, fast: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    variables = {} if platforms is None else {"JAX_PLATFORMS": platforms}
+    monkeypatch.delitem(sys.modules, "jax")
+    monkeypatch.setattr(environment.os, "environ", variables)
+    monkeypatch.setattr(environment, "_NVIDIA_DRIVER", str(tmp_path if driver else tmp_path / "absent"))
+    environment.prepare()
+    assert ("--xla_backend_optimization_level=0" in variables["XLA_FLAGS"].split()) == fast
+    assert "--xla_force_host_platform_device_count=4" in variables["XLA_FLAGS"].split()
+    assert ("JAX_SKIP_CUDA_CONSTRAINTS_CHECK" in variables) == (not driver)  # or the compiler would not come up

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import functools
 import types
 from collections.abc import Iterator
 from typing import Any
@@ -11,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AbstractDevice, AbstractMesh
+from jax.sharding import AbstractDevice, AbstractMesh, PartitionSpec
 
 from cases.accelerator import interpreted_cases
 from cases.case import Case, parse
@@ -22,11 +24,14 @@ from conformance.records import FAIL, PASS, Record
 from conformance.runner import Runner
 from conformance.settings import Settings
 from impls import flash_gpu
-from impls.flash_gpu import mosaic_launch
+from impls.flash_gpu import backends, block_sizes, mosaic_launch
 from impls.flash_gpu.block_sizes import Tiles
 from impls.flash_gpu.schedule import Plan
 
 CAUSAL = Causal()
+LONG_RINGS = dataclasses.replace(
+    block_sizes.TABLE[0].sizes, mosaic_dkv=flash_gpu.Ring(block=128, num_stages=4), mosaic_forward=flash_gpu.Ring()
+)
 MOSAIC, TRITON = "mosaic_gpu_v2", "__gpu$xla.gpu.triton"
 
 
@@ -66,6 +71,27 @@ def kernels(
     return [text.count(f"@{MOSAIC}"), text.count(f"@{TRITON}")]
 
 
+@pytest.fixture
+def _measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A table in which somebody measured every Mosaic kernel to be right and faster, at any depth."""
+    ring = flash_gpu.Ring(preferred=True)
+    sizes = dataclasses.replace(block_sizes.TABLE[0].sizes, mosaic_forward=ring, mosaic_dq=ring, mosaic_dkv=ring)
+    entry = dataclasses.replace(block_sizes.TABLE[0], max_depth=256, max_itemsize=4, sizes=sizes)
+    monkeypatch.setattr(block_sizes, "TABLE", (entry,))
+
+
+@pytest.mark.parametrize("depth", [64, 128])
+def test_what_nobody_measured_is_not_the_default(depth: int) -> None:
+    assert kernels("NVIDIA H200", depth=depth) == [0, 3]
+    assert kernels("NVIDIA H200", depth=depth, backend="mosaic") == [3, 0]
+
+
+def test_each_kernel_goes_by_its_own_measurement() -> None:
+    sizes = dataclasses.replace(block_sizes.TABLE[0].sizes, mosaic_dkv=flash_gpu.Ring(num_stages=3, preferred=True))
+    assert kernels("NVIDIA H200", block_sizes=sizes) == [1, 2]
+
+
+@pytest.mark.usefixtures("_measured")
 @pytest.mark.parametrize(
     ("kind", "options", "mosaic"),
     [
@@ -80,7 +106,7 @@ def kernels(
         ("NVIDIA H200", {"depth": 256}, 0),
     ],
 )
-def test_hopper_gets_its_own_kernels_where_that_supports_the_call(
+def test_hopper_gets_its_own_kernels_where_they_were_measured_and_support_the_call(
     kind: str, options: dict[str, Any], mosaic: int
 ) -> None:
     assert kernels(kind, **options) == [mosaic, 3 - mosaic]  # out, dq, dk with dv
@@ -93,7 +119,17 @@ def test_hopper_gets_its_own_kernels_where_that_supports_the_call(
         ("NVIDIA H200", {"dtype": "float32"}, "q, k and v in float32: it multiplies bfloat16 and float16"),
         ("NVIDIA H200", {"mask": Dense(np.tri(200, dtype=bool))}, "masks that are arrays"),
         ("NVIDIA H200", {"bias": jnp.zeros((1, 1, 200, 200))}, "bias"),
-        ("NVIDIA H200", {"depth": 256}, "head depths 256 and 256: tiles take 327680 bytes of 232448"),
+        (
+            "NVIDIA H200",
+            {"depth": 256},
+            r"head depths 256 and 256 with 2 tiles of 64 in flight \(forward\): they take 268288 bytes of shared "
+            "memory, of which a block has 232448",
+        ),
+        (
+            "NVIDIA H200",
+            {"depth": 128, "block_sizes": LONG_RINGS},
+            r"head depths 128 and 128 with 4 tiles of 128 in flight \(dkv\): they take 335872 bytes",
+        ),
     ],
 )
 def test_what_it_does_not_support_it_refuses_when_forced(kind: str, options: dict[str, Any], reason: str) -> None:
@@ -103,7 +139,7 @@ def test_what_it_does_not_support_it_refuses_when_forced(kind: str, options: dic
 
 def judged(case: Case) -> dict[str, Record]:
     """Records of the check `interpreter`, by observable."""
-    jobs = plan.single(registry.find("flash_gpu"), case, [BY_NAME["interpreter"]]).jobs
+    jobs = plan.single(registry.find("flash_gpu_mosaic"), case, [BY_NAME["interpreter"]]).jobs
     return {record.observable: record for record in Runner(Settings()).run(jobs)}
 
 
@@ -164,6 +200,36 @@ def test_the_list_of_blocks_is_that_of_the_schedule(mask: Mask) -> None:
         assert sorted(mine[full:]) == np.nonzero(kinds[0, 0, program] == 1)[0].tolist()
 
 
+@pytest.mark.parametrize(("cuda", "mosaic"), [(12060, 3), (12080, 0), (12090, 0), (13000, 3)])
+@pytest.mark.usefixtures("_measured")
+def test_releases_of_cuda_that_miscompile_masks_are_avoided(
+    monkeypatch: pytest.MonkeyPatch, cuda: int, mosaic: int
+) -> None:
+    monkeypatch.setattr(backends, "cuda_runtime", lambda: cuda)
+    assert kernels("NVIDIA H200") == [mosaic, 3 - mosaic]
+    assert kernels("NVIDIA H200", mask=Full()) == [3, 0]
+    if not mosaic:
+        with pytest.raises(NotImplementedError, match=rf"masks under CUDA 12\.{cuda % 1000 // 10}, whose `ptxas`"):
+            kernels("NVIDIA H200", backend="mosaic")
+
+
+def test_shards_of_a_mesh_are_differentiated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`shard_map` demands that gradients differ over the mesh axes that the operands differ over."""
+    monkeypatch.setattr(backends, "device_kind", lambda platform: "NVIDIA H200")
+    mesh = jax.make_mesh((1,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+
+    @functools.partial(jax.shard_map, mesh=mesh, in_specs=PartitionSpec("x"), out_specs=PartitionSpec("x"))
+    def sharded(q: jax.Array) -> Any:
+        return flash_gpu.attention(q, q, q, mask=Causal(), save_residuals=True, backend="mosaic", interpret=False)
+
+    def loss(q: jax.Array) -> jax.Array:
+        out, residuals = sharded(q)
+        return out.astype(jnp.float32).sum() + residuals["logsumexp"].sum()
+
+    text = str(jax.make_jaxpr(jax.grad(loss))(jax.ShapeDtypeStruct((2, 100, 2, 64), jnp.bfloat16)))
+    assert all(f"flash_gpu_mosaic_{kernel}" in text for kernel in ("forward", "dq", "dkv"))
+
+
 def test_it_lowers_under_x64() -> None:
     with jax.enable_x64(True):
-        assert kernels("NVIDIA H200", mask=Window(30, 3), soft_cap=5.0) == [3, 0]
+        assert kernels("NVIDIA H200", backend="mosaic", mask=Window(30, 3), soft_cap=5.0) == [3, 0]

@@ -20,7 +20,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType, PartitionSpec
 from cases.case import parse
 from cases.inputs import Problem as Operands
 from cases.inputs import draw
-from cases.masks import Causal, Chunked, Dense, Full, Indexer, Lengths, LoadBalancedCausal, Mask, Window
+from cases.masks import Causal, Chunked, Dense, Full, Indexer, Lengths, LoadBalancedCausal, Mask, OwnWindow, Window
 from conformance.bounds import expect
 from impls import merging, ragged
 from impls.merging import Part
@@ -279,6 +279,15 @@ def test_what_is_not_one_run_of_keys_is_refused() -> None:
     for mask in (Dense(dense), Indexer(dense), Causal() | Window(3, 0), LoadBalancedCausal(1, 4)):
         with pytest.raises(NotImplementedError, match=f"does not support {type(mask).__name__} masks"):
             ragged.attention(**x, mask=mask)
+
+
+def test_a_window_of_each_sequence_has_one_place_and_no_other_mask_beside_it() -> None:
+    x = arrays(2, 40)
+    assert lower(OwnWindow(7, (3, 29)) & Lengths((4, 30)), 2, 40)[0] == Window(7, 0)
+    with pytest.raises(NotImplementedError, match="own_window combined with another mask"):
+        ragged.attention(**x, mask=OwnWindow(7, (3, 29)) & Causal(39))
+    with pytest.raises(ValueError, match="mask positions must be 2, one a batch row, got 1"):
+        ragged.attention(**x, mask=OwnWindow(7, (3,)))
 
 
 def test_operands_that_are_not_supported_are_refused() -> None:

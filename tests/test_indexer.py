@@ -114,3 +114,33 @@ def test_what_is_known_of_a_traced_mask_allows_all_that_it_may():
 def test_a_selection_must_have_four_axes():
     with pytest.raises(ValueError, match=r"mask array must be \[b, n, T, S\], got shape \(2, 3\)"):
         Indexer(jnp.ones((2, 3), bool))  # type: ignore[arg-type]  # of JAX
+
+
+def test_a_block_without_a_selected_key_is_not_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Outside `jit` a scan is a loop and a branch is taken or not, so that products can be counted."""
+    import impls.block_flash.backward as backward
+    import impls.block_flash.blocks as blocks
+    import impls.block_flash.forward as forward
+
+    counts = {forward: 0, backward: 0}
+
+    def counted(module: Any) -> Any:
+        def product(*operands: Any) -> jax.Array:
+            counts[module] += 1
+            return blocks.product(*operands)
+
+        return product
+
+    for module in counts:
+        monkeypatch.setattr(module, "product", counted(module))
+    selected = np.zeros((2, 1, 48, 48), bool)
+    selected[0, 0, 20, 3] = selected[1, 0, 40:, :20] = True  # three of the causal mask's six blocks of 16 x 16
+    x = jnp.asarray(np.random.default_rng(0).standard_normal((2, 48, 2, 8), np.float32))
+
+    def loss(q: jax.Array) -> jax.Array:
+        mask = Indexer(jnp.asarray(selected)) & Causal()
+        return block_flash.attention(q, x, x, mask=mask, bias=jnp.ones((1, 1, 48, 48)), block_q=16, block_kv=16).sum()
+
+    with jax.disable_jit():
+        jax.grad(loss)(x)
+    assert counts == {forward: 3, backward: 3 * 4}

@@ -217,3 +217,21 @@ def test_parts_with_very_different_maxima(gap: float) -> None:
     for merged in (two(low, high), two(high, low)):
         close(normalised(merged), (np.full((QUERIES, DEPTH), 2.0), np.full(QUERIES, gap)))
     close(normalised(two(low, NOTHING)), (np.ones((QUERIES, DEPTH)), np.full(QUERIES, -gap)))
+
+
+@pytest.mark.parametrize("gap", [80.0, 200.0, 3e4, 1e30])
+def test_normalised_parts_with_very_different_maxima(gap: float) -> None:
+    def part(value: float, logsumexp: float) -> Normalised:
+        return Normalised(jnp.full((QUERIES, DEPTH), value), jnp.full(QUERIES, logsumexp))
+
+    def total(parts: list[Normalised]) -> jax.Array:
+        found = merging.merge_normalised(parts)
+        return found.out.sum() + found.logsumexp.sum()
+
+    low, high, nothing = part(1.0, -gap), part(2.0, gap), part(np.nan, -np.inf)
+    for parts in ([low, high], [high, nothing, low]):
+        close(merging.merge_normalised(parts), (np.full((QUERIES, DEPTH), 2.0), np.full(QUERIES, gap)))
+        of_out, of_lse = jax.grad(total)(parts)[0]
+        assert np.isfinite(of_out).all()
+        assert np.isfinite(of_lse).all()
+    close(merging.merge_normalised([low, nothing]), (np.ones((QUERIES, DEPTH)), np.full(QUERIES, -gap)))

@@ -18,7 +18,12 @@ from cases.grid import grid
 from cases.inputs import Problem, draw
 from cases.masks import Causal, Dense
 from cases.moba import Moba, choices, depends_on_data, resolve
-from conformance import oracle, registry
+from conformance import oracle, plan, registry
+from conformance.checks import BY_NAME
+from conformance.discrimination import MOST_UNDECIDED
+from conformance.records import PASS, UNJUDGED, Record
+from conformance.runner import Runner
+from conformance.settings import Settings
 from impls import dot_product
 from impls.moba import attention, dense_attention
 from impls.moba.plan import Plan, divide
@@ -233,3 +238,27 @@ def test_the_work_follows_what_is_chosen() -> None:
         assert rooms[-1] <= plan.pairs + plan.bins * plan.block_rows
         assert rooms[-1] * plan.moba.chunk < 0.75 * plan.lanes * plan.rows * length
     assert rooms[1] == pytest.approx(4 * rooms[0], rel=0.1)
+
+
+def judged(case: str) -> list[Record]:
+    planned = plan.single(registry.find("moba"), parse(case), [BY_NAME["forward"]])
+    return Runner(Settings()).run(planned.jobs)
+
+
+def test_rows_that_rounding_leaves_in_doubt_are_counted_in_the_records() -> None:
+    case = "prefill/f32/B1.T70.S70.N2.K1.H16.V16/moba-32-2/huge/s0"
+    doubtful = int(np.count_nonzero(~draw(parse(case)).decided))
+    assert doubtful
+    found = judged(case)
+    assert {record.verdict for record in found} == {PASS}
+    assert [record.figures for record in found] == [{"undecided_rows": doubtful, "rows": 140}]
+    (sure,) = judged(case.replace("huge", "normal"))
+    assert not sure.figures
+
+
+def test_a_case_with_too_many_rows_in_doubt_is_unjudged_and_says_so() -> None:
+    (record,) = judged("train/f32/B1.T128.S128.N2.K1.H16.V16/moba-16-3/huge/s0")
+    assert (record.verdict, record.check) == (UNJUDGED, "discrimination")
+    share = record.figures["undecided_rows"] / record.figures["rows"]
+    assert share > MOST_UNDECIDED
+    assert f"in {record.figures['undecided_rows']} of 256 rows" in record.reason

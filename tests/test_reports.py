@@ -307,6 +307,21 @@ def test_reasons_are_gathered() -> None:
     assert (group.count, group.reason, group.example) == (5, "no bias", "case/0")
 
 
+@RENDERERS
+def test_rows_that_were_not_judged_are_shown_once_a_case(render: Render) -> None:
+    figures = {"undecided_rows": 3, "rows": 140}
+    found = [
+        *(record(case="case/a", observable=name, figures=figures) for name in ("out", "logsumexp")),
+        record(case="case/b", figures={"undecided_rows": 2, "rows": 60}),
+        record(case="case/c", verdict=UNJUDGED, figures={"undecided_rows": 9, "rows": 10}),
+        record(case="case/d"),
+    ]
+    (left_out,) = summary.left_out(found)
+    assert (left_out.cases, left_out.rows, left_out.of_rows, left_out.worst_case) == (2, 5, 200, "case/b")
+    assert "5 of 200 rows of 2 cases not judged" in " ".join(render(found, run_info()).split())
+    assert "rounding could change" not in render([record()], run_info())
+
+
 def test_gradients_show_both_backwards() -> None:
     records = [record(observable="dq", ratio=2.0, ratio_flash=1.5), record(observable="dq", ratio=1.0, ratio_flash=3.0)]
     table = measures.gradients([*records, record()])
@@ -358,11 +373,13 @@ def test_what_compiled_is_a_table_by_target_with_the_largest_of_each_figure() ->
         compilation(),
         compilation(observable="v5e.gradients", figures=small),
         compilation(observable="v4.forward", figures={}, verdict=FAIL, reason="scoped vmem limit exceeded"),
+        compilation(observable="h100.forward", figures={"shared_bytes": 2.0**17, "registers": 168.0}),
+        compilation(observable="h100.gradients", figures={"registers": 255.0, "spilled_bytes": 408.0}),
         compilation(implementation="other", observable="all", figures={}, verdict=UNJUDGED, reason="no compiler"),
     ]
     table = compiled.compiled(records)
     assert table is not None
-    assert table.targets == ("v5e", "v4")
+    assert table.targets == ("v5e", "v4", "h100")
     cell = table.cells[table.subjects[0], "v5e"]
     assert (cell.compiled, cell.failed, cell.seconds, cell.temporaries) == (2, 0, 2.5, 3 * 2.0**20)
     assert table.cells[table.subjects[0], "v4"].state == "fail"
@@ -374,6 +391,9 @@ def test_what_compiled_is_a_table_by_target_with_the_largest_of_each_figure() ->
         "3 MiB HBM",
         "16 MiB at once",
         "512 KiB VMEM",
+        "128 KiB shared",
+        "255 registers",
+        "408 B spilled",
         "scoped vmem limit exceeded",
         "not compiled",
         "no compiler",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+import shlex
 from pathlib import Path
 
 import pytest
@@ -80,3 +81,12 @@ def test_the_readme_example_fails_as_the_readme_says(
 def rounded(text: str) -> str:
     """The text with its numbers to three digits: the kernel's own last digits differ between machines."""
     return re.sub(r"-?\d+\.?\d*(e[+-]?\d+)?(?= |,|$|\n)", lambda number: f"{float(number[0]):.3g}", text)
+
+
+def test_every_command_of_the_readme_is_one() -> None:
+    readme = (ROOT / "README.md").read_text().replace("\\\n", " ")
+    blocks = re.findall(r"```(?:sh|console)\n(.*?)```", readme, re.DOTALL)
+    commands = re.findall(r"(?<!-m )python -m conformance ([a-z].*)", "\n".join(blocks))
+    assert len(commands) > 20
+    for command in commands:
+        cli.parser().parse_args(shlex.split(command, comments=True))

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
 import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import jax
 import pytest
+from jax.sharding import AbstractDevice, AbstractMesh
 
 from cases.case import Case, parse
 from conformance import cli, registry, tolerances, tunable
@@ -19,9 +24,15 @@ from conformance.bench.side_by_side import Limits
 from conformance.contract import Implementation
 from conformance.records import ERROR
 from conformance.tunable import Entry, Knob, Settings, Tunable
+from impls import flash_gpu
 from impls.block_flash import block_sizes
 from impls.dot_product import attention
+from impls.flash_gpu import backends
+from impls.flash_gpu import block_sizes as gpu_block_sizes
+from impls.flash_gpu.block_sizes import KERNELS, BlockSizes, Kernel, Ring, from_settings
+from impls.versions import runs_on
 
+_ORDER = ("forward", "dkv", "dq")
 CASE = "train/f32/B1.T16.S16.N2.K2.H16.V16/causal/normal/s0"
 ENTRY = Entry(device="cpu", key={"min_length": 1024}, settings={"blocks": {"block_q": 64}}, provenance={"jax": "1"})
 
@@ -190,7 +201,11 @@ def test_the_command_fills_the_table_with_provenance(
     [
         (["--impl=dot_product"], "dot_product declares nothing to tune"),
         (["--impl=block_flash", "--knob=warps"], "no knob 'warps': known are blocks"),
-        (["--impl=flash_gpu"], "no GPU in this machine"),
+        pytest.param(
+            ["--impl=flash_gpu"],
+            "no GPU in this machine",
+            marks=pytest.mark.skipif(runs_on("gpu"), reason="where there is a GPU, it would be tuned"),
+        ),
         (["--impl=block_flash", "--case=x"], "'x' is not a case id"),
         (["--impl=block_flash", "--out=absent/t.json"], "--out=absent/t.json cannot be written"),
     ],
@@ -223,8 +238,144 @@ def test_kernels_declare_what_may_be_tuned(name: str):
         settings = declared.settings(case)
         assert set(settings) == {knob.name for knob in declared.knobs}
         for knob in declared.knobs:
-            candidates = [dict(candidate) for candidate in knob.candidates(case)]
+            with on_a("NVIDIA A100-SXM4-80GB"):
+                candidates = [dict(candidate) for candidate in knob.candidates(case)]
+            if knob.name.startswith("mosaic_"):
+                assert not candidates  # which are for Hopper
+                continue
             assert len(candidates) > 3
             assert all(set(candidate) == set(settings[knob.name]) for candidate in candidates)
             assert len({tuple(candidate.items()) for candidate in candidates}) == len(candidates)
             declared.call({**settings, knob.name: candidates[-1]})
+
+
+def on_a(kind: str) -> contextlib.AbstractContextManager[None]:
+    """Tracing for a GPU of this kind."""
+    device = AbstractDevice(device_kind=kind, platform="gpu", num_cores=132)
+    return jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=device))
+
+
+def rings(kind: str, case: Case) -> dict[str, list[Ring]]:
+    """The rings that are tried on a GPU of this kind, beside Triton's kernel, by knob."""
+    declared = registry.find("flash_gpu").tunable
+    assert declared is not None
+    with on_a(kind):
+        tried = {knob.name: list(knob.candidates(case)) for knob in declared.knobs if knob.name.startswith("mosaic_")}
+    return {name: [ring for setting in found if (ring := Ring(**setting)).preferred] for name, found in tried.items()}
+
+
+def causal(dtype: str, depth: int, **changes: Any) -> Case:
+    sizes = {"q_length": 4096, "kv_length": 4096, "head_dim": depth, "v_head_dim": depth, "mask": "causal"}
+    return Case(dtype=dtype, **{**sizes, **changes})
+
+
+def test_rings_are_tried_where_mosaic_serves_the_case_and_they_fit():
+    deep = rings("NVIDIA H200", causal("bf16", 128))
+    assert [(ring.block, ring.num_stages) for ring in deep["mosaic_forward"]] == [(64, 2), (64, 3), (64, 4)]
+    assert [(ring.block, ring.num_stages) for ring in deep["mosaic_dkv"]] == [(64, 2), (64, 3), (64, 4), (128, 2)]
+    for name, found in rings("NVIDIA H100 80GB HBM3", causal("f16", 64)).items():
+        kernel: Kernel = name.removeprefix("mosaic_")  # type: ignore[assignment] # one of them, by the knob's name
+        assert (128, 2) in [(ring.block, ring.num_stages) for ring in found]
+        assert all(backends.misfits(kernel, ring, 64, 64, segmented=True) is None for ring in found)
+    assert not any(rings("NVIDIA H200", causal("bf16", 256)).values())  # nothing fits
+    assert not rings("NVIDIA H200", causal("bf16", 192, v_head_dim=64))["mosaic_dq"]  # which Triton serves
+    for kind, case in (
+        ("NVIDIA A100-SXM4-80GB", causal("bf16", 64)),
+        ("NVIDIA B200", causal("bf16", 64)),
+        ("NVIDIA H200", causal("f32", 64)),
+        ("NVIDIA H200", causal("bf16", 64, bias="biashead")),
+        ("NVIDIA H200", causal("bf16", 64, q_length=64, kv_length=64, mask="dense-d40")),
+    ):
+        assert not any(rings(kind, case).values())
+
+
+class Timer:
+    """Stands in for a GPU: a program's time is the sum over its kernels, and some give wrong results."""
+
+    def __init__(self, wrong: Callable[[BlockSizes], bool]) -> None:
+        self.wrong = wrong
+
+    def enter(self, implementation: Implementation, drawn: Any, phase: str) -> Any:
+        sizes = implementation.call.keywords["block_sizes"]  # type: ignore[attr-defined] # a partial
+        return SimpleNamespace(sizes=sizes, finding=SimpleNamespace(agrees=not self.wrong(sizes)))
+
+    def take_turns(self, entrants: Mapping[str, Any], drawn: Any, phase: str, limits: Limits, **_: Any) -> Any:
+        seconds = {name: self.seconds(entrant.sizes, phase) for name, entrant in entrants.items()}
+        times, _stages = timing(seconds)
+        found = times(list(entrants), limits.rounds, limits.seconds)
+        outcome = {True: AGREES, False: DIFFERS}
+        return [
+            dataclasses.replace(row, outcome=outcome[entrants[name].finding.agrees]) for name, row in found.items()
+        ], False
+
+    @staticmethod
+    def seconds(sizes: BlockSizes, phase: str) -> float:
+        kernels: tuple[Kernel, ...] = ("forward",) if phase == FORWARD else KERNELS
+        return sum(map(functools.partial(Timer.of_kernel, sizes), kernels))
+
+    @staticmethod
+    def of_kernel(sizes: BlockSizes, kernel: Kernel) -> float:
+        ring, tiles = sizes.ring(kernel), getattr(sizes, kernel)
+        if ring.preferred:
+            return {"forward": 1.0, "dq": 1.0, "dkv": 9.0}[kernel] - 0.1 * ring.num_stages
+        return 4.0 - tiles.block_kv / 128
+
+
+def tuned(monkeypatch: pytest.MonkeyPatch, wrong: Callable[[BlockSizes], bool]) -> tuple[tuning.Tuned, BlockSizes]:
+    """What tuning `flash_gpu` on a Hopper GPU comes to, by the times of `Timer`."""
+    timer = Timer(wrong)
+    monkeypatch.setattr(tuning, "enter", timer.enter)
+    monkeypatch.setattr(tuning, "take_turns", timer.take_turns)
+    monkeypatch.setattr(tuning, "Drawn", SimpleNamespace(of=lambda case, tolerances: SimpleNamespace(case=case)))
+    implementation = registry.find("flash_gpu")
+    declared = implementation.tunable
+    assert declared is not None
+    with on_a("NVIDIA H200"):
+        found = tuning.tune(
+            implementation,
+            declared,
+            causal("bf16", 64),
+            Limits(rounds=9),
+            tolerances.default(),
+            knobs=declared.knobs,
+        )
+    return found, from_settings(found.settings)
+
+
+def test_a_mosaic_kernel_is_preferred_where_it_is_right_and_faster_than_the_tuned_triton_one(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    found, sizes = tuned(monkeypatch, wrong=lambda sizes: False)
+    assert [choice.knob for choice in found.choices] == [f"{m}{k}" for m in ("", "mosaic_") for k in _ORDER]
+    assert {tiles.block_kv for tiles in (sizes.forward, sizes.dq, sizes.dkv)} == {128}  # timed without Mosaic's
+    assert sizes.mosaic_forward == Ring(block=64, num_stages=4, preferred=True)
+    assert sizes.mosaic_dq.preferred
+    assert not sizes.mosaic_dkv.preferred
+
+
+def test_a_mosaic_kernel_with_wrong_results_is_never_preferred(monkeypatch: pytest.MonkeyPatch):
+    found, sizes = tuned(monkeypatch, wrong=lambda sizes: sizes.mosaic_forward.preferred)
+    assert not sizes.mosaic_forward.preferred
+    assert sizes.mosaic_dq.preferred
+    rows = next(choice for choice in found.choices if choice.knob == "mosaic_forward").measurements
+    assert {row.outcome for row in rows if "preferred=True" in row.implementation} == {DIFFERS}
+
+
+def test_the_table_decides_which_back_end_computes_a_kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """What tuning writes is what the call takes on that kind of GPU, and on no other."""
+    found, _ = tuned(monkeypatch, wrong=lambda sizes: False)
+    settings = {name: dict(setting) for name, setting in found.settings.items()}
+    provenance = {"date": "2026-01-01", "jax": "0.10.2"}
+    key = {"max_depth": 64, "max_itemsize": 2}
+    entry = Entry(device="NVIDIA H200", key=key, settings=settings, provenance=provenance)
+    tunable.write(tmp_path / "t.json", [entry])
+    monkeypatch.setattr(gpu_block_sizes, "MEASURED", tmp_path / "t.json")
+    monkeypatch.setattr(gpu_block_sizes, "TABLE", (*gpu_block_sizes._measured(), *gpu_block_sizes._TABLE))
+    x = jax.ShapeDtypeStruct((1, 128, 1, 64), "bfloat16")
+    loss = jax.grad(lambda q, k, v: flash_gpu.attention(q, k, v, interpret=False).astype("float32").sum(), (0, 1, 2))
+    for kind, mosaic in (("NVIDIA H200", 2), ("NVIDIA H100 80GB HBM3", 0)):
+        jax.clear_caches()
+        with on_a(kind):
+            text = str(jax.make_jaxpr(loss)(x, x, x))
+        names = ["forward", "dq", "dkv"]
+        assert sum(f"flash_gpu_mosaic_{name}" in text for name in names) == mosaic

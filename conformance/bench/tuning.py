@@ -72,7 +72,7 @@ def tune(
       case: what it is timed on.
       limits: most rounds of the last comparison of each knob, and most seconds of timing over all knobs.
       tolerances: of the look at each candidate's results.
-      knobs: which, in order.
+      knobs: which, in order; those with nothing to try for the case stay as they are.
       on_step: told what happens now.
       on_choice: told what each knob gave.
     """
@@ -82,10 +82,11 @@ def tune(
     try:
         on_step(f"drawing the operands of {case.id}")
         drawn = Drawn.of(case, tolerances)
-        for position, knob in enumerate(knobs):
-            share = dataclasses.replace(limits, seconds=left / (len(knobs) - position))
+        asked = [(knob, tried) for knob in knobs if (tried := tuple(knob.candidates(case)))]
+        for position, (knob, tried) in enumerate(asked):
+            share = dataclasses.replace(limits, seconds=left / (len(asked) - position))
             started = time.perf_counter()
-            choice = _turn(implementation, tunable, settings, knob, drawn, share, on_step)
+            choice = _turn(implementation, tunable, settings, knob, tried, drawn, share, on_step)
             left = max(0.0, left - (time.perf_counter() - started))
             settings[knob.name] = choice.setting
             choices.append(choice)
@@ -100,19 +101,19 @@ def _turn(
     tunable: Tunable,
     settings: Settings,
     knob: Knob,
+    tried: Sequence[Setting],
     drawn: Drawn,
     limits: Limits,
     on_step: Callable[[str], None],
 ) -> Choice:
-    """Tune one knob, the others as in `settings`."""
+    """Tune one knob: what is in force, and what is `tried`; the others as in `settings`."""
     before = settings[knob.name]
-    settings_tried = (before, *knob.candidates(drawn.case))
-    candidates = {f"{implementation.name} {label(knob.name, setting)}": setting for setting in settings_tried}
+    candidates = {f"{implementation.name} {label(knob.name, setting)}": setting for setting in (before, *tried)}
     entrants: dict[str, Entrant] = {}
     found: dict[str, Measurement] = {}
     for position, (name, setting) in enumerate(candidates.items(), 1):
         on_step(f"compiling {name}, {position} of {len(candidates)}")
-        call = tunable.call({**settings, knob.name: setting})
+        call = tunable.call({**settings, **knob.given, knob.name: setting})
         variant = dataclasses.replace(implementation, name=name, call=call)
         entered = enter(variant, drawn, knob.phase)
         if isinstance(entered, Measurement):

@@ -6,14 +6,11 @@ is behind them is what is behind a mask: NaN, unless that is declared to matter.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator
 
 import numpy as np
 
-from cases import mask_spec
-from cases.decoding import PIECES, piece
-from cases.inputs import Problem
+from cases.decoding import PIECES, part
 from conformance.bounds import Bounded
 from conformance.checks.judgement import Judgement, by_bound
 from conformance.comparison import compare
@@ -24,28 +21,23 @@ _STALE = 2.0**6
 
 
 def decoding(subject: Subject) -> Iterator[Judgement]:
-    """Chunks of a prompt, then token by token into a cache that is longer, give the rows of one causal pass."""
+    """Chunks of a prompt, then token by token into a cache that is longer, give the rows of one pass."""
+    stale = np.nan if subject.implementation.behind_mask == "any" else _STALE
     for start, stop in PIECES:
-        got = subject.results_of(_problem(subject, start, stop))
+        got = subject.results_of(part(subject.problem, start, stop, stale=stale))
         place = f"token{start}" if stop - start == 1 else f"chunk{start}"
-        for name, axis in (("out", 1), ("logsumexp", 2), ("max_logits", 2)):
+        for name, axis, judged in (
+            ("out", 1, subject.judged_out),
+            ("logsumexp", 2, subject.judged_residuals),
+            ("max_logits", 2, subject.judged_residuals),
+        ):
             if name in got:
                 whole = subject.expectation.forward[name]
                 rows = (slice(None),) * axis + (slice(start, stop),)
                 yield by_bound(
                     name,
-                    compare(got[name], Bounded(whole.value[rows], whole.bound[rows])),
+                    compare(got[name], Bounded(whole.value[rows], whole.bound[rows]), judged[rows]),
                     dtype=subject.case.dtype,
                     tolerances=subject.tolerances,
                     label=f"{name}.{place}",
                 )
-
-
-def _problem(subject: Subject, start: int, stop: int) -> Problem:
-    """The queries of a piece over a cache that is filled up to its last token."""
-    whole, case = subject.problem, piece(subject.case, start, stop)
-    stale = np.nan if subject.implementation.behind_mask == "any" else _STALE
-    k, v = (x.copy() for x in (whole.k, whole.v))
-    k[:, stop:] = v[:, stop:] = stale
-    mask = mask_spec.build(case.mask, case.batch, case.num_q_heads, case.q_length, case.kv_length, case.seed)
-    return dataclasses.replace(whole, q=whole.q[:, start:stop], k=k, v=v, mask=mask)

@@ -15,7 +15,7 @@ import jax
 import numpy as np
 
 from cases.inputs import Problem
-from cases.masks import Causal, Chunked, Full, Lengths, Mask, Window, conjuncts
+from cases.masks import Causal, Chunked, Full, Lengths, Mask, OwnWindow, Window, conjuncts
 from conformance.bounds import Bounded, U, expect
 from conformance.checks.judgement import Judgement, by_bound, unsupported
 from conformance.comparison import Comparison, compare
@@ -145,6 +145,8 @@ def _mask_from(mask: Mask, start: int, stop: int) -> Mask | None:
             moved = moved & Lengths(tuple(min(max(n - start, 0), stop - start) for n in part.lengths))
         elif isinstance(part, Causal | Window) or (isinstance(part, Chunked) and start % part.size == 0):
             moved = moved & dataclasses.replace(part, offset=part.offset - start)
+        elif isinstance(part, OwnWindow):
+            moved = moved & dataclasses.replace(part, positions=tuple(n - start for n in part.positions))
         elif not isinstance(part, Full):
             return None
     return moved

@@ -138,7 +138,8 @@ def _exit_code(
     interrupted: bool,
     console: Console,
 ) -> int:
-    present = [implementation for implementation in implementations if implementation.absent is None]
+    judged = {record.implementation for record in found if record.verdict in records.JUDGED}
+    present = [i for i in implementations if i.absent is None or i.name in judged]
     # What cannot run here is shown as unjudged; it is no reason to fail a run that judged the others.
     standings = {
         implementation.name: summary.conformity([r for r in found if r.implementation == implementation.name])

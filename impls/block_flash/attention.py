@@ -49,7 +49,8 @@ def attention(
       q: queries `[B, T, N, H]`.
       k: keys `[B, S, K, H]`, `N % K == 0`.
       v: values `[B, S, K, V]`.
-      mask: which pairs may attend; an `Indexer` in it may be traced, and has no block left out.
+      mask: which pairs may attend; an `Indexer` in it may be traced: a block of it that has no selected key is left out
+        at run time.
       segment_ids: int32 `[B, T]` and `[B, S]`; a pair attends only where they are equal.
       soft_cap: logits become `soft_cap * tanh(logits / soft_cap)`.
       sinks: `[N]`, one more logit in each query head's softmax denominator.

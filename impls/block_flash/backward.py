@@ -8,6 +8,7 @@ Dao 2023, arXiv:2307.08691, algorithm 2, extended by the cotangent of `logsumexp
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import jax
@@ -26,10 +27,20 @@ from impls.block_flash.blocks import (
     product,
     put,
     take,
+    unless_empty,
 )
 from impls.block_flash.forward import finite_or_zero
 from impls.block_flash.schedule import Places, Plan
 from impls.varying import varying_axes, varying_over
+
+
+class _Parts(NamedTuple):
+    """What one pair of blocks adds, f32."""
+
+    dq: jax.Array  # [B, K, G, block_q, H]
+    dk: jax.Array  # [B, K, block_kv, H]
+    dv: jax.Array  # [B, K, block_kv, V]
+    logits: jax.Array | None  # gradient of the logits, [B, K, G, block_q, block_kv]; only where there is a bias
 
 
 class _Gradients(NamedTuple):
@@ -54,7 +65,7 @@ def backward(
     row_sums = row_sums - d_logsumexp
     d_outs, shifts, rows = cut_queries(plan, d_out), cut_rows(plan, shift), cut_rows(plan, row_sums)
 
-    def step(sums: _Gradients, pair: Places) -> tuple[_Gradients, None]:
+    def parts(pair: Places) -> _Parts:
         block = compute_pair(plan, blocks, pair)
         dtype = block.q.dtype
         do = take(d_outs, pair.q)
@@ -68,11 +79,15 @@ def backward(
         rounded = dx.astype(dtype)
         dq = product("bkgts,bksh->bkgth", rounded, block.k)
         dk = product("bkgts,bkgth->bksh", rounded, block.q)
+        return _Parts(dq, dk, dv, None if blocks.bias is None else dx)
+
+    def step(sums: _Gradients, pair: Places) -> tuple[_Gradients, None]:
+        found = unless_empty(plan, blocks, pair, functools.partial(parts, pair), nothing)
         return _Gradients(
-            q=put(sums.q, take(sums.q, pair.q) + dq, pair.q),
-            k=put(sums.k, take(sums.k, pair.kv) + dk, pair.kv),
-            v=put(sums.v, take(sums.v, pair.kv) + dv, pair.kv),
-            bias=None if sums.bias is None else _add_bias(plan, sums.bias, dx, pair),
+            q=put(sums.q, take(sums.q, pair.q) + found.dq, pair.q),
+            k=put(sums.k, take(sums.k, pair.kv) + found.dk, pair.kv),
+            v=put(sums.v, take(sums.v, pair.kv) + found.dv, pair.kv),
+            bias=_add_bias(plan, sums.bias, found.logits, pair),
         ), None
 
     sums = _Gradients(
@@ -81,7 +96,13 @@ def backward(
         v=_zeros(blocks.v),
         bias=None if blocks.bias is None else _zeros(blocks.bias),
     )
-    sums = varying_over(sums, varying_axes(operands))
+    nothing = _Parts(
+        dq=jnp.zeros(blocks.q.shape[1:], jnp.float32),
+        dk=jnp.zeros(blocks.k.shape[1:], jnp.float32),
+        dv=jnp.zeros(blocks.v.shape[1:], jnp.float32),
+        logits=None if blocks.bias is None else jnp.zeros((*blocks.q.shape[1:-1], plan.block_kv), jnp.float32),
+    )
+    sums, nothing = varying_over((sums, nothing), varying_axes(operands))
     pairs = plan.schedule.pairs
     if len(pairs.q):
         sums, _ = lax.scan(step, sums, jax.tree.map(jnp.asarray, pairs))
@@ -100,7 +121,9 @@ def _zeros(x: jax.Array) -> jax.Array:
     return jnp.zeros(x.shape, jnp.float32)
 
 
-def _add_bias(plan: Plan, total: jax.Array, dx: jax.Array, pair: Places) -> jax.Array:
+def _add_bias(plan: Plan, total: jax.Array | None, dx: jax.Array | None, pair: Places) -> jax.Array | None:
+    if total is None or dx is None:
+        return None
     start, size = bias_corner(plan, total, pair)
     broadcast = tuple(axis for axis, (n, m) in enumerate(zip(size, dx.shape, strict=True)) if n < m)
     update = lax.dynamic_slice(total, start, size) + dx.sum(axis=broadcast, keepdims=True)

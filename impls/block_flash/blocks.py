@@ -7,13 +7,16 @@ head `k`.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from impls.block_flash.schedule import Places, Plan, formula
+
+Result = TypeVar("Result")
 
 
 class Operands(NamedTuple):
@@ -156,6 +159,18 @@ def compute_pair(plan: Plan, blocks: Blocks, pair: Places) -> Pair:
     if allowed is not None:
         logits = jnp.where(allowed, logits, -jnp.inf)
     return Pair(q, k, v, allowed, logits, slope)
+
+
+def unless_empty(plan: Plan, blocks: Blocks, pair: Places, compute: Callable[[], Result], empty: Result) -> Result:
+    """What `compute` gives of a pair of blocks, or `empty` if a selection made at run time leaves nothing of it.
+
+    Under `vmap` over selections both are computed, since then a pair may be empty for one and not for another.
+    """
+    if blocks.selected is None:
+        return compute()
+    some = lax.dynamic_slice(blocks.selected, *bias_corner(plan, blocks.selected, pair)).any()
+    found: Result = lax.cond(some, compute, lambda: empty)
+    return found
 
 
 def _allowed(plan: Plan, blocks: Blocks, pair: Places) -> jax.Array | None:

@@ -6,13 +6,24 @@ Dao 2023, arXiv:2307.08691 (blocks, normalisation once at the end).
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from impls.block_flash.blocks import Operands, compute_pair, cut, join_queries, join_rows, product, put, take
+from impls.block_flash.blocks import (
+    Operands,
+    compute_pair,
+    cut,
+    join_queries,
+    join_rows,
+    product,
+    put,
+    take,
+    unless_empty,
+)
 from impls.block_flash.schedule import Places, Plan
 from impls.varying import varying_axes, varying_over
 
@@ -43,15 +54,18 @@ def forward(plan: Plan, operands: Operands) -> Outputs:
     blocks = cut(plan, operands)
     rows = blocks.q.shape[:-1]
 
-    def step(running: _Running, pair: Places) -> tuple[_Running, None]:
+    def add(old: _Running, pair: Places) -> _Running:
         block = compute_pair(plan, blocks, pair)
-        old = _Running(*(take(x, pair.q) for x in running))
         maximum = jnp.maximum(old.maximum, block.logits.max(axis=-1))
         shift = finite_or_zero(maximum)
         weights = jnp.exp(block.logits - shift[..., None])
         decay = jnp.exp(old.maximum - shift)
         update = product("bkgts,bksv->bkgtv", weights.astype(block.v.dtype), block.v)
-        new = _Running(maximum, old.total * decay + weights.sum(axis=-1), old.out * decay[..., None] + update)
+        return _Running(maximum, old.total * decay + weights.sum(axis=-1), old.out * decay[..., None] + update)
+
+    def step(running: _Running, pair: Places) -> tuple[_Running, None]:
+        old = _Running(*(take(x, pair.q) for x in running))
+        new = unless_empty(plan, blocks, pair, functools.partial(add, old, pair), old)
         return _Running(*(put(x, y, pair.q) for x, y in zip(running, new, strict=True))), None
 
     running = _Running(

@@ -1,4 +1,4 @@
-"""Flash attention for GPUs: the public call, its derivative rule, and what it declares."""
+"""Flash attention for GPUs: the public call and its derivative rule."""
 
 from __future__ import annotations
 
@@ -12,22 +12,20 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from cases.masks import Full, Indexer, Mask, leaves
-from conformance.contract import Arithmetic, Implementation, validate_mask, validate_operands
+from conformance.contract import validate_mask, validate_operands
 from impls.flash_gpu import mosaic_forward
+from impls.flash_gpu.backends import Backend, choose
 from impls.flash_gpu.backward import backward
-from impls.flash_gpu.block_sizes import BlockSizes, Tiles, look_up
+from impls.flash_gpu.block_sizes import BlockSizes, look_up
 from impls.flash_gpu.forward import Outputs, forward
 from impls.flash_gpu.operands import Operands
-from impls.flash_gpu.schedule import Backend, Plan
-from impls.flash_gpu.tuning import tunable
+from impls.flash_gpu.schedule import Plan
 from impls.varying import varying_axes, varying_over
-from impls.versions import device_kind, interpret_or, runs_on
+from impls.versions import device_kind, interpret_or
 
 Products = Literal["exact", "tf32"]
 
 UNSUPPORTED = {"indexer": "finds the tiles to visit before the program runs"}
-HOPPER = ("H100", "H200", "H20", "H800", "GH200")
-"""What kinds of Hopper GPUs are named by."""
 DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -73,8 +71,8 @@ def attention(
       block_sizes: tiles and launch of each kernel, by default those of `block_sizes.TABLE`; cut to the lengths.
       products: how f32 operands multiply on the GPU, exactly or rounded to tf32. An interpreter's products are exact.
       backend: of Pallas. `"triton"` serves Ampere to Blackwell, `"mosaic"` Hopper (`impls.flash_gpu.mosaic_launch`);
-        by default Mosaic on Hopper where it supports the call, else Triton. Triton also serves the backward pass of
-        depths that are too large for Mosaic's.
+        by default Mosaic for the kernels that were measured there to be right and faster, else Triton
+        (`impls.flash_gpu.backends`). Triton also serves the backward pass of depths beyond 128.
       interpret: run in an interpreter, by default wherever the process does not compute on a GPU: Pallas's fast one for
         Triton, JAX's interpreter of Mosaic GPU for Mosaic, which takes its parameters here instead of `True`.
 
@@ -114,39 +112,15 @@ def attention(
         interpret=interpret_or(interpret, "gpu"),
     )
     operands = jax.tree.map(jnp.asarray, Operands(q, k, v, bias, sinks, segment_ids))
-    plan = dataclasses.replace(plan, backend=choose_backend(backend, plan, operands))
+    plan = dataclasses.replace(plan, mosaic=choose(backend, plan, operands))
     outputs = _attend(plan, varying_over(operands, varying_axes(operands)))
     if not save_residuals:
         return outputs.out
     return outputs.out, {"logsumexp": outputs.logsumexp, "max_logits": outputs.max_logits}
 
 
-def choose_backend(backend: Backend | None, plan: Plan, operands: Operands) -> Backend:
-    """The back end of Pallas that serves the call: the one asked for, or the best.
-
-    Raises:
-      ValueError: there is no such back end.
-      NotImplementedError: Mosaic is asked for, and does not support the call or the GPU.
-    """
-    if backend not in (None, "triton", "mosaic"):
-        raise ValueError(f"backend must be 'triton', 'mosaic' or None (automatic), got {backend!r}")
-    if backend == "triton" or (backend is None and plan.interpret):
-        return "triton"
-    kind = device_kind("gpu")
-    reason = mosaic_forward.limits(plan, operands)
-    if not plan.interpret and not any(name in kind for name in HOPPER):
-        reason = f"GPUs other than Hopper, which {kind or 'this device'!r} is not"
-    if reason is None:
-        return "mosaic"
-    if backend is None:
-        return "triton"
-    raise NotImplementedError(
-        f"flash_gpu does not support backend='mosaic' for {reason}; take backend='triton' or None"
-    )
-
-
 def _run_forward(plan: Plan, operands: Operands) -> Outputs:
-    run = mosaic_forward.forward if plan.backend == "mosaic" else forward
+    run = mosaic_forward.forward if "forward" in plan.mosaic else forward
     return run(plan, operands)
 
 
@@ -172,54 +146,3 @@ _flash.defvjp(_flash_forward, _flash_backward)
 
 # Jitted so that calls outside `jit` compile once for each plan, not once a call.
 _attend = jax.jit(_flash, static_argnums=0)
-
-
-def same_tiles(block_q: int, block_kv: int) -> BlockSizes:
-    """The same tiles in every kernel."""
-    tiles = Tiles(block_q=block_q, block_kv=block_kv)
-    return BlockSizes(forward=tiles, dq=tiles, dkv=tiles)
-
-
-# Small, so that the usual cases of 100 to 400 tokens have several blocks each way, and unlike each other: a kernel that
-# takes another one's tiles shows.
-INTERPRETED = BlockSizes(
-    forward=Tiles(block_q=64, block_kv=64),
-    dq=Tiles(block_q=64, block_kv=64),
-    dkv=Tiles(block_q=64, block_kv=64),
-)
-_OTHER_BLOCKS = ((32, 32), (16, 128))
-
-
-def implementation(
-    name: str, *, products: Products = "exact", block_sizes: BlockSizes | None = None, on_gpu: bool | None = None
-) -> Implementation:
-    """Flash attention with these products and tiles under `name`, interpreted unless the process runs on a GPU."""
-    on_gpu = runs_on("gpu") if on_gpu is None else on_gpu
-    sizes = INTERPRETED if block_sizes is None and not on_gpu else block_sizes
-    call = functools.partial(attention, products=products)
-    return Implementation(
-        name=name,
-        call=functools.partial(call, block_sizes=sizes),
-        description=f"flash attention for GPUs in Pallas (Triton; Mosaic on Hopper), {products} products of f32",
-        unsupported=UNSUPPORTED,
-        arithmetic=Arithmetic(products="tf32" if products == "tf32" and on_gpu else "exact", probabilities="input"),
-        empty_rows="zero",
-        behind_mask="any",
-        validates=True,
-        platform="gpu",
-        interpreted=not on_gpu,
-        variants={
-            f"blocks_{q}_{kv}": functools.partial(call, block_sizes=same_tiles(q, kv)) for q, kv in _OTHER_BLOCKS
-        },
-        memory="linear",
-        native=functools.partial(call, interpret=False),
-        under_interpreter=lambda parameters: functools.partial(call, backend="mosaic", interpret=parameters),
-        checkpoint_names=("out", "logsumexp"),
-        tunable=tunable(call),
-    )
-
-
-IMPLEMENTATIONS: tuple[Implementation, ...] = (
-    implementation("flash_gpu"),
-    implementation("flash_gpu_tf32", products="tf32"),
-)

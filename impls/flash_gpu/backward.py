@@ -58,10 +58,9 @@ def backward(
     """
     weighted = (out.astype(jnp.float32) * d_out.astype(jnp.float32)).sum(axis=-1)
     rows = _Rows(d_out, finite_or_zero(logsumexp), weighted.transpose(0, 2, 1) - d_logsumexp)
-    on_hopper = mosaic_backward.supports(plan)
-    dk, dv = (mosaic_backward.keys_and_values if on_hopper else _keys_and_values)(plan, operands, rows)
+    dk, dv = (mosaic_backward.keys_and_values if "dkv" in plan.mosaic else _keys_and_values)(plan, operands, rows)
     return Operands(
-        q=(mosaic_backward.queries if on_hopper else _queries)(plan, operands, rows),
+        q=(mosaic_backward.queries if "dq" in plan.mosaic else _queries)(plan, operands, rows),
         k=dk,
         v=dv,
         bias=None if operands.bias is None else _bias(plan, operands, operands.bias, rows),

@@ -1,4 +1,4 @@
-"""How many queries and keys a kernel takes at a time, and with how many warps: one small table.
+"""How many queries and keys a kernel takes at a time, with how many warps, by which back end: one small table.
 
 Every entry says where it comes from. Those that were measured, each on one kind of device, are data in a file beside
 this one, which `python -m conformance tune --impl=flash_gpu` fills on a machine with a GPU. What the table asks for is
@@ -8,9 +8,14 @@ cut to the lengths of the call, so that a short call does not compute mostly pad
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any, Literal
 
 from conformance import tunable
+
+Kernel = Literal["forward", "dq", "dkv"]
+KERNELS: tuple[Kernel, ...] = ("forward", "dq", "dkv")
 
 # The smallest side of an operand of Triton's matrix product.
 SMALLEST = 16
@@ -50,17 +55,55 @@ class Tiles:
         )
 
 
+RING_BLOCKS = (64, 128)
+"""Rows of a tile of a Mosaic GPU kernel: whole products of a warpgroup, and no more than its registers hold."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Ring:
+    """How one Mosaic GPU kernel goes over the axis that it does not own: by a ring of tiles in shared memory.
+
+    Attributes:
+      block: queries or keys a tile, one of `RING_BLOCKS`. 64 spill no registers at depths up to 128, but for 44 bytes a
+        thread of dk and dv; 128 keys in the forward pass spill 408 bytes at depth 64 (`ptxas` of CUDA 13.0).
+      num_stages: tiles in flight, at least 2.
+      preferred: whether the kernel goes before Triton's, on a GPU and for a call that it supports. Only what was
+        measured says so: nobody has run these kernels on a GPU yet, and a kernel must be right where it is the default.
+    """
+
+    block: int = 64
+    num_stages: int = 2
+    preferred: bool = False
+
+    def __post_init__(self) -> None:
+        if self.block not in RING_BLOCKS:
+            raise ValueError(f"block must be one of {', '.join(map(str, RING_BLOCKS))}, got {self.block}")
+        if self.num_stages < 2:
+            raise ValueError(f"num_stages must be at least 2, got {self.num_stages}")
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BlockSizes:
-    """Tiles of the forward kernel, of the one for the gradient of q (and of the bias), and of the one for k and v."""
+    """Tiles of the forward kernel, of the one for the gradient of q (and of the bias), and of the one for k and v.
+
+    Triton's first, then those of Mosaic GPU.
+    """
 
     forward: Tiles
     dq: Tiles
     dkv: Tiles
+    mosaic_forward: Ring = Ring()
+    mosaic_dq: Ring = Ring()
+    mosaic_dkv: Ring = Ring()
+
+    def ring(self, kernel: Kernel) -> Ring:
+        """The ring of one Mosaic GPU kernel."""
+        return {"forward": self.mosaic_forward, "dq": self.mosaic_dq, "dkv": self.mosaic_dkv}[kernel]
 
     def cut_to(self, q_length: int, kv_length: int) -> BlockSizes:
-        """The same with tiles no larger than the lengths need."""
-        return BlockSizes(
+        """The same with Triton's tiles no larger than the lengths need; Mosaic's are filled up with zeros."""
+        return dataclasses.replace(
+            self,
             forward=self.forward.cut_to(q_length, kv_length),
             dq=self.dq.cut_to(q_length, kv_length),
             dkv=self.dkv.cut_to(q_length, kv_length),
@@ -93,14 +136,22 @@ def _sizes(forward: Tiles, dq: Tiles, dkv: Tiles) -> BlockSizes:
 MEASURED = Path(__file__).with_name("block_sizes.json")
 
 
+def from_settings(settings: Mapping[str, Mapping[str, Any]]) -> BlockSizes:
+    """Sizes out of plain data, whose names are those of `BlockSizes`, `Tiles` and `Ring`."""
+    sizes: dict[str, Any] = {
+        name: (Ring if name.startswith("mosaic_") else Tiles)(**setting) for name, setting in settings.items()
+    }
+    return BlockSizes(**sizes)
+
+
 def _measured() -> tuple[Entry, ...]:
-    """The entries of the file, their names of kernels and launches those of `BlockSizes` and `Tiles`."""
+    """The entries of the file."""
     return tuple(
         Entry(
             device=entry.device,
             max_depth=entry.key["max_depth"],
             max_itemsize=entry.key["max_itemsize"],
-            sizes=BlockSizes(**{kernel: Tiles(**tiles) for kernel, tiles in entry.settings.items()}),
+            sizes=from_settings(entry.settings),
             provenance=f"measured on {entry.device}, {entry.provenance['date']}, jax {entry.provenance['jax']}",
         )
         for entry in tunable.read(MEASURED)

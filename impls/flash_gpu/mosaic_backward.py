@@ -17,15 +17,12 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from impls.flash_gpu.mosaic_forward import allowed_keys, bring_keys
 from impls.flash_gpu.mosaic_launch import (
     COMPUTING,
-    SLOTS,
     Place,
     Shape,
-    array_of,
     common_inputs,
-    depths,
     launch,
     padded,
-    slot_of,
+    shape_of,
     tile,
 )
 from impls.flash_gpu.mosaic_tiles import (
@@ -39,17 +36,9 @@ from impls.flash_gpu.mosaic_tiles import (
     over_queries,
     product,
 )
-from impls.flash_gpu.operands import Operands
-from impls.flash_gpu.schedule import Axis, Plan
+from impls.flash_gpu.operands import Operands, array_of
+from impls.flash_gpu.schedule import Plan
 from impls.flash_gpu.tiles import exp
-
-DEEPEST = 128
-"""Head depth beyond which the sums of dk and dv, in f32, leave a warpgroup too few registers."""
-
-
-def supports(plan: Plan) -> bool:
-    """Whether these kernels serve the backward pass of a call that the forward kernel serves; else Triton does."""
-    return plan.backend == "mosaic" and max(depths(plan)) <= DEEPEST
 
 
 def _inputs(plan: Plan, shape: Shape, operands: Operands, rows: Any) -> dict[str, jax.Array]:
@@ -59,11 +48,14 @@ def _inputs(plan: Plan, shape: Shape, operands: Operands, rows: Any) -> dict[str
     return inputs | {name: padded(getattr(rows, name), {2: length}) for name in ("shift", "row_sums")}
 
 
-def _scratch(plan: Plan, shape: Shape, dtype: Any) -> dict[str, Any]:
-    """Shared memory and barriers of a program, by name: tiles of what it owns, and of what it visits."""
-    own, other = (COMPUTING, ROWS), (SLOTS, shape.visited)
+def scratch_of(shape: Shape, dtype: Any, *, segmented: bool) -> dict[str, Any]:
+    """Shared memory and barriers of a program, by name: tiles of what it owns, and of what it visits.
+
+    Gradients leave in the tiles of what they are gradients of, which nobody reads any more by then.
+    """
+    own, other = (COMPUTING, ROWS), (shape.slots, shape.visited)
     queries, keys = (own, other) if shape.axis == "q" else (other, own)
-    ids = int(plan.segmented)
+    ids = int(segmented)
     of_queries, of_keys = 4 + ids, 1 + ids  # q, d_out, shift, row_sums; k
     scratch: dict[str, Any] = {
         "q_tile": tile(dtype, *queries, shape.head_dim),
@@ -75,10 +67,12 @@ def _scratch(plan: Plan, shape: Shape, dtype: Any) -> dict[str, Any]:
         "q_here": plgpu.Barrier(num_arrivals=of_queries, num_barriers=queries[0]),
         "k_here": plgpu.Barrier(num_arrivals=of_keys, num_barriers=keys[0]),
         "v_here": plgpu.Barrier(num_barriers=keys[0]),
-        "free": plgpu.Barrier(num_arrivals=COMPUTING, num_barriers=SLOTS),
+        "free": plgpu.Barrier(num_arrivals=COMPUTING, num_barriers=shape.slots),
     }
-    if plan.segmented:
+    if segmented:
         scratch |= {"q_ids_tile": plgpu.SMEM(queries, jnp.int32), "kv_ids_tile": plgpu.SMEM(keys, jnp.int32)}
+    if shape.axis == "q":
+        scratch["k_seen"] = tile(dtype, COMPUTING, shape.visited, shape.head_dim)
     return scratch
 
 
@@ -96,11 +90,8 @@ def _bring_queries(place: Place, start: Any, size: int, head: Any, slot: Any) ->
 
 def queries(plan: Plan, operands: Operands, rows: Any) -> jax.Array:
     """Gradient of q, `[B, T, N, H]`; `rows` as in `impls.flash_gpu.backward`."""
-    shape, dtype = _shape(plan, "q"), operands.q.dtype
+    shape, dtype = shape_of(plan, "dq"), operands.q.dtype
     inputs = _inputs(plan, shape, operands, rows)
-    scratch = _scratch(plan, shape, dtype)
-    scratch["k_seen"] = tile(dtype, COMPUTING, shape.visited, shape.head_dim)
-    scratch["dq_tile"] = tile(dtype, COMPUTING, ROWS, shape.head_dim)
     (dq,) = launch(
         _dq_program,
         plan,
@@ -108,13 +99,9 @@ def queries(plan: Plan, operands: Operands, rows: Any) -> jax.Array:
         inputs,
         name="flash_gpu_mosaic_dq",
         outputs=(array_of(inputs["q"].shape, dtype),),
-        scratch=scratch,
+        scratch=scratch_of(shape, dtype, segmented=plan.segmented),
     )
     return dq[:, : plan.q_length, :, : plan.head_dim]
-
-
-def _shape(plan: Plan, axis: Axis) -> Shape:
-    return Shape(axis, ROWS, *depths(plan))
 
 
 def _dq_program(inputs: dict[str, Any], outputs: Any, scratch: dict[str, Any], place: Place) -> None:
@@ -130,7 +117,7 @@ def _dq_program(inputs: dict[str, Any], outputs: Any, scratch: dict[str, Any], p
         plgpu.set_max_registers(232, action="increase")
         mine = place.warpgroup
         dq = _dq(place)
-        ready = scratch["dq_tile"].at[mine]
+        ready = scratch["q_tile"].at[mine]
         ready[...] = (dq * jnp.float32(place.plan.scale)).astype(outputs[0].dtype)
         plgpu.commit_smem()  # type: ignore[no-untyped-call] # untyped upstream
         plgpu.copy_smem_to_gmem(ready, outputs[0].at[place.batch, pl.ds(place.start, ROWS), place.head])
@@ -146,7 +133,7 @@ def _dq(place: Place) -> jax.Array:
     shift, row_sums = scratch["shift_tile"].at[mine][...], scratch["row_sums_tile"].at[mine][...]
 
     def visit(masked: bool, at: Any, dq: jax.Array) -> jax.Array:
-        slot = slot_of(at)
+        slot = place.slot(at)
         plgpu.barrier_wait(scratch["k_here"].at[slot])
         k = scratch["k_tile"].at[slot]
         z, slope = bent(plan, product(plan, q, k, transposed=True))
@@ -176,11 +163,8 @@ def _dq(place: Place) -> jax.Array:
 
 def keys_and_values(plan: Plan, operands: Operands, rows: Any) -> tuple[jax.Array, jax.Array]:
     """Gradients of k and v, `[B, S, K, .]`."""
-    shape, dtype = _shape(plan, "kv"), operands.k.dtype
+    shape, dtype = shape_of(plan, "dkv"), operands.k.dtype
     inputs = _inputs(plan, shape, operands, rows)
-    scratch = _scratch(plan, shape, dtype)
-    scratch["dk_tile"] = tile(dtype, COMPUTING, ROWS, shape.head_dim)
-    scratch["dv_tile"] = tile(dtype, COMPUTING, ROWS, shape.v_head_dim)
     dk, dv = launch(
         _dkv_program,
         plan,
@@ -188,7 +172,7 @@ def keys_and_values(plan: Plan, operands: Operands, rows: Any) -> tuple[jax.Arra
         inputs,
         name="flash_gpu_mosaic_dkv",
         outputs=(array_of(inputs["k"].shape, dtype), array_of(inputs["v"].shape, dtype)),
-        scratch=scratch,
+        scratch=scratch_of(shape, dtype, segmented=plan.segmented),
     )
     return dk[:, : plan.kv_length, :, : plan.head_dim], dv[:, : plan.kv_length, :, : plan.v_head_dim]
 
@@ -219,8 +203,8 @@ def _dkv_program(inputs: dict[str, Any], outputs: Any, scratch: dict[str, Any], 
         plgpu.barrier_wait(v_here)
         dk, dv = _sums_of_group(place, group, total)
         for ready, sums, out in (
-            (scratch["dk_tile"].at[mine], dk * jnp.float32(place.plan.scale), outputs[0]),
-            (scratch["dv_tile"].at[mine], dv, outputs[1]),
+            (scratch["k_tile"].at[mine], dk * jnp.float32(place.plan.scale), outputs[0]),
+            (scratch["v_tile"].at[mine], dv, outputs[1]),
         ):
             ready[...] = sums.astype(out.dtype)
             plgpu.commit_smem()  # type: ignore[no-untyped-call] # untyped upstream
@@ -234,7 +218,7 @@ def _sums_of_group(place: Place, group: Any, total: Any) -> tuple[jax.Array, jax
     k, v = scratch["k_tile"].at[mine], scratch["v_tile"].at[mine]
 
     def visit(masked: bool, base: Any, at: Any, sums: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        slot = slot_of(base + at)
+        slot = place.slot(base + at)
         plgpu.barrier_wait(scratch["q_here"].at[slot])
         q, d_out = scratch["q_tile"].at[slot], scratch["d_out_tile"].at[slot]
         z, slope = bent(plan, product(plan, k, q, transposed=True))

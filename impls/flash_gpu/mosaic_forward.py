@@ -17,22 +17,14 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from impls.flash_gpu import mosaic_launch
 from impls.flash_gpu.forward import Outputs
 from impls.flash_gpu.mosaic_launch import (
     COMPUTING,
-    LANES,
-    OWNED,
-    RESERVED,
-    SHARED_MEMORY,
-    SLOTS,
     Place,
     Shape,
-    array_of,
     common_inputs,
-    depths,
     launch,
-    slot_of,
+    shape_of,
     tile,
 )
 from impls.flash_gpu.mosaic_tiles import (
@@ -47,32 +39,14 @@ from impls.flash_gpu.mosaic_tiles import (
     product,
     weigh,
 )
-from impls.flash_gpu.operands import Operands
+from impls.flash_gpu.operands import Operands, array_of
 from impls.flash_gpu.schedule import Plan
 from impls.flash_gpu.tiles import exp, finite_or_zero
 
 
-def shape_of(plan: Plan) -> Shape:
-    """Tiles for the depths of the problem."""
-    deep = depths(plan)
-    return Shape("q", 128 if max(deep) <= LANES else 64, *deep)
-
-
-def limits(plan: Plan, operands: Operands) -> str | None:
-    """What the kernel does not support of a call, or None if it supports all of it."""
-    shape = shape_of(plan)
-    both = shape.head_dim + shape.v_head_dim
-    need = 2 * (OWNED * both + SLOTS * shape.visited * both + COMPUTING * shape.visited * shape.v_head_dim)
-    if (reason := mosaic_launch.limits(plan, operands)) is not None:
-        return reason
-    if need > SHARED_MEMORY - RESERVED:
-        return f"head depths {plan.head_dim} and {plan.v_head_dim}: tiles take {need} bytes of {SHARED_MEMORY}"
-    return None
-
-
 def forward(plan: Plan, operands: Operands) -> Outputs:
     """Attention of `operands`, with nothing in memory beyond operands, outputs and schedule."""
-    shape, dtype = shape_of(plan), operands.q.dtype
+    shape, dtype = shape_of(plan, "forward"), operands.q.dtype
     batch, q_length, num_q_heads, _ = operands.q.shape
     inputs = common_inputs(plan, shape, operands)
     if operands.sinks is not None:
@@ -85,30 +59,31 @@ def forward(plan: Plan, operands: Operands) -> Outputs:
         inputs,
         name="flash_gpu_mosaic_forward",
         outputs=(array_of((*inputs["q"].shape[:3], shape.v_head_dim), dtype), rows, rows),
-        scratch=_scratch(plan, shape, dtype),
+        scratch=scratch_of(shape, dtype, segmented=plan.segmented),
     )
     return Outputs(out[:, :q_length, :, : plan.v_head_dim], logsumexp[:, :, :q_length], max_logits[:, :, :q_length])
 
 
-def _scratch(plan: Plan, shape: Shape, dtype: Any) -> dict[str, Any]:
+def scratch_of(shape: Shape, dtype: Any, *, segmented: bool) -> dict[str, Any]:
     """Shared memory and barriers of a program, by name."""
-    ids = int(plan.segmented)
+    ids = int(segmented)
     scratch: dict[str, Any] = {
         "q_tile": tile(dtype, COMPUTING, ROWS, shape.head_dim),
-        "out_tile": tile(dtype, COMPUTING, ROWS, shape.v_head_dim),
-        "k_tile": tile(dtype, SLOTS, shape.visited, shape.head_dim),
-        "v_tile": tile(dtype, SLOTS, shape.visited, shape.v_head_dim),
+        "k_tile": tile(dtype, shape.slots, shape.visited, shape.head_dim),
+        "v_tile": tile(dtype, shape.slots, shape.visited, shape.v_head_dim),
         "v_seen": tile(dtype, COMPUTING, shape.visited, shape.v_head_dim),
         "logsumexp_tile": plgpu.SMEM((COMPUTING, ROWS), jnp.float32),
         "max_tile": plgpu.SMEM((COMPUTING, ROWS), jnp.float32),
         "q_here": plgpu.Barrier(num_arrivals=1 + ids, num_barriers=COMPUTING),
-        "k_here": plgpu.Barrier(num_arrivals=1 + ids, num_barriers=SLOTS),
-        "v_here": plgpu.Barrier(num_barriers=SLOTS),
-        "free": plgpu.Barrier(num_arrivals=COMPUTING, num_barriers=SLOTS),
+        "k_here": plgpu.Barrier(num_arrivals=1 + ids, num_barriers=shape.slots),
+        "v_here": plgpu.Barrier(num_barriers=shape.slots),
+        "free": plgpu.Barrier(num_arrivals=COMPUTING, num_barriers=shape.slots),
     }
-    if plan.segmented:
+    if shape.head_dim != shape.v_head_dim:
+        scratch["out_tile"] = tile(dtype, COMPUTING, ROWS, shape.v_head_dim)
+    if segmented:
         scratch["q_ids_tile"] = plgpu.SMEM((COMPUTING, ROWS), jnp.int32)
-        scratch["kv_ids_tile"] = plgpu.SMEM((SLOTS, shape.visited), jnp.int32)
+        scratch["kv_ids_tile"] = plgpu.SMEM((shape.slots, shape.visited), jnp.int32)
     return scratch
 
 
@@ -132,7 +107,7 @@ def _program(inputs: dict[str, Any], outputs: Any, scratch: dict[str, Any], plac
         some = softmax.total > 0
         total = jnp.where(some, softmax.total, 1.0)
         scratch["logsumexp_tile"].at[mine][...] = jnp.where(some, softmax.maximum + jnp.log(total), -jnp.inf)
-        ready = scratch["out_tile"].at[mine]
+        ready = scratch.get("out_tile", scratch["q_tile"]).at[mine]  # nobody reads the queries any more
         ready[...] = (softmax.out / over_keys(total, place.shape.v_head_dim)).astype(out.dtype)
         plgpu.commit_smem()  # type: ignore[no-untyped-call] # untyped upstream
         rows = pl.ds(place.start, ROWS)
@@ -179,7 +154,7 @@ def _softmax(place: Place) -> Softmax:
     plgpu.barrier_wait(q_here)
 
     def visit(masked: bool, at: Any, softmax: Softmax) -> Softmax:
-        slot = slot_of(at)
+        slot = place.slot(at)
         plgpu.barrier_wait(scratch["k_here"].at[slot])
         z, _ = bent(plan, product(plan, q, scratch["k_tile"].at[slot], transposed=True))
         may = allowed_keys(place, at, slot) if masked else None

@@ -2,12 +2,25 @@
 
 Two warpgroups compute, a third fetches the tiles ahead of them by TMA into a ring of shared memory. A slot is filled
 again once both computing warpgroups have let go of it (Shah et al. 2024, arXiv:2407.08608).
+
+What JAX's interpreter does not run, and what it rests on (lowering of jax 0.10.2, and the PTX that it gives):
+
+  - A barrier counts one arrival for each copy that ends in it, and one of every thread for each warpgroup that lets go.
+    A thread arrives after its own `wgmma` has ended, so a slot is free when all of them have read it.
+  - No `wgmma` is in flight when its accumulator, or anything that it read, is touched: reading an accumulator waits for
+    it, and so does the end of `run_state`.
+  - A store to shared memory begins and ends with a barrier of the warpgroup, which Mosaic GPU adds. `commit_smem` comes
+    between it and the `wgmma` or the copy that reads it.
+  - Arrays are filled up to whole tiles, so no copy begins or ends beyond one; tiles start at multiples of 1024 bytes
+    and of 8 rows, as the swizzle of 128 bytes needs, and rows of every array at multiples of 16 bytes, as TMA does.
+  - Warpgroups take different branches around copies and barriers, threads of one never do.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -18,11 +31,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from cases.masks import Dense, leaves
-from impls.flash_gpu.block_sizes import Tiles
+from impls.flash_gpu.block_sizes import Kernel, Ring, Tiles
 from impls.flash_gpu.mosaic_tiles import ROWS
 from impls.flash_gpu.operands import Operands
 from impls.flash_gpu.schedule import KINDS, Axis, Plan, Visits
+from impls.varying import varying_axes, varying_over
 from impls.versions import mosaic_call
 
 COMPUTING = 2
@@ -31,29 +44,36 @@ OWNED = COMPUTING * ROWS
 """Rows of the axis that a program owns, queries or keys."""
 LANES = 64
 """Head depths are padded to a multiple: the widest swizzle, 128 bytes, of two-byte elements."""
-SLOTS = 2
-"""Tiles of each kind in flight."""
 SHARED_MEMORY = 227 * 1024
 """Bytes that a block may have on Hopper (CUDA C++ programming guide, "Compute capabilities")."""
 RESERVED = 4096
-"""Bytes of barriers, values of a row and reductions, beside the tiles."""
+"""Bytes of barriers and reductions, beside what is asked for by name."""
+_ALIGNMENT = 1024  # of each of these, which is what swizzled tiles need
 
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """Sizes of a kernel's tiles: reasoned from shared memory and registers, timed on no GPU.
+    """Sizes of a kernel's tiles.
 
     Attributes:
       axis: which axis a program owns `OWNED` of.
       visited: of the other axis, a tile.
+      slots: tiles of each kind in flight.
       head_dim: of q and k, padded.
       v_head_dim: of v, padded.
     """
 
     axis: Axis
     visited: int
+    slots: int
     head_dim: int
     v_head_dim: int
+
+    @classmethod
+    def of(cls, kernel: Kernel, ring: Ring, head_dim: int, v_head_dim: int) -> Shape:
+        """The shape of a kernel for these head depths."""
+        axis: Axis = "kv" if kernel == "dkv" else "q"
+        return cls(axis, ring.block, ring.num_stages, up(head_dim, LANES), up(v_head_dim, LANES))
 
     @property
     def tiles(self) -> Tiles:
@@ -63,20 +83,16 @@ class Shape:
         return Tiles(block_q=self.visited, block_kv=OWNED)
 
 
-def depths(plan: Plan) -> tuple[int, int]:
-    """Head depths of keys and of values, padded."""
-    return up(plan.head_dim, LANES), up(plan.v_head_dim, LANES)
+def shape_of(plan: Plan, kernel: Kernel) -> Shape:
+    """The shape of a kernel for the plan."""
+    return Shape.of(kernel, plan.sizes.ring(kernel), plan.head_dim, plan.v_head_dim)
 
 
-def limits(plan: Plan, operands: Operands) -> str | None:
-    """What none of the kernels supports of a call, or None if it supports all of it."""
-    if operands.q.dtype not in (jnp.bfloat16, jnp.float16):
-        return f"q, k and v in {operands.q.dtype}: it multiplies bfloat16 and float16"
-    if operands.bias is not None:
-        return "bias"
-    if any(isinstance(leaf, Dense) for leaf in leaves(plan.mask)):
-        return "masks that are arrays, only those that are formulas"
-    return None
+def shared_bytes(scratch: dict[str, Any]) -> int:
+    """Shared memory of a program with these buffers and barriers."""
+    buffers = (x for x in scratch.values() if not isinstance(x, plgpu.Barrier))
+    sizes = (math.prod(x.shape) * jnp.dtype(x.dtype).itemsize for x in buffers)
+    return sum(up(size, _ALIGNMENT) for size in sizes) + RESERVED
 
 
 def common_inputs(plan: Plan, shape: Shape, operands: Operands) -> dict[str, jax.Array]:
@@ -123,15 +139,19 @@ def launch(
     owned, heads = (
         (inputs["q"].shape[1], plan.num_q_heads) if shape.axis == "q" else (inputs["k"].shape[1], plan.num_kv_heads)
     )
-    return mosaic_call(
+    found = mosaic_call(
         body,
         name=name,
-        grid={"block": owned // OWNED, "head": heads, "batch": inputs["q"].shape[0]},
+        # The last one is the fastest: programs that run at once share the keys of a head, which stay in the cache.
+        grid={"batch": inputs["q"].shape[0], "head": heads, "block": owned // OWNED},
         warpgroups=COMPUTING + 1,
         outputs=outputs,
         scratch=scratch,
         interpret=plan.interpret,
     )(*inputs.values())
+    # Under `shard_map`, outputs differ over the mesh axes that the operands do, which the call does not say.
+    marked: tuple[jax.Array, ...] = varying_over(found, varying_axes(inputs))
+    return marked
 
 
 @dataclasses.dataclass(frozen=True)
@@ -186,13 +206,17 @@ class Place:
         table = self.inputs["table"]
         return table[self.batch if table.shape[0] > 1 else 0, 0, self.block, column]
 
+    def slot(self, at: Any) -> Any:
+        """The slot of a step."""
+        return lax.rem(at, jnp.int32(self.shape.slots))
+
     def fetch(self, total: Any, bring: Callable[[Any, Any], None]) -> None:
         """`bring(step, slot)` for each step, into a slot that both computing warpgroups have let go of."""
 
         def step(at: Any, _: None) -> None:
-            slot = slot_of(at)
+            slot = self.slot(at)
 
-            @pl.when(at >= SLOTS)
+            @pl.when(at >= self.shape.slots)
             def _free() -> None:
                 plgpu.barrier_wait(self.scratch["free"].at[slot])
 
@@ -201,7 +225,7 @@ class Place:
                 bring(at, slot)
 
         # The last turns only wait: a program does not end before its barriers are where they began.
-        lax.fori_loop(jnp.int32(0), total + SLOTS, step, None)
+        lax.fori_loop(jnp.int32(0), total + self.shape.slots, step, None)
 
     def let_go(self, slot: Any, *, read_as_values: bool = False) -> None:
         """This warpgroup is done with a slot.
@@ -214,19 +238,9 @@ class Place:
         plgpu.barrier_arrive(self.scratch["free"].at[slot])
 
 
-def slot_of(at: Any) -> Any:
-    """The slot of a step."""
-    return lax.rem(at, jnp.int32(SLOTS))
-
-
 def tile(dtype: Any, *sizes: int) -> Any:
     """Tiles in shared memory, as TMA writes them and `wgmma` reads them."""
     return plgpu.SMEM(sizes, dtype, transforms=(plgpu.TilingTransform((8, LANES)), plgpu.SwizzleTransform(128)))
-
-
-def array_of(shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
-    """Shape and dtype of an output."""
-    return jax.ShapeDtypeStruct(shape, dtype)  # type: ignore[no-untyped-call] # JAX leaves it untyped
 
 
 @functools.lru_cache(maxsize=64)

@@ -9,17 +9,19 @@ from typing import Any, Literal
 import numpy as np
 
 from cases.masks import EMPTY, FULL, PARTIAL, Dense, Lengths, Mask, leaves
-from impls.flash_gpu.block_sizes import BlockSizes, Tiles, padded
+from impls.flash_gpu.block_sizes import BlockSizes, Kernel, Tiles, padded
 
 Axis = Literal["q", "kv"]
-Backend = Literal["triton", "mosaic"]
 Kind = Literal["full", "partial"]
 KINDS: tuple[Kind, Kind] = ("full", "partial")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Plan:
-    """Static part of one attention problem. Equal plans share one compiled function, so it is compared by value."""
+    """Static part of one attention problem. Equal plans share one compiled function, so it is compared by value.
+
+    `mosaic` names the kernels that run on Mosaic GPU; the others run on Triton.
+    """
 
     mask: Mask
     num_q_heads: int
@@ -34,7 +36,7 @@ class Plan:
     exact: bool
     sizes: BlockSizes
     interpret: Any
-    backend: Backend = "triton"
+    mosaic: frozenset[Kernel] = frozenset()
 
     @property
     def group(self) -> int:

@@ -1,4 +1,8 @@
-"""What may be tuned: the tiles and the launch of each of the three Triton kernels, one kernel after the other."""
+"""What may be tuned: the launch of each kernel, first by Triton, then by Mosaic GPU, one kernel after the other.
+
+A ring of a Mosaic kernel competes with Triton's kernel as it was just tuned, and is preferred from then on if it wins.
+So one table says which back end computes a kernel.
+"""
 
 from __future__ import annotations
 
@@ -8,37 +12,48 @@ import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import jax
-
+from cases import mask_spec
 from cases.case import Case
 from cases.inputs import DTYPES
 from conformance.tunable import Knob, Setting, Settings, Tunable
-from impls.flash_gpu.block_sizes import MEASURED, BlockSizes, Tiles, look_up
+from impls.flash_gpu.backends import limits, misfits
+from impls.flash_gpu.block_sizes import MEASURED, RING_BLOCKS, BlockSizes, Kernel, Ring, from_settings, look_up
+from impls.versions import device_kind
 
 _SIDES = (32, 64, 128)
 _WARPS = (4, 8)
+_IN_FLIGHT = (2, 3, 4)
 # Shared memory that tiles in flight may take, in bytes, of the largest GPU; whether a candidate fits is for the
 # compiler to say, this leaves out those that no GPU takes.
 _MOST_SHARED = 256 << 10
 # Depths and dtypes that tables have entries for: the field's usual ones. Lengths as benchmarks have them.
 _TUNED_ON = (("bf16", 64), ("bf16", 128), ("bf16", 256), ("f32", 64), ("f32", 128))
 _LENGTH, _WIDTH = 4096, 1024
+_PHASES: dict[Kernel, str] = {"forward": "forward", "dkv": "forward+backward", "dq": "forward+backward"}
 
 
 def tunable(call: Callable[..., Any]) -> Tunable:
-    """What may be tuned of `call`, which takes `block_sizes` and `backend`: the table is of Triton's tiles."""
+    """What may be tuned of `call`, which takes `block_sizes`."""
 
     def with_settings(settings: Settings) -> Callable[..., Any]:
-        sizes = BlockSizes(**{name: Tiles(**tiles) for name, tiles in settings.items()})
-        return functools.partial(call, block_sizes=sizes, backend="triton")
+        return functools.partial(call, block_sizes=from_settings(settings))
 
+    triton = (
+        Knob(
+            name=kernel,
+            phase=phase,
+            candidates=functools.partial(_tiles, stages=(2, 3) if kernel == "forward" else (1, 2)),
+            given={f"mosaic_{kernel}": dataclasses.asdict(Ring(preferred=False))},
+        )
+        for kernel, phase in _PHASES.items()
+    )
+    mosaic = (
+        Knob(name=f"mosaic_{kernel}", phase=phase, candidates=functools.partial(_rings, kernel=kernel))
+        for kernel, phase in _PHASES.items()
+    )
     return Tunable(
-        knobs=(
-            Knob(name="forward", phase="forward", candidates=functools.partial(_candidates, stages=(2, 3))),
-            Knob(name="dkv", phase="forward+backward", candidates=functools.partial(_candidates, stages=(1, 2))),
-            Knob(name="dq", phase="forward+backward", candidates=functools.partial(_candidates, stages=(1, 2))),
-        ),
-        settings=_in_force,
+        knobs=(*triton, *mosaic),
+        settings=lambda case: dataclasses.asdict(_in_force(case)),
         call=with_settings,
         key=lambda case: {"max_depth": _depth(case), "max_itemsize": DTYPES[case.dtype].itemsize},
         cases=lambda: tuple(_case(dtype, depth) for dtype, depth in _TUNED_ON),
@@ -46,16 +61,28 @@ def tunable(call: Callable[..., Any]) -> Tunable:
     )
 
 
-def _in_force(case: Case) -> Settings:
-    sizes = look_up(jax.devices()[0].device_kind, _depth(case), DTYPES[case.dtype].itemsize).sizes
-    return dataclasses.asdict(sizes)
+def _in_force(case: Case) -> BlockSizes:
+    return look_up(device_kind("gpu"), _depth(case), DTYPES[case.dtype].itemsize).sizes
 
 
-def _candidates(case: Case, *, stages: tuple[int, ...]) -> Iterator[Setting]:
+def _tiles(case: Case, *, stages: tuple[int, ...]) -> Iterator[Setting]:
+    """Triton's."""
     row = _depth(case) * DTYPES[case.dtype].itemsize
     for block_q, block_kv, num_warps, num_stages in itertools.product(_SIDES, _SIDES, _WARPS, stages):
         if (block_q + 2 * block_kv * num_stages) * row <= _MOST_SHARED:
             yield {"block_q": block_q, "block_kv": block_kv, "num_warps": num_warps, "num_stages": num_stages}
+
+
+def _rings(case: Case, *, kernel: Kernel) -> Iterator[Setting]:
+    """Triton's kernel instead, and Mosaic's rings that fit; nothing where Mosaic does not serve the case here."""
+    mask = mask_spec.build(case.mask, case.batch, case.num_q_heads, case.q_length, case.kv_length, case.seed)
+    if limits(device_kind("gpu"), DTYPES[case.dtype], mask, biased=case.bias is not None) is not None:
+        return
+    found = (Ring(block=block, num_stages=n, preferred=True) for block, n in itertools.product(RING_BLOCKS, _IN_FLIGHT))
+    depths = case.head_dim, case.v_head_dim
+    if fitting := [ring for ring in found if misfits(kernel, ring, *depths, segmented=True) is None]:
+        off = dataclasses.replace(_in_force(case).ring(kernel), preferred=False)
+        yield from (dataclasses.asdict(ring) for ring in (off, *fitting))
 
 
 def _depth(case: Case) -> int:

@@ -77,10 +77,10 @@ def parts(
       q: queries `[B, T, N, H]`, T of 1 or a few: draft tokens, or a chunk of a prompt.
       k: keys `[B, S, K, H]`, `N % K == 0`; whatever is at `lengths[b]` and beyond is never looked at.
       v: values `[B, S, K, V]`.
-      mask: Causal, Window, Chunked, Lengths, Full and their conjunctions.
+      mask: Causal, Window, Chunked, Lengths, Full and their conjunctions; OwnWindow with Lengths.
       lengths: int32 `[B]`, how many keys exist, 0 to S; by default S. May be traced, and is clipped to 0 to S then.
       positions: int32 `[B]`, position of the first query among the keys; by default 0, so that an offset of the mask is
-        the position. For a window that moves with each sequence: `lengths - T`.
+        the position. For a window that moves with each sequence: `lengths - T`, which is what an OwnWindow gives.
       segment_ids: refused.
       soft_cap: logits become `soft_cap * tanh(logits / soft_cap)`.
       sinks: `[N]`, one more logit in each query head's sum; for one part of a merge only.
@@ -104,7 +104,7 @@ def parts(
     validate_operands(q, k, v, soft_cap=soft_cap, sinks=sinks, scale=scale)
     batch, q_length, num_q_heads, head_dim = q.shape
     kv_length, num_kv_heads = k.shape[1:3]
-    validate_mask(mask, batch, num_q_heads, q_length, kv_length)
+    validate_mask(mask, batch, num_q_heads, q_length, kv_length, own_windows=True)
     formula, own_lengths, own_positions = lower(mask, batch, kv_length)
     given = _vector("lengths", lengths, batch, highest=kv_length)
     moved = _vector("positions", positions, batch, highest=None)

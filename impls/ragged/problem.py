@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from cases.masks import Causal, Chunked, Full, Lengths, Mask, Window, conjuncts
+from cases.masks import Causal, Chunked, Full, Lengths, Mask, OwnWindow, Window, conjuncts
 from impls.merging import Part
 
 
@@ -66,7 +66,8 @@ def lower(mask: Mask, batch: int, kv_length: int) -> tuple[Mask, np.ndarray, np.
     parts of the mask have is the position of the first query.
 
     Raises:
-      NotImplementedError: the mask is no conjunction of lengths, causal masks, windows and chunks.
+      NotImplementedError: the mask is no conjunction of lengths, causal masks, windows and chunks, or of lengths and a
+        window that moves with each batch row.
     """
     parts = [part for part in conjuncts(mask) if not isinstance(part, Full)]
     lengths = np.full(batch, kv_length, np.int32)
@@ -74,14 +75,21 @@ def lower(mask: Mask, batch: int, kv_length: int) -> tuple[Mask, np.ndarray, np.
         if isinstance(part, Lengths):
             lengths = np.minimum(lengths, np.asarray(part.lengths, np.int32))
     formulas: list[Causal | Window | Chunked] = []
+    own: list[OwnWindow] = []
     for part in parts:
         if isinstance(part, Causal | Window | Chunked):
             formulas.append(part)
+        elif isinstance(part, OwnWindow):
+            own.append(part)
         elif not isinstance(part, Lengths):
             raise NotImplementedError(
                 f"ragged does not support {type(part).__name__} masks: {UNSUPPORTED_MASKS}; take Lengths, Causal, "
                 "Window and Chunked, joined by &"
             )
+    if own:
+        if formulas or len(own) > 1:
+            raise NotImplementedError("ragged does not support own_window combined with another mask than Lengths")
+        return Window(own[0].left, 0), lengths, np.asarray(own[0].positions, np.int32)
     offsets = {formula.offset for formula in formulas}
     offset = offsets.pop() if len(offsets) == 1 else 0
     found: Mask = Full()

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from cases import mask_spec
 from cases.case import Case
 from cases.masks import Mask
 from conformance.contract import Arithmetic, Implementation
@@ -56,7 +57,8 @@ def implementation(name: str, *, backend: Backend) -> Implementation:
         call=call,
         description=f"decode attention over a padded cache {_DESCRIPTIONS[backend]}",
         unsupported=refused,
-        supports_case=_few_rows if backend == "tpu" else None,
+        offers=frozenset({"own_window"}),
+        supports_case=functools.partial(_limits, backend),
         arithmetic=Arithmetic(probabilities="input"),
         differentiable_residuals=frozenset(),
         gradients=frozenset(),
@@ -82,7 +84,16 @@ def _interpreted_by(parameters: Any) -> Any:
     return functools.partial(attention, backend="tpu", **_JUDGED["tpu"], interpret=parameters)
 
 
-def _few_rows(case: Case) -> str | None:
+def own_windows_alone(case: Case) -> str | None:
+    """Refuses a window that moves with each sequence beside a mask that does not."""
+    kinds = {kind for group in mask_spec.parse(case.mask) for kind, _ in group}
+    mixed = "own" in kinds and kinds - {"own", "lengths"}
+    return "own_window: combined with another mask than lengths" if mixed else None
+
+
+def _limits(backend: Backend, case: Case) -> str | None:
+    if (reason := own_windows_alone(case)) is not None or backend != "tpu":
+        return reason
     rows = case.q_length * case.num_q_heads // case.num_kv_heads
     if rows <= tpu.MOST_ROWS:
         return None

@@ -14,6 +14,7 @@ placeholder of a missing bias for one). A mask that its own arguments cannot say
 from __future__ import annotations
 
 import functools
+import operator
 from typing import Any
 
 import jax
@@ -94,7 +95,7 @@ def mask_arguments(mask: Mask, batch: int, q_length: int, kv_length: int, *, bac
             lengths = np.broadcast_to(np.asarray(part.lengths, np.int32), (batch,))
             arguments["key_value_seq_lengths"] = jnp.asarray(lengths)
     if rest:
-        dense = functools.reduce(np.logical_and, (part.dense(q_length, kv_length) for part in rest))
+        dense = functools.reduce(operator.and_, (part.dense(q_length, kv_length) for part in rest))
         arguments["mask"] = jnp.asarray(dense)
     return arguments
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from cases.case import FEATURES
+from cases.case import FEATURES, OPT_IN
 from cases.masks import Mask
 from impls.features import asked
 
@@ -26,17 +26,16 @@ def refuse(
     bias: Any = None,
     scale: Any = None,
 ) -> None:
-    """Refuse a call that asks for a feature in `unsupported`.
+    """Refuse a call that asks for a feature in `unsupported`, or for one that only those have who say so.
 
     Raises:
       NotImplementedError: naming the feature and why it is not supported.
     """
     options = {"segment_ids": segment_ids, "soft_cap": soft_cap, "sinks": sinks, "bias": bias, "scale": scale}
     for feature in asked(q, k, v, mask, options):
-        if feature in unsupported:
-            raise NotImplementedError(
-                f"{name} does not support {feature} ({FEATURES[feature]}): it {unsupported[feature]}"
-            )
+        if feature in unsupported or feature in OPT_IN:
+            because = f": it {unsupported[feature]}" if feature in unsupported else ""
+            raise NotImplementedError(f"{name} does not support {feature} ({FEATURES[feature]}){because}")
 
 
 def refuse_because(name: str, reason: str | None) -> None:

@@ -16,13 +16,13 @@ import jax.numpy as jnp
 
 from cases.case import Case
 from cases.masks import Full, Mask
-from conformance.contract import Arithmetic, Implementation
+from conformance.contract import Arithmetic, Implementation, validate_mask
 from impls import merging
 from impls.merging import Part
 from impls.ragged import tpu
 from impls.ragged.attention import UNSUPPORTED
 from impls.ragged.problem import Operands, Problem, allowed, capped, finite, lower, queries_of, rows_of
-from impls.ragged.registry import lower_mask
+from impls.ragged.registry import lower_mask, own_windows_alone
 from impls.ragged.schedule import steps_of
 
 BLOCK = 16
@@ -221,17 +221,25 @@ def _finish(steps: DecodeSteps, problem: Problem, part: Part, top: Array, dtype:
     return out, {"logsumexp": found.logsumexp.swapaxes(1, 2), "max_logits": top}
 
 
-def implementation(steps: DecodeSteps, name: str = "decode") -> Implementation:
+def one_place_for_all(mask: Mask, *sizes: int) -> Any:
+    """`lower_mask` of kernels that take no window which moves with each sequence."""
+    validate_mask(mask, *sizes)
+    return lower_mask(mask, *sizes)
+
+
+def implementation(steps: DecodeSteps, name: str = "decode", offers: frozenset[str] = frozenset()) -> Implementation:
     """The kernel with these steps."""
     return Implementation(
         name=name,
         call=functools.partial(attention, steps),
         unsupported=UNSUPPORTED,
+        offers=offers,
+        supports_case=own_windows_alone,
         arithmetic=Arithmetic(),
         differentiable_residuals=frozenset(),
         gradients=frozenset(),
         empty_rows="zero",
-        lower_mask=lower_mask,
+        lower_mask=lower_mask if "own_window" in offers else one_place_for_all,
         parts=functools.partial(attention, steps, returns_part=True),
         merge=steps.merge,
     )
@@ -284,7 +292,7 @@ def tpu_implementation(schedule: Schedule = steps_of, name: str = "decode_tpu") 
         differentiable_residuals=frozenset(),
         gradients=frozenset(),
         empty_rows="zero",
-        lower_mask=lower_mask,
+        lower_mask=one_place_for_all,
         platform="tpu",
         interpreted=True,
         under_interpreter=lambda parameters: functools.partial(tpu_attention, schedule, interpret=parameters),

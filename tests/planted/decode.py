@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from cases.case import Case
+from cases.masks import Window
 from conformance.sensitivity import PlantedBug
 from impls.merging import Part
 from impls.ragged.problem import Problem, allowed
@@ -29,6 +30,7 @@ Array = Any
 
 _DECODE = has("decode")
 _RAGGED = has("decode", "lengths")
+_OWN = has("own_window")
 
 
 def _with_empty_row(case: Case) -> bool:
@@ -49,6 +51,21 @@ def _bug(
         reference=reference,
         shows=shows,
         build=functools.partial(implementation, DecodeSteps(**steps), name),
+        trigger=trigger,
+    )
+
+
+def _own_bug(
+    name: str, *, kind: str, reference: str, shows: tuple[str, ...], trigger: Trigger = _OWN, **steps: Any
+) -> PlantedBug:
+    """A bug of windows that move with each sequence."""
+    return PlantedBug(
+        name=name,
+        family="decode",
+        kind=kind,
+        reference=reference,
+        shows=shows,
+        build=functools.partial(implementation, DecodeSteps(**steps), name, frozenset({"own_window"})),
         trigger=trigger,
     )
 
@@ -82,6 +99,28 @@ def _at_the_end_of_the_cache(positions: Array, lengths: Array, problem: Problem)
 
 def _at_the_start(positions: Array, lengths: Array, problem: Problem) -> Array:
     return jnp.zeros_like(positions) if problem.q_length == 1 else positions
+
+
+def _of_the_first_row(positions: Array, lengths: Array, problem: Problem) -> Array:
+    return jnp.broadcast_to(positions[:1], positions.shape)
+
+
+def _last_tokens_of_the_cache(positions: Array, lengths: Array, problem: Problem) -> Array:
+    return jnp.where(_windowed(problem), problem.kv_length - problem.q_length, positions)
+
+
+def _behind_the_last_token(positions: Array, lengths: Array, problem: Problem) -> Array:
+    """The length, which is where the next token will be, is taken for the last one's position."""
+    return jnp.where(_windowed(problem), positions + 1, positions)
+
+
+def _windowed(problem: Problem) -> bool:
+    return isinstance(problem.mask, Window) and problem.mask.left is not None
+
+
+def _of_the_last_query(problem: Problem, positions: Array, j: Array) -> Array:
+    """Where a window starts is asked of the last query and not of each."""
+    return by_the_mask(problem, positions, j) & by_the_mask(problem, positions[:, :, -1:], j)
 
 
 def _first_query_for_all(problem: Problem, positions: Array, j: Array) -> Array:
@@ -358,6 +397,36 @@ BUGS: tuple[PlantedBug, ...] = (
         reference="inferred from flash-attn#404",
         shows=("out", "logsumexp"),
         store=_highest_of_two_splits,
+    ),
+    _own_bug(
+        "decode-own-window-of-the-first-row",
+        kind="decode.window-batch0",
+        reference="inferred from ejkernel 3ed3b1f (one row's length for all)",
+        shows=("out", "logsumexp"),
+        trigger=both(_OWN, lambda case: case.batch > 1),
+        positions=_of_the_first_row,
+    ),
+    _own_bug(
+        "decode-own-window-at-the-end-of-the-cache",
+        kind="decode.window-q-offset",
+        reference="inferred from maxtext 8f82f2d02",
+        shows=("out", "logsumexp"),
+        positions=_last_tokens_of_the_cache,
+    ),
+    _own_bug(
+        "decode-own-window-of-the-next-token",
+        kind="decode.window-length",
+        reference="inferred from maxtext 4cb305191 (windows one off)",
+        shows=("out", "logsumexp"),
+        positions=_behind_the_last_token,
+    ),
+    _own_bug(
+        "decode-own-window-of-the-last-draft-token",
+        kind="decode.multi-query-offset",
+        reference="inferred from candle PR 3743",
+        shows=("out", "logsumexp"),
+        trigger=has("own_window", "prefill"),
+        allows=_of_the_last_query,
     ),
     _tpu_bug(
         "decode-tpu-row-without-keys-has-no-step",

@@ -249,6 +249,12 @@ def _only_first_slot_of_dq(*operands: Any) -> Any:
         return sparse_backward.backward(*operands)
 
 
+def _chosen_at_the_end_of_the_cache(mask: Moba, call: Call) -> Array:
+    """The gates take the queries for the last tokens that the cache can hold."""
+    steps = MobaSteps(position=lambda length, mask: jnp.arange(length) + call.kv_length - length)
+    return chosen_pairs(steps, mask, call)
+
+
 BUGS: tuple[PlantedBug, ...] = (
     _bug(
         "moba-one-chunk-is-everything",
@@ -407,6 +413,14 @@ BUGS: tuple[PlantedBug, ...] = (
         correct(MobaSteps(own=lambda position, mask: (position - mask.offset) // mask.chunk)),
         kind="moba.offset",
         reference="inferred from MaxText's chunked prefill",
+        shows=_FORWARD,
+        trigger=_moved,
+    ),
+    _bug(
+        "moba-queries-at-the-end-of-the-cache",
+        kernel(PlainSteps(mask=_chosen_at_the_end_of_the_cache)),
+        kind="moba.cache-end",
+        reference="inferred from mlx-lm PR 1673 (the padded buffer's length instead of the offset)",
         shows=_FORWARD,
         trigger=_moved,
     ),

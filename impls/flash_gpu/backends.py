@@ -1,0 +1,101 @@
+"""Which of Pallas's two back ends computes which kernel of a call.
+
+Triton serves every call. Mosaic GPU serves Hopper, for bf16 and f16, and a kernel of it is taken without being asked
+for only where tuning measured it on that kind of GPU: right, and faster than Triton's. Its kernels compile, are right
+and race-free in JAX's interpreter, and keep the rules of Mosaic GPU, but none of that runs `wgmma` or TMA; until
+somebody ran them, what a user gets by default is what runs on every other GPU too.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import jax.numpy as jnp
+
+from cases.masks import Dense, Full, Mask, leaves
+from impls.flash_gpu import mosaic_backward, mosaic_forward
+from impls.flash_gpu.block_sizes import KERNELS, Kernel, Ring
+from impls.flash_gpu.mosaic_launch import SHARED_MEMORY, Shape, shared_bytes
+from impls.flash_gpu.operands import Operands
+from impls.flash_gpu.schedule import Plan
+from impls.versions import cuda_runtime, device_kind
+
+Backend = Literal["triton", "mosaic"]
+
+HOPPER = ("H100", "H200", "H20", "H800", "GH200")
+"""What kinds of Hopper GPUs are named by."""
+DEEPEST_BACKWARD = 128
+"""Head depth beyond which the sums of dk and dv, in f32, leave a warpgroup too few registers."""
+# JAX's own Mosaic attention refuses causal masks there: `ptxas` of these releases miscompiles them
+# (`jax.experimental.pallas.ops.gpu.attention_mgpu`).
+_MISCOMPILING = range(12080, 12091)
+
+
+def choose(backend: Backend | None, plan: Plan, operands: Operands) -> frozenset[Kernel]:
+    """The kernels of the call that Mosaic GPU computes.
+
+    Args:
+      backend: the one asked for; None for Mosaic where its ring is preferred, the GPU is a Hopper and it supports the
+        call, and Triton elsewhere.
+      plan: the problem.
+      operands: its operands.
+
+    Raises:
+      ValueError: there is no such back end.
+      NotImplementedError: Mosaic is asked for, and does not support the call or the GPU.
+    """
+    if backend not in (None, "triton", "mosaic"):
+        raise ValueError(f"backend must be 'triton', 'mosaic' or None (automatic), got {backend!r}")
+    if backend == "triton" or (backend is None and plan.interpret):
+        return frozenset()
+    kind = None if plan.interpret else device_kind("gpu")
+    reason = limits(kind, operands.q.dtype, plan.mask, biased=operands.bias is not None)
+    found = {kernel for kernel in KERNELS if backend == "mosaic" or plan.sizes.ring(kernel).preferred}
+    for kernel in sorted(found):
+        ring = plan.sizes.ring(kernel)
+        misfit = reason or misfits(kernel, ring, plan.head_dim, plan.v_head_dim, segmented=plan.segmented)
+        if misfit is None:
+            continue
+        if backend == "mosaic" and not _left_to_triton(kernel, plan.head_dim, plan.v_head_dim):
+            raise NotImplementedError(
+                f"flash_gpu does not support backend='mosaic' for {misfit}; take backend='triton' or None"
+            )
+        found.remove(kernel)
+    return frozenset(found)
+
+
+def limits(kind: str | None, dtype: Any, mask: Mask, *, biased: bool) -> str | None:
+    """What no Mosaic kernel supports of a call, or None if it supports all of it.
+
+    `kind` is that of the GPU, as JAX names it, or None in an interpreter.
+    """
+    if kind is not None and not any(name in kind for name in HOPPER):
+        return f"GPUs other than Hopper, which {kind or 'this device'!r} is not"
+    if dtype not in (jnp.bfloat16, jnp.float16):
+        return f"q, k and v in {dtype}: it multiplies bfloat16 and float16"
+    if biased:
+        return "bias"
+    if any(isinstance(leaf, Dense) for leaf in leaves(mask)):
+        return "masks that are arrays, only those that are formulas"
+    if kind is not None and not isinstance(mask, Full) and (version := cuda_runtime()) in _MISCOMPILING:
+        return f"masks under CUDA {version // 1000}.{version % 1000 // 10}, whose `ptxas` miscompiles them"
+    return None
+
+
+def misfits(kernel: Kernel, ring: Ring, head_dim: int, v_head_dim: int, *, segmented: bool) -> str | None:
+    """Why a kernel with this ring does not fit a GPU at these head depths, or None if it does."""
+    depths = f"head depths {head_dim} and {v_head_dim}"
+    if _left_to_triton(kernel, head_dim, v_head_dim):
+        return f"the backward pass at {depths}, which is for Triton beyond {DEEPEST_BACKWARD}"
+    scratch = mosaic_forward.scratch_of if kernel == "forward" else mosaic_backward.scratch_of
+    need = shared_bytes(scratch(Shape.of(kernel, ring, head_dim, v_head_dim), jnp.bfloat16, segmented=segmented))
+    if need > SHARED_MEMORY:
+        return (
+            f"{depths} with {ring.num_stages} tiles of {ring.block} in flight ({kernel}): they take {need} bytes of "
+            f"shared memory, of which a block has {SHARED_MEMORY}"
+        )
+    return None
+
+
+def _left_to_triton(kernel: Kernel, head_dim: int, v_head_dim: int) -> bool:
+    return kernel != "forward" and max(head_dim, v_head_dim) > DEEPEST_BACKWARD

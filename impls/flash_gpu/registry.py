@@ -1,0 +1,111 @@
+"""Flash attention for GPUs as implementations: what each declares."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax.numpy as jnp
+
+from cases.case import Case
+from cases.inputs import DTYPES
+from cases.masks import Full
+from conformance.contract import Arithmetic, Implementation
+from impls.flash_gpu.attention import UNSUPPORTED, Products, attention
+from impls.flash_gpu.backends import limits, misfits
+from impls.flash_gpu.block_sizes import BlockSizes, Ring, Tiles, look_up
+from impls.flash_gpu.tuning import tunable
+from impls.versions import device_kind, runs_on
+
+
+def same_tiles(block_q: int, block_kv: int) -> BlockSizes:
+    """The same tiles in every kernel."""
+    tiles = Tiles(block_q=block_q, block_kv=block_kv)
+    return BlockSizes(forward=tiles, dq=tiles, dkv=tiles)
+
+
+# Small, so that the usual cases of 100 to 400 tokens have several blocks each way, and unlike each other: a kernel that
+# takes another one's tiles shows.
+INTERPRETED = BlockSizes(
+    forward=Tiles(block_q=64, block_kv=64),
+    dq=Tiles(block_q=64, block_kv=64),
+    dkv=Tiles(block_q=64, block_kv=64),
+)
+_OTHER_BLOCKS = ((32, 32), (16, 128))
+_LONGER_RING = Ring(block=64, num_stages=3)
+_OTHER_RINGS = dataclasses.replace(
+    INTERPRETED, mosaic_forward=_LONGER_RING, mosaic_dq=_LONGER_RING, mosaic_dkv=_LONGER_RING
+)
+_MOSAIC_UNSUPPORTED = {
+    **UNSUPPORTED,
+    "f32": "multiplies bf16 and f16 only",
+    "bias": "takes no bias",
+    **dict.fromkeys(("dense", "dense_batch", "dense_head"), "takes masks that are formulas, no arrays"),
+}
+
+
+def implementation(
+    name: str, *, products: Products = "exact", block_sizes: BlockSizes | None = None, on_gpu: bool | None = None
+) -> Implementation:
+    """Flash attention with these products and tiles under `name`, interpreted unless the process runs on a GPU."""
+    on_gpu = runs_on("gpu") if on_gpu is None else on_gpu
+    sizes = INTERPRETED if block_sizes is None and not on_gpu else block_sizes
+    call = functools.partial(attention, products=products)
+    return Implementation(
+        name=name,
+        call=functools.partial(call, block_sizes=sizes),
+        description=f"flash attention for GPUs in Pallas (Triton; Mosaic where measured), {products} products of f32",
+        unsupported=UNSUPPORTED,
+        arithmetic=Arithmetic(products="tf32" if products == "tf32" and on_gpu else "exact", probabilities="input"),
+        interpreted=not on_gpu,
+        variants={
+            f"blocks_{q}_{kv}": functools.partial(call, block_sizes=same_tiles(q, kv)) for q, kv in _OTHER_BLOCKS
+        },
+        native=functools.partial(call, interpret=False),
+        tunable=tunable(call),
+        **_common(),
+    )
+
+
+def mosaic_implementation(name: str) -> Implementation:
+    """Its kernels of Mosaic GPU: judged on a Hopper GPU; elsewhere compiled, and run by JAX's interpreter of them."""
+    call = functools.partial(attention, backend="mosaic")
+    here = limits(device_kind("gpu"), jnp.bfloat16, Full(), biased=False)
+    return Implementation(
+        name=name,
+        call=call,
+        description="flash_gpu with backend='mosaic': Mosaic GPU on Hopper, but for the backward pass beyond depth 128",
+        unsupported=_MOSAIC_UNSUPPORTED,
+        supports_case=_misfit,
+        arithmetic=Arithmetic(probabilities="input"),
+        absent=None if here is None else "no Hopper GPU in this machine, and Mosaic GPU kernels run on no other",
+        variants={"rings_of_3": functools.partial(call, block_sizes=_OTHER_RINGS)},
+        native=functools.partial(call, interpret=False),
+        under_interpreter=lambda parameters: functools.partial(call, interpret=parameters),
+        **_common(),
+    )
+
+
+def _common() -> dict[str, Any]:
+    return {
+        "empty_rows": "zero",
+        "behind_mask": "any",
+        "validates": True,
+        "platform": "gpu",
+        "memory": "linear",
+        "checkpoint_names": ("out", "logsumexp"),
+    }
+
+
+def _misfit(case: Case) -> str | None:
+    depths = case.head_dim, case.v_head_dim
+    ring = look_up(device_kind("gpu"), max(depths), DTYPES[case.dtype].itemsize).sizes.mosaic_forward
+    return misfits("forward", ring, *depths, segmented=case.segments is not None)
+
+
+IMPLEMENTATIONS: tuple[Implementation, ...] = (
+    implementation("flash_gpu"),
+    implementation("flash_gpu_tf32", products="tf32"),
+    mosaic_implementation("flash_gpu_mosaic"),
+)
