@@ -26,7 +26,10 @@ from conformance.plan import Job
 from conformance.records import Record
 from conformance.sensitivity import Examination
 
-_CHUNK = 6  # jobs a task: small enough to share work evenly, large enough to keep the overhead down
+_CHUNK = 4  # short jobs a task: few enough to share work evenly, enough to keep the overhead down
+# Scopes whose jobs are short. The others are many programs each: they are begun first, or the run would end with one
+# process still at work and the others idle.
+_SHORT = frozenset(("grid", "declined", "feature"))
 
 _Heard = Callable[[int, list[Record]], None]
 
@@ -65,13 +68,27 @@ def run_parallel(
     def heard(n: int, judged: list[Record]) -> None:
         on_job(jobs[n], judged)
 
-    waiting = collections.deque(range(start, min(start + _CHUNK, len(jobs))) for start in range(0, len(jobs), _CHUNK))
+    waiting = _chunks(jobs)
     while waiting:
         suspects = _judge_chunks(orders, waiting, workers, products, heard)
         alone = collections.deque(range(n, n + 1) for chunk in suspects for n in chunk)
         while alone:
             for chunk in _judge_chunks(orders, alone, 1, products, heard):
                 heard(chunk.start, lost(jobs[chunk.start]))
+
+
+def _chunks(jobs: Sequence[Job]) -> collections.deque[range]:
+    """The jobs' numbers: long ones first, each by itself, then the others as they come, a few at a time."""
+    long: list[range] = []
+    short: list[range] = []
+    for n, job in enumerate(jobs):
+        if not {check.scope for check in job.checks} <= _SHORT:
+            long.append(range(n, n + 1))
+        elif short and short[-1].stop == n and len(short[-1]) < _CHUNK:
+            short[-1] = range(short[-1].start, n + 1)
+        else:
+            short.append(range(n, n + 1))
+    return collections.deque(long + short)
 
 
 def _judge_chunks(

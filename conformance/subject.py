@@ -23,6 +23,7 @@ Pullback = Literal["plain", "residuals"]
 _PULLBACKS: tuple[Pullback, ...] = ("plain", "residuals")
 _PARTS = ("row", "head", "lse")
 _LAWS = ("independence", "linearity")
+_POISONS = ("nan", "inf")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,7 +32,7 @@ class Subject:
 
     Compiling is nearly all of the cost, and there are many cases. Unless `thorough`, a case takes its turn (by its id):
     one of the two calls gets differentiated, the plain one or that with residuals, with one of the partial cotangents,
-    and one of the laws is asked.
+    one of the laws is asked, and one of the poisons that are no numbers.
     """
 
     executor: Executor
@@ -138,6 +139,10 @@ class Subject:
         """Whether it is the turn of this law, of those that are asked in turn."""
         return self.thorough or _LAWS[self._turn // 2 % len(_LAWS)] == law
 
+    def poisoned_by(self, name: str) -> bool:
+        """Whether it is the turn of this poison, of those that are asked in turn; the others are asked always."""
+        return self.thorough or name not in _POISONS or _POISONS[self._turn // 16 % len(_POISONS)] == name
+
     def one_in(self, count: int) -> bool:
         """Whether it is the case's turn for what one in `count` is asked."""
         return self.thorough or self._turn // 8 % count == 0
@@ -217,7 +222,14 @@ class Subject:
 
     def gradients(self, cotangent: str) -> Result:
         """The named cotangent pulled back through the implementation."""
-        return self.gradients_of(self.problem, self.cotangents[cotangent])
+        if cotangent not in self._pulled_back:
+            self._pulled_back[cotangent] = self.gradients_of(self.problem, self.cotangents[cotangent])
+        return self._pulled_back[cotangent]
+
+    @functools.cached_property
+    def _pulled_back(self) -> dict[str, Result]:
+        """What `gradients` has found, by cotangent."""
+        return {}
 
     def gradients_of(self, problem: Problem, cotangent: Cotangent) -> Result:
         """A cotangent pulled back on any values of the same shapes, by a program that is compiled already."""

@@ -28,8 +28,8 @@ def poison(subject: Subject) -> Iterator[Judgement]:
     for name, value in (("nan", np.nan), ("inf", np.inf), ("huge", _HUGE[subject.case.dtype])):
         if subject.implementation.behind_mask == "finite" and not np.isfinite(value):
             yield unsupported(name, "keys and values behind the mask are declared to be finite")
-            continue
-        yield from _poisoned(subject, name, value)
+        elif subject.poisoned_by(name):
+            yield from _poisoned(subject, name, value)
 
 
 def _poisoned(subject: Subject, name: str, value: float) -> Iterator[Judgement]:
