@@ -262,3 +262,16 @@ def test_a_case_with_too_many_rows_in_doubt_is_unjudged_and_says_so() -> None:
     share = record.figures["undecided_rows"] / record.figures["rows"]
     assert share > MOST_UNDECIDED
     assert f"in {record.figures['undecided_rows']} of 256 rows" in record.reason
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_equal_chunks_tie_in_whatever_place_they_are(form: str) -> None:
+    """17 chunks: one more than a whole number of vector lanes, so that a product over all has a last column apart."""
+    numbers = np.random.default_rng(0)
+    k = np.tile(numbers.standard_normal((1, 2, 1, 64)).astype(np.float32), (1, 18, 1, 1))
+    q = numbers.standard_normal((1, 36, 1, 64)).astype(np.float32)
+    v = numbers.standard_normal((1, 36, 1, 8)).astype(np.float32)
+    problem = Problem(q, k, v, Moba(2, 3))
+    assert problem.decided.all()
+    out = jax.jit(functools.partial(FORMS[form], mask=problem.mask))(q, k, v)
+    np.testing.assert_allclose(out, oracle.forward(problem).out, rtol=1e-4, atol=1e-5)

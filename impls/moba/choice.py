@@ -31,7 +31,14 @@ def choose(moba: Moba, q: Array, k: Array, position: Array) -> Array:
 
     def of_rows(rows: tuple[Array, Array]) -> Array:
         some, own = rows  # [L, rows, H], [L, rows, 1]
-        gates = jnp.einsum("lrh,lch->lrc", some.astype(jnp.float32), means, precision=lax.Precision.HIGHEST)
+        queries = some.astype(jnp.float32)
+
+        def gate(mean: Array) -> Array:
+            return jnp.einsum("lrh,lh->lr", queries, mean, precision=lax.Precision.HIGHEST)
+
+        # A product for each chunk, so that equal chunks tie to the bit: in one over all of them the last bit of a
+        # gate depends on its column.
+        gates = jnp.moveaxis(lax.map(gate, means.swapaxes(0, 1)), 0, -1)
         gates = jnp.where(jnp.arange(chunks, dtype=jnp.int32) < own, gates, -jnp.inf)
         return lax.top_k(gates, others)[1]  # equal gates in the order of their index
 

@@ -57,7 +57,12 @@ def allowed_pairs(moba: Moba, q: jax.Array, k: jax.Array) -> jax.Array:
     own = (position // moba.chunk)[:, None] == jnp.arange(chunks)  # [T, C]
     earlier = jnp.arange(chunks) < (position // moba.chunk)[:, None]
 
-    gates = jnp.einsum("btkgh,bckh->bkgtc", q, chunk_means(k, moba.chunk), precision=lax.Precision.HIGHEST)
+    def gate(mean: jax.Array) -> jax.Array:
+        return jnp.einsum("btkgh,bkh->bkgt", q, mean, precision=lax.Precision.HIGHEST)
+
+    # A product for each chunk, so that equal chunks tie to the bit: in one over all of them the last bit of a gate
+    # depends on its column.
+    gates = jnp.moveaxis(lax.map(gate, jnp.moveaxis(chunk_means(k, moba.chunk), 1, 0)), 0, -1)
     gates = jnp.where(earlier, gates, -jnp.inf)
     # The place of each chunk among the gates, highest first; a stable sort leaves ties in the order of their index.
     places = jnp.argsort(jnp.argsort(-gates, axis=-1, stable=True), axis=-1, stable=True)
