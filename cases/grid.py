@@ -58,7 +58,10 @@ class Grid:
 def grid(level: str, seed: int, supports: Supports = lambda case: None) -> Grid:
     """The grid at `level` for an implementation that declines cases by `supports`."""
     support = _Support(supports, seed)
-    rows, coverage = _rows(STRENGTH[level], support.matrix())
+    matrix = support.matrix()
+    rows, coverage = _rows(STRENGTH[level], matrix)
+    # Every level judges the cases of `quick`: what is seen there is seen at all of them.
+    rows = tuple(dict.fromkeys((*rows, *_rows(STRENGTH["quick"], matrix)[0])))
     cases = [_case(row, seed) for row in rows]
     return Grid(
         level, _unique(cases), _unique(support.singles()), support.rich(), _unique(support.declined()), coverage

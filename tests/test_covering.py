@@ -159,6 +159,14 @@ def test_the_grid_depends_on_nothing_but_level_and_seed(quick: Grid) -> None:
     assert [c.id.removesuffix("s1") for c in other.cases] == [c.id.removesuffix("s0") for c in quick.cases]
 
 
+def test_standard_has_the_cases_of_quick() -> None:
+    def square(case: Case) -> str | None:
+        return None if case.q_length == case.kv_length == 128 and case.bias is None else "one length only"
+
+    few, more = (set(grid(level, 0, square).cases) for level in ("quick", "standard"))
+    assert few < more
+
+
 def test_singles_start_with_the_plainest_case_and_add_one_thing_each(quick: Grid) -> None:
     plainest, *others = quick.singles
     assert plainest.id.endswith("/full/normal/s0")
