@@ -174,8 +174,9 @@ def _answers(check: Check, subject: Subject) -> list[Judgement]:
 
 
 def _absent(subject: Subject, checks: Iterable[Check], reason: str) -> Iterator[Record]:
-    """What needs no accelerator, if the case is supported; the rest is unjudged."""
-    possible = [check for check in checks if check.name in _NEED_NO_ACCELERATOR]
+    """What needs no accelerator, if there is a call for it and the case is supported; the rest is unjudged."""
+    offered = {"compiled": subject.implementation.native, "interpreted": subject.implementation.under_interpreter}
+    possible = [check for check in checks if offered.get(check.scope) is not None]
     if possible and subject.implementation.supports(subject.case) is None:
         yield from _judged(subject, possible)
         if len(possible) == len(tuple(checks)):

@@ -17,7 +17,11 @@ import pytest
 from cases import masks
 from cases.case import FEATURES, parse
 from cases.inputs import Problem, draw, draw_cotangent
+from conformance.checks import BY_NAME
 from conformance.contract import Implementation
+from conformance.plan import plan
+from conformance.runner import Runner
+from conformance.settings import Settings
 from impls.features import mask_features
 from impls.upstream.jax_mha_gpu import attention as mha_gpu
 from impls.upstream.jax_nn import mask_arguments
@@ -307,6 +311,16 @@ def test_gradient_limits_refuse_gradients_only(name: str, q_length: int) -> None
     np.testing.assert_allclose(jax.jit(call)(q, kv, kv), 1, rtol=1e-5)
     with pytest.raises(NotImplementedError, match="for gradients"):
         jax.grad(lambda q: call(q, kv, kv).sum())(q)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("tokamax") is not None, reason="tokamax is installed")
+def test_without_tokamax_no_check_of_it_is_tried() -> None:
+    tokamax = adapters()["tokamax_splash_tpu"]
+    asked = [BY_NAME[name] for name in ("forward", "interpreter", "compiles")]
+    jobs = plan([tokamax], level="quick", query="train/bf16/*", checks=asked).jobs
+    found = [record for job in jobs for record in Runner(Settings()).judge(job)]
+    assert found
+    assert {(record.verdict, record.reason) for record in found} == {("unjudged", tokamax.absent)}
 
 
 def test_tokamax_is_absent_with_a_remedy_where_it_is_not_installed() -> None:

@@ -175,6 +175,8 @@ def _limit(mask: Mask, q_length: int, kv_length: int) -> str | None:
     return None
 
 
+_INSTALLED = importlib.util.find_spec("tokamax") is not None
+
 IMPLEMENTATIONS: tuple[Implementation, ...] = (
     Implementation(
         name=NAME,
@@ -189,8 +191,10 @@ IMPLEMENTATIONS: tuple[Implementation, ...] = (
         empty_rows="undefined",
         platform="tpu",
         interpreted=not runs_on("tpu"),
-        absent=ABSENT if importlib.util.find_spec("tokamax") is None else None,
-        under_interpreter=lambda parameters: functools.partial(attention, interpret=parameters),
-        native=functools.partial(attention, interpret=False),
+        absent=None if _INSTALLED else ABSENT,
+        under_interpreter=(lambda parameters: functools.partial(attention, interpret=parameters))
+        if _INSTALLED
+        else None,
+        native=functools.partial(attention, interpret=False) if _INSTALLED else None,
     ),
 )
