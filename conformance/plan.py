@@ -108,9 +108,10 @@ def _jobs(
     jobs = []
     for scope, cases in by_scope.items():
         if asked := tuple(check for check in checks if check.scope == scope):
-            # At `quick` the cases of the grid take turns, unless what to ask is named (`Subject`).
-            thorough = level != "quick" or scope != "grid" or len(checks) < len(CHECKS)
-            jobs += [Job(implementation, case, asked, thorough) for case in cases]
+            # At `quick` the cases of the grid take turns (`Subject`), but for the plainest, which is asked everything,
+            # unless what to ask is named.
+            turns = level == "quick" and scope == "grid" and len(checks) == len(CHECKS)
+            jobs += [Job(implementation, case, asked, not turns or case in found.singles[:1]) for case in cases]
     row = {
         "implementation": implementation.name,
         "level": level,
