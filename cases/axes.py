@@ -72,7 +72,7 @@ AXES: tuple[Axis, ...] = (
     ),
     Axis("distribution", ("normal", "large", "small", "heavy", "dominant", "cancel", "ties", "knee", "huge")),
     # (batch, query heads, key/value heads): B == K in one of them on purpose, and all sizes distinct in another.
-    Axis("heads", ((1, 2, 2), (2, 4, 2), (1, 6, 2), (3, 4, 1))),
+    Axis("heads", ((1, 2, 2), (2, 4, 2), (1, 6, 2), (3, 2, 1), (1, 2, 1))),
     Axis("depths", ((64, 64), (32, 32), (16, 48), (72, 40), (128, 128))),
     Axis("bias", (None, "bias", "biashead", "biaskey")),
     Axis("dtype", ("f32", "bf16", "f16")),
@@ -87,6 +87,11 @@ AXES: tuple[Axis, ...] = (
 
 NAMES = tuple(axis.name for axis in AXES)
 
+# With more pairs of query and key than this, a case has few heads: the time of an interpreted kernel goes with the
+# square of batch times heads.
+_MANY_PAIRS = 50_000
+_FEW_HEADS = ((1, 2, 2), (1, 2, 1))
+
 
 def compatible(levels: Mapping[str, Any]) -> bool:
     """False if the levels given so far (by axis name) cannot stand in one case."""
@@ -97,6 +102,9 @@ def compatible(levels: Mapping[str, Any]) -> bool:
         return False  # what kernels for whole sequences do at the end of a block, other lengths ask
     if lengths is not None and lengths.q % 4 and levels.get("mask") == "balanced":
         return False  # four chunks of one size
+    heads = levels.get("heads")
+    if lengths is not None and lengths.q * lengths.kv > _MANY_PAIRS and heads not in (None, *_FEW_HEADS):
+        return False
     if str(levels.get("mask")).startswith("moba"):
         if lengths is not None and lengths.q > lengths.kv:
             return False  # every query is at the position of a key

@@ -22,7 +22,7 @@ SETTINGS = settings(derandomize=True, deadline=None, max_examples=80)
 Item = tuple[int, int]
 LEVELS: dict[str, tuple[Any, ...]] = {axis.name: axis.levels for axis in AXES}
 FIELDS = ("distribution", "bias", "dtype", "segments", "soft_cap", "sinks", "scale", "kv_cache")
-CONSTRAINED = ("lengths", "mask", "distribution", "soft_cap", "sinks", "kv_cache", "own_window")
+CONSTRAINED = ("lengths", "mask", "heads", "distribution", "soft_cap", "sinks", "kv_cache", "own_window")
 
 
 @st.composite

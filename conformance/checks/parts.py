@@ -38,7 +38,7 @@ def parts(subject: Subject) -> Iterator[Judgement]:
     executor = Executor(dataclasses.replace(subject.implementation, call=subject.implementation.parts))
     expected = _expected(subject)
     yield from _judge(subject, "part", _call(executor, subject.problem), expected)
-    if not subject.one_in(2):
+    if not subject.one_in(4):
         return
     pieces = _pieces(subject.problem)
     if not pieces:
