@@ -31,12 +31,22 @@ class Result:
 
 
 @dataclasses.dataclass(frozen=True)
+class Calls:
+    """What the forward calls gave."""
+
+    forward: Result  # the plain call
+    residuals: Result | None  # none if no residuals are offered
+    part: Any  # as it was returned; none if no parts are offered
+
+
+@dataclasses.dataclass(frozen=True)
 class Compiled:
     """The entry points of an implementation at one static configuration, compiled on first use."""
 
     forward: Callable[[Arrays], Any]
-    forward_and_residuals: Callable[[Arrays], Any]
     residuals: Callable[[Arrays], Any]
+    part: Callable[[Arrays], Any]
+    calls: Callable[[Arrays], Any]
     gradients: Callable[[Arrays, Any], Any]
     gradients_lse: Callable[[Arrays, Any, Any], Any]
 
@@ -53,11 +63,17 @@ class Executor:
         compiled, arrays = self.compiled(problem)
         return _on_host({"out": compiled.forward(arrays)})
 
-    def forward_and_residuals(self, problem: Problem) -> tuple[Result, Result]:
-        """Both calls in one compiled program, which costs less than two."""
+    def calls(self, problem: Problem) -> Calls:
+        """All forward calls that are offered in one compiled program, which costs less than one for each."""
         compiled, arrays = self.compiled(problem)
-        out, (out_again, residuals) = compiled.forward_and_residuals(arrays)
-        return _on_host({"out": out}), _on_host({"out": out_again, **residuals})
+        out, saved, part = compiled.calls(arrays)
+        residuals = None if saved is None else _on_host({"out": saved[0], **saved[1]})
+        return Calls(_on_host({"out": out}), residuals, jax.device_get(part))
+
+    def part(self, problem: Problem) -> Any:
+        """Attention that is not normalised, as it was returned."""
+        compiled, arrays = self.compiled(problem)
+        return jax.device_get(compiled.part(arrays))
 
     def residuals(self, problem: Problem) -> Result:
         """`out` and the residuals of the call with `save_residuals=True`."""
@@ -108,7 +124,7 @@ class Executor:
         statics, arrays = self._split(problem)
         key = (tuple(sorted(statics.items())), tuple(sorted(arrays)))
         if key not in self._compiled:
-            self._compiled[key] = _compile(self.implementation.call, statics)
+            self._compiled[key] = _compile(self.implementation, statics)
             while len(self._compiled) > _KEPT:
                 self._compiled.popitem(last=False)
         self._compiled.move_to_end(key)
@@ -130,7 +146,8 @@ def _call_plain(call: Callable[..., Any], statics: Mapping[str, Any], arrays: Ar
     return call(**arrays, **statics)
 
 
-def _compile(call: Callable[..., Any], statics: Mapping[str, Any]) -> Compiled:
+def _compile(implementation: Implementation, statics: Mapping[str, Any]) -> Compiled:
+    call = implementation.call
     plain = functools.partial(_call_plain, call, statics)
 
     def with_residuals(arrays: Arrays) -> Any:
@@ -146,10 +163,17 @@ def _compile(call: Callable[..., Any], statics: Mapping[str, Any]) -> Compiled:
         out, residuals = with_residuals(arrays)
         return out, residuals["logsumexp"]
 
+    def part(arrays: Arrays) -> Any:
+        return None if implementation.parts is None else implementation.parts(**arrays, **statics)
+
+    def calls(arrays: Arrays) -> Any:
+        return plain(arrays), with_residuals(arrays) if implementation.residuals else None, part(arrays)
+
     return Compiled(
         forward=jax.jit(plain),
-        forward_and_residuals=jax.jit(lambda arrays: (plain(arrays), with_residuals(arrays))),
         residuals=jax.jit(with_residuals),
+        part=jax.jit(part),
+        calls=jax.jit(calls),
         gradients=jax.jit(lambda arrays, do: pull_back(plain, arrays, do)),
         gradients_lse=jax.jit(lambda arrays, do, dlse: pull_back(with_lse, arrays, (do, dlse))),
     )

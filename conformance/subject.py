@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import zlib
 from collections.abc import Mapping, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -15,7 +15,7 @@ from cases.case import Case
 from cases.inputs import Cotangent, Problem, draw, draw_cotangent
 from conformance.bounds import Bounded, Expectation, Inexact, expect
 from conformance.contract import Implementation
-from conformance.execution import Executor, Result
+from conformance.execution import Calls, Executor, Result
 from conformance.oracle import EmptyRows
 from conformance.tolerances import Tolerances
 
@@ -180,34 +180,37 @@ class Subject:
     @functools.cached_property
     def forward(self) -> Result:
         """The plain call."""
-        return self._together[0] if self._together else self.executor.forward(self.problem)
+        return self._calls.forward if self._calls else self.executor.forward(self.problem)
 
     @functools.cached_property
     def residuals(self) -> Result:
         """The call with residuals."""
-        return self._together[1] if self._together else self.executor.residuals(self.problem)
+        together = self._calls and self._calls.residuals
+        return together or self.executor.residuals(self.problem)
 
     @functools.cached_property
-    def _together(self) -> tuple[Result, Result] | None:
-        """Both calls at once; none if one of them raises, so that each can be asked by itself what it has to say."""
-        if not self.implementation.residuals:
+    def part(self) -> Any:
+        """Attention that is not normalised, as it was returned."""
+        return self._calls.part if self._calls else self.executor.part(self.problem)
+
+    @functools.cached_property
+    def _calls(self) -> Calls | None:
+        """All forward calls at once; none if one of them raises, so that each can be asked by itself."""
+        if not (self.implementation.residuals or self.implementation.parts):
             return None
         try:
-            return self.executor.forward_and_residuals(self.problem)
+            return self.executor.calls(self.problem)
         except Exception:  # the separate calls raise it again, where it is judged
             return None
 
     def forward_of(self, problem: Problem) -> Result:
         """The plain call on other values of the same shapes, by a program that is compiled already."""
-        if self._together:
-            return self.executor.forward_and_residuals(problem)[0]
-        return self.executor.forward(problem)
+        return self.executor.calls(problem).forward if self._calls else self.executor.forward(problem)
 
     def residuals_of(self, problem: Problem) -> Result:
         """The call with residuals on other values of the same shapes, by the program that is compiled already."""
-        if self._together:
-            return self.executor.forward_and_residuals(problem)[1]
-        return self.executor.residuals(problem)
+        together = self._calls and self.executor.calls(problem).residuals
+        return together or self.executor.residuals(problem)
 
     def results_of(self, problem: Problem) -> Mapping[str, np.ndarray]:
         """`out` and the residuals that are offered, on a problem of any shape."""
