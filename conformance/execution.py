@@ -68,12 +68,12 @@ class Executor:
         compiled, arrays = self.compiled(problem)
         out, saved, part = compiled.calls(arrays)
         residuals = None if saved is None else _on_host({"out": saved[0], **saved[1]})
-        return Calls(_on_host({"out": out}), residuals, jax.device_get(part))
+        return Calls(_on_host({"out": out}), residuals, part)
 
     def part(self, problem: Problem) -> Any:
         """Attention that is not normalised, as it was returned."""
         compiled, arrays = self.compiled(problem)
-        return jax.device_get(compiled.part(arrays))
+        return compiled.part(arrays)
 
     def residuals(self, problem: Problem) -> Result:
         """`out` and the residuals of the call with `save_residuals=True`."""

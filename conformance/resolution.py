@@ -59,18 +59,22 @@ class Resolution:
 
 
 def default_cases(dtype: str, seed: int = 0) -> list[Case]:
-    """Some 18 cases of the quick grid with gradients: a dozen spread over it, and those that tell most.
+    """Some 20 cases of the quick grid with gradients: a few spread over it, and those that tell most.
 
     Few products to a logit and no cancellation among them leave the least room for rounding errors: the least depth,
-    and values that one coordinate or one key dominates. The first with sinks is there for their gradient.
+    and values that one coordinate or one key dominates; so do logits that leave one key to a row. The first with sinks
+    is there for their gradient.
     """
     found = [case for case in grid("quick", seed).cases if case.dtype == dtype and case.phase == "train"]
-    every = max(1, len(found) // 12)
+    every = max(1, len(found) // 8)
     with_sinks = next((case for case in found if case.sinks), None)
     return [
         case
         for number, case in enumerate(found)
-        if number % every == 0 or case is with_sinks or (case.head_dim == 16 and case.distribution in _TELLING)
+        if number % every == 0
+        or case is with_sinks
+        or case.distribution == "large"
+        or (case.head_dim == 16 and case.distribution in _TELLING)
     ]
 
 
