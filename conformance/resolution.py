@@ -59,7 +59,7 @@ class Resolution:
 
 
 def default_cases(dtype: str, seed: int = 0) -> list[Case]:
-    """Some 20 cases of the quick grid with gradients: a few spread over it, and those that tell most.
+    """One to two dozen cases of the quick grid with gradients: some spread over it, and those that tell most.
 
     Few products to a logit and no cancellation among them leave the least room for rounding errors: the least depth,
     and values that one coordinate or one key dominates; so do logits that leave one key to a row. The first with sinks

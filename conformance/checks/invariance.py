@@ -136,9 +136,8 @@ def _padded(subject: Subject) -> Iterator[Judgement]:
 def _variants(subject: Subject) -> Iterator[Judgement]:
     clean = subject.results_of(subject.problem)
     for name, call in subject.implementation.variants.items():
-        variant = dataclasses.replace(
-            subject, executor=Executor(dataclasses.replace(subject.implementation, call=call))
-        )
+        other = dataclasses.replace(subject.implementation, call=call, parts=None)  # parts are not what varies
+        variant = dataclasses.replace(subject, executor=Executor(other))
         got = variant.results_of(subject.problem)
         yield from _compared(subject, name, got, clean, subject.expectation)
         if not subject.with_gradients:
