@@ -20,6 +20,7 @@ class Axis:
     name: str
     levels: tuple[Any, ...]
     rare: bool = False  # for few implementations: the arrays of those that have only its first level do without it
+    cheap: bool = False  # cases that differ in it alone share compiled programs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,6 +30,7 @@ class Lengths:
     phase: str
     q: int
     kv: int
+    turns: bool = False  # in some cases the two change places (`_placed`)
 
 
 AXES: tuple[Axis, ...] = (
@@ -36,15 +38,14 @@ AXES: tuple[Axis, ...] = (
         "lengths",
         (
             Lengths("train", 128, 128),
-            Lengths("train", 321, 321),  # one more than blocks of 32 and 64 divide, and odd
-            Lengths("train", 100, 100),
             Lengths("train", 48, 200),
             Lengths("train", 384, 100),
-            Lengths("train", 40, 1500),
-            Lengths("train", 1500, 40),
             Lengths("train", 1, 72),
             Lengths("prefill", 64, 320),
             Lengths("decode", 1, 200),
+            # What costs most is last: where it does not matter which level a case has, it has an earlier one.
+            Lengths("train", 321, 321),  # one more than blocks of 32 and 64 divide, and odd
+            Lengths("train", 40, 1500, turns=True),
         ),
     ),
     Axis(
@@ -70,7 +71,11 @@ AXES: tuple[Axis, ...] = (
             "lengths_edges",
         ),
     ),
-    Axis("distribution", ("normal", "large", "small", "heavy", "dominant", "cancel", "ties", "knee", "huge")),
+    Axis(
+        "distribution",
+        ("normal", "large", "small", "heavy", "dominant", "cancel", "ties", "knee", "huge"),
+        cheap=True,
+    ),
     # (batch, query heads, key/value heads): B == K in one of them on purpose, and all sizes distinct in another.
     Axis("heads", ((1, 2, 2), (2, 4, 2), (1, 6, 2), (3, 2, 1), (1, 2, 1))),
     Axis("depths", ((64, 64), (32, 32), (16, 48), (72, 40), (128, 128))),
@@ -92,10 +97,13 @@ NAMES = tuple(axis.name for axis in AXES)
 _MANY_PAIRS = 50_000
 _FEW_HEADS = ((1, 2, 2), (1, 2, 1))
 
+# Under these masks lengths that turn have more queries than keys, unless heads share keys; under the others, fewer.
+_MORE_QUERIES = ("full", "causal", "window_both", "balanced", "dense", "densebatch")
+
 
 def compatible(levels: Mapping[str, Any]) -> bool:
     """False if the levels given so far (by axis name) cannot stand in one case."""
-    lengths: Lengths | None = levels.get("lengths")
+    lengths = _placed(levels)
     if lengths is not None and lengths.q == 1 and levels.get("mask") in ("causal", "spans", "balanced"):
         return False  # with one query these leave one key, nothing to cut, or no chunks
     if lengths is not None and lengths.phase != "decode" and levels.get("mask") == "lengths_edges":
@@ -105,7 +113,7 @@ def compatible(levels: Mapping[str, Any]) -> bool:
     heads = levels.get("heads")
     if lengths is not None and lengths.q * lengths.kv > _MANY_PAIRS and heads not in (None, *_FEW_HEADS):
         return False
-    if str(levels.get("mask")).startswith("moba"):
+    if _is_moba(levels):
         if lengths is not None and lengths.q > lengths.kv:
             return False  # every query is at the position of a key
         if levels.get("distribution") == "huge":
@@ -122,14 +130,33 @@ def compatible(levels: Mapping[str, Any]) -> bool:
     if levels.get("distribution") == "huge":
         # Logits of 7e4 carry a rounding error of 1% of the probabilities in f32: one key among many and the gradient of
         # a sink drown in it. And they sit on the flat end of any cap.
-        short = lengths is None or (lengths.phase == "train" and lengths.q > 1 and lengths.kv <= 384)
+        short = lengths is None or (lengths.phase == "train" and lengths.q > 1 and max(lengths.q, lengths.kv) <= 384)
         return short and levels.get("soft_cap") is None and not levels.get("sinks")
     return True
 
 
+def _placed(levels: Mapping[str, Any]) -> Lengths | None:
+    """The lengths, each in its place: as they are given while it is open which that is."""
+    lengths: Lengths | None = levels.get("lengths")
+    mask, heads = levels.get("mask"), levels.get("heads")
+    if lengths is None or not lengths.turns or mask is None or heads is None or _is_moba(levels):
+        return lengths
+    _, num_q_heads, num_kv_heads = heads
+    # Half of the masks have one order and the rest the other, reversed where heads share keys: both orders occur in
+    # every grid, and with every mask wherever triples do.
+    if (mask in _MORE_QUERIES) == (num_q_heads > num_kv_heads):
+        return lengths
+    return dataclasses.replace(lengths, q=lengths.kv, kv=lengths.q)
+
+
+def _is_moba(levels: Mapping[str, Any]) -> bool:
+    return str(levels.get("mask")).startswith("moba")
+
+
 def assemble(levels: Mapping[str, Any], seed: int) -> Case:
     """The case with one level of every axis."""
-    lengths: Lengths = levels["lengths"]
+    lengths = _placed(levels)
+    assert lengths is not None
     batch, num_q_heads, num_kv_heads = levels["heads"]
     head_dim, v_head_dim = levels["depths"]
     mask = _MASKS[levels["mask"]](lengths.q, lengths.kv, batch)

@@ -127,6 +127,12 @@ class Case:
             parts.append(f"front-{self.front_end}")
         return "/".join([*parts, self.distribution, f"s{self.seed}"])
 
+    @property
+    def program(self) -> str:
+        """The id without the distribution: cases that share it differ in values alone, and share compiled programs."""
+        *parts, _, seed = self.id.split("/")
+        return "/".join([*parts, seed])
+
     def __str__(self) -> str:
         return self.id
 

@@ -3,11 +3,15 @@
 The greedy construction of the AETG family (Cohen et al., "The AETG system", IEEE TSE 23(7), 1997): seed each row with a
 combination that is still missing, then give every other axis the level that covers most of what is missing. It is
 deterministic: ties go to the lowest level index. Coverage is counted from the finished rows, never assumed.
+
+One axis may be cheap: rows that differ in it alone share what is dear about a row. Then what counts is how few rows
+there are without it. They are built first, and its levels put on them after.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import heapq
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 
@@ -30,10 +34,32 @@ class Coverage:
     covered: int
 
 
-def build(sizes: Sequence[int], strength: int, feasible: Feasible) -> list[Row]:
-    """Rows over axes with `sizes[a]` levels each that cover every feasible `strength`-combination."""
+def build(
+    sizes: Sequence[int],
+    strength: int,
+    feasible: Feasible,
+    *,
+    start: Sequence[Row] = (),
+    cheap: int | None = None,
+) -> list[Row]:
+    """Rows over axes with `sizes[a]` levels each that cover every feasible `strength`-combination.
+
+    Args:
+      sizes: levels of each axis.
+      strength: how many axes a combination is of.
+      feasible: the constraints.
+      start: rows that are there already.
+      cheap: an axis that rows are to differ in, rather than in another.
+
+    Returns:
+      The rows, those of `start` among them; rows that differ in the cheap axis alone stand together.
+    """
     missing = dict.fromkeys(combinations(sizes, strength, feasible))
-    rows: list[Row] = []
+    rows = list(start)
+    _remove(missing, (found for row in rows for found in _contained(row, strength)))
+    if cheap is not None:
+        bases = _without(sizes, strength, feasible, rows, cheap)
+        rows += _spread(bases, rows, sizes, strength, missing, feasible, cheap)
     while missing:
         seed = next(iter(missing))
         row = _complete(seed, sizes, strength, missing, feasible)
@@ -41,9 +67,73 @@ def build(sizes: Sequence[int], strength: int, feasible: Feasible) -> list[Row]:
             del missing[seed]  # its levels are compatible one by one, but no full row contains them all
             continue
         rows.append(row)
-        for found in _contained(row, strength):
-            missing.pop(found, None)
+        _remove(missing, _contained(row, strength))
+    return rows if cheap is None else _grouped(rows, cheap)
+
+
+def _without(
+    sizes: Sequence[int], strength: int, feasible: Feasible, start: Sequence[Row], cheap: int
+) -> list[Partial]:
+    """Rows with the cheap axis open that cover what can be covered without it, those of `start` among them."""
+
+    def opened(partial: Partial) -> Partial:
+        return (*partial[:cheap], None, *partial[cheap:])
+
+    def completable(partial: Partial) -> bool:
+        whole = opened(partial)
+        if not feasible(whole):
+            return False
+        return None in partial or any(feasible(_put(whole, cheap, level)) for level in range(sizes[cheap]))
+
+    fewer = [size for axis, size in enumerate(sizes) if axis != cheap]
+    given = list(dict.fromkeys((*row[:cheap], *row[cheap + 1 :]) for row in start))
+    return [opened(row) for row in build(fewer, strength, completable, start=given)]
+
+
+def _spread(
+    bases: Sequence[Partial],
+    start: Sequence[Row],
+    sizes: Sequence[int],
+    strength: int,
+    missing: dict[Tuple, None],
+    feasible: Feasible,
+    cheap: int,
+) -> list[Row]:
+    """The bases, each with as many levels of the cheap axis as cover something new, but one at least."""
+
+    def gain(row: Row) -> int:
+        return sum(found in missing for found in _contained_with(row, strength, cheap))
+
+    def take(row: Row) -> None:
+        rows.append(row)
+        _remove(missing, _contained(row, strength))
+
+    rows: list[Row] = []
+    begun = {_put(row, cheap, None) for row in start}
+    choices = []
+    for base in bases:
+        possible = [_full(whole) for n in range(sizes[cheap]) if feasible(whole := _put(base, cheap, n))]
+        if base not in begun:
+            take(max(possible, key=gain))
+        choices += possible
+    # Gains only fall: what was best when last looked at, and still has that gain, is best.
+    queue = [(-gain(row), row) for row in choices]
+    heapq.heapify(queue)
+    while queue and missing:
+        before, row = heapq.heappop(queue)
+        if now := gain(row):
+            if now == -before:
+                take(row)
+            else:
+                heapq.heappush(queue, (-now, row))
     return rows
+
+
+def _grouped(rows: Sequence[Row], cheap: int) -> list[Row]:
+    groups: dict[Partial, list[Row]] = {}
+    for row in rows:
+        groups.setdefault(_put(row, cheap, None), []).append(row)
+    return [row for group in groups.values() for row in group]
 
 
 def combinations(sizes: Sequence[int], strength: int, feasible: Feasible) -> list[Tuple]:
@@ -77,6 +167,27 @@ def _contained(row: Row, strength: int) -> Iterable[Tuple]:
     return itertools.combinations(tuple(enumerate(row)), strength)
 
 
+def _contained_with(row: Row, strength: int, axis: int) -> Iterable[Tuple]:
+    """The combinations in `row` that `axis` is part of."""
+    before, after = tuple(enumerate(row))[:axis], tuple(enumerate(row))[axis + 1 :]
+    for others in itertools.combinations((*before, *after), strength - 1):
+        place = sum(a < axis for a, _ in others)
+        yield (*others[:place], (axis, row[axis]), *others[place:])
+
+
+def _remove(missing: dict[Tuple, None], found: Iterable[Tuple]) -> None:
+    for combination in found:
+        missing.pop(combination, None)
+
+
+def _put(row: Partial, axis: int, level: int | None) -> Partial:
+    return (*row[:axis], level, *row[axis + 1 :])
+
+
+def _full(row: Partial) -> Row:
+    return tuple(level for level in row if level is not None)
+
+
 def _complete(
     seed: Tuple, sizes: Sequence[int], strength: int, missing: dict[Tuple, None], feasible: Feasible
 ) -> Row | None:
@@ -94,7 +205,7 @@ def _extend(
     feasible: Feasible,
 ) -> Row | None:
     if not order:
-        return tuple(level for level in partial if level is not None)
+        return _full(partial)
     axis, rest = order[0], order[1:]
     assigned = [(a, level) for a, level in enumerate(partial) if level is not None]
 
@@ -105,7 +216,7 @@ def _extend(
         return sum(tuple(sorted((*other, (axis, level)))) in missing for other in others)
 
     for level in sorted(range(sizes[axis]), key=lambda level: (-gain(level), level)):
-        extended = (*partial[:axis], level, *partial[axis + 1 :])
+        extended = _put(partial, axis, level)
         if feasible(extended):
             row = _extend(extended, rest, sizes, strength, missing, feasible)
             if row is not None:

@@ -60,8 +60,6 @@ def grid(level: str, seed: int, supports: Supports = lambda case: None) -> Grid:
     support = _Support(supports, seed)
     matrix = support.matrix()
     rows, coverage = _rows(STRENGTH[level], matrix)
-    # Every level judges the cases of `quick`: what is seen there is seen at all of them.
-    rows = tuple(dict.fromkeys((*rows, *_rows(STRENGTH["quick"], matrix)[0])))
     cases = [_case(row, seed) for row in rows]
     return Grid(
         level, _unique(cases), _unique(support.singles()), support.rich(), _unique(support.declined()), coverage
@@ -105,9 +103,15 @@ def _rows(strength: int, excluded: Matrix) -> tuple[tuple[Row, ...], Coverage]:
         levels = dict(zip(kept, partial, strict=True))
         return tuple(levels.get(a, 0) for a in range(len(AXES)))
 
-    rows = covering.build(sizes, strength, lambda partial: feasible(whole(partial)))
+    # Every level has the rows of `quick`: what is seen there is seen at all of them.
+    start = [tuple(row[a] for a in kept) for row in _rows(strength - 1, excluded)[0]] if strength > 2 else []
+    rows = covering.build(sizes, strength, lambda row: feasible(whole(row)), start=start, cheap=_cheap_among(kept))
     counted = covering.coverage(rows, sizes, strength, lambda partial: feasible(whole(partial)))
     return tuple(tuple(level or 0 for level in whole(row)) for row in rows), counted
+
+
+def _cheap_among(kept: list[int]) -> int:
+    return next(place for place, axis in enumerate(kept) if AXES[axis].cheap)
 
 
 def _supported(axis: int, excluded: Matrix) -> bool:

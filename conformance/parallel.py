@@ -26,7 +26,9 @@ from conformance.plan import Job
 from conformance.records import Record
 from conformance.sensitivity import Examination
 
-_CHUNK = 4  # short jobs a task: few enough to share work evenly, enough to keep the overhead down
+# Short jobs a task: few enough to share work evenly, enough to keep the overhead down. Those that share compiled
+# programs stay together.
+_CHUNK = 4
 # Scopes whose jobs are short. The others are many programs each: they are begun first, or the run would end with one
 # process still at work and the others idle.
 _SHORT = frozenset(("grid", "declined", "feature"))
@@ -82,9 +84,10 @@ def _chunks(jobs: Sequence[Job]) -> collections.deque[range]:
     long: list[range] = []
     short: list[range] = []
     for n, job in enumerate(jobs):
+        shares = n > 0 and job.case.program == jobs[n - 1].case.program
         if not {check.scope for check in job.checks} <= _SHORT:
             long.append(range(n, n + 1))
-        elif short and short[-1].stop == n and len(short[-1]) < _CHUNK:
+        elif short and short[-1].stop == n and (shares or len(short[-1]) < _CHUNK):
             short[-1] = range(short[-1].start, n + 1)
         else:
             short.append(range(n, n + 1))

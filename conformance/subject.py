@@ -32,7 +32,8 @@ class Subject:
 
     Compiling is nearly all of the cost, and there are many cases. Unless `thorough`, a case takes its turn (by its id):
     one of the two calls gets differentiated, the plain one or that with residuals, with one of the partial cotangents,
-    one of the laws is asked, and one of the poisons that are no numbers.
+    one of the laws is asked, and one of the poisons that are no numbers. Cases that share compiled programs share their
+    turns in what has to be compiled.
     """
 
     executor: Executor
@@ -129,11 +130,16 @@ class Subject:
         """Which calls get differentiated: the plain one alone if `logsumexp` carries no gradient."""
         if "logsumexp" not in self.implementation.differentiable_residuals:
             return ("plain",)
-        return _PULLBACKS if self.thorough else (_PULLBACKS[self._turn % 2],)
+        return _PULLBACKS if self.thorough else (_PULLBACKS[self._program_turn % 2],)
 
     @property
     def _turn(self) -> int:
         return zlib.crc32(self.case.id.encode())
+
+    @property
+    def _program_turn(self) -> int:
+        """The turn in what has to be compiled: the same for cases that share compiled programs."""
+        return zlib.crc32(self.case.program.encode())
 
     def asks(self, law: str) -> bool:
         """Whether it is the turn of this law, of those that are asked in turn."""
@@ -145,7 +151,7 @@ class Subject:
 
     def one_in(self, count: int) -> bool:
         """Whether it is the case's turn for what one in `count` is asked."""
-        return self.thorough or self._turn // 8 % count == 0
+        return self.thorough or self._program_turn // 8 % count == 0
 
     @property
     def any_random(self) -> str:

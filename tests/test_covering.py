@@ -66,6 +66,31 @@ def test_rows_contain_every_combination_that_some_feasible_row_contains(
         assert fewer.feasible == counted.feasible
 
 
+@SETTINGS
+@given(systems(), st.data())
+def test_with_a_cheap_axis_and_rows_to_start_with_every_combination_is_contained_as_well(
+    system: tuple[tuple[int, ...], int, frozenset[frozenset[Item]]], data: st.DataObject
+) -> None:
+    sizes, strength, conflicts = system
+    feasible = feasibility(conflicts)
+    cheap = data.draw(st.integers(0, len(sizes) - 1))
+    start = covering.build(sizes, strength - 1, feasible, cheap=cheap)
+    rows = covering.build(sizes, strength, feasible, start=start, cheap=cheap)
+    possible = [row for row in itertools.product(*map(range, sizes)) if feasible(row)]
+    assert set(start) <= set(rows) <= set(possible)
+    assert len(set(rows)) == len(rows)
+    counted = covering.coverage(rows, sizes, strength, feasible)
+    assert counted.covered == counted.feasible == covering.coverage(possible, sizes, strength, feasible).covered
+    groups = [group for group, _ in itertools.groupby(rows, lambda row: (*row[:cheap], *row[cheap + 1 :]))]
+    assert len(groups) == len(set(groups))
+
+
+def test_a_cheap_axis_adds_no_rows_that_differ_in_others() -> None:
+    rows = covering.build((9, 8, 7, 2), 2, lambda partial: True, cheap=0)
+    assert len({row[1:] for row in rows}) == 8 * 7
+    assert 9 * 8 <= len(rows) < 9 * 8 + 9
+
+
 def test_rows_are_far_fewer_than_all_combinations() -> None:
     assert len(covering.build((4,) * 8, 2, lambda partial: True)) <= 48  # of 65,536; at least 16
 
@@ -73,7 +98,10 @@ def test_rows_are_far_fewer_than_all_combinations() -> None:
 def levels_of(case: Case) -> dict[str, Any]:
     """The level of every axis that the case was assembled from."""
     found = {name: getattr(case, name) for name in FIELDS}
-    lengths = [x for x in LEVELS["lengths"] if (x.phase, x.q, x.kv) == (case.phase, case.q_length, case.kv_length)]
+    q, kv = case.q_length, case.kv_length
+    lengths = [
+        x for x in LEVELS["lengths"] if x.phase == case.phase and ((x.q, x.kv) == (q, kv) or (x.turns and x.q == kv))
+    ]
     found["heads"] = (case.batch, case.num_q_heads, case.num_kv_heads)
     found["depths"] = (case.head_dim, case.v_head_dim)
     own = case.mask.split("-")[1][1:] if case.mask.startswith("own-") else None
@@ -85,7 +113,7 @@ def levels_of(case: Case) -> dict[str, Any]:
 
 
 def buildable(levels: dict[str, Any]) -> bool:
-    return compatible({name: levels[name] for name in ("lengths", "mask", "own_window")})
+    return compatible({name: levels[name] for name in ("lengths", "mask", "heads", "own_window")})
 
 
 def remade(levels: dict[str, Any], mask: str, seed: int) -> Case:
@@ -237,4 +265,24 @@ def test_a_rare_axis_stays_out_of_the_arrays_of_those_that_have_none_of_it() -> 
         assert {levels_of(case)[name] for case in without.declined} == set(levels)
     assert without.coverage.covered == without.coverage.feasible
     others = math.prod(len(levels) for levels in (LEVELS["lengths"], LEVELS["mask"]))
-    assert len(without.cases) < others
+    assert len({case.program for case in without.cases}) < others
+
+
+def test_the_longest_lengths_are_judged_both_ways_round() -> None:
+    def masks_at(level: str, q: int, kv: int) -> set[str]:
+        cases = grid(level, 0, declining("own_window", "kv_int8", "kv_int4", "kv_fp8")).cases
+        return {levels_of(case)["mask"] for case in cases if (case.q_length, case.kv_length) == (q, kv)}
+
+    long_kv, long_q = masks_at("quick", 40, 1500), masks_at("quick", 1500, 40)
+    moba = {"moba", "moba_fine", "moba_one", "moba_all"}
+    assert moba <= long_kv
+    assert long_kv | long_q == {*LEVELS["mask"]} - {"lengths_edges"}
+    assert min(len(long_kv - moba), len(long_q)) >= 4
+    assert masks_at("standard", 40, 1500) == masks_at("standard", 1500, 40) | moba
+
+
+@pytest.mark.parametrize("level", ["quick", "standard"])
+def test_cases_that_share_compiled_programs_stand_together(level: str) -> None:
+    programs = [case.program for case in grid(level, 0, declining("moba", "kv_int8", "kv_int4", "kv_fp8")).cases]
+    groups = [program for program, _ in itertools.groupby(programs)]
+    assert len(groups) == len(set(groups)) < 0.8 * len(programs)
