@@ -29,6 +29,22 @@ def test_a_sum_of_products_is_compiled_soundly(shape: tuple[int, ...], dtype: st
     np.testing.assert_allclose(product_sum(x, y), exact, atol=1e-4)
 
 
+def test_a_reduction_after_a_product_is_compiled_soundly():
+    """The program of jax-ml/jax#39103."""
+    count = jnp.arange(32_769, dtype=jnp.float32)
+    x = jnp.stack((count, jnp.zeros_like(count), jnp.zeros_like(count)), axis=1)
+    squares = jax.jit(jax.vmap(lambda row: jnp.sum((jnp.eye(3) @ row) ** 2)))(x)
+    np.testing.assert_allclose(squares, np.asarray(count, np.float64) ** 2, rtol=1e-6)
+
+
+@pytest.mark.parametrize("q_length", [1, 2])
+def test_products_that_accumulate_in_f32_are_differentiated_at_any_length(q_length: int):
+    q, k = jnp.ones((1, q_length, 2, 64), "bfloat16"), jnp.ones((1, 72, 2, 64), "bfloat16")
+    logits, pull = jax.vjp(lambda q, k: jnp.einsum("btnh,bsnh->bnts", q, k, precision="BF16_BF16_F32"), q, k)
+    dq, dk = jax.jit(pull)(jnp.ones_like(logits))
+    assert (float(dq[0, 0, 0, 0]), float(dk[0, 0, 0, 0])) == (72.0, q_length)
+
+
 @pytest.mark.parametrize(
     ("driver", "platforms", "fast"),
     [(False, None, True), (True, "cpu", True), (True, None, False), (True, "cuda", False)],
