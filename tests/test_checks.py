@@ -229,6 +229,24 @@ def test_what_an_implementation_raises_becomes_an_error(error: BaseException):
     assert "\n" not in found.reason
 
 
+def test_cases_that_differ_in_values_alone_are_judged_by_the_same_programs():
+    traced = []
+    kernel = from_function(with_out(lambda out, *_: traced.append(out.shape) or out), "kernel")
+    checks = tuple(check for check in CHECKS if check.scope == "grid")
+    runner = Runner(Settings())
+
+    def judge_with(distribution: str) -> list[Record]:
+        case = parse(CAPPED.replace("/full/", "/lengths-9/").replace("/normal/", f"/{distribution}/"))
+        return runner.judge(plan.Job(kernel, case, checks, thorough=False))
+
+    assert {record.verdict for record in judge_with("normal")} <= {PASS, UNSUPPORTED}
+    programs = len(traced)
+    assert programs
+    for distribution in ("knee", "heavy", "cancel", "ties", "small"):
+        assert {record.verdict for record in judge_with(distribution)} <= {PASS, UNSUPPORTED}
+    assert len(traced) == programs
+
+
 def test_every_check_says_what_it_asks():
     assert all(check.asks.endswith((".", ":")) or check.asks for check in CHECKS)
     assert len(BY_NAME) == len(CHECKS)
