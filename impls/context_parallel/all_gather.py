@@ -5,8 +5,8 @@ The scheme of Llama 3 (Dubey et al. 2024, arXiv:2407.21783, section 3.3.2), with
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -59,29 +59,65 @@ def all_gather(
     """
     if keys.balanced:
         raise ValueError("keys must be in sequence order to be gathered, got a balanced Layout")
-    gather = functools.partial(lax.all_gather, axis_name=axis_name, axis=1, tiled=True)
-    k, v = (gather(x)[:, : keys.length] for x in (k, v))
-    if segment_ids is not None:
-        segment_ids = segment_ids[0], gather(segment_ids[1])[:, : keys.length]
     plan = schedule(mask, queries, Layout(keys.length, 1, balanced=False))
-    index = jnp.asarray([row[0] for row in plan.table], jnp.int32)[lax.axis_index(axis_name)]
     local = Local(kernel, plan.masks, soft_cap, scale)
-    outputs = _attend(local, index, Operands(q, k, v, bias, sinks, segment_ids))
+    gathered = _Gathered(local, tuple(row[0] for row in plan.table), keys, axis_name)
+    outputs = _attend(gathered, Operands(q, k, v, bias, sinks, segment_ids))
     return outputs.out, {"logsumexp": outputs.logsumexp, "max_logits": outputs.max_logits}
 
 
+@dataclasses.dataclass(frozen=True)
+class _Gathered:
+    """What is static: the kernel and its masks, which of them each device has, the layout of keys and the mesh axis."""
+
+    local: Local
+    masks: tuple[int, ...]
+    keys: Layout
+    axis_name: str
+
+    def index(self) -> jax.Array:
+        """Which mask this device's queries have."""
+        return jnp.asarray(self.masks, jnp.int32)[lax.axis_index(self.axis_name)]
+
+    def whole(self, operands: Operands) -> Operands:
+        """The operands with the keys of all devices."""
+        ids = operands.segment_ids
+        return operands._replace(
+            k=self._gather(operands.k),
+            v=self._gather(operands.v),
+            segment_ids=None if ids is None else (ids[0], self._gather(ids[1])),
+        )
+
+    def _gather(self, x: jax.Array) -> jax.Array:
+        return lax.all_gather(x, self.axis_name, axis=1, tiled=True)[:, : self.keys.length]
+
+    def summed(self, x: jax.Array) -> jax.Array:
+        """This device's keys of `x [B, S, K, depth]`, added up over the devices."""
+        padding = self.keys.local * self.keys.devices - self.keys.length
+        padded = jnp.pad(x, ((0, 0), (0, padding), (0, 0), (0, 0)))
+        added: jax.Array = lax.psum_scatter(  # type: ignore[no-untyped-call]  # JAX leaves it untyped
+            padded, self.axis_name, scatter_dimension=1, tiled=True
+        )
+        return added
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(local: Local, index: jax.Array, operands: Operands) -> Outputs:
-    return local.forward(index, operands)
+def _attend(gathered: _Gathered, operands: Operands) -> Outputs:
+    return gathered.local.forward(gathered.index(), gathered.whole(operands))
 
 
-def _forward(local: Local, index: jax.Array, operands: Operands) -> tuple[Outputs, Any]:
-    return local.forward(index, operands), (index, operands)
+def _forward(gathered: _Gathered, operands: Operands) -> tuple[Outputs, Operands]:
+    return _attend(gathered, operands), operands
 
 
-def _backward(local: Local, saved: Any, cotangents: Outputs) -> tuple[None, Operands]:
-    index, operands = saved
-    return None, local.backward(index, operands, lambda _: (cotangents.out, cotangents.logsumexp))
+def _backward(gathered: _Gathered, operands: Operands, cotangents: Outputs) -> tuple[Operands]:
+    # In f32, since what the devices find for a key is added up: rounded to bf16 each, the sum loses more the more
+    # devices there are.
+    local = dataclasses.replace(gathered.local, wide=True)
+    found = local.backward(gathered.index(), gathered.whole(operands), lambda _: (cotangents.out, cotangents.logsumexp))
+    found = found._replace(k=gathered.summed(found.k), v=gathered.summed(found.v))
+    like = operands._replace(segment_ids=None)
+    return (jax.tree.map(lambda x, operand: x.astype(operand.dtype), found, like),)
 
 
 _attend.defvjp(_forward, _backward)

@@ -70,8 +70,8 @@ def attention(
       bias: broadcastable to `[B, N, T, S]`.
       scale: factor of `<q, k>`, default `1 / sqrt(H)`.
       save_residuals: also return `logsumexp` and `max_logits`.
-      kernel: the canonical call, with a differentiable `logsumexp`; what it refuses is refused. A ring gives it q, k
-        and v in f32, whatever their dtype.
+      kernel: the canonical call, with a differentiable `logsumexp`; what it refuses is refused. It gets q, k and v
+        in f32, whatever their dtype, where its results are added up: in a ring, and in an all-gather's backward pass.
       method: `"all_gather"` or `"ring"`.
       devices: how many devices share the sequence.
       balanced: queries, and the keys of a ring, in load-balanced order; else contiguous.
