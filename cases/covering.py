@@ -102,7 +102,7 @@ def _spread(
     """The bases, each with as many levels of the cheap axis as cover something new, but one at least."""
 
     def gain(row: Row) -> int:
-        return sum(found in missing for found in _contained_with(row, strength, cheap))
+        return sum(found in missing for found in _contained(row, strength))
 
     def take(row: Row) -> None:
         rows.append(row)
@@ -165,14 +165,6 @@ def _partial(combination: Tuple, axes: int) -> Partial:
 
 def _contained(row: Row, strength: int) -> Iterable[Tuple]:
     return itertools.combinations(tuple(enumerate(row)), strength)
-
-
-def _contained_with(row: Row, strength: int, axis: int) -> Iterable[Tuple]:
-    """The combinations in `row` that `axis` is part of."""
-    before, after = tuple(enumerate(row))[:axis], tuple(enumerate(row))[axis + 1 :]
-    for others in itertools.combinations((*before, *after), strength - 1):
-        place = sum(a < axis for a, _ in others)
-        yield (*others[:place], (axis, row[axis]), *others[place:])
 
 
 def _remove(missing: dict[Tuple, None], found: Iterable[Tuple]) -> None:

@@ -239,11 +239,12 @@ def test_cases_that_differ_in_values_alone_are_judged_by_the_same_programs():
         case = parse(CAPPED.replace("/full/", "/lengths-9/").replace("/normal/", f"/{distribution}/"))
         return runner.judge(plan.Job(kernel, case, checks, thorough=False))
 
-    assert {record.verdict for record in judge_with("normal")} <= {PASS, UNSUPPORTED}
+    expected = {PASS, UNSUPPORTED}  # keys behind the mask are declared to be finite
+    assert {record.verdict for record in judge_with("normal")} == expected
     programs = len(traced)
     assert programs
     for distribution in ("knee", "heavy", "cancel", "ties", "small"):
-        assert {record.verdict for record in judge_with(distribution)} <= {PASS, UNSUPPORTED}
+        assert {record.verdict for record in judge_with(distribution)} == expected
     assert len(traced) == programs
 
 

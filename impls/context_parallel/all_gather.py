@@ -40,7 +40,8 @@ def all_gather(
       q: this device's queries `[B, queries.local, N, H]`, as `queries.deal` puts them.
       k: this device's keys `[B, keys.local, K, H]`, in sequence order (`keys.balanced` false).
       v: its values `[B, keys.local, K, V]`.
-      kernel: the canonical call.
+      kernel: the canonical call, with a differentiable `logsumexp`; in the backward pass it gets q, k and v in f32,
+        whatever their dtype.
       mask: of the whole sequence.
       queries: how queries are shared.
       keys: how keys are.
