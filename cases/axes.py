@@ -22,6 +22,12 @@ class Axis:
     rare: bool = False  # for few implementations: the arrays of those that have only its first level do without it
     cheap: bool = False  # cases that differ in it alone share compiled programs
 
+    def stand_ins(self) -> list[tuple[int, int]]:
+        """Levels that are asked only of what does not support another one: `(level, the other)`, by index."""
+        lengths = [(n, level) for n, level in enumerate(self.levels) if isinstance(level, Lengths)]
+        places = {(level.q, level.kv): n for n, level in lengths}
+        return [(n, places[level.instead_of]) for n, level in lengths if level.instead_of is not None]
+
 
 @dataclasses.dataclass(frozen=True)
 class Lengths:
@@ -31,6 +37,7 @@ class Lengths:
     q: int
     kv: int
     turns: bool = False  # in some cases the two change places (`_placed`)
+    instead_of: tuple[int, int] | None = None  # only for what does not support these lengths
 
 
 AXES: tuple[Axis, ...] = (
@@ -46,6 +53,8 @@ AXES: tuple[Axis, ...] = (
             # What costs most is last: where it does not matter which level a case has, it has an earlier one.
             Lengths("train", 321, 321),  # one more than blocks of 32 and 64 divide, and odd
             Lengths("train", 40, 1500, turns=True),
+            # Equal, and no block divides them: for kernels that take a length below their block, or multiples of it.
+            Lengths("train", 100, 100, instead_of=(321, 321)),
         ),
     ),
     Axis(

@@ -131,6 +131,8 @@ class _Support:
         """All unsupported levels, and all unsupported pairs of supported levels."""
         items = [(a, level) for a, size in enumerate(_SIZES) for level in range(size)]
         single = {item for item in items if self._reason(item) is not None}
+        stand_ins = ((a, pair) for a, axis in enumerate(AXES) for pair in axis.stand_ins())
+        single |= {(a, level) for a, (level, other) in stand_ins if (a, other) not in single}
         excluded = {(item, item) for item in single}
         supported = [item for item in items if item not in single]
         for one, other in itertools.combinations(supported, 2):

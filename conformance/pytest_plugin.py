@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from conformance.runner import Runner
 
 _NAME = "attention-conformance-gate"
+_GATE = "conformance/test_gate.py"
 _ATTRIBUTE = "attention_conformance_records"
 _FOUND: pytest.StashKey[list[Record]] = pytest.StashKey()
 
@@ -157,16 +158,33 @@ class _Gate:
             self._records += [from_json(line) for line in lines]
             self._tests.add(report.nodeid)
 
-    @pytest.hookimpl(trylast=True)
+    @pytest.hookimpl(tryfirst=True)
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
         if hasattr(self._config, "workerinput"):
             return
         if self._records:
             self._add_stale()
-        if (self._stale or self._nothing_judged()) and session.exitstatus == 0:
+        for record in self._stale:
+            self._add_failure(f"expectations[{record.implementation}-{record.case}]", record.reason)
+        if sentence := self._nothing_judged():
+            self._add_failure("something_is_judged", sentence)
+        if (self._stale or sentence) and session.exitstatus == 0:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
         if self._records and (target := self._config.getoption("--conformance-report")):
             self._write_report(Path(target))
+
+    def _add_failure(self, name: str, reason: str) -> None:
+        """A failure of the run as a whole: it is counted, summed up and written to files like one of a test."""
+        module = min(self._tests, default=_GATE).partition("::")[0]
+        report = pytest.TestReport(
+            nodeid=f"{module}::{name}",
+            location=(module, None, name),
+            keywords={},
+            outcome="failed",
+            longrepr=reason,
+            when="call",
+        )
+        self._config.hook.pytest_runtest_logreport(report=report)
 
     def _add_stale(self) -> None:
         """After a whole run: expected failures that nothing failed for turn it red."""
@@ -220,10 +238,6 @@ class _Gate:
         terminalreporter.section("attention conformance")
         for line in _table(self._records):
             terminalreporter.write_line(line)
-        for record in self._stale:
-            terminalreporter.write_line(f"stale: {record.implementation} {record.case}: {record.reason}", red=True)
-        if sentence := self._nothing_judged():
-            terminalreporter.write_line(sentence, red=True)
 
 
 def _table(found: list[Record]) -> list[str]:

@@ -126,7 +126,10 @@ def pairs_of(levels: dict[str, Any]) -> set[tuple[tuple[str, Any], ...]]:
 
 @functools.cache
 def feasible_pairs() -> set[tuple[tuple[str, Any], ...]]:
-    """All pairs of levels that a full row may contain, by enumeration of the axes that exclude one another."""
+    """All pairs of levels that a full row may contain, by enumeration of the axes that exclude one another.
+
+    Stand-ins are in none: what supports all levels, or all but few, needs none.
+    """
     plain = {name: LEVELS[name][0] for name in NAMES}
     rows = [
         dict(zip(CONSTRAINED, row, strict=True))
@@ -137,7 +140,9 @@ def feasible_pairs() -> set[tuple[tuple[str, Any], ...]]:
     single = {item for pair in among for item in pair}
     free = {(name, level) for name in NAMES if name not in CONSTRAINED for level in LEVELS[name]}
     rest = {(x, y) for x in free for y in free | single if x[0] != y[0]}
-    return {tuple(sorted(pair, key=lambda item: NAMES.index(item[0]))) for pair in among | rest}
+    stand_ins = {("lengths", level) for level in LEVELS["lengths"] if level.instead_of is not None}
+    pairs = {pair for pair in among | rest if not stand_ins & {*pair}}
+    return {tuple(sorted(pair, key=lambda item: NAMES.index(item[0]))) for pair in pairs}
 
 
 @pytest.fixture(scope="module")
@@ -255,6 +260,20 @@ def test_an_implementation_that_declines_everything_gets_no_cases() -> None:
     found = grid("quick", 0, lambda case: "never")
     assert found.cases == found.singles == ()
     assert found.declined
+
+
+def test_lengths_that_stand_in_for_others_are_asked_of_what_does_not_support_those() -> None:
+    def short(case: Case) -> str | None:
+        return "longer than a block" if max(case.q_length, case.kv_length) > 128 else None
+
+    def lengths_of(supports: Callable[[Case], str | None]) -> set[tuple[int, int]]:
+        return {(case.q_length, case.kv_length) for case in grid("quick", 0, supports).cases}
+
+    assert lengths_of(short) == {(128, 128), (1, 72), (100, 100)}
+    assert (321, 321) in lengths_of(declining("sinks"))
+    assert (100, 100) not in lengths_of(declining("sinks"))
+    neither = grid("quick", 0, lambda case: "one length" if (case.q_length, case.kv_length) != (128, 128) else None)
+    assert {(321, 321), (100, 100)} <= {(case.q_length, case.kv_length) for case in neither.declined}
 
 
 def test_a_rare_axis_stays_out_of_the_arrays_of_those_that_have_none_of_it() -> None:

@@ -138,7 +138,10 @@ def test_the_report_and_its_records_are_the_same_from_two_processes(repository: 
 def test_a_required_platform_that_judged_nothing_fails_the_run(repository: Repository):
     result = gate(repository, FEW, "--require-platform=tpu")
     assert result.ret == 1
-    result.stdout.fnmatch_lines(["--require-platform=tpu: nothing was judged there"])
+    result.stdout.fnmatch_lines(
+        ["--require-platform=tpu: nothing was judged there", "FAILED *::something_is_judged - *"]
+    )
+    assert "1 failed" in result.stdout.lines[-1]
 
 
 @pytest.mark.parametrize(
@@ -190,7 +193,31 @@ def test_part_of_the_grid_says_nothing_about_stale_entries(repository: Repositor
     repository.settings(EXPECTED.format(name="attention", some="true"))
     result = repository.pytest("--pyargs", "conformance", FEW)
     assert result.ret == 0
-    assert "stale:" not in result.stdout.str()
+    assert "expectations" not in result.stdout.str()
+
+
+# Few cases, so that the whole grid is soon judged.
+FEW_SUPPORTED = """
+from conformance.plain import from_function
+
+def one_query(case):
+    plain = (case.q_length, case.dtype, case.distribution, case.head_dim) == (1, "f32", "normal", 64)
+    return None if plain else "one query in f32 is all"
+
+narrow = dataclasses.replace(from_function(attention, "narrow"), supports_case=one_query)
+"""
+
+
+def test_an_expected_failure_that_a_whole_run_does_not_see_is_a_failure_of_the_run(repository: Repository):
+    kernel = repository.path / "kernel.py"
+    kernel.write_text(f"import dataclasses\n{KERNEL}{FEW_SUPPORTED}")
+    repository.settings(EXPECTED.format(name="narrow", some="true").replace("kernel.py:narrow", "narrow"))
+    result = repository.pytest("--pyargs", "conformance", "--impl=kernel.py:narrow", "-n", "2", "--junitxml=j.xml")
+    assert result.ret == 1
+    sentence = "nothing failed that pyproject.toml expects to fail: known"
+    result.stdout.fnmatch_lines([sentence, "FAILED *::expectations[[]narrow-[*]] - nothing failed that *"])
+    assert re.search(r"1 failed, \d+ passed", result.stdout.lines[-1])
+    assert sentence in (repository.path / "j.xml").read_text()
 
 
 def test_other_test_runs_do_not_load_jax(repository: Repository):
