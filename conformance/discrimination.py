@@ -9,7 +9,7 @@ many times over the limit its worst element falls; a case with a null below `REQ
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import numpy as np
 
@@ -48,7 +48,7 @@ def margins(subject: Subject) -> dict[str, float]:
     return found
 
 
-def weakest(found: dict[str, float]) -> tuple[str, float]:
+def weakest(found: Mapping[str, float]) -> tuple[str, float]:
     """The null result that is hardest to see, and its margin."""
     name = min(found, key=lambda n: found[n])
     return name, found[name]

@@ -123,7 +123,8 @@ def _judged(subject: Subject, checks: Iterable[Check]) -> Iterator[Record]:
     if left_out and left_out["undecided_rows"] > discrimination.MOST_UNDECIDED * left_out["rows"]:
         yield _record(subject, "discrimination", _undecided(left_out), margin, 0.0)
         return
-    if compares and (margins := discrimination.margins(subject)):
+    subject, margins = _discriminating(subject) if compares else (subject, {})
+    if margins:
         null, margin = discrimination.weakest(margins)
         if not margin >= discrimination.REQUIRED_MARGIN:
             reason = (
@@ -141,6 +142,15 @@ def _judged(subject: Subject, checks: Iterable[Check]) -> Iterator[Record]:
             if left_out and check.compares:
                 judgement = dataclasses.replace(judgement, figures={**judgement.figures, **left_out})
             yield _record(subject, check.name, judgement, margin, seconds)
+
+
+def _discriminating(subject: Subject) -> tuple[Subject, Mapping[str, float]]:
+    """The subject and its margins: asked everything, if what it is its turn to be asked does not discriminate."""
+    margins = discrimination.margins(subject)
+    if subject.thorough or not margins or discrimination.weakest(margins)[1] >= discrimination.REQUIRED_MARGIN:
+        return subject, margins
+    subject = dataclasses.replace(subject, thorough=True)
+    return subject, discrimination.margins(subject)
 
 
 def _left_out(subject: Subject) -> dict[str, float]:

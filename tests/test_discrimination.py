@@ -9,9 +9,15 @@ import pytest
 
 from cases.case import Case, parse
 from cases.grid import grid
+from conformance.checks import CHECKS
 from conformance.contract import Implementation
 from conformance.discrimination import REQUIRED_MARGIN, margins, weakest
 from conformance.execution import Executor
+from conformance.plan import Job
+from conformance.records import PASS
+from conformance.registry import find
+from conformance.runner import Runner
+from conformance.settings import Settings
 from conformance.subject import Subject
 from conformance.tolerances import default
 
@@ -83,6 +89,16 @@ def test_a_case_that_cannot_tell_is_below_the_required_margin(case_id: str, null
     found = margins_of(case_id)
     assert weakest(found)[0] == null
     assert found[null] < REQUIRED_MARGIN
+
+
+def test_a_case_whose_turn_does_not_discriminate_is_asked_everything() -> None:
+    case = parse("train/f32/B1.T321.S321.N2.K2.H64.V64/full/huge/s0")
+    kernel = find("dot_product")
+    turn = Subject(Executor(kernel), case, default(), thorough=False)
+    assert weakest(margins(turn))[1] < REQUIRED_MARGIN <= weakest(margins_of(case, kernel))[1]
+    forward = tuple(check for check in CHECKS if check.name == "forward")
+    found = Runner(Settings()).judge(Job(kernel, case, forward, thorough=False))
+    assert {(record.check, record.verdict) for record in found} == {("forward", PASS)}
 
 
 def test_without_residuals_only_the_output_can_tell() -> None:
