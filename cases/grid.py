@@ -85,7 +85,7 @@ def _allowed(row: Partial) -> bool:
 
 
 Matrix = frozenset[tuple[tuple[int, int], tuple[int, int]]]
-"""Pairs of `(axis, level)` that do not go together; a level with itself if it is not supported at all."""
+"""Pairs of `(axis, level)` that do not go together; a level with itself if it is not asked at all."""
 
 
 @functools.lru_cache(maxsize=32)
@@ -128,14 +128,14 @@ class _Support:
         self._base = self._find_base()
 
     def matrix(self) -> Matrix:
-        """All unsupported levels, and all unsupported pairs of supported levels."""
+        """All unsupported levels, stand-ins for supported ones, and all unsupported pairs of the rest."""
         items = [(a, level) for a, size in enumerate(_SIZES) for level in range(size)]
         single = {item for item in items if self._reason(item) is not None}
         stand_ins = ((a, pair) for a, axis in enumerate(AXES) for pair in axis.stand_ins())
         single |= {(a, level) for a, (level, other) in stand_ins if (a, other) not in single}
         excluded = {(item, item) for item in single}
-        supported = [item for item in items if item not in single]
-        for one, other in itertools.combinations(supported, 2):
+        asked = [item for item in items if item not in single]
+        for one, other in itertools.combinations(asked, 2):
             if one[0] != other[0] and self._reason(one, other) is not None:
                 excluded.add((one, other))
         return frozenset(excluded)
