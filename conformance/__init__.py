@@ -11,8 +11,8 @@ from typing import Any
 _PUBLIC = {
     "Arithmetic": "conformance.contract",
     "Implementation": "conformance.contract",
-    "declare": "conformance.plain",
-    "reference_attention": "conformance.reference",
+    "declare": "conformance.calling.plain",
+    "reference_attention": "conformance.reference.attention",
 }
 __all__ = sorted(_PUBLIC)
 

@@ -14,7 +14,9 @@ from typing import Any, NoReturn
 from absl import app, logging
 from absl.flags import argparse_flags
 
-from conformance import environment, interrupts
+from conformance import environment
+from conformance.commands.errors import CannotJudge
+from conformance.judging import interrupts
 
 _DESCRIPTION = """\
 Is an attention implementation right? Judge its forward pass, its residuals and every gradient against a float64 oracle,
@@ -95,7 +97,8 @@ examples:
   python -m conformance calibrate --impl=block_flash --impl=dot_product --level=standard --seed=0 --seed=1 --seed=2
   python -m conformance calibrate block_flash.jsonl dot_product.jsonl
 
-Limits are 1.5 times the largest ratio that a correct implementation reached, rounded up (conformance/tolerances.py).
+Limits are 1.5 times the largest ratio that a correct implementation reached, rounded up
+(conformance/truth/tolerances.py).
 exit codes: 0 written, 2 an implementation fails (so it is not correct), or a file cannot be read or written
 """
 
@@ -130,10 +133,6 @@ exit codes: 0 tuned, 2 could not be tuned (nothing to tune, or not on this machi
 
 # Commands that time programs: they run under the flags that everybody has.
 _TIMING = frozenset({"bench", "tune"})
-
-
-class CannotJudge(Exception):  # noqa: N818 -- a statement, as the message is
-    """The command cannot be carried out; the message is the one line that the user sees. Exit code 2."""
 
 
 class _Parser(argparse_flags.ArgumentParser):
@@ -341,10 +340,10 @@ def main(arguments: argparse.Namespace) -> int:
     """Carry out a parsed command; returns the exit code."""
     environment.prepare(timing=arguments.command in _TIMING)
     try:
-        from conformance import commands  # imported late: it loads JAX
+        from conformance.commands.table import COMMANDS  # imported late: it loads JAX
 
         with interrupts.remembered():
-            return commands.COMMANDS[arguments.command](arguments)
+            return COMMANDS[arguments.command](arguments)
     except CannotJudge as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -111,7 +111,8 @@ class Implementation:
       merge: a sequence of parts to the part over the keys of all; none if it offers none of its own.
       checkpoint_names: names under which the residuals of the backward are tagged for `jax.checkpoint` policies.
       interpreted: True where this process runs the kernel in an interpreter instead of on its accelerator.
-      front_end: a model's own front end in place of `conformance.front_ends.front_end`, with that one's signature.
+      front_end: a model's own front end in place of `conformance.reference.front_end.front_end`, with the signature of
+        that one.
       absent: why this process cannot run it at all, none if it can: its accelerator is missing and nothing interprets
         it, or its library is not installed. Its cases are unjudged, for this reason.
       tunable: block sizes and the like that `python -m conformance tune` may choose.

@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
-    from conformance.plan import Job, Plan
+    from conformance.judging.plan import Job, Plan
+    from conformance.judging.runner import Runner
     from conformance.records import Record
-    from conformance.runner import Runner
 
 _NAME = "attention-conformance-gate"
 _GATE = "conformance/test_gate.py"
@@ -71,7 +71,7 @@ class _Gate:
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
         if "conformance_job" not in metafunc.fixturenames:
             return
-        from conformance.runner import platform_of  # imported late: it loads JAX
+        from conformance.judging.runner import platform_of  # imported late: it loads JAX
 
         jobs = self._plan().jobs
         ids = [self._id(job, platform_of(job.implementation)) for job in jobs]
@@ -100,8 +100,12 @@ class _Gate:
             from conformance import environment
 
             environment.prepare()
-            from conformance import plan, registry, settings  # imported late: they load JAX
-            from conformance.runner import Runner
+            from conformance.calling import registry  # imported late: they load JAX
+            from conformance.judging import (
+                plan,  # imported late: they load JAX
+                settings,  # imported late: they load JAX
+            )
+            from conformance.judging.runner import Runner
 
             option = self._config.getoption
             try:
@@ -190,7 +194,7 @@ class _Gate:
         """After a whole run: expected failures that nothing failed for turn it red."""
         import jax
 
-        from conformance import settings
+        from conformance.judging import settings
 
         option = self._config.getoption
         narrowed = option("--conformance-cases") is not None or option("--conformance-seed")
@@ -212,9 +216,11 @@ class _Gate:
         return ""
 
     def _write_report(self, target: Path) -> None:
-        from conformance import detection, environment, records, settings
-        from conformance.registry import find
-        from conformance.runner import hardware_records
+        from conformance import environment, records
+        from conformance.calling.registry import find
+        from conformance.judging import settings
+        from conformance.judging.runner import hardware_records
+        from conformance.sensitivity import detection
         from reports import html
 
         names = sorted({record.implementation for record in self._records})

@@ -86,7 +86,7 @@ class Record:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunInfo:
-    """What holds for a whole run. `detection` is what the gate is known to catch (`conformance.detection`)."""
+    """What holds for a whole run. `detection` is what the gate is known to catch (`sensitivity.detection`)."""
 
     command: str
     level: str

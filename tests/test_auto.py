@@ -15,12 +15,12 @@ from cases.case import Case, parse
 from cases.inputs import draw
 from cases.masks import Causal, Dense, Full, Indexer, Lengths, Mask
 from cases.moba import Moba
-from conformance import plan
 from conformance.checks import BY_NAME
 from conformance.contract import Implementation
+from conformance.judging import plan
+from conformance.judging.runner import Runner
+from conformance.judging.settings import Settings
 from conformance.records import PASS, RED, UNSUPPORTED
-from conformance.runner import Runner
-from conformance.settings import Settings
 from impls import auto
 from impls.auto import CANDIDATES, Route
 from impls.features import mask_features

@@ -6,11 +6,13 @@ from typing import Any
 
 import pytest
 
-from conformance import detection, plan, runner, settings
 from conformance.checks import CHECKS
 from conformance.contract import Implementation
+from conformance.judging import plan, runner, settings
 from conformance.records import RED
-from conformance.sensitivity import PlantedBug, load_bank, red_records, shows_as_said
+from conformance.sensitivity import PlantedBug, detection
+from conformance.sensitivity.bank import load_bank
+from conformance.sensitivity.examination import red_records, shows_as_said
 from tests.kernels import pallas_tpu
 from tests.planted import caches, moba
 from tests.planted.bank import BANK

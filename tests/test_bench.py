@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from cases.case import Case, parse
 from cases.inputs import draw
-from conformance import cli, environment, tolerances
+from conformance import cli, environment
 from conformance.bench import ceiling, measurements, sampling, work
 from conformance.bench.agreement import sampled_rows
 from conformance.bench.interruption import interrupts_wait
@@ -29,6 +29,7 @@ from conformance.bench.sampling import FEWEST_ROUNDS, MOST_CALLS, WARM_UP_ROUNDS
 from conformance.bench.side_by_side import Compared, Limits, compare_all
 from conformance.contract import Arithmetic, Implementation
 from conformance.records import ERROR, UNJUDGED, UNSUPPORTED, RunInfo
+from conformance.truth import tolerances
 from impls.dot_product import attention
 from reports import html
 from reports import side_by_side as section

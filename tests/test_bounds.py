@@ -13,10 +13,10 @@ import pytest
 from cases.case import parse
 from cases.inputs import Cotangent, Problem, draw, draw_cotangent
 from cases.masks import Dense
-from conformance import oracle
-from conformance.bounds import UNIT_ROUNDOFF, Expectation, dtype_name, expect, gamma
-from conformance.comparison import compare
 from conformance.contract import Arithmetic
+from conformance.truth import oracle
+from conformance.truth.bounds import UNIT_ROUNDOFF, Expectation, dtype_name, expect, gamma
+from conformance.truth.comparison import compare
 
 LIMIT = 4.0
 CASES = (

@@ -12,13 +12,15 @@ import pytest
 
 from cases.case import parse
 from cases.decoding import decoded_cases
-from conformance import declare, plan, registry
+from conformance import declare
+from conformance.calling import registry
+from conformance.calling.plain import from_function
 from conformance.checks import BY_NAME, CHECKS
 from conformance.contract import Implementation
-from conformance.plain import from_function
+from conformance.judging import plan
+from conformance.judging.runner import Runner
+from conformance.judging.settings import Settings
 from conformance.records import ERROR, FAIL, PASS, RED, UNSUPPORTED, Record
-from conformance.runner import Runner
-from conformance.settings import Settings
 from tests.kernels import naive
 
 CAUSAL = "train/f32/B1.T16.S16.N2.K2.H16.V16/causal/normal/s0"

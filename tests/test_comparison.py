@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from conformance.bounds import Bounded
-from conformance.comparison import compare
+from conformance.truth.bounds import Bounded
+from conformance.truth.comparison import compare
 
 SETTINGS = settings(derandomize=True, deadline=None, max_examples=80)
 SHAPE = (3, 4, 5)

@@ -11,16 +11,18 @@ import pytest
 
 from cases.accelerator import compiled_cases
 from cases.case import Case, parse
-from conformance import compilation, plan, registry
+from conformance.accelerators import compilation
+from conformance.accelerators.liveness import live_bytes
+from conformance.accelerators.targets import TPU, CompileTarget, Toolchain, targets_of
+from conformance.calling import registry
+from conformance.calling.execution import Executor
 from conformance.checks import BY_NAME, compiles
-from conformance.compile_targets import TPU, CompileTarget, Toolchain, targets_of
+from conformance.checks.subject import Subject
 from conformance.contract import Implementation
-from conformance.execution import Executor
-from conformance.liveness import live_bytes
+from conformance.judging import plan
+from conformance.judging.runner import Runner
+from conformance.judging.settings import Settings
 from conformance.records import FAIL, PASS, UNJUDGED, UNSUPPORTED, Record
-from conformance.runner import Runner
-from conformance.settings import Settings
-from conformance.subject import Subject
 from tests.kernels import pallas_tpu
 
 TPUS = targets_of("tpu")
@@ -116,7 +118,7 @@ def test_upstream_splash_compiles_forward_residuals_and_gradients():
 def test_without_the_compiler_it_is_unjudged_and_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch):
     absent = dataclasses.replace(TPU, modules=("no_such_compiler", "no.such.part"), install="pip install it")
     monkeypatch.setattr(
-        "conformance.compile_targets.TARGETS", tuple(dataclasses.replace(t, toolchain=absent) for t in TPUS)
+        "conformance.accelerators.targets.TARGETS", tuple(dataclasses.replace(t, toolchain=absent) for t in TPUS)
     )
     (record,) = judge(pallas_tpu.implementation("kernel"))
     assert (record.observable, record.verdict) == ("all", UNJUDGED)

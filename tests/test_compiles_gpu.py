@@ -16,16 +16,18 @@ from rich.console import Console
 
 from cases.case import Case, parse
 from cases.masks import Full
-from conformance import compile_targets, plan, registry
+from conformance.accelerators import targets
+from conformance.accelerators.compilation import CompileError, Refused
+from conformance.accelerators.gpus import GPUS, Gpu
+from conformance.accelerators.targets import GPU, targets_of
+from conformance.calling import registry
 from conformance.checks import BY_NAME
 from conformance.commands import run as commands
-from conformance.compilation import CompileError, Refused
-from conformance.compile_targets import GPU, targets_of
 from conformance.contract import Implementation
-from conformance.gpu_targets import GPUS, Gpu
+from conformance.judging import plan
+from conformance.judging.runner import Runner, platform_of
+from conformance.judging.settings import Settings
 from conformance.records import FAIL, PASS, UNJUDGED, UNSUPPORTED, Record
-from conformance.runner import Runner, platform_of
-from conformance.settings import Settings
 from impls import flash_gpu
 from impls.flash_gpu import backends
 from impls.flash_gpu.block_sizes import BlockSizes, Tiles
@@ -106,9 +108,7 @@ def test_a_hopper_kernel_fails_elsewhere_although_the_process_compiled_it_for_ho
     """The compiler keeps Mosaic kernels in the process by their hash, whatever the architecture."""
     monkeypatch.setattr(backends, "HOPPER", ("NVIDIA",))
     first, *others = sorted(GPUS, key=lambda gpu: gpu.name != "h100")
-    monkeypatch.setattr(
-        compile_targets, "TARGETS", tuple(t for gpu in (first, *others) for t in TARGETS if t.name == gpu.name)
-    )
+    monkeypatch.setattr(targets, "TARGETS", tuple(t for gpu in (first, *others) for t in TARGETS if t.name == gpu.name))
     found = judge(natively(backend="mosaic"), SMALL)
     assert found["h100.forward"].verdict == PASS
     for gpu in others:
@@ -120,7 +120,7 @@ def test_a_hopper_kernel_fails_elsewhere_although_the_process_compiled_it_for_ho
 
 def test_without_the_wheels_it_is_unjudged_and_says_how_to_get_them(monkeypatch: pytest.MonkeyPatch) -> None:
     absent = dataclasses.replace(GPU, modules=("no_such_plugin", "no.such.half"))
-    monkeypatch.setattr(compile_targets, "TARGETS", tuple(dataclasses.replace(t, toolchain=absent) for t in TARGETS))
+    monkeypatch.setattr(targets, "TARGETS", tuple(dataclasses.replace(t, toolchain=absent) for t in TARGETS))
     (record,) = judge(registry.find("flash_gpu")).values()
     assert (record.observable, record.verdict) == ("all", UNJUDGED)
     assert record.reason == (
@@ -137,7 +137,7 @@ def test_a_kernel_that_cannot_run_here_is_compiled_all_the_same(monkeypatch: pyt
     def compiled(*_: object) -> Mapping[str, float]:
         raise next(told)
 
-    monkeypatch.setattr(compile_targets, "TARGETS", tuple(dataclasses.replace(t, toolchain=THERE) for t in TARGETS))
+    monkeypatch.setattr(targets, "TARGETS", tuple(dataclasses.replace(t, toolchain=THERE) for t in TARGETS))
     monkeypatch.setattr(importlib.import_module("conformance.checks.compiles"), "compile_for", compiled)
     implementation = registry.find("flash_gpu_mosaic")
     jobs = plan.single(implementation, SMALL, [BY_NAME["forward"], BY_NAME["compiles"]]).jobs

@@ -18,10 +18,10 @@ from cases.masks import Causal, Chunked, Dense, Full, Indexer, Lengths, LoadBala
 from conformance import records
 from conformance.checks import BY_NAME
 from conformance.contract import Implementation
-from conformance.plan import Job
+from conformance.judging.plan import Job
+from conformance.judging.runner import Runner
+from conformance.judging.settings import Settings
 from conformance.records import RED, UNJUDGED
-from conformance.runner import Runner
-from conformance.settings import Settings
 from impls import context_parallel, dot_product
 from impls.context_parallel import Layout
 from impls.context_parallel.masks import part_of, schedule

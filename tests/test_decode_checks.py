@@ -12,13 +12,14 @@ import pytest
 from cases.case import Case, parse
 from cases.decoding import LENGTH, PIECES, decoded_cases, part, piece
 from cases.inputs import Problem, draw
-from conformance import plan, registry
+from conformance.calling import registry
 from conformance.checks import BY_NAME
 from conformance.checks.parts import _pieces
 from conformance.contract import Implementation
+from conformance.judging import plan
+from conformance.judging.runner import Runner
+from conformance.judging.settings import Settings
 from conformance.records import FAIL, PASS, RED, Record
-from conformance.runner import Runner
-from conformance.settings import Settings
 from impls.features import OPTIONAL, asked
 from tests.kernels.decode import DecodeSteps, implementation
 from tests.planted.decode import BUGS

@@ -8,20 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from conformance import cli, detection
+from conformance import cli
 from conformance.checks import BY_NAME, CHECKS
 from conformance.contract import Implementation
-from conformance.resolution import Resolution
-from conformance.sensitivity import (
-    BankError,
-    Examination,
-    Kill,
-    PlantedBug,
-    examine,
-    load_bank,
-    ordered_jobs,
-    powers,
-)
+from conformance.sensitivity import PlantedBug, detection
+from conformance.sensitivity.bank import BankError, load_bank
+from conformance.sensitivity.examination import Examination, Kill, examine, ordered_jobs, powers
+from conformance.sensitivity.resolution import Resolution
 from reports.detection import detection as section
 from tests.planted import gaming, laws
 

@@ -9,17 +9,17 @@ import pytest
 
 from cases.case import Case, parse
 from cases.grid import grid
+from conformance.calling.execution import Executor
+from conformance.calling.registry import find
 from conformance.checks import CHECKS
+from conformance.checks.subject import Subject
 from conformance.contract import Implementation
-from conformance.discrimination import REQUIRED_MARGIN, margins, weakest
-from conformance.execution import Executor
-from conformance.plan import Job
+from conformance.judging.discrimination import REQUIRED_MARGIN, margins, weakest
+from conformance.judging.plan import Job
+from conformance.judging.runner import Runner
+from conformance.judging.settings import Settings
 from conformance.records import PASS
-from conformance.registry import find
-from conformance.runner import Runner
-from conformance.settings import Settings
-from conformance.subject import Subject
-from conformance.tolerances import default
+from conformance.truth.tolerances import default
 
 
 def never_called(*args: object, **kwargs: object) -> None:

@@ -11,14 +11,15 @@ import pytest
 
 from cases.case import parse
 from cases.inputs import DTYPES, Cotangent, Problem, draw, draw_cotangent
-from conformance import plan, registry
+from conformance.calling import registry
+from conformance.calling.plain import from_function
 from conformance.checks import BY_NAME
 from conformance.contract import Arithmetic, Implementation
-from conformance.plain import from_function
+from conformance.judging import plan
+from conformance.judging.runner import Runner
+from conformance.judging.settings import Settings
 from conformance.records import FAIL, PASS, Record
-from conformance.runner import Runner
-from conformance.settings import Settings
-from conformance.spread import Spread, spread, ulp
+from conformance.truth.spread import Spread, spread, ulp
 from tests.kernels import blocked, low_precision, naive
 from tests.kernels.low_precision import Roundings, to_nearest, towards_zero
 

@@ -15,10 +15,12 @@ import pytest
 
 from cases.case import Case, matches, parse
 from cases.space import NothingToDraw
-from conformance import cli, declare, explore, records, registry
-from conformance.explore import Budget, Exploration, Seen, budget, plainness
-from conformance.plain import from_function
-from conformance.settings import ExpectedFailure, Settings
+from conformance import cli, declare, records
+from conformance.calling import registry
+from conformance.calling.plain import from_function
+from conformance.judging import explore
+from conformance.judging.explore import Budget, Exploration, Seen, budget, plainness
+from conformance.judging.settings import ExpectedFailure, Settings
 from tests.kernels import naive
 
 REPLAY = "python -m conformance run --impl=kernel.py:{name} --case={case} --check={check}"

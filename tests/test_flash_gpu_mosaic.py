@@ -18,11 +18,13 @@ from jax.sharding import AbstractDevice, AbstractMesh, PartitionSpec
 from cases.accelerator import interpreted_cases
 from cases.case import Case, parse
 from cases.masks import Causal, Dense, Full, Lengths, Mask, Window
-from conformance import interpreter, plan, registry
+from conformance.accelerators import interpreters
+from conformance.calling import registry
 from conformance.checks import BY_NAME
+from conformance.judging import plan
+from conformance.judging.runner import Runner
+from conformance.judging.settings import Settings
 from conformance.records import FAIL, PASS, Record
-from conformance.runner import Runner
-from conformance.settings import Settings
 from impls import flash_gpu
 from impls.flash_gpu import backends, block_sizes, mosaic_launch
 from impls.flash_gpu.block_sizes import Tiles
@@ -164,7 +166,7 @@ def test_what_no_query_may_attend_to_does_not_spread() -> None:
     rng = np.random.default_rng(0)
     q, k, v = (jnp.asarray(rng.normal(size=(1, 60, 1, 64)), jnp.float16) for _ in range(3))
     poisoned = [x.at[:, 40:].set(jnp.nan) for x in (k, v)]
-    mask, parameters = Lengths((40,)), interpreter.parameters(0, "gpu")
+    mask, parameters = Lengths((40,)), interpreters.parameters(0, "gpu")
     clean, got = (
         flash_gpu.attention(q, *x, mask=mask, backend="mosaic", interpret=parameters) for x in ((k, v), poisoned)
     )

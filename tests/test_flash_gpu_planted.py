@@ -15,7 +15,8 @@ import pytest
 from cases.case import Case
 from cases.masks import And, Causal, Mask, Or
 from conformance.records import ERROR
-from conformance.sensitivity import PlantedBug, red_records
+from conformance.sensitivity import PlantedBug
+from conformance.sensitivity.examination import red_records
 from impls import flash_gpu
 from impls.flash_gpu import backward, forward, tiles
 from impls.flash_gpu.forward import Running

@@ -17,17 +17,17 @@ from cases import front_ends as definitions
 from cases.case import Case, CaseIdError, parse
 from cases.front_end_cases import front_end_cases
 from cases.inputs import draw, draw_raw
-from conformance import front_ends
-from conformance.bounds import Bounded, Inexact, expect
 from conformance.checks import BY_NAME
-from conformance.comparison import compare
 from conformance.contract import Arithmetic
-from conformance.front_end_oracle import FrontEnd
-from conformance.plan import Job, single
+from conformance.judging.plan import Job, single
+from conformance.judging.runner import Runner
+from conformance.judging.settings import Settings
 from conformance.records import FAIL, PASS, Record
-from conformance.runner import Runner
-from conformance.running_error import Number
-from conformance.settings import Settings
+from conformance.reference import front_end
+from conformance.truth.bounds import Bounded, Inexact, expect
+from conformance.truth.comparison import compare
+from conformance.truth.front_end import FrontEnd
+from conformance.truth.running_error import Number
 from impls import dot_product
 
 DOT = dot_product.IMPLEMENTATIONS[0]
@@ -114,7 +114,7 @@ def test_f32_stays_within_the_stated_error(case: Case):
     truth = FrontEnd.of(case.steps, raw)
     at_q, at_kv = definitions.positions(case.q_length, case.kv_length)
     given = {name: x for name, x in dataclasses.asdict(raw).items() if x is not None}
-    q, k, _ = front_ends.front_end(
+    q, k, _ = front_end.front_end(
         case.steps,
         given.pop("q"),
         given.pop("k"),
@@ -184,7 +184,7 @@ def test_the_reference_front_end_passes(case: Case):
 
 def test_a_front_end_of_the_users_is_judged_in_its_place():
     def without_norm(steps: tuple[str, ...], *args: Any, **options: Any) -> Any:
-        return front_ends.front_end(tuple(s for s in steps if s != "rms"), *args, **options)
+        return front_end.front_end(tuple(s for s in steps if s != "rms"), *args, **options)
 
     found = judged(without_norm, front_end_cases("quick", 0)[0])
     assert {record.observable for record in found if record.verdict == FAIL} >= {"out", "dq_raw", "dk_raw"}
@@ -192,7 +192,7 @@ def test_a_front_end_of_the_users_is_judged_in_its_place():
 
 def test_gradients_stop_where_a_front_end_stops_them():
     def stopped(steps: tuple[str, ...], q: jax.Array, k: jax.Array, v: Any, **options: Any) -> Any:
-        return front_ends.front_end(steps, q, jax.lax.stop_gradient(k), v, **options)
+        return front_end.front_end(steps, q, jax.lax.stop_gradient(k), v, **options)
 
     found = judged(stopped, front_end_cases("quick", 0)[0])
     assert {record.observable for record in found if record.verdict == FAIL} == {"dk_raw"}

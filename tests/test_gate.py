@@ -198,7 +198,7 @@ def test_part_of_the_grid_says_nothing_about_stale_entries(repository: Repositor
 
 # Few cases, so that the whole grid is soon judged.
 FEW_SUPPORTED = """
-from conformance.plain import from_function
+from conformance.calling.plain import from_function
 
 def one_query(case):
     plain = (case.q_length, case.dtype, case.distribution, case.head_dim) == (1, "f32", "normal", 64)

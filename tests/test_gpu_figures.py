@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from conformance import gpu_figures
-from conformance.compilation import _printed
+from conformance.accelerators import gpu_figures
+from conformance.accelerators.compilation import _printed
 
 MOSAIC = """ptxas info    : Compiling entry function 'dq' for 'sm_90a'
     392 bytes stack frame, 408 bytes spill stores, 388 bytes spill loads

@@ -15,8 +15,8 @@ import pytest
 from cases.case import Case, parse
 from cases.inputs import Cotangent, Problem, draw, draw_cotangent
 from cases.masks import Causal, Dense, Full, Lengths, LoadBalancedCausal, Mask, Window
-from conformance.bounds import Bounded, expect
 from conformance.contract import Implementation
+from conformance.truth.bounds import Bounded, expect
 from impls import block_flash, dot_product
 from impls.block_flash.schedule import Plan
 

@@ -21,7 +21,7 @@ from cases.case import parse
 from cases.inputs import Problem as Operands
 from cases.inputs import draw
 from cases.masks import Causal, Chunked, Dense, Full, Indexer, Lengths, LoadBalancedCausal, Mask, OwnWindow, Window
-from conformance.bounds import expect
+from conformance.truth.bounds import expect
 from impls import merging, ragged
 from impls.merging import Part
 from impls.ragged import tpu

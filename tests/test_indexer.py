@@ -13,10 +13,10 @@ import pytest
 from cases.case import parse
 from cases.inputs import Problem, draw, draw_cotangent
 from cases.masks import Causal, Dense, Full, Indexer, Lengths, Mask, Or, Window, known
-from conformance import mask_tree  # noqa: F401  registers masks with JAX
-from conformance.bounds import expect
-from conformance.comparison import compare
+from conformance.calling import mask_tree  # noqa: F401  registers masks with JAX
 from conformance.contract import Implementation, structured_mask
+from conformance.truth.bounds import expect
+from conformance.truth.comparison import compare
 from impls import block_flash, dot_product, splash_tpu
 
 LIMIT = 4.0

@@ -16,7 +16,7 @@ from cases.case import DISTRIBUTIONS, DTYPES, Case, parse
 from cases.grid import grid
 from cases.inputs import Problem, draw, draw_cotangent
 from cases.mask_spec import build
-from conformance import oracle
+from conformance.truth import oracle
 
 SETTINGS = settings(derandomize=True, deadline=None, max_examples=60)
 BASE = Case(q_length=64, kv_length=96, head_dim=16, v_head_dim=16)

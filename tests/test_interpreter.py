@@ -14,12 +14,14 @@ from packaging.version import Version
 
 from cases.accelerator import interpreted_cases
 from cases.case import Case, parse
-from conformance import interpreter, plan, registry
+from conformance.accelerators import interpreters
+from conformance.calling import registry
 from conformance.checks import BY_NAME
 from conformance.contract import Implementation
+from conformance.judging import plan
+from conformance.judging.runner import Runner
+from conformance.judging.settings import Settings, load
 from conformance.records import EXPECTED_FAIL, FAIL, PASS, RED, UNJUDGED, Record
-from conformance.runner import Runner
-from conformance.settings import Settings, load
 from tests.kernels import pallas_tpu
 from tests.test_structure import ROOT
 
@@ -41,7 +43,7 @@ def kernel(**options: Any) -> Implementation:
 
 def test_a_correct_kernel_passes_with_every_seed():
     found = {record.observable: record.verdict for record in judge(kernel())}
-    assert found == {f"out.seed{seed}": PASS for seed in range(interpreter.SEEDS)} | {"races.forward": PASS}
+    assert found == {f"out.seed{seed}": PASS for seed in range(interpreters.SEEDS)} | {"races.forward": PASS}
 
 
 def failures(found: list[Record]) -> dict[str, str]:
@@ -91,7 +93,7 @@ def test_a_kernel_that_failed_leaves_nothing_behind():
 
 
 def test_what_a_kernel_prints_is_passed_on(capsys: pytest.CaptureFixture[str]):
-    with interpreter.races() as found:
+    with interpreters.races() as found:
         print("RACE DETECTED\n  write of A from 0, 1\n  clock: [1 2]\n  read of A from 0, 0\n  clock: [2 1]\n")
         print("from the kernel")
     assert found == ["write of A from 0, 1 and read of A from 0, 0"]
@@ -112,14 +114,14 @@ def test_races_of_every_kernel_of_a_program_are_found():
             out_specs=pl.BlockSpec((8, 128), lambda i: (0 if shared else i, 0)),
             out_shape=jax.ShapeDtypeStruct((8 if shared else 16, 128), jnp.float32),
             compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel",)),
-            interpret=interpreter.parameters(0),
+            interpret=interpreters.parameters(0),
         )(x)
 
     x = jnp.ones((16, 128), jnp.float32)
-    with interpreter.races() as found:
+    with interpreters.races() as found:
         jax.block_until_ready(jax.jit(lambda x: (run(x, True), run(x + 1, False)))(x))
     assert found
-    with interpreter.races() as found:
+    with interpreters.races() as found:
         jax.block_until_ready(jax.jit(lambda x: run(x, False))(x))
     assert not found
 
@@ -165,4 +167,4 @@ def test_the_cases_have_one_batch_row_and_four_key_blocks():
     ],
 )
 def test_an_error_is_told_by_what_was_raised_inside(text: str, told: str):
-    assert interpreter.what_it_raised(ValueError(text)) == told
+    assert interpreters.what_it_raised(ValueError(text)) == told

@@ -7,7 +7,7 @@ import signal
 
 import pytest
 
-from conformance import interrupts
+from conformance.judging import interrupts
 
 
 def swallows() -> None:

@@ -18,12 +18,14 @@ from cases.grid import grid
 from cases.inputs import Problem, draw
 from cases.masks import Causal, Dense
 from cases.moba import Moba, choices, depends_on_data, resolve
-from conformance import oracle, plan, registry
+from conformance.calling import registry
 from conformance.checks import BY_NAME
-from conformance.discrimination import MOST_UNDECIDED
+from conformance.judging import plan
+from conformance.judging.discrimination import MOST_UNDECIDED
+from conformance.judging.runner import Runner
+from conformance.judging.settings import Settings
 from conformance.records import PASS, UNJUDGED, Record
-from conformance.runner import Runner
-from conformance.settings import Settings
+from conformance.truth import oracle
 from impls import dot_product
 from impls.moba import attention, dense_attention
 from impls.moba.plan import Plan, divide

@@ -16,9 +16,9 @@ import pytest
 from cases.case import parse
 from cases.inputs import Cotangent, Problem, draw, draw_cotangent
 from cases.masks import Dense, Full
-from conformance import oracle
-from conformance.bounds import Bounded, expect
 from conformance.contract import Arithmetic
+from conformance.truth import oracle
+from conformance.truth.bounds import Bounded, expect
 
 # T, S, H and V all differ, heads are grouped, some rows are empty and some keys dead.
 CASES = (

@@ -10,12 +10,13 @@ import jax
 import pytest
 
 from cases.case import parse
-from conformance import declare, plan
+from conformance import declare
+from conformance.calling.plain import NotAnAttentionFunction, from_function
 from conformance.checks import BY_NAME
-from conformance.plain import NotAnAttentionFunction, from_function
+from conformance.judging import plan
+from conformance.judging.runner import Runner
+from conformance.judging.settings import Settings
 from conformance.records import ERROR, PASS, RED, UNSUPPORTED, Record
-from conformance.runner import Runner
-from conformance.settings import Settings
 from tests.kernels import naive
 
 FULL = "train/f32/B1.T16.S16.N2.K2.H16.V16/full/normal/s0"

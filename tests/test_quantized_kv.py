@@ -16,13 +16,14 @@ from cases import quantized
 from cases.case import CaseIdError, parse
 from cases.inputs import draw
 from cases.quantized import KV_CACHES
-from conformance import oracle, registry
-from conformance.bounds import expect
-from conformance.comparison import compare
+from conformance.calling import registry
+from conformance.calling.execution import Executor
+from conformance.checks.subject import Subject
 from conformance.contract import Arithmetic
-from conformance.execution import Executor
-from conformance.subject import Subject
-from conformance.tolerances import default
+from conformance.truth import oracle
+from conformance.truth.bounds import expect
+from conformance.truth.comparison import compare
+from conformance.truth.tolerances import default
 from impls import quantized_kv
 
 SETTINGS = settings(derandomize=True, deadline=None, max_examples=60)

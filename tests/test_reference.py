@@ -13,13 +13,13 @@ from cases.case import parse
 from cases.inputs import Problem, draw
 from cases.masks import Causal, Dense
 from conformance import reference_attention
-from conformance.bounds import Bounded
-from conformance.comparison import compare
+from conformance.calling.execution import Executor
+from conformance.checks.subject import Subject
 from conformance.contract import Implementation
-from conformance.execution import Executor
-from conformance.oracle import Backward
-from conformance.subject import Subject
-from conformance.tolerances import default
+from conformance.truth.bounds import Bounded
+from conformance.truth.comparison import compare
+from conformance.truth.oracle import Backward
+from conformance.truth.tolerances import default
 
 CASES = (
     "train/f32/B2.T24.S32.N4.K2.H8.V6/causal-o8/seg/softcap2/sinks/bias/scale0.3/normal/s1",

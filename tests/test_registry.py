@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from conformance import registry
-from conformance.registry import ImplementationNotFound
+from conformance.calling import registry
+from conformance.calling.registry import ImplementationNotFound
 
 KERNEL = "from beside import scale\ndef attention(q, k, v):\n    return scale * q\n"
 

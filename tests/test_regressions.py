@@ -8,15 +8,16 @@ import pytest
 
 from cases.case import parse
 from cases.regressions import REGRESSIONS, Regression, by_case
-from conformance import records, registry
+from conformance import records
+from conformance.calling import registry
+from conformance.calling.execution import Executor
 from conformance.checks import CHECKS
-from conformance.discrimination import REQUIRED_MARGIN, margins, weakest
-from conformance.execution import Executor
-from conformance.plan import Job
-from conformance.runner import Runner
-from conformance.settings import Settings
-from conformance.subject import Subject
-from conformance.tolerances import default
+from conformance.checks.subject import Subject
+from conformance.judging.discrimination import REQUIRED_MARGIN, margins, weakest
+from conformance.judging.plan import Job
+from conformance.judging.runner import Runner
+from conformance.judging.settings import Settings
+from conformance.truth.tolerances import default
 
 GRID = tuple(check for check in CHECKS if check.scope == "grid")
 PUBLISHED = re.compile(r"[\w.-]+/[\w.-]+(#\d+|@[0-9a-f]{7,40})|arXiv:\d{4}\.\d{5}")

@@ -10,11 +10,12 @@ import pytest
 
 from cases.case import Case, parse
 from cases.inputs import Cotangent, draw, draw_cotangent
-from conformance import resolution, tolerances
-from conformance.bounds import UNIT_ROUNDOFF, expect
-from conformance.comparison import compare
 from conformance.contract import Arithmetic
-from conformance.resolution import SCALE, Resolution, resolve
+from conformance.sensitivity import resolution
+from conformance.sensitivity.resolution import SCALE, Resolution, resolve
+from conformance.truth import tolerances
+from conformance.truth.bounds import UNIT_ROUNDOFF, expect
+from conformance.truth.comparison import compare
 
 FEW = {
     "f32": [

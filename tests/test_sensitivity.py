@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 
 from cases.masks import Mask, Window
-from conformance import plan, runner, settings
+from conformance.judging import plan, runner, settings
 from conformance.records import FAIL, RED
-from conformance.sensitivity import PlantedBug, red_records
+from conformance.sensitivity import PlantedBug
+from conformance.sensitivity.examination import red_records
 from tests.planted.plain import (
     Array,
     BackwardSteps,

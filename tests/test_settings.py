@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from conformance import settings
+from conformance.judging import settings
+from conformance.judging.settings import ExpectedFailure, Settings, SettingsError
 from conformance.records import ERROR, EXPECTED_FAIL, FAIL, PASS, UNEXPECTED_PASS, UNJUDGED, UNSUPPORTED, Record
-from conformance.settings import ExpectedFailure, Settings, SettingsError
 
 JAX = "0.10.2"
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from conformance.records import ERROR
-from conformance.sensitivity import PlantedBug, red_records, shows_as_said
+from conformance.sensitivity import PlantedBug
+from conformance.sensitivity.examination import red_records, shows_as_said
 from impls import splash_tpu
 from tests.planted.source_change import Change, changed
 from tests.planted.splash_tpu import BUGS

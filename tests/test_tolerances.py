@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from conformance import calibration, tolerances
 from conformance.records import FAIL, PASS, UNSUPPORTED, Record
-from conformance.tolerances import DTYPES, OBSERVABLES
+from conformance.truth import calibration, tolerances
+from conformance.truth.tolerances import DTYPES, OBSERVABLES
 
 STORED = json.loads(tolerances.CALIBRATION.read_text())
 

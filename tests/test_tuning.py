@@ -16,13 +16,15 @@ import pytest
 from jax.sharding import AbstractDevice, AbstractMesh
 
 from cases.case import Case, parse
-from conformance import cli, registry, tolerances, tunable
+from conformance import cli, tunable
 from conformance.bench import ceiling, tuning
 from conformance.bench.measurements import AGREES, DIFFERS, FORWARD, Measurement
 from conformance.bench.sampling import paired
 from conformance.bench.side_by_side import Limits
+from conformance.calling import registry
 from conformance.contract import Implementation
 from conformance.records import ERROR
+from conformance.truth import tolerances
 from conformance.tunable import Entry, Knob, Settings, Tunable
 from impls import flash_gpu
 from impls.block_flash import block_sizes

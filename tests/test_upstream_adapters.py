@@ -19,9 +19,9 @@ from cases.case import FEATURES, parse
 from cases.inputs import Problem, draw, draw_cotangent
 from conformance.checks import BY_NAME
 from conformance.contract import Implementation
-from conformance.plan import plan
-from conformance.runner import Runner
-from conformance.settings import Settings
+from conformance.judging.plan import plan
+from conformance.judging.runner import Runner
+from conformance.judging.settings import Settings
 from impls.features import mask_features
 from impls.upstream.jax_mha_gpu import attention as mha_gpu
 from impls.upstream.jax_nn import mask_arguments

@@ -16,10 +16,10 @@ from cases.case import Case
 from cases.inputs import Cotangent, Problem
 from cases.masks import Dense
 from conformance.bench.work import allowed_of_rows
-from conformance.bounds import Bounded, Expectation, expect
-from conformance.comparison import compare
 from conformance.contract import Implementation
-from conformance.tolerances import Tolerances
+from conformance.truth.bounds import Bounded, Expectation, expect
+from conformance.truth.comparison import compare
+from conformance.truth.tolerances import Tolerances
 
 SLACK = 8.0
 """Errors up to so many times the gate's limit agree: limits are calibrated at lengths of hundreds, not thousands."""

@@ -13,8 +13,8 @@ import numpy as np
 from cases.inputs import Problem
 from conformance.bench.interruption import interrupts_wait
 from conformance.bench.measurements import FORWARD
+from conformance.calling.execution import DIFFERENTIABLE, Executor, pull_back
 from conformance.contract import Implementation
-from conformance.execution import DIFFERENTIABLE, Executor, pull_back
 
 
 @dataclasses.dataclass(frozen=True)

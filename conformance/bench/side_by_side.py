@@ -14,6 +14,7 @@ import numpy as np
 
 from cases.case import Case
 from cases.inputs import Problem, draw, draw_cotangent
+from conformance.accelerators.compilation import first_words
 from conformance.bench import work
 from conformance.bench.agreement import Finding, Sample
 from conformance.bench.ceiling import Product
@@ -21,10 +22,9 @@ from conformance.bench.interruption import interrupts_wait
 from conformance.bench.measurements import AGREES, BACKWARD, DIFFERS, Measurement, Quartiles
 from conformance.bench.programs import Program, compile_program, device_peak
 from conformance.bench.sampling import Sampled, interleave, paired
-from conformance.compilation import first_words
 from conformance.contract import Implementation
 from conformance.records import ERROR, UNJUDGED, UNSUPPORTED
-from conformance.tolerances import Tolerances
+from conformance.truth.tolerances import Tolerances
 
 # On an accelerator a call returns before it is done: samples of several calls hide what dispatching each costs. On CPU
 # calls could overlap, so that each is waited for.

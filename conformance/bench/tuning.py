@@ -24,7 +24,7 @@ from conformance.bench.side_by_side import (
     take_turns,
 )
 from conformance.contract import Implementation
-from conformance.tolerances import Tolerances
+from conformance.truth.tolerances import Tolerances
 from conformance.tunable import Knob, Setting, Settings, Tunable
 
 

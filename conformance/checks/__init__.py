@@ -32,7 +32,7 @@ from conformance.checks import (
     transforms,
 )
 from conformance.checks.judgement import Judgement
-from conformance.subject import Subject
+from conformance.checks.subject import Subject
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Check:
     `"front"`: cases whose operands come out of a model's front end;
     `"decoded"`: a sequence under each mask that has a meaning token by token, of those who support its pieces;
     `"ensemble"`: one plain, long case in bf16 and one in f16; `"compiled"`: a few long cases of kernels for a platform
-    that has a compiler here (`conformance.compile_targets`); `"interpreted"`: two cases of TPU kernels, one
+    that has a compiler here (`conformance.accelerators.targets`); `"interpreted"`: two cases of TPU kernels, one
     of Mosaic GPU kernels.
 
     `compares` is false for a question that no value answers: its cases need not discriminate, and have no oracle.

@@ -10,7 +10,7 @@ import numpy as np
 
 from conformance import records
 from conformance.checks.judgement import Judgement
-from conformance.subject import Subject
+from conformance.checks.subject import Subject
 
 
 def aliasing(subject: Subject) -> Iterator[Judgement]:

@@ -10,11 +10,11 @@ import jax
 import jax.numpy as jnp
 
 from conformance import records
+from conformance.accelerators.compilation import CompileError, NoCompiler, Refused, compile_for
+from conformance.accelerators.targets import CompileTarget, targets_of
+from conformance.calling.execution import Executor
 from conformance.checks.judgement import Judgement, unsupported
-from conformance.compilation import CompileError, NoCompiler, Refused, compile_for
-from conformance.compile_targets import CompileTarget, targets_of
-from conformance.execution import Executor
-from conformance.subject import Subject
+from conformance.checks.subject import Subject
 
 Programs = dict[str, tuple[Any, tuple[Any, ...]]]
 

@@ -11,10 +11,10 @@ from collections.abc import Iterator
 import numpy as np
 
 from cases.decoding import PIECES, part
-from conformance.bounds import Bounded
 from conformance.checks.judgement import Judgement, by_bound
-from conformance.comparison import compare
-from conformance.subject import Subject
+from conformance.checks.subject import Subject
+from conformance.truth.bounds import Bounded
+from conformance.truth.comparison import compare
 
 # What memory may hold that nothing wrote, where it must be finite.
 _STALE = 2.0**6

@@ -16,10 +16,10 @@ from cases.counter_rng import normal
 from cases.inputs import Cotangent, Problem
 from cases.moba import depends_on_data
 from conformance import records
-from conformance.bounds import Bounded, expect
 from conformance.checks.judgement import Judgement, by_bound
-from conformance.comparison import compare
-from conformance.subject import Subject
+from conformance.checks.subject import Subject
+from conformance.truth.bounds import Bounded, expect
+from conformance.truth.comparison import compare
 
 _OPERAND = {"dq": "q", "dk": "k", "dv": "v", "dsinks": "sinks", "dbias": "bias"}
 # Rounding grows as 1/step, curvature as step**2; logits move by a few steps.

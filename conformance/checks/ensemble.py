@@ -2,7 +2,7 @@
 
 Two statistics an observable. **Bias**: the error, counted towards or away from zero, in units of half the spacing of
 the output dtype; truncation instead of rounding gives -1, a correct kernel 0. **Spread**: the root mean square error
-over the one that a correct kernel is expected to have (`conformance.spread`); accumulating in the operands' dtype
+over the one that a correct kernel is expected to have (`conformance.truth.spread`); accumulating in the operands' dtype
 instead of f32 adds a rounding at every step and shows here.
 """
 
@@ -15,10 +15,10 @@ import numpy as np
 
 from cases.case import Case
 from conformance import records
+from conformance.calling.execution import Result
 from conformance.checks.judgement import Judgement
-from conformance.execution import Result
-from conformance.spread import Spread, spread
-from conformance.subject import Subject
+from conformance.checks.subject import Subject
+from conformance.truth.spread import Spread, spread
 
 SEEDS = 6
 """Problems that the statistics run over; they differ in their values only and share one compiled program."""

@@ -7,11 +7,11 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from conformance.calling.execution import Result
 from conformance.checks.judgement import Judgement, by_bound, unsupported
-from conformance.comparison import Comparison, compare
+from conformance.checks.subject import Subject
 from conformance.contract import RESIDUALS
-from conformance.execution import Result
-from conformance.subject import Subject
+from conformance.truth.comparison import Comparison, compare
 
 
 def forward(subject: Subject) -> Iterator[Judgement]:

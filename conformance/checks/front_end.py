@@ -12,13 +12,13 @@ import numpy as np
 
 from cases.front_ends import positions
 from cases.inputs import DTYPES, Cotangent, draw_cotangent, draw_raw
-from conformance import front_ends
-from conformance.bounds import Expectation, Inexact, Roundoff, expect
 from conformance.checks.judgement import Judgement, by_bound
-from conformance.comparison import compare
-from conformance.front_end_oracle import FrontEnd
-from conformance.running_error import Number
-from conformance.subject import Subject
+from conformance.checks.subject import Subject
+from conformance.reference.front_end import front_end as reference
+from conformance.truth.bounds import Expectation, Inexact, Roundoff, expect
+from conformance.truth.comparison import compare
+from conformance.truth.front_end import FrontEnd
+from conformance.truth.running_error import Number
 
 # The gradient that each raw operand comes from; its limit applies.
 _LIMITS = {"q": "dq", "k": "dk", "v": "dv", "q_norm": "dq", "k_norm": "dk"}
@@ -67,7 +67,7 @@ def _run(subject: Subject, do: np.ndarray | None) -> tuple[Any, Mapping[str, Any
     raw, case = draw_raw(subject.case), subject.case
     call, arrays = subject.executor.bind(subject.problem)
     q_positions, kv_positions = positions(case.q_length, case.kv_length)
-    function = subject.implementation.front_end or front_ends.front_end
+    function = subject.implementation.front_end or reference
     given = {name: x for name, x in dataclasses.asdict(raw).items() if x is not None}
     assert given["q"].dtype == DTYPES[case.dtype]
 

@@ -7,12 +7,12 @@ from collections.abc import Iterator, Mapping
 
 import numpy as np
 
-from conformance import oracle
-from conformance.bounds import Bounded
+from conformance.calling.execution import Result
 from conformance.checks.judgement import Judgement, by_bound, unsupported
-from conformance.comparison import compare
-from conformance.execution import Result
-from conformance.subject import Subject
+from conformance.checks.subject import Subject
+from conformance.truth import oracle
+from conformance.truth.bounds import Bounded
+from conformance.truth.comparison import compare
 
 
 def gradients(subject: Subject) -> Iterator[Judgement]:

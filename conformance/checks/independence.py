@@ -21,12 +21,12 @@ from cases import quantized
 from cases.inputs import Cotangent, Problem
 from cases.moba import depends_on_data
 from conformance import records
-from conformance.bounds import Bounded
+from conformance.calling.execution import Result
 from conformance.checks.judgement import Judgement, by_bound
-from conformance.comparison import compare
-from conformance.execution import Result
+from conformance.checks.subject import Subject
 from conformance.records import Worst
-from conformance.subject import Subject
+from conformance.truth.bounds import Bounded
+from conformance.truth.comparison import compare
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,13 +6,13 @@ import dataclasses
 from collections.abc import Callable, Iterator
 
 from conformance import records
+from conformance.accelerators.interpreters import parameters, races, seeds, what_it_raised
+from conformance.calling.execution import Executor, Result
 from conformance.checks.forward import judge_out, judge_residual
 from conformance.checks.gradients import judge_gradients
 from conformance.checks.judgement import Judgement
+from conformance.checks.subject import Subject
 from conformance.contract import RESIDUALS
-from conformance.execution import Executor, Result
-from conformance.interpreter import parameters, races, seeds, what_it_raised
-from conformance.subject import Subject
 
 _BACKWARD_SEEDS = 2
 

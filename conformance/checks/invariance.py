@@ -13,12 +13,12 @@ import numpy as np
 
 from cases.inputs import Problem
 from cases.masks import Causal, Full, Window, conjuncts
-from conformance.bounds import Bounded, Expectation
+from conformance.calling.execution import Executor
 from conformance.checks.judgement import Judgement, by_bound, unsupported
-from conformance.comparison import compare
+from conformance.checks.subject import Subject
 from conformance.contract import RESIDUALS
-from conformance.execution import Executor
-from conformance.subject import Subject
+from conformance.truth.bounds import Bounded, Expectation
+from conformance.truth.comparison import compare
 
 Values = Mapping[str, np.ndarray]
 

@@ -6,9 +6,9 @@ import dataclasses
 from collections.abc import Mapping
 
 from conformance import records
-from conformance.comparison import Comparison
 from conformance.records import Worst
-from conformance.tolerances import RMS_MIN_ELEMENTS, Tolerances
+from conformance.truth.comparison import Comparison
+from conformance.truth.tolerances import RMS_MIN_ELEMENTS, Tolerances
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

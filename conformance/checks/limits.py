@@ -8,10 +8,10 @@ from collections.abc import Iterator
 import numpy as np
 
 from cases.inputs import Problem
-from conformance.bounds import Bounded
 from conformance.checks.judgement import Judgement, by_bound
-from conformance.comparison import compare
-from conformance.subject import Subject
+from conformance.checks.subject import Subject
+from conformance.truth.bounds import Bounded
+from conformance.truth.comparison import compare
 
 # Far above any logit: it bends them by less than their rounding.
 _HIGH_CAP = 2.0**20

@@ -15,11 +15,11 @@ import numpy as np
 
 from cases.inputs import Cotangent
 from conformance import records
-from conformance.bounds import Bounded
 from conformance.checks.judgement import Judgement, by_bound
-from conformance.comparison import compare
+from conformance.checks.subject import Subject
 from conformance.records import Worst
-from conformance.subject import Subject
+from conformance.truth.bounds import Bounded
+from conformance.truth.comparison import compare
 
 _FACTOR = {"f32": 2.0**12, "bf16": 2.0**12, "f16": 2.0**4}
 # Results below the first may have lost bits to underflow, results above the second may overflow once scaled.

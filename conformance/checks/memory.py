@@ -9,7 +9,7 @@ from cases.case import CaseIdError
 from cases.inputs import draw
 from conformance import records
 from conformance.checks.judgement import Judgement, unsupported
-from conformance.subject import Subject
+from conformance.checks.subject import Subject
 
 _LENGTHS = (512, 2048)
 # Linear growth gives 1, quadratic growth 4. Padding and alignment stay far below the rest.

@@ -12,10 +12,10 @@ from cases.inputs import Problem
 from cases.masks import Full
 from cases.moba import Moba
 from conformance import records
-from conformance.bounds import Bounded, expect
 from conformance.checks.judgement import Judgement, by_bound
-from conformance.comparison import compare
-from conformance.subject import Subject
+from conformance.checks.subject import Subject
+from conformance.truth.bounds import Bounded, expect
+from conformance.truth.comparison import compare
 
 
 def arguments(subject: Subject) -> Iterator[Judgement]:

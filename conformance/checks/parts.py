@@ -16,10 +16,10 @@ import numpy as np
 
 from cases.inputs import Problem
 from cases.masks import Causal, Chunked, Full, Lengths, Mask, OwnWindow, Window, conjuncts
-from conformance.bounds import Bounded, U, expect
 from conformance.checks.judgement import Judgement, by_bound, unsupported
-from conformance.comparison import Comparison, compare
-from conformance.subject import Subject
+from conformance.checks.subject import Subject
+from conformance.truth.bounds import Bounded, U, expect
+from conformance.truth.comparison import Comparison, compare
 
 
 class Part(NamedTuple):

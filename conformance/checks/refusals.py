@@ -8,7 +8,7 @@ from typing import Any
 
 from conformance import records
 from conformance.checks.judgement import Judgement
-from conformance.subject import Subject
+from conformance.checks.subject import Subject
 
 
 def refusals(subject: Subject) -> Iterator[Judgement]:

@@ -19,10 +19,10 @@ from cases.case import Case, CaseIdError
 from cases.inputs import Cotangent, Problem, draw, draw_cotangent
 from cases.masks import Dense
 from conformance import records
+from conformance.calling.execution import DIFFERENTIABLE, Arrays, pull_back
 from conformance.checks.judgement import Judgement, by_bound, unsupported
-from conformance.comparison import compare
-from conformance.execution import DIFFERENTIABLE, Arrays, pull_back
-from conformance.subject import Subject
+from conformance.checks.subject import Subject
+from conformance.truth.comparison import compare
 
 _DEVICES = 4
 _AXIS = "shards"

@@ -19,11 +19,11 @@ import numpy as np
 from cases.inputs import Cotangent, Problem, draw, draw_cotangent
 from cases.masks import Dense
 from conformance import records
-from conformance.bounds import Bounded, Expectation
+from conformance.calling.execution import DIFFERENTIABLE, Arrays, pull_back
 from conformance.checks.judgement import Judgement, by_bound
-from conformance.comparison import compare
-from conformance.execution import DIFFERENTIABLE, Arrays, pull_back
-from conformance.subject import Subject
+from conformance.checks.subject import Subject
+from conformance.truth.bounds import Bounded, Expectation
+from conformance.truth.comparison import compare
 
 
 def transforms(subject: Subject) -> Iterator[Judgement]:

@@ -15,10 +15,10 @@ from conformance import environment
 from conformance.bench import measurements, work
 from conformance.bench.measurements import BACKWARD, DIFFERS, FORWARD, TIMED, Measurement
 from conformance.bench.side_by_side import Limits, compare_all
-from conformance.cli import CannotJudge
-from conformance.commands import common
-from conformance.commands.common import Outputs
-from conformance.progress import Steps
+from conformance.commands import lookup
+from conformance.commands.errors import CannotJudge
+from conformance.commands.outputs import Outputs, command_line, outputs_of
+from conformance.commands.progress import Steps
 from conformance.records import ERROR, RunInfo
 from reports import side_by_side, terminal
 
@@ -29,12 +29,12 @@ def bench(arguments: argparse.Namespace) -> int:
     """`bench`: time, show, and say by the exit code whether all that was timed computes attention."""
     started = time.perf_counter()
     limits = limits_of(arguments)
-    chosen = common.load_settings()
+    chosen = lookup.load_settings()
     names = chosen.members(name for given in arguments.impl for name in given.split(",") if name)
     if not names:
         raise CannotJudge("nothing to time: give --impl=NAME[,NAME...] (see `python -m conformance list`)")
-    outputs = common.outputs(arguments)
-    implementations = [common.find(name, arguments.products) for name in names]
+    outputs = outputs_of(arguments)
+    implementations = [lookup.find(name, arguments.products) for name in names]
     comparisons = [(case, phase) for case in _cases(arguments) for phase in _PHASES[arguments.phase]]
     console, table = Console(stderr=True), Console()
     warn_of_flags(console)
@@ -72,7 +72,7 @@ def write(outputs: Outputs, found: Sequence[Measurement], level: str, seconds: f
     """Write measurements and page, whichever are asked for."""
     reason = environment.falsifies_timing()
     info = RunInfo(
-        command=common.command(),
+        command=command_line(),
         level=level,
         environment=environment.describe(),
         tolerances=[],
@@ -91,7 +91,7 @@ def _cases(arguments: argparse.Namespace) -> list[Case]:
     if arguments.case and arguments.cases is not None:
         raise CannotJudge("--case names cases by their ids: it cannot be combined with --cases")
     if arguments.case:
-        return [common.case(text) for text in dict.fromkeys(arguments.case)]
+        return [lookup.case(text) for text in dict.fromkeys(arguments.case)]
     default = work.default_cases(jax.default_backend())
     found = [case for case in default if arguments.cases is None or matches(arguments.cases, case.id)]
     if not found:

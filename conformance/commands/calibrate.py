@@ -6,23 +6,25 @@ import argparse
 
 import jax
 
-from conformance import calibration, records, tolerances
-from conformance.cli import CannotJudge
-from conformance.commands import common, run
+from conformance import records
+from conformance.commands import lookup, run
+from conformance.commands.errors import CannotJudge
+from conformance.commands.outputs import writable
 from conformance.records import Record
+from conformance.truth import calibration, tolerances
 
 
 def calibrate(arguments: argparse.Namespace) -> int:
     """Judge correct implementations, or read their records, and write the table."""
-    path = common.writable(arguments.out, "out") if arguments.out is not None else tolerances.CALIBRATION
+    path = writable(arguments.out, "out") if arguments.out is not None else tolerances.CALIBRATION
     if not arguments.records and not arguments.impl:
         raise CannotJudge("nothing to calibrate by: give records of correct implementations, or --impl=NAME")
-    common.reject_no_workers(arguments.jobs)
+    lookup.reject_no_workers(arguments.jobs)
     for seed in arguments.seed:
-        common.reject_negative(seed)
+        lookup.reject_negative(seed)
     found: list[Record] = []
     for name in arguments.records:
-        found += common.read(name)
+        found += lookup.read(name)
     if arguments.impl:
         found += run.judge_all(
             arguments.impl, arguments.level or "standard", tuple(arguments.seed) or (0,), arguments.jobs

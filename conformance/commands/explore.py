@@ -8,28 +8,29 @@ import signal
 from rich.console import Console
 
 from conformance import environment
-from conformance.cli import CannotJudge
-from conformance.commands import common
-from conformance.progress import Exploring
+from conformance.commands import lookup
+from conformance.commands.errors import CannotJudge
+from conformance.commands.outputs import command_line, outputs_of
+from conformance.commands.progress import Exploring
 from conformance.records import RunInfo
 from reports import terminal
 
 
 def explore(arguments: argparse.Namespace) -> int:
     """`explore`: look for a wrong case beyond the grid."""
-    from conformance import explore as exploring  # imported late: no other command needs Hypothesis
+    from conformance.judging import explore as exploring  # imported late: no other command needs Hypothesis
 
     if arguments.seed is not None:
-        common.reject_negative(arguments.seed)
+        lookup.reject_negative(arguments.seed)
     try:
         budget = exploring.budget(
             arguments.profile, seconds=arguments.seconds, examples=arguments.examples, seed=arguments.seed
         )
     except ValueError as error:
         raise CannotJudge(f"--{error}") from error
-    outputs = common.outputs(arguments)
-    chosen = common.load_settings()
-    implementation = common.find(arguments.impl, arguments.products)
+    outputs = outputs_of(arguments)
+    chosen = lookup.load_settings()
+    implementation = lookup.find(arguments.impl, arguments.products)
     if implementation.absent is not None:
         raise CannotJudge(f"{implementation.name} cannot run here: {implementation.absent}")
     console = Console(stderr=True)
@@ -46,7 +47,7 @@ def explore(arguments: argparse.Namespace) -> int:
     if found.interrupted:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # what was found gets written, whatever else is pressed
     info = RunInfo(
-        command=common.command(),
+        command=command_line(),
         level="explore",
         environment=environment.describe(),
         tolerances=chosen.tolerances.rows(),

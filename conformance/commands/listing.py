@@ -10,12 +10,12 @@ from rich.table import Table
 from cases.case import FEATURES, Case, matches
 from cases.grid import grid
 from cases.regressions import REGRESSIONS
-from conformance import registry
+from conformance.calling import registry
 from conformance.checks import CHECKS
-from conformance.cli import CannotJudge
-from conformance.commands import common
+from conformance.commands import lookup
+from conformance.commands.errors import CannotJudge
+from conformance.commands.explaining import explain_case
 from conformance.contract import Implementation
-from conformance.explain import explain_case
 
 
 def list_things(arguments: argparse.Namespace) -> int:
@@ -43,8 +43,8 @@ def list_things(arguments: argparse.Namespace) -> int:
 
 def _listed_cases(arguments: argparse.Namespace) -> list[Case]:
     level, seed = arguments.level or "quick", arguments.seed or 0
-    common.reject_negative(seed)
-    supports = common.find(arguments.impl).supports if arguments.impl is not None else (lambda case: None)
+    lookup.reject_negative(seed)
+    supports = lookup.find(arguments.impl).supports if arguments.impl is not None else (lambda case: None)
     found = grid(level, seed, supports)
     chosen = [case for case in found.cases if arguments.cases is None or matches(arguments.cases, case.id)]
     if not chosen:
@@ -57,7 +57,7 @@ def _descriptions(what: str) -> list[tuple[str, str]]:
         return [(check.name, check.asks) for check in CHECKS]
     if what == "features":
         return list(FEATURES.items())
-    return [(name, _described(common.find(name))) for name in registry.names()]
+    return [(name, _described(lookup.find(name))) for name in registry.names()]
 
 
 def _described(implementation: Implementation) -> str:
@@ -68,5 +68,5 @@ def _described(implementation: Implementation) -> str:
 
 def explain(arguments: argparse.Namespace) -> int:
     """`explain`: what a case is, and what judges it."""
-    print(explain_case(common.case(arguments.case), common.load_settings().tolerances))
+    print(explain_case(lookup.case(arguments.case), lookup.load_settings().tolerances))
     return 0

@@ -5,27 +5,29 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from conformance import detection, records
+from conformance import records
 from conformance.bench import measurements
 from conformance.bench.measurements import Measurement
-from conformance.cli import CannotJudge
-from conformance.commands import common
+from conformance.commands import lookup
+from conformance.commands.errors import CannotJudge
+from conformance.commands.outputs import command_line, writable
 from conformance.records import RunInfo
+from conformance.sensitivity import detection
 from reports import html, side_by_side
 
 
 def render_report(arguments: argparse.Namespace) -> int:
     """`report`: records and measurements of earlier runs, merged, as one page."""
-    path = common.writable(arguments.report, "report")
+    path = writable(arguments.report, "report")
     if path.resolve() in [Path(name).resolve() for name in arguments.records]:
         raise CannotJudge(f"--report={arguments.report} is one of the files to be read: give the page its own file")
     timed = [name for name in arguments.records if _holds_measurements(name)]
     measured = measurements.merge(*(_measurements(name) for name in timed))
-    found = records.merge(*(common.read(name) for name in arguments.records if name not in timed))
+    found = records.merge(*(lookup.read(name) for name in arguments.records if name not in timed))
     if not found and not measured:
         raise CannotJudge(f"there is no record in {', '.join(arguments.records)}")
     info = RunInfo(
-        command=common.command(),
+        command=command_line(),
         level="merged records",
         environment={"rendered from": ", ".join(Path(name).name for name in arguments.records)},
         tolerances=[],

@@ -11,14 +11,18 @@ from collections.abc import Callable, Sequence
 import jax
 from rich.console import Console
 
-from conformance import detection, environment, plan, records, registry, runner, settings
+from conformance import environment, records
+from conformance.calling import registry
 from conformance.checks import BY_NAME, CHECKS, Check
-from conformance.cli import CannotJudge
-from conformance.commands import common
+from conformance.commands import lookup
+from conformance.commands.errors import CannotJudge
+from conformance.commands.outputs import command_line, outputs_of
+from conformance.commands.progress import Progress
 from conformance.contract import Implementation
-from conformance.parallel import run_parallel
-from conformance.progress import Progress
+from conformance.judging import plan, runner, settings
+from conformance.judging.parallel import run_parallel
 from conformance.records import Record, RunInfo
+from conformance.sensitivity import detection
 from reports import summary, terminal
 
 
@@ -26,8 +30,8 @@ def run(arguments: argparse.Namespace) -> int:
     """`run`: judge, report, and say by the exit code whether all conform."""
     started = time.perf_counter()
     _reject_contradictions(arguments)
-    outputs = common.outputs(arguments)
-    chosen = common.load_settings()
+    outputs = outputs_of(arguments)
+    chosen = lookup.load_settings()
     implementations = _implementations(arguments, chosen)
     level = arguments.level or "quick"
     planned = _plan(arguments, implementations, level)
@@ -53,7 +57,7 @@ def run(arguments: argparse.Namespace) -> int:
     if _is_whole(arguments, interrupted):
         found = records.merge(found, chosen.stale(found, jax.__version__))
     info = RunInfo(
-        command=common.command(),
+        command=command_line(),
         level="one case" if arguments.case is not None else "regressions" if arguments.regressions else level,
         environment=environment.describe(),
         tolerances=chosen.tolerances.rows(),
@@ -76,14 +80,14 @@ def _reject_contradictions(arguments: argparse.Namespace) -> None:
         raise CannotJudge("--case names one case, seed included: it cannot be combined with --cases, --level or --seed")
     if arguments.regressions and (arguments.case is not None or arguments.cases is not None or arguments.level):
         raise CannotJudge("--regressions names its cases: it cannot be combined with --case, --cases or --level")
-    common.reject_no_workers(arguments.jobs)
+    lookup.reject_no_workers(arguments.jobs)
     for seed in arguments.seed:
-        common.reject_negative(seed)
+        lookup.reject_negative(seed)
 
 
 def _implementations(arguments: argparse.Namespace, chosen: settings.Settings) -> list[Implementation]:
     names = registry.names() if arguments.all else chosen.members(arguments.impl)
-    return [common.find(name, arguments.products) for name in names]
+    return [lookup.find(name, arguments.products) for name in names]
 
 
 def _checks(arguments: argparse.Namespace) -> tuple[Check, ...]:
@@ -96,7 +100,7 @@ def _checks(arguments: argparse.Namespace) -> tuple[Check, ...]:
 def _plan(arguments: argparse.Namespace, implementations: Sequence[Implementation], level: str) -> plan.Plan:
     checks = _checks(arguments)
     if arguments.case is not None:
-        case = common.case(arguments.case)
+        case = lookup.case(arguments.case)
         plans = [plan.single(implementation, case, checks) for implementation in implementations]
         return plan.Plan(tuple(job for one in plans for job in one.jobs), ())
     if arguments.regressions:
@@ -158,12 +162,12 @@ def _exit_code(
 def judge_all(names: Sequence[str], level: str, seeds: Sequence[int], workers: int | None) -> list[Record]:
     """The records of whole grids, with progress."""
     found: list[Record] = []
-    planned = plan.plan([common.find(name) for name in names], level=level, seeds=seeds)
+    planned = plan.plan([lookup.find(name) for name in names], level=level, seeds=seeds)
     with Progress(len(planned.jobs), Console(stderr=True)) as progress:
 
         def on_job(job: plan.Job, judged: list[Record]) -> None:
             found.extend(judged)
             progress.advance(judged)
 
-        _run_jobs(planned.jobs, workers, None, common.load_settings(), on_job)
+        _run_jobs(planned.jobs, workers, None, lookup.load_settings(), on_job)
     return found

@@ -12,22 +12,25 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from conformance import detection, environment, resolution
-from conformance.cli import CannotJudge
-from conformance.commands import common
-from conformance.parallel import KernelDied, examine_parallel
-from conformance.progress import Progress
+from conformance import environment
+from conformance.commands import lookup
+from conformance.commands.errors import CannotJudge
+from conformance.commands.outputs import command_line, outputs_of
+from conformance.commands.progress import Progress
 from conformance.records import RunInfo
-from conformance.sensitivity import BankError, CheckPower, Examination, PlantedBug, load_bank, powers
+from conformance.sensitivity import detection, resolution
+from conformance.sensitivity.bank import BankError, PlantedBug, load_bank
+from conformance.sensitivity.examination import CheckPower, Examination, powers
+from conformance.sensitivity.parallel import KernelDied, examine_parallel
 
 
 def sensitivity(arguments: argparse.Namespace) -> int:
     """Judge every planted bug; 0 if all are seen and every check is needed, 1 if not."""
     started = time.perf_counter()
     level = arguments.level or "quick"
-    common.reject_no_workers(arguments.jobs)
-    outputs = common.outputs(arguments)
-    chosen = common.load_settings()
+    lookup.reject_no_workers(arguments.jobs)
+    outputs = outputs_of(arguments)
+    chosen = lookup.load_settings()
     bank = arguments.bank or chosen.bank
     last = detection.load()
     bugs = _bugs(bank)
@@ -64,7 +67,7 @@ def sensitivity(arguments: argparse.Namespace) -> int:
     if arguments.save and not interrupted:
         detection.save(table)
     info = RunInfo(
-        command=common.command(),
+        command=command_line(),
         level=level,
         environment=described,
         tolerances=chosen.tolerances.rows(),

@@ -19,10 +19,11 @@ from conformance.bench import tuning
 from conformance.bench.measurements import Measurement
 from conformance.bench.side_by_side import why_not
 from conformance.bench.tuning import Choice, Tuned, label
-from conformance.cli import CannotJudge
-from conformance.commands import bench, common
+from conformance.commands import bench, lookup
+from conformance.commands.errors import CannotJudge
+from conformance.commands.outputs import outputs_of, writable
+from conformance.commands.progress import Steps
 from conformance.contract import Implementation
-from conformance.progress import Steps
 from conformance.tunable import Entry, Knob, Tunable
 from reports import terminal
 
@@ -31,11 +32,11 @@ def tune(arguments: argparse.Namespace) -> int:
     """`tune`: time candidates, show them, and write the table."""
     started = time.perf_counter()
     limits = bench.limits_of(arguments)
-    implementation = common.find(arguments.impl)
+    implementation = lookup.find(arguments.impl)
     declared = _tunable(implementation)
-    path = declared.table if arguments.out is None else common.writable(arguments.out, "out")
-    outputs = common.outputs(arguments)
-    tolerances = common.load_settings().tolerances
+    path = declared.table if arguments.out is None else writable(arguments.out, "out")
+    outputs = outputs_of(arguments)
+    tolerances = lookup.load_settings().tolerances
     knobs = _knobs(implementation, declared, arguments.knob)
     cases = _cases(implementation, declared, knobs, arguments.case)
     console, shown = Console(stderr=True), Console()
@@ -91,7 +92,7 @@ def _knobs(implementation: Implementation, declared: Tunable, asked: Sequence[st
 def _cases(
     implementation: Implementation, declared: Tunable, knobs: Sequence[Knob], asked: Sequence[str]
 ) -> list[Case]:
-    cases = [common.case(text) for text in asked] or list(declared.cases())
+    cases = [lookup.case(text) for text in asked] or list(declared.cases())
     for case in cases:
         for knob in knobs:
             if (declined := why_not(implementation, case, knob.phase)) is not None:

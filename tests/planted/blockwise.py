@@ -18,8 +18,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from cases.case import Case
+from conformance.calling.plain import declare, from_function
 from conformance.contract import Implementation
-from conformance.plain import declare, from_function
 from conformance.sensitivity import PlantedBug
 from tests.planted.layout import (
     BLOCK_KV,

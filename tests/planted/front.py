@@ -11,14 +11,15 @@ import jax
 import jax.numpy as jnp
 
 from cases.case import Case
-from conformance import declare, front_ends
+from conformance import declare
+from conformance.calling.plain import from_function
 from conformance.contract import Implementation
-from conformance.plain import from_function
+from conformance.reference import front_end as reference
 from conformance.sensitivity import PlantedBug
 from tests.kernels import naive
 
 FrontEnd = Callable[..., Any]
-_right = front_ends.front_end
+_right = reference.front_end
 _LESS = ("window", "chunked", "bidirectional", "balanced", "lengths", "dense", "dense_head", "dense_batch", "indexer")
 
 
@@ -84,7 +85,7 @@ def _by_itself(step: str, change: Callable[..., Any]) -> FrontEnd:
 
 
 def _rotary(step: str) -> Callable[..., Any]:
-    return lambda x, at, weights: front_ends.rotary(step, x, jnp.asarray(at))
+    return lambda x, at, weights: reference.rotary(step, x, jnp.asarray(at))
 
 
 def _angles_in_bf16(x: Any, at: Any, weights: Any) -> Any:
@@ -102,9 +103,9 @@ def _turned_on_again(x: Any, at: Any, weights: Any) -> Any:
 
     @jax.custom_vjp
     def turned(x: Any) -> Any:
-        return front_ends.rotary("half", x, jnp.asarray(at))
+        return reference.rotary("half", x, jnp.asarray(at))
 
-    turned.defvjp(lambda x: (turned(x), None), lambda _, dy: (front_ends.rotary("half", dy, jnp.asarray(at)),))
+    turned.defvjp(lambda x: (turned(x), None), lambda _, dy: (reference.rotary("half", dy, jnp.asarray(at)),))
     return turned(x)
 
 

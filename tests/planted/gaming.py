@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from conformance.bounds import Expectation
 from conformance.sensitivity import PlantedBug
+from conformance.truth.bounds import Expectation
 from tests.planted.wrapped import Arrays, Statics, correct, planted
 
 _bug = functools.partial(planted, family="gaming")

@@ -12,8 +12,8 @@ import numpy as np
 
 from cases.case import Case
 from cases.masks import Full
+from conformance.calling.plain import from_function
 from conformance.contract import Implementation
-from conformance.plain import from_function
 from conformance.sensitivity import PlantedBug
 from impls.dot_product.attention import attention as dot_product
 from tests.kernels import naive

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from conformance.compile_targets import TPU
+from conformance.accelerators.targets import TPU
 from conformance.sensitivity import PlantedBug
 from tests.kernels.pallas_tpu import implementation
 

@@ -8,8 +8,8 @@ from typing import Any
 
 from cases.case import Case
 from conformance import declare
+from conformance.calling.plain import from_function
 from conformance.contract import Implementation
-from conformance.plain import from_function
 from conformance.sensitivity import PlantedBug
 from tests.kernels import naive
 

@@ -1,0 +1,249 @@
+"""Compiling for an accelerator that is not there, by its real compiler: what it says, and what it costs."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import hashlib
+import itertools
+import os
+import re
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import topologies
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxlib.mlir import ir
+
+from conformance.accelerators import gpu_figures
+from conformance.accelerators.gpus import GPUS
+from conformance.accelerators.liveness import live_bytes
+from conformance.accelerators.targets import CompileTarget
+
+_LONGEST_REASON = 400
+# What the compiler of Mosaic GPU kernels says of an error.
+_ERROR = re.compile(r"error: (.+)")
+_compilations = itertools.count()
+# An instruction in a message, with its operands and attributes: hundreds of characters, of which the name suffices.
+_INSTRUCTION = re.compile(r"(%\S+) = .*? metadata=\{[^}]*\}")
+# What a Pallas kernel takes of the fast memory, in the text of the compiled program: XLA's memory space 1 is VMEM.
+_KERNEL = 'custom_call_target="tpu_custom_call"'
+_USED = re.compile(r'"used_scoped_memory_configs":\[([^\]]*)\]')
+_VMEM = re.compile(r'"memory_space":"1","offset":"\d+","size":"(\d+)"')
+
+
+class NoCompiler(Exception):  # noqa: N818 -- a statement, as the message is
+    """The compiler is missing here, or does not know the target; the message says which."""
+
+
+class Refused(Exception):  # noqa: N818 -- likewise
+    """The implementation itself declines the call for this target; the message is its reason."""
+
+
+class CompileError(Exception):
+    """The program does not compile; the message is what the compiler says first."""
+
+
+def compile_for(target: CompileTarget, function: Any, operands: tuple[Any, ...]) -> Mapping[str, float]:
+    """Compile a program for one chip of `target`, and give its figures.
+
+    Args:
+      target: what to compile for.
+      function: a jitted function.
+      operands: its operands, arrays or anything with a shape and a dtype, in any tree.
+
+    Returns:
+      `compile_seconds` (tracing and lowering included); `argument_bytes`, `output_bytes` and `code_bytes` in HBM;
+      `temporary_bytes`, the HBM that the compiler adds for temporaries, zero if it finds room for them elsewhere;
+      `live_bytes` of them at once, wherever they are (`conformance.accelerators.liveness`); `vmem_bytes` of the
+      program's kernels on a TPU; `shared_bytes`, `registers` and `spilled_bytes` on a GPU, where it is told
+      (`conformance.accelerators.gpu_figures`).
+
+    Raises:
+      NoCompiler: if this machine cannot compile for the target.
+      Refused: if the function raises `NotImplementedError` while it is traced.
+      CompileError: if it does not trace, lower or compile.
+    """
+    sharding = _one_chip(target)
+    placed = jax.tree.map(functools.partial(_placed, sharding), operands)
+    start = time.perf_counter()
+    with _for_chip(sharding):
+        try:
+            traced = function.trace(*placed)
+        except NotImplementedError as error:
+            raise Refused(first_words(error)) from error
+        except Exception as error:  # whatever the implementation raises is the finding
+            raise CompileError(first_words(error)) from error
+        try:
+            lowered = traced.lower()
+            with tempfile.TemporaryDirectory() as folder:
+                compiled, said = _compiled(lowered, target, folder)
+                seconds = time.perf_counter() - start
+                told = _told(lowered, target, Path(folder), said)
+        except CompileError:
+            raise
+        except Exception as error:  # the compiler's errors are of many types
+            raise CompileError(first_words(error)) from error
+    return {"compile_seconds": round(seconds, 3), **_memory(compiled), **told}
+
+
+@contextlib.contextmanager
+def _for_chip(sharding: NamedSharding) -> Iterator[None]:
+    """Kernels do not lower with x64, and some ask while they are lowered which chip they are for."""
+    with jax.enable_x64(False), jax.sharding.use_abstract_mesh(sharding.mesh.abstract_mesh):
+        yield
+
+
+def _compiled(lowered: Any, target: CompileTarget, folder: str) -> tuple[Any, list[str]]:
+    """The program compiled, and the lines that the compiler of its Mosaic GPU kernels printed.
+
+    Raises:
+      CompileError: if it does not compile, and the compiler's own words are printed only.
+    """
+    options = _options(target, folder)
+    if target.toolchain.platform != "gpu" or not _keep_apart(lowered.compiler_ir("stablehlo")):
+        return lowered.compile(compiler_options=options), []
+    failed = None
+    with _printed() as said, _variables(gpu_figures.VERBOSE):
+        try:
+            compiled = lowered.compile(compiler_options=options)
+        except Exception as error:
+            failed = error
+    if failed is None:
+        return compiled, said
+    words = [match[1] for line in said if (match := _ERROR.search(line))]
+    raise CompileError(f"{first_words(failed)}{': ' + words[0] if words else ''}") from failed
+
+
+def _options(target: CompileTarget, folder: str) -> dict[str, str] | None:
+    """Options of the compiler, which writes down what its kernels take into `folder` where it says so nowhere else."""
+    toolchain = target.toolchain
+    return {**toolchain.options, "xla_dump_to": folder} if toolchain.platform == "gpu" else toolchain.options or None
+
+
+def _told(lowered: Any, target: CompileTarget, folder: Path, said: list[str]) -> dict[str, float]:
+    """What the kernels of a GPU's program take."""
+    programs = target.toolchain.programs and target.toolchain.programs()
+    gpu = next((gpu for gpu in GPUS if gpu.name == target.name), None)
+    if programs is None or gpu is None:
+        return {}
+    shared = gpu_figures.mosaic_shared_bytes(lowered.compiler_ir("stablehlo"))
+    return gpu_figures.figures(folder, said, shared, programs / "bin/ptxas", gpu.architecture)
+
+
+def _keep_apart(module: Any) -> bool:
+    """Give the program's Mosaic GPU kernels names that no other has; whether there are any.
+
+    The compiler keeps such kernels in the process by the hash that comes with them. For a second architecture it would
+    give out what it made for the first, even where there is no such instruction, and it says nothing twice.
+    """
+    kernels = list(gpu_figures.mosaic_kernels(module))
+    for operation, entries in kernels:
+        name = hashlib.sha256(f"{next(_compilations)}".encode() + entries[gpu_figures.HASH].value_bytes).digest()
+        entries[gpu_figures.HASH] = ir.StringAttr.get(name, context=module.context)
+        operation.attributes["mhlo.backend_config"] = ir.DictAttr.get(entries, context=module.context)
+    return bool(kernels)
+
+
+@contextlib.contextmanager
+def _printed() -> Iterator[list[str]]:
+    """The lines that the process prints in the meantime, its libraries included, which keep some of it in buffers."""
+    lines: list[str] = []
+    flush = ctypes.CDLL(None).fflush
+    flush(None)
+    kept = {stream: os.dup(stream) for stream in (1, 2)}
+    with tempfile.TemporaryFile() as file:
+        for stream in kept:
+            os.dup2(file.fileno(), stream)
+        try:
+            yield lines
+        finally:
+            flush(None)
+            for stream, original in kept.items():
+                os.dup2(original, stream)
+                os.close(original)
+            file.seek(0)
+            lines += file.read().decode(errors="replace").splitlines()
+
+
+@contextlib.contextmanager
+def _variables(values: Mapping[str, str]) -> Iterator[None]:
+    """Environment variables for a moment; those that are set already stay as they are."""
+    set_here = {name: value for name, value in values.items() if name not in os.environ}
+    os.environ.update(set_here)
+    try:
+        yield
+    finally:
+        for name in set_here:
+            os.environ.pop(name, None)
+
+
+def _placed(sharding: NamedSharding, x: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)  # type: ignore[no-untyped-call] # untyped upstream
+
+
+def _memory(compiled: Any) -> dict[str, float]:
+    found: dict[str, float] = {}
+    analysis = compiled.memory_analysis()
+    if analysis is not None:
+        found |= {
+            "temporary_bytes": float(analysis.temp_size_in_bytes),
+            "argument_bytes": float(analysis.argument_size_in_bytes),
+            "output_bytes": float(analysis.output_size_in_bytes),
+            "code_bytes": float(analysis.generated_code_size_in_bytes),
+        }
+    program = compiled.as_text() or ""
+    for name, size in (("live_bytes", live_bytes(program)), ("vmem_bytes", vmem_bytes(program))):
+        if size is not None:
+            found[name] = float(size)
+    return found
+
+
+def vmem_bytes(program: str) -> int | None:
+    """The most scoped VMEM (blocks, scratch, stack) that one Pallas kernel takes, in the text of a compiled program.
+
+    The kernels of a program run one after the other. What XLA itself keeps in VMEM, small operands for one, is not in
+    it. None if there is no kernel or the text does not say.
+    """
+    kernels = program.split(_KERNEL)[1:]  # an instruction may run over several lines
+    used = [match for text in kernels if (match := _USED.search(text))]
+    return max((sum(map(int, _VMEM.findall(match[1]))) for match in used), default=None)
+
+
+def first_words(error: BaseException) -> str:
+    """What an error says first, on one line: a line that ends in a colon with the next, instructions by their name."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    words = ""
+    for line in lines:
+        words = f"{words} {line}".strip()
+        if not words.endswith(":"):
+            break
+    words = _INSTRUCTION.sub(r"\1", words) or "no message"
+    words = words if len(words) <= _LONGEST_REASON else words[: _LONGEST_REASON - 1] + "…"
+    return f"{type(error).__name__}: {words}"
+
+
+@functools.cache
+def _one_chip(target: CompileTarget) -> NamedSharding:
+    """Everything on one chip of the target. Kept: a topology is made once in a process.
+
+    Raises:
+      NoCompiler: if the compiler is missing or does not know the target.
+    """
+    toolchain = target.toolchain
+    if (reason := toolchain.missing) is not None:
+        raise NoCompiler(reason)
+    # In a process that has the accelerator, the library is loaded already, and must keep asking what the machine has.
+    with _variables({} if jax.default_backend() == toolchain.platform else toolchain.environment):
+        try:
+            topology = topologies.get_topology_desc(platform=toolchain.topologies, **target.topology)
+        except Exception as error:  # of many types, from a library that is loaded here
+            raise NoCompiler(f"{toolchain.modules[0]} describes no {target.name}: {first_words(error)}") from error
+    mesh = Mesh(np.array(topology.devices[:1]), ("chip",))
+    return NamedSharding(mesh, PartitionSpec())  # type: ignore[no-untyped-call] # untyped upstream

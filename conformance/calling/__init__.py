@@ -1,0 +1,1 @@
+"""From a name to results: implementations are found, their masks lowered, and their calls compiled and run."""

@@ -1,0 +1,156 @@
+"""Finding implementations by name: ours, installed ones (entry points), `module:attribute` or `file.py:attribute`."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from conformance.calling.plain import NotAnAttentionFunction, from_function
+from conformance.contract import Implementation, Products
+
+ENTRY_POINT_GROUP = "attention_conformance.implementations"
+
+# Names of this project's implementations, and the modules whose IMPLEMENTATIONS hold them.
+_OURS = {
+    "dot_product": "impls.dot_product",
+    "block_flash": "impls.block_flash",
+    "splash_tpu": "impls.splash_tpu",
+    "splash_tpu_fused": "impls.splash_tpu",
+    "flash_gpu": "impls.flash_gpu",
+    "flash_gpu_tf32": "impls.flash_gpu",
+    "flash_gpu_mosaic": "impls.flash_gpu",
+    "block_flash_allgather": "impls.context_parallel",
+    "block_flash_ring": "impls.context_parallel",
+    "auto": "impls.auto",
+    "auto_moba": "impls.auto",
+    "auto_quantized_kv": "impls.auto",
+    "auto_ragged_tpu": "impls.auto",
+    "auto_ragged_gpu": "impls.auto",
+    "auto_ragged": "impls.auto",
+    "auto_splash_tpu": "impls.auto",
+    "auto_flash_gpu": "impls.auto",
+    "auto_dot_product": "impls.auto",
+    "auto_block_flash": "impls.auto",
+    "quantized_kv": "impls.quantized_kv",
+    "quantized_kv_dequantized": "impls.quantized_kv",
+    "moba": "impls.moba",
+    "moba_dense": "impls.moba",
+    "ragged": "impls.ragged",
+    "ragged_tpu": "impls.ragged",
+    "ragged_gpu": "impls.ragged",
+    "jax_nn_xla": "impls.upstream.jax_nn",
+    "jax_nn_cudnn": "impls.upstream.jax_nn",
+    "jax_splash_tpu": "impls.upstream.jax_splash_tpu",
+    "jax_splash_tpu_fused": "impls.upstream.jax_splash_tpu",
+    "tokamax_splash_tpu": "impls.upstream.tokamax_splash",
+    "jax_flash_tpu": "impls.upstream.jax_flash_tpu",
+    "jax_mha_gpu": "impls.upstream.jax_mha_gpu",
+    "jax_mha_gpu_xla_bwd": "impls.upstream.jax_mha_gpu",
+}
+
+
+class ImplementationNotFound(Exception):  # noqa: N818 -- a statement, as the message is
+    """No implementation goes by that name; the message says what was tried and what would work."""
+
+
+def names() -> list[str]:
+    """All registered names, ours first."""
+    return [*_OURS, *(point.name for point in _entry_points() if point.name not in _OURS)]
+
+
+def find(name: str, *, products: Products | None = None) -> Implementation:
+    """The implementation called `name`.
+
+    Args:
+      name: a registered name, `module:attribute`, or `file.py:attribute`; the attribute is an `Implementation` or a
+        plain attention function.
+      products: for plain functions, how they multiply f32 operands.
+
+    Raises:
+      ImplementationNotFound: with one line that says why.
+    """
+    if name in _OURS:
+        return _registered(name)
+    for point in _entry_points():
+        if point.name == name:
+            return _as_implementation(_load(point), name, products)
+    if ":" not in name:
+        raise ImplementationNotFound(
+            f"unknown implementation {name!r}: registered are {', '.join(names())}; "
+            f"your own is named module:attribute or file.py:attribute"
+        )
+    source, _, attribute = name.rpartition(":")
+    if not source or not attribute:
+        raise ImplementationNotFound(f"{name!r} is incomplete: write module:attribute or file.py:attribute")
+    module = _from_file(source) if source.endswith(".py") else _import(source)
+    if not hasattr(module, attribute):
+        raise ImplementationNotFound(f"{source} has no attribute {attribute!r}")
+    return _as_implementation(getattr(module, attribute), name, products)
+
+
+def _registered(name: str) -> Implementation:
+    module = _import(_OURS[name])
+    for implementation in module.IMPLEMENTATIONS:
+        if implementation.name == name:
+            return implementation
+    raise ImplementationNotFound(f"{_OURS[name]} does not define {name!r}")
+
+
+def _entry_points() -> list[importlib.metadata.EntryPoint]:
+    return sorted(importlib.metadata.entry_points(group=ENTRY_POINT_GROUP), key=lambda point: point.name)
+
+
+def _load(point: importlib.metadata.EntryPoint) -> Any:
+    try:
+        return point.load()
+    except (Exception, SystemExit) as error:  # whatever a third party's import raises, the user needs one line
+        reason = _one_line(error)
+        raise ImplementationNotFound(f"entry point {point.name} = {point.value} does not load: {reason}") from error
+
+
+def _import(name: str) -> ModuleType:
+    _look_in(Path.cwd())
+    try:
+        return importlib.import_module(name)
+    except (Exception, SystemExit) as error:  # as above
+        raise ImplementationNotFound(f"cannot import {name}: {_one_line(error)}") from error
+
+
+def _look_in(folder: Path) -> None:
+    if (place := str(folder)) not in sys.path:
+        sys.path.insert(0, place)
+
+
+def _from_file(path: str) -> ModuleType:
+    file = Path(path)
+    if not file.is_file():
+        raise ImplementationNotFound(f"no such file: {path}")
+    spec = importlib.util.spec_from_file_location(file.stem, file)
+    assert spec is not None  # the name ends in .py
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules.setdefault(file.stem, module)
+    _look_in(file.resolve().parent)  # for the modules beside it, as when Python runs the file
+    try:
+        spec.loader.exec_module(module)
+    except (Exception, SystemExit) as error:  # as above
+        raise ImplementationNotFound(f"{path} does not import: {_one_line(error)}") from error
+    return module
+
+
+def _one_line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+
+
+def _as_implementation(found: Any, name: str, products: Products | None) -> Implementation:
+    if isinstance(found, Implementation):
+        return found
+    try:
+        return from_function(found, name, products=products)
+    except NotAnAttentionFunction as error:
+        raise ImplementationNotFound(str(error)) from error

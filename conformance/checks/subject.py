@@ -1,0 +1,257 @@
+"""One implementation on one case: its results and what to expect, each computed once."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import zlib
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import numpy as np
+
+from cases import quantized
+from cases.case import Case
+from cases.inputs import Cotangent, Problem, draw, draw_cotangent
+from conformance.calling.execution import Calls, Executor, Result
+from conformance.contract import Implementation
+from conformance.truth.bounds import Bounded, Expectation, Inexact, expect
+from conformance.truth.oracle import EmptyRows
+from conformance.truth.tolerances import Tolerances
+
+Pullback = Literal["plain", "residuals"]
+_PULLBACKS: tuple[Pullback, ...] = ("plain", "residuals")
+_PARTS = ("row", "head", "lse")
+_LAWS = ("independence", "linearity")
+_POISONS = ("nan", "inf")
+
+
+@dataclasses.dataclass(frozen=True)
+class Subject:
+    """What the checks look at.
+
+    Compiling is nearly all of the cost, and there are many cases. Unless `thorough`, a case takes its turn (by its id):
+    one of the two calls gets differentiated, the plain one or that with residuals, with one of the partial cotangents,
+    one of the laws is asked, and one of the poisons that are no numbers. Cases that share compiled programs share their
+    turns in what has to be compiled.
+    """
+
+    executor: Executor
+    case: Case
+    tolerances: Tolerances
+    thorough: bool = True
+
+    @property
+    def implementation(self) -> Implementation:
+        """The implementation under test."""
+        return self.executor.implementation
+
+    @functools.cached_property
+    def problem(self) -> Problem:
+        """The operands."""
+        return draw(self.case)
+
+    @property
+    def with_gradients(self) -> bool:
+        """Whether the case asks for gradients and the implementation offers any."""
+        return self.case.phase == "train" and bool(self.implementation.gradients)
+
+    @property
+    def empty_rows(self) -> EmptyRows:
+        """What the oracle returns for rows that may attend to nothing."""
+        return "mean" if self.implementation.empty_rows == "mean" else "zero"
+
+    @functools.cached_property
+    def expectation(self) -> Expectation:
+        """Exact results and bounds, gradients in the order of `cotangents`."""
+        return expect(
+            self.problem,
+            self.implementation.arithmetic,
+            list(self.cotangents.values()),
+            empty_rows=self.empty_rows,
+        )
+
+    @functools.cached_property
+    def before_storing(self) -> Expectation | None:
+        """What attention to the keys and values gives that a quantised cache was made of, none without one.
+
+        The bounds include what storing them costs.
+        """
+        stored = self.problem
+        if stored.kv_scales is None:
+            return None
+        pairs = zip((stored.k, stored.v), stored.kv_scales, strict=True)
+        k_steps, v_steps = (quantized.half_steps(*pair) for pair in pairs)
+        plain = draw(dataclasses.replace(self.case, kv_cache=None))
+        stored_to = Inexact(self.case.dtype, np.zeros(plain.q.shape), k_steps, v_steps)
+        return expect(plain, self.implementation.arithmetic, empty_rows=self.empty_rows, inexact=stored_to)
+
+    def expected_gradients(self, cotangent: str) -> dict[str, Bounded]:
+        """Expected gradients for the named cotangent."""
+        return self.expectation.gradients[list(self.cotangents).index(cotangent)]
+
+    @functools.cached_property
+    def cotangents(self) -> dict[str, Cotangent]:
+        """The cotangents to pull back, by name.
+
+        `random` and `random_lse` reach every row that is judged; `row` and `head` a single one; `lse` is
+        zero for `out`; `empty` reaches only rows that may attend to nothing. Rows whose output is undefined get a zero
+        cotangent, as a loss that ignores them gives.
+        """
+        if not self.with_gradients:
+            return {}
+        drawn = draw_cotangent(self.case)
+        assert drawn.logsumexp is not None
+        out = np.where(self.judged_out, drawn.out, np.zeros_like(drawn.out))
+        lse = np.where(self.judged_residuals, drawn.logsumexp, np.zeros_like(drawn.logsumexp))
+        found = {}
+        if "plain" in self._pulled:
+            found["random"] = Cotangent("random", out)
+        if "residuals" in self._pulled:
+            found["random_lse"] = Cotangent("random_lse", out, lse)
+        if self.case.q_length > 1:
+            found["row"] = Cotangent("row", _only(out, axis=1, index=self._last_live_row))
+        if "residuals" in self._pulled:
+            found["lse"] = Cotangent("lse", np.zeros_like(out), lse)
+        if self.case.num_q_heads > 1:
+            found["head"] = Cotangent("head", _only(out, axis=2, index=self.case.num_q_heads - 1))
+        empty = self.problem.empty_rows
+        if self.implementation.empty_rows != "undefined" and empty.any():
+            rows = empty.transpose(0, 2, 1)[..., None]
+            found["empty"] = Cotangent("empty", np.where(rows, drawn.out, np.zeros_like(drawn.out)))
+        parts = [name for name in _PARTS if name in found]
+        if not self.thorough and parts:
+            turn = parts[self._turn // 4 % len(parts)]
+            found = {name: cotangent for name, cotangent in found.items() if name not in parts or name == turn}
+        return found
+
+    @property
+    def _pulled(self) -> tuple[Pullback, ...]:
+        """Which calls get differentiated: the plain one alone if `logsumexp` carries no gradient."""
+        if "logsumexp" not in self.implementation.differentiable_residuals:
+            return ("plain",)
+        return _PULLBACKS if self.thorough else (_PULLBACKS[self._program_turn % 2],)
+
+    @property
+    def _turn(self) -> int:
+        return zlib.crc32(self.case.id.encode())
+
+    @property
+    def _program_turn(self) -> int:
+        """The turn in what has to be compiled: the same for cases that share compiled programs."""
+        return zlib.crc32(self.case.program.encode())
+
+    def asks(self, law: str) -> bool:
+        """Whether it is the turn of this law, of those that are asked in turn."""
+        return self.thorough or _LAWS[self._turn // 2 % len(_LAWS)] == law
+
+    def poisoned_by(self, name: str) -> bool:
+        """Whether it is the turn of this poison, of those that are asked in turn; the others are asked always."""
+        return self.thorough or name not in _POISONS or _POISONS[self._turn // 16 % len(_POISONS)] == name
+
+    def one_in(self, count: int) -> bool:
+        """Whether it is the case's turn for what one in `count` is asked."""
+        return self.thorough or self._program_turn // 8 % count == 0
+
+    @property
+    def any_random(self) -> str:
+        """The name of a cotangent that reaches every row that is judged."""
+        return "random" if "plain" in self._pulled else "random_lse"
+
+    @property
+    def _last_live_row(self) -> int:
+        live = (~self.problem.empty_rows & self.problem.decided).any(axis=(0, 1))
+        return int(np.flatnonzero(live)[-1]) if live.any() else self.case.q_length - 1
+
+    @functools.cached_property
+    def judged_out(self) -> np.ndarray:
+        """Which rows of `out` are judged, `[B, T, N, 1]`."""
+        return self.judged_out_of(self.problem)
+
+    def judged_out_of(self, problem: Problem) -> np.ndarray:
+        """Which rows of `out` are judged on another problem, `[B, T, N, 1]`."""
+        keep = ~problem.empty_rows | (self.implementation.empty_rows != "undefined")
+        keep = keep & problem.decided  # where rounding may choose other keys, there is more than one right answer
+        return keep.transpose(0, 2, 1)[..., None]
+
+    @property
+    def judged_residuals(self) -> np.ndarray:
+        """Which rows of the residuals are judged, `[B, N, T]`: those of empty rows only where they are defined."""
+        return self._defined
+
+    @functools.cached_property
+    def _defined(self) -> np.ndarray:
+        return (~self.problem.empty_rows | (self.implementation.empty_rows == "zero")) & self.problem.decided
+
+    @functools.cached_property
+    def forward(self) -> Result:
+        """The plain call."""
+        return self._calls.forward if self._calls else self.executor.forward(self.problem)
+
+    @functools.cached_property
+    def residuals(self) -> Result:
+        """The call with residuals."""
+        together = self._calls and self._calls.residuals
+        return together or self.executor.residuals(self.problem)
+
+    @functools.cached_property
+    def part(self) -> Any:
+        """Attention that is not normalised, as it was returned."""
+        return self._calls.part if self._calls else self.executor.part(self.problem)
+
+    @functools.cached_property
+    def _calls(self) -> Calls | None:
+        """All forward calls at once; none if one of them raises, so that each can be asked by itself."""
+        if not (self.implementation.residuals or self.implementation.parts):
+            return None
+        try:
+            return self.executor.calls(self.problem)
+        except Exception:  # the separate calls raise it again, where it is judged
+            return None
+
+    def forward_of(self, problem: Problem) -> Result:
+        """The plain call on other values of the same shapes, by a program that is compiled already."""
+        return self.executor.calls(problem).forward if self._calls else self.executor.forward(problem)
+
+    def residuals_of(self, problem: Problem) -> Result:
+        """The call with residuals on other values of the same shapes, by the program that is compiled already."""
+        together = self._calls and self.executor.calls(problem).residuals
+        return together or self.executor.residuals(problem)
+
+    def results_of(self, problem: Problem) -> Mapping[str, np.ndarray]:
+        """`out` and the residuals that are offered, on a problem of any shape."""
+        if problem is self.problem:
+            return (self.residuals if self.implementation.residuals else self.forward).values
+        run = self.executor.residuals if self.implementation.residuals else self.executor.forward
+        return run(problem).values
+
+    def expect(self, problem: Problem, cotangents: Sequence[Cotangent] = ()) -> Expectation:
+        """Exact results and bounds on another problem."""
+        return expect(problem, self.implementation.arithmetic, cotangents, empty_rows=self.empty_rows)
+
+    def gradients(self, cotangent: str) -> Result:
+        """The named cotangent pulled back through the implementation."""
+        if cotangent not in self._pulled_back:
+            self._pulled_back[cotangent] = self.gradients_of(self.problem, self.cotangents[cotangent])
+        return self._pulled_back[cotangent]
+
+    @functools.cached_property
+    def _pulled_back(self) -> dict[str, Result]:
+        """What `gradients` has found, by cotangent."""
+        return {}
+
+    def gradients_of(self, problem: Problem, cotangent: Cotangent) -> Result:
+        """A cotangent pulled back on any values of the same shapes, by a program that is compiled already."""
+        if cotangent.logsumexp is None and "plain" in self._pulled:
+            return self.executor.gradients(problem, cotangent)
+        if cotangent.logsumexp is None:
+            none = np.zeros(self.judged_residuals.shape, np.float32)
+            cotangent = dataclasses.replace(cotangent, logsumexp=none)
+        return self.executor.gradients_lse(problem, cotangent)
+
+
+def _only(cotangent: np.ndarray, *, axis: int, index: int) -> np.ndarray:
+    kept = np.zeros_like(cotangent)
+    place = (slice(None),) * axis + (index,)
+    kept[place] = cotangent[place]
+    return kept

@@ -1,0 +1,134 @@
+"""Does a case discriminate? Wrong results that must fail it, and by how much they do.
+
+A test that zeros would pass proves nothing. Each case is confronted with null results computed by the oracle: zeros,
+the mean of v, the mask ignored or shifted by one key, the wrong head map, every optional operand ignored, each gradient
+doubled (which errs by as much as leaving it out; the cotangent that shows it best counts). The margin of a null is how
+many times over the limit its worst element falls; a case with a null below `REQUIRED_MARGIN` cannot be judged by.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+
+import numpy as np
+
+from cases.inputs import Problem
+from cases.masks import Causal, Dense, Full, Mask
+from cases.moba import Moba
+from conformance.checks.subject import Subject
+from conformance.truth import oracle
+from conformance.truth.comparison import compare
+
+REQUIRED_MARGIN = 1.5
+MOST_UNDECIDED = 0.1
+"""The largest share of rows that a case may leave out because rounding could change what their queries choose.
+
+Operands are drawn anew up to eight times while there is such a row (`cases.inputs.draw`). That leaves none at any
+distribution of values but `huge`, whose gates of 1e5 leave 19% of the rows and more: what is left then is no sample of
+what queries choose, it is those whose choice is easy.
+"""
+
+
+def undecided_rows(problem: Problem) -> tuple[int, int]:
+    """How many rows of `problem` are not judged because rounding could change what they choose, and of how many."""
+    return int(np.count_nonzero(~problem.decided)), problem.decided.size
+
+
+def margins(subject: Subject) -> dict[str, float]:
+    """Margin by null result, for the nulls that differ from the truth in this case."""
+    found = {name: _forward_margin(subject, forward) for name, forward in _forward_nulls(subject.problem)}
+    choice = _has_choice(subject.problem)
+    for expected in subject.expectation.gradients:
+        for name, bounded in expected.items():
+            if choice or name == "dv":
+                doubled = compare(2 * bounded.value, bounded).ratio
+                margin = doubled / subject.tolerances.limit(subject.case.dtype, name).ratio
+                found[f"{name}_doubled"] = max(margin, found.get(f"{name}_doubled", 0.0))
+    return found
+
+
+def weakest(found: Mapping[str, float]) -> tuple[str, float]:
+    """The null result that is hardest to see, and its margin."""
+    name = min(found, key=lambda n: found[n])
+    return name, found[name]
+
+
+def _forward_margin(subject: Subject, null: oracle.Forward) -> float:
+    expected, limit = subject.expectation.forward, subject.tolerances.limit
+    dtype = subject.case.dtype
+    margin = compare(null.out, expected["out"], subject.judged_out).ratio / limit(dtype, "out").ratio
+    if "logsumexp" in subject.implementation.residuals:
+        lse = compare(null.logsumexp, expected["logsumexp"], subject.judged_residuals).ratio
+        margin = max(margin, lse / limit(dtype, "logsumexp").ratio)
+    return margin
+
+
+def _has_choice(problem: Problem) -> bool:
+    """Whether some row weighs two or more columns against each other (a sink is one)."""
+    columns = problem.allowed.sum(axis=-1)
+    if problem.sinks is not None:
+        columns = np.where(columns > 0, columns + 1, 0)
+    return bool(columns.max() > 1)
+
+
+def _forward_nulls(problem: Problem) -> Iterator[tuple[str, oracle.Forward]]:
+    truth_lse = np.zeros((problem.q.shape[0], problem.q.shape[2], problem.q.shape[1]))
+    if problem.allowed.any():
+        zeros = np.zeros((*problem.q.shape[:3], problem.v.shape[-1]))
+        yield "zeros", oracle.Forward(zeros, truth_lse, truth_lse)
+    if problem.allowed.sum(axis=-1).max() > 1:
+        same_keys = problem.resolved_mask
+        flat = dataclasses.replace(problem, mask=same_keys, q=np.zeros_like(problem.q), sinks=None, bias=None)
+        yield "mean_of_v", oracle.forward(flat)
+    for name, changed in _altered(problem):
+        yield name, oracle.forward(changed)
+
+
+def _altered(problem: Problem) -> Iterator[tuple[str, Problem]]:
+    q_length, kv_length = problem.q.shape[1], problem.k.shape[1]
+    unmasked = dataclasses.replace(problem, mask=Full())
+    if (unmasked.allowed != problem.allowed).any():
+        yield "mask_ignored", unmasked
+    dense = problem.resolved_mask.dense(q_length, kv_length)
+    if q_length > 1 and not dense.all():  # a single row may give the one key that comes or goes no weight
+        shifted = dataclasses.replace(problem, mask=Dense(np.roll(dense, 1, axis=-1)))
+        if not np.array_equal(shifted.allowed, problem.allowed):
+            yield "mask_shifted", shifted
+    for name, mask in _other_choices(problem.mask):
+        other = dataclasses.replace(problem, mask=mask)
+        if (other.allowed != problem.allowed).any():
+            yield name, other
+    if problem.segment_ids is not None:
+        alone = dataclasses.replace(problem, segment_ids=None)
+        if (alone.allowed != problem.allowed).any():
+            yield "segment_ids_ignored", alone
+    if (heads := _wrong_heads(problem)) is not None:
+        wrong = dataclasses.replace(problem, k=problem.k[:, :, heads], v=problem.v[:, :, heads])
+        if problem.kv_scales is not None:
+            k_scales, v_scales = problem.kv_scales
+            wrong = dataclasses.replace(wrong, kv_scales=(k_scales[..., heads], v_scales[..., heads]))
+        yield "wrong_head_map", wrong
+    if problem.kv_scales is not None:
+        k_scales, v_scales = (np.ones_like(scales) for scales in problem.kv_scales)
+        yield "kv_scales_ignored", dataclasses.replace(problem, kv_scales=(k_scales, v_scales))
+    for name in ("soft_cap", "sinks", "bias", "scale"):
+        if getattr(problem, name) is not None:
+            yield f"{name}_ignored", problem.without(name)
+
+
+def _other_choices(mask: Mask) -> Iterator[tuple[str, Mask]]:
+    """Chunks that gates choose: all of them, only the query's own, one too many."""
+    if isinstance(mask, Moba):
+        yield "gates_ignored", Causal(mask.offset)
+        yield "own_chunk_only", dataclasses.replace(mask, topk=1)
+        yield "one_chunk_more", dataclasses.replace(mask, topk=mask.topk + 1)
+
+
+def _wrong_heads(problem: Problem) -> np.ndarray | None:
+    """Key/value head of each query head under a wrong map: interleaved groups, or heads rotated by one."""
+    num_q_heads, num_kv_heads = problem.q.shape[2], problem.k.shape[2]
+    if num_kv_heads == 1:
+        return None
+    heads = np.arange(num_q_heads)
+    return heads % num_kv_heads if num_kv_heads < num_q_heads else np.roll(heads, 1)

@@ -1,0 +1,109 @@
+"""Judging jobs in several processes. A job travels by names alone; what comes back are records."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from cases.case import parse
+from conformance.calling import registry
+from conformance.checks import BY_NAME
+from conformance.contract import Implementation
+from conformance.judging import settings, workers
+from conformance.judging.plan import Job
+from conformance.judging.runner import Runner
+from conformance.records import Record
+
+# Short jobs a task: few enough to share work evenly, enough to keep the overhead down. Those that share compiled
+# programs stay together.
+_CHUNK = 4
+
+
+@dataclasses.dataclass(frozen=True)
+class _Order:
+    """A job by name."""
+
+    implementation: str
+    products: str | None
+    case: str
+    checks: tuple[str, ...]
+    thorough: bool
+
+
+def run_parallel(
+    jobs: Sequence[Job],
+    processes: int,
+    products: str | None,
+    on_job: Callable[[Job, list[Record]], None],
+    lost: Callable[[Job], list[Record]],
+) -> None:
+    """Judge `jobs` in worker processes. Ctrl-C stops the workers at once.
+
+    Args:
+      jobs: what to judge.
+      processes: how many workers.
+      products: what `--products` says.
+      on_job: hears of each job as it ends.
+      lost: gives the records of a job that kills its process.
+    """
+    by_order = {_order(job, products): job for job in jobs}
+
+    def heard(orders: tuple[_Order, ...], judged: list[list[Record]]) -> None:
+        for order, found in zip(orders, judged, strict=True):
+            on_job(by_order[order], found)
+
+    workers.work_through(
+        [tuple(_order(job, products) for job in chunk) for chunk in _chunks(jobs)],
+        processes,
+        functools.partial(_judge, Path.cwd()),
+        heard=heard,
+        parts=lambda orders: ((order,) for order in orders),
+        lost=lambda orders: heard(orders, [lost(by_order[order]) for order in orders]),
+    )
+
+
+def _order(job: Job, products: str | None) -> _Order:
+    checks = tuple(check.name for check in job.checks)
+    return _Order(job.implementation.name, products, job.case.id, checks, job.thorough)
+
+
+def _chunks(jobs: Sequence[Job]) -> list[list[Job]]:
+    """The jobs: long ones first, each by itself, then the others as they come, a few at a time.
+
+    Long jobs are many programs each: begun last, they would leave one process at work and the others idle.
+    """
+    long: list[list[Job]] = []
+    short: list[list[Job]] = []
+    previous: Job | None = None
+    for job in jobs:
+        shares = previous is not None and job.case.program == previous.case.program
+        if not job.short:
+            long.append([job])
+        elif short and short[-1][-1] is previous and (shares or len(short[-1]) < _CHUNK):
+            short[-1].append(job)
+        else:
+            short.append([job])
+        previous = job
+    return long + short
+
+
+@functools.cache
+def _runner(folder: Path) -> Runner:
+    """The runner of this process, with the settings of the project that the command was given in."""
+    return Runner(settings.load(folder))
+
+
+@functools.cache
+def _find(name: str, products: str | None) -> Implementation:
+    return registry.find(name, products=products)  # type: ignore[arg-type] # argparse has checked it
+
+
+def _judge(folder: Path, orders: Sequence[_Order]) -> list[list[Record]]:
+    results = []
+    for order in orders:
+        checks = tuple(BY_NAME[name] for name in order.checks)
+        implementation = _find(order.implementation, order.products)
+        results.append(_runner(folder).judge(Job(implementation, parse(order.case), checks, order.thorough)))
+    return results

@@ -1,0 +1,233 @@
+"""Settings from `pyproject.toml`, table `[tool.attention_conformance]`.
+
+[tool.attention_conformance]
+implementations = ["my_kernels.flash:attention"]     # what plain `pytest` judges
+bank = "tests.planted.bank:BANK"                      # planted bugs, for `sensitivity`
+
+[tool.attention_conformance.groups]                   # names for several, as in `--impl=upstream`
+upstream = ["jax_nn_xla", "jax_splash_tpu"]
+
+[tool.attention_conformance.tolerances]
+"bf16.out" = 5.0
+
+[[tool.attention_conformance.expected_failures]]
+implementation = "jax_nn_xla"
+case = "train/bf16"                                   # a query; all cases if left out
+check = ["gradients*", "primal"]                      # wildcard patterns; all checks if left out
+observable = ["dv*"]                                  # likewise
+some = true                                           # if only some of these judgements fail, not each of them
+jax = ">=0.11"                                        # versions it holds for; all if left out
+reason = "..."
+link = "..."
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import fnmatch
+import math
+import tomllib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from packaging.specifiers import InvalidSpecifier, SpecifierSet
+
+from cases.case import matches
+from conformance import records
+from conformance.records import Record
+from conformance.truth import tolerances
+from conformance.truth.tolerances import Tolerances
+
+TABLE = "attention_conformance"
+
+
+class SettingsError(ValueError):
+    """`pyproject.toml` has a setting that cannot be used; the message names it."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ExpectedFailure:
+    """A known failure: it must keep failing, and turns red once it passes.
+
+    With `some`, what fails depends on the values: single passes are fine, and the entry turns red once a whole run has
+    none that fails. So does an entry that matches nothing.
+    """
+
+    implementation: str
+    reason: str
+    link: str = ""
+    case: str = "*"
+    check: Sequence[str] = ("*",)
+    observable: Sequence[str] = ("*",)
+    some: bool = False
+    jax: str = ""
+
+    def __post_init__(self) -> None:
+        for name in ("check", "observable"):
+            if isinstance(getattr(self, name), str):
+                raise TypeError(f"{name} must be a list of patterns, got the string {getattr(self, name)!r}")
+
+    def holds(self, jax_version: str) -> bool:
+        """Whether the entry is about this version of JAX."""
+        return not self.jax or SpecifierSet(self.jax).contains(jax_version, prereleases=True)
+
+    def applies(self, record: Record, jax_version: str) -> bool:
+        """Whether `record` is one of those expected to fail."""
+        return (
+            record.implementation == self.implementation
+            and self.holds(jax_version)
+            and matches(self.case, record.case)
+            and any(fnmatch.fnmatchcase(record.check, pattern) for pattern in self.check)
+            and any(fnmatch.fnmatchcase(record.observable, pattern) for pattern in self.observable)
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """What a project says about its judgements."""
+
+    implementations: tuple[str, ...] = ()
+    expected_failures: tuple[ExpectedFailure, ...] = ()
+    tolerances: Tolerances = dataclasses.field(default_factory=tolerances.default)
+    bank: str = ""
+    groups: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
+
+    def members(self, names: Iterable[str]) -> list[str]:
+        """The implementations that `names` stand for, groups by their members, each once."""
+        found = (member for name in names for member in self.groups.get(name, (name,)))
+        return list(dict.fromkeys(found))
+
+    def settle(self, record: Record, jax_version: str) -> Record:
+        """The record with expected failures marked as such, and unexpected passes too."""
+        for expected in self.expected_failures:
+            if not expected.applies(record, jax_version):
+                continue
+            if record.verdict in (records.FAIL, records.ERROR):
+                link = f" ({expected.link})" if expected.link else ""
+                reasons = filter(None, (record.reason, f"expected: {expected.reason}{link}"))
+                return dataclasses.replace(record, verdict=records.EXPECTED_FAIL, reason="; ".join(reasons))
+            if record.verdict == records.PASS and not expected.some:
+                reason = f"passes, but is listed in pyproject.toml as an expected failure: {expected.reason}"
+                return dataclasses.replace(record, verdict=records.UNEXPECTED_PASS, reason=reason)
+        return record
+
+    def stale(self, found: Sequence[Record], jax_version: str) -> list[Record]:
+        """A red record for each expected failure that a whole run did not see fail.
+
+        Of an implementation that could not be judged at all, as without its library, nothing can be said.
+        """
+        judged = {
+            record.implementation: record.platform
+            for record in found
+            if record.case != "*" and record.verdict != records.UNJUDGED
+        }
+        return [
+            Record(
+                implementation=entry.implementation,
+                platform=judged[entry.implementation],
+                case=entry.case,
+                check="expectations",
+                observable=",".join(entry.observable),
+                verdict=records.UNEXPECTED_PASS,
+                reason=f"nothing failed that pyproject.toml expects to fail: {entry.reason}",
+            )
+            for entry in self.expected_failures
+            if entry.implementation in judged
+            and entry.holds(jax_version)
+            and not any(r.verdict == records.EXPECTED_FAIL and entry.applies(r, jax_version) for r in found)
+        ]
+
+
+def load(start: Path) -> Settings:
+    """The settings of the nearest `pyproject.toml` at or above `start`; defaults if there is none.
+
+    Raises:
+      SettingsError: for settings that are misspelt or of the wrong type.
+    """
+    for folder in (start, *start.parents):
+        file = folder / "pyproject.toml"
+        if file.is_file():
+            try:
+                tool = tomllib.loads(file.read_text(encoding="utf-8")).get("tool", {})
+            except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+                raise SettingsError(f"{file} is not TOML: {error}") from error
+            return _parse(tool.get(TABLE, {}) if isinstance(tool, dict) else {}, file)
+    return Settings()
+
+
+def _parse(table: Any, file: Path) -> Settings:
+    try:
+        _reject_unknown("the table", table, ("implementations", "groups", "tolerances", "expected_failures", "bank"))
+        names = table.get("implementations", [])
+        _require(_is_strings(names), f"implementations must be a list of names, got {names!r}")
+        groups = _groups(table.get("groups", {}))
+        limits = tolerances.overridden(tolerances.default(), _overrides(table.get("tolerances", {})), file.name)
+        entries = table.get("expected_failures", [])
+        _require(isinstance(entries, list), f"expected_failures must be a list of tables, got {entries!r}")
+        expected = tuple(_expected_failure(entry) for entry in entries)
+        bank = table.get("bank", "")
+        _require(isinstance(bank, str), f"bank must be a string module:attribute, got {bank!r}")
+    except ValueError as error:
+        raise SettingsError(f"{file}: [tool.{TABLE}]: {error}") from error
+    return Settings(tuple(names), expected, limits, bank, groups)
+
+
+def _groups(found: Any) -> dict[str, tuple[str, ...]]:
+    _require(isinstance(found, dict), f"groups must be a table of lists of names, got {found!r}")
+    for name, members in found.items():
+        _require(_is_strings(members), f"the group {name!r} must be a list of names, got {members!r}")
+    return {name: tuple(members) for name, members in found.items()}
+
+
+def _overrides(found: Any) -> dict[str, float]:
+    _require(isinstance(found, dict), f"tolerances must be a table, got {found!r}")
+    for key, value in found.items():
+        _require(not isinstance(value, dict), f'the tolerance {key!r} must be written in quotes, as "{key}.out" = 5.0')
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        _require(number and math.isfinite(value), f"the tolerance {key!r} must be a finite number, got {value!r}")
+    return dict(found)
+
+
+def _expected_failure(entry: Any) -> ExpectedFailure:
+    fields = dataclasses.fields(ExpectedFailure)
+    _reject_unknown("an expected failure", entry, [field.name for field in fields])
+    for field in fields:
+        given = field.name in entry
+        _require(
+            given or field.default is not dataclasses.MISSING, f"an expected failure needs {field.name!r}: {entry}"
+        )
+        kind, is_kind = _KINDS[field.type]
+        _require(
+            not given or is_kind(entry.get(field.name)),
+            f"{field.name} of an expected failure must be {kind}, got {entry.get(field.name)!r}",
+        )
+    _require(bool(entry["reason"].strip()), f"an expected failure needs a reason: {entry}")
+    try:
+        SpecifierSet(entry.get("jax", ""))
+    except InvalidSpecifier as error:
+        raise ValueError(f"jax of an expected failure is no version range such as '>=0.11': {error}") from error
+    return ExpectedFailure(**entry)
+
+
+def _is_strings(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(item, str) for item in value)
+
+
+# What a field may hold, by its annotation.
+_KINDS: dict[Any, tuple[str, Callable[[Any], bool]]] = {
+    "str": ("a string", lambda value: isinstance(value, str)),
+    "bool": ("true or false", lambda value: isinstance(value, bool)),
+    "Sequence[str]": ("a list of patterns", _is_strings),
+}
+
+
+def _reject_unknown(what: str, found: Any, known: Sequence[str]) -> None:
+    _require(isinstance(found, dict), f"{what} must be a table, got {found!r}")
+    unknown = sorted(set(found) - set(known))
+    _require(not unknown, f"{what} has unknown keys {unknown}, known are {sorted(known)}")
+
+
+def _require(holds: bool, message: str) -> None:
+    if not holds:
+        raise ValueError(message)

@@ -1,0 +1,184 @@
+"""Reference attention in JAX, in any dtype, with either reference backward pass.
+
+For users who want a slow, transparent attention to compare with inside their own code. The gate's truth is the float64
+oracle (`conformance.truth.oracle`), which is independent of this.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from cases.masks import Full, Mask
+from conformance.contract import validate_operands
+from conformance.truth.oracle import Backward
+
+Residuals = dict[str, jax.Array]
+
+
+def reference_attention(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    *,
+    mask: Mask | None = None,
+    segment_ids: tuple[jax.Array, jax.Array] | None = None,
+    soft_cap: float | None = None,
+    sinks: jax.Array | None = None,
+    bias: jax.Array | None = None,
+    scale: float | None = None,
+    save_residuals: bool = False,
+    backward: Backward = "vanilla",
+) -> Any:
+    """Attention by the contract's section 2, all `T * S` logits at once, computed in f32 (f64 for f64 operands).
+
+    Args:
+      q: `[B, T, N, H]`.
+      k: `[B, S, K, H]`, `N % K == 0`.
+      v: `[B, S, K, V]`.
+      mask: which pairs are allowed; all by default.
+      segment_ids: int32 `[B, T]` and `[B, S]`; only equal ids attend.
+      soft_cap: logits become `soft_cap * tanh(x / soft_cap)`.
+      sinks: `[N]`, one logit a query head that joins the softmax denominator.
+      bias: broadcastable to `[B, N, T, S]`, added after scaling.
+      scale: `1 / sqrt(H)` by default.
+      save_residuals: also return `{"logsumexp", "max_logits"}`, both `[B, N, T]`; only `logsumexp` is differentiable.
+      backward: `"vanilla"` differentiates the forward pass; `"flash"` recomputes the probabilities from the saved
+        `logsumexp` and takes `D = <out, do>` from the saved, rounded `out` (arXiv:2205.14135, appendix B).
+
+    Returns:
+      `out [B, T, N, V]` in q's dtype, or `(out, residuals)`.
+
+    Raises:
+      ValueError: naming the operand that is wrong.
+    """
+    validate_operands(q, k, v, segment_ids=segment_ids, soft_cap=soft_cap, sinks=sinks, bias=bias, scale=scale)
+    if backward not in ("vanilla", "flash"):
+        raise ValueError(f"backward must be 'vanilla' or 'flash', got {backward!r}")
+    allowed = jnp.asarray((mask or Full()).dense(q.shape[1], k.shape[1]))
+    if segment_ids is not None:
+        allowed = allowed & (segment_ids[0][:, None, :, None] == segment_ids[1][:, None, None, :])
+    factor = q.shape[-1] ** -0.5 if scale is None else scale
+    function = _vanilla if backward == "vanilla" else _flash
+    out, lse, top = function((q, k, v, sinks, bias), allowed, soft_cap, factor)
+    if not save_residuals:
+        return out
+    return out, {"logsumexp": lse, "max_logits": jax.lax.stop_gradient(top)}
+
+
+_Operands = tuple[jax.Array, jax.Array, jax.Array, jax.Array | None, jax.Array | None]
+
+
+def _accumulator(x: jax.Array) -> Any:
+    return jnp.promote_types(x.dtype, jnp.float32)
+
+
+def _grouped(x: jax.Array, num_kv_heads: int) -> jax.Array:
+    """`[B, T, N, D]` to `[B, K, G, T, D]`."""
+    batch, length, heads, depth = x.shape
+    return x.reshape(batch, length, num_kv_heads, heads // num_kv_heads, depth).transpose(0, 2, 3, 1, 4)
+
+
+def _ungrouped(x: jax.Array) -> jax.Array:
+    """`[B, K, G, T, D]` to `[B, T, N, D]`."""
+    batch, kv_heads, group, length, depth = x.shape
+    return x.transpose(0, 3, 1, 2, 4).reshape(batch, length, kv_heads * group, depth)
+
+
+def _dot(spec: str, *operands: jax.Array) -> jax.Array:
+    return jnp.einsum(spec, *operands, precision=jax.lax.Precision.HIGHEST, preferred_element_type=operands[0].dtype)
+
+
+def _logits(operands: _Operands, allowed: jax.Array, soft_cap: float | None, scale: float) -> tuple[jax.Array, Any]:
+    """Capped logits `[B, N, T, S]`, not masked, and the cap's derivative."""
+    q, k, _, _, bias = operands
+    dtype = _accumulator(q)
+    x = scale * _dot("bkgth,bskh->bkgts", _grouped(q.astype(dtype), k.shape[2]), k.astype(dtype))
+    x = x.reshape(q.shape[0], q.shape[2], q.shape[1], k.shape[1])
+    if bias is not None:
+        x = x + bias.astype(dtype)
+    if soft_cap is None:
+        return x, 1.0
+    tanh = jnp.tanh(x / soft_cap)
+    return soft_cap * tanh, 1 - tanh**2
+
+
+def _vanilla(
+    operands: _Operands, allowed: jax.Array, soft_cap: float | None, scale: float
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    q, k, v, sinks, bias = operands
+    allowed = jnp.broadcast_to(allowed, (q.shape[0], q.shape[2], q.shape[1], k.shape[1]))
+    # Hidden NaN would reach dq through 0 * NaN when this is differentiated.
+    k, v = _hidden_to_zero(k, allowed), _hidden_to_zero(v, allowed)
+    z, _ = _logits((q, k, v, sinks, bias), allowed, soft_cap, scale)
+    top = jnp.max(z, axis=-1, where=allowed, initial=-jnp.inf)
+    sink = None if sinks is None else sinks.astype(z.dtype)[:, None]
+    pivot = jax.lax.stop_gradient(top if sink is None else jnp.maximum(top, sink))
+    pivot = jnp.where(jnp.isfinite(pivot), pivot, 0)
+    # The inner select keeps exp, and its derivative, away from what the mask hides.
+    weights = jnp.where(allowed, jnp.exp(jnp.where(allowed, z - pivot[..., None], 0)), 0)
+    total = weights.sum(axis=-1)
+    if sink is not None:
+        total = total + jnp.exp(sink - pivot)
+    safe = jnp.where(total > 0, total, 1)
+    p = weights / safe[..., None]
+    lse = jnp.where(total > 0, pivot + jnp.log(safe), -jnp.inf)
+    shape = (q.shape[0], k.shape[2], -1, *p.shape[2:])
+    out = _dot("bkgts,bskv->bkgtv", p.reshape(shape), v.astype(p.dtype))
+    return _ungrouped(out).astype(q.dtype), lse, top
+
+
+def _hidden_to_zero(x: jax.Array, allowed: jax.Array) -> jax.Array:
+    """Keys or values `[B, S, K, D]` with zeros where no query may look."""
+    batch, length, kv_heads, _ = x.shape
+    seen = allowed.any(axis=2).reshape(batch, kv_heads, -1, length).any(axis=2)  # [B, K, S]
+    return jnp.where(seen.transpose(0, 2, 1)[..., None], x, 0)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def _flash(
+    operands: _Operands, allowed: jax.Array, soft_cap: float | None, scale: float
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    return _vanilla(operands, allowed, soft_cap, scale)
+
+
+def _flash_forward(operands: _Operands, allowed: jax.Array, soft_cap: float | None, scale: float) -> Any:
+    out, lse, top = _vanilla(operands, allowed, soft_cap, scale)
+    return (out, lse, top), (operands, allowed, out, lse)
+
+
+def _flash_backward(soft_cap: float | None, scale: float, saved: Any, cotangents: Any) -> Any:
+    operands, allowed, out, lse = saved
+    do, dlse, _ = cotangents
+    q, k, v, sinks, bias = operands
+    z, derivative = _logits(operands, allowed, soft_cap, scale)
+    dtype, kv_heads = z.dtype, k.shape[2]
+    allowed = jnp.broadcast_to(allowed, z.shape)
+    finite = jnp.where(jnp.isfinite(lse), lse, 0)[..., None]
+    p = jnp.where(allowed, jnp.exp(jnp.where(allowed, z - finite, 0)), 0)
+    grouped_do = _grouped(do.astype(dtype), kv_heads)
+    seen_v = _hidden_to_zero(v, allowed).astype(dtype)
+    seen_k = _hidden_to_zero(k, allowed).astype(dtype)
+    dp = _dot("bkgtv,bskv->bkgts", grouped_do, seen_v).reshape(z.shape)
+    d = jnp.einsum("btnv,btnv->bnt", out.astype(dtype), do.astype(dtype))
+    dx = jnp.where(allowed, derivative * p * (dp - d[..., None] + dlse[..., None]), 0)
+    by_group = (q.shape[0], kv_heads, -1, *z.shape[2:])
+    dx_grouped = dx.reshape(by_group)
+    dq = scale * _ungrouped(_dot("bkgts,bskh->bkgth", dx_grouped, seen_k))
+    dk = scale * _dot("bkgts,bkgth->bskh", dx_grouped, _grouped(q.astype(dtype), kv_heads))
+    dv = _dot("bkgts,bkgtv->bskv", p.reshape(by_group), grouped_do)
+    dsinks = dbias = None
+    if sinks is not None:
+        p_sink = jnp.exp(sinks.astype(dtype)[:, None] - lse)
+        dsinks = (p_sink * (dlse - d)).sum(axis=(0, 2)).astype(sinks.dtype)
+    if bias is not None:
+        axes = tuple(axis for axis in range(4) if bias.shape[axis] == 1)
+        dbias = dx.sum(axis=axes, keepdims=True).astype(bias.dtype)
+    gradients = (dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), dsinks, dbias)
+    return gradients, None
+
+
+_flash.defvjp(_flash_forward, _flash_backward)

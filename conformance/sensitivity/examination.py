@@ -1,0 +1,153 @@
+"""Which check sees which planted bug, and what a check is worth."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+
+from cases.case import Case
+from conformance.checks import CHECKS
+from conformance.judging.plan import Job, plan
+from conformance.judging.runner import Runner
+from conformance.judging.settings import Settings
+from conformance.records import ERROR, RED, Record
+from conformance.sensitivity.bank import PlantedBug
+
+NEAR = 2
+"""Cases of the grid that come first: those nearest to a bug's trigger."""
+# One case in so many of the rest of the grid, for a bug that one check alone has seen.
+_STRIDE = 4
+# Scopes beside the grid, those first that catch most in one case.
+_SPECIAL = ("rich", "base", "decoded", "front", "ensemble", "interpreted", "compiled", "declined", "feature")
+
+
+@dataclasses.dataclass(frozen=True)
+class Kill:
+    """The first red record that a check has for a bug."""
+
+    observable: str
+    case: str
+    verdict: str
+    ratio: float | None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Examination:
+    """What the gate says of one planted bug.
+
+    Attributes:
+      bug: its name; `family`, `kind`, `reference` and `shows` as planted.
+      kills: check to its first kill, for the checks that see the bug.
+      judged: how many jobs of the plan were judged.
+      planned: how many jobs the plan has. Fewer are judged where several checks see the bug on the cases nearest to it.
+      seconds: time by check.
+    """
+
+    bug: str
+    family: str
+    kind: str
+    reference: str
+    shows: tuple[str, ...]
+    kills: Mapping[str, Kill]
+    judged: int
+    planned: int
+    seconds: Mapping[str, float]
+
+    @property
+    def survives(self) -> bool:
+        """Whether no check sees it."""
+        return not self.kills
+
+
+def ordered_jobs(bug: PlantedBug, level: str) -> list[Job]:
+    """The jobs of the gate for the bug's implementation: `NEAR` cases of the grid, what is not on it, the rest of it.
+
+    Cases that have the bug's trigger come first, small before big. All jobs are there: the order saves time and changes
+    no result.
+    """
+    jobs = plan([bug.build()], level=level).jobs
+    on_grid = [job for job in jobs if job.on_grid]
+    on_grid.sort(key=lambda job: (not bug.trigger(job.case), _size(job.case)))
+    special = [job for job in jobs if not job.on_grid]
+    special.sort(key=lambda job: _SPECIAL.index(job.checks[0].scope))
+    return [*on_grid[:NEAR], *special, *on_grid[NEAR:]]
+
+
+def _size(case: Case) -> int:
+    return case.batch * case.num_q_heads * case.q_length * case.kv_length
+
+
+def red_records(bug: PlantedBug, level: str) -> Iterator[Record]:
+    """The red records, as they come: whoever has seen enough stops."""
+    runner = Runner(Settings())
+    for job in ordered_jobs(bug, level):
+        for record in runner.stream(job):
+            if record.verdict in RED:
+                yield record
+
+
+def examine(bug: PlantedBug, level: str) -> Examination:
+    """Which checks see a bug, and where first.
+
+    Jobs are judged in the order of `ordered_jobs` until two checks have seen the bug. One that a single check has seen
+    on the nearest cases and on all that is not on the grid is shown to a quarter of the rest of the grid, and one that
+    none has seen to all of it.
+    """
+    runner = Runner(Settings())
+    jobs = ordered_jobs(bug, level)
+    beside = NEAR + sum(not job.on_grid for job in jobs)
+    kills: dict[str, Kill] = {}
+    seconds: dict[str, float] = {}
+    judged = 0
+    for number, job in enumerate(jobs):
+        if len(kills) > 1:
+            break
+        if number >= beside and kills and number % _STRIDE:
+            continue
+        open_checks = tuple(check for check in job.checks if check.name not in kills)
+        for record in runner.judge(dataclasses.replace(job, checks=open_checks)):
+            seconds[record.check] = seconds.get(record.check, 0.0) + record.seconds
+            if record.verdict in RED and record.check not in kills:
+                kills[record.check] = Kill(record.observable, record.case, record.verdict, record.ratio)
+        judged += 1
+    return Examination(
+        bug=bug.name,
+        family=bug.family,
+        kind=bug.kind,
+        reference=bug.reference,
+        shows=bug.shows,
+        kills=kills,
+        judged=judged,
+        planned=len(jobs),
+        seconds=seconds,
+    )
+
+
+def shows_as_said(bug: PlantedBug, red: Record) -> bool:
+    """Whether a red record is of an observable by which the bug should show; a crash counts as `"error"`."""
+    if red.verdict == ERROR:
+        return "error" in bug.shows
+    return bool({red.observable, red.observable.partition(".")[0]} & set(bug.shows))
+
+
+@dataclasses.dataclass(frozen=True)
+class CheckPower:
+    """What a check is worth: bugs it sees, bugs that no other check sees, and what it cost to find out."""
+
+    check: str
+    kills: int
+    alone: tuple[str, ...]
+    seconds: float
+
+
+def powers(examined: Sequence[Examination]) -> list[CheckPower]:
+    """The power of each check, in the order in which checks run."""
+    return [
+        CheckPower(
+            check=check.name,
+            kills=sum(check.name in e.kills for e in examined),
+            alone=tuple(e.bug for e in examined if set(e.kills) == {check.name}),
+            seconds=sum(e.seconds.get(check.name, 0.0) for e in examined),
+        )
+        for check in CHECKS
+    ]

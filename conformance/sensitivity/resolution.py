@@ -1,0 +1,336 @@
+"""The smallest error that the gate sees: how far a correct result must be pushed before it fails.
+
+A correct attention, computed in f32 and rounded to the dtype at the end, is perturbed in one place by a relative error
+`e`, and judged as the gate judges: same cases, same bounds, same limits. The smallest visible `e` is found by bisection
+on a logarithmic scale, for each observable by itself, and the smallest over the cases is the resolution: an error of
+that kind and size cannot hide in a run that has these cases.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from cases.case import DTYPES, Case
+from cases.grid import grid
+from cases.inputs import Cotangent, Problem, draw, draw_cotangent
+from conformance import records
+from conformance.checks.ensemble import judge_statistics, reseeded, statistics
+from conformance.checks.judgement import by_bound
+from conformance.contract import Arithmetic
+from conformance.judging.plan import ensemble_cases
+from conformance.truth import oracle, tolerances
+from conformance.truth.bounds import UNIT_ROUNDOFF, Bounded, expect
+from conformance.truth.comparison import compare
+from conformance.truth.spread import spread
+from conformance.truth.tolerances import Tolerances
+
+SCALE = "scale"
+KEY = "probability of one key"
+ELEMENT = "one element of out"
+GRADIENT = "gradient {}"
+
+# Errors are powers of this, from far below a roundoff to 100%: neighbours are 10% apart.
+_STEP = 1.1
+_LEAST = round(math.log(2.0**-30, _STEP))
+_TELLING = ("dominant", "heavy", "huge")
+
+Values = Mapping[str, np.ndarray]
+
+
+@dataclasses.dataclass(frozen=True)
+class Resolution:
+    """The smallest relative error of one kind that one observable shows, and the case that shows it.
+
+    `roundoffs` is `smallest` in unit roundoffs of the dtype. Both are none, and `case` is empty, if an error of 100%
+    stays unseen in every case.
+    """
+
+    perturbation: str
+    dtype: str
+    observable: str
+    smallest: float | None
+    roundoffs: float | None
+    case: str
+
+
+def default_cases(dtype: str, seed: int = 0) -> list[Case]:
+    """One to two dozen cases of the quick grid with gradients: some spread over it, and those that tell most.
+
+    Few products to a logit and no cancellation among them leave the least room for rounding errors: the least depth,
+    and values that one coordinate or one key dominates; so do logits that leave one key to a row. The first with sinks
+    is there for their gradient.
+    """
+    found = [case for case in grid("quick", seed).cases if case.dtype == dtype and case.phase == "train"]
+    every = max(1, len(found) // 8)
+    with_sinks = next((case for case in found if case.sinks), None)
+    return [
+        case
+        for number, case in enumerate(found)
+        if number % every == 0
+        or case is with_sinks
+        or case.distribution == "large"
+        or (case.head_dim == 16 and case.distribution in _TELLING)
+    ]
+
+
+def resolve(
+    table: Tolerances | None = None,
+    *,
+    dtypes: Sequence[str] = DTYPES,
+    cases: Callable[[str], Sequence[Case]] = default_cases,
+    ensemble: bool = True,
+) -> list[Resolution]:
+    """The resolution of the gate for each perturbation, dtype and observable that can show it.
+
+    Args:
+      table: the tolerances in force; the calibrated ones by default.
+      dtypes: of the operands.
+      cases: dtype to the cases to judge by.
+      ensemble: whether the ensemble check judges too, in bf16 and f16; its observables are `out.bias` and the like.
+    """
+    table = table or tolerances.default()
+    found: list[Resolution] = []
+    for dtype in dtypes:
+        best: dict[tuple[str, str], tuple[float, str]] = {}
+        for case in cases(dtype):
+            for perturbation in _perturbations(case, table):
+                _search(perturbation, case, best)
+        for case in ensemble_cases(0) if ensemble else ():
+            if case.dtype == dtype:
+                for perturbation in _ensemble_perturbations(case):
+                    _search(perturbation, case, best)
+        found += [_resolution(dtype, *key, *shown) for key, shown in best.items()]
+    order = (SCALE, *(GRADIENT.format(name) for name in ("dq", "dk", "dv")), KEY, ELEMENT)
+    return sorted(found, key=lambda x: (list(dtypes).index(x.dtype), order.index(x.perturbation)))
+
+
+def _resolution(dtype: str, perturbation: str, observable: str, smallest: float, case: str) -> Resolution:
+    if smallest == math.inf:
+        return Resolution(perturbation, dtype, observable, None, None, "")
+    return Resolution(perturbation, dtype, observable, smallest, smallest / UNIT_ROUNDOFF[dtype], case)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Perturbation:
+    """A kind of error on one case: `seen(e)` says of each observable that may show it whether it does."""
+
+    name: str
+    observables: tuple[str, ...]
+    seen: Callable[[float], Mapping[str, bool]]
+
+
+def _search(perturbation: _Perturbation, case: Case, best: dict[tuple[str, str], tuple[float, str]]) -> None:
+    """Lower the entries of `best` that this case lowers."""
+    seen = functools.cache(lambda power: perturbation.seen(_STEP**power))
+    for observable in perturbation.observables:
+        key = (perturbation.name, observable)
+        smallest, _ = best.setdefault(key, (math.inf, ""))
+        # Only what is seen below the smallest so far is worth a search.
+        high = 0 if smallest == math.inf else round(math.log(smallest, _STEP)) - 1
+        if seen(high)[observable]:
+            best[key] = (_STEP ** _least(seen, observable, high), case.id)
+
+
+def _least(seen: Callable[[int], Mapping[str, bool]], observable: str, high: int) -> int:
+    """The least power at which the observable shows the error, given that it does at `high`."""
+    low = _LEAST
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if seen(middle)[observable] else (middle, high)
+    return high
+
+
+def _perturbations(case: Case, table: Tolerances) -> Iterator[_Perturbation]:
+    """Those that are judged element by element: results, and gradients for cotangents on all rows and on a single one.
+
+    In a single row no sum over the rows hides an error of the logits: its dv and dk show it about as well as residuals.
+    """
+    problem = draw(case)
+    cotangents = _cotangents(case, problem)
+    expectation = expect(problem, Arithmetic(), cotangents)
+    for cotangent, gradients in zip(cotangents, expectation.gradients, strict=True):
+        forward = expectation.forward if cotangent is cotangents[0] else {}
+        yield from _judged(case, problem, cotangent, {**forward, **gradients}, table)
+
+
+def _cotangents(case: Case, problem: Problem) -> list[Cotangent]:
+    """On all rows, and on the last row that attends to anything, as the checks `gradients` and `gradients_row` have."""
+    out = draw_cotangent(case).out
+    live = np.flatnonzero(~problem.empty_rows.all(axis=(0, 1)))
+    alone = np.where(np.arange(case.q_length)[:, None, None] == live[-1:], out, np.zeros_like(out))
+    return [Cotangent("random", out), Cotangent("row", alone)]
+
+
+def _judged(
+    case: Case, problem: Problem, cotangent: Cotangent, expected: Mapping[str, Bounded], table: Tolerances
+) -> Iterator[_Perturbation]:
+    attention = _Attention.of(problem, cotangent)
+    exact = attention(0.0, 0.0)
+
+    def perturbation(name: str, results: Callable[[float], Values], observables: Iterable[str]) -> _Perturbation:
+        names = tuple(observable for observable in observables if observable in expected)
+
+        def seen(e: float) -> dict[str, bool]:
+            values = _rounded(results(e), problem)
+            return {observable: fails(observable, values[observable]) for observable in names}
+
+        return _Perturbation(name, names, seen)
+
+    def fails(observable: str, value: np.ndarray) -> bool:
+        judged = by_bound(observable, compare(value, expected[observable]), dtype=case.dtype, tolerances=table)
+        return judged.verdict == records.FAIL
+
+    yield perturbation(SCALE, lambda e: attention(e, 0.0), expected)
+    yield perturbation(KEY, lambda e: attention(0.0, e), ("out", "dq", "dk", "dv"))
+    for name in ("dq", "dk", "dv"):
+        yield perturbation(GRADIENT.format(name), _times(exact, name), (name,))
+    if "out" in expected:
+        yield perturbation(ELEMENT, _times(exact, "out", _clearest(expected["out"])), ("out",))
+
+
+def _ensemble_perturbations(case: Case) -> Iterator[_Perturbation]:
+    """Those that the ensemble check judges: what changes all elements of a result."""
+    members = []
+    for one in reseeded(case):
+        problem, cotangent = draw(one), draw_cotangent(one)
+        members.append((_Attention.of(problem, cotangent), spread(problem, Arithmetic(), cotangent)))
+    exact = [attention(0.0, 0.0) for attention, _ in members]
+
+    def perturbation(name: str, results: Callable[[int, float], Values], observables: Sequence[str]) -> _Perturbation:
+        """`results` takes the number of the member and the error."""
+
+        def seen(e: float) -> dict[str, bool]:
+            rounded = [_rounded(results(n, e), member.problem) for n, (member, _) in enumerate(members)]
+            judged = [
+                judgement
+                for observable in observables
+                for judgement in judge_statistics(
+                    observable,
+                    statistics([(x[observable], y[observable]) for x, (_, y) in zip(rounded, members, strict=True)]),
+                    case.dtype,
+                )
+            ]
+            return {judgement.observable: judgement.verdict == records.FAIL for judgement in judged}
+
+        both = tuple(f"{observable}.{what}" for observable in observables for what in ("bias", "spread"))
+        return _Perturbation(name, both, seen)
+
+    yield perturbation(SCALE, lambda n, e: members[n][0](e, 0.0), ("out", "dq", "dk", "dv"))
+    for name in ("dq", "dk", "dv"):
+        times = [_times(values, name) for values in exact]
+        yield perturbation(GRADIENT.format(name), functools.partial(_member, times), (name,))
+
+
+def _member(results: Sequence[Callable[[float], Values]], number: int, e: float) -> Values:
+    return results[number](e)
+
+
+def _rounded(values: Values, problem: Problem) -> Values:
+    """In the dtypes in which an implementation returns them."""
+    dtypes = dict.fromkeys(("out", "dq", "dk", "dv"), problem.q.dtype)
+    if problem.bias is not None:
+        dtypes["dbias"] = problem.bias.dtype
+    return {name: x.astype(dtypes.get(name, np.float32)) for name, x in values.items()}
+
+
+def _times(exact: Values, name: str, place: tuple[Any, ...] = ()) -> Callable[[float], Values]:
+    """`1 + e` times the observable, or its element at `place`."""
+
+    def results(e: float) -> Values:
+        values = exact[name].astype(np.float64)
+        values[place] *= 1 + e
+        return {name: values}
+
+    return results
+
+
+def _clearest(expected: Bounded) -> tuple[Any, ...]:
+    """The element with the smallest bound relative to its value."""
+    relative = np.divide(
+        np.abs(expected.value), expected.bound, where=expected.bound > 0, out=np.zeros_like(expected.bound)
+    )
+    return np.unravel_index(int(np.argmax(relative)), relative.shape)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Attention:
+    """Attention and its backward pass by the contract's section 2, every operation in f32, heads first."""
+
+    problem: Problem
+    do: np.ndarray  # [B, N, T, V]
+    key: int
+
+    @classmethod
+    def of(cls, problem: Problem, cotangent: Cotangent) -> _Attention:
+        """Of `problem`, with the key that has the largest probability of all."""
+        top = [(slab.p.max(), int(slab.p.max(axis=(0, 1)).argmax())) for slab in oracle.slabs(problem)]
+        return cls(problem, _heads_first(cotangent.out), max(top)[1])
+
+    @functools.cached_property
+    def operands(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """q, k, v, `[B, N, length, depth]`."""
+        k, v = (np.repeat(_heads_first(x), self.group, axis=1) for x in (self.problem.k, self.problem.v))
+        return _heads_first(self.problem.q), k, v
+
+    @property
+    def group(self) -> int:
+        """Query heads to a key/value head."""
+        return self.problem.q.shape[2] // self.problem.k.shape[2]
+
+    def __call__(self, scale_error: float, key_error: float) -> Values:
+        """All observables, for a relative error in the scale, and one in the normalised probability of the key."""
+        q, k, v = self.operands
+        scale = np.float32(self.problem.effective_scale * (1 + scale_error))
+        factor = np.ones(k.shape[2], np.float32)
+        factor[self.key] += np.float32(key_error)
+        z, slope = self._logits(scale * (q @ k.swapaxes(2, 3)))
+        top = z.max(axis=-1)
+        sinks = None if self.problem.sinks is None else self.problem.sinks[:, None]
+        pivot = top if sinks is None else np.maximum(top, sinks)
+        pivot = np.where(np.isfinite(pivot), pivot, np.float32(0))
+        weights = np.exp(z - pivot[..., None])
+        total = weights.sum(axis=-1)
+        if sinks is not None:
+            total = total + np.exp(sinks - pivot)
+        with np.errstate(divide="ignore"):
+            found = {"logsumexp": pivot + np.log(total), "max_logits": top}
+        p = factor * weights / np.where(total > 0, total, np.float32(1))[..., None]
+        dp = self.do @ v.swapaxes(2, 3)
+        d = (p * dp).sum(axis=-1, keepdims=True)
+        dz = p * (dp - d)
+        dx = slope * dz
+        found["out"] = (p @ v).transpose(0, 2, 1, 3)
+        found["dq"] = (scale * (dx @ k)).transpose(0, 2, 1, 3)
+        found["dk"] = self._summed(scale * (dx.swapaxes(2, 3) @ q))
+        found["dv"] = self._summed(p.swapaxes(2, 3) @ self.do)
+        if sinks is not None:
+            found["dsinks"] = -(np.exp(sinks - found["logsumexp"]) * d[..., 0]).sum(axis=(0, 2))
+        if self.problem.bias is not None:
+            axes = tuple(axis for axis in range(4) if self.problem.bias.shape[axis] == 1)
+            found["dbias"] = dx.sum(axis=axes, keepdims=True)
+        return found
+
+    def _logits(self, x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Capped and masked logits, and the derivative of the cap."""
+        if self.problem.bias is not None:
+            x = x + self.problem.bias.astype(np.float32)
+        slope = np.ones((), np.float32)
+        if self.problem.soft_cap is not None:
+            tanh = np.tanh(x / np.float32(self.problem.soft_cap))
+            x, slope = np.float32(self.problem.soft_cap) * tanh, 1 - tanh**2
+        return np.where(self.problem.allowed, x, np.float32(-np.inf)), slope
+
+    def _summed(self, by_head: np.ndarray) -> np.ndarray:
+        batch, heads, length, depth = by_head.shape
+        grouped = by_head.reshape(batch, heads // self.group, self.group, length, depth)
+        return grouped.sum(axis=2).transpose(0, 2, 1, 3)
+
+
+def _heads_first(x: np.ndarray) -> np.ndarray:
+    return np.ascontiguousarray(x.astype(np.float32).transpose(0, 2, 1, 3))

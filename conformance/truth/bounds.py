@@ -1,0 +1,358 @@
+"""First-order rounding-error bounds, element by element, for the arithmetic that an implementation declares.
+
+Beside each exact observable `y` stands `E(y)`, how far a correct implementation may end up from it. The ratio
+`|y - y*| / E(y)` is then around 1 for correct kernels whatever the shape, the mask, the magnitudes and the
+cancellation, and one constant a dtype judges them all. Notation as in the contract: `x` logits, `z` capped,
+`p` probabilities, `D`, `dp`, `g = dz/dx`.
+
+The derivation, with `s|x| = scale sum_d |q||k| + |bias|` and `u` the f32 unit roundoff:
+
+    err(x)   = u_prod s|x| + u max(s|x|, 3/4 sqrt(H) max(sqrt(sum_d (scale q k)^2), |x|)) + u_q scale |q||k|
+    err(z)   = g err(x) + u_logits |z| + 4u |z| (capped) + u (|z| + |z - m|)
+    err(l)   = sum_j p err(z) + p_sink u |sink| + gamma(S)                                            (relative)
+    err(p)   = p expm1(err(z) + err(l) + 2u), never more than max(p, 1 - p)
+    E(lse)   = err(l) + u (|lse| + |m|) + u_residual |lse|
+    E(max)   = max_j err(z) + u_residual |max|
+    E(out)   = sum_j [err(p) + (u_p + u_prod + gamma(S)) p] |v| + u_out |out| + tiny
+    err(dp)  = (u_prod + gamma(V)) sum |do||v| + u_p |dp|
+    err(D)   = sum_j [(err(p) + (u_p + gamma(S)) p) |dp| + p err(dp)] + sum_d [(u_out + gamma(V)) |o| + tiny] |do|
+    err(g)   = (2 / cap) |tanh| g err(x) + (8 tanh^2 + 1) u                                           (capped)
+    err(dx)  = g [err(p) |r| + p (err(dp) + err(D) + u (|dp| + |D| + |dlse|))]
+               + |p r| err(g) + (u_p + u_prod + u) |dx| + tiny (1 + |r|)
+               with r = dp - D + dlse
+    E(dq)    = scale sum_j [err(dx) + gamma(S) |dx|] |k| + (u_out + u_q) |dq| + tiny
+    E(dk)    = scale sum_i [err(dx) + gamma(GT) |dx|] |q| + u_out (sum over the group of |dk of the head| + |dk|) + tiny
+    E(dv)    = sum_i [err(p) + (u_p + u_prod + gamma(GT)) p] |do| + u_out (group sum of |dv| + |dv|) + tiny
+    err(ds)  = err(p_sink) |D - dlse| + p_sink (err(D) + u |dlse|)                                    (of one row)
+    E(dsink) = 2 sqrt(sum_{b,i} err(ds)^2) + gamma(BT) sum_{b,i} |p_sink (D - dlse)| + u |dsink|
+    E(dbias) = sum [err(dx) + gamma(n) |dx|] over the broadcast axes + u_bias |dbias|
+
+What this adds to the usual first-order bound, and why:
+
+* `gamma(n) = u max(1, sqrt(n) / 4)`: rounding a running sum of n terms of one sign errs by about 0.23 sqrt(n) u of the
+  sum (each partial sum rounds by up to u/2, uniformly, and the errors add like a random walk); terms of random sign
+  stay near u times the sum of magnitudes. Measured constants are in `conformance/truth/tolerances.py`.
+* in `err(x)`, a sum whose partial sums all stay near one large value (a dominant coordinate) rounds at that size in
+  every step: 0.58 sqrt(H) u of it by root mean square, so that with 3/4 the extremes of thousands of elements (4.5
+  times the root mean square) stay at 3.5 times the bound. Sums of random signs keep the smaller bound.
+* `expm1` and the cap at `max(p, 1 - p)`: with logits of 1e5 in f32, `err(z)` is no longer small against 1.
+* `u_prod` in the second products: tf32 and bf16 products round `p` and `dx` as well as `q` and `k`.
+* `u_out` once more over the group: an implementation may round each head's dk and dv before it sums the group.
+* rows are summed in quadrature for dsink: their errors are independent, and thousands of rows added up in magnitude
+  would hide a gradient that is wrong altogether.
+* `tiny` in `err(D)`: a flash backward takes D from the stored `out`, which in f16 may be subnormal (a sink that takes
+  all the weight).
+* `tiny |r|` in `err(dx)`: a probability that underflows is off by `tiny`, and is multiplied by `r`.
+* a quantised cache adds `u_cache s|x|` to err(x) and `u_cache p` in E(out), for keys and values rounded as they are
+  multiplied by their scales. How far it is from the keys and values before they were stored is an error of the
+  operands (`Inexact`) of half a step.
+* the underflow floor `tiny` counts only terms that exist, so structural zeros (a key that nobody sees, the bias behind
+  the mask) have a bound of exactly zero and must be exactly zero.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+
+from cases.inputs import Cotangent, Problem
+from conformance.contract import Arithmetic
+from conformance.truth.oracle import Array, EmptyRows, Gradients, Slab, slabs
+
+# Unit roundoff 2**-p for p significand bits.
+UNIT_ROUNDOFF = {"f32": 2.0**-24, "f16": 2.0**-11, "bf16": 2.0**-8, "tf32": 2.0**-11}
+U = UNIT_ROUNDOFF["f32"]
+# Half the smallest subnormal of f16, which hardware keeps; f32 and bf16 subnormals are flushed by GPUs and TPUs.
+_TINY = {"f32": 2.0**-126, "bf16": 2.0**-126, "f16": 2.0**-25}
+
+
+@dataclasses.dataclass(frozen=True)
+class Bounded:
+    """An exact value and, element by element, how far a correct implementation may be from it."""
+
+    value: Array
+    bound: Array
+
+
+@dataclasses.dataclass(frozen=True)
+class Roundoff:
+    """Unit roundoffs of an arithmetic on operands of one dtype."""
+
+    products: float
+    logits: float
+    probabilities: float
+    scaled_q: float
+    residuals: float
+    out: float
+    bias: float
+    cache: float
+    tiny: float
+
+    @classmethod
+    def of(cls, arithmetic: Arithmetic, problem: Problem, dtype: str | None = None) -> Roundoff:
+        """The roundoffs that `arithmetic` means for operands of `dtype`, by default that of `problem`."""
+        dtype = dtype_name(problem.q.dtype) if dtype is None else dtype
+        u_in = UNIT_ROUNDOFF[dtype]
+        if dtype == "f32":
+            products = {"exact": U, "tf32": 2 * UNIT_ROUNDOFF["tf32"], "bf16": 2 * UNIT_ROUNDOFF["bf16"]}
+            u_prod = products[arithmetic.products]
+        else:
+            u_prod = 0.0
+        power_of_two = np.frexp(problem.effective_scale)[0] == 0.5
+        return cls(
+            products=u_prod,
+            logits=u_in if arithmetic.logits == "input" and dtype != "f32" else 0.0,
+            probabilities=u_in if arithmetic.probabilities == "input" and dtype != "f32" else 0.0,
+            scaled_q=u_in if arithmetic.scaled_q and not power_of_two else 0.0,
+            residuals=u_in if arithmetic.residuals == "input" and dtype != "f32" else 0.0,
+            out=u_in,
+            bias=UNIT_ROUNDOFF[dtype_name(problem.bias.dtype)] if problem.bias is not None else U,
+            cache=0.0 if problem.kv_scales is None else max(U, u_in if arithmetic.cache == "input" else 0.0),
+            tiny=_TINY[dtype],
+        )
+
+
+def dtype_name(dtype: np.dtype) -> str:
+    """`f32`, `bf16` or `f16`."""
+    return {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}[np.dtype(dtype).name]
+
+
+def gamma(terms: int) -> float:
+    """Relative error of an f32 sum of `terms` terms, against the sum of their magnitudes (module docstring)."""
+    return U * max(1.0, np.sqrt(terms) / 4)
+
+
+@dataclasses.dataclass(frozen=True)
+class Inexact:
+    """How far q, k and v may be from what the problem has, in their shapes, where they are computed in `dtype`.
+
+    To first order, an error in an operand is one more error in the products that it enters: `scale (dq |k| + |q| dk)`
+    in err(x), `sum_j p dv` in E(out), `sum_d |do| dv` in err(dp), `scale sum |dx| dk` in E(dq) and likewise in E(dk).
+    """
+
+    dtype: str
+    q: Array
+    k: Array
+    v: Array
+
+    def of(self, slab: Slab, rows: Array | slice = slice(None)) -> Inexact:
+        """The errors of a slab's operands, q `[G, T, H]`, k `[S, H]`, v `[S, V]`; `rows` are its queries."""
+        q = self.q[slab.batch, :, slab.heads].transpose(1, 0, 2)[:, rows]
+        return Inexact(self.dtype, q, self.k[slab.batch, :, slab.kv_head], self.v[slab.batch, :, slab.kv_head])
+
+
+@dataclasses.dataclass(frozen=True)
+class Expectation:
+    """What to expect: forward observables, and gradients for each cotangent asked for, in that order."""
+
+    forward: dict[str, Bounded]
+    gradients: tuple[dict[str, Bounded], ...]
+
+
+def expect(
+    problem: Problem,
+    arithmetic: Arithmetic,
+    cotangents: Sequence[Cotangent] = (),
+    *,
+    empty_rows: EmptyRows = "zero",
+    rounds_out: bool = True,
+    inexact: Inexact | None = None,
+) -> Expectation:
+    """Exact observables and their error bounds.
+
+    Args:
+      problem: the operands.
+      arithmetic: how the implementation declares to compute.
+      cotangents: the cotangents to give gradients for.
+      empty_rows: what rows that may attend to nothing are declared to return.
+      rounds_out: whether `out` is rounded to the operands' dtype at the end, or left in f32.
+      inexact: how far the implementation's operands may be from those of `problem`, which then may be in float64.
+    """
+    u = Roundoff.of(arithmetic, problem, None if inexact is None else inexact.dtype)
+    u = u if rounds_out else dataclasses.replace(u, out=U)
+    batch, q_length, num_q_heads, _ = problem.q.shape
+    rows = (batch, num_q_heads, q_length)
+    shapes = {"out": (batch, q_length, num_q_heads, problem.v.shape[-1]), "logsumexp": rows, "max_logits": rows}
+    forward = {name: Bounded(np.empty(shape), np.empty(shape)) for name, shape in shapes.items()}
+    totals = [(Gradients.zeros(problem), Gradients.zeros(problem)) for _ in cotangents]
+    for slab in slabs(problem, empty_rows):
+        errors = _ForwardErrors.of(slab, u, None if inexact is None else inexact.of(slab))
+        _store_forward(forward, slab, errors, u)
+        for cotangent, (values, bounds) in zip(cotangents, totals, strict=True):
+            _add_gradients(values, bounds, slab, errors, cotangent, u, inexact)
+    return Expectation(
+        forward,
+        tuple(_finish_gradients(values, bounds, u) for values, bounds in totals),
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class _ForwardErrors:
+    """Errors inside one slab."""
+
+    x: Array  # [G, T, S]
+    z: Array  # [G, T, S], 0 where not allowed
+    total: Array  # err(l), relative, [G, T]
+    p: Array  # [G, T, S]
+    p_sink: Array  # [G, T]
+    out: Array  # without the final rounding, [G, T, V]
+    operands: Inexact | None  # of the slab
+
+    @classmethod
+    def of(cls, slab: Slab, u: Roundoff, operands: Inexact | None) -> _ForwardErrors:
+        keys = slab.k.shape[0]
+        x = _logit_errors(slab, u)
+        if operands is not None:
+            x = x + slab.scale * (operands.q @ np.abs(slab.k).T + np.abs(slab.q) @ operands.k.T)
+        z = np.abs(slab.z)
+        capped = 0.0 if slab.soft_cap is None else 4 * U
+        err_z = slab.cap_derivative * x + (u.logits + capped + U) * z + U * np.abs(slab.z - slab.pivot[..., None])
+        err_z = np.where(slab.allowed, err_z, 0.0)
+        err_l = (slab.p * err_z).sum(axis=-1) + gamma(keys)
+        err_sink = np.zeros_like(err_l)
+        if slab.sinks is not None:
+            sink = np.abs(slab.sinks)[:, None]
+            err_l = err_l + slab.p_sink * U * sink
+            shift = np.abs(slab.sinks[:, None] - slab.logsumexp)
+            err_sink = slab.p_sink * np.expm1(np.minimum(err_l + U * (sink + shift + 2), 50.0))
+        err_p = slab.p * np.expm1(np.minimum(err_z + err_l[..., None] + 2 * U, 50.0))
+        err_p = np.minimum(err_p, np.maximum(slab.p, 1 - slab.p))
+        rounding = u.probabilities + u.products + u.cache + gamma(keys)
+        err_out = (err_p + rounding * slab.averaging + u.tiny * slab.allowed) @ np.abs(slab.v)
+        if operands is not None:
+            err_out = err_out + slab.averaging @ operands.v
+        return cls(x, err_z, err_l, err_p, err_sink, err_out, operands)
+
+
+def _logit_errors(slab: Slab, u: Roundoff) -> Array:
+    """err(x), `[G, T, S]`."""
+    products = slab.scale * (np.abs(slab.q) @ np.abs(slab.k).T)
+    magnitude = products if slab.bias is None else products + np.abs(slab.bias)
+    spread = slab.scale * np.sqrt(slab.q**2 @ (slab.k**2).T)
+    running = 0.75 * np.sqrt(slab.q.shape[-1]) * np.maximum(spread, np.abs(slab.x))
+    return u.products * magnitude + U * np.maximum(magnitude, running) + (u.scaled_q + u.cache) * products
+
+
+def _store_forward(forward: dict[str, Bounded], slab: Slab, errors: _ForwardErrors, u: Roundoff) -> None:
+    out, lse, top = (forward[name] for name in ("out", "logsumexp", "max_logits"))
+    out.value[slab.batch, :, slab.heads] = slab.out.transpose(1, 0, 2)
+    sees = np.any(slab.allowed, axis=-1) | np.any(slab.averaging, axis=-1)
+    err_out = errors.out + u.out * np.abs(slab.out) + u.tiny * sees[..., None]
+    out.bound[slab.batch, :, slab.heads] = err_out.transpose(1, 0, 2)
+    finite = np.isfinite(slab.logsumexp)
+    lse_size = np.abs(np.where(finite, slab.logsumexp, 0.0))
+    err_lse = errors.total + U * (lse_size + np.abs(slab.pivot)) + u.residuals * lse_size
+    lse.value[slab.batch, slab.heads] = slab.logsumexp
+    lse.bound[slab.batch, slab.heads] = np.where(finite, err_lse, 0.0)
+    seen = np.isfinite(slab.max_logits)
+    top_size = np.abs(np.where(seen, slab.max_logits, 0.0))
+    top.value[slab.batch, slab.heads] = slab.max_logits
+    top.bound[slab.batch, slab.heads] = errors.z.max(axis=-1) + u.residuals * top_size + u.tiny * seen
+
+
+@dataclasses.dataclass(frozen=True)
+class _Backward:
+    """The backward pass of one slab for one cotangent, and its errors."""
+
+    dx: Array  # [G, T, S]
+    err_dx: Array  # [G, T, S]
+    err_dsink: Array  # of one row, [G, T]
+    dsink: Array  # of one row, [G, T]
+    live: Array  # allowed pairs whose row has a cotangent, [G, T, S]
+
+    @classmethod
+    def of(cls, slab: Slab, errors: _ForwardErrors, do: Array, dlse: Array, u: Roundoff) -> _Backward:
+        keys, v_depth = slab.v.shape
+        p, abs_do = slab.p, np.abs(do)
+        dp = slab.dp(do)
+        d = (slab.averaging * dp).sum(axis=-1)
+        r = dp - d[..., None] + dlse[..., None]
+        dz = p * r
+        dx = slab.cap_derivative * dz
+        err_dp = (u.products + gamma(v_depth)) * (abs_do @ np.abs(slab.v).T) + u.probabilities * np.abs(dp)
+        if errors.operands is not None:
+            err_dp = err_dp + abs_do @ errors.operands.v.T
+        err_d = ((errors.p + (u.probabilities + gamma(keys)) * p) * np.abs(dp) + p * err_dp).sum(axis=-1)
+        err_d += (((u.out + gamma(v_depth)) * np.abs(slab.out) + u.tiny) * abs_do).sum(axis=-1)
+        shift = U * (np.abs(dp) + np.abs(d)[..., None] + np.abs(dlse)[..., None])
+        err_dx = slab.cap_derivative * (errors.p * np.abs(r) + p * (err_dp + err_d[..., None] + shift))
+        err_dx = err_dx + np.abs(dz) * _cap_derivative_errors(slab, errors)
+        live = slab.allowed & (do.any(axis=-1) | (dlse != 0))[..., None]
+        err_dx = err_dx + (u.probabilities + u.products + U) * np.abs(dx) + u.tiny * live * (1 + np.abs(r))
+        err_dsink = errors.p_sink * np.abs(d - dlse) + slab.p_sink * (err_d + U * np.abs(dlse))
+        return cls(dx, err_dx, err_dsink, slab.p_sink * (dlse - d), live)
+
+
+def _cap_derivative_errors(slab: Slab, errors: _ForwardErrors) -> Array | float:
+    """err(g), `[G, T, S]`."""
+    if slab.tanh is None or slab.soft_cap is None:
+        return 0.0
+    tanh = np.abs(slab.tanh)
+    return (2 / slab.soft_cap) * tanh * slab.cap_derivative * errors.x + (8 * tanh**2 + 1) * U
+
+
+def _add_gradients(
+    values: Gradients,
+    bounds: Gradients,
+    slab: Slab,
+    errors: _ForwardErrors,
+    cotangent: Cotangent,
+    u: Roundoff,
+    inexact: Inexact | None,
+) -> None:
+    do = cotangent.out[slab.batch, :, slab.heads].astype(np.float64).transpose(1, 0, 2)  # [G, T, V]
+    dlse: Array = np.zeros(slab.pivot.shape)
+    if cotangent.logsumexp is not None:
+        dlse = cotangent.logsumexp[slab.batch, slab.heads].astype(np.float64)
+    rows = np.flatnonzero(do.any(axis=(0, 2)) | dlse.any(axis=0))
+    if len(rows) == 0:
+        return
+    if len(rows) < dlse.shape[1]:
+        # What has no cotangent has no gradient and no error: leave those queries out.
+        slab, do, dlse = slab.only(rows), do[:, rows], dlse[:, rows]
+        errors = _ForwardErrors.of(slab, u, None if inexact is None else inexact.of(slab, rows))
+    back = _Backward.of(slab, errors, do, dlse, u)
+    dk_by_head = slab.scale * (back.dx.transpose(0, 2, 1) @ slab.q)  # [G, S, H]
+    dv_by_head = slab.averaging.transpose(0, 2, 1) @ do  # [G, S, V]
+    values.add(
+        slab,
+        dq=slab.scale * (back.dx @ slab.k),
+        dk=dk_by_head.sum(axis=0),
+        dv=dv_by_head.sum(axis=0),
+        dsinks=back.dsink.sum(axis=-1),
+        dx=back.dx,
+        rows=rows,
+    )
+    group, queries = dlse.shape
+    terms = gamma(group * queries)
+    abs_dx = np.abs(back.dx)
+    err_dk = slab.scale * ((back.err_dx + terms * abs_dx).transpose(0, 2, 1) @ np.abs(slab.q)).sum(axis=0)
+    err_dq = slab.scale * ((back.err_dx + gamma(slab.k.shape[0]) * abs_dx) @ np.abs(slab.k))
+    if errors.operands is not None:
+        err_dk = err_dk + slab.scale * (abs_dx.transpose(0, 2, 1) @ errors.operands.q).sum(axis=0)
+        err_dq = err_dq + slab.scale * (abs_dx @ errors.operands.k)
+    err_pv = errors.p + (u.probabilities + u.products + terms) * slab.averaging + u.tiny * back.live
+    err_dv = (err_pv.transpose(0, 2, 1) @ np.abs(do)).sum(axis=0)
+    by_head = u.out if group > 1 else 0.0
+    sink_sum = gamma(queries) * np.abs(back.dsink).sum(axis=-1)
+    bounds.add(
+        slab,
+        dq=err_dq,
+        dk=err_dk + by_head * np.abs(dk_by_head).sum(axis=0),
+        dv=err_dv + by_head * np.abs(dv_by_head).sum(axis=0),
+        dsinks=2 * np.sqrt((back.err_dsink**2).sum(axis=-1)) + sink_sum,
+        dx=back.err_dx + terms * abs_dx,
+        rows=rows,
+    )
+
+
+def _finish_gradients(values: Gradients, bounds: Gradients, u: Roundoff) -> dict[str, Bounded]:
+    """Add the final rounding; a bound of exactly zero stays zero."""
+    rounding = {"dq": u.out + u.scaled_q, "dk": u.out, "dv": u.out, "dsinks": U, "dbias": u.bias}
+    finished = {}
+    for name, value in values.arrays.items():
+        bound = bounds.arrays[name]
+        finished[name] = Bounded(value, bound + rounding[name] * np.abs(value) + u.tiny * (bound > 0))
+    return finished

@@ -1,0 +1,128 @@
+"""What correct implementations reach: the figures that the tolerance table follows from.
+
+    python -m conformance run --impl=block_flash --level=standard --seed=0 --seed=1 --seed=2 --json=block_flash.jsonl
+
+gives the records of one implementation. `tabulate` puts those of several together and `write` stores them where
+`conformance.truth.tolerances` reads them. It needs no JAX, only records.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from cases.case import parse
+from conformance.records import ERROR, FAIL, PASS, UNEXPECTED_PASS, Record
+from conformance.truth.tolerances import CALIBRATION, CALIBRATION_SCHEMA, DTYPES, OBSERVABLES
+
+# Checks that compare with the oracle element by element; the others compare answers with each other, or have limits of
+# their own.
+_AGAINST_THE_ORACLE = frozenset(
+    (
+        "forward",
+        "residuals",
+        "gradients",
+        "gradients_lse",
+        "gradients_part",
+        "primal",
+        "poison",
+        "transforms",
+        "sharding",
+    )
+)
+QUANTILES = (0.5, 0.9, 0.99, 0.999)
+_SIGNIFICANT = 3
+
+
+def tabulate(records: Iterable[Record], *, level: str = "", jax: str = "") -> dict[str, Any]:
+    """The calibration: a row for each dtype and observable, and where the figures come from.
+
+    Passed judgements against the oracle count. A row
+    has the number of judgements, quantiles of their largest ratios, the largest ratio of all with the implementation
+    and case that reached it, and the largest root mean square, none where it is never judged.
+
+    Args:
+      records: of implementations that are known to be correct.
+      level: of the grid that was judged, for the provenance.
+      jax: the version of JAX, likewise.
+
+    Raises:
+      ValueError: if a judgement failed (the implementation is not correct, has declared the wrong arithmetic, or the
+        bound lacks a term: none of these is a reason for another limit), or if an observable was never judged.
+    """
+    found = list(records)
+    for record in found:
+        if record.verdict in (FAIL, ERROR, UNEXPECTED_PASS):
+            raise ValueError(
+                f"{record.implementation} is not correct: {record.verdict} of {record.check}/{record.observable} "
+                f"on {record.case}; calibrate with records that have no failure"
+            )
+    judged: dict[tuple[str, str], list[Record]] = {}
+    for record in found:
+        if record.verdict == PASS and record.ratio is not None and (observable := _observable(record)):
+            judged.setdefault((record.dtype, observable), []).append(record)
+    if missing := [f"{d}.{o}" for d in DTYPES for o in OBSERVABLES if (d, o) not in judged]:
+        raise ValueError(f"no record judges {', '.join(missing)}: add an implementation that offers it")
+    counted = [record for group in judged.values() for record in group]
+    provenance = {
+        "implementations": sorted({record.implementation for record in counted}),
+        "platforms": sorted({record.platform for record in counted}),
+        "level": level,
+        "seeds": sorted({parse(case).seed for case in {record.case for record in counted}}),
+        "jax": jax,
+        "judgements": len(counted),
+    }
+    rows = [_row(d, o, judged[d, o]) for d in DTYPES for o in OBSERVABLES]
+    return {"schema": CALIBRATION_SCHEMA, "provenance": {"name": _name(provenance), **provenance}, "rows": rows}
+
+
+def write(calibration: Mapping[str, Any], path: Path = CALIBRATION) -> None:
+    """Write a calibration as JSON, a line for each row."""
+    rows = ",\n".join(f"  {json.dumps(row, allow_nan=False)}" for row in calibration["rows"])
+    path.write_text(
+        f'{{\n "schema": {json.dumps(calibration["schema"])},\n'
+        f' "provenance": {json.dumps(calibration["provenance"])},\n "rows": [\n{rows}\n ]\n}}\n'
+    )
+
+
+def _observable(record: Record) -> str:
+    """The observable whose limit judged the record; empty if it was not compared with the oracle."""
+    if record.check not in _AGAINST_THE_ORACLE:
+        return ""
+    name = record.observable.partition(".")[0].removesuffix("_with_residuals")
+    return name if name in OBSERVABLES else ""
+
+
+def _row(dtype: str, observable: str, group: Sequence[Record]) -> dict[str, Any]:
+    ratios = sorted(record.ratio for record in group if record.ratio is not None)
+    largest = max(group, key=lambda record: record.ratio or 0.0)
+    rms = [record.rms for record in group if record.rms is not None and record.rms_limit is not None]
+    return {
+        "dtype": dtype,
+        "observable": observable,
+        "judged": len(ratios),
+        "quantiles": {str(share): _rounded(_quantile(ratios, share)) for share in QUANTILES},
+        "max_ratio": _rounded(ratios[-1]),
+        "max_rms": _rounded(max(rms)) if rms else None,
+        "reached_by": largest.implementation,
+        "reached_on": largest.case,
+    }
+
+
+def _quantile(ordered: Sequence[float], share: float) -> float:
+    """The smallest value that at least this share of them does not exceed."""
+    return ordered[math.ceil(share * len(ordered)) - 1]
+
+
+def _rounded(value: float) -> float:
+    return float(f"{value:.{_SIGNIFICANT}g}")
+
+
+def _name(provenance: Mapping[str, Any]) -> str:
+    """How the tolerance table says where its figures come from."""
+    level = f"at {provenance['level']}, " if provenance["level"] else ""
+    seeds = len(provenance["seeds"])
+    return f"{level}{seeds} {'seed' if seeds == 1 else 'seeds'}, on {', '.join(provenance['platforms'])}"

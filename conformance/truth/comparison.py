@@ -1,0 +1,71 @@
+"""Comparing what came with what was expected, element by element, on the host.
+
+NumPy only: on XLA:CPU, `jnp.max` of f32 drops NaN silently for arrays of 4096 elements and more. NaN never passes, and
+nothing here is written as `error > bound`, which NaN would slip through.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import ml_dtypes
+import numpy as np
+
+from conformance.records import Worst
+from conformance.truth.bounds import Bounded
+
+
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+    """`ratio` is the largest `|got - expected| / bound`, `rms` the root mean square, over `count` judged elements."""
+
+    ratio: float
+    rms: float
+    count: int
+    worst: Worst | None = None
+    problem: str = ""
+
+    @classmethod
+    def malformed(cls, problem: str) -> Comparison:
+        """The value cannot be compared at all."""
+        return cls(np.inf, np.inf, 0, None, problem)
+
+
+def compare(got: object, expected: Bounded, judged: np.ndarray | None = None) -> Comparison:
+    """Compare `got` with `expected`.
+
+    Where the bound is zero, and where the expected value is infinite, `got` must be equal.
+
+    Args:
+      got: what the implementation returned.
+      expected: exact values and bounds.
+      judged: booleans broadcastable to the shape; elements that are False are left out.
+    """
+    array = np.asarray(got)
+    if array.shape != expected.value.shape:
+        return Comparison.malformed(f"shape is {array.shape}, must be {expected.value.shape}")
+    if array.dtype.kind != "f" and array.dtype != ml_dtypes.bfloat16:
+        return Comparison.malformed(f"dtype is {array.dtype.name}, must be a real floating-point one")
+    values = array.astype(np.float64)
+    with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
+        error = np.abs(values - expected.value)
+        ratios = error / expected.bound
+    ratios = np.where(values == expected.value, 0.0, ratios)
+    ratios = np.where(np.isnan(ratios), np.inf, ratios)
+    if judged is not None:
+        mask = np.broadcast_to(judged, ratios.shape)
+        ratios = np.where(mask, ratios, -1.0)
+    else:
+        mask = np.ones(ratios.shape, bool)
+    count = int(mask.sum())
+    if count == 0:
+        return Comparison(0.0, 0.0, 0)
+    index = np.unravel_index(int(np.argmax(ratios)), ratios.shape)
+    worst = Worst(
+        index=tuple(int(n) for n in index),
+        got=float(values[index]),
+        expected=float(expected.value[index]),
+        bound=float(expected.bound[index]),
+    )
+    rms = float(np.sqrt(np.mean(np.square(ratios[mask]))))
+    return Comparison(float(ratios[index]), rms, count, worst)

@@ -1,0 +1,150 @@
+"""A front end in float64, its vector-Jacobian product, and how far f32 may be from both.
+
+Written from the definitions in `cases.front_ends`, each step with the derivative worked out by hand:
+
+    rms, l2    y = w x', x' = x / r, r = sqrt(mean(x^2) + eps)    dx = (w dy - x' mean(w dy x')) / r,  dw = sum dy x'
+    rotary     y = R x                                            dx = R^T dy
+    factors    y = s x                                            dx = s dy
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+
+from cases.front_ends import (
+    EPSILON,
+    PRE_SCALE,
+    QUERIES_ONLY,
+    TEMPERATURE_FLOOR,
+    TEMPERATURE_SCALE,
+    Raw,
+    positions,
+    rotation,
+    temperature,
+)
+from conformance.truth.bounds import Bounded, U
+from conformance.truth.oracle import Array
+from conformance.truth.running_error import Number, placed
+
+_NORMS = ("rms", "l2")
+_FACTORS = ("prescale", "temperature")
+
+
+@dataclasses.dataclass(frozen=True)
+class Stream:
+    """q or k on its way through the steps: `before[n]` is what step `n` gets."""
+
+    steps: tuple[str, ...]
+    at: Array  # position streams [3, L]
+    norm: Number | None
+    before: tuple[Number, ...]
+    after: Number
+
+    def pull_back(self, cotangent: Number) -> tuple[Number, Number | None]:
+        """Gradients of the raw projection and of the norm's weights."""
+        weights: Number | None = None
+        for step, x in zip(reversed(self.steps), reversed(self.before), strict=True):
+            if step in _NORMS:
+                root = _root(x)
+                unit = x / root
+                if step == "rms" and self.norm is not None:
+                    weights = (cotangent * unit).sum_of_rows(axis=(0, 1, 2))
+                    cotangent = cotangent * self.norm
+                mean = (cotangent * unit).sum(axis=-1, keepdims=True) / Number.exact(x.value.shape[-1])
+                cotangent = (cotangent - unit * mean) / root
+            elif step in _FACTORS:
+                cotangent = cotangent * _factor(step, self.at)
+            else:
+                cotangent = _turned(step, cotangent, self.at, back=True)
+        return cotangent, weights
+
+
+@dataclasses.dataclass(frozen=True)
+class FrontEnd:
+    """A front end on raw projections."""
+
+    q: Stream
+    k: Stream
+    v: Number
+    shared: bool
+
+    @classmethod
+    def of(cls, steps: tuple[str, ...], raw: Raw) -> FrontEnd:
+        """The steps on `raw`."""
+        at_q, at_kv = positions(raw.q.shape[1], raw.k.shape[1])
+        shared = "shared" in steps
+        steps = tuple(step for step in steps if step != "shared")
+        of_k = tuple(step for step in steps if step not in QUERIES_ONLY)
+        return cls(
+            q=_stream(steps, raw.q, at_q, raw.q_norm),
+            k=_stream(of_k, raw.k, at_kv, raw.k_norm),
+            v=Number.exact(raw.k if raw.v is None else raw.v),
+            shared=shared,
+        )
+
+    def pull_back(self, dq: Bounded, dk: Bounded, dv: Bounded, roundoff: float, tiny: float) -> dict[str, Bounded]:
+        """Gradients of the raw projections `q k v` and the weights `q_norm k_norm`, as far as there are any.
+
+        Args:
+          dq: gradient of q after the front end, as it may come from attention.
+          dk: likewise.
+          dv: likewise.
+          roundoff: of the dtype in which gradients of projections are stored.
+          tiny: its underflow.
+        """
+        raw_q, q_norm = self.q.pull_back(Number(dq.value, dq.bound))
+        raw_k, k_norm = self.k.pull_back(Number(dk.value, dk.bound))
+        found: dict[str, Number | None] = {"q": raw_q.stored(roundoff, tiny), "k": raw_k.stored(roundoff, tiny)}
+        v = Number(dv.value, dv.bound)
+        if self.shared:
+            # Each is stored before they are added.
+            assert found["k"] is not None
+            found["k"] = (found["k"] + v).stored(roundoff, tiny)
+        else:
+            found["v"] = v
+        found |= {"q_norm": q_norm, "k_norm": k_norm}
+        return {name: Bounded(x.value, x.error) for name, x in found.items() if x is not None}
+
+
+def _stream(steps: tuple[str, ...], x: Array, at: Array, norm: Any) -> Stream:
+    weights = None if norm is None else Number.exact(norm)
+    current = Number.exact(x)
+    before = []
+    for step in steps:
+        before.append(current)
+        if step in _NORMS:
+            current = current / _root(current)
+            current = current * weights if step == "rms" and weights is not None else current
+        elif step in _FACTORS:
+            current = current * _factor(step, at)
+        else:
+            current = _turned(step, current, at, back=False)
+    return Stream(steps, at, weights, tuple(before), current)
+
+
+def _root(x: Number) -> Number:
+    mean = (x * x).sum(axis=-1, keepdims=True) / Number.exact(x.value.shape[-1])
+    return (mean + Number.rounded(EPSILON)).sqrt()
+
+
+def _factor(step: str, at: Array) -> Number:
+    if step == "prescale":
+        return Number.exact(PRE_SCALE)
+    value = temperature(at[0])[:, None, None]
+    # The logarithm, its factor and the sum round.
+    return Number(value, 2 * U * TEMPERATURE_SCALE * np.log1p((at[0].max() + 1) // TEMPERATURE_FLOOR) + U * value)
+
+
+def _turned(step: str, x: Number, at: Array, *, back: bool) -> Number:
+    turn = rotation(step, x.value.shape[-1])
+    # A power in f32 may come from `exp(y log(base))`, whose argument rounds at its own size.
+    frequency = Number(turn.frequency, U * turn.frequency * (2 + np.abs(np.log(turn.frequency))))
+    angle = Number.exact(at[turn.streams].T[:, None, :]) * frequency  # [L, 1, P]
+    cos, sin = angle.cos(), angle.sin()
+    a, b = x[..., turn.first], x[..., turn.second]
+    if back:
+        return placed(((turn.first, a * cos + b * sin), (turn.second, b * cos - a * sin)), x)
+    return placed(((turn.first, a * cos - b * sin), (turn.second, b * cos + a * sin)), x)

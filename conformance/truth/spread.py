@@ -1,0 +1,164 @@
+"""How much the errors of a correct kernel in bf16 or f16 scatter: their variance, element by element.
+
+`conformance.truth.bounds` says how far a result may be from the truth; errors below one rounding of the output dtype
+pass it. They still show over many elements, where the mean square of the errors has an expected value: this module
+derives it. Rounding to nearest of a value with spacing `ulp` errs by up to half of it, uniformly and independently from
+one value to the next, so its variance is `ulp^2 / 12`. For the results the spacing is that of the element's own binade;
+for the many terms inside a sum it is averaged over the mantissa `m in [1, 2)`, whose logarithm is uniform:
+
+    var(round x) = x^2 u^2 / 3 E[1 / m^2] = c u^2 x^2,    c = 1 / (8 ln 2) = 0.180
+
+With `u_p` the roundoff of the dtype in which probabilities and their gradient enter a product (0 if that is f32), `u_z`
+that of the logits, `s` the scale, and everything else as in the contract:
+
+    w_p(ij)  = c u_p^2 p^2                                                   probabilities
+    w_dz(ij) = c u_p^2 (p^2 dp^2 + dz^2)                                     dp, then dz
+    var(D)_i = sum_j w_p dp^2 + sum_d var(round out) do^2                    D from the stored out, or from p and dp
+    var(out) = sum_j w_p v^2 + var(round out)
+    var(dq)  = s^2 [sum_j w_dz k^2 + var(D) (sum_j p k)^2] + var(round dq)
+    var(dk)  = s^2 sum_i (w_dz + p^2 var(D)) q^2 + (sum over the group of var(round dk of the head)) + var(round dk)
+    var(dv)  = sum_i w_p do^2 + (sum over the group of var(round dv of the head)) + var(round dv)
+
+and if logits are rounded, with `w_z = c u_z^2 z^2`, `k' = sum_j p k`, `e = sum_j p^2 w_z`:
+
+    out:  + sum_j w_z [p (v - out)]^2                       from dp_j = p_j (dz_j - sum_l p_l dz_l), d for an error
+    dv:   + sum_i p^2 (w_z (1 - 2 p) + e) do^2
+    dq:   + s^2 sum_j w_z [dz (k - k') - p dq / s]^2
+    dk:   + s^2 sum_i [w_z dz^2 (1 - 4 p) + dz^2 e + p^2 sum_l w_z dz^2 + 2 dz p sum_l w_z p dz] q^2
+
+All roundings that a correct kernel may make are counted, and most kernels make fewer (a blocked kernel keeps dp in f32,
+one differentiated by JAX keeps dz in f32 and has no D, not every kernel rounds dk by head): the variance is an upper
+estimate and a correct kernel comes out between 0.5 and 1 times its square root. Errors of f32 operations are left out:
+they are 2^-13 of a rounding to f16 and less.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import numpy as np
+
+from cases.inputs import Cotangent, Problem
+from conformance.contract import Arithmetic
+from conformance.truth.bounds import Roundoff, dtype_name
+from conformance.truth.oracle import Array, Slab, slabs
+
+TERM = 1 / (8 * math.log(2))
+"""Variance of rounding to nearest, relative to `(u x)^2`, averaged over the mantissa (module docstring)."""
+
+# Significand bits, and the exponent (of numpy.frexp) below which numbers are subnormal.
+_PRECISION = {"bf16": 8, "f16": 11}
+_LEAST_EXPONENT = {"bf16": -125, "f16": -13}
+
+
+@dataclasses.dataclass(frozen=True)
+class Spread:
+    """Exact values, the variance of a correct kernel's errors, and the spacing of the output dtype at each value."""
+
+    value: Array
+    variance: Array
+    ulp: Array
+
+
+def ulp(values: Array, dtype: str) -> Array:
+    """Spacing of the numbers of `dtype` (`bf16` or `f16`) around each value."""
+    exponent = np.maximum(np.frexp(values)[1], _LEAST_EXPONENT[dtype])
+    return np.ldexp(1.0, exponent - _PRECISION[dtype])
+
+
+def spread(problem: Problem, arithmetic: Arithmetic, cotangent: Cotangent | None = None) -> dict[str, Spread]:
+    """`out` and, for a cotangent of `out`, `dq dk dv`, with the variance of a correct kernel's errors.
+
+    Args:
+      problem: operands in bf16 or f16, with neither soft cap nor sinks nor bias.
+      arithmetic: how the implementation declares to compute.
+      cotangent: of `out`; none for the forward pass alone.
+
+    Raises:
+      ValueError: for a problem that the derivation does not cover.
+    """
+    dtype = dtype_name(problem.q.dtype)
+    u = Roundoff.of(arithmetic, problem)
+    if dtype not in _PRECISION:
+        raise ValueError(f"the spread of errors is derived for {', '.join(_PRECISION)}, got operands in {dtype}")
+    if problem.soft_cap is not None or problem.sinks is not None or problem.bias is not None:
+        raise ValueError("the spread of errors is derived without soft cap, sinks and bias; the problem has one")
+    if u.scaled_q:
+        # Errors of q * scale are shared by all keys of a row: another derivation, that powers of two do not need.
+        raise ValueError(f"with scaled_q the scale must be a power of two, got {problem.effective_scale}")
+    names = {"out": (problem.q.shape[:3] + problem.v.shape[3:])}
+    if cotangent is not None:
+        names |= {"dq": problem.q.shape, "dk": problem.k.shape, "dv": problem.v.shape}
+    values = {name: np.zeros(shape) for name, shape in names.items()}
+    variances = {name: np.zeros(shape) for name, shape in names.items()}
+    for slab in slabs(problem):
+        _add_forward(values, variances, slab, u)
+        if cotangent is not None:
+            do = cotangent.out[slab.batch, :, slab.heads].astype(np.float64).transpose(1, 0, 2)
+            _add_backward(values, variances, slab, do, u, dtype)
+    spacings = {name: ulp(value, dtype) for name, value in values.items()}
+    return {name: Spread(values[name], variances[name] + spacings[name] ** 2 / 12, spacings[name]) for name in names}
+
+
+def _add_forward(values: dict[str, Array], variances: dict[str, Array], slab: Slab, u: Roundoff) -> None:
+    squared = _single(slab.p) ** 2
+    v = _single(slab.v)
+    variance = TERM * u.probabilities**2 * (squared @ v**2)
+    if u.logits:
+        weighted = squared * _logit_variance(slab, u)
+        out = slab.out
+        variance = variance + weighted @ v**2 - 2 * out * (weighted @ v) + out**2 * weighted.sum(-1, keepdims=True)
+    values["out"][slab.batch, :, slab.heads] = slab.out.transpose(1, 0, 2)
+    variances["out"][slab.batch, :, slab.heads] = variance.transpose(1, 0, 2)
+
+
+def _add_backward(
+    values: dict[str, Array], variances: dict[str, Array], slab: Slab, do: Array, u: Roundoff, dtype: str
+) -> None:
+    dp = slab.dp(do)
+    dz = slab.p * (dp - (slab.p * dp).sum(axis=-1, keepdims=True))
+    mean_k = slab.p @ slab.k
+    dq = slab.scale * (dz @ slab.k)
+    dk_by_head = slab.scale * (dz.transpose(0, 2, 1) @ slab.q)
+    dv_by_head = slab.p.transpose(0, 2, 1) @ do
+
+    p2, dp2, dz2 = (_single(x) ** 2 for x in (slab.p, dp, dz))
+    q2, k2, do2 = (_single(x) ** 2 for x in (slab.q, slab.k, do))
+    term = TERM * u.probabilities**2
+    shared = term * (p2 * dp2).sum(axis=-1) + (ulp(slab.out, dtype) ** 2 / 12 * do2).sum(axis=-1)  # var(D)
+    w_dz = term * (p2 * dp2 + dz2)
+    var_dq = w_dz @ k2 + shared[..., None] * mean_k**2
+    by_pair = w_dz + p2 * _single(shared)[..., None]
+    w_p = term * p2
+    if u.logits:
+        w_z = _logit_variance(slab, u)
+        p, small = _single(slab.p), _single(dz)
+        e, f, h = (x.sum(axis=-1, keepdims=True) for x in (w_z * p2, w_z * dz2, w_z * p * small))
+        k, row = _single(slab.k), dq / slab.scale
+        var_dq = var_dq + (w_z * dz2) @ k2 - 2 * mean_k * ((w_z * dz2) @ k) + mean_k**2 * f
+        var_dq = var_dq + row**2 * e - 2 * row * ((w_z * small * p) @ k - mean_k * h)
+        by_pair = by_pair + w_z * dz2 * (1 - 4 * p) + dz2 * e + p2 * f + 2 * small * p * h
+        w_p = w_p + p2 * (w_z * (1 - 2 * p) + e)
+    var_dk = slab.scale**2 * (by_pair.transpose(0, 2, 1) @ q2)
+    var_dv = w_p.transpose(0, 2, 1) @ do2
+    if len(do) > 1:
+        var_dk = var_dk + ulp(dk_by_head, dtype) ** 2 / 12
+        var_dv = var_dv + ulp(dv_by_head, dtype) ** 2 / 12
+
+    rows, keys = (slab.batch, slice(None), slab.heads), (slab.batch, slice(None), slab.kv_head)
+    values["dq"][rows] = dq.transpose(1, 0, 2)
+    values["dk"][keys] = dk_by_head.sum(axis=0)
+    values["dv"][keys] = dv_by_head.sum(axis=0)
+    variances["dq"][rows] = slab.scale**2 * var_dq.transpose(1, 0, 2)
+    variances["dk"][keys] = var_dk.sum(axis=0)
+    variances["dv"][keys] = var_dv.sum(axis=0)
+
+
+def _logit_variance(slab: Slab, u: Roundoff) -> Array:
+    return np.where(slab.allowed, _single(TERM * u.logits**2 * slab.z**2), np.float32(0))
+
+
+def _single(x: Array) -> Array:
+    """In f32, which is more than a variance needs and takes half the time."""
+    return x.astype(np.float32)
