@@ -20,6 +20,8 @@ from cases.moba import Moba
 from conformance import declare
 from conformance.checks import CHECKS
 from conformance.contract import Arithmetic, Implementation
+from conformance.sensitivity import detection
+from conformance.truth import tolerances
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
@@ -181,11 +183,8 @@ def test_every_check_holds_somebody_to_something() -> None:
 
 
 def test_what_only_one_check_sees_is_what_was_measured() -> None:
-    table = next(
-        found
-        for path in (ROOT / "conformance").rglob("*.json")
-        if (found := json.loads(path.read_text(encoding="utf-8")))["schema"] == "attention-conformance/detection/1"
-    )
+    table = detection.load()
+    assert table is not None
     kills = {row["bug"]: set(row["kills"]) for row in table["bugs"]}
     sections = re.split(r"^## ", CHECKED.read_text(encoding="utf-8"), flags=re.MULTILINE)[1:]
     wrong = []
@@ -210,13 +209,13 @@ def test_the_contract_has_every_declaration() -> None:
 
 
 def test_figures_of_the_calibration_are_those_in_force() -> None:
-    path = next((ROOT / "conformance").rglob("calibration.json"))
-    calibration = json.loads(path.read_text(encoding="utf-8"))
+    calibration = json.loads(tolerances.CALIBRATION.read_text(encoding="utf-8"))
     text = NUMERICS.read_text(encoding="utf-8")
     ratio = max(row["max_ratio"] for row in calibration["rows"])
     rms = max(row["max_rms"] or 0.0 for row in calibration["rows"])
-    assert f"| largest ratio | {ratio:g} |" in text
-    assert f"| root mean square | {rms:g} |" in text
+    limit = tolerances.default().limit("f32", "out")
+    assert f"| largest ratio | {ratio:g} | {limit.ratio:g} |" in text
+    assert f"| root mean square | {rms:g} | {limit.rms:g} |" in text
     sentence = " ".join(text.split())
     assert f"with {len(calibration['provenance']['seeds'])} seeds" in sentence
     assert f"in {calibration['provenance']['judgements']} judgements" in sentence
