@@ -45,7 +45,7 @@ def expected_of(
     return {**found.forward, **{name: x for gradients in found.gradients for name, x in gradients.items()}}
 
 
-def in_float64(expected: Expected, computations: int = 1) -> dict[str, Bounded]:
+def bounds_of_float64(expected: Expected, computations: int = 1) -> dict[str, Bounded]:
     """The same values with the bounds of float64.
 
     With `computations=2` the values are themselves the result of a computation in float64 and not the truth: both may
