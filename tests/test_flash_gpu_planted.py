@@ -21,6 +21,7 @@ from impls import flash_gpu
 from impls.flash_gpu import backward, forward, tiles
 from impls.flash_gpu.forward import Running
 from impls.flash_gpu.schedule import Plan
+from impls.flash_gpu.tiles import walk
 
 # The package's attribute of this name is the function.
 CALL = importlib.import_module("impls.flash_gpu.attention")
@@ -67,7 +68,7 @@ def last_head_only(patch: pytest.MonkeyPatch) -> None:
 
 
 def stale_dq(patch: pytest.MonkeyPatch) -> None:
-    correct = backward.walk
+    correct = walk
 
     def wrong(launch: Any, inputs: Any, head: Any, step: Any, carry: Any) -> Any:
         stale = jnp.full_like(carry, 0.01) if getattr(carry, "ndim", 0) == 2 else carry  # dk and dv are a pair

@@ -88,13 +88,16 @@ def test_two_layouts_of_rotary_are_one_with_the_dimensions_permuted() -> None:
 @pytest.mark.parametrize("case", F32, ids=str)
 def test_the_oracle_is_the_definition_and_its_derivative(case: Case) -> None:
     raw = draw_raw(case)
-    wide = {name: None if x is None else x.astype(np.float64) for name, x in dataclasses.asdict(raw).items()}
+    wide: dict[str, Any] = {
+        name: None if x is None else x.astype(np.float64) for name, x in dataclasses.asdict(raw).items()
+    }
     truth = FrontEnd.of(case.steps, raw)
     for got, stated in zip((truth.q.after, truth.k.after, truth.v), definitions.apply(case.steps, raw), strict=True):
         np.testing.assert_allclose(got.value, stated, rtol=1e-12, atol=1e-12)
     rng = np.random.default_rng(0)
     cotangents = [rng.normal(size=x.value.shape) for x in (truth.q.after, truth.k.after, truth.v)]
-    found = truth.pull_back(*(Bounded(x, np.zeros_like(x)) for x in cotangents), 0.0, 0.0)
+    dq, dk, dv = (Bounded(x, np.zeros_like(x)) for x in cotangents)
+    found = truth.pull_back(dq, dk, dv, 0.0, 0.0)
     step = 1e-6
     for name, gradient in found.items():
         direction = rng.normal(size=gradient.value.shape)
