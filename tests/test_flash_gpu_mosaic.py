@@ -24,8 +24,9 @@ from conformance.records import FAIL, PASS, Record
 from conformance.runner import Runner
 from conformance.settings import Settings
 from impls import flash_gpu
-from impls.flash_gpu import backends, block_sizes, mosaic_launch
+from impls.flash_gpu import backends, block_sizes
 from impls.flash_gpu.block_sizes import Tiles
+from impls.flash_gpu.mosaic import launch as mosaic_launch
 from impls.flash_gpu.schedule import Plan
 
 CAUSAL = Causal()

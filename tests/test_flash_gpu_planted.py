@@ -17,9 +17,9 @@ from cases.masks import And, Causal, Mask, Or
 from conformance.records import ERROR
 from conformance.sensitivity import PlantedBug, red_records
 from impls import flash_gpu
-from impls.flash_gpu import backward, forward, tiles
-from impls.flash_gpu.forward import Running
 from impls.flash_gpu.schedule import Plan
+from impls.flash_gpu.triton import backward, forward, tiles
+from impls.flash_gpu.triton.forward import Running
 
 # The package's attribute of this name is the function.
 CALL = importlib.import_module("impls.flash_gpu.attention")

@@ -16,7 +16,7 @@ from cases.inputs import draw, draw_cotangent
 from cases.masks import Bidirectional, Causal, Chunked, Dense, Full, Lengths, LoadBalancedCausal, Mask, Window
 from impls import flash_gpu
 from impls.flash_gpu.block_sizes import TABLE, BlockSizes, Tiles, look_up
-from impls.flash_gpu.registry import same_tiles
+from impls.flash_gpu.implementation import same_tiles
 from impls.flash_gpu.schedule import Plan
 from tests.test_impls_attention import check, compiled, operands, run
 

@@ -26,8 +26,8 @@ from impls import merging, ragged
 from impls.merging import Part
 from impls.ragged import tpu
 from impls.ragged.attention import Backend
-from impls.ragged.problem import Operands as Arrays
-from impls.ragged.problem import Problem, block_range, lower, rows_of, run_of_keys
+from impls.ragged.plan import Operands as Arrays
+from impls.ragged.plan import Problem, block_range, lower, rows_of, run_of_keys
 from impls.ragged.schedule import steps_of, traffic
 from tests.test_impls_attention import LIMIT, ratio
 

@@ -2,6 +2,6 @@
 
 from impls.flash_gpu.attention import attention
 from impls.flash_gpu.block_sizes import BlockSizes, Ring, Tiles
-from impls.flash_gpu.registry import IMPLEMENTATIONS, implementation
+from impls.flash_gpu.implementation import IMPLEMENTATIONS, implementation
 
 __all__ = ["IMPLEMENTATIONS", "BlockSizes", "Ring", "Tiles", "attention", "implementation"]

@@ -13,13 +13,13 @@ from jax.ad_checkpoint import checkpoint_name
 
 from cases.masks import Full, Indexer, Mask, leaves
 from conformance.contract import validate_mask, validate_operands
-from impls.flash_gpu import mosaic_forward
 from impls.flash_gpu.backends import Backend, choose
-from impls.flash_gpu.backward import backward
 from impls.flash_gpu.block_sizes import BlockSizes, look_up
-from impls.flash_gpu.forward import Outputs, forward
+from impls.flash_gpu.mosaic import forward as mosaic_forward
 from impls.flash_gpu.operands import Operands
 from impls.flash_gpu.schedule import Plan
+from impls.flash_gpu.triton.backward import backward
+from impls.flash_gpu.triton.forward import Outputs, forward
 from impls.varying import varying_axes, varying_over
 from impls.versions import device_kind, interpret_or
 
@@ -70,7 +70,7 @@ def attention(
       save_residuals: also return `logsumexp` and `max_logits`.
       block_sizes: tiles and launch of each kernel, by default those of `block_sizes.TABLE`; cut to the lengths.
       products: how f32 operands multiply on the GPU, exactly or rounded to tf32. An interpreter's products are exact.
-      backend: of Pallas. `"triton"` serves Ampere to Blackwell, `"mosaic"` Hopper (`impls.flash_gpu.mosaic_launch`);
+      backend: of Pallas. `"triton"` serves Ampere to Blackwell, `"mosaic"` Hopper (`impls.flash_gpu.mosaic.launch`);
         by default Mosaic for the kernels that were measured there to be right and faster, else Triton
         (`impls.flash_gpu.backends`). Triton also serves the backward pass of depths beyond 128.
       interpret: run in an interpreter, by default wherever the process does not compute on a GPU: Pallas's fast one for

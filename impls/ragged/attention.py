@@ -16,7 +16,7 @@ from impls import merging
 from impls.flash_gpu.block_sizes import SMALLEST
 from impls.merging import Part
 from impls.ragged import gpu, portable, tpu
-from impls.ragged.problem import Operands, Problem, lower, queries_of, rows_of
+from impls.ragged.plan import Operands, Problem, lower, queries_of, rows_of
 from impls.versions import interpret_or
 
 Backend = Literal["portable", "tpu", "gpu"]

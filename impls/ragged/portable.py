@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from impls.merging import Part
-from impls.ragged.problem import Operands, Problem, allowed, block_range, capped, finite
+from impls.ragged.plan import Operands, Problem, allowed, block_range, capped, finite
 from impls.varying import varying_axes, varying_over
 
 

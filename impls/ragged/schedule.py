@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from impls.ragged.problem import Problem, block_range
+from impls.ragged.plan import Problem, block_range
 
 
 class Steps(NamedTuple):

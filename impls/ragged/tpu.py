@@ -22,7 +22,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from impls.merging import Part
-from impls.ragged.problem import Operands, Problem, allowed, capped, finite
+from impls.ragged.plan import Operands, Problem, allowed, capped, finite
 from impls.ragged.schedule import Steps, steps_of
 
 LANES = 128

@@ -21,8 +21,8 @@ from impls import merging
 from impls.merging import Part
 from impls.ragged import tpu
 from impls.ragged.attention import UNSUPPORTED
-from impls.ragged.problem import Operands, Problem, allowed, capped, finite, lower, queries_of, rows_of
-from impls.ragged.registry import lower_mask, own_windows_alone
+from impls.ragged.implementation import lower_mask, own_windows_alone
+from impls.ragged.plan import Operands, Problem, allowed, capped, finite, lower, queries_of, rows_of
 from impls.ragged.schedule import steps_of
 
 BLOCK = 16

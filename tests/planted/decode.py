@@ -12,7 +12,7 @@ from cases.case import Case
 from cases.masks import Window
 from conformance.sensitivity import PlantedBug
 from impls.merging import Part
-from impls.ragged.problem import Problem, allowed
+from impls.ragged.plan import Problem, allowed
 from impls.ragged.schedule import Steps, steps_of
 from tests.kernels.decode import (
     BLOCK,

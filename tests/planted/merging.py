@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from conformance.sensitivity import PlantedBug
 from impls import merging
 from impls.merging import Normalised, Part
-from impls.ragged.problem import Problem
+from impls.ragged.plan import Problem
 from tests.kernels.decode import DecodeSteps, implementation, part_of, sink_part
 from tests.planted.triggers import Trigger, has
 

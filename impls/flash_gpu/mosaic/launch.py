@@ -32,7 +32,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from impls.flash_gpu.block_sizes import Kernel, Ring, Tiles
-from impls.flash_gpu.mosaic_tiles import ROWS
+from impls.flash_gpu.mosaic.tiles import ROWS
 from impls.flash_gpu.operands import Operands
 from impls.flash_gpu.schedule import KINDS, Axis, Plan, Visits
 from impls.varying import varying_axes, varying_over

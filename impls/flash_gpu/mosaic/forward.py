@@ -2,7 +2,7 @@
 
 The schedule is that of `impls.flash_gpu.schedule`: a program owns a block of queries of one head, half of it for each
 computing warpgroup, and goes over the blocks of keys that the mask leaves it, full ones first. Sources as in
-`impls.flash_gpu.forward` and `impls.flash_gpu.mosaic_launch`.
+`impls.flash_gpu.triton.forward` and `impls.flash_gpu.mosaic.launch`.
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from impls.flash_gpu.forward import Outputs
-from impls.flash_gpu.mosaic_launch import (
+from impls.flash_gpu.mosaic.launch import (
     COMPUTING,
     Place,
     Shape,
@@ -27,7 +26,7 @@ from impls.flash_gpu.mosaic_launch import (
     shape_of,
     tile,
 )
-from impls.flash_gpu.mosaic_tiles import (
+from impls.flash_gpu.mosaic.tiles import (
     ROWS,
     Softmax,
     Span,
@@ -41,7 +40,8 @@ from impls.flash_gpu.mosaic_tiles import (
 )
 from impls.flash_gpu.operands import Operands, array_of
 from impls.flash_gpu.schedule import Plan
-from impls.flash_gpu.tiles import exp, finite_or_zero
+from impls.flash_gpu.triton.forward import Outputs
+from impls.flash_gpu.triton.tiles import exp, finite_or_zero
 
 
 def forward(plan: Plan, operands: Operands) -> Outputs:

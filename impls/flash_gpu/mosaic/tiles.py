@@ -22,14 +22,14 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from cases.masks import And, Lengths, Mask, Or
 from impls.flash_gpu.schedule import Plan, leaf_name
-from impls.flash_gpu.tiles import exp, finite_or_zero
+from impls.flash_gpu.triton.tiles import exp, finite_or_zero
 
 ROWS = 64
 """Rows of a product of one warpgroup."""
 
 
 class Softmax(NamedTuple):
-    """As `impls.flash_gpu.forward.Running`, of the rows of one warpgroup."""
+    """As `impls.flash_gpu.triton.forward.Running`, of the rows of one warpgroup."""
 
     maximum: jax.Array  # [ROWS]
     total: jax.Array  # [ROWS]

@@ -21,10 +21,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
-from impls.flash_gpu import mosaic_backward
+from impls.flash_gpu.mosaic import backward as mosaic_backward
 from impls.flash_gpu.operands import Arrays, Launch, Operands, Specs, array_of
 from impls.flash_gpu.schedule import Plan
-from impls.flash_gpu.tiles import (
+from impls.flash_gpu.triton.tiles import (
     Pair,
     allowed,
     exp,

@@ -1,4 +1,4 @@
-"""Backward kernels for Hopper in Mosaic GPU: the formulas and the division of work of `impls.flash_gpu.backward`.
+"""Backward kernels for Hopper in Mosaic GPU, with the division of work of `impls.flash_gpu.triton.backward`.
 
 One kernel owns blocks of queries (dq); one owns blocks of keys and goes over the query heads of its group (dk, dv).
 """
@@ -14,8 +14,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from impls.flash_gpu.mosaic_forward import allowed_keys, bring_keys
-from impls.flash_gpu.mosaic_launch import (
+from impls.flash_gpu.mosaic.forward import allowed_keys, bring_keys
+from impls.flash_gpu.mosaic.launch import (
     COMPUTING,
     Place,
     Shape,
@@ -25,7 +25,7 @@ from impls.flash_gpu.mosaic_launch import (
     shape_of,
     tile,
 )
-from impls.flash_gpu.mosaic_tiles import (
+from impls.flash_gpu.mosaic.tiles import (
     ROWS,
     Span,
     accumulate,
@@ -38,7 +38,7 @@ from impls.flash_gpu.mosaic_tiles import (
 )
 from impls.flash_gpu.operands import Operands, array_of
 from impls.flash_gpu.schedule import Plan
-from impls.flash_gpu.tiles import exp
+from impls.flash_gpu.triton.tiles import exp
 
 
 def _inputs(plan: Plan, shape: Shape, operands: Operands, rows: Any) -> dict[str, jax.Array]:
@@ -89,7 +89,7 @@ def _bring_queries(place: Place, start: Any, size: int, head: Any, slot: Any) ->
 
 
 def queries(plan: Plan, operands: Operands, rows: Any) -> jax.Array:
-    """Gradient of q, `[B, T, N, H]`; `rows` as in `impls.flash_gpu.backward`."""
+    """Gradient of q, `[B, T, N, H]`; `rows` as in `impls.flash_gpu.triton.backward`."""
     shape, dtype = shape_of(plan, "dq"), operands.q.dtype
     inputs = _inputs(plan, shape, operands, rows)
     (dq,) = launch(

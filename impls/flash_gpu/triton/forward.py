@@ -15,7 +15,7 @@ from jax.experimental import pallas as pl
 
 from impls.flash_gpu.operands import Arrays, Launch, Operands, array_of
 from impls.flash_gpu.schedule import Plan
-from impls.flash_gpu.tiles import (
+from impls.flash_gpu.triton.tiles import (
     Pair,
     allowed,
     exp,

@@ -1,0 +1,1 @@
+"""The kernels by Triton, for every GPU from Ampere on."""
