@@ -17,6 +17,7 @@ from cases.masks import And, Causal, Mask, Or
 from conformance.records import ERROR
 from conformance.sensitivity import PlantedBug, red_records
 from impls import flash_gpu
+from impls.flash_gpu import passes
 from impls.flash_gpu.schedule import Plan
 from impls.flash_gpu.triton import backward, forward, tiles
 from impls.flash_gpu.triton.forward import Running
@@ -35,12 +36,12 @@ def without_offset(mask: Mask) -> Mask:
 
 def backward_of(change: Callable[[Mask], Mask]) -> Patch:
     """The backward pass has another mask than the forward pass."""
-    correct = backward.backward
+    correct = passes.backward_pass
 
     def wrong(plan: Plan, *rest: Any) -> Any:
         return correct(dataclasses.replace(plan, mask=change(plan.mask)), *rest)
 
-    return lambda patch: patch.setattr(CALL, "backward", wrong)
+    return lambda patch: patch.setattr(CALL, "backward_pass", wrong)
 
 
 def tail_read(patch: pytest.MonkeyPatch) -> None:

@@ -15,11 +15,9 @@ from cases.masks import Full, Indexer, Mask, leaves
 from conformance.contract import validate_mask, validate_operands
 from impls.flash_gpu.backends import Backend, choose
 from impls.flash_gpu.block_sizes import BlockSizes, look_up
-from impls.flash_gpu.mosaic import forward as mosaic_forward
-from impls.flash_gpu.operands import Operands
+from impls.flash_gpu.operands import Operands, Outputs
+from impls.flash_gpu.passes import backward_pass, forward_pass
 from impls.flash_gpu.schedule import Plan
-from impls.flash_gpu.triton.backward import backward
-from impls.flash_gpu.triton.forward import Outputs, forward
 from impls.varying import varying_axes, varying_over
 from impls.versions import device_kind, interpret_or
 
@@ -119,18 +117,13 @@ def attention(
     return outputs.out, {"logsumexp": outputs.logsumexp, "max_logits": outputs.max_logits}
 
 
-def _run_forward(plan: Plan, operands: Operands) -> Outputs:
-    run = mosaic_forward.forward if "forward" in plan.mosaic else forward
-    return run(plan, operands)
-
-
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _flash(plan: Plan, operands: Operands) -> Outputs:
-    return _run_forward(plan, operands)
+    return forward_pass(plan, operands)
 
 
 def _flash_forward(plan: Plan, operands: Operands) -> tuple[Outputs, tuple[Operands, jax.Array, jax.Array]]:
-    outputs = _run_forward(plan, operands)
+    outputs = forward_pass(plan, operands)
     out = checkpoint_name(outputs.out, "out")  # type: ignore[no-untyped-call]  # JAX leaves it untyped
     logsumexp = checkpoint_name(outputs.logsumexp, "logsumexp")  # type: ignore[no-untyped-call]  # likewise
     return Outputs(out, logsumexp, outputs.max_logits), (operands, out, logsumexp)
@@ -139,7 +132,7 @@ def _flash_forward(plan: Plan, operands: Operands) -> tuple[Outputs, tuple[Opera
 def _flash_backward(
     plan: Plan, residuals: tuple[Operands, jax.Array, jax.Array], cotangents: Outputs
 ) -> tuple[Operands]:
-    return (backward(plan, *residuals, cotangents.out, cotangents.logsumexp),)
+    return (backward_pass(plan, *residuals, cotangents.out, cotangents.logsumexp),)
 
 
 _flash.defvjp(_flash_forward, _flash_backward)

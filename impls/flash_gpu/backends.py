@@ -16,7 +16,7 @@ from cases.masks import Dense, Full, Mask, leaves
 from impls.flash_gpu.block_sizes import KERNELS, Kernel, Ring
 from impls.flash_gpu.mosaic import backward as mosaic_backward
 from impls.flash_gpu.mosaic import forward as mosaic_forward
-from impls.flash_gpu.mosaic.launch import SHARED_MEMORY, Shape, shared_bytes
+from impls.flash_gpu.mosaic.shape import SHARED_MEMORY, Shape, shared_bytes
 from impls.flash_gpu.operands import Operands
 from impls.flash_gpu.schedule import Plan
 from impls.versions import cuda_runtime, device_kind

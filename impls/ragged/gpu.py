@@ -17,8 +17,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from impls.flash_gpu.block_sizes import padded
+from impls.flash_gpu.exponentials import exp
 from impls.flash_gpu.operands import array_of
-from impls.flash_gpu.triton.tiles import exp, hide, load_rows, positions, seen, store_rows, store_values
+from impls.flash_gpu.triton.tiles import hide, load_rows, positions, seen, store_rows, store_values
 from impls.merging import Part, merge_axis
 from impls.ragged.plan import Operands, Problem, allowed, block_range, capped, finite
 from impls.varying import varying_axes, varying_over

@@ -14,19 +14,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from impls.flash_gpu.exponentials import exp
 from impls.flash_gpu.mosaic.forward import allowed_keys, bring_keys
-from impls.flash_gpu.mosaic.launch import (
-    COMPUTING,
-    Place,
-    Shape,
-    common_inputs,
-    launch,
-    padded,
-    shape_of,
-    tile,
-)
+from impls.flash_gpu.mosaic.launch import Place, common_inputs, launch, padded
+from impls.flash_gpu.mosaic.shape import COMPUTING, ROWS, Shape, shape_of, tile
 from impls.flash_gpu.mosaic.tiles import (
-    ROWS,
     Span,
     accumulate,
     allowed,
@@ -36,12 +28,11 @@ from impls.flash_gpu.mosaic.tiles import (
     over_queries,
     product,
 )
-from impls.flash_gpu.operands import Operands, array_of
+from impls.flash_gpu.operands import Operands, Rows, array_of
 from impls.flash_gpu.schedule import Plan
-from impls.flash_gpu.triton.tiles import exp
 
 
-def _inputs(plan: Plan, shape: Shape, operands: Operands, rows: Any) -> dict[str, jax.Array]:
+def _inputs(plan: Plan, shape: Shape, operands: Operands, rows: Rows) -> dict[str, jax.Array]:
     inputs = common_inputs(plan, shape, operands)
     length = inputs["q"].shape[1]
     inputs["d_out"] = padded(rows.d_out, {1: length, 3: shape.v_head_dim})
@@ -88,8 +79,8 @@ def _bring_queries(place: Place, start: Any, size: int, head: Any, slot: Any) ->
         plgpu.copy_gmem_to_smem(inputs["q_ids"].at[place.batch, rows], scratch["q_ids_tile"].at[slot], here)
 
 
-def queries(plan: Plan, operands: Operands, rows: Any) -> jax.Array:
-    """Gradient of q, `[B, T, N, H]`; `rows` as in `impls.flash_gpu.triton.backward`."""
+def gradient_of_queries(plan: Plan, operands: Operands, rows: Rows) -> jax.Array:
+    """Gradient of q, `[B, T, N, H]`."""
     shape, dtype = shape_of(plan, "dq"), operands.q.dtype
     inputs = _inputs(plan, shape, operands, rows)
     (dq,) = launch(
@@ -161,7 +152,7 @@ def _dq(place: Place) -> jax.Array:
     return dq
 
 
-def keys_and_values(plan: Plan, operands: Operands, rows: Any) -> tuple[jax.Array, jax.Array]:
+def gradient_of_keys(plan: Plan, operands: Operands, rows: Rows) -> tuple[jax.Array, jax.Array]:
     """Gradients of k and v, `[B, S, K, .]`."""
     shape, dtype = shape_of(plan, "dkv"), operands.k.dtype
     inputs = _inputs(plan, shape, operands, rows)

@@ -17,17 +17,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from impls.flash_gpu.mosaic.launch import (
-    COMPUTING,
-    Place,
-    Shape,
-    common_inputs,
-    launch,
-    shape_of,
-    tile,
-)
+from impls.flash_gpu.exponentials import exp, finite_or_zero
+from impls.flash_gpu.mosaic.launch import Place, common_inputs, launch
+from impls.flash_gpu.mosaic.shape import COMPUTING, ROWS, Shape, shape_of, tile
 from impls.flash_gpu.mosaic.tiles import (
-    ROWS,
     Softmax,
     Span,
     accumulate,
@@ -38,10 +31,8 @@ from impls.flash_gpu.mosaic.tiles import (
     product,
     weigh,
 )
-from impls.flash_gpu.operands import Operands, array_of
+from impls.flash_gpu.operands import Operands, Outputs, array_of
 from impls.flash_gpu.schedule import Plan
-from impls.flash_gpu.triton.forward import Outputs
-from impls.flash_gpu.triton.tiles import exp, finite_or_zero
 
 
 def forward(plan: Plan, operands: Operands) -> Outputs:

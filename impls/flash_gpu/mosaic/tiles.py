@@ -21,11 +21,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from cases.masks import And, Lengths, Mask, Or
+from impls.flash_gpu.exponentials import exp, finite_or_zero
 from impls.flash_gpu.schedule import Plan, leaf_name
-from impls.flash_gpu.triton.tiles import exp, finite_or_zero
-
-ROWS = 64
-"""Rows of a product of one warpgroup."""
 
 
 class Softmax(NamedTuple):

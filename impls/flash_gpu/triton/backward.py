@@ -21,14 +21,13 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
-from impls.flash_gpu.mosaic import backward as mosaic_backward
-from impls.flash_gpu.operands import Arrays, Launch, Operands, Specs, array_of
+from impls.flash_gpu.exponentials import exp
+from impls.flash_gpu.operands import Operands, Rows, array_of
 from impls.flash_gpu.schedule import Plan
+from impls.flash_gpu.triton.launch import Arrays, Launch, Specs
 from impls.flash_gpu.triton.tiles import (
     Pair,
     allowed,
-    exp,
-    finite_or_zero,
     hide,
     load_rows,
     load_values,
@@ -41,35 +40,7 @@ from impls.flash_gpu.triton.tiles import (
 )
 
 
-class _Rows(NamedTuple):
-    """What the backward pass knows of each query beyond the operands."""
-
-    d_out: jax.Array  # [B, T, N, V], in q's dtype
-    shift: jax.Array  # [B, N, T] f32, `logsumexp`, 0 for rows that attend to nothing
-    row_sums: jax.Array  # [B, N, T] f32, `D - dlse`
-
-
-def backward(
-    plan: Plan, operands: Operands, out: jax.Array, logsumexp: jax.Array, d_out: jax.Array, d_logsumexp: jax.Array
-) -> Operands:
-    """Gradients of the operands, each in its operand's shape and dtype; none for segment ids.
-
-    `out` and `d_out` are `[B, T, N, V]`, `logsumexp` and `d_logsumexp` f32 `[B, N, T]`.
-    """
-    weighted = (out.astype(jnp.float32) * d_out.astype(jnp.float32)).sum(axis=-1)
-    rows = _Rows(d_out, finite_or_zero(logsumexp), weighted.transpose(0, 2, 1) - d_logsumexp)
-    dk, dv = (mosaic_backward.keys_and_values if "dkv" in plan.mosaic else _keys_and_values)(plan, operands, rows)
-    return Operands(
-        q=(mosaic_backward.queries if "dq" in plan.mosaic else _queries)(plan, operands, rows),
-        k=dk,
-        v=dv,
-        bias=None if operands.bias is None else _bias(plan, operands, operands.bias, rows),
-        sinks=None if operands.sinks is None else _sinks(operands.sinks, rows),
-        segment_ids=None,
-    )
-
-
-def _inputs(launch: Launch, operands: Operands, rows: _Rows) -> tuple[Arrays, Specs]:
+def _inputs(launch: Launch, operands: Operands, rows: Rows) -> tuple[Arrays, Specs]:
     arrays, specs = launch.inputs(operands)
     arrays |= rows._asdict()
     specs |= {
@@ -112,7 +83,7 @@ def pair_gradient(
     return p, dx if may is None else jnp.where(may, dx, 0.0)
 
 
-def _queries(plan: Plan, operands: Operands, rows: _Rows) -> jax.Array:
+def gradient_of_queries(plan: Plan, operands: Operands, rows: Rows) -> jax.Array:
     """Gradient of q, `[B, T, N, H]`."""
     launch = Launch(plan, plan.sizes.dq, "q", operands.q.shape[0])
     block = (None, launch.tiles.block_q, None, plan.head_tile)
@@ -145,7 +116,7 @@ def _dq_kernel(launch: Launch, inputs: Arrays, outputs: Arrays) -> None:
     store_rows(outputs["dq"], q_start, dq * jnp.float32(plan.scale), plan.q_length, plan.head_dim)
 
 
-def _keys_and_values(plan: Plan, operands: Operands, rows: _Rows) -> tuple[jax.Array, jax.Array]:
+def gradient_of_keys(plan: Plan, operands: Operands, rows: Rows) -> tuple[jax.Array, jax.Array]:
     """Gradients of k and v, `[B, S, K, .]`."""
     launch = Launch(plan, plan.sizes.dkv, "kv", operands.q.shape[0])
 
@@ -196,7 +167,7 @@ def _dkv_kernel(launch: Launch, inputs: Arrays, outputs: Arrays) -> None:
     store_rows(outputs["dv"], kv_start, dv, plan.kv_length, plan.v_head_dim)
 
 
-def _bias(plan: Plan, operands: Operands, bias: jax.Array, rows: _Rows) -> jax.Array:
+def gradient_of_bias(plan: Plan, operands: Operands, bias: jax.Array, rows: Rows) -> jax.Array:
     """Gradient of the bias, in its shape: `dx` of every pair, summed over the axes that the bias is broadcast to."""
     batch = operands.q.shape[0]
     launch = Launch(plan, plan.sizes.dq, "q", batch)
@@ -242,9 +213,3 @@ def _dbias_kernel(launch: Launch, inputs: Arrays, outputs: Arrays) -> None:
         return carry
 
     walk(launch, inputs, 0, visit, jnp.int32(0))
-
-
-def _sinks(sinks: jax.Array, rows: _Rows) -> jax.Array:
-    """Gradient `[N]`."""
-    p = jnp.exp(sinks.astype(jnp.float32)[None, :, None] - rows.shift)
-    return -(p * rows.row_sums).sum(axis=(0, 2)).astype(sinks.dtype)

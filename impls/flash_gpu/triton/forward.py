@@ -13,13 +13,13 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from impls.flash_gpu.operands import Arrays, Launch, Operands, array_of
+from impls.flash_gpu.exponentials import exp, finite_or_zero
+from impls.flash_gpu.operands import Operands, Outputs, array_of
 from impls.flash_gpu.schedule import Plan
+from impls.flash_gpu.triton.launch import Arrays, Launch
 from impls.flash_gpu.triton.tiles import (
     Pair,
     allowed,
-    exp,
-    finite_or_zero,
     hide,
     load_rows,
     logits,
@@ -30,14 +30,6 @@ from impls.flash_gpu.triton.tiles import (
     store_values,
     walk,
 )
-
-
-class Outputs(NamedTuple):
-    """What attention returns."""
-
-    out: jax.Array  # [B, T, N, V]
-    logsumexp: jax.Array  # [B, N, T] f32
-    max_logits: jax.Array  # [B, N, T] f32
 
 
 class Running(NamedTuple):

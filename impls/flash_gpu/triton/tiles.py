@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import math
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, TypeVar
 
@@ -19,10 +18,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
 from cases.masks import And, Dense, Lengths, Mask, Or
-from impls.flash_gpu.operands import Arrays, Launch
 from impls.flash_gpu.schedule import KINDS, Plan, leaf_name
-
-LOG2_E = math.log2(math.e)
+from impls.flash_gpu.triton.launch import Arrays, Launch
 
 Carry = TypeVar("Carry")
 
@@ -200,13 +197,3 @@ def logits(
     if allowed is not None:
         z = jnp.where(allowed, z, -jnp.inf)
     return z, slope
-
-
-def exp(x: jax.Array) -> jax.Array:
-    """`e ** x`, as the power of two that GPUs have an instruction for."""
-    return jnp.exp2(x * jnp.float32(LOG2_E))
-
-
-def finite_or_zero(x: jax.Array) -> jax.Array:
-    """`x` with -inf replaced by 0, so that `exp(-inf - x)` is 0 and not NaN."""
-    return jnp.where(x == -jnp.inf, 0.0, x)
