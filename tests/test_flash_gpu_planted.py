@@ -18,7 +18,7 @@ from conformance.records import ERROR
 from conformance.sensitivity import PlantedBug, red_records
 from impls import flash_gpu
 from impls.flash_gpu import passes
-from impls.flash_gpu.schedule import Plan
+from impls.flash_gpu.schedule import FlashGpuPlan
 from impls.flash_gpu.triton import backward, forward, tiles
 from impls.flash_gpu.triton.forward import Running
 
@@ -38,7 +38,7 @@ def backward_of(change: Callable[[Mask], Mask]) -> Patch:
     """The backward pass has another mask than the forward pass."""
     correct = passes.backward_pass
 
-    def wrong(plan: Plan, *rest: Any) -> Any:
+    def wrong(plan: FlashGpuPlan, *rest: Any) -> Any:
         return correct(dataclasses.replace(plan, mask=change(plan.mask)), *rest)
 
     return lambda patch: patch.setattr(CALL, "backward_pass", wrong)
@@ -51,7 +51,7 @@ def tail_read(patch: pytest.MonkeyPatch) -> None:
 def no_rescale(patch: pytest.MonkeyPatch) -> None:
     correct = forward.update
 
-    def wrong(plan: Plan, old: Running, z: Any, v: Any) -> Running:
+    def wrong(plan: FlashGpuPlan, old: Running, z: Any, v: Any) -> Running:
         new = correct(plan, old, z, v)
         fresh = correct(plan, old._replace(out=jnp.zeros_like(old.out)), z, v)
         return new._replace(out=old.out + fresh.out)

@@ -18,7 +18,7 @@ from cases.masks import Causal, Dense, Full, Lengths, LoadBalancedCausal, Mask, 
 from conformance.bounds import Bounded, expect
 from conformance.contract import Implementation
 from impls import block_flash, dot_product
-from impls.block_flash.schedule import Plan
+from impls.block_flash.schedule import BlockFlashPlan
 
 # Correct kernels stay below 1.5, a 0.1% error in the scale is beyond 17 (shared NUMERICS.md, calibration).
 LIMIT = 4.0
@@ -204,8 +204,8 @@ def test_empty_blocks_are_not_scheduled(mask: Mask, pairs: int, masked: bool) ->
     assert schedule.masked == masked
 
 
-def plan(mask: Mask, length: int = 128) -> Plan:
-    return Plan(
+def plan(mask: Mask, length: int = 128) -> BlockFlashPlan:
+    return BlockFlashPlan(
         mask=mask,
         num_q_heads=2,
         num_kv_heads=2,

@@ -16,7 +16,7 @@ from impls.block_flash.backward import backward
 from impls.block_flash.block_sizes import look_up
 from impls.block_flash.blocks import Operands
 from impls.block_flash.forward import Outputs, forward
-from impls.block_flash.schedule import Plan
+from impls.block_flash.schedule import BlockFlashPlan
 from impls.varying import varying_axes, varying_over
 
 
@@ -75,7 +75,7 @@ def attention(
     selected = None
     if any(isinstance(leaf, Indexer) for leaf in leaves(mask)):
         selected = jnp.asarray(mask.dense(q_length, kv_length))
-    plan = Plan(
+    plan = BlockFlashPlan(
         mask=known(mask),
         num_q_heads=num_q_heads,
         num_kv_heads=num_kv_heads,
@@ -95,11 +95,11 @@ def attention(
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _flash(plan: Plan, operands: Operands) -> Outputs:
+def _flash(plan: BlockFlashPlan, operands: Operands) -> Outputs:
     return forward(plan, operands)
 
 
-def _flash_forward(plan: Plan, operands: Operands) -> tuple[Outputs, tuple[Operands, jax.Array, jax.Array]]:
+def _flash_forward(plan: BlockFlashPlan, operands: Operands) -> tuple[Outputs, tuple[Operands, jax.Array, jax.Array]]:
     outputs = forward(plan, operands)
     out = checkpoint_name(outputs.out, "out")  # type: ignore[no-untyped-call]  # JAX leaves it untyped
     logsumexp = checkpoint_name(outputs.logsumexp, "logsumexp")  # type: ignore[no-untyped-call]  # likewise
@@ -107,7 +107,7 @@ def _flash_forward(plan: Plan, operands: Operands) -> tuple[Outputs, tuple[Opera
 
 
 def _flash_backward(
-    plan: Plan, residuals: tuple[Operands, jax.Array, jax.Array], cotangents: Outputs
+    plan: BlockFlashPlan, residuals: tuple[Operands, jax.Array, jax.Array], cotangents: Outputs
 ) -> tuple[Operands]:
     return (backward(plan, *residuals, cotangents.out, cotangents.logsumexp),)
 

@@ -30,7 +30,7 @@ from impls.block_flash.blocks import (
     unless_empty,
 )
 from impls.block_flash.forward import finite_or_zero
-from impls.block_flash.schedule import Places, Plan
+from impls.block_flash.schedule import BlockFlashPlan, Places
 from impls.varying import varying_axes, varying_over
 
 
@@ -53,7 +53,12 @@ class _Gradients(NamedTuple):
 
 
 def backward(
-    plan: Plan, operands: Operands, out: jax.Array, logsumexp: jax.Array, d_out: jax.Array, d_logsumexp: jax.Array
+    plan: BlockFlashPlan,
+    operands: Operands,
+    out: jax.Array,
+    logsumexp: jax.Array,
+    d_out: jax.Array,
+    d_logsumexp: jax.Array,
 ) -> Operands:
     """Gradients of the operands, each in its operand's shape and dtype; none for segment ids.
 
@@ -121,7 +126,7 @@ def _zeros(x: jax.Array) -> jax.Array:
     return jnp.zeros(x.shape, jnp.float32)
 
 
-def _add_bias(plan: Plan, total: jax.Array | None, dx: jax.Array | None, pair: Places) -> jax.Array | None:
+def _add_bias(plan: BlockFlashPlan, total: jax.Array | None, dx: jax.Array | None, pair: Places) -> jax.Array | None:
     if total is None or dx is None:
         return None
     start, size = bias_corner(plan, total, pair)

@@ -24,7 +24,7 @@ from impls.block_flash.blocks import (
     take,
     unless_empty,
 )
-from impls.block_flash.schedule import Places, Plan
+from impls.block_flash.schedule import BlockFlashPlan, Places
 from impls.varying import varying_axes, varying_over
 
 
@@ -49,7 +49,7 @@ def finite_or_zero(x: jax.Array) -> jax.Array:
     return jnp.where(x == -jnp.inf, 0.0, x)
 
 
-def forward(plan: Plan, operands: Operands) -> Outputs:
+def forward(plan: BlockFlashPlan, operands: Operands) -> Outputs:
     """Attention of `operands`. Memory beyond operands and outputs is linear in the lengths."""
     blocks = cut(plan, operands)
     rows = blocks.q.shape[:-1]
@@ -80,7 +80,7 @@ def forward(plan: Plan, operands: Operands) -> Outputs:
     return _finish(plan, running, operands)
 
 
-def _finish(plan: Plan, running: _Running, operands: Operands) -> Outputs:
+def _finish(plan: BlockFlashPlan, running: _Running, operands: Operands) -> Outputs:
     """Normalise, with the sink as one more term of the denominator."""
     maximum, total, out = running
     if operands.sinks is not None:

@@ -26,7 +26,7 @@ UNSUPPORTED = {"indexer": "the masks of the devices are found before the program
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _Plan:
+class _ContextPlan:
     """What is static. Equal plans share one compiled function."""
 
     method: Method
@@ -94,7 +94,7 @@ def attention(
         raise NotImplementedError(
             "context_parallel.attention makes its own shard_map: inside another one call ring or all_gather"
         )
-    plan = _Plan(
+    plan = _ContextPlan(
         method=method,
         kernel=kernel,
         mask=mask,
@@ -110,7 +110,7 @@ def attention(
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _attend(plan: _Plan, arrays: dict[str, Any]) -> tuple[jax.Array, dict[str, jax.Array]]:
+def _attend(plan: _ContextPlan, arrays: dict[str, Any]) -> tuple[jax.Array, dict[str, jax.Array]]:
     queries, keys = plan.queries, plan.keys
     dealt = {"q": queries.deal(arrays["q"], 1), "k": keys.deal(arrays["k"], 1), "v": keys.deal(arrays["v"], 1)}
     sequence = _spec(None, AXIS)

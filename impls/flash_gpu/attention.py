@@ -17,7 +17,7 @@ from impls.flash_gpu.backends import Backend, choose
 from impls.flash_gpu.block_sizes import BlockSizes, look_up
 from impls.flash_gpu.operands import Operands, Outputs
 from impls.flash_gpu.passes import backward_pass, forward_pass
-from impls.flash_gpu.schedule import Plan
+from impls.flash_gpu.schedule import FlashGpuPlan
 from impls.varying import varying_axes, varying_over
 from impls.versions import device_kind, interpret_or
 
@@ -94,7 +94,7 @@ def attention(
         raise ValueError(f"products must be 'exact' or 'tf32', got {products!r}")
     depth = max(head_dim, v.shape[3])
     sizes = look_up(device_kind("gpu"), depth, q.dtype.itemsize).sizes if block_sizes is None else block_sizes
-    plan = Plan(
+    plan = FlashGpuPlan(
         mask=mask,
         num_q_heads=num_q_heads,
         num_kv_heads=num_kv_heads,
@@ -118,11 +118,11 @@ def attention(
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _flash(plan: Plan, operands: Operands) -> Outputs:
+def _flash(plan: FlashGpuPlan, operands: Operands) -> Outputs:
     return forward_pass(plan, operands)
 
 
-def _flash_forward(plan: Plan, operands: Operands) -> tuple[Outputs, tuple[Operands, jax.Array, jax.Array]]:
+def _flash_forward(plan: FlashGpuPlan, operands: Operands) -> tuple[Outputs, tuple[Operands, jax.Array, jax.Array]]:
     outputs = forward_pass(plan, operands)
     out = checkpoint_name(outputs.out, "out")  # type: ignore[no-untyped-call]  # JAX leaves it untyped
     logsumexp = checkpoint_name(outputs.logsumexp, "logsumexp")  # type: ignore[no-untyped-call]  # likewise
@@ -130,7 +130,7 @@ def _flash_forward(plan: Plan, operands: Operands) -> tuple[Outputs, tuple[Opera
 
 
 def _flash_backward(
-    plan: Plan, residuals: tuple[Operands, jax.Array, jax.Array], cotangents: Outputs
+    plan: FlashGpuPlan, residuals: tuple[Operands, jax.Array, jax.Array], cotangents: Outputs
 ) -> tuple[Operands]:
     return (backward_pass(plan, *residuals, cotangents.out, cotangents.logsumexp),)
 

@@ -9,19 +9,24 @@ from impls.flash_gpu.exponentials import finite_or_zero
 from impls.flash_gpu.mosaic import backward as mosaic_backward
 from impls.flash_gpu.mosaic import forward as mosaic_forward
 from impls.flash_gpu.operands import Operands, Outputs, Rows
-from impls.flash_gpu.schedule import Plan
+from impls.flash_gpu.schedule import FlashGpuPlan
 from impls.flash_gpu.triton import backward as triton_backward
 from impls.flash_gpu.triton import forward as triton_forward
 
 
-def forward_pass(plan: Plan, operands: Operands) -> Outputs:
+def forward_pass(plan: FlashGpuPlan, operands: Operands) -> Outputs:
     """Attention of `operands`, with nothing in memory beyond operands, outputs and schedule."""
     kernel = mosaic_forward if "forward" in plan.mosaic else triton_forward
     return kernel.forward(plan, operands)
 
 
 def backward_pass(
-    plan: Plan, operands: Operands, out: jax.Array, logsumexp: jax.Array, d_out: jax.Array, d_logsumexp: jax.Array
+    plan: FlashGpuPlan,
+    operands: Operands,
+    out: jax.Array,
+    logsumexp: jax.Array,
+    d_out: jax.Array,
+    d_logsumexp: jax.Array,
 ) -> Operands:
     """Gradients of the operands, each in its operand's shape and dtype; none for segment ids.
 

@@ -26,7 +26,7 @@ from impls.moba.blocks import (
     rows_of,
 )
 from impls.moba.forward import put, slots
-from impls.moba.plan import Plan, Work
+from impls.moba.plan import MobaPlan, Work
 from impls.varying import varying_axes, varying_over
 
 Array = jax.Array
@@ -42,7 +42,7 @@ class _Sums(NamedTuple):
 
 
 def backward(
-    plan: Plan, operands: Operands, work: Work, out: Array, logsumexp: Array, d_out: Array, d_logsumexp: Array
+    plan: MobaPlan, operands: Operands, work: Work, out: Array, logsumexp: Array, d_out: Array, d_logsumexp: Array
 ) -> Operands:
     """Gradients of the operands, each in its operand's shape and dtype.
 
@@ -90,13 +90,13 @@ def backward(
     )
 
 
-def _add_bias(plan: Plan, total: Array, dx: Array, block: Block) -> Array:
+def _add_bias(plan: MobaPlan, total: Array, dx: Array, block: Block) -> Array:
     """`dx [r, chunk]` added where the bias of its rows came from; rows of one bias row add up."""
     added = dx if total.shape[2] > 1 or dx.shape[1] == 1 else dx.sum(axis=1, keepdims=True)
     return total.at[bias_place(plan, total, block.rows, block.bin)].add(added)
 
 
-def _bias_gradient(plan: Plan, total: Array | None, bias: Array | None) -> Array | None:
+def _bias_gradient(plan: MobaPlan, total: Array | None, bias: Array | None) -> Array | None:
     if total is None or bias is None:
         return None
     return from_bias_rows(plan, total).astype(bias.dtype)

@@ -15,7 +15,7 @@ from jax import lax
 from impls.block_flash.blocks import product
 from impls.block_flash.forward import finite_or_zero
 from impls.moba.blocks import Lanes, Operands, compute_block, from_rows, lanes_of
-from impls.moba.plan import Plan, Work
+from impls.moba.plan import MobaPlan, Work
 from impls.varying import varying_axes, varying_over
 
 Array = jax.Array
@@ -37,7 +37,7 @@ class Parts(NamedTuple):
     out: Array  # [blocks, block_rows, V]
 
 
-def forward(plan: Plan, operands: Operands, work: Work) -> Outputs:
+def forward(plan: MobaPlan, operands: Operands, work: Work) -> Outputs:
     """Attention of `operands`. Memory beyond operands and outputs is linear in the lengths."""
     parts = _parts(plan, lanes_of(plan, operands), work)
     maximum, total, out = (slots(x, work.places, fill) for x, fill in zip(parts, (-jnp.inf, 0, 0), strict=True))
@@ -58,7 +58,7 @@ def forward(plan: Plan, operands: Operands, work: Work) -> Outputs:
     )
 
 
-def _parts(plan: Plan, lanes: Lanes, work: Work) -> Parts:
+def _parts(plan: MobaPlan, lanes: Lanes, work: Work) -> Parts:
     def step(number: Array, parts: Parts) -> Parts:
         block = compute_block(plan, lanes, work, number)
         maximum = block.logits.max(axis=-1)
@@ -87,7 +87,7 @@ def slots(x: Array, places: Array, fill: float) -> Array:
     return found
 
 
-def _sink_of_rows(plan: Plan, sinks: Array) -> Array:
+def _sink_of_rows(plan: MobaPlan, sinks: Array) -> Array:
     """`[L R]` of `[N]`."""
     by_head = jnp.repeat(sinks.astype(jnp.float32), plan.q_length)
     return jnp.tile(by_head, plan.batch)

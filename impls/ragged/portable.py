@@ -14,14 +14,14 @@ import jax.numpy as jnp
 from jax import lax
 
 from impls.merging import Part
-from impls.ragged.plan import Operands, Problem, allowed, block_range, capped, finite
+from impls.ragged.plan import Operands, RaggedPlan, allowed, block_range, capped, finite
 from impls.varying import varying_axes, varying_over
 
 
-def attend(problem: Problem, operands: Operands, *, block_kv: int) -> Part:
+def attend(plan: RaggedPlan, operands: Operands, *, block_kv: int) -> Part:
     """The part over every key that exists, arrays `[B, K, R, .]`."""
-    block = min(block_kv, problem.kv_length)
-    first, count = block_range(problem, operands.lengths, operands.positions, block)
+    block = min(block_kv, plan.kv_length)
+    first, count = block_range(plan, operands.lengths, operands.positions, block)
     end = jnp.max(first + count, initial=0, where=count > 0)
     begin = jnp.min(jnp.where(count > 0, first, end))
     rows = operands.q.shape[:3]
@@ -31,30 +31,30 @@ def attend(problem: Problem, operands: Operands, *, block_kv: int) -> Part:
         sum=jnp.zeros((*rows, 1), jnp.float32),
     )
     nothing = varying_over(nothing, varying_axes(operands))
-    found: Part = lax.fori_loop(begin, end, functools.partial(_add, problem, operands, block), nothing)
+    found: Part = lax.fori_loop(begin, end, functools.partial(_add, plan, operands, block), nothing)
     return found
 
 
-def _add(problem: Problem, operands: Operands, block: int, number: Any, old: Part) -> Part:
+def _add(plan: RaggedPlan, operands: Operands, block: int, number: Any, old: Part) -> Part:
     """The running softmax with one more block of keys."""
     # The last block starts early enough to be whole; keys that were there before are not counted again.
-    start = jnp.minimum(number * block, problem.kv_length - block)
+    start = jnp.minimum(number * block, plan.kv_length - block)
     k, v = (lax.dynamic_slice_in_dim(x, start, block, axis=1) for x in (operands.k, operands.v))
     j = start + jnp.arange(block, dtype=jnp.int32)
-    t = jnp.arange(operands.q.shape[2], dtype=jnp.int32) // problem.group
+    t = jnp.arange(operands.q.shape[2], dtype=jnp.int32) // plan.group
     i = operands.positions[:, None, None] + t[:, None]  # [B, R, 1]
-    found = allowed(problem, operands.lengths[:, None, None], i, j) & (j >= number * block)  # [B, R, block]
-    z = capped(problem, _product(problem, "bkrh,bskh->bkrs", operands.q, k))
+    found = allowed(plan, operands.lengths[:, None, None], i, j) & (j >= number * block)  # [B, R, block]
+    z = capped(plan, _product(plan, "bkrh,bskh->bkrs", operands.q, k))
     z = jnp.where(found[:, None], z, -jnp.inf)
     top = jnp.maximum(old.max, z.max(axis=-1, keepdims=True))
     weights, decay = jnp.exp(z - finite(top)), jnp.exp(old.max - finite(top))
     # What no query sees may be NaN, and 0 * NaN is not 0.
     v = jnp.where(found.any(axis=1)[:, :, None, None], v, jnp.zeros_like(v))
-    out = _product(problem, "bkrs,bskv->bkrv", weights.astype(v.dtype), v)
+    out = _product(plan, "bkrs,bskv->bkrv", weights.astype(v.dtype), v)
     return Part(old.out * decay + out, top, old.sum * decay + weights.sum(axis=-1, keepdims=True))
 
 
-def _product(problem: Problem, equation: str, a: jax.Array, b: jax.Array) -> jax.Array:
-    exact = problem.exact and a.dtype == jnp.float32
+def _product(plan: RaggedPlan, equation: str, a: jax.Array, b: jax.Array) -> jax.Array:
+    exact = plan.exact and a.dtype == jnp.float32
     precision = lax.Precision.HIGHEST if exact else lax.Precision.DEFAULT
     return jnp.einsum(equation, a, b, precision=precision, preferred_element_type=jnp.float32)

@@ -64,7 +64,7 @@ def _start(inputs: Inputs, scratch: Scratch) -> None:
 
 def _add(call: Call, inputs: Inputs, outputs: Outputs, scratch: Scratch, masking: Masking, *, masked: bool) -> None:
     """Add what the queries of one block contribute."""
-    layouts, size = call.settings.layouts, call.blocks.compute
+    layouts, size = call.plan.layouts, call.blocks.compute
     q, q_depth = read(inputs.q, layouts.q)
     do = inputs.do[...]
     dq = None

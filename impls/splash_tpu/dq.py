@@ -60,7 +60,7 @@ def _start(inputs: Inputs, scratch: Scratch) -> None:
 
 def _add(call: Call, inputs: Inputs, scratch: Scratch, masking: Masking, *, masked: bool) -> None:
     """Add what the keys of one block contribute."""
-    layouts, size = call.settings.layouts, call.blocks.compute
+    layouts, size = call.plan.layouts, call.blocks.compute
     q, q_depth = read(inputs.q, layouts.q)
     do = inputs.do[...]
     for start in range(0, call.blocks.kv, size):

@@ -66,7 +66,7 @@ def _start(inputs: Inputs, scratch: Scratch) -> None:
 
 def _add(call: Call, inputs: Inputs, scratch: Scratch, masking: Masking, *, masked: bool) -> None:
     """Add the keys of one block to the running softmax."""
-    layouts, size = call.settings.layouts, call.blocks.compute
+    layouts, size = call.plan.layouts, call.blocks.compute
     q, q_depth = read(inputs.q, layouts.q)
     for start in range(0, call.blocks.kv, size):
         k, k_depth = read(inputs.k, layouts.k, start, size)
@@ -99,7 +99,7 @@ def _finish(call: Call, inputs: Inputs, outputs: Outputs, scratch: Scratch) -> N
         acc = acc * decay[:, :1]
     some = total > 0
     total = jnp.where(some, total, 1.0)
-    value = jnp.float32(call.settings.mask_value)
+    value = jnp.float32(call.plan.mask_value)
     outputs.out[...] = (acc / total[:, :1]).astype(outputs.out.dtype)
     outputs.logsumexp[...] = _row(jnp.where(some, maximum + jnp.log(total), value))
     if outputs.max_logits is not None:

@@ -72,7 +72,7 @@ def read(ref: Any, layout: Layout, start: int = 0, size: int | None = None) -> t
 
 def product(call: Call, a: jax.Array, a_axis: int, b: jax.Array, b_axis: int) -> jax.Array:
     """Sum over one axis of each, in f32."""
-    if call.settings.interpret and a.dtype == b.dtype == jnp.bfloat16:
+    if call.plan.interpret and a.dtype == b.dtype == jnp.bfloat16:
         # The same values: a product of two bf16 is exact in f32. XLA multiplies f32 on a CPU ten times faster.
         a, b = a.astype(jnp.float32), b.astype(jnp.float32)
     return lax.dot_general(
@@ -88,7 +88,7 @@ def column(row: jax.Array) -> jax.Array:
 def logits_of(call: Call, x: jax.Array) -> tuple[jax.Array, jax.Array | None]:
     """Logits of products `x`, and the derivative of the soft cap."""
     x = x * jnp.float32(call.scale)
-    cap = call.settings.soft_cap
+    cap = call.plan.soft_cap
     if cap is None:
         return x, None
     bent = jnp.tanh(x * jnp.float32(1 / cap))
@@ -127,20 +127,20 @@ def allowed(call: Call, masking: Masking, start: int, *, masked: bool) -> jax.Ar
             masking.q_offset() + masking.step.q * blocks.q
         )
         j = lax.broadcasted_iota(jnp.int32, shape, 0 if transposed else 1) + (masking.step.kv * blocks.kv + start)
-        assert call.settings.mask is not None
-        found = call.settings.mask.allowed(i, j)
-        if call.settings.kv_length % blocks.kv:
-            found = found & (j < call.settings.kv_length)
+        assert call.plan.mask is not None
+        found = call.plan.mask.allowed(i, j)
+        if call.plan.kv_length % blocks.kv:
+            found = found & (j < call.plan.kv_length)
     if call.segmented:
         if transposed:
             same = masking.ids[start : start + size, :1] == masking.other_ids[...]
         else:
             same = masking.ids[:, :1] == masking.other_ids[:, start : start + size]
         found = same if found is None else found & same
-    if found is not None and call.settings.q_length % blocks.q:
+    if found is not None and call.plan.q_length % blocks.q:
         # Rows that only fill the last block see no key: what they would see may hold NaN.
         row = lax.broadcasted_iota(jnp.int32, shape, 1 if transposed else 0) + masking.step.q * blocks.q
-        found = found & (row < call.settings.q_length)
+        found = found & (row < call.plan.q_length)
     return found
 
 

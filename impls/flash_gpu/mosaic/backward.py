@@ -29,10 +29,10 @@ from impls.flash_gpu.mosaic.tiles import (
     product,
 )
 from impls.flash_gpu.operands import Operands, Rows, array_of
-from impls.flash_gpu.schedule import Plan
+from impls.flash_gpu.schedule import FlashGpuPlan
 
 
-def _inputs(plan: Plan, shape: Shape, operands: Operands, rows: Rows) -> dict[str, jax.Array]:
+def _inputs(plan: FlashGpuPlan, shape: Shape, operands: Operands, rows: Rows) -> dict[str, jax.Array]:
     inputs = common_inputs(plan, shape, operands)
     length = inputs["q"].shape[1]
     inputs["d_out"] = padded(rows.d_out, {1: length, 3: shape.v_head_dim})
@@ -79,7 +79,7 @@ def _bring_queries(place: Place, start: Any, size: int, head: Any, slot: Any) ->
         plgpu.copy_gmem_to_smem(inputs["q_ids"].at[place.batch, rows], scratch["q_ids_tile"].at[slot], here)
 
 
-def gradient_of_queries(plan: Plan, operands: Operands, rows: Rows) -> jax.Array:
+def gradient_of_queries(plan: FlashGpuPlan, operands: Operands, rows: Rows) -> jax.Array:
     """Gradient of q, `[B, T, N, H]`."""
     shape, dtype = shape_of(plan, "dq"), operands.q.dtype
     inputs = _inputs(plan, shape, operands, rows)
@@ -152,7 +152,7 @@ def _dq(place: Place) -> jax.Array:
     return dq
 
 
-def gradient_of_keys(plan: Plan, operands: Operands, rows: Rows) -> tuple[jax.Array, jax.Array]:
+def gradient_of_keys(plan: FlashGpuPlan, operands: Operands, rows: Rows) -> tuple[jax.Array, jax.Array]:
     """Gradients of k and v, `[B, S, K, .]`."""
     shape, dtype = shape_of(plan, "dkv"), operands.k.dtype
     inputs = _inputs(plan, shape, operands, rows)

@@ -32,10 +32,10 @@ from impls.flash_gpu.mosaic.tiles import (
     weigh,
 )
 from impls.flash_gpu.operands import Operands, Outputs, array_of
-from impls.flash_gpu.schedule import Plan
+from impls.flash_gpu.schedule import FlashGpuPlan
 
 
-def forward(plan: Plan, operands: Operands) -> Outputs:
+def forward(plan: FlashGpuPlan, operands: Operands) -> Outputs:
     """Attention of `operands`, with nothing in memory beyond operands, outputs and schedule."""
     shape, dtype = shape_of(plan, "forward"), operands.q.dtype
     batch, q_length, num_q_heads, _ = operands.q.shape

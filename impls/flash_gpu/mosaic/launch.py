@@ -32,12 +32,12 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from impls.flash_gpu.mosaic.shape import COMPUTING, OWNED, ROWS, Shape, up
 from impls.flash_gpu.operands import Operands
-from impls.flash_gpu.schedule import KINDS, Plan, Visits
+from impls.flash_gpu.schedule import KINDS, FlashGpuPlan, Visits
 from impls.varying import varying_axes, varying_over
 from impls.versions import mosaic_call
 
 
-def common_inputs(plan: Plan, shape: Shape, operands: Operands) -> dict[str, jax.Array]:
+def common_inputs(plan: FlashGpuPlan, shape: Shape, operands: Operands) -> dict[str, jax.Array]:
     """Operands, mask and schedule by name; what no tile divides is padded with zeros."""
     q_length, kv_length = lengths(plan, shape)
     inputs: dict[str, jax.Array] = {
@@ -54,14 +54,14 @@ def common_inputs(plan: Plan, shape: Shape, operands: Operands) -> dict[str, jax
     return inputs
 
 
-def lengths(plan: Plan, shape: Shape) -> tuple[int, int]:
+def lengths(plan: FlashGpuPlan, shape: Shape) -> tuple[int, int]:
     """Queries and keys, padded to whole tiles."""
     return up(plan.q_length, shape.tiles.block_q), up(plan.kv_length, shape.tiles.block_kv)
 
 
 def launch(
     program: Callable[..., None],
-    plan: Plan,
+    plan: FlashGpuPlan,
     shape: Shape,
     inputs: dict[str, jax.Array],
     *,
@@ -111,7 +111,7 @@ class Place:
       warpgroup: of `COMPUTING` and the one that fetches.
     """
 
-    plan: Plan
+    plan: FlashGpuPlan
     shape: Shape
     inputs: dict[str, Any]
     scratch: dict[str, Any]

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from impls.flash_gpu.block_sizes import Kernel, Ring, Tiles
-from impls.flash_gpu.schedule import Axis, Plan
+from impls.flash_gpu.schedule import Axis, FlashGpuPlan
 
 ROWS = 64
 """Rows of a product of one warpgroup."""
@@ -59,7 +59,7 @@ class Shape:
         return Tiles(block_q=self.visited, block_kv=OWNED)
 
 
-def shape_of(plan: Plan, kernel: Kernel) -> Shape:
+def shape_of(plan: FlashGpuPlan, kernel: Kernel) -> Shape:
     """The shape of a kernel for the plan."""
     return Shape.of(kernel, plan.sizes.ring(kernel), plan.head_dim, plan.v_head_dim)
 

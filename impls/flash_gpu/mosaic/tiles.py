@@ -22,7 +22,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from cases.masks import And, Lengths, Mask, Or
 from impls.flash_gpu.exponentials import exp, finite_or_zero
-from impls.flash_gpu.schedule import Plan, leaf_name
+from impls.flash_gpu.schedule import FlashGpuPlan, leaf_name
 
 
 class Softmax(NamedTuple):
@@ -43,7 +43,7 @@ class Span(NamedTuple):
     keys: int
 
 
-def product(plan: Plan, a: Any, b: Any, *, transposed: bool = False) -> jax.Array:
+def product(plan: FlashGpuPlan, a: Any, b: Any, *, transposed: bool = False) -> jax.Array:
     """`a @ b`, or `a @ b.T`, in f32; `a` in shared memory or in registers, `b` in shared memory."""
     shape = (a.shape[0], b.shape[0 if transposed else 1])
     if plan.interpret:
@@ -56,7 +56,7 @@ def product(plan: Plan, a: Any, b: Any, *, transposed: bool = False) -> jax.Arra
     return pl.run_scoped(multiply, plgpu.WGMMAAccumulatorRef(shape, jnp.float32))
 
 
-def accumulate(plan: Plan, total: jax.Array, a: Any, b: Any) -> jax.Array:
+def accumulate(plan: FlashGpuPlan, total: jax.Array, a: Any, b: Any) -> jax.Array:
     """`total + a @ b`, in f32."""
     if plan.interpret:
         return total + _product_of_values(a, b, transposed=False)
@@ -84,7 +84,9 @@ def over_queries(x: jax.Array, keys: int) -> jax.Array:
     return lax.broadcast_in_dim(x, (keys, x.shape[0]), (1,))
 
 
-def allowed(plan: Plan, inputs: dict[str, Any], span: Span, ids: tuple[Any, Any] | None, *, keys_first: bool) -> Any:
+def allowed(
+    plan: FlashGpuPlan, inputs: dict[str, Any], span: Span, ids: tuple[Any, Any] | None, *, keys_first: bool
+) -> Any:
     """Booleans `[queries, keys]`, or `[keys, queries]`: mask, segments, and that query and key exist.
 
     Args:
@@ -129,7 +131,7 @@ def hidden_rows(tile: jax.Array, keys_seen: jax.Array) -> jax.Array:
     return jnp.where(over_keys(seen, tile.shape[1]) > 0, tile, jnp.zeros_like(tile))
 
 
-def bent(plan: Plan, x: jax.Array) -> tuple[jax.Array, jax.Array | None]:
+def bent(plan: FlashGpuPlan, x: jax.Array) -> tuple[jax.Array, jax.Array | None]:
     """Scaled logits after the soft cap, and the derivative of the cap there; none without one."""
     z = x * jnp.float32(plan.scale)
     if plan.soft_cap is None:

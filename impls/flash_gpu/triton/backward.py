@@ -23,7 +23,7 @@ from jax.experimental.pallas import triton as plt
 
 from impls.flash_gpu.exponentials import exp
 from impls.flash_gpu.operands import Operands, Rows, array_of
-from impls.flash_gpu.schedule import Plan
+from impls.flash_gpu.schedule import FlashGpuPlan
 from impls.flash_gpu.triton.launch import Arrays, Launch, Specs
 from impls.flash_gpu.triton.tiles import (
     Pair,
@@ -60,7 +60,7 @@ class _Queries(NamedTuple):
     row_sums: jax.Array  # [block_q]
 
 
-def _load_queries(plan: Plan, inputs: Arrays, start: Any, size: int, head: Any, at: Any) -> _Queries:
+def _load_queries(plan: FlashGpuPlan, inputs: Arrays, start: Any, size: int, head: Any, at: Any) -> _Queries:
     length = plan.q_length
     return _Queries(
         load_rows(inputs["q"], start, size, length, plan.head_dim, head=head, at=at),
@@ -71,7 +71,7 @@ def _load_queries(plan: Plan, inputs: Arrays, start: Any, size: int, head: Any, 
 
 
 def pair_gradient(
-    plan: Plan, inputs: Arrays, pair: Pair, rows: _Queries, k: jax.Array, v: jax.Array, may: jax.Array | None
+    plan: FlashGpuPlan, inputs: Arrays, pair: Pair, rows: _Queries, k: jax.Array, v: jax.Array, may: jax.Array | None
 ) -> tuple[jax.Array, jax.Array]:
     """Probabilities and `dx` of a tile, f32."""
     z, slope = logits(plan, inputs, pair, rows.q, k, may)
@@ -83,7 +83,7 @@ def pair_gradient(
     return p, dx if may is None else jnp.where(may, dx, 0.0)
 
 
-def gradient_of_queries(plan: Plan, operands: Operands, rows: Rows) -> jax.Array:
+def gradient_of_queries(plan: FlashGpuPlan, operands: Operands, rows: Rows) -> jax.Array:
     """Gradient of q, `[B, T, N, H]`."""
     launch = Launch(plan, plan.sizes.dq, "q", operands.q.shape[0])
     block = (None, launch.tiles.block_q, None, plan.head_tile)
@@ -116,7 +116,7 @@ def _dq_kernel(launch: Launch, inputs: Arrays, outputs: Arrays) -> None:
     store_rows(outputs["dq"], q_start, dq * jnp.float32(plan.scale), plan.q_length, plan.head_dim)
 
 
-def gradient_of_keys(plan: Plan, operands: Operands, rows: Rows) -> tuple[jax.Array, jax.Array]:
+def gradient_of_keys(plan: FlashGpuPlan, operands: Operands, rows: Rows) -> tuple[jax.Array, jax.Array]:
     """Gradients of k and v, `[B, S, K, .]`."""
     launch = Launch(plan, plan.sizes.dkv, "kv", operands.q.shape[0])
 
@@ -167,7 +167,7 @@ def _dkv_kernel(launch: Launch, inputs: Arrays, outputs: Arrays) -> None:
     store_rows(outputs["dv"], kv_start, dv, plan.kv_length, plan.v_head_dim)
 
 
-def gradient_of_bias(plan: Plan, operands: Operands, bias: jax.Array, rows: Rows) -> jax.Array:
+def gradient_of_bias(plan: FlashGpuPlan, operands: Operands, bias: jax.Array, rows: Rows) -> jax.Array:
     """Gradient of the bias, in its shape: `dx` of every pair, summed over the axes that the bias is broadcast to."""
     batch = operands.q.shape[0]
     launch = Launch(plan, plan.sizes.dq, "q", batch)

@@ -15,7 +15,7 @@ from jax.experimental import pallas as pl
 
 from impls.flash_gpu.exponentials import exp, finite_or_zero
 from impls.flash_gpu.operands import Operands, Outputs, array_of
-from impls.flash_gpu.schedule import Plan
+from impls.flash_gpu.schedule import FlashGpuPlan
 from impls.flash_gpu.triton.launch import Arrays, Launch
 from impls.flash_gpu.triton.tiles import (
     Pair,
@@ -40,7 +40,7 @@ class Running(NamedTuple):
     out: jax.Array  # [block_q, V of the tile]
 
 
-def forward(plan: Plan, operands: Operands) -> Outputs:
+def forward(plan: FlashGpuPlan, operands: Operands) -> Outputs:
     """Attention of `operands`, with nothing in memory beyond operands, outputs and schedule."""
     batch = operands.q.shape[0]
     launch = Launch(plan, plan.sizes.forward, "q", batch)
@@ -99,7 +99,7 @@ def _kernel(launch: Launch, inputs: Arrays, outputs: Arrays) -> None:
     store_rows(outputs["out"], q_start, running.out / total[:, None], plan.q_length, plan.v_head_dim)
 
 
-def update(plan: Plan, old: Running, z: jax.Array, v: jax.Array) -> Running:
+def update(plan: FlashGpuPlan, old: Running, z: jax.Array, v: jax.Array) -> Running:
     """The running softmax with one more tile of logits `[block_q, block_kv]` and of values `[block_kv, V]`."""
     maximum = jnp.maximum(old.maximum, jnp.max(z, axis=1))
     shift = finite_or_zero(maximum)

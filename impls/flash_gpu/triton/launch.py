@@ -20,7 +20,7 @@ from jax.experimental import pallas as pl
 
 from impls.flash_gpu.block_sizes import Tiles
 from impls.flash_gpu.operands import Operands, array_of
-from impls.flash_gpu.schedule import Axis, Plan
+from impls.flash_gpu.schedule import Axis, FlashGpuPlan
 from impls.varying import varying_axes, varying_over
 from impls.versions import triton_call
 
@@ -40,7 +40,7 @@ class Launch:
       batch: batch rows.
     """
 
-    plan: Plan
+    plan: FlashGpuPlan
     tiles: Tiles
     axis: Axis
     batch: int

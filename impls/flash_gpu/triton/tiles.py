@@ -18,7 +18,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
 from cases.masks import And, Dense, Lengths, Mask, Or
-from impls.flash_gpu.schedule import KINDS, Plan, leaf_name
+from impls.flash_gpu.schedule import KINDS, FlashGpuPlan, leaf_name
 from impls.flash_gpu.triton.launch import Arrays, Launch
 
 Carry = TypeVar("Carry")
@@ -105,7 +105,7 @@ def store_values(ref: Any, start: Any, values: jax.Array, length: int) -> None:
     plt.store(ref, values, mask=None if length % size == 0 else positions(start, size) < length)
 
 
-def load_pairs(ref: Any, plan: Plan, pair: Pair) -> jax.Array:
+def load_pairs(ref: Any, plan: FlashGpuPlan, pair: Pair) -> jax.Array:
     """Tile of an array over pairs `[heads or 1, T or 1, S or 1]`, to broadcast to the tile of `pair`."""
     heads, q_length, kv_length = ref.shape
     rows, row = (pair.block_q, pair.q_at) if q_length > 1 else (1, 0)
@@ -134,7 +134,7 @@ def _visit(step: Callable[[Any, Carry], Carry], first: Any, listed: Any, t: Any,
     return step(first + t if listed is None else listed[first + t], carry)
 
 
-def allowed(plan: Plan, inputs: Arrays, pair: Pair) -> jax.Array:
+def allowed(plan: FlashGpuPlan, inputs: Arrays, pair: Pair) -> jax.Array:
     """Booleans of the tile of `pair`: mask, segments, and that query and key exist."""
     i = pair.queries(positions(pair.q_start, pair.block_q))
     j = pair.keys(positions(pair.kv_start, pair.block_kv))
@@ -150,7 +150,7 @@ def allowed(plan: Plan, inputs: Arrays, pair: Pair) -> jax.Array:
     return found
 
 
-def _formula(mask: Mask, plan: Plan, inputs: Arrays, pair: Pair, i: Any, j: Any, places: Iterator[int]) -> Any:
+def _formula(mask: Mask, plan: FlashGpuPlan, inputs: Arrays, pair: Pair, i: Any, j: Any, places: Iterator[int]) -> Any:
     """`mask` on a tile; `places` counts the leaves in the order of `cases.masks.leaves`."""
     if isinstance(mask, And | Or):
         left = _formula(mask.left, plan, inputs, pair, i, j, places)
@@ -175,7 +175,7 @@ def hide(tile: jax.Array, visible: jax.Array | None) -> jax.Array:
     return tile if visible is None else jnp.where(visible, tile, jnp.zeros_like(tile))
 
 
-def product(plan: Plan, a: jax.Array, b: jax.Array, *, over: tuple[int, int]) -> jax.Array:
+def product(plan: FlashGpuPlan, a: jax.Array, b: jax.Array, *, over: tuple[int, int]) -> jax.Array:
     """Matrix product of two tiles in one dtype, summed over axis `over[0]` of `a` and `over[1]` of `b`, in f32."""
     precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 and plan.exact else lax.Precision.DEFAULT
     dimensions = (((over[0],), (over[1],)), ((), ()))
@@ -183,7 +183,7 @@ def product(plan: Plan, a: jax.Array, b: jax.Array, *, over: tuple[int, int]) ->
 
 
 def logits(
-    plan: Plan, inputs: Arrays, pair: Pair, q: jax.Array, k: jax.Array, allowed: jax.Array | None
+    plan: FlashGpuPlan, inputs: Arrays, pair: Pair, q: jax.Array, k: jax.Array, allowed: jax.Array | None
 ) -> tuple[jax.Array, jax.Array | None]:
     """Logits of a tile, -inf where not allowed, and the derivative of the soft cap there, none without one."""
     z = product(plan, k, q, over=(1, 1)) if pair.keys_first else product(plan, q, k, over=(1, 1))
