@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import importlib
 from collections import Counter
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +28,7 @@ from impls.ragged import tpu
 from impls.ragged.attention import Backend
 from impls.ragged.plan import Operands as Arrays
 from impls.ragged.plan import RaggedPlan, block_range, lower, rows_of, run_of_keys
-from impls.ragged.schedule import steps_of, traffic
+from impls.ragged.schedule import Steps, steps_of
 from tests.test_impls_attention import LIMIT, ratio
 
 OPTIONS: dict[Backend, dict[str, Any]] = {
@@ -42,10 +42,24 @@ IMPLEMENTATIONS = {implementation.name: implementation for implementation in rag
 EVERY = Full()
 
 
+class Traffic(NamedTuple):
+    """What a schedule does for one group of heads: steps, blocks that are computed, and fetched to VMEM."""
+
+    steps: int
+    computed: int
+    fetched: int
+
+
+def traffic(steps: Steps) -> Traffic:
+    """Counted from the lists; a block is fetched when it is another one than in the step before."""
+    total = int(steps.total)
+    blocks = list(zip(steps.kv_row[:total].tolist(), steps.kv_block[:total].tolist(), strict=True))
+    fetched = sum(number == 0 or block != blocks[number - 1] for number, block in enumerate(blocks))
+    return Traffic(total, int(steps.blocks.sum()), fetched)
+
+
 def fixed(kv_length: int, mask: Mask = EVERY, q_length: int = 1, group: int = 1) -> RaggedPlan:
-    return RaggedPlan(
-        mask=mask, q_length=q_length, group=group, kv_length=kv_length, scale=1.0, soft_cap=None, exact=True
-    )
+    return RaggedPlan(mask=mask, q_length=q_length, group=group, kv_length=kv_length, scale=1.0, soft_cap=None)
 
 
 def int32(*values: int) -> jax.Array:

@@ -115,7 +115,6 @@ def parts(
         kv_length=kv_length,
         scale=1 / math.sqrt(head_dim) if scale is None else float(scale),
         soft_cap=None if soft_cap is None else float(soft_cap),
-        exact=True,
     )
     operands = Operands(
         q=rows_of(jnp.asarray(q), num_kv_heads),

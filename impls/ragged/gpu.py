@@ -154,12 +154,12 @@ def _kernel(launch: _Launch, inputs: Arrays, outputs: Arrays) -> None:
         k = load_rows(inputs["k"], kv_start, launch.block, plan.kv_length, launch.depth)
         v = load_rows(inputs["v"], kv_start, launch.block, plan.kv_length, launch.v_depth)
         found = allowed(plan, length, i, positions(kv_start, launch.block)[None, :])
-        z = jnp.where(found, capped(plan, _product(plan, q, k, 1)), -jnp.inf)
+        z = jnp.where(found, capped(plan, _product(q, k, 1)), -jnp.inf)
         top = jnp.maximum(old.max, jnp.max(z, axis=1))
         shift = finite(top)
         weights, decay = exp(z - shift[:, None]), exp(old.max - shift)
         # What no query sees may be NaN, and 0 * NaN is not 0.
-        out = _product(plan, weights.astype(v.dtype), hide(v, seen(found)), 0)
+        out = _product(weights.astype(v.dtype), hide(v, seen(found)), 0)
         return Part(old.out * decay[:, None] + out, top, old.sum * decay + jnp.sum(weights, axis=1))
 
     part = Part(
@@ -173,8 +173,8 @@ def _kernel(launch: _Launch, inputs: Arrays, outputs: Arrays) -> None:
     store_values(outputs["sum"], start, part.sum, launch.rows)
 
 
-def _product(plan: RaggedPlan, a: jax.Array, b: jax.Array, axis: int) -> jax.Array:
+def _product(a: jax.Array, b: jax.Array, axis: int) -> jax.Array:
     """Sum over the last axis of `a` and over `axis` of `b`, in f32."""
-    precision = lax.Precision.HIGHEST if plan.exact and a.dtype == jnp.float32 else lax.Precision.DEFAULT
+    precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else lax.Precision.DEFAULT
     dimensions = (((1,), (axis,)), ((), ()))
     return lax.dot_general(a, b, dimensions, precision=precision, preferred_element_type=jnp.float32)

@@ -27,7 +27,6 @@ class RaggedPlan:
     kv_length: int
     scale: float
     soft_cap: float | None
-    exact: bool
 
 
 class Operands(NamedTuple):

@@ -44,17 +44,16 @@ def _add(plan: RaggedPlan, operands: Operands, block: int, number: Any, old: Par
     t = jnp.arange(operands.q.shape[2], dtype=jnp.int32) // plan.group
     i = operands.positions[:, None, None] + t[:, None]  # [B, R, 1]
     found = allowed(plan, operands.lengths[:, None, None], i, j) & (j >= number * block)  # [B, R, block]
-    z = capped(plan, _product(plan, "bkrh,bskh->bkrs", operands.q, k))
+    z = capped(plan, _product("bkrh,bskh->bkrs", operands.q, k))
     z = jnp.where(found[:, None], z, -jnp.inf)
     top = jnp.maximum(old.max, z.max(axis=-1, keepdims=True))
     weights, decay = jnp.exp(z - finite(top)), jnp.exp(old.max - finite(top))
     # What no query sees may be NaN, and 0 * NaN is not 0.
     v = jnp.where(found.any(axis=1)[:, :, None, None], v, jnp.zeros_like(v))
-    out = _product(plan, "bkrs,bskv->bkrv", weights.astype(v.dtype), v)
+    out = _product("bkrs,bskv->bkrv", weights.astype(v.dtype), v)
     return Part(old.out * decay + out, top, old.sum * decay + weights.sum(axis=-1, keepdims=True))
 
 
-def _product(plan: RaggedPlan, equation: str, a: jax.Array, b: jax.Array) -> jax.Array:
-    exact = plan.exact and a.dtype == jnp.float32
-    precision = lax.Precision.HIGHEST if exact else lax.Precision.DEFAULT
+def _product(equation: str, a: jax.Array, b: jax.Array) -> jax.Array:
+    precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else lax.Precision.DEFAULT
     return jnp.einsum(equation, a, b, precision=precision, preferred_element_type=jnp.float32)

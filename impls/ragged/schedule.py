@@ -49,19 +49,3 @@ def steps_of(plan: RaggedPlan, lengths: jax.Array, positions: jax.Array, block: 
         kv_block=jnp.where(some, (first[row] + inside)[held], 0),
         blocks=count,
     )
-
-
-class Traffic(NamedTuple):
-    """What a schedule does for one group of heads: steps, blocks that are computed, and fetched to VMEM."""
-
-    steps: int
-    computed: int
-    fetched: int
-
-
-def traffic(steps: Steps) -> Traffic:
-    """Counted from the lists; a block is fetched when it is another one than in the step before."""
-    total = int(steps.total)
-    blocks = list(zip(steps.kv_row[:total].tolist(), steps.kv_block[:total].tolist(), strict=True))
-    fetched = sum(number == 0 or block != blocks[number - 1] for number, block in enumerate(blocks))
-    return Traffic(total, int(steps.blocks.sum()), fetched)

@@ -154,7 +154,7 @@ def _add(
             i = i + jnp.minimum(t, plan.q_length - 1)
         return allowed(plan, length, i, j)
 
-    z = capped(plan, _product(plan, q, k, 2))  # [heads, rows, block]
+    z = capped(plan, _product(q, k, 2))  # [heads, rows, block]
     z = jnp.where(sees((rows, block), 1)[None], z, -jnp.inf)
     before = kept.max[...]
     top = jnp.maximum(before, z.max(axis=-1, keepdims=True))
@@ -166,12 +166,12 @@ def _add(
     v = jnp.where(seen[None], v.astype(jnp.float32), 0.0).astype(v.dtype)
     kept.max[...] = top
     kept.sum[...] = kept.sum[...] * decay + weights.sum(axis=-1, keepdims=True)
-    kept.out[...] = kept.out[...] * decay[..., :1] + _product(plan, weights.astype(v.dtype), v, 1)
+    kept.out[...] = kept.out[...] * decay[..., :1] + _product(weights.astype(v.dtype), v, 1)
 
 
-def _product(plan: RaggedPlan, a: jax.Array, b: jax.Array, axis: int) -> jax.Array:
+def _product(a: jax.Array, b: jax.Array, axis: int) -> jax.Array:
     """Sum over the last axis of `a` and over `axis` of `b`, for each head, in f32."""
-    precision = lax.Precision.HIGHEST if plan.exact and a.dtype == jnp.float32 else lax.Precision.DEFAULT
+    precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else lax.Precision.DEFAULT
     dimensions = (((2,), (axis,)), ((0,), (0,)))
     return lax.dot_general(a, b, dimensions, precision=precision, preferred_element_type=jnp.float32)
 

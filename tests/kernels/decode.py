@@ -177,7 +177,6 @@ def _operands(
         kv_length=k.shape[1],
         scale=1 / math.sqrt(depth) if scale is None else scale,
         soft_cap=soft_cap,
-        exact=True,
     )
     lengths = jnp.asarray(own) if lengths is None else jnp.minimum(jnp.asarray(lengths), own)
     positions = jnp.asarray(moved) if positions is None else jnp.asarray(positions) + moved
