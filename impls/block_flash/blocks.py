@@ -1,4 +1,8 @@
-"""Operands cut in blocks, and what forward and backward both compute of one pair of blocks.
+"""Operands cut in blocks, and the logits of one pair of blocks, which both passes compute.
+
+    (1)  x_ij = scale <q_i, k_j> + bias_ij
+    (2)  z_ij = soft_cap tanh(x_ij / soft_cap)
+    (3)  z_ij = -inf, where i may not attend to j
 
 Blocked operands carry the block index first, so that one block is one contiguous slice: q is
 `[q blocks, B, K, G, block_q, H]`, k `[kv blocks, B, K, block_kv, H]`. Query head `n = k * G + g` reads key/value
@@ -51,7 +55,7 @@ class Pair(NamedTuple):
     v: jax.Array  # [B, K, block_kv, V]
     allowed: jax.Array | None  # [b, k, g, block_q, block_kv], none if all are
     logits: jax.Array  # [B, K, G, block_q, block_kv] f32, -inf where not allowed
-    slope: jax.Array | None  # derivative of the soft cap, same shape, none without one
+    slope: jax.Array | None  # derivative of (2), same shape, none without a soft cap
 
 
 def cut(plan: BlockFlashPlan, operands: Operands) -> Blocks:
@@ -151,15 +155,15 @@ def compute_pair(plan: BlockFlashPlan, blocks: Blocks, pair: Places) -> Pair:
         # What nobody attends to may be NaN, and 0 * NaN is not 0.
         seen = allowed.any(axis=(2, 3))[..., None]  # [b, k, block_kv, 1]
         k, v = (jnp.where(seen, x, jnp.zeros((), x.dtype)) for x in (k, v))
-    logits = product("bkgth,bksh->bkgts", q, k) * plan.scale
+    logits = product("bkgth,bksh->bkgts", q, k) * plan.scale  # (1)
     if blocks.bias is not None:
         logits = logits + lax.dynamic_slice(blocks.bias, *bias_corner(plan, blocks.bias, pair)).astype(jnp.float32)
     slope = None
     if plan.soft_cap is not None:
-        bent = jnp.tanh(logits / plan.soft_cap)
-        logits, slope = plan.soft_cap * bent, 1 - bent * bent
+        tanh = jnp.tanh(logits / plan.soft_cap)
+        logits, slope = plan.soft_cap * tanh, 1 - tanh * tanh  # (2)
     if allowed is not None:
-        logits = jnp.where(allowed, logits, -jnp.inf)
+        logits = jnp.where(allowed, logits, -jnp.inf)  # (3)
     return Pair(q, k, v, allowed, logits, slope)
 
 

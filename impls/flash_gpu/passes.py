@@ -1,4 +1,10 @@
-"""The forward and the backward pass: each kernel by its back end, and what is summed around the kernels."""
+"""The forward and the backward pass: each kernel by its back end, and what is computed around the kernels.
+
+The kernels compute (1) to (10) and (12) to (16) of `impls`. Around them are
+
+    (11) D_i = <out_i, dout_i>
+    (17) dsink = sum_i exp(sink - logsumexp_i) (dlse_i - D_i)
+"""
 
 from __future__ import annotations
 
@@ -32,7 +38,7 @@ def backward_pass(
 
     `out` and `d_out` are `[B, T, N, V]`, `logsumexp` and `d_logsumexp` f32 `[B, N, T]`.
     """
-    weighted = (out.astype(jnp.float32) * d_out.astype(jnp.float32)).sum(axis=-1)
+    weighted = (out.astype(jnp.float32) * d_out.astype(jnp.float32)).sum(axis=-1)  # (11)
     rows = Rows(d_out, finite_or_zero(logsumexp), weighted.transpose(0, 2, 1) - d_logsumexp)
     dk, dv = (mosaic_backward if "dkv" in plan.mosaic else triton_backward).gradient_of_keys(plan, operands, rows)
     return Operands(
@@ -48,4 +54,4 @@ def backward_pass(
 def _gradient_of_sinks(sinks: jax.Array, rows: Rows) -> jax.Array:
     """Gradient `[N]`."""
     p = jnp.exp(sinks.astype(jnp.float32)[None, :, None] - rows.shift)
-    return -(p * rows.row_sums).sum(axis=(0, 2)).astype(sinks.dtype)
+    return -(p * rows.row_sums).sum(axis=(0, 2)).astype(sinks.dtype)  # (17)

@@ -1,4 +1,9 @@
-"""Operands in lanes, and what forward and backward both compute of one block of rows and its chunk."""
+"""Operands in lanes, and the logits of one block of rows and its chunk, which both passes compute.
+
+(1)  x_ij = scale <q_i, k_j> + bias_ij
+(2)  z_ij = soft_cap tanh(x_ij / soft_cap)
+(3)  z_ij = -inf, where i may not attend to j
+"""
 
 from __future__ import annotations
 
@@ -41,7 +46,7 @@ class Block(NamedTuple):
     k: Array  # [chunk, H]
     v: Array  # [chunk, V]
     logits: Array  # [r, chunk] f32, -inf where not allowed
-    slope: Array | None  # derivative of the soft cap, same shape, none without one
+    slope: Array | None  # derivative of (2), same shape, none without a soft cap
 
 
 def lanes_of(plan: MobaPlan, operands: Operands) -> Lanes:
@@ -80,18 +85,19 @@ def compute_block(plan: MobaPlan, lanes: Lanes, work: Work, number: Array) -> Bl
     """Block `number`."""
     rows, which = take(work.rows, number), take(work.bins, number)
     q, k, v = lanes.q.at[rows].get(mode="fill", fill_value=0), take(lanes.k, which), take(lanes.v, which)
-    logits = product("rh,jh->rj", q, k) * plan.scale
+    logits = product("rh,jh->rj", q, k) * plan.scale  # (1)
     if lanes.bias is not None:
         logits = logits + lanes.bias[bias_place(plan, lanes.bias, rows, which)].astype(jnp.float32)
     slope = None
     if plan.soft_cap is not None:
-        bent = jnp.tanh(logits / plan.soft_cap)
-        logits, slope = plan.soft_cap * bent, 1 - bent * bent
+        tanh = jnp.tanh(logits / plan.soft_cap)
+        logits, slope = plan.soft_cap * tanh, 1 - tanh * tanh  # (2)
     key = which % plan.chunks * plan.moba.chunk + jnp.arange(plan.moba.chunk, dtype=jnp.int32)
-    # The position of a row to spare is that of no query; a position beyond the last key is never reached.
+    # A row to spare has a position too, that of another row; so it is hidden by its number.
     position = plan.position[rows % plan.rows]
     allowed = (key <= position[:, None]) & (rows < plan.lanes * plan.rows)[:, None]
-    return Block(rows, which, q, k, v, jnp.where(allowed, logits, -jnp.inf), slope)
+    logits = jnp.where(allowed, logits, -jnp.inf)  # (3)
+    return Block(rows, which, q, k, v, logits, slope)
 
 
 def bias_place(plan: MobaPlan, bias: Array, rows: Array, which: Array) -> tuple[Array, Array]:

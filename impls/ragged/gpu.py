@@ -3,6 +3,13 @@
 One query token has too few rows to fill a GPU, a long cache has enough keys (Dao, Haziza, Massa and Sizov 2023,
 "Flash-Decoding"). A program owns a share of the blocks that hold a key of its sequence, so shares are equal whatever
 the lengths are, and one that has none ends at once. The cache is read where it lies, `[B, S, K, .]`.
+
+With (1) and (2) from `impls.ragged.plan`, over the keys of a split, with no sink and no division:
+
+    (3)  z_ij = -inf, where i may not attend to j
+    (4)  m_i = max_j z_ij
+    (5)  l_i = sum_j exp(z_ij - m_i)
+    (6)  out_i = sum_j exp(z_ij - m_i) v_j
 """
 
 from __future__ import annotations
@@ -154,13 +161,17 @@ def _kernel(launch: _Launch, inputs: Arrays, outputs: Arrays) -> None:
         k = load_rows(inputs["k"], kv_start, launch.block, plan.kv_length, launch.depth)
         v = load_rows(inputs["v"], kv_start, launch.block, plan.kv_length, launch.v_depth)
         found = allowed(plan, length, i, positions(kv_start, launch.block)[None, :])
-        z = jnp.where(found, capped(plan, _product(q, k, 1)), -jnp.inf)
-        top = jnp.maximum(old.max, jnp.max(z, axis=1))
+        z = jnp.where(found, capped(plan, _product(q, k, 1)), -jnp.inf)  # (1), (2), (3)
+        top = jnp.maximum(old.max, jnp.max(z, axis=1))  # (4)
         shift = finite(top)
         weights, decay = exp(z - shift[:, None]), exp(old.max - shift)
         # What no query sees may be NaN, and 0 * NaN is not 0.
         out = _product(weights.astype(v.dtype), hide(v, seen(found)), 0)
-        return Part(old.out * decay[:, None] + out, top, old.sum * decay + jnp.sum(weights, axis=1))
+        return Part(
+            out=old.out * decay[:, None] + out,  # (6)
+            max=top,
+            sum=old.sum * decay + jnp.sum(weights, axis=1),  # (5)
+        )
 
     part = Part(
         out=jnp.zeros((tile, padded(launch.v_depth)), jnp.float32),

@@ -1,4 +1,7 @@
-"""What is fixed before any value is known, the arrays of a call, and which keys its queries can see.
+"""What is fixed before any value is known, the arrays of a call, which keys its queries can see, and the logits.
+
+    (1)  x_ij = scale <q_i, k_j>
+    (2)  z_ij = soft_cap tanh(x_ij / soft_cap)
 
 Inside, query heads are rows: the `R = T * G` rows of a key/value head are its group's heads for each query token,
 `row = t * G + g`, and query head `n = k * G + g` reads key/value head `k`.
@@ -137,10 +140,10 @@ def allowed(plan: RaggedPlan, length: Any, position: Any, j: Any) -> Any:
 
 def capped(plan: RaggedPlan, products: jax.Array) -> jax.Array:
     """Logits of products `<q, k>`."""
-    x = products * jnp.float32(plan.scale)
+    x = products * jnp.float32(plan.scale)  # (1)
     if plan.soft_cap is None:
         return x
-    return jnp.float32(plan.soft_cap) * jnp.tanh(x * jnp.float32(1 / plan.soft_cap))
+    return jnp.float32(plan.soft_cap) * jnp.tanh(x * jnp.float32(1 / plan.soft_cap))  # (2)
 
 
 def finite(x: jax.Array) -> jax.Array:

@@ -1,7 +1,17 @@
 """Decode attention in plain JAX: a loop over key blocks as far as the longest sequence goes.
 
-The running softmax of Milakov and Gimelshein 2018 (arXiv:1805.02867), not normalised at the end. How many blocks the
-loop visits is known at run time only: the work follows the lengths, not the size of the cache.
+With (1) and (2) from `impls.ragged.plan`, and with no sink and no division, since the result is a part (`impls.merging`
+has both):
+
+    (3)  z_ij = -inf, where i may not attend to j
+    (4)  m_i = max_j z_ij
+    (5)  l_i = sum_j exp(z_ij - m_i)
+    (6)  out_i = sum_j exp(z_ij - m_i) v_j
+
+`max`, `sum` and `out` of a `Part` are m, l and the sum of (6). They are kept for the keys so far. A block that raises m
+multiplies the others by `decay = exp(old m - new m)` (Milakov and Gimelshein 2018, arXiv:1805.02867).
+
+How many blocks the loop visits is known at run time only. The work follows the lengths, not the size of the cache.
 """
 
 from __future__ import annotations
@@ -44,14 +54,18 @@ def _add(plan: RaggedPlan, operands: Operands, block: int, number: Any, old: Par
     t = jnp.arange(operands.q.shape[2], dtype=jnp.int32) // plan.group
     i = operands.positions[:, None, None] + t[:, None]  # [B, R, 1]
     found = allowed(plan, operands.lengths[:, None, None], i, j) & (j >= number * block)  # [B, R, block]
-    z = capped(plan, _product("bkrh,bskh->bkrs", operands.q, k))
-    z = jnp.where(found[:, None], z, -jnp.inf)
-    top = jnp.maximum(old.max, z.max(axis=-1, keepdims=True))
+    z = capped(plan, _product("bkrh,bskh->bkrs", operands.q, k))  # (1), (2)
+    z = jnp.where(found[:, None], z, -jnp.inf)  # (3)
+    top = jnp.maximum(old.max, z.max(axis=-1, keepdims=True))  # (4)
     weights, decay = jnp.exp(z - finite(top)), jnp.exp(old.max - finite(top))
     # What no query sees may be NaN, and 0 * NaN is not 0.
     v = jnp.where(found.any(axis=1)[:, :, None, None], v, jnp.zeros_like(v))
     out = _product("bkrs,bskv->bkrv", weights.astype(v.dtype), v)
-    return Part(old.out * decay + out, top, old.sum * decay + weights.sum(axis=-1, keepdims=True))
+    return Part(
+        out=old.out * decay + out,  # (6)
+        max=top,
+        sum=old.sum * decay + weights.sum(axis=-1, keepdims=True),  # (5)
+    )
 
 
 def _product(equation: str, a: jax.Array, b: jax.Array) -> jax.Array:

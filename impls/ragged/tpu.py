@@ -1,9 +1,19 @@
 """Decode attention for TPUs in Pallas: one grid step for each block that holds a key, and none for any other.
 
-The steps (`impls.ragged.schedule`) are prefetched to scalar memory, and the grid is as long as they are. Since the
-blocks of all sequences are one list, the pipeline fetches the first block of the next sequence while the last one of
-this is computed. The running softmax is in the outputs themselves, which stay in VMEM for as long as the steps of a
-sequence follow one another.
+With (1) and (2) from `impls.ragged.plan`, and with no sink and no division, since the result is a part (`impls.merging`
+has both):
+
+    (3)  z_ij = -inf, where i may not attend to j
+    (4)  m_i = max_j z_ij
+    (5)  l_i = sum_j exp(z_ij - m_i)
+    (6)  out_i = sum_j exp(z_ij - m_i) v_j
+
+m, l and the sum of (6) for the keys so far are kept in the outputs themselves. These stay in VMEM as long as the steps
+of a sequence follow one another.
+
+The steps (`impls.ragged.schedule`) are prefetched to scalar memory, and the grid is as long as they are. The blocks of
+all sequences are one list, so the pipeline fetches the first block of the next sequence while the last one of this
+sequence is computed.
 
 The kernel reads a cache with heads before keys, `[B, K, S, .]`. One that is kept in that order is used as it is; the
 canonical order is transposed first.
@@ -154,10 +164,10 @@ def _add(
             i = i + jnp.minimum(t, plan.q_length - 1)
         return allowed(plan, length, i, j)
 
-    z = capped(plan, _product(q, k, 2))  # [heads, rows, block]
-    z = jnp.where(sees((rows, block), 1)[None], z, -jnp.inf)
+    z = capped(plan, _product(q, k, 2))  # (1), (2): [heads, rows, block]
+    z = jnp.where(sees((rows, block), 1)[None], z, -jnp.inf)  # (3)
     before = kept.max[...]
-    top = jnp.maximum(before, z.max(axis=-1, keepdims=True))
+    top = jnp.maximum(before, z.max(axis=-1, keepdims=True))  # (4)
     shift = finite(top)
     weights, decay = jnp.exp(z - shift[..., :1]), jnp.exp(before - shift)
     # What no query sees may be NaN, and 0 * NaN is not 0.
@@ -165,8 +175,8 @@ def _add(
     seen = sees((block, queries), 0).astype(jnp.float32).max(axis=1, keepdims=True) > 0
     v = jnp.where(seen[None], v.astype(jnp.float32), 0.0).astype(v.dtype)
     kept.max[...] = top
-    kept.sum[...] = kept.sum[...] * decay + weights.sum(axis=-1, keepdims=True)
-    kept.out[...] = kept.out[...] * decay[..., :1] + _product(weights.astype(v.dtype), v, 1)
+    kept.sum[...] = kept.sum[...] * decay + weights.sum(axis=-1, keepdims=True)  # (5)
+    kept.out[...] = kept.out[...] * decay[..., :1] + _product(weights.astype(v.dtype), v, 1)  # (6)
 
 
 def _product(a: jax.Array, b: jax.Array, axis: int) -> jax.Array:

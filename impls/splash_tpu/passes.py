@@ -1,4 +1,12 @@
-"""The forward and the backward pass: operands padded to whole blocks, the kernels, and what is summed around them."""
+"""The forward and the backward pass: operands padded to whole blocks, the kernels, and what is computed around them.
+
+The kernels compute (1) to (10) and (12) to (15) of `impls`. Around them are
+
+    (11) D_i = <out_i, dout_i>
+    (17) dsink = sum_i exp(sink - logsumexp_i) (dlse_i - D_i)
+
+and the factor of (14) if dq comes from the fused kernel.
+"""
 
 from __future__ import annotations
 
@@ -63,6 +71,7 @@ def backward_pass(
     # Keeps XLA from mixing what it does to these two with what comes before, which takes memory: 33 MiB of HBM at
     # length 32768 and depth 256, on v6e by libtpu 0.0.42.1.
     out, do = jax.lax.optimization_barrier((out, do))  # type: ignore[no-untyped-call]  # JAX leaves it untyped
+    # (11)
     row_sums = jnp.einsum("bntv,bntv->bnt", out, do, precision="highest", preferred_element_type=jnp.float32) - dlse
     # Queries that attended to nothing get probabilities of zero.
     shift = jnp.where(logsumexp == plan.mask_value, jnp.inf, logsumexp)
@@ -70,7 +79,7 @@ def backward_pass(
         dsinks = None
     else:
         sinks = operands.sinks.astype(jnp.float32)[None, :, None]
-        dsinks = -(jnp.exp(sinks - shift) * row_sums).sum(axis=(0, 2)).astype(operands.sinks.dtype)
+        dsinks = -(jnp.exp(sinks - shift) * row_sums).sum(axis=(0, 2)).astype(operands.sinks.dtype)  # (17)
 
     def inputs(call: Call, steps: Steps) -> Inputs:
         rows = call.q_padded - call.plan.q_length
@@ -93,7 +102,7 @@ def backward_pass(
         given = given._replace(dq=jnp.zeros((batch * q_heads, call.q_padded, head_dim), jnp.float32))
     found = gradient_of_keys(call, lists.dkv, lists.q_offset, given, shapes)
     if call.fused:
-        dq = (found.dq * jnp.float32(call.scale)).astype(operands.q.dtype)
+        dq = (found.dq * jnp.float32(call.scale)).astype(operands.q.dtype)  # (14)
     else:
         assert lists.dq is not None
         call = make_call("dq", plan, operands)

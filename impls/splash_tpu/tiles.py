@@ -1,4 +1,8 @@
-"""What the kernels have in common: reading tiles in their layout, products, the mask of a pair of blocks."""
+"""What the kernels have in common: reading tiles in their layout, products, logits, the mask of a pair of blocks.
+
+(1)  x_ij = scale <q_i, k_j>
+(2)  z_ij = soft_cap tanh(x_ij / soft_cap)
+"""
 
 from __future__ import annotations
 
@@ -85,14 +89,14 @@ def column(row: jax.Array) -> jax.Array:
     return jnp.broadcast_to(row, (LANES, row.shape[1])).T
 
 
-def logits_of(call: Call, x: jax.Array) -> tuple[jax.Array, jax.Array | None]:
-    """Logits of products `x`, and the derivative of the soft cap."""
-    x = x * jnp.float32(call.scale)
+def logits_of(call: Call, products: jax.Array) -> tuple[jax.Array, jax.Array | None]:
+    """Logits of products `<q, k>`, and the derivative of (2), none without a soft cap."""
+    x = products * jnp.float32(call.scale)  # (1)
     cap = call.plan.soft_cap
     if cap is None:
         return x, None
-    bent = jnp.tanh(x * jnp.float32(1 / cap))
-    return bent * jnp.float32(cap), 1 - bent * bent
+    tanh = jnp.tanh(x * jnp.float32(1 / cap))
+    return tanh * jnp.float32(cap), 1 - tanh * tanh  # (2)
 
 
 class Masking(NamedTuple):

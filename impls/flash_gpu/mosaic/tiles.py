@@ -1,11 +1,16 @@
 """Tiles of the Mosaic GPU kernels: products on the tensor cores, which pairs may attend, the softmax so far.
 
-What the Triton kernels read through guarded loads comes here through TMA, whole tiles of arrays that are padded to
-them; so tails are masked, never guarded.
+    (1)  x_ij = scale <q_i, k_j>
+    (2)  z_ij = soft_cap tanh(x_ij / soft_cap)
+    (4)  m_i = max_j z_ij, over the keys so far
+    (5)  l_i = sum_j exp(z_ij - m_i), over the keys so far
+
+The Triton kernels guard their loads. Here TMA brings whole tiles, of arrays that are padded to whole tiles; so the
+tails are masked.
 
 JAX's CPU interpreter of these kernels has no `wgmma` on values, on transposed references or into an accumulator that
-has a value already. There the same tiles are read and multiplied as ordinary arrays; which instruction multiplies, and
-how its operands are swizzled, is what compiling shows and running on a GPU proves.
+has a value already. There the same tiles are multiplied as ordinary arrays. That the instruction is the right one, and
+its operands swizzled as it needs them, shows only in compiling and on a GPU.
 """
 
 from __future__ import annotations
@@ -26,7 +31,7 @@ from impls.flash_gpu.schedule import FlashGpuPlan, leaf_name
 
 
 class Softmax(NamedTuple):
-    """As `impls.flash_gpu.triton.forward.Running`, of the rows of one warpgroup."""
+    """m, l and the sum of (6) for the keys so far, of the rows of one warpgroup, f32."""
 
     maximum: jax.Array  # [ROWS]
     total: jax.Array  # [ROWS]
@@ -131,20 +136,20 @@ def hidden_rows(tile: jax.Array, keys_seen: jax.Array) -> jax.Array:
     return jnp.where(over_keys(seen, tile.shape[1]) > 0, tile, jnp.zeros_like(tile))
 
 
-def bent(plan: FlashGpuPlan, x: jax.Array) -> tuple[jax.Array, jax.Array | None]:
-    """Scaled logits after the soft cap, and the derivative of the cap there; none without one."""
-    z = x * jnp.float32(plan.scale)
+def logits_of(plan: FlashGpuPlan, products: jax.Array) -> tuple[jax.Array, jax.Array | None]:
+    """Logits of products `<q, k>`, and the derivative of (2), none without a soft cap."""
+    z = products * jnp.float32(plan.scale)  # (1)
     if plan.soft_cap is None:
         return z, None
     tanh = jnp.tanh(z / jnp.float32(plan.soft_cap))
-    return jnp.float32(plan.soft_cap) * tanh, 1 - tanh * tanh
+    return jnp.float32(plan.soft_cap) * tanh, 1 - tanh * tanh  # (2)
 
 
 def weigh(old: Softmax, z: jax.Array) -> tuple[Softmax, jax.Array]:
-    """The softmax with one more tile of logits, its `out` rescaled only, and the weights of the tile."""
-    maximum = jnp.maximum(old.maximum, jnp.max(z, axis=1))
+    """The softmax with one more tile of logits, and the weights of the tile, which are not yet in its `out`."""
+    maximum = jnp.maximum(old.maximum, jnp.max(z, axis=1))  # (4)
     shift = finite_or_zero(maximum)
     weights = exp(z - over_keys(shift, z.shape[1]))
     decay = exp(old.maximum - shift)
     out = old.out * over_keys(decay, old.out.shape[1])
-    return Softmax(maximum, old.total * decay + jnp.sum(weights, axis=1), out), weights
+    return Softmax(maximum, old.total * decay + jnp.sum(weights, axis=1), out), weights  # (5)

@@ -1,7 +1,11 @@
 """What happens to one tile: guarded loads and stores, which of its pairs may attend, and its logits.
 
-Tiles are powers of two, operands are not: whatever of a tile lies beyond its array, in the length or in the depth, is
-never read, and is zero.
+    (1)  x_ij = scale <q_i, k_j> + bias_ij
+    (2)  z_ij = soft_cap tanh(x_ij / soft_cap)
+    (3)  z_ij = -inf, where i may not attend to j
+
+The sides of a tile are powers of two, those of the operands need not be. The part of a tile that lies beyond its array,
+in the length or in the depth, is never read. It is zero.
 """
 
 from __future__ import annotations
@@ -27,8 +31,8 @@ Carry = TypeVar("Carry")
 class Pair(NamedTuple):
     """A tile of pairs: where it starts, its sizes, and the program that computes it.
 
-    `keys_first` makes it `[keys, queries]`: then the product that sums over queries takes the tile as it is. It goes
-    with programs that own keys; the others own queries.
+    A program that owns queries has tiles `[queries, keys]`. One that owns keys sums over queries; its tiles are
+    `[keys, queries]` (`keys_first`), so that the product for this sum takes them as they are.
     """
 
     batch: Any
@@ -185,15 +189,15 @@ def product(plan: FlashGpuPlan, a: jax.Array, b: jax.Array, *, over: tuple[int, 
 def logits(
     plan: FlashGpuPlan, inputs: Arrays, pair: Pair, q: jax.Array, k: jax.Array, allowed: jax.Array | None
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Logits of a tile, -inf where not allowed, and the derivative of the soft cap there, none without one."""
+    """Logits of a tile, and the derivative of (2), none without a soft cap."""
     z = product(plan, k, q, over=(1, 1)) if pair.keys_first else product(plan, q, k, over=(1, 1))
-    z = z * jnp.float32(plan.scale)
+    z = z * jnp.float32(plan.scale)  # (1)
     if "bias" in inputs:
         z = z + load_pairs(inputs["bias"], plan, pair).astype(jnp.float32)
     slope = None
     if plan.soft_cap is not None:
-        bent = jnp.tanh(z / jnp.float32(plan.soft_cap))
-        z, slope = jnp.float32(plan.soft_cap) * bent, 1 - bent * bent
+        tanh = jnp.tanh(z / jnp.float32(plan.soft_cap))
+        z, slope = jnp.float32(plan.soft_cap) * tanh, 1 - tanh * tanh  # (2)
     if allowed is not None:
-        z = jnp.where(allowed, z, -jnp.inf)
+        z = jnp.where(allowed, z, -jnp.inf)  # (3)
     return z, slope
