@@ -26,9 +26,10 @@ from conformance.judging.runner import Runner
 from conformance.judging.settings import Settings
 from conformance.records import FAIL, PASS, Record
 from impls import flash_gpu
-from impls.flash_gpu import backends, block_sizes, mosaic_launch
+from impls.flash_gpu import backends, block_sizes
 from impls.flash_gpu.block_sizes import Tiles
-from impls.flash_gpu.schedule import Plan
+from impls.flash_gpu.mosaic import launch as mosaic_launch
+from impls.flash_gpu.schedule import FlashGpuPlan
 
 CAUSAL = Causal()
 LONG_RINGS = dataclasses.replace(
@@ -178,7 +179,7 @@ def test_what_no_query_may_attend_to_does_not_spread() -> None:
     "mask", [Full(), Causal(), Window(95, 0), Dense(np.eye(4, dtype=bool).repeat(64, 0).repeat(64, 1))]
 )
 def test_the_list_of_blocks_is_that_of_the_schedule(mask: Mask) -> None:
-    found = Plan(
+    found = FlashGpuPlan(
         mask=mask,
         num_q_heads=1,
         num_kv_heads=1,

@@ -18,9 +18,10 @@ from conformance.records import ERROR
 from conformance.sensitivity import PlantedBug
 from conformance.sensitivity.examination import red_records
 from impls import flash_gpu
-from impls.flash_gpu import backward, forward, tiles
-from impls.flash_gpu.forward import Running
-from impls.flash_gpu.schedule import Plan
+from impls.flash_gpu import passes
+from impls.flash_gpu.schedule import FlashGpuPlan
+from impls.flash_gpu.triton import backward, forward, tiles
+from impls.flash_gpu.triton.forward import Running
 
 # The package's attribute of this name is the function.
 CALL = importlib.import_module("impls.flash_gpu.attention")
@@ -36,12 +37,12 @@ def without_offset(mask: Mask) -> Mask:
 
 def backward_of(change: Callable[[Mask], Mask]) -> Patch:
     """The backward pass has another mask than the forward pass."""
-    correct = backward.backward
+    correct = passes.backward_pass
 
-    def wrong(plan: Plan, *rest: Any) -> Any:
+    def wrong(plan: FlashGpuPlan, *rest: Any) -> Any:
         return correct(dataclasses.replace(plan, mask=change(plan.mask)), *rest)
 
-    return lambda patch: patch.setattr(CALL, "backward", wrong)
+    return lambda patch: patch.setattr(CALL, "backward_pass", wrong)
 
 
 def tail_read(patch: pytest.MonkeyPatch) -> None:
@@ -51,7 +52,7 @@ def tail_read(patch: pytest.MonkeyPatch) -> None:
 def no_rescale(patch: pytest.MonkeyPatch) -> None:
     correct = forward.update
 
-    def wrong(plan: Plan, old: Running, z: Any, v: Any) -> Running:
+    def wrong(plan: FlashGpuPlan, old: Running, z: Any, v: Any) -> Running:
         new = correct(plan, old, z, v)
         fresh = correct(plan, old._replace(out=jnp.zeros_like(old.out)), z, v)
         return new._replace(out=old.out + fresh.out)

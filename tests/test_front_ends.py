@@ -23,7 +23,7 @@ from conformance.judging.plan import Job, single
 from conformance.judging.runner import Runner
 from conformance.judging.settings import Settings
 from conformance.records import FAIL, PASS, Record
-from conformance.reference import front_end
+from conformance.reference.attention import front_end
 from conformance.truth.bounds import Bounded, Inexact, expect
 from conformance.truth.comparison import compare
 from conformance.truth.front_end import FrontEnd

@@ -18,7 +18,7 @@ from cases.masks import Causal, Dense, Full, Lengths, LoadBalancedCausal, Mask, 
 from conformance.contract import Implementation
 from conformance.truth.bounds import Bounded, expect
 from impls import block_flash, dot_product
-from impls.block_flash.schedule import Plan
+from impls.block_flash.schedule import BlockFlashPlan
 
 # That of the largest ratio (docs/numerics.md, section 6), for every observable.
 LIMIT = 4.0
@@ -204,8 +204,8 @@ def test_empty_blocks_are_not_scheduled(mask: Mask, pairs: int, masked: bool) ->
     assert schedule.masked == masked
 
 
-def plan(mask: Mask, length: int = 128) -> Plan:
-    return Plan(
+def plan(mask: Mask, length: int = 128) -> BlockFlashPlan:
+    return BlockFlashPlan(
         mask=mask,
         num_q_heads=2,
         num_kv_heads=2,

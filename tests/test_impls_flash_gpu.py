@@ -16,8 +16,8 @@ from cases.inputs import draw, draw_cotangent
 from cases.masks import Bidirectional, Causal, Chunked, Dense, Full, Lengths, LoadBalancedCausal, Mask, Window
 from impls import flash_gpu
 from impls.flash_gpu.block_sizes import TABLE, BlockSizes, Tiles, look_up
-from impls.flash_gpu.registry import same_tiles
-from impls.flash_gpu.schedule import Plan
+from impls.flash_gpu.implementation import same_tiles
+from impls.flash_gpu.schedule import FlashGpuPlan
 from tests.test_impls_attention import check, compiled, operands, run
 
 JOINT = (
@@ -40,7 +40,7 @@ def test_a_head_depth_beyond_one_tile_of_sixteen(products: Any) -> None:
     check(small(products=products), "train/f32/B1.T33.S65.N2.K1.H100.V256/causal-o32/normal/s1")
 
 
-def plan(mask: Mask, length: int, block: int = 128, **changes: Any) -> Plan:
+def plan(mask: Mask, length: int, block: int = 128, **changes: Any) -> FlashGpuPlan:
     given: dict[str, Any] = {
         "mask": mask,
         "num_q_heads": 2,
@@ -56,10 +56,10 @@ def plan(mask: Mask, length: int, block: int = 128, **changes: Any) -> Plan:
         "sizes": same_tiles(block, block),
         "interpret": True,
     }
-    return Plan(**{**given, **changes})
+    return FlashGpuPlan(**{**given, **changes})
 
 
-def visited(found: Plan, axis: Any = "q") -> dict[str, int]:
+def visited(found: FlashGpuPlan, axis: Any = "q") -> dict[str, int]:
     visits = found.visits(found.sizes.forward, axis)
     return {"full": int(visits.table[..., 1].sum()), "partial": int(visits.table[..., 3].sum())}
 

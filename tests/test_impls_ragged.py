@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import importlib
 from collections import Counter
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,9 +26,9 @@ from impls import merging, ragged
 from impls.merging import Part
 from impls.ragged import tpu
 from impls.ragged.attention import Backend
-from impls.ragged.problem import Operands as Arrays
-from impls.ragged.problem import Problem, block_range, lower, rows_of, run_of_keys
-from impls.ragged.schedule import steps_of, traffic
+from impls.ragged.plan import Operands as Arrays
+from impls.ragged.plan import RaggedPlan, block_range, lower, rows_of, run_of_keys
+from impls.ragged.schedule import Steps, steps_of
 from tests.test_impls_attention import LIMIT, ratio
 
 OPTIONS: dict[Backend, dict[str, Any]] = {
@@ -42,8 +42,24 @@ IMPLEMENTATIONS = {implementation.name: implementation for implementation in rag
 EVERY = Full()
 
 
-def fixed(kv_length: int, mask: Mask = EVERY, q_length: int = 1, group: int = 1) -> Problem:
-    return Problem(mask=mask, q_length=q_length, group=group, kv_length=kv_length, scale=1.0, soft_cap=None, exact=True)
+class Traffic(NamedTuple):
+    """What a schedule does for one group of heads: steps, blocks that are computed, and fetched to VMEM."""
+
+    steps: int
+    computed: int
+    fetched: int
+
+
+def traffic(steps: Steps) -> Traffic:
+    """Counted from the lists; a block is fetched when it is another one than in the step before."""
+    total = int(steps.total)
+    blocks = list(zip(steps.kv_row[:total].tolist(), steps.kv_block[:total].tolist(), strict=True))
+    fetched = sum(number == 0 or block != blocks[number - 1] for number, block in enumerate(blocks))
+    return Traffic(total, int(steps.blocks.sum()), fetched)
+
+
+def fixed(kv_length: int, mask: Mask = EVERY, q_length: int = 1, group: int = 1) -> RaggedPlan:
+    return RaggedPlan(mask=mask, q_length=q_length, group=group, kv_length=kv_length, scale=1.0, soft_cap=None)
 
 
 def int32(*values: int) -> jax.Array:
@@ -92,13 +108,13 @@ def test_blocks_before_a_window_are_left_out_as_well(mask: Mask, blocks: list[in
     st.integers(1, 3),
 )
 def test_the_run_of_keys_is_what_the_mask_allows(mask: Mask, position: int, length: int, queries: int) -> None:
-    problem = fixed(16, mask, queries)
+    plan = fixed(16, mask, queries)
     i, j = position + np.arange(queries)[:, None] + 100 * 30, np.arange(16)[None, :] + 100 * 30  # `allowed` from 0 on
     want = np.asarray(mask.allowed(i, j)) & (np.arange(16) < length)
-    runs = [run_of_keys(problem, jnp.int32(length), jnp.int32(position + t)) for t in range(queries)]
+    runs = [run_of_keys(plan, jnp.int32(length), jnp.int32(position + t)) for t in range(queries)]
     got = np.array([(np.arange(16) >= int(low)) & (np.arange(16) < int(high)) for low, high in runs])
     np.testing.assert_array_equal(got, want)
-    first, count = block_range(problem, int32(length), int32(position), 4)
+    first, count = block_range(plan, int32(length), int32(position), 4)
     hit = np.flatnonzero(want.any(axis=0)) // 4
     assert set(hit) <= set(range(int(first[0]), int(first[0] + count[0])))
     assert len(hit) == 0 or (int(first[0]), int(first[0] + count[0]) - 1) == (hit[0], hit[-1])
@@ -251,8 +267,8 @@ def test_the_part_of_an_empty_cache_is_nothing(backend: Backend) -> None:
 def test_a_cache_with_heads_first_is_used_as_it_is() -> None:
     x = arrays(2, 40)
     given = Arrays(rows_of(x["q"], 2), x["k"], x["v"], int32(40, 3), int32(0, 0))
-    problem = fixed(40, group=2)
-    run = functools.partial(tpu.attend, problem, block_kv=16, interpret=True)
+    plan = fixed(40, group=2)
+    run = functools.partial(tpu.attend, plan, block_kv=16, interpret=True)
     turned = given._replace(k=x["k"].swapaxes(1, 2), v=x["v"].swapaxes(1, 2))
     for one, other in zip(run(operands=given), run(operands=turned, heads_first=True), strict=True):
         np.testing.assert_array_equal(one, other)

@@ -28,7 +28,7 @@ from conformance.records import PASS, UNJUDGED, Record
 from conformance.truth import oracle
 from impls import dot_product
 from impls.moba import attention, dense_attention
-from impls.moba.plan import Plan, divide
+from impls.moba.plan import MobaPlan, divide
 
 SETTINGS = settings(derandomize=True, deadline=None, max_examples=60)
 FORMS = {"block_sparse": attention, "dense": dense_attention}
@@ -193,7 +193,7 @@ def test_others_refuse_the_mask() -> None:
         dot_product.attention(q, q, q, mask=Moba(4, 2))
 
 
-PLAN = Plan(
+PLAN = MobaPlan(
     moba=Moba(4, 3),
     batch=2,
     num_q_heads=4,

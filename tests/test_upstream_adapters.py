@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import importlib
 import importlib.util
 import re
 from typing import Any
@@ -17,17 +16,18 @@ import pytest
 from cases import masks
 from cases.case import FEATURES, parse
 from cases.inputs import Problem, draw, draw_cotangent
+from conformance.calling import registry
 from conformance.checks import BY_NAME
 from conformance.contract import Implementation
 from conformance.judging.plan import plan
 from conformance.judging.runner import Runner
 from conformance.judging.settings import Settings
+from impls.catalogue import MODULES
 from impls.features import mask_features
 from impls.upstream.jax_mha_gpu import attention as mha_gpu
 from impls.upstream.jax_nn import mask_arguments
 from impls.upstream.mask_flags import causal_flag
 
-MODULES = ("jax_nn", "jax_splash_tpu", "tokamax_splash", "jax_flash_tpu", "jax_mha_gpu")
 TOLERANCE = {
     "f32": 2e-5,
     "bf16": 2e-2,
@@ -67,8 +67,8 @@ CASES = {
 @functools.cache
 def adapters() -> dict[str, Implementation]:
     """All adapters by name."""
-    modules = (importlib.import_module(f"impls.upstream.{name}") for name in MODULES)
-    return {found.name: found for module in modules for found in module.IMPLEMENTATIONS}
+    names = (name for name, module in MODULES.items() if module.startswith("impls.upstream."))
+    return {name: registry.find(name) for name in names}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,7 +14,7 @@ from cases.case import Case
 from conformance import declare
 from conformance.calling.plain import from_function
 from conformance.contract import Implementation
-from conformance.reference import front_end as reference
+from conformance.reference.attention import front_end as reference
 from conformance.sensitivity import PlantedBug
 from tests.kernels import naive
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from conformance.sensitivity import PlantedBug
 from impls import merging
 from impls.merging import Normalised, Part
-from impls.ragged.problem import Problem
+from impls.ragged.plan import RaggedPlan
 from tests.kernels.decode import DecodeSteps, implementation, part_of, sink_part
 from tests.planted.triggers import Trigger, has
 
@@ -79,8 +79,8 @@ def _out_not_rescaled(parts: Sequence[Part]) -> Part:
     return found._replace(out=x.out.sum(axis=0))
 
 
-def _sinks_of_the_first_head(sinks: Array, problem: Problem) -> Array:
-    by_kv_head = sinks.reshape(-1, problem.group)
+def _sinks_of_the_first_head(sinks: Array, plan: RaggedPlan) -> Array:
+    by_kv_head = sinks.reshape(-1, plan.group)
     return jnp.broadcast_to(by_kv_head[:, :1], by_kv_head.shape).reshape(sinks.shape)
 
 
@@ -106,7 +106,7 @@ def _statistics_turned(parts: Sequence[Part]) -> Part:
     return merging.merge([part._replace(max=jnp.roll(part.max, 1, axis=2)) for part in parts])
 
 
-def _in_bf16(parts: Part, problem: Problem) -> Part:
+def _in_bf16(parts: Part, plan: RaggedPlan) -> Part:
     return parts._replace(out=parts.out.astype(jnp.bfloat16).astype(jnp.float32))
 
 

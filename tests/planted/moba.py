@@ -20,7 +20,7 @@ from conformance.sensitivity import PlantedBug
 from impls.moba import forward as sparse_forward
 from impls.moba.blocks import Operands, bins_of, from_rows, rows_of
 from impls.moba.choice import choose
-from impls.moba.plan import Plan, Work, divide
+from impls.moba.plan import MobaPlan, Work, divide
 from tests.planted.plain import Call, PlainSteps, kernel, stop
 from tests.planted.triggers import Trigger, both, grouped, has, trains
 
@@ -99,11 +99,11 @@ def correct(steps: MobaSteps = MobaSteps(), **plain: Step) -> Callable[..., Any]
 def block_sparse(
     forward: Callable[..., Any] = sparse_forward.forward,
     backward: Callable[..., Any] = sparse_backward.backward,
-    divided: Callable[[Plan, Array], Work] = divide,
+    divided: Callable[[MobaPlan, Array], Work] = divide,
 ) -> Callable[..., Any]:
     """The block-sparse kernel with another forward pass, backward pass or division of the work."""
 
-    def attend(plan: Plan, operands: Operands) -> Any:
+    def attend(plan: MobaPlan, operands: Operands) -> Any:
         @jax.custom_vjp
         def flash(operands: Operands, work: Work) -> Any:
             return forward(plan, operands, work)
@@ -215,7 +215,7 @@ def _empty_slots_are_the_first_chunk(x: Array, call: Call) -> Array:
     return z + jnp.log(times.astype(jnp.float32))
 
 
-def _not_rescaled(plan: Plan, operands: Operands, work: Work) -> Any:
+def _not_rescaled(plan: MobaPlan, operands: Operands, work: Work) -> Any:
     """Parts of a row are added up as if they had been shifted by one maximum."""
     right = sparse_forward.forward(plan, operands, work)
     parts = sparse_forward._parts(plan, sparse_forward.lanes_of(plan, operands), work)
@@ -224,7 +224,7 @@ def _not_rescaled(plan: Plan, operands: Operands, work: Work) -> Any:
     return right._replace(out=from_rows(plan, out.astype(operands.q.dtype)))
 
 
-def _own_chunk_in_logsumexp(plan: Plan, operands: Operands, work: Work) -> Any:
+def _own_chunk_in_logsumexp(plan: MobaPlan, operands: Operands, work: Work) -> Any:
     right = sparse_forward.forward(plan, operands, work)
     parts = sparse_forward._parts(plan, sparse_forward.lanes_of(plan, operands), work)
     maximum, total, _ = (sparse_forward.slots(x, work.places[:, :1], 0) for x in parts)
@@ -232,7 +232,7 @@ def _own_chunk_in_logsumexp(plan: Plan, operands: Operands, work: Work) -> Any:
     return right._replace(logsumexp=own)
 
 
-def _beyond_capacity(plan: Plan, chosen: Array) -> Work:
+def _beyond_capacity(plan: MobaPlan, chosen: Array) -> Work:
     """As many blocks as the pairs would fill if no block had rows to spare."""
     work = divide(plan, chosen)
     return work._replace(in_use=jnp.minimum(work.in_use, max(1, plan.pairs // plan.block_rows)))

@@ -98,7 +98,7 @@ BUGS: tuple[PlantedBug, ...] = (
         Change(
             "launch",
             "lax.div(grid.row, jnp.int32(self.group))",
-            "lax.rem(grid.row, jnp.int32(self.call.settings.num_kv_heads * self.call.batch))",
+            "lax.rem(grid.row, jnp.int32(self.call.plan.num_kv_heads * self.call.batch))",
         ),
         kind="heads.interleaved",
         reference="inferred from issues on grouped heads (contract, section 1)",
@@ -135,7 +135,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         "splash-reads-the-tail",
-        Change("tiles", "if call.settings.kv_length % blocks.kv:", "if call.settings.kv_length < 0:"),
+        Change("tiles", "if call.plan.kv_length % blocks.kv:", "if call.plan.kv_length < 0:"),
         kind="tails.padding-attended",
         reference="tokamax f896356 (padded keys attended)",
         shows=("out", "logsumexp", "dq"),

@@ -1,6 +1,18 @@
-"""Backward kernels for Hopper in Mosaic GPU: the formulas and the division of work of `impls.flash_gpu.backward`.
+"""Backward kernels for Hopper in Mosaic GPU.
 
-One kernel owns blocks of queries (dq); one owns blocks of keys and goes over the query heads of its group (dk, dv).
+With (1) and (2) from `impls.flash_gpu.mosaic.tiles`:
+
+    (8)  p_ij = exp(z_ij - logsumexp_i)
+    (9)  dv_j = sum_i p_ij dout_i
+    (10) dp_ij = <dout_i, v_j>
+    (12) dz_ij = p_ij (dp_ij - D_i + dlse_i)
+    (13) dx_ij = dz_ij (1 - tanh(x_ij / soft_cap)^2)
+    (14) dq_i = scale sum_j dx_ij k_j
+    (15) dk_j = scale sum_i dx_ij q_i
+
+Where a pair may not attend, p and dx are set to 0 instead of z to -inf. `D - dlse` comes from `impls.flash_gpu.passes`,
+as `row_sums`. One kernel owns blocks of queries and computes (14). One owns blocks of keys and computes (9) and (15),
+which it sums over the query heads of its group.
 """
 
 from __future__ import annotations
@@ -14,34 +26,25 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from impls.flash_gpu.mosaic_forward import allowed_keys, bring_keys
-from impls.flash_gpu.mosaic_launch import (
-    COMPUTING,
-    Place,
-    Shape,
-    common_inputs,
-    launch,
-    padded,
-    shape_of,
-    tile,
-)
-from impls.flash_gpu.mosaic_tiles import (
-    ROWS,
+from impls.flash_gpu.exponentials import exp
+from impls.flash_gpu.mosaic.forward import allowed_keys, bring_keys
+from impls.flash_gpu.mosaic.launch import Place, common_inputs, launch, padded
+from impls.flash_gpu.mosaic.shape import COMPUTING, ROWS, Shape, shape_of, tile
+from impls.flash_gpu.mosaic.tiles import (
     Span,
     accumulate,
     allowed,
-    bent,
     hidden_rows,
+    logits_of,
     over_keys,
     over_queries,
     product,
 )
-from impls.flash_gpu.operands import Operands, array_of
-from impls.flash_gpu.schedule import Plan
-from impls.flash_gpu.tiles import exp
+from impls.flash_gpu.operands import Operands, Rows, array_of
+from impls.flash_gpu.schedule import FlashGpuPlan
 
 
-def _inputs(plan: Plan, shape: Shape, operands: Operands, rows: Any) -> dict[str, jax.Array]:
+def _inputs(plan: FlashGpuPlan, shape: Shape, operands: Operands, rows: Rows) -> dict[str, jax.Array]:
     inputs = common_inputs(plan, shape, operands)
     length = inputs["q"].shape[1]
     inputs["d_out"] = padded(rows.d_out, {1: length, 3: shape.v_head_dim})
@@ -88,8 +91,8 @@ def _bring_queries(place: Place, start: Any, size: int, head: Any, slot: Any) ->
         plgpu.copy_gmem_to_smem(inputs["q_ids"].at[place.batch, rows], scratch["q_ids_tile"].at[slot], here)
 
 
-def queries(plan: Plan, operands: Operands, rows: Any) -> jax.Array:
-    """Gradient of q, `[B, T, N, H]`; `rows` as in `impls.flash_gpu.backward`."""
+def gradient_of_queries(plan: FlashGpuPlan, operands: Operands, rows: Rows) -> jax.Array:
+    """Gradient of q, `[B, T, N, H]`."""
     shape, dtype = shape_of(plan, "dq"), operands.q.dtype
     inputs = _inputs(plan, shape, operands, rows)
     (dq,) = launch(
@@ -118,7 +121,7 @@ def _dq_program(inputs: dict[str, Any], outputs: Any, scratch: dict[str, Any], p
         mine = place.warpgroup
         dq = _dq(place)
         ready = scratch["q_tile"].at[mine]
-        ready[...] = (dq * jnp.float32(place.plan.scale)).astype(outputs[0].dtype)
+        ready[...] = (dq * jnp.float32(place.plan.scale)).astype(outputs[0].dtype)  # (14)
         plgpu.commit_smem()  # type: ignore[no-untyped-call] # untyped upstream
         plgpu.copy_smem_to_gmem(ready, outputs[0].at[place.batch, pl.ds(place.start, ROWS), place.head])
         plgpu.wait_smem_to_gmem(0)
@@ -136,12 +139,12 @@ def _dq(place: Place) -> jax.Array:
         slot = place.slot(at)
         plgpu.barrier_wait(scratch["k_here"].at[slot])
         k = scratch["k_tile"].at[slot]
-        z, slope = bent(plan, product(plan, q, k, transposed=True))
-        p = exp(z - over_keys(shift, z.shape[1]))
+        z, slope = logits_of(plan, product(plan, q, k, transposed=True))  # (1), (2)
+        p = exp(z - over_keys(shift, z.shape[1]))  # (8)
         plgpu.barrier_wait(scratch["v_here"].at[slot])
-        dx = product(plan, d_out, scratch["v_tile"].at[slot], transposed=True)
-        dx = p * (dx - over_keys(row_sums, z.shape[1]))
-        dx = dx if slope is None else dx * slope
+        dp = product(plan, d_out, scratch["v_tile"].at[slot], transposed=True)  # (10)
+        dx = p * (dp - over_keys(row_sums, z.shape[1]))  # (12)
+        dx = dx if slope is None else dx * slope  # (13)
         if masked:
             may = allowed_keys(place, at, slot)
             dx = jnp.where(may(False), dx, 0.0)
@@ -149,7 +152,7 @@ def _dq(place: Place) -> jax.Array:
             k_seen[...] = hidden_rows(k[...], may(True))
             plgpu.commit_smem()  # type: ignore[no-untyped-call] # untyped upstream
             k = k_seen
-        dq = accumulate(plan, dq, dx.astype(k.dtype), k)
+        dq = accumulate(plan, dq, dx.astype(k.dtype), k)  # (14), not scaled
         place.let_go(slot)
         return dq
 
@@ -161,7 +164,7 @@ def _dq(place: Place) -> jax.Array:
     return dq
 
 
-def keys_and_values(plan: Plan, operands: Operands, rows: Any) -> tuple[jax.Array, jax.Array]:
+def gradient_of_keys(plan: FlashGpuPlan, operands: Operands, rows: Rows) -> tuple[jax.Array, jax.Array]:
     """Gradients of k and v, `[B, S, K, .]`."""
     shape, dtype = shape_of(plan, "dkv"), operands.k.dtype
     inputs = _inputs(plan, shape, operands, rows)
@@ -203,7 +206,7 @@ def _dkv_program(inputs: dict[str, Any], outputs: Any, scratch: dict[str, Any], 
         plgpu.barrier_wait(v_here)
         dk, dv = _sums_of_group(place, group, total)
         for ready, sums, out in (
-            (scratch["k_tile"].at[mine], dk * jnp.float32(place.plan.scale), outputs[0]),
+            (scratch["k_tile"].at[mine], dk * jnp.float32(place.plan.scale), outputs[0]),  # (15)
             (scratch["v_tile"].at[mine], dv, outputs[1]),
         ):
             ready[...] = sums.astype(out.dtype)
@@ -221,19 +224,18 @@ def _sums_of_group(place: Place, group: Any, total: Any) -> tuple[jax.Array, jax
         slot = place.slot(base + at)
         plgpu.barrier_wait(scratch["q_here"].at[slot])
         q, d_out = scratch["q_tile"].at[slot], scratch["d_out_tile"].at[slot]
-        z, slope = bent(plan, product(plan, k, q, transposed=True))
-        p = exp(z - over_queries(scratch["shift_tile"].at[slot][...], ROWS))
-        dx = product(plan, v, d_out, transposed=True)
-        dx = p * (dx - over_queries(scratch["row_sums_tile"].at[slot][...], ROWS))
-        dx = dx if slope is None else dx * slope
+        z, slope = logits_of(plan, product(plan, k, q, transposed=True))  # (1), (2)
+        p = exp(z - over_queries(scratch["shift_tile"].at[slot][...], ROWS))  # (8)
+        dp = product(plan, v, d_out, transposed=True)  # (10)
+        dx = p * (dp - over_queries(scratch["row_sums_tile"].at[slot][...], ROWS))  # (12)
+        dx = dx if slope is None else dx * slope  # (13)
         if masked:
-            # Keys that a query may not attend to are rows of the sums, not terms of them: what is in k and v behind the
-            # mask cannot spread.
+            # k and v are no factors of (9) and (15), so NaN in keys behind the mask does not spread.
             may = _allowed_queries(place, at, slot)
             p, dx = jnp.where(may, p, 0.0), jnp.where(may, dx, 0.0)
         dk, dv = sums
-        dv = accumulate(plan, dv, p.astype(d_out.dtype), d_out)
-        dk = accumulate(plan, dk, dx.astype(q.dtype), q)
+        dv = accumulate(plan, dv, p.astype(d_out.dtype), d_out)  # (9)
+        dk = accumulate(plan, dk, dx.astype(q.dtype), q)  # (15), not scaled
         place.let_go(slot, read_as_values=True)  # the values of its rows
         return dk, dv
 

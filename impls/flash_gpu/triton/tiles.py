@@ -1,14 +1,17 @@
 """What happens to one tile: guarded loads and stores, which of its pairs may attend, and its logits.
 
-Tiles are powers of two, operands are not: whatever of a tile lies beyond its array, in the length or in the depth, is
-never read, and is zero.
+    (1)  x_ij = scale <q_i, k_j> + bias_ij
+    (2)  z_ij = soft_cap tanh(x_ij / soft_cap)
+    (3)  z_ij = -inf, where i may not attend to j
+
+The sides of a tile are powers of two, those of the operands need not be. The part of a tile that lies beyond its array,
+in the length or in the depth, is never read. It is zero.
 """
 
 from __future__ import annotations
 
 import functools
 import itertools
-import math
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, TypeVar
 
@@ -19,10 +22,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
 from cases.masks import And, Dense, Lengths, Mask, Or
-from impls.flash_gpu.operands import Arrays, Launch
-from impls.flash_gpu.schedule import KINDS, Plan, leaf_name
-
-LOG2_E = math.log2(math.e)
+from impls.flash_gpu.schedule import KINDS, FlashGpuPlan, leaf_name
+from impls.flash_gpu.triton.launch import Arrays, Launch
 
 Carry = TypeVar("Carry")
 
@@ -30,8 +31,8 @@ Carry = TypeVar("Carry")
 class Pair(NamedTuple):
     """A tile of pairs: where it starts, its sizes, and the program that computes it.
 
-    `keys_first` makes it `[keys, queries]`: then the product that sums over queries takes the tile as it is. It goes
-    with programs that own keys; the others own queries.
+    A program that owns queries has tiles `[queries, keys]`. One that owns keys sums over queries; its tiles are
+    `[keys, queries]` (`keys_first`), so that the product for this sum takes them as they are.
     """
 
     batch: Any
@@ -108,7 +109,7 @@ def store_values(ref: Any, start: Any, values: jax.Array, length: int) -> None:
     plt.store(ref, values, mask=None if length % size == 0 else positions(start, size) < length)
 
 
-def load_pairs(ref: Any, plan: Plan, pair: Pair) -> jax.Array:
+def load_pairs(ref: Any, plan: FlashGpuPlan, pair: Pair) -> jax.Array:
     """Tile of an array over pairs `[heads or 1, T or 1, S or 1]`, to broadcast to the tile of `pair`."""
     heads, q_length, kv_length = ref.shape
     rows, row = (pair.block_q, pair.q_at) if q_length > 1 else (1, 0)
@@ -137,7 +138,7 @@ def _visit(step: Callable[[Any, Carry], Carry], first: Any, listed: Any, t: Any,
     return step(first + t if listed is None else listed[first + t], carry)
 
 
-def allowed(plan: Plan, inputs: Arrays, pair: Pair) -> jax.Array:
+def allowed(plan: FlashGpuPlan, inputs: Arrays, pair: Pair) -> jax.Array:
     """Booleans of the tile of `pair`: mask, segments, and that query and key exist."""
     i = pair.queries(positions(pair.q_start, pair.block_q))
     j = pair.keys(positions(pair.kv_start, pair.block_kv))
@@ -153,7 +154,7 @@ def allowed(plan: Plan, inputs: Arrays, pair: Pair) -> jax.Array:
     return found
 
 
-def _formula(mask: Mask, plan: Plan, inputs: Arrays, pair: Pair, i: Any, j: Any, places: Iterator[int]) -> Any:
+def _formula(mask: Mask, plan: FlashGpuPlan, inputs: Arrays, pair: Pair, i: Any, j: Any, places: Iterator[int]) -> Any:
     """`mask` on a tile; `places` counts the leaves in the order of `cases.masks.leaves`."""
     if isinstance(mask, And | Or):
         left = _formula(mask.left, plan, inputs, pair, i, j, places)
@@ -178,7 +179,7 @@ def hide(tile: jax.Array, visible: jax.Array | None) -> jax.Array:
     return tile if visible is None else jnp.where(visible, tile, jnp.zeros_like(tile))
 
 
-def product(plan: Plan, a: jax.Array, b: jax.Array, *, over: tuple[int, int]) -> jax.Array:
+def product(plan: FlashGpuPlan, a: jax.Array, b: jax.Array, *, over: tuple[int, int]) -> jax.Array:
     """Matrix product of two tiles in one dtype, summed over axis `over[0]` of `a` and `over[1]` of `b`, in f32."""
     precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 and plan.exact else lax.Precision.DEFAULT
     dimensions = (((over[0],), (over[1],)), ((), ()))
@@ -186,27 +187,17 @@ def product(plan: Plan, a: jax.Array, b: jax.Array, *, over: tuple[int, int]) ->
 
 
 def logits(
-    plan: Plan, inputs: Arrays, pair: Pair, q: jax.Array, k: jax.Array, allowed: jax.Array | None
+    plan: FlashGpuPlan, inputs: Arrays, pair: Pair, q: jax.Array, k: jax.Array, allowed: jax.Array | None
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Logits of a tile, -inf where not allowed, and the derivative of the soft cap there, none without one."""
+    """Logits of a tile, and the derivative of (2), none without a soft cap."""
     z = product(plan, k, q, over=(1, 1)) if pair.keys_first else product(plan, q, k, over=(1, 1))
-    z = z * jnp.float32(plan.scale)
+    z = z * jnp.float32(plan.scale)  # (1)
     if "bias" in inputs:
         z = z + load_pairs(inputs["bias"], plan, pair).astype(jnp.float32)
     slope = None
     if plan.soft_cap is not None:
-        bent = jnp.tanh(z / jnp.float32(plan.soft_cap))
-        z, slope = jnp.float32(plan.soft_cap) * bent, 1 - bent * bent
+        tanh = jnp.tanh(z / jnp.float32(plan.soft_cap))
+        z, slope = jnp.float32(plan.soft_cap) * tanh, 1 - tanh * tanh  # (2)
     if allowed is not None:
-        z = jnp.where(allowed, z, -jnp.inf)
+        z = jnp.where(allowed, z, -jnp.inf)  # (3)
     return z, slope
-
-
-def exp(x: jax.Array) -> jax.Array:
-    """`e ** x`, as the power of two that GPUs have an instruction for."""
-    return jnp.exp2(x * jnp.float32(LOG2_E))
-
-
-def finite_or_zero(x: jax.Array) -> jax.Array:
-    """`x` with -inf replaced by 0, so that `exp(-inf - x)` is 0 and not NaN."""
-    return jnp.where(x == -jnp.inf, 0.0, x)

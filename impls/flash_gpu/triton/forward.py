@@ -1,5 +1,15 @@
 """Forward kernel: each program owns one block of queries of one head, and goes over the key blocks that it may see.
 
+From the logits z of `impls.flash_gpu.triton.tiles`:
+
+    (4)  m_i = max(max_j z_ij, sink)
+    (5)  l_i = sum_j exp(z_ij - m_i) + exp(sink - m_i)
+    (6)  out_i = sum_j exp(z_ij - m_i) v_j / l_i
+    (7)  logsumexp_i = m_i + log(l_i)
+
+`maximum`, `total` and `out` of `Running` are m, l and the sum of (6) for the keys so far, without the sink. A block
+that raises m multiplies the others by `decay = exp(old m - new m)`.
+
 Sources: Milakov & Gimelshein 2018, arXiv:1805.02867 (running maximum and sum); Dao et al. 2022, arXiv:2205.14135 and
 Dao 2023, arXiv:2307.08691 (blocks, normalisation once at the end).
 """
@@ -13,13 +23,13 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from impls.flash_gpu.operands import Arrays, Launch, Operands, array_of
-from impls.flash_gpu.schedule import Plan
-from impls.flash_gpu.tiles import (
+from impls.flash_gpu.exponentials import exp, finite_or_zero
+from impls.flash_gpu.operands import Operands, Outputs, array_of
+from impls.flash_gpu.schedule import FlashGpuPlan
+from impls.flash_gpu.triton.launch import Arrays, Launch
+from impls.flash_gpu.triton.tiles import (
     Pair,
     allowed,
-    exp,
-    finite_or_zero,
     hide,
     load_rows,
     logits,
@@ -32,23 +42,15 @@ from impls.flash_gpu.tiles import (
 )
 
 
-class Outputs(NamedTuple):
-    """What attention returns."""
-
-    out: jax.Array  # [B, T, N, V]
-    logsumexp: jax.Array  # [B, N, T] f32
-    max_logits: jax.Array  # [B, N, T] f32
-
-
 class Running(NamedTuple):
-    """Softmax so far, f32: `out` is a sum weighted by `exp(logits - maximum)`, and `total` the sum of the weights."""
+    """The softmax of the keys so far, f32."""
 
     maximum: jax.Array  # [block_q]
     total: jax.Array  # [block_q]
     out: jax.Array  # [block_q, V of the tile]
 
 
-def forward(plan: Plan, operands: Operands) -> Outputs:
+def forward(plan: FlashGpuPlan, operands: Operands) -> Outputs:
     """Attention of `operands`, with nothing in memory beyond operands, outputs and schedule."""
     batch = operands.q.shape[0]
     launch = Launch(plan, plan.sizes.forward, "q", batch)
@@ -101,25 +103,24 @@ def _kernel(launch: Launch, inputs: Arrays, outputs: Arrays) -> None:
     running = with_sink(running, inputs["sinks"][0]) if "sinks" in inputs else running
     some = running.total != 0
     total = jnp.where(some, running.total, 1.0)
-    store_values(
-        outputs["logsumexp"], q_start, jnp.where(some, running.maximum + jnp.log(total), -jnp.inf), plan.q_length
-    )
-    store_rows(outputs["out"], q_start, running.out / total[:, None], plan.q_length, plan.v_head_dim)
+    logsumexp = jnp.where(some, running.maximum + jnp.log(total), -jnp.inf)  # (7)
+    store_values(outputs["logsumexp"], q_start, logsumexp, plan.q_length)
+    store_rows(outputs["out"], q_start, running.out / total[:, None], plan.q_length, plan.v_head_dim)  # (6)
 
 
-def update(plan: Plan, old: Running, z: jax.Array, v: jax.Array) -> Running:
+def update(plan: FlashGpuPlan, old: Running, z: jax.Array, v: jax.Array) -> Running:
     """The running softmax with one more tile of logits `[block_q, block_kv]` and of values `[block_kv, V]`."""
-    maximum = jnp.maximum(old.maximum, jnp.max(z, axis=1))
+    maximum = jnp.maximum(old.maximum, jnp.max(z, axis=1))  # (4)
     shift = finite_or_zero(maximum)
     weights = exp(z - shift[:, None])
     decay = exp(old.maximum - shift)
-    out = old.out * decay[:, None] + product(plan, weights.astype(v.dtype), v, over=(1, 0))
-    return Running(maximum, old.total * decay + jnp.sum(weights, axis=1), out)
+    out = old.out * decay[:, None] + product(plan, weights.astype(v.dtype), v, over=(1, 0))  # (6), not divided
+    return Running(maximum, old.total * decay + jnp.sum(weights, axis=1), out)  # (5)
 
 
 def with_sink(old: Running, sink: jax.Array) -> Running:
-    """The running softmax with the sink as one more term of the denominator."""
-    maximum = jnp.maximum(old.maximum, sink)
+    """The running softmax with the sink, which has a term in (4) and (5) and none in (6)."""
+    maximum = jnp.maximum(old.maximum, sink)  # (4)
     shift = finite_or_zero(maximum)
     decay = exp(old.maximum - shift)
-    return Running(maximum, old.total * decay + exp(sink - shift), old.out * decay[:, None])
+    return Running(maximum, old.total * decay + exp(sink - shift), old.out * decay[:, None])  # (5)

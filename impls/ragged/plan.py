@@ -1,4 +1,7 @@
-"""What is fixed before any value is known, the arrays of a call, and which keys its queries can see.
+"""What is fixed before any value is known, the arrays of a call, which keys its queries can see, and the logits.
+
+    (1)  x_ij = scale <q_i, k_j>
+    (2)  z_ij = soft_cap tanh(x_ij / soft_cap)
 
 Inside, query heads are rows: the `R = T * G` rows of a key/value head are its group's heads for each query token,
 `row = t * G + g`, and query head `n = k * G + g` reads key/value head `k`.
@@ -18,8 +21,8 @@ from impls.merging import Part
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Problem:
-    """Static part of one call. Equal problems share one compiled function."""
+class RaggedPlan:
+    """Static part of one call. Equal plans share one compiled function."""
 
     mask: Mask
     q_length: int
@@ -27,7 +30,6 @@ class Problem:
     kv_length: int
     scale: float
     soft_cap: float | None
-    exact: bool
 
 
 class Operands(NamedTuple):
@@ -102,13 +104,13 @@ def lower(mask: Mask, batch: int, kv_length: int) -> tuple[Mask, np.ndarray, np.
 UNSUPPORTED_MASKS = "only those that leave each query one run of keys"
 
 
-def run_of_keys(problem: Problem, length: Any, position: Any) -> tuple[Any, Any]:
+def run_of_keys(plan: RaggedPlan, length: Any, position: Any) -> tuple[Any, Any]:
     """First key that the query at `position` sees, and one past the last; int32, any shapes that broadcast.
 
     Under a conjunction of lengths, causal masks, windows and chunks that is one run, empty if it ends before it starts.
     """
-    low, high = position * 0, jnp.clip(length, 0, problem.kv_length)
-    for part in conjuncts(problem.mask):
+    low, high = position * 0, jnp.clip(length, 0, plan.kv_length)
+    for part in conjuncts(plan.mask):
         if isinstance(part, Causal):
             high = jnp.minimum(high, position + (part.offset + 1))
         elif isinstance(part, Window):
@@ -122,26 +124,26 @@ def run_of_keys(problem: Problem, length: Any, position: Any) -> tuple[Any, Any]
     return low, high
 
 
-def block_range(problem: Problem, lengths: Any, positions: Any, block: int) -> tuple[Any, Any]:
+def block_range(plan: RaggedPlan, lengths: Any, positions: Any, block: int) -> tuple[Any, Any]:
     """First block that holds a key that any query of a batch row sees, and how many do. int32 `[B]`."""
-    low, _ = run_of_keys(problem, lengths, positions)
-    _, high = run_of_keys(problem, lengths, positions + (problem.q_length - 1))
+    low, _ = run_of_keys(plan, lengths, positions)
+    _, high = run_of_keys(plan, lengths, positions + (plan.q_length - 1))
     first = low // block
     return first, jnp.where(high > low, (high + (block - 1)) // block - first, 0)
 
 
-def allowed(problem: Problem, length: Any, position: Any, j: Any) -> Any:
+def allowed(plan: RaggedPlan, length: Any, position: Any, j: Any) -> Any:
     """Whether the query at `position` sees key `j` of a row with `length` keys."""
-    low, high = run_of_keys(problem, length, position)
+    low, high = run_of_keys(plan, length, position)
     return (j >= low) & (j < high)
 
 
-def capped(problem: Problem, products: jax.Array) -> jax.Array:
+def capped(plan: RaggedPlan, products: jax.Array) -> jax.Array:
     """Logits of products `<q, k>`."""
-    x = products * jnp.float32(problem.scale)
-    if problem.soft_cap is None:
+    x = products * jnp.float32(plan.scale)  # (1)
+    if plan.soft_cap is None:
         return x
-    return jnp.float32(problem.soft_cap) * jnp.tanh(x * jnp.float32(1 / problem.soft_cap))
+    return jnp.float32(plan.soft_cap) * jnp.tanh(x * jnp.float32(1 / plan.soft_cap))  # (2)
 
 
 def finite(x: jax.Array) -> jax.Array:

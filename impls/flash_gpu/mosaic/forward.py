@@ -1,8 +1,16 @@
 """Forward kernel for Hopper in Mosaic GPU.
 
-The schedule is that of `impls.flash_gpu.schedule`: a program owns a block of queries of one head, half of it for each
-computing warpgroup, and goes over the blocks of keys that the mask leaves it, full ones first. Sources as in
-`impls.flash_gpu.forward` and `impls.flash_gpu.mosaic_launch`.
+With (1), (2) and the sums over one tile from `impls.flash_gpu.mosaic.tiles`:
+
+    (3)  z_ij = -inf, where i may not attend to j
+    (4)  m_i = max(max_j z_ij, sink)
+    (5)  l_i = sum_j exp(z_ij - m_i) + exp(sink - m_i)
+    (6)  out_i = sum_j exp(z_ij - m_i) v_j / l_i
+    (7)  logsumexp_i = m_i + log(l_i)
+
+The schedule is that of `impls.flash_gpu.schedule`. A program owns a block of queries of one head, half of it for each
+computing warpgroup. It goes over the blocks of keys that the mask leaves it, full ones first. Sources as in
+`impls.flash_gpu.triton.forward` and `impls.flash_gpu.mosaic.launch`.
 """
 
 from __future__ import annotations
@@ -17,34 +25,25 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from impls.flash_gpu.forward import Outputs
-from impls.flash_gpu.mosaic_launch import (
-    COMPUTING,
-    Place,
-    Shape,
-    common_inputs,
-    launch,
-    shape_of,
-    tile,
-)
-from impls.flash_gpu.mosaic_tiles import (
-    ROWS,
+from impls.flash_gpu.exponentials import exp, finite_or_zero
+from impls.flash_gpu.mosaic.launch import Place, common_inputs, launch
+from impls.flash_gpu.mosaic.shape import COMPUTING, ROWS, Shape, shape_of, tile
+from impls.flash_gpu.mosaic.tiles import (
     Softmax,
     Span,
     accumulate,
     allowed,
-    bent,
     hidden_rows,
+    logits_of,
     over_keys,
     product,
     weigh,
 )
-from impls.flash_gpu.operands import Operands, array_of
-from impls.flash_gpu.schedule import Plan
-from impls.flash_gpu.tiles import exp, finite_or_zero
+from impls.flash_gpu.operands import Operands, Outputs, array_of
+from impls.flash_gpu.schedule import FlashGpuPlan
 
 
-def forward(plan: Plan, operands: Operands) -> Outputs:
+def forward(plan: FlashGpuPlan, operands: Operands) -> Outputs:
     """Attention of `operands`, with nothing in memory beyond operands, outputs and schedule."""
     shape, dtype = shape_of(plan, "forward"), operands.q.dtype
     batch, q_length, num_q_heads, _ = operands.q.shape
@@ -106,13 +105,14 @@ def _program(inputs: dict[str, Any], outputs: Any, scratch: dict[str, Any], plac
             softmax = _with_sink(softmax, inputs["sinks"][head])
         some = softmax.total > 0
         total = jnp.where(some, softmax.total, 1.0)
-        scratch["logsumexp_tile"].at[mine][...] = jnp.where(some, softmax.maximum + jnp.log(total), -jnp.inf)
+        logsumexp_tile = scratch["logsumexp_tile"].at[mine]
+        logsumexp_tile[...] = jnp.where(some, softmax.maximum + jnp.log(total), -jnp.inf)  # (7)
         ready = scratch.get("out_tile", scratch["q_tile"]).at[mine]  # nobody reads the queries any more
-        ready[...] = (softmax.out / over_keys(total, place.shape.v_head_dim)).astype(out.dtype)
+        ready[...] = (softmax.out / over_keys(total, place.shape.v_head_dim)).astype(out.dtype)  # (6)
         plgpu.commit_smem()  # type: ignore[no-untyped-call] # untyped upstream
         rows = pl.ds(place.start, ROWS)
         plgpu.copy_smem_to_gmem(ready, out.at[batch, rows, head])
-        plgpu.copy_smem_to_gmem(scratch["logsumexp_tile"].at[mine], logsumexp.at[batch, head, rows])
+        plgpu.copy_smem_to_gmem(logsumexp_tile, logsumexp.at[batch, head, rows])
         plgpu.copy_smem_to_gmem(scratch["max_tile"].at[mine], max_logits.at[batch, head, rows])
         plgpu.wait_smem_to_gmem(0)
 
@@ -156,11 +156,11 @@ def _softmax(place: Place) -> Softmax:
     def visit(masked: bool, at: Any, softmax: Softmax) -> Softmax:
         slot = place.slot(at)
         plgpu.barrier_wait(scratch["k_here"].at[slot])
-        z, _ = bent(plan, product(plan, q, scratch["k_tile"].at[slot], transposed=True))
+        z, _ = logits_of(plan, product(plan, q, scratch["k_tile"].at[slot], transposed=True))  # (1), (2)
         may = allowed_keys(place, at, slot) if masked else None
         if may is not None:
-            z = jnp.where(may(False), z, -jnp.inf)
-        softmax, weights = weigh(softmax, z)
+            z = jnp.where(may(False), z, -jnp.inf)  # (3)
+        softmax, weights = weigh(softmax, z)  # (4), (5)
         plgpu.barrier_wait(scratch["v_here"].at[slot])
         v = scratch["v_tile"].at[slot]
         if may is not None:
@@ -168,7 +168,7 @@ def _softmax(place: Place) -> Softmax:
             v_seen[...] = hidden_rows(v[...], may(True))
             plgpu.commit_smem()  # type: ignore[no-untyped-call] # untyped upstream
             v = v_seen
-        out = accumulate(plan, softmax.out, weights.astype(v.dtype), v)
+        out = accumulate(plan, softmax.out, weights.astype(v.dtype), v)  # (6), not divided
         place.let_go(slot)
         return softmax._replace(out=out)
 
@@ -185,8 +185,9 @@ def _softmax(place: Place) -> Softmax:
 
 
 def _with_sink(old: Softmax, sink: Any) -> Softmax:
-    """The softmax with the sink as one more term of the denominator."""
-    maximum = jnp.maximum(old.maximum, sink)
+    """The softmax with the sink, which has a term in (4) and (5) and none in (6)."""
+    maximum = jnp.maximum(old.maximum, sink)  # (4)
     shift = finite_or_zero(maximum)
     decay = exp(old.maximum - shift)
-    return Softmax(maximum, old.total * decay + exp(sink - shift), old.out * over_keys(decay, old.out.shape[1]))
+    total = old.total * decay + exp(sink - shift)  # (5)
+    return Softmax(maximum, total, old.out * over_keys(decay, old.out.shape[1]))

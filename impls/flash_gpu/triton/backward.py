@@ -1,13 +1,21 @@
 """Backward kernels: probabilities are recomputed from `logsumexp`, and no program writes where another one does.
 
-Dao 2023, arXiv:2307.08691, algorithm 2, extended by the cotangent of `logsumexp`, soft cap, bias and sinks. With `z`
-the masked logits, `p = exp(z - logsumexp)` and `D_i = <out_i, dout_i>`:
+Dao 2023, arXiv:2307.08691, algorithm 2, extended by the cotangent `dlse` of `logsumexp`, soft cap, bias and sinks. With
+the logits z of `impls.flash_gpu.triton.tiles`:
 
-    dz_ij = p_ij (<dout_i, v_j> - D_i + dlse_i),    dsink = sum_i exp(sink - logsumexp_i) (dlse_i - D_i)
+    (8)  p_ij = exp(z_ij - logsumexp_i)
+    (9)  dv_j = sum_i p_ij dout_i
+    (10) dp_ij = <dout_i, v_j>
+    (12) dz_ij = p_ij (dp_ij - D_i + dlse_i)
+    (13) dx_ij = dz_ij (1 - tanh(x_ij / soft_cap)^2)
+    (14) dq_i = scale sum_j dx_ij k_j
+    (15) dk_j = scale sum_i dx_ij q_i
+    (16) dbias = dx, summed over the axes along which the bias is broadcast
 
-One kernel owns blocks of queries (dq), one owns blocks of keys and sums over the query heads of its group (dk, dv), and
-one writes `dx` of every pair, only where there is a bias whose gradient is used. All sums are in f32 and in one order,
-so the same call gives the same bits.
+`D - dlse` comes from `impls.flash_gpu.passes`, as `row_sums`. One kernel owns blocks of queries and computes (14). One
+owns blocks of keys and computes (9) and (15), which it sums over the query heads of its group. One writes dx of every
+pair for (16); it runs only where the gradient of a bias is used. All sums are in f32 and in one order, so the same call
+gives the same bits.
 """
 
 from __future__ import annotations
@@ -21,14 +29,13 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
-from impls.flash_gpu import mosaic_backward
-from impls.flash_gpu.operands import Arrays, Launch, Operands, Specs, array_of
-from impls.flash_gpu.schedule import Plan
-from impls.flash_gpu.tiles import (
+from impls.flash_gpu.exponentials import exp
+from impls.flash_gpu.operands import Operands, Rows, array_of
+from impls.flash_gpu.schedule import FlashGpuPlan
+from impls.flash_gpu.triton.launch import Arrays, Launch, Specs
+from impls.flash_gpu.triton.tiles import (
     Pair,
     allowed,
-    exp,
-    finite_or_zero,
     hide,
     load_rows,
     load_values,
@@ -41,35 +48,7 @@ from impls.flash_gpu.tiles import (
 )
 
 
-class _Rows(NamedTuple):
-    """What the backward pass knows of each query beyond the operands."""
-
-    d_out: jax.Array  # [B, T, N, V], in q's dtype
-    shift: jax.Array  # [B, N, T] f32, `logsumexp`, 0 for rows that attend to nothing
-    row_sums: jax.Array  # [B, N, T] f32, `D - dlse`
-
-
-def backward(
-    plan: Plan, operands: Operands, out: jax.Array, logsumexp: jax.Array, d_out: jax.Array, d_logsumexp: jax.Array
-) -> Operands:
-    """Gradients of the operands, each in its operand's shape and dtype; none for segment ids.
-
-    `out` and `d_out` are `[B, T, N, V]`, `logsumexp` and `d_logsumexp` f32 `[B, N, T]`.
-    """
-    weighted = (out.astype(jnp.float32) * d_out.astype(jnp.float32)).sum(axis=-1)
-    rows = _Rows(d_out, finite_or_zero(logsumexp), weighted.transpose(0, 2, 1) - d_logsumexp)
-    dk, dv = (mosaic_backward.keys_and_values if "dkv" in plan.mosaic else _keys_and_values)(plan, operands, rows)
-    return Operands(
-        q=(mosaic_backward.queries if "dq" in plan.mosaic else _queries)(plan, operands, rows),
-        k=dk,
-        v=dv,
-        bias=None if operands.bias is None else _bias(plan, operands, operands.bias, rows),
-        sinks=None if operands.sinks is None else _sinks(operands.sinks, rows),
-        segment_ids=None,
-    )
-
-
-def _inputs(launch: Launch, operands: Operands, rows: _Rows) -> tuple[Arrays, Specs]:
+def _inputs(launch: Launch, operands: Operands, rows: Rows) -> tuple[Arrays, Specs]:
     arrays, specs = launch.inputs(operands)
     arrays |= rows._asdict()
     specs |= {
@@ -89,7 +68,7 @@ class _Queries(NamedTuple):
     row_sums: jax.Array  # [block_q]
 
 
-def _load_queries(plan: Plan, inputs: Arrays, start: Any, size: int, head: Any, at: Any) -> _Queries:
+def _load_queries(plan: FlashGpuPlan, inputs: Arrays, start: Any, size: int, head: Any, at: Any) -> _Queries:
     length = plan.q_length
     return _Queries(
         load_rows(inputs["q"], start, size, length, plan.head_dim, head=head, at=at),
@@ -100,19 +79,20 @@ def _load_queries(plan: Plan, inputs: Arrays, start: Any, size: int, head: Any, 
 
 
 def pair_gradient(
-    plan: Plan, inputs: Arrays, pair: Pair, rows: _Queries, k: jax.Array, v: jax.Array, may: jax.Array | None
+    plan: FlashGpuPlan, inputs: Arrays, pair: Pair, rows: _Queries, k: jax.Array, v: jax.Array, may: jax.Array | None
 ) -> tuple[jax.Array, jax.Array]:
-    """Probabilities and `dx` of a tile, f32."""
+    """p and dx of a tile, f32."""
     z, slope = logits(plan, inputs, pair, rows.q, k, may)
-    p = exp(z - pair.queries(rows.shift))
+    p = exp(z - pair.queries(rows.shift))  # (8)
     operands = (v, rows.d_out) if pair.keys_first else (rows.d_out, v)
-    dx = p * (product(plan, *operands, over=(1, 1)) - pair.queries(rows.row_sums))
+    dp = product(plan, *operands, over=(1, 1))  # (10)
+    dx = p * (dp - pair.queries(rows.row_sums))  # (12)
     if slope is not None:
-        dx = dx * slope
+        dx = dx * slope  # (13)
     return p, dx if may is None else jnp.where(may, dx, 0.0)
 
 
-def _queries(plan: Plan, operands: Operands, rows: _Rows) -> jax.Array:
+def gradient_of_queries(plan: FlashGpuPlan, operands: Operands, rows: Rows) -> jax.Array:
     """Gradient of q, `[B, T, N, H]`."""
     launch = Launch(plan, plan.sizes.dq, "q", operands.q.shape[0])
     block = (None, launch.tiles.block_q, None, plan.head_tile)
@@ -138,14 +118,15 @@ def _dq_kernel(launch: Launch, inputs: Arrays, outputs: Arrays) -> None:
         v = load_rows(inputs["v"], pair.kv_start, block_kv, plan.kv_length, plan.v_head_dim)
         may = allowed(plan, inputs, pair) if masked else None
         _, dx = pair_gradient(plan, inputs, pair, rows, k, v, may)
-        return dq + product(plan, dx.astype(k.dtype), hide(k, None if may is None else seen(may)), over=(1, 0))
+        k = hide(k, None if may is None else seen(may))
+        return dq + product(plan, dx.astype(k.dtype), k, over=(1, 0))  # (14), not scaled
 
     dq = jnp.zeros((block_q, plan.head_tile), jnp.float32)
     dq = walk(launch, inputs, 0, visit, dq)
-    store_rows(outputs["dq"], q_start, dq * jnp.float32(plan.scale), plan.q_length, plan.head_dim)
+    store_rows(outputs["dq"], q_start, dq * jnp.float32(plan.scale), plan.q_length, plan.head_dim)  # (14)
 
 
-def _keys_and_values(plan: Plan, operands: Operands, rows: _Rows) -> tuple[jax.Array, jax.Array]:
+def gradient_of_keys(plan: FlashGpuPlan, operands: Operands, rows: Rows) -> tuple[jax.Array, jax.Array]:
     """Gradients of k and v, `[B, S, K, .]`."""
     launch = Launch(plan, plan.sizes.dkv, "kv", operands.q.shape[0])
 
@@ -178,10 +159,10 @@ def _dkv_kernel(launch: Launch, inputs: Arrays, outputs: Arrays) -> None:
         rows = _load_queries(plan, inputs, pair.q_start, block_q, head, at=pair.q_at)
         p, dx = pair_gradient(plan, inputs, pair, rows, k, v, allowed(plan, inputs, pair) if masked else None)
         dk, dv = sums
-        # Keys that a query may not attend to have p and dx of 0 here and are rows of the sums, not terms of them: what
-        # is in k and v behind the mask cannot spread.
-        dk = dk + product(plan, dx.astype(rows.q.dtype), rows.q, over=(1, 0))
-        dv = dv + product(plan, p.astype(rows.d_out.dtype), rows.d_out, over=(1, 0))
+        # k and v are no factors of these two products, so NaN in keys behind the mask does not spread: their p and dx
+        # are 0.
+        dk = dk + product(plan, dx.astype(rows.q.dtype), rows.q, over=(1, 0))  # (15), not scaled
+        dv = dv + product(plan, p.astype(rows.d_out.dtype), rows.d_out, over=(1, 0))  # (9)
         return dk, dv
 
     def visit_head(head: Any, sums: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
@@ -192,11 +173,11 @@ def _dkv_kernel(launch: Launch, inputs: Arrays, outputs: Arrays) -> None:
         dk, dv = visit_head(0, sums)  # type: ignore[arg-type] # two, as annotated
     else:
         dk, dv = lax.fori_loop(jnp.int32(0), jnp.int32(launch.heads), visit_head, sums)
-    store_rows(outputs["dk"], kv_start, dk * jnp.float32(plan.scale), plan.kv_length, plan.head_dim)
+    store_rows(outputs["dk"], kv_start, dk * jnp.float32(plan.scale), plan.kv_length, plan.head_dim)  # (15)
     store_rows(outputs["dv"], kv_start, dv, plan.kv_length, plan.v_head_dim)
 
 
-def _bias(plan: Plan, operands: Operands, bias: jax.Array, rows: _Rows) -> jax.Array:
+def gradient_of_bias(plan: FlashGpuPlan, operands: Operands, bias: jax.Array, rows: Rows) -> jax.Array:
     """Gradient of the bias, in its shape: `dx` of every pair, summed over the axes that the bias is broadcast to."""
     batch = operands.q.shape[0]
     launch = Launch(plan, plan.sizes.dq, "q", batch)
@@ -215,7 +196,7 @@ def _bias(plan: Plan, operands: Operands, bias: jax.Array, rows: _Rows) -> jax.A
     )
     dx = _without_unvisited(launch, outputs["dx"])[:, :, : plan.q_length, : plan.kv_length]
     broadcast = tuple(axis for axis, (n, m) in enumerate(zip(bias.shape, shape, strict=True)) if n < m)
-    return dx.sum(axis=broadcast, keepdims=True).astype(bias.dtype)
+    return dx.sum(axis=broadcast, keepdims=True).astype(bias.dtype)  # (16)
 
 
 def _without_unvisited(launch: Launch, dx: jax.Array) -> jax.Array:
@@ -242,9 +223,3 @@ def _dbias_kernel(launch: Launch, inputs: Arrays, outputs: Arrays) -> None:
         return carry
 
     walk(launch, inputs, 0, visit, jnp.int32(0))
-
-
-def _sinks(sinks: jax.Array, rows: _Rows) -> jax.Array:
-    """Gradient `[N]`."""
-    p = jnp.exp(sinks.astype(jnp.float32)[None, :, None] - rows.shift)
-    return -(p * rows.row_sums).sum(axis=(0, 2)).astype(sinks.dtype)

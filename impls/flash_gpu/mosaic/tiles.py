@@ -1,11 +1,16 @@
 """Tiles of the Mosaic GPU kernels: products on the tensor cores, which pairs may attend, the softmax so far.
 
-What the Triton kernels read through guarded loads comes here through TMA, whole tiles of arrays that are padded to
-them; so tails are masked, never guarded.
+    (1)  x_ij = scale <q_i, k_j>
+    (2)  z_ij = soft_cap tanh(x_ij / soft_cap)
+    (4)  m_i = max_j z_ij, over the keys so far
+    (5)  l_i = sum_j exp(z_ij - m_i), over the keys so far
+
+The Triton kernels guard their loads. Here TMA brings whole tiles, of arrays that are padded to whole tiles; so the
+tails are masked.
 
 JAX's CPU interpreter of these kernels has no `wgmma` on values, on transposed references or into an accumulator that
-has a value already. There the same tiles are read and multiplied as ordinary arrays; which instruction multiplies, and
-how its operands are swizzled, is what compiling shows and running on a GPU proves.
+has a value already. There the same tiles are multiplied as ordinary arrays. That the instruction is the right one, and
+its operands swizzled as it needs them, shows only in compiling and on a GPU.
 """
 
 from __future__ import annotations
@@ -21,15 +26,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from cases.masks import And, Lengths, Mask, Or
-from impls.flash_gpu.schedule import Plan, leaf_name
-from impls.flash_gpu.tiles import exp, finite_or_zero
-
-ROWS = 64
-"""Rows of a product of one warpgroup."""
+from impls.flash_gpu.exponentials import exp, finite_or_zero
+from impls.flash_gpu.schedule import FlashGpuPlan, leaf_name
 
 
 class Softmax(NamedTuple):
-    """As `impls.flash_gpu.forward.Running`, of the rows of one warpgroup."""
+    """m, l and the sum of (6) for the keys so far, of the rows of one warpgroup, f32."""
 
     maximum: jax.Array  # [ROWS]
     total: jax.Array  # [ROWS]
@@ -46,7 +48,7 @@ class Span(NamedTuple):
     keys: int
 
 
-def product(plan: Plan, a: Any, b: Any, *, transposed: bool = False) -> jax.Array:
+def product(plan: FlashGpuPlan, a: Any, b: Any, *, transposed: bool = False) -> jax.Array:
     """`a @ b`, or `a @ b.T`, in f32; `a` in shared memory or in registers, `b` in shared memory."""
     shape = (a.shape[0], b.shape[0 if transposed else 1])
     if plan.interpret:
@@ -59,7 +61,7 @@ def product(plan: Plan, a: Any, b: Any, *, transposed: bool = False) -> jax.Arra
     return pl.run_scoped(multiply, plgpu.WGMMAAccumulatorRef(shape, jnp.float32))
 
 
-def accumulate(plan: Plan, total: jax.Array, a: Any, b: Any) -> jax.Array:
+def accumulate(plan: FlashGpuPlan, total: jax.Array, a: Any, b: Any) -> jax.Array:
     """`total + a @ b`, in f32."""
     if plan.interpret:
         return total + _product_of_values(a, b, transposed=False)
@@ -87,7 +89,9 @@ def over_queries(x: jax.Array, keys: int) -> jax.Array:
     return lax.broadcast_in_dim(x, (keys, x.shape[0]), (1,))
 
 
-def allowed(plan: Plan, inputs: dict[str, Any], span: Span, ids: tuple[Any, Any] | None, *, keys_first: bool) -> Any:
+def allowed(
+    plan: FlashGpuPlan, inputs: dict[str, Any], span: Span, ids: tuple[Any, Any] | None, *, keys_first: bool
+) -> Any:
     """Booleans `[queries, keys]`, or `[keys, queries]`: mask, segments, and that query and key exist.
 
     Args:
@@ -132,20 +136,20 @@ def hidden_rows(tile: jax.Array, keys_seen: jax.Array) -> jax.Array:
     return jnp.where(over_keys(seen, tile.shape[1]) > 0, tile, jnp.zeros_like(tile))
 
 
-def bent(plan: Plan, x: jax.Array) -> tuple[jax.Array, jax.Array | None]:
-    """Scaled logits after the soft cap, and the derivative of the cap there; none without one."""
-    z = x * jnp.float32(plan.scale)
+def logits_of(plan: FlashGpuPlan, products: jax.Array) -> tuple[jax.Array, jax.Array | None]:
+    """Logits of products `<q, k>`, and the derivative of (2), none without a soft cap."""
+    z = products * jnp.float32(plan.scale)  # (1)
     if plan.soft_cap is None:
         return z, None
     tanh = jnp.tanh(z / jnp.float32(plan.soft_cap))
-    return jnp.float32(plan.soft_cap) * tanh, 1 - tanh * tanh
+    return jnp.float32(plan.soft_cap) * tanh, 1 - tanh * tanh  # (2)
 
 
 def weigh(old: Softmax, z: jax.Array) -> tuple[Softmax, jax.Array]:
-    """The softmax with one more tile of logits, its `out` rescaled only, and the weights of the tile."""
-    maximum = jnp.maximum(old.maximum, jnp.max(z, axis=1))
+    """The softmax with one more tile of logits, and the weights of the tile, which are not yet in its `out`."""
+    maximum = jnp.maximum(old.maximum, jnp.max(z, axis=1))  # (4)
     shift = finite_or_zero(maximum)
     weights = exp(z - over_keys(shift, z.shape[1]))
     decay = exp(old.maximum - shift)
     out = old.out * over_keys(decay, old.out.shape[1])
-    return Softmax(maximum, old.total * decay + jnp.sum(weights, axis=1), out), weights
+    return Softmax(maximum, old.total * decay + jnp.sum(weights, axis=1), out), weights  # (5)

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -31,71 +30,14 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from impls.flash_gpu.block_sizes import Kernel, Ring, Tiles
-from impls.flash_gpu.mosaic_tiles import ROWS
+from impls.flash_gpu.mosaic.shape import COMPUTING, OWNED, ROWS, Shape, up
 from impls.flash_gpu.operands import Operands
-from impls.flash_gpu.schedule import KINDS, Axis, Plan, Visits
+from impls.flash_gpu.schedule import KINDS, FlashGpuPlan, Visits
 from impls.varying import varying_axes, varying_over
 from impls.versions import mosaic_call
 
-COMPUTING = 2
-"""Warpgroups that compute; one more fetches."""
-OWNED = COMPUTING * ROWS
-"""Rows of the axis that a program owns, queries or keys."""
-LANES = 64
-"""Head depths are padded to a multiple: the widest swizzle, 128 bytes, of two-byte elements."""
-SHARED_MEMORY = 227 * 1024
-"""Bytes that a block may have on Hopper (CUDA C++ programming guide, "Compute capabilities")."""
-RESERVED = 4096
-"""Bytes of barriers and reductions, beside what is asked for by name."""
-_ALIGNMENT = 1024  # of each of these, which is what swizzled tiles need
 
-
-@dataclasses.dataclass(frozen=True)
-class Shape:
-    """Sizes of a kernel's tiles.
-
-    Attributes:
-      axis: which axis a program owns `OWNED` of.
-      visited: of the other axis, a tile.
-      slots: tiles of each kind in flight.
-      head_dim: of q and k, padded.
-      v_head_dim: of v, padded.
-    """
-
-    axis: Axis
-    visited: int
-    slots: int
-    head_dim: int
-    v_head_dim: int
-
-    @classmethod
-    def of(cls, kernel: Kernel, ring: Ring, head_dim: int, v_head_dim: int) -> Shape:
-        """The shape of a kernel for these head depths."""
-        axis: Axis = "kv" if kernel == "dkv" else "q"
-        return cls(axis, ring.block, ring.num_stages, up(head_dim, LANES), up(v_head_dim, LANES))
-
-    @property
-    def tiles(self) -> Tiles:
-        """As the schedule takes them."""
-        if self.axis == "q":
-            return Tiles(block_q=OWNED, block_kv=self.visited)
-        return Tiles(block_q=self.visited, block_kv=OWNED)
-
-
-def shape_of(plan: Plan, kernel: Kernel) -> Shape:
-    """The shape of a kernel for the plan."""
-    return Shape.of(kernel, plan.sizes.ring(kernel), plan.head_dim, plan.v_head_dim)
-
-
-def shared_bytes(scratch: dict[str, Any]) -> int:
-    """Shared memory of a program with these buffers and barriers."""
-    buffers = (x for x in scratch.values() if not isinstance(x, plgpu.Barrier))
-    sizes = (math.prod(x.shape) * jnp.dtype(x.dtype).itemsize for x in buffers)
-    return sum(up(size, _ALIGNMENT) for size in sizes) + RESERVED
-
-
-def common_inputs(plan: Plan, shape: Shape, operands: Operands) -> dict[str, jax.Array]:
+def common_inputs(plan: FlashGpuPlan, shape: Shape, operands: Operands) -> dict[str, jax.Array]:
     """Operands, mask and schedule by name; what no tile divides is padded with zeros."""
     q_length, kv_length = lengths(plan, shape)
     inputs: dict[str, jax.Array] = {
@@ -112,14 +54,14 @@ def common_inputs(plan: Plan, shape: Shape, operands: Operands) -> dict[str, jax
     return inputs
 
 
-def lengths(plan: Plan, shape: Shape) -> tuple[int, int]:
+def lengths(plan: FlashGpuPlan, shape: Shape) -> tuple[int, int]:
     """Queries and keys, padded to whole tiles."""
     return up(plan.q_length, shape.tiles.block_q), up(plan.kv_length, shape.tiles.block_kv)
 
 
 def launch(
     program: Callable[..., None],
-    plan: Plan,
+    plan: FlashGpuPlan,
     shape: Shape,
     inputs: dict[str, jax.Array],
     *,
@@ -169,7 +111,7 @@ class Place:
       warpgroup: of `COMPUTING` and the one that fetches.
     """
 
-    plan: Plan
+    plan: FlashGpuPlan
     shape: Shape
     inputs: dict[str, Any]
     scratch: dict[str, Any]
@@ -238,11 +180,6 @@ class Place:
         plgpu.barrier_arrive(self.scratch["free"].at[slot])
 
 
-def tile(dtype: Any, *sizes: int) -> Any:
-    """Tiles in shared memory, as TMA writes them and `wgmma` reads them."""
-    return plgpu.SMEM(sizes, dtype, transforms=(plgpu.TilingTransform((8, LANES)), plgpu.SwizzleTransform(128)))
-
-
 @functools.lru_cache(maxsize=64)
 def listed(visits: Visits) -> tuple[np.ndarray, np.ndarray]:
     """The schedule with every block listed: `[b, n, programs, 3]` start, full blocks and all blocks; and the blocks.
@@ -260,11 +197,6 @@ def listed(visits: Visits) -> tuple[np.ndarray, np.ndarray]:
         blocks += mine
         start += len(mine)
     return np.array(table, np.int32).reshape(*visits.table.shape[:3], 3), np.array(blocks or [0], np.int32)
-
-
-def up(size: int, multiple: int) -> int:
-    """The next multiple."""
-    return -(-size // multiple) * multiple
 
 
 def padded(x: jax.Array, sizes: dict[int, int]) -> jax.Array:

@@ -15,7 +15,7 @@ from conformance.contract import Arithmetic, Implementation
 from impls import merging
 from impls.ragged import tpu
 from impls.ragged.attention import UNSUPPORTED, Backend, attention, parts
-from impls.ragged.problem import lower
+from impls.ragged.plan import lower
 from impls.versions import runs_on
 
 # Small, so that a cache of 200 keys has several blocks; unlike each other, so that lengths fall before, at and behind
