@@ -200,7 +200,7 @@ def test_backward_agrees_with_central_differences_in_every_element(case_id: str)
         # two steps; that of the gradient itself.
         tolerance = abs(far - near) + of_loss / step + LIMIT * expected[name].bound[index]
         assert tolerance < 1e-8
-        assert abs(gradients[name][index] - near) <= tolerance, (name, index)
+        assert abs(gradients[name][index] - near) <= tolerance, (name, index)  # Tolerance: as just derived
 
 
 Number = Any
