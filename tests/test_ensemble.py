@@ -63,7 +63,8 @@ def test_truncation_is_a_bias_of_minus_one(observable: str, dtype: str):
     found = failures(Roundings(**{observable: towards_zero}), dtype)
     assert f"{observable}.bias" in found
     record = found[f"{observable}.bias"]
-    assert record.ratio == pytest.approx(1, abs=0.05)
+    # Tolerance: six standard errors, of up to 0.004 (`conformance.checks.ensemble`).
+    assert record.ratio == pytest.approx(1, abs=6 * 0.004)
     assert record.reason.startswith("errors lean towards zero by 1")
     assert record.reason.endswith("truncation instead of rounding")
     assert all(name.startswith(observable) for name in found)
@@ -166,7 +167,8 @@ def test_the_model_agrees_with_simulated_roundings(case: str, logits: bool, dtyp
             for name, exact in spread(problem, arithmetic, cotangent).items():
                 found.setdefault(name, []).append(float(np.mean(relative(got[name], exact))))
         ratios = {name: np.mean(squares) for name, squares in found.items()}
-        assert ratios == pytest.approx(dict.fromkeys(ratios, 1.0), rel=0.15)
+        # Tolerance: 15% of a variance are 7% of a spread, less than the 10% by which SPREAD_LIMIT trusts the model.
+        assert ratios == pytest.approx(dict.fromkeys(ratios, 1.0), rel=0.15, abs=0)
 
 
 def relative(got: np.ndarray, exact: Spread) -> np.ndarray:

@@ -29,6 +29,7 @@ from conformance.truth.comparison import compare
 from conformance.truth.front_end import FrontEnd
 from conformance.truth.running_error import Number
 from impls import dot_product
+from tests.judged import LIMIT, bounds_of_float64
 
 DOT = dot_product.IMPLEMENTATIONS[0]
 ALL = front_end_cases("standard", 0)
@@ -71,10 +72,15 @@ def test_rotary_keeps_lengths_and_sees_only_distances(step: str):
     x = np.broadcast_to(rng.normal(size=(1, 1, 1, 16)), (1, 9, 1, 16))
     y = np.broadcast_to(rng.normal(size=(1, 1, 1, 16)), (1, 9, 1, 16))
     q, k, _ = definitions.apply((step,), definitions.Raw(x, y, y))
-    np.testing.assert_allclose(np.linalg.norm(q, axis=-1), np.linalg.norm(x, axis=-1))
+    lengths, other_lengths = np.linalg.norm(x, axis=-1), np.linalg.norm(y, axis=-1)
+    # Tolerance: of each coordinate a cosine, a sine, two products and a sum, then two norms of 16: up to 32 roundings.
+    np.testing.assert_allclose(np.linalg.norm(q, axis=-1), lengths, rtol=32 * 2.0**-53, atol=0)
     products = np.einsum("bthd,bshd->ts", q, k)
+    # An angle of up to 8 is off by 8 roundings, and turns by as much, in q and k of either product; the rest as above.
+    roundings = 64 * 2.0**-53 * (lengths * other_lengths).max()
     for distance in range(9):
-        np.testing.assert_allclose(np.diagonal(products, distance), products[0, distance], atol=1e-12)
+        # Tolerance: 64 roundings of what |q| |k| is at most.
+        np.testing.assert_allclose(np.diagonal(products, distance), products[0, distance], rtol=0, atol=roundings)
 
 
 def test_two_layouts_of_rotary_are_one_with_the_dimensions_permuted():
@@ -82,7 +88,8 @@ def test_two_layouts_of_rotary_are_one_with_the_dimensions_permuted():
     order = np.concatenate([np.arange(0, 16, 2), np.arange(1, 16, 2)])
     half, _, _ = definitions.apply(("half",), definitions.Raw(x[..., order], x, x))
     interleaved, _, _ = definitions.apply(("interleaved",), definitions.Raw(x, x, x))
-    np.testing.assert_allclose(half, interleaved[..., order], atol=1e-14)
+    # Tolerance: on either side a cosine, a sine, two products and a sum of two coordinates, rounded at their size.
+    np.testing.assert_allclose(half, interleaved[..., order], rtol=0, atol=2 * 5 * 2.0**-53 * 2 * np.abs(x).max())
 
 
 @pytest.mark.parametrize("case", F32, ids=str)
@@ -90,22 +97,35 @@ def test_the_oracle_is_the_definition_and_its_derivative(case: Case):
     raw = draw_raw(case)
     wide = {name: None if x is None else x.astype(np.float64) for name, x in dataclasses.asdict(raw).items()}
     truth = FrontEnd.of(case.steps, raw)
-    for got, stated in zip((truth.q.after, truth.k.after, truth.v), definitions.apply(case.steps, raw), strict=True):
-        np.testing.assert_allclose(got.value, stated, rtol=1e-12, atol=1e-12)
+    after = (truth.q.after, truth.k.after, truth.v)
+    bounded = bounds_of_float64({name: Bounded(x.value, x.error) for name, x in zip("qkv", after, strict=True)}, 2)
+    for exact, stated in zip(bounded.values(), definitions.apply(case.steps, raw), strict=True):
+        assert compare(stated, exact).ratio <= LIMIT
     rng = np.random.default_rng(0)
-    cotangents = [rng.normal(size=x.value.shape) for x in (truth.q.after, truth.k.after, truth.v)]
+    cotangents = [rng.normal(size=x.value.shape) for x in after]
     found = truth.pull_back(*(Bounded(x, np.zeros_like(x)) for x in cotangents), 0.0, 0.0)
-    step = 1e-6
+    found = bounds_of_float64(found)
+    # Of what a result changes by, both of whose values are rounded, and of the sum of such changes.
+    of_change = sum(LIMIT * (x.bound * np.abs(c)).sum() for x, c in zip(bounded.values(), cotangents, strict=True))
+
+    def difference(name: str, direction: np.ndarray, step: float) -> float:
+        above, below = (
+            definitions.apply(case.steps, definitions.Raw(**{**wide, name: wide[name] + s * direction}))
+            for s in (step, -step)
+        )
+        return sum(((x - y) * c).sum() for x, y, c in zip(above, below, cotangents, strict=True)) / (2 * step)
+
+    step = 2.0**-14
     for name, gradient in found.items():
         direction = rng.normal(size=gradient.value.shape)
-        results = []
-        for sign in (1, -1):
-            moved = definitions.Raw(**{**wide, name: wide[name] + sign * step * direction})
-            results.append(
-                sum((x * c).sum() for x, c in zip(definitions.apply(case.steps, moved), cotangents, strict=True))
-            )
-        numeric = (results[0] - results[1]) / (2 * step)
-        np.testing.assert_allclose((gradient.value * direction).sum(), numeric, rtol=1e-6)
+        near, far = (difference(name, direction, s) for s in (step, 2 * step))
+        terms, places = np.abs(gradient.value * direction).sum(), np.abs(gradient.value * wide[name]).sum()
+        # Tolerance: truncation, which is a third of what it grows by from one step to two; rounding of two results, and
+        # of the places that they are taken at, over two steps; that of the gradient itself.
+        tolerance = abs(far - near) + of_change / (2 * step) + 2.0**-53 * places / step
+        tolerance += LIMIT * (gradient.bound * np.abs(direction)).sum()
+        assert tolerance < 1e-6 * terms
+        assert abs((gradient.value * direction).sum() - near) <= tolerance  # Tolerance: as just derived
 
 
 @pytest.mark.parametrize("case", F32[:2], ids=str)
@@ -146,9 +166,9 @@ def test_running_errors_bound_what_f32_does(values: list[float]):
     expected = formula(x, lambda a: a.sum(axis=0), lambda a: a.sqrt())
     got = formula(f32, lambda a: a.sum(dtype=np.float32), np.sqrt)
     assert got.dtype == np.float32
-    assert (np.abs(got - expected.value) <= expected.error).all()
     turned, again = np.cos(f32) * np.sin(f32), x.cos() * x.sin()
-    assert (np.abs(turned - again.value) <= again.error).all()
+    for computed, exact in ((got, expected), (turned, again)):
+        assert compare(computed, Bounded(exact.value, exact.error)).ratio <= 1
 
 
 def test_errors_of_operands_widen_the_bounds_by_what_they_do():

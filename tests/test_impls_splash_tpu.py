@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
+from collections.abc import Iterable
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +12,8 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, PartitionSpec, use_abstract_mesh
 
+from cases.case import Case
+from cases.inputs import Cotangent, Problem, draw, draw_cotangent
 from cases.masks import EMPTY, PARTIAL, Causal, Chunked, Dense, Full, LoadBalancedCausal, Mask, Window
 from impls.splash_tpu import (
     Blocks,
@@ -26,24 +30,44 @@ from impls.splash_tpu import (
 from impls.splash_tpu.call import Operands
 from impls.splash_tpu.schedule import COMPUTE, FIRST, LAST, MASKED, Steps, static_steps
 from impls.splash_tpu.vmem import limit_of
+from tests.judged import assert_attention
 
 SMALL = BlockSizes.uniform(128, 128)
 FUSED = BlockSizes.uniform(128, 128, fused_backward=True)
-RNG = np.random.default_rng(0)
 MASKS = [Causal(), Causal(-200), Window(100, 0), Window(3, 200), Chunked(130), LoadBalancedCausal(2, 512), Full()]
 
 
+def problem_of(
+    mask: Mask, heads: int = 2, kv_heads: int = 1, length: int = 512, batch: int = 1
+) -> tuple[Problem, Cotangent]:
+    """Operands, and a cotangent of `out` alone."""
+    case = Case(
+        batch=batch,
+        q_length=length,
+        kv_length=length,
+        num_q_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=64,
+        v_head_dim=64,
+    )
+    cotangent = dataclasses.replace(draw_cotangent(case), logsumexp=None)
+    return dataclasses.replace(draw(case), mask=mask), cotangent
+
+
+def heads_first(*arrays: np.ndarray) -> tuple[jax.Array, ...]:
+    """`[B, T, N, H]` as the kernel object takes it, `[B, N, T, H]`."""
+    return tuple(jnp.asarray(x).swapaxes(1, 2) for x in arrays)
+
+
 def operands(heads: int = 2, kv_heads: int = 1, length: int = 512, batch: int = 1) -> tuple[jax.Array, ...]:
-    shapes = [(batch, n, length, 64) for n in (heads, kv_heads, kv_heads)]
-    q, k, v = (jnp.asarray(RNG.normal(size=shape), jnp.float32) for shape in shapes)
-    return q, k, v
+    problem, _ = problem_of(Full(), heads, kv_heads, length, batch)
+    return heads_first(problem.q, problem.k, problem.v)
 
 
-def reference(q, k, v, allowed):
-    """Plain attention, heads before lengths."""
-    k, v = (jnp.repeat(x, q.shape[1] // x.shape[1], axis=1) for x in (k, v))
-    z = jnp.where(allowed, jnp.einsum("bnth,bnsh->bnts", q, k, precision="highest") / 8, -jnp.inf)
-    return jnp.einsum("bnts,bnsv->bntv", jax.nn.softmax(z), v, precision="highest")
+def assert_right(problem: Problem, cotangent: Cotangent, out: jax.Array, gradients: Iterable[jax.Array]) -> None:
+    """Judge results that have heads before lengths."""
+    found = {"out": out, **dict(zip(("dq", "dk", "dv"), gradients, strict=True))}
+    assert_attention({name: np.asarray(x).swapaxes(1, 2) for name, x in found.items()}, problem, cotangent)
 
 
 def visited(steps: Steps) -> list[tuple[int, int]]:
@@ -117,7 +141,7 @@ def test_steps_counted_are_steps_run(mask: Mask, monkeypatch: pytest.MonkeyPatch
 
 
 def test_different_partial_blocks_are_stored_once():
-    block = RNG.random((128, 128)) < 0.5
+    block = np.random.default_rng(0).random((128, 128)) < 0.5
     steps, kinds = static_steps(Dense(np.tile(block, (3, 3))), (384, 384), Blocks(128, 128), "q", 1, 1)
     assert kinds.stored
     assert len(steps.stored) == 1
@@ -127,11 +151,11 @@ def test_different_partial_blocks_are_stored_once():
 @pytest.mark.parametrize("mask", [Causal(), LoadBalancedCausal(2, 512)])
 def test_shards_of_queries_compute_their_rows(mask: Mask, sizes: BlockSizes):
     kernel = make_splash(mask, 512, 512, num_q_heads=2, num_kv_heads=1, q_shards=2, block_sizes=sizes)
-    q, k, v = operands()
+    problem, cotangent = problem_of(mask)
     mesh = jax.make_mesh((2,), ("seq",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
     rows, every = PartitionSpec(None, None, "seq"), PartitionSpec()
 
-    def loss(q, k, v):
+    def run(do, q, k, v):
         sharded = jax.shard_map(
             lambda kernel, q, k, v: kernel(q, k, v),
             mesh=mesh,
@@ -139,15 +163,11 @@ def test_shards_of_queries_compute_their_rows(mask: Mask, sizes: BlockSizes):
             out_specs=rows,
             check_vma=False,
         )
-        out = sharded(kernel, q, k, v)
-        return (out**2).sum(), out
+        out, pull = jax.vjp(lambda *x: sharded(kernel, *x), q, k, v)
+        return out, pull(do)
 
-    (_, out), grads = jax.jit(jax.value_and_grad(loss, (0, 1, 2), has_aux=True))(q, k, v)
-    allowed = mask.dense(512, 512)
-    exact = jax.grad(lambda *x: (reference(*x, allowed) ** 2).sum(), (0, 1, 2))(q, k, v)
-    np.testing.assert_allclose(out, reference(q, k, v, allowed), atol=1e-5)
-    for got, expected in zip(grads, exact, strict=True):
-        np.testing.assert_allclose(got, expected, atol=1e-4)
+    do, q, k, v = heads_first(cotangent.out, problem.q, problem.k, problem.v)
+    assert_right(problem, cotangent, *jax.jit(run)(do, q, k, v))
     with pytest.raises(ValueError, match="2 shards of queries: call it in shard_map"):
         kernel(q, k, v)
 
@@ -156,7 +176,7 @@ def test_shards_of_queries_compute_their_rows(mask: Mask, sizes: BlockSizes):
 @pytest.mark.parametrize(("kv_heads", "by_head"), [(2, True), (2, False), (1, True)])
 def test_shards_of_heads_and_queries_together(kv_heads: int, by_head: bool, sizes: BlockSizes):
     """Two shards of heads, each with its own masks, and two of queries; one key/value head goes to every shard."""
-    allowed = RNG.random((1, 4 if by_head else 1, 256, 256)) < 0.2
+    allowed = np.random.default_rng(0).random((1, 4 if by_head else 1, 256, 256)) < 0.2
     allowed[..., 128:, :128] = False
     allowed[..., 0] = True
     kernel = make_splash(
@@ -169,7 +189,8 @@ def test_shards_of_heads_and_queries_together(kv_heads: int, by_head: bool, size
         q_shards=2,
         block_sizes=sizes,
     )
-    q, k, v = operands(4, kv_heads, 256)
+    problem, cotangent = problem_of(Dense(allowed), 4, kv_heads, 256)
+    do, q, k, v = heads_first(cotangent.out, problem.q, problem.k, problem.v)
     mesh = jax.make_mesh((2, 2), ("heads", "seq"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4])
     rows = PartitionSpec(None, "heads", "seq")
     keys = PartitionSpec(None, "heads" if kv_heads > 1 else None)
@@ -184,14 +205,11 @@ def test_shards_of_heads_and_queries_together(kv_heads: int, by_head: bool, size
         )(kernel, q, k, v)
 
     out, pull = jax.vjp(jax.jit(run), q, k, v)
-    expected, exact = jax.vjp(lambda *x: reference(*x, allowed), q, k, v)
-    np.testing.assert_allclose(out, expected, atol=1e-5)
-    for got, want in zip(pull(out), exact(out), strict=True):
-        np.testing.assert_allclose(got, want, atol=1e-4)
+    assert_right(problem, cotangent, out, pull(do))
 
 
 def test_shards_are_not_taken_for_the_whole():
-    masks = Dense(RNG.random((1, 4, 128, 128)) < 0.5)
+    masks = Dense(np.random.default_rng(0).random((1, 4, 128, 128)) < 0.5)
     kernel = make_splash(masks, 128, 128, num_q_heads=4, head_shards=2, block_sizes=SMALL)
     with pytest.raises(ValueError, match="masks for 4 heads in shards of 2: call it in shard_map"):
         kernel(*operands(4, 4, 128))
@@ -206,20 +224,18 @@ def test_shards_are_not_taken_for_the_whole():
 @pytest.mark.parametrize("sizes", [SMALL, FUSED], ids=["separate", "fused"])
 @pytest.mark.parametrize("shape", [(1, 1), (1, 4), (2, 1)])
 def test_a_mask_known_at_run_time_may_be_traced(shape: tuple[int, int], sizes: BlockSizes):
-    allowed = RNG.random((*shape, 300, 300)) < 0.02
+    allowed = np.random.default_rng(0).random((*shape, 300, 300)) < 0.02
     allowed[..., 128:] = False  # a column of blocks that turns out to be empty
     allowed[..., 0] = True
-    q, k, v = operands(4, 2, 300, batch=2)
+    problem, cotangent = problem_of(Dense(allowed), 4, 2, 300, batch=2)
+    do, q, k, v = heads_first(cotangent.out, problem.q, problem.k, problem.v)
 
     def run(allowed, q, k, v):
         kernel = make_splash_dynamic(allowed, num_q_heads=4, num_kv_heads=2, block_sizes=sizes)
         return kernel(q, k, v)
 
     out, pull = jax.vjp(lambda *x: jax.jit(run)(jnp.asarray(allowed), *x), q, k, v)
-    expected, exact = jax.vjp(lambda *x: reference(*x, allowed), q, k, v)
-    np.testing.assert_allclose(out, expected, atol=1e-5)
-    for got, want in zip(pull(out), exact(out), strict=True):
-        np.testing.assert_allclose(got, want, atol=1e-4)
+    assert_right(problem, cotangent, out, pull(do))
 
 
 def test_the_kernel_object_is_a_pytree_that_jit_takes():
@@ -231,14 +247,13 @@ def test_the_kernel_object_is_a_pytree_that_jit_takes():
 
 def test_forward_and_backward_can_be_called_by_themselves():
     kernel = make_splash(Causal(), 256, 256, num_q_heads=2, block_sizes=SMALL)
-    q, k, v = operands(2, 2, 256)
-    given = Operands(q, k, v, None, None, None)
-    found = kernel.manual_forward(given)
-    gradients = kernel.manual_backward(given, found.out, found.logsumexp, jnp.ones_like(found.out))
+    problem, cotangent = problem_of(Causal(), 2, 2, 256)
+    do, q, k, v = heads_first(cotangent.out, problem.q, problem.k, problem.v)
+    found = kernel.manual_forward(Operands(q, k, v, None, None, None))
+    gradients = kernel.manual_backward(Operands(q, k, v, None, None, None), found.out, found.logsumexp, do)
+    assert_right(problem, cotangent, found.out, (gradients.q, gradients.k, gradients.v))
     out, pull = jax.vjp(kernel, q, k, v)
-    np.testing.assert_allclose(found.out, out, atol=1e-6)
-    for got, want in zip((gradients.q, gradients.k, gradients.v), pull(jnp.ones_like(out)), strict=True):
-        np.testing.assert_allclose(got, want, atol=1e-5)
+    assert_right(problem, cotangent, out, pull(do))
 
 
 def test_the_mask_value_stands_for_queries_that_attend_to_nothing():

@@ -344,8 +344,12 @@ def test_quantiles_are_values_that_occurred() -> None:
 def test_cost_adds_up() -> None:
     records = many(100)
     table = measures.cost(records)
-    assert table.total == pytest.approx(sum(r.seconds for r in records))
-    assert sum(table.row(check) for check in table.checks) == pytest.approx(table.total)
+    # Tolerance: sums of as many positive numbers as there are records, each with as many roundings at most.
+    rounding = 2 * len(records) * 2.0**-53
+    # Tolerance: as above.
+    assert table.total == pytest.approx(sum(r.seconds for r in records), rel=rounding, abs=0)
+    # Tolerance: as above.
+    assert sum(table.row(check) for check in table.checks) == pytest.approx(table.total, rel=rounding, abs=0)
 
 
 def test_the_command_stays_on_one_line_of_the_terminal() -> None:

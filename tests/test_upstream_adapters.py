@@ -1,4 +1,4 @@
-"""The adapters under `impls/upstream` against a float64 reference: layouts, conventions, gradients, refusals."""
+"""The adapters under `impls/upstream` against the float64 oracle: layouts, conventions, gradients, refusals."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pytest
 
 from cases import masks
 from cases.case import FEATURES, parse
-from cases.inputs import Problem, draw, draw_cotangent
+from cases.inputs import Cotangent, Problem, draw, draw_cotangent
 from conformance.calling import registry
 from conformance.checks import BY_NAME
 from conformance.contract import Implementation
@@ -27,12 +27,7 @@ from impls.features import mask_features
 from impls.upstream.jax_mha_gpu import attention as mha_gpu
 from impls.upstream.jax_nn import mask_arguments
 from impls.upstream.mask_flags import causal_flag
-
-TOLERANCE = {
-    "f32": 2e-5,
-    "bf16": 2e-2,
-    "f16": 3e-3,
-}  # A few rounding errors of the dtype, relative to the largest value.
+from tests.judged import assert_attention, assert_right, expected_of
 
 CASES = {
     "jax_nn_xla": (
@@ -71,78 +66,6 @@ def adapters() -> dict[str, Implementation]:
     return {name: registry.find(name) for name in names}
 
 
-@dataclasses.dataclass(frozen=True)
-class Reference:
-    """Attention in float64, written out with all keys at once; rows that see nothing are zero."""
-
-    problem: Problem
-
-    @functools.cached_property
-    def q(self) -> Any:
-        """Queries."""
-        return self.problem.q.astype(np.float64)
-
-    @functools.cached_property
-    def kv(self) -> tuple[np.ndarray, Any]:
-        """Keys and values, repeated to the query heads."""
-        group = self.q.shape[2] // self.problem.k.shape[2]
-        k, v = (x.astype(np.float64).repeat(group, axis=2) for x in (self.problem.k, self.problem.v))
-        return k, v
-
-    @functools.cached_property
-    def logits(self) -> Any:
-        """Before the soft cap and the mask."""
-        x = np.einsum("btnh,bsnh->bnts", self.q, self.kv[0]) * self.problem.effective_scale
-        return x if self.problem.bias is None else x + self.problem.bias.astype(np.float64)
-
-    @functools.cached_property
-    def logsumexp(self) -> Any:
-        """Natural, sink included."""
-        cap = self.problem.soft_cap
-        z = self.logits if cap is None else cap * np.tanh(self.logits / cap)
-        lse = np.logaddexp.reduce(np.where(self.problem.allowed, z, -np.inf), axis=-1)
-        return lse if self.problem.sinks is None else np.logaddexp(lse, self.problem.sinks[:, None])
-
-    @functools.cached_property
-    def p(self) -> Any:
-        """Probabilities."""
-        cap = self.problem.soft_cap
-        z = self.logits if cap is None else cap * np.tanh(self.logits / cap)
-        lse = np.where(np.isfinite(self.logsumexp), self.logsumexp, 0)[..., None]
-        return np.where(self.problem.allowed, np.exp(np.where(self.problem.allowed, z - lse, 0)), 0)
-
-    @functools.cached_property
-    def out(self) -> Any:
-        """Output `[B, T, N, V]`."""
-        return np.einsum("bnts,bsnv->btnv", self.p, self.kv[1])
-
-    def gradients(self, do: np.ndarray) -> dict[str, Any]:
-        """Gradients by operand."""
-        problem, (k, v) = self.problem, self.kv
-        dp = np.einsum("btnv,bsnv->bnts", do, v)
-        mean = (self.p * dp).sum(axis=-1, keepdims=True)
-        dx = self.p * (dp - mean)
-        if problem.soft_cap is not None:
-            dx *= 1 - np.tanh(self.logits / problem.soft_cap) ** 2
-        found = {
-            "q": np.einsum("bnts,bsnh->btnh", dx, k) * problem.effective_scale,
-            "k": self._grouped(np.einsum("bnts,btnh->bsnh", dx, self.q)) * problem.effective_scale,
-            "v": self._grouped(np.einsum("bnts,btnv->bsnv", self.p, do)),
-        }
-        if problem.sinks is not None:
-            p_sink = np.exp(problem.sinks[:, None] - self.logsumexp)
-            found["sinks"] = -(p_sink * mean[..., 0]).sum(axis=(0, 2))
-        if problem.bias is not None:
-            broadcast = tuple(axis for axis, n in enumerate(problem.bias.shape) if n == 1)
-            found["bias"] = dx.sum(axis=broadcast, keepdims=True)
-        return found
-
-    def _grouped(self, x: np.ndarray) -> Any:
-        batch, length, num_q_heads, depth = x.shape
-        num_kv_heads = self.problem.k.shape[2]
-        return x.reshape(batch, length, num_kv_heads, num_q_heads // num_kv_heads, depth).sum(axis=3)
-
-
 def operands(problem: Problem) -> dict[str, Any]:
     """The operands of a problem that carry gradients."""
     names = ("q", "k", "v", "sinks", "bias")
@@ -159,41 +82,34 @@ def statics(problem: Problem) -> dict[str, Any]:
     }
 
 
-def assert_close(name: str, got: Any, want: np.ndarray, tolerance: float, where: np.ndarray | None = None) -> None:
-    """`got` within `tolerance` of `want`, relative to the largest value, where judged."""
-    __tracebackhide__ = True
-    got = np.asarray(got).astype(np.float64)
-    assert got.shape == want.shape, f"{name} has shape {got.shape}, expected {want.shape}"
-    if where is not None:
-        judged = np.broadcast_to(where, want.shape)
-        got, want = got[judged], want[judged]
-    assert np.isfinite(got).all(), f"{name} is not finite"
-    error = np.abs(got - want).max() / np.abs(want).max()
-    assert error <= tolerance, f"{name} is off by {error:.2g} of its largest value, allowed {tolerance:.2g}"
-
-
 @pytest.mark.parametrize(("name", "case_id"), [(name, case) for name, ids in CASES.items() for case in ids])
-def test_agrees_with_the_reference(name: str, case_id: str) -> None:
+def test_agrees_with_the_oracle(name: str, case_id: str) -> None:
     """Output, residuals and gradients, jitted as the harness does."""
     implementation, case = adapters()[name], parse(case_id)
     if implementation.absent is not None:
         pytest.skip(implementation.absent)
     assert implementation.supports(case) is None
-    problem, reference, tolerance = draw(case), Reference(draw(case)), TOLERANCE[case.dtype]
+    problem = draw(case)
     fixed = statics(problem)
     live_rows = ~problem.empty_rows
     live = live_rows.transpose(0, 2, 1)[..., None]
+    do = np.where(live, draw_cotangent(case).out, 0).astype(problem.q.dtype)
+    expected = expected_of(problem, Cotangent("random", do), arithmetic=implementation.arithmetic)
+    right = functools.partial(assert_right, dtype=case.dtype)
 
     out, residuals = jax.jit(lambda x: implementation.call(**x, **fixed, save_residuals=True))(operands(problem))
     assert out.dtype == problem.q.dtype
     assert set(residuals) == implementation.residuals
-    assert_close("out", out, reference.out, tolerance, live)
+    right({"out": out}, expected, judged=live)
     if "logsumexp" in residuals:
         assert residuals["logsumexp"].dtype == jnp.float32
-        assert_close("logsumexp", residuals["logsumexp"], reference.logsumexp, tolerance, live_rows)
+        # jax.nn returns it in the operands' dtype, an expected failure of the gate (pyproject.toml).
+        stored = "input" if name == "jax_nn_xla" else implementation.arithmetic.residuals
+        arithmetic = dataclasses.replace(implementation.arithmetic, residuals=stored)
+        truth = expected_of(problem, arithmetic=arithmetic)
+        right({"logsumexp": residuals["logsumexp"]}, truth, judged=live_rows)
 
     if case.phase == "train":
-        do = np.where(live, draw_cotangent(case).out, 0).astype(problem.q.dtype)
 
         @jax.jit
         def primal_and_gradients(x: dict[str, Any]) -> Any:
@@ -201,11 +117,10 @@ def test_agrees_with_the_reference(name: str, case_id: str) -> None:
             return primal, pullback(do)[0]
 
         primal, gradients = primal_and_gradients(operands(problem))
-        assert_close("primal", primal, reference.out, tolerance, live)
-        wanted = reference.gradients(do.astype(np.float64))
-        for operand, gradient in gradients.items():
-            assert f"d{operand}" in implementation.gradients
-            assert_close(f"d{operand}", gradient, wanted[operand], tolerance)
+        right({"out": primal}, expected, judged=live)
+        found = {f"d{operand}": gradient for operand, gradient in gradients.items()}
+        assert set(found) <= set(implementation.gradients)
+        right(found, expected)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -306,9 +221,10 @@ def test_limits_are_declared_and_refused(name: str, case_id: str, reason: str) -
 @pytest.mark.parametrize(("name", "q_length"), [("jax_mha_gpu", 64), ("jax_flash_tpu", 130)])
 def test_gradient_limits_refuse_gradients_only(name: str, q_length: int) -> None:
     """Limits of the backward pass alone do not rule out the forward pass."""
-    q, kv = jnp.ones((1, q_length, 1, 16)), jnp.ones((1, 128, 1, 16))
+    q, kv = np.ones((1, q_length, 1, 16), np.float32), np.ones((1, 128, 1, 16), np.float32)
     call = functools.partial(adapters()[name].call, mask=masks.Full())
-    np.testing.assert_allclose(jax.jit(call)(q, kv, kv), 1, rtol=1e-5)
+    problem = Problem(q, kv, kv, masks.Full())
+    assert_attention({"out": jax.jit(call)(q, kv, kv)}, problem, arithmetic=adapters()[name].arithmetic)
     with pytest.raises(NotImplementedError, match="for gradients"):
         jax.grad(lambda q: call(q, kv, kv).sum())(q)
 
@@ -340,9 +256,10 @@ def test_tokamax_refuses_gradients_that_the_fast_interpreter_gets_wrong() -> Non
     tokamax = adapters()["tokamax_splash_tpu"]
     if tokamax.absent is not None:
         pytest.skip(tokamax.absent)
-    q, kv = jnp.ones((1, 128, 2, 16)), jnp.ones((1, 128, 1, 16))
-    call = functools.partial(tokamax.call, mask=masks.Indexer(np.ones((1, 1, 128, 128), bool)))
-    np.testing.assert_allclose(jax.jit(call)(q, kv, kv), 1, rtol=1e-5)
+    q, kv = np.ones((1, 128, 2, 16), np.float32), np.ones((1, 128, 1, 16), np.float32)
+    mask = masks.Indexer(np.ones((1, 1, 128, 128), bool))
+    call = functools.partial(tokamax.call, mask=mask)
+    assert_attention({"out": jax.jit(call)(q, kv, kv)}, Problem(q, kv, kv, mask), arithmetic=tokamax.arithmetic)
     with pytest.raises(NotImplementedError, match="sums gradients in place"):
         jax.grad(lambda q: call(q, kv, kv).sum())(q)
 
@@ -409,17 +326,19 @@ def test_masks_as_flags_and_features() -> None:
 @pytest.mark.parametrize("transform", ["grad_of_jit", "remat", "vmap"])
 def test_flash_tpu_backward_is_interpreted_under_transforms(transform: str) -> None:
     """Its backward pass is traced after the call returns, outside the interpreter's context."""
-    x = jnp.ones((1, 128, 1, 16))
+    x = np.ones((1, 128, 1, 16), np.float32)
+    flash = adapters()["jax_flash_tpu"]
 
     def loss(q: jax.Array) -> Any:
-        return adapters()["jax_flash_tpu"].call(q, x, x, mask=masks.Causal()).sum()
+        return flash.call(q, x, x, mask=masks.Causal()).sum()
 
     gradient = {
         "grad_of_jit": jax.grad(jax.jit(loss)),
         "remat": jax.grad(jax.checkpoint(loss)),
         "vmap": lambda q: jax.vmap(jax.grad(loss))(q[None])[0],
-    }[transform](x)
-    np.testing.assert_allclose(gradient, 0, atol=1e-5)  # equal values: no logit matters
+    }[transform](jnp.asarray(x))
+    ones = Cotangent("ones", np.ones_like(x))  # equal values: no logit matters
+    assert_attention({"dq": gradient}, Problem(x, x, x, masks.Causal()), ones, arithmetic=flash.arithmetic)
 
 
 def test_splash_kernels_built_while_tracing_are_reusable() -> None:
