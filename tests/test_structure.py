@@ -1,15 +1,12 @@
-"""Imports run one way, and the README says what happens."""
+"""Imports run one way, between packages and between the rooms of one."""
 
 from __future__ import annotations
 
 import ast
 import re
-import shlex
 from pathlib import Path
 
 import pytest
-
-from conformance import cli
 
 ROOT = Path(__file__).parent.parent
 PACKAGES = ("cases", "conformance", "impls", "reports")
@@ -63,30 +60,26 @@ def lines(path: Path) -> int:
     return len(path.read_text().splitlines())
 
 
-def test_the_readme_example_fails_as_the_readme_says(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    readme = (ROOT / "README.md").read_text()
-    kernel = re.search(r"```python\n(# kernel\.py\n.*?)```", readme, re.DOTALL)
-    console = re.search(r"```console\n\$ python -m conformance (.*?)\n(.*?)```", readme, re.DOTALL)
-    assert kernel is not None
-    assert console is not None
-    (tmp_path / "kernel.py").write_text(kernel[1])
-    monkeypatch.chdir(tmp_path)
-    arguments = cli.parser().parse_args(console[1].split())
-    assert cli.main(arguments) == 1
-    assert rounded(console[2].strip()) in rounded(capsys.readouterr().out)
+def test_rooms_import_what_stands_above_them() -> None:
+    diagram = (ROOT / "docs" / "architecture.md").read_text().partition("## The rooms")[2].partition("## Rules")[0]
+    order = re.findall(r"^ {4,6}([a-z_.]+) {2,}", diagram, re.MULTILINE)
+    folder = ROOT / "conformance"
+    rooms = {place.stem for place in folder.iterdir() if place.is_dir() or place.suffix == ".py"}
+    without_place = {"__init__", "__main__", "__pycache__", "test_gate"}
+    assert rooms - without_place == {name.partition(".")[2] for name in order if "." in name}
+    wrong = [
+        f"{path.relative_to(ROOT)} imports {name}"
+        for path in sorted(folder.rglob("*.py"))
+        if path.parent != folder or path.stem in rooms - without_place
+        for name in sorted(imports(path))
+        if order.index(room(name, order)) > order.index(room(dotted(path), order))
+    ]
+    assert wrong == []
 
 
-def rounded(text: str) -> str:
-    """The text with its numbers to three digits: the kernel's own last digits differ between machines."""
-    return re.sub(r"-?\d+\.?\d*(e[+-]?\d+)?(?= |,|$|\n)", lambda number: f"{float(number[0]):.3g}", text)
+def dotted(path: Path) -> str:
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts)
 
 
-def test_every_command_of_the_readme_is_one() -> None:
-    readme = (ROOT / "README.md").read_text().replace("\\\n", " ")
-    blocks = re.findall(r"```(?:sh|console)\n(.*?)```", readme, re.DOTALL)
-    commands = re.findall(r"(?<!-m )python -m conformance ([a-z].*)", "\n".join(blocks))
-    assert len(commands) > 20
-    for command in commands:
-        cli.parser().parse_args(shlex.split(command, comments=True))
+def room(name: str, order: list[str]) -> str:
+    return next(place for place in order if name == place or name.startswith(f"{place}."))
