@@ -16,6 +16,7 @@ from conformance import declare
 from conformance.calling import registry
 from conformance.calling.plain import from_function
 from conformance.checks import BY_NAME, CHECKS
+from conformance.checks.scopes import COMPILED, DECLINED, GRID, INTERPRETED
 from conformance.contract import Implementation
 from conformance.judging import plan
 from conformance.judging.runner import Runner
@@ -82,7 +83,7 @@ def with_lse(change: Callable[[jax.Array], jax.Array]) -> Callable[..., Any]:
 
 
 # Those of accelerator kernels have test modules of their own.
-_PORTABLE = [check.name for check in CHECKS if check.scope not in ("declined", "interpreted", "compiled")]
+_PORTABLE = [check.name for check in CHECKS if check.scope not in (DECLINED, INTERPRETED, COMPILED)]
 
 
 @pytest.mark.parametrize("check", _PORTABLE)
@@ -234,7 +235,7 @@ def test_what_an_implementation_raises_becomes_an_error(error: BaseException):
 def test_cases_that_differ_in_values_alone_are_judged_by_the_same_programs():
     traced = []
     kernel = from_function(with_out(lambda out, *_: traced.append(out.shape) or out), "kernel")
-    checks = tuple(check for check in CHECKS if check.scope == "grid")
+    checks = tuple(check for check in CHECKS if check.scope is GRID)
     runner = Runner(Settings())
 
     def judge_with(distribution: str) -> list[Record]:

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from cases.case import parse
+from cases.ensemble import ensemble_cases
 from cases.inputs import DTYPES, Cotangent, Problem, draw, draw_cotangent
 from conformance.calling import registry
 from conformance.calling.plain import from_function
@@ -29,7 +30,7 @@ DIGITS = ("bf16", "f16")
 
 def judge(implementation: Implementation, dtype: str, seed: int = 0) -> dict[str, Record]:
     """Records of the check by observable."""
-    [case] = [case for case in plan.ensemble_cases(seed, implementation.supports) if case.dtype == dtype]
+    [case] = [case for case in ensemble_cases(seed, implementation.supports) if case.dtype == dtype]
     planned = plan.single(implementation, case, [BY_NAME["ensemble"]])
     return {record.observable: record for record in Runner(Settings()).run(planned.jobs)}
 
@@ -110,7 +111,7 @@ def test_results_that_are_not_finite_fail():
 def test_there_is_a_case_for_what_is_supported():
     def cases(**unsupported: str) -> list[str]:
         declared = dataclasses.replace(registry.find("dot_product"), unsupported=unsupported)
-        return [case.id for case in plan.ensemble_cases(3, declared.supports)]
+        return [case.id for case in ensemble_cases(3, declared.supports)]
 
     assert cases() == [CASE.format(dtype).replace("s0", "s3") for dtype in DIGITS]
     assert cases(f16="no", mqa="no") == ["train/bf16/B1.T128.S512.N8.K2.H64.V64/full/normal/s3"]

@@ -12,6 +12,7 @@ from conformance import records
 from conformance.calling import registry
 from conformance.calling.execution import Executor
 from conformance.checks import CHECKS
+from conformance.checks.scopes import GRID
 from conformance.checks.subject import Subject
 from conformance.judging.discrimination import REQUIRED_MARGIN, margins, weakest
 from conformance.judging.plan import Job
@@ -19,7 +20,7 @@ from conformance.judging.runner import Runner
 from conformance.judging.settings import Settings
 from conformance.truth.tolerances import default
 
-GRID = tuple(check for check in CHECKS if check.scope == "grid")
+GRID = tuple(check for check in CHECKS if check.scope is GRID)
 PUBLISHED = re.compile(r"[\w.-]+/[\w.-]+(#\d+|@[0-9a-f]{7,40})|arXiv:\d{4}\.\d{5}")
 
 

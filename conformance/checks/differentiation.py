@@ -16,10 +16,9 @@ from cases.counter_rng import normal
 from cases.inputs import Cotangent, Problem
 from cases.moba import depends_on_data
 from conformance import records
-from conformance.checks.judgement import Judgement, by_bound
+from conformance.checks.judgement import Judgement
 from conformance.checks.subject import Subject
 from conformance.truth.bounds import Bounded, expect
-from conformance.truth.comparison import compare
 
 _OPERAND = {"dq": "q", "dk": "k", "dv": "v", "dsinks": "sinks", "dbias": "bias"}
 # Rounding grows as 1/step, curvature as step**2; logits move by a few steps.
@@ -152,4 +151,4 @@ def _queries(cotangent: Cotangent, rows: slice) -> Cotangent:
 
 
 def _judge(subject: Subject, label: str, name: str, got: np.ndarray, expected: Bounded) -> Judgement:
-    return by_bound(name, compare(got, expected), dtype=subject.case.dtype, tolerances=subject.tolerances, label=label)
+    return subject.judge(name, got, expected, label=label)

@@ -12,11 +12,10 @@ import numpy as np
 
 from cases.front_ends import positions
 from cases.inputs import DTYPES, Cotangent, draw_cotangent, draw_raw
-from conformance.checks.judgement import Judgement, by_bound
+from conformance.checks.judgement import Judgement
 from conformance.checks.subject import Subject
 from conformance.reference.front_end import front_end as reference
 from conformance.truth.bounds import Expectation, Inexact, Roundoff, expect
-from conformance.truth.comparison import compare
 from conformance.truth.front_end import FrontEnd
 from conformance.truth.running_error import Number
 
@@ -95,5 +94,4 @@ def _pull_back(function: Any, moving: Mapping[str, Any], cotangent: Any) -> tupl
 
 
 def _judged(subject: Subject, limit: str, label: str, got: Any, expected: Any, judged: np.ndarray | None) -> Judgement:
-    comparison = compare(np.asarray(got), expected, judged)
-    return by_bound(limit, comparison, dtype=subject.case.dtype, tolerances=subject.tolerances, label=label)
+    return subject.judge(limit, np.asarray(got), expected, judged, label=label)

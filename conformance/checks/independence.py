@@ -22,11 +22,10 @@ from cases.inputs import Cotangent, Problem
 from cases.moba import depends_on_data
 from conformance import records
 from conformance.calling.execution import Result
-from conformance.checks.judgement import Judgement, by_bound
+from conformance.checks.judgement import Judgement
 from conformance.checks.subject import Subject
 from conformance.records import Worst
 from conformance.truth.bounds import Bounded
-from conformance.truth.comparison import compare
 
 
 @dataclasses.dataclass(frozen=True)
@@ -166,13 +165,8 @@ def _as_right(subject: Subject, part: _Part, name: str, got: Result) -> Judgemen
     place = (part.batch, part.rows, part.heads) if name == "out" else (part.batch, part.heads, part.rows)
     judged = subject.judged_out if name == "out" else subject.judged_residuals
     expected = subject.expectation.forward[name]
-    found = by_bound(
-        name,
-        compare(got.values[name][place], Bounded(expected.value[place], expected.bound[place]), judged[place]),
-        dtype=subject.case.dtype,
-        tolerances=subject.tolerances,
-        label=f"{name}.{part.name}",
-    )
+    here = Bounded(expected.value[place], expected.bound[place])
+    found = subject.judge(name, got.values[name][place], here, judged[place], label=f"{name}.{part.name}")
     if found.verdict != records.FAIL:
         return found
     changed = f"{name} ({_place(part, name)}; the index is within these) when other rows, heads and keys change"

@@ -10,7 +10,7 @@ from conformance.accelerators.interpreters import parameters, races, seeds, what
 from conformance.calling.execution import Executor, Result
 from conformance.checks.forward import judge_out, judge_residual
 from conformance.checks.gradients import judge_gradients
-from conformance.checks.judgement import Judgement
+from conformance.checks.judgement import Judgement, labelled
 from conformance.checks.subject import Subject
 from conformance.contract import RESIDUALS
 
@@ -41,8 +41,7 @@ def interpreter(subject: Subject) -> Iterator[Judgement]:
                 yield Judgement(observable=f"{name}.seed{seed}", verdict=records.FAIL, reason=stopped)
                 yield from _race_judgements(raced)
                 return
-            for judgement in _judge(subject, name, result):
-                yield dataclasses.replace(judgement, observable=f"{judgement.observable}.seed{seed}")
+            yield from labelled(f"seed{seed}", _judge(subject, name, result))
     yield from _race_judgements(raced)
 
 

@@ -14,11 +14,10 @@ import numpy as np
 from cases.inputs import Problem
 from cases.masks import Causal, Full, Window, conjuncts
 from conformance.calling.execution import Executor
-from conformance.checks.judgement import Judgement, by_bound, unsupported
+from conformance.checks.judgement import Judgement, unsupported
 from conformance.checks.subject import Subject
 from conformance.contract import RESIDUALS
 from conformance.truth.bounds import Bounded, Expectation
-from conformance.truth.comparison import compare
 
 Values = Mapping[str, np.ndarray]
 
@@ -159,10 +158,4 @@ def _agree(subject: Subject, name: str, how: str, got: np.ndarray, whole: np.nda
     """One answer against the other; each may be off by its own bound."""
     both = Bounded(whole.astype(np.float64), np.where(np.isfinite(expected.value), 2 * expected.bound, 0.0))
     judged = {"out": subject.judged_out, **dict.fromkeys(RESIDUALS, subject.judged_residuals)}.get(name)
-    return by_bound(
-        name,
-        compare(got, both, judged),
-        dtype=subject.case.dtype,
-        tolerances=subject.tolerances,
-        label=f"{name}.{how}",
-    )
+    return subject.judge(name, got, both, judged, label=f"{name}.{how}")

@@ -15,11 +15,10 @@ import numpy as np
 
 from cases.inputs import Cotangent
 from conformance import records
-from conformance.checks.judgement import Judgement, by_bound
+from conformance.checks.judgement import Judgement
 from conformance.checks.subject import Subject
 from conformance.records import Worst
 from conformance.truth.bounds import Bounded
-from conformance.truth.comparison import compare
 
 _FACTOR = {"f32": 2.0**12, "bf16": 2.0**12, "f16": 2.0**4}
 # Results below the first may have lost bits to underflow, results above the second may overflow once scaled.
@@ -74,8 +73,7 @@ def _proportional(
     if subject.case.dtype == "f16":
         both = Bounded(once, 2 * bound)
         fits = np.abs(once) < _LARGEST["f16"]
-        comparison = compare(scaled, both, fits)
-        return by_bound(name, comparison, dtype="f16", tolerances=subject.tolerances, label=label)
+        return subject.judge(name, scaled, both, fits, label=label)
     # Zero may become a number that had underflowed, and no other.
     underflowed = (np.abs(once) < _SMALLEST) & (np.abs(scaled) < _SMALLEST)
     wrong = ~underflowed & ~(scaled == once)

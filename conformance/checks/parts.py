@@ -16,10 +16,9 @@ import numpy as np
 
 from cases.inputs import Problem
 from cases.masks import Causal, Chunked, Full, Lengths, Mask, OwnWindow, Window, conjuncts
-from conformance.checks.judgement import Judgement, by_bound, unsupported
+from conformance.checks.judgement import Judgement, unsupported
 from conformance.checks.subject import Subject
 from conformance.truth.bounds import Bounded, U, expect
-from conformance.truth.comparison import Comparison, compare
 
 
 class Part(NamedTuple):
@@ -91,13 +90,10 @@ def _judge(subject: Subject, how: str, part: Any, expected: Mapping[str, Bounded
             values["logsumexp"] = np.where(some, top + np.log(total), -np.inf)[..., 0].swapaxes(1, 2)
         values["max_logits"] = top[..., 0].swapaxes(1, 2)
     for name, label in (("out", "out"), ("logsumexp", "logsumexp"), ("max_logits", "max")):
-        yield by_bound(
-            name,
-            Comparison.malformed(wrong) if wrong else compare(values[name], expected[name]),
-            dtype=subject.case.dtype,
-            tolerances=subject.tolerances,
-            label=f"{label}.{how}",
-        )
+        if wrong:
+            yield subject.malformed(name, wrong, label=f"{label}.{how}")
+        else:
+            yield subject.judge(name, values[name], expected[name], label=f"{label}.{how}")
 
 
 def _malformed(problem: Problem, part: Any) -> str:

@@ -13,7 +13,7 @@ import numpy as np
 from cases import quantized
 from conformance.checks.forward import judge_out, judge_residual
 from conformance.checks.gradients import judge_gradients
-from conformance.checks.judgement import Judgement, unsupported
+from conformance.checks.judgement import Judgement, labelled, unsupported
 from conformance.checks.subject import Subject
 from conformance.contract import RESIDUALS
 
@@ -61,8 +61,7 @@ def _poisoned(subject: Subject, name: str, value: float) -> Iterator[Judgement]:
         cotangent = subject.any_random
         result = subject.gradients_of(problem, subject.cotangents[cotangent])
         found += list(judge_gradients(subject, result, subject.expected_gradients(cotangent)))
-    for judgement in found:
-        yield dataclasses.replace(judgement, observable=f"{judgement.observable}.{name}")
+    yield from labelled(name, found)
 
 
 def _in_dtype(value: float, dtype: np.dtype) -> np.ndarray:

@@ -20,9 +20,8 @@ from cases.inputs import Cotangent, Problem, draw, draw_cotangent
 from cases.masks import Dense
 from conformance import records
 from conformance.calling.execution import DIFFERENTIABLE, Arrays, pull_back
-from conformance.checks.judgement import Judgement, by_bound, unsupported
+from conformance.checks.judgement import Judgement, apart, unsupported
 from conformance.checks.subject import Subject
-from conformance.truth.comparison import compare
 
 _DEVICES = 4
 _AXIS = "shards"
@@ -44,14 +43,7 @@ def sharding(subject: Subject) -> Iterator[Judgement]:
         except CaseIdError as error:
             yield unsupported(name, f"this case cannot be shared by {_DEVICES} devices: {error}")
             continue
-        try:
-            for judgement in _judge(subject, case, shard):
-                yield dataclasses.replace(judgement, observable=f"{judgement.observable}.{name}")
-        except NotImplementedError as error:
-            yield unsupported(name, str(error).split("\n")[0])
-        except Exception as error:  # whatever the implementation raises is the finding
-            reason = f"{type(error).__name__}: {str(error).strip().split(chr(10))[0]}"
-            yield Judgement(observable=name, verdict=records.ERROR, reason=reason)
+        yield from apart(name, functools.partial(_judge, subject, case, shard))
 
 
 def _divisible(case: Case) -> Case:
@@ -164,5 +156,4 @@ def _declined(subject: Subject, case: Case) -> str | None:
 
 
 def _compared(subject: Subject, name: str, got: Any, expected: Any, judged: np.ndarray | None) -> Judgement:
-    comparison = compare(np.asarray(got), expected, judged)
-    return by_bound(name, comparison, dtype=subject.case.dtype, tolerances=subject.tolerances)
+    return subject.judge(name, np.asarray(got), expected, judged)

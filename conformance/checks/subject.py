@@ -14,8 +14,10 @@ from cases import quantized
 from cases.case import Case
 from cases.inputs import Cotangent, Problem, draw, draw_cotangent
 from conformance.calling.execution import Calls, Executor, Result
+from conformance.checks.judgement import Judgement, by_bound
 from conformance.contract import Implementation
 from conformance.truth.bounds import Bounded, Expectation, Inexact, expect
+from conformance.truth.comparison import Comparison, compare
 from conformance.truth.oracle import EmptyRows
 from conformance.truth.tolerances import Tolerances
 
@@ -228,6 +230,40 @@ class Subject:
     def expect(self, problem: Problem, cotangents: Sequence[Cotangent] = ()) -> Expectation:
         """Exact results and bounds on another problem."""
         return expect(problem, self.implementation.arithmetic, cotangents, empty_rows=self.empty_rows)
+
+    def judge(
+        self,
+        observable: str,
+        got: object,
+        expected: Bounded,
+        judged: np.ndarray | None = None,
+        *,
+        label: str | None = None,
+        flash: np.ndarray | None = None,
+    ) -> Judgement:
+        """Judge what came by what was expected, within the limit of `observable`.
+
+        Args:
+          observable: which limit applies.
+          got: what came.
+          expected: exact values and bounds.
+          judged: booleans broadcastable to the shape; elements that are False are left out.
+          label: how the record names the observable, if not by its plain name.
+          flash: what the flash backward gives from the implementation's own saved results, shown beside the truth.
+        """
+        comparison = compare(got, expected, judged)
+        against_flash = None if flash is None else compare(got, dataclasses.replace(expected, value=flash), judged)
+        return self._weighed(observable, comparison, label, against_flash)
+
+    def malformed(self, observable: str, problem: str, *, label: str | None = None) -> Judgement:
+        """The judgement of what cannot be compared at all."""
+        return self._weighed(observable, Comparison.malformed(problem), label, None)
+
+    def _weighed(
+        self, observable: str, comparison: Comparison, label: str | None, flash: Comparison | None
+    ) -> Judgement:
+        table = self.tolerances
+        return by_bound(observable, comparison, dtype=self.case.dtype, tolerances=table, label=label, flash=flash)
 
     def gradients(self, cotangent: str) -> Result:
         """The named cotangent pulled back through the implementation."""

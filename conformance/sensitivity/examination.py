@@ -17,8 +17,6 @@ NEAR = 2
 """Cases of the grid that come first: those nearest to a bug's trigger."""
 # One case in so many of the rest of the grid, for a bug that one check alone has seen.
 _STRIDE = 4
-# Scopes beside the grid, those first that catch most in one case.
-_SPECIAL = ("rich", "base", "decoded", "front", "ensemble", "interpreted", "compiled", "declined", "feature")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,14 +60,14 @@ class Examination:
 def ordered_jobs(bug: PlantedBug, level: str) -> list[Job]:
     """The jobs of the gate for the bug's implementation: `NEAR` cases of the grid, what is not on it, the rest of it.
 
-    Cases that have the bug's trigger come first, small before big. All jobs are there: the order saves time and changes
+    Cases that have the bug's trigger come first, small before big; what is not on the grid comes in the order of
+    `SCOPES`. All jobs are there: the order saves time and changes
     no result.
     """
     jobs = plan([bug.build()], level=level).jobs
     on_grid = [job for job in jobs if job.on_grid]
     on_grid.sort(key=lambda job: (not bug.trigger(job.case), _size(job.case)))
     special = [job for job in jobs if not job.on_grid]
-    special.sort(key=lambda job: _SPECIAL.index(job.checks[0].scope))
     return [*on_grid[:NEAR], *special, *on_grid[NEAR:]]
 
 
