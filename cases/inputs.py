@@ -38,7 +38,7 @@ _HUGE_LOGIT = 6.6e4
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """Operands of one attention call (contract, section 1) as NumPy arrays; `scale=None` means `1 / sqrt(H)`.
+    """Operands of one attention call (docs/contract.md, section 1) as NumPy arrays; `scale=None` means `1 / sqrt(H)`.
 
     With `kv_scales`, those of k and of v, k and v are numbers as a cache stores them (`cases.quantized`).
     """

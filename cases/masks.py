@@ -1,7 +1,8 @@
 """Attention masks as small value objects.
 
-A mask answers three questions (contract, section 3): may query `i` attend to key `j` (`allowed`), what does that look
-like as booleans (`dense`), and which blocks of it are empty, partial or full (`blocks`). They compose with `&` and `|`.
+A mask answers three questions (docs/contract.md, section 3): may query `i` attend to key `j` (`allowed`), what does
+that look like as booleans (`dense`), and which blocks of it are empty, partial or full (`blocks`). They compose with
+`&` and `|`.
 
 Positions are operand positions: `i` indexes the query axis `T` and `j` the key axis `S`; an `offset` moves queries to
 their absolute position (`offset = S - T` aligns the last query with the last key).

@@ -1,4 +1,4 @@
-"""Mixture of block attention: the mask that queries choose by their gates, in float64 (contract, section 5).
+"""Mixture of block attention: the mask that queries choose by their gates, in float64 (docs/contract.md, section 5).
 
 Straight from the definition (Lu et al. 2025, MoBA, arXiv:2502.13189, equations 2 to 6): keys are cut into chunks, the
 gate of query `i` on a chunk is `<q_i, mean of its keys>`, the query's own chunk is always taken and no later one ever,

@@ -43,7 +43,7 @@ def balanced_order(cp_size: int, length: int) -> list[int]:
 
 
 def definition(mask: Mask) -> Allowed:
-    """`allowed(b, n, i, j)` by section 3 of the contract, one pair at a time."""
+    """`allowed(b, n, i, j)` by its formula (docs/contract.md, section 3), one pair at a time."""
     match mask:
         case Full():
             return lambda b, n, i, j: True

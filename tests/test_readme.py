@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import importlib
 import re
 import shlex
 import sys
@@ -30,8 +29,6 @@ PAGES = {
 }
 # What a person takes in at once. The lines of the longest section of a well-kept README are about as many.
 SCREEN = 50
-# Named and not here: what `tune` will write, and what a user writes.
-ELSEWHERE = {"impls/flash_gpu/block_sizes.json", ".github/workflows/attention.yml"}
 
 
 def blocks(page: str, *languages: str) -> list[str]:
@@ -197,7 +194,7 @@ def test_the_readme_names_every_check() -> None:
 
 def test_every_feature_is_described() -> None:
     opt_in = " (*opt-in*)"
-    described = {names(name)[0]: text for name, text in rows("docs/cases.md", "feature", "is")}
+    described = {names(name)[0]: text for name, text in rows("docs/features.md", "feature", "is")}
     assert described == {name: text + opt_in * (name in OPT_IN) for name, text in FEATURES.items()}
 
 
@@ -210,13 +207,3 @@ def test_every_verdict_is_described() -> None:
 def test_every_implementation_is_described() -> None:
     named = [name for cell, _ in rows("docs/implementations.md", "name", "what it is") for name in names(cell)]
     assert sorted(named) == sorted(registry.names())
-
-
-@pytest.mark.parametrize("page", PAGES)
-def test_modules_and_files_that_are_named_are_there(page: str) -> None:
-    for name in names(PAGES[page]):
-        if re.fullmatch(r"(?:conformance|cases|impls|reports|tests|\.ci|\.github)/[\w./-]+", name):
-            assert (ROOT / name).exists() != (name in ELSEWHERE), name
-        elif re.fullmatch(r"conformance(\.[a-z_]+)+\.\w+", name):
-            module, _, attribute = name.rpartition(".")
-            assert hasattr(importlib.import_module(module), attribute), name

@@ -285,7 +285,7 @@ def test_features_keep_their_order_and_lose_no_record() -> None:
     records = [record(features=("sinks", "causal")), record(features=()), record(features=("bias", "sinks"))]
     matrix = summary.feature_matrix(records)
     assert matrix.columns == ("sinks", "causal", "bias", summary.NO_FEATURE)
-    assert matrix.cells[matrix.subjects[0], "sinks"].counts.total == 2
+    assert matrix.cells[matrix.contenders[0], "sinks"].counts.total == 2
 
 
 def test_the_matrix_tells_unsupported_from_unjudged() -> None:
@@ -296,7 +296,7 @@ def test_the_matrix_tells_unsupported_from_unjudged() -> None:
         record(features=("causal",), verdict=UNSUPPORTED),
     ]
     matrix = summary.feature_matrix(records)
-    states = {feature: matrix.cells[matrix.subjects[0], feature].state for feature in matrix.columns}
+    states = {feature: matrix.cells[matrix.contenders[0], feature].state for feature in matrix.columns}
     assert states == {"bias": "unsupported", "sinks": "unjudged", "causal": "pass"}
     assert 'title="no bias operand"' in html.render(records, run_info())
 
@@ -380,10 +380,10 @@ def test_what_compiled_is_a_table_by_target_with_the_largest_of_each_figure() ->
     table = compiled.compiled(records)
     assert table is not None
     assert table.targets == ("v5e", "v4", "h100")
-    cell = table.cells[table.subjects[0], "v5e"]
+    cell = table.cells[table.contenders[0], "v5e"]
     assert (cell.compiled, cell.failed, cell.seconds, cell.temporaries) == (2, 0, 2.5, 3 * 2.0**20)
-    assert table.cells[table.subjects[0], "v4"].state == "fail"
-    assert table.problems == ()
+    assert table.cells[table.contenders[0], "v4"].state == "fail"
+    assert table.programs == ()
     page = html.render(records, run_info())
     section = page[page.index('id="compiled"') :].split("<h2")[0]
     for text in (
@@ -406,9 +406,9 @@ def test_the_same_program_of_two_implementations_is_shown_side_by_side() -> None
     records = [compilation(), compilation(observable="v4.forward", figures=larger), compilation(implementation="other")]
     table = compiled.compiled(records)
     assert table is not None
-    (problem,) = table.problems
-    assert (problem.case, problem.program) == (records[0].case, "forward")
-    one, other = (problem.cells[subject] for subject in table.subjects)
+    (row,) = table.programs
+    assert (row.case, row.program) == (records[0].case, "forward")
+    one, other = (row.cells[contender] for contender in table.contenders)
     assert (one.live, one.temporaries, one.seconds) == (2.0**25, 3 * 2.0**20, 9.0)
     assert other.live == 2.0**24
     assert "32 MiB at once, 3 MiB HBM, 9.0 s" in html.render(records, run_info())

@@ -36,7 +36,7 @@ class NotAnAttentionFunction(TypeError):  # noqa: N818 -- a statement, as the me
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Declaration:
-    """What a plain function declares beyond its signature; the defaults are those of the design."""
+    """What a plain function declares beyond its signature; docs/contract.md, section 9, has the defaults."""
 
     products: Products = "exact"
     logits: Literal["f32", "input"] = "f32"

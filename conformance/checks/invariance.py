@@ -90,7 +90,7 @@ def _each_scale(problem: Problem, change: Callable[[np.ndarray], np.ndarray]) ->
 
 
 def _merged(parts: list[Values]) -> Values:
-    """Attention over all keys from normalised parts and their `logsumexp` (contract, section 4)."""
+    """Attention over all keys from normalised parts and their `logsumexp` (docs/contract.md, section 4)."""
     lse = np.stack([part["logsumexp"].astype(np.float64) for part in parts])
     top = lse.max(axis=0)
     weight = np.exp(lse - np.where(np.isfinite(top), top, 0.0))

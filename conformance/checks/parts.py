@@ -1,7 +1,7 @@
 """Parts: attention that is not normalised is right, and so is what parts over pieces of the cache merge to.
 
-A part `(out, max, sum)` (contract, section 4) promises `out / sum`, `max + log(sum)` and which value its logits were
-shifted by. They are compared in float64 on the host, with bounds of results that were not rounded to the operands'
+A part `(out, max, sum)` (docs/contract.md, section 4) promises `out / sum`, `max + log(sum)` and which value its logits
+were shifted by. They are compared in float64 on the host, with bounds of results that were not rounded to the operands'
 dtype: a part is f32, and one that is kept in less shows.
 """
 

@@ -1,7 +1,7 @@
 """Sharding: under `shard_map` over batch, heads and query sequence, the call and its gradients mean the same.
 
 Four devices are needed; on CPU they are virtual (`conformance.environment` asks XLA for them). Queries are sharded in
-the load-balanced order of context parallelism (contract, section 3), each device masking with its own rows.
+the load-balanced order of context parallelism (docs/contract.md, section 3), each device masking with its own rows.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ def reference_attention(
     save_residuals: bool = False,
     backward: Backward = "vanilla",
 ) -> Any:
-    """Attention by the contract's section 2, all `T * S` logits at once, computed in f32 (f64 for f64 operands).
+    """Attention (docs/contract.md, section 2), all `T * S` logits at once, computed in f32 (f64 for f64 operands).
 
     Args:
       q: `[B, T, N, H]`.

@@ -260,7 +260,7 @@ def _clearest(expected: Bounded) -> tuple[Any, ...]:
 
 @dataclasses.dataclass(frozen=True)
 class _Attention:
-    """Attention and its backward pass by the contract's section 2, every operation in f32, heads first."""
+    """Attention and its backward pass (docs/contract.md, section 2), every operation in f32, heads first."""
 
     problem: Problem
     do: np.ndarray  # [B, N, T, V]

@@ -64,7 +64,7 @@ def parts(
     num_splits: int | None = None,
     interpret: Any = None,
 ) -> Part:
-    """Attention of a few query tokens over a padded cache, not normalised (contract, section 4).
+    """Attention of a few query tokens over a padded cache, not normalised (docs/contract.md, section 4).
 
     `out / sum` is attention over the keys that exist, and parts over disjoint sets of keys merge with `impls.merging`:
     a prompt's cache with that of what was generated since, or one device's share of a cache with another's. Blocks that

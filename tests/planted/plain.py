@@ -1,9 +1,9 @@
 """A correct plain attention kernel in replaceable steps: all logits at once.
 
 `PlainSteps` are the steps of the forward pass, which JAX differentiates; `BackwardSteps` those of a backward pass
-written by hand (contract, section 2), used where one is given. The defaults of both are correct; a bug replaces one.
-Steps get what they change first and the call, or what the forward pass saved, last. `N` is the number of query heads
-throughout: keys and values are repeated for them before the first product.
+written by hand (docs/contract.md, section 2), used where one is given. The defaults of both are correct; a bug replaces
+one. Steps get what they change first and the call, or what the forward pass saved, last. `N` is the number of query
+heads throughout: keys and values are repeated for them before the first product.
 """
 
 from __future__ import annotations
