@@ -8,6 +8,8 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
+from conformance import packages
+
 _PUBLIC = {
     "Arithmetic": "conformance.contract",
     "Implementation": "conformance.contract",
@@ -19,5 +21,6 @@ __all__ = sorted(_PUBLIC)
 
 def __getattr__(name: str) -> Any:
     if name in _PUBLIC:
+        packages.claim()
         return getattr(importlib.import_module(_PUBLIC[name]), name)
-    raise AttributeError(f"module 'conformance' has no attribute {name!r}")
+    raise AttributeError(packages.no_attribute("conformance", name))

@@ -51,13 +51,13 @@ PLAIN = "train/bf16/B1.T128.S128.N2.K2.H64.V64/causal/normal/s0"
         ("prefill/bf16/B1.T64.S320.N2.K2.H64.V64/causal-o256/normal/s0", "tpu", "splash_tpu"),
     ],
 )
-def test_the_kernel_suits_platform_phase_and_lengths(case_id: str, platform: str, kernel: str):
+def test_the_kernel_suits_platform_phase_and_lengths(case_id: str, platform: str, kernel: str) -> None:
     found, candidate = auto.route(**shapes(parse(case_id)), platform=platform)
     assert found.kernel == candidate.kernel.name == kernel
     assert platform in found.reason
 
 
-def test_decode_goes_to_kernels_without_gradients_only_where_the_caller_says_so():
+def test_decode_goes_to_kernels_without_gradients_only_where_the_caller_says_so() -> None:
     case = parse("decode/bf16/B1.T1.S200.N2.K2.H64.V64/lengths-70/normal/s0")
     for platform, kernel in (("cpu", "ragged"), ("tpu", "ragged_tpu"), ("gpu", "ragged_gpu")):
         assert auto.route(**shapes(case), platform=platform, phase="decode")[0].kernel == kernel
@@ -81,7 +81,7 @@ def test_decode_goes_to_kernels_without_gradients_only_where_the_caller_says_so(
 )
 def test_a_fallback_says_what_was_passed_over_and_why(
     platform: str, change: dict[str, Any], kernel: str, lacking: tuple[str, str]
-):
+) -> None:
     case = dataclasses.replace(parse(PLAIN), **change)
     found, _ = auto.route(**shapes(case), platform=platform)
     assert found.kernel == kernel
@@ -92,7 +92,7 @@ def test_a_fallback_says_what_was_passed_over_and_why(
         auto.route(**shapes(case), platform=platform, fall_back=False)
 
 
-def test_a_kernel_asked_for_by_name_is_taken_or_refuses():
+def test_a_kernel_asked_for_by_name_is_taken_or_refuses() -> None:
     found, _ = auto.route(**shapes(parse(PLAIN)), kernel="block_flash")
     assert found == Route("block_flash", "asked for by name")
     biased = shapes(dataclasses.replace(parse(PLAIN), bias="bias"))
@@ -106,7 +106,7 @@ def test_a_kernel_asked_for_by_name_is_taken_or_refuses():
         auto.route(**biased, phase="training")  # type: ignore[arg-type]  # on purpose
 
 
-def test_a_call_that_no_kernel_supports_says_what_each_lacks():
+def test_a_call_that_no_kernel_supports_says_what_each_lacks() -> None:
     only = tuple(c for c in CANDIDATES if c.kernel.name in ("splash_tpu", "flash_gpu"))
     with pytest.raises(
         NotImplementedError, match=r"no kernel supports this call: splash_tpu is for tpu.*; flash_gpu is"
@@ -114,7 +114,7 @@ def test_a_call_that_no_kernel_supports_says_what_each_lacks():
         auto.route(**shapes(parse(PLAIN)), platform="cpu", candidates=only)
 
 
-def test_the_route_is_logged_and_handed_out(caplog: pytest.LogCaptureFixture):
+def test_the_route_is_logged_and_handed_out(caplog: pytest.LogCaptureFixture) -> None:
     q = jnp.ones((1, 4, 1, 8))
     routes: list[Route] = []
     with caplog.at_level(logging.INFO, logger="impls.auto"):
@@ -133,7 +133,7 @@ MASKS: tuple[Mask, ...] = (
 )
 
 
-def test_a_quantised_cache_goes_to_the_kernel_that_takes_one():
+def test_a_quantised_cache_goes_to_the_kernel_that_takes_one() -> None:
     case = parse("decode/bf16/B2.T1.S20.N2.K2.H8.V8/lengths-7-20/kvint8-token/normal/s0")
     problem = draw(case)
     asked = {"mask": problem.mask, "options": {"kv_scales": problem.kv_scales}}
@@ -149,7 +149,7 @@ def test_a_quantised_cache_goes_to_the_kernel_that_takes_one():
 
 @pytest.mark.parametrize("candidate", CANDIDATES, ids=lambda c: c.kernel.name)
 @pytest.mark.parametrize("save_residuals", [False, True])
-def test_every_operand_reaches_every_kernel_as_it_is(candidate: auto.Candidate, save_residuals: bool):
+def test_every_operand_reaches_every_kernel_as_it_is(candidate: auto.Candidate, save_residuals: bool) -> None:
     moba = [Moba(4, 2)] if "moba" in candidate.kernel.offers else []
     taken = moba or [mask for mask in MASKS if candidate.lacks(tuple(mask_features(mask))) is None]
     assert taken
@@ -195,16 +195,16 @@ def red(impl: Implementation, check: str, case: Case | None = None) -> list[Any]
 
 
 @pytest.mark.parametrize("name", ["auto_dot_product"])
-def test_every_feature_arrives_and_matters_as_the_oracle_says(name: str):
+def test_every_feature_arrives_and_matters_as_the_oracle_says(name: str) -> None:
     assert red(FORCED[name], "arguments") == []
 
 
 @pytest.mark.bank
 @pytest.mark.parametrize("name", [name for name in FORCED if name != "auto_dot_product"])
-def test_every_feature_arrives_by_every_route(name: str):
+def test_every_feature_arrives_by_every_route(name: str) -> None:
     assert red(FORCED[name], "arguments") == []
 
 
 @pytest.mark.parametrize("name", [name for name, impl in FORCED.items() if impl.unsupported])
-def test_what_a_route_lacks_is_refused(name: str):
+def test_what_a_route_lacks_is_refused(name: str) -> None:
     assert red(FORCED[name], "refusals") == []

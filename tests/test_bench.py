@@ -61,7 +61,7 @@ class Clock:
         return run
 
 
-def test_functions_take_turns_and_each_sample_is_theirs():
+def test_functions_take_turns_and_each_sample_is_theirs() -> None:
     clock = Clock()
     functions = {"a": clock.taking("a", 1.0), "b": clock.taking("b", 2.0), "c": clock.taking("c", 0.5)}
     sampled = interleave(functions, rounds=5, clock=clock)
@@ -70,7 +70,7 @@ def test_functions_take_turns_and_each_sample_is_theirs():
     assert not sampled.interrupted
 
 
-def test_drift_that_hits_all_alike_does_not_move_the_ratio():
+def test_drift_that_hits_all_alike_does_not_move_the_ratio() -> None:
     """The machine slows down threefold half way: medians move, the paired ratio does not."""
     clock = Clock()
     slow = [1.0] * (WARM_UP_ROUNDS + 5) + [3.0] * 5
@@ -81,7 +81,7 @@ def test_drift_that_hits_all_alike_does_not_move_the_ratio():
 
 
 @given(st.lists(st.tuples(st.floats(1e-6, 1e3), st.floats(1e-6, 1e3)), min_size=1, max_size=20))
-def test_ratios_of_the_two_orders_are_inverse_where_the_rounds_decide(pairs: list[tuple[float, float]]):
+def test_ratios_of_the_two_orders_are_inverse_where_the_rounds_decide(pairs: list[tuple[float, float]]) -> None:
     a, b = ([pair[member] for pair in pairs] for member in (0, 1))
     there, back = paired(a, b), paired(b, a)
     assert there.lower <= there.median <= there.upper
@@ -91,7 +91,7 @@ def test_ratios_of_the_two_orders_are_inverse_where_the_rounds_decide(pairs: lis
     assert paired(a, a) == Quartiles(1, 1, 1)
 
 
-def test_short_calls_are_sampled_several_at_a_time():
+def test_short_calls_are_sampled_several_at_a_time() -> None:
     clock = Clock()
     sampled = interleave({"a": clock.taking("a", 0.25)}, rounds=4, least=1.0, clock=clock)
     assert sampled.calls == {"a": 4}
@@ -101,7 +101,7 @@ def test_short_calls_are_sampled_several_at_a_time():
     assert calls_for(0.0, 0.0) == 1
 
 
-def test_time_is_up_after_the_fewest_rounds_at_the_earliest():
+def test_time_is_up_after_the_fewest_rounds_at_the_earliest() -> None:
     clock = Clock()
     assert len(interleave({"a": clock.taking("a", 10.0)}, rounds=50, seconds=1, clock=clock).seconds["a"]) == 3
     clock = Clock()
@@ -109,14 +109,14 @@ def test_time_is_up_after_the_fewest_rounds_at_the_earliest():
     assert len(sampled.seconds["a"]) == 10 - WARM_UP_ROUNDS
 
 
-def test_slow_functions_warm_up_once():
+def test_slow_functions_warm_up_once() -> None:
     clock = Clock()
     functions = {"a": clock.taking("a", 0.75), "b": clock.taking("b", 0.5)}
     sampling.interleave(functions, rounds=3, clock=clock)
     assert clock.ran == ["a", "b"] * (1 + 3)
 
 
-def test_what_raises_is_left_out_and_the_others_go_on():
+def test_what_raises_is_left_out_and_the_others_go_on() -> None:
     clock = Clock()
 
     def dies(calls: int) -> None:
@@ -130,7 +130,7 @@ def test_what_raises_is_left_out_and_the_others_go_on():
 
 
 @pytest.mark.parametrize(("rounds_done", "kept"), [(FEWEST_ROUNDS + 1, True), (FEWEST_ROUNDS - 1, False)])
-def test_ctrl_c_keeps_whole_rounds_if_there_are_enough(rounds_done: int, kept: bool):
+def test_ctrl_c_keeps_whole_rounds_if_there_are_enough(rounds_done: int, kept: bool) -> None:
     clock = Clock()
 
     def interrupts(calls: int) -> None:
@@ -154,7 +154,7 @@ def test_ctrl_c_keeps_whole_rounds_if_there_are_enough(rounds_done: int, kept: b
         "train/f32/B1.T8.S24.N2.K2.H16.V16/full/normal/s1",
     ],
 )
-def test_pairs_are_those_that_the_mask_allows(case_id: str, monkeypatch: pytest.MonkeyPatch):
+def test_pairs_are_those_that_the_mask_allows(case_id: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(work, "_SLAB", 100)  # several slabs, the last one short
     problem = draw(parse(case_id))
     batch, q_length, num_q_heads, _ = problem.q.shape
@@ -162,7 +162,7 @@ def test_pairs_are_those_that_the_mask_allows(case_id: str, monkeypatch: pytest.
     assert work.allowed_pairs(problem) == full.sum()
 
 
-def test_operations_are_counted_from_pairs():
+def test_operations_are_counted_from_pairs() -> None:
     case = Case(head_dim=64, v_head_dim=64)
     assert work.flops(10, case, FORWARD) == 10 * 4 * 64
     assert work.flops(10, case, BACKWARD) == 3.5 * work.flops(10, case, FORWARD)
@@ -172,7 +172,7 @@ def test_operations_are_counted_from_pairs():
 
 
 @pytest.mark.parametrize("platform", ["cpu", "gpu", "tpu"])
-def test_default_cases_suit_the_device(platform: str):
+def test_default_cases_suit_the_device(platform: str) -> None:
     cases = work.default_cases(platform)
     assert {case.dtype for case in cases} == {"f32" if platform == "cpu" else "bf16"}
     assert {case.head_dim for case in cases} == {64, 128}
@@ -180,7 +180,7 @@ def test_default_cases_suit_the_device(platform: str):
     assert all(parse(case.id) == case for case in cases)
 
 
-def test_rows_to_look_at_are_few_and_hold_the_ends():
+def test_rows_to_look_at_are_few_and_hold_the_ends() -> None:
     for case in (*work.default_cases("gpu"), *work.default_cases("cpu"), Case(q_length=1), Case(q_length=2)):
         rows = sampled_rows(case)
         assert rows[0] == 0
@@ -243,7 +243,7 @@ def rows(phase: str) -> dict[str, Measurement]:
     return {row.implementation: row for row in compared().measurements if row.phase == phase}
 
 
-def test_what_is_wrong_is_said_beside_its_speed(product: None):
+def test_what_is_wrong_is_said_beside_its_speed(product: None) -> None:
     forward, backward = rows(FORWARD), rows(BACKWARD)
     assert {name: row.outcome for name, row in forward.items()} == {
         "absent": UNJUDGED,
@@ -266,7 +266,7 @@ def test_what_is_wrong_is_said_beside_its_speed(product: None):
     assert forward["good"].error < 1
 
 
-def test_reasons_are_those_that_were_given(product: None):
+def test_reasons_are_those_that_were_given(product: None) -> None:
     forward = rows(FORWARD)
     assert forward["absent"].reason == "no such machine"
     assert forward["absent"].platform == "gpu"
@@ -276,7 +276,7 @@ def test_reasons_are_those_that_were_given(product: None):
     assert "no TPU in this machine" in forward["interpreted"].reason
 
 
-def test_the_baseline_is_the_first_that_runs_and_is_right(product: None):
+def test_the_baseline_is_the_first_that_runs_and_is_right(product: None) -> None:
     """The absent one cannot be it, and a wrong result must not be."""
     forward = rows(FORWARD)
     timed = [row for row in forward.values() if row.samples]
@@ -290,7 +290,7 @@ def test_the_baseline_is_the_first_that_runs_and_is_right(product: None):
     assert forward["good"].memory["peak"] > forward["good"].memory["temporary"] >= 0
 
 
-def test_measurements_come_back_as_they_were(tmp_path: Path, product: None):
+def test_measurements_come_back_as_they_were(tmp_path: Path, product: None) -> None:
     path = tmp_path / "m.jsonl"
     measurements.write_jsonl(path, compared().measurements)
     assert measurements.read_jsonl(path) == compared().measurements
@@ -302,7 +302,7 @@ def test_measurements_come_back_as_they_were(tmp_path: Path, product: None):
         measurements.read_jsonl(path)
 
 
-def test_the_later_of_two_measurements_counts(product: None):
+def test_the_later_of_two_measurements_counts(product: None) -> None:
     old = rows(FORWARD)["good"]
     new = dataclasses.replace(old, samples=(1.0,))
     assert measurements.merge([old, rows(BACKWARD)["good"]], [new]) == [new, rows(BACKWARD)["good"]]
@@ -312,12 +312,12 @@ def test_the_later_of_two_measurements_counts(product: None):
     ("changes", "message"),
     [({"outcome": "fine"}, "is none of agrees"), ({"phase": "back"}, "phase 'back'"), ({"samples": ()}, "0 samples")],
 )
-def test_what_no_measurement_can_be_is_refused(changes: dict[str, Any], message: str, product: None):
+def test_what_no_measurement_can_be_is_refused(changes: dict[str, Any], message: str, product: None) -> None:
     with pytest.raises(ValueError, match=message):
         dataclasses.replace(rows(FORWARD)["good"], **changes)
 
 
-def test_the_report_has_a_section_and_never_calls_a_wrong_result_the_least(product: None):
+def test_the_report_has_a_section_and_never_calls_a_wrong_result_the_least(product: None) -> None:
     info = RunInfo(command="bench", level="bench", environment={"jax": "x"}, tolerances=[])
     quick = dataclasses.replace(rows(FORWARD)["scaled"], samples=(1e-9,) * 3)
     found = [quick if row is rows(FORWARD)["scaled"] else row for row in compared().measurements]
@@ -340,7 +340,7 @@ def run(*arguments: str) -> int:
 
 def test_the_command_prints_writes_and_merges(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
+) -> None:
     monkeypatch.chdir(tmp_path)
     arguments = ["bench", "--impl=dot_product,jax_nn_cudnn", f"--case={CASE}", "--phase=forward", "--runs=3"]
     assert run(*arguments, "--report=speed.html") == 0
@@ -366,14 +366,16 @@ def test_the_command_prints_writes_and_merges(
         (["--impl=dot_product", "--case=x"], "'x' is not a case id"),
     ],
 )
-def test_what_cannot_be_timed_is_refused(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]):
+def test_what_cannot_be_timed_is_refused(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert run("bench", *arguments) == 2
     assert message in capsys.readouterr().err
 
 
 def test_exit_codes_tell_wrong_results_and_nothing_timed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
+) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "kernels.py").write_text("def zero(q, k, v, *, causal=False):\n    return q * 0\n")
     options = [f"--case={CASE}", "--phase=forward", "--runs=3"]
@@ -382,7 +384,7 @@ def test_exit_codes_tell_wrong_results_and_nothing_timed(
     assert run("bench", "--impl=jax_nn_cudnn", *options) == 2
 
 
-def test_timing_runs_under_everybodys_flags(monkeypatch: pytest.MonkeyPatch):
+def test_timing_runs_under_everybodys_flags(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.modules", {})
     monkeypatch.delenv("XLA_FLAGS", raising=False)
     environment.prepare(timing=True)
@@ -391,7 +393,7 @@ def test_timing_runs_under_everybodys_flags(monkeypatch: pytest.MonkeyPatch):
     assert "--xla_backend_optimization_level=0" in (environment.falsifies_timing() or "")
 
 
-def test_declared_arithmetic_is_what_results_are_held_to(product: None):
+def test_declared_arithmetic_is_what_results_are_held_to(product: None) -> None:
     """Products rounded to bf16 differ from what an exact implementation returns, and agree if they are declared."""
 
     def rounded(*, q: Any, k: Any, v: Any, **options: Any) -> Any:
@@ -404,7 +406,7 @@ def test_declared_arithmetic_is_what_results_are_held_to(product: None):
     assert [row.outcome for row in found.measurements] == [DIFFERS, AGREES]
 
 
-def test_ctrl_c_keeps_the_comparisons_that_are_done():
+def test_ctrl_c_keeps_the_comparisons_that_are_done() -> None:
     def stop(text: str) -> None:
         if BACKWARD in text:
             raise KeyboardInterrupt
@@ -415,7 +417,7 @@ def test_ctrl_c_keeps_the_comparisons_that_are_done():
     assert [(row.phase, row.outcome) for row in found.measurements] == [(FORWARD, AGREES)]
 
 
-def test_ctrl_c_waits_for_what_must_not_be_cut_in_two():
+def test_ctrl_c_waits_for_what_must_not_be_cut_in_two() -> None:
     """The block goes on to its end, the interrupt comes after it, and the handler is as it was."""
     before = signal.getsignal(signal.SIGINT)
     done = []

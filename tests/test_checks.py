@@ -87,14 +87,14 @@ _PORTABLE = [check.name for check in CHECKS if check.scope not in (DECLINED, INT
 
 
 @pytest.mark.parametrize("check", _PORTABLE)
-def test_a_correct_implementation_passes(check: str):
+def test_a_correct_implementation_passes(check: str) -> None:
     found = judge(registry.find(CLAIMS.get(check, "dot_product")), CASE_OF.get(check, CAUSAL), check)
     assert found
     assert {record.verdict for record in found} == {PASS}
 
 
-def test_a_refusal_passes():
-    def refuses(q, k, v, *, mask, sinks=None, **options):
+def test_a_refusal_passes() -> None:
+    def refuses(q, k, v, *, mask, sinks=None, **options) -> None:
         raise NotImplementedError("sinks are not supported")
 
     honest = Implementation(name="honest", call=refuses, unsupported={"sinks": "never written"})
@@ -141,25 +141,27 @@ def leak_from_empty_rows(out, q, k, v, options):
         ("poison", lambda out, *_: out, {"behind_mask": "any"}, {"out.nan", "out.inf"}),
     ],
 )
-def test_a_planted_bug_is_caught(check: str, change: Callable[..., Any], declared: dict[str, Any], caught: set[str]):
+def test_a_planted_bug_is_caught(
+    check: str, change: Callable[..., Any], declared: dict[str, Any], caught: set[str]
+) -> None:
     case = PADDED if "dv.empty" in caught else CASE_OF.get(check, CAUSAL)
     found = verdicts(judge(with_out(change, **declared), case, check))
     assert caught <= {observable for observable, verdict in found.items() if verdict == FAIL}
 
 
 @pytest.mark.parametrize("check", ["forward", "residuals"])
-def test_a_bug_in_the_rule_of_a_custom_vjp_is_invisible_without_differentiating(check: str):
+def test_a_bug_in_the_rule_of_a_custom_vjp_is_invisible_without_differentiating(check: str) -> None:
     assert not any(r.verdict in RED for r in judge(with_out(lambda out, *_: off_in_the_rule(out)), CAUSAL, check))
 
 
-def test_an_ignored_operand_is_caught():
+def test_an_ignored_operand_is_caught() -> None:
     def ignores(q, k, v, *, causal=False, **ignored):
         return naive.attention(q, k, v, causal=causal)
 
     assert verdicts(judge(ignores, CAPPED, "arguments")) == {"effect_of_soft_cap": FAIL}
 
 
-def test_a_feature_accepted_though_declared_unsupported_is_caught():
+def test_a_feature_accepted_though_declared_unsupported_is_caught() -> None:
     def accepts(q, k, v, *, mask, sinks=None, **options):
         return naive.attention(q, k, v)
 
@@ -170,7 +172,7 @@ def test_a_feature_accepted_though_declared_unsupported_is_caught():
     assert "the call is accepted" in found.reason
 
 
-def test_a_wrong_operand_that_is_accepted_is_caught():
+def test_a_wrong_operand_that_is_accepted_is_caught() -> None:
     def accepts(q, k, v, **options):
         return q
 
@@ -179,8 +181,8 @@ def test_a_wrong_operand_that_is_accepted_is_caught():
     assert all("is accepted" in record.reason for record in found)
 
 
-def test_an_error_that_does_not_name_the_operand_is_caught():
-    def refuses(q, k, v, **options):
+def test_an_error_that_does_not_name_the_operand_is_caught() -> None:
+    def refuses(q, k, v, **options) -> None:
         raise ValueError("no")
 
     found = judge(Implementation(name="terse", call=refuses, validates=True), CAUSAL, "errors")
@@ -193,12 +195,12 @@ def test_an_error_that_does_not_name_the_operand_is_caught():
     [lambda lse: lse / jnp.log(2.0), lambda lse: lse.astype(jnp.bfloat16), lambda lse: lse[..., None]],
     ids=["log2", "bf16", "shape"],
 )
-def test_a_wrong_logsumexp_is_caught(change: Callable[[jax.Array], jax.Array]):
+def test_a_wrong_logsumexp_is_caught(change: Callable[[jax.Array], jax.Array]) -> None:
     found = verdicts(judge(with_lse(change), CAUSAL, "residuals"))
     assert found == {"out": PASS, "logsumexp": FAIL, "max_logits": PASS}
 
 
-def test_a_logsumexp_without_gradient_fails_unless_declared():
+def test_a_logsumexp_without_gradient_fails_unless_declared() -> None:
     silent = with_lse(jax.lax.stop_gradient)
     assert FAIL in verdicts(judge(silent, CAUSAL, "gradients_lse")).values()
     declared = declare(behind_mask="finite", differentiable_residuals=False)(silent)
@@ -215,15 +217,15 @@ def test_a_logsumexp_without_gradient_fails_unless_declared():
         (lambda out, *_: jnp.full_like(out, jnp.nan), "exceeds"),
     ],
 )
-def test_a_result_of_the_wrong_kind_fails_and_says_how(change: Callable[..., Any], reason: str):
+def test_a_result_of_the_wrong_kind_fails_and_says_how(change: Callable[..., Any], reason: str) -> None:
     (found,) = judge(with_out(change), CAUSAL, "forward")
     assert found.verdict == FAIL
     assert reason in found.reason
 
 
 @pytest.mark.parametrize("error", [RuntimeError("no such block\nmore"), SystemExit(3), KeyError("x")])
-def test_what_an_implementation_raises_becomes_an_error(error: BaseException):
-    def raises(q, k, v, *, causal=False):
+def test_what_an_implementation_raises_becomes_an_error(error: BaseException) -> None:
+    def raises(q, k, v, *, causal=False) -> None:
         raise error
 
     (found,) = judge(raises, CAUSAL, "forward")
@@ -232,7 +234,7 @@ def test_what_an_implementation_raises_becomes_an_error(error: BaseException):
     assert "\n" not in found.reason
 
 
-def test_cases_that_differ_in_values_alone_are_judged_by_the_same_programs():
+def test_cases_that_differ_in_values_alone_are_judged_by_the_same_programs() -> None:
     traced = []
     kernel = from_function(with_out(lambda out, *_: traced.append(out.shape) or out), "kernel")
     checks = tuple(check for check in CHECKS if check.scope is GRID)
@@ -251,11 +253,11 @@ def test_cases_that_differ_in_values_alone_are_judged_by_the_same_programs():
     assert len(traced) == programs
 
 
-def test_every_check_says_what_it_asks():
+def test_every_check_says_what_it_asks() -> None:
     assert all(check.asks.endswith((".", ":")) or check.asks for check in CHECKS)
     assert len(BY_NAME) == len(CHECKS)
 
 
-def test_partial_application_keeps_the_declaration():
+def test_partial_application_keeps_the_declaration() -> None:
     declared = functools.partial(with_lse(jax.lax.stop_gradient))
     assert from_function(declared, "kernel").behind_mask == "finite"

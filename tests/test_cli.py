@@ -162,7 +162,7 @@ REFUSED = [
 @pytest.mark.parametrize(("arguments", "message"), REFUSED, ids=[message for _, message in REFUSED])
 def test_what_cannot_be_done_is_one_clear_line(
     arguments: list[str], message: str, folder: Path, capsys: pytest.CaptureFixture[str]
-):
+) -> None:
     before = sorted(folder.iterdir())
     assert run(*arguments) == 2
     said = capsys.readouterr()
@@ -181,7 +181,9 @@ def test_what_cannot_be_done_is_one_clear_line(
         ('tolerances = {"bf17.out" = 5.0}', "tolerance 'bf17.out' is not dtype.observable"),
     ],
 )
-def test_bad_settings_are_one_clear_line(settings: str, message: str, folder: Path, capsys: pytest.CaptureFixture[str]):
+def test_bad_settings_are_one_clear_line(
+    settings: str, message: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (folder / "pyproject.toml").write_text(f"[tool.attention_conformance]\n{settings}\n")
     assert judge("right") == 2
     said = capsys.readouterr().err
@@ -190,7 +192,7 @@ def test_bad_settings_are_one_clear_line(settings: str, message: str, folder: Pa
 
 
 @pytest.mark.parametrize("command", ["", "run", "list", "explain", "report", "bench", "tune"])
-def test_help_teaches(command: str, capsys: pytest.CaptureFixture[str]):
+def test_help_teaches(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(*filter(None, [command, "--help"])) == 0
     said = capsys.readouterr().out
     assert "example" in said
@@ -198,12 +200,12 @@ def test_help_teaches(command: str, capsys: pytest.CaptureFixture[str]):
     assert f"python -m conformance {command or 'run'}" in said
 
 
-def test_help_does_not_load_jax():
+def test_help_does_not_load_jax() -> None:
     code = "import sys; from conformance import cli; cli.parser(); sys.exit('jax' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-def test_exit_codes(capsys: pytest.CaptureFixture[str]):
+def test_exit_codes(capsys: pytest.CaptureFixture[str]) -> None:
     assert judge("right") == 0
     assert "conforms" in capsys.readouterr().out
     assert judge("wrong") == 1
@@ -214,7 +216,7 @@ def test_exit_codes(capsys: pytest.CaptureFixture[str]):
     assert "could not be judged" in capsys.readouterr().out
 
 
-def test_a_case_that_is_not_supported_is_shown_with_its_reason(folder: Path):
+def test_a_case_that_is_not_supported_is_shown_with_its_reason(folder: Path) -> None:
     capped = CASE.replace("/causal", "/causal/softcap30")
     assert judge("right", "--check=forward", "--json=r.jsonl", case=capped) == 2
     (found,) = records.read_jsonl(folder / "r.jsonl")
@@ -222,7 +224,7 @@ def test_a_case_that_is_not_supported_is_shown_with_its_reason(folder: Path):
     assert found.reason == "soft_cap: the function has no parameter 'soft_cap'"
 
 
-def test_what_cannot_run_here_is_shown_and_fails_nothing_else(capsys: pytest.CaptureFixture[str], folder: Path):
+def test_what_cannot_run_here_is_shown_and_fails_nothing_else(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
     case = CASE.replace("f32", "bf16")
     assert run("run", "--impl=jax_nn_cudnn", f"--case={case}") == 2
     assert run("run", "--impl=dot_product", "--impl=jax_nn_cudnn", f"--case={case}", "--json=r.jsonl") == 0
@@ -234,13 +236,13 @@ def test_what_cannot_run_here_is_shown_and_fails_nothing_else(capsys: pytest.Cap
     assert "not on this machine: cuDNN attention needs an NVIDIA GPU" in " ".join(capsys.readouterr().out.split())
 
 
-def test_a_required_platform_that_judged_nothing_fails_the_run(capsys: pytest.CaptureFixture[str]):
+def test_a_required_platform_that_judged_nothing_fails_the_run(capsys: pytest.CaptureFixture[str]) -> None:
     assert judge("right", "--check=forward", "--require-platform=tpu") == 1
     assert "--require-platform=tpu: nothing was judged there" in capsys.readouterr().err
     assert judge("right", "--check=forward", "--require-platform=cpu") == 0
 
 
-def test_outputs_are_written_and_can_be_merged(folder: Path):
+def test_outputs_are_written_and_can_be_merged(folder: Path) -> None:
     assert judge("right", "--check=forward", "--report=a.html", "--json=copy.jsonl", "--markdown=a.md") == 0
     assert (folder / "a.jsonl").read_text() == (folder / "copy.jsonl").read_text()
     assert (folder / "a.md").read_text()
@@ -258,7 +260,7 @@ def expect_failure(folder: Path, name: str, **fields: object) -> None:
     (folder / "pyproject.toml").write_text(table + "\n".join(lines) + "\n")
 
 
-def test_expected_failures(folder: Path):
+def test_expected_failures(folder: Path) -> None:
     expect_failure(folder, "wrong", link="https://example.org/1")
     assert judge("wrong", "--check=forward", "--json=r.jsonl") == 0
     (found,) = records.read_jsonl(folder / "r.jsonl")
@@ -266,7 +268,7 @@ def test_expected_failures(folder: Path):
     assert "expected: known (https://example.org/1)" in found.reason
 
 
-def test_an_expected_failure_that_passes_turns_red(folder: Path):
+def test_an_expected_failure_that_passes_turns_red(folder: Path) -> None:
     expect_failure(folder, "right")
     assert judge("right", "--check=forward", "--json=r.jsonl") == 1
     (found,) = records.read_jsonl(folder / "r.jsonl")
@@ -277,13 +279,13 @@ def without_seconds(path: Path) -> list[dict[str, object]]:
     return [{**json.loads(line), "seconds": None} for line in path.read_text().splitlines()]
 
 
-def test_records_do_not_depend_on_the_number_of_processes(folder: Path):
+def test_records_do_not_depend_on_the_number_of_processes(folder: Path) -> None:
     for jobs in ("1", "2"):
         assert run("run", "--impl=kernels.py:right", f"--cases={FEW}", f"--jobs={jobs}", f"--json={jobs}.jsonl") == 0
     assert without_seconds(folder / "1.jsonl") == without_seconds(folder / "2.jsonl")
 
 
-def test_a_kernel_that_kills_its_process_costs_only_its_own_case(folder: Path):
+def test_a_kernel_that_kills_its_process_costs_only_its_own_case(folder: Path) -> None:
     some = "train/f32/*.T48.*"  # with a soft cap and without
     assert run("run", "--impl=kernels.py:dies", f"--cases={some}", "--jobs=2", "--json=r.jsonl") == 1
     found = records.read_jsonl(folder / "r.jsonl")
@@ -295,7 +297,7 @@ def test_a_kernel_that_kills_its_process_costs_only_its_own_case(folder: Path):
 
 
 @pytest.mark.parametrize("jobs", [1, 2])
-def test_an_interrupted_run_keeps_what_it_has(jobs: int, folder: Path):
+def test_an_interrupted_run_keeps_what_it_has(jobs: int, folder: Path) -> None:
     command = ["-m", "conformance", "run", "--impl=kernels.py:slow", f"--jobs={jobs}", "--report=r.html"]
     # Tests that run in the background inherit an ignored SIGINT, and so would the command: it must be as in a terminal.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -329,19 +331,19 @@ def _running(group: int) -> bool:
     ("what", "expected"),
     [("implementations", "block_flash"), ("checks", "gradients_lse"), ("features", "soft_cap"), ("cases", "train/f32")],
 )
-def test_lists(what: str, expected: str, capsys: pytest.CaptureFixture[str]):
+def test_lists(what: str, expected: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run("list", what) == 0
     assert expected in capsys.readouterr().out
 
 
-def test_cases_of_an_implementation_are_those_it_supports(capsys: pytest.CaptureFixture[str]):
+def test_cases_of_an_implementation_are_those_it_supports(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("list", "cases", "--impl=kernels.py:right", "--cases=train/f32") == 0
     listed = capsys.readouterr().out.splitlines()
     assert listed
     assert all(line.startswith("train/f32/") and "softcap" not in line for line in listed)
 
 
-def test_explain_says_what_a_case_is_and_what_judges_it(capsys: pytest.CaptureFixture[str]):
+def test_explain_says_what_a_case_is_and_what_judges_it(capsys: pytest.CaptureFixture[str]) -> None:
     case = "train/bf16/B2.T16.S16.N4.K2.H16.V16/causal/seg/softcap30/sinks/normal/s7"
     assert run("explain", case) == 0
     said = capsys.readouterr().out

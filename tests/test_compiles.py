@@ -37,7 +37,7 @@ def judge(implementation: Implementation, case: Case = CASE) -> list[Record]:
 
 
 @needs_compiler
-def test_a_kernel_compiles_for_every_generation_with_its_figures():
+def test_a_kernel_compiles_for_every_generation_with_its_figures() -> None:
     found = judge(pallas_tpu.implementation("kernel"))
     assert {r.observable: r.verdict for r in found} == {f"{target.name}.forward": PASS for target in TPUS}
     for record in found:
@@ -49,7 +49,7 @@ def test_a_kernel_compiles_for_every_generation_with_its_figures():
 
 
 @needs_compiler
-def test_more_scratch_is_more_vmem():
+def test_more_scratch_is_more_vmem() -> None:
     small, large = (judge(pallas_tpu.implementation("kernel", block=block))[0] for block in (128, 256))
     assert large.figures["vmem_bytes"] > small.figures["vmem_bytes"]
 
@@ -63,7 +63,7 @@ def test_more_scratch_is_more_vmem():
     ],
     ids=["misaligned", "vmem"],
 )
-def test_what_does_not_compile_fails_with_the_compilers_words(options: dict[str, int], reason: str):
+def test_what_does_not_compile_fails_with_the_compilers_words(options: dict[str, int], reason: str) -> None:
     found = judge(pallas_tpu.implementation("kernel", **options))
     assert {record.verdict for record in found} == {FAIL}
     assert len(found) == len(TPUS)
@@ -74,8 +74,8 @@ def test_what_does_not_compile_fails_with_the_compilers_words(options: dict[str,
 
 
 @needs_compiler
-def test_what_the_implementation_declines_while_traced_is_unsupported():
-    def declines(*operands, **options):
+def test_what_the_implementation_declines_while_traced_is_unsupported() -> None:
+    def declines(*operands, **options) -> None:
         raise NotImplementedError("wants a chip with sparse cores")
 
     kernel = dataclasses.replace(pallas_tpu.implementation("kernel"), native=declines)
@@ -85,8 +85,8 @@ def test_what_the_implementation_declines_while_traced_is_unsupported():
 
 
 @needs_compiler
-def test_what_the_implementation_raises_while_traced_fails():
-    def raises(*operands, **options):
+def test_what_the_implementation_raises_while_traced_fails() -> None:
+    def raises(*operands, **options) -> None:
         raise TypeError("no such block")
 
     (reason,) = {r.reason for r in judge(dataclasses.replace(pallas_tpu.implementation("kernel"), native=raises))}
@@ -94,28 +94,28 @@ def test_what_the_implementation_raises_while_traced_fails():
 
 
 @needs_compiler
-def test_a_target_that_the_compiler_does_not_know_is_no_failure_of_the_kernel():
+def test_a_target_that_the_compiler_does_not_know_is_no_failure_of_the_kernel() -> None:
     unknown = dataclasses.replace(TPUS[0], name="v99", topology={"topology_name": "v99:2x2"})
     with pytest.raises(compilation.NoCompiler, match="describes no v99"):
         compilation.compile_for(unknown, None, ())
 
 
 @needs_compiler
-def test_the_process_environment_is_left_as_it_was():
+def test_the_process_environment_is_left_as_it_was() -> None:
     before = dict(os.environ)
     judge(pallas_tpu.implementation("kernel"))
     assert dict(os.environ) == before
 
 
 @needs_compiler
-def test_upstream_splash_compiles_forward_residuals_and_gradients():
+def test_upstream_splash_compiles_forward_residuals_and_gradients() -> None:
     case = parse("train/bf16/B1.T256.S256.N2.K1.H128.V128/causal/softcap30/sinks/normal/s0")
     found = {r.observable: r.verdict for r in judge(registry.find("jax_splash_tpu"), case)}
     programs = ("forward", "residuals", "gradients")
     assert found == {f"{target.name}.{program}": PASS for target in TPUS for program in programs}
 
 
-def test_without_the_compiler_it_is_unjudged_and_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch):
+def test_without_the_compiler_it_is_unjudged_and_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
     absent = dataclasses.replace(TPU, modules=("no_such_compiler", "no.such.part"), install="pip install it")
     monkeypatch.setattr(
         "conformance.accelerators.targets.TARGETS", tuple(dataclasses.replace(t, toolchain=absent) for t in TPUS)
@@ -125,7 +125,7 @@ def test_without_the_compiler_it_is_unjudged_and_says_how_to_get_it(monkeypatch:
     assert record.reason == "the TPU compiler is not installed (no_such_compiler, no.such.part): pip install it"
 
 
-def test_without_a_native_call_one_record_says_so():
+def test_without_a_native_call_one_record_says_so() -> None:
     kernel = dataclasses.replace(pallas_tpu.implementation("kernel"), native=None)
     (job,) = (job for job in plan.plan([kernel], level="quick", checks=[COMPILES]).jobs)
     (record,) = Runner(Settings()).judge(job)
@@ -133,25 +133,25 @@ def test_without_a_native_call_one_record_says_so():
     assert "no `native` call" in record.reason
 
 
-def test_portable_code_is_not_asked():
+def test_portable_code_is_not_asked() -> None:
     assert targets_of(None) == ()
     assert plan.plan([registry.find("dot_product")], level="quick", checks=[COMPILES]).jobs == ()
 
 
-def test_the_case_is_in_the_job_id_under_the_name_of_the_check():
+def test_the_case_is_in_the_job_id_under_the_name_of_the_check() -> None:
     jobs = plan.plan([registry.find("jax_splash_tpu")], level="quick", checks=[COMPILES]).jobs
     assert len(jobs) >= 12
     for job in jobs:
         assert job.id.startswith("jax_splash_tpu-compiles-train/") or "-compiles-prefill/" in job.id
 
 
-def test_values_do_not_matter_so_other_seeds_compile_nothing_again():
+def test_values_do_not_matter_so_other_seeds_compile_nothing_again() -> None:
     kernel = registry.find("jax_flash_tpu")
     one, two = (plan.plan([kernel], level="quick", seeds=seeds, checks=[COMPILES]).jobs for seeds in ((0,), (0, 1)))
     assert len(one) == len(two)
 
 
-def test_case_ids_parse_back_and_every_factor_is_there():
+def test_case_ids_parse_back_and_every_factor_is_there() -> None:
     cases = compiled_cases()
     assert [parse(case.id) for case in cases] == list(cases)
     features = {feature for case in cases for feature in case.features}
@@ -162,7 +162,7 @@ def test_case_ids_parse_back_and_every_factor_is_there():
     assert max(case.kv_length for case in cases) == 4096
 
 
-def test_a_message_is_told_in_one_line_without_the_instruction_it_quotes():
+def test_a_message_is_told_in_one_line_without_the_instruction_it_quotes() -> None:
     instruction = '%k.1 = f32[8]{0} custom-call(%x), frontend_attributes={kernel_metadata={}}, metadata={op_name="f"}'
     error = RuntimeError(
         "RESOURCE_EXHAUSTED: E1001: CompileTimeScopedVmemOom:\n"
@@ -177,7 +177,7 @@ def test_a_message_is_told_in_one_line_without_the_instruction_it_quotes():
     assert len(compilation.first_words(ValueError("x" * 10_000))) < 500
 
 
-def test_vmem_is_that_of_the_largest_kernel_and_of_kernels_only():
+def test_vmem_is_that_of_the_largest_kernel_and_of_kernels_only() -> None:
     line = '%{} custom_call_target="{}" "used_scoped_memory_configs":[{{"memory_space":"1","offset":"0","size":"{}"}}]'
     kernels = [line.format("a", "tpu_custom_call", 7), line.format("b", "tpu_custom_call", 9).replace(" ", "\n")]
     assert compilation.vmem_bytes("\n".join([*kernels, line.format("c", "fusion", 99)])) == 9
@@ -207,7 +207,7 @@ ENTRY %main (p: f32[8,128]) -> f32[8,128] {
 """
 
 
-def test_what_is_live_at_once_is_counted_wherever_it_is_kept():
+def test_what_is_live_at_once_is_counted_wherever_it_is_kept() -> None:
     padded = 3 * 8 * 128 * 2  # `a`, its tiles filled up
     pair = (8 + 16) * 128 * 4
     assert live_bytes(PROGRAM) == padded + pair
@@ -216,7 +216,7 @@ def test_what_is_live_at_once_is_counted_wherever_it_is_kept():
     assert live_bytes(PROGRAM.replace("is_scheduled=true, ", "")) is None
 
 
-def test_what_is_copied_in_slices_counts_once():
+def test_what_is_copied_in_slices_counts_once() -> None:
     """Put together in the other memory they are the value that they come from: an operand is no temporary."""
     slices = "".join(
         f"  %start.{i} = ((s8[8192]{{0:T(1024)}}), s8[4096]{{0:T(1024)S(1)}}, u32[]{{:S(2)}}) slice-start(%{{0}}), "
@@ -236,7 +236,7 @@ def test_what_is_copied_in_slices_counts_once():
 
 
 @needs_compiler
-def test_temporaries_that_the_compiler_finds_room_for_are_seen():
+def test_temporaries_that_the_compiler_finds_room_for_are_seen() -> None:
     def twice(x: jax.Array) -> jax.Array:
         return jnp.tanh(x @ x) @ x
 

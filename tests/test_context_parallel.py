@@ -31,7 +31,7 @@ layouts = st.builds(Layout, st.integers(1, 40), st.integers(1, 5), st.booleans()
 
 @settings(max_examples=15, deadline=None)  # each shape compiles
 @given(layouts, st.integers(0, 1))
-def test_what_is_dealt_is_collected_again(layout: Layout, axis: int):
+def test_what_is_dealt_is_collected_again(layout: Layout, axis: int) -> None:
     x = np.arange(3 * layout.length).reshape((layout.length, 3) if axis == 0 else (3, layout.length)) + 1
     dealt = np.asarray(layout.deal(x, axis))
     assert dealt.shape[axis] == layout.local * layout.devices
@@ -40,7 +40,7 @@ def test_what_is_dealt_is_collected_again(layout: Layout, axis: int):
 
 @settings(max_examples=15, deadline=None)
 @given(layouts)
-def test_places_say_where_what_a_device_holds_comes_from(layout: Layout):
+def test_places_say_where_what_a_device_holds_comes_from(layout: Layout) -> None:
     dealt = np.asarray(layout.deal(np.arange(layout.length) + 1, 0)).reshape(layout.devices, -1)
     for rank in range(layout.devices):
         places = layout.places(rank)
@@ -49,7 +49,7 @@ def test_places_say_where_what_a_device_holds_comes_from(layout: Layout):
 
 
 @pytest.mark.parametrize("devices", [1, 2, 3])
-def test_balanced_order_is_that_of_the_mask_of_this_name(devices: int):
+def test_balanced_order_is_that_of_the_mask_of_this_name(devices: int) -> None:
     layout = Layout(24, devices)
     local = np.arange(layout.local)
     found = np.concatenate([layout.places(rank).position(local) for rank in range(devices)])
@@ -74,7 +74,7 @@ def masks(draw: st.DrawFn, q_length: int, kv_length: int) -> Mask:
 
 @settings(max_examples=80, deadline=None)
 @given(st.data(), layouts, layouts)
-def test_the_parts_of_a_mask_are_the_mask(data: st.DataObject, queries: Layout, keys: Layout):
+def test_the_parts_of_a_mask_are_the_mask(data: st.DataObject, queries: Layout, keys: Layout) -> None:
     keys = dataclasses.replace(keys, devices=queries.devices)
     mask = data.draw(masks(queries.length, keys.length))
     dense = mask.dense(queries.length, keys.length)
@@ -95,7 +95,7 @@ def test_the_parts_of_a_mask_are_the_mask(data: st.DataObject, queries: Layout, 
         assert isinstance(chosen, Full) == bool(local.all())
 
 
-def test_a_causal_ring_in_balanced_order_has_three_kinds_of_steps_with_equal_work():
+def test_a_causal_ring_in_balanced_order_has_three_kinds_of_steps_with_equal_work() -> None:
     layout = Layout(64, 4)
     plan = schedule(Causal(), layout, layout)
     assert len(plan.masks) == 3
@@ -108,7 +108,7 @@ def _pairs(mask: Mask | None, layout: Layout) -> int:
     return 0 if mask is None else int(mask.dense(layout.local, layout.local).sum())
 
 
-def test_a_step_with_nothing_allowed_has_no_kernel():
+def test_a_step_with_nothing_allowed_has_no_kernel() -> None:
     layout = Layout(64, 4, balanced=False)
     plan = schedule(Causal(), layout, layout)
     assert sum(mask is None for mask in plan.masks) == 1
@@ -153,21 +153,21 @@ GRID = ("forward", "residuals", "gradients", "gradients_lse", "gradients_part", 
 
 @pytest.mark.parametrize("name", JUDGED)
 @pytest.mark.parametrize("case_id", FEW)
-def test_results_and_gradients_are_right(name: str, case_id: str):
+def test_results_and_gradients_are_right(name: str, case_id: str) -> None:
     assert red(JUDGED[name], case_id, *GRID) == []
 
 
 @pytest.mark.bank
 @pytest.mark.parametrize("name", JUDGED)
 @pytest.mark.parametrize("case_id", MORE)
-def test_results_and_gradients_are_right_on_more_cases(name: str, case_id: str):
+def test_results_and_gradients_are_right_on_more_cases(name: str, case_id: str) -> None:
     assert red(JUDGED[name], case_id, *GRID) == []
 
 
 @pytest.mark.bank
 @pytest.mark.parametrize("name", JUDGED)
 @pytest.mark.parametrize("check", ["memory", "transforms", "invariance", "errors"])
-def test_the_other_checks_of_the_gate_pass(name: str, check: str):
+def test_the_other_checks_of_the_gate_pass(name: str, check: str) -> None:
     case = "train/f32/B1.T128.S128.N2.K2.H64.V64/full/normal/s0" if check in ("memory", "errors") else FEW[0]
     assert red(JUDGED[name], case, check) == []
 
@@ -175,11 +175,11 @@ def test_the_other_checks_of_the_gate_pass(name: str, check: str):
 @pytest.mark.bank
 @pytest.mark.parametrize("name", JUDGED)
 @pytest.mark.parametrize("dtype", ["bf16", "f16"])
-def test_what_several_devices_find_for_a_key_is_added_up_in_f32(name: str, dtype: str):
+def test_what_several_devices_find_for_a_key_is_added_up_in_f32(name: str, dtype: str) -> None:
     assert red(JUDGED[name], f"train/{dtype}/B1.T128.S512.N8.K1.H64.V64/full/normal/s0", "ensemble") == []
 
 
-def test_too_few_devices_are_shown_as_unjudged():
+def test_too_few_devices_are_shown_as_unjudged() -> None:
     many = context_parallel.implementation("many", dot_product.IMPLEMENTATIONS[0], "ring", devices=64)
     (record,) = Runner(Settings()).judge(Job(many, parse(FEW[0]), (BY_NAME["forward"],)))
     assert record.verdict == UNJUDGED
@@ -187,7 +187,7 @@ def test_too_few_devices_are_shown_as_unjudged():
     assert "--xla_force_host_platform_device_count=64" in record.reason
 
 
-def test_what_cannot_be_shared_is_refused_by_name():
+def test_what_cannot_be_shared_is_refused_by_name() -> None:
     q = jnp.ones((1, 8, 1, 4))
     with pytest.raises(NotImplementedError, match="indexer"):
         context_parallel.attention(q, q, q, mask=Indexer(np.ones((1, 1, 8, 8), bool)))
@@ -200,7 +200,7 @@ def test_what_cannot_be_shared_is_refused_by_name():
         context_parallel.implementation("x", silent, "ring")
 
 
-def test_inside_another_shard_map_the_call_says_what_to_do():
+def test_inside_another_shard_map_the_call_says_what_to_do() -> None:
     mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
     spec = jax.sharding.PartitionSpec("x")
     call = jax.shard_map(lambda q: context_parallel.attention(q, q, q), mesh=mesh, in_specs=spec, out_specs=spec)

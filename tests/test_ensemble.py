@@ -42,7 +42,7 @@ def failures(roundings: Roundings, dtype: str) -> dict[str, Record]:
 
 @pytest.mark.parametrize("dtype", DIGITS)
 @pytest.mark.parametrize("kernel", [naive.attention, blocked.attention, low_precision.kernel(Roundings())])
-def test_correct_kernels_pass_far_from_the_limits(kernel, dtype: str):
+def test_correct_kernels_pass_far_from_the_limits(kernel, dtype: str) -> None:
     found = judge(from_function(kernel, "kernel"), dtype)
     statistics = {f"{name}.{what}" for name in ("out", "dq", "dk", "dv") for what in ("bias", "spread")}
     assert found.keys() == statistics
@@ -51,7 +51,7 @@ def test_correct_kernels_pass_far_from_the_limits(kernel, dtype: str):
     assert max(record.ratio for name, record in found.items() if name.endswith("bias")) < 0.015
 
 
-def test_correct_kernels_pass_with_other_seeds():
+def test_correct_kernels_pass_with_other_seeds() -> None:
     for seed in (1, 2):
         found = judge(from_function(naive.attention, "kernel"), "bf16", seed)
         assert {record.verdict for record in found.values()} == {PASS}
@@ -59,7 +59,7 @@ def test_correct_kernels_pass_with_other_seeds():
 
 @pytest.mark.parametrize("dtype", DIGITS)
 @pytest.mark.parametrize("observable", ["out", "dq"])
-def test_truncation_is_a_bias_of_minus_one(observable: str, dtype: str):
+def test_truncation_is_a_bias_of_minus_one(observable: str, dtype: str) -> None:
     found = failures(Roundings(**{observable: towards_zero}), dtype)
     assert f"{observable}.bias" in found
     record = found[f"{observable}.bias"]
@@ -80,14 +80,14 @@ def test_truncation_is_a_bias_of_minus_one(observable: str, dtype: str):
         ("group_sum", {"dk.spread", "dv.spread"}),
     ],
 )
-def test_rounding_at_every_step_of_a_sum_is_a_spread(step: str, shows: set[str], dtype: str):
+def test_rounding_at_every_step_of_a_sum_is_a_spread(step: str, shows: set[str], dtype: str) -> None:
     found = failures(Roundings(**{step: to_nearest}), dtype)
     assert shows <= found.keys()
     assert all(found[name].verdict == FAIL and found[name].ratio > 1.12 for name in shows)
     assert all("instead of being accumulated in f32?" in found[name].reason for name in shows)
 
 
-def test_a_gradient_that_is_always_a_little_too_large_is_a_bias():
+def test_a_gradient_that_is_always_a_little_too_large_is_a_bias() -> None:
     def forward(q, k, v):
         out, pullback = jax.vjp(naive.attention, *(x.astype(jnp.float32) for x in (q, k, v)))
         return out.astype(q.dtype), pullback
@@ -103,13 +103,13 @@ def test_a_gradient_that_is_always_a_little_too_large_is_a_bias():
     assert "away from zero" in found["dq.bias"].reason
 
 
-def test_results_that_are_not_finite_fail():
+def test_results_that_are_not_finite_fail() -> None:
     found = judge(from_function(lambda q, k, v: naive.attention(q, k, v).at[0, 3].set(np.nan), "kernel"), "bf16")
     assert found["out.bias"].verdict == found["out.spread"].verdict == FAIL
     assert found["out.spread"].reason == "some results are not finite"
 
 
-def test_there_is_a_case_for_what_is_supported():
+def test_there_is_a_case_for_what_is_supported() -> None:
     def cases(**unsupported: str) -> list[str]:
         declared = dataclasses.replace(registry.find("dot_product"), unsupported=unsupported)
         return [case.id for case in ensemble_cases(3, declared.supports)]
@@ -156,7 +156,7 @@ def simulated(problem: Problem, cotangent: Cotangent, *, logits: bool, fused: bo
 )
 @pytest.mark.parametrize("logits", [False, True])
 @pytest.mark.parametrize("dtype", DIGITS)
-def test_the_model_agrees_with_simulated_roundings(case: str, logits: bool, dtype: str):
+def test_the_model_agrees_with_simulated_roundings(case: str, logits: bool, dtype: str) -> None:
     arithmetic = Arithmetic(logits="input" if logits else "f32")
     for fused in (False, True):
         found: dict[str, list[float]] = {}
@@ -178,14 +178,14 @@ def relative(got: np.ndarray, exact: Spread) -> np.ndarray:
 
 
 @pytest.mark.parametrize("dtype", DIGITS)
-def test_ulp_is_the_distance_to_the_next_number(dtype: str):
+def test_ulp_is_the_distance_to_the_next_number(dtype: str) -> None:
     values = np.array([1.0, 1.3, 1.99, 2.0, 3e-5, 7e-4, 0.2, 250.0]).astype(DTYPES[dtype])
     bits = values.view(np.uint16)
     above = (bits + 1).view(DTYPES[dtype]).astype(np.float64)
     np.testing.assert_array_equal(ulp(values.astype(np.float64), dtype), above - values.astype(np.float64))
 
 
-def test_what_the_model_does_not_cover_is_said():
+def test_what_the_model_does_not_cover_is_said() -> None:
     capped = draw(parse("train/bf16/B1.T8.S8.N1.K1.H16.V16/full/softcap2/normal/s0"))
     with pytest.raises(ValueError, match="without soft cap, sinks and bias"):
         spread(capped, Arithmetic())

@@ -25,7 +25,7 @@ def product_sum(x: jax.Array, y: jax.Array) -> jax.Array:
 
 @pytest.mark.parametrize("shape", [(1, 128, 64), (8, 100, 128)])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
-def test_a_sum_of_products_is_compiled_soundly(shape: tuple[int, ...], dtype: str):
+def test_a_sum_of_products_is_compiled_soundly(shape: tuple[int, ...], dtype: str) -> None:
     rng = np.random.default_rng(0)
     x, y = (jnp.asarray(rng.normal(size=shape), dtype) for _ in range(2))
     products = np.asarray(x, np.float64) * np.asarray(y, np.float64)
@@ -33,7 +33,7 @@ def test_a_sum_of_products_is_compiled_soundly(shape: tuple[int, ...], dtype: st
     assert compare(product_sum(x, y), Bounded(products.sum(-1), bound)).ratio <= LIMIT
 
 
-def test_a_reduction_after_a_product_is_compiled_soundly():
+def test_a_reduction_after_a_product_is_compiled_soundly() -> None:
     """The program of jax-ml/jax#39103."""
     count = jnp.arange(32_769, dtype=jnp.float32)
     x = jnp.stack((count, jnp.zeros_like(count), jnp.zeros_like(count)), axis=1)
@@ -43,7 +43,7 @@ def test_a_reduction_after_a_product_is_compiled_soundly():
 
 
 @pytest.mark.parametrize("q_length", [1, 2])
-def test_products_that_accumulate_in_f32_are_differentiated_at_any_length(q_length: int):
+def test_products_that_accumulate_in_f32_are_differentiated_at_any_length(q_length: int) -> None:
     q, k = jnp.ones((1, q_length, 2, 64), "bfloat16"), jnp.ones((1, 72, 2, 64), "bfloat16")
     logits, pull = jax.vjp(lambda q, k: jnp.einsum("btnh,bsnh->bnts", q, k, precision="BF16_BF16_F32"), q, k)
     dq, dk = jax.jit(pull)(jnp.ones_like(logits))
@@ -56,7 +56,7 @@ def test_products_that_accumulate_in_f32_are_differentiated_at_any_length(q_leng
 )
 def test_what_is_judged_on_a_gpu_is_compiled_as_for_users(
     driver: bool, platforms: str | None, fast: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-):
+) -> None:
     variables = {} if platforms is None else {"JAX_PLATFORMS": platforms}
     monkeypatch.delitem(sys.modules, "jax")
     monkeypatch.setattr(environment.os, "environ", variables)

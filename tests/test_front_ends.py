@@ -36,14 +36,14 @@ ALL = front_end_cases("standard", 0)
 F32 = [case for case in ALL if case.dtype == "f32"]
 
 
-def test_every_step_is_judged_at_quick_or_is_a_kind_of_rotary():
+def test_every_step_is_judged_at_quick_or_is_a_kind_of_rotary() -> None:
     quick = {step for case in front_end_cases("quick", 0) for step in case.steps}
     assert set(definitions.STEPS) - quick == {"partial", "sections"}
     assert {step for case in ALL for step in case.steps} == set(definitions.STEPS)
 
 
 @pytest.mark.parametrize("case", ALL, ids=str)
-def test_ids_read_back(case: Case):
+def test_ids_read_back(case: Case) -> None:
     assert parse(case.id) == case
     assert single(DOT, case).jobs[0].checks[-1].name == "front_end"
 
@@ -56,18 +56,18 @@ def test_ids_read_back(case: Case):
         ("half-shared", "shares k and v, so V must equal H, got 24 and 16"),
     ],
 )
-def test_what_is_no_front_end_is_refused(steps: str, message: str):
+def test_what_is_no_front_end_is_refused(steps: str, message: str) -> None:
     with pytest.raises(CaseIdError, match=message):
         Case(front_end=steps, head_dim=16, v_head_dim=24)
 
 
-def test_rotary_needs_whole_pairs():
+def test_rotary_needs_whole_pairs() -> None:
     with pytest.raises(CaseIdError, match="H must be a multiple of 8, got 12"):
         Case(front_end="half", head_dim=12)
 
 
 @pytest.mark.parametrize("step", ["half", "interleaved", "partial"])
-def test_rotary_keeps_lengths_and_sees_only_distances(step: str):
+def test_rotary_keeps_lengths_and_sees_only_distances(step: str) -> None:
     rng = np.random.default_rng(0)
     x = np.broadcast_to(rng.normal(size=(1, 1, 1, 16)), (1, 9, 1, 16))
     y = np.broadcast_to(rng.normal(size=(1, 1, 1, 16)), (1, 9, 1, 16))
@@ -83,7 +83,7 @@ def test_rotary_keeps_lengths_and_sees_only_distances(step: str):
         np.testing.assert_allclose(np.diagonal(products, distance), products[0, distance], rtol=0, atol=roundings)
 
 
-def test_two_layouts_of_rotary_are_one_with_the_dimensions_permuted():
+def test_two_layouts_of_rotary_are_one_with_the_dimensions_permuted() -> None:
     x = np.random.default_rng(0).normal(size=(1, 5, 2, 16))
     order = np.concatenate([np.arange(0, 16, 2), np.arange(1, 16, 2)])
     half, _, _ = definitions.apply(("half",), definitions.Raw(x[..., order], x, x))
@@ -93,7 +93,7 @@ def test_two_layouts_of_rotary_are_one_with_the_dimensions_permuted():
 
 
 @pytest.mark.parametrize("case", F32, ids=str)
-def test_the_oracle_is_the_definition_and_its_derivative(case: Case):
+def test_the_oracle_is_the_definition_and_its_derivative(case: Case) -> None:
     raw = draw_raw(case)
     wide = {name: None if x is None else x.astype(np.float64) for name, x in dataclasses.asdict(raw).items()}
     truth = FrontEnd.of(case.steps, raw)
@@ -129,7 +129,7 @@ def test_the_oracle_is_the_definition_and_its_derivative(case: Case):
 
 
 @pytest.mark.parametrize("case", F32[:2], ids=str)
-def test_f32_stays_within_the_stated_error(case: Case):
+def test_f32_stays_within_the_stated_error(case: Case) -> None:
     raw = draw_raw(case)
     truth = FrontEnd.of(case.steps, raw)
     at_q, at_kv = definitions.positions(case.q_length, case.kv_length)
@@ -154,7 +154,7 @@ floats = st.floats(0.125, 8, width=32) | st.floats(-8, -0.125, width=32)
 
 @settings(max_examples=80, deadline=None)
 @given(st.lists(floats, min_size=3, max_size=12))
-def test_running_errors_bound_what_f32_does(values: list[float]):
+def test_running_errors_bound_what_f32_does(values: list[float]) -> None:
     f32 = np.asarray(values, np.float32)
     x = Number.exact(f32)
 
@@ -171,7 +171,7 @@ def test_running_errors_bound_what_f32_does(values: list[float]):
         assert compare(computed, Bounded(exact.value, exact.error)).ratio <= 1
 
 
-def test_errors_of_operands_widen_the_bounds_by_what_they_do():
+def test_errors_of_operands_widen_the_bounds_by_what_they_do() -> None:
     problem = draw(parse("train/f32/B1.T20.S24.N4.K2.H8.V8/causal-o4/softcap5/sinks/normal/s0"))
     rng = np.random.default_rng(0)
     wide = {name: getattr(problem, name).astype(np.float64) for name in ("q", "k", "v")}
@@ -194,7 +194,7 @@ def judged(front_end: Callable[..., Any] | None, case: Case) -> list[Record]:
 
 
 @pytest.mark.parametrize("case", front_end_cases("quick", 0), ids=str)
-def test_the_reference_front_end_passes(case: Case):
+def test_the_reference_front_end_passes(case: Case) -> None:
     found = judged(None, case)
     names = {record.observable for record in found}
     assert {"out", "dq_raw", "dk_raw"} <= names
@@ -202,7 +202,7 @@ def test_the_reference_front_end_passes(case: Case):
     assert {record.verdict for record in found} == {PASS}
 
 
-def test_a_front_end_of_the_users_is_judged_in_its_place():
+def test_a_front_end_of_the_users_is_judged_in_its_place() -> None:
     def without_norm(steps: tuple[str, ...], *args: Any, **options: Any) -> Any:
         return front_end.front_end(tuple(s for s in steps if s != "rms"), *args, **options)
 
@@ -210,7 +210,7 @@ def test_a_front_end_of_the_users_is_judged_in_its_place():
     assert {record.observable for record in found if record.verdict == FAIL} >= {"out", "dq_raw", "dk_raw"}
 
 
-def test_gradients_stop_where_a_front_end_stops_them():
+def test_gradients_stop_where_a_front_end_stops_them() -> None:
     def stopped(steps: tuple[str, ...], q: jax.Array, k: jax.Array, v: Any, **options: Any) -> Any:
         return front_end.front_end(steps, q, jax.lax.stop_gradient(k), v, **options)
 
@@ -218,7 +218,7 @@ def test_gradients_stop_where_a_front_end_stops_them():
     assert {record.observable for record in found if record.verdict == FAIL} == {"dk_raw"}
 
 
-def test_a_case_with_a_front_end_has_its_operands():
+def test_a_case_with_a_front_end_has_its_operands() -> None:
     case = front_end_cases("quick", 0)[1]
     raw, problem = draw_raw(case), draw(case)
     np.testing.assert_array_equal(problem.v, raw.k)

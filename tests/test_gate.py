@@ -74,7 +74,7 @@ def without_seconds(path: Path) -> list[dict[str, object]]:
     return [{**json.loads(line), "seconds": None} for line in path.read_text().splitlines()]
 
 
-def test_a_right_kernel_passes_and_what_it_lacks_is_skipped_with_the_reason(repository: Repository):
+def test_a_right_kernel_passes_and_what_it_lacks_is_skipped_with_the_reason(repository: Repository) -> None:
     result = gate(repository, "--conformance-cases=train/f32/B1*", "-rs", "-k", "T1 or sinks")
     assert result.ret == 0
     assert re.search(r"\d+ passed, \d+ skipped", result.stdout.lines[-1])
@@ -82,7 +82,9 @@ def test_a_right_kernel_passes_and_what_it_lacks_is_skipped_with_the_reason(repo
     result.stdout.fnmatch_lines(["kernel.py:attention (cpu)  * pass, * unsupported"])
 
 
-def test_a_failure_says_what_where_and_how_to_repeat_it(repository: Repository, capsys: pytest.CaptureFixture[str]):
+def test_a_failure_says_what_where_and_how_to_repeat_it(
+    repository: Repository, capsys: pytest.CaptureFixture[str]
+) -> None:
     result = gate(repository, FEW, "--maxfail=1", "--conformance-report=r.html", name="wrong")
     assert result.ret == 1
     assert FAIL in {record.verdict for record in records.read_jsonl(repository.path / "r.jsonl")}
@@ -113,7 +115,7 @@ def collected(repository: Repository, *arguments: str) -> list[str]:
     return [line for line in result.stdout.lines if "::" in line]
 
 
-def test_cases_are_chosen_by_their_ids(repository: Repository):
+def test_cases_are_chosen_by_their_ids(repository: Repository) -> None:
     capped = collected(repository, "-k", "softcap")
     assert capped
     assert all("softcap" in name for name in capped)
@@ -123,7 +125,7 @@ def test_cases_are_chosen_by_their_ids(repository: Repository):
     assert all("-cpu-" in name for name in both)
 
 
-def test_the_report_and_its_records_are_the_same_from_two_processes(repository: Repository):
+def test_the_report_and_its_records_are_the_same_from_two_processes(repository: Repository) -> None:
     assert gate(repository, FEW, "--conformance-report=one.html", "--require-platform=cpu").ret == 0
     two = repository.pytest(
         "--pyargs", "conformance", "--impl=kernel.py:attention", FEW, "--conformance-report=two.html", "-n", "2"
@@ -135,7 +137,7 @@ def test_the_report_and_its_records_are_the_same_from_two_processes(repository: 
     assert "kernel.py:attention" in (repository.path / "two.html").read_text()
 
 
-def test_a_required_platform_that_judged_nothing_fails_the_run(repository: Repository):
+def test_a_required_platform_that_judged_nothing_fails_the_run(repository: Repository) -> None:
     result = gate(repository, FEW, "--require-platform=tpu")
     assert result.ret == 1
     result.stdout.fnmatch_lines(
@@ -154,7 +156,7 @@ def test_a_required_platform_that_judged_nothing_fails_the_run(repository: Repos
         (["--impl=kernel.py:attention", "--conformance-report=r.jsonl"], "is no file that can be written"),
     ],
 )
-def test_what_cannot_be_done_is_one_line(arguments: list[str], message: str, repository: Repository):
+def test_what_cannot_be_done_is_one_line(arguments: list[str], message: str, repository: Repository) -> None:
     result = repository.pytest("--pyargs", "conformance", *arguments)
     assert result.ret == pytest.ExitCode.USAGE_ERROR
     said = [line for line in result.errlines if line]
@@ -163,7 +165,7 @@ def test_what_cannot_be_done_is_one_line(arguments: list[str], message: str, rep
     assert message in said[0]
 
 
-def test_bad_settings_are_one_line(repository: Repository):
+def test_bad_settings_are_one_line(repository: Repository) -> None:
     repository.settings('[tool.attention_conformance]\nimplementatons = ["x"]\n')
     result = repository.pytest("--pyargs", "conformance")
     assert result.ret == pytest.ExitCode.USAGE_ERROR
@@ -180,7 +182,7 @@ some = {some}
 """
 
 
-def test_expected_failures_do_not_fail_and_unexpected_passes_do(repository: Repository):
+def test_expected_failures_do_not_fail_and_unexpected_passes_do(repository: Repository) -> None:
     repository.settings(EXPECTED.format(name="wrong", some="true"))
     assert repository.pytest("--pyargs", "conformance", FEW).ret == 0
     repository.settings(EXPECTED.format(name="attention", some="false"))
@@ -189,7 +191,7 @@ def test_expected_failures_do_not_fail_and_unexpected_passes_do(repository: Repo
     result.stdout.fnmatch_lines(["*passes, but is listed in pyproject.toml as an expected failure: known"])
 
 
-def test_part_of_the_grid_says_nothing_about_stale_entries(repository: Repository):
+def test_part_of_the_grid_says_nothing_about_stale_entries(repository: Repository) -> None:
     repository.settings(EXPECTED.format(name="attention", some="true"))
     result = repository.pytest("--pyargs", "conformance", FEW)
     assert result.ret == 0
@@ -208,7 +210,7 @@ narrow = dataclasses.replace(from_function(attention, "narrow"), supports_case=o
 """
 
 
-def test_an_expected_failure_that_a_whole_run_does_not_see_is_a_failure_of_the_run(repository: Repository):
+def test_an_expected_failure_that_a_whole_run_does_not_see_is_a_failure_of_the_run(repository: Repository) -> None:
     kernel = repository.path / "kernel.py"
     kernel.write_text(f"import dataclasses\n{KERNEL}{FEW_SUPPORTED}")
     repository.settings(EXPECTED.format(name="narrow", some="true").replace("kernel.py:narrow", "narrow"))
@@ -220,7 +222,7 @@ def test_an_expected_failure_that_a_whole_run_does_not_see_is_a_failure_of_the_r
     assert sentence in (repository.path / "j.xml").read_text()
 
 
-def test_other_test_runs_do_not_load_jax(repository: Repository):
+def test_other_test_runs_do_not_load_jax(repository: Repository) -> None:
     (repository.path / "test_other.py").write_text(
         "import sys\ndef test_nothing_heavy():\n    assert 'jax' not in sys.modules\n"
     )

@@ -77,7 +77,7 @@ def visited(steps: Steps) -> list[tuple[int, int]]:
 
 @pytest.mark.parametrize("order", ["q", "kv"])
 @pytest.mark.parametrize("mask", MASKS)
-def test_exactly_the_blocks_with_an_allowed_pair_are_visited(mask: Mask, order):
+def test_exactly_the_blocks_with_an_allowed_pair_are_visited(mask: Mask, order) -> None:
     steps, _ = static_steps(mask, (512, 384), Blocks(128, 128), order, 1, 1)
     kinds = mask.blocks(512, 384, 128, 128)[0, 0]
     found = visited(steps)
@@ -90,7 +90,7 @@ def test_exactly_the_blocks_with_an_allowed_pair_are_visited(mask: Mask, order):
         assert results[flags & bit > 0].tolist() == list(range(kinds.shape[0 if order == "q" else 1]))
 
 
-def test_a_step_that_computes_nothing_fetches_nothing():
+def test_a_step_that_computes_nothing_fetches_nothing() -> None:
     steps, kinds = static_steps(Causal(-200), (512, 512), Blocks(128, 128), "q", 1, 1)
     assert kinds.empty
     q, kv, flags = (np.asarray(x).ravel() for x in (steps.q, steps.kv, steps.flags))
@@ -99,7 +99,7 @@ def test_a_step_that_computes_nothing_fetches_nothing():
     assert len(np.unique(kv[: idle.max() + 2])) == 1
 
 
-def test_work_follows_the_window():
+def test_work_follows_the_window() -> None:
     kernel = make_splash(Window(1023, 0), 32768, 32768, num_q_heads=1)
     active = int((Window(1023, 0).blocks(32768, 32768, 512, 512) != EMPTY).sum())
     assert set(kernel.work()) == {"forward", "dq", "dkv"}
@@ -108,7 +108,7 @@ def test_work_follows_the_window():
 
 
 @pytest.mark.parametrize("mask", [Window(100, 0), Chunked(200), Causal(-150)])
-def test_steps_counted_are_steps_run(mask: Mask, monkeypatch: pytest.MonkeyPatch):
+def test_steps_counted_are_steps_run(mask: Mask, monkeypatch: pytest.MonkeyPatch) -> None:
     run: Counter[tuple[str, str]] = Counter()
     plain_logits = tiles.logits_of
     phases = {forward.__name__: "forward", dq.__name__: "dq", dkv.__name__: "dkv"}
@@ -121,7 +121,7 @@ def test_steps_counted_are_steps_run(mask: Mask, monkeypatch: pytest.MonkeyPatch
         return plain_logits(call, x)
 
     def counting_kernel(name, plain):
-        def kernel(*given):
+        def kernel(*given) -> None:
             count(phases[name], "steps")
             plain(*given)
 
@@ -140,7 +140,7 @@ def test_steps_counted_are_steps_run(mask: Mask, monkeypatch: pytest.MonkeyPatch
     assert run == expected
 
 
-def test_different_partial_blocks_are_stored_once():
+def test_different_partial_blocks_are_stored_once() -> None:
     block = np.random.default_rng(0).random((128, 128)) < 0.5
     steps, kinds = static_steps(Dense(np.tile(block, (3, 3))), (384, 384), Blocks(128, 128), "q", 1, 1)
     assert kinds.stored
@@ -149,7 +149,7 @@ def test_different_partial_blocks_are_stored_once():
 
 @pytest.mark.parametrize("sizes", [SMALL, FUSED], ids=["separate", "fused"])
 @pytest.mark.parametrize("mask", [Causal(), LoadBalancedCausal(2, 512)])
-def test_shards_of_queries_compute_their_rows(mask: Mask, sizes: BlockSizes):
+def test_shards_of_queries_compute_their_rows(mask: Mask, sizes: BlockSizes) -> None:
     kernel = make_splash(mask, 512, 512, num_q_heads=2, num_kv_heads=1, q_shards=2, block_sizes=sizes)
     problem, cotangent = problem_of(mask)
     mesh = jax.make_mesh((2,), ("seq",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
@@ -174,7 +174,7 @@ def test_shards_of_queries_compute_their_rows(mask: Mask, sizes: BlockSizes):
 
 @pytest.mark.parametrize("sizes", [SMALL, FUSED], ids=["separate", "fused"])
 @pytest.mark.parametrize(("kv_heads", "by_head"), [(2, True), (2, False), (1, True)])
-def test_shards_of_heads_and_queries_together(kv_heads: int, by_head: bool, sizes: BlockSizes):
+def test_shards_of_heads_and_queries_together(kv_heads: int, by_head: bool, sizes: BlockSizes) -> None:
     """Two shards of heads, each with its own masks, and two of queries; one key/value head goes to every shard."""
     allowed = np.random.default_rng(0).random((1, 4 if by_head else 1, 256, 256)) < 0.2
     allowed[..., 128:, :128] = False
@@ -208,7 +208,7 @@ def test_shards_of_heads_and_queries_together(kv_heads: int, by_head: bool, size
     assert_right(problem, cotangent, out, pull(do))
 
 
-def test_shards_are_not_taken_for_the_whole():
+def test_shards_are_not_taken_for_the_whole() -> None:
     masks = Dense(np.random.default_rng(0).random((1, 4, 128, 128)) < 0.5)
     kernel = make_splash(masks, 128, 128, num_q_heads=4, head_shards=2, block_sizes=SMALL)
     with pytest.raises(ValueError, match="masks for 4 heads in shards of 2: call it in shard_map"):
@@ -223,7 +223,7 @@ def test_shards_are_not_taken_for_the_whole():
 
 @pytest.mark.parametrize("sizes", [SMALL, FUSED], ids=["separate", "fused"])
 @pytest.mark.parametrize("shape", [(1, 1), (1, 4), (2, 1)])
-def test_a_mask_known_at_run_time_may_be_traced(shape: tuple[int, int], sizes: BlockSizes):
+def test_a_mask_known_at_run_time_may_be_traced(shape: tuple[int, int], sizes: BlockSizes) -> None:
     allowed = np.random.default_rng(0).random((*shape, 300, 300)) < 0.02
     allowed[..., 128:] = False  # a column of blocks that turns out to be empty
     allowed[..., 0] = True
@@ -238,14 +238,14 @@ def test_a_mask_known_at_run_time_may_be_traced(shape: tuple[int, int], sizes: B
     assert_right(problem, cotangent, out, pull(do))
 
 
-def test_the_kernel_object_is_a_pytree_that_jit_takes():
+def test_the_kernel_object_is_a_pytree_that_jit_takes() -> None:
     kernel = make_splash(Causal(), 256, 256, num_q_heads=2, block_sizes=SMALL)
     q, k, v = operands(2, 2, 256)
     out = jax.jit(lambda kernel, *x: kernel(*x))(kernel, q, k, v)
     np.testing.assert_array_equal(out, jax.jit(kernel)(q, k, v))
 
 
-def test_forward_and_backward_can_be_called_by_themselves():
+def test_forward_and_backward_can_be_called_by_themselves() -> None:
     kernel = make_splash(Causal(), 256, 256, num_q_heads=2, block_sizes=SMALL)
     problem, cotangent = problem_of(Causal(), 2, 2, 256)
     do, q, k, v = heads_first(cotangent.out, problem.q, problem.k, problem.v)
@@ -256,7 +256,7 @@ def test_forward_and_backward_can_be_called_by_themselves():
     assert_right(problem, cotangent, out, pull(do))
 
 
-def test_the_mask_value_stands_for_queries_that_attend_to_nothing():
+def test_the_mask_value_stands_for_queries_that_attend_to_nothing() -> None:
     kernel = make_splash(Causal(-2), 128, 128, num_q_heads=1, block_sizes=SMALL, mask_value=-1e30)
     _, residuals = kernel(*operands(1, 1, 128), save_residuals=True)
     for name in ("logsumexp", "max_logits"):
@@ -264,7 +264,7 @@ def test_the_mask_value_stands_for_queries_that_attend_to_nothing():
         assert (residuals[name][..., 2:] > -1e3).all()
 
 
-def test_blocks_that_do_not_fit_are_refused_with_ones_that_would():
+def test_blocks_that_do_not_fit_are_refused_with_ones_that_would() -> None:
     q, k, v = operands(1, 1, 4096)
     huge = make_splash(Full(), 4096, 4096, num_q_heads=1, block_sizes=BlockSizes.uniform(4096, 4096))
     with pytest.raises(
@@ -279,7 +279,7 @@ def test_blocks_that_do_not_fit_are_refused_with_ones_that_would():
 @pytest.mark.parametrize(
     ("kind", "mib"), [("TPU v4", 16), ("TPU v5 lite", 128), ("TPU v5", 64), ("TPU v6 lite", 128), ("TPU7x", 64)]
 )
-def test_the_limit_is_that_of_the_chip_that_is_traced_for(kind: str, mib: int):
+def test_the_limit_is_that_of_the_chip_that_is_traced_for(kind: str, mib: int) -> None:
     device = AbstractDevice(device_kind=kind, platform="tpu", num_cores=1)
     with use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
         assert limit_of(None).bytes == mib * 2**20
@@ -294,12 +294,12 @@ def test_the_limit_is_that_of_the_chip_that_is_traced_for(kind: str, mib: int):
         ({"kv": 512, "kv_compute": 384}, "kv_compute must divide kv = 512, got 384"),
     ],
 )
-def test_block_sizes_that_cannot_be_are_refused(sizes: dict[str, int], message: str):
+def test_block_sizes_that_cannot_be_are_refused(sizes: dict[str, int], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Blocks(**sizes)
 
 
-def test_layouts_and_head_counts_are_checked():
+def test_layouts_and_head_counts_are_checked() -> None:
     with pytest.raises(ValueError, match="layout of k must be head_dim_minor or sequence_minor, got 'rows'"):
         Layouts(k="rows")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="num_q_heads = 3 must be a multiple of num_kv_heads = 2"):
@@ -311,7 +311,7 @@ def test_layouts_and_head_counts_are_checked():
 
 
 @pytest.mark.parametrize(("given", "message"), [({"bias": jnp.zeros((1, 1, 1, 8))}, "bias"), ({}, "f16")])
-def test_what_it_lacks_is_refused_by_name(given, message: str):
+def test_what_it_lacks_is_refused_by_name(given, message: str) -> None:
     x = jnp.zeros((1, 8, 1, 64), jnp.float32 if given else jnp.float16)
     with pytest.raises(NotImplementedError, match=f"splash_tpu does not support {message}"):
         attention(x, x, x, mask=Full(), **given)

@@ -37,7 +37,7 @@ def selections() -> list[np.ndarray]:
 
 @pytest.mark.parametrize("with_causal", [False, True])
 @pytest.mark.parametrize("impl", IMPLEMENTATIONS, ids=lambda impl: impl.name)
-def test_one_program_serves_every_selection(impl: Implementation, with_causal: bool):
+def test_one_program_serves_every_selection(impl: Implementation, with_causal: bool) -> None:
     problem, do = draw(CASE), draw_cotangent(CASE)
     if with_causal:
         problem = dataclasses.replace(problem, sinks=None)
@@ -75,13 +75,13 @@ def assert_right(problem: Problem, do: Any, got: dict[str, Any]) -> None:
     judged.assert_right(got, {**expected.forward, **expected.gradients[0]})
 
 
-def test_a_mask_with_a_selection_is_an_operand_and_any_other_is_static():
+def test_a_mask_with_a_selection_is_an_operand_and_any_other_is_static() -> None:
     selected = Indexer(np.ones((1, 1, 2, 3), bool))
     assert structured_mask(Causal() & selected, 1, 1, 2, 3) == ({}, {"mask": Causal() & selected})
     assert structured_mask(Causal(), 1, 1, 2, 3) == ({"mask": Causal()}, {})
 
 
-def test_masks_are_trees_whose_only_leaves_are_selections():
+def test_masks_are_trees_whose_only_leaves_are_selections() -> None:
     array = np.ones((1, 1, 2, 3), bool)
     selection = Indexer(array)
     mask = (Causal(1) & selection) | Window(1, 1) & Dense(array) & Lengths((2,))
@@ -94,7 +94,7 @@ def test_masks_are_trees_whose_only_leaves_are_selections():
     np.testing.assert_array_equal(again.dense(2, 3), mask.right.dense(2, 3))
 
 
-def test_what_is_known_of_a_traced_mask_allows_all_that_it_may():
+def test_what_is_known_of_a_traced_mask_allows_all_that_it_may() -> None:
     def check(selected: jax.Array) -> jax.Array:
         mask = Causal(1) & Indexer(selected)
         assert mask.at_run_time
@@ -108,7 +108,7 @@ def test_what_is_known_of_a_traced_mask_allows_all_that_it_may():
     np.testing.assert_array_equal(jax.jit(check)(array), Causal(1).dense(2, 3) & array)
 
 
-def test_a_selection_must_have_four_axes():
+def test_a_selection_must_have_four_axes() -> None:
     with pytest.raises(ValueError, match=r"mask array must be \[b, n, T, S\], got shape \(2, 3\)"):
         Indexer(jnp.ones((2, 3), bool))  # type: ignore[arg-type]  # of JAX
 

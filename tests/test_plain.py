@@ -82,7 +82,9 @@ class CallableObject:
     ],
     ids=lambda value: getattr(value, "__name__", type(value).__name__) if callable(value) else None,
 )
-def test_the_signature_says_what_is_supported(function: Callable[..., Any], supported: list[str], declined: list[str]):
+def test_the_signature_says_what_is_supported(
+    function: Callable[..., Any], supported: list[str], declined: list[str]
+) -> None:
     assert all(conforms(function, case) for case in supported)
     for case in declined:
         (found,) = judge(function, case)
@@ -90,14 +92,14 @@ def test_the_signature_says_what_is_supported(function: Callable[..., Any], supp
         assert "has no parameter 'mask'" in found.reason
 
 
-def test_declined_features_name_the_missing_parameter():
+def test_declined_features_name_the_missing_parameter() -> None:
     implementation = from_function(only_causal, "kernel")
     assert implementation.unsupported["sinks"] == "the function has no parameter 'sinks'"
     assert implementation.gradients == {"dq", "dk", "dv"}
     assert implementation.residuals == frozenset()
 
 
-def test_causal_and_window_are_passed_together():
+def test_causal_and_window_are_passed_together() -> None:
     seen: list[dict[str, Any]] = []
 
     def records(q, k, v, *, causal=False, window=None, mask=None):
@@ -110,7 +112,7 @@ def test_causal_and_window_are_passed_together():
     assert any(call["mask"] for call in seen)
 
 
-def test_ignored_keywords_fail():
+def test_ignored_keywords_fail() -> None:
     def ignores(q, k, v, **options):
         return naive.attention(q, k, v)
 
@@ -126,7 +128,7 @@ def returning(*names: str) -> Callable[..., Any]:
 
 
 @pytest.mark.parametrize("names", [(), ("logsumexp",), ("max_logits",), ("logsumexp", "max_logits")])
-def test_a_missing_residual_is_one_not_offered(names: tuple[str, ...]):
+def test_a_missing_residual_is_one_not_offered(names: tuple[str, ...]) -> None:
     kernel = returning(*names)
     assert from_function(kernel, "kernel").residuals == set(names)
     assert from_function(kernel, "kernel").differentiable_residuals == {"logsumexp"} & set(names)
@@ -135,7 +137,7 @@ def test_a_missing_residual_is_one_not_offered(names: tuple[str, ...]):
         assert found[name] == (PASS if name in names else UNSUPPORTED)
 
 
-def test_residuals_are_traced_on_a_case_that_is_supported():
+def test_residuals_are_traced_on_a_case_that_is_supported() -> None:
     @declare(unsupported={"f32": "half precision only", "full": "causal only"})
     def picky(q, k, v, *, causal=False, save_residuals=False):
         assert causal
@@ -145,7 +147,7 @@ def test_residuals_are_traced_on_a_case_that_is_supported():
     assert from_function(picky, "kernel").residuals == {"logsumexp"}
 
 
-def test_residuals_returned_in_another_form_are_an_error_that_says_what_is_needed():
+def test_residuals_returned_in_another_form_are_an_error_that_says_what_is_needed() -> None:
     def pair(q, k, v, *, causal=False, save_residuals=False):
         out, residuals = naive.attention(q, k, v, causal=causal, save_residuals=True)
         return (out, residuals["logsumexp"]) if save_residuals else out
@@ -183,21 +185,21 @@ def positional_mask(q, k, v, mask, /):
         (min, "kernel has no signature"),
     ],
 )
-def test_what_is_no_attention_function_is_refused(thing: Any, message: str):
+def test_what_is_no_attention_function_is_refused(thing: Any, message: str) -> None:
     with pytest.raises(NotAnAttentionFunction) as caught:
         from_function(thing, "kernel")
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
-def test_declared_products_and_their_override():
+def test_declared_products_and_their_override() -> None:
     declared = declare(products="tf32")(lambda q, k, v: q)
     assert from_function(declared, "kernel").arithmetic.products == "tf32"
     assert from_function(declared, "kernel", products="bf16").arithmetic.products == "bf16"
     assert from_function(functools.partial(declared), "kernel").arithmetic.products == "tf32"
 
 
-def test_the_description_is_the_first_line_of_the_docstring():
+def test_the_description_is_the_first_line_of_the_docstring() -> None:
     assert from_function(naive.attention, "kernel").description == "Naive attention: correct, quadratic memory."
     described = from_function(functools.partial(naive.attention, soft_cap=None), "kernel").description
     assert described == "Naive attention: correct, quadratic memory."

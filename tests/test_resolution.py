@@ -40,7 +40,7 @@ def resolved() -> dict[tuple[str, str, str], Resolution]:
     return by_name(resolve(cases=few, ensemble=False))
 
 
-def test_a_scale_error_of_30_roundoffs_is_seen_in_f32():
+def test_a_scale_error_of_30_roundoffs_is_seen_in_f32() -> None:
     found = by_name(resolve(dtypes=["f32"]))
     # The gradient shows it to who returns no residuals.
     for observable in ("logsumexp", "max_logits", "dv"):
@@ -49,7 +49,7 @@ def test_a_scale_error_of_30_roundoffs_is_seen_in_f32():
         assert roundoffs < 30
 
 
-def test_every_error_is_seen_by_what_it_concerns(resolved: dict[tuple[str, str, str], Resolution]):
+def test_every_error_is_seen_by_what_it_concerns(resolved: dict[tuple[str, str, str], Resolution]) -> None:
     for dtype in FEW:
         for perturbation, observable in (
             ("gradient dq", "dq"),
@@ -69,7 +69,9 @@ def test_every_error_is_seen_by_what_it_concerns(resolved: dict[tuple[str, str, 
     assert ("bf16", "scale", "dbias") in resolved
 
 
-def test_ten_times_the_smallest_is_seen_and_a_tenth_of_it_is_not(resolved: dict[tuple[str, str, str], Resolution]):
+def test_ten_times_the_smallest_is_seen_and_a_tenth_of_it_is_not(
+    resolved: dict[tuple[str, str, str], Resolution],
+) -> None:
     table = tolerances.default()
     seen: dict[tuple[str, str, str], list[tuple[bool, bool]]] = {}
     for case in [case for dtype in FEW for case in few(dtype)]:
@@ -86,7 +88,7 @@ def test_ten_times_the_smallest_is_seen_and_a_tenth_of_it_is_not(resolved: dict[
 
 
 @pytest.mark.parametrize("dtype", list(FEW))
-def test_what_is_perturbed_is_right_before(dtype: str):
+def test_what_is_perturbed_is_right_before(dtype: str) -> None:
     for case in few(dtype):
         problem, cotangent = draw(case), Cotangent("random", draw_cotangent(case).out)
         expected = expect(problem, Arithmetic(), [cotangent])
@@ -95,7 +97,7 @@ def test_what_is_perturbed_is_right_before(dtype: str):
             assert compare(values[name], bounded).ratio < 3
 
 
-def test_the_ensemble_sees_a_hundred_times_smaller_gradient_errors_in_bf16():
+def test_the_ensemble_sees_a_hundred_times_smaller_gradient_errors_in_bf16() -> None:
     [case] = few("bf16")
     found = by_name(resolve(dtypes=["bf16"], cases=lambda dtype: [case]))
     by_element, by_bias = found["bf16", "gradient dq", "dq"], found["bf16", "gradient dq", "dq.bias"]
@@ -104,13 +106,13 @@ def test_the_ensemble_sees_a_hundred_times_smaller_gradient_errors_in_bf16():
     assert 100 * by_bias.smallest < by_element.smallest
 
 
-def test_an_error_that_nothing_shows_is_said():
+def test_an_error_that_nothing_shows_is_said() -> None:
     table = tolerances.overridden(tolerances.default(), {"bf16.dq": 1e9}, "test")
     found = by_name(resolve(table, dtypes=["bf16"], cases=few, ensemble=False))
     assert found["bf16", "gradient dq", "dq"] == Resolution("gradient dq", "bf16", "dq", None, None, "")
 
 
-def test_the_default_cases_are_a_dozen_or_so_of_every_dtype():
+def test_the_default_cases_are_a_dozen_or_so_of_every_dtype() -> None:
     for dtype in FEW:
         cases = resolution.default_cases(dtype)
         assert 12 <= len(cases) <= 25
@@ -119,6 +121,6 @@ def test_the_default_cases_are_a_dozen_or_so_of_every_dtype():
         assert cases == resolution.default_cases(dtype)
 
 
-def test_resolutions_are_json(resolved: dict[tuple[str, str, str], Resolution]):
+def test_resolutions_are_json(resolved: dict[tuple[str, str, str], Resolution]) -> None:
     for found in resolved.values():
         assert Resolution(**json.loads(json.dumps(asdict(found), allow_nan=False))) == found

@@ -57,7 +57,7 @@ def entry(text: str) -> str:
         (entry('implementation = "x"\nreason = "y"\njax = "new"'), "is no version range"),
     ],
 )
-def test_a_setting_that_cannot_be_used_is_refused(text: str, message: str, tmp_path: Path):
+def test_a_setting_that_cannot_be_used_is_refused(text: str, message: str, tmp_path: Path) -> None:
     with pytest.raises(SettingsError) as caught:
         load(tmp_path, text)
     assert message in str(caught.value)
@@ -65,7 +65,7 @@ def test_a_setting_that_cannot_be_used_is_refused(text: str, message: str, tmp_p
     assert "\n" not in str(caught.value)
 
 
-def test_settings_are_those_of_the_nearest_file_above(tmp_path: Path):
+def test_settings_are_those_of_the_nearest_file_above(tmp_path: Path) -> None:
     (tmp_path / "pyproject.toml").write_text(table('implementations = ["a"]\ntolerances = {"bf16.out" = 5}'))
     below = tmp_path / "one" / "two"
     below.mkdir(parents=True)
@@ -75,12 +75,12 @@ def test_settings_are_those_of_the_nearest_file_above(tmp_path: Path):
     assert (limit.ratio, limit.source) == (5.0, "pyproject.toml")
 
 
-def test_a_group_stands_for_its_members_and_each_is_judged_once(tmp_path: Path):
+def test_a_group_stands_for_its_members_and_each_is_judged_once(tmp_path: Path) -> None:
     found = load(tmp_path, table('groups = {mine = ["a", "b"]}'))
     assert found.members(["b", "mine", "c.py:mine"]) == ["b", "a", "c.py:mine"]
 
 
-def test_a_file_without_the_table_means_the_defaults(tmp_path: Path):
+def test_a_file_without_the_table_means_the_defaults(tmp_path: Path) -> None:
     assert load(tmp_path, "[project]\nname = 'x'\n") == Settings()
 
 
@@ -104,7 +104,7 @@ def expecting(**fields: object) -> Settings:
         (UNSUPPORTED, False, UNSUPPORTED),
     ],
 )
-def test_what_becomes_of_an_expected_failure(before: str, some: bool, after: str):
+def test_what_becomes_of_an_expected_failure(before: str, some: bool, after: str) -> None:
     assert expecting(some=some).settle(record(before), JAX).verdict == after
 
 
@@ -113,23 +113,23 @@ def test_what_becomes_of_an_expected_failure(before: str, some: bool, after: str
     [{"case": "decode"}, {"check": ["forward"]}, {"observable": ["dq"]}, {"jax": ">=0.11"}],
     ids=lambda fields: next(iter(fields)),
 )
-def test_what_an_entry_is_not_about_stays_a_failure(fields: dict[str, object]):
+def test_what_an_entry_is_not_about_stays_a_failure(fields: dict[str, object]) -> None:
     assert expecting(**fields).settle(record(FAIL), JAX).verdict == FAIL
 
 
-def test_patterns_and_version_ranges_match():
+def test_patterns_and_version_ranges_match() -> None:
     chosen = expecting(case="train/*", check=["grad*"], observable=["d?"], jax=">=0.10")
     assert chosen.settle(record(FAIL), JAX).verdict == EXPECTED_FAIL
     assert chosen.settle(record(FAIL), "0.12.0.1").verdict == EXPECTED_FAIL
 
 
-def test_an_entry_that_nothing_fails_for_is_stale_and_red():
+def test_an_entry_that_nothing_fails_for_is_stale_and_red() -> None:
     (stale,) = expecting(some=True).stale([record(PASS)], JAX)
     assert stale.verdict == UNEXPECTED_PASS
     assert "nothing failed that pyproject.toml expects to fail: known" in stale.reason
 
 
-def test_an_entry_is_not_stale_where_it_fails_was_not_judged_or_is_about_another_version():
+def test_an_entry_is_not_stale_where_it_fails_was_not_judged_or_is_about_another_version() -> None:
     assert not expecting().stale([expecting().settle(record(FAIL), JAX)], JAX)
     assert not expecting().stale([record(PASS, implementation="other")], JAX)
     assert not expecting(jax=">=0.11").stale([record(PASS)], JAX)

@@ -66,7 +66,7 @@ def timing(seconds: Mapping[str, float], spread: float = 0.0) -> tuple[tuning.Ti
     return times, stages
 
 
-def test_the_slower_half_drops_out_and_the_setting_in_force_stays_as_baseline():
+def test_the_slower_half_drops_out_and_the_setting_in_force_stays_as_baseline() -> None:
     seconds = {"now": 4.0, "a": 5.0, "b": 3.0, "c": 9.0, "d": 8.0, "e": 2.0, "f": 7.0, "g": 6.0, "h": 10.0}
     times, stages = timing(seconds)
     chosen, found = tuning.halve(list(seconds), "now", times, Limits(rounds=20))
@@ -78,7 +78,7 @@ def test_the_slower_half_drops_out_and_the_setting_in_force_stays_as_baseline():
     assert len(found["e"].samples) == 20
 
 
-def test_the_fastest_of_the_last_must_be_faster_beyond_the_spread_or_the_next_is_taken():
+def test_the_fastest_of_the_last_must_be_faster_beyond_the_spread_or_the_next_is_taken() -> None:
     """One finalist's moment of noise does not keep a setting in force that another one beats."""
     times, _ = timing({"now": 4.0, "a": 2.0, "b": 2.5})
 
@@ -91,20 +91,20 @@ def test_the_fastest_of_the_last_must_be_faster_beyond_the_spread_or_the_next_is
     assert tuning.halve(["now", "a", "b"], "now", noisy, Limits(rounds=9))[0] == "b"
 
 
-def test_what_is_no_faster_replaces_nothing():
+def test_what_is_no_faster_replaces_nothing() -> None:
     times, _ = timing({"now": 4.0, "a": 4.0, "b": 5.0})
     assert tuning.halve(["now", "a", "b"], "now", times, Limits(rounds=9))[0] == "now"
     times, _ = timing({"now": 4.0, "a": 3.99}, spread=0.05)  # faster on average, within the spread
     assert tuning.halve(["now", "a"], "now", times, Limits(rounds=9))[0] == "now"
 
 
-def test_a_setting_in_force_that_does_not_run_is_replaced():
+def test_a_setting_in_force_that_does_not_run_is_replaced() -> None:
     times, _ = timing({"a": 4.0, "b": 3.0})
     assert tuning.halve(["a", "b"], "now", times, Limits(rounds=9))[0] == "b"
     assert tuning.halve([], "now", times, Limits(rounds=9))[0] == "now"
 
 
-def test_tables_are_read_merged_and_refused(tmp_path: Path):
+def test_tables_are_read_merged_and_refused(tmp_path: Path) -> None:
     path = tmp_path / "table.json"
     assert tunable.read(path) == ()
     other = dataclasses.replace(ENTRY, device="another")
@@ -147,7 +147,9 @@ def toy(table: Path, seen: list[Any]) -> Implementation:
     return Implementation(name="toy", call=attention, tunable=declared)
 
 
-def test_what_does_not_compile_or_is_wrong_is_shown_and_never_chosen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_what_does_not_compile_or_is_wrong_is_shown_and_never_chosen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(ceiling, "_SIDE_ON_CPU", 16)
     seen: list[Any] = []
     implementation = toy(tmp_path / "t.json", seen)
@@ -178,7 +180,7 @@ def run(*arguments: str) -> int:
 
 def test_the_command_fills_the_table_with_provenance(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
+) -> None:
     """block_flash itself, with few candidates: what is chosen is for the machine to say, how it is kept is not."""
     monkeypatch.setattr(ceiling, "_SIDE_ON_CPU", 16)
     monkeypatch.setattr(block_sizes, "_SIDES", (16, 32))
@@ -212,12 +214,14 @@ def test_the_command_fills_the_table_with_provenance(
         (["--impl=block_flash", "--out=absent/t.json"], "--out=absent/t.json cannot be written"),
     ],
 )
-def test_what_cannot_be_tuned_is_refused(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]):
+def test_what_cannot_be_tuned_is_refused(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert run("tune", *arguments) == 2
     assert message in capsys.readouterr().err
 
 
-def test_block_flash_takes_what_was_measured_for_its_length(monkeypatch: pytest.MonkeyPatch):
+def test_block_flash_takes_what_was_measured_for_its_length(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = {1024: {"block_q": 64, "block_kv": 256}, 4096: {"block_q": 256, "block_kv": 512}}
     entries = [
         dataclasses.replace(ENTRY, key={"min_length": length}, settings={"blocks": blocks})
@@ -230,7 +234,7 @@ def test_block_flash_takes_what_was_measured_for_its_length(monkeypatch: pytest.
 
 
 @pytest.mark.parametrize("name", ["block_flash", "flash_gpu"])
-def test_kernels_declare_what_may_be_tuned(name: str):
+def test_kernels_declare_what_may_be_tuned(name: str) -> None:
     """Every candidate has the shape of the setting in force, and the tables that are kept can be read."""
     declared = registry.find(name).tunable
     assert declared is not None
@@ -271,7 +275,7 @@ def causal(dtype: str, depth: int, **changes: Any) -> Case:
     return Case(dtype=dtype, **{**sizes, **changes})
 
 
-def test_rings_are_tried_where_mosaic_serves_the_case_and_they_fit():
+def test_rings_are_tried_where_mosaic_serves_the_case_and_they_fit() -> None:
     deep = rings("NVIDIA H200", causal("bf16", 128))
     assert [(ring.block, ring.num_stages) for ring in deep["mosaic_forward"]] == [(64, 2), (64, 3), (64, 4)]
     assert [(ring.block, ring.num_stages) for ring in deep["mosaic_dkv"]] == [(64, 2), (64, 3), (64, 4), (128, 2)]
@@ -346,7 +350,7 @@ def tuned(monkeypatch: pytest.MonkeyPatch, wrong: Callable[[BlockSizes], bool]) 
 
 def test_a_mosaic_kernel_is_preferred_where_it_is_right_and_faster_than_the_tuned_triton_one(
     monkeypatch: pytest.MonkeyPatch,
-):
+) -> None:
     found, sizes = tuned(monkeypatch, wrong=lambda sizes: False)
     assert [choice.knob for choice in found.choices] == [f"{m}{k}" for m in ("", "mosaic_") for k in _ORDER]
     assert {tiles.block_kv for tiles in (sizes.forward, sizes.dq, sizes.dkv)} == {128}  # timed without Mosaic's
@@ -355,7 +359,7 @@ def test_a_mosaic_kernel_is_preferred_where_it_is_right_and_faster_than_the_tune
     assert not sizes.mosaic_dkv.preferred
 
 
-def test_a_mosaic_kernel_with_wrong_results_is_never_preferred(monkeypatch: pytest.MonkeyPatch):
+def test_a_mosaic_kernel_with_wrong_results_is_never_preferred(monkeypatch: pytest.MonkeyPatch) -> None:
     found, sizes = tuned(monkeypatch, wrong=lambda sizes: sizes.mosaic_forward.preferred)
     assert not sizes.mosaic_forward.preferred
     assert sizes.mosaic_dq.preferred
@@ -363,7 +367,7 @@ def test_a_mosaic_kernel_with_wrong_results_is_never_preferred(monkeypatch: pyte
     assert {row.outcome for row in rows if "preferred=True" in row.implementation} == {DIFFERS}
 
 
-def test_the_table_decides_which_back_end_computes_a_kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_the_table_decides_which_back_end_computes_a_kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What tuning writes is what the call takes on that kind of GPU, and on no other."""
     found, _ = tuned(monkeypatch, wrong=lambda sizes: False)
     settings = {name: dict(setting) for name, setting in found.settings.items()}

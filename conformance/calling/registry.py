@@ -11,6 +11,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from conformance import packages
 from conformance.calling.plain import NotAnAttentionFunction, from_function
 from conformance.contract import Implementation, Products
 
@@ -56,7 +57,7 @@ def find(name: str, *, products: Products | None = None) -> Implementation:
         raise ImplementationNotFound(f"{name!r} is incomplete: write module:attribute or file.py:attribute")
     module = _from_file(source) if source.endswith(".py") else _import(source)
     if not hasattr(module, attribute):
-        raise ImplementationNotFound(f"{source} has no attribute {attribute!r}")
+        raise ImplementationNotFound(packages.hidden(source) or f"{source} has no attribute {attribute!r}")
     return _as_implementation(getattr(module, attribute), name, products)
 
 
