@@ -10,6 +10,7 @@ import pytest
 
 from conformance.calling import registry
 from conformance.calling.registry import ImplementationNotFound
+from impls.catalogue import MODULES
 
 KERNEL = "from beside import scale\ndef attention(q, k, v):\n    return scale * q\n"
 
@@ -23,6 +24,12 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_every_registered_name_is_found_under_its_own_name() -> None:
     assert [registry.find(name).name for name in registry.names()] == registry.names()
+
+
+def test_every_implementation_of_a_listed_module_is_listed() -> None:
+    for module in dict.fromkeys(MODULES.values()):
+        defined = [found.name for found in importlib.import_module(module).IMPLEMENTATIONS]
+        assert defined == [name for name, where in MODULES.items() if where == module]
 
 
 def test_a_file_finds_the_modules_beside_it(folder: Path) -> None:
