@@ -25,7 +25,7 @@ from conformance.calling import registry
 from conformance.contract import Implementation
 from conformance.records import ERROR
 from conformance.truth import tolerances
-from conformance.tunable import Entry, Knob, Settings, Tunable
+from conformance.tunable import Entry, Knob, KnobSettings, Tunable
 from impls import flash_gpu
 from impls.block_flash import block_sizes
 from impls.dot_product import attention
@@ -122,7 +122,7 @@ def test_tables_are_read_merged_and_refused(tmp_path: Path) -> None:
 def toy(table: Path, seen: list[Any]) -> Implementation:
     """Plain attention with a knob: one setting is wrong, one does not compile, the others are all the same."""
 
-    def call(settings: Settings) -> Callable[..., Any]:
+    def call(settings: KnobSettings) -> Callable[..., Any]:
         block = settings["block"]["size"]
         seen.append(block)
 
