@@ -90,7 +90,7 @@ def test_groups_that_a_workflow_judges_are_ones() -> None:
 
 def test_the_workflow_asks_of_the_newest_jax_what_the_gate_asks() -> None:
     gate = (ROOT / ".ci" / "run").read_text().partition(".venv/ci312/bin/activate")[2]
-    listed = re.findall(r"tests/test_\{(.*?)\}\.py", gate)
-    asked = {f"tests/test_{name}.py" for group in listed for name in group.split(",")}
+    listed = re.findall(r"(tests/\w*/?test_)\{?([\w,]+)\}?\.py", gate)
+    asked = {f"{start}{name}.py" for start, names in listed for name in names.split(",")}
     newest = load(OURS)["jobs"]["test"]["strategy"]["matrix"]["include"][1]["tests"].split()
     assert {word for word in newest if word.startswith("tests/")} == asked
