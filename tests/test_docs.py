@@ -37,7 +37,8 @@ SECTION = re.compile(r"\b(?P<file>(?:docs/)?contract(?:\.md)?),?\s+section\s+(?P
 NUMERICS_SECTION = re.compile(r"docs/numerics\.md,\s+section\s+(?P<number>\d+)")
 FILE = re.compile(rf"(?<![\w./-])(?:{'|'.join((*FOLDERS, 'docs', '.ci'))})/[\w./-]*\w")
 DOCUMENT = re.compile(r"(?<![\w./-])[\w./-]+\.md\b")
-MODULE = re.compile(rf"(?<![\w./:-])(?:{'|'.join(FOLDERS)})(?:\.\w+)+")
+# Not `cases.py`, which is a file of a user's.
+MODULE = re.compile(rf"(?<![\w./:-])(?:{'|'.join(FOLDERS)})(?!\.py\b)(?:\.\w+)+")
 
 
 def prose(text: str) -> str:

@@ -201,7 +201,8 @@ def _options(signature: inspect.Signature, name: str) -> frozenset[str]:
     variadic = any(p.kind is p.VAR_POSITIONAL for p in parameters)
     if len(positional) < 3 and not variadic:
         raise NotAnAttentionFunction(
-            f"{name}{_without_types(signature)} does not take q, k, v: an attention function takes them as its first three arguments"
+            f"{name}{_without_types(signature)} does not take q, k, v: "
+            f"an attention function takes them as its first three arguments"
         )
     for p in positional[:3]:
         if p.name in _OPTIONS:

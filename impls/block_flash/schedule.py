@@ -12,7 +12,7 @@ from cases.masks import EMPTY, FULL, And, Lengths, Mask, Or, leaves
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Plan:
+class BlockFlashPlan:
     """Static part of one attention problem. Equal plans share one compiled function, so it is compared by value."""
 
     mask: Mask
@@ -77,7 +77,7 @@ class Schedule:
     masked: bool
 
 
-def _schedule(plan: Plan) -> Schedule:
+def _schedule(plan: BlockFlashPlan) -> Schedule:
     blocks = plan.mask.blocks(plan.q_length, plan.kv_length, plan.block_q, plan.block_kv)  # [b, n, q blocks, kv blocks]
     full = (blocks == FULL).all(axis=(0, 1))
     active = np.argwhere((blocks != EMPTY).any(axis=(0, 1)))

@@ -13,11 +13,12 @@ from typing import Any, Literal
 import jax.numpy as jnp
 
 from cases.masks import Dense, Full, Mask, leaves
-from impls.flash_gpu import mosaic_backward, mosaic_forward
 from impls.flash_gpu.block_sizes import KERNELS, Kernel, Ring
-from impls.flash_gpu.mosaic_launch import SHARED_MEMORY, Shape, shared_bytes
+from impls.flash_gpu.mosaic import backward as mosaic_backward
+from impls.flash_gpu.mosaic import forward as mosaic_forward
+from impls.flash_gpu.mosaic.shape import SHARED_MEMORY, Shape, shared_bytes
 from impls.flash_gpu.operands import Operands
-from impls.flash_gpu.schedule import Plan
+from impls.flash_gpu.schedule import FlashGpuPlan
 from impls.versions import cuda_runtime, device_kind
 
 Backend = Literal["triton", "mosaic"]
@@ -31,7 +32,7 @@ DEEPEST_BACKWARD = 128
 _MISCOMPILING = range(12080, 12091)
 
 
-def choose(backend: Backend | None, plan: Plan, operands: Operands) -> frozenset[Kernel]:
+def choose(backend: Backend | None, plan: FlashGpuPlan, operands: Operands) -> frozenset[Kernel]:
     """The kernels of the call that Mosaic GPU computes.
 
     Args:

@@ -17,7 +17,7 @@ KINDS: tuple[Kind, Kind] = ("full", "partial")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Plan:
+class FlashGpuPlan:
     """Static part of one attention problem. Equal plans share one compiled function, so it is compared by value.
 
     `mosaic` names the kernels that run on Mosaic GPU; the others run on Triton.
@@ -99,7 +99,7 @@ class Visits:
 
 
 @functools.lru_cache(maxsize=256)
-def _visits(plan: Plan, block_q: int, block_kv: int, axis: Axis) -> Visits:
+def _visits(plan: FlashGpuPlan, block_q: int, block_kv: int, axis: Axis) -> Visits:
     kinds = _kinds(plan.mask, plan.q_length, plan.kv_length, block_q, block_kv)
     if plan.segmented:
         kinds = np.where(kinds == EMPTY, EMPTY, PARTIAL)

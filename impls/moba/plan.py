@@ -20,7 +20,7 @@ Array = jax.Array
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class MobaPlan:
     """Everything static about a call."""
 
     moba: Moba
@@ -97,7 +97,7 @@ class Work(NamedTuple):
     places: Array  # where each slot of each row went among `blocks * block_rows`, that many if nowhere, [L R, slots]
 
 
-def divide(plan: Plan, chosen: Array) -> Work:
+def divide(plan: MobaPlan, chosen: Array) -> Work:
     """The blocks of rows that take `chosen`, int32 `[L, R, slots]`, chunks of their lane or `C` for an empty slot."""
     lane = jnp.arange(plan.lanes, dtype=jnp.int32)[:, None, None]
     bins = jnp.where(chosen < plan.chunks, lane * plan.chunks + chosen, plan.bins).reshape(-1)
