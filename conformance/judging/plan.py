@@ -15,7 +15,9 @@ from cases.grid import Supports, grid
 from cases.regressions import REGRESSIONS
 from conformance.accelerators.targets import targets_of
 from conformance.checks import CHECKS, Check
+from conformance.checks.turn import EVERYTHING, Turn
 from conformance.contract import Implementation
+from conformance.judging.turns import taken
 
 # (T, S, N, K, mask) of the ensemble check, the first that is supported. Eight blocks of 64 keys, and a group of eight
 # query heads, show a sum that is rounded at every step; a flat softmax with no mask keeps all its terms comparable.
@@ -38,7 +40,7 @@ class Job:
     implementation: Implementation
     case: Case
     checks: tuple[Check, ...]
-    thorough: bool = True
+    turn: Turn = EVERYTHING
 
     @property
     def on_grid(self) -> bool:
@@ -113,10 +115,10 @@ def _jobs(
     jobs = []
     for scope, cases in by_scope.items():
         if asked := tuple(check for check in checks if check.scope == scope):
-            # At `quick` the cases of the grid take turns (`Subject`), but for the plainest, which is asked everything,
-            # unless what to ask is named.
-            turns = level == "quick" and scope == "grid" and len(checks) == len(CHECKS)
-            jobs += [Job(implementation, case, asked, not turns or case in found.singles[:1]) for case in cases]
+            # At `quick` the cases of the grid take turns, unless what to ask is named.
+            turn = level == "quick" and scope == "grid" and len(checks) == len(CHECKS)
+            turns = taken(implementation, found, seed) if turn else {}
+            jobs += [Job(implementation, case, asked, turns.get(case, EVERYTHING)) for case in cases]
     row = {
         "implementation": implementation.name,
         "level": level,
