@@ -43,12 +43,14 @@ _SIZES = tuple(len(axis.levels) for axis in AXES)
 class Grid:
     """The cases to judge, and the coverage that was achieved.
 
-    `singles` are plain but for one optional operand or mask each, the plainest case first; `rich` has every optional
-    operand that is supported, at most one case; `declined` is one case for each level that is not supported.
+    `rows` has the level of every axis (`cases.axes.AXES`) of each of `cases`. `singles` are plain but for one optional
+    operand or mask each, the plainest case first; `rich` has every optional operand that is supported, at most one
+    case; `declined` is one case for each level that is not supported.
     """
 
     level: str
     cases: tuple[Case, ...]
+    rows: tuple[Row, ...]
     singles: tuple[Case, ...]
     rich: tuple[Case, ...]
     declined: tuple[Case, ...]
@@ -60,9 +62,17 @@ def grid(level: str, seed: int, supports: Supports = lambda case: None) -> Grid:
     support = _Support(supports, seed)
     matrix = support.matrix()
     rows, coverage = _rows(STRENGTH[level], matrix)
-    cases = [_case(row, seed) for row in rows]
+    cases: dict[Case, Row] = {}
+    for row in rows:
+        cases.setdefault(_case(row, seed), row)
     return Grid(
-        level, _unique(cases), _unique(support.singles()), support.rich(), _unique(support.declined()), coverage
+        level=level,
+        cases=tuple(cases),
+        rows=tuple(cases.values()),
+        singles=_unique(support.singles()),
+        rich=support.rich(),
+        declined=_unique(support.declined()),
+        coverage=coverage,
     )
 
 

@@ -10,12 +10,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import jsonschema
 import pytest
-from check_jsonschema.builtin_schemas import get_builtin_schema
-from ruamel.yaml import YAML
 
 from conformance.judging import settings
+
+_DEV = 'pip install -e ".[dev]"'
+jsonschema = pytest.importorskip("jsonschema", reason=_DEV)
+schemas = pytest.importorskip("check_jsonschema.builtin_schemas", reason=_DEV)
+yaml = pytest.importorskip("ruamel.yaml", reason=_DEV)
 
 ROOT = Path(__file__).parent.parent
 GITHUB = ROOT / ".github"
@@ -31,11 +33,11 @@ def yours() -> str:
 
 
 def load(text: str) -> Any:
-    return YAML(typ="safe", pure=True).load(text)
+    return yaml.YAML(typ="safe", pure=True).load(text)
 
 
 def valid(text: str, schema: str) -> None:
-    jsonschema.Draft7Validator(get_builtin_schema(f"vendor.{schema}")).validate(load(text))
+    jsonschema.Draft7Validator(schemas.get_builtin_schema(f"vendor.{schema}")).validate(load(text))
 
 
 @pytest.mark.parametrize("text", [OURS, yours()], ids=["ours", "yours"])

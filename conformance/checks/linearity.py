@@ -28,7 +28,7 @@ _LARGEST = {"f32": 2.0**100, "bf16": 2.0**100, "f16": 2.0**11}
 
 def linearity(subject: Subject) -> Iterator[Judgement]:
     """`v` times 4096 gives `out` times 4096, a cotangent times -4096 gives gradients times -4096 (16 in f16)."""
-    if not subject.asks("linearity"):
+    if "linearity" not in subject.turn.laws:
         return
     factor = _FACTOR[subject.case.dtype]
     problem = subject.problem

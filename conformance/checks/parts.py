@@ -41,7 +41,7 @@ def parts(subject: Subject) -> Iterator[Judgement]:
         return
     # A sink with no key beside it is rare, and a case of its own for whoever merges: there it is always asked.
     lone_sink = subject.problem.sinks is not None and any(piece.empty_rows.any() for piece in pieces)
-    if not (lone_sink or subject.one_in(4)):
+    if not (lone_sink or subject.turn.merges):
         return
     found = [subject.executor.part(piece) for piece in pieces]
     yield from _judge(subject, "merged", _merged(subject, found), expected)

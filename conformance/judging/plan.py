@@ -11,7 +11,9 @@ from cases.case import Case, matches
 from cases.regressions import REGRESSIONS
 from conformance.checks import CHECKS, Check
 from conformance.checks.scopes import GRID, SCOPES, Asked
+from conformance.checks.turn import EVERYTHING, Turn
 from conformance.contract import Implementation
+from conformance.judging.turns import taken
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,7 +23,7 @@ class Job:
     implementation: Implementation
     case: Case
     checks: tuple[Check, ...]
-    thorough: bool = True
+    turn: Turn = EVERYTHING
 
     @property
     def on_grid(self) -> bool:
@@ -87,12 +89,10 @@ def _jobs(
         theirs = tuple(check for check in checks if check.scope is scope)
         if not theirs or not (first or scope.seeded):
             continue
-        # At `quick` the cases of the grid take turns (`Subject`), but for the plainest, which is asked everything,
-        # unless what to ask is named.
-        turns = level == "quick" and scope is GRID and len(checks) == len(CHECKS)
-        jobs += [
-            Job(implementation, case, theirs, not turns or case in found.singles[:1]) for case in scope.cases(asked)
-        ]
+        # At `quick` the cases of the grid take turns, unless what to ask is named.
+        take_turns = level == "quick" and scope is GRID and len(checks) == len(CHECKS)
+        turns = taken(implementation, found, seed) if take_turns else {}
+        jobs += [Job(implementation, case, theirs, turns.get(case, EVERYTHING)) for case in scope.cases(asked)]
     row = {
         "implementation": implementation.name,
         "level": level,

@@ -14,6 +14,7 @@ from conformance.calling.execution import Executor
 from conformance.checks import CHECKS, Check
 from conformance.checks.judgement import Judgement, guarded, unsupported
 from conformance.checks.subject import Subject
+from conformance.checks.turn import EVERYTHING
 from conformance.contract import Implementation
 from conformance.judging import discrimination, interrupts
 from conformance.judging.plan import Job
@@ -51,7 +52,7 @@ class Runner:
     def stream(self, job: Job) -> Iterator[Record]:
         """The records of one job, as they come."""
         executor = self._executors.setdefault(job.implementation.name, Executor(job.implementation))
-        subject = Subject(executor, job.case, self._settings.tolerances, job.thorough)
+        subject = Subject(executor, job.case, self._settings.tolerances, job.turn)
         self._done += 1
         if self._done % _CLEAR_EVERY == 0:
             jax.clear_caches()  # type: ignore[no-untyped-call] # untyped upstream
@@ -148,9 +149,13 @@ def _judged(subject: Subject, checks: Iterable[Check]) -> Iterator[Record]:
 def _discriminating(subject: Subject) -> tuple[Subject, Mapping[str, float]]:
     """The subject and its margins: asked everything, if what it is its turn to be asked does not discriminate."""
     margins = discrimination.margins(subject)
-    if subject.thorough or not margins or discrimination.weakest(margins)[1] >= discrimination.REQUIRED_MARGIN:
+    if (
+        subject.turn == EVERYTHING
+        or not margins
+        or discrimination.weakest(margins)[1] >= discrimination.REQUIRED_MARGIN
+    ):
         return subject, margins
-    subject = dataclasses.replace(subject, thorough=True)
+    subject = dataclasses.replace(subject, turn=EVERYTHING)
     return subject, discrimination.margins(subject)
 
 

@@ -13,6 +13,7 @@ from conformance.calling.execution import Executor
 from conformance.calling.registry import find
 from conformance.checks import CHECKS
 from conformance.checks.subject import Subject
+from conformance.checks.turn import Turn
 from conformance.contract import Implementation
 from conformance.judging.discrimination import REQUIRED_MARGIN, margins, weakest
 from conformance.judging.plan import Job
@@ -94,10 +95,14 @@ def test_a_case_that_cannot_tell_is_below_the_required_margin(case_id: str, null
 def test_a_case_whose_turn_does_not_discriminate_is_asked_everything() -> None:
     case = parse("train/f32/B1.T321.S321.N2.K2.H64.V64/full/huge/s0")
     kernel = find("dot_product")
-    turn = Subject(Executor(kernel), case, default(), thorough=False)
-    assert weakest(margins(turn))[1] < REQUIRED_MARGIN <= weakest(margins_of(case, kernel))[1]
+    turn = Turn(pulled=("plain",), cotangents=("row",))
+    assert (
+        weakest(margins(Subject(Executor(kernel), case, default(), turn)))[1]
+        < REQUIRED_MARGIN
+        <= weakest(margins_of(case, kernel))[1]
+    )
     forward = tuple(check for check in CHECKS if check.name == "forward")
-    found = Runner(Settings()).judge(Job(kernel, case, forward, thorough=False))
+    found = Runner(Settings()).judge(Job(kernel, case, forward, turn))
     assert {(record.check, record.verdict) for record in found} == {("forward", PASS)}
 
 
