@@ -190,13 +190,19 @@ def _signature(function: Callable[..., Any], name: str) -> inspect.Signature:
         raise NotAnAttentionFunction(f"{name} has no signature that can be read: {error}") from error
 
 
+def _without_types(signature: inspect.Signature) -> inspect.Signature:
+    bare = [parameter.replace(annotation=parameter.empty) for parameter in signature.parameters.values()]
+    return signature.replace(parameters=bare, return_annotation=signature.empty)
+
+
 def _options(signature: inspect.Signature, name: str) -> frozenset[str]:
     parameters = list(signature.parameters.values())
     positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     variadic = any(p.kind is p.VAR_POSITIONAL for p in parameters)
     if len(positional) < 3 and not variadic:
         raise NotAnAttentionFunction(
-            f"{name}{signature} does not take q, k, v: an attention function takes them as its first three arguments"
+            f"{name}{_without_types(signature)} does not take q, k, v: "
+            f"an attention function takes them as its first three arguments"
         )
     for p in positional[:3]:
         if p.name in _OPTIONS:

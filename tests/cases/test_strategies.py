@@ -26,7 +26,11 @@ def drawn(batches: int, strategy: SearchStrategy[Case]) -> list[Case]:
 
         @seed(batch)
         @settings(
-            SETTINGS, max_examples=9, derandomize=False, phases=[Phase.generate], suppress_health_check=HealthCheck
+            SETTINGS,
+            max_examples=9,
+            derandomize=False,
+            phases=[Phase.generate],
+            suppress_health_check=list(HealthCheck),
         )
         @given(strategy)
         def collect(case: Case) -> None:

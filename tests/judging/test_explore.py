@@ -27,19 +27,19 @@ REPLAY = "python -m conformance run --impl=kernel.py:{name} --case={case} --chec
 
 
 @declare(behind_mask="finite")
-def right(q, k, v, *, causal=False):
+def right(q: Any, k: Any, v: Any, *, causal: bool = False) -> Any:
     return naive.attention(q, k, v, causal=causal)
 
 
 @declare(behind_mask="finite")
-def tail_and_cap(q, k, v, *, causal=False, soft_cap=None):
+def tail_and_cap(q: Any, k: Any, v: Any, *, causal: bool = False, soft_cap: Any = None) -> Any:
     """Wrong by 1% with a soft cap and one key beyond a block of 64."""
     wrong = soft_cap is not None and k.shape[1] % 64 == 1
     return naive.attention(q, k, v * 1.01 if wrong else v, causal=causal, soft_cap=soft_cap)
 
 
 @declare(behind_mask="finite")
-def window_when_lengths_differ(q, k, v, *, causal=False, window=None):
+def window_when_lengths_differ(q: Any, k: Any, v: Any, *, causal: bool = False, window: Any = None) -> Any:
     """The right side of a window is lost where T != S."""
     if window is not None and q.shape[1] != k.shape[1]:
         window = (window[0], None)
@@ -47,7 +47,7 @@ def window_when_lengths_differ(q, k, v, *, causal=False, window=None):
 
 
 @declare(behind_mask="finite")
-def grouped_in_bf16(q, k, v, *, sinks=None):
+def grouped_in_bf16(q: Any, k: Any, v: Any, *, sinks: Any = None) -> Any:
     """dk and dv of grouped heads go to the first head only, in bf16."""
     if q.dtype == "bfloat16" and q.shape[2] > k.shape[2]:
         q = q[:, :, :1].repeat(q.shape[2], axis=2)
@@ -131,7 +131,7 @@ def test_an_expected_failure_is_no_find_and_its_passing_neither() -> None:
         return Settings(expected_failures=(ExpectedFailure(implementation="it", reason="known", check=[check]),))
 
     @declare(behind_mask="finite")
-    def wrong(q, k, v):
+    def wrong(q: Any, k: Any, v: Any) -> Any:
         return 1.01 * naive.attention(q, k, v)
 
     known = explored(wrong, examples=3, settings=settings("*"))
@@ -141,7 +141,7 @@ def test_an_expected_failure_is_no_find_and_its_passing_neither() -> None:
 
 
 def test_a_crash_is_a_find() -> None:
-    def crashes(q, k, v, *, scale=None):
+    def crashes(q: Any, k: Any, v: Any, *, scale: Any = None) -> Any:
         if scale is not None:
             raise RuntimeError("no such tile")
         return naive.attention(q, k, v)
