@@ -13,7 +13,7 @@ from reports.summary import Contender, Metric, by_contender, contender_of, decis
 OBSERVABLES = ("out", "logsumexp", "max_logits", "dq", "dk", "dv", "dsinks", "dbias")
 """The contract's observables, in the order in which a reader expects them; others follow by name."""
 GRADIENTS = frozenset({"dq", "dk", "dv", "dsinks", "dbias"})
-DTYPES = ("f32", "float32", "bf16", "bfloat16", "f16", "float16")
+DTYPES = ("f32", "bf16", "f16")
 MARGIN_EDGES = (1.0, 10.0, 100.0, 1e4)
 """Below 1 a null result would pass; the rest are decades that tell a close call from an obvious one."""
 

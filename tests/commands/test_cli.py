@@ -329,7 +329,13 @@ def _running(group: int) -> bool:
 
 @pytest.mark.parametrize(
     ("what", "expected"),
-    [("implementations", "block_flash"), ("checks", "gradients_lse"), ("features", "soft_cap"), ("cases", "train/f32")],
+    [
+        ("implementations", "block_flash"),
+        ("checks", "gradients_lse"),
+        ("checks", "every case of the"),
+        ("features", "soft_cap"),
+        ("cases", "train/f32"),
+    ],
 )
 def test_lists(what: str, expected: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run("list", what) == 0
