@@ -18,7 +18,7 @@ PACKAGES = ("cases", "conformance", "impls", "reports")
 ALLOWED = {
     "cases": {"cases"},
     "impls": {"impls", "cases", "conformance.contract", "conformance.tunable"},
-    "reports": {"reports", "conformance.records", "conformance.bench.measurements"},
+    "reports": {"reports", "cases.operands", "conformance.records", "conformance.bench.measurements"},
     "conformance": {"conformance", "cases"},
 }
 # Only the command line and the pytest plugin see everything.
