@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
+from cases.operands import OBSERVABLES
 from conformance.records import FAIL, PASS, UNSUPPORTED, Record
 from conformance.truth import calibration, tolerances
-from conformance.truth.tolerances import DTYPES, OBSERVABLES
+from conformance.truth.tolerances import DTYPES
 
 STORED = json.loads(tolerances.CALIBRATION.read_text())
 
