@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -21,6 +17,7 @@ from conformance.calling.plain import from_function
 from conformance.judging import explore
 from conformance.judging.explore import Budget, Exploration, Seen, budget, plainness
 from conformance.judging.settings import ExpectedFailure, Settings
+from tests.interrupting import interrupted
 from tests.kernels import naive
 
 REPLAY = "python -m conformance run --impl=kernel.py:{name} --case={case} --check={check}"
@@ -284,20 +281,10 @@ def test_help_teaches(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_an_interrupt_keeps_what_was_judged(folder: Path) -> None:
     command = ["-m", "conformance", "explore", "--impl=kernel.py:loud", "--seed=0", "--json=r.jsonl", "--seconds=300"]
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    with subprocess.Popen(
-        [sys.executable, *command], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
-    ) as process:
-        signal.signal(signal.SIGINT, before)
-        assert process.stderr is not None
-        traced = 0
-        while traced < 8:  # a case takes a few: by now the first is judged
-            traced += process.stderr.readline() == "traced\n"
-        os.killpg(process.pid, signal.SIGINT)
-        out, err = process.communicate(timeout=60)
-    assert process.returncode == 2
-    assert "Traceback" not in out + err
-    assert "Interrupted" in out
+    found = interrupted(*command, traced=8)  # a case takes a few: by then the first is judged
+    assert found.returncode == 2
+    assert "Traceback" not in found.out + found.err
+    assert "Interrupted" in found.out
     assert records.read_jsonl(folder / "r.jsonl")
 
 
