@@ -122,7 +122,7 @@ def test_help_loads_no_jax() -> None:
 
 # The rooms of `conformance`, from the ground up: a room may import what stands on a lower floor, and nothing else.
 FLOORS = (
-    {"tunable", "records", "environment", "accelerators"},
+    {"packages", "tunable", "records", "environment", "accelerators"},
     {"contract"},
     {"truth", "calling"},
     {"reference", "bench"},
