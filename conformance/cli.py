@@ -131,7 +131,7 @@ Candidates that do not compile, or whose results differ from the oracle, are sho
 exit codes: 0 tuned, 2 could not be tuned (nothing to tune, or not on this machine)
 """
 
-# Commands that time programs: they run under the flags that everybody has.
+# Commands that time programs: they run under JAX's default flags, as everybody's programs do.
 _TIMING = frozenset({"bench", "tune"})
 
 

@@ -1,4 +1,4 @@
-"""What an implementation lets be tuned, and the table that tuning fills: part of the contract.
+"""What may be tuned in an implementation, and the table that tuning fills: part of the contract.
 
 An implementation's block sizes (and warps, and stages) are data: a JSON file beside the kernel, read by the kernel and
 written by `python -m conformance tune`, each entry with where it comes from.
@@ -31,8 +31,8 @@ class Knob:
       phase: the program that it shows in, `"forward"` or `"forward+backward"`.
       candidates: what to try for a case. Some may not compile, or not fit: those are skipped, and shown. None if there
         is nothing to choose for this case, or on this machine; then it stays as it is.
-      given: how other knobs are set while this one is timed, so that it shows: the kernel that another one would put in
-        its place is off.
+      given: how other knobs are set while this one is timed. They switch off every other kernel that could run in place
+        of the one that this knob is of.
     """
 
     name: str

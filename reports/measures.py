@@ -1,4 +1,4 @@
-"""What the figures in the records show: spread of ratios, gradients against both backwards, margins and cost."""
+"""What the figures in the records show: spread of ratios, gradients by both backward passes, margins and cost."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MARGIN_EDGES = (1.0, 10.0, 100.0, 1e4)
 
 @dataclasses.dataclass(frozen=True)
 class Spread:
-    """Order statistics of shares (value over limit); each is a value that occurred, so infinities are welcome."""
+    """Order statistics of shares (value over limit). Nothing is interpolated, so shares may be infinite."""
 
     least: float
     p05: float

@@ -1,4 +1,7 @@
-"""What the records of a run add up to: conformity, counts, matrices, failures and reasons; pure functions."""
+"""What the records of a run add up to: conformity, counts, matrices, failures and reasons.
+
+A contender is an implementation on a platform. An observable is a result that is judged, by name: `out`, `dq`, ...
+"""
 
 from __future__ import annotations
 
@@ -208,7 +211,8 @@ def severity(share: float | None) -> float:
 def worst_metric(records: Iterable[Record]) -> Metric | None:
     """The worst judged figure; expected failures only stand in where nothing else was judged.
 
-    Otherwise a contender that conforms would show a figure beyond its limit, and a near miss would hide behind it.
+    If they counted like the others, a contender that conforms could show a figure beyond its limit. A near miss of
+    another case would be hidden by it.
     """
     judged = [record for record in records if record.verdict in JUDGED]
     open_ones = [record for record in judged if record.verdict != EXPECTED_FAIL]

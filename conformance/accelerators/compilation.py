@@ -32,7 +32,7 @@ _ERROR = re.compile(r"error: (.+)")
 _compilations = itertools.count()
 # An instruction in a message, with its operands and attributes: hundreds of characters, of which the name suffices.
 _INSTRUCTION = re.compile(r"(%\S+) = .*? metadata=\{[^}]*\}")
-# What a Pallas kernel takes of the fast memory, in the text of the compiled program: XLA's memory space 1 is VMEM.
+# How the text of a compiled program says what a Pallas kernel takes of VMEM, which is XLA's memory space 1.
 _KERNEL = 'custom_call_target="tpu_custom_call"'
 _USED = re.compile(r'"used_scoped_memory_configs":\[([^\]]*)\]')
 _VMEM = re.compile(r'"memory_space":"1","offset":"\d+","size":"(\d+)"')
@@ -95,7 +95,7 @@ def compile_for(target: CompileTarget, function: Any, operands: tuple[Any, ...])
 
 @contextlib.contextmanager
 def _for_chip(sharding: NamedSharding) -> Iterator[None]:
-    """Kernels do not lower with x64, and some ask while they are lowered which chip they are for."""
+    """Without x64, under which kernels do not lower, and with the chip named, which some ask for while they lower."""
     with jax.enable_x64(False), jax.sharding.use_abstract_mesh(sharding.mesh.abstract_mesh):
         yield
 
@@ -122,7 +122,7 @@ def _compiled(lowered: Any, target: CompileTarget, folder: str) -> tuple[Any, li
 
 
 def _options(target: CompileTarget, folder: str) -> dict[str, str] | None:
-    """Options of the compiler, which writes down what its kernels take into `folder` where it says so nowhere else."""
+    """Options of the compiler. Where it does not otherwise say what its kernels take, it writes that into `folder`."""
     toolchain = target.toolchain
     return {**toolchain.options, "xla_dump_to": folder} if toolchain.platform == "gpu" else toolchain.options or None
 
@@ -140,8 +140,9 @@ def _told(lowered: Any, target: CompileTarget, folder: Path, said: list[str]) ->
 def _keep_apart(module: Any) -> bool:
     """Give the program's Mosaic GPU kernels names that no other has; whether there are any.
 
-    The compiler keeps such kernels in the process by the hash that comes with them. For a second architecture it would
-    give out what it made for the first, even where there is no such instruction, and it says nothing twice.
+    The compiler keeps such kernels in the process, by the hash that comes with them. So for a second architecture it
+    would give out what it made for the first, even if that uses instructions which the second lacks. It would also not
+    print its figures again.
     """
     kernels = list(gpu_figures.mosaic_kernels(module))
     for operation, entries in kernels:

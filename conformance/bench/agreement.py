@@ -1,8 +1,8 @@
 """Whether a timed program computes attention at all, so that nothing wrong is ranked by its speed.
 
-A coarse look, not the gate: some queries of every batch row and head against the float64 oracle, and the gradients for
-a cotangent that is zero in all other rows, which the oracle needs no other rows for. What is seen is judged by the
-gate's own error bounds, with room to spare: `run` is what decides whether a kernel conforms.
+This is a coarse look, not the gate: `run` is what decides whether a kernel conforms. Some queries of every batch row
+and head are compared with the float64 oracle. The cotangent is zero for all other queries, so that the oracle can leave
+them out of the gradients too. Errors are judged by the gate's own bounds, with room to spare.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Measurements: what one implementation costs on one case, the only thing that crosses from timing to reporting.
 
 A measurement is plain data, like a record. Files of measurements are JSON lines, can be appended to, and can be merged
-from any number of machines. Ratios are within one file's round robin: they are kept, never recomputed across files.
+from any number of machines. A speed is relative to a baseline of the same round robin. It is kept as it was measured,
+and never recomputed from samples of two files.
 """
 
 from __future__ import annotations

@@ -41,9 +41,9 @@ _SIGNIFICANT = 3
 def tabulate(records: Iterable[Record], *, level: str = "", jax: str = "") -> dict[str, Any]:
     """The calibration: a row for each dtype and observable, and where the figures come from.
 
-    Passed judgements against the oracle count. A row
-    has the number of judgements, quantiles of their largest ratios, the largest ratio of all with the implementation
-    and case that reached it, and the largest root mean square, none where it is never judged.
+    Only judgements against the oracle count, and only those that passed. A row has their number and quantiles of their
+    largest ratios. It has the largest of these ratios, and the implementation and the case that reached it. And it has
+    the largest root mean square, or none if that is never judged.
 
     Args:
       records: of implementations that are known to be correct.

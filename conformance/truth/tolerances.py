@@ -1,10 +1,12 @@
 """The tolerance table: one limit a dtype and observable, in units of the error bound (docs/numerics.md, section 6).
 
 Both limits follow from what correct implementations reached, by a fixed rule: 1.5 times the largest figure of any dtype
-and observable, rounded up, to a whole number for the largest ratio and to a half for the root mean square (judged where
-there are enough elements for it to mean something). What was reached is in `calibration.json` beside this file, with
-where it comes from; `conformance.truth.calibration` makes it. A limit is never widened to make a case pass: a correct
-kernel that fails has declared the wrong arithmetic, or the bound lacks a term.
+and observable, rounded up. The largest ratio is rounded up to a whole number, the root mean square to a half. The root
+mean square is judged only where there are enough elements for it to mean something.
+
+What was reached, and where it comes from, is in `calibration.json` beside this file (`conformance.truth.calibration`
+makes it). A limit is never widened to make a case pass: a correct kernel that fails has declared the wrong arithmetic,
+or the bound lacks a term.
 """
 
 from __future__ import annotations
