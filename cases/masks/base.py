@@ -11,6 +11,8 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+__all__ = ["EMPTY", "FULL", "PARTIAL", "And", "Dense", "Mask", "Or", "Pair", "conjuncts", "leaves"]
+
 EMPTY, PARTIAL, FULL = 0, 1, 2
 
 

@@ -7,6 +7,8 @@ from typing import Any, ClassVar, Self
 
 from cases.masks.base import Mask, Pair
 
+__all__ = ["Bidirectional", "Causal", "Chunked", "Full", "LoadBalancedCausal", "Placed", "Window", "known"]
+
 
 @dataclasses.dataclass(frozen=True)
 class Full(Mask):

@@ -9,6 +9,8 @@ import numpy as np
 
 from cases.masks.base import PARTIAL, Dense, Mask
 
+__all__ = ["Indexer", "Lengths", "OwnWindow"]
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Indexer(Dense):
