@@ -1,8 +1,8 @@
 """Parts: attention that is not normalised is right, and so is what parts over pieces of the cache merge to.
 
 A part `(out, max, sum)` (docs/contract.md, section 4) promises `out / sum`, `max + log(sum)` and which value its logits
-were shifted by. They are compared in float64 on the host, with bounds of results that were not rounded to the operands'
-dtype: a part is f32, and one that is kept in less shows.
+were shifted by. They are compared in float64 on the host. A part is f32, so the bounds are those of results that were
+not rounded to the operands' dtype, and a part that is kept in fewer bits fails.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def parts(subject: Subject) -> Iterator[Judgement]:
     if not pieces:
         yield unsupported("out.merged", "the mask of this case has no meaning on a piece of the cache")
         return
-    # A sink with no key beside it is rare, and a case of its own for whoever merges: there it is always asked.
+    # A sink with no key beside it is rare, and merging must treat it separately: there it is always asked.
     lone_sink = subject.problem.sinks is not None and any(piece.empty_rows.any() for piece in pieces)
     if not (lone_sink or subject.turn.merges):
         return
@@ -109,7 +109,7 @@ def _malformed(problem: Problem, part: Any) -> str:
 
 
 def _pieces(problem: Problem) -> list[Problem]:
-    """The problem over two pieces of the cache; the sink belongs to the second, whether there are keys in it or not.
+    """The problem over two pieces of the cache. The sink belongs to the second piece, even one without keys.
 
     Empty if there are no such pieces.
     """
