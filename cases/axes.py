@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from cases.case import Case
+from cases.operands import BIASES, OPTIONAL, SEGMENTS
 from cases.quantized import KV_CACHES
 
 
@@ -19,6 +20,7 @@ class Axis:
 
     name: str
     levels: tuple[Any, ...]
+    rich: Any = None  # the level of the case that has every operand, as far as it is supported
     rare: bool = False  # for few implementations: the arrays of those that have only its first level do without it
     cheap: bool = False  # cases that differ in it alone share compiled programs
 
@@ -79,6 +81,7 @@ AXES: tuple[Axis, ...] = (
             "moba_all",
             "lengths_edges",
         ),
+        rich="causal",
     ),
     Axis(
         "distribution",
@@ -86,14 +89,14 @@ AXES: tuple[Axis, ...] = (
         cheap=True,
     ),
     # (batch, query heads, key/value heads): B == K in one of them on purpose, and all sizes distinct in another.
-    Axis("heads", ((1, 2, 2), (2, 4, 2), (1, 6, 2), (3, 2, 1), (1, 2, 1))),
-    Axis("depths", ((64, 64), (32, 32), (16, 48), (72, 40), (128, 128))),
-    Axis("bias", (None, "bias", "biashead", "biaskey")),
+    Axis("heads", ((1, 2, 2), (2, 4, 2), (1, 6, 2), (3, 2, 1), (1, 2, 1)), rich=(2, 4, 2)),
+    Axis("depths", ((64, 64), (32, 32), (16, 48), (72, 40), (128, 128)), rich=(16, 48)),
+    Axis("bias", (None, *BIASES), rich="biashead"),
     Axis("dtype", ("f32", "bf16", "f16")),
-    Axis("segments", (None, "seg", "segpad")),
-    Axis("soft_cap", (None, 2.0, 30.0)),
-    Axis("sinks", (False, True)),
-    Axis("scale", (None, 0.3)),
+    Axis("segments", (None, *SEGMENTS), rich="seg"),
+    Axis("soft_cap", (None, 2.0, 30.0), rich=30.0),
+    Axis("sinks", (False, True), rich=True),
+    Axis("scale", (None, 0.3), rich=0.3),
     Axis("kv_cache", (None, *KV_CACHES), rare=True),
     # Keys before the last that a token sees of its own sequence: all of them, within a block, more than one block.
     Axis("own_window", (None, "inf", 6, 70), rare=True),
@@ -182,12 +185,10 @@ def assemble(levels: Mapping[str, Any], seed: int) -> Case:
         v_head_dim=v_head_dim,
         mask=mask,
         seed=seed,
-        **{name: levels[name] for name in _FIELDS},
+        distribution=levels["distribution"],
+        dtype=levels["dtype"],
+        **{operand.field: levels[operand.field] for operand in OPTIONAL},
     )
-
-
-# Axes whose levels are those of the field of the same name.
-_FIELDS = ("distribution", "bias", "dtype", "segments", "soft_cap", "sinks", "scale", "kv_cache")
 
 
 def _offset(value: int) -> str:

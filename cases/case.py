@@ -16,20 +16,14 @@ import math
 import re
 from typing import Any
 
-import numpy as np
-
 from cases import front_ends, mask_spec
-from cases.quantized import KV_CACHES
+from cases.operands import OPTIONAL, REMOVABLE, OptionalOperand
 
 PHASES = ("train", "prefill", "decode")
 DTYPES = ("f32", "bf16", "f16")
-SEGMENTS = ("seg", "segpad")
-BIASES = ("bias", "biashead", "biaskey")
 DISTRIBUTIONS = ("normal", "small", "large", "heavy", "dominant", "cancel", "ties", "knee", "huge")
 
 _SHAPE = re.compile(r"B(\d+)\.T(\d+)\.S(\d+)\.N(\d+)\.K(\d+)\.H(\d+)\.V(\d+)")
-_SOFT_CAP = re.compile(r"(?:soft)?cap(\d+(?:\.\d+)?)")
-_SCALE = re.compile(r"scale(\d+(?:\.\d+)?)")
 _FRONT_END = re.compile(r"front-([a-z0-9-]+)")
 _SEED = re.compile(r"s(\d+)")
 
@@ -66,23 +60,15 @@ class Case:
         _one_of("phase", self.phase, PHASES)
         _one_of("dtype", self.dtype, DTYPES)
         _one_of("distribution", self.distribution, DISTRIBUTIONS)
-        if self.segments is not None:
-            _one_of("segments", self.segments, SEGMENTS)
-        if self.bias is not None:
-            _one_of("bias", self.bias, BIASES)
-        if self.kv_cache is not None:
-            _one_of("kv_cache", self.kv_cache, KV_CACHES)
-            if self.phase == "train":
-                raise CaseIdError(f"{self.kv_cache} is a cache, which prefill and decode read; phase is 'train'")
+        for operand in OPTIONAL:
+            _fits(operand, getattr(self, operand.field))
+        if self.kv_cache is not None and self.phase == "train":
+            raise CaseIdError(f"{self.kv_cache} is a cache, which prefill and decode read; phase is 'train'")
         sizes = (self.batch, self.q_length, self.kv_length, self.num_q_heads, self.num_kv_heads)
         if min(*sizes, self.head_dim, self.v_head_dim) < 1:
             raise CaseIdError(f"every size must be at least 1, got {self.shape}")
         if self.num_q_heads % self.num_kv_heads:
             raise CaseIdError(f"N={self.num_q_heads} must be a multiple of K={self.num_kv_heads}")
-        if self.soft_cap is not None and not 0 < self.soft_cap < math.inf:
-            raise CaseIdError(f"soft cap must be positive and finite, got {self.soft_cap}")
-        if self.scale is not None and not 0 < self.scale < math.inf:
-            raise CaseIdError(f"scale must be positive and finite, got {self.scale}")
         if not 0 <= self.seed < 2**64:
             raise CaseIdError(f"seed must be in 0..2**64-1, got {self.seed}")
         if self.distribution == "knee" and self.soft_cap is None:
@@ -111,18 +97,8 @@ class Case:
     def id(self) -> str:
         """The readable id; `parse(case.id) == case`."""
         parts = [self.phase, self.dtype, self.shape, self.mask]
-        if self.segments:
-            parts.append(self.segments)
-        if self.soft_cap is not None:
-            parts.append(f"softcap{_number(self.soft_cap)}")
-        if self.sinks:
-            parts.append("sinks")
-        if self.bias:
-            parts.append(self.bias)
-        if self.scale is not None:
-            parts.append(f"scale{_number(self.scale)}")
-        if self.kv_cache:
-            parts.append(self.kv_cache)
+        values = ((operand, getattr(self, operand.field)) for operand in OPTIONAL)
+        parts += [operand.write(value) for operand, value in values if value != operand.absent]
         if self.front_end is not None:
             parts.append(f"front-{self.front_end}")
         return "/".join([*parts, self.distribution, f"s{self.seed}"])
@@ -145,16 +121,11 @@ class Case:
         else:
             found.append("mqa" if self.num_kv_heads == 1 else "gqa")
         found += mask_spec.features(self.mask)
-        flags = {
-            "segment_ids": self.segments,
-            "soft_cap": self.soft_cap,
-            "sinks": self.sinks,
-            "bias": self.bias,
-            "scale": self.scale,
-            "v_head_dim": self.head_dim != self.v_head_dim,
-            "unequal_lengths": self.q_length != self.kv_length,
-        }
-        found += [name for name, on in flags.items() if on]
+        found += [operand.name for operand in REMOVABLE if getattr(self, operand.field) != operand.absent]
+        if self.head_dim != self.v_head_dim:
+            found.append("v_head_dim")
+        if self.q_length != self.kv_length:
+            found.append("unequal_lengths")
         if self.kv_cache:
             kind, by = self.kv_cache.removeprefix("kv").split("-")
             found += [f"kv_{kind}", f"kv_{by}_scales"]
@@ -185,11 +156,7 @@ FEATURES: dict[str, str] = {
     "moba": "mixture of block attention: chunks of keys chosen by q and k",
     "own_window": "a sliding window that ends with each sequence of a cache",
     "offset": "mask offset (absolute query positions)",
-    "segment_ids": "segment ids of q and kv",
-    "soft_cap": "soft cap of the logits",
-    "sinks": "one learned sink logit for each query head",
-    "bias": "additive bias",
-    "scale": "a scale other than 1/sqrt(H)",
+    **{operand.name: operand.says for operand in REMOVABLE},
     "v_head_dim": "value depth other than key depth",
     "unequal_lengths": "T != S",
     "kv_int8": "keys and values stored as int8, with scales",
@@ -199,9 +166,10 @@ FEATURES: dict[str, str] = {
     "kv_head_scales": "a scale of stored keys and values for each head",
 }
 KV_FEATURES = frozenset(name for name in FEATURES if name.startswith("kv_"))
+OPERAND_FEATURES = frozenset(operand.name for operand in REMOVABLE) | KV_FEATURES
+"""Features that a case has for its optional operands."""
 
-
-OPT_IN = frozenset({"moba", "own_window"}) | KV_FEATURES
+OPT_IN = frozenset({"moba", "own_window", *(o.name for o in REMOVABLE if o.opt_in)}) | KV_FEATURES
 """Features that only an implementation which says so is taken to have: they need an algorithm of their own."""
 
 
@@ -211,7 +179,7 @@ def parse(text: str) -> Case:
     if len(parts) < 6:
         raise CaseIdError(
             f"{text!r} is not a case id: it has {len(parts)} parts, at least 6 are needed: phase/dtype/shape/mask/"
-            f"[segments/softcapC/sinks/bias/scaleX/kvKIND-BY/front-STEPS/]distribution/sSEED"
+            f"[{'/'.join(operand.form for operand in OPTIONAL)}/front-STEPS/]distribution/sSEED"
         )
     phase, dtype, shape, mask, *options, distribution, seed = parts
     sizes = _SHAPE.fullmatch(shape)
@@ -245,24 +213,13 @@ def parse(text: str) -> Case:
 
 
 def _option(option: str, text: str) -> tuple[str, Any]:
-    if option in SEGMENTS:
-        return "segments", option
-    if option in BIASES:
-        return "bias", option
-    if option in KV_CACHES:
-        return "kv_cache", option
-    if option == "sinks":
-        return "sinks", True
-    if found := _SOFT_CAP.fullmatch(option):
-        return "soft_cap", float(found[1])
-    if found := _SCALE.fullmatch(option):
-        return "scale", float(found[1])
+    for operand in OPTIONAL:
+        if (value := operand.read(option)) is not None:
+            return operand.field, value
     if found := _FRONT_END.fullmatch(option):
         return "front_end", found[1]
-    raise CaseIdError(
-        f"{option!r} in {text!r} is none of {', '.join(SEGMENTS)}, softcapC, sinks, {', '.join(BIASES)}, scaleX, "
-        f"{', '.join(KV_CACHES)}, front-STEPS"
-    )
+    known = [part for operand in OPTIONAL for part in operand.parts]
+    raise CaseIdError(f"{option!r} in {text!r} is none of {', '.join(known)}, front-STEPS")
 
 
 def matches(query: str, case_id: str) -> bool:
@@ -275,11 +232,15 @@ def matches(query: str, case_id: str) -> bool:
     return fnmatch.fnmatchcase(case_id, pattern) or fnmatch.fnmatchcase(case_id, f"{pattern}/*")
 
 
-def _one_of(name: str, value: str, choices: tuple[str, ...]) -> None:
+def _one_of(name: str, value: Any, choices: tuple[Any, ...]) -> None:
     if value not in choices:
         raise CaseIdError(f"{name} {value!r} is none of {', '.join(choices)}")
 
 
-def _number(value: float) -> str:
-    # The shortest digits that read back as the same number, without an exponent: ids have no `+`.
-    return np.format_float_positional(float(value), trim="-")
+def _fits(operand: OptionalOperand, value: Any) -> None:
+    if value == operand.absent:
+        return
+    if operand.number is None:
+        _one_of(operand.field, value, operand.levels)
+    elif not 0 < value < math.inf:
+        raise CaseIdError(f"{operand.name.replace('_', ' ')} must be positive and finite, got {value}")

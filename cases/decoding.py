@@ -61,22 +61,14 @@ def part(whole: Problem, start: int, stop: int, *, stale: float) -> Problem:
       stop: one past the last.
       stale: what is behind the last key; the largest number there is where memory holds integers.
     """
-    ids, scales = whole.segment_ids, whole.kv_scales
-    if ids is not None:
-        q_ids, kv_ids = ids
+    cut = whole.along("T", lambda x, axis: x.take(range(start, stop), axis))
+    cut = cut.along("S", lambda x, axis: _filled(x, axis, stop, stale))
+    if whole.segment_ids is not None and cut.segment_ids is not None:
+        q_ids, kv_ids = whole.segment_ids
         # The last token's own segment: who takes it for filled attends to it.
-        ids = q_ids[:, start:stop], np.where(np.arange(kv_ids.shape[1]) < stop, kv_ids, q_ids[:, stop - 1, None])
-    if scales is not None:
-        scales = _filled(scales[0], stop, stale), _filled(scales[1], stop, stale)
-    return dataclasses.replace(
-        whole,
-        q=whole.q[:, start:stop],
-        k=_filled(whole.k, stop, stale),
-        v=_filled(whole.v, stop, stale),
-        mask=rows_of(whole.mask, start, stop, (whole.q.shape[1], whole.k.shape[1])),
-        segment_ids=ids,
-        kv_scales=scales,
-    )
+        kv_ids = np.where(np.arange(kv_ids.shape[1]) < stop, kv_ids, q_ids[:, stop - 1, None])
+        cut = dataclasses.replace(cut, segment_ids=(cut.segment_ids[0], kv_ids))
+    return dataclasses.replace(cut, mask=rows_of(whole.mask, start, stop, (whole.q.shape[1], whole.k.shape[1])))
 
 
 def rows_of(mask: Mask, start: int, stop: int, lengths: tuple[int, int]) -> Mask:
@@ -123,10 +115,9 @@ def _moved(spec: str, start: int) -> str:
     return "_and_".join(f"{term}-o{start}" if start and term.startswith(_MOVED) else term for term in terms)
 
 
-def _filled(x: np.ndarray, stop: int, stale: float) -> np.ndarray:
-    """`x [B, S, ...]` with whatever is behind key `stop - 1` left to what memory holds; scales of a head stay."""
-    if x.shape[1] == 1:
-        return x
+def _filled(x: np.ndarray, axis: int, stop: int, stale: float) -> np.ndarray:
+    """`x` with whatever is behind key `stop - 1` left to what memory holds."""
     kept = x.copy()
-    kept[:, stop:] = np.iinfo(x.dtype).max if np.issubdtype(x.dtype, np.integer) else stale
+    behind = np.moveaxis(kept, axis, 0)[stop:]
+    behind[...] = np.iinfo(x.dtype).max if np.issubdtype(x.dtype, np.integer) else stale
     return kept

@@ -17,24 +17,16 @@ from cases import covering
 from cases.axes import AXES, NAMES, assemble, compatible
 from cases.case import Case
 from cases.covering import Coverage, Partial, Row
+from cases.operands import REMOVABLE
 
 STRENGTH = {"quick": 2, "standard": 3, "deep": 4}
 Supports = Callable[[Case], "str | None"]
 """Why a case is not supported, or None if it is."""
 
-_OPERAND_AXES = ("segments", "soft_cap", "sinks", "bias", "scale", "mask", "kv_cache", "own_window")
-
-# What the rich case has, if supported: every operand, groups of heads, and depths that differ.
-_RICH = {
-    "mask": "causal",
-    "segments": "seg",
-    "soft_cap": 30.0,
-    "sinks": True,
-    "bias": "biashead",
-    "scale": 0.3,
-    "heads": (2, 4, 2),
-    "depths": (16, 48),
-}
+# Axes of what a call may lack, in the order in which they are asked one by one, and tried together in the rich case:
+# every operand, groups of heads, and depths that differ.
+_OPERAND_AXES = (*(operand.field for operand in REMOVABLE), "mask", "kv_cache", "own_window")
+_RICH_AXES = ("mask", *(operand.field for operand in REMOVABLE), "heads", "depths")
 
 _SIZES = tuple(len(axis.levels) for axis in AXES)
 
@@ -159,11 +151,10 @@ class _Support:
         return [_case(self._base, self._seed)] + [self._case(item) for item in items if self._reason(item) is None]
 
     def rich(self) -> tuple[Case, ...]:
-        """The plainest case with as many of `_RICH` as are supported together."""
+        """The plainest case with as many levels of a rich one as are supported together."""
         row = self._base
-        for name, level in _RICH.items():
-            axis = NAMES.index(name)
-            moved = _moved(row, (axis, AXES[axis].levels.index(level)))
+        for axis in map(NAMES.index, _RICH_AXES):
+            moved = _moved(row, (axis, AXES[axis].levels.index(AXES[axis].rich)))
             if _allowed(moved) and self._supports(_case(moved, self._seed)) is None:
                 row = moved
         case = _case(row, self._seed)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import ml_dtypes
@@ -19,6 +20,7 @@ from cases import front_ends, mask_spec, moba, quantized
 from cases.case import Case
 from cases.counter_rng import integers, normal
 from cases.masks import Mask
+from cases.operands import OPERANDS
 
 DTYPES: dict[str, np.dtype] = {
     "f32": np.dtype(np.float32),
@@ -121,6 +123,14 @@ class Problem:
     def without(self, operand: str) -> Problem:
         """The same problem without an optional operand."""
         changed: dict[str, Any] = {operand: None}
+        return dataclasses.replace(self, **changed)
+
+    def along(self, letter: str, change: Callable[[np.ndarray, int], np.ndarray]) -> Problem:
+        """The problem with `change(array, axis)` in place of each array that differs along the axis `letter`.
+
+        Of the operands alone (`cases.operands`): the mask stays as it is.
+        """
+        changed = {o.name: o.along(getattr(self, o.name), letter, change) for o in OPERANDS}
         return dataclasses.replace(self, **changed)
 
 

@@ -12,8 +12,8 @@ import itertools
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from cases.case import BIASES, DISTRIBUTIONS, DTYPES, PHASES, SEGMENTS, Case
-from cases.quantized import KV_CACHES
+from cases.case import DISTRIBUTIONS, DTYPES, PHASES, Case
+from cases.operands import OPTIONAL
 
 Supports = Callable[[Case], "str | None"]
 """Why a case is not wanted, or None if it is."""
@@ -50,13 +50,13 @@ class Space:
     """What there is to draw from; every tuple has the plainest alternative first.
 
     Attributes:
-      phases, dtypes, masks, segments, biases, kv_caches, distributions: as in `Case`; None stands for "without".
+      phases, dtypes, masks, distributions: as in `Case`.
+      operands: by field of `Case`, what it may be; of a number, one that stands for all.
       offsets: the kinds of mask that may have an offset.
       joints: how masks may be combined.
       grouped: whether query heads may share a key/value head.
       unequal_lengths, v_head_dim: whether T may differ from S, and V from H.
       length_step, depth_step: lengths and depths are multiples of these.
-      soft_cap, sinks, scale: whether the case may have one, and whether it may lack one.
     """
 
     phases: tuple[str, ...]
@@ -69,12 +69,7 @@ class Space:
     v_head_dim: tuple[bool, ...]
     length_step: int
     depth_step: int
-    segments: tuple[str | None, ...]
-    soft_cap: tuple[bool, ...]
-    sinks: tuple[bool, ...]
-    biases: tuple[str | None, ...]
-    scale: tuple[bool, ...]
-    kv_caches: tuple[str | None, ...]
+    operands: Mapping[str, tuple[Any, ...]]
     distributions: tuple[str, ...]
 
 
@@ -92,7 +87,7 @@ def space(supports: Supports = lambda case: None, phases: tuple[str, ...] = PHAS
         return supports(dataclasses.replace(base, **changes)) is None
 
     def kept(field: str, values: tuple[Any, ...]) -> tuple[Any, ...]:
-        return tuple(value for value in values if supported(**{field: value}))
+        return tuple(value for value in values if supported(**{field: value}, **_phase_for(field, value, base)))
 
     return Space(
         phases=tuple(phase for phase in phases if supported(**_phase(phase))),
@@ -106,17 +101,7 @@ def space(supports: Supports = lambda case: None, phases: tuple[str, ...] = PHAS
         v_head_dim=tuple(on for on in (False, True) if supported(v_head_dim=base.head_dim * (2 if on else 1))),
         length_step=_step(_LENGTH_STEPS, lambda n: supported(q_length=n, kv_length=n, mask=_at(base.mask, n))),
         depth_step=_step(_DEPTH_STEPS, lambda n: supported(head_dim=n, v_head_dim=n)),
-        segments=kept("segments", (None, *SEGMENTS)),
-        soft_cap=tuple(value is not None for value in kept("soft_cap", (None, 30.0))),
-        sinks=kept("sinks", (False, True)),
-        biases=kept("bias", (None, *BIASES)),
-        scale=tuple(value is not None for value in kept("scale", (None, 0.3))),
-        kv_caches=tuple(
-            cache
-            for cache in (None, *KV_CACHES)
-            if supported(kv_cache=cache, phase="prefill" if cache and base.phase == "train" else base.phase)
-        )
-        or (None,),
+        operands={o.field: kept(o.field, (o.absent, *o.levels)) or (o.absent,) for o in OPTIONAL},
         distributions=tuple(
             name
             for name in DISTRIBUTIONS
@@ -132,6 +117,11 @@ def _at(mask: str, length: int) -> str:
 
 def _step(steps: Mapping[int, int], supported: Callable[[int], bool]) -> int:
     return next((step for step, probe in steps.items() if supported(probe)), max(steps))
+
+
+def _phase_for(field: str, value: Any, base: Case) -> dict[str, Any]:
+    """The phase of a case with this value, where it cannot be that of the plain one: no cache is trained from."""
+    return {"phase": "prefill"} if field == "kv_cache" and value and base.phase == "train" else {}
 
 
 def _phase(phase: str) -> dict[str, Any]:
@@ -154,12 +144,7 @@ def _base(supports: Supports, phases: tuple[str, ...]) -> Case:
         *(_phase(phase) for phase in phases),
         *({"dtype": dtype} for dtype in DTYPES),
         *({"mask": spec} for spec in (*MASKS.values(), *_OFFSETS.values(), *_JOINTS.values())),
-        *({"segments": segments} for segments in SEGMENTS),
-        {"soft_cap": 30.0},
-        {"sinks": True},
-        *({"bias": bias} for bias in BIASES),
-        {"scale": 0.3},
-        *({"kv_cache": cache} for cache in KV_CACHES),
+        *({operand.field: level} for operand in OPTIONAL for level in operand.levels),
         {"num_q_heads": 4},
         *({"distribution": name} for name in DISTRIBUTIONS if name != "knee"),
         {"distribution": "knee", "soft_cap": 30.0},

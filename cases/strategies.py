@@ -7,7 +7,7 @@ query, one key, one head, f32, no mask and no optional operand.
 from __future__ import annotations
 
 import math
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from hypothesis import strategies as st
 
@@ -54,14 +54,15 @@ def all_cases(draw: st.DrawFn, within: Space) -> Case:
     other_depth = draw(st.sampled_from(within.v_head_dim))
     mask = draw(mask_specs(batch, q_length, kv_length, within))
     # Most draws leave most operands out, or every case would have half of them.
-    segments = draw(_seldom(within.segments))
-    soft_cap = draw(_caps) if draw(_seldom(within.soft_cap)) else None
-    sinks = draw(_seldom(within.sinks))
-    bias = draw(_seldom(within.biases))
-    scale = draw(_scales) if draw(_seldom(within.scale)) else None
-    kv_cache = draw(_seldom(within.kv_caches)) if phase != "train" else None
-    huge = soft_cap is None and not sinks and phase == "train" and max(q_length, kv_length) <= _LONGEST_HUGE
-    fitting = {"knee": soft_cap is not None, "huge": huge}
+    operands: dict[str, Any] = {}
+    for field, levels in within.operands.items():
+        if field == "kv_cache" and phase == "train":  # a cache is read
+            continue
+        level = draw(_seldom(levels))
+        operands[field] = draw(_NUMBERS[field]) if level is not None and field in _NUMBERS else level
+    capped = operands["soft_cap"] is not None
+    huge = not capped and not operands["sinks"] and phase == "train" and max(q_length, kv_length) <= _LONGEST_HUGE
+    fitting = {"knee": capped, "huge": huge}
     return Case(
         phase=phase,
         dtype=dtype,
@@ -73,14 +74,9 @@ def all_cases(draw: st.DrawFn, within: Space) -> Case:
         head_dim=head_dim,
         v_head_dim=draw(_depth(within.depth_step)) if other_depth else head_dim,
         mask=mask,
-        segments=segments,
-        soft_cap=soft_cap,
-        sinks=sinks,
-        bias=bias,
-        scale=scale,
-        kv_cache=kv_cache,
         distribution=draw(st.sampled_from([name for name in within.distributions if fitting.get(name, True)])),
         seed=draw(st.integers(0, 999)),
+        **operands,
     )
 
 
@@ -138,8 +134,10 @@ def _seldom(values: tuple[_T, ...]) -> st.SearchStrategy[_T]:
     return st.sampled_from((plainest,) * (1 + len(others)) + tuple(others))
 
 
-_caps = st.one_of(st.sampled_from((30.0, 5.0, 2.0, 50.0)), st.integers(1, 200).map(lambda n: n / 2))
-_scales = st.one_of(st.sampled_from((1.0, 0.3)), st.integers(1, 40).map(lambda n: n / 20))
+_NUMBERS = {
+    "soft_cap": st.one_of(st.sampled_from((30.0, 5.0, 2.0, 50.0)), st.integers(1, 200).map(lambda n: n / 2)),
+    "scale": st.one_of(st.sampled_from((1.0, 0.3)), st.integers(1, 40).map(lambda n: n / 20)),
+}
 
 
 @st.composite

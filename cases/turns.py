@@ -128,7 +128,7 @@ def _improved(products: np.ndarray, can: np.ndarray, taken: np.ndarray) -> np.nd
     apart = alone[:, None] + alone - 2 * products
     taken = taken.copy()
     while True:
-        # All of these are halves of what the sum of squares gains.
+        # What each change adds to the sum of squares, halved; below zero it helps.
         with_all = products @ (taken[:, None] == alternatives)  # [G, A]
         before = np.take_along_axis(with_all, taken[:, None], axis=1)
         moved = np.where(can & (taken[:, None] != alternatives), with_all - before + alone[:, None], 0)

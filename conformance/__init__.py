@@ -6,9 +6,15 @@ Importing this package is cheap: what needs JAX is loaded when it is first asked
 from __future__ import annotations
 
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from conformance import packages
+
+if TYPE_CHECKING:
+    from conformance.calling.plain import declare as declare
+    from conformance.contract import Arithmetic as Arithmetic
+    from conformance.contract import Implementation as Implementation
+    from conformance.reference.attention import reference_attention as reference_attention
 
 _PUBLIC = {
     "Arithmetic": "conformance.contract",

@@ -31,11 +31,9 @@ import numpy as np
 from cases.case import FEATURES, OPT_IN, Case
 from cases.masks import Dense, Indexer, Lengths, LoadBalancedCausal, Mask, OwnWindow, leaves
 from cases.moba import depends_on_data
+from cases.operands import GRADIENTS, RESIDUALS
 from cases.quantized import STORED
 from conformance.tunable import Tunable
-
-RESIDUALS = ("logsumexp", "max_logits")
-GRADIENTS = ("dq", "dk", "dv", "dsinks", "dbias")
 
 EmptyRows = Literal["zero", "mean", "undefined"]
 BehindMask = Literal["any", "finite"]
@@ -89,9 +87,9 @@ class Implementation:
       offers: which of `cases.case.OPT_IN` it has; the others are unsupported without being named.
       supports_case: further limits, as `case -> reason or None`.
       arithmetic: how it computes.
-      residuals: which of `RESIDUALS` it returns.
+      residuals: which of `cases.operands.RESIDUALS` it returns.
       differentiable_residuals: which of them carry gradients.
-      gradients: which of `GRADIENTS` it offers, `dsinks` and `dbias` only where it takes sinks and bias.
+      gradients: which of `cases.operands.GRADIENTS` it offers, of optional operands only those that it takes.
       empty_rows: `out` of a query that may attend to nothing: `"zero"` (then `logsumexp` is -inf or the sink, and
         `max_logits` -inf), `"mean"` of v over all keys, or `"undefined"`.
       behind_mask: `"any"` if nothing in keys and values that no query may attend to can matter, `"finite"` if they

@@ -1,9 +1,9 @@
 """Our packages have everyday names, and a user may have modules of the same names.
 
-`cases`, `impls` and `reports` are top-level packages. A user may well have a `cases.py` in the folder that they judge
-from, or a package `reports` in their repository, and Python looks there first. Hence a process that judges loads ours
-by where they are, before anything asks for them by name. The user's module is hidden from then on; whoever asks for
-something in it is told so.
+`cases`, `impls` and `reports` are top-level packages. A user may well have a module `cases` in the folder that they
+judge from, or a package `reports` in their repository, and Python looks there first. Hence a process that judges loads
+ours by where they are, before anything asks for them by name. The user's module is hidden from then on; whoever asks
+for something in it is told so.
 """
 
 from __future__ import annotations

@@ -23,10 +23,11 @@ from cases.masks import (
     Window,
 )
 from cases.moba import Moba
+from cases.operands import REMOVABLE
 
 Phase = Literal["train", "prefill", "decode"]
 PHASES: tuple[Phase, ...] = ("train", "prefill", "decode")
-OPTIONAL = ("segment_ids", "soft_cap", "sinks", "bias", "scale")
+OPTIONAL = tuple(operand.name for operand in REMOVABLE if not operand.opt_in)
 _STORED = {"int8": "kv_int8", "int4": "kv_int4", "float8_e4m3fn": "kv_fp8"}
 
 _MASKS: dict[type[Mask], str] = {

@@ -7,13 +7,11 @@ import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 
+from cases.operands import GRADIENTS, OBSERVABLES
 from conformance.records import JUDGED, Record
 from reports.summary import Contender, Metric, by_contender, contender_of, decisive, severity
 
-OBSERVABLES = ("out", "logsumexp", "max_logits", "dq", "dk", "dv", "dsinks", "dbias")
-"""The contract's observables, in the order in which a reader expects them; others follow by name."""
-GRADIENTS = frozenset({"dq", "dk", "dv", "dsinks", "dbias"})
-DTYPES = ("f32", "float32", "bf16", "bfloat16", "f16", "float16")
+DTYPES = ("f32", "bf16", "f16")
 MARGIN_EDGES = (1.0, 10.0, 100.0, 1e4)
 """Below 1 a null result would pass; the rest are decades that tell a close call from an obvious one."""
 
@@ -171,7 +169,7 @@ def dtype_rank(dtype: str) -> tuple[int, str]:
 
 
 def observable_rank(observable: str) -> tuple[int, str]:
-    """A sort key: the contract's order, then by name."""
+    """A sort key: the order in which a reader expects them, which is the contract's, then by name."""
     return (OBSERVABLES.index(observable) if observable in OBSERVABLES else len(OBSERVABLES), observable)
 
 

@@ -72,7 +72,8 @@ def assert_right(
 ) -> None:
     """Every observable of `got` is within its limits; `judged` leaves out elements as in `compare`."""
     __tracebackhide__ = True
-    assert not failures(got, expected, dtype=dtype, judged=judged)
+    wrong = failures(got, expected, dtype=dtype, judged=judged)
+    assert not wrong, wrong
 
 
 def assert_attention(

@@ -12,6 +12,7 @@ import re
 import tokenize
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -116,7 +117,7 @@ def _mentions(file: Path, names: list[str]) -> bool:
     return not names or re.search(rf"\b{names[0]}\b", file.read_text(encoding="utf-8")) is not None
 
 
-def masks(kind: type = Mask) -> Iterator[str]:
+def masks(kind: type[Any] = Mask) -> Iterator[str]:
     """Public mask classes of the package that defines them."""
     for found in kind.__subclasses__():
         if found.__module__.startswith("cases.") and not found.__name__.startswith("_"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
@@ -59,7 +60,7 @@ def test_what_is_judged_on_a_gpu_is_compiled_as_for_users(
 ) -> None:
     variables = {} if platforms is None else {"JAX_PLATFORMS": platforms}
     monkeypatch.delitem(sys.modules, "jax")
-    monkeypatch.setattr(environment.os, "environ", variables)
+    monkeypatch.setattr(os, "environ", variables)
     monkeypatch.setattr(environment, "_NVIDIA_DRIVER", str(tmp_path if driver else tmp_path / "absent"))
     environment.prepare()
     assert ("--xla_backend_optimization_level=0" in variables["XLA_FLAGS"].split()) == fast

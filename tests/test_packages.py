@@ -1,4 +1,4 @@
-"""A user's `cases.py`, `reports.py` or `impls` breaks no way into the harness; a clash of names is said in one line.
+"""A user's own `cases`, `reports` or `impls` breaks no way into the harness; a clash of names is said in one line.
 
 Every way in is a process of its own: which module goes by a name is settled once in a process.
 """

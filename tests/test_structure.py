@@ -18,7 +18,7 @@ PACKAGES = ("cases", "conformance", "impls", "reports")
 ALLOWED = {
     "cases": {"cases"},
     "impls": {"impls", "cases", "conformance.contract", "conformance.tunable"},
-    "reports": {"reports", "conformance.records", "conformance.bench.measurements"},
+    "reports": {"reports", "cases.operands", "conformance.records", "conformance.bench.measurements"},
     "conformance": {"conformance", "cases"},
 }
 # Only the command line and the pytest plugin see everything.
@@ -48,15 +48,15 @@ def test_imports_run_one_way(package: str) -> None:
     assert wrong == []
 
 
-# Loads nothing but `packages` until somebody asks for a public name.
+# Loads nothing but `packages` until somebody asks for a public name; for type checkers it imports all of them.
 PUBLIC_FACE = "__init__"
 # The rooms of `conformance`, from the ground up: a room may import what stands on a lower floor, and nothing else.
 FLOORS = (
     {"packages", "tunable", "records", "environment", "accelerators"},
-    {PUBLIC_FACE, "contract"},
+    {"contract"},
     {"truth", "calling"},
     {"reference", "bench"},
-    {"checks"},
+    {PUBLIC_FACE, "checks"},
     {"judging"},
     {"sensitivity", "test_gate"},
     {"commands", "pytest_plugin"},
@@ -90,6 +90,70 @@ def test_the_architecture_page_draws_the_rooms_from_the_ground_up() -> None:
     drawn = re.findall(r"^ {4}conformance\.(\w+) {2,}", page, re.MULTILINE)
     assert sorted(drawn) == sorted(set(floor_of) - {"__main__", PUBLIC_FACE})
     assert [floor_of[name] for name in drawn] == sorted(floor_of[name] for name in drawn)
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_no_module_imports_itself_in_a_circle(package: str) -> None:
+    arrows = {module: set[str]() for module in modules(package)}
+    for module, path in modules(package).items():
+        for name in imports(path):
+            imported = name if name in arrows else name.rpartition(".")[0]
+            if imported in arrows and imported != module:
+                arrows[module].add(imported)
+    graphlib.TopologicalSorter(arrows).prepare()  # raises `CycleError`, which names the circle
+
+
+def modules(package: str) -> dict[str, Path]:
+    """The modules of a package by name; a package itself is its `__init__`."""
+    found = sorted((ROOT / package).rglob("*.py"))
+    return {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path for path in found}
+
+
+def test_no_folder_is_crowded() -> None:
+    folders = [path for top in (*PACKAGES, "tests") for path in (ROOT / top, *(ROOT / top).rglob("*")) if path.is_dir()]
+    crowded = {str(folder): n for folder in folders if (n := len(list(folder.glob("*.py")))) > 25}
+    assert crowded == {}
+
+
+def test_help_loads_no_jax() -> None:
+    asked = "import sys, conformance.cli as cli; cli.parser().format_help(); sys.exit('jax' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", asked], check=False, cwd=ROOT).returncode == 0
+
+
+# The rooms of `conformance`, from the ground up: a room may import what stands on a lower floor, and nothing else.
+FLOORS = (
+    {"packages", "tunable", "records", "environment", "accelerators"},
+    {"contract"},
+    {"truth", "calling"},
+    {"reference", "bench"},
+    {"checks"},
+    {"judging"},
+    {"sensitivity", "test_gate"},
+    {"commands", "pytest_plugin"},
+    {"cli"},
+    {"__main__"},
+)
+# Loaded by whoever asks `conformance` for a public name, and by nobody inside.
+PUBLIC_FACE = "__init__"
+
+
+def room(path: Path) -> str:
+    """The room of `conformance` that the file is in."""
+    return path.relative_to(ROOT / "conformance").parts[0].removesuffix(".py")
+
+
+def test_the_rooms_of_conformance_stand_on_their_floors() -> None:
+    floor_of = {name: number for number, names in enumerate(FLOORS) for name in names}
+    files = sorted((ROOT / "conformance").rglob("*.py"))
+    assert {room(path) for path in files} == set(floor_of) | {PUBLIC_FACE}
+    wrong = [
+        f"{path.relative_to(ROOT)} imports {name}"
+        for path in files
+        for name in sorted(imports(path))
+        if name.startswith("conformance.") and room(path) != (imported := name.split(".")[1])
+        if floor_of[imported] >= floor_of[room(path)]
+    ]
+    assert wrong == []
 
 
 @pytest.mark.parametrize("package", PACKAGES)

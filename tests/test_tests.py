@@ -124,10 +124,13 @@ def underived_tolerances(source: str) -> list[str]:
     tree, found, lines = ast.parse(source), comments(source), source.splitlines()
     wrong = []
     for node in ast.walk(tree):
+        if not isinstance(node, ast.expr):
+            continue
         name = dotted(node.func)[-1:] if isinstance(node, ast.Call) else ()
         if name and name[0] in NEVER:
             wrong.append(f"{node.lineno}: {name[0]} has no tolerance that can be derived")
         elif name and name[0] in TOLERANT:
+            assert isinstance(node, ast.Call)
             given = {keyword.arg: keyword for keyword in node.keywords}
             if missing := TOLERANT[name[0]] - given.keys():
                 wrong.append(f"{node.lineno}: {name[0]} is not given {', '.join(sorted(missing))}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import shlex
 import tomllib
@@ -54,13 +55,17 @@ def test_an_issue_form_fits_the_schema(path: Path) -> None:
     valid(path.read_text(), "github-issue-config" if path.stem == "config" else "github-issue-forms")
 
 
+def of_row(row: dict[str, str], name: re.Match[str]) -> str:
+    return row[name[1]]
+
+
 def commands(text: str) -> Iterator[list[str]]:
     """What the steps run, for each row of the job's matrix."""
     for job in load(text)["jobs"].values():
         matrix = job.get("strategy", {}).get("matrix", {}).get("include", [{}])
         for row in matrix:
             for step in job["steps"]:
-                run = re.sub(r"\$\{\{ matrix\.(\w+) \}\}", lambda name, row=row: row[name[1]], step.get("run", ""))
+                run = re.sub(r"\$\{\{ matrix\.(\w+) \}\}", functools.partial(of_row, row), step.get("run", ""))
                 assert "${{" not in run
                 if run:
                     yield shlex.split(run)

@@ -15,6 +15,7 @@ import numpy as np
 from cases.case import Case
 from cases.inputs import Cotangent, Problem
 from cases.masks import Dense
+from cases.operands import OPERANDS
 from conformance.bench.work import allowed_of_rows
 from conformance.contract import Implementation
 from conformance.truth.bounds import Bounded, Expectation, expect
@@ -25,6 +26,7 @@ SLACK = 8.0
 """Errors up to so many times the gate's limit agree: limits are calibrated at lengths of hundreds, not thousands."""
 _MOST_PAIRS = 1 << 21  # of the oracle: a few seconds in NumPy
 _FEWEST_ROWS, _MOST_ROWS = 4, 32
+_BY_GRADIENT = {operand.gradient: operand for operand in OPERANDS if operand.gradient}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,9 +68,7 @@ class Sample:
         return max(found, key=lambda finding: finding.error)
 
     def _compare(self, implementation: Implementation, name: str, got: np.ndarray, expected: Bounded) -> Finding:
-        part = got[:, self.rows] if name in ("out", "dq") else got
-        if name == "dbias" and got.shape[2] > 1:
-            part = got[:, :, self.rows]
+        part = got[:, self.rows] if name == "out" else _BY_GRADIENT[name].along(got, "T", self._taken)
         judged = self._judged(implementation) if name == "out" else None
         comparison = compare(part, expected, judged)
         error = comparison.ratio / self._tolerances.limit(self._case.dtype, name).ratio
@@ -103,12 +103,11 @@ class Sample:
 
     def _of_rows(self, problem: Problem) -> Problem:
         """The problem of the sampled queries alone; segment ids are in its mask."""
-        bias = problem.bias
-        if bias is not None and bias.shape[2] > 1:
-            bias = bias[:, :, self.rows]
-        return dataclasses.replace(
-            problem, q=problem.q[:, self.rows], mask=Dense(self._allowed), segment_ids=None, bias=bias
-        )
+        part = problem.along("T", self._taken)
+        return dataclasses.replace(part, mask=Dense(self._allowed), segment_ids=None)
+
+    def _taken(self, x: np.ndarray, axis: int) -> np.ndarray:
+        return x.take(self.rows, axis)
 
 
 def sampled_rows(case: Case) -> np.ndarray:

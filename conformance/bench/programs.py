@@ -11,9 +11,10 @@ import jax
 import numpy as np
 
 from cases.inputs import Problem
+from cases.operands import GRADIENT_OF
 from conformance.bench.interruption import interrupts_wait
 from conformance.bench.measurements import FORWARD
-from conformance.calling.execution import DIFFERENTIABLE, Executor, pull_back
+from conformance.calling.execution import Executor, pull_back
 from conformance.contract import Implementation
 
 
@@ -66,7 +67,7 @@ def compile_program(implementation: Implementation, problem: Problem, cotangent:
 
     def forward_and_backward(arrays: Any, do: Any) -> Any:
         out, gradients = pull_back(plain, arrays, do)
-        return {"out": out, **{DIFFERENTIABLE[name]: x for name, x in gradients.items()}}
+        return {"out": out, **{GRADIENT_OF[name]: x for name, x in gradients.items()}}
 
     operands = (arrays,) if phase == FORWARD else (arrays, on_device)
     function = forward if phase == FORWARD else forward_and_backward

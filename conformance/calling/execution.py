@@ -13,11 +13,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from cases.inputs import Cotangent, Problem
+from cases.operands import GRADIENT_OF, OPERANDS
 from conformance.calling import mask_tree  # noqa: F401  registers masks with JAX
 from conformance.contract import Implementation
 
 Arrays = Mapping[str, Any]
-DIFFERENTIABLE = {"q": "dq", "k": "dk", "v": "dv", "sinks": "dsinks", "bias": "dbias"}
 # Compiled functions are kept for this many static configurations; more only costs memory, since runs are ordered by
 # configuration.
 _KEPT = 8
@@ -134,12 +134,10 @@ class Executor:
         """Static keywords and arrays of the call."""
         batch, q_length, num_q_heads, _ = problem.q.shape
         static, extra = self.implementation.lower_mask(problem.mask, batch, num_q_heads, q_length, problem.k.shape[1])
-        statics = {**static, "soft_cap": problem.soft_cap, "scale": problem.scale}
-        arrays: dict[str, Any] = {"q": problem.q, "k": problem.k, "v": problem.v, **extra}
-        optional = {"sinks": problem.sinks, "bias": problem.bias, "segment_ids": problem.segment_ids}
-        optional["kv_scales"] = problem.kv_scales
-        arrays |= {name: value for name, value in optional.items() if value is not None}
-        return statics, arrays
+        values = [(operand, getattr(problem, operand.name)) for operand in OPERANDS]
+        statics = {**static, **{operand.name: value for operand, value in values if not operand.arrays}}
+        arrays = {operand.name: value for operand, value in values if operand.arrays and value is not None}
+        return statics, {**arrays, **extra}
 
 
 def _call_plain(call: Callable[..., Any], statics: Mapping[str, Any], arrays: Arrays) -> Any:
@@ -181,14 +179,14 @@ def _compile(implementation: Implementation, statics: Mapping[str, Any]) -> Comp
 
 def pull_back(function: Callable[[Arrays], Any], arrays: Arrays, cotangent: Any) -> tuple[Any, Arrays]:
     """The value, and the gradients of the differentiable operands for a cotangent of it."""
-    moving = {name: x for name, x in arrays.items() if name in DIFFERENTIABLE}
-    fixed = {name: x for name, x in arrays.items() if name not in DIFFERENTIABLE}
+    moving = {name: x for name, x in arrays.items() if name in GRADIENT_OF}
+    fixed = {name: x for name, x in arrays.items() if name not in GRADIENT_OF}
     primal, pullback = jax.vjp(lambda m: function({**m, **fixed}), moving)
     return primal, pullback(cotangent)[0]
 
 
 def _renamed(gradients: Arrays) -> dict[str, Any]:
-    return {DIFFERENTIABLE[name]: x for name, x in gradients.items()}
+    return {GRADIENT_OF[name]: x for name, x in gradients.items()}
 
 
 def _on_host(values: Arrays) -> Result:

@@ -1,12 +1,13 @@
 """Plain functions as implementations, read by their signature, and by one trace for the residuals.
 
-    def attention(q, k, v, *, causal=False, window=None, mask=None, segment_ids=None, soft_cap=None,
-                  sinks=None, bias=None, scale=None, save_residuals=False): ...
+    def attention(q, k, v, *, causal=False, window=None, mask=None, bias=None, save_residuals=False): ...
 
-Parameters that a function does not have are features that it does not support. `mask` arrives as booleans broadcastable
-to `[B, N, T, S]`; `causal=True` and `window=(left, right)` are passed instead where the function has them and the
-case's mask is exactly that or the conjunction of both; whatever is left over arrives in `mask`. Returns `out`, or
-`(out, {"logsumexp": ..., "max_logits": ...})` with `save_residuals=True`; a missing entry is a residual not offered.
+with any other optional operand by its name (`cases.operands.REMOVABLE`), as the canonical call has it
+(`conformance.contract`). Parameters that a function does not have are features that it does not support. `mask` arrives
+as booleans broadcastable to `[B, N, T, S]`; `causal=True` and `window=(left, right)` are passed instead where the
+function has them and the case's mask is exactly that or the conjunction of both; whatever is left over arrives in
+`mask`. Returns `out`, or `(out, {"logsumexp": ..., "max_logits": ...})` with `save_residuals=True`; a missing entry is
+a residual not offered.
 """
 
 from __future__ import annotations
@@ -20,12 +21,13 @@ from typing import Any, Literal, TypeVar
 import numpy as np
 
 from cases import mask_spec
-from cases.case import FEATURES, Case
+from cases.case import OPT_IN, Case
 from cases.inputs import draw
 from cases.masks import Causal, Full, Mask, Window, conjuncts
-from conformance.contract import RESIDUALS, Arithmetic, BehindMask, EmptyRows, Implementation, Products
+from cases.operands import GRADIENT_OF, REMOVABLE, RESIDUALS
+from conformance.contract import Arithmetic, BehindMask, EmptyRows, Implementation, Products
 
-_OPTIONS = ("causal", "window", "mask", "segment_ids", "soft_cap", "sinks", "bias", "scale", "save_residuals")
+_OPTIONS = ("causal", "window", "mask", *(operand.name for operand in REMOVABLE), "save_residuals")
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 _ATTRIBUTE = "__attention_conformance__"
 
@@ -99,7 +101,8 @@ def from_function(function: Callable[..., Any], name: str, *, products: Products
     signature = _signature(function, name)
     parameters = _options(signature, name)
     declaration = _declaration(function)
-    gradients = {"dq", "dk", "dv"} | {f"d{operand}" for operand in ("sinks", "bias") if operand in parameters}
+    has = [operand.name for operand in REMOVABLE if operand.name in parameters]
+    gradients = frozenset(GRADIENT_OF[name] for name in ("q", "k", "v", *has) if name in GRADIENT_OF)
     stated = _stated(signature)
 
     def call(q: Any, k: Any, v: Any, **options: Any) -> Any:
@@ -114,11 +117,12 @@ def from_function(function: Callable[..., Any], name: str, *, products: Products
         call=call,
         description=(inspect.getdoc(_innermost(function)) or "").split("\n")[0],
         unsupported={**_missing(parameters), **declaration.unsupported},
+        offers=OPT_IN.intersection(has),
         supports_case=_supports_mask(parameters),
         arithmetic=Arithmetic(products=products or declaration.products, logits=declaration.logits),
         residuals=frozenset(RESIDUALS if "save_residuals" in parameters else ()),
         differentiable_residuals=frozenset(),
-        gradients=frozenset(gradients),
+        gradients=gradients,
         empty_rows=declaration.empty_rows,
         memory=declaration.memory,
         behind_mask=declaration.behind_mask,
@@ -190,13 +194,19 @@ def _signature(function: Callable[..., Any], name: str) -> inspect.Signature:
         raise NotAnAttentionFunction(f"{name} has no signature that can be read: {error}") from error
 
 
+def _without_types(signature: inspect.Signature) -> inspect.Signature:
+    bare = [parameter.replace(annotation=parameter.empty) for parameter in signature.parameters.values()]
+    return signature.replace(parameters=bare, return_annotation=signature.empty)
+
+
 def _options(signature: inspect.Signature, name: str) -> frozenset[str]:
     parameters = list(signature.parameters.values())
     positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     variadic = any(p.kind is p.VAR_POSITIONAL for p in parameters)
     if len(positional) < 3 and not variadic:
         raise NotAnAttentionFunction(
-            f"{name}{signature} does not take q, k, v: an attention function takes them as its first three arguments"
+            f"{name}{_without_types(signature)} does not take q, k, v: "
+            f"an attention function takes them as its first three arguments"
         )
     for p in positional[:3]:
         if p.name in _OPTIONS:
@@ -217,10 +227,9 @@ def _options(signature: inspect.Signature, name: str) -> frozenset[str]:
 
 def _missing(parameters: frozenset[str]) -> dict[str, str]:
     missing = {}
-    for option in ("segment_ids", "soft_cap", "sinks", "bias", "scale"):
-        if option not in parameters:
-            missing[option] = f"the function has no parameter {option!r}"
-    assert set(missing) <= set(FEATURES)
+    for operand in REMOVABLE:
+        if operand.name not in parameters:
+            missing[operand.name] = f"the function has no parameter {operand.name!r}"
     return missing
 
 

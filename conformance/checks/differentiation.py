@@ -15,12 +15,13 @@ import numpy as np
 from cases.counter_rng import normal
 from cases.inputs import Cotangent, Problem
 from cases.moba import depends_on_data
+from cases.operands import GRADIENT_OF
 from conformance import records
 from conformance.checks.judgement import Judgement
 from conformance.checks.subject import Subject
 from conformance.truth.bounds import Bounded, expect
 
-_OPERAND = {"dq": "q", "dk": "k", "dv": "v", "dsinks": "sinks", "dbias": "bias"}
+_OPERAND = {gradient: operand for operand, gradient in GRADIENT_OF.items()}
 # Rounding grows as 1/step, curvature as step**2; logits move by a few steps.
 _STEP = 2.0**-5
 

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from cases.operands import RESIDUALS
 from conformance.calling.execution import Result
 from conformance.checks.judgement import Judgement, unsupported
 from conformance.checks.subject import Subject
-from conformance.contract import RESIDUALS
 from conformance.truth.comparison import compare
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator
 
+from cases.operands import RESIDUALS
 from conformance import records
 from conformance.accelerators.interpreters import parameters, races, seeds, what_it_raised
 from conformance.calling.execution import Executor, Result
@@ -12,7 +13,6 @@ from conformance.checks.forward import judge_out, judge_residual
 from conformance.checks.gradients import judge_gradients
 from conformance.checks.judgement import Judgement, labelled
 from conformance.checks.subject import Subject
-from conformance.contract import RESIDUALS
 
 _BACKWARD_SEEDS = 2
 

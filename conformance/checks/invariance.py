@@ -7,16 +7,16 @@ another order, keys cut in two and merged by `logsumexp`, padding that nobody ma
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 
 import numpy as np
 
 from cases.inputs import Problem
 from cases.masks import Causal, Full, Window, conjuncts
+from cases.operands import RESIDUALS
 from conformance.calling.execution import Executor
 from conformance.checks.judgement import Judgement, unsupported
 from conformance.checks.subject import Subject
-from conformance.contract import RESIDUALS
 from conformance.truth.bounds import Bounded, Expectation
 
 Values = Mapping[str, np.ndarray]
@@ -69,24 +69,7 @@ def _permuted(problem: Problem) -> Problem:
 
 def _keys(problem: Problem, keys: np.ndarray | slice) -> Problem:
     """The problem with these keys only, in this order."""
-    ids = problem.segment_ids
-    bias = problem.bias
-    return dataclasses.replace(
-        problem,
-        k=problem.k[:, keys],
-        v=problem.v[:, keys],
-        segment_ids=None if ids is None else (ids[0], ids[1][:, keys]),
-        bias=bias if bias is None or bias.shape[-1] == 1 else bias[..., keys],
-        kv_scales=_each_scale(problem, lambda scales: scales[:, keys]),
-    )
-
-
-def _each_scale(problem: Problem, change: Callable[[np.ndarray], np.ndarray]) -> tuple[np.ndarray, np.ndarray] | None:
-    """The scales of a quantised cache, changed where each key has its own."""
-    if problem.kv_scales is None:
-        return None
-    k, v = (change(scales) if scales.shape[1] > 1 else scales for scales in problem.kv_scales)
-    return k, v
+    return problem.along("S", lambda x, axis: x[(slice(None),) * axis + (keys,)])
 
 
 def _merged(parts: list[Values]) -> Values:
@@ -120,16 +103,16 @@ def _padded(subject: Subject) -> Iterator[Judgement]:
     batch, q_length = problem.q.shape[:2]
     kv_length = problem.k.shape[1]
     ids = problem.segment_ids or (np.zeros((batch, q_length), np.int32), np.zeros((batch, kv_length), np.int32))
-    bias = problem.bias
-    if bias is not None:
-        bias = np.pad(bias, [(0, 0), (0, 0), *((int(length > 1), 0) for length in bias.shape[2:])], mode="edge")
-    q, k, v = (np.pad(x, [(0, 0), (1, 0), (0, 0), (0, 0)], mode="edge") for x in (problem.q, problem.k, problem.v))
     q_ids, kv_ids = (np.pad(x, [(0, 0), (1, 0)], constant_values=n) for x, n in zip(ids, (-1, -2), strict=True))
-    scales = _each_scale(problem, lambda scales: np.pad(scales, [(0, 0), (1, 0), (0, 0)], mode="edge"))
-    longer = dataclasses.replace(problem, q=q, k=k, v=v, segment_ids=(q_ids, kv_ids), bias=bias, kv_scales=scales)
+    longer = problem.along("T", _first_twice).along("S", _first_twice)
+    longer = dataclasses.replace(longer, segment_ids=(q_ids, kv_ids))
     got = subject.results_of(longer)
     kept = {name: x[:, 1:] if name == "out" else x[..., 1:] for name, x in got.items()}
     yield from _compared(subject, "padded", kept, subject.results_of(problem), subject.expectation)
+
+
+def _first_twice(x: np.ndarray, axis: int) -> np.ndarray:
+    return np.concatenate([x.take([0], axis), x], axis)
 
 
 def _variants(subject: Subject) -> Iterator[Judgement]:

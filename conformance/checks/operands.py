@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import numpy as np
@@ -11,6 +11,7 @@ import numpy as np
 from cases.inputs import Problem
 from cases.masks import Full
 from cases.moba import Moba
+from cases.operands import OPERANDS, OPTIONAL, REMOVABLE
 from conformance import records
 from conformance.checks.judgement import Judgement
 from conformance.checks.subject import Subject
@@ -37,24 +38,23 @@ def _dropped(subject: Subject) -> Iterator[tuple[str, Problem]]:
         yield "gates", dataclasses.replace(problem, mask=every)
     elif problem.mask != Full():
         yield "mask", dataclasses.replace(problem, mask=Full())
-    for name in ("segment_ids", "soft_cap", "sinks", "bias", "scale"):
-        if getattr(problem, name) is not None:
-            yield name, problem.without(name)
+    for operand in REMOVABLE:
+        if getattr(problem, operand.name) is not None:
+            yield operand.name, problem.without(operand.name)
 
 
 def errors(subject: Subject) -> Iterator[Judgement]:
     """Wrong operands raise `ValueError` that names the operand, before any work."""
     if not subject.implementation.validates:
         return
-    for wrong, name, problem in _wrong(subject.problem):
+    refused = {o.name for o in OPTIONAL if o.opt_in and o.name not in subject.implementation.offers}
+    for wrong, name, problem in (*_wrong(subject.problem), *_misshapen(subject.problem, refused)):
         yield _judge_error(subject, wrong, name, problem)
 
 
 def _judge_error(subject: Subject, wrong: str, name: str, problem: Problem) -> Judgement:
-    arrays: dict[str, Any] = {"q": problem.q, "k": problem.k, "v": problem.v, "mask": problem.mask}
-    for option in ("segment_ids", "soft_cap", "sinks", "bias", "scale", "kv_scales"):
-        if (value := getattr(problem, option)) is not None:
-            arrays[option] = value
+    values = {operand.name: getattr(problem, operand.name) for operand in OPERANDS}
+    arrays = {"mask": problem.mask, **{name: value for name, value in values.items() if value is not None}}
     try:
         subject.implementation.call(**arrays)
     except NotImplementedError as error:
@@ -74,8 +74,7 @@ def _judge_error(subject: Subject, wrong: str, name: str, problem: Problem) -> J
 def _wrong(problem: Problem) -> Iterator[tuple[str, str, Problem]]:
     """`(what is wrong, operand to be named, problem)`."""
     q, k, v = problem.q, problem.k, problem.v
-    batch, q_length, num_q_heads, _ = q.shape
-    kv_length = k.shape[1]
+    num_q_heads = q.shape[2]
     wrong = dataclasses.replace
     yield "q_rank", "q", wrong(problem, q=q[0])
     yield "head_dim", "head_dim", wrong(problem, k=np.concatenate([k, k], axis=-1))
@@ -85,12 +84,23 @@ def _wrong(problem: Problem) -> Iterator[tuple[str, str, Problem]]:
     yield "head_count", "heads", wrong(problem, k=three[0], v=three[1])
     other = np.float16 if q.dtype != np.float16 else np.float32
     yield "dtype", "dtype", wrong(problem, k=k.astype(other))
-    yield "sinks", "sinks", wrong(problem, sinks=np.zeros(num_q_heads + 1, np.float32))
     yield "soft_cap", "soft_cap", wrong(problem, soft_cap=0.0)
     yield "negative_soft_cap", "soft_cap", wrong(problem, soft_cap=-30.0)
-    yield "bias", "bias", wrong(problem, bias=np.zeros((1, 1, q_length + 1, kv_length), np.float32))
     if problem.kv_scales is not None:
         scales = problem.kv_scales
         yield "kv_scales", "kv_scales", wrong(problem, kv_scales=(scales[0], scales[1][..., :0]))
-    ids = np.zeros((batch, q_length + 1), np.int32), np.zeros((batch, kv_length), np.int32)
-    yield "segment_ids", "segment_ids", wrong(problem, segment_ids=ids)
+
+
+def _misshapen(problem: Problem, refused: Collection[str]) -> Iterator[tuple[str, str, Problem]]:
+    """Likewise, every optional array in turn with one query or query head too many; none of those `refused`."""
+    batch, q_length, num_q_heads, _ = problem.q.shape
+    sizes = {"B": batch, "T": q_length, "S": problem.k.shape[1], "N": num_q_heads, "K": problem.k.shape[2]}
+    for operand in OPTIONAL:
+        if operand.name in refused or not operand.arrays:
+            continue
+        longer = "T" if any("T" in axes for axes in operand.arrays) else "N"
+        shapes = [tuple(sizes[axis] + (axis == longer) for axis in axes) for axes in operand.arrays]
+        dtype = np.float32 if operand.gradient else np.int32
+        arrays = tuple(np.zeros(shape, dtype) for shape in shapes)
+        changed: dict[str, Any] = {operand.name: arrays if len(arrays) > 1 else arrays[0]}
+        yield operand.name, operand.name, dataclasses.replace(problem, **changed)

@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from cases.operands import OPTIONAL
 from conformance import records
 from conformance.checks.judgement import Judgement
 from conformance.checks.subject import Subject
@@ -15,10 +16,11 @@ def refusals(subject: Subject) -> Iterator[Judgement]:
     """A call that needs a feature declared unsupported raises `NotImplementedError`.
 
     The call is made as a user makes it, outside `jit`, and differentiated where the case asks for gradients, whether or
-    not the implementation offers any: one that has none must say so too. A quantised cache cannot even be handed to a
-    call that has no `kv_scales`, so there is nothing to refuse.
+    not the implementation offers any: one that has none must say so too. What an implementation has only if it
+    says so, as a quantised cache, cannot even be handed to a call that has no such parameter: nothing to refuse.
     """
-    if subject.problem.kv_scales is not None and not _takes(subject.implementation.call, "kv_scales"):
+    handed = [o.name for o in OPTIONAL if o.opt_in and getattr(subject.problem, o.name) is not None]
+    if not all(_takes(subject.implementation.call, name) for name in handed):
         return
     declared = subject.implementation.supports(subject.case) or ""
     try:

@@ -18,8 +18,9 @@ from jax.sharding import AxisType, PartitionSpec
 from cases.case import Case, CaseIdError
 from cases.inputs import Cotangent, Problem, draw, draw_cotangent
 from cases.masks import Dense
+from cases.operands import GRADIENT_OF, OPERANDS, Axes, Operand
 from conformance import records
-from conformance.calling.execution import DIFFERENTIABLE, Arrays, pull_back
+from conformance.calling.execution import Arrays, pull_back
 from conformance.checks.judgement import Judgement, apart, unsupported
 from conformance.checks.subject import Subject
 
@@ -60,6 +61,16 @@ def _spec(*axes: str | None) -> Any:
     return PartitionSpec(*axes)  # type: ignore[no-untyped-call] # untyped upstream
 
 
+def _specs(problem: Problem, letters: str) -> dict[str, Any]:
+    """How the operands of `problem` are shared where devices share the axes `letters`; the others have all of it."""
+
+    def spec(operand: Operand, x: np.ndarray, axes: Axes) -> Any:
+        shared = [axis for letter in letters if (axis := operand.axis_of(x, axes, letter)) is not None]
+        return _spec(*(None,) * shared[0], _AXIS) if shared else _spec()
+
+    return {o.name: o.each(getattr(problem, o.name), functools.partial(spec, o)) for o in OPERANDS}
+
+
 Call = Callable[[Arrays], Any]
 Specs = Mapping[str, Any]
 Shard = Callable[[Subject, Problem], tuple[Call, Arrays, Specs, Any]]
@@ -67,29 +78,19 @@ Shard = Callable[[Subject, Problem], tuple[Call, Arrays, Specs, Any]]
 
 def _over_batch(subject: Subject, problem: Problem) -> tuple[Call, Arrays, Specs, Any]:
     call, arrays = subject.executor.bind(problem)
-    bias = _spec(_AXIS) if problem.bias is not None and problem.bias.shape[0] > 1 else _spec()
     rows = _spec(_AXIS)
-    specs = {"q": rows, "k": rows, "v": rows, "segment_ids": (rows, rows), "bias": bias}
-    specs["kv_scales"] = tuple(rows if s.shape[0] > 1 else _spec() for s in problem.kv_scales or ())
-    own = {name: rows for name in _of_the_mask(problem, arrays) if arrays[name].shape[0] == problem.q.shape[0]}
-    return call, arrays, specs | own, rows
+    own = {name: rows for name in _of_the_mask(arrays) if arrays[name].shape[0] == problem.q.shape[0]}
+    return call, arrays, _specs(problem, "B") | own, rows
 
 
-def _of_the_mask(problem: Problem, arrays: Arrays) -> set[str]:
+def _of_the_mask(arrays: Arrays) -> set[str]:
     """Names of the arrays that the mask was lowered to: those with a value for each batch row are sharded with them."""
-    return set(arrays) - {field.name for field in dataclasses.fields(problem) if field.name != "mask"}
+    return set(arrays) - {operand.name for operand in OPERANDS}
 
 
 def _over_heads(subject: Subject, problem: Problem) -> tuple[Call, Arrays, Specs, Any]:
     call, arrays = subject.executor.bind(problem)
-    bias = _spec(None, _AXIS) if problem.bias is not None and problem.bias.shape[1] > 1 else _spec()
-    heads = _spec(None, None, _AXIS)
-    return (
-        call,
-        arrays,
-        {"q": heads, "k": heads, "v": heads, "sinks": _spec(_AXIS), "bias": bias, "kv_scales": (heads, heads)},
-        heads,
-    )
+    return call, arrays, _specs(problem, "NK"), _spec(None, None, _AXIS)
 
 
 def _over_queries(subject: Subject, problem: Problem) -> tuple[Call, Arrays, Specs, Any]:
@@ -97,14 +98,7 @@ def _over_queries(subject: Subject, problem: Problem) -> tuple[Call, Arrays, Spe
     q_length, kv_length = problem.q.shape[1], problem.k.shape[1]
     dense = problem.mask.dense(q_length, kv_length)
     local = q_length // _DEVICES
-    here = dataclasses.replace(
-        problem,
-        q=problem.q[:, :local],
-        segment_ids=None
-        if problem.segment_ids is None
-        else (problem.segment_ids[0][:, :local], problem.segment_ids[1]),
-        bias=problem.bias if problem.bias is None or problem.bias.shape[2] == 1 else problem.bias[:, :, :local],
-    )
+    here = problem.along("T", lambda x, axis: x.take(range(local), axis))
     calls = [
         _with_mask(subject, dataclasses.replace(here, mask=Dense(dense[..., n * local : (n + 1) * local, :])))
         for n in range(_DEVICES)
@@ -114,9 +108,7 @@ def _over_queries(subject: Subject, problem: Problem) -> tuple[Call, Arrays, Spe
         return jax.lax.switch(jax.lax.axis_index(_AXIS), calls, arrays)
 
     arrays = {name: x for name, x in subject.executor.bind(problem)[1].items() if name != "mask"}
-    bias = _spec(None, None, _AXIS) if problem.bias is not None and problem.bias.shape[2] > 1 else _spec()
-    rows = _spec(None, _AXIS)
-    return call, arrays, {"q": rows, "segment_ids": (rows, _spec()), "bias": bias}, rows
+    return call, arrays, _specs(problem, "T"), _spec(None, _AXIS)
 
 
 def _with_mask(subject: Subject, problem: Problem) -> Call:
@@ -143,7 +135,7 @@ def _judge(subject: Subject, case: Case, shard: Shard) -> Iterator[Judgement]:
     else:
         out, gradients = jax.jit(sharded)(arrays), {}
     yield _compared(subject, "out", out, expected.forward["out"], judged)
-    for operand, name in DIFFERENTIABLE.items():
+    for operand, name in GRADIENT_OF.items():
         if operand in gradients and name in subject.implementation.gradients:
             yield _compared(subject, name, gradients[operand], expected.gradients[0][name], None)
 

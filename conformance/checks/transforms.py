@@ -18,8 +18,9 @@ import numpy as np
 
 from cases.inputs import Cotangent, Problem, draw, draw_cotangent
 from cases.masks import Dense
+from cases.operands import GRADIENT_OF, OPTIONAL
 from conformance import records
-from conformance.calling.execution import DIFFERENTIABLE, Arrays, pull_back
+from conformance.calling.execution import Arrays, pull_back
 from conformance.checks.judgement import Judgement, apart
 from conformance.checks.subject import Subject
 from conformance.truth.bounds import Bounded, Expectation
@@ -93,7 +94,7 @@ class _Pair:
 
     def judge_gradients(self, got: Mapping[str, Any], count: int = 1) -> Iterator[Judgement]:
         """Judge the gradients of the case's problem, or of both, stacked."""
-        for operand, name in DIFFERENTIABLE.items():
+        for operand, name in GRADIENT_OF.items():
             if operand in got and name in self.subject.implementation.gradients:
                 want = _stack([e.gradients[0][name] for e in self.expected[:count]])
                 yield self._judge(name, got[operand], want, None)
@@ -175,11 +176,9 @@ def _second_call(pair: _Pair) -> Iterator[Judgement]:
 def _other_statics(pair: _Pair) -> Iterator[Judgement]:
     """Another soft cap and another scale in the same process, then the first ones again."""
     problem = pair.problems[0]
-    halved: list[Problem] = []
-    if problem.soft_cap is not None:
-        halved.append(dataclasses.replace(problem, soft_cap=problem.soft_cap / 2))
-    if problem.scale is not None:
-        halved.append(dataclasses.replace(problem, scale=problem.scale / 2))
+    numbers = {o.name: number for o in OPTIONAL if not o.arrays and (number := getattr(problem, o.name)) is not None}
+    changes: list[dict[str, Any]] = [{name: number / 2} for name, number in numbers.items()]
+    halved = [dataclasses.replace(problem, **change) for change in changes]
     for other in [*halved, problem] if halved else []:
         plain, arrays = pair.subject.executor.bind(other)
         yield pair.judge_out_of(jax.jit(plain)(arrays), (other,), (pair.subject.expect(other),))
@@ -227,13 +226,20 @@ def _save_named(names: Sequence[str]) -> Any:
     return jax.checkpoint_policies.save_only_these_names(*(names or ("out", "logsumexp")))
 
 
+def _mapped() -> dict[str, list[str]]:
+    """The operands that have a batch axis together while the others have none, by name."""
+    mapped = {"kv": ["k", "v"]}
+    for operand in OPTIONAL:
+        if operand.vmap:
+            mapped.setdefault(operand.vmap, []).append(operand.name)
+    return mapped
+
+
 _FORWARD: dict[str, Callable[[_Pair], Iterator[Judgement]]] = {
     "eager": _eager,
     "vmap": _vmap,
     "vmap_q": functools.partial(_vmap_over, ("q",)),
-    "vmap_kv": functools.partial(_vmap_over, ("k", "v", "bias", "kv_scales")),
-    "vmap_sinks": functools.partial(_vmap_over, ("sinks",)),
-    "vmap_segments": functools.partial(_vmap_over, ("segment_ids",)),
+    **{f"vmap_{name}": functools.partial(_vmap_over, operands) for name, operands in _mapped().items()},
     "vmap_masks": _vmap_masks,
     "donated": _donated,
     "x64": _x64,

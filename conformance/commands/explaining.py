@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from cases import mask_spec, regressions
-from cases.case import FEATURES, Case
+from cases.case import FEATURES, OPERAND_FEATURES, Case
 from cases.inputs import Problem, draw
 from conformance.calling.execution import Executor
 from conformance.checks.subject import Subject
@@ -25,6 +25,8 @@ _DISTRIBUTIONS = {
     "knee": "logits as large as the soft cap, where it bends most",
     "huge": "logits beyond the float16 range, high for one query and low for the next",
 }
+# What has a line of its own.
+_TOLD = {"segment_ids", "soft_cap", "sinks", "bias", "scale"}
 
 
 def explain_case(case: Case, tolerances: Tolerances) -> str:
@@ -65,6 +67,8 @@ def _problem(case: Case, problem: Problem) -> list[str]:
         lines.append(f"Sinks       one logit a query head: {sinks}")
     if problem.bias is not None:
         lines.append(f"Bias        shape {list(problem.bias.shape)} in {bounds.dtype_name(problem.bias.dtype)}")
+    if more := [FEATURES[name] for name in case.features if name in OPERAND_FEATURES - _TOLD]:
+        lines.append(f"With        {'; '.join(more)}")
     return lines
 
 

@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 import numpy as np
 
 from cases.inputs import Problem
 from cases.masks import Causal, Dense, Full, Mask
 from cases.moba import Moba
+from cases.operands import REMOVABLE
 from conformance.checks.subject import Subject
 from conformance.truth import oracle
 from conformance.truth.comparison import compare
@@ -79,7 +81,8 @@ def _forward_nulls(problem: Problem) -> Iterator[tuple[str, oracle.Forward]]:
         yield "zeros", oracle.Forward(zeros, truth_lse, truth_lse)
     if problem.allowed.sum(axis=-1).max() > 1:
         same_keys = problem.resolved_mask
-        flat = dataclasses.replace(problem, mask=same_keys, q=np.zeros_like(problem.q), sinks=None, bias=None)
+        plain: dict[str, Any] = {operand.name: None for operand in REMOVABLE if operand.gradient}
+        flat = dataclasses.replace(problem, mask=same_keys, q=np.zeros_like(problem.q), **plain)
         yield "mean_of_v", oracle.forward(flat)
     for name, changed in _altered(problem):
         yield name, oracle.forward(changed)
@@ -112,9 +115,9 @@ def _altered(problem: Problem) -> Iterator[tuple[str, Problem]]:
     if problem.kv_scales is not None:
         k_scales, v_scales = (np.ones_like(scales) for scales in problem.kv_scales)
         yield "kv_scales_ignored", dataclasses.replace(problem, kv_scales=(k_scales, v_scales))
-    for name in ("soft_cap", "sinks", "bias", "scale"):
-        if getattr(problem, name) is not None:
-            yield f"{name}_ignored", problem.without(name)
+    for operand in REMOVABLE:
+        if operand.name != "segment_ids" and getattr(problem, operand.name) is not None:
+            yield f"{operand.name}_ignored", problem.without(operand.name)
 
 
 def _other_choices(mask: Mask) -> Iterator[tuple[str, Mask]]:

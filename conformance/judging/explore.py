@@ -22,6 +22,7 @@ import hypothesis
 from hypothesis import configuration
 
 from cases.case import Case, matches
+from cases.operands import REMOVABLE
 from cases.space import NothingToDraw
 from cases.strategies import cases
 from conformance import records
@@ -358,11 +359,7 @@ def plainness(case: Case) -> tuple[int, int, int, str]:
         case.num_q_heads != case.num_kv_heads,
         case.q_length != case.kv_length,
         case.head_dim != case.v_head_dim,
-        case.segments is not None,
-        case.soft_cap is not None,
-        case.sinks,
-        case.bias is not None,
-        case.scale is not None,
+        *(getattr(case, operand.field) != operand.absent for operand in REMOVABLE),
         case.distribution != "normal",
     )
     terms = 0 if case.mask == "full" else 1 + case.mask.count("_and_") + case.mask.count("_or_")

@@ -149,11 +149,8 @@ def _judged(subject: Subject, checks: Iterable[Check]) -> Iterator[Record]:
 def _discriminating(subject: Subject) -> tuple[Subject, Mapping[str, float]]:
     """The subject and its margins: asked everything, if what it is its turn to be asked does not discriminate."""
     margins = discrimination.margins(subject)
-    if (
-        subject.turn == EVERYTHING
-        or not margins
-        or discrimination.weakest(margins)[1] >= discrimination.REQUIRED_MARGIN
-    ):
+    tells = not margins or discrimination.weakest(margins)[1] >= discrimination.REQUIRED_MARGIN
+    if tells or subject.turn == EVERYTHING:
         return subject, margins
     subject = dataclasses.replace(subject, turn=EVERYTHING)
     return subject, discrimination.margins(subject)

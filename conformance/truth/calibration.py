@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from cases.case import parse
+from cases.operands import OBSERVABLES
 from conformance.records import ERROR, FAIL, PASS, UNEXPECTED_PASS, Record
-from conformance.truth.tolerances import CALIBRATION, CALIBRATION_SCHEMA, DTYPES, OBSERVABLES
+from conformance.truth.tolerances import CALIBRATION, CALIBRATION_SCHEMA, DTYPES
 
 # Checks that compare with the oracle element by element; the others compare answers with each other, or have limits of
 # their own.

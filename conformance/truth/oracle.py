@@ -19,6 +19,7 @@ from typing import Literal
 import numpy as np
 
 from cases.inputs import Problem
+from cases.operands import GRADIENT_OF
 
 Array = np.ndarray
 Backward = Literal["vanilla", "flash"]
@@ -240,8 +241,8 @@ class Gradients:
     @classmethod
     def zeros(cls, problem: Problem) -> Gradients:
         """Zeros for every operand that the problem has."""
-        operands = {"dq": problem.q, "dk": problem.k, "dv": problem.v, "dsinks": problem.sinks, "dbias": problem.bias}
-        return cls({name: np.zeros(x.shape) for name, x in operands.items() if x is not None})
+        operands = {gradient: getattr(problem, name) for name, gradient in GRADIENT_OF.items()}
+        return cls({gradient: np.zeros(x.shape) for gradient, x in operands.items() if x is not None})
 
     def add(
         self, slab: Slab, *, dq: Array, dk: Array, dv: Array, dsinks: Array, dx: Array, rows: Rows = slice(None)

@@ -17,7 +17,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-OBSERVABLES = ("out", "logsumexp", "max_logits", "dq", "dk", "dv", "dsinks", "dbias")
+from cases.operands import OBSERVABLES
+
 DTYPES = ("f32", "bf16", "f16")
 RMS_MIN_ELEMENTS = 256
 """With fewer judged elements the root mean square is too close to the maximum to add anything."""

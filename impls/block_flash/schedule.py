@@ -54,7 +54,10 @@ class BlockFlashPlan:
 
 
 class Places(NamedTuple):
-    """Where pairs of blocks are, unsigned `[P]` (one pair inside the scan): JAX wraps signed indices around."""
+    """Where pairs of blocks are, `[P]`, or one pair inside the scan.
+
+    Indices are unsigned: for signed ones JAX adds code that wraps negative indices around.
+    """
 
     q: Any
     kv: Any

@@ -1,9 +1,10 @@
 """Which of Pallas's two back ends computes which kernel of a call.
 
-Triton serves every call. Mosaic GPU serves Hopper, for bf16 and f16, and a kernel of it is taken without being asked
-for only where tuning measured it on that kind of GPU: right, and faster than Triton's. Its kernels compile, are right
-and race-free in JAX's interpreter, and keep the rules of Mosaic GPU, but none of that runs `wgmma` or TMA; until
-somebody ran them, what a user gets by default is what runs on every other GPU too.
+Triton serves every call. Mosaic GPU serves Hopper, for bf16 and f16. By default a kernel of Mosaic is taken only where
+tuning measured it on that kind of GPU, and found it right and faster than Triton's.
+
+The reason is that nobody has run these kernels on a GPU. They compile, and JAX's interpreter finds them right and free
+of races. But the interpreter runs neither `wgmma` nor TMA.
 """
 
 from __future__ import annotations

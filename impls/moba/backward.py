@@ -69,7 +69,7 @@ def backward(
     def step(number: Array, sums: _Sums) -> _Sums:
         block = compute_block(plan, lanes, work, number)
         dtype = block.q.dtype
-        row = jnp.minimum(block.rows, plan.lanes * plan.rows - 1)  # p is zero in rows to spare
+        row = jnp.minimum(block.rows, plan.lanes * plan.rows - 1)  # rows to spare take any row: their p is zero
         do = d_outs[row]
         p = jnp.exp(block.logits - lses[row][:, None])  # (8)
         dp = product("rv,jv->rj", do, block.v)  # (10)

@@ -1,8 +1,8 @@
 """Decode attention for GPUs in Pallas (Triton): the keys of a sequence are split over programs, and merged at the end.
 
 One query token has too few rows to fill a GPU, a long cache has enough keys (Dao, Haziza, Massa and Sizov 2023,
-"Flash-Decoding"). A program owns a share of the blocks that hold a key of its sequence, so shares are equal whatever
-the lengths are, and one that has none ends at once. The cache is read where it lies, `[B, S, K, .]`.
+"Flash-Decoding"). A program owns a share of the blocks that hold a key of its sequence. So shares are equal whatever
+the lengths are, and a program without a share ends at once. The cache is read where it lies, `[B, S, K, .]`.
 
 With (1) and (2) from `impls.ragged.plan`, over the keys of a split, with no sink and no division:
 
@@ -100,7 +100,7 @@ def attend(plan: RaggedPlan, operands: Operands, *, block_kv: int, num_splits: i
         lambda i, h, b: (b, h, jnp.int32(0), jnp.int32(0)),
     )
     keys = {"k": launch.of_keys(padded(launch.depth)), "v": launch.of_keys(padded(launch.v_depth))}
-    # `shard_map` checks over which mesh axes arrays differ: outputs must say so as the operands do.
+    # `shard_map` checks over which mesh axes arrays differ: outputs must name the operands' axes.
     arrays = varying_over(arrays, varying_axes(arrays))
     varying = jax.typeof(arrays["q"]).manual_axis_type
     parts = (batch, num_kv_heads, launch.splits, launch.rows)

@@ -1,7 +1,7 @@
 """Steps of the TPU kernel: every block that holds a key of a sequence, one sequence after the other.
 
-A sequence without keys has one step, that writes what it has: nothing. It fetches nothing either, since it points to
-the block that is there. The lists are made on the device from the lengths, which may differ in every call.
+A sequence without keys has one step, which writes an empty part. That step points to the block that is in VMEM already,
+so it fetches nothing. The lists are made on the device from the lengths, which may differ in every call.
 """
 
 from __future__ import annotations

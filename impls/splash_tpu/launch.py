@@ -19,7 +19,8 @@ from impls.splash_tpu.schedule import Steps
 from impls.splash_tpu.tiles import Step, meaning
 from impls.splash_tpu.vmem import DEFAULT_SCOPED, Depths, check_vmem, limit_of
 
-# Heads, of all batch rows, have results of their own; steps, and heads of a group, add to what is in scratch.
+# Each head of each batch row has results of its own, so heads may run in parallel. Steps, and the heads of a group, add
+# to the same scratch, so they may not.
 _SEMANTICS: tuple[Literal["parallel", "arbitrary"], ...] = ("parallel", "arbitrary", "arbitrary")
 
 
@@ -256,7 +257,7 @@ class _Placing:
         return pl.BlockSpec(block, index_map)
 
     def _named(self, scalars: tuple[Any, ...]) -> _Scalars:
-        """The optional ones are the list of heads, if heads have lists of their own, then the places of mask blocks."""
+        """The scalars by name. The last two are optional: heads, where each has a list, and places of mask blocks."""
         optional = list(scalars[4:])
         head = optional.pop(0) if self.heads_listed else None
         q, kv, flags, q_offset = scalars[:4]

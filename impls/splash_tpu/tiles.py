@@ -22,7 +22,10 @@ from impls.splash_tpu.schedule import COMPUTE, FIRST, LAST, MASKED
 
 
 class Step(NamedTuple):
-    """Scalars of the step that a kernel is at. What holds for every step is a Python bool, so that no code asks it."""
+    """Scalars of the step that a kernel is at.
+
+    A scalar that is the same for every step is a Python bool, so that the kernel has no code to test it.
+    """
 
     q: Any  # block of queries, none where no position is needed
     kv: Any  # block of keys, likewise
@@ -100,7 +103,7 @@ def logits_of(call: Call, products: jax.Array) -> tuple[jax.Array, jax.Array | N
 
 
 class Masking(NamedTuple):
-    """Where the mask of a pair of blocks comes from; ids as a column of one operand and a row of the other."""
+    """What the mask of a pair of blocks is found from. Segment ids are a column of one axis and a row of the other."""
 
     step: Step
     q_offset: Callable[[], Any]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -75,7 +76,7 @@ def test_what_does_not_compile_fails_with_the_compilers_words(options: dict[str,
 
 @needs_compiler
 def test_what_the_implementation_declines_while_traced_is_unsupported() -> None:
-    def declines(*operands, **options) -> None:
+    def declines(*operands: Any, **options: Any) -> None:
         raise NotImplementedError("wants a chip with sparse cores")
 
     kernel = dataclasses.replace(pallas_tpu.implementation("kernel"), native=declines)
@@ -86,7 +87,7 @@ def test_what_the_implementation_declines_while_traced_is_unsupported() -> None:
 
 @needs_compiler
 def test_what_the_implementation_raises_while_traced_fails() -> None:
-    def raises(*operands, **options) -> None:
+    def raises(*operands: Any, **options: Any) -> None:
         raise TypeError("no such block")
 
     (reason,) = {r.reason for r in judge(dataclasses.replace(pallas_tpu.implementation("kernel"), native=raises))}

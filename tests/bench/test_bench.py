@@ -284,9 +284,13 @@ def test_the_baseline_is_the_first_that_runs_and_is_right(product: None) -> None
     assert forward["good"].speed == Quartiles(1, 1, 1)
     assert {len(row.samples) for row in timed} == {3}
     assert forward["good"].flops == 2 * (16 * 17 // 2) * 2 * (16 + 16)
-    assert forward["good"].flops_per_second == forward["good"].flops / forward["good"].seconds.median
+    seconds, ceiling, reached = (forward["good"].seconds, forward["good"].ceiling, forward["good"].flops_per_second)
+    assert seconds is not None
+    assert ceiling is not None
+    assert reached is not None
+    assert reached == forward["good"].flops / seconds.median
     assert len({row.ceiling for row in timed}) == 1
-    assert forward["good"].of_ceiling == forward["good"].flops_per_second / forward["good"].ceiling
+    assert forward["good"].of_ceiling == reached / ceiling
     assert forward["good"].memory["peak"] > forward["good"].memory["temporary"] >= 0
 
 

@@ -86,7 +86,7 @@ def test_the_fastest_of_the_last_must_be_faster_beyond_the_spread_or_the_next_is
         found = times(names, rounds, limit)
         row = found["a"]
         assert row.speed is not None
-        return found | {"a": dataclasses.replace(row, speed=row.speed._replace(lower=0.9))}
+        return {**found, "a": dataclasses.replace(row, speed=row.speed._replace(lower=0.9))}
 
     assert tuning.halve(["now", "a", "b"], "now", noisy, Limits(rounds=9))[0] == "b"
 
@@ -261,13 +261,17 @@ def on_a(kind: str) -> contextlib.AbstractContextManager[None]:
     return jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=device))
 
 
+def ring_of(setting: Mapping[str, Any]) -> Ring:
+    return Ring(**setting)
+
+
 def rings(kind: str, case: Case) -> dict[str, list[Ring]]:
     """The rings that are tried on a GPU of this kind, beside Triton's kernel, by knob."""
     declared = registry.find("flash_gpu").tunable
     assert declared is not None
     with on_a(kind):
         tried = {knob.name: list(knob.candidates(case)) for knob in declared.knobs if knob.name.startswith("mosaic_")}
-    return {name: [ring for setting in found if (ring := Ring(**setting)).preferred] for name, found in tried.items()}
+    return {name: [ring for setting in found if (ring := ring_of(setting)).preferred] for name, found in tried.items()}
 
 
 def causal(dtype: str, depth: int, **changes: Any) -> Case:

@@ -36,34 +36,34 @@ def conforms(function: Callable[..., Any], case: str, *checks: str) -> bool:
     return any(r.verdict == PASS for r in found) and not any(r.verdict in RED for r in found)
 
 
-def only_three(q, k, v):
+def only_three(q: Any, k: Any, v: Any) -> Any:
     return naive.attention(q, k, v)
 
 
-def only_causal(q, k, v, causal=False):
+def only_causal(q: Any, k: Any, v: Any, causal: bool = False) -> Any:
     return naive.attention(q, k, v, causal=causal)
 
 
-def causal_by_default(q, k, v, causal=True):
+def causal_by_default(q: Any, k: Any, v: Any, causal: bool = True) -> Any:
     return naive.attention(q, k, v, causal=causal)
 
 
-def only_mask(q, k, v, *, mask=None):
+def only_mask(q: Any, k: Any, v: Any, *, mask: Any = None) -> Any:
     return naive.attention(q, k, v, mask=mask)
 
 
-def needs_mask(query, key, value, mask):
+def needs_mask(query: Any, key: Any, value: Any, mask: Any) -> Any:
     return naive.attention(query, key, value, mask=mask)
 
 
-def variadic(*operands, causal=False):
+def variadic(*operands: Any, causal: bool = False) -> Any:
     return naive.attention(*operands, causal=causal)
 
 
 class CallableObject:
     """A callable object."""
 
-    def __call__(self, q, k, v, *, causal=False):
+    def __call__(self, q: Any, k: Any, v: Any, *, causal: bool = False) -> Any:
         return naive.attention(q, k, v, causal=causal)
 
 
@@ -102,7 +102,7 @@ def test_declined_features_name_the_missing_parameter() -> None:
 def test_causal_and_window_are_passed_together() -> None:
     seen: list[dict[str, Any]] = []
 
-    def records(q, k, v, *, causal=False, window=None, mask=None):
+    def records(q: Any, k: Any, v: Any, *, causal: bool = False, window: Any = None, mask: Any = None) -> Any:
         seen.append({"causal": causal, "window": window, "mask": mask is not None})
         return naive.attention(q, k, v, causal=causal, window=window, mask=mask)
 
@@ -113,14 +113,14 @@ def test_causal_and_window_are_passed_together() -> None:
 
 
 def test_ignored_keywords_fail() -> None:
-    def ignores(q, k, v, **options):
+    def ignores(q: Any, k: Any, v: Any, **options: Any) -> Any:
         return naive.attention(q, k, v)
 
     assert not conforms(ignores, CAUSAL)
 
 
 def returning(*names: str) -> Callable[..., Any]:
-    def kernel(q, k, v, *, causal=False, save_residuals=False):
+    def kernel(q: Any, k: Any, v: Any, *, causal: bool = False, save_residuals: Any = False) -> Any:
         out, residuals = naive.attention(q, k, v, causal=causal, save_residuals=True)
         return (out, {name: residuals[name] for name in names}) if save_residuals else out
 
@@ -139,7 +139,7 @@ def test_a_missing_residual_is_one_not_offered(names: tuple[str, ...]) -> None:
 
 def test_residuals_are_traced_on_a_case_that_is_supported() -> None:
     @declare(unsupported={"f32": "half precision only", "full": "causal only"})
-    def picky(q, k, v, *, causal=False, save_residuals=False):
+    def picky(q: Any, k: Any, v: Any, *, causal: bool = False, save_residuals: Any = False) -> Any:
         assert causal
         assert q.dtype == "bfloat16"
         return returning("logsumexp")(q, k, v, causal=causal, save_residuals=save_residuals)
@@ -148,7 +148,7 @@ def test_residuals_are_traced_on_a_case_that_is_supported() -> None:
 
 
 def test_residuals_returned_in_another_form_are_an_error_that_says_what_is_needed() -> None:
-    def pair(q, k, v, *, causal=False, save_residuals=False):
+    def pair(q: Any, k: Any, v: Any, *, causal: bool = False, save_residuals: Any = False) -> Any:
         out, residuals = naive.attention(q, k, v, causal=causal, save_residuals=True)
         return (out, residuals["logsumexp"]) if save_residuals else out
 
@@ -157,19 +157,19 @@ def test_residuals_returned_in_another_form_are_an_error_that_says_what_is_neede
     assert "must return (out, {'logsumexp': ..., 'max_logits': ...})" in found.reason
 
 
-def two(q, k):
+def two(q: Any, k: Any) -> Any:
     return q
 
 
-def mystery(q, k, v, mystery):
+def mystery(q: Any, k: Any, v: Any, mystery: Any) -> Any:
     return q
 
 
-def mask_third(q, k, mask, v):
+def mask_third(q: Any, k: Any, mask: Any, v: Any) -> Any:
     return q
 
 
-def positional_mask(q, k, v, mask, /):
+def positional_mask(q: Any, k: Any, v: Any, mask: Any, /) -> Any:
     return q
 
 

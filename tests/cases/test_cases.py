@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cases.case import BIASES, DISTRIBUTIONS, DTYPES, FEATURES, PHASES, SEGMENTS, Case, CaseIdError, matches, parse
+from cases.case import DISTRIBUTIONS, DTYPES, FEATURES, PHASES, Case, CaseIdError, matches, parse
+from cases.operands import BIASES, SEGMENTS
 
 SETTINGS = settings(derandomize=True, deadline=None, max_examples=150)
 GOOD = "train/bf16/B2.T128.S128.N4.K2.H64.V64/causal/seg/softcap30/sinks/biashead/scale0.3/normal/s7"

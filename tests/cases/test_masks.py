@@ -67,11 +67,11 @@ def definition(mask: Mask) -> Allowed:
             return lambda b, n, i, j: j < lengths[b]
         case OwnWindow(left, positions):
             return lambda b, n, i, j: j <= positions[b] + i and (left is None or j >= positions[b] + i - left)
-        case And(left, right):
-            both = definition(left), definition(right)
+        case And(one, other):
+            both = definition(one), definition(other)
             return lambda b, n, i, j: both[0](b, n, i, j) and both[1](b, n, i, j)
-        case Or(left, right):
-            either = definition(left), definition(right)
+        case Or(one, other):
+            either = definition(one), definition(other)
             return lambda b, n, i, j: either[0](b, n, i, j) or either[1](b, n, i, j)
     raise AssertionError(mask)
 

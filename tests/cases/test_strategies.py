@@ -9,9 +9,10 @@ from hypothesis import HealthCheck, Phase, find, given, seed, settings
 from hypothesis.strategies import SearchStrategy
 
 from cases import mask_spec
-from cases.case import BIASES, DISTRIBUTIONS, FEATURES, PHASES, SEGMENTS, Case, matches, parse
+from cases.case import DISTRIBUTIONS, FEATURES, PHASES, Case, matches, parse
 from cases.inputs import draw
 from cases.moba import depends_on_data
+from cases.operands import BIASES, SEGMENTS
 from cases.space import NothingToDraw, space
 from cases.strategies import LONGEST, cases
 
@@ -26,7 +27,11 @@ def drawn(batches: int, strategy: SearchStrategy[Case]) -> list[Case]:
 
         @seed(batch)
         @settings(
-            SETTINGS, max_examples=9, derandomize=False, phases=[Phase.generate], suppress_health_check=HealthCheck
+            SETTINGS,
+            max_examples=9,
+            derandomize=False,
+            phases=[Phase.generate],
+            suppress_health_check=list(HealthCheck),
         )
         @given(strategy)
         def collect(case: Case) -> None:

@@ -62,9 +62,19 @@ def with_out(change: Callable[..., Any], **declared: Any) -> Callable[..., Any]:
 
     @declare(**{"behind_mask": "finite", **declared})
     def kernel(
-        q, k, v, *, causal=False, mask=None, segment_ids=None, soft_cap=None, sinks=None, scale=None, bias=None,
-        save_residuals=False,
-    ):  # fmt: skip
+        q: Any,
+        k: Any,
+        v: Any,
+        *,
+        causal: bool = False,
+        mask: Any = None,
+        segment_ids: Any = None,
+        soft_cap: Any = None,
+        sinks: Any = None,
+        scale: Any = None,
+        bias: Any = None,
+        save_residuals: bool = False,
+    ) -> Any:
         options = {"causal": causal, "mask": mask, "segment_ids": segment_ids, "soft_cap": soft_cap, "sinks": sinks}
         out, residuals = naive.attention(q, k, v, **options, scale=scale, bias=bias, save_residuals=True)
         out = change(out, q, k, v, options)
@@ -77,7 +87,7 @@ def with_lse(change: Callable[[jax.Array], jax.Array]) -> Callable[..., Any]:
     """The correct kernel with `logsumexp` changed."""
 
     @declare(behind_mask="finite")
-    def kernel(q, k, v, *, causal=False, save_residuals=False):
+    def kernel(q: Any, k: Any, v: Any, *, causal: bool = False, save_residuals: Any = False) -> Any:
         out, residuals = naive.attention(q, k, v, causal=causal, save_residuals=True)
         residuals["logsumexp"] = change(residuals["logsumexp"])
         return (out, residuals) if save_residuals else out
@@ -97,34 +107,34 @@ def test_a_correct_implementation_passes(check: str) -> None:
 
 
 def test_a_refusal_passes() -> None:
-    def refuses(q, k, v, *, mask, sinks=None, **options) -> None:
+    def refuses(q: Any, k: Any, v: Any, *, mask: Any, sinks: Any = None, **options: Any) -> None:
         raise NotImplementedError("sinks are not supported")
 
     honest = Implementation(name="honest", call=refuses, unsupported={"sinks": "never written"})
     assert verdicts(judge(honest, SINKS, "refusals")) == {"refusal": PASS}
 
 
-def doubled_gradient(out, *_):
+def doubled_gradient(out: Any, *_: Any) -> Any:
     return out + (out - jax.lax.stop_gradient(out))
 
 
-def last_row_without_gradient(out, *_):
+def last_row_without_gradient(out: Any, *_: Any) -> Any:
     return out.at[:, -1].set(jax.lax.stop_gradient(out[:, -1]))
 
 
-def last_head_without_gradient(out, *_):
+def last_head_without_gradient(out: Any, *_: Any) -> Any:
     return out.at[:, :, -1].set(jax.lax.stop_gradient(out[:, :, -1]))
 
 
 @jax.custom_vjp
-def off_in_the_rule(out):
+def off_in_the_rule(out: Any) -> Any:
     return out
 
 
 off_in_the_rule.defvjp(lambda out: (1.01 * out, None), lambda _, cotangent: (cotangent,))
 
 
-def leak_from_empty_rows(out, q, k, v, options):
+def leak_from_empty_rows(out: Any, q: Any, k: Any, v: Any, options: Any) -> Any:
     """Zero in the forward pass, but rows that see nothing pull on `v`."""
     ok = naive.allowed_pairs(q, k, options["causal"], None, options["mask"], options["segment_ids"])
     empty = ~ok.any(axis=-1).transpose(0, 2, 1)[..., None]
@@ -158,14 +168,14 @@ def test_a_bug_in_the_rule_of_a_custom_vjp_is_invisible_without_differentiating(
 
 
 def test_an_ignored_operand_is_caught() -> None:
-    def ignores(q, k, v, *, causal=False, **ignored):
+    def ignores(q: Any, k: Any, v: Any, *, causal: bool = False, **ignored: Any) -> Any:
         return naive.attention(q, k, v, causal=causal)
 
     assert verdicts(judge(ignores, CAPPED, "arguments")) == {"effect_of_soft_cap": FAIL}
 
 
 def test_a_feature_accepted_though_declared_unsupported_is_caught() -> None:
-    def accepts(q, k, v, *, mask, sinks=None, **options):
+    def accepts(q: Any, k: Any, v: Any, *, mask: Any, sinks: Any = None, **options: Any) -> Any:
         return naive.attention(q, k, v)
 
     silent = Implementation(name="silent", call=accepts, unsupported={"sinks": "never written"})
@@ -176,7 +186,7 @@ def test_a_feature_accepted_though_declared_unsupported_is_caught() -> None:
 
 
 def test_a_wrong_operand_that_is_accepted_is_caught() -> None:
-    def accepts(q, k, v, **options):
+    def accepts(q: Any, k: Any, v: Any, **options: Any) -> Any:
         return q
 
     found = judge(Implementation(name="careless", call=accepts, validates=True), CAUSAL, "errors")
@@ -185,7 +195,7 @@ def test_a_wrong_operand_that_is_accepted_is_caught() -> None:
 
 
 def test_an_error_that_does_not_name_the_operand_is_caught() -> None:
-    def refuses(q, k, v, **options) -> None:
+    def refuses(q: Any, k: Any, v: Any, **options: Any) -> None:
         raise ValueError("no")
 
     found = judge(Implementation(name="terse", call=refuses, validates=True), CAUSAL, "errors")
@@ -228,7 +238,7 @@ def test_a_result_of_the_wrong_kind_fails_and_says_how(change: Callable[..., Any
 
 @pytest.mark.parametrize("error", [RuntimeError("no such block\nmore"), SystemExit(3), KeyError("x")])
 def test_what_an_implementation_raises_becomes_an_error(error: BaseException) -> None:
-    def raises(q, k, v, *, causal=False) -> None:
+    def raises(q: Any, k: Any, v: Any, *, causal: bool = False) -> None:
         raise error
 
     (found,) = judge(raises, CAUSAL, "forward")
@@ -238,8 +248,13 @@ def test_what_an_implementation_raises_becomes_an_error(error: BaseException) ->
 
 
 def test_cases_that_differ_in_values_alone_are_judged_by_the_same_programs() -> None:
-    traced = []
-    kernel = from_function(with_out(lambda out, *_: traced.append(out.shape) or out), "kernel")
+    traced: list[tuple[int, ...]] = []
+
+    def traces(out: Any, *_: Any) -> Any:
+        traced.append(out.shape)
+        return out
+
+    kernel = from_function(with_out(traces), "kernel")
     checks = tuple(check for check in CHECKS if check.scope is GRID)
     runner = Runner(Settings())
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 import subprocess
 import sys
 import time
@@ -14,6 +12,7 @@ import pytest
 
 from conformance import cli, records
 from conformance.records import ERROR, EXPECTED_FAIL, FAIL, UNEXPECTED_PASS, UNJUDGED, UNSUPPORTED
+from tests.interrupting import interrupted
 
 CASE = "train/f32/B1.T16.S16.N2.K2.H16.V16/causal/normal/s0"
 FEW = "train/f32/*.T1.*"
@@ -299,25 +298,14 @@ def test_a_kernel_that_kills_its_process_costs_only_its_own_case(folder: Path) -
 @pytest.mark.parametrize("jobs", [1, 2])
 def test_an_interrupted_run_keeps_what_it_has(jobs: int, folder: Path) -> None:
     command = ["-m", "conformance", "run", "--impl=kernels.py:slow", f"--jobs={jobs}", "--report=r.html"]
-    # Tests that run in the background inherit an ignored SIGINT, and so would the command: it must be as in a terminal.
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    with subprocess.Popen(
-        [sys.executable, *command], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
-    ) as process:
-        signal.signal(signal.SIGINT, before)
-        assert process.stderr is not None
-        traced = 0
-        while traced < 20 * jobs:  # the first results have come, six cases at a time from each worker
-            traced += process.stderr.readline() == "traced\n"
-        os.killpg(process.pid, signal.SIGINT)  # as a terminal does: the workers get it too
-        out, err = process.communicate(timeout=30)
-    assert process.returncode == 2
-    assert "Traceback" not in out + err
-    assert "Interrupted" in out
+    found = interrupted(*command, traced=20 * jobs)  # the first results have come, some cases from each worker
+    assert found.returncode == 2
+    assert "Traceback" not in found.out + found.err
+    assert "Interrupted" in found.out
     assert records.read_jsonl(folder / "r.jsonl")
     assert (folder / "r.html").exists()
     deadline = time.monotonic() + 5
-    while _running(process.pid):
+    while _running(found.group):
         assert time.monotonic() < deadline, "workers are left behind"
         time.sleep(0.1)
 
@@ -329,7 +317,13 @@ def _running(group: int) -> bool:
 
 @pytest.mark.parametrize(
     ("what", "expected"),
-    [("implementations", "block_flash"), ("checks", "gradients_lse"), ("features", "soft_cap"), ("cases", "train/f32")],
+    [
+        ("implementations", "block_flash"),
+        ("checks", "gradients_lse"),
+        ("checks", "every case of the"),
+        ("features", "soft_cap"),
+        ("cases", "train/f32"),
+    ],
 )
 def test_lists(what: str, expected: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run("list", what) == 0

@@ -236,7 +236,8 @@ def test_vmap_and_a_loop_are_right_for_each() -> None:
 
     whole = operands(problem)
     stacked = jax.tree.map(lambda a: jnp.stack([a, a / 2]), whole)
-    halved = dataclasses.replace(problem, **{name: np.asarray(x / 2) for name, x in whole.items()})
+    halves: dict[str, Any] = {name: np.asarray(x / 2) for name, x in whole.items()}
+    halved = dataclasses.replace(problem, **halves)
     for run_all in (jax.vmap(gradients), lambda xs: jax.lax.map(gradients, xs)):
         found = compiled(run_all)(stacked)
         for number, drawn in enumerate((problem, halved)):

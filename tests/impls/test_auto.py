@@ -136,21 +136,21 @@ MASKS: tuple[Mask, ...] = (
 def test_a_quantised_cache_goes_to_the_kernel_that_takes_one() -> None:
     case = parse("decode/bf16/B2.T1.S20.N2.K2.H8.V8/lengths-7-20/kvint8-token/normal/s0")
     problem = draw(case)
-    asked = {"mask": problem.mask, "options": {"kv_scales": problem.kv_scales}}
+    asked: dict[str, Any] = {"mask": problem.mask, "options": {"kv_scales": problem.kv_scales}}
     found, _ = auto.route(problem.q, problem.k, problem.v, **asked)
     assert found.kernel == "quantized_kv"
     with pytest.raises(NotImplementedError, match="block_flash does not support kv_int8"):
         auto.route(problem.q, problem.k, problem.v, **asked, kernel="block_flash")
     plain = draw(parse(PLAIN))
     with pytest.raises(NotImplementedError, match="only quantised caches"):
-        auto.attention(plain.q, plain.k, plain.v, kernel="quantized_kv")
+        auto.attention(*map(jnp.asarray, (plain.q, plain.k, plain.v)), kernel="quantized_kv")
     assert red(AUTO, "forward", case) == []
 
 
 @pytest.mark.parametrize("candidate", CANDIDATES, ids=lambda c: c.kernel.name)
 @pytest.mark.parametrize("save_residuals", [False, True])
 def test_every_operand_reaches_every_kernel_as_it_is(candidate: auto.Candidate, save_residuals: bool) -> None:
-    moba = [Moba(4, 2)] if "moba" in candidate.kernel.offers else []
+    moba: list[Mask] = [Moba(4, 2)] if "moba" in candidate.kernel.offers else []
     taken = moba or [mask for mask in MASKS if candidate.lacks(tuple(mask_features(mask))) is None]
     assert taken
     for mask in taken:

@@ -17,7 +17,7 @@ from cases.masks import Bidirectional, Causal, Chunked, Dense, Full, Lengths, Lo
 from impls import flash_gpu
 from impls.flash_gpu.block_sizes import TABLE, BlockSizes, Tiles, look_up
 from impls.flash_gpu.implementation import same_tiles
-from impls.flash_gpu.schedule import FlashGpuPlan
+from impls.flash_gpu.schedule import FlashGpuPlan, Kind
 from tests.impls.test_attention import check, compiled, operands, run
 from tests.judged import assert_attention
 
@@ -113,7 +113,8 @@ def test_every_block_of_the_mask_is_visited_once(axis: Any) -> None:
     array = np.where(array == 1, np.tile(np.eye(16, dtype=bool), (4, 4)), array == 2)
     found = plan(Dense(array), 64, 16, num_q_heads=4)
     visits = found.visits(found.sizes.forward, axis)
-    for column, kind in ((0, "full"), (2, "partial")):
+    kinds_of_block: tuple[tuple[int, Kind], ...] = ((0, "full"), (2, "partial"))
+    for column, kind in kinds_of_block:
         want = kinds == {"full": 2, "partial": 1}[kind]
         want = want if axis == "q" else want.swapaxes(-1, -2)
         blocks = visits.lists[kind]
@@ -161,6 +162,7 @@ def test_an_unused_gradient_of_the_bias_costs_nothing() -> None:
 
         moving = {name: x[name] for name in names}
         text = jax.jit(jax.grad(loss)).lower(moving).compile().as_text()
+        assert text is not None
         return text.count("flash_gpu_dbias")
 
     assert kernels("q", "k", "v") == 0
@@ -238,7 +240,7 @@ MASKS = {
 def lowered(dtype: Any, mask: Mask, **options: Any) -> int:
     """How many kernels forward and gradient are, lowered for CUDA with every feature; no GPU is needed."""
 
-    def loss(x: dict[str, jax.Array], ids: jax.Array) -> jax.Array:
+    def loss(x: dict[str, Any], ids: jax.Array) -> jax.Array:
         out, residuals = flash_gpu.attention(
             **x, mask=mask, segment_ids=(ids, ids), soft_cap=5.0, save_residuals=True, interpret=False, **options
         )

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import AbstractDevice, AbstractMesh, PartitionSpec
 
 from cases.accelerator import interpreted_cases
@@ -156,7 +157,7 @@ def test_it_is_right_in_the_interpreter_and_nothing_races() -> None:
 
 def test_a_slot_filled_before_it_is_let_go_of_is_a_race(monkeypatch: pytest.MonkeyPatch) -> None:
     """Three tiles, two slots: the third comes while the first may still be read."""
-    careless = types.SimpleNamespace(**vars(mosaic_launch.plgpu))
+    careless = types.SimpleNamespace(**vars(plgpu))
     careless.barrier_wait = lambda barrier: None  # only the fetching warpgroup waits there
     monkeypatch.setattr(mosaic_launch, "plgpu", careless)
     case = parse("prefill/f16/B1.T128.S192.N1.K1.H128.V128/full/normal/s0")
@@ -179,6 +180,7 @@ def test_what_no_query_may_attend_to_does_not_spread() -> None:
     "mask", [Full(), Causal(), Window(95, 0), Dense(np.eye(4, dtype=bool).repeat(64, 0).repeat(64, 1))]
 )
 def test_the_list_of_blocks_is_that_of_the_schedule(mask: Mask) -> None:
+    tiles = Tiles(block_q=64, block_kv=32)
     found = FlashGpuPlan(
         mask=mask,
         num_q_heads=1,
@@ -191,7 +193,7 @@ def test_the_list_of_blocks_is_that_of_the_schedule(mask: Mask) -> None:
         soft_cap=None,
         segmented=False,
         exact=True,
-        sizes=flash_gpu.BlockSizes(**dict.fromkeys(("forward", "dq", "dkv"), Tiles(block_q=64, block_kv=32))),
+        sizes=flash_gpu.BlockSizes(forward=tiles, dq=tiles, dkv=tiles),
         interpret=True,
     )
     visits = found.visits(found.sizes.forward, "q")

@@ -46,14 +46,14 @@ def test_one_program_serves_every_selection(impl: Implementation, with_causal: b
     @jax.jit
     def run(selected: jax.Array, moving: dict[str, Any]) -> Any:
         traces.append(selected)
-        mask = masked(Indexer(selected), with_causal)
+        mask = masked(at_run_time(selected), with_causal)
 
         def call(x: dict[str, Any]) -> Any:
             out, residuals = impl.call(**x, mask=mask, save_residuals=True)
             return out, residuals["logsumexp"]
 
         results, pull = jax.vjp(call, moving)
-        return results, pull((do.out, jnp.where(jnp.isfinite(results[1]), do.logsumexp, 0.0)))[0]
+        return results, pull((do.out, jnp.where(jnp.isfinite(results[1]), jnp.asarray(do.logsumexp), 0.0)))[0]
 
     moving = {name: jnp.asarray(x) for name in ("q", "k", "v", "sinks") if (x := getattr(problem, name)) is not None}
     for selected in selections():
@@ -62,6 +62,10 @@ def test_one_program_serves_every_selection(impl: Implementation, with_causal: b
         got = {"out": out, "logsumexp": lse} | {f"d{name}": x for name, x in gradients.items()}
         assert_right(here, do, got)
     assert len(traces) == 1
+
+
+def at_run_time(selected: jax.Array) -> Indexer:
+    return Indexer(selected)  # type: ignore[arg-type]  # declared for NumPy, and an array of JAX's under `jit`
 
 
 def masked(indexer: Indexer, with_causal: bool) -> Mask:
@@ -84,7 +88,7 @@ def test_a_mask_with_a_selection_is_an_operand_and_any_other_is_static() -> None
 def test_masks_are_trees_whose_only_leaves_are_selections() -> None:
     array = np.ones((1, 1, 2, 3), bool)
     selection = Indexer(array)
-    mask = (Causal(1) & selection) | Window(1, 1) & Dense(array) & Lengths((2,))
+    mask = Or(Causal(1) & selection, Window(1, 1) & Dense(array) & Lengths((2,)))
     leaves, tree = jax.tree.flatten(mask)
     assert len(leaves) == 1
     assert leaves[0] is selection.array
@@ -96,11 +100,11 @@ def test_masks_are_trees_whose_only_leaves_are_selections() -> None:
 
 def test_what_is_known_of_a_traced_mask_allows_all_that_it_may() -> None:
     def check(selected: jax.Array) -> jax.Array:
-        mask = Causal(1) & Indexer(selected)
+        mask = Causal(1) & at_run_time(selected)
         assert mask.at_run_time
         assert not known(mask).at_run_time
         assert known(mask) == Causal(1) & Full()
-        assert Indexer(selected).blocks(2, 3, 1, 2).shape == (1, 1, 2, 2)
+        assert at_run_time(selected).blocks(2, 3, 1, 2).shape == (1, 1, 2, 2)
         dense: Any = mask.dense(2, 3)
         return dense
 
@@ -135,7 +139,7 @@ def test_a_block_without_a_selected_key_is_not_computed(monkeypatch: pytest.Monk
     x = jnp.asarray(np.random.default_rng(0).standard_normal((2, 48, 2, 8), np.float32))
 
     def loss(q: jax.Array) -> jax.Array:
-        mask = Indexer(jnp.asarray(selected)) & Causal()
+        mask = at_run_time(jnp.asarray(selected)) & Causal()
         return block_flash.attention(q, x, x, mask=mask, bias=jnp.ones((1, 1, 48, 48)), block_q=16, block_kv=16).sum()
 
     with jax.disable_jit():

@@ -19,7 +19,7 @@ from impls.merging import Normalised, Part
 from tests.judged import assert_right, expected_of
 
 QUERIES, KEYS, DEPTH = 2, 5, 3
-NOTHING = Part(*(np.full((QUERIES, n), x, np.float32) for n, x in ((DEPTH, 0.0), (1, -np.inf), (1, 0.0))))
+NOTHING = Part(*(jnp.full((QUERIES, n), x, np.float32) for n, x in ((DEPTH, 0.0), (1, -np.inf), (1, 0.0))))
 
 
 def part_of(logits: np.ndarray, values: np.ndarray) -> Part:
@@ -132,8 +132,8 @@ def test_a_part_over_no_keys_changes_nothing(
 ) -> None:
     part = part_of(*given)
     some = part.sum != 0
-    want = Part(np.where(some, part.out, 0), np.where(some, part.max, -np.inf), part.sum)
-    nothing = Part(np.full_like(part.out, out_of_nothing), np.full_like(part.max, max_of_nothing), 0 * part.sum)
+    want = Part(jnp.where(some, part.out, 0), jnp.where(some, part.max, -jnp.inf), part.sum)
+    nothing = Part(jnp.full_like(part.out, out_of_nothing), jnp.full_like(part.max, max_of_nothing), 0 * part.sum)
     for merged in (two(part, nothing), two(nothing, part), merging.merge([Part(*map(jnp.asarray, part))])):
         for x, y in zip(merged, want, strict=True):
             np.testing.assert_array_equal(x, y)  # times the exponential of zero
@@ -263,7 +263,7 @@ def test_forward_and_reverse_mode_are_those_of_attention_over_the_parts() -> Non
         d_lse = np.full((QUERIES, 1, 1), float(number == DEPTH), np.float32)
         want = attention(logits[:, None], values, Cotangent("one", d_out, d_lse))
         d_logits, d_values = want["dbias"], want["dv"]
-        back = pull(Normalised(d_out[:, 0, 0], d_lse[:, 0, 0]))
+        back = pull(Normalised(jnp.asarray(d_out[:, 0, 0]), jnp.asarray(d_lse[:, 0, 0])))
         got = {"dbias": np.stack([p.logsumexp for p in back], 1)[:, None], "dv": np.stack([p.out for p in back], 1)}
         assert_right(got, want)
         along, bound = (

@@ -86,7 +86,7 @@ def test_a_choice_that_rounding_may_change_is_not_decided() -> None:
     q = np.ones((1, 6, 1, 1), np.float32)
     (choice,) = choices(resolve(Moba(2, 2), q, k))
     np.testing.assert_array_equal(choice.decided[0, 0], [True, True, True, True, False, False])
-    (apart,) = choices(resolve(Moba(2, 2), q, k * np.float32([1, 1, 2, 2, 1, 1]).reshape(1, 6, 1, 1)))
+    (apart,) = choices(resolve(Moba(2, 2), q, k * np.array([1, 1, 2, 2, 1, 1], np.float32).reshape(1, 6, 1, 1)))
     assert apart.decided.all()
 
 

@@ -109,12 +109,13 @@ def test_what_storing_costs_is_within_its_bound_and_more_than_rounding(cache: st
 def test_what_is_no_cache_is_named() -> None:
     q, k = jnp.ones((1, 2, 2, 4)), jnp.ones((1, 6, 2, 4), jnp.int8)
     scales = jnp.ones((1, 6, 2))
-    for wrong, message in (
+    refused: tuple[tuple[dict[str, Any], str], ...] = (
         ({"kv_scales": (scales, scales[:, :4])}, r"kv_scales of v must be .* got \(1, 4, 2\)"),
         ({"kv_scales": (scales, scales[..., :1])}, "kv_scales of v must be"),
         ({"kv_scales": (scales[0], scales)}, "kv_scales of k must be"),
         ({"k": q[:, :1].repeat(6, 1), "kv_scales": (scales, scales)}, "one dtype of int8, int4, float8_e4m3fn"),
-    ):
+    )
+    for wrong, message in refused:
         with pytest.raises(ValueError, match=message):
             quantized_kv.attention(**{"q": q, "k": k, "v": k, **wrong})
     with pytest.raises(NotImplementedError, match="kv_scales: only quantised caches"):

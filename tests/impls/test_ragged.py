@@ -120,7 +120,7 @@ def test_the_run_of_keys_is_what_the_mask_allows(mask: Mask, position: int, leng
     assert len(hit) == 0 or (int(first[0]), int(first[0] + count[0]) - 1) == (hit[0], hit[-1])
 
 
-def arrays(batch: int, kv_length: int, q_length: int = 1, heads: tuple[int, int] = (4, 2)) -> dict[str, jax.Array]:
+def arrays(batch: int, kv_length: int, q_length: int = 1, heads: tuple[int, int] = (4, 2)) -> dict[str, Any]:
     rng = np.random.default_rng(0)
     shapes = {"q": (batch, q_length, heads[0], 16), "k": (batch, kv_length, heads[1], 16)}
     shapes["v"] = (batch, kv_length, heads[1], 24)
@@ -145,8 +145,9 @@ def test_the_interpreter_fetches_and_computes_what_the_schedule_says(monkeypatch
     monkeypatch.setattr(module, "get", counting)
     lengths = [0, 17, 0, 0, 1, 64, 16, 0]
     x = arrays(len(lengths), 70)
-    options = {"backend": "tpu", "block_kv": 16, "interpret": pltpu.InterpretParams()}
-    problem = Operands(**{name: np.asarray(a) for name, a in x.items()}, mask=Lengths(tuple(lengths)))
+    options: dict[str, Any] = {"backend": "tpu", "block_kv": 16, "interpret": pltpu.InterpretParams()}
+    q, k, v = (np.asarray(x[name]) for name in "qkv")
+    problem = Operands(q, k, v, mask=Lengths(tuple(lengths)))
     assert_attention({"out": ragged.attention(**x, lengths=int32(*lengths), **options)}, problem)
     expected = traffic(steps_of(fixed(70), int32(*lengths), int32(*(0 for _ in lengths)), 16))
     blocks = [(row, 0, number, 0) for row, length in enumerate(lengths) for number in range(-(-length // 16))]
@@ -175,19 +176,24 @@ def test_a_window_moves_with_the_position_of_each_sequence(backend: Backend, mas
     behind = np.array(lengths)[:, None] <= np.arange(70)
     k, v = (np.where(behind[..., None, None], np.nan, x) for x in (problem.k, problem.v))
     out, residuals = ragged.attention(
-        problem.q,
-        k,
-        v,
+        jnp.asarray(problem.q),
+        jnp.asarray(k),
+        jnp.asarray(v),
         mask=mask,
         lengths=int32(*lengths),
         positions=int32(*positions),
         soft_cap=20.0,
-        sinks=problem.sinks,
+        sinks=sinks_of(problem),
         save_residuals=True,
         backend=backend,
         **OPTIONS[backend],
     )
     assert_right({"out": out, **residuals}, truth)
+
+
+def sinks_of(problem: Operands) -> jax.Array:
+    assert problem.sinks is not None
+    return jnp.asarray(problem.sinks)
 
 
 MASKS = {
@@ -220,7 +226,7 @@ def test_chunks_of_a_prompt_then_every_token_are_one_causal_pass(backend: Backen
             mask=MASKS[name],
             lengths=lengths,
             positions=lengths - queries,
-            sinks=problem.sinks,
+            sinks=sinks_of(problem),
             backend=backend,
             **OPTIONS[backend],
         )
@@ -236,15 +242,16 @@ def test_a_prompts_cache_and_what_was_generated_since_merge_to_one_pass(backend:
     problem = draw(parse("decode/f32/B4.T1.S60.N4.K2.H16.V24/full/sinks/large/s2"))
     prompt, since = [0, 32, 7, 0], [28, 0, 21, 0]
     total = [a + b for a, b in zip(prompt, since, strict=True)]
-    x = {"backend": backend, **OPTIONS[backend]}
+    x: dict[str, Any] = {"backend": backend, **OPTIONS[backend]}
     # Keys of the whole sequence, wherever they are kept.
     caches = [np.full((4, size, *a.shape[2:]), np.nan, np.float32) for size in (32, 28) for a in (problem.k, problem.v)]
     for row, (a, b) in enumerate(zip(prompt, since, strict=True)):
         for number, array in enumerate((problem.k, problem.v)):
             caches[number][row, :a] = array[row, :a]
             caches[2 + number][row, :b] = array[row, a : a + b]
-    first = ragged.parts(problem.q, *caches[:2], lengths=int32(*prompt), **x)
-    second = ragged.parts(problem.q, *caches[2:], lengths=int32(*since), sinks=problem.sinks, **x)
+    q, k_prompt, v_prompt, k_since, v_since = map(jnp.asarray, (problem.q, *caches))
+    first = ragged.parts(q, k_prompt, v_prompt, lengths=int32(*prompt), **x)
+    second = ragged.parts(q, k_since, v_since, lengths=int32(*since), sinks=sinks_of(problem), **x)
     truth = expect(dataclasses.replace(problem, mask=Lengths(tuple(total))), IMPLEMENTATIONS["ragged"].arithmetic)
     for parts in ([first, second], [second, first]):
         found = merging.normalise(merging.merge(parts))
@@ -354,7 +361,13 @@ def test_under_shard_map_outputs_differ_over_the_axes_that_operands_do(backend: 
 @pytest.mark.parametrize("mask", [Full(), Chunked(30)], ids=repr)
 def test_the_gpu_kernel_lowers_for_cuda(dtype: str, mask: Mask) -> None:
     def call(q: jax.Array, k: jax.Array, v: jax.Array, lengths: jax.Array, sinks: jax.Array) -> Any:
-        options = {"mask": mask, "lengths": lengths, "positions": lengths - 2, "sinks": sinks, "soft_cap": 5.0}
+        options: dict[str, Any] = {
+            "mask": mask,
+            "lengths": lengths,
+            "positions": lengths - 2,
+            "sinks": sinks,
+            "soft_cap": 5.0,
+        }
         return ragged.attention(q, k, v, **options, backend="gpu", interpret=False)
 
     shapes = [(2, 2, 8, 80), (2, 200, 2, 80), (2, 200, 2, 48)]

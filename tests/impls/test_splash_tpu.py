@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 from collections.abc import Iterable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -77,7 +78,7 @@ def visited(steps: Steps) -> list[tuple[int, int]]:
 
 @pytest.mark.parametrize("order", ["q", "kv"])
 @pytest.mark.parametrize("mask", MASKS)
-def test_exactly_the_blocks_with_an_allowed_pair_are_visited(mask: Mask, order) -> None:
+def test_exactly_the_blocks_with_an_allowed_pair_are_visited(mask: Mask, order: Any) -> None:
     steps, _ = static_steps(mask, (512, 384), Blocks(128, 128), order, 1, 1)
     kinds = mask.blocks(512, 384, 128, 128)[0, 0]
     found = visited(steps)
@@ -116,12 +117,12 @@ def test_steps_counted_are_steps_run(mask: Mask, monkeypatch: pytest.MonkeyPatch
     def count(phase: str, what: str) -> None:
         jax.debug.callback(lambda: run.update([(phase, what)]))
 
-    def counting_logits(call, x):
+    def counting_logits(call: Any, x: Any) -> Any:
         count(call.phase, "computed")
         return plain_logits(call, x)
 
-    def counting_kernel(name, plain):
-        def kernel(*given) -> None:
+    def counting_kernel(name: Any, plain: Any) -> Any:
+        def kernel(*given: Any) -> None:
             count(phases[name], "steps")
             plain(*given)
 
@@ -155,7 +156,7 @@ def test_shards_of_queries_compute_their_rows(mask: Mask, sizes: BlockSizes) -> 
     mesh = jax.make_mesh((2,), ("seq",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
     rows, every = PartitionSpec(None, None, "seq"), PartitionSpec()
 
-    def run(do, q, k, v):
+    def run(do: Any, q: Any, k: Any, v: Any) -> Any:
         sharded = jax.shard_map(
             lambda kernel, q, k, v: kernel(q, k, v),
             mesh=mesh,
@@ -195,7 +196,7 @@ def test_shards_of_heads_and_queries_together(kv_heads: int, by_head: bool, size
     rows = PartitionSpec(None, "heads", "seq")
     keys = PartitionSpec(None, "heads" if kv_heads > 1 else None)
 
-    def run(q, k, v):
+    def run(q: Any, k: Any, v: Any) -> Any:
         return jax.shard_map(
             lambda kernel, q, k, v: kernel(q, k, v),
             mesh=mesh,
@@ -230,7 +231,7 @@ def test_a_mask_known_at_run_time_may_be_traced(shape: tuple[int, int], sizes: B
     problem, cotangent = problem_of(Dense(allowed), 4, 2, 300, batch=2)
     do, q, k, v = heads_first(cotangent.out, problem.q, problem.k, problem.v)
 
-    def run(allowed, q, k, v):
+    def run(allowed: Any, q: Any, k: Any, v: Any) -> Any:
         kernel = make_splash_dynamic(allowed, num_q_heads=4, num_kv_heads=2, block_sizes=sizes)
         return kernel(q, k, v)
 
@@ -311,7 +312,7 @@ def test_layouts_and_head_counts_are_checked() -> None:
 
 
 @pytest.mark.parametrize(("given", "message"), [({"bias": jnp.zeros((1, 1, 1, 8))}, "bias"), ({}, "f16")])
-def test_what_it_lacks_is_refused_by_name(given, message: str) -> None:
+def test_what_it_lacks_is_refused_by_name(given: Any, message: str) -> None:
     x = jnp.zeros((1, 8, 1, 64), jnp.float32 if given else jnp.float16)
     with pytest.raises(NotImplementedError, match=f"splash_tpu does not support {message}"):
         attention(x, x, x, mask=Full(), **given)

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -21,25 +17,26 @@ from conformance.calling.plain import from_function
 from conformance.judging import explore
 from conformance.judging.explore import Budget, Exploration, Seen, budget, plainness
 from conformance.judging.settings import ExpectedFailure, Settings
+from tests.interrupting import interrupted
 from tests.kernels import naive
 
 REPLAY = "python -m conformance run --impl=kernel.py:{name} --case={case} --check={check}"
 
 
 @declare(behind_mask="finite")
-def right(q, k, v, *, causal=False):
+def right(q: Any, k: Any, v: Any, *, causal: bool = False) -> Any:
     return naive.attention(q, k, v, causal=causal)
 
 
 @declare(behind_mask="finite")
-def tail_and_cap(q, k, v, *, causal=False, soft_cap=None):
+def tail_and_cap(q: Any, k: Any, v: Any, *, causal: bool = False, soft_cap: Any = None) -> Any:
     """Wrong by 1% with a soft cap and one key beyond a block of 64."""
     wrong = soft_cap is not None and k.shape[1] % 64 == 1
     return naive.attention(q, k, v * 1.01 if wrong else v, causal=causal, soft_cap=soft_cap)
 
 
 @declare(behind_mask="finite")
-def window_when_lengths_differ(q, k, v, *, causal=False, window=None):
+def window_when_lengths_differ(q: Any, k: Any, v: Any, *, causal: bool = False, window: Any = None) -> Any:
     """The right side of a window is lost where T != S."""
     if window is not None and q.shape[1] != k.shape[1]:
         window = (window[0], None)
@@ -47,7 +44,7 @@ def window_when_lengths_differ(q, k, v, *, causal=False, window=None):
 
 
 @declare(behind_mask="finite")
-def grouped_in_bf16(q, k, v, *, sinks=None):
+def grouped_in_bf16(q: Any, k: Any, v: Any, *, sinks: Any = None) -> Any:
     """dk and dv of grouped heads go to the first head only, in bf16."""
     if q.dtype == "bfloat16" and q.shape[2] > k.shape[2]:
         q = q[:, :, :1].repeat(q.shape[2], axis=2)
@@ -131,7 +128,7 @@ def test_an_expected_failure_is_no_find_and_its_passing_neither() -> None:
         return Settings(expected_failures=(ExpectedFailure(implementation="it", reason="known", check=[check]),))
 
     @declare(behind_mask="finite")
-    def wrong(q, k, v):
+    def wrong(q: Any, k: Any, v: Any) -> Any:
         return 1.01 * naive.attention(q, k, v)
 
     known = explored(wrong, examples=3, settings=settings("*"))
@@ -141,7 +138,7 @@ def test_an_expected_failure_is_no_find_and_its_passing_neither() -> None:
 
 
 def test_a_crash_is_a_find() -> None:
-    def crashes(q, k, v, *, scale=None):
+    def crashes(q: Any, k: Any, v: Any, *, scale: Any = None) -> Any:
         if scale is not None:
             raise RuntimeError("no such tile")
         return naive.attention(q, k, v)
@@ -284,20 +281,10 @@ def test_help_teaches(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_an_interrupt_keeps_what_was_judged(folder: Path) -> None:
     command = ["-m", "conformance", "explore", "--impl=kernel.py:loud", "--seed=0", "--json=r.jsonl", "--seconds=300"]
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    with subprocess.Popen(
-        [sys.executable, *command], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
-    ) as process:
-        signal.signal(signal.SIGINT, before)
-        assert process.stderr is not None
-        traced = 0
-        while traced < 8:  # a case takes a few: by now the first is judged
-            traced += process.stderr.readline() == "traced\n"
-        os.killpg(process.pid, signal.SIGINT)
-        out, err = process.communicate(timeout=60)
-    assert process.returncode == 2
-    assert "Traceback" not in out + err
-    assert "Interrupted" in out
+    found = interrupted(*command, traced=8)  # a case takes a few: by then the first is judged
+    assert found.returncode == 2
+    assert "Traceback" not in found.out + found.err
+    assert "Interrupted" in found.out
     assert records.read_jsonl(folder / "r.jsonl")
 
 

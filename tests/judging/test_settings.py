@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -84,8 +85,13 @@ def test_a_file_without_the_table_means_the_defaults(tmp_path: Path) -> None:
     assert load(tmp_path, "[project]\nname = 'x'\n") == Settings()
 
 
-def record(verdict: str, **changes: str) -> Record:
-    values = {"implementation": "kernel", "platform": "cpu", "case": "train/f32/x", "check": "gradients"}
+def record(verdict: str, **changes: Any) -> Record:
+    values: dict[str, Any] = {
+        "implementation": "kernel",
+        "platform": "cpu",
+        "case": "train/f32/x",
+        "check": "gradients",
+    }
     return Record(**{**values, "observable": "dv", "verdict": verdict, **changes})
 
 

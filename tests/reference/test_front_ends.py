@@ -95,7 +95,9 @@ def test_two_layouts_of_rotary_are_one_with_the_dimensions_permuted() -> None:
 @pytest.mark.parametrize("case", F32, ids=str)
 def test_the_oracle_is_the_definition_and_its_derivative(case: Case) -> None:
     raw = draw_raw(case)
-    wide = {name: None if x is None else x.astype(np.float64) for name, x in dataclasses.asdict(raw).items()}
+    wide: dict[str, Any] = {
+        name: None if x is None else x.astype(np.float64) for name, x in dataclasses.asdict(raw).items()
+    }
     truth = FrontEnd.of(case.steps, raw)
     after = (truth.q.after, truth.k.after, truth.v)
     bounded = bounds_of_float64({name: Bounded(x.value, x.error) for name, x in zip("qkv", after, strict=True)}, 2)
@@ -103,8 +105,8 @@ def test_the_oracle_is_the_definition_and_its_derivative(case: Case) -> None:
         assert compare(stated, exact).ratio <= LIMIT
     rng = np.random.default_rng(0)
     cotangents = [rng.normal(size=x.value.shape) for x in after]
-    found = truth.pull_back(*(Bounded(x, np.zeros_like(x)) for x in cotangents), 0.0, 0.0)
-    found = bounds_of_float64(found)
+    dq, dk, dv = (Bounded(x, np.zeros_like(x)) for x in cotangents)
+    found = bounds_of_float64(truth.pull_back(dq, dk, dv, 0.0, 0.0))
     # Of what a result changes by, both of whose values are rounded, and of the sum of such changes.
     of_change = sum(LIMIT * (x.bound * np.abs(c)).sum() for x, c in zip(bounded.values(), cotangents, strict=True))
 

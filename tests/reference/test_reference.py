@@ -92,10 +92,12 @@ def test_what_nobody_may_attend_to_reaches_no_gradient(backward: Backward, poiso
 def test_max_logits_carry_no_gradient() -> None:
     problem = draw(parse("train/f32/B1.T4.S5.N2.K1.H4.V4/full/normal/s1"))
 
-    def top(q: jax.Array) -> jax.Array:
-        return reference_attention(q, problem.k, problem.v, save_residuals=True)[1]["max_logits"].sum()
+    q, k, v = map(jnp.asarray, (problem.q, problem.k, problem.v))
 
-    assert not np.asarray(jax.grad(top)(jnp.asarray(problem.q))).any()
+    def top(q: jax.Array) -> jax.Array:
+        return reference_attention(q, k, v, save_residuals=True)[1]["max_logits"].sum()
+
+    assert not np.asarray(jax.grad(top)(q)).any()
 
 
 def operands() -> dict[str, Any]:

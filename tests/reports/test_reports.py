@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from cases.operands import OBSERVABLES
 from conformance.records import (
     ERROR,
     EXPECTED_FAIL,
@@ -89,7 +90,7 @@ def many(count: int) -> list[Record]:
                 implementation=f"kernel_{i % 6}",
                 case=f"train/bf16/B2.T{i}.S128.N4.K2.H64.V64/causal/seg/cap30/sinks/normal/s{i}",
                 check=("forward", "gradients", "poison", "transforms")[i % 4],
-                observable=measures.OBSERVABLES[i % 8],
+                observable=OBSERVABLES[i % len(OBSERVABLES)],
                 dtype=("f32", "bf16", "f16")[i % 3],
                 features=("causal", f"feature-{i % 17}"),
                 verdict=verdict,

@@ -22,6 +22,7 @@ from impls.flash_gpu import passes
 from impls.flash_gpu.schedule import FlashGpuPlan
 from impls.flash_gpu.triton import backward, forward, tiles
 from impls.flash_gpu.triton.forward import Running
+from impls.flash_gpu.triton.tiles import walk
 
 # The package's attribute of this name is the function.
 CALL = importlib.import_module("impls.flash_gpu.attention")
@@ -68,7 +69,7 @@ def last_head_only(patch: pytest.MonkeyPatch) -> None:
 
 
 def stale_dq(patch: pytest.MonkeyPatch) -> None:
-    correct = backward.walk
+    correct = walk
 
     def wrong(launch: Any, inputs: Any, head: Any, step: Any, carry: Any) -> Any:
         stale = jnp.full_like(carry, 0.01) if getattr(carry, "ndim", 0) == 2 else carry  # dk and dv are a pair

@@ -62,7 +62,7 @@ def test_nan_and_infinity_never_pass_for_a_finite_value(bad: float, dtype: type)
 @SETTINGS
 @given(st.integers(0, 4999), st.sampled_from([np.float64, np.float32, np.float16]))
 def test_a_single_nan_is_found_wherever_it_is_among_thousands(place: int, dtype: type) -> None:
-    got = np.ones(5000, dtype)
+    got: np.ndarray = np.ones(5000, dtype)
     got[place] = np.nan
     found = compare(got, bounded(shape=(5000,)))
     assert found.ratio == np.inf

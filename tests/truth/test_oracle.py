@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -89,7 +89,7 @@ def literal_forward(problem: Problem, operands: dict[str, Any]) -> tuple[jax.Arr
             columns = jnp.concatenate([columns, sink], axis=-1)
         lse = jax.scipy.special.logsumexp(columns, axis=-1)
         p = jnp.where(allowed[:, n], jnp.exp(jnp.where(allowed[:, n], z - lse[..., None], 0)), 0)
-        empty = ~allowed[:, n].any(axis=-1)
+        empty = ~np.any(allowed[:, n], axis=-1, keepdims=False)
         outs.append(jnp.where(empty[..., None], 0, jnp.einsum("bts,bsv->btv", p, v[:, :, kv])))
         lses.append(lse if "sinks" in operands else jnp.where(empty, 0, lse))
     return jnp.stack(outs, axis=2), jnp.stack(lses, axis=1)
@@ -322,9 +322,10 @@ def test_adding_a_constant_to_all_logits_moves_logsumexp_alone() -> None:
     drawn, (do, _) = draw(parse(case_id)), cotangents(case_id)
     assert drawn.bias is not None
     # A bias of few bits, to which 3.5 can be added exactly.
-    problem = dataclasses.replace(drawn, bias=np.round(drawn.bias * np.float32(1024)) / np.float32(1024))
-    shifted = dataclasses.replace(problem, bias=problem.bias + np.float32(3.5))
-    np.testing.assert_array_equal(shifted.bias.astype(np.float64), problem.bias.astype(np.float64) + 3.5)
+    bias = np.round(drawn.bias * np.float32(1024)) / np.float32(1024)
+    moved = bias + np.float32(3.5)
+    np.testing.assert_array_equal(moved.astype(np.float64), bias.astype(np.float64) + 3.5)
+    problem, shifted = (dataclasses.replace(drawn, bias=x) for x in (bias, moved))
     before, after = (bounds_of_float64(expected_of(x, Cotangent("out", do))) for x in (problem, shifted))
     both = {name: Bounded(x.value, x.bound + after[name].bound) for name, x in before.items()}
     for name in ("logsumexp", "max_logits"):
@@ -379,7 +380,9 @@ def test_empty_rows_give_zero_or_the_mean_and_touch_no_gradient_but_the_means_dv
     average = np.zeros((1, 2, 2)) if sinks else problem.v.astype(np.float64).mean(axis=1)
     bound = bounds_of_float64(expected_of(problem, empty_rows="mean"), 2)["out"].bound[:, 1]
     assert_right({"out": mean.out[:, 1]}, {"out": Bounded(average, bound)})
-    for form, empty_rows in itertools.product(("vanilla", "flash"), ("zero", "mean")):
+    forms: tuple[oracle.Backward, ...] = ("vanilla", "flash")
+    fillings: tuple[Literal["zero", "mean"], ...] = ("zero", "mean")
+    for form, empty_rows in itertools.product(forms, fillings):
         gradients = oracle.backward(problem, do, form=form, empty_rows=empty_rows)
         dv = gradients.pop("dv")
         assert (dv == (0.25 if empty_rows == "mean" and not sinks else 0)).all()

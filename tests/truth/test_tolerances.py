@@ -5,12 +5,14 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from cases.operands import OBSERVABLES
 from conformance.records import FAIL, PASS, UNSUPPORTED, Record
 from conformance.truth import calibration, tolerances
-from conformance.truth.tolerances import DTYPES, OBSERVABLES
+from conformance.truth.tolerances import DTYPES
 
 STORED = json.loads(tolerances.CALIBRATION.read_text())
 
@@ -33,8 +35,8 @@ def test_correct_kernels_stay_below_three_quarters_of_the_limit() -> None:
         assert (row["max_rms"] or 0) <= 0.75 * limit.rms
 
 
-def record(dtype: str, observable: str, ratio: float, **changed: object) -> Record:
-    fields = {"check": "forward", "rms": ratio / 4, "rms_limit": 1.5, "limit": 4.0, "verdict": PASS}
+def record(dtype: str, observable: str, ratio: float, **changed: Any) -> Record:
+    fields: dict[str, Any] = {"check": "forward", "rms": ratio / 4, "rms_limit": 1.5, "limit": 4.0, "verdict": PASS}
     return Record(
         implementation="right",
         platform="cpu",

@@ -91,7 +91,7 @@ def launch(
         scratch=scratch,
         interpret=plan.interpret,
     )(*inputs.values())
-    # Under `shard_map`, outputs differ over the mesh axes that the operands do, which the call does not say.
+    # Under `shard_map`, outputs differ over the same mesh axes as the operands. The call itself does not mark them so.
     marked: tuple[jax.Array, ...] = varying_over(found, varying_axes(inputs))
     return marked
 
@@ -166,14 +166,14 @@ class Place:
             def _bring() -> None:
                 bring(at, slot)
 
-        # The last turns only wait: a program does not end before its barriers are where they began.
+        # The last turns only wait, so that every barrier is in its first state again when the program ends.
         lax.fori_loop(jnp.int32(0), total + self.shape.slots, step, None)
 
     def let_go(self, slot: Any, *, read_as_values: bool = False) -> None:
         """This warpgroup is done with a slot.
 
-        What it read there as values, and not through `wgmma` or before another fence, must be fenced from the copy that
-        comes next. An interpreter reads everything as values.
+        The next copy into the slot must not overtake what still reads it. Reads by `wgmma` have ended, but reads of
+        values need a fence (`read_as_values`). An interpreter reads everything as values.
         """
         if read_as_values or self.plan.interpret:
             plgpu.commit_smem()  # type: ignore[no-untyped-call] # untyped upstream
@@ -184,7 +184,7 @@ class Place:
 def listed(visits: Visits) -> tuple[np.ndarray, np.ndarray]:
     """The schedule with every block listed: `[b, n, programs, 3]` start, full blocks and all blocks; and the blocks.
 
-    The fetching warpgroup reads an index ahead of time, so a list costs it nothing.
+    The fetching warpgroup works ahead of the others, so reading an index from a list delays nobody.
     """
     table, blocks, start = [], [], 0
     for line in visits.table.reshape(-1, 4):

@@ -177,7 +177,7 @@ class Launch:
           out_shapes: shape and dtype of each output.
           out_specs: what a program sees of them.
         """
-        # `shard_map` checks over which mesh axes arrays differ: constants and outputs must say so as the operands do.
+        # `shard_map` checks over which mesh axes arrays differ: constants and outputs must name the operands' axes.
         arrays = varying_over(arrays, varying_axes(arrays))
         varying = jax.typeof(arrays["q"]).manual_axis_type
         out_shapes = {name: array_of(x.shape, x.dtype, varying) for name, x in out_shapes.items()}

@@ -146,7 +146,7 @@ def _local_softmax_in_backward(parts: list[Part]) -> Part:
 def _mean_of_parts(parts: list[Part]) -> Part:
     """Steps weigh the same, whatever their logsumexp."""
     found = ring_steps.merge(parts)
-    return found._replace(out=sum(part.out for part in parts) / len(parts))
+    return found._replace(out=jnp.mean(jnp.stack([part.out for part in parts]), axis=0))
 
 
 def _max_of_last(parts: list[Part]) -> Part:

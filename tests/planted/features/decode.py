@@ -42,7 +42,14 @@ def _batched(case: Case) -> bool:
 
 
 def _bug(
-    name: str, *, kind: str, reference: str, shows: tuple[str, ...], trigger: Trigger = _DECODE, **steps: Any
+    name: str,
+    *,
+    kind: str,
+    reference: str,
+    shows: tuple[str, ...],
+    trigger: Trigger = _DECODE,
+    takes: frozenset[str] = frozenset(),
+    **steps: Any,
 ) -> PlantedBug:
     return PlantedBug(
         name=name,
@@ -50,24 +57,13 @@ def _bug(
         kind=kind,
         reference=reference,
         shows=shows,
-        build=functools.partial(implementation, DecodeSteps(**steps), name),
+        build=functools.partial(implementation, DecodeSteps(**steps), name, takes),
         trigger=trigger,
     )
 
 
-def _own_bug(
-    name: str, *, kind: str, reference: str, shows: tuple[str, ...], trigger: Trigger = _OWN, **steps: Any
-) -> PlantedBug:
-    """A bug of windows that move with each sequence."""
-    return PlantedBug(
-        name=name,
-        family="decode",
-        kind=kind,
-        reference=reference,
-        shows=shows,
-        build=functools.partial(implementation, DecodeSteps(**steps), name, frozenset({"own_window"})),
-        trigger=trigger,
-    )
+# A bug of windows that move with each sequence.
+_own_bug = functools.partial(_bug, trigger=_OWN, takes=frozenset({"own_window"}))
 
 
 def _tpu_bug(

@@ -18,7 +18,7 @@ from cases.moba import Moba
 from conformance.contract import Implementation
 from conformance.sensitivity import PlantedBug
 from impls.moba import forward as sparse_forward
-from impls.moba.blocks import Operands, bins_of, from_rows, rows_of
+from impls.moba.blocks import Operands, bins_of, from_rows, lanes_of, rows_of
 from impls.moba.choice import choose
 from impls.moba.plan import MobaPlan, Work, divide
 from tests.planted.planting.plain import Call, PlainSteps, kernel, stop
@@ -218,7 +218,7 @@ def _empty_slots_are_the_first_chunk(x: Array, call: Call) -> Array:
 def _not_rescaled(plan: MobaPlan, operands: Operands, work: Work) -> Any:
     """Parts of a row are added up as if they had been shifted by one maximum."""
     right = sparse_forward.forward(plan, operands, work)
-    parts = sparse_forward._parts(plan, sparse_forward.lanes_of(plan, operands), work)
+    parts = sparse_forward._parts(plan, lanes_of(plan, operands), work)
     _, total, out = (sparse_forward.slots(x, work.places, 0) for x in parts)
     out = out.sum(axis=1) / total.sum(axis=1)[:, None]
     return right._replace(out=from_rows(plan, out.astype(operands.q.dtype)))
@@ -226,7 +226,7 @@ def _not_rescaled(plan: MobaPlan, operands: Operands, work: Work) -> Any:
 
 def _own_chunk_in_logsumexp(plan: MobaPlan, operands: Operands, work: Work) -> Any:
     right = sparse_forward.forward(plan, operands, work)
-    parts = sparse_forward._parts(plan, sparse_forward.lanes_of(plan, operands), work)
+    parts = sparse_forward._parts(plan, lanes_of(plan, operands), work)
     maximum, total, _ = (sparse_forward.slots(x, work.places[:, :1], 0) for x in parts)
     own = (maximum + jnp.log(total)).reshape(right.logsumexp.shape)
     return right._replace(logsumexp=own)

@@ -184,7 +184,7 @@ def allowed_pairs(call: Call, steps: PlainSteps) -> Array:
     """Mask and segment ids together."""
     # The barrier keeps XLA from folding what follows from a constant mask, which takes it seconds.
     mask = jnp.asarray(steps.mask(call.mask, call))
-    allowed: Array = jax.lax.optimization_barrier(mask)  # type: ignore[no-untyped-call] # untyped upstream
+    allowed: Array = jax.lax.optimization_barrier(mask)
     if call.segment_ids is None:
         return allowed
     return steps.both(allowed, steps.segments(*call.segment_ids, call), call)

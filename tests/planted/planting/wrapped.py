@@ -29,20 +29,20 @@ def attention_by(kernel: Kernel, **declared: Any) -> Callable[..., Any]:
 
     @declare(**{"behind_mask": "finite", **declared})
     def attention(
-        q,
-        k,
-        v,
+        q: Any,
+        k: Any,
+        v: Any,
         *,
-        causal=False,
-        window=None,
-        mask=None,
-        segment_ids=None,
-        soft_cap=None,
-        sinks=None,
-        bias=None,
-        scale=None,
-        save_residuals=False,
-    ):
+        causal: bool = False,
+        window: Any = None,
+        mask: Any = None,
+        segment_ids: Any = None,
+        soft_cap: Any = None,
+        sinks: Any = None,
+        bias: Any = None,
+        scale: Any = None,
+        save_residuals: bool = False,
+    ) -> Any:
         given = {"causal": causal, "window": window, "soft_cap": soft_cap, "scale": scale}
         options = {"mask": mask, "segment_ids": segment_ids, "sinks": sinks, "bias": bias}
         arrays = {"q": q, "k": k, "v": v, **{name: x for name, x in options.items() if x is not None}}
