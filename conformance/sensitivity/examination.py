@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from cases.case import Case
 from conformance.checks import CHECKS
@@ -75,13 +76,26 @@ def _size(case: Case) -> int:
     return case.batch * case.num_q_heads * case.q_length * case.kv_length
 
 
-def red_records(bug: PlantedBug, level: str) -> Iterator[Record]:
-    """The red records, as they come: whoever has seen enough stops."""
+def red_records(bug: PlantedBug, level: str, seen: Mapping[str, Kill] | None = None) -> Iterator[Record]:
+    """The red records, as they come: whoever has seen enough stops.
+
+    `seen` says which checks saw the bug before, and where. They are asked first, alone and beginning there; then
+    everything is asked as if nothing were known, so that a bug that others see now is found all the same.
+    """
     runner = Runner(Settings())
-    for job in ordered_jobs(bug, level):
+    jobs = ordered_jobs(bug, level)
+    for job in itertools.chain(_as_seen(jobs, seen or {}), jobs):
         for record in runner.stream(job):
             if record.verdict in RED:
                 yield record
+
+
+def _as_seen(jobs: Iterable[Job], seen: Mapping[str, Kill]) -> list[Job]:
+    """The jobs with a check that saw the bug, with no other check, those on a case where one saw it first."""
+    cases = {kill.case for kill in seen.values()}
+    asked = [(job, tuple(check for check in job.checks if check.name in seen)) for job in jobs]
+    narrowed = [dataclasses.replace(job, checks=checks) for job, checks in asked if checks]
+    return sorted(narrowed, key=lambda job: job.case.id not in cases)
 
 
 def examine(bug: PlantedBug, level: str) -> Examination:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from conformance.sensitivity import PlantedBug
+from conformance.sensitivity import PlantedBug, detection
 from tests.planted.computing import (
     backward,
     blocks,
@@ -76,3 +76,6 @@ _MODULES = (
 )
 
 BANK: tuple[PlantedBug, ...] = tuple(bug for module in _MODULES for bug in module.BUGS)
+
+# By which checks, and on which cases, each bug died when the bank was measured: it is looked for there first.
+SEEN = {found.bug: found.kills for found in detection.examinations(detection.load(), {bug.name for bug in BANK})}

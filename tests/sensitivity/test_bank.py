@@ -14,7 +14,7 @@ from conformance.sensitivity import PlantedBug, detection
 from conformance.sensitivity.bank import load_bank
 from conformance.sensitivity.examination import red_records, shows_as_said
 from tests.kernels import pallas_tpu
-from tests.planted.bank import BANK
+from tests.planted.bank import BANK, SEEN
 from tests.planted.features import caches, moba
 from tests.planted.planting.blockwise import implementation
 from tests.planted.planting.steps import BlockSteps
@@ -30,7 +30,7 @@ def test_a_planted_bug_dies_by_what_it_shows(bug: PlantedBug) -> None:
     if (reason := bug.unmeasurable()) is not None:
         pytest.skip(reason)
     seen: set[str] = set()
-    for red in red_records(bug, "quick"):
+    for red in red_records(bug, "quick", SEEN.get(bug.name)):
         if shows_as_said(bug, red):
             return
         seen.add(f"{red.check}/{red.observable}")

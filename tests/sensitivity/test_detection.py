@@ -11,9 +11,10 @@ import pytest
 from conformance import cli
 from conformance.checks import BY_NAME, CHECKS
 from conformance.contract import Implementation
+from conformance.records import FAIL
 from conformance.sensitivity import PlantedBug, detection
 from conformance.sensitivity.bank import BankError, load_bank
-from conformance.sensitivity.examination import Examination, Kill, examine, ordered_jobs, powers
+from conformance.sensitivity.examination import Examination, Kill, examine, ordered_jobs, powers, red_records
 from conformance.sensitivity.resolution import Resolution
 from reports.detection import detection as section
 from tests.planted.computing import gaming, laws
@@ -39,6 +40,20 @@ def test_the_order_of_jobs_loses_none() -> None:
     # It supports everything but what needs an algorithm of its own; it is for no accelerator.
     elsewhere = {"interpreter", "compiles"}
     assert {check.name for job in jobs for check in job.checks} == set(BY_NAME) - elsewhere
+
+
+def test_a_bug_is_looked_for_first_where_it_was_seen() -> None:
+    job = next(job for job in reversed(ordered_jobs(ZEROS, "quick")) if job.on_grid)
+    seen = {"residuals": Kill("logsumexp", job.case.id, FAIL, 1.0)}
+    red = next(red_records(ZEROS, "quick", seen))
+    assert (red.check, red.case) == ("residuals", job.case.id)
+    assert next(red_records(ZEROS, "quick")).case != job.case.id
+
+
+def test_a_bug_that_is_not_where_it_was_seen_is_found_all_the_same() -> None:
+    # Not by aliasing: zeros share no memory with the operands.
+    seen = {"aliasing": Kill("q", "train/...", FAIL, None)}
+    assert next(red_records(ZEROS, "quick", seen)) is not None
 
 
 def test_a_gross_bug_is_seen_by_many_checks_at_once() -> None:
