@@ -93,9 +93,10 @@ def words(path: Path) -> str:
 
 
 def told() -> dict[Path, str]:
-    """What modules and documents say, the README apart, which also tells of files to come."""
+    """What modules and documents say, but for files to come (README) and gone (changes)."""
     said = {path: words(path) for path in SOURCES}
-    return said | {path: path.read_text(encoding="utf-8") for path in (ROOT / "docs").glob("*.md")}
+    pages = (path for path in (ROOT / "docs").glob("*.md") if path.name != "changelog.md")
+    return said | {path: path.read_text(encoding="utf-8") for path in pages}
 
 
 def is_there(module: str) -> bool:
