@@ -42,6 +42,71 @@ class Lengths:
     instead_of: tuple[int, int] | None = None  # only for what does not support these lengths
 
 
+def _offset(value: int) -> str:
+    return f"-o{value}" if value else ""
+
+
+def _causal_end(q: int, kv: int, batch: int) -> str:
+    # At equal lengths the aligned offset is 0; 3 keeps it apart from plain causal.
+    return f"causal{_offset(kv - q if kv != q else 3)}"
+
+
+def _window(q: int, kv: int, batch: int) -> str:
+    return f"window-l{max(1, kv // 4) - 1}-r0{_offset(max(0, kv - q))}"
+
+
+def _window_both(q: int, kv: int, batch: int) -> str:
+    return f"window-l17-r5{_offset(max(0, kv - q))}"
+
+
+def _chunked(q: int, kv: int, batch: int) -> str:
+    return f"chunked-{kv // 3 + 1}{_offset(max(0, kv - q))}"
+
+
+def _spans(q: int, kv: int, batch: int) -> str:
+    size = min(q, kv)
+    return f"causal_or_spans-{size // 8}-{size // 3}-{size // 2}-{size - 3}"
+
+
+def _lengths(q: int, kv: int, batch: int) -> str:
+    chosen = {1: (2 * kv // 3,), 2: (kv // 2 + 1, kv), 3: (0, kv // 3 + 1, kv)}[batch]
+    causal = "causal_and_" if q == kv else ""
+    return causal + "-".join(("lengths", *map(str, chosen)))
+
+
+def _moba(pieces: int, topk: int) -> Callable[[int, int, int], str]:
+    """Chunks that cut the keys in about `pieces`, the last one shorter."""
+    return lambda q, kv, batch: f"moba-{kv // pieces + 1}-{topk}{_offset(kv - q)}"
+
+
+def _lengths_edges(q: int, kv: int, batch: int) -> str:
+    # One key, and around the end of a block of any power of two up to 128.
+    return "-".join(("lengths", *map(str, {1: (1,), 2: (127, 129), 3: (128, 0, 1)}[batch])))
+
+
+_MASKS: dict[str, Callable[[int, int, int], str]] = {
+    "full": lambda q, kv, batch: "full",
+    "causal": lambda q, kv, batch: "causal",
+    "causal_end": _causal_end,
+    "window": _window,
+    "window_both": _window_both,
+    "chunked": _chunked,
+    "spans": _spans,
+    "balanced": lambda q, kv, batch: "balanced-2",
+    "lengths": _lengths,
+    "dense": lambda q, kv, batch: "dense-d40",
+    "densehead": lambda q, kv, batch: "densehead-d40",
+    "densebatch": lambda q, kv, batch: "densebatch-d40",
+    "indexer": lambda q, kv, batch: "indexer-d40",
+    "moba": _moba(5, 3),
+    # Many chunks of 12 keys: with three distinct keys they are all the same, and gates tie.
+    "moba_fine": lambda q, kv, batch: f"moba-12-4{_offset(kv - q)}",
+    "moba_one": _moba(3, 1),
+    "moba_all": _moba(4, 99),
+    "lengths_edges": _lengths_edges,
+}
+
+
 AXES: tuple[Axis, ...] = (
     Axis(
         "lengths",
@@ -61,26 +126,7 @@ AXES: tuple[Axis, ...] = (
     ),
     Axis(
         "mask",
-        (
-            "full",
-            "causal",
-            "causal_end",
-            "window",
-            "window_both",
-            "chunked",
-            "spans",
-            "balanced",
-            "lengths",
-            "dense",
-            "densehead",
-            "densebatch",
-            "indexer",
-            "moba",
-            "moba_fine",
-            "moba_one",
-            "moba_all",
-            "lengths_edges",
-        ),
+        tuple(_MASKS),
         rich="causal",
     ),
     Axis(
@@ -190,68 +236,3 @@ def assemble(levels: Mapping[str, Any], seed: int) -> Case:
         dtype=levels["dtype"],
         **{operand.field: levels[operand.field] for operand in OPTIONAL},
     )
-
-
-def _offset(value: int) -> str:
-    return f"-o{value}" if value else ""
-
-
-def _causal_end(q: int, kv: int, batch: int) -> str:
-    # At equal lengths the aligned offset is 0; 3 keeps it apart from plain causal.
-    return f"causal{_offset(kv - q if kv != q else 3)}"
-
-
-def _window(q: int, kv: int, batch: int) -> str:
-    return f"window-l{max(1, kv // 4) - 1}-r0{_offset(max(0, kv - q))}"
-
-
-def _window_both(q: int, kv: int, batch: int) -> str:
-    return f"window-l17-r5{_offset(max(0, kv - q))}"
-
-
-def _chunked(q: int, kv: int, batch: int) -> str:
-    return f"chunked-{kv // 3 + 1}{_offset(max(0, kv - q))}"
-
-
-def _spans(q: int, kv: int, batch: int) -> str:
-    size = min(q, kv)
-    return f"causal_or_spans-{size // 8}-{size // 3}-{size // 2}-{size - 3}"
-
-
-def _lengths(q: int, kv: int, batch: int) -> str:
-    chosen = {1: (2 * kv // 3,), 2: (kv // 2 + 1, kv), 3: (0, kv // 3 + 1, kv)}[batch]
-    causal = "causal_and_" if q == kv else ""
-    return causal + "-".join(("lengths", *map(str, chosen)))
-
-
-def _moba(pieces: int, topk: int) -> Callable[[int, int, int], str]:
-    """Chunks that cut the keys in about `pieces`, the last one shorter."""
-    return lambda q, kv, batch: f"moba-{kv // pieces + 1}-{topk}{_offset(kv - q)}"
-
-
-def _lengths_edges(q: int, kv: int, batch: int) -> str:
-    # One key, and around the end of a block of any power of two up to 128.
-    return "-".join(("lengths", *map(str, {1: (1,), 2: (127, 129), 3: (128, 0, 1)}[batch])))
-
-
-_MASKS: dict[str, Callable[[int, int, int], str]] = {
-    "full": lambda q, kv, batch: "full",
-    "causal": lambda q, kv, batch: "causal",
-    "causal_end": _causal_end,
-    "window": _window,
-    "window_both": _window_both,
-    "chunked": _chunked,
-    "spans": _spans,
-    "balanced": lambda q, kv, batch: "balanced-2",
-    "lengths": _lengths,
-    "dense": lambda q, kv, batch: "dense-d40",
-    "densehead": lambda q, kv, batch: "densehead-d40",
-    "densebatch": lambda q, kv, batch: "densebatch-d40",
-    "indexer": lambda q, kv, batch: "indexer-d40",
-    "moba": _moba(5, 3),
-    # Many chunks of 12 keys: with three distinct keys they are all the same, and gates tie.
-    "moba_fine": lambda q, kv, batch: f"moba-12-4{_offset(kv - q)}",
-    "moba_one": _moba(3, 1),
-    "moba_all": _moba(4, 99),
-    "lengths_edges": _lengths_edges,
-}

@@ -10,11 +10,10 @@ import dataclasses
 
 import numpy as np
 
+from cases import mask_spec
 from cases.case import Case
 from cases.grid import Supports
 from cases.inputs import Problem
-from cases.masks import And, Causal, Chunked, Dense, Full, Indexer, Mask, Window
-from cases.moba import Moba
 
 LENGTH = 40
 PIECES = ((0, 18), (18, 36), (36, 37), (38, 39))
@@ -36,7 +35,6 @@ _DECODED: tuple[dict[str, str], ...] = (
     {"mask": "window-l9-r0", "kv_cache": "kvfp8-head"},
 )
 _HEADS = ((4, 2), (2, 2))
-_MOVED = ("causal", "window", "chunked", "moba")
 
 
 def piece(case: Case, start: int, stop: int) -> Case:
@@ -48,7 +46,7 @@ def piece(case: Case, start: int, stop: int) -> Case:
         case,
         phase="decode" if stop - start == 1 else "prefill",
         q_length=stop - start,
-        mask=_moved(case.mask, start),
+        mask=mask_spec.moved(case.mask, start),
     )
 
 
@@ -68,19 +66,7 @@ def part(whole: Problem, start: int, stop: int, *, stale: float) -> Problem:
         # What is not filled gets the last token's segment: a kernel that takes it for filled attends to it.
         kv_ids = np.where(np.arange(kv_ids.shape[1]) < stop, kv_ids, q_ids[:, stop - 1, None])
         cut = dataclasses.replace(cut, segment_ids=(cut.segment_ids[0], kv_ids))
-    return dataclasses.replace(cut, mask=rows_of(whole.mask, start, stop, (whole.q.shape[1], whole.k.shape[1])))
-
-
-def rows_of(mask: Mask, start: int, stop: int, lengths: tuple[int, int]) -> Mask:
-    """The mask of a call with the queries `start` to `stop - 1` alone; `mask` is that of `lengths` T and S."""
-    if isinstance(mask, And):
-        return rows_of(mask.left, start, stop, lengths) & rows_of(mask.right, start, stop, lengths)
-    if isinstance(mask, Causal | Window | Chunked | Moba):
-        return dataclasses.replace(mask, offset=mask.offset + start)
-    if isinstance(mask, Full):
-        return mask
-    array = mask.dense(*lengths)[:, :, start:stop]
-    return Indexer(array) if isinstance(mask, Indexer) else Dense(array)
+    return dataclasses.replace(cut, mask=whole.mask.of_queries(start, stop, (whole.q.shape[1], whole.k.shape[1])))
 
 
 def decoded_cases(seed: int = 0, supports: Supports = lambda case: None) -> tuple[Case, ...]:
@@ -105,14 +91,6 @@ def _case(fields: dict[str, str], seed: int, supports: Supports) -> Case | None:
         if all(supports(part) is None for part in (case, *(piece(case, *at) for at in PIECES))):
             return case
     return None
-
-
-def _moved(spec: str, start: int) -> str:
-    """The mask of a piece, or one of the same features where it is no formula."""
-    if "_or_" in spec:
-        return "dense-d60"
-    terms = spec.split("_and_")
-    return "_and_".join(f"{term}-o{start}" if start and term.startswith(_MOVED) else term for term in terms)
 
 
 def _filled(x: np.ndarray, axis: int, stop: int, stale: float) -> np.ndarray:

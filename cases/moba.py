@@ -13,7 +13,7 @@ from typing import Any, ClassVar, NoReturn
 
 import numpy as np
 
-from cases.masks import And, Dense, Mask, Or, leaves
+from cases.masks import And, Dense, Mask, Or, Placed, leaves
 
 _U = 2.0**-24  # unit roundoff of f32, in which gates are computed
 # Correct kernels stay within the limit of the tolerance table, in units of their first-order error; so do gates.
@@ -21,7 +21,7 @@ _LIMIT = 4.0
 
 
 @dataclasses.dataclass(frozen=True)
-class Moba(Mask):
+class Moba(Placed):
     """The query's own chunk up to the query, and the `topk - 1` earlier chunks of the highest gates.
 
     Query `i` stands at position `i + offset`, which must be that of a key. The last chunk may be shorter. Which pairs
@@ -32,6 +32,8 @@ class Moba(Mask):
     topk: int
     offset: int = 0
     computed: ClassVar[bool] = False
+    feature: ClassVar[str] = "moba"
+    refusal: ClassVar[str] = "takes no mask that depends on q and k"
 
     def __post_init__(self) -> None:
         for name, value, least in (("chunk", self.chunk, 1), ("topk", self.topk, 1), ("offset", self.offset, 0)):

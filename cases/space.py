@@ -13,28 +13,15 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from cases.case import DISTRIBUTIONS, DTYPES, PHASES, Case
+from cases.mask_spec import KINDS
 from cases.operands import OPTIONAL
 
 Supports = Callable[[Case], "str | None"]
 """Why a case is not wanted, or None if it is."""
 
-MASKS: Mapping[str, str] = {
-    "full": "full",
-    "causal": "causal",
-    "window": "window-l31-r7",
-    "chunked": "chunked-32",
-    "spans": "spans-8-24-40-56",
-    "balanced": "balanced-2",
-    "lengths": "lengths-50",
-    "dense": "dense-d40",
-    "densehead": "densehead-d40",
-    "densebatch": "densebatch-d40",
-    "indexer": "indexer-d40",
-    "moba": "moba-24-3",
-    "own": "own-l31-50",
-}
+MASKS: Mapping[str, str] = {kind.name: kind.example for kind in KINDS}
 """Kinds of mask, the plainest first, each with a spec that fits the plain case."""
-_OFFSETS = {kind: f"{MASKS[kind]}-o3" for kind in ("causal", "window", "chunked")}
+_OFFSETS = {kind.name: f"{kind.example}-o3" for kind in KINDS if kind.offset == "any"}
 _JOINTS = {"_and_": "causal_and_window-l31-r7", "_or_": "causal_or_window-l7-r7"}
 # Some kernels take only lengths and depths that are multiples of a block: the first step that is supported is taken.
 _LENGTH_STEPS = {1: 77, 8: 72, 128: 128}

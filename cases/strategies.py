@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 from hypothesis import strategies as st
 
 from cases.case import PHASES, Case
+from cases.mask_spec import KINDS
 from cases.space import Space, Supports, space
 
 LONGEST = 600
@@ -156,10 +157,11 @@ def mask_specs(draw: st.DrawFn, batch: int, q_length: int, kv_length: int, withi
     return spec
 
 
+_NUMBERED = {kind.name: kind.numbers for kind in KINDS}
+
+
 @st.composite
 def _term(draw: st.DrawFn, kind: str, batch: int, q_length: int, kv_length: int, within: Space) -> str:
-    if kind == "full":
-        return "full"
     if kind == "spans":
         # Past the end too: a mask may have been made for longer operands.
         edge = st.integers(0, max(q_length, kv_length) + 8)
@@ -173,8 +175,6 @@ def _term(draw: st.DrawFn, kind: str, batch: int, q_length: int, kv_length: int,
         missing[-1] %= kv_length  # somebody sees something
         name = "lengths" if kind == "lengths" else f"own-l{draw(st.integers(0, kv_length).map(str) | st.just('inf'))}"
         return "-".join((name, *(str(kv_length - n) for n in missing)))
-    if kind.startswith(("dense", "indexer")):
-        return f"{kind}-d{draw(st.integers(10, 90))}"
     if kind == "moba":
         chunk, topk = draw(st.integers(1, kv_length + 8)), draw(st.integers(1, 6))
         ahead = draw(st.integers(0, kv_length - q_length))
@@ -183,9 +183,9 @@ def _term(draw: st.DrawFn, kind: str, batch: int, q_length: int, kv_length: int,
     if kind == "window":
         side = st.integers(0, kv_length).map(str) | st.just("inf")
         return f"window-l{draw(side)}-r{draw(side)}{offset}"
-    if kind == "chunked":
-        return f"chunked-{draw(st.integers(1, kv_length + 8))}{offset}"
-    return f"causal{offset}"
+    ranges = {before: of(q_length, kv_length) for before, of in _NUMBERED[kind].items()}
+    drawn = [f"{before}{draw(st.integers(least, most))}" for before, (least, most) in ranges.items()]
+    return "-".join((kind, *drawn)) + offset
 
 
 def _offset(q_length: int, kv_length: int) -> st.SearchStrategy[str]:

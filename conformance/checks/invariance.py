@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 import numpy as np
 
 from cases.inputs import Problem
-from cases.masks import Causal, Full, Window, conjuncts
+from cases.masks import Full, conjuncts
 from cases.operands import RESIDUALS
 from conformance.calling.execution import Executor
 from conformance.checks.judgement import Judgement, unsupported
@@ -94,8 +94,7 @@ def _padded(subject: Subject) -> Iterator[Judgement]:
     It is ahead so that the last key, which may then be alone in its block, is one that counts.
     """
     problem = subject.problem
-    moves_along = all(isinstance(part, Full | Causal | Window) for part in conjuncts(problem.mask))
-    if not moves_along:
+    if not all(part.relative for part in conjuncts(problem.mask)):
         yield unsupported("padded", "the mask of this case means another one at other positions")
         return
     if (reason := subject.implementation.supports(dataclasses.replace(subject.case, segments="seg"))) is not None:

@@ -15,7 +15,6 @@ import jax
 import numpy as np
 
 from cases.inputs import Problem
-from cases.masks import Causal, Chunked, Full, Lengths, Mask, OwnWindow, Window, conjuncts
 from conformance.checks.judgement import Judgement, unsupported
 from conformance.checks.subject import Subject
 from conformance.truth.bounds import Bounded, U, expect
@@ -115,29 +114,13 @@ def _pieces(problem: Problem) -> list[Problem]:
     Empty if there are no such pieces.
     """
     kv_length = problem.k.shape[1]
-    sizes = [part.size for part in conjuncts(problem.mask) if isinstance(part, Chunked)]
-    cut = sizes[0] if sizes else (kv_length + 1) // 2
+    cut = problem.mask.key_step or (kv_length + 1) // 2
     if problem.bias is not None or problem.segment_ids is not None or cut >= kv_length:
         return []
-    before, after = _mask_from(problem.mask, 0, cut), _mask_from(problem.mask, cut, kv_length)
+    before, after = problem.mask.of_keys(0, cut), problem.mask.of_keys(cut, kv_length)
     if before is None or after is None:
         return []
     return [
         dataclasses.replace(problem, k=problem.k[:, :cut], v=problem.v[:, :cut], mask=before, sinks=None),
         dataclasses.replace(problem, k=problem.k[:, cut:], v=problem.v[:, cut:], mask=after),
     ]
-
-
-def _mask_from(mask: Mask, start: int, stop: int) -> Mask | None:
-    """The mask over the keys `start` to `stop - 1`, or None if it has no such form."""
-    moved: Mask = Full()
-    for part in conjuncts(mask):
-        if isinstance(part, Lengths):
-            moved = moved & Lengths(tuple(min(max(n - start, 0), stop - start) for n in part.lengths))
-        elif isinstance(part, Causal | Window) or (isinstance(part, Chunked) and start % part.size == 0):
-            moved = moved & dataclasses.replace(part, offset=part.offset - start)
-        elif isinstance(part, OwnWindow):
-            moved = moved & dataclasses.replace(part, positions=tuple(n - start for n in part.positions))
-        elif not isinstance(part, Full):
-            return None
-    return moved
