@@ -142,20 +142,7 @@ FEATURES: dict[str, str] = {
     "mha": "as many key/value heads as query heads",
     "gqa": "query heads share key/value heads in groups",
     "mqa": "all query heads share one key/value head",
-    "full": "no mask",
-    "causal": "causal mask",
-    "window": "sliding window",
-    "chunked": "chunked causal mask",
-    "bidirectional": "bidirectional spans",
-    "balanced": "load-balanced causal order",
-    "lengths": "a key length for each batch row",
-    "dense": "any boolean mask, the same for every head and batch row",
-    "dense_head": "a boolean mask for each head",
-    "dense_batch": "a boolean mask for each batch row",
-    "indexer": "a selection of keys for each query, known at run time only",
-    "moba": "mixture of block attention: chunks of keys chosen by q and k",
-    "own_window": "a sliding window that ends with each sequence of a cache",
-    "offset": "mask offset (absolute query positions)",
+    **mask_spec.FEATURES,
     **{operand.name: operand.says for operand in REMOVABLE},
     "v_head_dim": "value depth other than key depth",
     "unequal_lengths": "T != S",
@@ -169,7 +156,7 @@ KV_FEATURES = frozenset(name for name in FEATURES if name.startswith("kv_"))
 OPERAND_FEATURES = frozenset(operand.name for operand in REMOVABLE) | KV_FEATURES
 """Features that a case has for its optional operands."""
 
-OPT_IN = frozenset({"moba", "own_window", *(o.name for o in REMOVABLE if o.opt_in)}) | KV_FEATURES
+OPT_IN = mask_spec.OPT_IN | {operand.name for operand in REMOVABLE if operand.opt_in} | KV_FEATURES
 """Features that only an implementation which says so is taken to have: they need an algorithm of their own."""
 
 

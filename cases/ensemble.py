@@ -5,9 +5,9 @@ from __future__ import annotations
 from cases.case import Case
 from cases.grid import Supports
 
-# (T, S, N, K, mask), the first that is supported. Eight blocks of 64 keys, and a group of eight query heads, show a sum
-# that is rounded at every step; a flat softmax with no mask keeps all its terms comparable. Then what an implementation
-# may be limited to: a larger share of key/value heads, T = S, a causal mask.
+# (T, S, N, K, mask), of which the first that is supported is taken. Eight blocks of 64 keys, and a group of eight query
+# heads, show a sum that is rounded at every step. Without a mask the softmax is flat, and all terms of a sum are of
+# like size. The later ones suit implementations that need more key/value heads, T = S, or a causal mask.
 _SIZES = (
     (128, 512, 8, 1, "full"),
     (128, 512, 8, 2, "full"),
@@ -20,7 +20,7 @@ _SIZES = (
 
 
 def ensemble_cases(seed: int, supports: Supports = lambda case: None) -> tuple[Case, ...]:
-    """One case in bf16 and one in f16, as far as they are supported; with gradients if can be.
+    """One case in bf16 and one in f16, as far as they are supported; with gradients where those are supported.
 
     Head depth 64 makes the scale a power of two: an implementation that rounds `q * scale` loses nothing by it.
     """

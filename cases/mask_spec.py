@@ -4,17 +4,19 @@
     lengths-0-100   dense-d40   densehead-d40   densebatch-d40   indexer-d40   moba-64-3   moba-64-3-o128
     own-l31-0-100
 
-`-oN` is the offset, `-dP` the percentage of allowed pairs in a random mask; `moba-C-K` has chunks of `C` keys, of which
-a query takes `K`; `own-lL-A-B` has `A` keys in the first batch row and `B` in the second, the queries of each are its
-last tokens, and each sees a window of `L` keys before its own. Specs combine with `_and_` and `_or_` (`_and_` binds
-tighter): `causal_or_spans-8-24`.
+`-oN` is the offset. `-dP` is the percentage of allowed pairs in a random mask. `moba-C-K` has chunks of `C` keys, of
+which a query takes `K`. `own-lL-A-B` has `A` keys in the first batch row and `B` in the second. The queries of a row
+are its last tokens, and each sees a window of `L` keys before its own. Specs combine with `_and_` and `_or_` (`_and_`
+binds tighter): `causal_or_spans-8-24`. A kind of mask is a class of `cases.masks` and a row of `KINDS`.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Literal, NamedTuple
 
 import numpy as np
 
@@ -34,23 +36,247 @@ from cases.masks import (
 )
 from cases.moba import Moba
 
+
+class Sizes(NamedTuple):
+    """What a mask is made for; random ones are drawn from `seed`. Messages name the whole spec."""
+
+    spec: str
+    batch: int
+    num_q_heads: int
+    q_length: int
+    kv_length: int
+    seed: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Kind:
+    """A kind of mask as case ids write it.
+
+    Attributes:
+      name: what its terms start with.
+      form: a term of it in messages.
+      pattern: its terms, with a group for each argument; what is left out comes as an empty string.
+      type: the class of the mask.
+      says: what it is, as the description of its feature.
+      feature: the feature, if it is not that of the class.
+      also: other features that it needs.
+      build: the mask that the arguments mean at some sizes. Raises `ValueError` if they do not fit them.
+      offset: whether its last argument is an offset (`-oN`), which may be any, or must leave queries among the keys.
+      example: a term that fits one batch row of equal lengths of 72 and more (`cases.space`).
+      numbers: the least and the largest number that fits lengths T and S, by what is written before it, for those whose
+        arguments, beside the offset, are numbers that may be drawn independently (`cases.strategies`).
+    """
+
+    name: str
+    form: str
+    pattern: re.Pattern[str]
+    type: type[Mask]
+    says: str
+    build: Callable[..., Mask]
+    example: str
+    feature: str = ""
+    also: tuple[str, ...] = ()
+    offset: Literal["none", "any", "within"] = "none"
+    numbers: Mapping[str, Callable[[int, int], tuple[int, int]]] = dataclasses.field(default_factory=dict)
+
+    @property
+    def features(self) -> tuple[str, ...]:
+        """Names of what it asks for, its own last."""
+        return (*self.also, self.feature or self.type.feature)
+
+
+def _dense(sizes: Sizes, percent: str) -> Mask:
+    return Dense(_random(sizes.seed, (1, 1, sizes.q_length, sizes.kv_length), int(percent)))
+
+
+def _dense_head(sizes: Sizes, percent: str) -> Mask:
+    array = _random(sizes.seed, (1, sizes.num_q_heads, sizes.q_length, sizes.kv_length), int(percent))
+    return Dense(array if sizes.num_q_heads == 1 else _every_second_causal(array, axis=1))
+
+
+def _dense_batch(sizes: Sizes, percent: str) -> Mask:
+    array = _random(sizes.seed, (sizes.batch, 1, sizes.q_length, sizes.kv_length), int(percent))
+    return Dense(array if sizes.batch == 1 else _every_second_causal(array, axis=0))
+
+
+def _indexer(sizes: Sizes, percent: str) -> Mask:
+    return Indexer(_dense_batch(sizes, percent).dense(sizes.q_length, sizes.kv_length))
+
+
+def _every_second_causal(array: np.ndarray, axis: int) -> np.ndarray:
+    """Every second head or batch row is causal too, so that blocks are empty for it and not for the others."""
+    q_length, kv_length = array.shape[2:]
+    every_second = np.moveaxis(array, axis, 0)[::2]
+    every_second &= np.tri(q_length, kv_length, max(0, kv_length - q_length), dtype=bool)
+    return array
+
+
+def _lengths(sizes: Sizes, text: str) -> Lengths:
+    return Lengths(_one_each(sizes, text))
+
+
+def _own(sizes: Sizes, left: str, text: str) -> Mask:
+    lengths = _one_each(sizes, text)
+    return OwnWindow(_side(left), tuple(n - sizes.q_length for n in lengths)) & Lengths(lengths)
+
+
+def _one_each(sizes: Sizes, text: str) -> tuple[int, ...]:
+    lengths = _integers(text)
+    if len(lengths) != sizes.batch or max(lengths) > sizes.kv_length:
+        raise ValueError(f"{sizes.spec!r} needs one length <= S={sizes.kv_length} for each of {sizes.batch} batch rows")
+    return lengths
+
+
+def _moba(sizes: Sizes, *arguments: str) -> Moba:
+    mask = Moba(*map(_int, arguments))
+    mask.check_lengths(sizes.q_length, sizes.kv_length)
+    return mask
+
+
+def _spans(_: Sizes, text: str) -> Mask:
+    edges = _integers(text)
+    return Bidirectional(tuple(zip(edges[::2], edges[1::2], strict=True)))
+
+
 _OFFSET = r"(?:-o(-?\d+))?"
-_TERMS = {
-    "full": re.compile(r"full"),
-    "causal": re.compile(rf"causal{_OFFSET}"),
-    "window": re.compile(rf"window-l(\d+|inf)-r(\d+|inf){_OFFSET}"),
-    "chunked": re.compile(rf"chunked-(\d+){_OFFSET}"),
-    "spans": re.compile(r"spans((?:-\d+-\d+)+)"),
-    "balanced": re.compile(r"balanced-(\d+)"),
-    "lengths": re.compile(r"lengths((?:-\d+)+)"),
-    "dense": re.compile(r"dense-d(\d+)"),
-    "densehead": re.compile(r"densehead-d(\d+)"),
-    "densebatch": re.compile(r"densebatch-d(\d+)"),
-    "indexer": re.compile(r"indexer-d(\d+)"),
-    "moba": re.compile(r"moba-(\d+)-(\d+)(?:-o(\d+))?"),
-    "own": re.compile(r"own-l(\d+|inf)((?:-\d+)+)"),
-}
-_FEATURES = {"spans": "bidirectional", "densehead": "dense_head", "densebatch": "dense_batch", "own": "own_window"}
+_PERCENT = {"d": lambda q, kv: (10, 90)}
+KINDS: tuple[Kind, ...] = (
+    Kind(
+        name="full",
+        form="full",
+        pattern=re.compile(r"full"),
+        type=Full,
+        says="no mask",
+        build=lambda sizes: Full(),
+        example="full",
+    ),
+    Kind(
+        name="causal",
+        form="causal[-oN]",
+        pattern=re.compile(rf"causal{_OFFSET}"),
+        type=Causal,
+        says="causal mask",
+        build=lambda sizes, offset: Causal(_int(offset)),
+        example="causal",
+        offset="any",
+    ),
+    Kind(
+        name="window",
+        form="window-lL-rR[-oN]",
+        pattern=re.compile(rf"window-l(\d+|inf)-r(\d+|inf){_OFFSET}"),
+        type=Window,
+        says="sliding window",
+        build=lambda sizes, left, right, offset: Window(_side(left), _side(right), _int(offset)),
+        example="window-l31-r7",
+        offset="any",
+    ),
+    Kind(
+        name="chunked",
+        form="chunked-C[-oN]",
+        pattern=re.compile(rf"chunked-(\d+){_OFFSET}"),
+        type=Chunked,
+        says="chunked causal mask",
+        build=lambda sizes, size, offset: Chunked(int(size), _int(offset)),
+        example="chunked-32",
+        offset="any",
+        numbers={"": lambda q, kv: (1, kv + 8)},
+    ),
+    Kind(
+        name="spans",
+        form="spans-A-B...",
+        pattern=re.compile(r"spans((?:-\d+-\d+)+)"),
+        type=Bidirectional,
+        says="bidirectional spans",
+        build=_spans,
+        example="spans-8-24-40-56",
+    ),
+    Kind(
+        name="balanced",
+        form="balanced-CP",
+        pattern=re.compile(r"balanced-(\d+)"),
+        type=LoadBalancedCausal,
+        says="load-balanced causal order",
+        build=lambda sizes, cp_size: LoadBalancedCausal(int(cp_size), sizes.q_length),
+        example="balanced-2",
+    ),
+    Kind(
+        name="lengths",
+        form="lengths-L...",
+        pattern=re.compile(r"lengths((?:-\d+)+)"),
+        type=Lengths,
+        says="a key length for each batch row",
+        build=_lengths,
+        example="lengths-50",
+    ),
+    Kind(
+        name="dense",
+        form="dense-dP",
+        pattern=re.compile(r"dense-d(\d+)"),
+        type=Dense,
+        says="any boolean mask, the same for every head and batch row",
+        build=_dense,
+        example="dense-d40",
+        numbers=_PERCENT,
+    ),
+    Kind(
+        name="densehead",
+        form="densehead-dP",
+        pattern=re.compile(r"densehead-d(\d+)"),
+        type=Dense,
+        feature="dense_head",
+        says="a boolean mask for each head",
+        build=_dense_head,
+        example="densehead-d40",
+        numbers=_PERCENT,
+    ),
+    Kind(
+        name="densebatch",
+        form="densebatch-dP",
+        pattern=re.compile(r"densebatch-d(\d+)"),
+        type=Dense,
+        feature="dense_batch",
+        says="a boolean mask for each batch row",
+        build=_dense_batch,
+        example="densebatch-d40",
+        numbers=_PERCENT,
+    ),
+    Kind(
+        name="indexer",
+        form="indexer-dP",
+        pattern=re.compile(r"indexer-d(\d+)"),
+        type=Indexer,
+        says="a selection of keys for each query, known at run time only",
+        build=_indexer,
+        example="indexer-d40",
+        numbers=_PERCENT,
+    ),
+    Kind(
+        name="moba",
+        form="moba-C-K[-oN]",
+        pattern=re.compile(r"moba-(\d+)-(\d+)(?:-o(\d+))?"),
+        type=Moba,
+        says="mixture of block attention: chunks of keys chosen by q and k",
+        build=_moba,
+        example="moba-24-3",
+        offset="within",
+    ),
+    Kind(
+        name="own",
+        form="own-lL-A...",
+        pattern=re.compile(r"own-l(\d+|inf)((?:-\d+)+)"),
+        type=OwnWindow,
+        also=("lengths",),
+        says="a sliding window that ends with each sequence of a cache",
+        build=_own,
+        example="own-l31-50",
+    ),
+)
+_BY_NAME = {kind.name: kind for kind in KINDS}
+
+FEATURES = {kind.features[-1]: kind.says for kind in KINDS} | {"offset": "mask offset (absolute query positions)"}
+"""Names of what masks ask for, with what they are."""
+OPT_IN = frozenset(kind.features[-1] for kind in KINDS if kind.type.refusal)
+"""Those that an implementation has only if it says so."""
 
 
 def parse(spec: str) -> tuple[tuple[tuple[str, tuple[str, ...]], ...], ...]:
@@ -59,79 +285,41 @@ def parse(spec: str) -> tuple[tuple[tuple[str, tuple[str, ...]], ...], ...]:
 
 
 def _term(term: str, spec: str) -> tuple[str, tuple[str, ...]]:
-    for kind, pattern in _TERMS.items():
-        if found := pattern.fullmatch(term):
-            return kind, tuple(group or "" for group in found.groups())
-    raise ValueError(
-        f"{term!r} in mask {spec!r} is not a mask; known forms: full, causal[-oN], window-lL-rR[-oN], chunked-C[-oN], "
-        f"spans-A-B..., balanced-CP, lengths-L..., dense-dP, densehead-dP, densebatch-dP, indexer-dP, moba-C-K[-oN], "
-        f"own-lL-A..."
-    )
+    for kind in KINDS:
+        if found := kind.pattern.fullmatch(term):
+            return kind.name, tuple(group or "" for group in found.groups())
+    known = ", ".join(kind.form for kind in KINDS)
+    raise ValueError(f"{term!r} in mask {spec!r} is not a mask; known forms: {known}")
 
 
 def features(spec: str) -> list[str]:
     """Feature names of the spec, in the order of first use."""
     found: list[str] = []
-    for kind, arguments in (term for group in parse(spec) for term in group):
-        if kind == "own":
-            found.append("lengths")
-        found.append(_FEATURES.get(kind, kind))
-        if kind in ("causal", "window", "chunked", "moba") and arguments[-1] not in ("", "0"):
+    for name, arguments in (term for group in parse(spec) for term in group):
+        kind = _BY_NAME[name]
+        found += kind.features
+        if kind.offset != "none" and arguments[-1] not in ("", "0"):
             found.append("offset")
     return list(dict.fromkeys(found))
+
+
+def moved(spec: str, start: int) -> str:
+    """The spec for the queries from `start` on, or one of the same features where it is no formula."""
+    if "_or_" in spec:
+        return "dense-d60"
+    terms = [(term, _BY_NAME[_term(term, spec)[0]]) for term in spec.split("_and_")]
+    return "_and_".join(f"{term}-o{start}" if start and kind.offset != "none" else term for term, kind in terms)
 
 
 @functools.lru_cache(maxsize=64)
 def build(spec: str, batch: int, num_q_heads: int, q_length: int, kv_length: int, seed: int) -> Mask:
     """The mask object that `spec` names at these sizes; random masks are drawn from `seed`."""
-
-    def term(kind: str, arguments: tuple[str, ...]) -> Mask:
-        if kind.startswith(("dense", "indexer")):
-            b = batch if kind in ("densebatch", "indexer") else 1
-            n = num_q_heads if kind == "densehead" else 1
-            array = _random(seed, (b, n, q_length, kv_length), int(arguments[0]))
-            if array.shape[:2] != (1, 1):
-                # Every second head or batch row is causal too, so that blocks are empty for it and not for the others.
-                causal = np.tri(q_length, kv_length, max(0, kv_length - q_length), dtype=bool)
-                every_second = array[:, ::2] if kind == "densehead" else array[::2]
-                every_second &= causal
-            return Indexer(array) if kind == "indexer" else Dense(array)
-        if kind in ("lengths", "own"):
-            lengths = _integers(arguments[-1])
-            if len(lengths) != batch or max(lengths) > kv_length:
-                raise ValueError(f"{spec!r} needs one length <= S={kv_length} for each of {batch} batch rows")
-            if kind == "lengths":
-                return Lengths(lengths)
-            return OwnWindow(_side(arguments[0]), tuple(n - q_length for n in lengths)) & Lengths(lengths)
-        if kind == "balanced":
-            return LoadBalancedCausal(int(arguments[0]), q_length)
-        if kind == "moba":
-            mask = Moba(*map(_int, arguments))
-            mask.check_lengths(q_length, kv_length)
-            return mask
-        return _FORMULAS[kind](*arguments)
-
-    return functools.reduce(
-        lambda a, b: a | b,
-        (
-            functools.reduce(lambda a, b: a & b, (term(kind, arguments) for kind, arguments in group))
-            for group in parse(spec)
-        ),
-    )
-
-
-def _spans(text: str) -> Mask:
-    edges = _integers(text)
-    return Bidirectional(tuple(zip(edges[::2], edges[1::2], strict=True)))
-
-
-_FORMULAS: dict[str, Callable[..., Mask]] = {
-    "full": Full,
-    "causal": lambda offset: Causal(_int(offset)),
-    "window": lambda left, right, offset: Window(_side(left), _side(right), _int(offset)),
-    "chunked": lambda size, offset: Chunked(int(size), _int(offset)),
-    "spans": _spans,
-}
+    sizes = Sizes(spec, batch, num_q_heads, q_length, kv_length, seed)
+    either = []
+    for group in parse(spec):
+        both = (_BY_NAME[name].build(sizes, *arguments) for name, arguments in group)
+        either.append(functools.reduce(lambda a, b: a & b, both))
+    return functools.reduce(lambda a, b: a | b, either)
 
 
 def _random(seed: int, shape: tuple[int, ...], percent: int) -> np.ndarray:

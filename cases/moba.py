@@ -1,8 +1,8 @@
 """Mixture of block attention: the mask that queries choose by their gates, in float64 (docs/contract.md, section 5).
 
-Straight from the definition (Lu et al. 2025, MoBA, arXiv:2502.13189, equations 2 to 6): keys are cut into chunks, the
-gate of query `i` on a chunk is `<q_i, mean of its keys>`, the query's own chunk is always taken and no later one ever,
-and the other places go to the highest gates among earlier chunks.
+Straight from the definition (Lu et al. 2025, MoBA, arXiv:2502.13189, equations 2 to 6). Keys are cut into chunks. The
+gate of query `i` on a chunk is `<q_i, mean of its keys>`. A query always takes its own chunk, and never a later one.
+The other places go to the highest gates among earlier chunks.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any, ClassVar, NoReturn
 
 import numpy as np
 
-from cases.masks import And, Dense, Mask, Or, leaves
+from cases.masks import And, Dense, Mask, Or, Placed, leaves
 
 _U = 2.0**-24  # unit roundoff of f32, in which gates are computed
 # Correct kernels stay within the limit of the tolerance table, in units of their first-order error; so do gates.
@@ -21,7 +21,7 @@ _LIMIT = 4.0
 
 
 @dataclasses.dataclass(frozen=True)
-class Moba(Mask):
+class Moba(Placed):
     """The query's own chunk up to the query, and the `topk - 1` earlier chunks of the highest gates.
 
     Query `i` stands at position `i + offset`, which must be that of a key. The last chunk may be shorter. Which pairs
@@ -32,6 +32,8 @@ class Moba(Mask):
     topk: int
     offset: int = 0
     computed: ClassVar[bool] = False
+    feature: ClassVar[str] = "moba"
+    refusal: ClassVar[str] = "takes no mask that depends on q and k"
 
     def __post_init__(self) -> None:
         for name, value, least in (("chunk", self.chunk, 1), ("topk", self.topk, 1), ("offset", self.offset, 0)):
@@ -130,8 +132,8 @@ def _choose(mask: Moba, q: np.ndarray, k: np.ndarray, earlier: np.ndarray) -> tu
     error = np.sqrt(q**2 @ np.stack([(piece**2).mean(axis=0) for piece in pieces]).T) * max(1, mask.chunk**0.5 / 4)
     error += (np.abs(q) @ np.abs(means).T) * (1 + max(1, q.shape[1] ** 0.5 / 4))
     error *= _LIMIT * _U
-    # In doubt: one that is taken and one that is not, closer than their errors together, unless their gates are equal
-    # whatever the rounding.
+    # In doubt: a chunk that is taken and one that is not, whose gates differ by less than their errors together. Equal
+    # chunks are in no doubt: their gates are equal whatever the rounding.
     doubt = np.zeros(len(q), bool)
     for c in range(gates.shape[1]):
         other = (earlier & ~taken) & (np.asarray(same) != same[c])

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 from hypothesis import strategies as st
 
 from cases.case import PHASES, Case
+from cases.mask_spec import KINDS
 from cases.space import Space, Supports, space
 
 LONGEST = 600
@@ -24,7 +25,7 @@ _LARGEST_GROUP = 4
 _DEPTHS = (8, 136)
 _USUAL_DEPTHS = (16, 32, 64, 72, 128)
 _BLOCKS = (32, 64, 128)
-# Logits of 7e4 round by 1% of the probabilities in f32, and one key among many drowns in that.
+# Logits of 7e4 in f32 are rounded by so much that probabilities change by 1%: one key among many is lost in that.
 _LONGEST_HUGE = 128
 
 _T = TypeVar("_T")
@@ -53,7 +54,7 @@ def all_cases(draw: st.DrawFn, within: Space) -> Case:
     head_dim = draw(_depth(within.depth_step))
     other_depth = draw(st.sampled_from(within.v_head_dim))
     mask = draw(mask_specs(batch, q_length, kv_length, within))
-    # Most draws leave most operands out, or every case would have half of them.
+    # Each operand is left out in most draws: otherwise every case would have half of them.
     operands: dict[str, Any] = {}
     for field, levels in within.operands.items():
         if field == "kv_cache" and phase == "train":  # a cache is read
@@ -156,10 +157,11 @@ def mask_specs(draw: st.DrawFn, batch: int, q_length: int, kv_length: int, withi
     return spec
 
 
+_NUMBERED = {kind.name: kind.numbers for kind in KINDS}
+
+
 @st.composite
 def _term(draw: st.DrawFn, kind: str, batch: int, q_length: int, kv_length: int, within: Space) -> str:
-    if kind == "full":
-        return "full"
     if kind == "spans":
         # Past the end too: a mask may have been made for longer operands.
         edge = st.integers(0, max(q_length, kv_length) + 8)
@@ -173,8 +175,6 @@ def _term(draw: st.DrawFn, kind: str, batch: int, q_length: int, kv_length: int,
         missing[-1] %= kv_length  # somebody sees something
         name = "lengths" if kind == "lengths" else f"own-l{draw(st.integers(0, kv_length).map(str) | st.just('inf'))}"
         return "-".join((name, *(str(kv_length - n) for n in missing)))
-    if kind.startswith(("dense", "indexer")):
-        return f"{kind}-d{draw(st.integers(10, 90))}"
     if kind == "moba":
         chunk, topk = draw(st.integers(1, kv_length + 8)), draw(st.integers(1, 6))
         ahead = draw(st.integers(0, kv_length - q_length))
@@ -183,9 +183,9 @@ def _term(draw: st.DrawFn, kind: str, batch: int, q_length: int, kv_length: int,
     if kind == "window":
         side = st.integers(0, kv_length).map(str) | st.just("inf")
         return f"window-l{draw(side)}-r{draw(side)}{offset}"
-    if kind == "chunked":
-        return f"chunked-{draw(st.integers(1, kv_length + 8))}{offset}"
-    return f"causal{offset}"
+    ranges = {before: of(q_length, kv_length) for before, of in _NUMBERED[kind].items()}
+    drawn = [f"{before}{draw(st.integers(least, most))}" for before, (least, most) in ranges.items()]
+    return "-".join((kind, *drawn)) + offset
 
 
 def _offset(q_length: int, kv_length: int) -> st.SearchStrategy[str]:

@@ -1,10 +1,10 @@
 """Taking turns: each case is given one of a few alternatives, and each alternative falls to as many cases as any other.
 
-That holds of all cases together and, as far as it goes, of the cases of each level of each axis, so that every pair of
-an alternative and a level occurs as often as the others do. What is made small is the sum of squares of these counts,
-as in the minimisation of clinical trials (Pocock and Simon, "Sequential treatment assignment with balancing for
-prognostic factors in the controlled clinical trial", Biometrics 31(1), 1975). Here nobody waits to be treated, so what
-was given may be exchanged afterwards. There is no chance in it: ties go to what comes first.
+That holds of all cases together. As far as possible it also holds of the cases of each level of each axis, so that all
+pairs of an alternative and a level occur equally often. What is made small is the sum of squares of these counts, as in
+the minimisation of clinical trials (Pocock and Simon, "Sequential treatment assignment with balancing for prognostic
+factors in the controlled clinical trial", Biometrics 31(1), 1975). Unlike patients, cases do not come one at a time, so
+alternatives may be exchanged afterwards. Nothing is random: ties go to what comes first.
 """
 
 from __future__ import annotations

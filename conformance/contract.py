@@ -23,14 +23,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
 
 from cases.case import FEATURES, OPT_IN, Case
-from cases.masks import Dense, Indexer, Lengths, LoadBalancedCausal, Mask, OwnWindow, leaves
-from cases.moba import depends_on_data
+from cases.masks import Mask, leaves
 from cases.operands import GRADIENTS, RESIDUALS
 from cases.quantized import STORED
 from conformance.tunable import Tunable
@@ -67,9 +66,9 @@ Lowering = Callable[[Mask, int, int, int, int], tuple[Mapping[str, Hashable], Ma
 def structured_mask(
     mask: Mask, batch: int, num_q_heads: int, q_length: int, kv_length: int
 ) -> tuple[Mapping[str, Hashable], Mapping[str, Any]]:
-    """The default lowering: the call gets the mask object itself, one with an `Indexer` as an operand to be traced."""
+    """The default lowering: the call gets the mask object itself, one with an array to be traced as an operand."""
     del batch, num_q_heads, q_length, kv_length
-    if any(isinstance(leaf, Indexer) for leaf in leaves(mask)):
+    if any(leaf.traced for leaf in leaves(mask)):
         return {}, {"mask": mask}
     return {"mask": mask}, {}
 
@@ -231,35 +230,18 @@ def _validate_cache(k: Any, v: Any, kv_scales: tuple[Any, Any]) -> None:
 
 
 def validate_mask(
-    mask: Any, batch: int, num_q_heads: int, q_length: int, kv_length: int, *, own_windows: bool = False
+    mask: Any, batch: int, num_q_heads: int, q_length: int, kv_length: int, *, offers: Collection[str] = ()
 ) -> None:
-    """Check that `mask` fits the operands; `own_windows` if the implementation takes an `OwnWindow`.
+    """Check that `mask` fits the operands; `offers` are the features of masks that have to be offered.
 
     Raises:
       ValueError: naming the mask, what it is and what it must be.
-      NotImplementedError: for a mask that depends on q and k, which needs a kernel of its own, and for an `OwnWindow`
-        unless the implementation takes it.
+      NotImplementedError: for a mask that needs a kernel of its own and is not offered: one that depends on q and k, a
+        window that moves with each batch row.
     """
     if not isinstance(mask, Mask):
         raise ValueError(f"mask must be a cases.masks.Mask, got {type(mask).__name__}; wrap booleans in Dense")
-    if depends_on_data(mask):
-        raise NotImplementedError("moba: this implementation takes no mask that depends on q and k")
-    if not own_windows and any(isinstance(leaf, OwnWindow) for leaf in leaves(mask)):
-        raise NotImplementedError("own_window: this implementation takes no window that moves with each batch row")
     for leaf in leaves(mask):
-        if isinstance(leaf, Dense):
-            full = (batch, num_q_heads, q_length, kv_length)
-            shape = leaf.array.shape
-            if shape[0] not in (1, batch) or shape[1] not in (1, num_q_heads) or shape[2:] != full[2:]:
-                raise ValueError(f"mask array must have shape {full}, the first two axes may be 1, got {shape}")
-        elif isinstance(leaf, Lengths):
-            if len(leaf.lengths) != batch:
-                raise ValueError(f"mask lengths must be {batch}, one a batch row, got {len(leaf.lengths)}")
-            if max(leaf.lengths) > kv_length:
-                raise ValueError(f"mask lengths must be at most the key length {kv_length}, got {leaf.lengths}")
-        elif isinstance(leaf, OwnWindow) and len(leaf.positions) != batch:
-            raise ValueError(f"mask positions must be {batch}, one a batch row, got {len(leaf.positions)}")
-        elif isinstance(leaf, LoadBalancedCausal) and leaf.length != q_length:
-            raise ValueError(
-                f"mask length must be the query length {q_length}, got {leaf.length} in LoadBalancedCausal"
-            )
+        if leaf.refusal and leaf.feature not in offers:
+            raise NotImplementedError(f"{leaf.feature}: this implementation {leaf.refusal}")
+    mask.check_operands(batch, num_q_heads, q_length, kv_length)

@@ -2,46 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import numpy as np
 
-from cases.masks import (
-    And,
-    Bidirectional,
-    Causal,
-    Chunked,
-    Dense,
-    Full,
-    Indexer,
-    Lengths,
-    LoadBalancedCausal,
-    Mask,
-    Or,
-    OwnWindow,
-    Window,
-)
-from cases.moba import Moba
+from cases.masks import Mask
 from cases.operands import REMOVABLE
 
 Phase = Literal["train", "prefill", "decode"]
 PHASES: tuple[Phase, ...] = ("train", "prefill", "decode")
 OPTIONAL = tuple(operand.name for operand in REMOVABLE if not operand.opt_in)
 _STORED = {"int8": "kv_int8", "int4": "kv_int4", "float8_e4m3fn": "kv_fp8"}
-
-_MASKS: dict[type[Mask], str] = {
-    Full: "full",
-    Causal: "causal",
-    Window: "window",
-    Chunked: "chunked",
-    Bidirectional: "bidirectional",
-    LoadBalancedCausal: "balanced",
-    Lengths: "lengths",
-    Indexer: "indexer",
-    Moba: "moba",
-    OwnWindow: "own_window",
-}
 _DTYPES = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
 
 
@@ -58,7 +30,7 @@ def asked(q: Any, k: Any, v: Any, mask: Mask, options: Mapping[str, Any]) -> tup
     dtype = np.dtype(q.dtype).name
     found = [_DTYPES.get(dtype, dtype)]
     found.append("mha" if num_q_heads == num_kv_heads else "mqa" if num_kv_heads == 1 else "gqa")
-    found += mask_features(mask)
+    found += mask.features
     found += [name for name in OPTIONAL if options.get(name) is not None]
     if (scales := options.get("kv_scales")) is not None:
         found.append(_STORED[np.dtype(k.dtype).name])
@@ -68,18 +40,3 @@ def asked(q: Any, k: Any, v: Any, mask: Mask, options: Mapping[str, Any]) -> tup
     if q.shape[1] != k.shape[1]:
         found.append("unequal_lengths")
     return tuple(dict.fromkeys(found))
-
-
-def mask_features(mask: Mask) -> Iterator[str]:
-    """Feature names of a mask object; those of a case's mask spec are the same or more."""
-    if isinstance(mask, And | Or):
-        yield from mask_features(mask.left)
-        yield from mask_features(mask.right)
-        return
-    if type(mask) is Dense:
-        b, n = mask.array.shape[:2]
-        yield from ["dense_batch"] * (b > 1) + ["dense_head"] * (n > 1) or ["dense"]
-        return
-    yield _MASKS.get(type(mask)) or ("dense" if mask.is_computed else "dense_batch")
-    if getattr(mask, "offset", 0):
-        yield "offset"

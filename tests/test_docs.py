@@ -109,7 +109,7 @@ def is_there(module: str) -> bool:
         elif (file := place / f"{name}.py").is_file():
             return _mentions(file, names[depth + 1 :])
         else:
-            return _mentions(place / "__init__.py", names[depth:])
+            return any(_mentions(file, names[depth:]) for file in place.glob("*.py"))  # which the package may re-export
     return True
 
 
@@ -118,9 +118,9 @@ def _mentions(file: Path, names: list[str]) -> bool:
 
 
 def masks(kind: type[Any] = Mask) -> Iterator[str]:
-    """Public mask classes of the package that defines them."""
+    """The kinds of masks: public classes of the package that defines them, without what they have in common."""
     for found in kind.__subclasses__():
-        if found.__module__.startswith("cases.") and not found.__name__.startswith("_"):
+        if found.__module__.startswith("cases.") and not found.__name__.startswith("_") and not found.__subclasses__():
             yield found.__name__
         yield from masks(found)
 

@@ -1,42 +1,34 @@
-"""Masks as trees that JAX can trace: the array of an `Indexer` is a leaf, and all else is static.
+"""Masks as trees that JAX can trace: what a kind of mask says is traced (`Mask.traced`) is a child, all else is static.
 
 Registered when this module is imported.
 """
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
 
-from cases.masks import (
-    And,
-    Bidirectional,
-    Causal,
-    Chunked,
-    Dense,
-    Full,
-    Indexer,
-    Lengths,
-    LoadBalancedCausal,
-    Or,
-    OwnWindow,
-    Window,
-)
-from cases.moba import Moba
-
-_STATIC = (Bidirectional, Causal, Chunked, Dense, Full, Lengths, LoadBalancedCausal, Moba, OwnWindow, Window)
+from cases.mask_spec import KINDS
+from cases.masks import And, Mask, Or
 
 
-def _indexer(_: None, children: Any) -> Indexer:
-    """An `Indexer` of whatever a transformation puts in place of its array, which need not be one."""
-    mask = object.__new__(Indexer)
-    object.__setattr__(mask, "array", children[0])
+def _children(mask: Mask) -> tuple[tuple[Any, ...], None]:
+    return tuple(getattr(mask, name) for name in mask.traced), None
+
+
+def _rebuilt(kind: type[Mask], _: None, children: tuple[Any, ...]) -> Mask:
+    """A mask of whatever a transformation puts in place of its arrays, which need not be any."""
+    mask = object.__new__(kind)
+    for name, child in zip(kind.traced, children, strict=True):
+        object.__setattr__(mask, name, child)
     return mask
 
 
-jax.tree_util.register_pytree_node(Indexer, lambda mask: ((mask.array,), None), _indexer)
-jax.tree_util.register_pytree_node(And, lambda mask: ((mask.left, mask.right), None), lambda _, both: And(*both))
-jax.tree_util.register_pytree_node(Or, lambda mask: ((mask.left, mask.right), None), lambda _, both: Or(*both))
-for _kind in _STATIC:
-    jax.tree_util.register_pytree_node(_kind, lambda mask: ((), mask), lambda mask, _: mask)
+_KINDS: tuple[type[Mask], ...] = tuple(dict.fromkeys([*(kind.type for kind in KINDS), And, Or]))
+for _kind in _KINDS:
+    if _kind.traced:
+        jax.tree_util.register_pytree_node(_kind, _children, functools.partial(_rebuilt, _kind))
+    else:
+        jax.tree_util.register_pytree_node(_kind, lambda mask: ((), mask), lambda mask, _: mask)

@@ -1,7 +1,7 @@
 """Decoding: a sequence that is computed piece by piece is what one pass over all of it gives.
 
-The keys and values of the whole sequence are known; of the cache, each piece gets those up to its own last token. What
-is behind them is what is behind a mask: NaN, unless that is declared to matter.
+The keys and values of the whole sequence are known. Each piece gets a cache that is filled with them up to the piece's
+own last token. The rest of the cache is NaN, or a large number where NaN behind a mask is declared to matter.
 """
 
 from __future__ import annotations

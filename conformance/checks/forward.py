@@ -17,8 +17,9 @@ from conformance.truth.comparison import compare
 def forward(subject: Subject) -> Iterator[Judgement]:
     """`out` of the call without residuals is right, in shape and dtype too.
 
-    With a quantised cache, for the keys and values that it means. Beside that stands how far `out` is from attention to
-    those that it was made of, as a multiple of what rounding and storing them explain.
+    With a quantised cache, right means: for the keys and values that the cache stands for. A figure beside the verdict
+    says how far `out` is from attention to the keys and values before they were stored. It is a multiple of what
+    rounding and storing explain.
     """
     judgement = judge_out(subject, subject.forward)
     if (before := subject.before_storing) is not None:

@@ -26,8 +26,8 @@ _LIMITS = {"q": "dq", "k": "dk", "v": "dv", "q_norm": "dq", "k_norm": "dk"}
 def front_end(subject: Subject) -> Iterator[Judgement]:
     """`out` and the gradients of raw projections and norm weights, through rotary, norms and factors and attention.
 
-    The truth is the float64 front end followed by the float64 oracle. How far the front end may be off in f32, and by
-    the last rounding to the operands' dtype, enters the bounds as an error of the operands.
+    The truth is the float64 front end followed by the float64 oracle. A front end in f32 may be off, and its results
+    are rounded to the operands' dtype. Both enter the bounds as an error of the operands.
     """
     raw, steps = draw_raw(subject.case), subject.case.steps
     if not steps:

@@ -37,7 +37,8 @@ def gradients_lse(subject: Subject) -> Iterator[Judgement]:
 def gradients_part(subject: Subject) -> Iterator[Judgement]:
     """Gradients for cotangents on one row, one head, `logsumexp` alone, and only rows that may attend to nothing.
 
-    A row or a head by itself shows what the others would hide, and what a kernel skips because most of it is zero.
+    The gradients of one row or one head show what those of the others would hide. They also show what a kernel leaves
+    out because most of the cotangent is zero.
     """
     for part in ("row", "head", "lse", "empty"):
         yield from labelled(part, _judge_if_drawn(subject, part))

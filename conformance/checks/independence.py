@@ -1,13 +1,12 @@
 """Independence: what a result may not depend on can change freely, and the result keeps its bits.
 
-No oracle is needed. Everything outside one part of the problem (a batch row, a group of heads, the keys that a range of
-queries may not attend to: later ones under a causal mask, other segments, beyond the window) gets other values. In the
-part itself every operation has the operands that it had, in the order that it had, so the results must be the same to
-the bit.
+No oracle is needed. One part of the problem is kept: a batch row, a key/value head with its query heads, and a range of
+queries with the keys that they may attend to. Everything else gets other values. In the part itself every operation has
+the operands that it had, in the order that it had, so the results must be the same to the bit.
 
-Where queries choose their keys (`cases.moba`) that is not so: a kernel gathers those that chose alike in one block, so
-what others choose moves a query to another row of a matrix product, whose last bit on CPU depends on the row. There the
-results must be as right as they were.
+Where queries choose their keys (`cases.moba`) that is not so. A kernel gathers the queries that chose the same chunk in
+one block. What other queries choose thus moves a query to another row of a matrix product, and on CPU the last bit of
+such a product depends on the row. There the results must be as right as they were.
 """
 
 from __future__ import annotations
@@ -93,7 +92,7 @@ def _parts(problem: Problem) -> tuple[_Part, _Part]:
 
 
 def _elsewhere_changed(problem: Problem, part: _Part, *, keys: bool) -> Problem | None:
-    """Other values in every other batch row and head, and with `keys` in what the part's queries may not attend to.
+    """The problem with other values outside the part; with `keys`, in keys that its queries may not attend to too.
 
     None if there is nothing else.
     """
@@ -161,7 +160,7 @@ def _rows(name: str, result: Result, part: _Part, subject: Subject) -> np.ndarra
 
 
 def _as_right(subject: Subject, part: _Part, name: str, got: Result) -> Judgement:
-    """What is expected of the part, which nothing else has a say in, of the results with all else changed."""
+    """Judgements of the part's results against what is expected of the part, whatever else was changed."""
     place = (part.batch, part.rows, part.heads) if name == "out" else (part.batch, part.heads, part.rows)
     judged = subject.judged_out if name == "out" else subject.judged_residuals
     expected = subject.expectation.forward[name]

@@ -48,8 +48,8 @@ def interpreter(subject: Subject) -> Iterator[Judgement]:
 def _programs(subject: Subject, executor: Executor, seed: int) -> dict[str, Callable[[], Result]]:
     """What is run, by name: the call with every seed, its backward pass with two, the call with residuals with one.
 
-    It is the costs that differ: a backward pass is three kernels, and has one of those with residuals in it. A GPU's
-    program takes seconds, and the call without residuals is left out.
+    The numbers of seeds follow from the costs. A backward pass is three kernels, and runs the call with residuals as
+    one of them. On a GPU a program takes seconds, so the call without residuals is left out.
     """
     problem, cotangents = subject.problem, subject.cotangents
     residuals = subject.implementation.residuals

@@ -1,7 +1,8 @@
 """Invariance: the same attention asked in another way gives the same results, within rounding.
 
-No oracle decides: one answer of the implementation is compared with another, within the error bounds of both. Keys in
-another order, keys cut in two and merged by `logsumexp`, padding that nobody may attend to, other block sizes.
+No oracle decides: one answer of the implementation is compared with another, within the error bounds of both. The other
+ways are: keys in another order; keys cut in two, and the results merged by `logsumexp`; padding that nobody may attend
+to; other block sizes.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from collections.abc import Iterator, Mapping
 import numpy as np
 
 from cases.inputs import Problem
-from cases.masks import Causal, Full, Window, conjuncts
+from cases.masks import Full, conjuncts
 from cases.operands import RESIDUALS
 from conformance.calling.execution import Executor
 from conformance.checks.judgement import Judgement, unsupported
@@ -30,7 +31,7 @@ def invariance(subject: Subject) -> Iterator[Judgement]:
 
 
 def _with_every_key(subject: Subject) -> Iterator[Judgement]:
-    """What has a meaning only where the mask does not tell keys apart."""
+    """The ways that have a meaning only where the mask treats all keys alike."""
     if (reason := subject.implementation.supports(dataclasses.replace(subject.case, mask="full"))) is not None:
         yield unsupported("permuted", reason)
         yield unsupported("merged", reason)
@@ -51,7 +52,7 @@ def _with_every_key(subject: Subject) -> Iterator[Judgement]:
 
 
 def _part(subject: Subject, problem: Problem) -> Values:
-    """Results over some of the keys; who leaves empty rows undefined is not asked what they are."""
+    """Results over some of the keys. Empty rows are left out where they are declared undefined."""
     part = subject.results_of(problem)
     if subject.implementation.empty_rows == "zero":
         return part
@@ -90,11 +91,10 @@ def _merged(parts: list[Values]) -> Values:
 def _padded(subject: Subject) -> Iterator[Judgement]:
     """One more query and one more key ahead of the others, in segments of their own: the length becomes odd.
 
-    Ahead, so that the last key, which may be alone in its block then, is one that counts.
+    It is ahead so that the last key, which may then be alone in its block, is one that counts.
     """
     problem = subject.problem
-    moves_along = all(isinstance(part, Full | Causal | Window) for part in conjuncts(problem.mask))
-    if not moves_along:
+    if not all(part.relative for part in conjuncts(problem.mask)):
         yield unsupported("padded", "the mask of this case means another one at other positions")
         return
     if (reason := subject.implementation.supports(dataclasses.replace(subject.case, segments="seg"))) is not None:

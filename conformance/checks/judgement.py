@@ -82,7 +82,7 @@ def unsupported(observable: str, reason: str) -> Judgement:
 
 
 def labelled(name: str, judged: Iterable[Judgement]) -> Iterator[Judgement]:
-    """Judgements whose observables say by what they came: `out.name`."""
+    """Judgements with `name` behind each observable: `out.name`."""
     for judgement in judged:
         yield dataclasses.replace(judgement, observable=f"{judgement.observable}.{name}")
 

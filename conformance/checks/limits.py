@@ -14,7 +14,7 @@ from conformance.truth.bounds import Bounded
 
 # Far above any logit: it bends them by less than their rounding.
 _HIGH_CAP = 2.0**20
-# exp cannot tell it from minus infinity, and it is finite, as a sink that is switched off is written.
+# Its exponential is zero, like that of minus infinity. Sinks that are switched off are written so: finite.
 _LOW_SINK = -1e30
 # Above the largest logit by more than exp can bear in f32.
 _HIGH_SINK = 150.0

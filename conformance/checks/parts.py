@@ -1,8 +1,8 @@
 """Parts: attention that is not normalised is right, and so is what parts over pieces of the cache merge to.
 
 A part `(out, max, sum)` (docs/contract.md, section 4) promises `out / sum`, `max + log(sum)` and which value its logits
-were shifted by. They are compared in float64 on the host, with bounds of results that were not rounded to the operands'
-dtype: a part is f32, and one that is kept in less shows.
+were shifted by. They are compared in float64 on the host. A part is f32, so the bounds are those of results that were
+not rounded to the operands' dtype, and a part that is kept in fewer bits fails.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import jax
 import numpy as np
 
 from cases.inputs import Problem
-from cases.masks import Causal, Chunked, Full, Lengths, Mask, OwnWindow, Window, conjuncts
 from conformance.checks.judgement import Judgement, unsupported
 from conformance.checks.subject import Subject
 from conformance.truth.bounds import Bounded, U, expect
@@ -39,7 +38,7 @@ def parts(subject: Subject) -> Iterator[Judgement]:
     if not pieces:
         yield unsupported("out.merged", "the mask of this case has no meaning on a piece of the cache")
         return
-    # A sink with no key beside it is rare, and a case of its own for whoever merges: there it is always asked.
+    # A sink with no key beside it is rare, and merging must treat it separately: there it is always asked.
     lone_sink = subject.problem.sinks is not None and any(piece.empty_rows.any() for piece in pieces)
     if not (lone_sink or subject.turn.merges):
         return
@@ -110,34 +109,18 @@ def _malformed(problem: Problem, part: Any) -> str:
 
 
 def _pieces(problem: Problem) -> list[Problem]:
-    """The problem over two pieces of the cache; the sink belongs to the second, whether there are keys in it or not.
+    """The problem over two pieces of the cache. The sink belongs to the second piece, even one without keys.
 
     Empty if there are no such pieces.
     """
     kv_length = problem.k.shape[1]
-    sizes = [part.size for part in conjuncts(problem.mask) if isinstance(part, Chunked)]
-    cut = sizes[0] if sizes else (kv_length + 1) // 2
+    cut = problem.mask.key_step or (kv_length + 1) // 2
     if problem.bias is not None or problem.segment_ids is not None or cut >= kv_length:
         return []
-    before, after = _mask_from(problem.mask, 0, cut), _mask_from(problem.mask, cut, kv_length)
+    before, after = problem.mask.of_keys(0, cut), problem.mask.of_keys(cut, kv_length)
     if before is None or after is None:
         return []
     return [
         dataclasses.replace(problem, k=problem.k[:, :cut], v=problem.v[:, :cut], mask=before, sinks=None),
         dataclasses.replace(problem, k=problem.k[:, cut:], v=problem.v[:, cut:], mask=after),
     ]
-
-
-def _mask_from(mask: Mask, start: int, stop: int) -> Mask | None:
-    """The mask over the keys `start` to `stop - 1`, or None if it has no such form."""
-    moved: Mask = Full()
-    for part in conjuncts(mask):
-        if isinstance(part, Lengths):
-            moved = moved & Lengths(tuple(min(max(n - start, 0), stop - start) for n in part.lengths))
-        elif isinstance(part, Causal | Window) or (isinstance(part, Chunked) and start % part.size == 0):
-            moved = moved & dataclasses.replace(part, offset=part.offset - start)
-        elif isinstance(part, OwnWindow):
-            moved = moved & dataclasses.replace(part, positions=tuple(n - start for n in part.positions))
-        elif not isinstance(part, Full):
-            return None
-    return moved

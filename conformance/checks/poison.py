@@ -1,6 +1,6 @@
 """Values behind the mask never matter: NaN, infinity and huge numbers in keys that no query may attend to.
 
-The compiled functions and the expectation are those of the clean case: nothing may change.
+Neither the compiled functions nor what is expected of them differ from the clean case: nothing may change.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Transforms: the call means the same under every transformation that JAX has for it.
 
-Each transformed call is judged against the oracle, like a plain one. Two problems are in play, the case's own and the
-one of the next seed, so that what is shared between batched calls by mistake shows.
+Each transformed call is judged against the oracle, like a plain one. There are two problems: the case's own, and one
+drawn with the next seed. What batched calls share by mistake is wrong for one of them.
 """
 
 from __future__ import annotations
@@ -164,7 +164,7 @@ def _x64(pair: _Pair) -> Iterator[Judgement]:
 
 
 def _second_call(pair: _Pair) -> Iterator[Judgement]:
-    """The same bits when the same call is made again, another one having been made in between."""
+    """The same call, made again after another one, gives the same bits."""
     compiled = jax.jit(pair.plain)
     first, between, again = (np.asarray(compiled(pair.arrays(pair.problems[n]))) for n in (0, 1, 0))
     same = first.tobytes() == again.tobytes()

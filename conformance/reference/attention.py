@@ -1,7 +1,7 @@
 """Reference attention in JAX, in any dtype, with either reference backward pass.
 
-For users who want a slow, transparent attention to compare with inside their own code. The gate's truth is the float64
-oracle (`conformance.truth.oracle`), which is independent of this.
+It is slow and transparent, for users who want to compare with attention inside their own code. The gate does not use it
+as its truth: that is the float64 oracle (`conformance.truth.oracle`), which shares no code with this module.
 """
 
 from __future__ import annotations

@@ -104,7 +104,7 @@ def parts(
     validate_operands(q, k, v, soft_cap=soft_cap, sinks=sinks, scale=scale)
     batch, q_length, num_q_heads, head_dim = q.shape
     kv_length, num_kv_heads = k.shape[1:3]
-    validate_mask(mask, batch, num_q_heads, q_length, kv_length, own_windows=True)
+    validate_mask(mask, batch, num_q_heads, q_length, kv_length, offers=("own_window",))
     formula, own_lengths, own_positions = lower(mask, batch, kv_length)
     given = _vector("lengths", lengths, batch, highest=kv_length)
     moved = _vector("positions", positions, batch, highest=None)

@@ -1,0 +1,181 @@
+"""Masks that are a formula of the places of query and key, the same for every batch row and head."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, ClassVar, Self
+
+from cases.masks.base import Mask, Pair
+
+__all__ = ["Bidirectional", "Causal", "Chunked", "Full", "LoadBalancedCausal", "Placed", "Window", "known"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Full(Mask):
+    """Every query may attend to every key."""
+
+    feature: ClassVar[str] = "full"
+    relative: ClassVar[bool] = True
+
+    def allowed(self, i: Any, j: Any) -> Any:
+        return (i >= 0) & (j >= 0)
+
+    def of_queries(self, start: int, stop: int, lengths: tuple[int, int]) -> Mask:
+        return self
+
+    def of_keys(self, start: int, stop: int) -> Mask | None:
+        return self
+
+
+class Placed(Mask):
+    """A mask whose queries stand at `i + offset`, among keys that stand where they are."""
+
+    offset: int
+
+    @property
+    def features(self) -> tuple[str, ...]:
+        return (self.feature, "offset") if self.offset else (self.feature,)
+
+    def moved(self, by: int) -> Self:
+        """The mask of queries that stand `by` further on."""
+        changed: dict[str, Any] = {"offset": self.offset + by}
+        return dataclasses.replace(self, **changed)  # type: ignore[type-var]  # every form is a dataclass
+
+    def of_queries(self, start: int, stop: int, lengths: tuple[int, int]) -> Mask:
+        return self.moved(start)
+
+    def of_keys(self, start: int, stop: int) -> Mask | None:
+        return self.moved(-start) if self.relative else None
+
+
+@dataclasses.dataclass(frozen=True)
+class Causal(Placed):
+    """`j <= i + offset`. `offset = S - T` is bottom-right alignment."""
+
+    offset: int = 0
+    feature: ClassVar[str] = "causal"
+    relative: ClassVar[bool] = True
+
+    def allowed(self, i: Any, j: Any) -> Any:
+        return j <= i + self.offset
+
+
+@dataclasses.dataclass(frozen=True)
+class Window(Placed):
+    """`i + offset - left <= j <= i + offset + right`; `None` leaves a side unbounded.
+
+    A sliding window of `w` keys that includes the query's own is `Window(w - 1, 0)`.
+    """
+
+    left: int | None
+    right: int | None
+    offset: int = 0
+    feature: ClassVar[str] = "window"
+    relative: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        for name, value in (("left", self.left), ("right", self.right)):
+            if value is not None and value < 0:
+                raise ValueError(f"window {name} must be >= 0 or None (unbounded), got {value}")
+
+    def allowed(self, i: Any, j: Any) -> Any:
+        position = i + self.offset
+        ok = (i >= 0) & (j >= 0)
+        if self.left is not None:
+            ok = ok & (j >= position - self.left)
+        if self.right is not None:
+            ok = ok & (j <= position + self.right)
+        return ok
+
+
+@dataclasses.dataclass(frozen=True)
+class Chunked(Placed):
+    """Causal inside chunks of `size` absolute positions: `p // size == j // size and j <= p`, `p = i + offset`."""
+
+    size: int
+    offset: int = 0
+    feature: ClassVar[str] = "chunked"
+
+    def __post_init__(self) -> None:
+        _positive("chunk size", self.size)
+
+    def allowed(self, i: Any, j: Any) -> Any:
+        position = i + self.offset
+        return (position // self.size == j // self.size) & (j <= position)
+
+    def of_keys(self, start: int, stop: int) -> Mask | None:
+        return None if start % self.size else self.moved(-start)
+
+    @property
+    def key_step(self) -> int | None:
+        return self.size
+
+
+@dataclasses.dataclass(frozen=True)
+class Bidirectional(Mask):
+    """Query and key inside the same span `[start, stop)`; or-ed with `Causal` for image tokens."""
+
+    spans: tuple[tuple[int, int], ...]
+    feature: ClassVar[str] = "bidirectional"
+
+    def __post_init__(self) -> None:
+        for start, stop in self.spans:
+            if not 0 <= start < stop:
+                raise ValueError(f"a span must satisfy 0 <= start < stop, got ({start}, {stop})")
+
+    def allowed(self, i: Any, j: Any) -> Any:
+        ok = (i < 0) & (j < 0)
+        for start, stop in self.spans:
+            ok = ok | ((i >= start) & (i < stop) & (j >= start) & (j < stop))
+        return ok
+
+
+@dataclasses.dataclass(frozen=True)
+class LoadBalancedCausal(Mask):
+    """Causal for queries in load-balanced context-parallel order; keys stay in sequence order.
+
+    The `length` queries are cut into `2 * cp_size` chunks; device `r` holds chunks `r` and `2 * cp_size - 1 - r`, in
+    that order, and devices follow one another along the query axis.
+    """
+
+    cp_size: int
+    length: int
+    feature: ClassVar[str] = "balanced"
+
+    def __post_init__(self) -> None:
+        _positive("cp_size", self.cp_size)
+        if self.length % (2 * self.cp_size):
+            raise ValueError(f"length {self.length} must be a multiple of 2 * cp_size = {2 * self.cp_size}")
+
+    def check_lengths(self, q_length: int, kv_length: int) -> None:
+        if q_length != self.length:
+            raise ValueError(f"mask is load-balanced for length {self.length}, the operands have T={q_length}")
+
+    def check_operands(self, batch: int, num_q_heads: int, q_length: int, kv_length: int) -> None:
+        if q_length != self.length:
+            raise ValueError(
+                f"mask length must be the query length {q_length}, got {self.length} in LoadBalancedCausal"
+            )
+
+    def position(self, i: Any) -> Any:
+        """Sequence position of the query at permuted index `i`."""
+        chunk_length = self.length // (2 * self.cp_size)
+        slot = i // chunk_length
+        rank, second = slot // 2, slot % 2
+        chunk = rank + second * (2 * self.cp_size - 1 - 2 * rank)
+        return chunk * chunk_length + i % chunk_length
+
+    def allowed(self, i: Any, j: Any) -> Any:
+        return j <= self.position(i)
+
+
+def known(mask: Mask) -> Mask:
+    """What is known of `mask` before run time: it allows all that `mask` may turn out to allow."""
+    if isinstance(mask, Pair):
+        return type(mask)(known(mask.left), known(mask.right))
+    return Full() if mask.at_run_time else mask
+
+
+def _positive(name: str, value: int) -> None:
+    if value <= 0:
+        raise ValueError(f"{name} must be positive, got {value}")
