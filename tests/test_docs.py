@@ -25,7 +25,7 @@ from conformance.sensitivity import detection
 from conformance.truth import tolerances
 
 ROOT = Path(__file__).parent.parent
-DOCUMENTS = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+DOCUMENTS = (ROOT / "README.md", ROOT / ".github" / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md")))
 CONTRACT, NUMERICS, CHECKED = (ROOT / "docs" / name for name in ("contract.md", "numerics.md", "checks.md"))
 FOLDERS = ("cases", "conformance", "impls", "reports", "tests")
 SOURCES = sorted(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py"))

@@ -207,3 +207,10 @@ def test_every_verdict_is_described() -> None:
 def test_every_implementation_is_described() -> None:
     named = [name for cell, _ in rows("docs/implementations.md", "name", "what it is") for name in names(cell)]
     assert sorted(named) == sorted(registry.names())
+
+
+def test_files_that_the_recipes_name_are_there() -> None:
+    paths = [name for name in names(PAGES[".github/CONTRIBUTING.md"]) if re.fullmatch(r"[\w.-]+(/[\w.-]+)+", name)]
+    assert len(paths) > 20
+    # Capitals stand for what is to be written.
+    assert [path for path in paths if not re.search("[A-Z]{2}", path) and not (ROOT / path).exists()] == []
