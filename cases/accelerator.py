@@ -1,7 +1,7 @@
 """Cases for the checks of accelerator kernels: few, long, each with several features at once.
 
-Compilers and interpreters of accelerators cost seconds a case, and what they find hangs on shapes and features one by
-one more than on their combinations: each is there at least once, as far as an implementation supports it.
+Compilers and interpreters of accelerators cost seconds a case. What they find depends on single shapes and features
+more than on combinations of them. So each shape and feature occurs at least once, if an implementation supports it.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ def _case(
     return Case(**{"dtype": "bf16", "mask": mask, **sizes, **named, **changes})
 
 
-# Every dtype, equal heads, groups and one key/value head, depths below, at and beyond the 128 lanes and unequal ones,
-# every kind of mask, every operand, lengths of 8 to 32 blocks of 128 and one that no block divides. The longest is
-# forward only: gradients take three times as long to compile.
+# Between them the cases have every dtype, every kind of mask and every operand. Heads are equal, grouped, or share one
+# key/value head. Depths are below, at and beyond the 128 lanes, and unequal. Lengths are 8 to 32 blocks of 128, and one
+# that no block divides. The longest case is forward only: gradients take three times as long to compile.
 _COMPILED = (
     _case(1024, (4, 4), (128, 128), "causal"),
     _case(1024, (4, 2), (64, 64), "full"),
@@ -50,7 +50,7 @@ _COMPILED = (
     _case((4, 2048), (4, 1), (192, 128), "chunked-512-o2040_and_lengths-2044-2044", batch=2, phase="prefill"),
 )
 
-# Lengths from short to long with every depth, one kind of work over: what takes memory or time out of proportion shows.
+# Lengths from short to long with every depth, and nothing else varied: what grows out of proportion shows.
 _LENGTHS = (1024, 2048, 4096, 8192, 16384, 32768)
 _DEPTHS = ((64, 64), (128, 128), (192, 128), (256, 256))
 _SWEPT = tuple(
@@ -60,10 +60,10 @@ _SWEPT = tuple(
     for length in _LENGTHS
 )
 
-# Lines of alternatives, of each the first that is supported: with gradients and all operands, forward only under a
-# mask that hides whole blocks, ragged decode. Four key blocks of 128, in whose order a sum can go wrong, two query
-# blocks and two heads, which two cores can share; one batch row and one key/value head, since the interpreter has no
-# `vmap` and some kernels are mapped over those.
+# Of each line, the first case that is supported is taken. The lines: gradients with all operands; forward only under a
+# mask that hides whole blocks; ragged decode. Four key blocks of 128 are enough for a sum to go wrong in their order.
+# Two cores can share two query blocks and two heads. There is one batch row, and one key/value head where that is
+# supported: some kernels are mapped over these, and the interpreter has no `vmap`.
 _OPERANDS = {"segments": "seg", "soft_cap": 30.0, "sinks": True}
 _INTERPRETED: tuple[tuple[Case, ...], ...] = (
     (
@@ -85,8 +85,8 @@ _INTERPRETED: tuple[tuple[Case, ...], ...] = (
 )
 
 
-# Where a program takes seconds, two of them: a query and a key block that are not whole, more key blocks than are in
-# flight at once, full and partial ones, and every operand that the kernels take.
+# One case, since each program takes seconds. Its last query block and its last key block are not whole. It has more key
+# blocks than are in flight at once, full and partial ones, and every operand that the kernels take.
 _INTERPRETED_GPU: tuple[tuple[Case, ...], ...] = ((_case((100, 180), (2, 1), (128, 128), "causal-o80", **_OPERANDS),),)
 
 

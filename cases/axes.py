@@ -21,11 +21,11 @@ class Axis:
     name: str
     levels: tuple[Any, ...]
     rich: Any = None  # the level of the case that has every operand, as far as it is supported
-    rare: bool = False  # for few implementations: the arrays of those that have only its first level do without it
+    rare: bool = False  # few implementations support more than its first level; the others' grids leave the axis out
     cheap: bool = False  # cases that differ in it alone share compiled programs
 
     def stand_ins(self) -> list[tuple[int, int]]:
-        """Levels that are asked only of what does not support another one: `(level, the other)`, by index."""
+        """The stand-ins, `(level, the other)` by index: asked only of implementations that do not support the other."""
         lengths = [(n, level) for n, level in enumerate(self.levels) if isinstance(level, Lengths)]
         places = {(level.q, level.kv): n for n, level in lengths}
         return [(n, places[level.instead_of]) for n, level in lengths if level.instead_of is not None]
@@ -38,7 +38,7 @@ class Lengths:
     phase: str
     q: int
     kv: int
-    turns: bool = False  # in some cases the two change places (`_placed`)
+    turns: bool = False  # whether q and kv change places in some cases (`_placed`)
     instead_of: tuple[int, int] | None = None  # only for what does not support these lengths
 
 
@@ -117,10 +117,10 @@ AXES: tuple[Axis, ...] = (
             Lengths("train", 1, 72),
             Lengths("prefill", 64, 320),
             Lengths("decode", 1, 200),
-            # What costs most is last: where it does not matter which level a case has, it has an earlier one.
-            Lengths("train", 321, 321),  # one more than blocks of 32 and 64 divide, and odd
+            # The dearest levels are last: a case that may have any level gets an early one.
+            Lengths("train", 321, 321),  # odd, and one more than a multiple of 32 and 64
             Lengths("train", 40, 1500, turns=True),
-            # Equal, and no block divides them: for kernels that take a length below their block, or multiples of it.
+            # Equal, and no multiple of a block: for kernels that take lengths below their block, or multiples of it.
             Lengths("train", 100, 100, instead_of=(321, 321)),
         ),
     ),
@@ -150,12 +150,13 @@ AXES: tuple[Axis, ...] = (
 
 NAMES = tuple(axis.name for axis in AXES)
 
-# With more pairs of query and key than this, a case has few heads: the time of an interpreted kernel goes with the
+# With more pairs of query and key than this, a case has few heads: the time of an interpreted kernel grows with the
 # square of batch times heads.
 _MANY_PAIRS = 50_000
 _FEW_HEADS = ((1, 2, 2), (1, 2, 1))
 
-# Under these masks lengths that turn have more queries than keys, unless heads share keys; under the others, fewer.
+# Where `turns` is set, lengths have more queries than keys under these masks, and fewer under the others. Where heads
+# share keys it is the other way round.
 _MORE_QUERIES = ("full", "causal", "window_both", "balanced", "dense", "densebatch")
 
 
@@ -163,9 +164,9 @@ def compatible(levels: Mapping[str, Any]) -> bool:
     """False if the levels given so far (by axis name) cannot stand in one case."""
     lengths = _placed(levels)
     if lengths is not None and lengths.q == 1 and levels.get("mask") in ("causal", "spans", "balanced"):
-        return False  # with one query these leave one key, nothing to cut, or no chunks
+        return False  # for one query: causal leaves one key, spans nothing to cut, balanced no chunks
     if lengths is not None and lengths.phase != "decode" and levels.get("mask") == "lengths_edges":
-        return False  # what kernels for whole sequences do at the end of a block, other lengths ask
+        return False  # the other lengths ask what kernels for whole sequences do at the end of a block
     if lengths is not None and lengths.q % 4 and levels.get("mask") == "balanced":
         return False  # four chunks of one size
     heads = levels.get("heads")
@@ -186,22 +187,22 @@ def compatible(levels: Mapping[str, Any]) -> bool:
     if levels.get("distribution") == "knee" and "soft_cap" in levels and levels["soft_cap"] is None:
         return False
     if levels.get("distribution") == "huge":
-        # Logits of 7e4 carry a rounding error of 1% of the probabilities in f32: one key among many and the gradient of
-        # a sink drown in it. And they sit on the flat end of any cap.
+        # Logits of 7e4 in f32 are rounded by so much that probabilities change by 1%. One key among many, and the
+        # gradient of a sink, are lost in that. Such logits also lie where any cap is flat.
         short = lengths is None or (lengths.phase == "train" and lengths.q > 1 and max(lengths.q, lengths.kv) <= 384)
         return short and levels.get("soft_cap") is None and not levels.get("sinks")
     return True
 
 
 def _placed(levels: Mapping[str, Any]) -> Lengths | None:
-    """The lengths, each in its place: as they are given while it is open which that is."""
+    """The lengths with q and kv in their places; as given while mask or heads, which decide that, are open."""
     lengths: Lengths | None = levels.get("lengths")
     mask, heads = levels.get("mask"), levels.get("heads")
     if lengths is None or not lengths.turns or mask is None or heads is None or _is_moba(levels):
         return lengths
     _, num_q_heads, num_kv_heads = heads
-    # Half of the masks have one order and the rest the other, reversed where heads share keys: both orders occur in
-    # every grid, and with every mask wherever triples do.
+    # Half of the masks have one order and the rest the other; where heads share keys it is reversed. So both orders
+    # occur in every grid, and with every mask in a grid that covers triples.
     if (mask in _MORE_QUERIES) == (num_q_heads > num_kv_heads):
         return lengths
     return dataclasses.replace(lengths, q=lengths.kv, kv=lengths.q)

@@ -4,8 +4,8 @@ The greedy construction of the AETG family (Cohen et al., "The AETG system", IEE
 combination that is still missing, then give every other axis the level that covers most of what is missing. It is
 deterministic: ties go to the lowest level index. Coverage is counted from the finished rows, never assumed.
 
-One axis may be cheap: rows that differ in it alone share what is dear about a row. Then what counts is how few rows
-there are without it. They are built first, and its levels put on them after.
+One axis may be cheap: rows that differ in it alone share what is dear about a row. Then the number of rows that differ
+in another axis is what counts. So rows are built without the cheap axis first, and get its levels afterwards.
 """
 
 from __future__ import annotations

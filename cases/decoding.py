@@ -19,9 +19,9 @@ LENGTH = 40
 PIECES = ((0, 18), (18, 36), (36, 37), (38, 39))
 """First query, and one past the last, of each piece; what is left out was computed by somebody else."""
 
-# What says of a token which keys it sees when it is the last there is: a formula of its position, chunks that end
-# where the first token is decoded, sequences packed in one, rows of an array, a selection made at run time, spans of a
-# prompt that are filled in one piece, the chunks that its gates choose; and the same of a cache that is quantised.
+# The masks that say which keys a token sees before there are later tokens: a formula of its position; chunks, one of
+# which ends where the first token is decoded; packed sequences; rows of an array; a selection made at run time; spans
+# of a prompt, each within one piece; the chunks that a token's gates choose. Then some with a quantised cache.
 _DECODED: tuple[dict[str, str], ...] = (
     {"mask": "causal"},
     {"mask": "window-l9-r0"},
@@ -40,7 +40,7 @@ _HEADS = ((4, 2), (2, 2))
 def piece(case: Case, start: int, stop: int) -> Case:
     """The case of the queries `start` to `stop - 1` alone, at their positions.
 
-    Which of them an array allows, the case does not say: `part` has the rows.
+    A mask that is an array is not in the id: `part` has its rows.
     """
     return dataclasses.replace(
         case,
@@ -63,14 +63,14 @@ def part(whole: Problem, start: int, stop: int, *, stale: float) -> Problem:
     cut = cut.along("S", lambda x, axis: _filled(x, axis, stop, stale))
     if whole.segment_ids is not None and cut.segment_ids is not None:
         q_ids, kv_ids = whole.segment_ids
-        # The last token's own segment: who takes it for filled attends to it.
+        # What is not filled gets the last token's segment: a kernel that takes it for filled attends to it.
         kv_ids = np.where(np.arange(kv_ids.shape[1]) < stop, kv_ids, q_ids[:, stop - 1, None])
         cut = dataclasses.replace(cut, segment_ids=(cut.segment_ids[0], kv_ids))
     return dataclasses.replace(cut, mask=whole.mask.of_queries(start, stop, (whole.q.shape[1], whole.k.shape[1])))
 
 
 def decoded_cases(seed: int = 0, supports: Supports = lambda case: None) -> tuple[Case, ...]:
-    """One case for each of what has a meaning token by token, of those whose pieces are all supported."""
+    """One case for each mask that has a meaning token by token, if all its pieces are supported."""
     return tuple(case for fields in _DECODED if (case := _case(fields, seed, supports)) is not None)
 
 
@@ -94,7 +94,7 @@ def _case(fields: dict[str, str], seed: int, supports: Supports) -> Case | None:
 
 
 def _filled(x: np.ndarray, axis: int, stop: int, stale: float) -> np.ndarray:
-    """`x` with whatever is behind key `stop - 1` left to what memory holds."""
+    """`x` with `stale` behind key `stop - 1`; the largest number there is where `x` holds integers."""
     kept = x.copy()
     behind = np.moveaxis(kept, axis, 0)[stop:]
     behind[...] = np.iinfo(x.dtype).max if np.issubdtype(x.dtype, np.integer) else stale

@@ -7,12 +7,12 @@ from typing import Any
 from cases.case import Case
 from cases.grid import Supports
 
-# Every step at least once between them: as models with normed queries and keys have it, and as those with interleaved
-# rotary, a norm after it and one projection for k and v.
+# Between them the front ends have every step. The first is that of models that norm queries and keys, the second that
+# of models with interleaved rotary, a norm after it, and one projection for k and v.
 _QUICK = ("rms-half-temperature", "interleaved-l2-prescale-shared")
 _MORE = ("half", "interleaved", "partial", "sections", "rms-sections-prescale", "partial-rms", "temperature-l2-partial")
-# (B, T, S, N, K, H, mask), of each line the first that is supported: positions that do not start at zero, then what
-# an implementation may be limited to.
+# (B, T, S, N, K, H, mask), of which the first that is supported is taken. In the first, positions do not start at zero.
+# The others suit implementations that support less.
 _SIZES = (
     (2, 40, 72, 4, 2, 32, "causal-o32"),
     (1, 64, 64, 4, 2, 64, "causal"),

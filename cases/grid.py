@@ -1,8 +1,12 @@
 """The fixed grid of cases: a covering array over the levels that an implementation supports.
 
-Every pair of levels occurs at `quick`, every triple at `standard`, every quadruple at `deep`. Levels that the
-implementation does not support stay out of the array (they would make most of its rows unjudgeable) and are shown
-instead: one case each, which the implementation declines with its reason.
+Every pair of levels occurs at `quick`, every triple at `standard`, every quadruple at `deep`.
+
+An implementation declines what it does not support, and says why. Levels that it declines stay out of the array: they
+would make most of its rows unjudgeable. Each of them has one case of its own instead, which must be refused.
+
+The base is the plainest case that an implementation supports. The rich case is the base with every optional operand
+that it supports. A stand-in is a level that is asked only of implementations that decline another one.
 """
 
 from __future__ import annotations
@@ -23,8 +27,7 @@ STRENGTH = {"quick": 2, "standard": 3, "deep": 4}
 Supports = Callable[[Case], "str | None"]
 """Why a case is not supported, or None if it is."""
 
-# Axes of what a call may lack, in the order in which they are asked one by one, and tried together in the rich case:
-# every operand, groups of heads, and depths that differ.
+# The axes of `singles`, and those of the rich case, in the order in which their levels are tried.
 _OPERAND_AXES = (*(operand.field for operand in REMOVABLE), "mask", "kv_cache", "own_window")
 _RICH_AXES = ("mask", *(operand.field for operand in REMOVABLE), "heads", "depths")
 
@@ -35,12 +38,19 @@ _SIZES = tuple(len(axis.levels) for axis in AXES)
 class Grid:
     """The cases to judge, and the coverage that was achieved.
 
-    `singles` are plain but for one optional operand or mask each, the plainest case first; `rich` has every optional
-    operand that is supported, at most one case; `declined` is one case for each level that is not supported.
+    Attributes:
+      level: `quick`, `standard` or `deep`.
+      cases: those of the covering array.
+      rows: for each of `cases`, its level on every axis of `cases.axes.AXES`.
+      singles: the base, then cases that have one optional operand or one mask more.
+      rich: the rich case, if any case is supported.
+      declined: one case for each level that is not supported.
+      coverage: of the feasible combinations, how many some case has.
     """
 
     level: str
     cases: tuple[Case, ...]
+    rows: tuple[Row, ...]
     singles: tuple[Case, ...]
     rich: tuple[Case, ...]
     declined: tuple[Case, ...]
@@ -52,9 +62,17 @@ def grid(level: str, seed: int, supports: Supports = lambda case: None) -> Grid:
     support = _Support(supports, seed)
     matrix = support.matrix()
     rows, coverage = _rows(STRENGTH[level], matrix)
-    cases = [_case(row, seed) for row in rows]
+    cases: dict[Case, Row] = {}
+    for row in rows:
+        cases.setdefault(_case(row, seed), row)
     return Grid(
-        level, _unique(cases), _unique(support.singles()), support.rich(), _unique(support.declined()), coverage
+        level=level,
+        cases=tuple(cases),
+        rows=tuple(cases.values()),
+        singles=_unique(support.singles()),
+        rich=support.rich(),
+        declined=_unique(support.declined()),
+        coverage=coverage,
     )
 
 
@@ -112,7 +130,7 @@ def _supported(axis: int, excluded: Matrix) -> bool:
 
 
 class _Support:
-    """What an implementation supports, asked through cases that are plain but for one or two levels."""
+    """What an implementation supports, found out by cases that differ from the base in one or two levels."""
 
     def __init__(self, supports: Supports, seed: int) -> None:
         self._supports = supports
@@ -120,7 +138,7 @@ class _Support:
         self._base = self._find_base()
 
     def matrix(self) -> Matrix:
-        """All unsupported levels, stand-ins for supported ones, and all unsupported pairs of the rest."""
+        """What stays out of the array: unsupported levels, stand-ins for supported ones, other unsupported pairs."""
         items = [(a, level) for a, size in enumerate(_SIZES) for level in range(size)]
         single = {item for item in items if self._reason(item) is not None}
         stand_ins = ((a, pair) for a, axis in enumerate(AXES) for pair in axis.stand_ins())
@@ -133,7 +151,7 @@ class _Support:
         return frozenset(excluded)
 
     def singles(self) -> list[Case]:
-        """The plainest case, then one for each supported level of the optional operands and the mask."""
+        """The base, then one case for each supported level of the optional operands and the mask."""
         if self._supports(_case(self._base, self._seed)) is not None:
             return []
         axes = [NAMES.index(name) for name in _OPERAND_AXES]
@@ -141,7 +159,7 @@ class _Support:
         return [_case(self._base, self._seed)] + [self._case(item) for item in items if self._reason(item) is None]
 
     def rich(self) -> tuple[Case, ...]:
-        """The plainest case with as many levels of a rich one as are supported together."""
+        """The base with as many levels of a rich case as are supported together."""
         row = self._base
         for axis in map(NAMES.index, _RICH_AXES):
             moved = _moved(row, (axis, AXES[axis].levels.index(AXES[axis].rich)))
@@ -156,7 +174,7 @@ class _Support:
         return [self._case(item) for item in items if self._reason(item) is not None]
 
     def _find_base(self) -> Row:
-        """The plainest supported row: all first levels, else with one or two axes moved on."""
+        """The base: the first level of every axis if that is supported, else with other levels on one axis or two."""
         plain = (0,) * len(_SIZES)
         items = [(a, level) for a, size in enumerate(_SIZES) for level in range(size)]
         for moves in itertools.chain(((),), ((i,) for i in items), itertools.combinations(items, 2)):
@@ -191,7 +209,7 @@ def _moved(row: Row, *items: tuple[int, int]) -> Row:
 
 
 def _repaired(row: Row, fixed: Mapping[int, int], moves: int = 1) -> list[Row]:
-    """The row, or if its levels exclude each other, all mendings of it by moving free axes (a knee needs a cap)."""
+    """The row. If its levels exclude each other, all rows that mend it on `moves` axes: a knee needs a cap."""
     if _allowed(row):
         return [row]
     free = [axis for axis in range(len(_SIZES)) if axis not in fixed]

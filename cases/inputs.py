@@ -1,8 +1,8 @@
 """The operands of a case, drawn from its seed with the same bits everywhere.
 
-Values are scaled so that what the case names matters in it: logits reach the soft cap, sinks carry about as much weight
-as the keys, a custom scale does not flatten the softmax. Statistics are never measured from the drawn values by a
-matrix product (its last bit differs between machines): they come from the distribution's definition.
+Values are scaled so that everything that the case names matters: logits reach the soft cap, sinks carry about as much
+weight as the keys, a custom scale does not flatten the softmax. The scaling uses the distribution's definition. It
+never uses matrix products of the drawn values, whose last bit differs between machines.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ DTYPES: dict[str, np.dtype] = {
 _LOGIT_SPREAD = {"small": 0.3, "large": 4.0, "ties": 2.0, "dominant": 0.5}
 # A tanh bends visibly from about half its cap on.
 _SPREAD_PER_CAP = 0.6
-# Queries that leave no choice in doubt are found in the first or second draw, but for values that leave little room.
+# Queries that leave no choice in doubt are mostly found in the first or second draw; a few distributions take more.
 _ATTEMPTS = 8
 # Beyond the largest float16, 65504.
 _HUGE_LOGIT = 6.6e4
@@ -40,7 +40,7 @@ _HUGE_LOGIT = 6.6e4
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """Operands of one attention call (contract, section 1) as NumPy arrays; `scale=None` means `1 / sqrt(H)`.
+    """Operands of one attention call (docs/contract.md, section 1) as NumPy arrays; `scale=None` means `1 / sqrt(H)`.
 
     With `kv_scales`, those of k and of v, k and v are numbers as a cache stores them (`cases.quantized`).
     """
@@ -73,7 +73,7 @@ class Problem:
 
     @functools.cached_property
     def resolved_mask(self) -> Mask:
-        """The mask with what q and k have to say in it."""
+        """The mask, with the choices that q and k make where queries choose their keys (`cases.moba.resolve`)."""
         return moba.resolve(self.mask, self.q, self.k if self.kv_scales is None else self.keys)
 
     @functools.cached_property
@@ -98,12 +98,12 @@ class Problem:
 
     @functools.cached_property
     def unread_keys(self) -> np.ndarray:
-        """Dead keys that have no say either in what a query attends to, booleans `[B, S, K]`."""
+        """Dead keys that take no part in any query's choice of keys either, booleans `[B, S, K]`."""
         return self.dead_keys & ~self._by_kv_head(self.choosing)
 
     @functools.cached_property
     def choosing(self) -> np.ndarray:
-        """Whether key `j` has a say in what query `i` attends to, booleans `[1, 1, T, S]`."""
+        """Whether key `j` takes part in the choice of query `i`, booleans `[1, 1, T, S]`."""
         chosen = [choice.choosing for choice in moba.choices(self.resolved_mask)]
         none = np.zeros((1, 1, self.q.shape[1], self.k.shape[1]), bool)
         return functools.reduce(np.logical_or, chosen, none)
@@ -150,8 +150,8 @@ def _meant(stored: np.ndarray, scales: np.ndarray | None) -> np.ndarray:
 def draw(case: Case) -> Problem:
     """The operands of `case`.
 
-    Where queries choose their keys (`cases.moba`), they are drawn anew while rounding could change a choice: such a
-    case has more than one answer.
+    Where queries choose their keys (`cases.moba`), a case in which rounding could change a choice has more than one
+    answer. So queries are drawn anew, a few times at most, until there is no such choice.
     """
     for attempt in range(_ATTEMPTS):
         problem = _drawn(case, attempt)
@@ -187,7 +187,7 @@ def _drawn(case: Case, attempt: int) -> Problem:
 
 
 def draw_raw(case: Case, attempt: int = 0) -> front_ends.Raw:
-    """The raw projections that the front end of `case` makes its operands of."""
+    """The raw projections from which the front end of `case` makes the operands."""
     dtype = DTYPES[case.dtype]
     q, k, v = (x.astype(dtype) for x in _queries_keys_values(case, attempt))
     weights = {}
@@ -321,7 +321,7 @@ def _packed(case: Case, stream: str, length: int, row: int) -> np.ndarray:
 
 
 def _reachable(q_ids: np.ndarray, kv_ids: np.ndarray, mask: np.ndarray) -> np.ndarray:
-    """Queries whose segment the mask hides from them altogether join the segment of the last key that they may see."""
+    """Moves queries that may see no key of their segment to the segment of the last key that they may see."""
     visible = mask.any(axis=1) & (kv_ids != -2)[:, None, :]  # [B, T, S]
     meets = (visible & (q_ids[:, :, None] == kv_ids[:, None, :])).any(axis=-1)
     last = visible.shape[-1] - 1 - np.argmax(visible[..., ::-1], axis=-1)

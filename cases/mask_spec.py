@@ -4,10 +4,10 @@
     lengths-0-100   dense-d40   densehead-d40   densebatch-d40   indexer-d40   moba-64-3   moba-64-3-o128
     own-l31-0-100
 
-`-oN` is the offset, `-dP` the percentage of allowed pairs in a random mask; `moba-C-K` has chunks of `C` keys, of which
-a query takes `K`; `own-lL-A-B` has `A` keys in the first batch row and `B` in the second, the queries of each are its
-last tokens, and each sees a window of `L` keys before its own. Specs combine with `_and_` and `_or_` (`_and_` binds
-tighter): `causal_or_spans-8-24`. A kind of mask is a class of `cases.masks` and a row of `KINDS`.
+`-oN` is the offset. `-dP` is the percentage of allowed pairs in a random mask. `moba-C-K` has chunks of `C` keys, of
+which a query takes `K`. `own-lL-A-B` has `A` keys in the first batch row and `B` in the second. The queries of a row
+are its last tokens, and each sees a window of `L` keys before its own. Specs combine with `_and_` and `_or_` (`_and_`
+binds tighter): `causal_or_spans-8-24`. A kind of mask is a class of `cases.masks` and a row of `KINDS`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Mixture of block attention: the mask that queries choose by their gates, in float64 (contract, section 5).
+"""Mixture of block attention: the mask that queries choose by their gates, in float64 (docs/contract.md, section 5).
 
-Straight from the definition (Lu et al. 2025, MoBA, arXiv:2502.13189, equations 2 to 6): keys are cut into chunks, the
-gate of query `i` on a chunk is `<q_i, mean of its keys>`, the query's own chunk is always taken and no later one ever,
-and the other places go to the highest gates among earlier chunks.
+Straight from the definition (Lu et al. 2025, MoBA, arXiv:2502.13189, equations 2 to 6). Keys are cut into chunks. The
+gate of query `i` on a chunk is `<q_i, mean of its keys>`. A query always takes its own chunk, and never a later one.
+The other places go to the highest gates among earlier chunks.
 """
 
 from __future__ import annotations
@@ -132,8 +132,8 @@ def _choose(mask: Moba, q: np.ndarray, k: np.ndarray, earlier: np.ndarray) -> tu
     error = np.sqrt(q**2 @ np.stack([(piece**2).mean(axis=0) for piece in pieces]).T) * max(1, mask.chunk**0.5 / 4)
     error += (np.abs(q) @ np.abs(means).T) * (1 + max(1, q.shape[1] ** 0.5 / 4))
     error *= _LIMIT * _U
-    # In doubt: one that is taken and one that is not, closer than their errors together, unless their gates are equal
-    # whatever the rounding.
+    # In doubt: a chunk that is taken and one that is not, whose gates differ by less than their errors together. Equal
+    # chunks are in no doubt: their gates are equal whatever the rounding.
     doubt = np.zeros(len(q), bool)
     for c in range(gates.shape[1]):
         other = (earlier & ~taken) & (np.asarray(same) != same[c])

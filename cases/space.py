@@ -1,8 +1,8 @@
-"""The case space as far as it is wanted: which alternatives of each choice there are, the plainest first.
+"""The case space as far as it is wanted: the alternatives of each choice, the plainest first.
 
-An implementation says case by case what it supports. Drawing from everything and throwing away what is not supported
-would leave a narrow kernel with almost nothing, so each alternative is first tried alone, on a case that is otherwise
-plain; those that are never supported are not drawn.
+An implementation says case by case what it supports. A kernel that supports little would be left with almost nothing if
+cases were drawn from everything and then thrown away. So each alternative is first tried alone, on a case that is
+otherwise plain. An alternative that is never supported is not drawn.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ MASKS: Mapping[str, str] = {kind.name: kind.example for kind in KINDS}
 """Kinds of mask, the plainest first, each with a spec that fits the plain case."""
 _OFFSETS = {kind.name: f"{kind.example}-o3" for kind in KINDS if kind.offset == "any"}
 _JOINTS = {"_and_": "causal_and_window-l31-r7", "_or_": "causal_or_window-l7-r7"}
-# Lengths and depths come in multiples of a block for some kernels: the first step that is supported counts.
+# Some kernels take only lengths and depths that are multiples of a block: the first step that is supported is taken.
 _LENGTH_STEPS = {1: 77, 8: 72, 128: 128}
 _DEPTH_STEPS = {1: 37, 8: 40, 64: 64, 128: 128}
 
@@ -116,7 +116,7 @@ def _phase(phase: str) -> dict[str, Any]:
 
 
 def _impossible(changed: Mapping[str, Any]) -> bool:
-    """Whether a case cannot have these: one query to balance, a knee without a cap, training from a cache."""
+    """Whether no case can have all of these: one query to balance, a knee without a cap, training from a cache."""
     if changed.get("kv_cache") and changed.get("phase", "train") == "train":
         return True
     one_query = changed.get("q_length") == 1 and changed.get("mask") == MASKS["balanced"]

@@ -25,7 +25,7 @@ _LARGEST_GROUP = 4
 _DEPTHS = (8, 136)
 _USUAL_DEPTHS = (16, 32, 64, 72, 128)
 _BLOCKS = (32, 64, 128)
-# Logits of 7e4 round by 1% of the probabilities in f32, and one key among many drowns in that.
+# Logits of 7e4 in f32 are rounded by so much that probabilities change by 1%: one key among many is lost in that.
 _LONGEST_HUGE = 128
 
 _T = TypeVar("_T")
@@ -54,7 +54,7 @@ def all_cases(draw: st.DrawFn, within: Space) -> Case:
     head_dim = draw(_depth(within.depth_step))
     other_depth = draw(st.sampled_from(within.v_head_dim))
     mask = draw(mask_specs(batch, q_length, kv_length, within))
-    # Most draws leave most operands out, or every case would have half of them.
+    # Each operand is left out in most draws: otherwise every case would have half of them.
     operands: dict[str, Any] = {}
     for field, levels in within.operands.items():
         if field == "kv_cache" and phase == "train":  # a cache is read

@@ -6,7 +6,15 @@ Importing this package is cheap: what needs JAX is loaded when it is first asked
 from __future__ import annotations
 
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from conformance import packages
+
+if TYPE_CHECKING:
+    from conformance.calling.plain import declare as declare
+    from conformance.contract import Arithmetic as Arithmetic
+    from conformance.contract import Implementation as Implementation
+    from conformance.reference.attention import reference_attention as reference_attention
 
 _PUBLIC = {
     "Arithmetic": "conformance.contract",
@@ -19,5 +27,6 @@ __all__ = sorted(_PUBLIC)
 
 def __getattr__(name: str) -> Any:
     if name in _PUBLIC:
+        packages.claim()
         return getattr(importlib.import_module(_PUBLIC[name]), name)
-    raise AttributeError(f"module 'conformance' has no attribute {name!r}")
+    raise AttributeError(packages.no_attribute("conformance", name))

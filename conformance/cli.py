@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 from absl import app, logging
 from absl.flags import argparse_flags
 
-from conformance import environment
+from conformance import environment, packages
 from conformance.commands.errors import CannotJudge
 from conformance.judging import interrupts
 
@@ -340,11 +340,12 @@ def main(arguments: argparse.Namespace) -> int:
     """Carry out a parsed command; returns the exit code."""
     environment.prepare(timing=arguments.command in _TIMING)
     try:
+        packages.claim()
         from conformance.commands.table import COMMANDS  # imported late: it loads JAX
 
         with interrupts.remembered():
             return COMMANDS[arguments.command](arguments)
-    except CannotJudge as error:
+    except (CannotJudge, packages.NameTaken) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:

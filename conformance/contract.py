@@ -1,6 +1,6 @@
 """What an implementation is: the canonical call, what it declares, and operand validation.
 
-The canonical call, from the attention contract (section 1):
+The canonical call (docs/contract.md, section 1):
 
     call(q, k, v, *, mask, segment_ids=None, soft_cap=None, sinks=None, bias=None, scale=None, save_residuals=False)
 
@@ -10,7 +10,8 @@ dtype, or `(out, residuals)` with `save_residuals=True`, where residuals maps `"
 `[B, N, T]`. One that offers a quantised cache takes `kv_scales` too, f32 of k and of v, `[B or 1, S or 1, K]`, with k
 and v in int8, int4 or float8_e4m3fn.
 
-An implementation may also offer attention that is not normalised, as a part to be merged with others (section 4):
+An implementation may also offer attention that is not normalised, as a part to be merged with others (contract,
+section 4):
 
     parts(q, k, v, *, mask, soft_cap=None, sinks=None, scale=None) -> (out, max, sum)
 

@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from conformance import packages
+
 if TYPE_CHECKING:
     from conformance.judging.plan import Job, Plan
     from conformance.judging.runner import Runner
@@ -53,6 +55,8 @@ def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(gate, _NAME)
     if not hasattr(config, "workerinput"):  # what the main process accepts, its workers need not check again
         gate.check_options()
+    elif gate.is_asked_for():  # a worker imports the gate's module before it plans
+        packages.claim()
 
 
 class _Gate:
@@ -91,20 +95,26 @@ class _Gate:
             place = Path(target)
             if place.is_dir() or not place.absolute().parent.is_dir() or place.suffix == ".jsonl":
                 raise pytest.UsageError(f"--conformance-report={target} is no file that can be written")
-        named = any("conformance" in Path(argument.split("::")[0]).parts for argument in self._config.args)
-        if named or option("--impl") or option("--conformance-cases") is not None:
+        if self.is_asked_for():
             self._plan()
+
+    def is_asked_for(self) -> bool:
+        """Whether this run is to judge, as far as its arguments say."""
+        option = self._config.getoption
+        named = any("conformance" in Path(argument.split("::")[0]).parts for argument in self._config.args)
+        return bool(named or option("--impl") or option("--conformance-cases") is not None)
 
     def _plan(self) -> Plan:
         if self._planned is None:
             from conformance import environment
 
             environment.prepare()
+            try:
+                packages.claim()
+            except packages.NameTaken as error:
+                raise pytest.UsageError(str(error)) from error
             from conformance.calling import registry  # imported late: they load JAX
-            from conformance.judging import (
-                plan,  # imported late: they load JAX
-                settings,  # imported late: they load JAX
-            )
+            from conformance.judging import plan, settings
             from conformance.judging.runner import Runner
 
             option = self._config.getoption

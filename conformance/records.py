@@ -44,13 +44,30 @@ class Worst:
 class Record:
     """One judged observable of one case, or the reason why there is no judgement.
 
-    `ratio` is the largest `|got - expected| / bound` over the elements, judged against `limit`; `rms` is its root mean
-    square, judged against `rms_limit` where that is set. `ratio_flash` is the same figure against the backward pass
-    recomputed from the implementation's own saved `out` and `logsumexp` (gradients only). For the check `ensemble`,
-    `ratio` is the size of a statistic over many elements, `bias` or `spread` as `observable` says. `margin` is how many
-    times over the limit the least visible null result of this case would fall (how well the case discriminates).
-    `figures` are measured beside the verdict and not judged (`compile_seconds`, `temporary_bytes`, ...); where rounding
-    could change which keys some rows choose, `undecided_rows` of the case's `rows` were left out of the judgement.
+    Attributes:
+      implementation: its name.
+      platform: where it was judged.
+      case: the case's id.
+      check: the name of the check.
+      observable: which result was judged, by name.
+      verdict: one of `VERDICTS`.
+      dtype: of the operands.
+      features: those of the case.
+      ratio: the largest `|got - expected| / bound` over the elements, judged against `limit`. For the check `ensemble`,
+        the size of a statistic over many elements, `bias` or `spread` as `observable` says.
+      rms: the root mean square of these quotients, judged against `rms_limit` where that is set.
+      ratio_flash: for gradients, the same figure as `ratio` against the backward pass recomputed from the
+        implementation's own saved `out` and `logsumexp`.
+      limit: of `ratio`.
+      rms_limit: of `rms`.
+      margin: how well the case discriminates: how many times over the limit the least visible null result would fall.
+      worst: the element with the largest ratio.
+      reason: why this is the verdict.
+      reproduce: the command that judges this alone.
+      seconds: what judging took.
+      figures: measured beside the verdict and not judged (`compile_seconds`, `temporary_bytes`, ...). Where rounding
+        could change which keys some rows choose, `undecided_rows` of the case's `rows` were left out of the judgement.
+      schema: of the line that the record is written as.
     """
 
     implementation: str

@@ -18,7 +18,7 @@ SCHEMA = "attention-conformance/tuned/1"
 
 Setting = Mapping[str, int]
 """One choice for a knob, as plain data: `{"block_q": 128, "block_kv": 64, "num_warps": 4}`."""
-Settings = Mapping[str, Setting]
+KnobSettings = Mapping[str, Setting]
 """A choice for every knob."""
 
 
@@ -27,7 +27,7 @@ class Knob:
     """Something that is chosen by itself, the others held: the tile and launch of one kernel.
 
     Attributes:
-      name: its key in `Settings`.
+      name: its key in `KnobSettings`.
       phase: the program that it shows in, `"forward"` or `"forward+backward"`.
       candidates: what to try for a case. Some may not compile, or not fit: those are skipped, and shown. None if there
         is nothing to choose for this case, or on this machine; then it stays as it is.
@@ -38,7 +38,7 @@ class Knob:
     name: str
     phase: str
     candidates: Callable[[Case], Iterable[Setting]]
-    given: Settings = dataclasses.field(default_factory=dict)
+    given: KnobSettings = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -55,8 +55,8 @@ class Tunable:
     """
 
     knobs: tuple[Knob, ...]
-    settings: Callable[[Case], Settings]
-    call: Callable[[Settings], Callable[..., Any]]
+    settings: Callable[[Case], KnobSettings]
+    call: Callable[[KnobSettings], Callable[..., Any]]
     key: Callable[[Case], Mapping[str, int]]
     cases: Callable[[], tuple[Case, ...]]
     table: Path
@@ -75,7 +75,7 @@ class Entry:
 
     device: str
     key: Mapping[str, int]
-    settings: Settings
+    settings: KnobSettings
     provenance: Mapping[str, Any]
 
     @property

@@ -1,8 +1,8 @@
 """Merging attention over disjoint sets of keys: a cache and what was decoded since, splits of a cache, ring steps.
 
-A part comes in one of two forms (contract, section 4): unnormalised, `(out, max, sum)` with `out / sum` the attention
-over the part's keys and `max` the value that its logits were shifted by, or normalised, `(out, logsumexp)`. With `a`
-over the parts,
+A part comes in one of two forms (docs/contract.md, section 4): unnormalised, `(out, max, sum)` with `out / sum` the
+attention over the part's keys and `max` the value that its logits were shifted by, or normalised, `(out, logsumexp)`.
+With `a` over the parts,
 
     M = max_a max_a,   sum = sum_a exp(max_a - M) sum_a,   out = sum_a exp(max_a - M) out_a
 

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 
 from conformance.records import ERROR, EXPECTED_FAIL, FAIL, PASS, UNEXPECTED_PASS, UNJUDGED, UNSUPPORTED, Record
-from reports.summary import Subject, subject_of
+from reports.summary import Contender, contender_of
 
 CHECK = "compiles"
 EVERY_TARGET = "all"
@@ -40,7 +40,7 @@ class Cell:
 class Note:
     """Why something did not compile or was not tried, and how often."""
 
-    subject: Subject
+    contender: Contender
     targets: tuple[str, ...]
     verdict: str
     reason: str
@@ -49,22 +49,22 @@ class Note:
 
 
 @dataclasses.dataclass(frozen=True)
-class Problem:
+class ProgramRow:
     """One program of one case that several implementations have, side by side: the largest figures over the targets."""
 
     case: str
     program: str
-    cells: Mapping[Subject, Cell]
+    cells: Mapping[Contender, Cell]
 
 
 @dataclasses.dataclass(frozen=True)
 class CompiledTable:
     """The section of a report."""
 
-    subjects: tuple[Subject, ...]
+    contenders: tuple[Contender, ...]
     targets: tuple[str, ...]
-    cells: Mapping[tuple[Subject, str], Cell]
-    problems: tuple[Problem, ...]
+    cells: Mapping[tuple[Contender, str], Cell]
+    programs: tuple[ProgramRow, ...]
     notes: tuple[Note, ...]
 
 
@@ -73,31 +73,31 @@ def compiled(records: Sequence[Record]) -> CompiledTable | None:
     asked = [record for record in records if record.check == CHECK]
     if not asked:
         return None
-    by_cell: dict[tuple[Subject, str], list[Record]] = {}
-    by_reason: dict[tuple[Subject, str, str], list[Record]] = {}
+    by_cell: dict[tuple[Contender, str], list[Record]] = {}
+    by_reason: dict[tuple[Contender, str, str], list[Record]] = {}
     for record in asked:
-        by_cell.setdefault((subject_of(record), target_of(record)), []).append(record)
+        by_cell.setdefault((contender_of(record), target_of(record)), []).append(record)
         if record.verdict != PASS:
-            by_reason.setdefault((subject_of(record), record.verdict, record.reason), []).append(record)
+            by_reason.setdefault((contender_of(record), record.verdict, record.reason), []).append(record)
     return CompiledTable(
-        subjects=tuple(dict.fromkeys(subject for subject, _ in by_cell)),
+        contenders=tuple(dict.fromkeys(contender for contender, _ in by_cell)),
         targets=tuple(dict.fromkeys(target for _, target in by_cell if target != EVERY_TARGET)),
         cells={key: _cell(group) for key, group in by_cell.items()},
-        problems=tuple(_problems(asked)),
+        programs=tuple(_programs(asked)),
         notes=tuple(_note(*key, group) for key, group in by_reason.items()),
     )
 
 
-def _problems(asked: Sequence[Record]) -> Iterator[Problem]:
+def _programs(asked: Sequence[Record]) -> Iterator[ProgramRow]:
     """What more than one implementation compiled."""
-    found: dict[tuple[str, str], dict[Subject, list[Record]]] = {}
+    found: dict[tuple[str, str], dict[Contender, list[Record]]] = {}
     for record in asked:
         if record.figures:
             program = record.observable.partition(".")[2]
-            found.setdefault((record.case, program), {}).setdefault(subject_of(record), []).append(record)
+            found.setdefault((record.case, program), {}).setdefault(contender_of(record), []).append(record)
     for (case, program), groups in found.items():
         if len(groups) > 1:
-            yield Problem(case, program, {subject: _cell(group) for subject, group in groups.items()})
+            yield ProgramRow(case, program, {contender: _cell(group) for contender, group in groups.items()})
 
 
 def target_of(record: Record) -> str:
@@ -124,6 +124,6 @@ def _most(group: Sequence[Record], figure: str) -> float | None:
     return max((record.figures[figure] for record in group if figure in record.figures), default=None)
 
 
-def _note(subject: Subject, verdict: str, reason: str, group: Sequence[Record]) -> Note:
+def _note(contender: Contender, verdict: str, reason: str, group: Sequence[Record]) -> Note:
     targets = tuple(dict.fromkeys(map(target_of, group)))
-    return Note(subject, targets, verdict, reason, len(group), group[0].case)
+    return Note(contender, targets, verdict, reason, len(group), group[0].case)

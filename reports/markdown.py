@@ -19,7 +19,7 @@ def render(records: Sequence[Record], run: RunInfo) -> str:
     blocks += _warnings(records, run)
     if standings:
         blocks += [_verdicts(standings, run), _counts(standings, summary.count(records))]
-    blocks += [f"{_inline(x.subject.label)}: {wording.left_out_text(x)}." for x in summary.left_out(records)]
+    blocks += [f"{_inline(x.contender.label)}: {wording.left_out_text(x)}." for x in summary.left_out(records)]
     blocks += _failures(records)
     return "\n\n".join(blocks) + "\n"
 
@@ -40,14 +40,14 @@ def _warnings(records: Sequence[Record], run: RunInfo) -> list[str]:
 
 def _verdicts(standings: Iterable[summary.Standing], run: RunInfo) -> str:
     return "\n".join(
-        f"- {wording.GLYPHS[s.conformity]} **{_inline(s.subject.label)}** {wording.standing_text(s, run)}"
+        f"- {wording.GLYPHS[s.conformity]} **{_inline(s.contender.label)}** {wording.standing_text(s, run)}"
         for s in standings
     )
 
 
 def _counts(standings: Iterable[summary.Standing], total: summary.Counts) -> str:
     rows = [_row("implementation", *VERDICTS, "sum"), _row("---", *["---:"] * (len(VERDICTS) + 1))]
-    rows += [_row(_inline(s.subject.label), *_figures(s.counts)) for s in standings]
+    rows += [_row(_inline(s.contender.label), *_figures(s.counts)) for s in standings]
     return "\n".join([*rows, _row("**all**", *_figures(total))])
 
 
@@ -68,9 +68,9 @@ def _failures(records: Sequence[Record]) -> list[str]:
 
 
 def _failure(record: Record) -> str:
-    subject = summary.subject_of(record).label
+    contender = summary.contender_of(record).label
     facts = [wording.judged_text(record), wording.worst_text(record), wording.shorten(record.reason, longest=200)]
-    what = f"{record.verdict}: {subject}, {record.check} / {record.observable}"
+    what = f"{record.verdict}: {contender}, {record.check} / {record.observable}"
     lines = [f"- **{_inline(what)}** {_inline(record.case)}"]
     lines += [f"  {_inline('; '.join(fact for fact in facts if fact))}"] if any(facts) else []
     return "\n".join(lines) + ("\n\n" + _fenced(record.reproduce) if record.reproduce else "")

@@ -9,9 +9,9 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from cases.operands import GRADIENTS, OBSERVABLES
 from conformance.records import JUDGED, Record
-from reports.summary import Metric, Subject, by_subject, decisive, severity, subject_of
+from reports.summary import Contender, Metric, by_contender, contender_of, decisive, severity
 
-DTYPES = ("f32", "float32", "bf16", "bfloat16", "f16", "float16")
+DTYPES = ("f32", "bf16", "f16")
 MARGIN_EDGES = (1.0, 10.0, 100.0, 1e4)
 """Below 1 a null result would pass; the rest are decades that tell a close call from an obvious one."""
 
@@ -47,7 +47,7 @@ class Distribution:
 
 @dataclasses.dataclass(frozen=True)
 class GradientCell:
-    """One gradient of one subject in one dtype: the judged ratio and the same figure against the flash backward."""
+    """One gradient of one contender in one dtype: the judged ratio and the same figure against the flash backward."""
 
     count: int
     over: int
@@ -58,19 +58,19 @@ class GradientCell:
 
 @dataclasses.dataclass(frozen=True)
 class GradientTable:
-    """Gradients by subject and observable (rows) and dtype (columns)."""
+    """Gradients by contender and observable (rows) and dtype (columns)."""
 
-    rows: tuple[tuple[Subject, str], ...]
+    rows: tuple[tuple[Contender, str], ...]
     dtypes: tuple[str, ...]
-    cells: Mapping[tuple[Subject, str, str], GradientCell]
+    cells: Mapping[tuple[Contender, str, str], GradientCell]
     hidden: int
 
 
 @dataclasses.dataclass(frozen=True)
 class MarginRow:
-    """How well the cases of one subject discriminate; `buckets` counts cases between the `MARGIN_EDGES`."""
+    """How well the cases of one contender discriminate; `buckets` counts cases between the `MARGIN_EDGES`."""
 
-    subject: Subject
+    contender: Contender
     cases: int
     least: float
     median: float
@@ -80,11 +80,11 @@ class MarginRow:
 
 @dataclasses.dataclass(frozen=True)
 class CostTable:
-    """Seconds by check (rows) and subject (columns)."""
+    """Seconds by check (rows) and contender (columns)."""
 
-    subjects: tuple[Subject, ...]
+    contenders: tuple[Contender, ...]
     checks: tuple[str, ...]
-    seconds: Mapping[tuple[str, Subject], float]
+    seconds: Mapping[tuple[str, Contender], float]
 
     @property
     def total(self) -> float:
@@ -92,12 +92,12 @@ class CostTable:
         return math.fsum(self.seconds.values())
 
     def row(self, check: str) -> float:
-        """Seconds of one check over all subjects."""
-        return math.fsum(self.seconds.get((check, subject), 0.0) for subject in self.subjects)
+        """Seconds of one check over all contenders."""
+        return math.fsum(self.seconds.get((check, contender), 0.0) for contender in self.contenders)
 
-    def column(self, subject: Subject) -> float:
-        """Seconds of one subject over all checks."""
-        return math.fsum(self.seconds.get((check, subject), 0.0) for check in self.checks)
+    def column(self, contender: Contender) -> float:
+        """Seconds of one contender over all checks."""
+        return math.fsum(self.seconds.get((check, contender), 0.0) for check in self.checks)
 
 
 def quantile(ordered: Sequence[float], fraction: float) -> float:
@@ -123,12 +123,12 @@ def distributions(records: Iterable[Record]) -> list[Distribution]:
 
 
 def gradients(records: Iterable[Record], *, cap: int = 200) -> GradientTable:
-    """Gradients by subject, observable and dtype, with the ratio against each of the two backwards."""
-    groups: dict[tuple[Subject, str, str], list[Record]] = {}
+    """Gradients by contender, observable and dtype, with the ratio against each of the two backwards."""
+    groups: dict[tuple[Contender, str, str], list[Record]] = {}
     for record in records:
         is_gradient = record.observable in GRADIENTS or record.ratio_flash is not None
         if record.verdict in JUDGED and record.ratio is not None and is_gradient:
-            groups.setdefault((subject_of(record), record.observable, record.dtype), []).append(record)
+            groups.setdefault((contender_of(record), record.observable, record.dtype), []).append(record)
     rows = sorted({key[:2] for key in groups}, key=lambda row: (row[0], observable_rank(row[1])))
     dtypes = tuple(sorted({key[2] for key in groups}, key=dtype_rank))
     cells = {key: _gradient_cell(group) for key, group in groups.items()}
@@ -136,9 +136,9 @@ def gradients(records: Iterable[Record], *, cap: int = 200) -> GradientTable:
 
 
 def margins(records: Iterable[Record]) -> list[MarginRow]:
-    """Discrimination by subject; a case counts once, by the smallest margin among its records."""
+    """Discrimination by contender; a case counts once, by the smallest margin among its records."""
     rows = []
-    for subject, group in by_subject(records).items():
+    for contender, group in by_contender(records).items():
         smallest: dict[str, float] = {}
         for record in group:
             if record.margin is not None:
@@ -146,21 +146,21 @@ def margins(records: Iterable[Record]) -> list[MarginRow]:
                 margin = 0.0 if math.isnan(record.margin) else record.margin
                 smallest[record.case] = min(margin, smallest.get(record.case, math.inf))
         if smallest:
-            rows.append(_margin_row(subject, smallest))
+            rows.append(_margin_row(contender, smallest))
     return rows
 
 
 def cost(records: Iterable[Record]) -> CostTable:
-    """Seconds by check and subject, the most expensive check first."""
-    seconds: dict[tuple[str, Subject], list[float]] = {}
+    """Seconds by check and contender, the most expensive check first."""
+    seconds: dict[tuple[str, Contender], list[float]] = {}
     for record in records:
-        seconds.setdefault((record.check, subject_of(record)), []).append(record.seconds)
+        seconds.setdefault((record.check, contender_of(record)), []).append(record.seconds)
     table = {key: math.fsum(values) for key, values in seconds.items()}
-    subjects = tuple(sorted({subject for _, subject in table}))
+    contenders = tuple(sorted({contender for _, contender in table}))
     totals: dict[str, float] = {}
     for (check, _), value in sorted(table.items()):
         totals[check] = totals.get(check, 0.0) + value
-    return CostTable(subjects, tuple(sorted(totals, key=lambda check: (-totals[check], check))), table)
+    return CostTable(contenders, tuple(sorted(totals, key=lambda check: (-totals[check], check))), table)
 
 
 def dtype_rank(dtype: str) -> tuple[int, str]:
@@ -206,7 +206,7 @@ def _is_over(record: Record) -> bool:
     return metric is not None and severity(metric.share) > 1
 
 
-def _margin_row(subject: Subject, smallest: Mapping[str, float]) -> MarginRow:
+def _margin_row(contender: Contender, smallest: Mapping[str, float]) -> MarginRow:
     ordered = sorted(smallest.values())
     edges = (-math.inf, *MARGIN_EDGES, math.inf)
     buckets = tuple(
@@ -214,7 +214,7 @@ def _margin_row(subject: Subject, smallest: Mapping[str, float]) -> MarginRow:
         for low, high in itertools.pairwise(edges)
     )
     weakest = min(smallest, key=lambda case: (smallest[case], case))
-    return MarginRow(subject, len(ordered), ordered[0], quantile(ordered, 0.5), buckets, weakest)
+    return MarginRow(contender, len(ordered), ordered[0], quantile(ordered, 0.5), buckets, weakest)
 
 
 def _largest(values: Iterable[float | None]) -> float | None:

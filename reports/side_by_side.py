@@ -25,7 +25,7 @@ class Bar:
 
 
 @dataclasses.dataclass(frozen=True)
-class Comparison:
+class SpeedPanel:
     """One case in one phase on one kind of device."""
 
     device: str
@@ -65,12 +65,12 @@ class Comparison:
         return round(50 + 48 * math.log(speed) / span, 2)
 
 
-def comparisons(measurements: Sequence[Measurement]) -> tuple[Comparison, ...]:
+def comparisons(measurements: Sequence[Measurement]) -> tuple[SpeedPanel, ...]:
     """Measurements by device, case and phase, in the order in which they come."""
     groups: dict[tuple[str, str, str], list[Measurement]] = {}
     for measurement in measurements:
         groups.setdefault((measurement.device, measurement.case, measurement.phase), []).append(measurement)
-    return tuple(Comparison(*key, tuple(rows)) for key, rows in groups.items())
+    return tuple(SpeedPanel(*key, tuple(rows)) for key, rows in groups.items())
 
 
 def headline(measurements: Sequence[Measurement]) -> str:

@@ -29,7 +29,7 @@ NO_FEATURE = "(none named)"
 
 
 @dataclasses.dataclass(frozen=True, order=True)
-class Subject:
+class Contender:
     """What a verdict is about: one implementation on one platform."""
 
     implementation: str
@@ -92,9 +92,9 @@ class Counts:
 
 @dataclasses.dataclass(frozen=True)
 class Standing:
-    """One line of the verdict: whether the subject conforms, and the counts that say so."""
+    """One line of the verdict: whether the contender conforms, and the counts that say so."""
 
-    subject: Subject
+    contender: Contender
     conformity: str
     counts: Counts
     worst: Metric | None
@@ -103,7 +103,7 @@ class Standing:
 
 @dataclasses.dataclass(frozen=True)
 class Cell:
-    """What one subject did in one column of a matrix."""
+    """What one contender did in one column of a matrix."""
 
     counts: Counts
     worst: Metric | None
@@ -125,18 +125,18 @@ class Cell:
 
 @dataclasses.dataclass(frozen=True)
 class Matrix:
-    """Subjects by columns; a pair without records has no cell."""
+    """Contenders by columns; a pair without records has no cell."""
 
-    subjects: tuple[Subject, ...]
+    contenders: tuple[Contender, ...]
     columns: tuple[str, ...]
-    cells: Mapping[tuple[Subject, str], Cell]
+    cells: Mapping[tuple[Contender, str], Cell]
 
 
 @dataclasses.dataclass(frozen=True)
 class FailureGroup:
-    """Records of one subject, check, observable and verdict, worst first; `shown` of them fit into the report."""
+    """Records of one contender, check, observable and verdict, worst first; `shown` of them fit into the report."""
 
-    subject: Subject
+    contender: Contender
     check: str
     observable: str
     verdict: str
@@ -160,7 +160,7 @@ class FailureGroup:
 class ReasonGroup:
     """Records without judgement that share a reason, with one case as an example."""
 
-    subject: Subject
+    contender: Contender
     verdict: str
     reason: str
     count: int
@@ -169,18 +169,18 @@ class ReasonGroup:
 
 @dataclasses.dataclass(frozen=True)
 class LeftOut:
-    """Rows of a subject's cases that no record judges, since rounding could change which keys their queries choose."""
+    """Rows of its cases that no record judges, since rounding could change which keys their queries choose."""
 
-    subject: Subject
+    contender: Contender
     cases: int
     rows: int
     of_rows: int
     worst_case: str  # the one with the largest share
 
 
-def subject_of(record: Record) -> Subject:
-    """The subject that a record is about."""
-    return Subject(record.implementation, record.platform)
+def contender_of(record: Record) -> Contender:
+    """The contender that a record is about."""
+    return Contender(record.implementation, record.platform)
 
 
 def metrics(record: Record) -> tuple[Metric, ...]:
@@ -208,7 +208,7 @@ def severity(share: float | None) -> float:
 def worst_metric(records: Iterable[Record]) -> Metric | None:
     """The worst judged figure; expected failures only stand in where nothing else was judged.
 
-    Otherwise a subject that conforms would show a figure beyond its limit, and a near miss would hide behind it.
+    Otherwise a contender that conforms would show a figure beyond its limit, and a near miss would hide behind it.
     """
     judged = [record for record in records if record.verdict in JUDGED]
     open_ones = [record for record in judged if record.verdict != EXPECTED_FAIL]
@@ -236,28 +236,28 @@ def conformity(records: Iterable[Record]) -> str:
     return KNOWN_FAILURES if counts[EXPECTED_FAIL] else CONFORMS
 
 
-def by_subject(records: Iterable[Record]) -> dict[Subject, list[Record]]:
-    """Records of each subject, subjects in the order of their names."""
-    groups: dict[Subject, list[Record]] = {}
+def by_contender(records: Iterable[Record]) -> dict[Contender, list[Record]]:
+    """Records of each contender, contenders in the order of their names."""
+    groups: dict[Contender, list[Record]] = {}
     for record in records:
-        groups.setdefault(subject_of(record), []).append(record)
-    return {subject: groups[subject] for subject in sorted(groups)}
+        groups.setdefault(contender_of(record), []).append(record)
+    return {contender: groups[contender] for contender in sorted(groups)}
 
 
 def standings(records: Iterable[Record]) -> tuple[Standing, ...]:
-    """One standing for each subject, in the order of their names: nothing here ranks them."""
+    """One standing for each contender, in the order of their names: nothing here ranks them."""
     return tuple(
-        Standing(subject, conformity(group), count(group), worst_metric(group), math.fsum(r.seconds for r in group))
-        for subject, group in by_subject(records).items()
+        Standing(contender, conformity(group), count(group), worst_metric(group), math.fsum(r.seconds for r in group))
+        for contender, group in by_contender(records).items()
     )
 
 
-def not_judged(records: Iterable[Record]) -> Iterator[tuple[Subject, str]]:
-    """Subjects that could not be judged, each with the commonest reason why."""
-    for subject, group in by_subject(records).items():
+def not_judged(records: Iterable[Record]) -> Iterator[tuple[Contender, str]]:
+    """Contenders that could not be judged, each with the commonest reason why."""
+    for contender, group in by_contender(records).items():
         reasons = Counter(record.reason for record in group if record.verdict == UNJUDGED and record.reason)
         if reasons and conformity(group) == NOT_JUDGED:
-            yield subject, reasons.most_common(1)[0][0]
+            yield contender, reasons.most_common(1)[0][0]
 
 
 def features_in_order(records: Iterable[Record]) -> tuple[str, ...]:
@@ -271,26 +271,28 @@ def features_in_order(records: Iterable[Record]) -> tuple[str, ...]:
 
 
 def feature_matrix(records: Sequence[Record]) -> Matrix:
-    """Subjects by features; a record counts once in the column of each of its features."""
+    """Contenders by features; a record counts once in the column of each of its features."""
     return _matrix(records, features_in_order(records), lambda record: set(record.features) or {NO_FEATURE})
 
 
 def check_matrix(records: Sequence[Record]) -> Matrix:
-    """Subjects by checks."""
+    """Contenders by checks."""
     columns = tuple(dict.fromkeys(record.check for record in records))
     return _matrix(records, columns, lambda record: {record.check})
 
 
 def failure_groups(records: Iterable[Record], *, verdicts: Iterable[str] = RED, cap: int = 200) -> list[FailureGroup]:
-    """Failures grouped by subject, check, observable and verdict; at most `cap` of them are marked as shown.
+    """Failures grouped by contender, check, observable and verdict; at most `cap` of them are marked as shown.
 
     The cap is shared out evenly, so that one noisy check cannot push the others out of the report.
     """
     wanted = frozenset(verdicts)
-    groups: dict[tuple[Subject, str, str, str], list[Record]] = {}
+    groups: dict[tuple[Contender, str, str, str], list[Record]] = {}
     for record in records:
         if record.verdict in wanted:
-            groups.setdefault((subject_of(record), record.check, record.observable, record.verdict), []).append(record)
+            groups.setdefault((contender_of(record), record.check, record.observable, record.verdict), []).append(
+                record
+            )
     keys = sorted(groups)
     ranked = [tuple(sorted(groups[key], key=_worst_first)) for key in keys]
     quotas = _share_out([len(group) for group in ranked], [_worst_first(group[0]) for group in ranked], cap)
@@ -308,12 +310,12 @@ def first_failures(records: Iterable[Record], *, cap: int) -> tuple[list[Record]
 
 
 def reason_groups(records: Iterable[Record]) -> list[ReasonGroup]:
-    """Unsupported and unjudged records by subject and reason, the most frequent first within a subject."""
-    tally: Counter[tuple[Subject, str, str]] = Counter()
-    examples: dict[tuple[Subject, str, str], str] = {}
+    """Unsupported and unjudged records by contender and reason, the most frequent first within a contender."""
+    tally: Counter[tuple[Contender, str, str]] = Counter()
+    examples: dict[tuple[Contender, str, str], str] = {}
     for record in records:
         if record.verdict in (UNSUPPORTED, UNJUDGED):
-            key = (subject_of(record), record.verdict, record.reason)
+            key = (contender_of(record), record.verdict, record.reason)
             tally[key] += 1
             examples.setdefault(key, record.case)
     order = sorted(tally, key=lambda key: (key[0], key[1], -tally[key], key[2]))
@@ -321,14 +323,14 @@ def reason_groups(records: Iterable[Record]) -> list[ReasonGroup]:
 
 
 def left_out(records: Iterable[Record]) -> list[LeftOut]:
-    """What the records of each subject leave out of the cases that they judge; a case counts once."""
+    """What the records of each contender leave out of the cases that they judge; a case counts once."""
     found = []
-    for subject, group in by_subject(records).items():
+    for contender, group in by_contender(records).items():
         cases = {r.case: (r.figures["undecided_rows"], r.figures["rows"]) for r in group if _judges_a_part(r)}
         if cases:
             rows, of_rows = (int(math.fsum(column)) for column in zip(*cases.values(), strict=True))
             worst = max(cases, key=lambda case: cases[case][0] / cases[case][1])
-            found.append(LeftOut(subject, len(cases), rows, of_rows, worst))
+            found.append(LeftOut(contender, len(cases), rows, of_rows, worst))
     return found
 
 
@@ -337,12 +339,12 @@ def _judges_a_part(record: Record) -> bool:
 
 
 def _matrix(records: Sequence[Record], columns: tuple[str, ...], place: Callable[[Record], Iterable[str]]) -> Matrix:
-    groups: dict[tuple[Subject, str], list[Record]] = {}
+    groups: dict[tuple[Contender, str], list[Record]] = {}
     for record in records:
         for column in place(record):
-            groups.setdefault((subject_of(record), column), []).append(record)
+            groups.setdefault((contender_of(record), column), []).append(record)
     cells = {key: Cell(count(group), worst_metric(group), _reasons(group)) for key, group in groups.items()}
-    return Matrix(tuple(by_subject(records)), columns, cells)
+    return Matrix(tuple(by_contender(records)), columns, cells)
 
 
 def _reasons(records: Iterable[Record], *, cap: int = 3) -> tuple[str, ...]:

@@ -11,7 +11,7 @@ from rich.text import Text
 from conformance.bench.measurements import AGREES, TIMED, Measurement
 from conformance.records import ERROR, RED, UNJUDGED, UNSUPPORTED, VERDICTS, Record, RunInfo
 from reports import summary, wording
-from reports.side_by_side import Comparison, comparisons
+from reports.side_by_side import SpeedPanel, comparisons
 
 MOST_FAILURES = 10
 _WIDEST = 400
@@ -29,10 +29,10 @@ def print_summary(records: Sequence[Record], run: RunInfo, console: Console) -> 
     _print_failures(records, console)
     if standings:
         console.print(_table(standings, summary.count(records), run))
-    for subject, reason in summary.not_judged(records):
-        console.print(Text(f"{subject.label}: {wording.shorten(reason, longest=300)}", style="dim"), soft_wrap=True)
+    for contender, reason in summary.not_judged(records):
+        console.print(Text(f"{contender.label}: {wording.shorten(reason, longest=300)}", style="dim"), soft_wrap=True)
     for left_out in summary.left_out(records):
-        console.print(Text(f"{left_out.subject.label}: {wording.left_out_text(left_out)}", style="yellow"))
+        console.print(Text(f"{left_out.contender.label}: {wording.left_out_text(left_out)}", style="yellow"))
     if run.interrupted:
         console.print(Text("Interrupted: only the records written before the stop are counted.", style="yellow"))
     if not summary.count(records).judged:
@@ -53,7 +53,7 @@ def _table(standings: Sequence[summary.Standing], total: summary.Counts, run: Ru
     for s in standings:
         words = f"{wording.GLYPHS[s.conformity]} {wording.standing_text(s, run)}"
         figures = [_figure(s.counts[verdict], verdict) for verdict in present]
-        label = Text(s.subject.label)
+        label = Text(s.contender.label)
         table.add_row(label, Text(words, style=STYLES[s.conformity]), *figures, Text(f"{s.counts.total:,}"))
     return table
 
@@ -73,7 +73,7 @@ def _print_failures(records: Sequence[Record], console: Console) -> None:
 
 def _print_failure(record: Record, console: Console) -> None:
     title = Text(f"{wording.GLYPHS[record.verdict]} {record.verdict} ", style="bold red")
-    title.append(f"{summary.subject_of(record).label} {record.check}/{record.observable}", style="bold")
+    title.append(f"{summary.contender_of(record).label} {record.check}/{record.observable}", style="bold")
     console.print(title)
     facts = (record.case, wording.judged_text(record), wording.worst_text(record))
     for fact in (*facts, wording.shorten(record.reason, longest=300)):
@@ -113,7 +113,7 @@ def _print_whole(table: Table, console: Console) -> None:
         console.print(text, soft_wrap=True)
 
 
-def _side_by_side(comparison: Comparison) -> Table:
+def _side_by_side(comparison: SpeedPanel) -> Table:
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     table.add_column("  implementation", no_wrap=True)
     table.add_column("result", no_wrap=True)

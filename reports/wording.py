@@ -170,18 +170,18 @@ def shorten(text: str, *, longest: int = LONGEST_REASON) -> str:
 
 
 def standing_text(standing: Standing, run: RunInfo) -> str:
-    """The verdict of a subject in words; an interrupted run vouches only for what it reached."""
+    """The verdict of a contender in words; an interrupted run vouches only for what it reached."""
     if run.interrupted and standing.conformity in (CONFORMS, KNOWN_FAILURES):
         return standing.conformity.replace(CONFORMS, "conforms so far")
     return standing.conformity
 
 
 def headline(standings: Sequence[Standing], run: RunInfo) -> str:
-    """The whole run in one sentence, without comparing the subjects with each other."""
+    """The whole run in one sentence, without comparing the contenders with each other."""
     if not standings:
         return "Could not be judged: the run left no records."
     if len(standings) == 1:
-        return f"{standings[0].subject.label} {standing_text(standings[0], run)}."
+        return f"{standings[0].contender.label} {standing_text(standings[0], run)}."
     tally = Counter(standing_text(standing, run) for standing in standings)
     parts = [f"{count} {_plural(words) if count > 1 else words}" for words, count in sorted(tally.items())]
     return f"{len(standings)} implementations: {', '.join(parts)}."

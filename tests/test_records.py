@@ -27,7 +27,7 @@ RECORD = Record(
 )
 
 
-def test_a_record_comes_back_as_it_was():
+def test_a_record_comes_back_as_it_was() -> None:
     line = records.to_json(RECORD)
     json.loads(line, parse_constant=pytest.fail)  # strict JSON has no NaN and no Infinity
     found = records.from_json(line)
@@ -36,34 +36,34 @@ def test_a_record_comes_back_as_it_was():
     assert dataclasses.replace(found, worst=None) == dataclasses.replace(RECORD, worst=None)
 
 
-def test_files_are_sorted_and_read_back(tmp_path: Path):
+def test_files_are_sorted_and_read_back(tmp_path: Path) -> None:
     other = dataclasses.replace(RECORD, case="decode/f32/x", worst=None)
     first = dataclasses.replace(RECORD, worst=None)
     records.write_jsonl(tmp_path / "r.jsonl", [first, other])
     assert records.read_jsonl(tmp_path / "r.jsonl") == [other, first]
 
 
-def test_the_later_of_two_answers_counts():
+def test_the_later_of_two_answers_counts() -> None:
     later = dataclasses.replace(RECORD, verdict=PASS)
     assert records.merge([RECORD], [later]) == [later]
 
 
 @pytest.mark.parametrize("line", ["", "3", "null", "[]", "{}", '{"schema": "attention-conformance/record/1"}', "{"])
-def test_what_is_no_record_is_named_by_file_and_line(line: str, tmp_path: Path):
+def test_what_is_no_record_is_named_by_file_and_line(line: str, tmp_path: Path) -> None:
     file = tmp_path / "r.jsonl"
     file.write_text(records.to_json(RECORD) + "\n" + line + "\n")
     with pytest.raises(ValueError, match=r"r\.jsonl:2 is not a conformance record"):
         records.read_jsonl(file)
 
 
-def test_an_unknown_field_is_refused(tmp_path: Path):
+def test_an_unknown_field_is_refused(tmp_path: Path) -> None:
     data = json.loads(records.to_json(RECORD)) | {"surprise": 1}
     (tmp_path / "r.jsonl").write_text(json.dumps(data) + "\n")
     with pytest.raises(ValueError, match="surprise"):
         records.read_jsonl(tmp_path / "r.jsonl")
 
 
-def test_figures_come_back_and_a_line_without_them_is_read_too():
+def test_figures_come_back_and_a_line_without_them_is_read_too() -> None:
     measured = dataclasses.replace(RECORD, worst=None, figures={"compile_seconds": 1.5, "temporary_bytes": math.inf})
     line = records.to_json(measured)
     json.loads(line, parse_constant=pytest.fail)

@@ -1,15 +1,15 @@
-"""Imports run one way, and the README says what happens."""
+"""Imports run one way, between packages and between the rooms of one."""
 
 from __future__ import annotations
 
 import ast
+import graphlib
 import re
-import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
-
-from conformance import cli
 
 ROOT = Path(__file__).parent.parent
 PACKAGES = ("cases", "conformance", "impls", "reports")
@@ -48,6 +48,78 @@ def test_imports_run_one_way(package: str) -> None:
     assert wrong == []
 
 
+# Loads nothing but `packages` until somebody asks for a public name; for type checkers it imports all of them.
+PUBLIC_FACE = "__init__"
+# The rooms of `conformance`, from the ground up: a room may import what stands on a lower floor, and nothing else.
+FLOORS = (
+    {"packages", "tunable", "records", "environment", "accelerators"},
+    {"contract"},
+    {"truth", "calling"},
+    {"reference", "bench"},
+    {PUBLIC_FACE, "checks"},
+    {"judging"},
+    {"sensitivity", "test_gate"},
+    {"commands", "pytest_plugin"},
+    {"cli"},
+    {"__main__"},
+)
+
+
+def room(path: Path) -> str:
+    """The room of `conformance` that the file is in."""
+    return path.relative_to(ROOT / "conformance").parts[0].removesuffix(".py")
+
+
+def test_the_rooms_of_conformance_stand_on_their_floors() -> None:
+    floor_of = {name: number for number, names in enumerate(FLOORS) for name in names}
+    files = sorted((ROOT / "conformance").rglob("*.py"))
+    assert {room(path) for path in files} == set(floor_of)
+    wrong = [
+        f"{path.relative_to(ROOT)} imports {name}"
+        for path in files
+        for name in sorted(imports(path))
+        if name.startswith("conformance.") and room(path) != (imported := name.split(".")[1])
+        if floor_of[imported] >= floor_of[room(path)]
+    ]
+    assert wrong == []
+
+
+def test_the_architecture_page_draws_the_rooms_from_the_ground_up() -> None:
+    floor_of = {name: number for number, names in enumerate(FLOORS) for name in names}
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    drawn = re.findall(r"^ {4}conformance\.(\w+) {2,}", page, re.MULTILINE)
+    assert sorted(drawn) == sorted(set(floor_of) - {"__main__", PUBLIC_FACE})
+    assert [floor_of[name] for name in drawn] == sorted(floor_of[name] for name in drawn)
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_no_module_imports_itself_in_a_circle(package: str) -> None:
+    arrows = {module: set[str]() for module in modules(package)}
+    for module, path in modules(package).items():
+        for name in imports(path):
+            imported = name if name in arrows else name.rpartition(".")[0]
+            if imported in arrows and imported != module:
+                arrows[module].add(imported)
+    graphlib.TopologicalSorter(arrows).prepare()  # raises `CycleError`, which names the circle
+
+
+def modules(package: str) -> dict[str, Path]:
+    """The modules of a package by name; a package itself is its `__init__`."""
+    found = sorted((ROOT / package).rglob("*.py"))
+    return {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path for path in found}
+
+
+def test_no_folder_is_crowded() -> None:
+    folders = [path for top in (*PACKAGES, "tests") for path in (ROOT / top, *(ROOT / top).rglob("*")) if path.is_dir()]
+    crowded = {str(folder): n for folder in folders if (n := len(list(folder.glob("*.py")))) > 25}
+    assert crowded == {}
+
+
+def test_help_loads_no_jax() -> None:
+    asked = "import sys, conformance.cli as cli; cli.parser().format_help(); sys.exit('jax' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", asked], check=False, cwd=ROOT).returncode == 0
+
+
 @pytest.mark.parametrize("package", ["cases", "reports"])
 def test_no_jax_outside_what_computes(package: str) -> None:
     for path in sorted((ROOT / package).rglob("*.py")):
@@ -61,32 +133,3 @@ def test_no_module_outgrows_its_room() -> None:
 
 def lines(path: Path) -> int:
     return len(path.read_text().splitlines())
-
-
-def test_the_readme_example_fails_as_the_readme_says(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    readme = (ROOT / "README.md").read_text()
-    kernel = re.search(r"```python\n(# kernel\.py\n.*?)```", readme, re.DOTALL)
-    console = re.search(r"```console\n\$ python -m conformance (.*?)\n(.*?)```", readme, re.DOTALL)
-    assert kernel is not None
-    assert console is not None
-    (tmp_path / "kernel.py").write_text(kernel[1])
-    monkeypatch.chdir(tmp_path)
-    arguments = cli.parser().parse_args(console[1].split())
-    assert cli.main(arguments) == 1
-    assert rounded(console[2].strip()) in rounded(capsys.readouterr().out)
-
-
-def rounded(text: str) -> str:
-    """The text with its numbers to three digits: the kernel's own last digits differ between machines."""
-    return re.sub(r"-?\d+\.?\d*(e[+-]?\d+)?(?= |,|$|\n)", lambda number: f"{float(number[0]):.3g}", text)
-
-
-def test_every_command_of_the_readme_is_one() -> None:
-    readme = (ROOT / "README.md").read_text().replace("\\\n", " ")
-    blocks = re.findall(r"```(?:sh|console)\n(.*?)```", readme, re.DOTALL)
-    commands = re.findall(r"(?<!-m )python -m conformance ([a-z].*)", "\n".join(blocks))
-    assert len(commands) > 20
-    for command in commands:
-        cli.parser().parse_args(shlex.split(command, comments=True))

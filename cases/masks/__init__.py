@@ -1,7 +1,9 @@
 """Attention masks as small value objects.
 
-A mask answers three questions (contract, section 3): may query `i` attend to key `j` (`allowed`), what does that look
-like as booleans (`dense`), and which blocks of it are empty, partial or full (`blocks`). They compose with `&` and `|`.
+A mask answers three questions (docs/contract.md, section 3): may query `i` attend to key `j` (`allowed`), what does
+that look like as booleans (`dense`), and which blocks of it are empty, partial or full (`blocks`). They compose with
+`&` and `|`.
+
 What else depends on the kind of mask is said by its class: which feature it is, which operands it fits, what is left of
 it for some of the queries or keys, what of it JAX traces (`cases.masks.base.Mask`). How a case id writes it, is said in
 `cases.mask_spec`.

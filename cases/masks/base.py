@@ -58,7 +58,7 @@ class Mask:
         """Raise `ValueError` if the mask is for other lengths."""
 
     def check_operands(self, batch: int, num_q_heads: int, q_length: int, kv_length: int) -> None:
-        """Raise `ValueError`, naming the mask, if it is for other operands (contract, section 7)."""
+        """Raise `ValueError`, naming the mask, if it is for other operands (docs/contract.md, section 7)."""
 
     def of_queries(self, start: int, stop: int, lengths: tuple[int, int]) -> Mask:
         """What the mask, for `lengths` T and S, allows queries `start` to `stop - 1`, as if there were no others."""

@@ -25,7 +25,7 @@ from conformance.bench.side_by_side import (
 )
 from conformance.contract import Implementation
 from conformance.truth.tolerances import Tolerances
-from conformance.tunable import Knob, Setting, Settings, Tunable
+from conformance.tunable import Knob, KnobSettings, Setting, Tunable
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Tuned:
     """What tuning on one case gave; `interrupted` if Ctrl-C left knobs as they were."""
 
     case: Case
-    settings: Settings
+    settings: KnobSettings
     choices: tuple[Choice, ...]
     interrupted: bool = False
 
@@ -99,7 +99,7 @@ def tune(
 def _turn(
     implementation: Implementation,
     tunable: Tunable,
-    settings: Settings,
+    settings: KnobSettings,
     knob: Knob,
     tried: Sequence[Setting],
     drawn: Drawn,

@@ -2,12 +2,15 @@
 
     def attention(q, k, v, *, causal=False, window=None, mask=None, bias=None, save_residuals=False): ...
 
-with any other optional operand by its name (`cases.operands.REMOVABLE`), as the canonical call has it
-(`conformance.contract`). Parameters that a function does not have are features that it does not support. `mask` arrives
-as booleans broadcastable to `[B, N, T, S]`; `causal=True` and `window=(left, right)` are passed instead where the
-function has them and the case's mask is exactly that or the conjunction of both; whatever is left over arrives in
-`mask`. Returns `out`, or `(out, {"logsumexp": ..., "max_logits": ...})` with `save_residuals=True`; a missing entry is
-a residual not offered.
+A function may have any other optional operand too, by its name (`cases.operands.REMOVABLE`) and as the canonical call
+has it (`conformance.contract`). A parameter that it lacks is a feature that it does not support.
+
+`mask` arrives as booleans broadcastable to `[B, N, T, S]`. A function with the parameters gets `causal=True` and
+`window=(left, right)` instead, for a mask that is one of these or the conjunction of both. Whatever is left of the mask
+arrives in `mask`.
+
+A function returns `out`, or `(out, {"logsumexp": ..., "max_logits": ...})` with `save_residuals=True`. An entry that is
+missing is a residual that it does not offer.
 """
 
 from __future__ import annotations
@@ -38,7 +41,7 @@ class NotAnAttentionFunction(TypeError):  # noqa: N818 -- a statement, as the me
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Declaration:
-    """What a plain function declares beyond its signature; the defaults are those of the design."""
+    """What a plain function declares beyond its signature; docs/contract.md, section 9, has the defaults."""
 
     products: Products = "exact"
     logits: Literal["f32", "input"] = "f32"
@@ -137,7 +140,7 @@ def from_function(function: Callable[..., Any], name: str, *, products: Products
 def _returned_residuals(implementation: Implementation) -> frozenset[str]:
     """The residuals in what the call returns, seen by tracing it once on a plain case that is supported.
 
-    All of them where the call raises or returns something else: the checks then say what is wrong.
+    If the call raises, or returns something else, all residuals: then the checks say what is wrong.
     """
     import jax  # imported late: reading a signature needs none of it
 
@@ -174,7 +177,7 @@ def _declaration(function: Callable[..., Any]) -> Declaration:
 
 
 def _stated(signature: inspect.Signature) -> dict[str, Any]:
-    """Options to pass where the case has none, since leaving them out would mean something else or be an error."""
+    """Options to pass although the case has no such operand: leaving them out would mean something else, or raise."""
     stated: dict[str, Any] = {}
     for p in signature.parameters.values():
         required = p.default is p.empty and p.kind is not p.VAR_KEYWORD
@@ -194,13 +197,19 @@ def _signature(function: Callable[..., Any], name: str) -> inspect.Signature:
         raise NotAnAttentionFunction(f"{name} has no signature that can be read: {error}") from error
 
 
+def _without_types(signature: inspect.Signature) -> inspect.Signature:
+    bare = [parameter.replace(annotation=parameter.empty) for parameter in signature.parameters.values()]
+    return signature.replace(parameters=bare, return_annotation=signature.empty)
+
+
 def _options(signature: inspect.Signature, name: str) -> frozenset[str]:
     parameters = list(signature.parameters.values())
     positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     variadic = any(p.kind is p.VAR_POSITIONAL for p in parameters)
     if len(positional) < 3 and not variadic:
         raise NotAnAttentionFunction(
-            f"{name}{signature} does not take q, k, v: an attention function takes them as its first three arguments"
+            f"{name}{_without_types(signature)} does not take q, k, v: "
+            f"an attention function takes them as its first three arguments"
         )
     for p in positional[:3]:
         if p.name in _OPTIONS:
@@ -240,7 +249,7 @@ def _supports_mask(parameters: frozenset[str]) -> Callable[[Case], str | None]:
 
 
 def _split(mask: Mask, parameters: frozenset[str]) -> tuple[dict[str, Hashable], Mask | None]:
-    """`causal` and `window` as far as the function has them and the mask is made of them, and what is left over."""
+    """`causal` and `window`, if the function has them and the mask is made of them; and what is left of the mask."""
     static: dict[str, Hashable] = {}
     left: Mask | None = None
     for part in conjuncts(mask):

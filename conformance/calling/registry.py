@@ -6,52 +6,19 @@ import importlib
 import importlib.metadata
 import importlib.util
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from conformance import packages
 from conformance.calling.plain import NotAnAttentionFunction, from_function
 from conformance.contract import Implementation, Products
 
 ENTRY_POINT_GROUP = "attention_conformance.implementations"
 
-# Names of this project's implementations, and the modules whose IMPLEMENTATIONS hold them.
-_OURS = {
-    "dot_product": "impls.dot_product",
-    "block_flash": "impls.block_flash",
-    "splash_tpu": "impls.splash_tpu",
-    "splash_tpu_fused": "impls.splash_tpu",
-    "flash_gpu": "impls.flash_gpu",
-    "flash_gpu_tf32": "impls.flash_gpu",
-    "flash_gpu_mosaic": "impls.flash_gpu",
-    "block_flash_allgather": "impls.context_parallel",
-    "block_flash_ring": "impls.context_parallel",
-    "auto": "impls.auto",
-    "auto_moba": "impls.auto",
-    "auto_quantized_kv": "impls.auto",
-    "auto_ragged_tpu": "impls.auto",
-    "auto_ragged_gpu": "impls.auto",
-    "auto_ragged": "impls.auto",
-    "auto_splash_tpu": "impls.auto",
-    "auto_flash_gpu": "impls.auto",
-    "auto_dot_product": "impls.auto",
-    "auto_block_flash": "impls.auto",
-    "quantized_kv": "impls.quantized_kv",
-    "quantized_kv_dequantized": "impls.quantized_kv",
-    "moba": "impls.moba",
-    "moba_dense": "impls.moba",
-    "ragged": "impls.ragged",
-    "ragged_tpu": "impls.ragged",
-    "ragged_gpu": "impls.ragged",
-    "jax_nn_xla": "impls.upstream.jax_nn",
-    "jax_nn_cudnn": "impls.upstream.jax_nn",
-    "jax_splash_tpu": "impls.upstream.jax_splash_tpu",
-    "jax_splash_tpu_fused": "impls.upstream.jax_splash_tpu",
-    "tokamax_splash_tpu": "impls.upstream.tokamax_splash",
-    "jax_flash_tpu": "impls.upstream.jax_flash_tpu",
-    "jax_mha_gpu": "impls.upstream.jax_mha_gpu",
-    "jax_mha_gpu_xla_bwd": "impls.upstream.jax_mha_gpu",
-}
+# Where this project lists its own. Imported by name, since nothing in this package depends on an implementation.
+_CATALOGUE = "impls.catalogue"
 
 
 class ImplementationNotFound(Exception):  # noqa: N818 -- a statement, as the message is
@@ -60,7 +27,8 @@ class ImplementationNotFound(Exception):  # noqa: N818 -- a statement, as the me
 
 def names() -> list[str]:
     """All registered names, ours first."""
-    return [*_OURS, *(point.name for point in _entry_points() if point.name not in _OURS)]
+    ours = _ours()
+    return [*ours, *(point.name for point in _entry_points() if point.name not in ours)]
 
 
 def find(name: str, *, products: Products | None = None) -> Implementation:
@@ -74,8 +42,8 @@ def find(name: str, *, products: Products | None = None) -> Implementation:
     Raises:
       ImplementationNotFound: with one line that says why.
     """
-    if name in _OURS:
-        return _registered(name)
+    if name in (ours := _ours()):
+        return _registered(name, ours[name])
     for point in _entry_points():
         if point.name == name:
             return _as_implementation(_load(point), name, products)
@@ -89,16 +57,22 @@ def find(name: str, *, products: Products | None = None) -> Implementation:
         raise ImplementationNotFound(f"{name!r} is incomplete: write module:attribute or file.py:attribute")
     module = _from_file(source) if source.endswith(".py") else _import(source)
     if not hasattr(module, attribute):
-        raise ImplementationNotFound(f"{source} has no attribute {attribute!r}")
+        raise ImplementationNotFound(packages.hidden(source) or f"{source} has no attribute {attribute!r}")
     return _as_implementation(getattr(module, attribute), name, products)
 
 
-def _registered(name: str) -> Implementation:
-    module = _import(_OURS[name])
-    for implementation in module.IMPLEMENTATIONS:
+def _ours() -> Mapping[str, str]:
+    """This project's names, each with the module that has it."""
+    found: Mapping[str, str] = importlib.import_module(_CATALOGUE).MODULES
+    return found
+
+
+def _registered(name: str, module: str) -> Implementation:
+    for implementation in _import(module).IMPLEMENTATIONS:
         if implementation.name == name:
-            return implementation
-    raise ImplementationNotFound(f"{_OURS[name]} does not define {name!r}")
+            found: Implementation = implementation
+            return found
+    raise ImplementationNotFound(f"{module} does not define {name!r}")
 
 
 def _entry_points() -> list[importlib.metadata.EntryPoint]:

@@ -32,26 +32,31 @@ from conformance.checks import (
     transforms,
 )
 from conformance.checks.judgement import Judgement
+from conformance.checks.scopes import (
+    BASE,
+    COMPILED,
+    DECLINED,
+    DECODED,
+    ENSEMBLE,
+    FEATURE,
+    FRONT,
+    GRID,
+    INTERPRETED,
+    RICH,
+    Scope,
+)
 from conformance.checks.subject import Subject
 
 
 @dataclasses.dataclass(frozen=True)
 class Check:
-    """A named question. `scope` says which cases it is asked of.
-
-    `"grid"`: every supported case; `"declined"`: one case for each unsupported feature; `"feature"`: one plain case for
-    each supported feature; `"base"`: the plainest supported case; `"rich"`: the case with every supported operand;
-    `"front"`: cases whose operands come out of a model's front end;
-    `"decoded"`: a sequence under each mask that has a meaning token by token, of those who support its pieces;
-    `"ensemble"`: one plain, long case in bf16 and one in f16; `"compiled"`: a few long cases of kernels for a platform
-    that has a compiler here (`conformance.accelerators.targets`); `"interpreted"`: two cases of TPU kernels, one
-    of Mosaic GPU kernels.
+    """A named question, asked of the cases of its `scope`.
 
     `compares` is false for a question that no value answers: its cases need not discriminate, and have no oracle.
     """
 
     name: str
-    scope: str
+    scope: Scope
     run: Callable[[Subject], Iterable[Judgement]]
     compares: bool = True
 
@@ -62,30 +67,30 @@ class Check:
 
 
 CHECKS: tuple[Check, ...] = (
-    Check("forward", "grid", forward.forward),
-    Check("residuals", "grid", forward.residuals),
-    Check("gradients", "grid", gradients.gradients),
-    Check("gradients_lse", "grid", gradients.gradients_lse),
-    Check("gradients_part", "grid", gradients.gradients_part),
-    Check("primal", "grid", forward.primal),
-    Check("poison", "grid", poison.poison),
-    Check("independence", "grid", independence.independence),
-    Check("linearity", "grid", linearity.linearity),
-    Check("parts", "grid", parts.parts),
-    Check("refusals", "declined", refusals.refusals),
-    Check("arguments", "feature", operands.arguments),
-    Check("errors", "base", operands.errors),
-    Check("memory", "base", memory.memory),
-    Check("aliasing", "base", aliasing.aliasing),
-    Check("invariance", "rich", invariance.invariance),
-    Check("limits", "rich", limits.limits),
-    Check("differentiation", "rich", differentiation.differentiation),
-    Check("transforms", "rich", transforms.transforms),
-    Check("sharding", "rich", sharding.sharding),
-    Check("front_end", "front", front_end.front_end),
-    Check("decoding", "decoded", decoding.decoding),
-    Check("ensemble", "ensemble", ensemble.ensemble),
-    Check("interpreter", "interpreted", interpreter.interpreter),
-    Check("compiles", "compiled", compiles.compiles, compares=False),
+    Check("forward", GRID, forward.forward),
+    Check("residuals", GRID, forward.residuals),
+    Check("gradients", GRID, gradients.gradients),
+    Check("gradients_lse", GRID, gradients.gradients_lse),
+    Check("gradients_part", GRID, gradients.gradients_part),
+    Check("primal", GRID, forward.primal),
+    Check("poison", GRID, poison.poison),
+    Check("independence", GRID, independence.independence),
+    Check("linearity", GRID, linearity.linearity),
+    Check("parts", GRID, parts.parts),
+    Check("refusals", DECLINED, refusals.refusals),
+    Check("arguments", FEATURE, operands.arguments),
+    Check("errors", BASE, operands.errors),
+    Check("memory", BASE, memory.memory),
+    Check("aliasing", BASE, aliasing.aliasing),
+    Check("invariance", RICH, invariance.invariance),
+    Check("limits", RICH, limits.limits),
+    Check("differentiation", RICH, differentiation.differentiation),
+    Check("transforms", RICH, transforms.transforms),
+    Check("sharding", RICH, sharding.sharding),
+    Check("front_end", FRONT, front_end.front_end),
+    Check("decoding", DECODED, decoding.decoding),
+    Check("ensemble", ENSEMBLE, ensemble.ensemble),
+    Check("interpreter", INTERPRETED, interpreter.interpreter),
+    Check("compiles", COMPILED, compiles.compiles, compares=False),
 )
 BY_NAME = {check.name: check for check in CHECKS}

@@ -22,7 +22,7 @@ Programs = dict[str, tuple[Any, tuple[Any, ...]]]
 def compiles(subject: Subject) -> Iterator[Judgement]:
     """The call, with residuals and with gradients too, compiles for each generation of its accelerator.
 
-    Where a compiler takes seconds a program, the plainest and the fullest of these.
+    Where a compiler takes seconds a program, only the plainest and the fullest of these programs are compiled.
     """
     implementation = subject.implementation
     if implementation.native is None:

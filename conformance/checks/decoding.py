@@ -1,7 +1,7 @@
 """Decoding: a sequence that is computed piece by piece is what one pass over all of it gives.
 
-The keys and values of the whole sequence are known; of the cache, each piece gets those up to its own last token. What
-is behind them is what is behind a mask: NaN, unless that is declared to matter.
+The keys and values of the whole sequence are known. Each piece gets a cache that is filled with them up to the piece's
+own last token. The rest of the cache is NaN, or a large number where NaN behind a mask is declared to matter.
 """
 
 from __future__ import annotations
@@ -11,10 +11,9 @@ from collections.abc import Iterator
 import numpy as np
 
 from cases.decoding import PIECES, part
-from conformance.checks.judgement import Judgement, by_bound
+from conformance.checks.judgement import Judgement
 from conformance.checks.subject import Subject
 from conformance.truth.bounds import Bounded
-from conformance.truth.comparison import compare
 
 # What memory may hold that nothing wrote, where it must be finite.
 _STALE = 2.0**6
@@ -34,10 +33,5 @@ def decoding(subject: Subject) -> Iterator[Judgement]:
             if name in got:
                 whole = subject.expectation.forward[name]
                 rows = (slice(None),) * axis + (slice(start, stop),)
-                yield by_bound(
-                    name,
-                    compare(got[name], Bounded(whole.value[rows], whole.bound[rows]), judged[rows]),
-                    dtype=subject.case.dtype,
-                    tolerances=subject.tolerances,
-                    label=f"{name}.{place}",
-                )
+                expected = Bounded(whole.value[rows], whole.bound[rows])
+                yield subject.judge(name, got[name], expected, judged[rows], label=f"{name}.{place}")

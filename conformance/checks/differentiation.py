@@ -1,7 +1,7 @@
 """Differentiation: what any pullback must satisfy, without an oracle to say what the gradients are.
 
-Zero for zero, the sum for a sum of cotangents, and agreement with finite differences of the implementation's own
-forward pass.
+It gives zeros for a cotangent of zeros, and the sum of the gradients for a sum of cotangents. It agrees with finite
+differences of the implementation's own forward pass.
 """
 
 from __future__ import annotations
@@ -17,10 +17,9 @@ from cases.inputs import Cotangent, Problem
 from cases.moba import depends_on_data
 from cases.operands import GRADIENT_OF
 from conformance import records
-from conformance.checks.judgement import Judgement, by_bound
+from conformance.checks.judgement import Judgement
 from conformance.checks.subject import Subject
 from conformance.truth.bounds import Bounded, expect
-from conformance.truth.comparison import compare
 
 _OPERAND = {gradient: operand for operand, gradient in GRADIENT_OF.items()}
 # Rounding grows as 1/step, curvature as step**2; logits move by a few steps.
@@ -45,7 +44,7 @@ def _zero(subject: Subject) -> Iterator[Judgement]:
 
 
 def _sum(subject: Subject) -> Iterator[Judgement]:
-    """Cotangents of even and of odd queries, against both together."""
+    """The gradients for cotangents of even and of odd queries, added up, against those for both together."""
     whole = subject.cotangents[subject.any_random]
     parts = [_queries(whole, slice(start, None, 2)) for start in (0, 1)]
     got = [_gradients(subject, part) for part in parts]
@@ -119,7 +118,7 @@ def _moved(subject: Subject, operand: str, problem: Problem) -> _Moved:
 
 
 def _chooses_as_before(problem: Problem, others: Sequence[Problem]) -> np.ndarray:
-    """Queries that attend to the same keys in all the problems, `[B, T, N, 1]`, of a shape that fits."""
+    """Which queries attend to the same keys in all the problems, booleans `[B, T, N, 1]`."""
     if not depends_on_data(problem.mask):
         return np.ones((1, 1, 1, 1), bool)
     same = [((other.allowed == problem.allowed).all(axis=-1) & other.decided) for other in others]
@@ -153,4 +152,4 @@ def _queries(cotangent: Cotangent, rows: slice) -> Cotangent:
 
 
 def _judge(subject: Subject, label: str, name: str, got: np.ndarray, expected: Bounded) -> Judgement:
-    return by_bound(name, compare(got, expected), dtype=subject.case.dtype, tolerances=subject.tolerances, label=label)
+    return subject.judge(name, got, expected, label=label)

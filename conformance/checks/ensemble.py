@@ -1,9 +1,9 @@
 """Errors of bf16 and f16 kernels below one rounding of the output, seen over many elements and seeds.
 
-Two statistics an observable. **Bias**: the error, counted towards or away from zero, in units of half the spacing of
-the output dtype; truncation instead of rounding gives -1, a correct kernel 0. **Spread**: the root mean square error
-over the one that a correct kernel is expected to have (`conformance.truth.spread`); accumulating in the operands' dtype
-instead of f32 adds a rounding at every step and shows here.
+There are two statistics for each observable. **Bias** is the mean error away from zero, in units of half the spacing of
+the output dtype. A correct kernel has 0; one that truncates instead of rounding has -1. **Spread** is the root mean
+square error, as a multiple of what a correct kernel is expected to have (`conformance.truth.spread`). A kernel that
+accumulates in the operands' dtype instead of f32 rounds at every step, which shows here.
 """
 
 from __future__ import annotations
@@ -68,9 +68,9 @@ def ensemble(subject: Subject) -> Iterator[Judgement]:
 def statistics(pairs: list[tuple[np.ndarray, Spread]]) -> Statistics:
     """Of results and what they should be, over all their elements.
 
-    The bias is taken row by row (along the last axis), since elements of a row share their probabilities, and then
-    averaged over the rows. A row's is the sum of its errors over the sum of its spacings: next to zero a single element
-    has a spacing far below its error.
+    Elements of a row (along the last axis) share their probabilities, so the bias is taken row by row and then averaged
+    over the rows. The bias of a row is the sum of its errors over the sum of its spacings. It is not a mean of
+    quotients, since an element next to zero has a spacing far below its error.
     """
     rows, squares = [], []
     for got, exact in pairs:

@@ -9,16 +9,17 @@ import numpy as np
 
 from cases.operands import RESIDUALS
 from conformance.calling.execution import Result
-from conformance.checks.judgement import Judgement, by_bound, unsupported
+from conformance.checks.judgement import Judgement, unsupported
 from conformance.checks.subject import Subject
-from conformance.truth.comparison import Comparison, compare
+from conformance.truth.comparison import compare
 
 
 def forward(subject: Subject) -> Iterator[Judgement]:
     """`out` of the call without residuals is right, in shape and dtype too.
 
-    With a quantised cache, for the keys and values that it means. Beside that stands how far `out` is from attention to
-    those that it was made of, as a multiple of what rounding and storing them explain.
+    With a quantised cache, right means: for the keys and values that the cache stands for. A figure beside the verdict
+    says how far `out` is from attention to the keys and values before they were stored. It is a multiple of what
+    rounding and storing explain.
     """
     judgement = judge_out(subject, subject.forward)
     if (before := subject.before_storing) is not None:
@@ -55,17 +56,16 @@ def primal(subject: Subject) -> Iterator[Judgement]:
 def judge_out(subject: Subject, result: Result, *, label: str = "out", judged: np.ndarray | None = None) -> Judgement:
     """Judge `out` of a result."""
     got = result.values["out"]
-    comparison = compare(got, subject.expectation.forward["out"], subject.judged_out if judged is None else judged)
     if got.dtype != subject.problem.q.dtype:
-        comparison = Comparison.malformed(f"dtype is {got.dtype}, must be that of q, {subject.problem.q.dtype}")
-    return by_bound("out", comparison, dtype=subject.case.dtype, tolerances=subject.tolerances, label=label)
+        wrong = f"dtype is {got.dtype}, must be that of q, {subject.problem.q.dtype}"
+        return subject.malformed("out", wrong, label=label)
+    rows = subject.judged_out if judged is None else judged
+    return subject.judge("out", got, subject.expectation.forward["out"], rows, label=label)
 
 
 def judge_residual(subject: Subject, name: str, result: Result, *, judged: np.ndarray | None = None) -> Judgement:
     """Judge a residual of a result."""
     if name not in result.values:
-        comparison = Comparison.malformed(f"the residuals have no entry {name!r}, which the implementation offers")
-    else:
-        keep = subject.judged_residuals if judged is None else judged
-        comparison = compare(result.values[name], subject.expectation.forward[name], keep)
-    return by_bound(name, comparison, dtype=subject.case.dtype, tolerances=subject.tolerances)
+        return subject.malformed(name, f"the residuals have no entry {name!r}, which the implementation offers")
+    rows = subject.judged_residuals if judged is None else judged
+    return subject.judge(name, result.values[name], subject.expectation.forward[name], rows)

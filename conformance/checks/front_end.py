@@ -12,11 +12,10 @@ import numpy as np
 
 from cases.front_ends import positions
 from cases.inputs import DTYPES, Cotangent, draw_cotangent, draw_raw
-from conformance.checks.judgement import Judgement, by_bound
+from conformance.checks.judgement import Judgement
 from conformance.checks.subject import Subject
 from conformance.reference.front_end import front_end as reference
 from conformance.truth.bounds import Expectation, Inexact, Roundoff, expect
-from conformance.truth.comparison import compare
 from conformance.truth.front_end import FrontEnd
 from conformance.truth.running_error import Number
 
@@ -27,8 +26,8 @@ _LIMITS = {"q": "dq", "k": "dk", "v": "dv", "q_norm": "dq", "k_norm": "dk"}
 def front_end(subject: Subject) -> Iterator[Judgement]:
     """`out` and the gradients of raw projections and norm weights, through rotary, norms and factors and attention.
 
-    The truth is the float64 front end followed by the float64 oracle. How far the front end may be off in f32, and by
-    the last rounding to the operands' dtype, enters the bounds as an error of the operands.
+    The truth is the float64 front end followed by the float64 oracle. A front end in f32 may be off, and its results
+    are rounded to the operands' dtype. Both enter the bounds as an error of the operands.
     """
     raw, steps = draw_raw(subject.case), subject.case.steps
     if not steps:
@@ -95,5 +94,4 @@ def _pull_back(function: Any, moving: Mapping[str, Any], cotangent: Any) -> tupl
 
 
 def _judged(subject: Subject, limit: str, label: str, got: Any, expected: Any, judged: np.ndarray | None) -> Judgement:
-    comparison = compare(np.asarray(got), expected, judged)
-    return by_bound(limit, comparison, dtype=subject.case.dtype, tolerances=subject.tolerances, label=label)
+    return subject.judge(limit, np.asarray(got), expected, judged, label=label)

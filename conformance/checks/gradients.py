@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator, Mapping
 
 import numpy as np
 
 from conformance.calling.execution import Result
-from conformance.checks.judgement import Judgement, by_bound, unsupported
+from conformance.checks.judgement import Judgement, labelled, unsupported
 from conformance.checks.subject import Subject
 from conformance.truth import oracle
 from conformance.truth.bounds import Bounded
-from conformance.truth.comparison import compare
 
 
 def gradients(subject: Subject) -> Iterator[Judgement]:
@@ -39,11 +37,11 @@ def gradients_lse(subject: Subject) -> Iterator[Judgement]:
 def gradients_part(subject: Subject) -> Iterator[Judgement]:
     """Gradients for cotangents on one row, one head, `logsumexp` alone, and only rows that may attend to nothing.
 
-    A row or a head by itself shows what the others would hide, and what a kernel skips because most of it is zero.
+    The gradients of one row or one head show what those of the others would hide. They also show what a kernel leaves
+    out because most of the cotangent is zero.
     """
     for part in ("row", "head", "lse", "empty"):
-        for judgement in _judge_if_drawn(subject, part):
-            yield dataclasses.replace(judgement, observable=f"{judgement.observable}.{part}")
+        yield from labelled(part, _judge_if_drawn(subject, part))
 
 
 def _judge_if_drawn(subject: Subject, cotangent: str, *, saved: bool = False) -> Iterator[Judgement]:
@@ -66,16 +64,7 @@ def judge_gradients(
         if name not in subject.implementation.gradients:
             yield unsupported(name, f"the gradient {name} is not offered")
             continue
-        against_flash = None
-        if flash:
-            against_flash = compare(result.values[name], dataclasses.replace(bounded, value=flash[name]))
-        yield by_bound(
-            name,
-            compare(result.values[name], bounded),
-            dtype=subject.case.dtype,
-            tolerances=subject.tolerances,
-            flash=against_flash,
-        )
+        yield subject.judge(name, result.values[name], bounded, flash=flash[name] if flash else None)
 
 
 def _flash_from_saved(subject: Subject, cotangent: str, result: Result) -> dict[str, np.ndarray]:

@@ -1,13 +1,12 @@
 """Independence: what a result may not depend on can change freely, and the result keeps its bits.
 
-No oracle is needed. Everything outside one part of the problem (a batch row, a group of heads, the keys that a range of
-queries may not attend to: later ones under a causal mask, other segments, beyond the window) gets other values. In the
-part itself every operation has the operands that it had, in the order that it had, so the results must be the same to
-the bit.
+No oracle is needed. One part of the problem is kept: a batch row, a key/value head with its query heads, and a range of
+queries with the keys that they may attend to. Everything else gets other values. In the part itself every operation has
+the operands that it had, in the order that it had, so the results must be the same to the bit.
 
-Where queries choose their keys (`cases.moba`) that is not so: a kernel gathers those that chose alike in one block, so
-what others choose moves a query to another row of a matrix product, whose last bit on CPU depends on the row. There the
-results must be as right as they were.
+Where queries choose their keys (`cases.moba`) that is not so. A kernel gathers the queries that chose the same chunk in
+one block. What other queries choose thus moves a query to another row of a matrix product, and on CPU the last bit of
+such a product depends on the row. There the results must be as right as they were.
 """
 
 from __future__ import annotations
@@ -22,11 +21,10 @@ from cases.inputs import Cotangent, Problem
 from cases.moba import depends_on_data
 from conformance import records
 from conformance.calling.execution import Result
-from conformance.checks.judgement import Judgement, by_bound
+from conformance.checks.judgement import Judgement
 from conformance.checks.subject import Subject
 from conformance.records import Worst
 from conformance.truth.bounds import Bounded
-from conformance.truth.comparison import compare
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,7 +40,7 @@ class _Part:
 
 def independence(subject: Subject) -> Iterator[Judgement]:
     """Other batch rows, other heads and keys that a query may not attend to change no bit of its results."""
-    if not subject.asks("independence"):
+    if "independence" not in subject.turn.laws:
         return
     clean = _results(subject, subject.problem)
     for part in _parts(subject.problem):
@@ -94,7 +92,7 @@ def _parts(problem: Problem) -> tuple[_Part, _Part]:
 
 
 def _elsewhere_changed(problem: Problem, part: _Part, *, keys: bool) -> Problem | None:
-    """Other values in every other batch row and head, and with `keys` in what the part's queries may not attend to.
+    """The problem with other values outside the part; with `keys`, in keys that its queries may not attend to too.
 
     None if there is nothing else.
     """
@@ -162,17 +160,12 @@ def _rows(name: str, result: Result, part: _Part, subject: Subject) -> np.ndarra
 
 
 def _as_right(subject: Subject, part: _Part, name: str, got: Result) -> Judgement:
-    """What is expected of the part, which nothing else has a say in, of the results with all else changed."""
+    """Judgements of the part's results against what is expected of the part, whatever else was changed."""
     place = (part.batch, part.rows, part.heads) if name == "out" else (part.batch, part.heads, part.rows)
     judged = subject.judged_out if name == "out" else subject.judged_residuals
     expected = subject.expectation.forward[name]
-    found = by_bound(
-        name,
-        compare(got.values[name][place], Bounded(expected.value[place], expected.bound[place]), judged[place]),
-        dtype=subject.case.dtype,
-        tolerances=subject.tolerances,
-        label=f"{name}.{part.name}",
-    )
+    here = Bounded(expected.value[place], expected.bound[place])
+    found = subject.judge(name, got.values[name][place], here, judged[place], label=f"{name}.{part.name}")
     if found.verdict != records.FAIL:
         return found
     changed = f"{name} ({_place(part, name)}; the index is within these) when other rows, heads and keys change"

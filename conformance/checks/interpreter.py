@@ -11,7 +11,7 @@ from conformance.accelerators.interpreters import parameters, races, seeds, what
 from conformance.calling.execution import Executor, Result
 from conformance.checks.forward import judge_out, judge_residual
 from conformance.checks.gradients import judge_gradients
-from conformance.checks.judgement import Judgement
+from conformance.checks.judgement import Judgement, labelled
 from conformance.checks.subject import Subject
 
 _BACKWARD_SEEDS = 2
@@ -41,16 +41,15 @@ def interpreter(subject: Subject) -> Iterator[Judgement]:
                 yield Judgement(observable=f"{name}.seed{seed}", verdict=records.FAIL, reason=stopped)
                 yield from _race_judgements(raced)
                 return
-            for judgement in _judge(subject, name, result):
-                yield dataclasses.replace(judgement, observable=f"{judgement.observable}.seed{seed}")
+            yield from labelled(f"seed{seed}", _judge(subject, name, result))
     yield from _race_judgements(raced)
 
 
 def _programs(subject: Subject, executor: Executor, seed: int) -> dict[str, Callable[[], Result]]:
     """What is run, by name: the call with every seed, its backward pass with two, the call with residuals with one.
 
-    It is the costs that differ: a backward pass is three kernels, and has one of those with residuals in it. A GPU's
-    program takes seconds, and the call without residuals is left out.
+    The numbers of seeds follow from the costs. A backward pass is three kernels, and runs the call with residuals as
+    one of them. On a GPU a program takes seconds, so the call without residuals is left out.
     """
     problem, cotangents = subject.problem, subject.cotangents
     residuals = subject.implementation.residuals

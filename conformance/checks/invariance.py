@@ -1,7 +1,8 @@
 """Invariance: the same attention asked in another way gives the same results, within rounding.
 
-No oracle decides: one answer of the implementation is compared with another, within the error bounds of both. Keys in
-another order, keys cut in two and merged by `logsumexp`, padding that nobody may attend to, other block sizes.
+No oracle decides: one answer of the implementation is compared with another, within the error bounds of both. The other
+ways are: keys in another order; keys cut in two, and the results merged by `logsumexp`; padding that nobody may attend
+to; other block sizes.
 """
 
 from __future__ import annotations
@@ -15,10 +16,9 @@ from cases.inputs import Problem
 from cases.masks import Full, conjuncts
 from cases.operands import RESIDUALS
 from conformance.calling.execution import Executor
-from conformance.checks.judgement import Judgement, by_bound, unsupported
+from conformance.checks.judgement import Judgement, unsupported
 from conformance.checks.subject import Subject
 from conformance.truth.bounds import Bounded, Expectation
-from conformance.truth.comparison import compare
 
 Values = Mapping[str, np.ndarray]
 
@@ -31,7 +31,7 @@ def invariance(subject: Subject) -> Iterator[Judgement]:
 
 
 def _with_every_key(subject: Subject) -> Iterator[Judgement]:
-    """What has a meaning only where the mask does not tell keys apart."""
+    """The ways that have a meaning only where the mask treats all keys alike."""
     if (reason := subject.implementation.supports(dataclasses.replace(subject.case, mask="full"))) is not None:
         yield unsupported("permuted", reason)
         yield unsupported("merged", reason)
@@ -52,7 +52,7 @@ def _with_every_key(subject: Subject) -> Iterator[Judgement]:
 
 
 def _part(subject: Subject, problem: Problem) -> Values:
-    """Results over some of the keys; who leaves empty rows undefined is not asked what they are."""
+    """Results over some of the keys. Empty rows are left out where they are declared undefined."""
     part = subject.results_of(problem)
     if subject.implementation.empty_rows == "zero":
         return part
@@ -74,7 +74,7 @@ def _keys(problem: Problem, keys: np.ndarray | slice) -> Problem:
 
 
 def _merged(parts: list[Values]) -> Values:
-    """Attention over all keys from normalised parts and their `logsumexp` (contract, section 4)."""
+    """Attention over all keys from normalised parts and their `logsumexp` (docs/contract.md, section 4)."""
     lse = np.stack([part["logsumexp"].astype(np.float64) for part in parts])
     top = lse.max(axis=0)
     weight = np.exp(lse - np.where(np.isfinite(top), top, 0.0))
@@ -91,7 +91,7 @@ def _merged(parts: list[Values]) -> Values:
 def _padded(subject: Subject) -> Iterator[Judgement]:
     """One more query and one more key ahead of the others, in segments of their own: the length becomes odd.
 
-    Ahead, so that the last key, which may be alone in its block then, is one that counts.
+    It is ahead so that the last key, which may then be alone in its block, is one that counts.
     """
     problem = subject.problem
     if not all(part.relative for part in conjuncts(problem.mask)):
@@ -141,10 +141,4 @@ def _agree(subject: Subject, name: str, how: str, got: np.ndarray, whole: np.nda
     """One answer against the other; each may be off by its own bound."""
     both = Bounded(whole.astype(np.float64), np.where(np.isfinite(expected.value), 2 * expected.bound, 0.0))
     judged = {"out": subject.judged_out, **dict.fromkeys(RESIDUALS, subject.judged_residuals)}.get(name)
-    return by_bound(
-        name,
-        compare(got, both, judged),
-        dtype=subject.case.dtype,
-        tolerances=subject.tolerances,
-        label=f"{name}.{how}",
-    )
+    return subject.judge(name, got, both, judged, label=f"{name}.{how}")

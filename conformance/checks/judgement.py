@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from conformance import records
 from conformance.records import Worst
@@ -79,3 +79,32 @@ def by_bound(
 def unsupported(observable: str, reason: str) -> Judgement:
     """Declared as not offered."""
     return Judgement(observable=observable, verdict=records.UNSUPPORTED, reason=reason)
+
+
+def labelled(name: str, judged: Iterable[Judgement]) -> Iterator[Judgement]:
+    """Judgements with `name` behind each observable: `out.name`."""
+    for judgement in judged:
+        yield dataclasses.replace(judgement, observable=f"{judgement.observable}.{name}")
+
+
+def guarded(observable: str, judge: Callable[[], Iterable[Judgement]]) -> Iterator[Judgement]:
+    """Judgements as they come. What the implementation raises becomes one of `observable`, and ends them.
+
+    A crash is a verdict, not the end of the run.
+    """
+    try:
+        yield from judge()
+    except NotImplementedError as error:
+        yield unsupported(observable, _first_line(error) or "the call raises NotImplementedError")
+    except (Exception, SystemExit) as error:  # of any type: whatever the implementation raises is the finding
+        reason = f"{type(error).__name__}: {_first_line(error)}"
+        yield Judgement(observable=observable, verdict=records.ERROR, reason=reason)
+
+
+def apart(name: str, judge: Callable[[], Iterable[Judgement]]) -> Iterator[Judgement]:
+    """Judgements labelled with `name`, of one of several questions: what it raises says nothing about the others."""
+    return guarded(name, lambda: labelled(name, judge()))
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().split("\n")[0]

@@ -8,14 +8,13 @@ from collections.abc import Iterator
 import numpy as np
 
 from cases.inputs import Problem
-from conformance.checks.judgement import Judgement, by_bound
+from conformance.checks.judgement import Judgement
 from conformance.checks.subject import Subject
 from conformance.truth.bounds import Bounded
-from conformance.truth.comparison import compare
 
 # Far above any logit: it bends them by less than their rounding.
 _HIGH_CAP = 2.0**20
-# exp cannot tell it from minus infinity, and it is finite, as a sink that is switched off is written.
+# Its exponential is zero, like that of minus infinity. Sinks that are switched off are written so: finite.
 _LOW_SINK = -1e30
 # Above the largest logit by more than exp can bear in f32.
 _HIGH_SINK = 150.0
@@ -43,13 +42,7 @@ def _high_sinks(subject: Subject) -> Iterator[Judgement]:
     expected = subject.expect(high).forward
     for name, got in subject.results_of(high).items():
         judged = subject.judged_out_of(high) if name == "out" else subject.judged_residuals
-        yield by_bound(
-            name,
-            compare(got, expected[name], judged),
-            dtype=subject.case.dtype,
-            tolerances=subject.tolerances,
-            label=f"{name}.high_sinks",
-        )
+        yield subject.judge(name, got, expected[name], judged, label=f"{name}.high_sinks")
 
 
 def _same(subject: Subject, what: str, limit: Problem, without: Problem) -> Iterator[Judgement]:
@@ -62,7 +55,5 @@ def _same(subject: Subject, what: str, limit: Problem, without: Problem) -> Iter
             bound = one.bound + other.bound + np.nan_to_num(np.abs(one.value - other.value))
         live = ~without.empty_rows
         judged = live.transpose(0, 2, 1)[..., None] if name == "out" else live
-        comparison = compare(got[name], Bounded(plain[name].astype(np.float64), bound), judged)
-        yield by_bound(
-            name, comparison, dtype=subject.case.dtype, tolerances=subject.tolerances, label=f"{name}.{what}"
-        )
+        agreeing = Bounded(plain[name].astype(np.float64), bound)
+        yield subject.judge(name, got[name], agreeing, judged, label=f"{name}.{what}")

@@ -1,9 +1,9 @@
 """Linearity: attention is linear in v, and its pullback is linear in the cotangent.
 
-No oracle is needed. Factors are powers of two, which commute with every rounding, so scaled results must be the same to
-the bit, short of overflow and underflow. In f16 the latter is everywhere (gradients of logits enter the second product
-as subnormals), so there the two results must agree within their error bounds. Doubling would not show a clip or a
-threshold; a large factor does.
+No oracle is needed. Factors are powers of two, which commute with every rounding. So the scaled results must be the
+same to the bit, short of overflow and underflow. In f16 underflow is everywhere: gradients of logits enter the second
+product as subnormals. There the two results must agree within their error bounds. The factor is large, since doubling
+would not show a clip or a threshold.
 """
 
 from __future__ import annotations
@@ -15,11 +15,10 @@ import numpy as np
 
 from cases.inputs import Cotangent
 from conformance import records
-from conformance.checks.judgement import Judgement, by_bound
+from conformance.checks.judgement import Judgement
 from conformance.checks.subject import Subject
 from conformance.records import Worst
 from conformance.truth.bounds import Bounded
-from conformance.truth.comparison import compare
 
 _FACTOR = {"f32": 2.0**12, "bf16": 2.0**12, "f16": 2.0**4}
 # Results below the first may have lost bits to underflow, results above the second may overflow once scaled.
@@ -29,7 +28,7 @@ _LARGEST = {"f32": 2.0**100, "bf16": 2.0**100, "f16": 2.0**11}
 
 def linearity(subject: Subject) -> Iterator[Judgement]:
     """`v` times 4096 gives `out` times 4096, a cotangent times -4096 gives gradients times -4096 (16 in f16)."""
-    if not subject.asks("linearity"):
+    if "linearity" not in subject.turn.laws:
         return
     factor = _FACTOR[subject.case.dtype]
     problem = subject.problem
@@ -74,8 +73,7 @@ def _proportional(
     if subject.case.dtype == "f16":
         both = Bounded(once, 2 * bound)
         fits = np.abs(once) < _LARGEST["f16"]
-        comparison = compare(scaled, both, fits)
-        return by_bound(name, comparison, dtype="f16", tolerances=subject.tolerances, label=label)
+        return subject.judge(name, scaled, both, fits, label=label)
     # Zero may become a number that had underflowed, and no other.
     underflowed = (np.abs(once) < _SMALLEST) & (np.abs(scaled) < _SMALLEST)
     wrong = ~underflowed & ~(scaled == once)

@@ -13,10 +13,9 @@ from cases.masks import Full
 from cases.moba import Moba
 from cases.operands import OPERANDS, OPTIONAL, REMOVABLE
 from conformance import records
-from conformance.checks.judgement import Judgement, by_bound
+from conformance.checks.judgement import Judgement
 from conformance.checks.subject import Subject
 from conformance.truth.bounds import Bounded, expect
-from conformance.truth.comparison import compare
 
 
 def arguments(subject: Subject) -> Iterator[Judgement]:
@@ -29,10 +28,7 @@ def arguments(subject: Subject) -> Iterator[Judgement]:
         with_it = subject.forward.values["out"].astype(np.float64)
         without_it = subject.executor.forward(without).values["out"].astype(np.float64)
         both = subject.judged_out & ~without.empty_rows.transpose(0, 2, 1)[..., None]
-        comparison = compare(with_it - without_it, effect, both)
-        yield by_bound(
-            "out", comparison, dtype=subject.case.dtype, tolerances=subject.tolerances, label=f"effect_of_{name}"
-        )
+        yield subject.judge("out", with_it - without_it, effect, both, label=f"effect_of_{name}")
 
 
 def _dropped(subject: Subject) -> Iterator[tuple[str, Problem]]:

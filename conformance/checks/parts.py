@@ -1,8 +1,8 @@
 """Parts: attention that is not normalised is right, and so is what parts over pieces of the cache merge to.
 
-A part `(out, max, sum)` (contract, section 4) promises `out / sum`, `max + log(sum)` and which value its logits were
-shifted by. They are compared in float64 on the host, with bounds of results that were not rounded to the operands'
-dtype: a part is f32, and one that is kept in less shows.
+A part `(out, max, sum)` (docs/contract.md, section 4) promises `out / sum`, `max + log(sum)` and which value its logits
+were shifted by. They are compared in float64 on the host. A part is f32, so the bounds are those of results that were
+not rounded to the operands' dtype, and a part that is kept in fewer bits fails.
 """
 
 from __future__ import annotations
@@ -15,10 +15,9 @@ import jax
 import numpy as np
 
 from cases.inputs import Problem
-from conformance.checks.judgement import Judgement, by_bound, unsupported
+from conformance.checks.judgement import Judgement, unsupported
 from conformance.checks.subject import Subject
 from conformance.truth.bounds import Bounded, U, expect
-from conformance.truth.comparison import Comparison, compare
 
 
 class Part(NamedTuple):
@@ -39,9 +38,9 @@ def parts(subject: Subject) -> Iterator[Judgement]:
     if not pieces:
         yield unsupported("out.merged", "the mask of this case has no meaning on a piece of the cache")
         return
-    # A sink with no key beside it is rare, and a case of its own for whoever merges: there it is always asked.
+    # A sink with no key beside it is rare, and merging must treat it separately: there it is always asked.
     lone_sink = subject.problem.sinks is not None and any(piece.empty_rows.any() for piece in pieces)
-    if not (lone_sink or subject.one_in(4)):
+    if not (lone_sink or subject.turn.merges):
         return
     found = [subject.executor.part(piece) for piece in pieces]
     yield from _judge(subject, "merged", _merged(subject, found), expected)
@@ -90,13 +89,10 @@ def _judge(subject: Subject, how: str, part: Any, expected: Mapping[str, Bounded
             values["logsumexp"] = np.where(some, top + np.log(total), -np.inf)[..., 0].swapaxes(1, 2)
         values["max_logits"] = top[..., 0].swapaxes(1, 2)
     for name, label in (("out", "out"), ("logsumexp", "logsumexp"), ("max_logits", "max")):
-        yield by_bound(
-            name,
-            Comparison.malformed(wrong) if wrong else compare(values[name], expected[name]),
-            dtype=subject.case.dtype,
-            tolerances=subject.tolerances,
-            label=f"{label}.{how}",
-        )
+        if wrong:
+            yield subject.malformed(name, wrong, label=f"{label}.{how}")
+        else:
+            yield subject.judge(name, values[name], expected[name], label=f"{label}.{how}")
 
 
 def _malformed(problem: Problem, part: Any) -> str:
@@ -113,7 +109,7 @@ def _malformed(problem: Problem, part: Any) -> str:
 
 
 def _pieces(problem: Problem) -> list[Problem]:
-    """The problem over two pieces of the cache; the sink belongs to the second, whether there are keys in it or not.
+    """The problem over two pieces of the cache. The sink belongs to the second piece, even one without keys.
 
     Empty if there are no such pieces.
     """

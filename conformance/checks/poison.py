@@ -1,6 +1,6 @@
 """Values behind the mask never matter: NaN, infinity and huge numbers in keys that no query may attend to.
 
-The compiled functions and the expectation are those of the clean case: nothing may change.
+Neither the compiled functions nor what is expected of them differ from the clean case: nothing may change.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from cases import quantized
 from cases.operands import RESIDUALS
 from conformance.checks.forward import judge_out, judge_residual
 from conformance.checks.gradients import judge_gradients
-from conformance.checks.judgement import Judgement, unsupported
+from conformance.checks.judgement import Judgement, labelled, unsupported
 from conformance.checks.subject import Subject
 
 # Large enough to swamp anything, small enough that a dot product of it with ordinary values stays finite in the dtype.
@@ -28,7 +28,7 @@ def poison(subject: Subject) -> Iterator[Judgement]:
     for name, value in (("nan", np.nan), ("inf", np.inf), ("huge", _HUGE[subject.case.dtype])):
         if subject.implementation.behind_mask == "finite" and not np.isfinite(value):
             yield unsupported(name, "keys and values behind the mask are declared to be finite")
-        elif subject.poisoned_by(name):
+        elif name == "huge" or name in subject.turn.poisons:
             yield from _poisoned(subject, name, value)
 
 
@@ -61,8 +61,7 @@ def _poisoned(subject: Subject, name: str, value: float) -> Iterator[Judgement]:
         cotangent = subject.any_random
         result = subject.gradients_of(problem, subject.cotangents[cotangent])
         found += list(judge_gradients(subject, result, subject.expected_gradients(cotangent)))
-    for judgement in found:
-        yield dataclasses.replace(judgement, observable=f"{judgement.observable}.{name}")
+    yield from labelled(name, found)
 
 
 def _in_dtype(value: float, dtype: np.dtype) -> np.ndarray:

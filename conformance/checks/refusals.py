@@ -15,9 +15,9 @@ from conformance.checks.subject import Subject
 def refusals(subject: Subject) -> Iterator[Judgement]:
     """A call that needs a feature declared unsupported raises `NotImplementedError`.
 
-    The call is made as a user makes it, outside `jit`, and differentiated where the case asks for gradients, whether or
-    not the implementation offers any: one that has none must say so too. What an implementation has only if it
-    says so, as a quantised cache, cannot even be handed to a call that has no such parameter: nothing to refuse.
+    The call is made as a user makes it, outside `jit`. It is differentiated where the case asks for gradients: an
+    implementation that has none must say so too. A feature that needs a parameter which only its supporters have, as a
+    quantised cache does, is not asked: nobody can hand it to a call without that parameter.
     """
     handed = [o.name for o in OPTIONAL if o.opt_in and getattr(subject.problem, o.name) is not None]
     if not all(_takes(subject.implementation.call, name) for name in handed):

@@ -1,7 +1,7 @@
 """Sharding: under `shard_map` over batch, heads and query sequence, the call and its gradients mean the same.
 
 Four devices are needed; on CPU they are virtual (`conformance.environment` asks XLA for them). Queries are sharded in
-the load-balanced order of context parallelism (contract, section 3), each device masking with its own rows.
+the load-balanced order of context parallelism (docs/contract.md, section 3), each device masking with its own rows.
 """
 
 from __future__ import annotations
@@ -21,9 +21,8 @@ from cases.masks import Dense
 from cases.operands import GRADIENT_OF, OPERANDS, Axes, Operand
 from conformance import records
 from conformance.calling.execution import Arrays, pull_back
-from conformance.checks.judgement import Judgement, by_bound, unsupported
+from conformance.checks.judgement import Judgement, apart, unsupported
 from conformance.checks.subject import Subject
-from conformance.truth.comparison import compare
 
 _DEVICES = 4
 _AXIS = "shards"
@@ -45,14 +44,7 @@ def sharding(subject: Subject) -> Iterator[Judgement]:
         except CaseIdError as error:
             yield unsupported(name, f"this case cannot be shared by {_DEVICES} devices: {error}")
             continue
-        try:
-            for judgement in _judge(subject, case, shard):
-                yield dataclasses.replace(judgement, observable=f"{judgement.observable}.{name}")
-        except NotImplementedError as error:
-            yield unsupported(name, str(error).split("\n")[0])
-        except Exception as error:  # whatever the implementation raises is the finding
-            reason = f"{type(error).__name__}: {str(error).strip().split(chr(10))[0]}"
-            yield Judgement(observable=name, verdict=records.ERROR, reason=reason)
+        yield from apart(name, functools.partial(_judge, subject, case, shard))
 
 
 def _divisible(case: Case) -> Case:
@@ -156,5 +148,4 @@ def _declined(subject: Subject, case: Case) -> str | None:
 
 
 def _compared(subject: Subject, name: str, got: Any, expected: Any, judged: np.ndarray | None) -> Judgement:
-    comparison = compare(np.asarray(got), expected, judged)
-    return by_bound(name, comparison, dtype=subject.case.dtype, tolerances=subject.tolerances)
+    return subject.judge(name, np.asarray(got), expected, judged)

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import zlib
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
@@ -14,32 +13,23 @@ from cases import quantized
 from cases.case import Case
 from cases.inputs import Cotangent, Problem, draw, draw_cotangent
 from conformance.calling.execution import Calls, Executor, Result
+from conformance.checks.judgement import Judgement, by_bound
+from conformance.checks.turn import EVERYTHING, Pullback, Turn, parts_of, pullbacks_of
 from conformance.contract import Implementation
 from conformance.truth.bounds import Bounded, Expectation, Inexact, expect
+from conformance.truth.comparison import Comparison, compare
 from conformance.truth.oracle import EmptyRows
 from conformance.truth.tolerances import Tolerances
-
-Pullback = Literal["plain", "residuals"]
-_PULLBACKS: tuple[Pullback, ...] = ("plain", "residuals")
-_PARTS = ("row", "head", "lse")
-_LAWS = ("independence", "linearity")
-_POISONS = ("nan", "inf")
 
 
 @dataclasses.dataclass(frozen=True)
 class Subject:
-    """What the checks look at.
-
-    Compiling is nearly all of the cost, and there are many cases. Unless `thorough`, a case takes its turn (by its id):
-    one of the two calls gets differentiated, the plain one or that with residuals, with one of the partial cotangents,
-    one of the laws is asked, and one of the poisons that are no numbers. Cases that share compiled programs share their
-    turns in what has to be compiled.
-    """
+    """What the checks look at, and what it is the case's turn to be asked."""
 
     executor: Executor
     case: Case
     tolerances: Tolerances
-    thorough: bool = True
+    turn: Turn = EVERYTHING
 
     @property
     def implementation(self) -> Implementation:
@@ -104,54 +94,28 @@ class Subject:
         assert drawn.logsumexp is not None
         out = np.where(self.judged_out, drawn.out, np.zeros_like(drawn.out))
         lse = np.where(self.judged_residuals, drawn.logsumexp, np.zeros_like(drawn.logsumexp))
+        parts = [part for part in parts_of(self.case, self._pulled) if part in self.turn.cotangents]
         found = {}
         if "plain" in self._pulled:
             found["random"] = Cotangent("random", out)
         if "residuals" in self._pulled:
             found["random_lse"] = Cotangent("random_lse", out, lse)
-        if self.case.q_length > 1:
+        if "row" in parts:
             found["row"] = Cotangent("row", _only(out, axis=1, index=self._last_live_row))
-        if "residuals" in self._pulled:
+        if "lse" in parts:
             found["lse"] = Cotangent("lse", np.zeros_like(out), lse)
-        if self.case.num_q_heads > 1:
+        if "head" in parts:
             found["head"] = Cotangent("head", _only(out, axis=2, index=self.case.num_q_heads - 1))
         empty = self.problem.empty_rows
         if self.implementation.empty_rows != "undefined" and empty.any():
             rows = empty.transpose(0, 2, 1)[..., None]
             found["empty"] = Cotangent("empty", np.where(rows, drawn.out, np.zeros_like(drawn.out)))
-        parts = [name for name in _PARTS if name in found]
-        if not self.thorough and parts:
-            turn = parts[self._turn // 4 % len(parts)]
-            found = {name: cotangent for name, cotangent in found.items() if name not in parts or name == turn}
         return found
 
     @property
     def _pulled(self) -> tuple[Pullback, ...]:
-        """Which calls get differentiated: the plain one alone if `logsumexp` carries no gradient."""
-        if "logsumexp" not in self.implementation.differentiable_residuals:
-            return ("plain",)
-        return _PULLBACKS if self.thorough else (_PULLBACKS[self._program_turn % 2],)
-
-    @property
-    def _turn(self) -> int:
-        return zlib.crc32(self.case.id.encode())
-
-    @property
-    def _program_turn(self) -> int:
-        """The turn in what has to be compiled: the same for cases that share compiled programs."""
-        return zlib.crc32(self.case.program.encode())
-
-    def asks(self, law: str) -> bool:
-        """Whether it is the turn of this law, of those that are asked in turn."""
-        return self.thorough or _LAWS[self._turn // 2 % len(_LAWS)] == law
-
-    def poisoned_by(self, name: str) -> bool:
-        """Whether it is the turn of this poison, of those that are asked in turn; the others are asked always."""
-        return self.thorough or name not in _POISONS or _POISONS[self._turn // 16 % len(_POISONS)] == name
-
-    def one_in(self, count: int) -> bool:
-        """Whether it is the case's turn for what one in `count` is asked."""
-        return self.thorough or self._program_turn // 8 % count == 0
+        """Which calls get differentiated, of those that can be."""
+        return tuple(call for call in pullbacks_of(self.implementation, self.case) if call in self.turn.pulled)
 
     @property
     def any_random(self) -> str:
@@ -228,6 +192,40 @@ class Subject:
     def expect(self, problem: Problem, cotangents: Sequence[Cotangent] = ()) -> Expectation:
         """Exact results and bounds on another problem."""
         return expect(problem, self.implementation.arithmetic, cotangents, empty_rows=self.empty_rows)
+
+    def judge(
+        self,
+        observable: str,
+        got: object,
+        expected: Bounded,
+        judged: np.ndarray | None = None,
+        *,
+        label: str | None = None,
+        flash: np.ndarray | None = None,
+    ) -> Judgement:
+        """Judge what came by what was expected, within the limit of `observable`.
+
+        Args:
+          observable: which limit applies.
+          got: what came.
+          expected: exact values and bounds.
+          judged: booleans broadcastable to the shape; elements that are False are left out.
+          label: how the record names the observable, if not by its plain name.
+          flash: what the flash backward gives from the implementation's own saved results, shown beside the truth.
+        """
+        comparison = compare(got, expected, judged)
+        against_flash = None if flash is None else compare(got, dataclasses.replace(expected, value=flash), judged)
+        return self._weighed(observable, comparison, label, against_flash)
+
+    def malformed(self, observable: str, problem: str, *, label: str | None = None) -> Judgement:
+        """The judgement of what cannot be compared at all."""
+        return self._weighed(observable, Comparison.malformed(problem), label, None)
+
+    def _weighed(
+        self, observable: str, comparison: Comparison, label: str | None, flash: Comparison | None
+    ) -> Judgement:
+        table = self.tolerances
+        return by_bound(observable, comparison, dtype=self.case.dtype, tolerances=table, label=label, flash=flash)
 
     def gradients(self, cotangent: str) -> Result:
         """The named cotangent pulled back through the implementation."""

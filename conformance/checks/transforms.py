@@ -1,7 +1,7 @@
 """Transforms: the call means the same under every transformation that JAX has for it.
 
-Each transformed call is judged against the oracle, like a plain one. Two problems are in play, the case's own and the
-one of the next seed, so that what is shared between batched calls by mistake shows.
+Each transformed call is judged against the oracle, like a plain one. There are two problems: the case's own, and one
+drawn with the next seed. What batched calls share by mistake is wrong for one of them.
 """
 
 from __future__ import annotations
@@ -21,32 +21,19 @@ from cases.masks import Dense
 from cases.operands import GRADIENT_OF, OPTIONAL
 from conformance import records
 from conformance.calling.execution import Arrays, pull_back
-from conformance.checks.judgement import Judgement, by_bound
+from conformance.checks.judgement import Judgement, apart
 from conformance.checks.subject import Subject
 from conformance.truth.bounds import Bounded, Expectation
-from conformance.truth.comparison import compare
 
 
 def transforms(subject: Subject) -> Iterator[Judgement]:
     """`jit` or not, `vmap`, `grad` of `vmap`, `checkpoint`, `scan`, donation, x64, and a second call mean the same."""
     pair = _Pair.of(subject)
     for name, transform in _FORWARD.items():
-        yield from _guarded(name, functools.partial(transform, pair))
+        yield from apart(name, functools.partial(transform, pair))
     if subject.with_gradients:
         for name, transform in _BACKWARD.items():
-            yield from _guarded(name, functools.partial(transform, pair))
-
-
-def _guarded(name: str, transform: Callable[[], Iterator[Judgement]]) -> Iterator[Judgement]:
-    """What one transform raises says nothing about the others."""
-    try:
-        for judgement in transform():
-            yield dataclasses.replace(judgement, observable=f"{judgement.observable}.{name}")
-    except NotImplementedError as error:
-        yield Judgement(observable=name, verdict=records.UNSUPPORTED, reason=str(error).split("\n")[0])
-    except Exception as error:  # whatever the implementation raises is the finding
-        reason = f"{type(error).__name__}: {str(error).strip().split(chr(10))[0]}"
-        yield Judgement(observable=name, verdict=records.ERROR, reason=reason)
+            yield from apart(name, functools.partial(transform, pair))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,8 +102,7 @@ class _Pair:
     def _judge(self, name: str, got: Any, want: Bounded, judged: np.ndarray | None) -> Judgement:
         array = np.asarray(got)
         array = array[None] if array.ndim == want.value.ndim - 1 else array
-        dtype = self.subject.case.dtype
-        return by_bound(name, compare(array, want, judged), dtype=dtype, tolerances=self.subject.tolerances)
+        return self.subject.judge(name, array, want, judged)
 
 
 def _stack(bounded: Sequence[Bounded]) -> Bounded:
@@ -178,7 +164,7 @@ def _x64(pair: _Pair) -> Iterator[Judgement]:
 
 
 def _second_call(pair: _Pair) -> Iterator[Judgement]:
-    """The same bits when the same call is made again, another one having been made in between."""
+    """The same call, made again after another one, gives the same bits."""
     compiled = jax.jit(pair.plain)
     first, between, again = (np.asarray(compiled(pair.arrays(pair.problems[n]))) for n in (0, 1, 0))
     same = first.tobytes() == again.tobytes()

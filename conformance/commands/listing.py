@@ -35,8 +35,10 @@ def list_things(arguments: argparse.Namespace) -> int:
     table = Table(box=None, padding=(0, 2, 0, 0))
     table.add_column(arguments.what.rstrip("s"), no_wrap=True)
     table.add_column("what it is")
-    for name, text in _descriptions(arguments.what):
-        table.add_row(name, text)
+    if arguments.what == "checks":
+        table.add_column("asked of")
+    for row in _descriptions(arguments.what):
+        table.add_row(*row)
     console.print(table)
     return 0
 
@@ -52,9 +54,9 @@ def _listed_cases(arguments: argparse.Namespace) -> list[Case]:
     return chosen
 
 
-def _descriptions(what: str) -> list[tuple[str, str]]:
+def _descriptions(what: str) -> list[tuple[str, ...]]:
     if what == "checks":
-        return [(check.name, check.asks) for check in CHECKS]
+        return [(check.name, check.asks, check.scope.about) for check in CHECKS]
     if what == "features":
         return list(FEATURES.items())
     return [(name, _described(lookup.find(name))) for name in registry.names()]

@@ -27,6 +27,7 @@ from cases.space import NothingToDraw
 from cases.strategies import cases
 from conformance import records
 from conformance.checks import CHECKS, Check
+from conformance.checks.scopes import GRID
 from conformance.contract import Implementation
 from conformance.judging.plan import Job
 from conformance.judging.runner import Runner
@@ -46,7 +47,7 @@ _FRUITLESS_BATCHES = 5  # so many batches with no new case, and the space is tak
 
 __all__ = ["Budget", "Exploration", "NothingToDraw", "Seen", "budget", "explore", "plainness", "told"]
 
-_GRID_CHECKS = tuple(check for check in CHECKS if check.scope == "grid")
+_GRID_CHECKS = tuple(check for check in CHECKS if check.scope is GRID)
 _WRONG = frozenset({records.FAIL, records.ERROR})
 
 

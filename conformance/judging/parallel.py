@@ -10,6 +10,7 @@ from pathlib import Path
 from cases.case import parse
 from conformance.calling import registry
 from conformance.checks import BY_NAME
+from conformance.checks.turn import Turn
 from conformance.contract import Implementation
 from conformance.judging import settings, workers
 from conformance.judging.plan import Job
@@ -29,7 +30,7 @@ class _Order:
     products: str | None
     case: str
     checks: tuple[str, ...]
-    thorough: bool
+    turn: Turn
 
 
 def run_parallel(
@@ -66,7 +67,7 @@ def run_parallel(
 
 def _order(job: Job, products: str | None) -> _Order:
     checks = tuple(check.name for check in job.checks)
-    return _Order(job.implementation.name, products, job.case.id, checks, job.thorough)
+    return _Order(job.implementation.name, products, job.case.id, checks, job.turn)
 
 
 def _chunks(jobs: Sequence[Job]) -> list[list[Job]]:
@@ -105,5 +106,5 @@ def _judge(folder: Path, orders: Sequence[_Order]) -> list[list[Record]]:
     for order in orders:
         checks = tuple(BY_NAME[name] for name in order.checks)
         implementation = _find(order.implementation, order.products)
-        results.append(_runner(folder).judge(Job(implementation, parse(order.case), checks, order.thorough)))
+        results.append(_runner(folder).judge(Job(implementation, parse(order.case), checks, order.turn)))
     return results

@@ -12,8 +12,9 @@ import jax
 from conformance import records
 from conformance.calling.execution import Executor
 from conformance.checks import CHECKS, Check
-from conformance.checks.judgement import Judgement, unsupported
+from conformance.checks.judgement import Judgement, guarded, unsupported
 from conformance.checks.subject import Subject
+from conformance.checks.turn import EVERYTHING
 from conformance.contract import Implementation
 from conformance.judging import discrimination, interrupts
 from conformance.judging.plan import Job
@@ -23,7 +24,7 @@ from conformance.records import Record
 # Compiled programs take 0.3 to 2.5 MB each; beyond this many configurations the process is told to let go of them.
 _CLEAR_EVERY = 60
 # What compiles or interprets an accelerator's kernel, on any machine.
-_NEED_NO_ACCELERATOR = frozenset(check.name for check in CHECKS if check.scope in ("compiled", "interpreted"))
+_NEED_NO_ACCELERATOR = frozenset(check.name for check in CHECKS if check.scope.without_accelerator is not None)
 
 
 class Runner:
@@ -51,7 +52,7 @@ class Runner:
     def stream(self, job: Job) -> Iterator[Record]:
         """The records of one job, as they come."""
         executor = self._executors.setdefault(job.implementation.name, Executor(job.implementation))
-        subject = Subject(executor, job.case, self._settings.tolerances, job.thorough)
+        subject = Subject(executor, job.case, self._settings.tolerances, job.turn)
         self._done += 1
         if self._done % _CLEAR_EVERY == 0:
             jax.clear_caches()  # type: ignore[no-untyped-call] # untyped upstream
@@ -148,9 +149,10 @@ def _judged(subject: Subject, checks: Iterable[Check]) -> Iterator[Record]:
 def _discriminating(subject: Subject) -> tuple[Subject, Mapping[str, float]]:
     """The subject and its margins: asked everything, if what it is its turn to be asked does not discriminate."""
     margins = discrimination.margins(subject)
-    if subject.thorough or not margins or discrimination.weakest(margins)[1] >= discrimination.REQUIRED_MARGIN:
+    tells = not margins or discrimination.weakest(margins)[1] >= discrimination.REQUIRED_MARGIN
+    if tells or subject.turn == EVERYTHING:
         return subject, margins
-    subject = dataclasses.replace(subject, thorough=True)
+    subject = dataclasses.replace(subject, turn=EVERYTHING)
     return subject, discrimination.margins(subject)
 
 
@@ -170,37 +172,29 @@ def _undecided(left_out: Mapping[str, float]) -> Judgement:
 
 def _answers(check: Check, subject: Subject) -> list[Judgement]:
     """The check's judgements; what the implementation raises becomes one too."""
-    found: list[Judgement] = []
-    try:
-        for judgement in check.run(subject):
-            found.append(judgement)
-    except NotImplementedError as error:
-        found.append(unsupported("all", _first_line(error) or "the call raises NotImplementedError"))
-    except (Exception, SystemExit) as error:  # a crash of the implementation is a verdict, not the end of the run
-        found.append(
-            Judgement(observable="all", verdict=records.ERROR, reason=f"{type(error).__name__}: {_first_line(error)}")
-        )
+    found = list(guarded("all", lambda: check.run(subject)))
     interrupts.check()
     return found
 
 
 def _absent(subject: Subject, checks: Iterable[Check], reason: str) -> Iterator[Record]:
     """What needs no accelerator, if there is a call for it and the case is supported; the rest is unjudged."""
-    offered = {"compiled": subject.implementation.native, "interpreted": subject.implementation.under_interpreter}
-    possible = [check for check in checks if offered.get(check.scope) is not None]
-    if possible and subject.implementation.supports(subject.case) is None:
+    implementation = subject.implementation
+    stand_ins = {check: check.scope.without_accelerator for check in checks}
+    possible = [check for check, stand_in in stand_ins.items() if stand_in and stand_in(implementation) is not None]
+    if possible and implementation.supports(subject.case) is None:
         yield from _judged(subject, possible)
-        if len(possible) == len(tuple(checks)):
+        if len(possible) == len(stand_ins):
             return
     unjudged = Judgement(observable="case", verdict=records.UNJUDGED, reason=reason)
-    again = f"python -m conformance run --impl={shlex.quote(subject.implementation.name)} --case={subject.case.id}"
+    again = f"python -m conformance run --impl={shlex.quote(implementation.name)} --case={subject.case.id}"
     yield dataclasses.replace(_record(subject, "hardware", unjudged, None, 0.0), reproduce=again)
 
 
 def _declined(subject: Subject, checks: Iterable[Check], reason: str) -> Iterator[Record]:
     yield _record(subject, "support", unsupported("case", reason), None, 0.0)
     for check in checks:
-        if check.scope == "declined" and not subject.implementation.refuses_by_signature:
+        if not check.scope.supported and not subject.implementation.refuses_by_signature:
             start = time.perf_counter()
             for judgement in _answers(check, subject):
                 yield _record(subject, check.name, judgement, None, time.perf_counter() - start)
@@ -228,7 +222,3 @@ def _record(subject: Subject, check: str, judgement: Judgement, margin: float | 
         seconds=round(seconds, 4),
         **dataclasses.asdict(judgement) | {"worst": judgement.worst},
     )
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).strip().split("\n")[0]

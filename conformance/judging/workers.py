@@ -12,13 +12,14 @@ import contextlib
 import multiprocessing
 import os
 import signal
+import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from typing import TypeVar
 
-from conformance import environment
+from conformance import environment, packages
 
 Task = TypeVar("Task")
 Result = TypeVar("Result")
@@ -93,11 +94,13 @@ def _unfinished(pending: dict[Future[Result], Task], heard: Callable[[Task, Resu
 @contextlib.contextmanager
 def _pool(workers: int) -> Iterator[ProcessPoolExecutor]:
     """Processes that ignore Ctrl-C from their first instruction on, stopped at once if the body raises."""
-    pool = ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn"), initializer=_start)
+    spawn = multiprocessing.get_context("spawn")
+    pool = ProcessPoolExecutor(workers, mp_context=spawn, initializer=_start, initargs=(tuple(sys.path),))
     try:
         before = signal.signal(signal.SIGINT, signal.SIG_IGN)
         try:
-            pool.submit(int)  # starts the processes, which inherit what is ignored
+            with packages.first_on_path():
+                pool.submit(int)  # starts the processes, which inherit what is ignored and where to look for modules
         finally:
             signal.signal(signal.SIGINT, before)
         yield pool
@@ -109,8 +112,10 @@ def _pool(workers: int) -> Iterator[ProcessPoolExecutor]:
     pool.shutdown()
 
 
-def _start() -> None:
-    """Worker set-up: flags are set before JAX is imported."""
+def _start(path: Sequence[str]) -> None:
+    """Worker set-up: our packages are found, and flags are set before JAX is imported."""
+    packages.claim()
+    sys.path[:] = path  # the user's modules are found as in the process that judges
     threading.Thread(target=_end_with_parent, daemon=True).start()
     environment.prepare()
 

@@ -1,7 +1,7 @@
 """Reference attention in JAX, in any dtype, with either reference backward pass.
 
-For users who want a slow, transparent attention to compare with inside their own code. The gate's truth is the float64
-oracle (`conformance.truth.oracle`), which is independent of this.
+It is slow and transparent, for users who want to compare with attention inside their own code. The gate does not use it
+as its truth: that is the float64 oracle (`conformance.truth.oracle`), which shares no code with this module.
 """
 
 from __future__ import annotations
@@ -15,8 +15,6 @@ import jax.numpy as jnp
 from cases.masks import Full, Mask
 from conformance.contract import validate_operands
 from conformance.truth.oracle import Backward
-
-Residuals = dict[str, jax.Array]
 
 
 def reference_attention(
@@ -33,7 +31,7 @@ def reference_attention(
     save_residuals: bool = False,
     backward: Backward = "vanilla",
 ) -> Any:
-    """Attention by the contract's section 2, all `T * S` logits at once, computed in f32 (f64 for f64 operands).
+    """Attention (docs/contract.md, section 2), all `T * S` logits at once, computed in f32 (f64 for f64 operands).
 
     Args:
       q: `[B, T, N, H]`.
@@ -92,7 +90,7 @@ def _dot(spec: str, *operands: jax.Array) -> jax.Array:
     return jnp.einsum(spec, *operands, precision=jax.lax.Precision.HIGHEST, preferred_element_type=operands[0].dtype)
 
 
-def _logits(operands: _Operands, allowed: jax.Array, soft_cap: float | None, scale: float) -> tuple[jax.Array, Any]:
+def _logits(operands: _Operands, soft_cap: float | None, scale: float) -> tuple[jax.Array, Any]:
     """Capped logits `[B, N, T, S]`, not masked, and the cap's derivative."""
     q, k, _, _, bias = operands
     dtype = _accumulator(q)
@@ -113,7 +111,7 @@ def _vanilla(
     allowed = jnp.broadcast_to(allowed, (q.shape[0], q.shape[2], q.shape[1], k.shape[1]))
     # Hidden NaN would reach dq through 0 * NaN when this is differentiated.
     k, v = _hidden_to_zero(k, allowed), _hidden_to_zero(v, allowed)
-    z, _ = _logits((q, k, v, sinks, bias), allowed, soft_cap, scale)
+    z, _ = _logits((q, k, v, sinks, bias), soft_cap, scale)
     top = jnp.max(z, axis=-1, where=allowed, initial=-jnp.inf)
     sink = None if sinks is None else sinks.astype(z.dtype)[:, None]
     pivot = jax.lax.stop_gradient(top if sink is None else jnp.maximum(top, sink))
@@ -154,7 +152,7 @@ def _flash_backward(soft_cap: float | None, scale: float, saved: Any, cotangents
     operands, allowed, out, lse = saved
     do, dlse, _ = cotangents
     q, k, v, sinks, bias = operands
-    z, derivative = _logits(operands, allowed, soft_cap, scale)
+    z, derivative = _logits(operands, soft_cap, scale)
     dtype, kv_heads = z.dtype, k.shape[2]
     allowed = jnp.broadcast_to(allowed, z.shape)
     finite = jnp.where(jnp.isfinite(lse), lse, 0)[..., None]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from cases.case import Case
 from conformance.checks import CHECKS
@@ -17,8 +18,6 @@ NEAR = 2
 """Cases of the grid that come first: those nearest to a bug's trigger."""
 # One case in so many of the rest of the grid, for a bug that one check alone has seen.
 _STRIDE = 4
-# Scopes beside the grid, those first that catch most in one case.
-_SPECIAL = ("rich", "base", "decoded", "front", "ensemble", "interpreted", "compiled", "declined", "feature")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,14 +61,14 @@ class Examination:
 def ordered_jobs(bug: PlantedBug, level: str) -> list[Job]:
     """The jobs of the gate for the bug's implementation: `NEAR` cases of the grid, what is not on it, the rest of it.
 
-    Cases that have the bug's trigger come first, small before big. All jobs are there: the order saves time and changes
+    Cases that have the bug's trigger come first, small before big; what is not on the grid comes in the order of
+    `SCOPES`. All jobs are there: the order saves time and changes
     no result.
     """
     jobs = plan([bug.build()], level=level).jobs
     on_grid = [job for job in jobs if job.on_grid]
     on_grid.sort(key=lambda job: (not bug.trigger(job.case), _size(job.case)))
     special = [job for job in jobs if not job.on_grid]
-    special.sort(key=lambda job: _SPECIAL.index(job.checks[0].scope))
     return [*on_grid[:NEAR], *special, *on_grid[NEAR:]]
 
 
@@ -77,13 +76,26 @@ def _size(case: Case) -> int:
     return case.batch * case.num_q_heads * case.q_length * case.kv_length
 
 
-def red_records(bug: PlantedBug, level: str) -> Iterator[Record]:
-    """The red records, as they come: whoever has seen enough stops."""
+def red_records(bug: PlantedBug, level: str, seen: Mapping[str, Kill] | None = None) -> Iterator[Record]:
+    """The red records, as they come: whoever has seen enough stops.
+
+    `seen` says which checks saw the bug before, and where. They are asked first, alone and beginning there; then
+    everything is asked as if nothing were known, so that a bug that others see now is found all the same.
+    """
     runner = Runner(Settings())
-    for job in ordered_jobs(bug, level):
+    jobs = ordered_jobs(bug, level)
+    for job in itertools.chain(_as_seen(jobs, seen or {}), jobs):
         for record in runner.stream(job):
             if record.verdict in RED:
                 yield record
+
+
+def _as_seen(jobs: Iterable[Job], seen: Mapping[str, Kill]) -> list[Job]:
+    """The jobs with a check that saw the bug, with no other check, those on a case where one saw it first."""
+    cases = {kill.case for kill in seen.values()}
+    asked = [(job, tuple(check for check in job.checks if check.name in seen)) for job in jobs]
+    narrowed = [dataclasses.replace(job, checks=checks) for job, checks in asked if checks]
+    return sorted(narrowed, key=lambda job: job.case.id not in cases)
 
 
 def examine(bug: PlantedBug, level: str) -> Examination:

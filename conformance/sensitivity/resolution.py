@@ -17,13 +17,13 @@ from typing import Any
 import numpy as np
 
 from cases.case import DTYPES, Case
+from cases.ensemble import ensemble_cases
 from cases.grid import grid
 from cases.inputs import Cotangent, Problem, draw, draw_cotangent
 from conformance import records
 from conformance.checks.ensemble import judge_statistics, reseeded, statistics
 from conformance.checks.judgement import by_bound
 from conformance.contract import Arithmetic
-from conformance.judging.plan import ensemble_cases
 from conformance.truth import oracle, tolerances
 from conformance.truth.bounds import UNIT_ROUNDOFF, Bounded, expect
 from conformance.truth.comparison import compare
@@ -260,7 +260,7 @@ def _clearest(expected: Bounded) -> tuple[Any, ...]:
 
 @dataclasses.dataclass(frozen=True)
 class _Attention:
-    """Attention and its backward pass by the contract's section 2, every operation in f32, heads first."""
+    """Attention and its backward pass (docs/contract.md, section 2), every operation in f32, heads first."""
 
     problem: Problem
     do: np.ndarray  # [B, N, T, V]

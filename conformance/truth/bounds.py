@@ -2,8 +2,8 @@
 
 Beside each exact observable `y` stands `E(y)`, how far a correct implementation may end up from it. The ratio
 `|y - y*| / E(y)` is then around 1 for correct kernels whatever the shape, the mask, the magnitudes and the
-cancellation, and one constant a dtype judges them all. Notation as in the contract: `x` logits, `z` capped,
-`p` probabilities, `D`, `dp`, `g = dz/dx`.
+cancellation, and one constant a dtype judges them all. Notation as in docs/contract.md, section 2: `x` logits, `z`
+capped, `p` probabilities, `D`, `dp`, `g = dz/dx`. docs/numerics.md goes through it term by term.
 
 The derivation, with `s|x| = scale sum_d |q||k| + |bias|` and `u` the f32 unit roundoff:
 

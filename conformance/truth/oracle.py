@@ -1,8 +1,8 @@
 """Attention in float64: the truth that implementations are compared with.
 
-Plain NumPy, straight from the contract's section 2, one key/value head of one batch row (a `Slab`) at a time so that
-memory stays at a few `[G, T, S]` arrays. It shares no code with any implementation and never looks at keys and values
-that nobody may attend to.
+Plain NumPy, straight from the mathematics (docs/contract.md, section 2), one key/value head of one batch row (a `Slab`)
+at a time so that memory stays at a few `[G, T, S]` arrays. It shares no code with any implementation and never looks at
+keys and values that nobody may attend to.
 
 Both reference backward passes are here. They differ only in where `D` comes from: `"vanilla"` takes
 `D_i = sum_j p_ij dp_ij`, as differentiating the forward pass does; `"flash"` takes `D_i = <out_i, do_i>` and

@@ -9,7 +9,7 @@ for the many terms inside a sum it is averaged over the mantissa `m in [1, 2)`, 
     var(round x) = x^2 u^2 / 3 E[1 / m^2] = c u^2 x^2,    c = 1 / (8 ln 2) = 0.180
 
 With `u_p` the roundoff of the dtype in which probabilities and their gradient enter a product (0 if that is f32), `u_z`
-that of the logits, `s` the scale, and everything else as in the contract:
+that of the logits, `s` the scale, and everything else as in docs/contract.md, section 2:
 
     w_p(ij)  = c u_p^2 p^2                                                   probabilities
     w_dz(ij) = c u_p^2 (p^2 dp^2 + dz^2)                                     dp, then dz

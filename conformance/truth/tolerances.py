@@ -1,4 +1,4 @@
-"""The tolerance table: one limit a dtype and observable, in units of the error bound.
+"""The tolerance table: one limit a dtype and observable, in units of the error bound (docs/numerics.md, section 6).
 
 Both limits follow from what correct implementations reached, by a fixed rule: 1.5 times the largest figure of any dtype
 and observable, rounded up, to a whole number for the largest ratio and to a half for the root mean square (judged where

@@ -1,6 +1,7 @@
 """Attention by the kernel that suits the platform, the phase and the lengths; nothing is dropped on the way."""
 
-from impls.auto.attention import IMPLEMENTATIONS, attention
+from impls.auto.attention import attention
+from impls.auto.implementation import IMPLEMENTATIONS
 from impls.auto.routes import CANDIDATES, Candidate, Route, route
 from impls.features import Phase
 

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
-import functools
 import logging
 from collections.abc import Callable
 from typing import Any
 
 import jax
 
-from cases.case import OPT_IN, Case
 from cases.masks import Full, Mask
-from conformance.contract import Arithmetic, Implementation, structured_mask, validate_operands
+from conformance.contract import validate_operands
 from impls.auto.routes import CANDIDATES, Candidate, Route, route
 from impls.features import OPTIONAL, Phase
 
@@ -83,44 +80,3 @@ def attention(
         on_route(found)
     static, arrays = candidate.kernel.lower_mask(mask, q.shape[0], q.shape[2], q.shape[1], k.shape[1])
     return candidate.kernel.call(q, k, v, **static, **arrays, **options, save_residuals=save_residuals)
-
-
-def forced(candidate: Candidate) -> Implementation:
-    """The route to one kernel, whose declarations it shares."""
-    kernel = candidate.kernel
-    return dataclasses.replace(
-        kernel,
-        name=f"auto_{kernel.name}",
-        call=functools.partial(attention, kernel=kernel.name),
-        description=f"{kernel.name}, asked for by name",
-        lower_mask=structured_mask,
-        tunable=None,
-        variants={},
-        native=None,
-        under_interpreter=None,
-        parts=None,
-        merge=None,
-    )
-
-
-def _supported(case: Case) -> str | None:
-    """Why no kernel that this process may be given supports `case`, or none if one does."""
-    may = [c for c in CANDIDATES if c.special or c.kernel.gradients]
-    here = [c for c in may if c.platform in (None, jax.default_backend())]
-    reasons = [c.lacks(case.features) or (c.special and c.kernel.supports(case)) or None for c in here]
-    return (
-        None if None in reasons else "; ".join(f"{c.kernel.name} {why}" for c, why in zip(here, reasons, strict=True))
-    )
-
-
-AUTO = Implementation(
-    name="auto",
-    call=attention,
-    description=f"one of {', '.join(c.kernel.name for c in CANDIDATES)}, by platform, phase and lengths",
-    arithmetic=Arithmetic(),
-    empty_rows="zero",
-    validates=True,
-    offers=OPT_IN,
-    supports_case=_supported,
-)
-IMPLEMENTATIONS: tuple[Implementation, ...] = (AUTO, *(forced(c) for c in CANDIDATES))

@@ -1,4 +1,4 @@
-"""Block-sparse flash attention: the public call, its derivative rule, and what it declares."""
+"""Block-sparse flash attention: the public call and its derivative rule."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from cases.masks import Full, Indexer, Mask, known, leaves
-from conformance.contract import Arithmetic, Implementation, validate_mask, validate_operands
+from conformance.contract import validate_mask, validate_operands
 from impls.block_flash.backward import backward
-from impls.block_flash.block_sizes import look_up, tunable
+from impls.block_flash.block_sizes import look_up
 from impls.block_flash.blocks import Operands
 from impls.block_flash.forward import Outputs, forward
-from impls.block_flash.schedule import Plan
+from impls.block_flash.schedule import BlockFlashPlan
 from impls.varying import varying_axes, varying_over
 
 
@@ -75,7 +75,7 @@ def attention(
     selected = None
     if any(isinstance(leaf, Indexer) for leaf in leaves(mask)):
         selected = jnp.asarray(mask.dense(q_length, kv_length))
-    plan = Plan(
+    plan = BlockFlashPlan(
         mask=known(mask),
         num_q_heads=num_q_heads,
         num_kv_heads=num_kv_heads,
@@ -95,11 +95,11 @@ def attention(
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _flash(plan: Plan, operands: Operands) -> Outputs:
+def _flash(plan: BlockFlashPlan, operands: Operands) -> Outputs:
     return forward(plan, operands)
 
 
-def _flash_forward(plan: Plan, operands: Operands) -> tuple[Outputs, tuple[Operands, jax.Array, jax.Array]]:
+def _flash_forward(plan: BlockFlashPlan, operands: Operands) -> tuple[Outputs, tuple[Operands, jax.Array, jax.Array]]:
     outputs = forward(plan, operands)
     out = checkpoint_name(outputs.out, "out")  # type: ignore[no-untyped-call]  # JAX leaves it untyped
     logsumexp = checkpoint_name(outputs.logsumexp, "logsumexp")  # type: ignore[no-untyped-call]  # likewise
@@ -107,7 +107,7 @@ def _flash_forward(plan: Plan, operands: Operands) -> tuple[Outputs, tuple[Opera
 
 
 def _flash_backward(
-    plan: Plan, residuals: tuple[Operands, jax.Array, jax.Array], cotangents: Outputs
+    plan: BlockFlashPlan, residuals: tuple[Operands, jax.Array, jax.Array], cotangents: Outputs
 ) -> tuple[Operands]:
     return (backward(plan, *residuals, cotangents.out, cotangents.logsumexp),)
 
@@ -116,32 +116,3 @@ _flash.defvjp(_flash_forward, _flash_backward)
 
 # Jitted so that calls outside `jit` compile once for each plan, not once a call.
 _attend = jax.jit(_flash, static_argnums=0)
-
-
-# Smaller and larger than each other, neither dividing the other nor the usual lengths.
-_OTHER_BLOCKS = ((32, 48), (80, 24))
-
-
-def implementation(name: str, *, block_q: int | None = None, block_kv: int | None = None) -> Implementation:
-    """Block flash attention with these block sizes, by default those of the table, under `name`."""
-    blocks = "tuned blocks" if block_q is None or block_kv is None else f"blocks of {block_q} x {block_kv}"
-    return Implementation(
-        name=name,
-        call=functools.partial(attention, block_q=block_q, block_kv=block_kv),
-        description=f"block-sparse flash attention in plain JAX, {blocks}, any backend",
-        arithmetic=Arithmetic(probabilities="input"),
-        empty_rows="zero",
-        behind_mask="any",
-        validates=True,
-        variants={
-            f"blocks_{q}_{kv}": functools.partial(attention, block_q=q, block_kv=kv)
-            for q, kv in _OTHER_BLOCKS
-            if (q, kv) != (block_q, block_kv)
-        },
-        memory="linear",
-        checkpoint_names=("out", "logsumexp"),
-        tunable=tunable(attention),
-    )
-
-
-IMPLEMENTATIONS: tuple[Implementation, ...] = (implementation("block_flash"),)

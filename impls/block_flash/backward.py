@@ -1,9 +1,20 @@
 """Backward pass: one scan over the active pairs of blocks, probabilities recomputed from `logsumexp`.
 
-Dao 2023, arXiv:2307.08691, algorithm 2, extended by the cotangent of `logsumexp`, soft cap, bias and sinks. With
-`z` the masked logits, `p = exp(z - logsumexp)` and `D_i = <out_i, do_i>`:
+Dao 2023, arXiv:2307.08691, algorithm 2, extended by the cotangent `dlse` of `logsumexp`, soft cap, bias and sinks. With
+the logits z of `impls.block_flash.blocks`:
 
-    dz_ij = p_ij (<do_i, v_j> - D_i + dlse_i),    dsink = sum_i exp(sink - logsumexp_i) (dlse_i - D_i)
+    (8)  p_ij = exp(z_ij - logsumexp_i)
+    (9)  dv_j = sum_i p_ij dout_i
+    (10) dp_ij = <dout_i, v_j>
+    (11) D_i = <out_i, dout_i>
+    (12) dz_ij = p_ij (dp_ij - D_i + dlse_i)
+    (13) dx_ij = dz_ij (1 - tanh(x_ij / soft_cap)^2)
+    (14) dq_i = scale sum_j dx_ij k_j
+    (15) dk_j = scale sum_i dx_ij q_i
+    (16) dbias = dx, summed over the axes along which the bias is broadcast
+    (17) dsink = sum_i exp(sink - logsumexp_i) (dlse_i - D_i)
+
+The sums of (9) and (15) run over the query heads of the group too.
 """
 
 from __future__ import annotations
@@ -30,7 +41,7 @@ from impls.block_flash.blocks import (
     unless_empty,
 )
 from impls.block_flash.forward import finite_or_zero
-from impls.block_flash.schedule import Places, Plan
+from impls.block_flash.schedule import BlockFlashPlan, Places
 from impls.varying import varying_axes, varying_over
 
 
@@ -40,7 +51,7 @@ class _Parts(NamedTuple):
     dq: jax.Array  # [B, K, G, block_q, H]
     dk: jax.Array  # [B, K, block_kv, H]
     dv: jax.Array  # [B, K, block_kv, V]
-    logits: jax.Array | None  # gradient of the logits, [B, K, G, block_q, block_kv]; only where there is a bias
+    dx: jax.Array | None  # [B, K, G, block_q, block_kv]; only where there is a bias
 
 
 class _Gradients(NamedTuple):
@@ -53,7 +64,12 @@ class _Gradients(NamedTuple):
 
 
 def backward(
-    plan: Plan, operands: Operands, out: jax.Array, logsumexp: jax.Array, d_out: jax.Array, d_logsumexp: jax.Array
+    plan: BlockFlashPlan,
+    operands: Operands,
+    out: jax.Array,
+    logsumexp: jax.Array,
+    d_out: jax.Array,
+    d_logsumexp: jax.Array,
 ) -> Operands:
     """Gradients of the operands, each in its operand's shape and dtype; none for segment ids.
 
@@ -61,6 +77,7 @@ def backward(
     """
     blocks = cut(plan, operands)
     shift = finite_or_zero(logsumexp)
+    # (11)
     row_sums = jnp.einsum("btnv,btnv->bnt", out, d_out, precision="highest", preferred_element_type=jnp.float32)
     row_sums = row_sums - d_logsumexp
     d_outs, shifts, rows = cut_queries(plan, d_out), cut_rows(plan, shift), cut_rows(plan, row_sums)
@@ -69,16 +86,17 @@ def backward(
         block = compute_pair(plan, blocks, pair)
         dtype = block.q.dtype
         do = take(d_outs, pair.q)
-        p = jnp.exp(block.logits - take(shifts, pair.q)[..., None])
-        dv = product("bkgts,bkgtv->bksv", p.astype(dtype), do)
-        dx = p * (product("bkgtv,bksv->bkgts", do, block.v) - take(rows, pair.q)[..., None])
+        p = jnp.exp(block.logits - take(shifts, pair.q)[..., None])  # (8)
+        dv = product("bkgts,bkgtv->bksv", p.astype(dtype), do)  # (9)
+        dp = product("bkgtv,bksv->bkgts", do, block.v)  # (10)
+        dx = p * (dp - take(rows, pair.q)[..., None])  # (12)
         if block.slope is not None:
-            dx = dx * block.slope
+            dx = dx * block.slope  # (13)
         if block.allowed is not None:
             dx = jnp.where(block.allowed, dx, 0.0)
         rounded = dx.astype(dtype)
-        dq = product("bkgts,bksh->bkgth", rounded, block.k)
-        dk = product("bkgts,bkgth->bksh", rounded, block.q)
+        dq = product("bkgts,bksh->bkgth", rounded, block.k)  # (14), not scaled
+        dk = product("bkgts,bkgth->bksh", rounded, block.q)  # (15), not scaled
         return _Parts(dq, dk, dv, None if blocks.bias is None else dx)
 
     def step(sums: _Gradients, pair: Places) -> tuple[_Gradients, None]:
@@ -87,7 +105,7 @@ def backward(
             q=put(sums.q, take(sums.q, pair.q) + found.dq, pair.q),
             k=put(sums.k, take(sums.k, pair.kv) + found.dk, pair.kv),
             v=put(sums.v, take(sums.v, pair.kv) + found.dv, pair.kv),
-            bias=_add_bias(plan, sums.bias, found.logits, pair),
+            bias=_add_bias(plan, sums.bias, found.dx, pair),
         ), None
 
     sums = _Gradients(
@@ -100,15 +118,15 @@ def backward(
         dq=jnp.zeros(blocks.q.shape[1:], jnp.float32),
         dk=jnp.zeros(blocks.k.shape[1:], jnp.float32),
         dv=jnp.zeros(blocks.v.shape[1:], jnp.float32),
-        logits=None if blocks.bias is None else jnp.zeros((*blocks.q.shape[1:-1], plan.block_kv), jnp.float32),
+        dx=None if blocks.bias is None else jnp.zeros((*blocks.q.shape[1:-1], plan.block_kv), jnp.float32),
     )
     sums, nothing = varying_over((sums, nothing), varying_axes(operands))
     pairs = plan.schedule.pairs
     if len(pairs.q):
         sums, _ = lax.scan(step, sums, jax.tree.map(jnp.asarray, pairs))
     return Operands(
-        q=join_queries(plan, (sums.q * plan.scale).astype(operands.q.dtype)),
-        k=join_keys(plan, (sums.k * plan.scale).astype(operands.k.dtype)),
+        q=join_queries(plan, (sums.q * plan.scale).astype(operands.q.dtype)),  # (14)
+        k=join_keys(plan, (sums.k * plan.scale).astype(operands.k.dtype)),  # (15)
         v=join_keys(plan, sums.v.astype(operands.v.dtype)),
         bias=_bias_gradient(sums.bias, operands.bias),
         sinks=_sink_gradient(operands.sinks, shift, row_sums),
@@ -121,12 +139,12 @@ def _zeros(x: jax.Array) -> jax.Array:
     return jnp.zeros(x.shape, jnp.float32)
 
 
-def _add_bias(plan: Plan, total: jax.Array | None, dx: jax.Array | None, pair: Places) -> jax.Array | None:
+def _add_bias(plan: BlockFlashPlan, total: jax.Array | None, dx: jax.Array | None, pair: Places) -> jax.Array | None:
     if total is None or dx is None:
         return None
     start, size = bias_corner(plan, total, pair)
     broadcast = tuple(axis for axis, (n, m) in enumerate(zip(size, dx.shape, strict=True)) if n < m)
-    update = lax.dynamic_slice(total, start, size) + dx.sum(axis=broadcast, keepdims=True)
+    update = lax.dynamic_slice(total, start, size) + dx.sum(axis=broadcast, keepdims=True)  # (16)
     return lax.dynamic_update_slice(total, update, start)
 
 
@@ -142,4 +160,4 @@ def _sink_gradient(sinks: jax.Array | None, shift: jax.Array, row_sums: jax.Arra
     if sinks is None:
         return None
     p = jnp.exp(sinks.astype(jnp.float32)[None, :, None] - shift)
-    return -(p * row_sums).sum(axis=(0, 2)).astype(sinks.dtype)
+    return -(p * row_sums).sum(axis=(0, 2)).astype(sinks.dtype)  # (17)

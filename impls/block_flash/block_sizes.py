@@ -9,7 +9,7 @@ from typing import Any
 import jax
 
 from cases.case import Case
-from conformance.tunable import Knob, Setting, Settings, Tunable, read
+from conformance.tunable import Knob, KnobSettings, Setting, Tunable, read
 
 PLAIN = {"block_q": 128, "block_kv": 128}
 """Where nothing was measured, and for short calls, which larger blocks would cut in one piece."""
@@ -34,7 +34,7 @@ def look_up(q_length: int, kv_length: int) -> Setting:
 def tunable(call: Callable[..., Any]) -> Tunable:
     """What may be tuned of `call`, which takes `block_q` and `block_kv`."""
 
-    def with_settings(settings: Settings) -> Callable[..., Any]:
+    def with_settings(settings: KnobSettings) -> Callable[..., Any]:
         def attention(*operands: Any, **options: Any) -> Any:
             return call(*operands, **options, **settings["blocks"])
 

@@ -1,4 +1,8 @@
-"""Operands cut in blocks, and what forward and backward both compute of one pair of blocks.
+"""Operands cut in blocks, and the logits of one pair of blocks, which both passes compute.
+
+    (1)  x_ij = scale <q_i, k_j> + bias_ij
+    (2)  z_ij = soft_cap tanh(x_ij / soft_cap)
+    (3)  z_ij = -inf, where i may not attend to j
 
 Blocked operands carry the block index first, so that one block is one contiguous slice: q is
 `[q blocks, B, K, G, block_q, H]`, k `[kv blocks, B, K, block_kv, H]`. Query head `n = k * G + g` reads key/value
@@ -14,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from impls.block_flash.schedule import Places, Plan, formula
+from impls.block_flash.schedule import BlockFlashPlan, Places, formula
 
 Result = TypeVar("Result")
 
@@ -51,10 +55,10 @@ class Pair(NamedTuple):
     v: jax.Array  # [B, K, block_kv, V]
     allowed: jax.Array | None  # [b, k, g, block_q, block_kv], none if all are
     logits: jax.Array  # [B, K, G, block_q, block_kv] f32, -inf where not allowed
-    slope: jax.Array | None  # derivative of the soft cap, same shape, none without one
+    slope: jax.Array | None  # derivative of (2), same shape, none without a soft cap
 
 
-def cut(plan: Plan, operands: Operands) -> Blocks:
+def cut(plan: BlockFlashPlan, operands: Operands) -> Blocks:
     """The operands in blocks, padded with zeros."""
     q_ids, kv_ids = (None, None) if operands.segment_ids is None else operands.segment_ids
     return Blocks(
@@ -68,40 +72,40 @@ def cut(plan: Plan, operands: Operands) -> Blocks:
     )
 
 
-def cut_queries(plan: Plan, x: jax.Array) -> jax.Array:
+def cut_queries(plan: BlockFlashPlan, x: jax.Array) -> jax.Array:
     """`[B, T, N, D]` to `[q blocks, B, K, G, block_q, D]`."""
     x = x.reshape(*x.shape[:2], plan.num_kv_heads, -1, x.shape[3])
     return _cut_axis(x, 1, plan.block_q).transpose(0, 1, 3, 4, 2, 5)
 
 
-def join_queries(plan: Plan, x: jax.Array) -> jax.Array:
+def join_queries(plan: BlockFlashPlan, x: jax.Array) -> jax.Array:
     """Inverse of `cut_queries`."""
     x = x.transpose(1, 0, 4, 2, 3, 5)  # [B, q blocks, block_q, K, G, D]
     return x.reshape(x.shape[0], -1, plan.num_q_heads, x.shape[5])[:, : plan.q_length]
 
 
-def cut_rows(plan: Plan, x: jax.Array) -> jax.Array:
+def cut_rows(plan: BlockFlashPlan, x: jax.Array) -> jax.Array:
     """`[B, N, T]` to `[q blocks, B, K, G, block_q]`."""
     return _cut_axis(x.reshape(x.shape[0], plan.num_kv_heads, -1, x.shape[2]), 3, plan.block_q)
 
 
-def join_rows(plan: Plan, x: jax.Array) -> jax.Array:
+def join_rows(plan: BlockFlashPlan, x: jax.Array) -> jax.Array:
     """Inverse of `cut_rows`."""
     x = jnp.moveaxis(x, 0, 3)  # [B, K, G, q blocks, block_q]
     return x.reshape(x.shape[0], plan.num_q_heads, -1)[..., : plan.q_length]
 
 
-def _cut_keys(plan: Plan, x: jax.Array) -> jax.Array:
+def _cut_keys(plan: BlockFlashPlan, x: jax.Array) -> jax.Array:
     return _cut_axis(x, 1, plan.block_kv).transpose(0, 1, 3, 2, 4)
 
 
-def join_keys(plan: Plan, x: jax.Array) -> jax.Array:
+def join_keys(plan: BlockFlashPlan, x: jax.Array) -> jax.Array:
     """`[kv blocks, B, K, block_kv, D]` to `[B, S, K, D]`."""
     x = x.transpose(1, 0, 3, 2, 4)  # [B, kv blocks, block_kv, K, D]
     return x.reshape(x.shape[0], -1, *x.shape[3:])[:, : plan.kv_length]
 
 
-def pad_pairs(plan: Plan, bias: jax.Array) -> jax.Array:
+def pad_pairs(plan: BlockFlashPlan, bias: jax.Array) -> jax.Array:
     """Bias or booleans `[b, n, t, s]` as `[b, k, g, t, s]`, with `t` and `s` whole blocks unless they are broadcast."""
     q_padding = plan.num_q_blocks * plan.block_q - plan.q_length if bias.shape[2] > 1 else 0
     kv_padding = plan.num_kv_blocks * plan.block_kv - plan.kv_length if bias.shape[3] > 1 else 0
@@ -110,12 +114,14 @@ def pad_pairs(plan: Plan, bias: jax.Array) -> jax.Array:
     return split_heads(plan, bias)
 
 
-def split_heads(plan: Plan, x: jax.Array) -> jax.Array:
+def split_heads(plan: BlockFlashPlan, x: jax.Array) -> jax.Array:
     """`[b, n, ...]` to `[b, k, g, ...]`."""
     return x[:, :, None] if x.shape[1] == 1 else x.reshape(x.shape[0], plan.num_kv_heads, -1, *x.shape[2:])
 
 
-def bias_corner(plan: Plan, bias: jax.Array, pair: Places) -> tuple[tuple[jax.Array | int, ...], tuple[int, ...]]:
+def bias_corner(
+    plan: BlockFlashPlan, bias: jax.Array, pair: Places
+) -> tuple[tuple[jax.Array | int, ...], tuple[int, ...]]:
     """Start and size of a pair's part of the blocked bias."""
     zero = jnp.uint32(0)
     row, rows = (pair.q * plan.block_q, plan.block_q) if bias.shape[3] > 1 else (zero, 1)
@@ -141,7 +147,7 @@ def product(equation: str, a: jax.Array, b: jax.Array) -> jax.Array:
     return jnp.einsum(equation, a, b, precision=precision, preferred_element_type=jnp.float32)
 
 
-def compute_pair(plan: Plan, blocks: Blocks, pair: Places) -> Pair:
+def compute_pair(plan: BlockFlashPlan, blocks: Blocks, pair: Places) -> Pair:
     """Logits of one pair of blocks, `pair` being one entry of the schedule."""
     q, k, v = take(blocks.q, pair.q), take(blocks.k, pair.kv), take(blocks.v, pair.kv)
     allowed = _allowed(plan, blocks, pair)
@@ -149,19 +155,21 @@ def compute_pair(plan: Plan, blocks: Blocks, pair: Places) -> Pair:
         # What nobody attends to may be NaN, and 0 * NaN is not 0.
         seen = allowed.any(axis=(2, 3))[..., None]  # [b, k, block_kv, 1]
         k, v = (jnp.where(seen, x, jnp.zeros((), x.dtype)) for x in (k, v))
-    logits = product("bkgth,bksh->bkgts", q, k) * plan.scale
+    logits = product("bkgth,bksh->bkgts", q, k) * plan.scale  # (1)
     if blocks.bias is not None:
         logits = logits + lax.dynamic_slice(blocks.bias, *bias_corner(plan, blocks.bias, pair)).astype(jnp.float32)
     slope = None
     if plan.soft_cap is not None:
-        bent = jnp.tanh(logits / plan.soft_cap)
-        logits, slope = plan.soft_cap * bent, 1 - bent * bent
+        tanh = jnp.tanh(logits / plan.soft_cap)
+        logits, slope = plan.soft_cap * tanh, 1 - tanh * tanh  # (2)
     if allowed is not None:
-        logits = jnp.where(allowed, logits, -jnp.inf)
+        logits = jnp.where(allowed, logits, -jnp.inf)  # (3)
     return Pair(q, k, v, allowed, logits, slope)
 
 
-def unless_empty(plan: Plan, blocks: Blocks, pair: Places, compute: Callable[[], Result], empty: Result) -> Result:
+def unless_empty(
+    plan: BlockFlashPlan, blocks: Blocks, pair: Places, compute: Callable[[], Result], empty: Result
+) -> Result:
     """What `compute` gives of a pair of blocks, or `empty` if a selection made at run time leaves nothing of it.
 
     Under `vmap` over selections both are computed, since then a pair may be empty for one and not for another.
@@ -173,7 +181,7 @@ def unless_empty(plan: Plan, blocks: Blocks, pair: Places, compute: Callable[[],
     return found
 
 
-def _allowed(plan: Plan, blocks: Blocks, pair: Places) -> jax.Array | None:
+def _allowed(plan: BlockFlashPlan, blocks: Blocks, pair: Places) -> jax.Array | None:
     """Booleans `[b, k, g, block_q, block_kv]` of a pair, none if all its pairs of positions are allowed."""
     schedule = plan.schedule
     if not schedule.masked:

@@ -1,4 +1,14 @@
-"""Forward pass: one scan over the active pairs of blocks with a running softmax.
+"""Forward pass: one scan over the active pairs of blocks, with a softmax that takes in one block of keys at a time.
+
+From the logits z of `impls.block_flash.blocks`:
+
+    (4)  m_i = max(max_j z_ij, sink)
+    (5)  l_i = sum_j exp(z_ij - m_i) + exp(sink - m_i)
+    (6)  out_i = sum_j exp(z_ij - m_i) v_j / l_i
+    (7)  logsumexp_i = m_i + log(l_i)
+
+`maximum`, `total` and `out` of `_Running` are m, l and the sum of (6) for the keys so far, without the sink. A block
+that raises m multiplies the others by `decay = exp(old m - new m)`.
 
 Sources: Milakov & Gimelshein 2018, arXiv:1805.02867 (running maximum and sum); Dao et al. 2022, arXiv:2205.14135 and
 Dao 2023, arXiv:2307.08691 (blocks, normalisation once at the end).
@@ -24,7 +34,7 @@ from impls.block_flash.blocks import (
     take,
     unless_empty,
 )
-from impls.block_flash.schedule import Places, Plan
+from impls.block_flash.schedule import BlockFlashPlan, Places
 from impls.varying import varying_axes, varying_over
 
 
@@ -37,7 +47,7 @@ class Outputs(NamedTuple):
 
 
 class _Running(NamedTuple):
-    """Softmax so far, f32: `out` is a sum weighted by `exp(logits - maximum)`, and `total` the sum of the weights."""
+    """The softmax of the keys so far, f32."""
 
     maximum: jax.Array  # [q blocks, B, K, G, block_q]
     total: jax.Array  # [q blocks, B, K, G, block_q]
@@ -49,19 +59,23 @@ def finite_or_zero(x: jax.Array) -> jax.Array:
     return jnp.where(x == -jnp.inf, 0.0, x)
 
 
-def forward(plan: Plan, operands: Operands) -> Outputs:
+def forward(plan: BlockFlashPlan, operands: Operands) -> Outputs:
     """Attention of `operands`. Memory beyond operands and outputs is linear in the lengths."""
     blocks = cut(plan, operands)
     rows = blocks.q.shape[:-1]
 
     def add(old: _Running, pair: Places) -> _Running:
         block = compute_pair(plan, blocks, pair)
-        maximum = jnp.maximum(old.maximum, block.logits.max(axis=-1))
+        maximum = jnp.maximum(old.maximum, block.logits.max(axis=-1))  # (4)
         shift = finite_or_zero(maximum)
         weights = jnp.exp(block.logits - shift[..., None])
         decay = jnp.exp(old.maximum - shift)
         update = product("bkgts,bksv->bkgtv", weights.astype(block.v.dtype), block.v)
-        return _Running(maximum, old.total * decay + weights.sum(axis=-1), old.out * decay[..., None] + update)
+        return _Running(
+            maximum,
+            total=old.total * decay + weights.sum(axis=-1),  # (5)
+            out=old.out * decay[..., None] + update,  # (6), not divided
+        )
 
     def step(running: _Running, pair: Places) -> tuple[_Running, None]:
         old = _Running(*(take(x, pair.q) for x in running))
@@ -80,21 +94,21 @@ def forward(plan: Plan, operands: Operands) -> Outputs:
     return _finish(plan, running, operands)
 
 
-def _finish(plan: Plan, running: _Running, operands: Operands) -> Outputs:
-    """Normalise, with the sink as one more term of the denominator."""
+def _finish(plan: BlockFlashPlan, running: _Running, operands: Operands) -> Outputs:
+    """Add the sink to (4) and (5), then divide."""
     maximum, total, out = running
     if operands.sinks is not None:
         sink = operands.sinks.astype(jnp.float32).reshape(1, 1, plan.num_kv_heads, -1, 1)
-        maximum = jnp.maximum(maximum, sink)
+        maximum = jnp.maximum(maximum, sink)  # (4)
         shift = finite_or_zero(maximum)
         decay = jnp.exp(running.maximum - shift)
-        total = total * decay + jnp.exp(sink - shift)
+        total = total * decay + jnp.exp(sink - shift)  # (5)
         out = out * decay[..., None]
     some = total != 0
     total = jnp.where(some, total, 1.0)
-    logsumexp = jnp.where(some, maximum + jnp.log(total), -jnp.inf)
+    logsumexp = jnp.where(some, maximum + jnp.log(total), -jnp.inf)  # (7)
     return Outputs(
-        out=join_queries(plan, (out / total[..., None]).astype(operands.q.dtype)),
+        out=join_queries(plan, (out / total[..., None]).astype(operands.q.dtype)),  # (6)
         logsumexp=join_rows(plan, logsumexp),
         max_logits=join_rows(plan, running.maximum),
     )

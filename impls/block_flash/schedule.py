@@ -12,7 +12,7 @@ from cases.masks import EMPTY, FULL, And, Lengths, Mask, Or, leaves
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Plan:
+class BlockFlashPlan:
     """Static part of one attention problem. Equal plans share one compiled function, so it is compared by value."""
 
     mask: Mask
@@ -54,7 +54,10 @@ class Plan:
 
 
 class Places(NamedTuple):
-    """Where pairs of blocks are, unsigned `[P]` (one pair inside the scan): JAX wraps signed indices around."""
+    """Where pairs of blocks are, `[P]`, or one pair inside the scan.
+
+    Indices are unsigned: for signed ones JAX adds code that wraps negative indices around.
+    """
 
     q: Any
     kv: Any
@@ -77,7 +80,7 @@ class Schedule:
     masked: bool
 
 
-def _schedule(plan: Plan) -> Schedule:
+def _schedule(plan: BlockFlashPlan) -> Schedule:
     blocks = plan.mask.blocks(plan.q_length, plan.kv_length, plan.block_q, plan.block_kv)  # [b, n, q blocks, kv blocks]
     full = (blocks == FULL).all(axis=(0, 1))
     active = np.argwhere((blocks != EMPTY).any(axis=(0, 1)))

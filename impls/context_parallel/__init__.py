@@ -1,7 +1,8 @@
 """Context parallelism: any attention with a differentiable `logsumexp`, its sequence shared by several devices."""
 
 from impls.context_parallel.all_gather import all_gather
-from impls.context_parallel.attention import IMPLEMENTATIONS, attention, implementation
+from impls.context_parallel.attention import attention
+from impls.context_parallel.implementation import IMPLEMENTATIONS, implementation
 from impls.context_parallel.layout import Layout
 from impls.context_parallel.ring import ring
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
 from cases.masks import Full, Indexer, Mask, leaves
-from conformance.contract import Implementation, validate_mask, validate_operands
+from conformance.contract import validate_mask, validate_operands
 from impls import block_flash
 from impls.context_parallel.all_gather import all_gather
 from impls.context_parallel.layout import Layout
@@ -22,10 +22,11 @@ Method = Literal["all_gather", "ring"]
 METHODS = {"all_gather": all_gather, "ring": ring}
 AXIS = "context"
 DEVICES = 4
+UNSUPPORTED = {"indexer": "the masks of the devices are found before the program runs"}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _Plan:
+class _ContextPlan:
     """What is static. Equal plans share one compiled function."""
 
     method: Method
@@ -93,7 +94,7 @@ def attention(
         raise NotImplementedError(
             "context_parallel.attention makes its own shard_map: inside another one call ring or all_gather"
         )
-    plan = _Plan(
+    plan = _ContextPlan(
         method=method,
         kernel=kernel,
         mask=mask,
@@ -109,7 +110,7 @@ def attention(
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _attend(plan: _Plan, arrays: dict[str, Any]) -> tuple[jax.Array, dict[str, jax.Array]]:
+def _attend(plan: _ContextPlan, arrays: dict[str, Any]) -> tuple[jax.Array, dict[str, jax.Array]]:
     queries, keys = plan.queries, plan.keys
     dealt = {"q": queries.deal(arrays["q"], 1), "k": keys.deal(arrays["k"], 1), "v": keys.deal(arrays["v"], 1)}
     sequence = _spec(None, AXIS)
@@ -163,45 +164,3 @@ def _mesh(devices: int) -> Mesh:
 
 def _spec(*axes: str | None) -> Any:
     return PartitionSpec(*axes)  # type: ignore[no-untyped-call]  # JAX leaves it untyped
-
-
-UNSUPPORTED = {"indexer": "the masks of the devices are found before the program runs"}
-
-
-def implementation(name: str, kernel: Implementation, method: Method, **options: Any) -> Implementation:
-    """`kernel` on several devices under `name`, with the other options of `attention`.
-
-    Raises:
-      ValueError: its `logsumexp` carries no gradient, or its mask is not the mask object.
-    """
-    if not {"logsumexp", "max_logits"} <= kernel.residuals or "logsumexp" not in kernel.differentiable_residuals:
-        raise ValueError(f"{name}: {kernel.name} must return max_logits and a differentiable logsumexp")
-    call = functools.partial(attention, kernel=kernel.call, method=method, **options)
-    devices = options.get("devices", DEVICES)
-    how = {"all_gather": "all-gather of keys and values", "ring": "keys and values in a ring"}[method]
-    return Implementation(
-        name=name,
-        call=call,
-        description=f"{kernel.name} with its sequence on {devices} devices, {how}, load-balanced order",
-        unsupported={**kernel.unsupported, **UNSUPPORTED},
-        supports_case=kernel.supports_case,
-        arithmetic=kernel.arithmetic,
-        residuals=kernel.residuals,
-        differentiable_residuals=kernel.differentiable_residuals,
-        gradients=kernel.gradients,
-        empty_rows=kernel.empty_rows,
-        behind_mask=kernel.behind_mask,
-        validates=True,
-        platform=kernel.platform,
-        interpreted=kernel.interpreted,
-        variants={"contiguous": functools.partial(call, balanced=False)},
-        memory=kernel.memory,
-        devices=devices,
-    )
-
-
-_KERNEL = block_flash.IMPLEMENTATIONS[0]
-IMPLEMENTATIONS: tuple[Implementation, ...] = (
-    implementation("block_flash_allgather", _KERNEL, "all_gather"),
-    implementation("block_flash_ring", _KERNEL, "ring"),
-)

@@ -1,5 +1,13 @@
 """Dot-product attention from its formula, with all logits in memory.
 
+    (1)  x_ij = scale <q_i, k_j> + bias_ij
+    (2)  z_ij = soft_cap tanh(x_ij / soft_cap)
+    (3)  z_ij = -inf, where i may not attend to j
+    (4)  m_i = max(max_j z_ij, sink)
+    (5)  l_i = sum_j exp(z_ij - m_i) + exp(sink - m_i)
+    (6)  out_i = sum_j exp(z_ij - m_i) v_j / l_i
+    (7)  logsumexp_i = m_i + log(l_i)
+
 Inside, heads are split in key/value heads and groups: query head `n = k * G + g` reads key/value head `k`
 (grouped-query attention, Ainslie et al. 2023, arXiv:2305.13245), so k and v are never copied per query head.
 """
@@ -123,19 +131,20 @@ def attend(
     qk, pv = PRODUCTS[compute_axis_order]
 
     operands = (q.astype(jnp.float32), k.astype(jnp.float32)) if float32_qk_product else (q, k)
-    logits = _product(qk, *operands) * (1 / math.sqrt(q.shape[-1]) if scale is None else scale)
+    logits = _product(qk, *operands) * (1 / math.sqrt(q.shape[-1]) if scale is None else scale)  # (1)
     if k_scales is not None:
         logits = logits * k_scales
     if bias is not None:
         logits = logits + _split_heads(jnp.asarray(bias, jnp.float32), num_kv_heads)
-    logits = _capped(logits, allowed, soft_cap)
+    logits = _capped(logits, allowed, soft_cap)  # (2)
     if not (float32_logits or float32_qk_product):
         logits = _rounded(logits, dtype)
     if allowed is not None:
-        logits = jnp.where(allowed, logits, -jnp.inf)
+        logits = jnp.where(allowed, logits, -jnp.inf)  # (3)
 
     sink = None if sinks is None else jnp.asarray(sinks, jnp.float32).reshape(1, num_kv_heads, -1, 1)
     probabilities, logsumexp, max_logits = _softmax(logits, sink)
+    # (6)
     if v_scales is None:
         out = _product(pv, probabilities.astype(dtype), v)
     else:
@@ -170,16 +179,16 @@ def _rounded(x: jax.Array, dtype: Any) -> jax.Array:
 def _softmax(logits: jax.Array, sink: jax.Array | None) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Probabilities of `logits [B, K, G, T, S]`, their logsumexp and maximum `[B, K, G, T]`; `sink [1, K, G, 1]`."""
     max_logits = lax.stop_gradient(jnp.max(logits, axis=-1, initial=-jnp.inf))
-    shift = max_logits if sink is None else jnp.maximum(max_logits, lax.stop_gradient(sink))
+    shift = max_logits if sink is None else jnp.maximum(max_logits, lax.stop_gradient(sink))  # (4)
     shift = jnp.where(shift == -jnp.inf, 0.0, shift)
     weights = jnp.exp(logits - shift[..., None])
-    total = weights.sum(axis=-1)
+    total = weights.sum(axis=-1)  # (5)
     if sink is not None:
         total = total + jnp.exp(sink - shift)
     # An empty row has total 0. Both branches of a select are differentiated: neither may divide by it or take its log.
     some = total != 0
     total = jnp.where(some, total, 1.0)
-    logsumexp = jnp.where(some, shift + jnp.log(total), -jnp.inf)
+    logsumexp = jnp.where(some, shift + jnp.log(total), -jnp.inf)  # (7)
     return weights / total[..., None], logsumexp, max_logits
 
 

@@ -13,13 +13,11 @@ from jax.ad_checkpoint import checkpoint_name
 
 from cases.masks import Full, Indexer, Mask, leaves
 from conformance.contract import validate_mask, validate_operands
-from impls.flash_gpu import mosaic_forward
 from impls.flash_gpu.backends import Backend, choose
-from impls.flash_gpu.backward import backward
 from impls.flash_gpu.block_sizes import BlockSizes, look_up
-from impls.flash_gpu.forward import Outputs, forward
-from impls.flash_gpu.operands import Operands
-from impls.flash_gpu.schedule import Plan
+from impls.flash_gpu.operands import Operands, Outputs
+from impls.flash_gpu.passes import backward_pass, forward_pass
+from impls.flash_gpu.schedule import FlashGpuPlan
 from impls.varying import varying_axes, varying_over
 from impls.versions import device_kind, interpret_or
 
@@ -70,7 +68,7 @@ def attention(
       save_residuals: also return `logsumexp` and `max_logits`.
       block_sizes: tiles and launch of each kernel, by default those of `block_sizes.TABLE`; cut to the lengths.
       products: how f32 operands multiply on the GPU, exactly or rounded to tf32. An interpreter's products are exact.
-      backend: of Pallas. `"triton"` serves Ampere to Blackwell, `"mosaic"` Hopper (`impls.flash_gpu.mosaic_launch`);
+      backend: of Pallas. `"triton"` serves Ampere to Blackwell, `"mosaic"` Hopper (`impls.flash_gpu.mosaic.launch`);
         by default Mosaic for the kernels that were measured there to be right and faster, else Triton
         (`impls.flash_gpu.backends`). Triton also serves the backward pass of depths beyond 128.
       interpret: run in an interpreter, by default wherever the process does not compute on a GPU: Pallas's fast one for
@@ -96,7 +94,7 @@ def attention(
         raise ValueError(f"products must be 'exact' or 'tf32', got {products!r}")
     depth = max(head_dim, v.shape[3])
     sizes = look_up(device_kind("gpu"), depth, q.dtype.itemsize).sizes if block_sizes is None else block_sizes
-    plan = Plan(
+    plan = FlashGpuPlan(
         mask=mask,
         num_q_heads=num_q_heads,
         num_kv_heads=num_kv_heads,
@@ -119,27 +117,22 @@ def attention(
     return outputs.out, {"logsumexp": outputs.logsumexp, "max_logits": outputs.max_logits}
 
 
-def _run_forward(plan: Plan, operands: Operands) -> Outputs:
-    run = mosaic_forward.forward if "forward" in plan.mosaic else forward
-    return run(plan, operands)
-
-
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _flash(plan: Plan, operands: Operands) -> Outputs:
-    return _run_forward(plan, operands)
+def _flash(plan: FlashGpuPlan, operands: Operands) -> Outputs:
+    return forward_pass(plan, operands)
 
 
-def _flash_forward(plan: Plan, operands: Operands) -> tuple[Outputs, tuple[Operands, jax.Array, jax.Array]]:
-    outputs = _run_forward(plan, operands)
+def _flash_forward(plan: FlashGpuPlan, operands: Operands) -> tuple[Outputs, tuple[Operands, jax.Array, jax.Array]]:
+    outputs = forward_pass(plan, operands)
     out = checkpoint_name(outputs.out, "out")  # type: ignore[no-untyped-call]  # JAX leaves it untyped
     logsumexp = checkpoint_name(outputs.logsumexp, "logsumexp")  # type: ignore[no-untyped-call]  # likewise
     return Outputs(out, logsumexp, outputs.max_logits), (operands, out, logsumexp)
 
 
 def _flash_backward(
-    plan: Plan, residuals: tuple[Operands, jax.Array, jax.Array], cotangents: Outputs
+    plan: FlashGpuPlan, residuals: tuple[Operands, jax.Array, jax.Array], cotangents: Outputs
 ) -> tuple[Operands]:
-    return (backward(plan, *residuals, cotangents.out, cotangents.logsumexp),)
+    return (backward_pass(plan, *residuals, cotangents.out, cotangents.logsumexp),)
 
 
 _flash.defvjp(_flash_forward, _flash_backward)

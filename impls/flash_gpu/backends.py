@@ -1,9 +1,10 @@
 """Which of Pallas's two back ends computes which kernel of a call.
 
-Triton serves every call. Mosaic GPU serves Hopper, for bf16 and f16, and a kernel of it is taken without being asked
-for only where tuning measured it on that kind of GPU: right, and faster than Triton's. Its kernels compile, are right
-and race-free in JAX's interpreter, and keep the rules of Mosaic GPU, but none of that runs `wgmma` or TMA; until
-somebody ran them, what a user gets by default is what runs on every other GPU too.
+Triton serves every call. Mosaic GPU serves Hopper, for bf16 and f16. By default a kernel of Mosaic is taken only where
+tuning measured it on that kind of GPU, and found it right and faster than Triton's.
+
+The reason is that nobody has run these kernels on a GPU. They compile, and JAX's interpreter finds them right and free
+of races. But the interpreter runs neither `wgmma` nor TMA.
 """
 
 from __future__ import annotations
@@ -13,11 +14,12 @@ from typing import Any, Literal
 import jax.numpy as jnp
 
 from cases.masks import Dense, Full, Mask, leaves
-from impls.flash_gpu import mosaic_backward, mosaic_forward
 from impls.flash_gpu.block_sizes import KERNELS, Kernel, Ring
-from impls.flash_gpu.mosaic_launch import SHARED_MEMORY, Shape, shared_bytes
+from impls.flash_gpu.mosaic import backward as mosaic_backward
+from impls.flash_gpu.mosaic import forward as mosaic_forward
+from impls.flash_gpu.mosaic.shape import SHARED_MEMORY, Shape, shared_bytes
 from impls.flash_gpu.operands import Operands
-from impls.flash_gpu.schedule import Plan
+from impls.flash_gpu.schedule import FlashGpuPlan
 from impls.versions import cuda_runtime, device_kind
 
 Backend = Literal["triton", "mosaic"]
@@ -31,7 +33,7 @@ DEEPEST_BACKWARD = 128
 _MISCOMPILING = range(12080, 12091)
 
 
-def choose(backend: Backend | None, plan: Plan, operands: Operands) -> frozenset[Kernel]:
+def choose(backend: Backend | None, plan: FlashGpuPlan, operands: Operands) -> frozenset[Kernel]:
     """The kernels of the call that Mosaic GPU computes.
 
     Args:

@@ -17,7 +17,7 @@ KINDS: tuple[Kind, Kind] = ("full", "partial")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Plan:
+class FlashGpuPlan:
     """Static part of one attention problem. Equal plans share one compiled function, so it is compared by value.
 
     `mosaic` names the kernels that run on Mosaic GPU; the others run on Triton.
@@ -89,9 +89,9 @@ class Visits:
     Attributes:
       table: `[b, n, programs, 4]` int32: first and count of the full blocks, then of the partial ones. A first is the
         first block, or where the program's part of the list starts.
-      lists: for each kind that some program visits, all programs' blocks one after another; none if every program's are
-        contiguous, as under most masks. Then the kernel adds instead of loading an index, and its loads of the next
-        tile need not wait for one.
+      lists: for each kind that some program visits, the blocks of all programs one after another. None if the blocks
+        of every program are contiguous, as under most masks: then the kernel counts up from the first instead of
+        loading an index, and its loads of the next tile wait for no index.
     """
 
     table: np.ndarray
@@ -99,12 +99,12 @@ class Visits:
 
 
 @functools.lru_cache(maxsize=256)
-def _visits(plan: Plan, block_q: int, block_kv: int, axis: Axis) -> Visits:
+def _visits(plan: FlashGpuPlan, block_q: int, block_kv: int, axis: Axis) -> Visits:
     kinds = _kinds(plan.mask, plan.q_length, plan.kv_length, block_q, block_kv)
     if plan.segmented:
         kinds = np.where(kinds == EMPTY, EMPTY, PARTIAL)
     if axis == "kv":
-        # A tail needs no mask here: rows of k and v beyond the end make rows of dk and dv that are not stored, and rows
+        # No tail needs a mask here: rows of k and v beyond the end give rows of dk and dv that are not stored, and rows
         # of q and dout beyond the end are zero.
         kinds = kinds.swapaxes(-1, -2)
     elif plan.kv_length % block_kv:

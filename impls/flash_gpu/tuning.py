@@ -15,7 +15,7 @@ from typing import Any
 from cases import mask_spec
 from cases.case import Case
 from cases.inputs import DTYPES
-from conformance.tunable import Knob, Setting, Settings, Tunable
+from conformance.tunable import Knob, KnobSettings, Setting, Tunable
 from impls.flash_gpu.backends import limits, misfits
 from impls.flash_gpu.block_sizes import MEASURED, RING_BLOCKS, BlockSizes, Kernel, Ring, from_settings, look_up
 from impls.versions import device_kind
@@ -35,7 +35,7 @@ _PHASES: dict[Kernel, str] = {"forward": "forward", "dkv": "forward+backward", "
 def tunable(call: Callable[..., Any]) -> Tunable:
     """What may be tuned of `call`, which takes `block_sizes`."""
 
-    def with_settings(settings: Settings) -> Callable[..., Any]:
+    def with_settings(settings: KnobSettings) -> Callable[..., Any]:
         return functools.partial(call, block_sizes=from_settings(settings))
 
     triton = (

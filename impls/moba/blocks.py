@@ -1,4 +1,9 @@
-"""Operands in lanes, and what forward and backward both compute of one block of rows and its chunk."""
+"""Operands in lanes, and the logits of one block of rows and its chunk, which both passes compute.
+
+(1)  x_ij = scale <q_i, k_j> + bias_ij
+(2)  z_ij = soft_cap tanh(x_ij / soft_cap)
+(3)  z_ij = -inf, where i may not attend to j
+"""
 
 from __future__ import annotations
 
@@ -8,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from impls.block_flash.blocks import product, take
-from impls.moba.plan import Plan, Work
+from impls.moba.plan import MobaPlan, Work
 
 Array = jax.Array
 
@@ -41,10 +46,10 @@ class Block(NamedTuple):
     k: Array  # [chunk, H]
     v: Array  # [chunk, V]
     logits: Array  # [r, chunk] f32, -inf where not allowed
-    slope: Array | None  # derivative of the soft cap, same shape, none without one
+    slope: Array | None  # derivative of (2), same shape, none without a soft cap
 
 
-def lanes_of(plan: Plan, operands: Operands) -> Lanes:
+def lanes_of(plan: MobaPlan, operands: Operands) -> Lanes:
     """The operands by lane."""
     return Lanes(
         q=rows_of(plan, operands.q),
@@ -54,47 +59,48 @@ def lanes_of(plan: Plan, operands: Operands) -> Lanes:
     )
 
 
-def rows_of(plan: Plan, x: Array) -> Array:
+def rows_of(plan: MobaPlan, x: Array) -> Array:
     """`[B, T, N, D]` to `[L R, D]`."""
     return x.transpose(0, 2, 1, 3).reshape(plan.lanes * plan.rows, x.shape[3])
 
 
-def from_rows(plan: Plan, x: Array) -> Array:
+def from_rows(plan: MobaPlan, x: Array) -> Array:
     """Inverse of `rows_of`."""
     return x.reshape(plan.batch, plan.num_q_heads, plan.q_length, -1).transpose(0, 2, 1, 3)
 
 
-def bins_of(plan: Plan, x: Array) -> Array:
+def bins_of(plan: MobaPlan, x: Array) -> Array:
     """`[B, S, K, D]` to `[bins, chunk, D]`, the last chunk of a lane filled with zeros."""
     x = jnp.pad(x, ((0, 0), (0, plan.chunks * plan.moba.chunk - plan.kv_length), (0, 0), (0, 0)))
     return x.transpose(0, 2, 1, 3).reshape(plan.bins, plan.moba.chunk, x.shape[3])
 
 
-def from_bins(plan: Plan, x: Array) -> Array:
+def from_bins(plan: MobaPlan, x: Array) -> Array:
     """Inverse of `bins_of`."""
     x = x.reshape(plan.batch, plan.num_kv_heads, plan.chunks * plan.moba.chunk, -1)
     return x[:, :, : plan.kv_length].transpose(0, 2, 1, 3)
 
 
-def compute_block(plan: Plan, lanes: Lanes, work: Work, number: Array) -> Block:
+def compute_block(plan: MobaPlan, lanes: Lanes, work: Work, number: Array) -> Block:
     """Block `number`."""
     rows, which = take(work.rows, number), take(work.bins, number)
     q, k, v = lanes.q.at[rows].get(mode="fill", fill_value=0), take(lanes.k, which), take(lanes.v, which)
-    logits = product("rh,jh->rj", q, k) * plan.scale
+    logits = product("rh,jh->rj", q, k) * plan.scale  # (1)
     if lanes.bias is not None:
         logits = logits + lanes.bias[bias_place(plan, lanes.bias, rows, which)].astype(jnp.float32)
     slope = None
     if plan.soft_cap is not None:
-        bent = jnp.tanh(logits / plan.soft_cap)
-        logits, slope = plan.soft_cap * bent, 1 - bent * bent
+        tanh = jnp.tanh(logits / plan.soft_cap)
+        logits, slope = plan.soft_cap * tanh, 1 - tanh * tanh  # (2)
     key = which % plan.chunks * plan.moba.chunk + jnp.arange(plan.moba.chunk, dtype=jnp.int32)
-    # The position of a row to spare is that of no query; a position beyond the last key is never reached.
+    # A row to spare has a position too, that of another row; so it is hidden by its number.
     position = plan.position[rows % plan.rows]
     allowed = (key <= position[:, None]) & (rows < plan.lanes * plan.rows)[:, None]
-    return Block(rows, which, q, k, v, jnp.where(allowed, logits, -jnp.inf), slope)
+    logits = jnp.where(allowed, logits, -jnp.inf)  # (3)
+    return Block(rows, which, q, k, v, logits, slope)
 
 
-def bias_place(plan: Plan, bias: Array, rows: Array, which: Array) -> tuple[Array, Array]:
+def bias_place(plan: MobaPlan, bias: Array, rows: Array, which: Array) -> tuple[Array, Array]:
     """Where a block finds its rows in `bias [rows of the bias, C or 1, chunk or 1]`; those to spare, anywhere."""
     assert plan.bias_shape is not None
     batch, heads, queries, _ = plan.bias_shape
@@ -105,7 +111,7 @@ def bias_place(plan: Plan, bias: Array, rows: Array, which: Array) -> tuple[Arra
     return (line * heads + head) * queries + query, which % plan.chunks % bias.shape[1]
 
 
-def _bias_rows(plan: Plan, bias: Array) -> Array:
+def _bias_rows(plan: MobaPlan, bias: Array) -> Array:
     """`[b, n, t, s]` to `[b n t, C or 1, chunk or 1]`."""
     if bias.shape[3] == 1:
         return bias.reshape(-1, 1, 1)
@@ -113,7 +119,7 @@ def _bias_rows(plan: Plan, bias: Array) -> Array:
     return bias.reshape(-1, plan.chunks, plan.moba.chunk)
 
 
-def from_bias_rows(plan: Plan, x: Array) -> Array:
+def from_bias_rows(plan: MobaPlan, x: Array) -> Array:
     """Inverse of `_bias_rows`, for an array of its shape."""
     assert plan.bias_shape is not None
     return x.reshape(*plan.bias_shape[:3], -1)[..., : plan.bias_shape[3]]

@@ -1,5 +1,15 @@
 """Forward pass: each block of rows against its chunk, then each row's parts put together.
 
+From the logits z of `impls.moba.blocks`:
+
+    (4)  m_i = max(max_j z_ij, sink)
+    (5)  l_i = sum_j exp(z_ij - m_i) + exp(sink - m_i)
+    (6)  out_i = sum_j exp(z_ij - m_i) v_j / l_i
+    (7)  logsumexp_i = m_i + log(l_i)
+
+First each block has m, l and the sum of (6) over the keys of its chunk alone (`Parts`). Then each row merges the parts
+of the chunks that it took: a part is multiplied by `exp(its m - m_i)`, and the sink joins.
+
 Parts of a softmax over disjoint keys are merged by their maxima and sums (Milakov & Gimelshein 2018,
 arXiv:1805.02867; Dao et al. 2022, arXiv:2205.14135), as MoBA's authors do it (arXiv:2502.13189, algorithm 1).
 """
@@ -15,7 +25,7 @@ from jax import lax
 from impls.block_flash.blocks import product
 from impls.block_flash.forward import finite_or_zero
 from impls.moba.blocks import Lanes, Operands, compute_block, from_rows, lanes_of
-from impls.moba.plan import Plan, Work
+from impls.moba.plan import MobaPlan, Work
 from impls.varying import varying_axes, varying_over
 
 Array = jax.Array
@@ -37,34 +47,34 @@ class Parts(NamedTuple):
     out: Array  # [blocks, block_rows, V]
 
 
-def forward(plan: Plan, operands: Operands, work: Work) -> Outputs:
+def forward(plan: MobaPlan, operands: Operands, work: Work) -> Outputs:
     """Attention of `operands`. Memory beyond operands and outputs is linear in the lengths."""
     parts = _parts(plan, lanes_of(plan, operands), work)
     maximum, total, out = (slots(x, work.places, fill) for x, fill in zip(parts, (-jnp.inf, 0, 0), strict=True))
-    top = maximum.max(axis=-1)  # [L R]
+    top = maximum.max(axis=-1)  # (4) without the sink, [L R]
     pivot = top
     if operands.sinks is not None:
         sink = _sink_of_rows(plan, operands.sinks)
-        pivot = jnp.maximum(top, sink)
+        pivot = jnp.maximum(top, sink)  # (4)
     weight = jnp.exp(maximum - pivot[:, None])
-    total = (weight * total).sum(axis=-1)
+    total = (weight * total).sum(axis=-1)  # (5)
     if operands.sinks is not None:
         total = total + jnp.exp(sink - pivot)
-    out = (weight[..., None] * out).sum(axis=1) / total[:, None]
+    out = (weight[..., None] * out).sum(axis=1) / total[:, None]  # (6)
     return Outputs(
         out=from_rows(plan, out.astype(operands.q.dtype)),
-        logsumexp=(pivot + jnp.log(total)).reshape(plan.batch, plan.num_q_heads, plan.q_length),
+        logsumexp=(pivot + jnp.log(total)).reshape(plan.batch, plan.num_q_heads, plan.q_length),  # (7)
         max_logits=top.reshape(plan.batch, plan.num_q_heads, plan.q_length),
     )
 
 
-def _parts(plan: Plan, lanes: Lanes, work: Work) -> Parts:
+def _parts(plan: MobaPlan, lanes: Lanes, work: Work) -> Parts:
     def step(number: Array, parts: Parts) -> Parts:
         block = compute_block(plan, lanes, work, number)
-        maximum = block.logits.max(axis=-1)
+        maximum = block.logits.max(axis=-1)  # (4) of the chunk
         weights = jnp.exp(block.logits - finite_or_zero(maximum)[:, None])
-        out = product("rj,jv->rv", weights.astype(block.v.dtype), block.v)
-        part = Parts(maximum, weights.sum(axis=-1), out)
+        out = product("rj,jv->rv", weights.astype(block.v.dtype), block.v)  # (6) of the chunk, not divided
+        part = Parts(maximum, weights.sum(axis=-1), out)  # (5) of the chunk
         return Parts(*(put(x, y, number) for x, y in zip(parts, part, strict=True)))
 
     shape = (plan.most_blocks, plan.block_rows)
@@ -87,7 +97,7 @@ def slots(x: Array, places: Array, fill: float) -> Array:
     return found
 
 
-def _sink_of_rows(plan: Plan, sinks: Array) -> Array:
+def _sink_of_rows(plan: MobaPlan, sinks: Array) -> Array:
     """`[L R]` of `[N]`."""
     by_head = jnp.repeat(sinks.astype(jnp.float32), plan.q_length)
     return jnp.tile(by_head, plan.batch)

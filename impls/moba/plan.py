@@ -20,7 +20,7 @@ Array = jax.Array
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class MobaPlan:
     """Everything static about a call."""
 
     moba: Moba
@@ -71,7 +71,7 @@ class Plan:
 
     @property
     def block_rows(self) -> int:
-        """Rows of a block: about half of what a bin has on average, so that few are to spare, and a power of two."""
+        """Rows of a block, a power of two: about half of what a bin has on average, so that few rows are to spare."""
         half = self.pairs // (2 * self.bins)
         return min(self.most_rows, max(16, 1 << max(0, half - 1).bit_length()))
 
@@ -97,7 +97,7 @@ class Work(NamedTuple):
     places: Array  # where each slot of each row went among `blocks * block_rows`, that many if nowhere, [L R, slots]
 
 
-def divide(plan: Plan, chosen: Array) -> Work:
+def divide(plan: MobaPlan, chosen: Array) -> Work:
     """The blocks of rows that take `chosen`, int32 `[L, R, slots]`, chunks of their lane or `C` for an empty slot."""
     lane = jnp.arange(plan.lanes, dtype=jnp.int32)[:, None, None]
     bins = jnp.where(chosen < plan.chunks, lane * plan.chunks + chosen, plan.bins).reshape(-1)
@@ -107,7 +107,8 @@ def divide(plan: Plan, chosen: Array) -> Work:
     blocks = -(-counts // plan.block_rows)
     pairs_before, blocks_before = lax.cumsum(counts) - counts, lax.cumsum(blocks) - blocks
 
-    # A pair keeps its distance from the first of its bin, and bins begin with a block. Empty slots go past the end.
+    # The first pair of a bin goes to the first row of a block, the others of the bin follow it. Empty slots go past the
+    # end.
     starts = blocks_before * plan.block_rows - pairs_before
     size = plan.most_blocks * plan.block_rows
     place = jnp.where(in_order < plan.bins, number + starts.at[in_order].get(mode="clip"), size)

@@ -17,7 +17,7 @@ from impls.moba.blocks import Operands, bins_of, rows_of
 from impls.moba.choice import choose
 from impls.moba.forward import Outputs, forward
 from impls.moba.operands import validate
-from impls.moba.plan import Plan, Work, divide
+from impls.moba.plan import MobaPlan, Work, divide
 
 
 def attention(
@@ -74,7 +74,7 @@ def attention(
         bias = bias if bias.shape[3] == 1 else bias[..., :used]
     sinks = None if sinks is None else jnp.asarray(sinks)
     operands = Operands(q, k[:, :used], v[:, :used], bias, sinks)
-    plan = Plan(
+    plan = MobaPlan(
         moba=moba,
         batch=q.shape[0],
         num_q_heads=q.shape[2],
@@ -92,7 +92,7 @@ def attention(
     return outputs.out, {"logsumexp": outputs.logsumexp, "max_logits": outputs.max_logits}
 
 
-def _choose_and_attend(plan: Plan, operands: Operands) -> Outputs:
+def _choose_and_attend(plan: MobaPlan, operands: Operands) -> Outputs:
     q, k = (lax.stop_gradient(x) for x in (operands.q, operands.k))
     rows = rows_of(plan, q).reshape(plan.lanes, plan.rows, -1)
     keys = bins_of(plan, k).reshape(plan.lanes, plan.chunks, plan.moba.chunk, -1)
@@ -100,21 +100,21 @@ def _choose_and_attend(plan: Plan, operands: Operands) -> Outputs:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _flash(plan: Plan, operands: Operands, work: Work) -> Outputs:
+def _flash(plan: MobaPlan, operands: Operands, work: Work) -> Outputs:
     return forward(plan, operands, work)
 
 
 _Residuals = tuple[Operands, Work, jax.Array, jax.Array]
 
 
-def _flash_forward(plan: Plan, operands: Operands, work: Work) -> tuple[Outputs, _Residuals]:
+def _flash_forward(plan: MobaPlan, operands: Operands, work: Work) -> tuple[Outputs, _Residuals]:
     outputs = forward(plan, operands, work)
     out = checkpoint_name(outputs.out, "out")  # type: ignore[no-untyped-call]  # JAX leaves it untyped
     logsumexp = checkpoint_name(outputs.logsumexp, "logsumexp")  # type: ignore[no-untyped-call]  # likewise
     return Outputs(out, logsumexp, outputs.max_logits), (operands, work, out, logsumexp)
 
 
-def _flash_backward(plan: Plan, residuals: _Residuals, cotangents: Outputs) -> tuple[Operands, None]:
+def _flash_backward(plan: MobaPlan, residuals: _Residuals, cotangents: Outputs) -> tuple[Operands, None]:
     return backward(plan, *residuals, cotangents.out, cotangents.logsumexp), None
 
 

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from cases.case import KV_FEATURES, Case
 from cases.masks import Full, Mask
-from conformance.contract import Arithmetic, Implementation, validate_mask, validate_operands
+from conformance.contract import validate_mask, validate_operands
 from impls.dot_product.attention import allowed_pairs, attend
 
 Scales = tuple[jax.Array, jax.Array]
@@ -68,40 +66,3 @@ def attention(
 
 def _dequantized(stored: jax.Array, scales: Any) -> jax.Array:
     return stored.astype(jnp.float32) * jnp.asarray(scales, jnp.float32)[..., None]
-
-
-def _only_caches(case: Case) -> str | None:
-    if case.phase == "train":
-        return "train: a cache is read, not differentiated"
-    return None if case.kv_cache else f"{case.phase}: only from a quantised cache"
-
-
-def _implementation(name: str, description: str, *, dequantize: bool) -> Implementation:
-    return Implementation(
-        name=name,
-        call=functools.partial(attention, dequantize=dequantize),
-        description=description,
-        offers=KV_FEATURES,
-        supports_case=_only_caches,
-        arithmetic=Arithmetic(cache="input" if dequantize else "f32", probabilities="input" if dequantize else "f32"),
-        gradients=frozenset(),
-        differentiable_residuals=frozenset(),
-        empty_rows="zero",
-        behind_mask="any",
-        validates=True,
-        variants={} if dequantize else {"dequantized": functools.partial(attention, dequantize=True)},
-    )
-
-
-IMPLEMENTATIONS: tuple[Implementation, ...] = (
-    _implementation(
-        "quantized_kv",
-        "dot-product attention over an int8, int4 or fp8 cache, by products that are scaled, any backend",
-        dequantize=False,
-    ),
-    _implementation(
-        "quantized_kv_dequantized",
-        "dot-product attention over an int8, int4 or fp8 cache that is dequantised first, any backend",
-        dequantize=True,
-    ),
-)

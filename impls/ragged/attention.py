@@ -16,7 +16,7 @@ from impls import merging
 from impls.flash_gpu.block_sizes import SMALLEST
 from impls.merging import Part
 from impls.ragged import gpu, portable, tpu
-from impls.ragged.problem import Operands, Problem, lower, queries_of, rows_of
+from impls.ragged.plan import Operands, RaggedPlan, lower, queries_of, rows_of
 from impls.versions import interpret_or
 
 Backend = Literal["portable", "tpu", "gpu"]
@@ -64,7 +64,7 @@ def parts(
     num_splits: int | None = None,
     interpret: Any = None,
 ) -> Part:
-    """Attention of a few query tokens over a padded cache, not normalised (contract, section 4).
+    """Attention of a few query tokens over a padded cache, not normalised (docs/contract.md, section 4).
 
     `out / sum` is attention over the keys that exist, and parts over disjoint sets of keys merge with `impls.merging`:
     a prompt's cache with that of what was generated since, or one device's share of a cache with another's. Blocks that
@@ -108,14 +108,13 @@ def parts(
     formula, own_lengths, own_positions = lower(mask, batch, kv_length)
     given = _vector("lengths", lengths, batch, highest=kv_length)
     moved = _vector("positions", positions, batch, highest=None)
-    problem = Problem(
+    plan = RaggedPlan(
         mask=formula,
         q_length=q_length,
         group=num_q_heads // num_kv_heads,
         kv_length=kv_length,
         scale=1 / math.sqrt(head_dim) if scale is None else float(scale),
         soft_cap=None if soft_cap is None else float(soft_cap),
-        exact=True,
     )
     operands = Operands(
         q=rows_of(jnp.asarray(q), num_kv_heads),
@@ -124,7 +123,7 @@ def parts(
         lengths=jnp.asarray(own_lengths) if given is None else jnp.minimum(given, own_lengths),
         positions=jnp.asarray(own_positions) if moved is None else moved + own_positions,
     )
-    part = queries_of(_attend(problem, chosen, operands), q_length)
+    part = queries_of(_attend(plan, chosen, operands), q_length)
     return part if sinks is None else merging.merge([part, merging.of_sinks(jnp.asarray(sinks))])
 
 
@@ -251,21 +250,21 @@ def _vector(name: str, values: Any, batch: int, *, highest: int | None) -> jax.A
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
-def _run(problem: Problem, options: Options, operands: Operands) -> Part:
+def _run(plan: RaggedPlan, options: Options, operands: Operands) -> Part:
     if options.backend == "portable":
-        return portable.attend(problem, operands, block_kv=options.block_kv)
+        return portable.attend(plan, operands, block_kv=options.block_kv)
     interpret = interpret_or(options.interpret, options.backend)
     if options.backend == "tpu":
-        return tpu.attend(problem, operands, block_kv=options.block_kv, interpret=interpret)
+        return tpu.attend(plan, operands, block_kv=options.block_kv, interpret=interpret)
     return gpu.attend(
-        problem, operands, block_kv=options.block_kv, num_splits=options.num_splits, interpret=bool(interpret)
+        plan, operands, block_kv=options.block_kv, num_splits=options.num_splits, interpret=bool(interpret)
     )
 
 
 @_run.defjvp
-def _no_derivative(problem: Problem, options: Options, primals: Any, tangents: Any) -> Any:
+def _no_derivative(plan: RaggedPlan, options: Options, primals: Any, tangents: Any) -> Any:
     raise NotImplementedError(f"ragged does not support train: {UNSUPPORTED['train']}")
 
 
-# Jitted so that calls outside `jit` compile once for each problem, not once a call.
+# Jitted so that calls outside `jit` compile once for each plan, not once a call.
 _attend = jax.jit(_run, static_argnums=(0, 1))

@@ -1,8 +1,15 @@
 """Decode attention for GPUs in Pallas (Triton): the keys of a sequence are split over programs, and merged at the end.
 
 One query token has too few rows to fill a GPU, a long cache has enough keys (Dao, Haziza, Massa and Sizov 2023,
-"Flash-Decoding"). A program owns a share of the blocks that hold a key of its sequence, so shares are equal whatever
-the lengths are, and one that has none ends at once. The cache is read where it lies, `[B, S, K, .]`.
+"Flash-Decoding"). A program owns a share of the blocks that hold a key of its sequence. So shares are equal whatever
+the lengths are, and a program without a share ends at once. The cache is read where it lies, `[B, S, K, .]`.
+
+With (1) and (2) from `impls.ragged.plan`, over the keys of a split, with no sink and no division:
+
+    (3)  z_ij = -inf, where i may not attend to j
+    (4)  m_i = max_j z_ij
+    (5)  l_i = sum_j exp(z_ij - m_i)
+    (6)  out_i = sum_j exp(z_ij - m_i) v_j
 """
 
 from __future__ import annotations
@@ -17,10 +24,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from impls.flash_gpu.block_sizes import padded
+from impls.flash_gpu.exponentials import exp
 from impls.flash_gpu.operands import array_of
-from impls.flash_gpu.tiles import exp, hide, load_rows, positions, seen, store_rows, store_values
+from impls.flash_gpu.triton.tiles import hide, load_rows, positions, seen, store_rows, store_values
 from impls.merging import Part, merge_axis
-from impls.ragged.problem import Operands, Problem, allowed, block_range, capped, finite
+from impls.ragged.plan import Operands, RaggedPlan, allowed, block_range, capped, finite
 from impls.varying import varying_axes, varying_over
 from impls.versions import triton_call
 
@@ -37,7 +45,7 @@ Arrays = dict[str, Any]
 class _Launch:
     """A grid of programs `(split and tile of rows, key/value head, batch row)`."""
 
-    problem: Problem
+    plan: RaggedPlan
     block: int
     tile: int
     splits: int
@@ -52,7 +60,7 @@ class _Launch:
     @property
     def kv_tail(self) -> int:
         """Keys, the last block's missing ones included."""
-        return -(-self.problem.kv_length // self.block) * self.block
+        return -(-self.plan.kv_length // self.block) * self.block
 
     def place(self, number: Any) -> tuple[Any, Any]:
         """Split, and tile of rows, of a program."""
@@ -72,19 +80,19 @@ class _Launch:
         return pl.BlockSpec((None, None, None, self.tile, *columns), index)
 
 
-def attend(problem: Problem, operands: Operands, *, block_kv: int, num_splits: int | None, interpret: bool) -> Part:
+def attend(plan: RaggedPlan, operands: Operands, *, block_kv: int, num_splits: int | None, interpret: bool) -> Part:
     """The part over every key that exists, arrays `[B, K, R, .]`.
 
     Args:
-      problem: what is fixed.
+      plan: what is fixed.
       operands: of the call.
       block_kv: keys a tile, a power of two of at least 16; cut to the cache.
       num_splits: programs that share a sequence; by default as many as fill the GPU.
       interpret: run in Pallas's interpreter.
     """
-    launch = _launch(problem, operands, block_kv, num_splits)
+    launch = _launch(plan, operands, block_kv, num_splits)
     batch, num_kv_heads = operands.q.shape[:2]
-    first, count = block_range(problem, operands.lengths, operands.positions, launch.block)
+    first, count = block_range(plan, operands.lengths, operands.positions, launch.block)
     arrays: Arrays = operands._asdict() | {"first": first, "count": count}
     whole = pl.BlockSpec((batch,), lambda i, h, b: (jnp.int32(0),))
     rows = pl.BlockSpec(
@@ -92,7 +100,7 @@ def attend(problem: Problem, operands: Operands, *, block_kv: int, num_splits: i
         lambda i, h, b: (b, h, jnp.int32(0), jnp.int32(0)),
     )
     keys = {"k": launch.of_keys(padded(launch.depth)), "v": launch.of_keys(padded(launch.v_depth))}
-    # `shard_map` checks over which mesh axes arrays differ: outputs must say so as the operands do.
+    # `shard_map` checks over which mesh axes arrays differ: outputs must name the operands' axes.
     arrays = varying_over(arrays, varying_axes(arrays))
     varying = jax.typeof(arrays["q"]).manual_axis_type
     parts = (batch, num_kv_heads, launch.splits, launch.rows)
@@ -118,13 +126,13 @@ def attend(problem: Problem, operands: Operands, *, block_kv: int, num_splits: i
     return merge_axis(Part(found["out"], found["max"][..., None], found["sum"][..., None]), axis=2)
 
 
-def _launch(problem: Problem, operands: Operands, block_kv: int, num_splits: int | None) -> _Launch:
+def _launch(plan: RaggedPlan, operands: Operands, block_kv: int, num_splits: int | None) -> _Launch:
     batch, num_kv_heads, rows, depth = operands.q.shape
-    block, tile = min(block_kv, padded(problem.kv_length)), min(MOST_ROWS, padded(rows))
+    block, tile = min(block_kv, padded(plan.kv_length)), min(MOST_ROWS, padded(rows))
     wanted = -(-_PROGRAMS // (batch * num_kv_heads * -(-rows // tile))) if num_splits is None else num_splits
-    most = -(-problem.kv_length // block)
+    most = -(-plan.kv_length // block)
     return _Launch(
-        problem=problem,
+        plan=plan,
         block=block,
         tile=tile,
         splits=max(1, min(wanted, most)),
@@ -136,7 +144,7 @@ def _launch(problem: Problem, operands: Operands, block_kv: int, num_splits: int
 
 def _kernel(launch: _Launch, inputs: Arrays, outputs: Arrays) -> None:
     """The part over one split's share of the blocks of one sequence."""
-    problem, tile = launch.problem, launch.tile
+    plan, tile = launch.plan, launch.tile
     (split, row_tile), batch = launch.place(pl.program_id(0)), pl.program_id(2)
     length, position = inputs["lengths"][batch], inputs["positions"][batch]
     first, count = inputs["first"][batch], inputs["count"][batch]
@@ -145,21 +153,25 @@ def _kernel(launch: _Launch, inputs: Arrays, outputs: Arrays) -> None:
     start = row_tile * tile
     q = load_rows(inputs["q"], start, tile, launch.rows, launch.depth)
     # Rows that only fill the tile see what the last query sees, and so no key that none does.
-    t = jnp.minimum(lax.div(positions(start, tile), jnp.int32(problem.group)), problem.q_length - 1)
+    t = jnp.minimum(lax.div(positions(start, tile), jnp.int32(plan.group)), plan.q_length - 1)
     i = (position + t)[:, None]
 
     def visit(number: Any, old: Part) -> Part:
         kv_start = (first + number) * launch.block
-        k = load_rows(inputs["k"], kv_start, launch.block, problem.kv_length, launch.depth)
-        v = load_rows(inputs["v"], kv_start, launch.block, problem.kv_length, launch.v_depth)
-        found = allowed(problem, length, i, positions(kv_start, launch.block)[None, :])
-        z = jnp.where(found, capped(problem, _product(problem, q, k, 1)), -jnp.inf)
-        top = jnp.maximum(old.max, jnp.max(z, axis=1))
+        k = load_rows(inputs["k"], kv_start, launch.block, plan.kv_length, launch.depth)
+        v = load_rows(inputs["v"], kv_start, launch.block, plan.kv_length, launch.v_depth)
+        found = allowed(plan, length, i, positions(kv_start, launch.block)[None, :])
+        z = jnp.where(found, capped(plan, _product(q, k, 1)), -jnp.inf)  # (1), (2), (3)
+        top = jnp.maximum(old.max, jnp.max(z, axis=1))  # (4)
         shift = finite(top)
         weights, decay = exp(z - shift[:, None]), exp(old.max - shift)
         # What no query sees may be NaN, and 0 * NaN is not 0.
-        out = _product(problem, weights.astype(v.dtype), hide(v, seen(found)), 0)
-        return Part(old.out * decay[:, None] + out, top, old.sum * decay + jnp.sum(weights, axis=1))
+        out = _product(weights.astype(v.dtype), hide(v, seen(found)), 0)
+        return Part(
+            out=old.out * decay[:, None] + out,  # (6)
+            max=top,
+            sum=old.sum * decay + jnp.sum(weights, axis=1),  # (5)
+        )
 
     part = Part(
         out=jnp.zeros((tile, padded(launch.v_depth)), jnp.float32),
@@ -172,8 +184,8 @@ def _kernel(launch: _Launch, inputs: Arrays, outputs: Arrays) -> None:
     store_values(outputs["sum"], start, part.sum, launch.rows)
 
 
-def _product(problem: Problem, a: jax.Array, b: jax.Array, axis: int) -> jax.Array:
+def _product(a: jax.Array, b: jax.Array, axis: int) -> jax.Array:
     """Sum over the last axis of `a` and over `axis` of `b`, in f32."""
-    precision = lax.Precision.HIGHEST if problem.exact and a.dtype == jnp.float32 else lax.Precision.DEFAULT
+    precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else lax.Precision.DEFAULT
     dimensions = (((1,), (axis,)), ((), ()))
     return lax.dot_general(a, b, dimensions, precision=precision, preferred_element_type=jnp.float32)

@@ -1,7 +1,17 @@
 """Decode attention in plain JAX: a loop over key blocks as far as the longest sequence goes.
 
-The running softmax of Milakov and Gimelshein 2018 (arXiv:1805.02867), not normalised at the end. How many blocks the
-loop visits is known at run time only: the work follows the lengths, not the size of the cache.
+With (1) and (2) from `impls.ragged.plan`, and with no sink and no division, since the result is a part (`impls.merging`
+has both):
+
+    (3)  z_ij = -inf, where i may not attend to j
+    (4)  m_i = max_j z_ij
+    (5)  l_i = sum_j exp(z_ij - m_i)
+    (6)  out_i = sum_j exp(z_ij - m_i) v_j
+
+`max`, `sum` and `out` of a `Part` are m, l and the sum of (6). They are kept for the keys so far. A block that raises m
+multiplies the others by `decay = exp(old m - new m)` (Milakov and Gimelshein 2018, arXiv:1805.02867).
+
+How many blocks the loop visits is known at run time only. The work follows the lengths, not the size of the cache.
 """
 
 from __future__ import annotations
@@ -14,14 +24,14 @@ import jax.numpy as jnp
 from jax import lax
 
 from impls.merging import Part
-from impls.ragged.problem import Operands, Problem, allowed, block_range, capped, finite
+from impls.ragged.plan import Operands, RaggedPlan, allowed, block_range, capped, finite
 from impls.varying import varying_axes, varying_over
 
 
-def attend(problem: Problem, operands: Operands, *, block_kv: int) -> Part:
+def attend(plan: RaggedPlan, operands: Operands, *, block_kv: int) -> Part:
     """The part over every key that exists, arrays `[B, K, R, .]`."""
-    block = min(block_kv, problem.kv_length)
-    first, count = block_range(problem, operands.lengths, operands.positions, block)
+    block = min(block_kv, plan.kv_length)
+    first, count = block_range(plan, operands.lengths, operands.positions, block)
     end = jnp.max(first + count, initial=0, where=count > 0)
     begin = jnp.min(jnp.where(count > 0, first, end))
     rows = operands.q.shape[:3]
@@ -31,30 +41,33 @@ def attend(problem: Problem, operands: Operands, *, block_kv: int) -> Part:
         sum=jnp.zeros((*rows, 1), jnp.float32),
     )
     nothing = varying_over(nothing, varying_axes(operands))
-    found: Part = lax.fori_loop(begin, end, functools.partial(_add, problem, operands, block), nothing)
+    found: Part = lax.fori_loop(begin, end, functools.partial(_add, plan, operands, block), nothing)
     return found
 
 
-def _add(problem: Problem, operands: Operands, block: int, number: Any, old: Part) -> Part:
+def _add(plan: RaggedPlan, operands: Operands, block: int, number: Any, old: Part) -> Part:
     """The running softmax with one more block of keys."""
     # The last block starts early enough to be whole; keys that were there before are not counted again.
-    start = jnp.minimum(number * block, problem.kv_length - block)
+    start = jnp.minimum(number * block, plan.kv_length - block)
     k, v = (lax.dynamic_slice_in_dim(x, start, block, axis=1) for x in (operands.k, operands.v))
     j = start + jnp.arange(block, dtype=jnp.int32)
-    t = jnp.arange(operands.q.shape[2], dtype=jnp.int32) // problem.group
+    t = jnp.arange(operands.q.shape[2], dtype=jnp.int32) // plan.group
     i = operands.positions[:, None, None] + t[:, None]  # [B, R, 1]
-    found = allowed(problem, operands.lengths[:, None, None], i, j) & (j >= number * block)  # [B, R, block]
-    z = capped(problem, _product(problem, "bkrh,bskh->bkrs", operands.q, k))
-    z = jnp.where(found[:, None], z, -jnp.inf)
-    top = jnp.maximum(old.max, z.max(axis=-1, keepdims=True))
+    found = allowed(plan, operands.lengths[:, None, None], i, j) & (j >= number * block)  # [B, R, block]
+    z = capped(plan, _product("bkrh,bskh->bkrs", operands.q, k))  # (1), (2)
+    z = jnp.where(found[:, None], z, -jnp.inf)  # (3)
+    top = jnp.maximum(old.max, z.max(axis=-1, keepdims=True))  # (4)
     weights, decay = jnp.exp(z - finite(top)), jnp.exp(old.max - finite(top))
     # What no query sees may be NaN, and 0 * NaN is not 0.
     v = jnp.where(found.any(axis=1)[:, :, None, None], v, jnp.zeros_like(v))
-    out = _product(problem, "bkrs,bskv->bkrv", weights.astype(v.dtype), v)
-    return Part(old.out * decay + out, top, old.sum * decay + weights.sum(axis=-1, keepdims=True))
+    out = _product("bkrs,bskv->bkrv", weights.astype(v.dtype), v)
+    return Part(
+        out=old.out * decay + out,  # (6)
+        max=top,
+        sum=old.sum * decay + weights.sum(axis=-1, keepdims=True),  # (5)
+    )
 
 
-def _product(problem: Problem, equation: str, a: jax.Array, b: jax.Array) -> jax.Array:
-    exact = problem.exact and a.dtype == jnp.float32
-    precision = lax.Precision.HIGHEST if exact else lax.Precision.DEFAULT
+def _product(equation: str, a: jax.Array, b: jax.Array) -> jax.Array:
+    precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else lax.Precision.DEFAULT
     return jnp.einsum(equation, a, b, precision=precision, preferred_element_type=jnp.float32)

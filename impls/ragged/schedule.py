@@ -1,7 +1,7 @@
 """Steps of the TPU kernel: every block that holds a key of a sequence, one sequence after the other.
 
-A sequence without keys has one step, that writes what it has: nothing. It fetches nothing either, since it points to
-the block that is there. The lists are made on the device from the lengths, which may differ in every call.
+A sequence without keys has one step, which writes an empty part. That step points to the block that is in VMEM already,
+so it fetches nothing. The lists are made on the device from the lengths, which may differ in every call.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from impls.ragged.problem import Problem, block_range
+from impls.ragged.plan import RaggedPlan, block_range
 
 
 class Steps(NamedTuple):
@@ -28,12 +28,12 @@ class Steps(NamedTuple):
     blocks: jax.Array  # [B], how many hold a key
 
 
-def steps_of(problem: Problem, lengths: jax.Array, positions: jax.Array, block: int) -> Steps:
+def steps_of(plan: RaggedPlan, lengths: jax.Array, positions: jax.Array, block: int) -> Steps:
     """The steps for `lengths` and `positions` `[B]`."""
     batch = lengths.shape[0]
-    first, count = block_range(problem, lengths, positions, block)
+    first, count = block_range(plan, lengths, positions, block)
     ends = jnp.cumsum(jnp.maximum(count, 1), dtype=jnp.int32)
-    longest = batch * max(1, -(-problem.kv_length // block))
+    longest = batch * max(1, -(-plan.kv_length // block))
     number = jnp.arange(longest, dtype=jnp.int32)
     row = jnp.minimum(jnp.searchsorted(ends, number, side="right"), batch - 1).astype(jnp.int32)
     inside = number - (ends[row] - jnp.maximum(count[row], 1))
@@ -49,19 +49,3 @@ def steps_of(problem: Problem, lengths: jax.Array, positions: jax.Array, block: 
         kv_block=jnp.where(some, (first[row] + inside)[held], 0),
         blocks=count,
     )
-
-
-class Traffic(NamedTuple):
-    """What a schedule does for one group of heads: steps, blocks that are computed, and fetched to VMEM."""
-
-    steps: int
-    computed: int
-    fetched: int
-
-
-def traffic(steps: Steps) -> Traffic:
-    """Counted from the lists; a block is fetched when it is another one than in the step before."""
-    total = int(steps.total)
-    blocks = list(zip(steps.kv_row[:total].tolist(), steps.kv_block[:total].tolist(), strict=True))
-    fetched = sum(number == 0 or block != blocks[number - 1] for number, block in enumerate(blocks))
-    return Traffic(total, int(steps.blocks.sum()), fetched)

@@ -1,9 +1,19 @@
 """Decode attention for TPUs in Pallas: one grid step for each block that holds a key, and none for any other.
 
-The steps (`impls.ragged.schedule`) are prefetched to scalar memory, and the grid is as long as they are. Since the
-blocks of all sequences are one list, the pipeline fetches the first block of the next sequence while the last one of
-this is computed. The running softmax is in the outputs themselves, which stay in VMEM for as long as the steps of a
-sequence follow one another.
+With (1) and (2) from `impls.ragged.plan`, and with no sink and no division, since the result is a part (`impls.merging`
+has both):
+
+    (3)  z_ij = -inf, where i may not attend to j
+    (4)  m_i = max_j z_ij
+    (5)  l_i = sum_j exp(z_ij - m_i)
+    (6)  out_i = sum_j exp(z_ij - m_i) v_j
+
+m, l and the sum of (6) for the keys so far are kept in the outputs themselves. These stay in VMEM as long as the steps
+of a sequence follow one another.
+
+The steps (`impls.ragged.schedule`) are prefetched to scalar memory, and the grid is as long as they are. The blocks of
+all sequences are one list, so the pipeline fetches the first block of the next sequence while the last one of this
+sequence is computed.
 
 The kernel reads a cache with heads before keys, `[B, K, S, .]`. One that is kept in that order is used as it is; the
 canonical order is transposed first.
@@ -22,7 +32,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from impls.merging import Part
-from impls.ragged.problem import Operands, Problem, allowed, capped, finite
+from impls.ragged.plan import Operands, RaggedPlan, allowed, capped, finite
 from impls.ragged.schedule import Steps, steps_of
 
 LANES = 128
@@ -34,11 +44,11 @@ MOST_ROWS = 1024
 _VMEM = 6 * 2**20
 
 Semantics = tuple[Literal["parallel", "arbitrary"], ...]
-Schedule = Callable[[Problem, jax.Array, jax.Array, int], Steps]
+Schedule = Callable[[RaggedPlan, jax.Array, jax.Array, int], Steps]
 
 
 def attend(
-    problem: Problem,
+    plan: RaggedPlan,
     operands: Operands,
     *,
     block_kv: int,
@@ -49,7 +59,7 @@ def attend(
     """The part over every key that exists, arrays `[B, K, R, .]`.
 
     Args:
-      problem: what is fixed.
+      plan: what is fixed.
       operands: of the call; with `heads_first`, k and v are `[B, K, S, .]`.
       block_kv: keys a block, a multiple of 8; cut to the cache.
       heads_first: the order of the cache.
@@ -60,9 +70,9 @@ def attend(
     batch, num_kv_heads, given, depth = operands.q.shape
     rows = -(-given // SUBLANES) * SUBLANES
     q = jnp.pad(operands.q, ((0, 0), (0, 0), (0, rows - given), (0, 0)))
-    block = min(block_kv, problem.kv_length)
+    block = min(block_kv, plan.kv_length)
     heads = heads_together(num_kv_heads, rows, block, (depth, v.shape[3]), q.dtype.itemsize)
-    steps = schedule(problem, operands.lengths, operands.positions, block)
+    steps = schedule(plan, operands.lengths, operands.positions, block)
     scalars = (steps.row, steps.kv_row, steps.kv_block, steps.blocks, operands.lengths, operands.positions)
 
     def of_row(width: int) -> pl.BlockSpec:
@@ -78,7 +88,7 @@ def attend(
     semantics: Semantics = ("parallel", "arbitrary")
     found = Part(
         *pl.pallas_call(
-            functools.partial(_kernel, problem),
+            functools.partial(_kernel, plan),
             out_shape=[_f32((batch, num_kv_heads, rows, width)) for width in widths],
             grid_spec=pltpu.PrefetchScalarGridSpec(
                 num_scalar_prefetch=len(scalars),
@@ -105,7 +115,7 @@ def heads_together(num_kv_heads: int, rows: int, block: int, depths: tuple[int, 
 
 
 def _kernel(
-    problem: Problem,
+    plan: RaggedPlan,
     row_ref: Any,
     kv_row_ref: Any,
     kv_block_ref: Any,
@@ -127,7 +137,7 @@ def _kernel(
     length, position = lengths_ref[row], positions_ref[row]
     pl.when(opens)(functools.partial(_clear, kept))
     pl.when(blocks_ref[row] > 0)(
-        functools.partial(_add, problem, q_ref, k_ref, v_ref, kept, start=start, length=length, position=position)
+        functools.partial(_add, plan, q_ref, k_ref, v_ref, kept, start=start, length=length, position=position)
     )
 
 
@@ -139,7 +149,7 @@ def _clear(kept: Part) -> None:
 
 
 def _add(
-    problem: Problem, q_ref: Any, k_ref: Any, v_ref: Any, kept: Part, *, start: Any, length: Any, position: Any
+    plan: RaggedPlan, q_ref: Any, k_ref: Any, v_ref: Any, kept: Part, *, start: Any, length: Any, position: Any
 ) -> None:
     """Add the keys of one block, the first of which is key `start`, to the running softmax."""
     q, k, v = q_ref[...], k_ref[...], v_ref[...]
@@ -148,30 +158,30 @@ def _add(
     def sees(shape: tuple[int, int], key_axis: int) -> jax.Array:
         j = start + lax.broadcasted_iota(jnp.int32, shape, key_axis)
         i = jnp.full(shape, position, jnp.int32)
-        if problem.q_length > 1:
+        if plan.q_length > 1:
             # Rows that only fill the block see what the last query sees, and so no key that none does.
-            t = lax.div(lax.broadcasted_iota(jnp.int32, shape, 1 - key_axis), jnp.int32(problem.group))
-            i = i + jnp.minimum(t, problem.q_length - 1)
-        return allowed(problem, length, i, j)
+            t = lax.div(lax.broadcasted_iota(jnp.int32, shape, 1 - key_axis), jnp.int32(plan.group))
+            i = i + jnp.minimum(t, plan.q_length - 1)
+        return allowed(plan, length, i, j)
 
-    z = capped(problem, _product(problem, q, k, 2))  # [heads, rows, block]
-    z = jnp.where(sees((rows, block), 1)[None], z, -jnp.inf)
+    z = capped(plan, _product(q, k, 2))  # (1), (2): [heads, rows, block]
+    z = jnp.where(sees((rows, block), 1)[None], z, -jnp.inf)  # (3)
     before = kept.max[...]
-    top = jnp.maximum(before, z.max(axis=-1, keepdims=True))
+    top = jnp.maximum(before, z.max(axis=-1, keepdims=True))  # (4)
     shift = finite(top)
     weights, decay = jnp.exp(z - shift[..., :1]), jnp.exp(before - shift)
     # What no query sees may be NaN, and 0 * NaN is not 0.
-    queries = 1 if problem.q_length == 1 else rows
+    queries = 1 if plan.q_length == 1 else rows
     seen = sees((block, queries), 0).astype(jnp.float32).max(axis=1, keepdims=True) > 0
     v = jnp.where(seen[None], v.astype(jnp.float32), 0.0).astype(v.dtype)
     kept.max[...] = top
-    kept.sum[...] = kept.sum[...] * decay + weights.sum(axis=-1, keepdims=True)
-    kept.out[...] = kept.out[...] * decay[..., :1] + _product(problem, weights.astype(v.dtype), v, 1)
+    kept.sum[...] = kept.sum[...] * decay + weights.sum(axis=-1, keepdims=True)  # (5)
+    kept.out[...] = kept.out[...] * decay[..., :1] + _product(weights.astype(v.dtype), v, 1)  # (6)
 
 
-def _product(problem: Problem, a: jax.Array, b: jax.Array, axis: int) -> jax.Array:
+def _product(a: jax.Array, b: jax.Array, axis: int) -> jax.Array:
     """Sum over the last axis of `a` and over `axis` of `b`, for each head, in f32."""
-    precision = lax.Precision.HIGHEST if problem.exact and a.dtype == jnp.float32 else lax.Precision.DEFAULT
+    precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else lax.Precision.DEFAULT
     dimensions = (((2,), (axis,)), ((0,), (0,)))
     return lax.dot_general(a, b, dimensions, precision=precision, preferred_element_type=jnp.float32)
 

@@ -14,8 +14,9 @@ cases run on the chip: `pytest -k tpu`. What only a chip can say, and what is do
   beyond 128.
 """
 
-from impls.splash_tpu.attention import IMPLEMENTATIONS, attention, implementation
+from impls.splash_tpu.attention import attention
 from impls.splash_tpu.block_sizes import Blocks, BlockSizes, Layouts
+from impls.splash_tpu.implementation import IMPLEMENTATIONS, implementation
 from impls.splash_tpu.kernel import Splash, make_splash, make_splash_dynamic
 
 __all__ = [

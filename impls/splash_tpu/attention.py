@@ -1,4 +1,4 @@
-"""The canonical call of splash attention, and what it declares."""
+"""The canonical call of splash attention."""
 
 from __future__ import annotations
 
@@ -9,11 +9,10 @@ import jax
 import jax.numpy as jnp
 
 from cases.masks import Full, Indexer, Mask, leaves
-from conformance.contract import Arithmetic, Implementation, validate_mask, validate_operands
+from conformance.contract import validate_mask, validate_operands
 from impls.splash_tpu.block_sizes import BlockSizes, Layouts
 from impls.splash_tpu.call import Precision
 from impls.splash_tpu.kernel import Splash, make_splash, make_splash_dynamic
-from impls.versions import runs_on
 
 UNSUPPORTED = {
     "bias": "takes no bias",
@@ -104,50 +103,3 @@ def attention(
 def _kernel(mask: Mask, q_length: int, kv_length: int, **options: Any) -> Splash:
     """Kept, so that the same call does not build its schedule again."""
     return make_splash(mask, q_length, kv_length, **options)
-
-
-# Small, so that lengths of a few hundred have several blocks.
-_JUDGED = BlockSizes.uniform(128, 128)
-_SEQUENCE_MINOR = Layouts("sequence_minor", "sequence_minor", "sequence_minor")
-_VARIANTS: dict[str, dict[str, Any]] = {
-    "fused": {"block_sizes": BlockSizes.uniform(128, 128, fused_backward=True)},
-    "default_blocks": {"block_sizes": BlockSizes()},
-    "unequal_blocks": {"block_sizes": BlockSizes.uniform(256, 128)},
-    "computed_in_parts": {"block_sizes": BlockSizes.uniform(128, 256, 128)},
-    "sequence_minor": {
-        "block_sizes": _JUDGED,
-        "layouts": _SEQUENCE_MINOR,
-    },
-}
-
-
-def implementation(name: str, *, block_sizes: BlockSizes = _JUDGED, precision: Precision = "exact") -> Implementation:
-    """Splash attention with these block sizes, under `name`."""
-    backward = "one fused kernel" if block_sizes.fused_backward else "separate kernels for dq and for dk, dv"
-    call = functools.partial(attention, block_sizes=block_sizes, precision=precision)
-    # What is compiled are the sizes that a caller gets who names none.
-    default_sizes = BlockSizes(fused_backward=block_sizes.fused_backward)
-    return Implementation(
-        name=name,
-        call=call,
-        description=f"block-sparse flash attention in Pallas for TPU, backward in {backward}",
-        unsupported=UNSUPPORTED,
-        arithmetic=Arithmetic(products=precision),
-        gradients=frozenset({"dq", "dk", "dv", "dsinks"}),
-        empty_rows="zero",
-        behind_mask="any",
-        validates=True,
-        platform="tpu",
-        interpreted=not runs_on("tpu"),
-        variants={variant: functools.partial(attention, **options) for variant, options in _VARIANTS.items()},
-        memory="linear",
-        native=functools.partial(call, block_sizes=default_sizes, interpret=False),
-        under_interpreter=lambda parameters: functools.partial(call, interpret=parameters),
-        checkpoint_names=("splash_residuals",),
-    )
-
-
-IMPLEMENTATIONS: tuple[Implementation, ...] = (
-    implementation("splash_tpu"),
-    implementation("splash_tpu_fused", block_sizes=BlockSizes.uniform(128, 128, fused_backward=True)),
-)

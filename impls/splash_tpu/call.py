@@ -17,8 +17,8 @@ Phase = Literal["forward", "dq", "dkv"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Settings:
-    """What a kernel object is built for; equal settings share compiled functions.
+class SplashPlan:
+    """What a kernel object is built for; equal plans share compiled functions.
 
     Attributes:
       mask: the formula of the mask, none if mask blocks are stored.
@@ -91,7 +91,7 @@ class Call:
     """One kernel: its phase, and everything static about it."""
 
     phase: Phase
-    settings: Settings
+    plan: SplashPlan
     batch: int
     head_dim: int
     head_dim_v: int
@@ -102,47 +102,47 @@ class Call:
     @property
     def kinds(self) -> Kinds:
         """Which kinds of steps there are."""
-        found: Kinds = getattr(self.settings, self.phase)
+        found: Kinds = getattr(self.plan, self.phase)
         return found
 
     @property
     def blocks(self) -> Blocks:
         """Block sizes, no longer than the lengths."""
-        sizes: Blocks = getattr(self.settings.block_sizes, self.phase)
-        return sizes.clipped(self.settings.q_length, self.settings.kv_length)
+        sizes: Blocks = getattr(self.plan.block_sizes, self.phase)
+        return sizes.clipped(self.plan.q_length, self.plan.kv_length)
 
     @property
     def q_padded(self) -> int:
         """T in whole blocks."""
-        return whole(self.settings.q_length, self.blocks.q)
+        return whole(self.plan.q_length, self.blocks.q)
 
     @property
     def kv_padded(self) -> int:
         """S in whole blocks."""
-        return whole(self.settings.kv_length, self.blocks.kv)
+        return whole(self.plan.kv_length, self.blocks.kv)
 
     @property
     def precision(self) -> jax.lax.Precision:
         """Of products: only that of f32 operands depends on it."""
-        exact = self.settings.precision == "exact" and self.dtype == jnp.float32
+        exact = self.plan.precision == "exact" and self.dtype == jnp.float32
         return jax.lax.Precision.HIGHEST if exact else jax.lax.Precision.DEFAULT
 
     @property
     def fused(self) -> bool:
         """Whether the kernel of dk and dv gives dq too."""
-        return self.settings.block_sizes.fused_backward and self.phase == "dkv"
+        return self.plan.block_sizes.fused_backward and self.phase == "dkv"
 
 
-def make_call(phase: Phase, settings: Settings, operands: Operands) -> Call:
+def make_call(phase: Phase, plan: SplashPlan, operands: Operands) -> Call:
     """The kernel of `phase` for these operands."""
     batch, _, _, head_dim = operands.q.shape
     return Call(
         phase=phase,
-        settings=settings,
+        plan=plan,
         batch=batch,
         head_dim=head_dim,
         head_dim_v=operands.v.shape[3],
         dtype=operands.q.dtype,
         segmented=operands.q_ids is not None,
-        scale=head_dim**-0.5 if settings.scale is None else settings.scale,
+        scale=head_dim**-0.5 if plan.scale is None else plan.scale,
     )

@@ -1,10 +1,21 @@
 """Kernel of dk and dv, and fused with it that of dq: one pass over the steps of each key block.
 
-Formulas as in `impls.splash_tpu.dq`. Tiles are `[keys, queries]`, so that both sums over queries are plain products and
-what belongs to a query is a row. The query heads that share a key/value head add up in the same scratch.
+With (1) and (2) from `impls.splash_tpu.tiles`:
 
-Fused, dq is summed in f32 in HBM: a query block is copied to VMEM, added to and copied back at each of its steps. That
-takes memory linear in the length, where one partial dq for each key block would not.
+    (8)  p_ij = exp(z_ij - logsumexp_i)
+    (9)  dv_j = sum_i p_ij dout_i
+    (10) dp_ij = <dout_i, v_j>
+    (12) dz_ij = p_ij (dp_ij - D_i + dlse_i)
+    (13) dx_ij = dz_ij (1 - tanh(x_ij / soft_cap)^2)
+    (14) dq_i = scale sum_j dx_ij k_j, if fused
+    (15) dk_j = scale sum_i dx_ij q_i
+
+`D - dlse` comes from `impls.splash_tpu.passes`, as `row_sums`. Where a pair may not attend, p and dx are set to 0.
+Tiles are `[keys, queries]`: so (9) and (15) are plain products, and a value for each query is a row. The query heads
+that share a key/value head add up in the same scratch.
+
+Fused, dq is summed in f32 in HBM. Each step copies its query block of dq to VMEM, adds to it, and copies it back. That
+takes memory linear in the length; a partial dq for each key block would not.
 """
 
 from __future__ import annotations
@@ -64,7 +75,7 @@ def _start(inputs: Inputs, scratch: Scratch) -> None:
 
 def _add(call: Call, inputs: Inputs, outputs: Outputs, scratch: Scratch, masking: Masking, *, masked: bool) -> None:
     """Add what the queries of one block contribute."""
-    layouts, size = call.settings.layouts, call.blocks.compute
+    layouts, size = call.plan.layouts, call.blocks.compute
     q, q_depth = read(inputs.q, layouts.q)
     do = inputs.do[...]
     dq = None
@@ -72,20 +83,20 @@ def _add(call: Call, inputs: Inputs, outputs: Outputs, scratch: Scratch, masking
         keys = slice(start, start + size)
         k, k_depth = read(inputs.k, layouts.k, start, size)
         v, v_depth = read(inputs.v, layouts.v, start, size)
-        logits, slope = logits_of(call, product(call, k, k_depth, q, q_depth))  # [size, block_q]
+        logits, slope = logits_of(call, product(call, k, k_depth, q, q_depth))  # (1), (2): [size, block_q]
         found = allowed(call, masking, start, masked=masked)
-        p = jnp.exp(logits - inputs.logsumexp[...])
+        p = jnp.exp(logits - inputs.logsumexp[...])  # (8)
         if found is not None:
             p = jnp.where(found, p, 0.0)
-        scratch.dv[keys, :] += product(call, p.astype(do.dtype), 1, do, 0)
-        dx = p * (product(call, v, v_depth, do, 1) - inputs.row_sums[...])
+        scratch.dv[keys, :] += product(call, p.astype(do.dtype), 1, do, 0)  # (9)
+        dx = p * (product(call, v, v_depth, do, 1) - inputs.row_sums[...])  # (10), (12)
         if slope is not None:
-            dx = dx * slope
+            dx = dx * slope  # (13)
         if found is not None:
             dx = jnp.where(found, dx, 0.0)
         dx = dx.astype(q.dtype)
-        scratch.dk[keys, :] += product(call, dx, 1, q, 1 - q_depth)
-        if call.fused:
+        scratch.dk[keys, :] += product(call, dx, 1, q, 1 - q_depth)  # (15), not scaled
+        if call.fused:  # (14), not scaled
             part = product(call, dx, 0, without_unseen(call, k, found, layouts.k), 1 - k_depth)
             dq = part if dq is None else dq + part
     if dq is not None:
@@ -101,5 +112,5 @@ def _add_in_place(call: Call, step: Step, outputs: Outputs, scratch: Scratch, dq
 
 
 def _finish(call: Call, outputs: Outputs, scratch: Scratch) -> None:
-    outputs.dk[...] = (scratch.dk[...] * jnp.float32(call.scale)).astype(outputs.dk.dtype)
+    outputs.dk[...] = (scratch.dk[...] * jnp.float32(call.scale)).astype(outputs.dk.dtype)  # (15)
     outputs.dv[...] = scratch.dv[...].astype(outputs.dv.dtype)

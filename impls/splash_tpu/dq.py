@@ -1,7 +1,15 @@
 """Kernel of dq: one pass over the steps of each query block, probabilities recomputed from `logsumexp`.
 
-Dao 2023, arXiv:2307.08691, section 3.1.2, with the cotangent of `logsumexp`, soft cap and sinks: `row_sums` holds
-`D - dlse`, and `dx_ij = p_ij (<do_i, v_j> - D_i + dlse_i)` times the derivative of the cap.
+Dao 2023, arXiv:2307.08691, section 3.1.2, with the cotangent `dlse` of `logsumexp`, soft cap and sinks. With (1) and
+(2) from `impls.splash_tpu.tiles`:
+
+    (8)  p_ij = exp(z_ij - logsumexp_i)
+    (10) dp_ij = <dout_i, v_j>
+    (12) dz_ij = p_ij (dp_ij - D_i + dlse_i)
+    (13) dx_ij = dz_ij (1 - tanh(x_ij / soft_cap)^2)
+    (14) dq_i = scale sum_j dx_ij k_j
+
+`D - dlse` comes from `impls.splash_tpu.passes`, as `row_sums`. Where a pair may not attend, dx is set to 0.
 """
 
 from __future__ import annotations
@@ -60,23 +68,24 @@ def _start(inputs: Inputs, scratch: Scratch) -> None:
 
 def _add(call: Call, inputs: Inputs, scratch: Scratch, masking: Masking, *, masked: bool) -> None:
     """Add what the keys of one block contribute."""
-    layouts, size = call.settings.layouts, call.blocks.compute
+    layouts, size = call.plan.layouts, call.blocks.compute
     q, q_depth = read(inputs.q, layouts.q)
     do = inputs.do[...]
     for start in range(0, call.blocks.kv, size):
         k, k_depth = read(inputs.k, layouts.k, start, size)
         v, v_depth = read(inputs.v, layouts.v, start, size)
-        logits, slope = logits_of(call, product(call, q, q_depth, k, k_depth))  # [block_q, size]
+        logits, slope = logits_of(call, product(call, q, q_depth, k, k_depth))  # (1), (2): [block_q, size]
         found = allowed(call, masking, start, masked=masked)
-        p = jnp.exp(logits - scratch.logsumexp[:, :1])
+        p = jnp.exp(logits - scratch.logsumexp[:, :1])  # (8)
+        # (10), (12)
         dx = p * (product(call, do, 1, v, v_depth) - scratch.row_sums[:, :1])
         if slope is not None:
-            dx = dx * slope
+            dx = dx * slope  # (13)
         if found is not None:
             dx = jnp.where(found, dx, 0.0)
         k = without_unseen(call, k, found, layouts.k)
-        scratch.dq[...] += product(call, dx.astype(k.dtype), 1, k, 1 - k_depth)
+        scratch.dq[...] += product(call, dx.astype(k.dtype), 1, k, 1 - k_depth)  # (14), not scaled
 
 
 def _finish(call: Call, outputs: Outputs, scratch: Scratch) -> None:
-    outputs.dq[...] = (scratch.dq[...] * jnp.float32(call.scale)).astype(outputs.dq.dtype)
+    outputs.dq[...] = (scratch.dq[...] * jnp.float32(call.scale)).astype(outputs.dq.dtype)  # (14)

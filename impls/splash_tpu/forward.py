@@ -1,4 +1,15 @@
-"""Forward kernel: one pass over the steps of each query block with a running softmax.
+"""Forward kernel: one pass over the steps of each query block, each step adding one block of keys to the softmax.
+
+With (1) and (2) from `impls.splash_tpu.tiles`:
+
+    (3)  z_ij = -inf, where i may not attend to j
+    (4)  m_i = max(max_j z_ij, sink)
+    (5)  l_i = sum_j exp(z_ij - m_i) + exp(sink - m_i)
+    (6)  out_i = sum_j exp(z_ij - m_i) v_j / l_i
+    (7)  logsumexp_i = m_i + log(l_i)
+
+`maximum`, `total` and `acc` of `Scratch` are m, l and the sum of (6) for the keys so far, without the sink, which joins
+at the end. A block that raises m multiplies the others by `decay = exp(old m - new m)`.
 
 Sources: Milakov & Gimelshein 2018, arXiv:1805.02867 (running maximum and sum); Dao 2023, arXiv:2307.08691 (blocks,
 normalisation once at the end).
@@ -21,9 +32,9 @@ from impls.splash_tpu.tiles import Masking, Step, allowed, column, logits_of, pr
 
 
 class Scratch(NamedTuple):
-    """The softmax so far, f32 and the same in every lane: `acc` is a sum weighted by `exp(logits - maximum)`."""
+    """The softmax of the keys so far, f32. Maximum and total are the same in every lane."""
 
-    maximum: Any  # [block_q, 128], without the sink, which joins at the end
+    maximum: Any  # [block_q, 128]
     total: Any  # [block_q, 128]
     acc: Any  # [block_q, V]
     q_ids: Any  # [block_q, 128] int32, none without segments
@@ -66,24 +77,25 @@ def _start(inputs: Inputs, scratch: Scratch) -> None:
 
 def _add(call: Call, inputs: Inputs, scratch: Scratch, masking: Masking, *, masked: bool) -> None:
     """Add the keys of one block to the running softmax."""
-    layouts, size = call.settings.layouts, call.blocks.compute
+    layouts, size = call.plan.layouts, call.blocks.compute
     q, q_depth = read(inputs.q, layouts.q)
     for start in range(0, call.blocks.kv, size):
         k, k_depth = read(inputs.k, layouts.k, start, size)
         v, v_depth = read(inputs.v, layouts.v, start, size)
-        logits, _ = logits_of(call, product(call, q, q_depth, k, k_depth))  # [block_q, size]
+        logits, _ = logits_of(call, product(call, q, q_depth, k, k_depth))  # (1), (2): [block_q, size]
         found = allowed(call, masking, start, masked=masked)
         if found is not None:
-            logits = jnp.where(found, logits, -jnp.inf)
+            logits = jnp.where(found, logits, -jnp.inf)  # (3)
         highest = logits.max(axis=-1, keepdims=True)
         before = scratch.maximum[...]
-        maximum = jnp.maximum(before, highest)
+        maximum = jnp.maximum(before, highest)  # (4)
         shift = _finite(maximum)
         weights = jnp.exp(logits - shift[:, :1])
         decay = jnp.exp(before - shift)
         scratch.maximum[...] = maximum
-        scratch.total[...] = scratch.total[...] * decay + weights.sum(axis=-1, keepdims=True)
+        scratch.total[...] = scratch.total[...] * decay + weights.sum(axis=-1, keepdims=True)  # (5)
         v = without_unseen(call, v, found, layouts.v)
+        # (6), not divided
         scratch.acc[...] = scratch.acc[...] * decay[:, :1] + product(call, weights.astype(v.dtype), 1, v, 1 - v_depth)
 
 
@@ -92,16 +104,16 @@ def _finish(call: Call, inputs: Inputs, outputs: Outputs, scratch: Scratch) -> N
     highest, total, acc = scratch.maximum[...], scratch.total[...], scratch.acc[...]
     maximum = highest
     if inputs.sinks is not None:
-        maximum = jnp.maximum(highest, inputs.sinks[...])
+        maximum = jnp.maximum(highest, inputs.sinks[...])  # (4)
         shift = _finite(maximum)
         decay = jnp.exp(highest - shift)
-        total = total * decay + jnp.exp(inputs.sinks[...] - shift)
+        total = total * decay + jnp.exp(inputs.sinks[...] - shift)  # (5)
         acc = acc * decay[:, :1]
     some = total > 0
     total = jnp.where(some, total, 1.0)
-    value = jnp.float32(call.settings.mask_value)
-    outputs.out[...] = (acc / total[:, :1]).astype(outputs.out.dtype)
-    outputs.logsumexp[...] = _row(jnp.where(some, maximum + jnp.log(total), value))
+    value = jnp.float32(call.plan.mask_value)
+    outputs.out[...] = (acc / total[:, :1]).astype(outputs.out.dtype)  # (6)
+    outputs.logsumexp[...] = _row(jnp.where(some, maximum + jnp.log(total), value))  # (7)
     if outputs.max_logits is not None:
         outputs.max_logits[...] = _row(jnp.where(highest == -jnp.inf, value, highest))
 

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec
 
 from cases.masks import Full, Mask
 from impls.splash_tpu.block_sizes import BlockSizes, Layouts
-from impls.splash_tpu.call import Operands, Phase, Precision, Settings
+from impls.splash_tpu.call import Operands, Phase, Precision, SplashPlan
 from impls.splash_tpu.launch import Outputs
 from impls.splash_tpu.passes import Lists, backward_pass, forward_pass
 from impls.splash_tpu.schedule import COMPUTE, Order, Steps, downcast, dynamic_steps, static_steps
@@ -30,7 +30,7 @@ class Splash:
     """Attention for one mask. A pytree: its arrays are the lists of steps, so it may be passed into `jit`."""
 
     lists: Lists
-    settings: Settings
+    plan: SplashPlan
 
     def __call__(
         self,
@@ -61,7 +61,7 @@ class Splash:
         q_ids, kv_ids = segment_ids or (None, None)
         operands = Operands(q, k, v, sinks, q_ids, kv_ids)
         self._check(operands)
-        out, logsumexp, max_logits = _attend(self.settings, self.lists, operands)
+        out, logsumexp, max_logits = _attend(self.plan, self.lists, operands)
         if not save_residuals:
             return out
         residuals = {"logsumexp": logsumexp}
@@ -70,7 +70,7 @@ class Splash:
     def manual_forward(self, operands: Operands) -> Outputs:
         """The forward pass alone, with no derivative: `out`, `logsumexp` and `max_logits`."""
         self._check(operands)
-        return forward_pass(self.settings, self.lists, operands)
+        return forward_pass(self.plan, self.lists, operands)
 
     def manual_backward(
         self, operands: Operands, out: jax.Array, logsumexp: jax.Array, do: jax.Array, dlse: jax.Array | None = None
@@ -78,7 +78,7 @@ class Splash:
         """Gradients of the operands from what the forward pass saved, and cotangents of `out` and `logsumexp`."""
         self._check(operands)
         dlse = jnp.zeros_like(logsumexp) if dlse is None else dlse
-        return backward_pass(self.settings, self.lists, operands, out, logsumexp, do, dlse)
+        return backward_pass(self.plan, self.lists, operands, out, logsumexp, do, dlse)
 
     def sharding_spec(self, heads: str | None = None, queries: str | None = None) -> Splash:
         """A tree of `PartitionSpec`s for `shard_map`'s `in_specs`.
@@ -102,7 +102,7 @@ class Splash:
             dkv=of_steps(self.lists.dkv),
             q_offset=spec(queries),
         )
-        return Splash(lists, self.settings)
+        return Splash(lists, self.plan)
 
     def work(self) -> dict[str, dict[str, int]]:
         """By phase: grid steps a head and batch row, and how many of them compute. For masks known when built."""
@@ -114,17 +114,17 @@ class Splash:
                 found[phase] = {"steps": int(steps.flags.size), "computed": computed}
         return found
 
-    def tree_flatten(self) -> tuple[tuple[Lists], Settings]:
+    def tree_flatten(self) -> tuple[tuple[Lists], SplashPlan]:
         """Arrays, and what is static."""
-        return (self.lists,), self.settings
+        return (self.lists,), self.plan
 
     @classmethod
-    def tree_unflatten(cls, settings: Settings, children: tuple[Lists]) -> Splash:
+    def tree_unflatten(cls, plan: SplashPlan, children: tuple[Lists]) -> Splash:
         """Inverse of `tree_flatten`."""
-        return cls(children[0], settings)
+        return cls(children[0], plan)
 
     def _check(self, operands: Operands) -> None:
-        s = self.settings
+        s = self.plan
         shards = np.shape(self.lists.q_offset)[0]
         if shards != 1:
             raise ValueError(
@@ -231,7 +231,7 @@ def make_splash(
         dkv=steps["dkv"],
         q_offset=np.arange(q_shards, dtype=np.int32) * local,
     )
-    settings = Settings(
+    plan = SplashPlan(
         mask=mask if mask.is_computed else None,
         num_q_heads=num_q_heads,
         num_kv_heads=num_kv_heads,
@@ -249,7 +249,7 @@ def make_splash(
         interpret=interpret_or(interpret, "tpu"),
         **{phase: kinds for phase, (_, kinds) in found.items()},
     )
-    return Splash(lists, settings)
+    return Splash(lists, plan)
 
 
 def make_splash_dynamic(
@@ -269,7 +269,7 @@ def make_splash_dynamic(
     num_kv_heads = num_q_heads if num_kv_heads is None else num_kv_heads
     q_length, kv_length = allowed.shape[2:]
     plain = make_splash(Full(), q_length, kv_length, num_q_heads=num_q_heads, num_kv_heads=num_kv_heads, **options)
-    sizes = plain.settings.block_sizes
+    sizes = plain.plan.block_sizes
     found = {
         phase: dynamic_steps(
             allowed, getattr(sizes, phase).clipped(q_length, kv_length), order, num_q_heads // num_kv_heads
@@ -280,27 +280,27 @@ def make_splash_dynamic(
     steps = {phase: s for phase, (s, _) in found.items()}
     kinds: dict[str, Any] = {phase: k for phase, (_, k) in found.items()}
     lists = Lists(steps["forward"], steps.get("dq"), steps["dkv"], np.zeros(1, np.int32))
-    return Splash(lists, dataclasses.replace(plain.settings, mask=None, **kinds))
+    return Splash(lists, dataclasses.replace(plain.plan, mask=None, **kinds))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _splash(settings: Settings, lists: Lists, operands: Operands) -> Any:
-    found = forward_pass(settings, lists, operands)
+def _splash(plan: SplashPlan, lists: Lists, operands: Operands) -> Any:
+    found = forward_pass(plan, lists, operands)
     return found.out, found.logsumexp, found.max_logits
 
 
-def _splash_forward(settings: Settings, lists: Lists, operands: Operands) -> Any:
-    out, logsumexp, max_logits = _splash(settings, lists, operands)
-    if settings.checkpoint_name is not None:
-        out = checkpoint_name(out, settings.checkpoint_name)  # type: ignore[no-untyped-call]  # JAX leaves it untyped
-        logsumexp = checkpoint_name(logsumexp, settings.checkpoint_name)  # type: ignore[no-untyped-call]  # likewise
+def _splash_forward(plan: SplashPlan, lists: Lists, operands: Operands) -> Any:
+    out, logsumexp, max_logits = _splash(plan, lists, operands)
+    if plan.checkpoint_name is not None:
+        out = checkpoint_name(out, plan.checkpoint_name)  # type: ignore[no-untyped-call]  # JAX leaves it untyped
+        logsumexp = checkpoint_name(logsumexp, plan.checkpoint_name)  # type: ignore[no-untyped-call]  # likewise
     return (out, logsumexp, max_logits), (lists, operands, out, logsumexp)
 
 
-def _splash_backward(settings: Settings, saved: Any, cotangents: Any) -> Any:
+def _splash_backward(plan: SplashPlan, saved: Any, cotangents: Any) -> Any:
     lists, operands, out, logsumexp = saved
     do, dlse, _ = cotangents
-    return None, backward_pass(settings, lists, operands, out, logsumexp, do, dlse)
+    return None, backward_pass(plan, lists, operands, out, logsumexp, do, dlse)
 
 
 _splash.defvjp(_splash_forward, _splash_backward)

@@ -19,7 +19,8 @@ from impls.splash_tpu.schedule import Steps
 from impls.splash_tpu.tiles import Step, meaning
 from impls.splash_tpu.vmem import DEFAULT_SCOPED, Depths, check_vmem, limit_of
 
-# Heads, of all batch rows, have results of their own; steps, and heads of a group, add to what is in scratch.
+# Each head of each batch row has results of its own, so heads may run in parallel. Steps, and the heads of a group, add
+# to the same scratch, so they may not.
 _SEMANTICS: tuple[Literal["parallel", "arbitrary"], ...] = ("parallel", "arbitrary", "arbitrary")
 
 
@@ -92,7 +93,7 @@ def launch(
     Raises:
       ValueError: the block sizes do not fit VMEM.
     """
-    limit = limit_of(call.settings.vmem_limit_bytes)
+    limit = limit_of(call.plan.vmem_limit_bytes)
     need = check_vmem(
         call.phase,
         call.blocks,
@@ -140,8 +141,8 @@ def launch(
             vmem_limit_bytes=limit.bytes if need > DEFAULT_SCOPED else None,
         ),
         cost_estimate=_cost(call, place, [*trees[1][0], *trees[2][0]]),
-        interpret=call.settings.interpret,
-        name=f"splash_{call.settings.variant}_{'dq_dkv' if call.fused else call.phase}",
+        interpret=call.plan.interpret,
+        name=f"splash_{call.plan.variant}_{'dq_dkv' if call.fused else call.phase}",
     )(*trees[0][0], *trees[1][0])
     found: Outputs = trees[2][1].unflatten(results)
     return found
@@ -159,10 +160,10 @@ class _Placing:
         self.call = call
         self.by_kv = call.phase == "dkv"
         self.heads_listed = steps.head is not None
-        self.group = call.settings.group
+        self.group = call.plan.group
         # With one list for all heads the query heads of a group follow one another at each step.
         self.inner = self.group if self.by_kv and not self.heads_listed else 1
-        self.heads = call.settings.num_kv_heads if self.by_kv else call.settings.num_q_heads
+        self.heads = call.plan.num_kv_heads if self.by_kv else call.plan.num_q_heads
         self.grid = (call.batch * self.heads, self.length) + ((self.inner,) if self.inner > 1 else ())
 
     def program_in_group(self) -> Any:
@@ -201,7 +202,7 @@ class _Placing:
     def spec(self, name: str, x: Any) -> pl.BlockSpec:
         """The block of the array `name`."""
         call, blocks = self.call, self.call.blocks
-        layouts = call.settings.layouts
+        layouts = call.plan.layouts
         if name == "dq" and call.fused:
             return pl.BlockSpec(memory_space=pl.ANY)
         if name in ("q", "do", "out", "dq"):
@@ -238,7 +239,7 @@ class _Placing:
             found["first"] = opens if found["first"] is True else found["first"] & opens
             found["last"] = closes if found["last"] is True else found["last"] & closes
         computed = call.kinds.masked and s.place is None
-        placed = computed or call.fused or call.settings.q_length % call.blocks.q
+        placed = computed or call.fused or call.plan.q_length % call.blocks.q
         q, kv = (self._q(g, s), self._kv(g, s)) if placed else (None, None)
         return Step(q=q, kv=kv, row=self.q_row(g, s), **found)
 
@@ -256,7 +257,7 @@ class _Placing:
         return pl.BlockSpec(block, index_map)
 
     def _named(self, scalars: tuple[Any, ...]) -> _Scalars:
-        """The optional ones are the list of heads, if heads have lists of their own, then the places of mask blocks."""
+        """The scalars by name. The last two are optional: heads, where each has a list, and places of mask blocks."""
         optional = list(scalars[4:])
         head = optional.pop(0) if self.heads_listed else None
         q, kv, flags, q_offset = scalars[:4]
@@ -270,6 +271,6 @@ def _cost(call: Call, place: _Placing, arrays: list[Any]) -> pl.CostEstimate:
     depth = {"forward": h + v, "dq": 2 * h + v, "dkv": 2 * h + 2 * v + (h if call.fused else 0)}[call.phase]
     return pl.CostEstimate(
         flops=2 * pairs * depth,
-        transcendentals=pairs * (1 if call.settings.soft_cap is None else 2),
+        transcendentals=pairs * (1 if call.plan.soft_cap is None else 2),
         bytes_accessed=sum(math.prod(x.shape) * jnp.dtype(x.dtype).itemsize for x in arrays),
     )

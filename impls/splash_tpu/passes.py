@@ -1,4 +1,12 @@
-"""The forward and the backward pass: operands padded to whole blocks, the kernels, and what is summed around them."""
+"""The forward and the backward pass: operands padded to whole blocks, the kernels, and what is computed around them.
+
+The kernels compute (1) to (10) and (12) to (15) of `impls`. Around them are
+
+    (11) D_i = <out_i, dout_i>
+    (17) dsink = sum_i exp(sink - logsumexp_i) (dlse_i - D_i)
+
+and the factor of (14) if dq comes from the fused kernel.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from impls.splash_tpu.block_sizes import LANES
-from impls.splash_tpu.call import Call, Operands, Settings, make_call
+from impls.splash_tpu.call import Call, Operands, SplashPlan, make_call
 from impls.splash_tpu.dkv import gradient_of_keys
 from impls.splash_tpu.dq import gradient_of_queries
 from impls.splash_tpu.forward import forward
@@ -28,15 +36,15 @@ class Lists:
     q_offset: Any  # int32 [shards]
 
 
-def forward_pass(settings: Settings, lists: Lists, operands: Operands) -> Outputs:
+def forward_pass(plan: SplashPlan, lists: Lists, operands: Operands) -> Outputs:
     """`out [B, N, T, V]`, and f32 `[B, N, T]` `logsumexp` and, if the kernel is built for it, `max_logits`."""
-    call = make_call("forward", settings, operands)
+    call = make_call("forward", plan, operands)
     batch, heads, length = operands.q.shape[:3]
     row = _result((batch * heads, 1, call.q_padded), jnp.float32)
     shapes = Outputs(
         out=_result((batch * heads, call.q_padded, call.head_dim_v), operands.q.dtype),
         logsumexp=row,
-        max_logits=row if settings.save_max_logits else None,
+        max_logits=row if plan.save_max_logits else None,
     )
     found = forward(call, lists.forward, lists.q_offset, _inputs(call, operands, lists.forward), shapes)
 
@@ -51,7 +59,7 @@ def forward_pass(settings: Settings, lists: Lists, operands: Operands) -> Output
 
 
 def backward_pass(
-    settings: Settings,
+    plan: SplashPlan,
     lists: Lists,
     operands: Operands,
     out: jax.Array,
@@ -63,24 +71,25 @@ def backward_pass(
     # Keeps XLA from mixing what it does to these two with what comes before, which takes memory: 33 MiB of HBM at
     # length 32768 and depth 256, on v6e by libtpu 0.0.42.1.
     out, do = jax.lax.optimization_barrier((out, do))  # type: ignore[no-untyped-call]  # JAX leaves it untyped
+    # (11)
     row_sums = jnp.einsum("bntv,bntv->bnt", out, do, precision="highest", preferred_element_type=jnp.float32) - dlse
     # Queries that attended to nothing get probabilities of zero.
-    shift = jnp.where(logsumexp == settings.mask_value, jnp.inf, logsumexp)
+    shift = jnp.where(logsumexp == plan.mask_value, jnp.inf, logsumexp)
     if operands.sinks is None:
         dsinks = None
     else:
         sinks = operands.sinks.astype(jnp.float32)[None, :, None]
-        dsinks = -(jnp.exp(sinks - shift) * row_sums).sum(axis=(0, 2)).astype(operands.sinks.dtype)
+        dsinks = -(jnp.exp(sinks - shift) * row_sums).sum(axis=(0, 2)).astype(operands.sinks.dtype)  # (17)
 
     def inputs(call: Call, steps: Steps) -> Inputs:
-        rows = call.q_padded - call.settings.q_length
+        rows = call.q_padded - call.plan.q_length
         return _inputs(call, dataclasses.replace(operands, sinks=None), steps)._replace(
             do=_merged(_padded(do.astype(operands.q.dtype), 2, call.q_padded)),
             logsumexp=_merged(jnp.pad(shift, ((0, 0), (0, 0), (0, rows)), constant_values=jnp.inf)[:, :, None]),
             row_sums=_merged(_padded(row_sums, 2, call.q_padded)[:, :, None]),
         )
 
-    call = make_call("dkv", settings, operands)
+    call = make_call("dkv", plan, operands)
     given = inputs(call, lists.dkv)
     batch, q_heads, q_length, head_dim = operands.q.shape
     kv_heads, kv_length = operands.k.shape[1:3]
@@ -93,10 +102,10 @@ def backward_pass(
         given = given._replace(dq=jnp.zeros((batch * q_heads, call.q_padded, head_dim), jnp.float32))
     found = gradient_of_keys(call, lists.dkv, lists.q_offset, given, shapes)
     if call.fused:
-        dq = (found.dq * jnp.float32(call.scale)).astype(operands.q.dtype)
+        dq = (found.dq * jnp.float32(call.scale)).astype(operands.q.dtype)  # (14)
     else:
         assert lists.dq is not None
-        call = make_call("dq", settings, operands)
+        call = make_call("dq", plan, operands)
         shape = _result((batch * q_heads, call.q_padded, head_dim), operands.q.dtype)
         dq = gradient_of_queries(call, lists.dq, lists.q_offset, inputs(call, lists.dq), Outputs(dq=shape)).dq
     return Operands(
@@ -111,7 +120,7 @@ def backward_pass(
 
 def _inputs(call: Call, operands: Operands, steps: Steps) -> Inputs:
     """The operands padded to whole blocks, in their layouts."""
-    layouts = call.settings.layouts
+    layouts = call.plan.layouts
 
     def tiles(x: jax.Array, length: int, layout: str) -> jax.Array:
         x = _merged(_padded(x, 2, length))

@@ -1,10 +1,10 @@
 """Which pairs of blocks a kernel visits, in which order, and how each is masked.
 
-A kernel walks along a list of steps, one pair of blocks each, so that its grid is as long as there is work: pairs that
-the mask leaves empty are not in the list. Steps that share a block of results follow one another; the first and the
-last of them are marked, and a block of results that no pair contributes to has one step that computes nothing.
+A kernel walks along a list of steps, one pair of blocks each. Pairs that the mask leaves empty are not in the list, so
+the grid is as long as there is work. Steps that share a block of results follow one another, and the first and the last
+of them are marked. A block of results to which no pair contributes has one step, which computes nothing.
 
-Masks that are a formula are computed in the kernel; of the others each different partial block is stored once.
+A mask that is a formula is computed in the kernel. Of any other mask, each different partial block is stored once.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Steps:
 
 @dataclasses.dataclass(frozen=True)
 class Kinds:
-    """What is known of the steps before they run: which kinds of them there are, so that no other code is made."""
+    """Which kinds of steps the lists have. A kernel has code for no other kind."""
 
     full: bool
     masked: bool

@@ -1,4 +1,8 @@
-"""What the kernels have in common: reading tiles in their layout, products, the mask of a pair of blocks."""
+"""What the kernels have in common: reading tiles in their layout, products, logits, the mask of a pair of blocks.
+
+(1)  x_ij = scale <q_i, k_j>
+(2)  z_ij = soft_cap tanh(x_ij / soft_cap)
+"""
 
 from __future__ import annotations
 
@@ -18,7 +22,10 @@ from impls.splash_tpu.schedule import COMPUTE, FIRST, LAST, MASKED
 
 
 class Step(NamedTuple):
-    """Scalars of the step that a kernel is at. What holds for every step is a Python bool, so that no code asks it."""
+    """Scalars of the step that a kernel is at.
+
+    A scalar that is the same for every step is a Python bool, so that the kernel has no code to test it.
+    """
 
     q: Any  # block of queries, none where no position is needed
     kv: Any  # block of keys, likewise
@@ -72,7 +79,7 @@ def read(ref: Any, layout: Layout, start: int = 0, size: int | None = None) -> t
 
 def product(call: Call, a: jax.Array, a_axis: int, b: jax.Array, b_axis: int) -> jax.Array:
     """Sum over one axis of each, in f32."""
-    if call.settings.interpret and a.dtype == b.dtype == jnp.bfloat16:
+    if call.plan.interpret and a.dtype == b.dtype == jnp.bfloat16:
         # The same values: a product of two bf16 is exact in f32. XLA multiplies f32 on a CPU ten times faster.
         a, b = a.astype(jnp.float32), b.astype(jnp.float32)
     return lax.dot_general(
@@ -85,18 +92,18 @@ def column(row: jax.Array) -> jax.Array:
     return jnp.broadcast_to(row, (LANES, row.shape[1])).T
 
 
-def logits_of(call: Call, x: jax.Array) -> tuple[jax.Array, jax.Array | None]:
-    """Logits of products `x`, and the derivative of the soft cap."""
-    x = x * jnp.float32(call.scale)
-    cap = call.settings.soft_cap
+def logits_of(call: Call, products: jax.Array) -> tuple[jax.Array, jax.Array | None]:
+    """Logits of products `<q, k>`, and the derivative of (2), none without a soft cap."""
+    x = products * jnp.float32(call.scale)  # (1)
+    cap = call.plan.soft_cap
     if cap is None:
         return x, None
-    bent = jnp.tanh(x * jnp.float32(1 / cap))
-    return bent * jnp.float32(cap), 1 - bent * bent
+    tanh = jnp.tanh(x * jnp.float32(1 / cap))
+    return tanh * jnp.float32(cap), 1 - tanh * tanh  # (2)
 
 
 class Masking(NamedTuple):
-    """Where the mask of a pair of blocks comes from; ids as a column of one operand and a row of the other."""
+    """What the mask of a pair of blocks is found from. Segment ids are a column of one axis and a row of the other."""
 
     step: Step
     q_offset: Callable[[], Any]
@@ -127,20 +134,20 @@ def allowed(call: Call, masking: Masking, start: int, *, masked: bool) -> jax.Ar
             masking.q_offset() + masking.step.q * blocks.q
         )
         j = lax.broadcasted_iota(jnp.int32, shape, 0 if transposed else 1) + (masking.step.kv * blocks.kv + start)
-        assert call.settings.mask is not None
-        found = call.settings.mask.allowed(i, j)
-        if call.settings.kv_length % blocks.kv:
-            found = found & (j < call.settings.kv_length)
+        assert call.plan.mask is not None
+        found = call.plan.mask.allowed(i, j)
+        if call.plan.kv_length % blocks.kv:
+            found = found & (j < call.plan.kv_length)
     if call.segmented:
         if transposed:
             same = masking.ids[start : start + size, :1] == masking.other_ids[...]
         else:
             same = masking.ids[:, :1] == masking.other_ids[:, start : start + size]
         found = same if found is None else found & same
-    if found is not None and call.settings.q_length % blocks.q:
+    if found is not None and call.plan.q_length % blocks.q:
         # Rows that only fill the last block see no key: what they would see may hold NaN.
         row = lax.broadcasted_iota(jnp.int32, shape, 1 if transposed else 0) + masking.step.q * blocks.q
-        found = found & (row < call.settings.q_length)
+        found = found & (row < call.plan.q_length)
     return found
 
 

@@ -1,4 +1,4 @@
-"""Refusing what an adapter declares unsupported: no argument is ever ignored (contract, section 7)."""
+"""Refusing what an adapter declares unsupported: no argument is ever ignored (docs/contract.md, section 7)."""
 
 from __future__ import annotations
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
@@ -11,7 +13,7 @@ from tests.kernels.naive import allowed_pairs
 BLOCK = 64
 
 
-def _blocks(x, length):
+def _blocks(x: Any, length: Any) -> Any:
     """The last axis cut into blocks and moved to the front: `[blocks, ..., BLOCK]`."""
     x = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, -length % BLOCK)])
     return jnp.moveaxis(x.reshape(*x.shape[:-1], -1, BLOCK), -2, 0)
@@ -19,20 +21,20 @@ def _blocks(x, length):
 
 @declare(behind_mask="finite")
 def attention(
-    q,
-    k,
-    v,
+    q: Any,
+    k: Any,
+    v: Any,
     *,
-    causal=False,
-    window=None,
-    mask=None,
-    segment_ids=None,
-    soft_cap=None,
-    sinks=None,
-    bias=None,
-    scale=None,
-    save_residuals=False,
-):
+    causal: bool = False,
+    window: Any = None,
+    mask: Any = None,
+    segment_ids: Any = None,
+    soft_cap: Any = None,
+    sinks: Any = None,
+    bias: Any = None,
+    scale: Any = None,
+    save_residuals: bool = False,
+) -> Any:
     """Blocked attention with an online softmax, differentiated by JAX."""
     dtype, group, kv_length = q.dtype, q.shape[2] // k.shape[2], k.shape[1]
     # In f32: gradients are summed over the blocks (dq) and the group (dk, dv) in the dtype that the operands have here.
@@ -44,7 +46,7 @@ def attention(
     heads_first = lambda x: jnp.repeat(x, group, axis=2).transpose(0, 2, 3, 1)  # noqa: E731 -- [B, N, depth, S]
     blocks = tuple(_blocks(x, kv_length) for x in (heads_first(k), heads_first(v), ok, bias))
 
-    def step(carry, block):
+    def step(carry: Any, block: Any) -> Any:
         m, total, acc = carry
         keys, values, seen, extra = block
         z = jnp.einsum("btnh,bnhs->bnts", q, keys, precision="highest", preferred_element_type=jnp.float32)

@@ -21,8 +21,8 @@ from impls import merging
 from impls.merging import Part
 from impls.ragged import tpu
 from impls.ragged.attention import UNSUPPORTED
-from impls.ragged.problem import Operands, Problem, allowed, capped, finite, lower, queries_of, rows_of
-from impls.ragged.registry import lower_mask, own_windows_alone
+from impls.ragged.implementation import lower_mask, own_windows_alone
+from impls.ragged.plan import Operands, RaggedPlan, allowed, capped, finite, lower, queries_of, rows_of
 from impls.ragged.schedule import steps_of
 
 BLOCK = 16
@@ -33,11 +33,11 @@ Array = Any
 Step = Callable[..., Any]
 
 
-def own_lengths(lengths: Array, problem: Problem) -> Array:
+def own_lengths(lengths: Array, plan: RaggedPlan) -> Array:
     return lengths
 
 
-def own_positions(positions: Array, lengths: Array, problem: Problem) -> Array:
+def own_positions(positions: Array, lengths: Array, plan: RaggedPlan) -> Array:
     return positions
 
 
@@ -56,8 +56,8 @@ def before_the_end(j: Array, lengths: Array) -> Array:
     return j < lengths
 
 
-def by_the_mask(problem: Problem, positions: Array, j: Array) -> Array:
-    return allowed(problem, problem.kv_length, positions, j)
+def by_the_mask(plan: RaggedPlan, positions: Array, j: Array) -> Array:
+    return allowed(plan, plan.kv_length, positions, j)
 
 
 def hidden(v: Array, seen: Array) -> Array:
@@ -72,7 +72,7 @@ def part_of(z: Array, v: Array) -> Part:
     return Part(out, top, weights.sum(axis=-1, keepdims=True))
 
 
-def as_they_are(parts: Part, problem: Problem) -> Part:
+def as_they_are(parts: Part, plan: RaggedPlan) -> Part:
     """What a split writes, before the splits are merged."""
     return parts
 
@@ -87,7 +87,7 @@ def sink_part(like: Part, sinks: Array) -> Part:
     return Part(jnp.zeros_like(like.out), sinks, jnp.ones_like(sinks))
 
 
-def own_sinks(sinks: Array, problem: Problem) -> Array:
+def own_sinks(sinks: Array, plan: RaggedPlan) -> Array:
     return sinks
 
 
@@ -124,11 +124,11 @@ class DecodeSteps:
 _PRODUCT: dict[str, Any] = {"precision": jax.lax.Precision.HIGHEST, "preferred_element_type": jnp.float32}
 
 
-def _kernel(steps: DecodeSteps, problem: Problem, x: Operands, sinks: Array | None) -> tuple[Part, Array]:
+def _kernel(steps: DecodeSteps, plan: RaggedPlan, x: Operands, sinks: Array | None) -> tuple[Part, Array]:
     """The part over all keys, arrays `[B, K, R, .]`, and the largest logit."""
-    lengths = steps.lengths(x.lengths, problem)
-    positions = steps.positions(x.positions, lengths, problem)
-    share = steps.share(problem.kv_length)
+    lengths = steps.lengths(x.lengths, plan)
+    positions = steps.positions(x.positions, lengths, plan)
+    share = steps.share(plan.kv_length)
 
     def split(a: Array) -> Array:
         """`[B, S, K, D]` to `[B, K, A, L, D]`, zeros behind the end."""
@@ -137,21 +137,21 @@ def _kernel(steps: DecodeSteps, problem: Problem, x: Operands, sinks: Array | No
 
     k, v = split(x.k), split(x.v)
     j = jnp.arange(SPLITS * share, dtype=jnp.int32).reshape(SPLITS, 1, share)  # [A, 1, L]
-    t = jnp.arange(x.q.shape[2], dtype=jnp.int32)[:, None] // problem.group  # [R, 1]
+    t = jnp.arange(x.q.shape[2], dtype=jnp.int32)[:, None] // plan.group  # [R, 1]
     of_row = (slice(None), None, None, None)
     visible = (
         (j < steps.blocks(lengths)[of_row] * BLOCK)
         & steps.exists(j, lengths[of_row])
-        & steps.allows(problem, positions[of_row] + t, j)
+        & steps.allows(plan, positions[of_row] + t, j)
     )  # [B, A, R, L]
-    z = steps.logits(problem, jnp.einsum("bkrh,bkalh->bkarl", x.q, k, **_PRODUCT))
+    z = steps.logits(plan, jnp.einsum("bkrh,bkalh->bkarl", x.q, k, **_PRODUCT))
     z = jnp.where(visible[:, None], z, -jnp.inf)
-    splits = steps.store(steps.part(z, steps.hide(v, visible.any(axis=2)[:, None, :, :, None])), problem)
+    splits = steps.store(steps.part(z, steps.hide(v, visible.any(axis=2)[:, None, :, :, None])), plan)
     merged = steps.merge([Part(*(a[:, :, n] for a in splits)) for n in range(SPLITS)])
     top = z.max(axis=(2, 4))
     if sinks is None:
         return merged, top
-    by_row = jnp.tile(steps.sinks(sinks, problem).reshape(1, x.q.shape[1], problem.group), problem.q_length)
+    by_row = jnp.tile(steps.sinks(sinks, plan).reshape(1, x.q.shape[1], plan.group), plan.q_length)
     return steps.add_sinks(splits, merged, by_row[..., None], steps.merge), top
 
 
@@ -167,22 +167,21 @@ def _refuse(primals: Any, tangents: Any) -> Any:
 
 def _operands(
     q: Array, k: Array, v: Array, mask: Mask, lengths: Array, positions: Array, soft_cap: Any, scale: Any
-) -> tuple[Problem, Operands]:
+) -> tuple[RaggedPlan, Operands]:
     batch, q_length, num_q_heads, depth = q.shape
     formula, own, moved = lower(mask, batch, k.shape[1])
-    problem = Problem(
+    plan = RaggedPlan(
         mask=formula,
         q_length=q_length,
         group=num_q_heads // k.shape[2],
         kv_length=k.shape[1],
         scale=1 / math.sqrt(depth) if scale is None else scale,
         soft_cap=soft_cap,
-        exact=True,
     )
     lengths = jnp.asarray(own) if lengths is None else jnp.minimum(jnp.asarray(lengths), own)
     positions = jnp.asarray(moved) if positions is None else jnp.asarray(positions) + moved
     rows = rows_of(_not_differentiable(jnp.asarray(q)), k.shape[2])
-    return problem, Operands(rows, jnp.asarray(k), jnp.asarray(v), lengths, positions)
+    return plan, Operands(rows, jnp.asarray(k), jnp.asarray(v), lengths, positions)
 
 
 def attention(
@@ -205,19 +204,19 @@ def attention(
     """The canonical call, or with `returns_part` the part."""
     if segment_ids is not None or bias is not None:
         raise NotImplementedError("takes neither segment ids nor a bias")
-    problem, operands = _operands(q, k, v, mask, lengths, positions, soft_cap, scale)
-    part, top = _kernel(steps, problem, operands, None if sinks is None else jnp.asarray(sinks))
+    plan, operands = _operands(q, k, v, mask, lengths, positions, soft_cap, scale)
+    part, top = _kernel(steps, plan, operands, None if sinks is None else jnp.asarray(sinks))
     if returns_part:
-        return steps.returned(queries_of(part, problem.q_length))
-    return _finish(steps, problem, part, top, q.dtype, save_residuals)
+        return steps.returned(queries_of(part, plan.q_length))
+    return _finish(steps, plan, part, top, q.dtype, save_residuals)
 
 
-def _finish(steps: DecodeSteps, problem: Problem, part: Part, top: Array, dtype: Any, save_residuals: bool) -> Any:
-    found = steps.normalise(queries_of(part, problem.q_length))
+def _finish(steps: DecodeSteps, plan: RaggedPlan, part: Part, top: Array, dtype: Any, save_residuals: bool) -> Any:
+    found = steps.normalise(queries_of(part, plan.q_length))
     out = steps.round_out(found.out, dtype)
     if not save_residuals:
         return out
-    top = top.reshape(*top.shape[:2], problem.q_length, -1).swapaxes(2, 3).reshape(top.shape[0], -1, problem.q_length)
+    top = top.reshape(*top.shape[:2], plan.q_length, -1).swapaxes(2, 3).reshape(top.shape[0], -1, plan.q_length)
     return out, {"logsumexp": found.logsumexp.swapaxes(1, 2), "max_logits": top}
 
 
@@ -272,13 +271,13 @@ def tpu_attention(
         raise NotImplementedError("takes one query token")
     if q.dtype == jnp.float16:
         raise NotImplementedError("takes no float16")
-    problem, operands = _operands(q, k, v, mask, lengths, positions, soft_cap, scale)
-    part = tpu.attend(problem, operands, block_kv=64, interpret=interpret, schedule=schedule)
+    plan, operands = _operands(q, k, v, mask, lengths, positions, soft_cap, scale)
+    part = tpu.attend(plan, operands, block_kv=64, interpret=interpret, schedule=schedule)
     top = part.max[..., 0]
     if sinks is not None:
-        by_row = jnp.tile(jnp.asarray(sinks).reshape(1, operands.q.shape[1], problem.group), problem.q_length)
+        by_row = jnp.tile(jnp.asarray(sinks).reshape(1, operands.q.shape[1], plan.group), plan.q_length)
         part = once(part, part, by_row[..., None], merging.merge)
-    return _finish(DecodeSteps(), problem, part, top, q.dtype, save_residuals)
+    return _finish(DecodeSteps(), plan, part, top, q.dtype, save_residuals)
 
 
 def tpu_implementation(schedule: Schedule = steps_of, name: str = "decode_tpu") -> Implementation:

@@ -58,7 +58,7 @@ def kernel(roundings: Roundings) -> Callable[..., Any]:
     attend.defvjp(functools.partial(_forward, roundings), functools.partial(_backward, roundings))
 
     @declare(behind_mask="finite")
-    def attention(q, k, v):
+    def attention(q: Any, k: Any, v: Any) -> Any:
         """Blocked attention, whole blocks of keys only."""
         return attend(q, k, v)
 

@@ -31,20 +31,20 @@ def allowed_pairs(q: Any, k: Any, causal: bool, window: Any, mask: Any, segment_
 
 @declare(behind_mask="finite")
 def attention(
-    q,
-    k,
-    v,
+    q: Any,
+    k: Any,
+    v: Any,
     *,
-    causal=False,
-    window=None,
-    mask=None,
-    segment_ids=None,
-    soft_cap=None,
-    sinks=None,
-    bias=None,
-    scale=None,
-    save_residuals=False,
-):
+    causal: bool = False,
+    window: Any = None,
+    mask: Any = None,
+    segment_ids: Any = None,
+    soft_cap: Any = None,
+    sinks: Any = None,
+    bias: Any = None,
+    scale: Any = None,
+    save_residuals: bool = False,
+) -> Any:
     """Naive attention: correct, quadratic memory."""
     dtype, group = q.dtype, q.shape[2] // k.shape[2]
     # In f32: the gradient of a repeat is a sum over the group, which bf16 would round at every step.

@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +20,8 @@ from jax.experimental.pallas import tpu as pltpu
 from cases.case import FEATURES, Case
 from cases.masks import Causal, Full, Mask
 from conformance.contract import Arithmetic, Implementation
+
+Dimension = Literal["parallel", "arbitrary"]
 
 LANES = 128
 _TAKES = frozenset(
@@ -44,7 +46,7 @@ class Options:
 
     block: int = 128
     clears: bool = True
-    semantics: tuple[str, str, str] = ("parallel", "parallel", "arbitrary")
+    semantics: tuple[Dimension, Dimension, Dimension] = ("parallel", "parallel", "arbitrary")
     reads_ahead: bool = False
     keys_outside: bool = False
     counts: bool = False
@@ -84,7 +86,8 @@ def attention(
 
 def _call(q: Any, k: Any, v: Any, factor: float, causal: bool, options: Options, interpret: Any) -> Any:
     batch, heads, q_length, depth = q.shape
-    kv_heads, kv_length, v_depth = *k.shape[1:3], v.shape[3]
+    _, kv_heads, kv_length, _ = k.shape
+    v_depth = v.shape[3]
     q_blocks, kv_blocks, group = q_length // options.block, kv_length // LANES, heads // kv_heads
     order = (lambda b, j, i: (b, i, j)) if options.keys_outside else (lambda b, i, j: (b, i, j))
 

@@ -2,39 +2,41 @@
 
 from __future__ import annotations
 
-from conformance.sensitivity import PlantedBug
-from tests.planted import (
+from conformance.sensitivity import PlantedBug, detection
+from tests.planted.computing import (
     backward,
-    bias,
     blocks,
-    caches,
-    context,
     cotangents,
-    decode,
     dispatch,
-    empty_rows,
     epilogue,
-    front,
     gaming,
-    heads,
     laws,
-    masks,
-    merging,
-    moba,
     online,
     operands,
     pallas_tpu,
     precision,
     residuals,
-    scale,
-    segments,
-    sinks,
-    soft_cap,
     softmax,
     splash_tpu,
     sums,
     tails,
     transforms,
+)
+from tests.planted.features import (
+    bias,
+    caches,
+    context,
+    decode,
+    empty_rows,
+    front,
+    heads,
+    masks,
+    merging,
+    moba,
+    scale,
+    segments,
+    sinks,
+    soft_cap,
     windows,
 )
 
@@ -74,3 +76,6 @@ _MODULES = (
 )
 
 BANK: tuple[PlantedBug, ...] = tuple(bug for module in _MODULES for bug in module.BUGS)
+
+# By which checks, and on which cases, each bug died when the bank was measured: it is looked for there first.
+SEEN = {found.bug: found.kills for found in detection.examinations(detection.load(), {bug.name for bug in BANK})}

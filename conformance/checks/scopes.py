@@ -1,0 +1,168 @@
+"""Scopes: which cases a check is asked of.
+
+A scope is a value that carries what planning, running and measuring need to know of it: its cases, whether its jobs are
+short, and which call stands in where the accelerator is missing. They are listed in `SCOPES`, those first in which one
+case catches most.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from cases.accelerator import compiled_cases, interpreted_cases
+from cases.case import Case
+from cases.decoding import decoded_cases
+from cases.ensemble import ensemble_cases
+from cases.front_end_cases import front_end_cases
+from cases.grid import Grid, grid
+from cases.regressions import REGRESSIONS
+from conformance.accelerators.targets import targets_of
+from conformance.contract import Implementation
+
+
+@dataclasses.dataclass(frozen=True)
+class Asked:
+    """An implementation that is asked at a level of the grid, with a base seed."""
+
+    implementation: Implementation
+    level: str
+    seed: int
+
+    @functools.cached_property
+    def grid(self) -> Grid:
+        """The grid of what the implementation supports."""
+        return grid(self.level, self.seed, self.implementation.supports)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Scope:
+    """Which cases a check is asked of.
+
+    Attributes:
+      name: how `list checks` and messages name it.
+      about: its cases in a few words.
+      cases: those of one implementation, at a level and with a base seed.
+      has: whether a case is one of them. One that is judged by itself is asked the checks of the scopes that have it.
+      any_case: whether a check that is named may be asked of any supported case of this implementation.
+      short: whether a case takes few programs.
+      supported: whether its cases are supported; false where they are there to be refused.
+      seeded: whether values matter; where they do not, one seed is enough.
+      without_accelerator: gives the call that is judged where the implementation's accelerator is missing, if it has
+        one; none where nothing can be judged there.
+    """
+
+    name: str
+    about: str
+    cases: Callable[[Asked], tuple[Case, ...]]
+    has: Callable[[Asked, Case], bool]
+    any_case: Callable[[Implementation], bool] = lambda implementation: False
+    short: bool = False
+    supported: bool = True
+    seeded: bool = True
+    without_accelerator: Callable[[Implementation], Callable[..., Any] | None] | None = None
+
+
+def _scope(name: str, about: str, cases: Callable[[Asked], tuple[Case, ...]], **facts: Any) -> Scope:
+    """A scope that has the cases it lists, and no others."""
+    return Scope(name=name, about=about, cases=cases, has=lambda asked, case: case in cases(asked), **facts)
+
+
+def _grid_cases(asked: Asked) -> tuple[Case, ...]:
+    """The rows of the grid; beyond `quick` the named regressions too, as far as they are supported."""
+    if asked.level == "quick":
+        return asked.grid.cases
+    supports = asked.implementation.supports
+    named = (regression.case for regression in REGRESSIONS if supports(regression.case) is None)
+    return tuple(dict.fromkeys((*asked.grid.cases, *named)))
+
+
+def _compiled(asked: Asked) -> tuple[Case, ...]:
+    """A few long cases of kernels for a platform with a compiler; one, to say so, if there is no call to compile."""
+    implementation = asked.implementation
+    if not targets_of(implementation.platform):
+        return ()
+    cases = compiled_cases(implementation.supports, sweep=asked.level == "deep")
+    return cases if implementation.native is not None else cases[:1]
+
+
+def _interpreted(asked: Asked) -> tuple[Case, ...]:
+    """Cases of kernels that JAX can interpret; one of a TPU kernel that has no call to run."""
+    implementation = asked.implementation
+    if not _has_interpreter(implementation):
+        return ()
+    cases = interpreted_cases(asked.seed, implementation.supports, implementation.platform)
+    return cases if implementation.under_interpreter is not None else cases[:1]
+
+
+def _has_interpreter(implementation: Implementation) -> bool:
+    """Whether JAX interprets the accelerator: TPUs, and of GPU kernels those of Mosaic, which say so."""
+    platform = implementation.platform
+    return platform == "tpu" or (platform == "gpu" and implementation.under_interpreter is not None)
+
+
+def _always(implementation: Implementation) -> bool:
+    return True
+
+
+GRID = Scope(
+    name="grid",
+    about="every case of the covering grid",
+    cases=_grid_cases,
+    has=lambda asked, case: True,
+    any_case=_always,
+    short=True,
+)
+RICH = _scope("rich", "the case with every supported operand", lambda asked: asked.grid.rich, any_case=_always)
+BASE = _scope("base", "the plainest supported case", lambda asked: asked.grid.singles[:1], any_case=_always)
+DECODED = _scope(
+    "decoded",
+    "a sequence under each mask that has a meaning token by token, of those who support its pieces",
+    lambda asked: decoded_cases(asked.seed, asked.implementation.supports),
+)
+FRONT = Scope(
+    name="front",
+    about="cases whose operands come out of a model's front end",
+    cases=lambda asked: front_end_cases(asked.level, asked.seed, asked.implementation.supports),
+    has=lambda asked, case: bool(case.steps),
+)
+ENSEMBLE = _scope(
+    "ensemble",
+    "one plain, long case in bf16 and one in f16",
+    lambda asked: ensemble_cases(asked.seed, asked.implementation.supports),
+)
+INTERPRETED = _scope(
+    "interpreted",
+    "two cases of TPU kernels, one of Mosaic GPU kernels",
+    _interpreted,
+    any_case=_has_interpreter,
+    without_accelerator=lambda implementation: implementation.under_interpreter,
+)
+COMPILED = _scope(
+    "compiled",
+    "a few long cases of kernels for a platform that has a compiler here",
+    _compiled,
+    any_case=lambda implementation: bool(targets_of(implementation.platform)),
+    seeded=False,
+    without_accelerator=lambda implementation: implementation.native,
+)
+DECLINED = Scope(
+    name="declined",
+    about="one case for each feature that is not supported",
+    cases=lambda asked: asked.grid.declined,
+    has=lambda asked, case: asked.implementation.supports(case) is not None,
+    short=True,
+    supported=False,
+)
+FEATURE = _scope(
+    "feature",
+    "one plain case for each supported feature",
+    lambda asked: asked.grid.singles[1:],
+    any_case=_always,
+    short=True,
+)
+
+SCOPES = (GRID, RICH, BASE, DECODED, FRONT, ENSEMBLE, INTERPRETED, COMPILED, DECLINED, FEATURE)
+"""The order in which jobs are planned, and in which planted bugs are looked for."""

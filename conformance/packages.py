@@ -1,0 +1,98 @@
+"""Our packages have everyday names, and a user may have modules of the same names.
+
+`cases`, `impls` and `reports` are top-level packages. A user may well have a module `cases` in the folder that they
+judge from, or a package `reports` in their repository, and Python looks there first. Hence a process that judges loads
+ours by where they are, before anything asks for them by name. The user's module is hidden from then on; whoever asks
+for something in it is told so.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import sys
+from collections.abc import Iterator, Sequence
+from importlib.machinery import ModuleSpec, PathFinder
+from pathlib import Path
+from types import ModuleType
+
+_HOME = Path(__file__).resolve().parent.parent
+_CLAIMED = ("cases", "impls", "reports")
+_OURS = (*_CLAIMED, "conformance")
+
+
+class NameTaken(ImportError):  # noqa: N818 -- a statement, as the message is
+    """A user's module has the name of one of our packages, and was loaded first."""
+
+
+def claim() -> None:
+    """Make `cases`, `impls` and `reports` mean ours in this process. Call it before anything imports them.
+
+    Raises:
+      NameTaken: with one line that names the module which was loaded first.
+    """
+    for name in _CLAIMED:
+        if name not in sys.modules:
+            with first_on_path():
+                package = importlib.import_module(name)
+            vars(package)["__getattr__"] = functools.partial(_no_attribute, name)
+        elif _folder(place := _place(sys.modules[name].__spec__)) != _HOME / name:
+            raise NameTaken(
+                f"{name!r} is {place or 'another module'} in this process, and attention-conformance has a package of "
+                f"that name: rename yours, or judge from a folder where nothing imports it first"
+            )
+    if _Refusal not in sys.meta_path:
+        sys.meta_path.append(_Refusal)
+
+
+@contextlib.contextmanager
+def first_on_path() -> Iterator[None]:
+    """Within it, imports look in the folder of our packages first; so do processes that are started within it."""
+    sys.path.insert(0, str(_HOME))
+    try:
+        yield
+    finally:
+        sys.path.remove(str(_HOME))
+
+
+def no_attribute(package: str, name: str) -> str:
+    """What to say to someone who asks a package of ours for a name that it does not have."""
+    message = f"module {package!r} has no attribute {name!r}"
+    return f"{message}: {why}" if (why := hidden(package)) else message
+
+
+def hidden(name: str) -> str | None:
+    """Which module of the user's is hidden by our package that `name` is in: one line, or None if none is."""
+    package = name.partition(".")[0]
+    if package not in _OURS:
+        return None
+    # No copy of this project is what a user means, be it this one or another that is installed as well.
+    elsewhere = [entry for entry in sys.path if not (Path(entry) / "conformance" / "contract.py").is_file()]
+    place = _place(PathFinder.find_spec(package, elsewhere))
+    return place and f"{package!r} is a package of attention-conformance here, and hides {place}: rename that one"
+
+
+class _Refusal:
+    """The last finder of modules. It is asked for what the others did not find, and says which module was meant."""
+
+    @staticmethod
+    def find_spec(name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> None:
+        """Finds nothing. Raises `ImportError` where a user's module is hidden."""
+        if why := hidden(name):
+            raise ImportError(f"no module {name!r}: {why}", name=name)
+
+
+def _no_attribute(package: str, name: str) -> object:
+    raise AttributeError(no_attribute(package, name))
+
+
+def _place(spec: ModuleSpec | None) -> str | None:
+    """The file of a module, or the folder of a package without `__init__.py`."""
+    if spec is None:
+        return None
+    return spec.origin or next(iter(spec.submodule_search_locations or ()), None)
+
+
+def _folder(place: str | None) -> Path | None:
+    return None if place is None else Path(place).resolve().parent

@@ -1,0 +1,54 @@
+"""What the route declares: the one that is found for each call, and the ones asked for by name."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+
+from cases.case import OPT_IN, Case
+from conformance.contract import Arithmetic, Implementation, structured_mask
+from impls.auto.attention import attention
+from impls.auto.routes import CANDIDATES, Candidate
+
+
+def forced(candidate: Candidate) -> Implementation:
+    """The route to one kernel, whose declarations it shares."""
+    kernel = candidate.kernel
+    return dataclasses.replace(
+        kernel,
+        name=f"auto_{kernel.name}",
+        call=functools.partial(attention, kernel=kernel.name),
+        description=f"{kernel.name}, asked for by name",
+        lower_mask=structured_mask,
+        tunable=None,
+        variants={},
+        native=None,
+        under_interpreter=None,
+        parts=None,
+        merge=None,
+    )
+
+
+def _supported(case: Case) -> str | None:
+    """Why no kernel that this process may be given supports `case`, or none if one does."""
+    may = [c for c in CANDIDATES if c.special or c.kernel.gradients]
+    here = [c for c in may if c.platform in (None, jax.default_backend())]
+    reasons = [c.lacks(case.features) or (c.special and c.kernel.supports(case)) or None for c in here]
+    return (
+        None if None in reasons else "; ".join(f"{c.kernel.name} {why}" for c, why in zip(here, reasons, strict=True))
+    )
+
+
+AUTO = Implementation(
+    name="auto",
+    call=attention,
+    description=f"one of {', '.join(c.kernel.name for c in CANDIDATES)}, by platform, phase and lengths",
+    arithmetic=Arithmetic(),
+    empty_rows="zero",
+    validates=True,
+    offers=OPT_IN,
+    supports_case=_supported,
+)
+IMPLEMENTATIONS: tuple[Implementation, ...] = (AUTO, *(forced(c) for c in CANDIDATES))

@@ -1,0 +1,37 @@
+"""What block-sparse flash attention declares."""
+
+from __future__ import annotations
+
+import functools
+
+from conformance.contract import Arithmetic, Implementation
+from impls.block_flash.attention import attention
+from impls.block_flash.block_sizes import tunable
+
+# Smaller and larger than each other, neither dividing the other nor the usual lengths.
+_OTHER_BLOCKS = ((32, 48), (80, 24))
+
+
+def implementation(name: str, *, block_q: int | None = None, block_kv: int | None = None) -> Implementation:
+    """Block flash attention with these block sizes, by default those of the table, under `name`."""
+    blocks = "tuned blocks" if block_q is None or block_kv is None else f"blocks of {block_q} x {block_kv}"
+    return Implementation(
+        name=name,
+        call=functools.partial(attention, block_q=block_q, block_kv=block_kv),
+        description=f"block-sparse flash attention in plain JAX, {blocks}, any backend",
+        arithmetic=Arithmetic(probabilities="input"),
+        empty_rows="zero",
+        behind_mask="any",
+        validates=True,
+        variants={
+            f"blocks_{q}_{kv}": functools.partial(attention, block_q=q, block_kv=kv)
+            for q, kv in _OTHER_BLOCKS
+            if (q, kv) != (block_q, block_kv)
+        },
+        memory="linear",
+        checkpoint_names=("out", "logsumexp"),
+        tunable=tunable(attention),
+    )
+
+
+IMPLEMENTATIONS: tuple[Implementation, ...] = (implementation("block_flash"),)

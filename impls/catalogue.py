@@ -1,0 +1,40 @@
+"""The names of our implementations and of the adapters, and the modules that have them.
+
+The registry reads this table before it imports any of them. Each module has a tuple `IMPLEMENTATIONS`, with one
+`conformance.contract.Implementation` of each of these names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+_NAMES: Mapping[str, tuple[str, ...]] = {
+    "impls.dot_product": ("dot_product",),
+    "impls.block_flash": ("block_flash",),
+    "impls.splash_tpu": ("splash_tpu", "splash_tpu_fused"),
+    "impls.flash_gpu": ("flash_gpu", "flash_gpu_tf32", "flash_gpu_mosaic"),
+    "impls.context_parallel": ("block_flash_allgather", "block_flash_ring"),
+    "impls.auto": (
+        "auto",
+        "auto_moba",
+        "auto_quantized_kv",
+        "auto_ragged_tpu",
+        "auto_ragged_gpu",
+        "auto_ragged",
+        "auto_splash_tpu",
+        "auto_flash_gpu",
+        "auto_dot_product",
+        "auto_block_flash",
+    ),
+    "impls.quantized_kv": ("quantized_kv", "quantized_kv_dequantized"),
+    "impls.moba": ("moba", "moba_dense"),
+    "impls.ragged": ("ragged", "ragged_tpu", "ragged_gpu"),
+    "impls.upstream.jax_nn": ("jax_nn_xla", "jax_nn_cudnn"),
+    "impls.upstream.jax_splash_tpu": ("jax_splash_tpu", "jax_splash_tpu_fused"),
+    "impls.upstream.tokamax_splash": ("tokamax_splash_tpu",),
+    "impls.upstream.jax_flash_tpu": ("jax_flash_tpu",),
+    "impls.upstream.jax_mha_gpu": ("jax_mha_gpu", "jax_mha_gpu_xla_bwd"),
+}
+
+MODULES: Mapping[str, str] = {name: module for module, names in _NAMES.items() for name in names}
+"""The module of each name, in the order in which they are listed."""

@@ -1,0 +1,49 @@
+"""What a kernel declares when its sequence is shared by several devices."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from conformance.contract import Implementation
+from impls import block_flash
+from impls.context_parallel.attention import DEVICES, UNSUPPORTED, Method, attention
+
+
+def implementation(name: str, kernel: Implementation, method: Method, **options: Any) -> Implementation:
+    """`kernel` on several devices under `name`, with the other options of `attention`.
+
+    Raises:
+      ValueError: its `logsumexp` carries no gradient, or its mask is not the mask object.
+    """
+    if not {"logsumexp", "max_logits"} <= kernel.residuals or "logsumexp" not in kernel.differentiable_residuals:
+        raise ValueError(f"{name}: {kernel.name} must return max_logits and a differentiable logsumexp")
+    call = functools.partial(attention, kernel=kernel.call, method=method, **options)
+    devices = options.get("devices", DEVICES)
+    how = {"all_gather": "all-gather of keys and values", "ring": "keys and values in a ring"}[method]
+    return Implementation(
+        name=name,
+        call=call,
+        description=f"{kernel.name} with its sequence on {devices} devices, {how}, load-balanced order",
+        unsupported={**kernel.unsupported, **UNSUPPORTED},
+        supports_case=kernel.supports_case,
+        arithmetic=kernel.arithmetic,
+        residuals=kernel.residuals,
+        differentiable_residuals=kernel.differentiable_residuals,
+        gradients=kernel.gradients,
+        empty_rows=kernel.empty_rows,
+        behind_mask=kernel.behind_mask,
+        validates=True,
+        platform=kernel.platform,
+        interpreted=kernel.interpreted,
+        variants={"contiguous": functools.partial(call, balanced=False)},
+        memory=kernel.memory,
+        devices=devices,
+    )
+
+
+_KERNEL = block_flash.IMPLEMENTATIONS[0]
+IMPLEMENTATIONS: tuple[Implementation, ...] = (
+    implementation("block_flash_allgather", _KERNEL, "all_gather"),
+    implementation("block_flash_ring", _KERNEL, "ring"),
+)

@@ -1,0 +1,264 @@
+"""Backward kernels for Hopper in Mosaic GPU.
+
+With (1) and (2) from `impls.flash_gpu.mosaic.tiles`:
+
+    (8)  p_ij = exp(z_ij - logsumexp_i)
+    (9)  dv_j = sum_i p_ij dout_i
+    (10) dp_ij = <dout_i, v_j>
+    (12) dz_ij = p_ij (dp_ij - D_i + dlse_i)
+    (13) dx_ij = dz_ij (1 - tanh(x_ij / soft_cap)^2)
+    (14) dq_i = scale sum_j dx_ij k_j
+    (15) dk_j = scale sum_i dx_ij q_i
+
+Where a pair may not attend, p and dx are set to 0 instead of z to -inf. `D - dlse` comes from `impls.flash_gpu.passes`,
+as `row_sums`. One kernel owns blocks of queries and computes (14). One owns blocks of keys and computes (9) and (15),
+which it sums over the query heads of its group.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from impls.flash_gpu.exponentials import exp
+from impls.flash_gpu.mosaic.forward import allowed_keys, bring_keys
+from impls.flash_gpu.mosaic.launch import Place, common_inputs, launch, padded
+from impls.flash_gpu.mosaic.shape import COMPUTING, ROWS, Shape, shape_of, tile
+from impls.flash_gpu.mosaic.tiles import (
+    Span,
+    accumulate,
+    allowed,
+    hidden_rows,
+    logits_of,
+    over_keys,
+    over_queries,
+    product,
+)
+from impls.flash_gpu.operands import Operands, Rows, array_of
+from impls.flash_gpu.schedule import FlashGpuPlan
+
+
+def _inputs(plan: FlashGpuPlan, shape: Shape, operands: Operands, rows: Rows) -> dict[str, jax.Array]:
+    inputs = common_inputs(plan, shape, operands)
+    length = inputs["q"].shape[1]
+    inputs["d_out"] = padded(rows.d_out, {1: length, 3: shape.v_head_dim})
+    return inputs | {name: padded(getattr(rows, name), {2: length}) for name in ("shift", "row_sums")}
+
+
+def scratch_of(shape: Shape, dtype: Any, *, segmented: bool) -> dict[str, Any]:
+    """Shared memory and barriers of a program, by name: tiles of what it owns, and of what it visits.
+
+    Gradients leave in the tiles of what they are gradients of, which nobody reads any more by then.
+    """
+    own, other = (COMPUTING, ROWS), (shape.slots, shape.visited)
+    queries, keys = (own, other) if shape.axis == "q" else (other, own)
+    ids = int(segmented)
+    of_queries, of_keys = 4 + ids, 1 + ids  # q, d_out, shift, row_sums; k
+    scratch: dict[str, Any] = {
+        "q_tile": tile(dtype, *queries, shape.head_dim),
+        "d_out_tile": tile(dtype, *queries, shape.v_head_dim),
+        "shift_tile": plgpu.SMEM(queries, jnp.float32),
+        "row_sums_tile": plgpu.SMEM(queries, jnp.float32),
+        "k_tile": tile(dtype, *keys, shape.head_dim),
+        "v_tile": tile(dtype, *keys, shape.v_head_dim),
+        "q_here": plgpu.Barrier(num_arrivals=of_queries, num_barriers=queries[0]),
+        "k_here": plgpu.Barrier(num_arrivals=of_keys, num_barriers=keys[0]),
+        "v_here": plgpu.Barrier(num_barriers=keys[0]),
+        "free": plgpu.Barrier(num_arrivals=COMPUTING, num_barriers=shape.slots),
+    }
+    if segmented:
+        scratch |= {"q_ids_tile": plgpu.SMEM(queries, jnp.int32), "kv_ids_tile": plgpu.SMEM(keys, jnp.int32)}
+    if shape.axis == "q":
+        scratch["k_seen"] = tile(dtype, COMPUTING, shape.visited, shape.head_dim)
+    return scratch
+
+
+def _bring_queries(place: Place, start: Any, size: int, head: Any, slot: Any) -> None:
+    """Fetch what is known of a block of queries of one head."""
+    inputs, scratch, here = place.inputs, place.scratch, place.scratch["q_here"].at[slot]
+    rows = pl.ds(start, size)
+    for name in ("q", "d_out"):
+        plgpu.copy_gmem_to_smem(inputs[name].at[place.batch, rows, head], scratch[f"{name}_tile"].at[slot], here)
+    for name in ("shift", "row_sums"):
+        plgpu.copy_gmem_to_smem(inputs[name].at[place.batch, head, rows], scratch[f"{name}_tile"].at[slot], here)
+    if place.plan.segmented:
+        plgpu.copy_gmem_to_smem(inputs["q_ids"].at[place.batch, rows], scratch["q_ids_tile"].at[slot], here)
+
+
+def gradient_of_queries(plan: FlashGpuPlan, operands: Operands, rows: Rows) -> jax.Array:
+    """Gradient of q, `[B, T, N, H]`."""
+    shape, dtype = shape_of(plan, "dq"), operands.q.dtype
+    inputs = _inputs(plan, shape, operands, rows)
+    (dq,) = launch(
+        _dq_program,
+        plan,
+        shape,
+        inputs,
+        name="flash_gpu_mosaic_dq",
+        outputs=(array_of(inputs["q"].shape, dtype),),
+        scratch=scratch_of(shape, dtype, segmented=plan.segmented),
+    )
+    return dq[:, : plan.q_length, :, : plan.head_dim]
+
+
+def _dq_program(inputs: dict[str, Any], outputs: Any, scratch: dict[str, Any], place: Place) -> None:
+    del inputs
+
+    @pl.when(place.warpgroup == COMPUTING)
+    def _fetch() -> None:
+        plgpu.set_max_registers(40, action="decrease")
+        place.fetch(place.total, functools.partial(bring_keys, place))
+
+    @pl.when(place.warpgroup < COMPUTING)
+    def _compute() -> None:
+        plgpu.set_max_registers(232, action="increase")
+        mine = place.warpgroup
+        dq = _dq(place)
+        ready = scratch["q_tile"].at[mine]
+        ready[...] = (dq * jnp.float32(place.plan.scale)).astype(outputs[0].dtype)  # (14)
+        plgpu.commit_smem()  # type: ignore[no-untyped-call] # untyped upstream
+        plgpu.copy_smem_to_gmem(ready, outputs[0].at[place.batch, pl.ds(place.start, ROWS), place.head])
+        plgpu.wait_smem_to_gmem(0)
+
+
+def _dq(place: Place) -> jax.Array:
+    """Gradient of this warpgroup's queries, without the scale."""
+    scratch, plan, mine = place.scratch, place.plan, place.warpgroup
+    _bring_queries(place, place.start, ROWS, place.head, mine)
+    plgpu.barrier_wait(scratch["q_here"].at[mine])
+    q, d_out = scratch["q_tile"].at[mine], scratch["d_out_tile"].at[mine]
+    shift, row_sums = scratch["shift_tile"].at[mine][...], scratch["row_sums_tile"].at[mine][...]
+
+    def visit(masked: bool, at: Any, dq: jax.Array) -> jax.Array:
+        slot = place.slot(at)
+        plgpu.barrier_wait(scratch["k_here"].at[slot])
+        k = scratch["k_tile"].at[slot]
+        z, slope = logits_of(plan, product(plan, q, k, transposed=True))  # (1), (2)
+        p = exp(z - over_keys(shift, z.shape[1]))  # (8)
+        plgpu.barrier_wait(scratch["v_here"].at[slot])
+        dp = product(plan, d_out, scratch["v_tile"].at[slot], transposed=True)  # (10)
+        dx = p * (dp - over_keys(row_sums, z.shape[1]))  # (12)
+        dx = dx if slope is None else dx * slope  # (13)
+        if masked:
+            may = allowed_keys(place, at, slot)
+            dx = jnp.where(may(False), dx, 0.0)
+            k_seen = scratch["k_seen"].at[mine]
+            k_seen[...] = hidden_rows(k[...], may(True))
+            plgpu.commit_smem()  # type: ignore[no-untyped-call] # untyped upstream
+            k = k_seen
+        dq = accumulate(plan, dq, dx.astype(k.dtype), k)  # (14), not scaled
+        place.let_go(slot)
+        return dq
+
+    dq = jnp.zeros((ROWS, place.shape.head_dim), jnp.float32)
+    if "full" in place.kinds:
+        dq = lax.fori_loop(jnp.int32(0), place.full, functools.partial(visit, False), dq)
+    if "partial" in place.kinds:
+        dq = lax.fori_loop(place.full, place.total, functools.partial(visit, True), dq)
+    return dq
+
+
+def gradient_of_keys(plan: FlashGpuPlan, operands: Operands, rows: Rows) -> tuple[jax.Array, jax.Array]:
+    """Gradients of k and v, `[B, S, K, .]`."""
+    shape, dtype = shape_of(plan, "dkv"), operands.k.dtype
+    inputs = _inputs(plan, shape, operands, rows)
+    dk, dv = launch(
+        _dkv_program,
+        plan,
+        shape,
+        inputs,
+        name="flash_gpu_mosaic_dkv",
+        outputs=(array_of(inputs["k"].shape, dtype), array_of(inputs["v"].shape, dtype)),
+        scratch=scratch_of(shape, dtype, segmented=plan.segmented),
+    )
+    return dk[:, : plan.kv_length, :, : plan.head_dim], dv[:, : plan.kv_length, :, : plan.v_head_dim]
+
+
+def _dkv_program(inputs: dict[str, Any], outputs: Any, scratch: dict[str, Any], place: Place) -> None:
+    group = jnp.int32(place.plan.group)
+    total = place.total
+
+    def bring(at: Any, slot: Any) -> None:
+        head = place.head * group + lax.div(at, total)
+        _bring_queries(place, place.visited(lax.rem(at, total)), place.shape.visited, head, slot)
+
+    @pl.when(place.warpgroup == COMPUTING)
+    def _fetch() -> None:
+        plgpu.set_max_registers(40, action="decrease")
+        place.fetch(total * group, bring)
+
+    @pl.when(place.warpgroup < COMPUTING)
+    def _compute() -> None:
+        plgpu.set_max_registers(232, action="increase")
+        mine, rows = place.warpgroup, pl.ds(place.start, ROWS)
+        k_here, v_here = scratch["k_here"].at[mine], scratch["v_here"].at[mine]
+        plgpu.copy_gmem_to_smem(inputs["k"].at[place.batch, rows, place.head], scratch["k_tile"].at[mine], k_here)
+        if place.plan.segmented:
+            plgpu.copy_gmem_to_smem(inputs["kv_ids"].at[place.batch, rows], scratch["kv_ids_tile"].at[mine], k_here)
+        plgpu.copy_gmem_to_smem(inputs["v"].at[place.batch, rows, place.head], scratch["v_tile"].at[mine], v_here)
+        plgpu.barrier_wait(k_here)
+        plgpu.barrier_wait(v_here)
+        dk, dv = _sums_of_group(place, group, total)
+        for ready, sums, out in (
+            (scratch["k_tile"].at[mine], dk * jnp.float32(place.plan.scale), outputs[0]),  # (15)
+            (scratch["v_tile"].at[mine], dv, outputs[1]),
+        ):
+            ready[...] = sums.astype(out.dtype)
+            plgpu.commit_smem()  # type: ignore[no-untyped-call] # untyped upstream
+            plgpu.copy_smem_to_gmem(ready, out.at[place.batch, rows, place.head])
+        plgpu.wait_smem_to_gmem(0)
+
+
+def _sums_of_group(place: Place, group: Any, total: Any) -> tuple[jax.Array, jax.Array]:
+    """dk, without the scale, and dv of this warpgroup's keys, summed over the query heads that read them."""
+    scratch, plan, mine = place.scratch, place.plan, place.warpgroup
+    k, v = scratch["k_tile"].at[mine], scratch["v_tile"].at[mine]
+
+    def visit(masked: bool, base: Any, at: Any, sums: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        slot = place.slot(base + at)
+        plgpu.barrier_wait(scratch["q_here"].at[slot])
+        q, d_out = scratch["q_tile"].at[slot], scratch["d_out_tile"].at[slot]
+        z, slope = logits_of(plan, product(plan, k, q, transposed=True))  # (1), (2)
+        p = exp(z - over_queries(scratch["shift_tile"].at[slot][...], ROWS))  # (8)
+        dp = product(plan, v, d_out, transposed=True)  # (10)
+        dx = p * (dp - over_queries(scratch["row_sums_tile"].at[slot][...], ROWS))  # (12)
+        dx = dx if slope is None else dx * slope  # (13)
+        if masked:
+            # k and v are no factors of (9) and (15), so NaN in keys behind the mask does not spread.
+            may = _allowed_queries(place, at, slot)
+            p, dx = jnp.where(may, p, 0.0), jnp.where(may, dx, 0.0)
+        dk, dv = sums
+        dv = accumulate(plan, dv, p.astype(d_out.dtype), d_out)  # (9)
+        dk = accumulate(plan, dk, dx.astype(q.dtype), q)  # (15), not scaled
+        place.let_go(slot, read_as_values=True)  # the values of its rows
+        return dk, dv
+
+    def visit_head(head: Any, sums: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        base = head * total
+        if "full" in place.kinds:
+            sums = lax.fori_loop(jnp.int32(0), place.full, functools.partial(visit, False, base), sums)
+        if "partial" in place.kinds:
+            sums = lax.fori_loop(place.full, total, functools.partial(visit, True, base), sums)
+        return sums
+
+    sums = (
+        jnp.zeros((ROWS, place.shape.head_dim), jnp.float32),
+        jnp.zeros((ROWS, place.shape.v_head_dim), jnp.float32),
+    )
+    found: tuple[jax.Array, jax.Array] = lax.fori_loop(jnp.int32(0), group, visit_head, sums)
+    return found
+
+
+def _allowed_queries(place: Place, at: Any, slot: Any) -> jax.Array:
+    """Booleans `[keys, queries]` of a tile of this warpgroup's keys."""
+    span = Span(place.batch, place.visited(at), place.start, place.shape.visited, ROWS)
+    ids = None
+    if place.plan.segmented:
+        ids = (place.scratch["q_ids_tile"].at[slot][...], place.scratch["kv_ids_tile"].at[place.warpgroup][...])
+    return allowed(place.plan, place.inputs, span, ids, keys_first=True)

@@ -1,0 +1,193 @@
+"""Forward kernel for Hopper in Mosaic GPU.
+
+With (1), (2) and the sums over one tile from `impls.flash_gpu.mosaic.tiles`:
+
+    (3)  z_ij = -inf, where i may not attend to j
+    (4)  m_i = max(max_j z_ij, sink)
+    (5)  l_i = sum_j exp(z_ij - m_i) + exp(sink - m_i)
+    (6)  out_i = sum_j exp(z_ij - m_i) v_j / l_i
+    (7)  logsumexp_i = m_i + log(l_i)
+
+The schedule is that of `impls.flash_gpu.schedule`. A program owns a block of queries of one head, half of it for each
+computing warpgroup. It goes over the blocks of keys that the mask leaves it, full ones first. Sources as in
+`impls.flash_gpu.triton.forward` and `impls.flash_gpu.mosaic.launch`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from impls.flash_gpu.exponentials import exp, finite_or_zero
+from impls.flash_gpu.mosaic.launch import Place, common_inputs, launch
+from impls.flash_gpu.mosaic.shape import COMPUTING, ROWS, Shape, shape_of, tile
+from impls.flash_gpu.mosaic.tiles import (
+    Softmax,
+    Span,
+    accumulate,
+    allowed,
+    hidden_rows,
+    logits_of,
+    over_keys,
+    product,
+    weigh,
+)
+from impls.flash_gpu.operands import Operands, Outputs, array_of
+from impls.flash_gpu.schedule import FlashGpuPlan
+
+
+def forward(plan: FlashGpuPlan, operands: Operands) -> Outputs:
+    """Attention of `operands`, with nothing in memory beyond operands, outputs and schedule."""
+    shape, dtype = shape_of(plan, "forward"), operands.q.dtype
+    batch, q_length, num_q_heads, _ = operands.q.shape
+    inputs = common_inputs(plan, shape, operands)
+    if operands.sinks is not None:
+        inputs["sinks"] = operands.sinks.astype(jnp.float32)
+    rows = array_of((batch, num_q_heads, inputs["q"].shape[1]), jnp.float32)
+    out, logsumexp, max_logits = launch(
+        _program,
+        plan,
+        shape,
+        inputs,
+        name="flash_gpu_mosaic_forward",
+        outputs=(array_of((*inputs["q"].shape[:3], shape.v_head_dim), dtype), rows, rows),
+        scratch=scratch_of(shape, dtype, segmented=plan.segmented),
+    )
+    return Outputs(out[:, :q_length, :, : plan.v_head_dim], logsumexp[:, :, :q_length], max_logits[:, :, :q_length])
+
+
+def scratch_of(shape: Shape, dtype: Any, *, segmented: bool) -> dict[str, Any]:
+    """Shared memory and barriers of a program, by name."""
+    ids = int(segmented)
+    scratch: dict[str, Any] = {
+        "q_tile": tile(dtype, COMPUTING, ROWS, shape.head_dim),
+        "k_tile": tile(dtype, shape.slots, shape.visited, shape.head_dim),
+        "v_tile": tile(dtype, shape.slots, shape.visited, shape.v_head_dim),
+        "v_seen": tile(dtype, COMPUTING, shape.visited, shape.v_head_dim),
+        "logsumexp_tile": plgpu.SMEM((COMPUTING, ROWS), jnp.float32),
+        "max_tile": plgpu.SMEM((COMPUTING, ROWS), jnp.float32),
+        "q_here": plgpu.Barrier(num_arrivals=1 + ids, num_barriers=COMPUTING),
+        "k_here": plgpu.Barrier(num_arrivals=1 + ids, num_barriers=shape.slots),
+        "v_here": plgpu.Barrier(num_barriers=shape.slots),
+        "free": plgpu.Barrier(num_arrivals=COMPUTING, num_barriers=shape.slots),
+    }
+    if shape.head_dim != shape.v_head_dim:
+        scratch["out_tile"] = tile(dtype, COMPUTING, ROWS, shape.v_head_dim)
+    if segmented:
+        scratch["q_ids_tile"] = plgpu.SMEM((COMPUTING, ROWS), jnp.int32)
+        scratch["kv_ids_tile"] = plgpu.SMEM((shape.slots, shape.visited), jnp.int32)
+    return scratch
+
+
+def _program(inputs: dict[str, Any], outputs: Any, scratch: dict[str, Any], place: Place) -> None:
+    """What the warpgroups of one program do."""
+
+    @pl.when(place.warpgroup == COMPUTING)
+    def _fetch() -> None:
+        plgpu.set_max_registers(40, action="decrease")
+        place.fetch(place.total, functools.partial(bring_keys, place))
+
+    @pl.when(place.warpgroup < COMPUTING)
+    def _compute() -> None:
+        plgpu.set_max_registers(232, action="increase")
+        out, logsumexp, max_logits = outputs
+        mine, batch, head = place.warpgroup, place.batch, place.head
+        softmax = _softmax(place)
+        scratch["max_tile"].at[mine][...] = softmax.maximum
+        if "sinks" in inputs:
+            softmax = _with_sink(softmax, inputs["sinks"][head])
+        some = softmax.total > 0
+        total = jnp.where(some, softmax.total, 1.0)
+        logsumexp_tile = scratch["logsumexp_tile"].at[mine]
+        logsumexp_tile[...] = jnp.where(some, softmax.maximum + jnp.log(total), -jnp.inf)  # (7)
+        ready = scratch.get("out_tile", scratch["q_tile"]).at[mine]  # nobody reads the queries any more
+        ready[...] = (softmax.out / over_keys(total, place.shape.v_head_dim)).astype(out.dtype)  # (6)
+        plgpu.commit_smem()  # type: ignore[no-untyped-call] # untyped upstream
+        rows = pl.ds(place.start, ROWS)
+        plgpu.copy_smem_to_gmem(ready, out.at[batch, rows, head])
+        plgpu.copy_smem_to_gmem(logsumexp_tile, logsumexp.at[batch, head, rows])
+        plgpu.copy_smem_to_gmem(scratch["max_tile"].at[mine], max_logits.at[batch, head, rows])
+        plgpu.wait_smem_to_gmem(0)
+
+
+def bring_keys(place: Place, at: Any, slot: Any) -> None:
+    """Fetch the tiles of k and v, and the segments of the keys, of one step."""
+    inputs, scratch = place.inputs, place.scratch
+    keys, head = pl.ds(place.visited(at), place.shape.visited), lax.div(place.head, jnp.int32(place.plan.group))
+    k_here, v_here = scratch["k_here"].at[slot], scratch["v_here"].at[slot]
+    plgpu.copy_gmem_to_smem(inputs["k"].at[place.batch, keys, head], scratch["k_tile"].at[slot], k_here)
+    if place.plan.segmented:
+        plgpu.copy_gmem_to_smem(inputs["kv_ids"].at[place.batch, keys], scratch["kv_ids_tile"].at[slot], k_here)
+    plgpu.copy_gmem_to_smem(inputs["v"].at[place.batch, keys, head], scratch["v_tile"].at[slot], v_here)
+
+
+def allowed_keys(place: Place, at: Any, slot: Any) -> Callable[[bool], jax.Array]:
+    """Booleans of a tile of this warpgroup's queries, as a function of whether keys come first."""
+    span = Span(place.batch, place.start, place.visited(at), ROWS, place.shape.visited)
+    scratch = place.scratch
+
+    def found(keys_first: bool) -> jax.Array:
+        ids = None
+        if place.plan.segmented:
+            # Read anew for each order: a row of ids and a column of ids lie differently in the registers.
+            ids = (scratch["q_ids_tile"].at[place.warpgroup][...], scratch["kv_ids_tile"].at[slot][...])
+        return allowed(place.plan, place.inputs, span, ids, keys_first=keys_first)
+
+    return found
+
+
+def _softmax(place: Place) -> Softmax:
+    """The softmax of this warpgroup's queries over all blocks."""
+    inputs, scratch, plan, mine = place.inputs, place.scratch, place.plan, place.warpgroup
+    q_here, rows = scratch["q_here"].at[mine], pl.ds(place.start, ROWS)
+    q = scratch["q_tile"].at[mine]
+    plgpu.copy_gmem_to_smem(inputs["q"].at[place.batch, rows, place.head], q, q_here)
+    if plan.segmented:
+        plgpu.copy_gmem_to_smem(inputs["q_ids"].at[place.batch, rows], scratch["q_ids_tile"].at[mine], q_here)
+    plgpu.barrier_wait(q_here)
+
+    def visit(masked: bool, at: Any, softmax: Softmax) -> Softmax:
+        slot = place.slot(at)
+        plgpu.barrier_wait(scratch["k_here"].at[slot])
+        z, _ = logits_of(plan, product(plan, q, scratch["k_tile"].at[slot], transposed=True))  # (1), (2)
+        may = allowed_keys(place, at, slot) if masked else None
+        if may is not None:
+            z = jnp.where(may(False), z, -jnp.inf)  # (3)
+        softmax, weights = weigh(softmax, z)  # (4), (5)
+        plgpu.barrier_wait(scratch["v_here"].at[slot])
+        v = scratch["v_tile"].at[slot]
+        if may is not None:
+            v_seen = scratch["v_seen"].at[mine]
+            v_seen[...] = hidden_rows(v[...], may(True))
+            plgpu.commit_smem()  # type: ignore[no-untyped-call] # untyped upstream
+            v = v_seen
+        out = accumulate(plan, softmax.out, weights.astype(v.dtype), v)  # (6), not divided
+        place.let_go(slot)
+        return softmax._replace(out=out)
+
+    softmax = Softmax(
+        maximum=jnp.full((ROWS,), -jnp.inf, jnp.float32),
+        total=jnp.zeros((ROWS,), jnp.float32),
+        out=jnp.zeros((ROWS, place.shape.v_head_dim), jnp.float32),
+    )
+    if "full" in place.kinds:
+        softmax = lax.fori_loop(jnp.int32(0), place.full, functools.partial(visit, False), softmax)
+    if "partial" in place.kinds:
+        softmax = lax.fori_loop(place.full, place.total, functools.partial(visit, True), softmax)
+    return softmax
+
+
+def _with_sink(old: Softmax, sink: Any) -> Softmax:
+    """The softmax with the sink, which has a term in (4) and (5) and none in (6)."""
+    maximum = jnp.maximum(old.maximum, sink)  # (4)
+    shift = finite_or_zero(maximum)
+    decay = exp(old.maximum - shift)
+    total = old.total * decay + exp(sink - shift)  # (5)
+    return Softmax(maximum, total, old.out * over_keys(decay, old.out.shape[1]))

@@ -1,0 +1,205 @@
+"""What the Mosaic GPU kernels share: padded operands, the schedule as a list, and the ring of tiles in flight.
+
+Two warpgroups compute, a third fetches the tiles ahead of them by TMA into a ring of shared memory. A slot is filled
+again once both computing warpgroups have let go of it (Shah et al. 2024, arXiv:2407.08608).
+
+What JAX's interpreter does not run, and what it rests on (lowering of jax 0.10.2, and the PTX that it gives):
+
+  - A barrier counts one arrival for each copy that ends in it, and one of every thread for each warpgroup that lets go.
+    A thread arrives after its own `wgmma` has ended, so a slot is free when all of them have read it.
+  - No `wgmma` is in flight when its accumulator, or anything that it read, is touched: reading an accumulator waits for
+    it, and so does the end of `run_state`.
+  - A store to shared memory begins and ends with a barrier of the warpgroup, which Mosaic GPU adds. `commit_smem` comes
+    between it and the `wgmma` or the copy that reads it.
+  - Arrays are filled up to whole tiles, so no copy begins or ends beyond one; tiles start at multiples of 1024 bytes
+    and of 8 rows, as the swizzle of 128 bytes needs, and rows of every array at multiples of 16 bytes, as TMA does.
+  - Warpgroups take different branches around copies and barriers, threads of one never do.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from impls.flash_gpu.mosaic.shape import COMPUTING, OWNED, ROWS, Shape, up
+from impls.flash_gpu.operands import Operands
+from impls.flash_gpu.schedule import KINDS, FlashGpuPlan, Visits
+from impls.varying import varying_axes, varying_over
+from impls.versions import mosaic_call
+
+
+def common_inputs(plan: FlashGpuPlan, shape: Shape, operands: Operands) -> dict[str, jax.Array]:
+    """Operands, mask and schedule by name; what no tile divides is padded with zeros."""
+    q_length, kv_length = lengths(plan, shape)
+    inputs: dict[str, jax.Array] = {
+        "q": padded(operands.q, {1: q_length, 3: shape.head_dim}),
+        "k": padded(operands.k, {1: kv_length, 3: shape.head_dim}),
+        "v": padded(operands.v, {1: kv_length, 3: shape.v_head_dim}),
+    }
+    table, blocks = listed(plan.visits(shape.tiles, shape.axis))
+    inputs |= {"table": jnp.asarray(table), "blocks": jnp.asarray(blocks)}
+    inputs |= {name: jnp.asarray(array) for name, array in plan.mask_arrays.items()}
+    if operands.segment_ids is not None:
+        q_ids, kv_ids = operands.segment_ids
+        inputs |= {"q_ids": padded(q_ids, {1: q_length}), "kv_ids": padded(kv_ids, {1: kv_length})}
+    return inputs
+
+
+def lengths(plan: FlashGpuPlan, shape: Shape) -> tuple[int, int]:
+    """Queries and keys, padded to whole tiles."""
+    return up(plan.q_length, shape.tiles.block_q), up(plan.kv_length, shape.tiles.block_kv)
+
+
+def launch(
+    program: Callable[..., None],
+    plan: FlashGpuPlan,
+    shape: Shape,
+    inputs: dict[str, jax.Array],
+    *,
+    name: str,
+    outputs: tuple[Any, ...],
+    scratch: dict[str, Any],
+) -> tuple[jax.Array, ...]:
+    """Run `program(inputs, outputs, scratch, place)` in every warpgroup of every program."""
+    names = tuple(inputs)
+
+    def body(*references: Any, **shared: Any) -> None:
+        block, head, batch = (lax.axis_index(axis) for axis in ("block", "head", "batch"))
+        here = dict(zip(names, references[: len(names)], strict=True))
+        place = Place(plan, shape, here, shared, block, head, batch, lax.axis_index("warpgroup"))
+        program(here, references[len(names) :], shared, place)
+
+    owned, heads = (
+        (inputs["q"].shape[1], plan.num_q_heads) if shape.axis == "q" else (inputs["k"].shape[1], plan.num_kv_heads)
+    )
+    found = mosaic_call(
+        body,
+        name=name,
+        # The last one is the fastest: programs that run at once share the keys of a head, which stay in the cache.
+        grid={"batch": inputs["q"].shape[0], "head": heads, "block": owned // OWNED},
+        warpgroups=COMPUTING + 1,
+        outputs=outputs,
+        scratch=scratch,
+        interpret=plan.interpret,
+    )(*inputs.values())
+    # Under `shard_map`, outputs differ over the same mesh axes as the operands. The call itself does not mark them so.
+    marked: tuple[jax.Array, ...] = varying_over(found, varying_axes(inputs))
+    return marked
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """Where a program and a warpgroup are, and the blocks that the program visits.
+
+    Attributes:
+      plan: the problem.
+      shape: sizes of the tiles.
+      inputs: references by name.
+      scratch: shared memory and barriers by name.
+      block: of the axis that is owned.
+      head: query head, or key/value head if keys are owned.
+      batch: batch row.
+      warpgroup: of `COMPUTING` and the one that fetches.
+    """
+
+    plan: FlashGpuPlan
+    shape: Shape
+    inputs: dict[str, Any]
+    scratch: dict[str, Any]
+    block: Any
+    head: Any
+    batch: Any
+    warpgroup: Any
+
+    @property
+    def start(self) -> Any:
+        """First row of the owned axis that this warpgroup computes."""
+        return self.block * OWNED + self.warpgroup * ROWS
+
+    @property
+    def kinds(self) -> frozenset[str]:
+        """Which kinds of blocks any program visits."""
+        return frozenset(self.plan.visits(self.shape.tiles, self.shape.axis).lists)
+
+    @property
+    def full(self) -> Any:
+        """How many full blocks come first."""
+        return self._line(1)
+
+    @property
+    def total(self) -> Any:
+        """How many blocks there are."""
+        return self._line(2)
+
+    def visited(self, at: Any) -> Any:
+        """First row of the other axis in the block that is visited at this step."""
+        return self.inputs["blocks"][self._line(0) + at] * self.shape.visited
+
+    def _line(self, column: int) -> Any:
+        table = self.inputs["table"]
+        return table[self.batch if table.shape[0] > 1 else 0, 0, self.block, column]
+
+    def slot(self, at: Any) -> Any:
+        """The slot of a step."""
+        return lax.rem(at, jnp.int32(self.shape.slots))
+
+    def fetch(self, total: Any, bring: Callable[[Any, Any], None]) -> None:
+        """`bring(step, slot)` for each step, into a slot that both computing warpgroups have let go of."""
+
+        def step(at: Any, _: None) -> None:
+            slot = self.slot(at)
+
+            @pl.when(at >= self.shape.slots)
+            def _free() -> None:
+                plgpu.barrier_wait(self.scratch["free"].at[slot])
+
+            @pl.when(at < total)
+            def _bring() -> None:
+                bring(at, slot)
+
+        # The last turns only wait, so that every barrier is in its first state again when the program ends.
+        lax.fori_loop(jnp.int32(0), total + self.shape.slots, step, None)
+
+    def let_go(self, slot: Any, *, read_as_values: bool = False) -> None:
+        """This warpgroup is done with a slot.
+
+        The next copy into the slot must not overtake what still reads it. Reads by `wgmma` have ended, but reads of
+        values need a fence (`read_as_values`). An interpreter reads everything as values.
+        """
+        if read_as_values or self.plan.interpret:
+            plgpu.commit_smem()  # type: ignore[no-untyped-call] # untyped upstream
+        plgpu.barrier_arrive(self.scratch["free"].at[slot])
+
+
+@functools.lru_cache(maxsize=64)
+def listed(visits: Visits) -> tuple[np.ndarray, np.ndarray]:
+    """The schedule with every block listed: `[b, n, programs, 3]` start, full blocks and all blocks; and the blocks.
+
+    The fetching warpgroup works ahead of the others, so reading an index from a list delays nobody.
+    """
+    table, blocks, start = [], [], 0
+    for line in visits.table.reshape(-1, 4):
+        mine: list[int] = []
+        for place, kind in enumerate(KINDS):
+            first, count = int(line[2 * place]), int(line[2 * place + 1])
+            numbers = visits.lists.get(kind)
+            mine += range(first, first + count) if numbers is None else numbers[first : first + count].tolist()
+        table.append((start, int(line[1]), len(mine)))
+        blocks += mine
+        start += len(mine)
+    return np.array(table, np.int32).reshape(*visits.table.shape[:3], 3), np.array(blocks or [0], np.int32)
+
+
+def padded(x: jax.Array, sizes: dict[int, int]) -> jax.Array:
+    """`x` with zeros at the end of these axes, up to these sizes."""
+    missing = [(0, sizes.get(axis, n) - n) for axis, n in enumerate(x.shape)]
+    return jnp.pad(x, missing) if any(after for _, after in missing) else x

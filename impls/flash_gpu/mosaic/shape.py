@@ -1,0 +1,81 @@
+"""Sizes of a Mosaic GPU kernel: its warpgroups, its tiles, and the shared memory that they take."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import jax.numpy as jnp
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from impls.flash_gpu.block_sizes import Kernel, Ring, Tiles
+from impls.flash_gpu.schedule import Axis, FlashGpuPlan
+
+ROWS = 64
+"""Rows of a product of one warpgroup."""
+COMPUTING = 2
+"""Warpgroups that compute; one more fetches."""
+OWNED = COMPUTING * ROWS
+"""Rows of the axis that a program owns, queries or keys."""
+LANES = 64
+"""Head depths are padded to a multiple: the widest swizzle, 128 bytes, of two-byte elements."""
+SHARED_MEMORY = 227 * 1024
+"""Bytes that a block may have on Hopper (CUDA C++ programming guide, "Compute capabilities")."""
+RESERVED = 4096
+"""Bytes of barriers and reductions, beside what is asked for by name."""
+_ALIGNMENT = 1024  # of each of these, which is what swizzled tiles need
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """Sizes of a kernel's tiles.
+
+    Attributes:
+      axis: which axis a program owns `OWNED` of.
+      visited: of the other axis, a tile.
+      slots: tiles of each kind in flight.
+      head_dim: of q and k, padded.
+      v_head_dim: of v, padded.
+    """
+
+    axis: Axis
+    visited: int
+    slots: int
+    head_dim: int
+    v_head_dim: int
+
+    @classmethod
+    def of(cls, kernel: Kernel, ring: Ring, head_dim: int, v_head_dim: int) -> Shape:
+        """The shape of a kernel for these head depths."""
+        axis: Axis = "kv" if kernel == "dkv" else "q"
+        return cls(axis, ring.block, ring.num_stages, up(head_dim, LANES), up(v_head_dim, LANES))
+
+    @property
+    def tiles(self) -> Tiles:
+        """As the schedule takes them."""
+        if self.axis == "q":
+            return Tiles(block_q=OWNED, block_kv=self.visited)
+        return Tiles(block_q=self.visited, block_kv=OWNED)
+
+
+def shape_of(plan: FlashGpuPlan, kernel: Kernel) -> Shape:
+    """The shape of a kernel for the plan."""
+    return Shape.of(kernel, plan.sizes.ring(kernel), plan.head_dim, plan.v_head_dim)
+
+
+def shared_bytes(scratch: dict[str, Any]) -> int:
+    """Shared memory of a program with these buffers and barriers."""
+    buffers = (x for x in scratch.values() if not isinstance(x, plgpu.Barrier))
+    sizes = (math.prod(x.shape) * jnp.dtype(x.dtype).itemsize for x in buffers)
+    return sum(up(size, _ALIGNMENT) for size in sizes) + RESERVED
+
+
+def tile(dtype: Any, *sizes: int) -> Any:
+    """Tiles in shared memory, as TMA writes them and `wgmma` reads them."""
+    return plgpu.SMEM(sizes, dtype, transforms=(plgpu.TilingTransform((8, LANES)), plgpu.SwizzleTransform(128)))
+
+
+def up(size: int, multiple: int) -> int:
+    """The next multiple."""
+    return -(-size // multiple) * multiple

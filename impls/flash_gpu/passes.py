@@ -1,0 +1,57 @@
+"""The forward and the backward pass: each kernel by its back end, and what is computed around the kernels.
+
+The kernels compute (1) to (10) and (12) to (16) of `impls`. Around them are
+
+    (11) D_i = <out_i, dout_i>
+    (17) dsink = sum_i exp(sink - logsumexp_i) (dlse_i - D_i)
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from impls.flash_gpu.exponentials import finite_or_zero
+from impls.flash_gpu.mosaic import backward as mosaic_backward
+from impls.flash_gpu.mosaic import forward as mosaic_forward
+from impls.flash_gpu.operands import Operands, Outputs, Rows
+from impls.flash_gpu.schedule import FlashGpuPlan
+from impls.flash_gpu.triton import backward as triton_backward
+from impls.flash_gpu.triton import forward as triton_forward
+
+
+def forward_pass(plan: FlashGpuPlan, operands: Operands) -> Outputs:
+    """Attention of `operands`, with nothing in memory beyond operands, outputs and schedule."""
+    kernel = mosaic_forward if "forward" in plan.mosaic else triton_forward
+    return kernel.forward(plan, operands)
+
+
+def backward_pass(
+    plan: FlashGpuPlan,
+    operands: Operands,
+    out: jax.Array,
+    logsumexp: jax.Array,
+    d_out: jax.Array,
+    d_logsumexp: jax.Array,
+) -> Operands:
+    """Gradients of the operands, each in its operand's shape and dtype; none for segment ids.
+
+    `out` and `d_out` are `[B, T, N, V]`, `logsumexp` and `d_logsumexp` f32 `[B, N, T]`.
+    """
+    weighted = (out.astype(jnp.float32) * d_out.astype(jnp.float32)).sum(axis=-1)  # (11)
+    rows = Rows(d_out, finite_or_zero(logsumexp), weighted.transpose(0, 2, 1) - d_logsumexp)
+    dk, dv = (mosaic_backward if "dkv" in plan.mosaic else triton_backward).gradient_of_keys(plan, operands, rows)
+    return Operands(
+        q=(mosaic_backward if "dq" in plan.mosaic else triton_backward).gradient_of_queries(plan, operands, rows),
+        k=dk,
+        v=dv,
+        bias=None if operands.bias is None else triton_backward.gradient_of_bias(plan, operands, operands.bias, rows),
+        sinks=None if operands.sinks is None else _gradient_of_sinks(operands.sinks, rows),
+        segment_ids=None,
+    )
+
+
+def _gradient_of_sinks(sinks: jax.Array, rows: Rows) -> jax.Array:
+    """Gradient `[N]`."""
+    p = jnp.exp(sinks.astype(jnp.float32)[None, :, None] - rows.shift)
+    return -(p * rows.row_sums).sum(axis=(0, 2)).astype(sinks.dtype)  # (17)

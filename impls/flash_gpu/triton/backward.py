@@ -1,0 +1,225 @@
+"""Backward kernels: probabilities are recomputed from `logsumexp`, and no program writes where another one does.
+
+Dao 2023, arXiv:2307.08691, algorithm 2, extended by the cotangent `dlse` of `logsumexp`, soft cap, bias and sinks. With
+the logits z of `impls.flash_gpu.triton.tiles`:
+
+    (8)  p_ij = exp(z_ij - logsumexp_i)
+    (9)  dv_j = sum_i p_ij dout_i
+    (10) dp_ij = <dout_i, v_j>
+    (12) dz_ij = p_ij (dp_ij - D_i + dlse_i)
+    (13) dx_ij = dz_ij (1 - tanh(x_ij / soft_cap)^2)
+    (14) dq_i = scale sum_j dx_ij k_j
+    (15) dk_j = scale sum_i dx_ij q_i
+    (16) dbias = dx, summed over the axes along which the bias is broadcast
+
+`D - dlse` comes from `impls.flash_gpu.passes`, as `row_sums`. One kernel owns blocks of queries and computes (14). One
+owns blocks of keys and computes (9) and (15), which it sums over the query heads of its group. One writes dx of every
+pair for (16); it runs only where the gradient of a bias is used. All sums are in f32 and in one order, so the same call
+gives the same bits.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plt
+
+from impls.flash_gpu.exponentials import exp
+from impls.flash_gpu.operands import Operands, Rows, array_of
+from impls.flash_gpu.schedule import FlashGpuPlan
+from impls.flash_gpu.triton.launch import Arrays, Launch, Specs
+from impls.flash_gpu.triton.tiles import (
+    Pair,
+    allowed,
+    hide,
+    load_rows,
+    load_values,
+    logits,
+    product,
+    program,
+    seen,
+    store_rows,
+    walk,
+)
+
+
+def _inputs(launch: Launch, operands: Operands, rows: Rows) -> tuple[Arrays, Specs]:
+    arrays, specs = launch.inputs(operands)
+    arrays |= rows._asdict()
+    specs |= {
+        "d_out": launch.query_rows(launch.plan.v_head_tile),
+        "shift": launch.query_scalars(),
+        "row_sums": launch.query_scalars(),
+    }
+    return arrays, specs
+
+
+class _Queries(NamedTuple):
+    """One block of queries of one head."""
+
+    q: jax.Array  # [block_q, H]
+    d_out: jax.Array  # [block_q, V]
+    shift: jax.Array  # [block_q]
+    row_sums: jax.Array  # [block_q]
+
+
+def _load_queries(plan: FlashGpuPlan, inputs: Arrays, start: Any, size: int, head: Any, at: Any) -> _Queries:
+    length = plan.q_length
+    return _Queries(
+        load_rows(inputs["q"], start, size, length, plan.head_dim, head=head, at=at),
+        load_rows(inputs["d_out"], start, size, length, plan.v_head_dim, head=head, at=at),
+        load_values(inputs["shift"], start, size, length, head=head, at=at),
+        load_values(inputs["row_sums"], start, size, length, head=head, at=at),
+    )
+
+
+def pair_gradient(
+    plan: FlashGpuPlan, inputs: Arrays, pair: Pair, rows: _Queries, k: jax.Array, v: jax.Array, may: jax.Array | None
+) -> tuple[jax.Array, jax.Array]:
+    """p and dx of a tile, f32."""
+    z, slope = logits(plan, inputs, pair, rows.q, k, may)
+    p = exp(z - pair.queries(rows.shift))  # (8)
+    operands = (v, rows.d_out) if pair.keys_first else (rows.d_out, v)
+    dp = product(plan, *operands, over=(1, 1))  # (10)
+    dx = p * (dp - pair.queries(rows.row_sums))  # (12)
+    if slope is not None:
+        dx = dx * slope  # (13)
+    return p, dx if may is None else jnp.where(may, dx, 0.0)
+
+
+def gradient_of_queries(plan: FlashGpuPlan, operands: Operands, rows: Rows) -> jax.Array:
+    """Gradient of q, `[B, T, N, H]`."""
+    launch = Launch(plan, plan.sizes.dq, "q", operands.q.shape[0])
+    block = (None, launch.tiles.block_q, None, plan.head_tile)
+    outputs = launch(
+        "flash_gpu_dq",
+        functools.partial(_dq_kernel, launch),
+        *_inputs(launch, operands, rows),
+        out_shapes={"dq": array_of(operands.q.shape, operands.q.dtype)},
+        out_specs={"dq": pl.BlockSpec(block, lambda i, n, b: (b, i, n, jnp.int32(0)))},
+    )
+    return outputs["dq"]
+
+
+def _dq_kernel(launch: Launch, inputs: Arrays, outputs: Arrays) -> None:
+    plan, block_q, block_kv = launch.plan, launch.tiles.block_q, launch.tiles.block_kv
+    row, _, batch = program()
+    q_start = row * block_q
+    rows = _load_queries(plan, inputs, q_start, block_q, 0, at=0)
+
+    def visit(masked: bool, block: Any, dq: jax.Array) -> jax.Array:
+        pair = Pair(batch, 0, q_start, block * block_kv, block_q, block_kv, keys_first=False)
+        k = load_rows(inputs["k"], pair.kv_start, block_kv, plan.kv_length, plan.head_dim)
+        v = load_rows(inputs["v"], pair.kv_start, block_kv, plan.kv_length, plan.v_head_dim)
+        may = allowed(plan, inputs, pair) if masked else None
+        _, dx = pair_gradient(plan, inputs, pair, rows, k, v, may)
+        k = hide(k, None if may is None else seen(may))
+        return dq + product(plan, dx.astype(k.dtype), k, over=(1, 0))  # (14), not scaled
+
+    dq = jnp.zeros((block_q, plan.head_tile), jnp.float32)
+    dq = walk(launch, inputs, 0, visit, dq)
+    store_rows(outputs["dq"], q_start, dq * jnp.float32(plan.scale), plan.q_length, plan.head_dim)  # (14)
+
+
+def gradient_of_keys(plan: FlashGpuPlan, operands: Operands, rows: Rows) -> tuple[jax.Array, jax.Array]:
+    """Gradients of k and v, `[B, S, K, .]`."""
+    launch = Launch(plan, plan.sizes.dkv, "kv", operands.q.shape[0])
+
+    def spec(columns: int) -> Any:
+        block = (None, launch.tiles.block_kv, None, columns)
+        return pl.BlockSpec(block, lambda i, n, b: (b, i, n, jnp.int32(0)))
+
+    outputs = launch(
+        "flash_gpu_dkv",
+        functools.partial(_dkv_kernel, launch),
+        *_inputs(launch, operands, rows),
+        out_shapes={
+            "dk": array_of(operands.k.shape, operands.k.dtype),
+            "dv": array_of(operands.v.shape, operands.v.dtype),
+        },
+        out_specs={"dk": spec(plan.head_tile), "dv": spec(plan.v_head_tile)},
+    )
+    return outputs["dk"], outputs["dv"]
+
+
+def _dkv_kernel(launch: Launch, inputs: Arrays, outputs: Arrays) -> None:
+    plan, block_q, block_kv = launch.plan, launch.tiles.block_q, launch.tiles.block_kv
+    row, _, batch = program()
+    kv_start = row * block_kv
+    k = load_rows(inputs["k"], kv_start, block_kv, plan.kv_length, plan.head_dim, at=0)
+    v = load_rows(inputs["v"], kv_start, block_kv, plan.kv_length, plan.v_head_dim, at=0)
+
+    def visit(head: Any, masked: bool, block: Any, sums: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        pair = Pair(batch, head, block * block_q, kv_start, block_q, block_kv, keys_first=True)
+        rows = _load_queries(plan, inputs, pair.q_start, block_q, head, at=pair.q_at)
+        p, dx = pair_gradient(plan, inputs, pair, rows, k, v, allowed(plan, inputs, pair) if masked else None)
+        dk, dv = sums
+        # k and v are no factors of these two products, so NaN in keys behind the mask does not spread: their p and dx
+        # are 0.
+        dk = dk + product(plan, dx.astype(rows.q.dtype), rows.q, over=(1, 0))  # (15), not scaled
+        dv = dv + product(plan, p.astype(rows.d_out.dtype), rows.d_out, over=(1, 0))  # (9)
+        return dk, dv
+
+    def visit_head(head: Any, sums: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        return walk(launch, inputs, head, functools.partial(visit, head), sums)
+
+    sums = tuple(jnp.zeros((block_kv, columns), jnp.float32) for columns in (plan.head_tile, plan.v_head_tile))
+    if launch.heads == 1:
+        dk, dv = visit_head(0, sums)  # type: ignore[arg-type] # two, as annotated
+    else:
+        dk, dv = lax.fori_loop(jnp.int32(0), jnp.int32(launch.heads), visit_head, sums)
+    store_rows(outputs["dk"], kv_start, dk * jnp.float32(plan.scale), plan.kv_length, plan.head_dim)  # (15)
+    store_rows(outputs["dv"], kv_start, dv, plan.kv_length, plan.v_head_dim)
+
+
+def gradient_of_bias(plan: FlashGpuPlan, operands: Operands, bias: jax.Array, rows: Rows) -> jax.Array:
+    """Gradient of the bias, in its shape: `dx` of every pair, summed over the axes that the bias is broadcast to."""
+    batch = operands.q.shape[0]
+    launch = Launch(plan, plan.sizes.dq, "q", batch)
+    shape = (batch, plan.num_q_heads, plan.q_length, plan.kv_length)
+    rows_of_blocks, columns_of_blocks = launch.q_tail, launch.kv_tail
+    outputs = launch(
+        "flash_gpu_dbias",
+        functools.partial(_dbias_kernel, launch),
+        *_inputs(launch, operands, rows),
+        out_shapes={"dx": array_of((*shape[:2], rows_of_blocks, columns_of_blocks), jnp.float32)},
+        out_specs={
+            "dx": pl.BlockSpec(
+                (None, None, launch.tiles.block_q, columns_of_blocks), lambda i, n, b: (b, n, i, jnp.int32(0))
+            )
+        },
+    )
+    dx = _without_unvisited(launch, outputs["dx"])[:, :, : plan.q_length, : plan.kv_length]
+    broadcast = tuple(axis for axis, (n, m) in enumerate(zip(bias.shape, shape, strict=True)) if n < m)
+    return dx.sum(axis=broadcast, keepdims=True).astype(bias.dtype)  # (16)
+
+
+def _without_unvisited(launch: Launch, dx: jax.Array) -> jax.Array:
+    """`dx` with zeros in the blocks that the mask leaves empty: no program wrote them, so they hold anything."""
+    block_q, block_kv = launch.tiles.block_q, launch.tiles.block_kv
+    batch, heads, q_length, kv_length = dx.shape
+    active = jnp.asarray(launch.plan.active(launch.tiles))[:, :, :, None, :, None]
+    blocks = dx.reshape(batch, heads, q_length // block_q, block_q, kv_length // block_kv, block_kv)
+    return jnp.where(active, blocks, 0.0).reshape(dx.shape)
+
+
+def _dbias_kernel(launch: Launch, inputs: Arrays, outputs: Arrays) -> None:
+    plan, block_q, block_kv = launch.plan, launch.tiles.block_q, launch.tiles.block_kv
+    row, _, batch = program()
+    q_start = row * block_q
+    rows = _load_queries(plan, inputs, q_start, block_q, 0, at=0)
+
+    def visit(masked: bool, block: Any, carry: Any) -> Any:
+        pair = Pair(batch, 0, q_start, block * block_kv, block_q, block_kv, keys_first=False)
+        k = load_rows(inputs["k"], pair.kv_start, block_kv, plan.kv_length, plan.head_dim)
+        v = load_rows(inputs["v"], pair.kv_start, block_kv, plan.kv_length, plan.v_head_dim)
+        _, dx = pair_gradient(plan, inputs, pair, rows, k, v, allowed(plan, inputs, pair) if masked else None)
+        plt.store(outputs["dx"].at[:, pl.ds(pair.kv_start, block_kv)], dx)
+        return carry
+
+    walk(launch, inputs, 0, visit, jnp.int32(0))

@@ -1,0 +1,126 @@
+"""Forward kernel: each program owns one block of queries of one head, and goes over the key blocks that it may see.
+
+From the logits z of `impls.flash_gpu.triton.tiles`:
+
+    (4)  m_i = max(max_j z_ij, sink)
+    (5)  l_i = sum_j exp(z_ij - m_i) + exp(sink - m_i)
+    (6)  out_i = sum_j exp(z_ij - m_i) v_j / l_i
+    (7)  logsumexp_i = m_i + log(l_i)
+
+`maximum`, `total` and `out` of `Running` are m, l and the sum of (6) for the keys so far, without the sink. A block
+that raises m multiplies the others by `decay = exp(old m - new m)`.
+
+Sources: Milakov & Gimelshein 2018, arXiv:1805.02867 (running maximum and sum); Dao et al. 2022, arXiv:2205.14135 and
+Dao 2023, arXiv:2307.08691 (blocks, normalisation once at the end).
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from impls.flash_gpu.exponentials import exp, finite_or_zero
+from impls.flash_gpu.operands import Operands, Outputs, array_of
+from impls.flash_gpu.schedule import FlashGpuPlan
+from impls.flash_gpu.triton.launch import Arrays, Launch
+from impls.flash_gpu.triton.tiles import (
+    Pair,
+    allowed,
+    hide,
+    load_rows,
+    logits,
+    product,
+    program,
+    seen,
+    store_rows,
+    store_values,
+    walk,
+)
+
+
+class Running(NamedTuple):
+    """The softmax of the keys so far, f32."""
+
+    maximum: jax.Array  # [block_q]
+    total: jax.Array  # [block_q]
+    out: jax.Array  # [block_q, V of the tile]
+
+
+def forward(plan: FlashGpuPlan, operands: Operands) -> Outputs:
+    """Attention of `operands`, with nothing in memory beyond operands, outputs and schedule."""
+    batch = operands.q.shape[0]
+    launch = Launch(plan, plan.sizes.forward, "q", batch)
+    arrays, specs = launch.inputs(operands)
+    if operands.sinks is not None:
+        arrays["sinks"], specs["sinks"] = operands.sinks.astype(jnp.float32), launch.head_scalars()
+    block_q = launch.tiles.block_q
+    rows = array_of((batch, plan.num_q_heads, plan.q_length), jnp.float32)
+    row_spec = pl.BlockSpec((None, None, block_q), lambda i, n, b: (b, n, i))
+    outputs = launch(
+        "flash_gpu_forward",
+        functools.partial(_kernel, launch),
+        arrays,
+        specs,
+        out_shapes={
+            "out": array_of((*operands.q.shape[:3], plan.v_head_dim), operands.q.dtype),
+            "logsumexp": rows,
+            "max_logits": rows,
+        },
+        out_specs={
+            "out": pl.BlockSpec((None, block_q, None, plan.v_head_tile), lambda i, n, b: (b, i, n, jnp.int32(0))),
+            "logsumexp": row_spec,
+            "max_logits": row_spec,
+        },
+    )
+    return Outputs(outputs["out"], outputs["logsumexp"], outputs["max_logits"])
+
+
+def _kernel(launch: Launch, inputs: Arrays, outputs: Arrays) -> None:
+    plan, block_q, block_kv = launch.plan, launch.tiles.block_q, launch.tiles.block_kv
+    row, _, batch = program()
+    q_start = row * block_q
+    q = load_rows(inputs["q"], q_start, block_q, plan.q_length, plan.head_dim, head=0, at=0)
+
+    def visit(masked: bool, block: Any, running: Running) -> Running:
+        pair = Pair(batch, 0, q_start, block * block_kv, block_q, block_kv, keys_first=False)
+        k = load_rows(inputs["k"], pair.kv_start, block_kv, plan.kv_length, plan.head_dim)
+        v = load_rows(inputs["v"], pair.kv_start, block_kv, plan.kv_length, plan.v_head_dim)
+        may = allowed(plan, inputs, pair) if masked else None
+        z, _ = logits(plan, inputs, pair, q, k, may)
+        return update(plan, running, z, hide(v, None if may is None else seen(may)))
+
+    running = Running(
+        maximum=jnp.full((block_q,), -jnp.inf, jnp.float32),
+        total=jnp.zeros((block_q,), jnp.float32),
+        out=jnp.zeros((block_q, plan.v_head_tile), jnp.float32),
+    )
+    running = walk(launch, inputs, 0, visit, running)
+    store_values(outputs["max_logits"], q_start, running.maximum, plan.q_length)
+    running = with_sink(running, inputs["sinks"][0]) if "sinks" in inputs else running
+    some = running.total != 0
+    total = jnp.where(some, running.total, 1.0)
+    logsumexp = jnp.where(some, running.maximum + jnp.log(total), -jnp.inf)  # (7)
+    store_values(outputs["logsumexp"], q_start, logsumexp, plan.q_length)
+    store_rows(outputs["out"], q_start, running.out / total[:, None], plan.q_length, plan.v_head_dim)  # (6)
+
+
+def update(plan: FlashGpuPlan, old: Running, z: jax.Array, v: jax.Array) -> Running:
+    """The running softmax with one more tile of logits `[block_q, block_kv]` and of values `[block_kv, V]`."""
+    maximum = jnp.maximum(old.maximum, jnp.max(z, axis=1))  # (4)
+    shift = finite_or_zero(maximum)
+    weights = exp(z - shift[:, None])
+    decay = exp(old.maximum - shift)
+    out = old.out * decay[:, None] + product(plan, weights.astype(v.dtype), v, over=(1, 0))  # (6), not divided
+    return Running(maximum, old.total * decay + jnp.sum(weights, axis=1), out)  # (5)
+
+
+def with_sink(old: Running, sink: jax.Array) -> Running:
+    """The running softmax with the sink, which has a term in (4) and (5) and none in (6)."""
+    maximum = jnp.maximum(old.maximum, sink)  # (4)
+    shift = finite_or_zero(maximum)
+    decay = exp(old.maximum - shift)
+    return Running(maximum, old.total * decay + exp(sink - shift), old.out * decay[:, None])  # (5)

@@ -1,0 +1,107 @@
+"""What decode attention declares, on each back end."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Hashable, Mapping
+from typing import Any
+
+import numpy as np
+
+from cases import mask_spec
+from cases.case import Case
+from cases.masks import Mask
+from conformance.contract import Arithmetic, Implementation
+from impls import merging
+from impls.ragged import tpu
+from impls.ragged.attention import UNSUPPORTED, Backend, attention, parts
+from impls.ragged.plan import lower
+from impls.versions import runs_on
+
+# Small, so that a cache of 200 keys has several blocks; unlike each other, so that lengths fall before, at and behind
+# the ends of some.
+_JUDGED: dict[Backend, dict[str, Any]] = {
+    "portable": {"block_kv": 48},
+    "tpu": {"block_kv": 64},
+    "gpu": {"block_kv": 32, "num_splits": 3},
+}
+_VARIANTS: dict[Backend, dict[str, dict[str, Any]]] = {
+    "portable": {"one_block": {"block_kv": 1024}, "blocks_of_7": {"block_kv": 7}},
+    "tpu": {"default_block": {}, "blocks_of_128": {"block_kv": 128}},
+    "gpu": {"default_splits": {}, "one_split": {"num_splits": 1}, "blocks_of_16": {"block_kv": 16, "num_splits": 2}},
+}
+_DESCRIPTIONS: dict[Backend, str] = {
+    "portable": "in plain JAX, a loop as long as the longest sequence",
+    "tpu": "in Pallas for TPU, a step for each block that holds a key",
+    "gpu": "in Pallas for GPU (Triton), keys split over programs and merged",
+}
+
+
+def lower_mask(
+    mask: Mask, batch: int, num_q_heads: int, q_length: int, kv_length: int
+) -> tuple[Mapping[str, Hashable], Mapping[str, np.ndarray]]:
+    """Lengths and positions as arrays, the rest of the mask as it is."""
+    formula, lengths, positions = lower(mask, batch, kv_length)
+    return {"mask": formula}, {"lengths": lengths, "positions": positions}
+
+
+def implementation(name: str, *, backend: Backend) -> Implementation:
+    """Decode attention on `backend`, under `name`; interpreted unless the process runs on its platform."""
+    platform = None if backend == "portable" else backend
+    interpreted = platform is not None and not runs_on(platform)
+    options: dict[str, Any] = {"backend": backend, **_JUDGED[backend]}
+    call = functools.partial(attention, **options)
+    refused = UNSUPPORTED | ({"f16": "the matrix unit multiplies no float16"} if backend == "tpu" else {})
+    return Implementation(
+        name=name,
+        call=call,
+        description=f"decode attention over a padded cache {_DESCRIPTIONS[backend]}",
+        unsupported=refused,
+        offers=frozenset({"own_window"}),
+        supports_case=functools.partial(_limits, backend),
+        arithmetic=Arithmetic(probabilities="input"),
+        differentiable_residuals=frozenset(),
+        gradients=frozenset(),
+        empty_rows="zero",
+        behind_mask="any",
+        validates=True,
+        lower_mask=lower_mask,
+        platform=platform,
+        interpreted=interpreted,
+        variants={
+            variant: functools.partial(attention, backend=backend, **changed)
+            for variant, changed in _VARIANTS[backend].items()
+        },
+        memory="linear",
+        native=None if platform is None else functools.partial(attention, backend=backend, interpret=False),
+        under_interpreter=_interpreted_by if backend == "tpu" else None,
+        parts=functools.partial(parts, **options),
+        merge=merging.merge,
+    )
+
+
+def _interpreted_by(parameters: Any) -> Any:
+    return functools.partial(attention, backend="tpu", **_JUDGED["tpu"], interpret=parameters)
+
+
+def own_windows_alone(case: Case) -> str | None:
+    """Refuses a window that moves with each sequence beside a mask that does not."""
+    kinds = {kind for group in mask_spec.parse(case.mask) for kind, _ in group}
+    mixed = "own" in kinds and kinds - {"own", "lengths"}
+    return "own_window: combined with another mask than lengths" if mixed else None
+
+
+def _limits(backend: Backend, case: Case) -> str | None:
+    if (reason := own_windows_alone(case)) is not None or backend != "tpu":
+        return reason
+    rows = case.q_length * case.num_q_heads // case.num_kv_heads
+    if rows <= tpu.MOST_ROWS:
+        return None
+    return f"{rows} rows (query tokens times query heads a key/value head), at most {tpu.MOST_ROWS} fit VMEM"
+
+
+IMPLEMENTATIONS: tuple[Implementation, ...] = (
+    implementation("ragged", backend="portable"),
+    implementation("ragged_tpu", backend="tpu"),
+    implementation("ragged_gpu", backend="gpu"),
+)

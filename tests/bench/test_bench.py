@@ -1,0 +1,439 @@
+"""Timing side by side: statistics on an injected clock, work counted from the mask, wrong results shown as such."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import math
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cases.case import Case, parse
+from cases.inputs import draw
+from conformance import cli, environment
+from conformance.bench import ceiling, measurements, sampling, work
+from conformance.bench.agreement import sampled_rows
+from conformance.bench.interruption import interrupts_wait
+from conformance.bench.measurements import AGREES, BACKWARD, DIFFERS, FORWARD, Measurement, Quartiles
+from conformance.bench.sampling import FEWEST_ROUNDS, MOST_CALLS, WARM_UP_ROUNDS, calls_for, paired
+from conformance.bench.side_by_side import Compared, Limits, compare_all
+from conformance.contract import Arithmetic, Implementation
+from conformance.records import ERROR, UNJUDGED, UNSUPPORTED, RunInfo
+from conformance.truth import tolerances
+from impls.dot_product import attention
+from reports import html
+from reports import side_by_side as section
+
+CASE = "train/f32/B1.T16.S16.N2.K1.H16.V16/causal/normal/s0"
+
+
+interleave = functools.partial(sampling.interleave, warm_up=math.inf)
+
+
+class Clock:
+    """A clock that only what is timed moves."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.ran: list[str] = []
+
+    def __call__(self) -> float:
+        return self.now
+
+    def taking(self, name: str, *seconds: float) -> Callable[[int], None]:
+        """A function whose calls take these seconds in turn, over and over."""
+
+        def run(calls: int) -> None:
+            for _ in range(calls):
+                self.now += seconds[self.ran.count(name) % len(seconds)]
+                self.ran.append(name)
+
+        return run
+
+
+def test_functions_take_turns_and_each_sample_is_theirs() -> None:
+    clock = Clock()
+    functions = {"a": clock.taking("a", 1.0), "b": clock.taking("b", 2.0), "c": clock.taking("c", 0.5)}
+    sampled = interleave(functions, rounds=5, clock=clock)
+    assert sampled.seconds == {"a": (1.0,) * 5, "b": (2.0,) * 5, "c": (0.5,) * 5}
+    assert clock.ran == ["a", "b", "c"] * (WARM_UP_ROUNDS + 5)
+    assert not sampled.interrupted
+
+
+def test_drift_that_hits_all_alike_does_not_move_the_ratio() -> None:
+    """The machine slows down threefold half way: medians move, the paired ratio does not."""
+    clock = Clock()
+    slow = [1.0] * (WARM_UP_ROUNDS + 5) + [3.0] * 5
+    functions = {"a": clock.taking("a", *slow), "b": clock.taking("b", *(2 * seconds for seconds in slow))}
+    sampled = interleave(functions, rounds=10, clock=clock)
+    assert paired(sampled.seconds["a"], sampled.seconds["b"]) == Quartiles(0.5, 0.5, 0.5)
+    assert paired(sampled.seconds["b"], sampled.seconds["a"]).median == 2.0
+
+
+@given(st.lists(st.tuples(st.floats(1e-6, 1e3), st.floats(1e-6, 1e3)), min_size=1, max_size=20))
+def test_ratios_of_the_two_orders_are_inverse_where_the_rounds_decide(pairs: list[tuple[float, float]]) -> None:
+    a, b = ([pair[member] for pair in pairs] for member in (0, 1))
+    there, back = paired(a, b), paired(b, a)
+    assert there.lower <= there.median <= there.upper
+    if len(pairs) % 2:  # an even number interpolates between two rounds
+        # Tolerance: two divisions and a product, and rounds that rounding makes equal: four roundings of 2**-53.
+        assert there.median * back.median == pytest.approx(1, rel=0, abs=2.0**-51)
+    assert paired(a, a) == Quartiles(1, 1, 1)
+
+
+def test_short_calls_are_sampled_several_at_a_time() -> None:
+    clock = Clock()
+    sampled = interleave({"a": clock.taking("a", 0.25)}, rounds=4, least=1.0, clock=clock)
+    assert sampled.calls == {"a": 4}
+    assert sampled.seconds == {"a": (0.25,) * 4}
+    assert clock.ran == ["a"] * (WARM_UP_ROUNDS + 4 * 4)
+    assert calls_for(1.0, 0.0) == MOST_CALLS
+    assert calls_for(0.0, 0.0) == 1
+
+
+def test_time_is_up_after_the_fewest_rounds_at_the_earliest() -> None:
+    clock = Clock()
+    assert len(interleave({"a": clock.taking("a", 10.0)}, rounds=50, seconds=1, clock=clock).seconds["a"]) == 3
+    clock = Clock()
+    sampled = interleave({"a": clock.taking("a", 1.0)}, rounds=50, seconds=10, clock=clock)
+    assert len(sampled.seconds["a"]) == 10 - WARM_UP_ROUNDS
+
+
+def test_slow_functions_warm_up_once() -> None:
+    clock = Clock()
+    functions = {"a": clock.taking("a", 0.75), "b": clock.taking("b", 0.5)}
+    sampling.interleave(functions, rounds=3, clock=clock)
+    assert clock.ran == ["a", "b"] * (1 + 3)
+
+
+def test_what_raises_is_left_out_and_the_others_go_on() -> None:
+    clock = Clock()
+
+    def dies(calls: int) -> None:
+        if clock.ran.count("a") > WARM_UP_ROUNDS + 1:
+            raise MemoryError("out of memory")
+
+    sampled = interleave({"a": clock.taking("a", 1.0), "b": dies, "c": clock.taking("c", 1.0)}, rounds=5, clock=clock)
+    assert set(sampled.seconds) == {"a", "c"}
+    assert {len(samples) for samples in sampled.seconds.values()} == {5}
+    assert str(sampled.failures["b"]) == "out of memory"
+
+
+@pytest.mark.parametrize(("rounds_done", "kept"), [(FEWEST_ROUNDS + 1, True), (FEWEST_ROUNDS - 1, False)])
+def test_ctrl_c_keeps_whole_rounds_if_there_are_enough(rounds_done: int, kept: bool) -> None:
+    clock = Clock()
+
+    def interrupts(calls: int) -> None:
+        if clock.ran.count("a") > WARM_UP_ROUNDS + rounds_done:
+            raise KeyboardInterrupt
+
+    sampled = interleave({"a": clock.taking("a", 1.0), "b": interrupts}, rounds=50, clock=clock)
+    assert sampled.interrupted
+    assert {name: len(samples) for name, samples in sampled.seconds.items()} == (
+        {"a": rounds_done, "b": rounds_done} if kept else {}
+    )
+
+
+@pytest.mark.parametrize(
+    "case_id",
+    [
+        CASE,
+        "train/f32/B2.T24.S40.N4.K2.H16.V8/window-l7-r3_and_causal/normal/s0",
+        "train/f32/B2.T24.S40.N4.K2.H16.V8/densehead-d40/seg/normal/s0",
+        "train/f32/B2.T24.S24.N2.K2.H16.V16/lengths-20-9/normal/s1",
+        "train/f32/B1.T8.S24.N2.K2.H16.V16/full/normal/s1",
+    ],
+)
+def test_pairs_are_those_that_the_mask_allows(case_id: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(work, "_SLAB", 100)  # several slabs, the last one short
+    problem = draw(parse(case_id))
+    batch, q_length, num_q_heads, _ = problem.q.shape
+    full = np.broadcast_to(problem.allowed, (batch, num_q_heads, q_length, problem.k.shape[1]))
+    assert work.allowed_pairs(problem) == full.sum()
+
+
+def test_operations_are_counted_from_pairs() -> None:
+    case = Case(head_dim=64, v_head_dim=64)
+    assert work.flops(10, case, FORWARD) == 10 * 4 * 64
+    assert work.flops(10, case, BACKWARD) == 3.5 * work.flops(10, case, FORWARD)
+    wide = Case(head_dim=64, v_head_dim=128)
+    assert work.flops(1, wide, FORWARD) == 2 * (64 + 128)
+    assert work.flops(1, wide, BACKWARD) == 2 * (4 * 64 + 3 * 128)
+
+
+@pytest.mark.parametrize("platform", ["cpu", "gpu", "tpu"])
+def test_default_cases_suit_the_device(platform: str) -> None:
+    cases = work.default_cases(platform)
+    assert {case.dtype for case in cases} == {"f32" if platform == "cpu" else "bf16"}
+    assert {case.head_dim for case in cases} == {64, 128}
+    assert max(case.q_length for case in cases) == (4096 if platform == "cpu" else 16384)
+    assert all(parse(case.id) == case for case in cases)
+
+
+def test_rows_to_look_at_are_few_and_hold_the_ends() -> None:
+    for case in (*work.default_cases("gpu"), *work.default_cases("cpu"), Case(q_length=1), Case(q_length=2)):
+        rows = sampled_rows(case)
+        assert rows[0] == 0
+        assert rows[-1] == case.q_length - 1
+        assert (np.diff(rows) > 0).all()
+        assert len(rows) <= 32
+
+
+def wrong(*operands: Any, fault: str, **options: Any) -> Any:
+    """The plain attention with a fault."""
+    k, v = options["k"], options["v"]
+    if fault == "scale":
+        return attention(**{**options, "v": v * 1.01})
+    if fault == "gradient":
+        return attention(**{**options, "k": k + 0.5 * (jax.lax.stop_gradient(k) - k)})
+    if fault == "last row":
+        return attention(**options).at[:, -1].set(jnp.nan)
+    raise AssertionError(fault)
+
+
+def plain(name: str, **changes: Any) -> Implementation:
+    return Implementation(name=name, call=changes.pop("call", attention), **changes)
+
+
+def raises(**options: Any) -> Any:
+    raise ValueError("no\nkernel")
+
+
+def declines(**options: Any) -> Any:
+    raise NotImplementedError("not on Tuesdays")
+
+
+@pytest.fixture(autouse=True)
+def product(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Products that take no time, in tests."""
+    monkeypatch.setattr(ceiling, "_SIDE_ON_CPU", 16)
+
+
+@functools.cache
+def compared() -> Compared:
+    """One comparison with everything that can happen to an implementation."""
+    implementations = [
+        plain("absent", absent="no such machine", platform="gpu"),
+        plain("scaled", call=functools.partial(wrong, fault="scale")),
+        plain("good"),
+        plain("last row", call=functools.partial(wrong, fault="last row")),
+        plain("half dk", call=functools.partial(wrong, fault="gradient")),
+        plain("raises", call=raises),
+        plain("declines", call=declines),
+        plain("no causal", unsupported={"causal": "takes no mask"}),
+        plain("forward only", gradients=frozenset()),
+        plain("interpreted", platform="tpu", interpreted=True),
+    ]
+    comparisons = [(parse(CASE), FORWARD), (parse(CASE), BACKWARD)]
+    return compare_all(implementations, comparisons, Limits(rounds=3), tolerances.default())
+
+
+@functools.cache
+def rows(phase: str) -> dict[str, Measurement]:
+    return {row.implementation: row for row in compared().measurements if row.phase == phase}
+
+
+def test_what_is_wrong_is_said_beside_its_speed(product: None) -> None:
+    forward, backward = rows(FORWARD), rows(BACKWARD)
+    assert {name: row.outcome for name, row in forward.items()} == {
+        "absent": UNJUDGED,
+        "scaled": DIFFERS,
+        "good": AGREES,
+        "last row": DIFFERS,
+        "half dk": AGREES,  # its forward pass is right
+        "raises": ERROR,
+        "declines": UNSUPPORTED,
+        "no causal": UNSUPPORTED,
+        "forward only": AGREES,
+        "interpreted": UNJUDGED,
+    }
+    assert backward["half dk"].outcome == DIFFERS
+    assert "dk is off by" in backward["half dk"].reason
+    assert backward["forward only"].outcome == UNSUPPORTED
+    assert math.isinf(forward["last row"].error or 0)
+    assert "out is off by" in forward["scaled"].reason
+    assert forward["good"].error is not None
+    assert forward["good"].error < 1
+
+
+def test_reasons_are_those_that_were_given(product: None) -> None:
+    forward = rows(FORWARD)
+    assert forward["absent"].reason == "no such machine"
+    assert forward["absent"].platform == "gpu"
+    assert forward["raises"].reason == "ValueError: no"
+    assert "not on Tuesdays" in forward["declines"].reason
+    assert forward["no causal"].reason == "causal: takes no mask"
+    assert "no TPU in this machine" in forward["interpreted"].reason
+
+
+def test_the_baseline_is_the_first_that_runs_and_is_right(product: None) -> None:
+    """The absent one cannot be it, and a wrong result must not be."""
+    forward = rows(FORWARD)
+    timed = [row for row in forward.values() if row.samples]
+    assert {row.baseline for row in timed} == {"good"}
+    assert forward["good"].speed == Quartiles(1, 1, 1)
+    assert {len(row.samples) for row in timed} == {3}
+    assert forward["good"].flops == 2 * (16 * 17 // 2) * 2 * (16 + 16)
+    seconds, ceiling, reached = (forward["good"].seconds, forward["good"].ceiling, forward["good"].flops_per_second)
+    assert seconds is not None
+    assert ceiling is not None
+    assert reached is not None
+    assert reached == forward["good"].flops / seconds.median
+    assert len({row.ceiling for row in timed}) == 1
+    assert forward["good"].of_ceiling == reached / ceiling
+    assert forward["good"].memory["peak"] > forward["good"].memory["temporary"] >= 0
+
+
+def test_measurements_come_back_as_they_were(tmp_path: Path, product: None) -> None:
+    path = tmp_path / "m.jsonl"
+    measurements.write_jsonl(path, compared().measurements)
+    assert measurements.read_jsonl(path) == compared().measurements
+    assert measurements.holds(path)
+    for line in path.read_text().splitlines():
+        json.loads(line, parse_constant=pytest.fail)
+    path.write_text(path.read_text() + '{"schema": "other"}\n')
+    with pytest.raises(ValueError, match=r"m\.jsonl:21 is not a measurement: schema 'other'"):
+        measurements.read_jsonl(path)
+
+
+def test_the_later_of_two_measurements_counts(product: None) -> None:
+    old = rows(FORWARD)["good"]
+    new = dataclasses.replace(old, samples=(1.0,))
+    assert measurements.merge([old, rows(BACKWARD)["good"]], [new]) == [new, rows(BACKWARD)["good"]]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [({"outcome": "fine"}, "is none of agrees"), ({"phase": "back"}, "phase 'back'"), ({"samples": ()}, "0 samples")],
+)
+def test_what_no_measurement_can_be_is_refused(changes: dict[str, Any], message: str, product: None) -> None:
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(rows(FORWARD)["good"], **changes)
+
+
+def test_the_report_has_a_section_and_never_calls_a_wrong_result_the_least(product: None) -> None:
+    info = RunInfo(command="bench", level="bench", environment={"jax": "x"}, tolerances=[])
+    quick = dataclasses.replace(rows(FORWARD)["scaled"], samples=(1e-9,) * 3)
+    found = [quick if row is rows(FORWARD)["scaled"] else row for row in compared().measurements]
+    page = section.render(found, info)
+    assert section.comparisons(found)[0].fastest in ("good", "forward only", "half dk")
+    for text in ("differs", "no such machine", "not on Tuesdays", "ValueError: no", "ceiling"):
+        assert text in page
+    assert 'id="speed"' in html.render([], info, found)
+    assert "Nothing in this run was timed" in html.render([], info)
+    hostile = dataclasses.replace(rows(FORWARD)["raises"], reason="<script>alert(1)</script>")
+    assert "<script>" not in section.render([hostile], info)
+
+
+def run(*arguments: str) -> int:
+    try:
+        return cli.main(cli.parser().parse_args(arguments))
+    except SystemExit as stop:
+        return stop.code if isinstance(stop.code, int) else -1
+
+
+def test_the_command_prints_writes_and_merges(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    arguments = ["bench", "--impl=dot_product,jax_nn_cudnn", f"--case={CASE}", "--phase=forward", "--runs=3"]
+    assert run(*arguments, "--report=speed.html") == 0
+    said = capsys.readouterr()
+    assert "1 (baseline)" in said.out
+    assert "jax_nn_cudnn: cuDNN attention needs an NVIDIA GPU" in said.out
+    assert "These timings say little" in said.err  # this process compiles fast, for tests
+    assert "jax_nn_cudnn" in (tmp_path / "speed.html").read_text()
+    assert [row.outcome for row in measurements.read_jsonl(tmp_path / "speed.jsonl")] == [AGREES, UNJUDGED]
+    assert run("report", "speed.jsonl", "--report=all.html") == 0
+    assert "dot_product" in (tmp_path / "all.html").read_text()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "nothing to time"),
+        (["--impl=nope"], "unknown implementation 'nope'"),
+        (["--impl=dot_product", "--runs=0"], "--runs must be at least 1"),
+        (["--impl=dot_product", "--seconds=0"], "--seconds must be positive"),
+        (["--impl=dot_product", "--cases=train/f99"], "no default case matches"),
+        (["--impl=dot_product", f"--case={CASE}", "--cases=train"], "cannot be combined with --cases"),
+        (["--impl=dot_product", "--case=x"], "'x' is not a case id"),
+    ],
+)
+def test_what_cannot_be_timed_is_refused(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run("bench", *arguments) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_exit_codes_tell_wrong_results_and_nothing_timed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "kernels.py").write_text("def zero(q, k, v, *, causal=False):\n    return q * 0\n")
+    options = [f"--case={CASE}", "--phase=forward", "--runs=3"]
+    assert run("bench", "--impl=kernels.py:zero", *[o.replace("K1", "K2") for o in options]) == 1
+    assert "differs" in capsys.readouterr().out
+    assert run("bench", "--impl=jax_nn_cudnn", *options) == 2
+
+
+def test_timing_runs_under_everybodys_flags(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.modules", {})
+    monkeypatch.delenv("XLA_FLAGS", raising=False)
+    environment.prepare(timing=True)
+    assert environment.falsifies_timing() is None
+    environment.prepare()
+    assert "--xla_backend_optimization_level=0" in (environment.falsifies_timing() or "")
+
+
+def test_declared_arithmetic_is_what_results_are_held_to(product: None) -> None:
+    """Products rounded to bf16 differ from what an exact implementation returns, and agree if they are declared."""
+
+    def rounded(*, q: Any, k: Any, v: Any, **options: Any) -> Any:
+        q, k, v = (x.astype(jnp.bfloat16).astype(jnp.float32) for x in (q, k, v))
+        return attention(q=q, k=k, v=v, **options)
+
+    undeclared = plain("undeclared", call=rounded)
+    declared = plain("declared", call=rounded, arithmetic=Arithmetic(products="bf16"))
+    found = compare_all([undeclared, declared], [(parse(CASE), FORWARD)], Limits(rounds=3), tolerances.default())
+    assert [row.outcome for row in found.measurements] == [DIFFERS, AGREES]
+
+
+def test_ctrl_c_keeps_the_comparisons_that_are_done() -> None:
+    def stop(text: str) -> None:
+        if BACKWARD in text:
+            raise KeyboardInterrupt
+
+    comparisons = [(parse(CASE), FORWARD), (parse(CASE), BACKWARD)]
+    found = compare_all([plain("good")], comparisons, Limits(rounds=3), tolerances.default(), on_step=stop)
+    assert found.interrupted
+    assert [(row.phase, row.outcome) for row in found.measurements] == [(FORWARD, AGREES)]
+
+
+def test_ctrl_c_waits_for_what_must_not_be_cut_in_two() -> None:
+    """The block goes on to its end, the interrupt comes after it, and the handler is as it was."""
+    before = signal.getsignal(signal.SIGINT)
+    done = []
+
+    def press() -> None:
+        with interrupts_wait():
+            signal.raise_signal(signal.SIGINT)
+            done.append("the rest")
+
+    with pytest.raises(KeyboardInterrupt):
+        press()
+    assert done == ["the rest"]
+    assert signal.getsignal(signal.SIGINT) is before
+    with interrupts_wait():
+        done.append("nobody pressed anything")

@@ -1,0 +1,205 @@
+"""Plain functions: what their signature and one trace say about what they support."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import pytest
+
+from cases.case import parse
+from conformance import declare
+from conformance.calling.plain import NotAnAttentionFunction, from_function
+from conformance.checks import BY_NAME
+from conformance.judging import plan
+from conformance.judging.runner import Runner
+from conformance.judging.settings import Settings
+from conformance.records import ERROR, PASS, RED, UNSUPPORTED, Record
+from tests.kernels import naive
+
+FULL = "train/f32/B1.T16.S16.N2.K2.H16.V16/full/normal/s0"
+CAUSAL = "train/f32/B1.T16.S16.N2.K2.H16.V16/causal/normal/s0"
+WINDOW = "train/f32/B1.T16.S16.N2.K2.H16.V16/window-l4-r0/normal/s0"
+CHUNKED = "train/f32/B1.T16.S16.N2.K2.H16.V16/chunked-8/normal/s0"
+
+
+def judge(function: Callable[..., Any], case: str, *checks: str) -> list[Record]:
+    chosen = [BY_NAME[name] for name in checks or ("forward",)]
+    planned = plan.single(from_function(function, "kernel"), parse(case), chosen)
+    return Runner(Settings()).run(planned.jobs)
+
+
+def conforms(function: Callable[..., Any], case: str, *checks: str) -> bool:
+    found = judge(function, case, *checks)
+    return any(r.verdict == PASS for r in found) and not any(r.verdict in RED for r in found)
+
+
+def only_three(q: Any, k: Any, v: Any) -> Any:
+    return naive.attention(q, k, v)
+
+
+def only_causal(q: Any, k: Any, v: Any, causal: bool = False) -> Any:
+    return naive.attention(q, k, v, causal=causal)
+
+
+def causal_by_default(q: Any, k: Any, v: Any, causal: bool = True) -> Any:
+    return naive.attention(q, k, v, causal=causal)
+
+
+def only_mask(q: Any, k: Any, v: Any, *, mask: Any = None) -> Any:
+    return naive.attention(q, k, v, mask=mask)
+
+
+def needs_mask(query: Any, key: Any, value: Any, mask: Any) -> Any:
+    return naive.attention(query, key, value, mask=mask)
+
+
+def variadic(*operands: Any, causal: bool = False) -> Any:
+    return naive.attention(*operands, causal=causal)
+
+
+class CallableObject:
+    """A callable object."""
+
+    def __call__(self, q: Any, k: Any, v: Any, *, causal: bool = False) -> Any:
+        return naive.attention(q, k, v, causal=causal)
+
+
+@pytest.mark.parametrize(
+    ("function", "supported", "declined"),
+    [
+        (only_three, [FULL], [CAUSAL, WINDOW, CHUNKED]),
+        (only_causal, [FULL, CAUSAL], [WINDOW, CHUNKED]),
+        (causal_by_default, [FULL, CAUSAL], [WINDOW]),
+        (only_mask, [FULL, CAUSAL, WINDOW, CHUNKED], []),
+        (needs_mask, [FULL, CAUSAL], []),
+        (variadic, [FULL, CAUSAL], [WINDOW]),
+        (CallableObject(), [FULL, CAUSAL], [WINDOW]),
+        (functools.partial(only_causal), [FULL, CAUSAL], [WINDOW]),
+        (jax.jit(only_causal, static_argnames="causal"), [FULL, CAUSAL], [WINDOW]),
+    ],
+    ids=lambda value: getattr(value, "__name__", type(value).__name__) if callable(value) else None,
+)
+def test_the_signature_says_what_is_supported(
+    function: Callable[..., Any], supported: list[str], declined: list[str]
+) -> None:
+    assert all(conforms(function, case) for case in supported)
+    for case in declined:
+        (found,) = judge(function, case)
+        assert found.verdict == UNSUPPORTED
+        assert "has no parameter 'mask'" in found.reason
+
+
+def test_declined_features_name_the_missing_parameter() -> None:
+    implementation = from_function(only_causal, "kernel")
+    assert implementation.unsupported["sinks"] == "the function has no parameter 'sinks'"
+    assert implementation.gradients == {"dq", "dk", "dv"}
+    assert implementation.residuals == frozenset()
+
+
+def test_causal_and_window_are_passed_together() -> None:
+    seen: list[dict[str, Any]] = []
+
+    def records(q: Any, k: Any, v: Any, *, causal: bool = False, window: Any = None, mask: Any = None) -> Any:
+        seen.append({"causal": causal, "window": window, "mask": mask is not None})
+        return naive.attention(q, k, v, causal=causal, window=window, mask=mask)
+
+    assert all(conforms(records, case) for case in (CAUSAL, WINDOW, CHUNKED))
+    assert {"causal": True, "window": None, "mask": False} in seen
+    assert {"causal": False, "window": (4, 0), "mask": False} in seen
+    assert any(call["mask"] for call in seen)
+
+
+def test_ignored_keywords_fail() -> None:
+    def ignores(q: Any, k: Any, v: Any, **options: Any) -> Any:
+        return naive.attention(q, k, v)
+
+    assert not conforms(ignores, CAUSAL)
+
+
+def returning(*names: str) -> Callable[..., Any]:
+    def kernel(q: Any, k: Any, v: Any, *, causal: bool = False, save_residuals: Any = False) -> Any:
+        out, residuals = naive.attention(q, k, v, causal=causal, save_residuals=True)
+        return (out, {name: residuals[name] for name in names}) if save_residuals else out
+
+    return kernel
+
+
+@pytest.mark.parametrize("names", [(), ("logsumexp",), ("max_logits",), ("logsumexp", "max_logits")])
+def test_a_missing_residual_is_one_not_offered(names: tuple[str, ...]) -> None:
+    kernel = returning(*names)
+    assert from_function(kernel, "kernel").residuals == set(names)
+    assert from_function(kernel, "kernel").differentiable_residuals == {"logsumexp"} & set(names)
+    found = {r.observable: r.verdict for r in judge(kernel, CAUSAL, "residuals")}
+    for name in ("logsumexp", "max_logits"):
+        assert found[name] == (PASS if name in names else UNSUPPORTED)
+
+
+def test_residuals_are_traced_on_a_case_that_is_supported() -> None:
+    @declare(unsupported={"f32": "half precision only", "full": "causal only"})
+    def picky(q: Any, k: Any, v: Any, *, causal: bool = False, save_residuals: Any = False) -> Any:
+        assert causal
+        assert q.dtype == "bfloat16"
+        return returning("logsumexp")(q, k, v, causal=causal, save_residuals=save_residuals)
+
+    assert from_function(picky, "kernel").residuals == {"logsumexp"}
+
+
+def test_residuals_returned_in_another_form_are_an_error_that_says_what_is_needed() -> None:
+    def pair(q: Any, k: Any, v: Any, *, causal: bool = False, save_residuals: Any = False) -> Any:
+        out, residuals = naive.attention(q, k, v, causal=causal, save_residuals=True)
+        return (out, residuals["logsumexp"]) if save_residuals else out
+
+    (found,) = judge(pair, CAUSAL, "residuals")
+    assert found.verdict == ERROR
+    assert "must return (out, {'logsumexp': ..., 'max_logits': ...})" in found.reason
+
+
+def two(q: Any, k: Any) -> Any:
+    return q
+
+
+def mystery(q: Any, k: Any, v: Any, mystery: Any) -> Any:
+    return q
+
+
+def mask_third(q: Any, k: Any, mask: Any, v: Any) -> Any:
+    return q
+
+
+def positional_mask(q: Any, k: Any, v: Any, mask: Any, /) -> Any:
+    return q
+
+
+@pytest.mark.parametrize(
+    ("thing", "message"),
+    [
+        (3, "kernel is a int, not a function"),
+        (two, "kernel(q, k) does not take q, k, v"),
+        (mystery, "needs the argument 'mystery'"),
+        (mask_third, "takes 'mask' where q, k or v must be"),
+        (positional_mask, "needs the argument 'mask', which is none of"),
+        (lambda *, q, k, v: q, "does not take q, k, v"),
+        (min, "kernel has no signature"),
+    ],
+)
+def test_what_is_no_attention_function_is_refused(thing: Any, message: str) -> None:
+    with pytest.raises(NotAnAttentionFunction) as caught:
+        from_function(thing, "kernel")
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_declared_products_and_their_override() -> None:
+    declared = declare(products="tf32")(lambda q, k, v: q)
+    assert from_function(declared, "kernel").arithmetic.products == "tf32"
+    assert from_function(declared, "kernel", products="bf16").arithmetic.products == "bf16"
+    assert from_function(functools.partial(declared), "kernel").arithmetic.products == "tf32"
+
+
+def test_the_description_is_the_first_line_of_the_docstring() -> None:
+    assert from_function(naive.attention, "kernel").description == "Naive attention: correct, quadratic memory."
+    described = from_function(functools.partial(naive.attention, soft_cap=None), "kernel").description
+    assert described == "Naive attention: correct, quadratic memory."

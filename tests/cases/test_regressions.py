@@ -1,0 +1,76 @@
+"""Named regressions: each is a case that tells right from wrong, and the kernels of this project pass it."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from cases.case import parse
+from cases.regressions import REGRESSIONS, Regression, by_case
+from conformance import records
+from conformance.calling import registry
+from conformance.calling.execution import Executor
+from conformance.checks import CHECKS
+from conformance.checks.scopes import GRID
+from conformance.checks.subject import Subject
+from conformance.judging.discrimination import REQUIRED_MARGIN, margins, weakest
+from conformance.judging.plan import Job
+from conformance.judging.runner import Runner
+from conformance.judging.settings import Settings
+from conformance.truth.tolerances import default
+
+CHECKED = tuple(check for check in CHECKS if check.scope is GRID)
+PUBLISHED = re.compile(r"[\w.-]+/[\w.-]+(#\d+|@[0-9a-f]{7,40})|arXiv:\d{4}\.\d{5}")
+
+
+def named(regression: Regression) -> str:
+    return regression.name
+
+
+def test_there_are_enough_and_no_two_are_the_same() -> None:
+    assert len(REGRESSIONS) >= 60
+    for values in ([r.name for r in REGRESSIONS], [r.case.id for r in REGRESSIONS]):
+        assert len(set(values)) == len(values)
+
+
+@pytest.mark.parametrize("regression", REGRESSIONS, ids=named)
+def test_each_says_what_it_is(regression: Regression) -> None:
+    assert parse(regression.case.id) == regression.case
+    assert by_case(regression.case.id) is regression
+    assert PUBLISHED.fullmatch(regression.reference)
+    assert re.fullmatch(r"[a-z0-9-]+\.[a-z0-9-]+", regression.kind)
+    assert regression.shows
+    assert "\n" not in regression.shows
+
+
+def test_other_cases_are_no_regressions() -> None:
+    assert by_case("train/f32/B1.T64.S64.N2.K2.H32.V32/causal/normal/s12345") is None
+
+
+def test_a_name_that_a_list_could_not_show_is_refused() -> None:
+    with pytest.raises(ValueError, match="lower-case words with hyphens, got 'Two words'"):
+        Regression(name="Two words", case=REGRESSIONS[0].case, kind="a.b", reference="a/b#1", shows="it")
+
+
+@pytest.fixture(scope="module")
+def runner() -> Runner:
+    """One runner for all, which lets go of compiled programs as it goes along."""
+    return Runner(Settings())
+
+
+@pytest.mark.parametrize("regression", REGRESSIONS, ids=named)
+def test_each_discriminates(regression: Regression) -> None:
+    subject = Subject(Executor(registry.find("dot_product")), regression.case, default())
+    null, margin = weakest(margins(subject))
+    assert margin >= REQUIRED_MARGIN, null
+
+
+@pytest.mark.bank
+@pytest.mark.parametrize("name", ["dot_product", "block_flash"])
+@pytest.mark.parametrize("regression", REGRESSIONS, ids=named)
+def test_kernels_of_this_project_pass(regression: Regression, name: str, runner: Runner) -> None:
+    found = runner.judge(Job(registry.find(name), regression.case, CHECKED))
+    wrong = {(r.check, r.observable): r.reason for r in found if r.verdict not in {records.PASS, records.UNSUPPORTED}}
+    assert wrong == {}
+    assert any(r.verdict == records.PASS for r in found)

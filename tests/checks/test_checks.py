@@ -1,0 +1,287 @@
+"""Each check passes a correct implementation, and catches a bug that was planted for it."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from cases.case import parse
+from cases.decoding import decoded_cases
+from conformance import declare
+from conformance.calling import registry
+from conformance.calling.plain import from_function
+from conformance.checks import BY_NAME, CHECKS
+from conformance.checks.scopes import COMPILED, DECLINED, GRID, INTERPRETED
+from conformance.checks.turn import Turn
+from conformance.contract import Implementation
+from conformance.judging import plan
+from conformance.judging.runner import Runner
+from conformance.judging.settings import Settings
+from conformance.records import ERROR, FAIL, PASS, RED, UNSUPPORTED, Record
+from tests.kernels import naive
+
+CAUSAL = "train/f32/B1.T16.S16.N2.K2.H16.V16/causal/normal/s0"
+CAPPED = "train/f32/B1.T16.S16.N2.K2.H16.V16/full/softcap30/normal/s0"
+SINKS = "train/f32/B1.T16.S16.N2.K2.H16.V16/full/sinks/normal/s0"
+SHORT = "train/f32/B1.T16.S16.N2.K2.H16.V16/lengths-9/normal/s0"
+PADDED = "train/f32/B1.T32.S32.N2.K2.H16.V16/causal/segpad/normal/s0"
+
+ENSEMBLE = "train/bf16/B1.T128.S512.N8.K1.H64.V64/full/normal/s0"
+
+FRONT = "train/f32/B1.T16.S16.N2.K2.H16.V16/causal/front-rms-half/normal/s0"
+DECODE = "decode/f32/B3.T1.S40.N4.K2.H16.V24/lengths-0-17-40/sinks/normal/s0"
+DECODED = next(case.id for case in decoded_cases() if "window" in case.mask)
+
+CASE_OF = {"poison": SHORT, "arguments": CAPPED, "limits": SINKS, "ensemble": ENSEMBLE}
+CASE_OF |= {"parts": DECODE, "decoding": DECODED, "front_end": FRONT}
+# What only some claim: linear memory, parts that can be merged.
+CLAIMS = {"memory": "block_flash", "parts": "ragged"}
+
+
+def judge(implementation: Implementation | Callable[..., Any], case: str, check: str) -> list[Record]:
+    """The records of one check on one case."""
+    if not isinstance(implementation, Implementation):
+        implementation = from_function(implementation, "kernel")
+    planned = plan.single(implementation, parse(case), [BY_NAME[check]])
+    return [record for record in Runner(Settings()).run(planned.jobs) if record.check == check]
+
+
+def verdicts(found: list[Record]) -> dict[str, str]:
+    return {record.observable: record.verdict for record in found}
+
+
+def with_out(change: Callable[..., Any], **declared: Any) -> Callable[..., Any]:
+    """The correct kernel with `out` changed."""
+
+    @declare(**{"behind_mask": "finite", **declared})
+    def kernel(
+        q: Any,
+        k: Any,
+        v: Any,
+        *,
+        causal: bool = False,
+        mask: Any = None,
+        segment_ids: Any = None,
+        soft_cap: Any = None,
+        sinks: Any = None,
+        scale: Any = None,
+        bias: Any = None,
+        save_residuals: bool = False,
+    ) -> Any:
+        options = {"causal": causal, "mask": mask, "segment_ids": segment_ids, "soft_cap": soft_cap, "sinks": sinks}
+        out, residuals = naive.attention(q, k, v, **options, scale=scale, bias=bias, save_residuals=True)
+        out = change(out, q, k, v, options)
+        return (out, residuals) if save_residuals else out
+
+    return kernel
+
+
+def with_lse(change: Callable[[jax.Array], jax.Array]) -> Callable[..., Any]:
+    """The correct kernel with `logsumexp` changed."""
+
+    @declare(behind_mask="finite")
+    def kernel(q: Any, k: Any, v: Any, *, causal: bool = False, save_residuals: Any = False) -> Any:
+        out, residuals = naive.attention(q, k, v, causal=causal, save_residuals=True)
+        residuals["logsumexp"] = change(residuals["logsumexp"])
+        return (out, residuals) if save_residuals else out
+
+    return kernel
+
+
+# Those of accelerator kernels have test modules of their own.
+_PORTABLE = [check.name for check in CHECKS if check.scope not in (DECLINED, INTERPRETED, COMPILED)]
+
+
+@pytest.mark.parametrize("check", _PORTABLE)
+def test_a_correct_implementation_passes(check: str) -> None:
+    found = judge(registry.find(CLAIMS.get(check, "dot_product")), CASE_OF.get(check, CAUSAL), check)
+    assert found
+    assert {record.verdict for record in found} == {PASS}
+
+
+def test_a_refusal_passes() -> None:
+    def refuses(q: Any, k: Any, v: Any, *, mask: Any, sinks: Any = None, **options: Any) -> None:
+        raise NotImplementedError("sinks are not supported")
+
+    honest = Implementation(name="honest", call=refuses, unsupported={"sinks": "never written"})
+    assert verdicts(judge(honest, SINKS, "refusals")) == {"refusal": PASS}
+
+
+def doubled_gradient(out: Any, *_: Any) -> Any:
+    return out + (out - jax.lax.stop_gradient(out))
+
+
+def last_row_without_gradient(out: Any, *_: Any) -> Any:
+    return out.at[:, -1].set(jax.lax.stop_gradient(out[:, -1]))
+
+
+def last_head_without_gradient(out: Any, *_: Any) -> Any:
+    return out.at[:, :, -1].set(jax.lax.stop_gradient(out[:, :, -1]))
+
+
+@jax.custom_vjp
+def off_in_the_rule(out: Any) -> Any:
+    return out
+
+
+off_in_the_rule.defvjp(lambda out: (1.01 * out, None), lambda _, cotangent: (cotangent,))
+
+
+def leak_from_empty_rows(out: Any, q: Any, k: Any, v: Any, options: Any) -> Any:
+    """Zero in the forward pass, but rows that see nothing pull on `v`."""
+    ok = naive.allowed_pairs(q, k, options["causal"], None, options["mask"], options["segment_ids"])
+    empty = ~ok.any(axis=-1).transpose(0, 2, 1)[..., None]
+    pulled = v.sum(axis=1, keepdims=True)
+    return out + jnp.where(empty, pulled - jax.lax.stop_gradient(pulled), 0)
+
+
+@pytest.mark.parametrize(
+    ("check", "change", "declared", "caught"),
+    [
+        ("forward", lambda out, *_: 1.001 * out, {}, {"out"}),
+        ("gradients", doubled_gradient, {}, {"dq", "dk", "dv"}),
+        ("gradients_part", last_row_without_gradient, {}, {"dq.row", "dk.row", "dv.row"}),
+        ("gradients_part", last_head_without_gradient, {}, {"dq.head", "dk.head", "dv.head"}),
+        ("gradients_part", leak_from_empty_rows, {"empty_rows": "zero"}, {"dv.empty"}),
+        ("primal", lambda out, *_: off_in_the_rule(out), {}, {"out"}),
+        ("poison", lambda out, *_: out, {"behind_mask": "any"}, {"out.nan", "out.inf"}),
+    ],
+)
+def test_a_planted_bug_is_caught(
+    check: str, change: Callable[..., Any], declared: dict[str, Any], caught: set[str]
+) -> None:
+    case = PADDED if "dv.empty" in caught else CASE_OF.get(check, CAUSAL)
+    found = verdicts(judge(with_out(change, **declared), case, check))
+    assert caught <= {observable for observable, verdict in found.items() if verdict == FAIL}
+
+
+@pytest.mark.parametrize("check", ["forward", "residuals"])
+def test_a_bug_in_the_rule_of_a_custom_vjp_is_invisible_without_differentiating(check: str) -> None:
+    assert not any(r.verdict in RED for r in judge(with_out(lambda out, *_: off_in_the_rule(out)), CAUSAL, check))
+
+
+def test_an_ignored_operand_is_caught() -> None:
+    def ignores(q: Any, k: Any, v: Any, *, causal: bool = False, **ignored: Any) -> Any:
+        return naive.attention(q, k, v, causal=causal)
+
+    assert verdicts(judge(ignores, CAPPED, "arguments")) == {"effect_of_soft_cap": FAIL}
+
+
+def test_a_feature_accepted_though_declared_unsupported_is_caught() -> None:
+    def accepts(q: Any, k: Any, v: Any, *, mask: Any, sinks: Any = None, **options: Any) -> Any:
+        return naive.attention(q, k, v)
+
+    silent = Implementation(name="silent", call=accepts, unsupported={"sinks": "never written"})
+    (found,) = judge(silent, SINKS, "refusals")
+    assert found.verdict == FAIL
+    assert "never written" in found.reason
+    assert "the call is accepted" in found.reason
+
+
+def test_a_wrong_operand_that_is_accepted_is_caught() -> None:
+    def accepts(q: Any, k: Any, v: Any, **options: Any) -> Any:
+        return q
+
+    found = judge(Implementation(name="careless", call=accepts, validates=True), CAUSAL, "errors")
+    assert {record.verdict for record in found} == {FAIL}
+    assert all("is accepted" in record.reason for record in found)
+
+
+def test_an_error_that_does_not_name_the_operand_is_caught() -> None:
+    def refuses(q: Any, k: Any, v: Any, **options: Any) -> None:
+        raise ValueError("no")
+
+    found = judge(Implementation(name="terse", call=refuses, validates=True), CAUSAL, "errors")
+    assert {record.verdict for record in found} == {FAIL}
+    assert all("does not name" in record.reason for record in found)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [lambda lse: lse / jnp.log(2.0), lambda lse: lse.astype(jnp.bfloat16), lambda lse: lse[..., None]],
+    ids=["log2", "bf16", "shape"],
+)
+def test_a_wrong_logsumexp_is_caught(change: Callable[[jax.Array], jax.Array]) -> None:
+    found = verdicts(judge(with_lse(change), CAUSAL, "residuals"))
+    assert found == {"out": PASS, "logsumexp": FAIL, "max_logits": PASS}
+
+
+def test_a_logsumexp_without_gradient_fails_unless_declared() -> None:
+    silent = with_lse(jax.lax.stop_gradient)
+    assert FAIL in verdicts(judge(silent, CAUSAL, "gradients_lse")).values()
+    declared = declare(behind_mask="finite", differentiable_residuals=False)(silent)
+    (found,) = judge(declared, CAUSAL, "gradients_lse")
+    assert found.verdict == UNSUPPORTED
+    assert found.reason == "logsumexp is declared not differentiable"
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda out, *_: out.astype(jnp.bfloat16), "dtype is bfloat16, must be that of q, float32"),
+        (lambda out, *_: out[..., :-1], "shape is (1, 16, 2, 15), must be (1, 16, 2, 16)"),
+        (lambda out, *_: jnp.full_like(out, jnp.nan), "exceeds"),
+    ],
+)
+def test_a_result_of_the_wrong_kind_fails_and_says_how(change: Callable[..., Any], reason: str) -> None:
+    (found,) = judge(with_out(change), CAUSAL, "forward")
+    assert found.verdict == FAIL
+    assert reason in found.reason
+
+
+@pytest.mark.parametrize("error", [RuntimeError("no such block\nmore"), SystemExit(3), KeyError("x")])
+def test_what_an_implementation_raises_becomes_an_error(error: BaseException) -> None:
+    def raises(q: Any, k: Any, v: Any, *, causal: bool = False) -> None:
+        raise error
+
+    (found,) = judge(raises, CAUSAL, "forward")
+    assert found.verdict == ERROR
+    assert type(error).__name__ in found.reason
+    assert "\n" not in found.reason
+
+
+def test_cases_that_differ_in_values_alone_are_judged_by_the_same_programs() -> None:
+    traced: list[tuple[int, ...]] = []
+
+    def traces(out: Any, *_: Any) -> Any:
+        traced.append(out.shape)
+        return out
+
+    kernel = from_function(with_out(traces), "kernel")
+    checks = tuple(check for check in CHECKS if check.scope is GRID)
+    runner = Runner(Settings())
+
+    # What needs no compilation may differ from case to case.
+    once = Turn(pulled=("plain",), cotangents=("row",), laws=("linearity",))
+    again = dataclasses.replace(once, cotangents=("head",), laws=("independence",))
+
+    def judge_with(distribution: str, turn: Turn) -> list[Record]:
+        case = parse(CAPPED.replace("/full/", "/lengths-9/").replace("/normal/", f"/{distribution}/"))
+        return runner.judge(plan.Job(kernel, case, checks, turn))
+
+    expected = {PASS, UNSUPPORTED}  # keys behind the mask are declared to be finite
+    assert {record.verdict for record in judge_with("normal", once)} == expected
+    programs = len(traced)
+    assert programs
+    for distribution, turn in zip(
+        ("knee", "heavy", "cancel", "ties", "small"), itertools.cycle((again, once)), strict=False
+    ):
+        assert {record.verdict for record in judge_with(distribution, turn)} == expected
+    assert len(traced) == programs
+
+
+def test_every_check_says_what_it_asks() -> None:
+    assert all(check.asks.endswith((".", ":")) or check.asks for check in CHECKS)
+    assert len(BY_NAME) == len(CHECKS)
+
+
+def test_partial_application_keeps_the_declaration() -> None:
+    declared = functools.partial(with_lse(jax.lax.stop_gradient))
+    assert from_function(declared, "kernel").behind_mask == "finite"

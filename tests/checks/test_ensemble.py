@@ -1,0 +1,201 @@
+"""The ensemble check: correct kernels pass, errors below one rounding fail, and the expected spread is the true one."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from cases.case import parse
+from cases.ensemble import ensemble_cases
+from cases.inputs import DTYPES, Cotangent, Problem, draw, draw_cotangent
+from conformance.calling import registry
+from conformance.calling.plain import from_function
+from conformance.checks import BY_NAME
+from conformance.contract import Arithmetic, Implementation
+from conformance.judging import plan
+from conformance.judging.runner import Runner
+from conformance.judging.settings import Settings
+from conformance.records import FAIL, PASS, Record
+from conformance.truth.spread import Spread, spread, ulp
+from tests.kernels import blocked, low_precision, naive
+from tests.kernels.low_precision import Roundings, to_nearest, towards_zero
+
+CASE = "train/{}/B1.T128.S512.N8.K1.H64.V64/full/normal/s0"
+DIGITS = ("bf16", "f16")
+
+
+def judge(implementation: Implementation, dtype: str, seed: int = 0) -> dict[str, Record]:
+    """Records of the check by observable."""
+    [case] = [case for case in ensemble_cases(seed, implementation.supports) if case.dtype == dtype]
+    planned = plan.single(implementation, case, [BY_NAME["ensemble"]])
+    return {record.observable: record for record in Runner(Settings()).run(planned.jobs)}
+
+
+def failures(roundings: Roundings, dtype: str) -> dict[str, Record]:
+    found = judge(from_function(low_precision.kernel(roundings), "kernel"), dtype)
+    return {name: record for name, record in found.items() if record.verdict != PASS}
+
+
+def ratio(record: Record) -> float:
+    assert record.ratio is not None
+    return record.ratio
+
+
+@pytest.mark.parametrize("dtype", DIGITS)
+@pytest.mark.parametrize("kernel", [naive.attention, blocked.attention, low_precision.kernel(Roundings())])
+def test_correct_kernels_pass_far_from_the_limits(kernel: Any, dtype: str) -> None:
+    found = judge(from_function(kernel, "kernel"), dtype)
+    statistics = {f"{name}.{what}" for name in ("out", "dq", "dk", "dv") for what in ("bias", "spread")}
+    assert found.keys() == statistics
+    assert {record.verdict for record in found.values()} == {PASS}
+    assert max(ratio(record) for name, record in found.items() if name.endswith("spread")) < 1.02
+    assert max(ratio(record) for name, record in found.items() if name.endswith("bias")) < 0.015
+
+
+def test_correct_kernels_pass_with_other_seeds() -> None:
+    for seed in (1, 2):
+        found = judge(from_function(naive.attention, "kernel"), "bf16", seed)
+        assert {record.verdict for record in found.values()} == {PASS}
+
+
+@pytest.mark.parametrize("dtype", DIGITS)
+@pytest.mark.parametrize("observable", ["out", "dq"])
+def test_truncation_is_a_bias_of_minus_one(observable: str, dtype: str) -> None:
+    found = failures(Roundings(**{observable: towards_zero}), dtype)
+    assert f"{observable}.bias" in found
+    record = found[f"{observable}.bias"]
+    # Tolerance: six standard errors, of up to 0.004 (`conformance.checks.ensemble`).
+    assert record.ratio == pytest.approx(1, abs=6 * 0.004)
+    assert record.reason.startswith("errors lean towards zero by 1")
+    assert record.reason.endswith("truncation instead of rounding")
+    assert all(name.startswith(observable) for name in found)
+
+
+@pytest.mark.parametrize("dtype", DIGITS)
+@pytest.mark.parametrize(
+    ("step", "shows"),
+    [
+        ("accumulator", {"out.spread"}),
+        ("total", {"out.spread"}),
+        ("dq_sum", {"dq.spread"}),
+        ("group_sum", {"dk.spread", "dv.spread"}),
+    ],
+)
+def test_rounding_at_every_step_of_a_sum_is_a_spread(step: str, shows: set[str], dtype: str) -> None:
+    found = failures(Roundings(**{step: to_nearest}), dtype)
+    assert shows <= found.keys()
+    assert all(found[name].verdict == FAIL and ratio(found[name]) > 1.12 for name in shows)
+    assert all("instead of being accumulated in f32?" in found[name].reason for name in shows)
+
+
+def test_a_gradient_that_is_always_a_little_too_large_is_a_bias() -> None:
+    def forward(q: Any, k: Any, v: Any) -> Any:
+        out, pullback = jax.vjp(naive.attention, *(x.astype(jnp.float32) for x in (q, k, v)))
+        return out.astype(q.dtype), pullback
+
+    def backward(pullback: Any, do: Any) -> Any:
+        return tuple((1.0003 * x).astype(do.dtype) for x in pullback(do.astype(jnp.float32)))
+
+    attend = jax.custom_vjp(lambda q, k, v: forward(q, k, v)[0])
+    attend.defvjp(forward, backward)
+    found = judge(from_function(lambda q, k, v: attend(q, k, v), "kernel"), "bf16")
+    leaning = {name for name, record in found.items() if record.verdict == FAIL}
+    assert leaning == {"dq.bias", "dk.bias", "dv.bias"}
+    assert "away from zero" in found["dq.bias"].reason
+
+
+def test_results_that_are_not_finite_fail() -> None:
+    found = judge(from_function(lambda q, k, v: naive.attention(q, k, v).at[0, 3].set(np.nan), "kernel"), "bf16")
+    assert found["out.bias"].verdict == found["out.spread"].verdict == FAIL
+    assert found["out.spread"].reason == "some results are not finite"
+
+
+def test_there_is_a_case_for_what_is_supported() -> None:
+    def cases(**unsupported: str) -> list[str]:
+        declared = dataclasses.replace(registry.find("dot_product"), unsupported=unsupported)
+        return [case.id for case in ensemble_cases(3, declared.supports)]
+
+    assert cases() == [CASE.format(dtype).replace("s0", "s3") for dtype in DIGITS]
+    assert cases(f16="no", mqa="no") == ["train/bf16/B1.T128.S512.N8.K2.H64.V64/full/normal/s3"]
+    assert cases(bf16="no", mqa="no", gqa="no") == ["train/f16/B1.T128.S512.N2.K2.H64.V64/full/normal/s3"]
+    assert cases(bf16="no", train="no") == ["prefill/f16/B1.T128.S512.N8.K1.H64.V64/full/normal/s3"]
+    assert cases(bf16="no", f16="no") == []
+
+
+def simulated(problem: Problem, cotangent: Cotangent, *, logits: bool, fused: bool) -> dict[str, np.ndarray]:
+    """Attention in float64 but for the roundings that the model counts; `fused` takes D from the stored out."""
+    dtype, scale = problem.q.dtype, problem.effective_scale
+    rounded = lambda x: x.astype(dtype).astype(np.float64)  # noqa: E731 -- to nearest
+    q, k, v, do = (x.astype(np.float64) for x in (problem.q, problem.k, problem.v, cotangent.out))
+    group = q.shape[2] // k.shape[2]
+    q, do = (x.transpose(0, 2, 1, 3) for x in (q, do))
+    k, v = (np.repeat(x.transpose(0, 2, 1, 3), group, axis=1) for x in (k, v))
+    z = scale * q @ k.swapaxes(2, 3)
+    z = np.where(problem.allowed, rounded(z) if logits else z, -np.inf)
+    p = np.exp(z - z.max(axis=-1, keepdims=True))
+    p /= p.sum(axis=-1, keepdims=True)
+    out = rounded(rounded(p) @ v)
+    dp = rounded(do @ v.swapaxes(2, 3))
+    d = (out * do).sum(axis=-1, keepdims=True) if fused else (p * dp).sum(axis=-1, keepdims=True)
+    dz = rounded(p * (dp - d))
+
+    def summed(x: np.ndarray) -> np.ndarray:
+        batch, heads, *rest = x.shape
+        return rounded(rounded(x).reshape(batch, heads // group, group, *rest).sum(axis=2)).transpose(0, 2, 1, 3)
+
+    dk, dv = scale * dz.swapaxes(2, 3) @ q, rounded(p).swapaxes(2, 3) @ do
+    return {
+        "out": out.transpose(0, 2, 1, 3),
+        "dq": rounded(scale * dz @ k).transpose(0, 2, 1, 3),
+        "dk": summed(dk),
+        "dv": summed(dv),
+    }
+
+
+@pytest.mark.parametrize(
+    "case", ["B2.T48.S96.N4.K2.H16.V24/full/normal", "B1.T64.S128.N8.K1.H16.V16/causal-o64/normal"]
+)
+@pytest.mark.parametrize("logits", [False, True])
+@pytest.mark.parametrize("dtype", DIGITS)
+def test_the_model_agrees_with_simulated_roundings(case: str, logits: bool, dtype: str) -> None:
+    arithmetic = Arithmetic(logits="input" if logits else "f32")
+    for fused in (False, True):
+        found: dict[str, list[float]] = {}
+        for seed in range(6):
+            drawn = parse(f"train/{dtype}/{case}/s{seed}")
+            problem, cotangent = draw(drawn), draw_cotangent(drawn)
+            got = simulated(problem, cotangent, logits=logits, fused=fused)
+            for name, exact in spread(problem, arithmetic, cotangent).items():
+                found.setdefault(name, []).append(float(np.mean(relative(got[name], exact))))
+        ratios = {name: np.mean(squares) for name, squares in found.items()}
+        # Tolerance: 15% of a variance are 7% of a spread, less than the 10% by which SPREAD_LIMIT trusts the model.
+        assert ratios == pytest.approx(dict.fromkeys(ratios, 1.0), rel=0.15, abs=0)
+
+
+def relative(got: np.ndarray, exact: Spread) -> np.ndarray:
+    """Squared error over expected variance; 0 where both are."""
+    with np.errstate(invalid="ignore"):
+        return np.where(got == exact.value, 0, (got - exact.value) ** 2 / exact.variance)
+
+
+@pytest.mark.parametrize("dtype", DIGITS)
+def test_ulp_is_the_distance_to_the_next_number(dtype: str) -> None:
+    values = np.array([1.0, 1.3, 1.99, 2.0, 3e-5, 7e-4, 0.2, 250.0]).astype(DTYPES[dtype])
+    bits = values.view(np.uint16)
+    above = (bits + 1).view(DTYPES[dtype]).astype(np.float64)
+    np.testing.assert_array_equal(ulp(values.astype(np.float64), dtype), above - values.astype(np.float64))
+
+
+def test_what_the_model_does_not_cover_is_said() -> None:
+    capped = draw(parse("train/bf16/B1.T8.S8.N1.K1.H16.V16/full/softcap2/normal/s0"))
+    with pytest.raises(ValueError, match="without soft cap, sinks and bias"):
+        spread(capped, Arithmetic())
+    with pytest.raises(ValueError, match="bf16, f16, got operands in f32"):
+        spread(draw(parse("train/f32/B1.T8.S8.N1.K1.H16.V16/full/normal/s0")), Arithmetic())
+    with pytest.raises(ValueError, match="power of two"):
+        spread(draw(parse("train/bf16/B1.T8.S8.N1.K1.H32.V32/full/normal/s0")), Arithmetic(scaled_q=True))

@@ -1,0 +1,240 @@
+"""The kernels for Hopper: when it is taken, and what JAX's interpreter of such kernels says of it."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import types
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.sharding import AbstractDevice, AbstractMesh, PartitionSpec
+
+from cases.accelerator import interpreted_cases
+from cases.case import Case, parse
+from cases.masks import Causal, Dense, Full, Lengths, Mask, Window
+from conformance.accelerators import interpreters
+from conformance.calling import registry
+from conformance.checks import BY_NAME
+from conformance.judging import plan
+from conformance.judging.runner import Runner
+from conformance.judging.settings import Settings
+from conformance.records import FAIL, PASS, Record
+from impls import flash_gpu
+from impls.flash_gpu import backends, block_sizes
+from impls.flash_gpu.block_sizes import Tiles
+from impls.flash_gpu.mosaic import launch as mosaic_launch
+from impls.flash_gpu.schedule import FlashGpuPlan
+
+CAUSAL = Causal()
+LONG_RINGS = dataclasses.replace(
+    block_sizes.TABLE[0].sizes, mosaic_dkv=flash_gpu.Ring(block=128, num_stages=4), mosaic_forward=flash_gpu.Ring()
+)
+MOSAIC, TRITON = "mosaic_gpu_v2", "__gpu$xla.gpu.triton"
+
+
+@pytest.fixture(autouse=True)
+def _fresh_traces() -> Iterator[None]:
+    """What was traced with a bug, or without one, must not be found by the other."""
+    jax.clear_caches()
+    yield
+    jax.clear_caches()
+
+
+@contextlib.contextmanager
+def tracing_for(kind: str) -> Iterator[None]:
+    device = AbstractDevice(device_kind=kind, platform="gpu", num_cores=132)
+    with jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
+        yield
+
+
+def kernels(
+    kind: str, mask: Mask = CAUSAL, dtype: str = "bfloat16", depth: int = 64, v_depth: int | None = None, **options: Any
+) -> list[int]:
+    """How many Mosaic and how many Triton kernels a gradient is, lowered for a GPU of this kind."""
+
+    def loss(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        out = flash_gpu.attention(q, k, v, mask=mask, interpret=False, **options)
+        return out.astype(jnp.float32).sum()
+
+    sizes = ((4, depth), (2, depth), (2, v_depth or depth))
+    shapes = [jax.ShapeDtypeStruct((2, 200, *size), dtype) for size in sizes]
+    with tracing_for(kind):
+        exported = jax.export.export(
+            jax.jit(jax.grad(loss, argnums=(0, 1, 2))),
+            platforms=["cuda"],
+            disabled_checks=[jax.export.DisabledSafetyCheck.custom_call(name) for name in (MOSAIC, TRITON)],
+        )(*shapes)
+    text = exported.mlir_module()
+    return [text.count(f"@{MOSAIC}"), text.count(f"@{TRITON}")]
+
+
+@pytest.fixture
+def _measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A table in which somebody measured every Mosaic kernel to be right and faster, at any depth."""
+    ring = flash_gpu.Ring(preferred=True)
+    sizes = dataclasses.replace(block_sizes.TABLE[0].sizes, mosaic_forward=ring, mosaic_dq=ring, mosaic_dkv=ring)
+    entry = dataclasses.replace(block_sizes.TABLE[0], max_depth=256, max_itemsize=4, sizes=sizes)
+    monkeypatch.setattr(block_sizes, "TABLE", (entry,))
+
+
+@pytest.mark.parametrize("depth", [64, 128])
+def test_what_nobody_measured_is_not_the_default(depth: int) -> None:
+    assert kernels("NVIDIA H200", depth=depth) == [0, 3]
+    assert kernels("NVIDIA H200", depth=depth, backend="mosaic") == [3, 0]
+
+
+def test_each_kernel_goes_by_its_own_measurement() -> None:
+    sizes = dataclasses.replace(block_sizes.TABLE[0].sizes, mosaic_dkv=flash_gpu.Ring(num_stages=3, preferred=True))
+    assert kernels("NVIDIA H200", block_sizes=sizes) == [1, 2]
+
+
+@pytest.mark.usefixtures("_measured")
+@pytest.mark.parametrize(
+    ("kind", "options", "mosaic"),
+    [
+        ("NVIDIA H200", {}, 3),
+        ("NVIDIA H100 80GB HBM3", {"mask": Window(30, 3) & Lengths((40, 200)), "soft_cap": 5.0, "dtype": "float16"}, 3),
+        ("NVIDIA H200", {"depth": 192, "v_depth": 64}, 1),
+        ("NVIDIA A100-SXM4-80GB", {}, 0),
+        ("NVIDIA B200", {}, 0),
+        ("NVIDIA H200", {"backend": "triton"}, 0),
+        ("NVIDIA H200", {"dtype": "float32"}, 0),
+        ("NVIDIA H200", {"mask": Dense(np.tri(200, dtype=bool))}, 0),
+        ("NVIDIA H200", {"depth": 256}, 0),
+    ],
+)
+def test_hopper_gets_its_own_kernels_where_they_were_measured_and_support_the_call(
+    kind: str, options: dict[str, Any], mosaic: int
+) -> None:
+    assert kernels(kind, **options) == [mosaic, 3 - mosaic]  # out, dq, dk with dv
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "reason"),
+    [
+        ("NVIDIA A100-SXM4-80GB", {}, "GPUs other than Hopper, which 'NVIDIA A100-SXM4-80GB' is not"),
+        ("NVIDIA H200", {"dtype": "float32"}, "q, k and v in float32: it multiplies bfloat16 and float16"),
+        ("NVIDIA H200", {"mask": Dense(np.tri(200, dtype=bool))}, "masks that are arrays"),
+        ("NVIDIA H200", {"bias": jnp.zeros((1, 1, 200, 200))}, "bias"),
+        (
+            "NVIDIA H200",
+            {"depth": 256},
+            r"head depths 256 and 256 with 2 tiles of 64 in flight \(forward\): they take 268288 bytes of shared "
+            "memory, of which a block has 232448",
+        ),
+        (
+            "NVIDIA H200",
+            {"depth": 128, "block_sizes": LONG_RINGS},
+            r"head depths 128 and 128 with 4 tiles of 128 in flight \(dkv\): they take 335872 bytes",
+        ),
+    ],
+)
+def test_what_it_does_not_support_it_refuses_when_forced(kind: str, options: dict[str, Any], reason: str) -> None:
+    with pytest.raises(NotImplementedError, match=f"backend='mosaic' for {reason}.*; take backend='triton' or None"):
+        kernels(kind, backend="mosaic", **options)
+
+
+def judged(case: Case) -> dict[str, Record]:
+    """Records of the check `interpreter`, by observable."""
+    jobs = plan.single(registry.find("flash_gpu_mosaic"), case, [BY_NAME["interpreter"]]).jobs
+    return {record.observable: record for record in Runner(Settings()).run(jobs)}
+
+
+def test_it_is_right_in_the_interpreter_and_nothing_races() -> None:
+    (case,) = interpreted_cases(platform="gpu")
+    found = judged(case)
+    names = ("out_with_residuals", "logsumexp", "max_logits", "primal", "dq", "dk", "dv", "dsinks")
+    assert set(found) == {f"{name}.seed0" for name in names} | {"races.residuals", "races.gradients_lse"}
+    assert {record.verdict for record in found.values()} == {PASS}
+
+
+def test_a_slot_filled_before_it_is_let_go_of_is_a_race(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three tiles, two slots: the third comes while the first may still be read."""
+    careless = types.SimpleNamespace(**vars(plgpu))
+    careless.barrier_wait = lambda barrier: None  # only the fetching warpgroup waits there
+    monkeypatch.setattr(mosaic_launch, "plgpu", careless)
+    case = parse("prefill/f16/B1.T128.S192.N1.K1.H128.V128/full/normal/s0")
+    assert FAIL in {record.verdict for record in judged(case).values()}
+
+
+def test_what_no_query_may_attend_to_does_not_spread() -> None:
+    rng = np.random.default_rng(0)
+    q, k, v = (jnp.asarray(rng.normal(size=(1, 60, 1, 64)), jnp.float16) for _ in range(3))
+    poisoned = [x.at[:, 40:].set(jnp.nan) for x in (k, v)]
+    mask, parameters = Lengths((40,)), interpreters.parameters(0, "gpu")
+    clean, got = (
+        flash_gpu.attention(q, *x, mask=mask, backend="mosaic", interpret=parameters) for x in ((k, v), poisoned)
+    )
+    assert np.isfinite(np.asarray(got)).all()
+    np.testing.assert_array_equal(np.asarray(got), np.asarray(clean))
+
+
+@pytest.mark.parametrize(
+    "mask", [Full(), Causal(), Window(95, 0), Dense(np.eye(4, dtype=bool).repeat(64, 0).repeat(64, 1))]
+)
+def test_the_list_of_blocks_is_that_of_the_schedule(mask: Mask) -> None:
+    tiles = Tiles(block_q=64, block_kv=32)
+    found = FlashGpuPlan(
+        mask=mask,
+        num_q_heads=1,
+        num_kv_heads=1,
+        q_length=256,
+        kv_length=256,
+        head_dim=64,
+        v_head_dim=64,
+        scale=1.0,
+        soft_cap=None,
+        segmented=False,
+        exact=True,
+        sizes=flash_gpu.BlockSizes(forward=tiles, dq=tiles, dkv=tiles),
+        interpret=True,
+    )
+    visits = found.visits(found.sizes.forward, "q")
+    table, blocks = mosaic_launch.listed(visits)
+    kinds = mask.blocks(256, 256, 64, 32)
+    for program, (start, full, total) in enumerate(table[0, 0]):
+        mine = blocks[start : start + total].tolist()
+        assert sorted(mine[:full]) == np.nonzero(kinds[0, 0, program] == 2)[0].tolist()
+        assert sorted(mine[full:]) == np.nonzero(kinds[0, 0, program] == 1)[0].tolist()
+
+
+@pytest.mark.parametrize(("cuda", "mosaic"), [(12060, 3), (12080, 0), (12090, 0), (13000, 3)])
+@pytest.mark.usefixtures("_measured")
+def test_releases_of_cuda_that_miscompile_masks_are_avoided(
+    monkeypatch: pytest.MonkeyPatch, cuda: int, mosaic: int
+) -> None:
+    monkeypatch.setattr(backends, "cuda_runtime", lambda: cuda)
+    assert kernels("NVIDIA H200") == [mosaic, 3 - mosaic]
+    assert kernels("NVIDIA H200", mask=Full()) == [3, 0]
+    if not mosaic:
+        with pytest.raises(NotImplementedError, match=rf"masks under CUDA 12\.{cuda % 1000 // 10}, whose `ptxas`"):
+            kernels("NVIDIA H200", backend="mosaic")
+
+
+def test_shards_of_a_mesh_are_differentiated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`shard_map` demands that gradients differ over the mesh axes that the operands differ over."""
+    monkeypatch.setattr(backends, "device_kind", lambda platform: "NVIDIA H200")
+    mesh = jax.make_mesh((1,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+
+    @functools.partial(jax.shard_map, mesh=mesh, in_specs=PartitionSpec("x"), out_specs=PartitionSpec("x"))
+    def sharded(q: jax.Array) -> Any:
+        return flash_gpu.attention(q, q, q, mask=Causal(), save_residuals=True, backend="mosaic", interpret=False)
+
+    def loss(q: jax.Array) -> jax.Array:
+        out, residuals = sharded(q)
+        return out.astype(jnp.float32).sum() + residuals["logsumexp"].sum()
+
+    text = str(jax.make_jaxpr(jax.grad(loss))(jax.ShapeDtypeStruct((2, 100, 2, 64), jnp.bfloat16)))
+    assert all(f"flash_gpu_mosaic_{kernel}" in text for kernel in ("forward", "dq", "dkv"))
+
+
+def test_it_lowers_under_x64() -> None:
+    with jax.enable_x64(True):
+        assert kernels("NVIDIA H200", backend="mosaic", mask=Window(30, 3), soft_cap=5.0) == [3, 0]

@@ -1,0 +1,92 @@
+"""How tests judge numbers: by the float64 oracle and its error bounds, with the limits of the gate.
+
+A test that asks whether a result is right has no tolerance of its own. Results of two computations that may round
+differently are each compared with the truth, never with each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from cases.inputs import Cotangent, Problem
+from conformance.checks.judgement import by_bound
+from conformance.contract import Arithmetic
+from conformance.records import PASS
+from conformance.truth import tolerances
+from conformance.truth.bounds import Bounded, dtype_name, expect
+from conformance.truth.comparison import compare
+from conformance.truth.oracle import EmptyRows
+
+TOLERANCES = tolerances.default()
+LIMIT = TOLERANCES.limit("f32", "out").ratio
+"""The largest ratio of an error to its bound, one number for every dtype and observable."""
+
+# Every term of an error bound of f32 is proportional to f32's unit roundoff, or grows faster than it: so the bound
+# holds for float64 in proportion to its own.
+FROM_F32_TO_F64 = 2.0 ** (24 - 53)
+
+Expected = Mapping[str, Bounded]
+
+
+def expected_of(
+    problem: Problem,
+    cotangent: Cotangent | None = None,
+    *,
+    arithmetic: Arithmetic | None = None,
+    empty_rows: EmptyRows = "zero",
+    rounds_out: bool = True,
+) -> dict[str, Bounded]:
+    """Forward observables and, with a cotangent, gradients: exact values and bounds, by name."""
+    cotangents = [] if cotangent is None else [cotangent]
+    found = expect(problem, arithmetic or Arithmetic(), cotangents, empty_rows=empty_rows, rounds_out=rounds_out)
+    return {**found.forward, **{name: x for gradients in found.gradients for name, x in gradients.items()}}
+
+
+def bounds_of_float64(expected: Expected, computations: int = 1) -> dict[str, Bounded]:
+    """The same values with the bounds of float64.
+
+    With `computations=2` the values are themselves the result of a computation in float64 and not the truth: both may
+    be off, so the bounds add up.
+    """
+    factor = computations * FROM_F32_TO_F64
+    return {name: Bounded(x.value, factor * x.bound) for name, x in expected.items()}
+
+
+def failures(
+    got: Mapping[str, Any], expected: Expected, *, dtype: str = "f32", judged: np.ndarray | None = None
+) -> dict[str, str]:
+    """What the gate would say against each observable of `got`, none where it would pass."""
+    assert got, "nothing to judge"
+    verdicts = {
+        name: by_bound(name, compare(x, expected[name], judged), dtype=dtype, tolerances=TOLERANCES)
+        for name, x in got.items()
+    }
+    return {name: x.reason for name, x in verdicts.items() if x.verdict != PASS}
+
+
+def assert_right(
+    got: Mapping[str, Any], expected: Expected, *, dtype: str = "f32", judged: np.ndarray | None = None
+) -> None:
+    """Every observable of `got` is within its limits; `judged` leaves out elements as in `compare`."""
+    __tracebackhide__ = True
+    wrong = failures(got, expected, dtype=dtype, judged=judged)
+    assert not wrong, wrong
+
+
+def assert_attention(
+    got: Mapping[str, Any],
+    problem: Problem,
+    cotangent: Cotangent | None = None,
+    *,
+    arithmetic: Arithmetic | None = None,
+) -> None:
+    """What an implementation gave for `problem` is right: `out`, residuals and gradients, by the names of the oracle.
+
+    Rows that may attend to nothing are to be zero; unless told otherwise, products are exact.
+    """
+    __tracebackhide__ = True
+    expected = expected_of(problem, cotangent, arithmetic=arithmetic)
+    assert_right(got, expected, dtype=dtype_name(problem.q.dtype))

@@ -1,0 +1,229 @@
+"""The pytest gate, as a kernel author runs it from a repository of their own.
+
+Every run is a process of its own, started without pytester: its fixture unloads the modules that a test loads, and
+JAX and multiprocessing do not stand being loaded twice.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from conformance import cli, records
+from conformance.records import FAIL, PASS, UNSUPPORTED
+
+KERNEL = """
+from tests.kernels import naive
+from conformance import declare
+
+@declare(behind_mask="finite")
+def attention(q, k, v, *, causal=False, soft_cap=None):
+    return naive.attention(q, k, v, causal=causal, soft_cap=soft_cap)
+
+@declare(behind_mask="finite")
+def wrong(q, k, v, *, causal=False, soft_cap=None):
+    return 1.01 * naive.attention(q, k, v, causal=causal, soft_cap=soft_cap)
+"""
+FEW = "--conformance-cases=train/f32/*.T1.*"
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """What a run of pytest said."""
+
+    ret: int
+    stdout: pytest.LineMatcher
+    errlines: list[str]
+
+
+@dataclasses.dataclass(frozen=True)
+class Repository:
+    """A kernel author's repository."""
+
+    path: Path
+
+    def pytest(self, *arguments: str) -> Run:
+        command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *arguments]
+        done = subprocess.run(command, cwd=self.path, capture_output=True, text=True, check=False)
+        return Run(done.returncode, pytest.LineMatcher(done.stdout.splitlines()), done.stderr.splitlines())
+
+    def settings(self, text: str) -> None:
+        (self.path / "pyproject.toml").write_text(text)
+
+
+@pytest.fixture
+def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Repository:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "kernel.py").write_text(KERNEL)
+    return Repository(tmp_path)
+
+
+def gate(repository: Repository, *arguments: str, name: str = "attention") -> Run:
+    """A run of the gate on a kernel."""
+    return repository.pytest("--pyargs", "conformance", f"--impl=kernel.py:{name}", *arguments)
+
+
+def without_seconds(path: Path) -> list[dict[str, object]]:
+    return [{**json.loads(line), "seconds": None} for line in path.read_text().splitlines()]
+
+
+def test_a_right_kernel_passes_and_what_it_lacks_is_skipped_with_the_reason(repository: Repository) -> None:
+    result = gate(repository, "--conformance-cases=train/f32/B1*", "-rs", "-k", "T1 or sinks")
+    assert result.ret == 0
+    assert re.search(r"\d+ passed, \d+ skipped", result.stdout.lines[-1])
+    result.stdout.fnmatch_lines(["SKIPPED * sinks: the function has no parameter 'sinks'*"])
+    result.stdout.fnmatch_lines(["kernel.py:attention (cpu)  * pass, * unsupported"])
+
+
+def test_a_failure_says_what_where_and_how_to_repeat_it(
+    repository: Repository, capsys: pytest.CaptureFixture[str]
+) -> None:
+    result = gate(repository, FEW, "--maxfail=1", "--conformance-report=r.html", name="wrong")
+    assert result.ret == 1
+    assert FAIL in {record.verdict for record in records.read_jsonl(repository.path / "r.jsonl")}
+    result.stdout.fnmatch_lines(
+        [
+            "kernel.py:wrong (cpu): forward out fail",
+            "  case       train/f32/*",
+            "  why        ratio * exceeds *",
+            "  worst      at [[]0, 0, *[]]: got *, expected *, bound *, ratio * (limit 4)",
+            "  reproduce  python -m conformance run --impl=kernel.py:wrong --case=train/f32/* --check=forward",
+            "FAILED *::test_conforms[[]kernel.py:wrong-cpu-train/f32/*",
+        ]
+    )
+    said = result.stdout.str()
+    assert not re.search(r"test_gate\.py:\d", said)  # nothing of the harness's own frames
+    assert "Traceback" not in said
+    assert "full-trace" not in said
+    command = next(line for line in said.splitlines() if line.startswith("  reproduce"))
+    words = shlex.split(command)[1:]
+    assert words[:3] == ["python", "-m", "conformance"]
+    capsys.readouterr()
+    assert cli.main(cli.parser().parse_args(words[3:])) == 1
+    assert "does not conform" in capsys.readouterr().out
+
+
+def collected(repository: Repository, *arguments: str) -> list[str]:
+    result = gate(repository, "--collect-only", "-q", *arguments)
+    return [line for line in result.stdout.lines if "::" in line]
+
+
+def test_cases_are_chosen_by_their_ids(repository: Repository) -> None:
+    capped = collected(repository, "-k", "softcap")
+    assert capped
+    assert all("softcap" in name for name in capped)
+    both = collected(repository, "-k", "kernel and bf16 and not softcap")
+    assert both
+    assert all("bf16" in name and "softcap" not in name for name in both)
+    assert all("-cpu-" in name for name in both)
+
+
+def test_the_report_and_its_records_are_the_same_from_two_processes(repository: Repository) -> None:
+    assert gate(repository, FEW, "--conformance-report=one.html", "--require-platform=cpu").ret == 0
+    two = repository.pytest(
+        "--pyargs", "conformance", "--impl=kernel.py:attention", FEW, "--conformance-report=two.html", "-n", "2"
+    )
+    assert two.ret == 0
+    assert without_seconds(repository.path / "one.jsonl") == without_seconds(repository.path / "two.jsonl")
+    found = records.read_jsonl(repository.path / "one.jsonl")
+    assert {record.verdict for record in found} <= {PASS, UNSUPPORTED}
+    assert "kernel.py:attention" in (repository.path / "two.html").read_text()
+
+
+def test_a_required_platform_that_judged_nothing_fails_the_run(repository: Repository) -> None:
+    result = gate(repository, FEW, "--require-platform=tpu")
+    assert result.ret == 1
+    result.stdout.fnmatch_lines(
+        ["--require-platform=tpu: nothing was judged there", "FAILED *::something_is_judged - *"]
+    )
+    assert "1 failed" in result.stdout.lines[-1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "nothing to judge: give --impl=NAME"),
+        (["--impl=nope"], "unknown implementation 'nope'"),
+        (["--impl=kernel.py:attention", "--conformance-cases=train/f99"], "no case of the grid matches"),
+        (["--impl=kernel.py:attention", "--conformance-report=absent/r.html"], "is no file that can be written"),
+        (["--impl=kernel.py:attention", "--conformance-report=r.jsonl"], "is no file that can be written"),
+    ],
+)
+def test_what_cannot_be_done_is_one_line(arguments: list[str], message: str, repository: Repository) -> None:
+    result = repository.pytest("--pyargs", "conformance", *arguments)
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    said = [line for line in result.errlines if line]
+    assert len(said) == 1
+    assert said[0].startswith("ERROR: ")
+    assert message in said[0]
+
+
+def test_bad_settings_are_one_line(repository: Repository) -> None:
+    repository.settings('[tool.attention_conformance]\nimplementatons = ["x"]\n')
+    result = repository.pytest("--pyargs", "conformance")
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    assert "unknown keys ['implementatons']" in "".join(result.errlines)
+
+
+EXPECTED = """
+[tool.attention_conformance]
+implementations = ["kernel.py:{name}"]
+[[tool.attention_conformance.expected_failures]]
+implementation = "kernel.py:{name}"
+reason = "known"
+some = {some}
+"""
+
+
+def test_expected_failures_do_not_fail_and_unexpected_passes_do(repository: Repository) -> None:
+    repository.settings(EXPECTED.format(name="wrong", some="true"))
+    assert repository.pytest("--pyargs", "conformance", FEW).ret == 0
+    repository.settings(EXPECTED.format(name="attention", some="false"))
+    result = repository.pytest("--pyargs", "conformance", FEW)
+    assert result.ret == 1
+    result.stdout.fnmatch_lines(["*passes, but is listed in pyproject.toml as an expected failure: known"])
+
+
+def test_part_of_the_grid_says_nothing_about_stale_entries(repository: Repository) -> None:
+    repository.settings(EXPECTED.format(name="attention", some="true"))
+    result = repository.pytest("--pyargs", "conformance", FEW)
+    assert result.ret == 0
+    assert "expectations" not in result.stdout.str()
+
+
+# Few cases, so that the whole grid is soon judged.
+FEW_SUPPORTED = """
+from conformance.calling.plain import from_function
+
+def one_query(case):
+    plain = (case.q_length, case.dtype, case.distribution, case.head_dim) == (1, "f32", "normal", 64)
+    return None if plain else "one query in f32 is all"
+
+narrow = dataclasses.replace(from_function(attention, "narrow"), supports_case=one_query)
+"""
+
+
+def test_an_expected_failure_that_a_whole_run_does_not_see_is_a_failure_of_the_run(repository: Repository) -> None:
+    kernel = repository.path / "kernel.py"
+    kernel.write_text(f"import dataclasses\n{KERNEL}{FEW_SUPPORTED}")
+    repository.settings(EXPECTED.format(name="narrow", some="true").replace("kernel.py:narrow", "narrow"))
+    result = repository.pytest("--pyargs", "conformance", "--impl=kernel.py:narrow", "-n", "2", "--junitxml=j.xml")
+    assert result.ret == 1
+    sentence = "nothing failed that pyproject.toml expects to fail: known"
+    result.stdout.fnmatch_lines([sentence, "FAILED *::expectations[[]narrow-[*]] - nothing failed that *"])
+    assert re.search(r"1 failed, \d+ passed", result.stdout.lines[-1])
+    assert sentence in (repository.path / "j.xml").read_text()
+
+
+def test_other_test_runs_do_not_load_jax(repository: Repository) -> None:
+    (repository.path / "test_other.py").write_text(
+        "import sys\ndef test_nothing_heavy():\n    assert 'jax' not in sys.modules\n"
+    )
+    assert repository.pytest("test_other.py").ret == 0

@@ -1,0 +1,142 @@
+"""Settings from `pyproject.toml`: what is misspelt is refused, and expected failures cannot go stale in silence."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from conformance.judging import settings
+from conformance.judging.settings import ExpectedFailure, Settings, SettingsError
+from conformance.records import ERROR, EXPECTED_FAIL, FAIL, PASS, UNEXPECTED_PASS, UNJUDGED, UNSUPPORTED, Record
+
+JAX = "0.10.2"
+
+
+def load(folder: Path, text: str) -> Settings:
+    (folder / "pyproject.toml").write_text(text)
+    return settings.load(folder)
+
+
+def table(text: str) -> str:
+    return f"[tool.attention_conformance]\n{text}\n"
+
+
+def entry(text: str) -> str:
+    return f"[[tool.attention_conformance.expected_failures]]\n{text}\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[tool", "is not TOML"),
+        ("[tool]\nattention_conformance = 3", "the table must be a table, got 3"),
+        (table("implementatons = []"), "unknown keys ['implementatons'], known are ['bank', 'expected_failures'"),
+        (table('implementations = "x"'), "implementations must be a list of names, got 'x'"),
+        (table("implementations = [1]"), "implementations must be a list of names, got [1]"),
+        (table("tolerances = 4"), "tolerances must be a table"),
+        (table('tolerances = {"bf17.out" = 4}'), "tolerance 'bf17.out' is not dtype.observable"),
+        (table('tolerances = {"bf16.uot" = 4}'), "tolerance 'bf16.uot' is not dtype.observable"),
+        (table("tolerances = {bf16.out = 4}"), 'must be written in quotes, as "bf16.out" = 5.0'),
+        (table('tolerances = {"bf16.out" = "4"}'), "must be a finite number, got '4'"),
+        (table('tolerances = {"bf16.out" = true}'), "must be a finite number, got True"),
+        (table('tolerances = {"bf16.out" = inf}'), "must be a finite number, got inf"),
+        (table('tolerances = {"bf16.out" = nan}'), "must be a finite number, got nan"),
+        (table('tolerances = {"bf16.out" = 0}'), "must be positive"),
+        (table("groups = 3"), "groups must be a table of lists of names, got 3"),
+        (table('groups = {upstream = "a"}'), "the group 'upstream' must be a list of names, got 'a'"),
+        (table("expected_failures = 3"), "expected_failures must be a list of tables"),
+        (table("expected_failures = [3]"), "an expected failure must be a table, got 3"),
+        (entry('implementation = "x"'), "an expected failure needs 'reason'"),
+        (entry('implementation = "x"\nreason = " "'), "an expected failure needs a reason"),
+        (entry('reason = "x"'), "an expected failure needs 'implementation'"),
+        (entry('implementation = "x"\nreason = "y"\nchek = ["forward"]'), "unknown keys ['chek']"),
+        (entry('implementation = "x"\nreason = "y"\ncheck = "forward"'), "check of an expected failure must be a list"),
+        (entry('implementation = "x"\nreason = "y"\nsome = "yes"'), "must be true or false, got 'yes'"),
+        (entry('implementation = "x"\nreason = 3'), "reason of an expected failure must be a string, got 3"),
+        (entry('implementation = "x"\nreason = "y"\njax = "new"'), "is no version range"),
+    ],
+)
+def test_a_setting_that_cannot_be_used_is_refused(text: str, message: str, tmp_path: Path) -> None:
+    with pytest.raises(SettingsError) as caught:
+        load(tmp_path, text)
+    assert message in str(caught.value)
+    assert "pyproject.toml" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_settings_are_those_of_the_nearest_file_above(tmp_path: Path) -> None:
+    (tmp_path / "pyproject.toml").write_text(table('implementations = ["a"]\ntolerances = {"bf16.out" = 5}'))
+    below = tmp_path / "one" / "two"
+    below.mkdir(parents=True)
+    found = settings.load(below)
+    assert found.implementations == ("a",)
+    limit = found.tolerances.limit("bf16", "out")
+    assert (limit.ratio, limit.source) == (5.0, "pyproject.toml")
+
+
+def test_a_group_stands_for_its_members_and_each_is_judged_once(tmp_path: Path) -> None:
+    found = load(tmp_path, table('groups = {mine = ["a", "b"]}'))
+    assert found.members(["b", "mine", "c.py:mine"]) == ["b", "a", "c.py:mine"]
+
+
+def test_a_file_without_the_table_means_the_defaults(tmp_path: Path) -> None:
+    assert load(tmp_path, "[project]\nname = 'x'\n") == Settings()
+
+
+def record(verdict: str, **changes: Any) -> Record:
+    values: dict[str, Any] = {
+        "implementation": "kernel",
+        "platform": "cpu",
+        "case": "train/f32/x",
+        "check": "gradients",
+    }
+    return Record(**{**values, "observable": "dv", "verdict": verdict, **changes})
+
+
+def expecting(**fields: object) -> Settings:
+    return Settings(expected_failures=(ExpectedFailure(implementation="kernel", reason="known", **fields),))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("before", "some", "after"),
+    [
+        (FAIL, False, EXPECTED_FAIL),
+        (ERROR, False, EXPECTED_FAIL),
+        (PASS, False, UNEXPECTED_PASS),
+        (PASS, True, PASS),
+        (FAIL, True, EXPECTED_FAIL),
+        (UNSUPPORTED, False, UNSUPPORTED),
+    ],
+)
+def test_what_becomes_of_an_expected_failure(before: str, some: bool, after: str) -> None:
+    assert expecting(some=some).settle(record(before), JAX).verdict == after
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"case": "decode"}, {"check": ["forward"]}, {"observable": ["dq"]}, {"jax": ">=0.11"}],
+    ids=lambda fields: next(iter(fields)),
+)
+def test_what_an_entry_is_not_about_stays_a_failure(fields: dict[str, object]) -> None:
+    assert expecting(**fields).settle(record(FAIL), JAX).verdict == FAIL
+
+
+def test_patterns_and_version_ranges_match() -> None:
+    chosen = expecting(case="train/*", check=["grad*"], observable=["d?"], jax=">=0.10")
+    assert chosen.settle(record(FAIL), JAX).verdict == EXPECTED_FAIL
+    assert chosen.settle(record(FAIL), "0.12.0.1").verdict == EXPECTED_FAIL
+
+
+def test_an_entry_that_nothing_fails_for_is_stale_and_red() -> None:
+    (stale,) = expecting(some=True).stale([record(PASS)], JAX)
+    assert stale.verdict == UNEXPECTED_PASS
+    assert "nothing failed that pyproject.toml expects to fail: known" in stale.reason
+
+
+def test_an_entry_is_not_stale_where_it_fails_was_not_judged_or_is_about_another_version() -> None:
+    assert not expecting().stale([expecting().settle(record(FAIL), JAX)], JAX)
+    assert not expecting().stale([record(PASS, implementation="other")], JAX)
+    assert not expecting(jax=">=0.11").stale([record(PASS)], JAX)
+    assert not expecting().stale([record(UNJUDGED, check="hardware")], JAX)

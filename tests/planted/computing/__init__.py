@@ -1,0 +1,1 @@
+"""Bugs in how attention is computed: softmax, blocks, sums, backward passes, programs."""

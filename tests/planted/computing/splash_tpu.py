@@ -1,0 +1,187 @@
+"""Bugs in the splash kernels for TPU, each one passage of their source changed."""
+
+from __future__ import annotations
+
+from cases.case import Case
+from conformance.contract import Implementation
+from conformance.sensitivity import PlantedBug
+from tests.planted.planting.source_change import Change, changed
+
+_PACKAGE = "impls.splash_tpu"
+_BLOCK = 128
+
+
+def _bug(
+    name: str,
+    change: Change,
+    *,
+    kind: str,
+    reference: str,
+    shows: tuple[str, ...],
+    trigger: str = "",
+    fused: bool = False,
+) -> PlantedBug:
+    def build() -> Implementation:
+        package = changed(_PACKAGE, f"planted_{name.replace('-', '_')}", change)
+        sizes = package.BlockSizes.uniform(_BLOCK, _BLOCK, fused_backward=fused)
+        found: Implementation = package.implementation(name, block_sizes=sizes)
+        return found
+
+    return PlantedBug(
+        name=name,
+        family="splash tpu",
+        kind=kind,
+        reference=reference,
+        shows=shows,
+        build=build,
+        trigger=_TRIGGERS[trigger],
+    )
+
+
+def _blocks(case: Case) -> tuple[int, int]:
+    return -(-case.q_length // _BLOCK), -(-case.kv_length // _BLOCK)
+
+
+_TRIGGERS = {
+    "": lambda case: True,
+    "several key blocks": lambda case: _blocks(case)[1] > 1,
+    "masked": lambda case: case.mask != "full",
+    "groups": lambda case: 1 < case.num_kv_heads < case.num_q_heads,
+    "tail": lambda case: case.kv_length % _BLOCK != 0,
+    "gradients": lambda case: case.phase == "train" and _blocks(case)[0] > 1,
+    "unseen keys": lambda case: (
+        case.phase == "train"
+        and case.kv_length > case.q_length + _BLOCK
+        and case.mask.startswith(("window", "chunked"))
+    ),
+    "shrunk": lambda case: case.mask.startswith(("causal-o", "window", "chunked", "lengths")) and _blocks(case)[1] > 1,
+}
+
+BUGS: tuple[PlantedBug, ...] = (
+    _bug(
+        "splash-partial-block-skipped",
+        Change(
+            "forward",
+            "when(step.computes, step.masked)(",
+            "when(step.computes, step.masked, step.kv != 1)(",
+        ),
+        kind="blocks.skip-partial",
+        reference="tokamax 620ac16 (skip list)",
+        shows=("out", "logsumexp"),
+        trigger="shrunk",
+    ),
+    _bug(
+        "splash-no-rescale",
+        Change("forward", "scratch.acc[...] * decay[:, :1] + product(", "scratch.acc[...] + product("),
+        kind="online.no-rescale",
+        reference="inferred from Milakov & Gimelshein 2018",
+        shows=("out",),
+        trigger="several key blocks",
+    ),
+    _bug(
+        "splash-key-position-from-the-grid",
+        Change("launch", "return Step(q=q, kv=kv,", "return Step(q=q, kv=g.step,"),
+        kind="blocks.shrunk-offset",
+        reference="jax splash_attention_kernel.py (shrunk grid, `data_next`); tokamax 9ddc1b0",
+        shows=("out", "logsumexp", "dq", "dk", "dv"),
+        trigger="shrunk",
+    ),
+    _bug(
+        "splash-accumulator-never-cleared",
+        Change("forward", "    scratch.acc[...] = jnp.zeros(scratch.acc.shape, jnp.float32)\n", ""),
+        kind="init.accumulator",
+        reference="jax 08c2a36e28 (ragged paged attention)",
+        shows=("out",),
+    ),
+    _bug(
+        "splash-interleaved-heads",
+        Change(
+            "launch",
+            "lax.div(grid.row, jnp.int32(self.group))",
+            "lax.rem(grid.row, jnp.int32(self.call.plan.num_kv_heads * self.call.batch))",
+        ),
+        kind="heads.interleaved",
+        reference="inferred from issues on grouped heads (contract, section 1)",
+        shows=("out", "dq"),
+        trigger="groups",
+    ),
+    _bug(
+        "splash-dkv-of-the-last-head-only",
+        Change("launch", "opens, closes = g.in_group == 0, ", "opens, closes = g.in_group >= 0, "),
+        kind="heads.group-sum",
+        reference="tokamax 701317b, 339f271",
+        shows=("dk", "dv"),
+        trigger="groups",
+    ),
+    _bug(
+        "splash-dkv-tile-never-visited",
+        Change("schedule", "    visited[~visited.any(axis=(1, 2)), 0, 0] = True\n", ""),
+        kind="blocks.empty-kv-tile",
+        reference="tokamax 21fcf2b",
+        shows=("dk", "dv", "out"),
+        trigger="unseen keys",
+    ),
+    _bug(
+        "splash-dkv-skips-its-last-step",
+        Change(
+            "dkv",
+            "when(step.computes, step.masked)(",
+            "when(step.computes, step.masked, step.last is not True and ~step.last)(",
+        ),
+        kind="blocks.skip-last",
+        reference="tokamax 602c79a (dq steps of short sequences)",
+        shows=("dk", "dv"),
+        trigger="masked",
+    ),
+    _bug(
+        "splash-reads-the-tail",
+        Change("tiles", "if call.plan.kv_length % blocks.kv:", "if call.plan.kv_length < 0:"),
+        kind="tails.padding-attended",
+        reference="tokamax f896356 (padded keys attended)",
+        shows=("out", "logsumexp", "dq"),
+        trigger="tail",
+    ),
+    _bug(
+        "splash-block-past-the-end",
+        Change("launch", "else self._kv(g, s)\n            inner", "else self._kv(g, s) + 1\n            inner"),
+        kind="pipeline.oob-block",
+        reference="jax#23181",
+        shows=("out", "forward"),
+        trigger="several key blocks",
+    ),
+    _bug(
+        "splash-dq-without-row-sums",
+        Change("dq", " - scratch.row_sums[:, :1])", ")"),
+        kind="backward.no-row-sums",
+        reference="inferred from Dao 2023, section 3.1.2",
+        shows=("dq",),
+        trigger="gradients",
+    ),
+    _bug(
+        "splash-steps-declared-parallel",
+        Change("launch", '("parallel", "arbitrary", "arbitrary")', '("parallel",) * 3'),
+        kind="pipeline.semantics",
+        reference="inferred from jax splash_attention_kernel.py (dimension_semantics)",
+        shows=("out", "forward", "races"),
+    ),
+    _bug(
+        "splash-fused-dq-read-before-it-is-there",
+        Change(
+            "dkv",
+            "    pltpu.sync_copy(rows, scratch.dq)\n    scratch.dq[...] += dq\n",
+            """
+    def late(semaphore):
+        copy = pltpu.make_async_copy(rows, scratch.dq, semaphore)
+        copy.start()
+        scratch.dq[...] += dq
+        copy.wait()
+
+    pl.run_scoped(late, pltpu.SemaphoreType.DMA)
+""",
+        ),
+        kind="race.dma-before-wait",
+        reference="inferred from jax paged attention (asynchronous copies of k and v)",
+        shows=("races",),
+        fused=True,
+    ),
+)

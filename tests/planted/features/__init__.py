@@ -1,0 +1,1 @@
+"""Bugs in what attention offers: masks, operands, heads, caches, front ends."""

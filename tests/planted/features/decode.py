@@ -1,0 +1,466 @@
+"""Bugs of decode attention: how far a sequence goes, where its queries are, and what its splits leave to be merged."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from cases.case import Case
+from cases.masks import Window
+from conformance.sensitivity import PlantedBug
+from impls.merging import Part
+from impls.ragged.plan import RaggedPlan, allowed
+from impls.ragged.schedule import Steps, steps_of
+from tests.kernels.decode import (
+    BLOCK,
+    SPLITS,
+    DecodeSteps,
+    Schedule,
+    by_the_mask,
+    implementation,
+    part_of,
+    tpu_implementation,
+)
+from tests.planted.planting.triggers import Trigger, both, has
+
+Array = Any
+
+_DECODE = has("decode")
+_RAGGED = has("decode", "lengths")
+_OWN = has("own_window")
+
+
+def _with_empty_row(case: Case) -> bool:
+    return case.phase == "decode" and "lengths" in case.mask and "-0" in case.mask
+
+
+def _batched(case: Case) -> bool:
+    return case.phase == "decode" and "lengths" in case.mask and case.batch > 1
+
+
+def _bug(
+    name: str,
+    *,
+    kind: str,
+    reference: str,
+    shows: tuple[str, ...],
+    trigger: Trigger = _DECODE,
+    takes: frozenset[str] = frozenset(),
+    **steps: Any,
+) -> PlantedBug:
+    return PlantedBug(
+        name=name,
+        family="decode",
+        kind=kind,
+        reference=reference,
+        shows=shows,
+        build=functools.partial(implementation, DecodeSteps(**steps), name, takes),
+        trigger=trigger,
+    )
+
+
+# A bug of windows that move with each sequence.
+_own_bug = functools.partial(_bug, trigger=_OWN, takes=frozenset({"own_window"}))
+
+
+def _tpu_bug(
+    name: str, schedule: Schedule, *, kind: str, reference: str, shows: tuple[str, ...], trigger: Trigger = _DECODE
+) -> PlantedBug:
+    return PlantedBug(
+        name=name,
+        family="decode",
+        kind=kind,
+        reference=reference,
+        shows=shows,
+        build=functools.partial(tpu_implementation, schedule, name),
+        trigger=trigger,
+    )
+
+
+def _first_row_for_all(lengths: Array, plan: RaggedPlan) -> Array:
+    return jnp.broadcast_to(lengths[:1], lengths.shape)
+
+
+def _of_next_row(lengths: Array, plan: RaggedPlan) -> Array:
+    return jnp.roll(lengths, -1)
+
+
+def _at_the_end_of_the_cache(positions: Array, lengths: Array, plan: RaggedPlan) -> Array:
+    """What is right as long as the cache is full: a single token is taken to be the last that it can hold."""
+    return jnp.full_like(positions, plan.kv_length - 1) if plan.q_length == 1 else positions
+
+
+def _at_the_start(positions: Array, lengths: Array, plan: RaggedPlan) -> Array:
+    return jnp.zeros_like(positions) if plan.q_length == 1 else positions
+
+
+def _of_the_first_row(positions: Array, lengths: Array, plan: RaggedPlan) -> Array:
+    return jnp.broadcast_to(positions[:1], positions.shape)
+
+
+def _last_tokens_of_the_cache(positions: Array, lengths: Array, plan: RaggedPlan) -> Array:
+    return jnp.where(_windowed(plan), plan.kv_length - plan.q_length, positions)
+
+
+def _behind_the_last_token(positions: Array, lengths: Array, plan: RaggedPlan) -> Array:
+    """The length, which is where the next token will be, is taken for the last one's position."""
+    return jnp.where(_windowed(plan), positions + 1, positions)
+
+
+def _windowed(plan: RaggedPlan) -> bool:
+    return isinstance(plan.mask, Window) and plan.mask.left is not None
+
+
+def _of_the_last_query(plan: RaggedPlan, positions: Array, j: Array) -> Array:
+    """Where a window starts is asked of the last query and not of each."""
+    return by_the_mask(plan, positions, j) & by_the_mask(plan, positions[:, :, -1:], j)
+
+
+def _first_query_for_all(plan: RaggedPlan, positions: Array, j: Array) -> Array:
+    return allowed(plan, plan.kv_length, positions[:, :, :1], j)
+
+
+def _window_one_wider(plan: RaggedPlan, positions: Array, j: Array) -> Array:
+    return by_the_mask(plan, positions, j) | by_the_mask(plan, positions, j + 1)
+
+
+def _whole_blocks_of_a_window(plan: RaggedPlan, positions: Array, j: Array) -> Array:
+    """A block that the window starts in is left out."""
+    first = by_the_mask(plan, positions, j // BLOCK * BLOCK)
+    return by_the_mask(plan, positions, j) & (first | (j // BLOCK == positions // BLOCK))
+
+
+def _never_written(z: Array, v: Array) -> Part:
+    """Splits without keys keep what their memory held, which is another call's result at best."""
+    part = part_of(z, v)
+    nothing = part.max == -jnp.inf
+    return Part(*(jnp.where(nothing, 1.0, x) for x in part))
+
+
+def _garbage_of_a_short_row(lengths: Array, plan: RaggedPlan) -> Array:
+    return jnp.where(lengths == 0, plan.kv_length, lengths)
+
+
+def _zero_over_zero(part: Part) -> Any:
+    found = DecodeSteps().normalise(part)
+    return found._replace(out=part.out / part.sum)
+
+
+def _mask_value(z: Array, v: Array) -> Part:
+    """Hidden logits are a large negative number: a split that sees none of its keys has them all, with weight 1."""
+    return part_of(jnp.where(z == -jnp.inf, -1e30, z), v)
+
+
+def _highest_of_two_splits(parts: Part, plan: RaggedPlan) -> Part:
+    """The running maximum is carried on to the next split, and the sum is not rescaled to it."""
+    return parts._replace(max=jax.lax.cummax(parts.max, axis=2))
+
+
+def _cap_dropped(plan: RaggedPlan, products: Array) -> Array:
+    return products * plan.scale
+
+
+def _scale_of_values(plan: RaggedPlan, products: Array) -> Array:
+    """The scale before the cap's derivative is folded in base 2, and never taken out again."""
+    x = products * plan.scale
+    if plan.soft_cap is None:
+        return x
+    return plan.soft_cap * jnp.tanh(x * 1.4426950408889634 / plan.soft_cap) / 1.4426950408889634
+
+
+def _kept_in_f32(out: Array, dtype: Any) -> Array:
+    return out
+
+
+def _no_steps_for_nothing(plan: RaggedPlan, lengths: Array, positions: Array, block: int) -> Steps:
+    """Rows without keys have no step, so that nothing writes what they are."""
+    steps = steps_of(plan, lengths, positions, block)
+    computes = steps.blocks[steps.row] > 0
+    order = jnp.argsort(~computes, stable=True)
+    total = jnp.maximum(1, jnp.sum(computes & (jnp.arange(len(order)) < steps.total), dtype=jnp.int32))
+    return Steps(total, steps.row[order], steps.kv_row[order], steps.kv_block[order], steps.blocks)
+
+
+def _whole_blocks_only(plan: RaggedPlan, lengths: Array, positions: Array, block: int) -> Steps:
+    return steps_of(plan, lengths // block * block, positions, block)
+
+
+def _ahead_of_the_last_row(plan: RaggedPlan, lengths: Array, positions: Array, block: int) -> Steps:
+    """A row without keys fetches the first block of the next one meanwhile, be there a next one or not."""
+    steps = steps_of(plan, lengths, positions, block)
+    nothing = steps.blocks[steps.row] == 0
+    return steps._replace(
+        kv_row=jnp.where(nothing, steps.row + 1, steps.kv_row), kv_block=jnp.where(nothing, 0, steps.kv_block)
+    )
+
+
+def _block_before_the_first(plan: RaggedPlan, lengths: Array, positions: Array, block: int) -> Steps:
+    """A row without keys points to its last block, number -1."""
+    steps = steps_of(plan, lengths, positions, block)
+    nothing = steps.blocks[steps.row] == 0
+    return steps._replace(
+        kv_row=jnp.where(nothing, steps.row, steps.kv_row), kv_block=jnp.where(nothing, -1, steps.kv_block)
+    )
+
+
+def _another_rows_blocks(plan: RaggedPlan, lengths: Array, positions: Array, block: int) -> Steps:
+    return steps_of(plan, jnp.roll(lengths, -1), positions, block)
+
+
+BUGS: tuple[PlantedBug, ...] = (
+    _bug(
+        "decode-last-block-dropped",
+        kind="paged.floor-div",
+        reference="maxtext 65e8bcff0",
+        shows=("out", "logsumexp"),
+        blocks=lambda lengths: lengths // BLOCK,
+    ),
+    _bug(
+        "decode-short-row-has-no-block",
+        kind="decode.prefetch-neg",
+        reference="maxtext 211ec5efe",
+        shows=("out", "logsumexp"),
+        trigger=_RAGGED,
+        blocks=lambda lengths: jnp.where(lengths < BLOCK, 0, -(-lengths // BLOCK)),
+    ),
+    _bug(
+        "decode-key-behind-the-last-counts",
+        kind="ragged.mask-le",
+        reference="inferred from maxtext 4cb305191 (one key too many)",
+        shows=("out", "logsumexp"),
+        trigger=_RAGGED,
+        exists=lambda j, lengths: j <= lengths,
+        blocks=lambda lengths: lengths // BLOCK + 1,
+    ),
+    _bug(
+        "decode-last-block-not-masked",
+        kind="ragged.last-block",
+        reference="inferred from jax eff612a3b6 (ragged paged attention)",
+        shows=("out", "logsumexp"),
+        trigger=_RAGGED,
+        exists=lambda j, lengths: j < -(-lengths // BLOCK) * BLOCK,
+    ),
+    _bug(
+        "decode-block-too-many-at-whole-blocks",
+        kind="ragged.last-block",
+        reference="inferred from maxtext 65e8bcff0 ((length + block) // block)",
+        shows=("out", "logsumexp"),
+        trigger=both(_RAGGED, lambda case: "128" in case.mask),
+        exists=lambda j, lengths: jnp.where(lengths % BLOCK == 0, j < lengths + BLOCK, j < lengths),
+        blocks=lambda lengths: (lengths + BLOCK) // BLOCK,
+    ),
+    _bug(
+        "decode-whole-cache",
+        kind="ragged.len-ignored",
+        reference="inferred from xformers#1122",
+        shows=("out", "logsumexp"),
+        trigger=_RAGGED,
+        exists=lambda j, lengths: j >= 0,
+        blocks=lambda lengths: jnp.full_like(lengths, 1 << 20),
+    ),
+    _bug(
+        "decode-first-length-for-all",
+        kind="ragged.batch0",
+        reference="ejkernel 3ed3b1f",
+        shows=("out", "logsumexp"),
+        trigger=_batched,
+        lengths=_first_row_for_all,
+    ),
+    _bug(
+        "decode-length-of-the-next-row",
+        kind="megacore.length",
+        reference="jax 10dbfcf747 (paged attention, batch megacore)",
+        shows=("out", "logsumexp"),
+        trigger=_batched,
+        lengths=_of_next_row,
+    ),
+    _bug(
+        "decode-no-keys-means-all",
+        kind="decode.len0",
+        reference="inferred from jax 4de346485d (paged attention)",
+        shows=("out", "logsumexp"),
+        trigger=_with_empty_row,
+        lengths=_garbage_of_a_short_row,
+    ),
+    _bug(
+        "decode-split-without-keys-not-written",
+        kind="decode.len0-garbage",
+        reference="jax 4de346485d (paged attention)",
+        shows=("out", "logsumexp"),
+        trigger=_RAGGED,
+        part=_never_written,
+    ),
+    _bug(
+        "decode-nothing-over-nothing",
+        kind="decode.pad-sample-len0",
+        reference="HabanaAI/vllm-fork#318",
+        shows=("out",),
+        trigger=_with_empty_row,
+        normalise=_zero_over_zero,
+    ),
+    _bug(
+        "decode-at-the-end-of-the-cache",
+        kind="chunk.cache-trim",
+        reference="mlx-lm PR 1673 (by the padded buffer's length instead of the offset)",
+        shows=("out", "logsumexp"),
+        positions=_at_the_end_of_the_cache,
+    ),
+    _bug(
+        "decode-window-from-the-start",
+        kind="decode.window-q-offset",
+        reference="maxtext 8f82f2d02",
+        shows=("out", "logsumexp"),
+        trigger=has("decode", "offset"),
+        positions=_at_the_start,
+    ),
+    _bug(
+        "decode-draft-tokens-see-what-the-first-does",
+        kind="decode.multi-query-offset",
+        reference="inferred from candle PR 3743",
+        shows=("out", "logsumexp"),
+        trigger=has("prefill", "causal"),
+        allows=_first_query_for_all,
+    ),
+    _bug(
+        "decode-window-one-wider",
+        kind="window.off-by-one",
+        reference="maxtext 4cb305191",
+        shows=("out", "logsumexp"),
+        trigger=has("decode", "window"),
+        allows=_window_one_wider,
+    ),
+    _bug(
+        "decode-block-of-the-windows-start-left-out",
+        kind="mask.corner-only",
+        reference="inferred from maxtext 8f82f2d02 (windows in decode)",
+        shows=("out", "logsumexp"),
+        trigger=has("decode", "window"),
+        allows=_whole_blocks_of_a_window,
+    ),
+    _bug(
+        "decode-splits-leave-the-tail-out",
+        kind="kend.split-k-rank",
+        reference="tokamax f896356",
+        shows=("out", "logsumexp"),
+        share=lambda kv_length: max(BLOCK, kv_length // SPLITS // BLOCK * BLOCK),
+    ),
+    _bug(
+        "decode-cap-dropped",
+        kind="cap.dropped-by-backend",
+        reference="sglang#33915",
+        shows=("out", "logsumexp"),
+        trigger=has("decode", "soft_cap"),
+        logits=_cap_dropped,
+    ),
+    _bug(
+        "decode-cap-in-base-two",
+        kind="cap.log2-fold",
+        reference="sgl-project/sgl-kernel-xpu PR 491",
+        shows=("out", "logsumexp"),
+        trigger=has("decode", "soft_cap"),
+        logits=_scale_of_values,
+    ),
+    _bug(
+        "decode-out-left-in-f32",
+        kind="splitk.dtype",
+        reference="tokamax 8a7432c",
+        shows=("out",),
+        trigger=has("decode", "bf16"),
+        round_out=_kept_in_f32,
+    ),
+    _bug(
+        "decode-stale-values-not-hidden",
+        kind="decode.stale-cache",
+        reference="inferred from pytorch#176793 (memory that nothing wrote)",
+        shows=("out",),
+        trigger=_RAGGED,
+        hide=lambda v, seen: v,
+    ),
+    _bug(
+        "decode-masked-split-has-a-sum",
+        kind="ring.empty-block",
+        reference="tokamax 657b71a",
+        shows=("out", "logsumexp", "max_logits"),
+        trigger=_RAGGED,
+        part=_mask_value,
+    ),
+    _bug(
+        "decode-maximum-of-the-splits-before",
+        kind="online.max-not-rescaled",
+        reference="inferred from flash-attn#404",
+        shows=("out", "logsumexp"),
+        store=_highest_of_two_splits,
+    ),
+    _own_bug(
+        "decode-own-window-of-the-first-row",
+        kind="decode.window-batch0",
+        reference="inferred from ejkernel 3ed3b1f (one row's length for all)",
+        shows=("out", "logsumexp"),
+        trigger=both(_OWN, lambda case: case.batch > 1),
+        positions=_of_the_first_row,
+    ),
+    _own_bug(
+        "decode-own-window-at-the-end-of-the-cache",
+        kind="decode.window-q-offset",
+        reference="inferred from maxtext 8f82f2d02",
+        shows=("out", "logsumexp"),
+        positions=_last_tokens_of_the_cache,
+    ),
+    _own_bug(
+        "decode-own-window-of-the-next-token",
+        kind="decode.window-length",
+        reference="inferred from maxtext 4cb305191 (windows one off)",
+        shows=("out", "logsumexp"),
+        positions=_behind_the_last_token,
+    ),
+    _own_bug(
+        "decode-own-window-of-the-last-draft-token",
+        kind="decode.multi-query-offset",
+        reference="inferred from candle PR 3743",
+        shows=("out", "logsumexp"),
+        trigger=has("own_window", "prefill"),
+        allows=_of_the_last_query,
+    ),
+    _tpu_bug(
+        "decode-tpu-row-without-keys-has-no-step",
+        _no_steps_for_nothing,
+        kind="decode.len0-garbage",
+        reference="jax 4de346485d (paged attention)",
+        shows=("out",),
+        trigger=_with_empty_row,
+    ),
+    _tpu_bug(
+        "decode-tpu-last-block-dropped",
+        _whole_blocks_only,
+        kind="paged.floor-div",
+        reference="maxtext 65e8bcff0",
+        shows=("out", "logsumexp"),
+    ),
+    _tpu_bug(
+        "decode-tpu-looks-ahead-of-the-last-row",
+        _ahead_of_the_last_row,
+        kind="decode.oob-next-len",
+        reference="jax 0e690c1a88 (tpu paged_attention)",
+        shows=("forward",),
+        trigger=_RAGGED,
+    ),
+    _tpu_bug(
+        "decode-tpu-block-before-the-first",
+        _block_before_the_first,
+        kind="decode.prefetch-neg",
+        reference="maxtext 211ec5efe",
+        shows=("forward",),
+        trigger=_with_empty_row,
+    ),
+    _tpu_bug(
+        "decode-tpu-blocks-of-another-row",
+        _another_rows_blocks,
+        kind="megacore.length",
+        reference="jax 10dbfcf747 (paged attention, batch megacore)",
+        shows=("out", "logsumexp"),
+        trigger=_batched,
+    ),
+)

@@ -1,0 +1,1 @@
+"""What bugs are planted in: correct kernels taken apart into steps, and the triggers of cases."""

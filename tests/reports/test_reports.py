@@ -1,0 +1,424 @@
+"""The reports say what the records say: every record counted, nothing loaded from elsewhere, nothing read as clean."""
+
+from __future__ import annotations
+
+import io
+import math
+import re
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from cases.operands import OBSERVABLES
+from conformance.records import (
+    ERROR,
+    EXPECTED_FAIL,
+    FAIL,
+    PASS,
+    UNEXPECTED_PASS,
+    UNJUDGED,
+    UNSUPPORTED,
+    VERDICTS,
+    Record,
+    RunInfo,
+    Worst,
+)
+from reports import compiled, html, markdown, measures, summary, terminal, wording
+
+HOSTILE = '<script>alert("x")</script><img src=https://evil.example/x.png> `</code>` | $\\frac{'
+
+
+def record(**changes: Any) -> Record:
+    """A record that passes, but for what is changed."""
+    values: dict[str, Any] = {
+        "implementation": "block_flash",
+        "platform": "cpu",
+        "case": "train/f32/B1.T8.S8.N2.K2.H16.V16/causal/normal/s1",
+        "check": "forward",
+        "observable": "out",
+        "verdict": PASS,
+        "dtype": "f32",
+        "features": ("causal",),
+        "ratio": 0.5,
+        "limit": 4.0,
+        "margin": 1e3,
+        "reproduce": "python -m conformance run --case=train/f32/B1.T8.S8.N2.K2.H16.V16/causal/normal/s1",
+        "seconds": 0.25,
+    }
+    return Record(**values | changes)
+
+
+def failure(**changes: Any) -> Record:
+    """A record that fails by a factor of three, but for what is changed."""
+    worst = Worst(index=(0, 3, 1), got=1.25, expected=1.0, bound=0.0208)
+    return record(**{"verdict": FAIL, "ratio": 12.0, "worst": worst} | changes)
+
+
+def run_info(**changes: Any) -> RunInfo:
+    """What a short, complete run leaves beside its records."""
+    values: dict[str, Any] = {
+        "command": "python -m conformance run --impl=block_flash",
+        "level": "quick",
+        "environment": {"jax": "0.10.2"},
+        "tolerances": [{"dtype": "f32", "observable": "out", "limit": 4.0, "rms_limit": None, "source": "calibrated"}],
+        "coverage": [{"implementation": "block_flash", "strength": 2, "axes": ["dtype", "mask"], "covered": 9}],
+        "seconds": 12.5,
+    }
+    return RunInfo(**values | changes)
+
+
+def one_of_each() -> list[Record]:
+    """One record of every verdict, of two implementations."""
+    return [
+        record(implementation=name, verdict=verdict, case=f"case/{verdict}", reason=f"reason of {verdict}")
+        for name in ("one", "two")
+        for verdict in VERDICTS
+    ]
+
+
+def many(count: int) -> list[Record]:
+    """Records like those of a long run: mostly passes, with every kind of trouble among them."""
+    records = []
+    for i in range(count):
+        verdict = FAIL if i % 7 == 0 else (UNSUPPORTED if i % 5 == 0 else (ERROR if i % 31 == 0 else PASS))
+        records.append(
+            record(
+                implementation=f"kernel_{i % 6}",
+                case=f"train/bf16/B2.T{i}.S128.N4.K2.H64.V64/causal/seg/cap30/sinks/normal/s{i}",
+                check=("forward", "gradients", "poison", "transforms")[i % 4],
+                observable=OBSERVABLES[i % len(OBSERVABLES)],
+                dtype=("f32", "bf16", "f16")[i % 3],
+                features=("causal", f"feature-{i % 17}"),
+                verdict=verdict,
+                ratio=None if verdict in (UNSUPPORTED, ERROR) else 0.001 * (i % 3000) + (100 if verdict == FAIL else 0),
+                reason=f"reason {i}: " + "word " * 400 if verdict != PASS else "",
+            )
+        )
+    return records
+
+
+def printed(records: list[Record], run: RunInfo, *, width: int = 60) -> str:
+    """What the terminal shows on a narrow screen."""
+    console = Console(file=io.StringIO(), width=width, color_system=None)
+    terminal.print_summary(records, run, console)
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+RENDERERS = pytest.mark.parametrize("render", [html.render, markdown.render, printed], ids=["html", "md", "terminal"])
+Render = Callable[[list[Record], RunInfo], str]
+
+
+def test_every_record_is_counted_once() -> None:
+    records = [*one_of_each(), *many(500)]
+    standings = summary.standings(records)
+    assert sum(s.counts.total for s in standings) == summary.count(records).total == len(records)
+    assert all(sum(n for _, n in s.counts.parts) == s.counts.total for s in standings)
+
+
+def test_the_page_shows_the_sum() -> None:
+    page = html.render(one_of_each(), run_info())
+    parts = " + ".join(f"2 {verdict}" for verdict in VERDICTS)
+    assert f"{parts} = 14, of 14 records." in page
+
+
+@pytest.mark.parametrize(
+    ("verdicts", "expected"),
+    [
+        ([PASS], summary.CONFORMS),
+        ([PASS, UNSUPPORTED, UNJUDGED], summary.CONFORMS),
+        ([PASS, EXPECTED_FAIL, UNSUPPORTED, UNJUDGED], summary.KNOWN_FAILURES),
+        ([PASS, FAIL], summary.DOES_NOT_CONFORM),
+        ([PASS, ERROR], summary.DOES_NOT_CONFORM),
+        ([PASS, UNEXPECTED_PASS], summary.DOES_NOT_CONFORM),
+        ([UNSUPPORTED, UNJUDGED], summary.NOT_JUDGED),
+        ([], summary.NOT_JUDGED),
+    ],
+)
+def test_conformity(verdicts: list[str], expected: str) -> None:
+    assert summary.conformity([record(verdict=verdict) for verdict in verdicts]) == expected
+
+
+def test_the_terminal_says_why_nothing_could_be_judged() -> None:
+    why = 'the library is not installed: pip install "x"'
+    absent = [record(implementation="away", verdict=UNJUDGED, ratio=None, reason=why)] * 2
+    text = printed([record(), *absent], run_info())
+    assert f"away (cpu): {why}" in text
+    assert why not in printed([record(implementation="away"), *absent], run_info()), "some of it was judged"
+
+
+@RENDERERS
+@pytest.mark.parametrize("verdicts", [[], [UNSUPPORTED], [UNJUDGED, UNSUPPORTED]], ids=["empty", "unsupported", "both"])
+def test_a_run_that_judged_nothing_never_reads_as_clean(render: Render, verdicts: list[str]) -> None:
+    text = render([record(verdict=v, ratio=None, reason="no GPU") for v in verdicts], run_info())
+    assert "could not be judged" in text.lower().replace("\n", " ")
+    # The page explains its terms, so only a claim counts: a standing or the headline.
+    assert not re.search(r"cpu\)\**\W+conforms|✓ conforms|None of the", text)
+    assert "othing here says that anything is right" in " ".join(text.split())
+
+
+@RENDERERS
+def test_an_interrupted_run_says_so(render: Render) -> None:
+    text = " ".join(render([record()], run_info(interrupted=True)).split())
+    assert "conforms so far" in text
+    assert "nterrupted" in text
+
+
+@RENDERERS
+@pytest.mark.parametrize("figure", [math.inf, -math.inf, math.nan, 0.0, 1e-320, 1e308])
+def test_any_figure_renders(render: Render, figure: float) -> None:
+    worst = Worst(index=(), got=figure, expected=-figure, bound=figure)
+    changes = {"ratio": figure, "rms": figure, "rms_limit": 1.0, "ratio_flash": figure, "margin": figure}
+    records = [failure(**changes, worst=worst, observable="dq", check="gradients"), failure(ratio=3.0, limit=figure)]
+    text = render(records, run_info(seconds=figure))
+    assert ("NaN" in text) == math.isnan(figure)
+    assert "∞" in text or not math.isinf(figure)
+
+
+@RENDERERS
+def test_figures_may_be_missing(render: Render) -> None:
+    bare = Record(implementation="", platform="", case="", check="", observable="", verdict=FAIL)
+    assert render([bare, failure(ratio=None), failure(limit=None)], run_info(level="", environment={}, tolerances=[]))
+
+
+def test_hostile_text_is_escaped() -> None:
+    names = ("implementation", "platform", "case", "check", "observable", "dtype", "reason", "reproduce")
+    hostile = dict.fromkeys(names, HOSTILE)
+    records = [failure(**hostile, features=(HOSTILE,)), record(**hostile | {"verdict": UNSUPPORTED}), record(**hostile)]
+    run = run_info(command=HOSTILE, level=HOSTILE, environment={HOSTILE: HOSTILE}, notes=[HOSTILE])
+    page = html.render(records, run)
+    assert "<script" not in page
+    assert "<img" not in page
+    assert "&lt;script&gt;" in page
+    summary_text = re.sub(r"`{3,}sh\n.*?\n  `{3,}", "", markdown.render(records, run), flags=re.DOTALL)
+    assert "<script" not in summary_text
+    assert "<img" not in summary_text
+    assert "<script>" in printed(records, run)
+
+
+def test_a_fence_outlasts_the_backticks_in_it() -> None:
+    text = markdown.render([failure(reproduce="run ````x````")], run_info())
+    assert "`````sh\n  run ````x````\n  `````" in text
+
+
+def test_the_page_loads_nothing() -> None:
+    page = html.render([*one_of_each(), failure(rms=0.2, rms_limit=1.5)], run_info())
+    assert "http://" not in page
+    assert "https://" not in page
+    assert "@import" not in page
+    assert "<link" not in page
+    assert "<script" not in page
+    assert "src=" not in page
+    assert all(target.startswith("#") for target in re.findall(r'href="([^"]*)"', page))
+    assert all(target.startswith("#") for target in re.findall(r"url\(([^)]*)\)", page))
+    assert "default-src 'none'" in page
+
+
+def test_the_page_is_the_same_twice() -> None:
+    records = [*one_of_each(), *many(300)]
+    assert html.render(records, run_info()) == html.render(records, run_info())
+
+
+def test_a_long_run_stays_small_and_quick(tmp_path: Path) -> None:
+    records = many(20_000)
+    start = time.process_time()
+    html.write(tmp_path / "report.html", records, run_info())
+    assert time.process_time() - start < 10
+    assert (tmp_path / "report.html").stat().st_size < 1_000_000
+
+
+def test_every_group_of_failures_is_shown_under_the_cap() -> None:
+    noisy = [failure(case=f"case/{i}", check="poison") for i in range(900)]
+    groups = summary.failure_groups([*noisy, failure(observable="dq", ratio=5.0)], cap=50)
+    assert sorted((g.check, g.shown, g.hidden) for g in groups) == [("forward", 1, 0), ("poison", 49, 851)]
+    page = html.render([*noisy, failure(observable="dq")], run_info())
+    shown = html.MOST_FAILURES
+    assert f"<b>{901 - shown} more</b> are in the JSON lines only" in page
+
+
+@RENDERERS
+def test_a_failure_comes_with_what_it_takes_to_act(render: Render) -> None:
+    text = render([failure(reason="off by one", check="poison")], run_info())
+    for wanted in ("max ratio 12, limit 4", "0, 3, 1", "got 1.25, expected 1, bound 0.0208", "off by one", "poison"):
+        assert wanted in text
+    assert failure().reproduce in text.splitlines() or "sh\n  " + failure().reproduce in text or "<code" in text
+    assert failure().reproduce in text
+
+
+def test_what_is_displayed_is_what_was_judged() -> None:
+    by_rms = failure(ratio=3.0, limit=4.0, rms=2.0, rms_limit=0.5)
+    metric = summary.decisive(by_rms)
+    assert metric is not None
+    assert (metric.name, metric.share) == ("rms", 4.0)
+    assert wording.judged_text(by_rms) == "max ratio 3, limit 4; rms ratio 2, limit 0.5"
+    assert summary.decisive(failure(ratio=1.0, rms=9.0, ratio_flash=99.0)) == summary.Metric("max", 1.0, 4.0)
+
+
+def test_close_calls_do_not_look_equal() -> None:
+    close = summary.Metric("max", 4.0001, 4.0)
+    assert wording.metric_text(close) == "max ratio 4.0001, limit 4"
+    assert wording.share(close.share) != wording.share(1.0)
+
+
+@pytest.mark.parametrize(("value", "share"), [(0.0, 0.0), (1e-30, math.inf), (math.inf, math.inf)])
+def test_a_limit_of_zero_admits_only_zero(value: float, share: float) -> None:
+    assert summary.Metric("max", value, 0.0).share == share
+
+
+def test_nan_is_worse_than_anything() -> None:
+    records = [failure(ratio=1e30), failure(ratio=math.nan), record()]
+    worst = summary.worst_metric(records)
+    assert worst is not None
+    assert math.isnan(worst.value)
+
+
+def test_expected_failures_do_not_hide_the_worst_of_the_rest() -> None:
+    expected = record(verdict=EXPECTED_FAIL, ratio=400.0)
+    assert summary.worst_metric([expected, record(ratio=3.0)]) == summary.Metric("max", 3.0, 4.0)
+    assert summary.worst_metric([expected]) == summary.Metric("max", 400.0, 4.0)
+
+
+def test_features_keep_their_order_and_lose_no_record() -> None:
+    records = [record(features=("sinks", "causal")), record(features=()), record(features=("bias", "sinks"))]
+    matrix = summary.feature_matrix(records)
+    assert matrix.columns == ("sinks", "causal", "bias", summary.NO_FEATURE)
+    assert matrix.cells[matrix.contenders[0], "sinks"].counts.total == 2
+
+
+def test_the_matrix_tells_unsupported_from_unjudged() -> None:
+    records = [
+        record(features=("bias",), verdict=UNSUPPORTED, reason="no bias operand"),
+        record(features=("sinks",), verdict=UNJUDGED, reason="no GPU"),
+        record(features=("causal",)),
+        record(features=("causal",), verdict=UNSUPPORTED),
+    ]
+    matrix = summary.feature_matrix(records)
+    states = {feature: matrix.cells[matrix.contenders[0], feature].state for feature in matrix.columns}
+    assert states == {"bias": "unsupported", "sinks": "unjudged", "causal": "pass"}
+    assert 'title="no bias operand"' in html.render(records, run_info())
+
+
+def test_reasons_are_gathered() -> None:
+    records = [record(verdict=UNSUPPORTED, reason="no bias", case=f"case/{i}") for i in range(5)]
+    (group,) = summary.reason_groups([*records, record()])
+    assert (group.count, group.reason, group.example) == (5, "no bias", "case/0")
+
+
+@RENDERERS
+def test_rows_that_were_not_judged_are_shown_once_a_case(render: Render) -> None:
+    figures = {"undecided_rows": 3, "rows": 140}
+    found = [
+        *(record(case="case/a", observable=name, figures=figures) for name in ("out", "logsumexp")),
+        record(case="case/b", figures={"undecided_rows": 2, "rows": 60}),
+        record(case="case/c", verdict=UNJUDGED, figures={"undecided_rows": 9, "rows": 10}),
+        record(case="case/d"),
+    ]
+    (left_out,) = summary.left_out(found)
+    assert (left_out.cases, left_out.rows, left_out.of_rows, left_out.worst_case) == (2, 5, 200, "case/b")
+    assert "5 of 200 rows of 2 cases not judged" in " ".join(render(found, run_info()).split())
+    assert "rounding could change" not in render([record()], run_info())
+
+
+def test_gradients_show_both_backwards() -> None:
+    records = [record(observable="dq", ratio=2.0, ratio_flash=1.5), record(observable="dq", ratio=1.0, ratio_flash=3.0)]
+    table = measures.gradients([*records, record()])
+    (cell,) = table.cells.values()
+    assert (cell.count, cell.ratio, cell.ratio_flash) == (2, 2.0, 3.0)
+
+
+def test_a_margin_counts_each_case_once_by_its_weakest() -> None:
+    records = [record(case="a", margin=50.0), record(case="a", margin=0.5), record(case="b", margin=math.inf)]
+    (row,) = measures.margins(records)
+    assert (row.cases, row.least, row.weakest_case, row.buckets) == (2, 0.5, "a", (1, 0, 0, 0, 1))
+
+
+def test_quantiles_are_values_that_occurred() -> None:
+    spread = measures.spread([3.0, math.nan, 1.0, 2.0])
+    assert (spread.least, spread.median) == (1.0, 2.0)
+    assert math.isnan(spread.most)
+
+
+def test_cost_adds_up() -> None:
+    records = many(100)
+    table = measures.cost(records)
+    # Tolerance: sums of as many positive numbers as there are records, each with as many roundings at most.
+    rounding = 2 * len(records) * 2.0**-53
+    # Tolerance: as above.
+    assert table.total == pytest.approx(sum(r.seconds for r in records), rel=rounding, abs=0)
+    # Tolerance: as above.
+    assert sum(table.row(check) for check in table.checks) == pytest.approx(table.total, rel=rounding, abs=0)
+
+
+def test_the_command_stays_on_one_line_of_the_terminal() -> None:
+    command = "python -m conformance run --case=" + "train/" * 40
+    assert command in printed([failure(reproduce=command)], run_info(), width=50).splitlines()
+
+
+@pytest.mark.parametrize("render", [markdown.render, printed])
+def test_short_reports_stay_short(render: Render) -> None:
+    text = render(many(5_000), run_info())
+    assert "more" in text
+    assert len(text) < 40_000
+
+
+def compilation(**changes: Any) -> Record:
+    """A program that compiled, but for what is changed."""
+    figures = {"compile_seconds": 2.5, "temporary_bytes": 3 * 2.0**20, "live_bytes": 2.0**24, "vmem_bytes": 2.0**19}
+    values = {"check": "compiles", "observable": "v5e.forward", "ratio": None, "limit": None, "figures": figures}
+    return record(**values | changes)
+
+
+def test_what_compiled_is_a_table_by_target_with_the_largest_of_each_figure() -> None:
+    small = {"compile_seconds": 0.5, "temporary_bytes": 1.0, "vmem_bytes": 1.0}
+    records = [
+        compilation(),
+        compilation(observable="v5e.gradients", figures=small),
+        compilation(observable="v4.forward", figures={}, verdict=FAIL, reason="scoped vmem limit exceeded"),
+        compilation(observable="h100.forward", figures={"shared_bytes": 2.0**17, "registers": 168.0}),
+        compilation(observable="h100.gradients", figures={"registers": 255.0, "spilled_bytes": 408.0}),
+        compilation(implementation="other", observable="all", figures={}, verdict=UNJUDGED, reason="no compiler"),
+    ]
+    table = compiled.compiled(records)
+    assert table is not None
+    assert table.targets == ("v5e", "v4", "h100")
+    cell = table.cells[table.contenders[0], "v5e"]
+    assert (cell.compiled, cell.failed, cell.seconds, cell.temporaries) == (2, 0, 2.5, 3 * 2.0**20)
+    assert table.cells[table.contenders[0], "v4"].state == "fail"
+    assert table.programs == ()
+    page = html.render(records, run_info())
+    section = page[page.index('id="compiled"') :].split("<h2")[0]
+    for text in (
+        "2.5 s",
+        "3 MiB HBM",
+        "16 MiB at once",
+        "512 KiB VMEM",
+        "128 KiB shared",
+        "255 registers",
+        "408 B spilled",
+        "scoped vmem limit exceeded",
+        "not compiled",
+        "no compiler",
+    ):
+        assert text in section
+
+
+def test_the_same_program_of_two_implementations_is_shown_side_by_side() -> None:
+    larger = {"compile_seconds": 9.0, "temporary_bytes": 0.0, "live_bytes": 2.0**25}
+    records = [compilation(), compilation(observable="v4.forward", figures=larger), compilation(implementation="other")]
+    table = compiled.compiled(records)
+    assert table is not None
+    (row,) = table.programs
+    assert (row.case, row.program) == (records[0].case, "forward")
+    one, other = (row.cells[contender] for contender in table.contenders)
+    assert (one.live, one.temporaries, one.seconds) == (2.0**25, 3 * 2.0**20, 9.0)
+    assert other.live == 2.0**24
+    assert "32 MiB at once, 3 MiB HBM, 9.0 s" in html.render(records, run_info())
+
+
+def test_a_run_that_compiles_nothing_says_so() -> None:
+    assert compiled.compiled([record()]) is None
+    assert "Nothing in this run is compiled for an accelerator." in html.render([record()], run_info())

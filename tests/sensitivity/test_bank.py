@@ -1,0 +1,82 @@
+"""The gate catches every planted bug, by what the bug says it shows; and needs every check it has."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from conformance.checks import CHECKS
+from conformance.contract import Implementation
+from conformance.judging import plan, runner, settings
+from conformance.records import RED
+from conformance.sensitivity import PlantedBug, detection
+from conformance.sensitivity.bank import load_bank
+from conformance.sensitivity.examination import red_records, shows_as_said
+from tests.kernels import pallas_tpu
+from tests.planted.bank import BANK, SEEN
+from tests.planted.features import caches, moba
+from tests.planted.planting.blockwise import implementation
+from tests.planted.planting.steps import BlockSteps
+
+# Part of the grid, spread over it, on which the correct kernel must not fail.
+_CORRECT_STRIDE = 10
+_SEEN_AT_QUICK = 0.95
+
+
+@pytest.mark.bank
+@pytest.mark.parametrize("bug", BANK, ids=lambda bug: bug.name)
+def test_a_planted_bug_dies_by_what_it_shows(bug: PlantedBug) -> None:
+    if (reason := bug.unmeasurable()) is not None:
+        pytest.skip(reason)
+    seen: set[str] = set()
+    for red in red_records(bug, "quick", SEEN.get(bug.name)):
+        if shows_as_said(bug, red):
+            return
+        seen.add(f"{red.check}/{red.observable}")
+    pytest.fail(f"survives the quick grid, or dies by {sorted(seen)} only and not by {bug.shows}")
+
+
+def test_the_bank_is_large_and_names_its_sources() -> None:
+    assert len(load_bank("tests.planted.bank:BANK")) >= 150
+    assert len({bug.kind for bug in BANK}) >= 80
+
+
+CORRECT = {
+    "blockwise": implementation(BlockSteps(), "correct"),
+    "tpu": pallas_tpu.implementation("correct"),
+    "moba": moba.implementation("correct", moba.correct()),
+    "moba-block-sparse": moba.implementation("correct", moba.block_sparse()),
+    "caches": caches.implementation("correct"),
+}
+
+
+@pytest.mark.parametrize("kernel", CORRECT.values(), ids=CORRECT.keys())
+def test_a_kernel_without_a_bug_passes(kernel: Implementation) -> None:
+    jobs = plan.plan([kernel], level="quick").jobs[::_CORRECT_STRIDE]
+    found = runner.Runner(settings.Settings()).run(jobs)
+    assert [record for record in found if record.verdict in RED] == []
+    assert any(record.ratio is not None for record in found)
+
+
+@pytest.fixture
+def measured() -> dict[str, Any]:
+    table = detection.load()
+    assert table is not None, "measure it: python -m conformance sensitivity --save"
+    return table
+
+
+def test_what_was_measured_is_this_bank_and_these_checks(measured: dict[str, Any]) -> None:
+    again = "measure again: python -m conformance sensitivity --save"
+    assert {row["bug"] for row in measured["bugs"]} == {bug.name for bug in BANK}, again
+    assert [row["check"] for row in measured["checks"]] == [check.name for check in CHECKS], again
+
+
+def test_nearly_every_bug_is_seen_at_quick(measured: dict[str, Any]) -> None:
+    assert measured["level"] == "quick"
+    seen = sum(bool(row["kills"]) for row in measured["bugs"])
+    assert seen >= _SEEN_AT_QUICK * len(measured["bugs"])
+
+
+def test_every_check_is_needed(measured: dict[str, Any]) -> None:
+    assert [row["check"] for row in measured["checks"] if not row["alone"]] == []

@@ -1,0 +1,114 @@
+"""The gate sees small, realistic errors at `quick`, and passes the same kernel without them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from cases.masks import Mask, Window
+from conformance.judging import plan, runner, settings
+from conformance.records import FAIL, RED
+from conformance.sensitivity import PlantedBug
+from conformance.sensitivity.examination import red_records
+from tests.planted.planting.plain import (
+    Array,
+    BackwardSteps,
+    Call,
+    PlainSteps,
+    Step,
+    capped,
+    default_scale,
+    denominator,
+    implementation,
+    planted,
+    repeat_heads,
+    same_segment,
+    stop,
+)
+
+# A tenth of the grid, spread over it, on which the correct kernels must not fail.
+_CORRECT_STRIDE = 10
+
+
+def _gradient_off_by(operand: int, relative: float) -> Step:
+    """The operand's value is untouched, its gradient is `1 + relative` times what it should be."""
+
+    def operands(*given: Any) -> tuple[Array, ...]:
+        *xs, _ = given
+        x = xs[operand]
+        xs[operand] = x + (relative * (x.astype(jnp.float32) - stop(x).astype(jnp.float32))).astype(x.dtype)
+        return tuple(xs)
+
+    return operands
+
+
+def _first_head_only(k: Array, call: Call) -> Array:
+    """The values of a repeat, but only the first head of each group hands its gradient back."""
+    first = jnp.arange(call.q.shape[2])[:, None] % call.group == 0
+    return jnp.where(first, repeat_heads(k, call), stop(repeat_heads(k, call)))
+
+
+def _one_key_more(mask: Mask, call: Call) -> np.ndarray:
+    if isinstance(mask, Window) and mask.left is not None:
+        mask = Window(mask.left + 1, mask.right, mask.offset)
+    return mask.dense(call.q_length, call.kv_length)
+
+
+def _q_ids_for_both(q_ids: Array, kv_ids: Array, call: Call) -> Array:
+    return same_segment(q_ids, jax.vmap(lambda row: jnp.resize(row, kv_ids.shape[1:]))(q_ids), call)
+
+
+# Small errors that the quick grid must see, by what they are, and where each shows.
+SENSITIVITY: dict[str, tuple[str, PlainSteps]] = {
+    "scale-wrong-by-a-thousandth": (
+        "out logsumexp",
+        PlainSteps(scale=lambda scale, call: 1.001 * default_scale(scale, call)),
+    ),
+    "logits-rounded-to-bf16": (
+        "out logsumexp",
+        PlainSteps(cap=lambda x, call: capped(jax.lax.reduce_precision(x, 8, 7), call)),
+    ),
+    "window-off-by-one": ("out logsumexp", PlainSteps(mask=_one_key_more)),
+    "soft-cap-derivative-missing": (
+        "dq dk",
+        PlainSteps(cap=lambda x, call: x + stop(capped(x, call) - x)),
+    ),
+    "sinks-left-out-of-the-denominator": (
+        "out logsumexp",
+        PlainSteps(total=lambda weights, sinks, pivot, call: denominator(weights, None, pivot, call)),
+    ),
+    "dk-not-summed-over-the-group": ("dk", PlainSteps(expand_k=_first_head_only)),
+    "segment-ids-of-q-used-for-kv": ("out logsumexp", PlainSteps(segments=_q_ids_for_both)),
+    "dq-off-by-a-ten-thousandth": ("dq", PlainSteps(operands=_gradient_off_by(0, 1e-4))),
+    "dk-off-by-a-ten-thousandth": ("dk", PlainSteps(operands=_gradient_off_by(1, 1e-4))),
+    "dv-off-by-a-ten-thousandth": ("dv", PlainSteps(operands=_gradient_off_by(2, 1e-4))),
+}
+
+
+def _bug(name: str) -> PlantedBug:
+    shows, steps = SENSITIVITY[name]
+    return planted("sensitivity", name, kind=name, reference="inferred", shows=shows, steps=steps)
+
+
+@pytest.mark.bank
+@pytest.mark.parametrize("name", SENSITIVITY)
+def test_a_planted_bug_fails_at_quick(name: str) -> None:
+    red = next(red_records(_bug(name), "quick"), None)
+    assert red is not None, f"{name!r} survives the quick grid"
+    assert red.verdict == FAIL
+    assert red.ratio is not None
+    assert red.limit is not None
+    assert red.ratio > red.limit
+
+
+@pytest.mark.parametrize("back", [None, BackwardSteps()], ids=["differentiated", "vjp"])
+def test_the_kernel_without_a_bug_passes(back: BackwardSteps | None) -> None:
+    kernel = implementation("correct", back=back)
+    supported = [job for job in plan.plan([kernel], level="quick").jobs if kernel.supports(job.case) is None]
+    found = runner.Runner(settings.Settings()).run(supported[::_CORRECT_STRIDE])
+    assert [record for record in found if record.verdict in RED] == []
+    assert any(record.ratio is not None for record in found)

@@ -1,0 +1,245 @@
+"""The documents name what is there: links, sections, checks, masks, declarations, files."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import functools
+import inspect
+import io
+import json
+import re
+import tokenize
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cases.masks import Mask
+from cases.moba import Moba
+from conformance import declare
+from conformance.checks import CHECKS
+from conformance.contract import Arithmetic, Implementation
+from conformance.sensitivity import detection
+from conformance.truth import tolerances
+
+ROOT = Path(__file__).parent.parent
+DOCUMENTS = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+CONTRACT, NUMERICS, CHECKED = (ROOT / "docs" / name for name in ("contract.md", "numerics.md", "checks.md"))
+FOLDERS = ("cases", "conformance", "impls", "reports", "tests")
+SOURCES = sorted(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py"))
+
+NAMES = [check.name for check in CHECKS]
+LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
+# `docs/contract.md` where a module names it first, `contract` after that.
+SECTION = re.compile(r"\b(?P<file>(?:docs/)?contract(?:\.md)?),?\s+section\s+(?P<number>\d+)")
+NUMERICS_SECTION = re.compile(r"docs/numerics\.md,\s+section\s+(?P<number>\d+)")
+FILE = re.compile(rf"(?<![\w./-])(?:{'|'.join((*FOLDERS, 'docs', '.ci'))})/[\w./-]*\w")
+DOCUMENT = re.compile(r"(?<![\w./-])[\w./-]+\.md\b")
+# Not `cases.py`, which is a file of a user's.
+MODULE = re.compile(rf"(?<![\w./:-])(?:{'|'.join(FOLDERS)})(?!\.py\b)(?:\.\w+)+")
+
+
+def prose(text: str) -> str:
+    """Markdown without its code blocks and the contents of its code spans."""
+    text = re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
+    text = re.sub(r"^ {4}.*$", "", text, flags=re.MULTILINE)
+    return re.sub(r"`[^`\n]*`", "``", text)
+
+
+def headings(path: Path) -> list[str]:
+    text = re.sub(r"^```.*?^```", "", path.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+    return re.findall(r"^#+ (.+)$", text, flags=re.MULTILINE)
+
+
+def anchors(path: Path) -> set[str]:
+    """The anchors that GitHub gives to the headings of a document."""
+    found: dict[str, int] = {}
+    slugs = set()
+    for heading in headings(path):
+        slug = re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
+        again = found.get(slug, 0)
+        found[slug] = again + 1
+        slugs.add(f"{slug}-{again}" if again else slug)
+    return slugs
+
+
+def broken_links(path: Path) -> list[str]:
+    """Relative links of a document that lead nowhere."""
+    broken = []
+    for target in LINK.findall(prose(path.read_text(encoding="utf-8"))):
+        if "://" in target or target.startswith("mailto:"):
+            continue
+        name, _, anchor = target.partition("#")
+        file = (path.parent / name).resolve() if name else path
+        if not file.exists() or (anchor and anchor not in anchors(file)):
+            broken.append(target)
+    return broken
+
+
+@functools.cache
+def words(path: Path) -> str:
+    """Docstrings and comments of a module, in their order."""
+    text = path.read_text(encoding="utf-8")
+    found = [
+        (node.lineno, node.value.value)
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+    ]
+    tokens = tokenize.generate_tokens(io.StringIO(text).readline)
+    found += [(token.start[0], token.string) for token in tokens if token.type == tokenize.COMMENT]
+    return "\n".join(words for _, words in sorted(found))
+
+
+def told() -> dict[Path, str]:
+    """What modules and documents say, but for files to come (README) and gone (changes)."""
+    said = {path: words(path) for path in SOURCES}
+    pages = (path for path in (ROOT / "docs").glob("*.md") if path.name != "changelog.md")
+    return said | {path: path.read_text(encoding="utf-8") for path in pages}
+
+
+def is_there(module: str) -> bool:
+    """Whether a dotted name is a module of ours, or is in the text of one."""
+    names = module.split(".")
+    place = ROOT / names[0]
+    for depth, name in enumerate(names[1:], 1):
+        if (place / name).is_dir():
+            place = place / name
+        elif (file := place / f"{name}.py").is_file():
+            return _mentions(file, names[depth + 1 :])
+        else:
+            return any(_mentions(file, names[depth:]) for file in place.glob("*.py"))  # which the package may re-export
+    return True
+
+
+def _mentions(file: Path, names: list[str]) -> bool:
+    return not names or re.search(rf"\b{names[0]}\b", file.read_text(encoding="utf-8")) is not None
+
+
+def masks(kind: type[Any] = Mask) -> Iterator[str]:
+    """The kinds of masks: public classes of the package that defines them, without what they have in common."""
+    for found in kind.__subclasses__():
+        if found.__module__.startswith("cases.") and not found.__name__.startswith("_") and not found.__subclasses__():
+            yield found.__name__
+        yield from masks(found)
+
+
+def numbered(path: Path) -> set[int]:
+    """Numbers of the sections of a document."""
+    return {int(found[1]) for heading in headings(path) if (found := re.match(r"(\d+)\. ", heading))}
+
+
+def code_spans(path: Path) -> str:
+    """All that stands in code spans."""
+    return "\n".join(re.findall(r"`([^`\n]+)`", path.read_text(encoding="utf-8")))
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
+def test_every_link_leads_somewhere(path: Path) -> None:
+    assert broken_links(path) == []
+
+
+def test_a_broken_link_is_seen(tmp_path: Path) -> None:
+    (tmp_path / "other.md").write_text("# Other\n\n## 2. A `part`, and more\n")
+    page = tmp_path / "page.md"
+    page.write_text(
+        "[a](other.md) [b](other.md#2-a-part-and-more) [c](#here) [d](https://example.org/none) `[e](none.md)`\n"
+        "[f](other.md#none) [g](none.md) [h](#none) ![i](none.png)\n\n# Here\n"
+    )
+    assert broken_links(page) == ["other.md#none", "none.md", "#none", "none.png"]
+
+
+def test_sections_that_modules_name_are_there() -> None:
+    for pattern, document in ((SECTION, CONTRACT), (NUMERICS_SECTION, NUMERICS)):
+        there = numbered(document)
+        assert there == set(range(1, max(there) + 1))
+        named = [(path, int(found["number"])) for path in SOURCES for found in pattern.finditer(words(path))]
+        assert named
+        assert [f"{path.relative_to(ROOT)}: {number}" for path, number in named if number not in there] == []
+
+
+def test_a_module_names_the_contract_once_and_by_its_path() -> None:
+    wrong = []
+    for path in SOURCES:
+        if found := [match["file"] for match in SECTION.finditer(words(path))]:
+            first, *others = found
+            if first != "docs/contract.md" or set(others) - {"contract"}:
+                wrong.append(f"{path.relative_to(ROOT)}: {', '.join(found)}")
+    assert wrong == []
+
+
+def test_every_check_has_its_section_and_no_section_is_of_none() -> None:
+    found = re.findall(r"^## (.+)$", CHECKED.read_text(encoding="utf-8"), re.MULTILINE)
+    assert found == NAMES
+
+
+@pytest.mark.parametrize("point", ["Asks", "Cases", "Fails", "Only here"])
+def test_every_section_of_a_check_says(point: str) -> None:
+    sections = re.split(r"^## ", CHECKED.read_text(encoding="utf-8"), flags=re.MULTILINE)[1:]
+    assert [section.partition("\n")[0] for section in sections if section.count(f"- **{point}**: ") != 1] == []
+
+
+def test_every_check_holds_somebody_to_something() -> None:
+    linked = "".join(path.read_text(encoding="utf-8") for path in (CONTRACT, NUMERICS))
+    assert [name for name in NAMES if f"(checks.md#{name})" not in linked] == []
+
+
+def test_what_only_one_check_sees_is_what_was_measured() -> None:
+    table = detection.load()
+    assert table is not None
+    kills = {row["bug"]: set(row["kills"]) for row in table["bugs"]}
+    sections = re.split(r"^## ", CHECKED.read_text(encoding="utf-8"), flags=re.MULTILINE)[1:]
+    wrong = []
+    for section in sections:
+        check = section.partition("\n")[0]
+        bugs = re.findall(r"`([a-z0-9]+(?:-[a-z0-9]+)+)`", section.partition("- **Only here**: ")[2])
+        wrong += [f"{check}: {bug} is seen by {kills.get(bug)}" for bug in bugs if kills.get(bug) != {check}]
+        assert bugs or "no bug of the bank" in section, check
+    assert wrong == []
+
+
+def test_the_contract_has_every_mask() -> None:
+    assert {"Full", "OwnWindow", "And", Moba.__name__} <= set(masks())
+    spans = code_spans(CONTRACT)
+    assert [name for name in masks() if not re.search(rf"^{name}\b", spans, re.MULTILINE)] == []
+
+
+def test_the_contract_has_every_declaration() -> None:
+    fields = [field.name for kind in (Implementation, Arithmetic) for field in dataclasses.fields(kind)]
+    rows = re.findall(r"^\| `(\w+)` \|", CONTRACT.read_text(encoding="utf-8"), re.MULTILINE)
+    assert [name for name in fields + list(inspect.signature(declare).parameters) if name not in rows] == []
+
+
+def test_figures_of_the_calibration_are_those_in_force() -> None:
+    calibration = json.loads(tolerances.CALIBRATION.read_text(encoding="utf-8"))
+    text = NUMERICS.read_text(encoding="utf-8")
+    ratio = max(row["max_ratio"] for row in calibration["rows"])
+    rms = max(row["max_rms"] or 0.0 for row in calibration["rows"])
+    limit = tolerances.default().limit("f32", "out")
+    assert f"| largest ratio | {ratio:g} | {limit.ratio:g} |" in text
+    assert f"| root mean square | {rms:g} | {limit.rms:g} |" in text
+    sentence = " ".join(text.split())
+    assert f"with {len(calibration['provenance']['seeds'])} seeds" in sentence
+    assert f"in {calibration['provenance']['judgements']} judgements" in sentence
+
+
+@pytest.mark.parametrize("pattern", [FILE, DOCUMENT], ids=["files", "documents"])
+def test_files_that_are_named_are_there(pattern: re.Pattern[str]) -> None:
+    wrong = [
+        f"{path.relative_to(ROOT)}: {named}"
+        for path, text in told().items()
+        for named in pattern.findall(text)
+        if not (ROOT / named).exists() and not (path.parent / named).exists()
+    ]
+    assert wrong == []
+
+
+def test_modules_that_are_named_are_there() -> None:
+    wrong = [
+        f"{path.relative_to(ROOT)}: {named}"
+        for path, text in told().items()
+        for named in MODULE.findall(text)
+        if not is_there(named)
+    ]
+    assert wrong == []

@@ -1,0 +1,415 @@
+"""The oracle against three independent routes: autodiff, finite differences, and loops in 50 digits; and identities."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Callable, Iterator
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import mpmath
+import numpy as np
+import pytest
+
+from cases.case import parse
+from cases.inputs import Cotangent, Problem, draw, draw_cotangent
+from cases.masks import Dense, Full
+from conformance.truth import oracle
+from conformance.truth.bounds import Bounded
+from tests.judged import LIMIT, assert_right, bounds_of_float64, expected_of, failures
+
+# T, S, H and V all differ, heads are grouped, some rows are empty and some keys dead.
+CASES = (
+    "train/f32/B1.T9.S9.N2.K2.H4.V4/full/normal/s1",
+    "train/f32/B2.T12.S15.N4.K2.H6.V5/causal-o3/sinks/normal/s2",
+    "train/f32/B2.T12.S15.N4.K2.H6.V5/densehead-d40/softcap2/large/s3",
+    "train/f32/B2.T12.S15.N4.K1.H6.V3/densebatch-d40/segpad/softcap2/sinks/bias/scale0.3/knee/s4",
+    "train/f32/B2.T12.S15.N6.K2.H3.V5/dense-d40/sinks/biashead/heavy/s5",
+    "train/f32/B2.T12.S15.N4.K2.H3.V5/lengths-0-9/biaskey/cancel/s6",
+    "train/f32/B2.T1.S15.N4.K2.H3.V5/window-l4-r0-o9/seg/sinks/dominant/s7",
+    "train/f32/B1.T8.S8.N2.K1.H4.V4/causal/huge/s8",
+)
+TINY = (
+    "train/f32/B1.T3.S4.N2.K1.H2.V3/causal-o1/softcap2/sinks/bias/scale0.7/normal/s1",
+    "train/f32/B2.T2.S3.N2.K2.H2.V1/lengths-0-2/seg/sinks/biaskey/large/s2",
+    "train/f32/B1.T3.S3.N2.K1.H2.V2/dense-d60/biashead/normal/s3",
+)
+NAMES = {"dq": "q", "dk": "k", "dv": "v", "dsinks": "sinks", "dbias": "bias"}
+Gradients = dict[str, np.ndarray]
+
+
+def in_float64(problem: Problem) -> Problem:
+    changed = {x: getattr(problem, x) for x in NAMES.values()}
+    return dataclasses.replace(problem, **{x: v.astype(np.float64) for x, v in changed.items() if v is not None})
+
+
+def problem_of(case_id: str) -> Problem:
+    return in_float64(draw(parse(case_id)))
+
+
+def cotangents(case_id: str) -> tuple[np.ndarray, np.ndarray]:
+    """Of out and logsumexp, in float64; rows with nothing to see have no cotangent of their infinite logsumexp."""
+    drawn, problem = draw_cotangent(parse(case_id)), problem_of(case_id)
+    assert drawn.logsumexp is not None
+    lse = drawn.logsumexp.astype(np.float64)
+    if problem.sinks is None:
+        lse = np.where(problem.empty_rows, 0.0, lse)
+    return drawn.out.astype(np.float64), lse
+
+
+def rounding(case_id: str, do: np.ndarray, dlse: np.ndarray | None = None, computations: int = 1) -> dict[str, Bounded]:
+    """What the oracle says, and how far from the truth rounding in float64 may take it."""
+    return bounds_of_float64(expected_of(draw(parse(case_id)), Cotangent("random", do, dlse)), computations)
+
+
+def around(values: Gradients, rounded: dict[str, Bounded]) -> dict[str, Bounded]:
+    """Other values with the same bounds."""
+    return {name: Bounded(value, rounded[name].bound) for name, value in values.items()}
+
+
+def literal_forward(problem: Problem, operands: dict[str, Any]) -> tuple[jax.Array, jax.Array]:
+    """`out` and `logsumexp` by the contract, one head at a time; empty rows give 0 and, without sink, 0."""
+    q, k, v = operands["q"], operands["k"], operands["v"]
+    batch, q_length, heads, depth = q.shape
+    full = (batch, heads, q_length, k.shape[1])
+    scale = problem.scale or depth**-0.5
+    allowed = np.broadcast_to(problem.allowed, full)
+    bias = jnp.broadcast_to(operands.get("bias", jnp.zeros((1, 1, 1, 1))), full)
+    outs, lses = [], []
+    for n in range(heads):
+        kv = n // (heads // k.shape[2])
+        x = scale * jnp.einsum("bth,bsh->bts", q[:, :, n], k[:, :, kv]) + bias[:, n]
+        z = x if problem.soft_cap is None else problem.soft_cap * jnp.tanh(x / problem.soft_cap)
+        columns = jnp.where(allowed[:, n], z, -1e300)
+        if "sinks" in operands:
+            sink = jnp.broadcast_to(operands["sinks"][n], (*z.shape[:2], 1))
+            columns = jnp.concatenate([columns, sink], axis=-1)
+        lse = jax.scipy.special.logsumexp(columns, axis=-1)
+        p = jnp.where(allowed[:, n], jnp.exp(jnp.where(allowed[:, n], z - lse[..., None], 0)), 0)
+        empty = ~np.any(allowed[:, n], axis=-1, keepdims=False)
+        outs.append(jnp.where(empty[..., None], 0, jnp.einsum("bts,bsv->btv", p, v[:, :, kv])))
+        lses.append(lse if "sinks" in operands else jnp.where(empty, 0, lse))
+    return jnp.stack(outs, axis=2), jnp.stack(lses, axis=1)
+
+
+def by_autodiff(problem: Problem, do: np.ndarray, dlse: np.ndarray) -> tuple[np.ndarray, np.ndarray, Gradients]:
+    with jax.enable_x64(True):
+        found = {x: getattr(problem, x) for x in NAMES.values()}
+        operands = {x: jnp.asarray(v) for x, v in found.items() if v is not None}
+
+        def both(operands: dict[str, Any]) -> Any:
+            primal, pullback = jax.vjp(lambda operands: literal_forward(problem, operands), operands)
+            return *primal, pullback((jnp.asarray(do), jnp.asarray(dlse)))[0]
+
+        out, lse, gradients = jax.jit(both)(operands)
+        return np.asarray(out), np.asarray(lse), {f"d{x}": np.asarray(g) for x, g in gradients.items()}
+
+
+@pytest.mark.parametrize("case_id", CASES)
+def test_forward_and_backward_agree_with_autodiff_of_an_independent_forward(case_id: str) -> None:
+    problem, (do, dlse) = problem_of(case_id), cotangents(case_id)
+    out, lse, gradients = by_autodiff(problem, do, dlse)
+    forward = oracle.forward(problem)
+    seen = np.isfinite(forward.logsumexp)
+    assert (seen == ~problem.empty_rows).all() or problem.sinks is not None
+    bounds = rounding(case_id, do, dlse, computations=2)
+    found = oracle.backward(problem, do, dlse)
+    assert set(found) == set(gradients)
+    assert_right({"out": forward.out, **found}, around({"out": out, **gradients}, bounds))
+    assert_right({"logsumexp": forward.logsumexp}, around({"logsumexp": lse}, bounds), judged=seen)
+
+
+@pytest.mark.parametrize("case_id", CASES)
+def test_vanilla_and_flash_backward_agree_to_rounding(case_id: str) -> None:
+    problem, (do, dlse) = draw(parse(case_id)), cotangents(case_id)
+    expected = rounding(case_id, do, dlse)
+    saved = oracle.forward(problem)
+    assert_right(oracle.backward(problem, do, dlse), expected)
+    assert_right(oracle.backward(problem, do, dlse, form="flash"), expected)
+    assert_right(oracle.backward(problem, do, dlse, form="flash", saved=saved), expected)
+    rounded = dataclasses.replace(saved, out=saved.out.astype(np.float32))
+    assert failures(oracle.backward(problem, do, dlse, form="flash", saved=rounded), expected)
+
+
+@pytest.mark.parametrize("case_id", [case_id for case_id in CASES if "huge" not in case_id])
+def test_vanilla_and_flash_backward_may_differ_by_less_than_1e_12(case_id: str) -> None:
+    """By how much each may be off at most, so that it is true of any machine; that they stay within, see above."""
+    for name, x in rounding(case_id, *cotangents(case_id), computations=2).items():
+        if name in NAMES:
+            assert LIMIT * x.bound.max() < 1e-12 * (1 + np.abs(x.value).max()), name
+
+
+def test_flash_backward_shows_the_rounding_of_the_saved_output() -> None:
+    problem, (do, dlse) = problem_of(CASES[1]), cotangents(CASES[1])
+    exact = oracle.forward(problem)
+    rounded = oracle.Forward(exact.out.astype(np.float16), exact.logsumexp, exact.max_logits)
+    expected = rounding(CASES[1], do, dlse)
+    flash = oracle.backward(problem, do, dlse, form="flash", saved=rounded)
+    assert_right({"dv": flash["dv"]}, expected)
+    assert "dq" in failures({"dq": flash["dq"]}, expected)
+    # What rounding `out` moves D by, `|do|` times half a spacing of f16, moves dq by that times `scale p |k|`.
+    bound = expected["dq"].bound.copy()
+    for slab in oracle.slabs(problem):
+        moved = (2.0**-11 * np.abs(slab.out) + 2.0**-25) * np.abs(do[slab.batch, :, slab.heads]).transpose(1, 0, 2)
+        by_key = slab.scale * slab.p * moved.sum(axis=-1, keepdims=True)
+        bound[slab.batch, :, slab.heads] += (by_key @ np.abs(slab.k)).transpose(1, 0, 2) / LIMIT
+    assert_right({"dq": flash["dq"]}, {"dq": Bounded(expected["dq"].value, bound)})
+
+
+def loss(problem: Problem, do: np.ndarray, dlse: np.ndarray) -> float:
+    forward = oracle.forward(problem)
+    return float((forward.out * do).sum() + (forward.logsumexp[dlse != 0] * dlse[dlse != 0]).sum())
+
+
+def moved(problem: Problem, operand: str, index: tuple[int, ...], step: float) -> Problem:
+    array = getattr(problem, operand).copy()
+    array[index] += step
+    return dataclasses.replace(problem, **{operand: array})
+
+
+def elements(problem: Problem) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """`(gradient, index)` of every element of every operand that the problem has."""
+    for name, operand in NAMES.items():
+        array = getattr(problem, operand)
+        if array is not None:
+            yield from ((name, index) for index in np.ndindex(array.shape))
+
+
+@pytest.mark.parametrize("case_id", TINY)
+def test_backward_agrees_with_central_differences_in_every_element(case_id: str) -> None:
+    problem, (do, dlse) = problem_of(case_id), cotangents(case_id)
+    gradients, expected = oracle.backward(problem, do, dlse), rounding(case_id, do, dlse)
+    step = 2.0**-15
+    terms = {"out": do, "logsumexp": dlse}
+    finite = {name: np.where(x != 0, expected[name].value, 0.0) for name, x in terms.items()}
+    added = sum((np.abs(finite[name] * x)).sum() for name, x in terms.items())
+    # Of a loss: what is added up, and adding up that many numbers.
+    of_loss = sum(LIMIT * (expected[name].bound * np.abs(x)).sum() for name, x in terms.items())
+    of_loss += sum(x.size for x in terms.values()) * 2.0**-53 * added
+
+    def difference(operand: str, index: tuple[int, ...], step: float) -> float:
+        above, below = (loss(moved(problem, operand, index, s), do, dlse) for s in (step, -step))
+        return (above - below) / (2 * step)
+
+    for name, index in elements(problem):
+        near, far = (difference(NAMES[name], index, s) for s in (step, 2 * step))
+        # Tolerance: truncation, which is a third of what it grows by from one step to two; rounding of two losses over
+        # two steps; that of the gradient itself.
+        tolerance = abs(far - near) + of_loss / step + LIMIT * expected[name].bound[index]
+        assert tolerance < 1e-8
+        assert abs(gradients[name][index] - near) <= tolerance, (name, index)  # Tolerance: as just derived
+
+
+Number = Any
+"""An mpmath number: mpmath has no types."""
+
+
+class Digits:
+    """Attention in 50 digits, by loops over scalars. Rows are recomputed only where an operand reaches."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        self.operands = {
+            x: {index: mpmath.mpf(float(v[index])) for index in np.ndindex(v.shape)}
+            for x in NAMES.values()
+            if (v := getattr(problem, x)) is not None
+        }
+        self.batch, self.q_length, self.heads, self.depth = problem.q.shape
+        self.kv_length, self.kv_heads, self.v_depth = problem.v.shape[1:]
+        self.allowed = np.broadcast_to(problem.allowed, (self.batch, self.heads, self.q_length, self.kv_length))
+
+    def logit(self, b: int, n: int, i: int, j: int) -> Number:
+        kv = n // (self.heads // self.kv_heads)
+        q, k = self.operands["q"], self.operands["k"]
+        scale = mpmath.mpf(self.problem.scale) if self.problem.scale else 1 / mpmath.sqrt(self.depth)
+        x = scale * sum(q[b, i, n, h] * k[b, j, kv, h] for h in range(self.depth))
+        if self.problem.bias is not None:
+            place = zip((b, n, i, j), self.problem.bias.shape, strict=True)
+            x += self.operands["bias"][tuple(at if size > 1 else 0 for at, size in place)]
+        cap = self.problem.soft_cap
+        return x if cap is None else cap * mpmath.tanh(x / cap)
+
+    def row(self, b: int, n: int, i: int) -> tuple[list[Number], Number, Number]:
+        """`out`, `logsumexp`, `max_logits` of one query."""
+        z = {j: self.logit(b, n, i, j) for j in range(self.kv_length) if self.allowed[b, n, i, j]}
+        total = sum((mpmath.exp(x) for x in z.values()), mpmath.mpf(0))
+        if "sinks" in self.operands:
+            total += mpmath.exp(self.operands["sinks"][n,])
+        kv, v = n // (self.heads // self.kv_heads), self.operands["v"]
+        out = [sum((mpmath.exp(z[j]) / total * v[b, j, kv, d] for j in z), mpmath.mpf(0)) for d in range(self.v_depth)]
+        return out, mpmath.log(total) if total else mpmath.mpf("-inf"), max(z.values(), default=mpmath.mpf("-inf"))
+
+    def loss(self, do: np.ndarray, dlse: np.ndarray) -> Number:
+        total = mpmath.mpf(0)
+        for b, n, i in itertools.product(range(self.batch), range(self.heads), range(self.q_length)):
+            out, lse, _ = self.row(b, n, i)
+            total += sum(float(do[b, i, n, d]) * out[d] for d in range(self.v_depth))
+            if dlse[b, n, i]:
+                total += float(dlse[b, n, i]) * lse
+        return total
+
+    def gradient(self, operand: str, index: tuple[int, ...], loss: Callable[[], Number]) -> float:
+        """A central difference whose error, 1e-30, is nothing to float64."""
+        values, step = self.operands[operand], mpmath.mpf(10) ** -16
+        kept = values[index]
+        values[index] = kept + step
+        above = loss()
+        values[index] = kept - step
+        below = loss()
+        values[index] = kept
+        return float((above - below) / (2 * step))
+
+
+@pytest.mark.parametrize("case_id", TINY)
+def test_everything_agrees_with_loops_in_fifty_digits(case_id: str) -> None:
+    problem, (do, dlse) = problem_of(case_id), cotangents(case_id)
+    forward, gradients = oracle.forward(problem), oracle.backward(problem, do, dlse)
+    expected = rounding(case_id, do, dlse)
+    with mpmath.workdps(50):
+        digits = Digits(problem)
+        truth = {name: np.empty(x.value.shape) for name, x in expected.items()}
+        for b, n, i in itertools.product(range(digits.batch), range(digits.heads), range(digits.q_length)):
+            out, lse, top = digits.row(b, n, i)
+            truth["out"][b, i, n] = [float(x) for x in out]
+            truth["logsumexp"][b, n, i], truth["max_logits"][b, n, i] = float(lse), float(top)
+        for name, index in elements(problem):
+            truth[name][index] = digits.gradient(NAMES[name], index, lambda: digits.loss(do, dlse))
+    assert_right({**dataclasses.asdict(forward), **gradients}, around(truth, expected))
+
+
+@pytest.mark.parametrize("case_id", [x for x in CASES if "N4.K4" in x or "N2.K2" in x] + [CASES[1], CASES[6]])
+def test_dv_sums_to_the_cotangent_that_the_sinks_leave(case_id: str) -> None:
+    problem, (do, _) = problem_of(case_id), cotangents(case_id)
+    kv_heads = problem.k.shape[2]
+    expected = rounding(case_id, do, computations=2)
+    kept, bound = np.zeros_like(do), np.zeros_like(do)
+    for slab in oracle.slabs(problem):
+        share = (1 - slab.p_sink) * slab.allowed.any(axis=-1)
+        kept[slab.batch, :, slab.heads] = share.T[..., None] * do[slab.batch, :, slab.heads]
+        # What is left of 1 has the error of the sink's probability, `exp(sink - logsumexp)`, and two roundings more.
+        sinks = 0.0 if slab.sinks is None else slab.p_sink * np.abs(slab.sinks[:, None] - slab.logsumexp)
+        lost = expected["logsumexp"].bound[slab.batch, slab.heads] * slab.p_sink + 2.0**-53 * (sinks + 2)
+        bound[slab.batch, :, slab.heads] = lost.T[..., None] * np.abs(do[slab.batch, :, slab.heads])
+    by_group, of_group = (
+        x.sum(axis=1).reshape(do.shape[0], kv_heads, -1, do.shape[-1]).sum(axis=2) for x in (kept, bound)
+    )
+    summed = Bounded(by_group, expected["dv"].bound.sum(axis=1) + of_group)
+    assert_right({"dv": oracle.backward(problem, do)["dv"].sum(axis=1)}, {"dv": summed})
+
+
+@pytest.mark.parametrize("case_id", CASES)
+def test_backward_is_linear_in_the_cotangents(case_id: str) -> None:
+    problem, (do, dlse) = problem_of(case_id), cotangents(case_id)
+    other = np.random.default_rng(0).normal(size=do.shape)
+    one, two = oracle.backward(problem, do, dlse), oracle.backward(problem, other)
+    both = oracle.backward(problem, 2 * do - 3 * other, 2 * dlse)
+    of_one, of_two = rounding(case_id, do, dlse), rounding(case_id, other)
+    of_both = rounding(case_id, 2 * do - 3 * other, 2 * dlse)
+    # Rounding the cotangent of both, in float64 too, is at most as much again as its products are rounded by.
+    summed = {
+        name: Bounded(2 * x - 3 * two[name], 2 * of_one[name].bound + 3 * of_two[name].bound + 2 * of_both[name].bound)
+        for name, x in one.items()
+    }
+    assert_right(both, summed)
+    assert not any(g.any() for g in oracle.backward(problem, np.zeros_like(do)).values())
+
+
+def test_adding_a_constant_to_all_logits_moves_logsumexp_alone() -> None:
+    case_id = "train/f32/B2.T12.S15.N4.K2.H6.V5/densehead-d40/bias/normal/s9"
+    drawn, (do, _) = draw(parse(case_id)), cotangents(case_id)
+    assert drawn.bias is not None
+    # A bias of few bits, to which 3.5 can be added exactly.
+    bias = np.round(drawn.bias * np.float32(1024)) / np.float32(1024)
+    moved = bias + np.float32(3.5)
+    np.testing.assert_array_equal(moved.astype(np.float64), bias.astype(np.float64) + 3.5)
+    problem, shifted = (dataclasses.replace(drawn, bias=x) for x in (bias, moved))
+    before, after = (bounds_of_float64(expected_of(x, Cotangent("out", do))) for x in (problem, shifted))
+    both = {name: Bounded(x.value, x.bound + after[name].bound) for name, x in before.items()}
+    for name in ("logsumexp", "max_logits"):
+        both[name] = Bounded(both[name].value + 3.5, both[name].bound)
+    assert_right({**dataclasses.asdict(oracle.forward(shifted)), **oracle.backward(shifted, do)}, both)
+    dbias = before["dbias"]
+    no_sum = Bounded(np.zeros(dbias.value.shape[:-1]), dbias.bound.sum(axis=-1))
+    assert_right({"dbias": oracle.backward(problem, do)["dbias"].sum(axis=-1)}, {"dbias": no_sum})
+
+
+def test_scale_bias_cap_and_mask_apply_in_the_contracts_order() -> None:
+    def one(x: list[float]) -> np.ndarray:
+        return np.array(x, np.float32).reshape(1, -1, 1, 1)
+
+    problem = Problem(
+        q=one([2.0]),
+        k=one([3.0, 50.0]),
+        v=one([1.0, 9.0]),
+        mask=Dense(np.array([[True, False]])),
+        soft_cap=4.0,
+        bias=np.full((1, 1, 1, 1), 1.0, np.float32),
+        scale=0.5,
+    )
+    forward = oracle.forward(problem)
+    by_hand = {"max_logits": np.full((1, 1, 1), 4 * math.tanh((0.5 * 2 * 3 + 1) / 4))}
+    assert_right({"max_logits": forward.max_logits}, around(by_hand, bounds_of_float64(expected_of(problem), 2)))
+    assert forward.out.item() == 1.0  # one key: the exponential of zero
+
+
+def test_query_heads_read_contiguous_groups() -> None:
+    problem = problem_of("train/f32/B1.T5.S7.N6.K2.H4.V3/full/normal/s0")
+    changed = problem.v.copy()
+    changed[:, :, 1] += 1
+    moved_heads = oracle.forward(dataclasses.replace(problem, v=changed)).out != oracle.forward(problem).out
+    np.testing.assert_array_equal(moved_heads.any(axis=(0, 1, 3)), [False, False, False, True, True, True])
+
+
+@pytest.mark.parametrize("sinks", [False, True])
+def test_empty_rows_give_zero_or_the_mean_and_touch_no_gradient_but_the_means_dv(sinks: bool) -> None:
+    problem = draw(parse("train/f32/B1.T3.S4.N2.K2.H2.V2/full/sinks/normal/s0"))
+    hidden = np.ones((3, 4), bool)
+    hidden[1] = False
+    problem = dataclasses.replace(problem, mask=Dense(hidden), sinks=problem.sinks if sinks else None)
+    do = np.zeros((1, 3, 2, 2))
+    do[:, 1] = 1.0
+    zero, mean = (oracle.forward(problem, e) for e in ("zero", "mean"))
+    assert (zero.out[:, 1] == 0).all()
+    assert (zero.max_logits[:, :, 1] == -np.inf).all()
+    expected = np.full((1, 2), -np.inf) if problem.sinks is None else problem.sinks[None]
+    np.testing.assert_array_equal(zero.logsumexp[:, :, 1], expected)
+    np.testing.assert_array_equal(mean.logsumexp, zero.logsumexp)
+    average = np.zeros((1, 2, 2)) if sinks else problem.v.astype(np.float64).mean(axis=1)
+    bound = bounds_of_float64(expected_of(problem, empty_rows="mean"), 2)["out"].bound[:, 1]
+    assert_right({"out": mean.out[:, 1]}, {"out": Bounded(average, bound)})
+    forms: tuple[oracle.Backward, ...] = ("vanilla", "flash")
+    fillings: tuple[Literal["zero", "mean"], ...] = ("zero", "mean")
+    for form, empty_rows in itertools.product(forms, fillings):
+        gradients = oracle.backward(problem, do, form=form, empty_rows=empty_rows)
+        dv = gradients.pop("dv")
+        assert (dv == (0.25 if empty_rows == "mean" and not sinks else 0)).all()
+        assert not any(g.any() for g in gradients.values())
+
+
+@pytest.mark.parametrize("poison", [np.nan, np.inf])
+def test_what_nobody_may_attend_to_never_matters(poison: float) -> None:
+    case_id = "train/f32/B2.T12.S15.N4.K2.H6.V5/densehead-d40/sinks/normal/s3"
+    problem, (do, dlse) = problem_of(case_id), cotangents(case_id)
+    dead = problem.dead_keys[..., None]
+    assert dead.any()
+    poisoned = dataclasses.replace(problem, k=np.where(dead, poison, problem.k), v=np.where(dead, poison, problem.v))
+    clean, dirty = oracle.forward(problem), oracle.forward(poisoned)
+    np.testing.assert_array_equal(dirty.out, clean.out)
+    np.testing.assert_array_equal(dirty.logsumexp, clean.logsumexp)
+    for form in ("vanilla", "flash"):
+        expected, got = (oracle.backward(p, do, dlse, form=form) for p in (problem, poisoned))
+        assert all(np.array_equal(got[name], expected[name]) for name in expected)
+
+
+def test_operands_of_sixteen_bits_are_taken_as_they_are() -> None:
+    problem = draw(parse("train/bf16/B1.T8.S8.N2.K2.H4.V4/full/normal/s0"))
+    np.testing.assert_array_equal(oracle.forward(problem).out, oracle.forward(in_float64(problem)).out)
+
+
+def test_a_full_mask_is_the_same_as_none_hidden() -> None:
+    problem = problem_of(CASES[0])
+    dense = dataclasses.replace(problem, mask=Dense(Full().dense(9, 9)))
+    np.testing.assert_array_equal(oracle.forward(dense).out, oracle.forward(problem).out)

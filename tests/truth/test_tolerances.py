@@ -1,0 +1,120 @@
+"""The tolerance table: complete, sourced, and never near what correct kernels reach; and how its figures are made."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cases.operands import OBSERVABLES
+from conformance.records import FAIL, PASS, UNSUPPORTED, Record
+from conformance.truth import calibration, tolerances
+from conformance.truth.tolerances import DTYPES
+
+STORED = json.loads(tolerances.CALIBRATION.read_text())
+
+
+def test_every_dtype_and_observable_has_a_limit_with_its_source() -> None:
+    table = tolerances.default()
+    assert [(row["dtype"], row["observable"]) for row in table.rows()] == [(d, o) for d in DTYPES for o in OBSERVABLES]
+    assert all("correct kernels reached" in row["source"] for row in table.rows())
+
+
+def test_the_limits_are_those_that_the_rule_gives() -> None:
+    assert {(row["limit"], row["rms_limit"]) for row in tolerances.default().rows()} == {(4.0, 1.5)}
+
+
+def test_correct_kernels_stay_below_three_quarters_of_the_limit() -> None:
+    table = tolerances.default()
+    for row in STORED["rows"]:
+        limit = table.limit(row["dtype"], row["observable"])
+        assert row["max_ratio"] <= 0.75 * limit.ratio
+        assert (row["max_rms"] or 0) <= 0.75 * limit.rms
+
+
+def record(dtype: str, observable: str, ratio: float, **changed: Any) -> Record:
+    fields: dict[str, Any] = {"check": "forward", "rms": ratio / 4, "rms_limit": 1.5, "limit": 4.0, "verdict": PASS}
+    return Record(
+        implementation="right",
+        platform="cpu",
+        case=f"train/{dtype}/B1.T16.S16.N2.K2.H16.V16/causal/normal/s{int(100 * ratio)}",
+        dtype=dtype,
+        observable=observable,
+        ratio=ratio,
+        **{**fields, **changed},
+    )
+
+
+def judged() -> list[Record]:
+    """Ten judgements of everything, ratios 0.1 to 1."""
+    return [record(d, o, n / 10) for d in DTYPES for o in OBSERVABLES for n in range(1, 11)]
+
+
+def test_a_calibration_says_what_was_reached_and_by_what() -> None:
+    rms_is_not_judged = [record("f32", "dsinks", 2.0, rms_limit=None)]
+    found = calibration.tabulate([*judged(), *rms_is_not_judged], level="standard", jax="0.10.2")
+    rows = {(row["dtype"], row["observable"]): row for row in found["rows"]}
+    assert rows["bf16", "dq"] == {
+        "dtype": "bf16",
+        "observable": "dq",
+        "judged": 10,
+        "quantiles": {"0.5": 0.5, "0.9": 0.9, "0.99": 1.0, "0.999": 1.0},
+        "max_ratio": 1.0,
+        "max_rms": 0.25,
+        "reached_by": "right",
+        "reached_on": "train/bf16/B1.T16.S16.N2.K2.H16.V16/causal/normal/s100",
+    }
+    assert rows["f32", "dsinks"]["max_ratio"] == 2.0
+    assert rows["f32", "dsinks"]["max_rms"] == 0.25
+    assert found["provenance"] == {
+        "name": "at standard, 11 seeds, on cpu",
+        "implementations": ["right"],
+        "platforms": ["cpu"],
+        "level": "standard",
+        "seeds": [*range(10, 101, 10), 200],
+        "jax": "0.10.2",
+        "judgements": len(judged()) + 1,
+    }
+
+
+def test_labels_count_for_the_observable_whose_limit_judged_them() -> None:
+    labels = {"out.nan": "out", "dq.huge": "dq", "out_with_residuals": "out", "effect_of_bias": "out"}
+    found = calibration.tabulate([*judged(), *(record("f16", label, 2.5) for label in labels)])
+    counts = {row["observable"]: row["judged"] for row in found["rows"] if row["dtype"] == "f16"}
+    assert (counts["out"], counts["dq"], counts["dk"]) == (12, 11, 10)  # an effect compares two answers
+
+
+def test_only_judgements_by_a_bound_count() -> None:
+    others = [
+        record("f32", "out.spread", 9.0, check="ensemble"),
+        record("f32", "out", 9.0, verdict=UNSUPPORTED),
+        dataclasses.replace(record("f32", "out", 9.0), ratio=None),
+        record("f32", "refusal", 9.0),
+    ]
+    found = calibration.tabulate([*judged(), *others])
+    assert max(row["max_ratio"] for row in found["rows"]) == 1.0
+
+
+def test_a_calibration_is_read_back_as_a_table(tmp_path: Path) -> None:
+    path = tmp_path / "calibration.json"
+    calibration.write(calibration.tabulate([*judged(), record("f16", "dk", 2.1)], level="quick"), path)
+    table = tolerances.from_calibration(json.loads(path.read_text()))
+    assert table.limit("f32", "out").ratio == 4.0  # 1.5 * 2.1, rounded up
+    assert table.limit("f32", "out").rms == 1.0  # 1.5 * 2.1 / 4, rounded up to a half
+    assert table.limit("f16", "dk").source.startswith("correct kernels reached 2.10 (rms 0.53) at quick, 11 seeds")
+    assert max(len(line) for line in path.read_text().splitlines()) < 400
+
+
+def test_failures_and_gaps_are_refused() -> None:
+    with pytest.raises(ValueError, match="right is not correct: fail of forward/out on train/f32"):
+        calibration.tabulate([*judged(), record("f32", "out", 9.0, verdict=FAIL)])
+    with pytest.raises(ValueError, match=r"no record judges f32\.dbias, bf16\.dbias, f16\.dbias"):
+        calibration.tabulate([one for one in judged() if one.observable != "dbias"])
+    rows = [row for row in STORED["rows"] if (row["dtype"], row["observable"]) != ("bf16", "out")]
+    with pytest.raises(ValueError, match=r"no row for bf16\.out"):
+        tolerances.from_calibration({**STORED, "rows": rows})
+    with pytest.raises(ValueError, match="schema of the calibration is 'other'"):
+        tolerances.from_calibration({**STORED, "schema": "other"})
