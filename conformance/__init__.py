@@ -12,11 +12,13 @@ from conformance import packages
 
 if TYPE_CHECKING:
     from conformance.calling.plain import declare as declare
+    from conformance.contract import Accelerator as Accelerator
     from conformance.contract import Arithmetic as Arithmetic
     from conformance.contract import Implementation as Implementation
     from conformance.reference.attention import reference_attention as reference_attention
 
 _PUBLIC = {
+    "Accelerator": "conformance.contract",
     "Arithmetic": "conformance.contract",
     "Implementation": "conformance.contract",
     "declare": "conformance.calling.plain",

@@ -74,6 +74,30 @@ def structured_mask(
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Accelerator:
+    """The accelerator that a kernel is written for, and how it is run and compiled without one; by default, none.
+
+    Attributes:
+      platform: `"tpu"` or `"gpu"`, none for portable code.
+      interpreted: True where this process runs the kernel in an interpreter instead of on its accelerator.
+      absent: why this process cannot run it at all, none if it can: its accelerator is missing and nothing interprets
+        it, or its library is not installed. Its cases are unjudged, for this reason.
+      native: the canonical call lowered for `platform`'s real compiler, never interpreted; none if there is no such
+        call. It is compiled for every generation of the accelerator, on machines without one too.
+      under_interpreter: `parameters -> call`: the canonical call run by JAX's interpreter of TPU kernels, or of
+        Mosaic GPU kernels, with these `InterpretParams` or `InterpretGPUParams`. It gets cases with one batch row only,
+        since the interpreter of TPU kernels has no `vmap`, and one of decode with lengths, where the kernel has a batch
+        axis of its own.
+    """
+
+    platform: str | None = None
+    interpreted: bool = False
+    absent: str | None = None
+    native: Callable[..., Any] | None = None
+    under_interpreter: Callable[[Any], Callable[..., Any]] | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Implementation:
     """An attention implementation and what it declares.
 
@@ -95,24 +119,15 @@ class Implementation:
         must be finite.
       validates: True if wrong operands raise `ValueError` naming the operand (contract, section 7).
       lower_mask: `(mask, B, N, T, S) -> (static keywords, array keywords)`: how the mask reaches `call`.
-      platform: the accelerator the kernel is written for (`"tpu"`, `"gpu"`), none for portable code.
+      accelerator: the accelerator that the kernel is written for, and how it is run without one.
       refuses_by_signature: True if unsupported features cannot even be asked for, so that there is nothing to refuse.
       variants: other calls that must give the same results, by name: other block sizes, other schedules.
       memory: `"linear"` if the temporary memory of forward and backward grows no faster than the lengths.
-      native: the canonical call lowered for `platform`'s real compiler, never interpreted; none if there is no such
-        call. It is compiled for every generation of the accelerator, on machines without one too.
-      under_interpreter: `parameters -> call`: the canonical call run by JAX's interpreter of TPU kernels, or of
-        Mosaic GPU kernels, with these `InterpretParams` or `InterpretGPUParams`. It gets cases with one batch row only,
-        since the interpreter of TPU kernels has no `vmap`, and one of decode with lengths, where the kernel has a batch
-        axis of its own.
       parts: the call that gives a part (module docstring); the mask reaches it as `lower_mask` makes it.
       merge: a sequence of parts to the part over the keys of all; none if it offers none of its own.
       checkpoint_names: names under which the residuals of the backward are tagged for `jax.checkpoint` policies.
-      interpreted: True where this process runs the kernel in an interpreter instead of on its accelerator.
       front_end: a model's own front end in place of `conformance.reference.front_end.front_end`, with the signature of
         that one.
-      absent: why this process cannot run it at all, none if it can: its accelerator is missing and nothing interprets
-        it, or its library is not installed. Its cases are unjudged, for this reason.
       tunable: block sizes and the like that `python -m conformance tune` may choose.
       devices: how many devices a call takes; with fewer it is not judged.
     """
@@ -131,14 +146,10 @@ class Implementation:
     behind_mask: BehindMask = "any"
     validates: bool = False
     lower_mask: Lowering = structured_mask
-    platform: str | None = None
-    interpreted: bool = False
-    absent: str | None = None
+    accelerator: Accelerator = Accelerator()
     tunable: Tunable | None = None
     variants: Mapping[str, Callable[..., Any]] = dataclasses.field(default_factory=dict)
     memory: Literal["linear"] | None = None
-    native: Callable[..., Any] | None = None
-    under_interpreter: Callable[[Any], Callable[..., Any]] | None = None
     parts: Callable[..., Any] | None = None
     merge: Callable[[Sequence[Any]], Any] | None = None
     checkpoint_names: tuple[str, ...] = ()

@@ -20,7 +20,7 @@ from cases.masks import Mask
 from cases.moba import Moba
 from conformance import declare
 from conformance.checks import CHECKS
-from conformance.contract import Arithmetic, Implementation
+from conformance.contract import Accelerator, Arithmetic, Implementation
 from conformance.sensitivity import detection
 from conformance.truth import tolerances
 
@@ -206,7 +206,7 @@ def test_the_contract_has_every_mask() -> None:
 
 
 def test_the_contract_has_every_declaration() -> None:
-    fields = [field.name for kind in (Implementation, Arithmetic) for field in dataclasses.fields(kind)]
+    fields = [field.name for kind in (Implementation, Accelerator, Arithmetic) for field in dataclasses.fields(kind)]
     rows = re.findall(r"^\| `(\w+)` \|", CONTRACT.read_text(encoding="utf-8"), re.MULTILINE)
     assert [name for name in fields + list(inspect.signature(declare).parameters) if name not in rows] == []
 

@@ -20,7 +20,7 @@ class Toolchain:
     """What compiles for a platform.
 
     Attributes:
-      platform: as implementations name it (`Implementation.platform`).
+      platform: as implementations name it (`Accelerator.platform`).
       topologies: the name of the platform in `jax.experimental.topologies`.
       modules: the importable modules that bring the compiler.
       install: the command that installs it.

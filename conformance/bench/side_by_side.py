@@ -189,10 +189,11 @@ def forget_programs() -> None:
 
 def why_not(implementation: Implementation, case: Case, phase: str) -> tuple[str, str] | None:
     """Outcome and reason if the implementation is not to be timed on this case here."""
-    if implementation.absent is not None:
-        return UNJUDGED, implementation.absent
-    if implementation.interpreted:
-        platform = (implementation.platform or "accelerator").upper()
+    accelerator = implementation.accelerator
+    if accelerator.absent is not None:
+        return UNJUDGED, accelerator.absent
+    if accelerator.interpreted:
+        platform = (accelerator.platform or "accelerator").upper()
         return UNJUDGED, f"no {platform} in this machine: timing the interpreter says nothing of the kernel"
     if (reason := implementation.supports(case)) is not None:
         return UNSUPPORTED, reason
@@ -250,8 +251,8 @@ def _measured(
 
 def _untimed(implementation: Implementation, drawn: Drawn, phase: str, outcome: str, reason: str) -> Measurement:
     row = _row(implementation, drawn, phase)
-    platform = implementation.platform if outcome == UNJUDGED and implementation.platform else row.platform
-    return dataclasses.replace(row, outcome=outcome, reason=reason, platform=platform)
+    platform = implementation.accelerator.platform if outcome == UNJUDGED else None
+    return dataclasses.replace(row, outcome=outcome, reason=reason, platform=platform or row.platform)
 
 
 def _row(implementation: Implementation, drawn: Drawn, phase: str) -> Measurement:

@@ -25,10 +25,10 @@ def compiles(subject: Subject) -> Iterator[Judgement]:
     Where a compiler takes seconds a program, only the plainest and the fullest of these programs are compiled.
     """
     implementation = subject.implementation
-    if implementation.native is None:
+    if implementation.accelerator.native is None:
         yield _unjudged("all", "the implementation declares no `native` call, which its accelerator's compiler takes")
         return
-    targets = targets_of(implementation.platform)
+    targets = targets_of(implementation.accelerator.platform)
     if missing := {reason for target in targets if (reason := target.toolchain.missing)}:
         yield _unjudged("all", "; ".join(sorted(missing)))
         return
@@ -47,8 +47,8 @@ def _programs(subject: Subject) -> Programs:
     The plainest comes first, the one that holds most of the others last.
     """
     implementation, case = subject.implementation, subject.case
-    assert implementation.native is not None
-    executor = Executor(dataclasses.replace(implementation, call=implementation.native))
+    assert implementation.accelerator.native is not None
+    executor = Executor(dataclasses.replace(implementation, call=implementation.accelerator.native))
     compiled, arrays = executor.compiled(subject.problem)
     found: Programs = {"forward": (compiled.forward, (arrays,))}
     if implementation.residuals:

@@ -19,7 +19,8 @@ _BACKWARD_SEEDS = 2
 
 def interpreter(subject: Subject) -> Iterator[Judgement]:
     """Under its accelerator's interpreter, with NaN in fresh memory and in any order, it is right and nothing races."""
-    make, platform = subject.implementation.under_interpreter, subject.implementation.platform
+    accelerator = subject.implementation.accelerator
+    make, platform = accelerator.under_interpreter, accelerator.platform
     if make is None:
         reason = "the implementation declares no `under_interpreter`, the call with given interpreter parameters"
         yield Judgement(observable="all", verdict=records.UNJUDGED, reason=reason)
@@ -53,7 +54,7 @@ def _programs(subject: Subject, executor: Executor, seed: int) -> dict[str, Call
     """
     problem, cotangents = subject.problem, subject.cotangents
     residuals = subject.implementation.residuals
-    leave_out = subject.implementation.platform == "gpu" and residuals
+    leave_out = subject.implementation.accelerator.platform == "gpu" and residuals
     found = {} if leave_out else {"forward": lambda: executor.forward(problem)}
     if seed == 0 and residuals:
         found["residuals"] = lambda: executor.residuals(problem)

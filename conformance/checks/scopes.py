@@ -82,10 +82,10 @@ def _grid_cases(asked: Asked) -> tuple[Case, ...]:
 def _compiled(asked: Asked) -> tuple[Case, ...]:
     """A few long cases of kernels for a platform with a compiler; one, to say so, if there is no call to compile."""
     implementation = asked.implementation
-    if not targets_of(implementation.platform):
+    if not targets_of(implementation.accelerator.platform):
         return ()
     cases = compiled_cases(implementation.supports, sweep=asked.level == "deep")
-    return cases if implementation.native is not None else cases[:1]
+    return cases if implementation.accelerator.native is not None else cases[:1]
 
 
 def _interpreted(asked: Asked) -> tuple[Case, ...]:
@@ -93,14 +93,16 @@ def _interpreted(asked: Asked) -> tuple[Case, ...]:
     implementation = asked.implementation
     if not _has_interpreter(implementation):
         return ()
-    cases = interpreted_cases(asked.seed, implementation.supports, implementation.platform)
-    return cases if implementation.under_interpreter is not None else cases[:1]
+    cases = interpreted_cases(asked.seed, implementation.supports, implementation.accelerator.platform)
+    return cases if implementation.accelerator.under_interpreter is not None else cases[:1]
 
 
 def _has_interpreter(implementation: Implementation) -> bool:
     """Whether JAX interprets the accelerator: TPUs, and of GPU kernels those of Mosaic, which say so."""
-    platform = implementation.platform
-    return platform == "tpu" or (platform == "gpu" and implementation.under_interpreter is not None)
+    accelerator = implementation.accelerator
+    return accelerator.platform == "tpu" or (
+        accelerator.platform == "gpu" and accelerator.under_interpreter is not None
+    )
 
 
 def _always(implementation: Implementation) -> bool:
@@ -138,15 +140,15 @@ INTERPRETED = _scope(
     "two cases of TPU kernels, one of Mosaic GPU kernels",
     _interpreted,
     any_case=_has_interpreter,
-    without_accelerator=lambda implementation: implementation.under_interpreter,
+    without_accelerator=lambda implementation: implementation.accelerator.under_interpreter,
 )
 COMPILED = _scope(
     "compiled",
     "a few long cases of kernels for a platform that has a compiler here",
     _compiled,
-    any_case=lambda implementation: bool(targets_of(implementation.platform)),
+    any_case=lambda implementation: bool(targets_of(implementation.accelerator.platform)),
     seeded=False,
-    without_accelerator=lambda implementation: implementation.native,
+    without_accelerator=lambda implementation: implementation.accelerator.native,
 )
 DECLINED = Scope(
     name="declined",

@@ -31,8 +31,8 @@ def explore(arguments: argparse.Namespace) -> int:
     outputs = outputs_of(arguments)
     chosen = lookup.load_settings()
     implementation = lookup.find(arguments.impl, arguments.products)
-    if implementation.absent is not None:
-        raise CannotJudge(f"{implementation.name} cannot run here: {implementation.absent}")
+    if implementation.accelerator.absent is not None:
+        raise CannotJudge(f"{implementation.name} cannot run here: {implementation.accelerator.absent}")
     console = Console(stderr=True)
     console.print(f"seed {budget.seed}", highlight=False)
     with Exploring(budget.seconds, console) as progress:

@@ -63,9 +63,9 @@ def _descriptions(what: str) -> list[tuple[str, ...]]:
 
 
 def _described(implementation: Implementation) -> str:
-    if implementation.absent is None:
+    if implementation.accelerator.absent is None:
         return implementation.description
-    return f"{implementation.description}; not on this machine: {implementation.absent}"
+    return f"{implementation.description}; not on this machine: {implementation.accelerator.absent}"
 
 
 def explain(arguments: argparse.Namespace) -> int:

@@ -143,7 +143,7 @@ def _exit_code(
     console: Console,
 ) -> int:
     judged = {record.implementation for record in found if record.verdict in records.JUDGED}
-    present = [i for i in implementations if i.absent is None or i.name in judged]
+    present = [i for i in implementations if i.accelerator.absent is None or i.name in judged]
     # What cannot run here is shown as unjudged; it is no reason to fail a run that judged the others.
     standings = {
         implementation.name: summary.conformity([r for r in found if r.implementation == implementation.name])

@@ -56,7 +56,7 @@ class Runner:
         self._done += 1
         if self._done % _CLEAR_EVERY == 0:
             jax.clear_caches()  # type: ignore[no-untyped-call] # untyped upstream
-        if (absent := job.implementation.absent) is not None:
+        if (absent := job.implementation.accelerator.absent) is not None:
             found = _absent(subject, job.checks, absent)
         elif (reason := job.implementation.supports(job.case)) is not None:
             found = _declined(subject, job.checks, reason)
@@ -78,21 +78,20 @@ class Runner:
 
 def hardware_records(implementations: Iterable[Implementation]) -> list[Record]:
     """One `unjudged` record for each accelerator kernel that this machine can only interpret."""
+    kernels = ((implementation.name, implementation.accelerator) for implementation in implementations)
     return [
         Record(
-            implementation=implementation.name,
-            platform=implementation.platform,
+            implementation=name,
+            platform=accelerator.platform,
             case="*",
             check="hardware",
             observable="all",
             verdict=records.UNJUDGED,
-            reason=f"no {implementation.platform.upper()} in this machine: the kernel was judged in an interpreter "
-            "only",
-            reproduce=f"python -m conformance run --impl={implementation.name} "
-            f"--require-platform={implementation.platform}",
+            reason=f"no {accelerator.platform.upper()} in this machine: the kernel was judged in an interpreter only",
+            reproduce=f"python -m conformance run --impl={name} --require-platform={accelerator.platform}",
         )
-        for implementation in implementations
-        if implementation.platform is not None and implementation.interpreted and implementation.absent is None
+        for name, accelerator in kernels
+        if accelerator.platform is not None and accelerator.interpreted and accelerator.absent is None
     ]
 
 
@@ -101,11 +100,12 @@ def platform_of(implementation: Implementation, check: str | None = None) -> str
 
     Of a kernel that cannot run here, the platform that it is for, but for the checks that need no accelerator.
     """
-    if implementation.absent is None:
-        return _backend(interpreted=implementation.interpreted)
-    if check in _NEED_NO_ACCELERATOR or implementation.platform is None:
+    accelerator = implementation.accelerator
+    if accelerator.absent is None:
+        return _backend(interpreted=accelerator.interpreted)
+    if check in _NEED_NO_ACCELERATOR or accelerator.platform is None:
         return _backend(interpreted=True)
-    return implementation.platform
+    return accelerator.platform
 
 
 def _backend(*, interpreted: bool) -> str:

@@ -7,7 +7,7 @@ import functools
 
 import jax
 
-from cases.case import OPT_IN, Case
+from cases.case import Case
 from conformance.contract import Arithmetic, Implementation, structured_mask
 from impls.auto.attention import attention
 from impls.auto.routes import CANDIDATES, Candidate
@@ -24,8 +24,7 @@ def forced(candidate: Candidate) -> Implementation:
         lower_mask=structured_mask,
         tunable=None,
         variants={},
-        native=None,
-        under_interpreter=None,
+        accelerator=dataclasses.replace(kernel.accelerator, native=None, under_interpreter=None),
         parts=None,
         merge=None,
     )
@@ -48,7 +47,7 @@ AUTO = Implementation(
     arithmetic=Arithmetic(),
     empty_rows="zero",
     validates=True,
-    offers=OPT_IN,
+    offers=frozenset[str]().union(*(candidate.kernel.offers for candidate in CANDIDATES)),
     supports_case=_supported,
 )
 IMPLEMENTATIONS: tuple[Implementation, ...] = (AUTO, *(forced(c) for c in CANDIDATES))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from conformance.contract import Implementation
+from conformance.contract import Accelerator, Implementation
 from impls import block_flash
 from impls.context_parallel.attention import DEVICES, UNSUPPORTED, Method, attention
 
@@ -34,8 +34,7 @@ def implementation(name: str, kernel: Implementation, method: Method, **options:
         empty_rows=kernel.empty_rows,
         behind_mask=kernel.behind_mask,
         validates=True,
-        platform=kernel.platform,
-        interpreted=kernel.interpreted,
+        accelerator=Accelerator(platform=kernel.accelerator.platform, interpreted=kernel.accelerator.interpreted),
         variants={"contiguous": functools.partial(call, balanced=False)},
         memory=kernel.memory,
         devices=devices,

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from cases.case import Case
 from cases.inputs import DTYPES
 from cases.masks import Full
-from conformance.contract import Arithmetic, Implementation
+from conformance.contract import Accelerator, Arithmetic, Implementation
 from impls.flash_gpu.attention import UNSUPPORTED, Products, attention
 from impls.flash_gpu.backends import limits, misfits
 from impls.flash_gpu.block_sizes import BlockSizes, Ring, Tiles, look_up
@@ -58,11 +58,14 @@ def implementation(
         description=f"flash attention for GPUs in Pallas (Triton; Mosaic where measured), {products} products of f32",
         unsupported=UNSUPPORTED,
         arithmetic=Arithmetic(products="tf32" if products == "tf32" and on_gpu else "exact", probabilities="input"),
-        interpreted=not on_gpu,
         variants={
             f"blocks_{q}_{kv}": functools.partial(call, block_sizes=same_tiles(q, kv)) for q, kv in _OTHER_BLOCKS
         },
-        native=functools.partial(call, interpret=False),
+        accelerator=Accelerator(
+            platform="gpu",
+            interpreted=not on_gpu,
+            native=functools.partial(call, interpret=False),
+        ),
         tunable=tunable(call),
         **_common(),
     )
@@ -79,10 +82,13 @@ def mosaic_implementation(name: str) -> Implementation:
         unsupported=_MOSAIC_UNSUPPORTED,
         supports_case=_misfit,
         arithmetic=Arithmetic(probabilities="input"),
-        absent=None if here is None else "no Hopper GPU in this machine, and Mosaic GPU kernels run on no other",
         variants={"rings_of_3": functools.partial(call, block_sizes=_OTHER_RINGS)},
-        native=functools.partial(call, interpret=False),
-        under_interpreter=lambda parameters: functools.partial(call, interpret=parameters),
+        accelerator=Accelerator(
+            platform="gpu",
+            absent=None if here is None else "no Hopper GPU in this machine, and Mosaic GPU kernels run on no other",
+            native=functools.partial(call, interpret=False),
+            under_interpreter=lambda parameters: functools.partial(call, interpret=parameters),
+        ),
         **_common(),
     )
 
@@ -92,7 +98,6 @@ def _common() -> dict[str, Any]:
         "empty_rows": "zero",
         "behind_mask": "any",
         "validates": True,
-        "platform": "gpu",
         "memory": "linear",
         "checkpoint_names": ("out", "logsumexp"),
     }

@@ -11,7 +11,7 @@ import numpy as np
 from cases import mask_spec
 from cases.case import Case
 from cases.masks import Mask
-from conformance.contract import Arithmetic, Implementation
+from conformance.contract import Accelerator, Arithmetic, Implementation
 from impls import merging
 from impls.ragged import tpu
 from impls.ragged.attention import UNSUPPORTED, Backend, attention, parts
@@ -47,8 +47,6 @@ def lower_mask(
 
 def implementation(name: str, *, backend: Backend) -> Implementation:
     """Decode attention on `backend`, under `name`; interpreted unless the process runs on its platform."""
-    platform = None if backend == "portable" else backend
-    interpreted = platform is not None and not runs_on(platform)
     options: dict[str, Any] = {"backend": backend, **_JUDGED[backend]}
     call = functools.partial(attention, **options)
     refused = UNSUPPORTED | ({"f16": "the matrix unit multiplies no float16"} if backend == "tpu" else {})
@@ -66,17 +64,25 @@ def implementation(name: str, *, backend: Backend) -> Implementation:
         behind_mask="any",
         validates=True,
         lower_mask=lower_mask,
-        platform=platform,
-        interpreted=interpreted,
+        accelerator=_accelerator(backend),
         variants={
             variant: functools.partial(attention, backend=backend, **changed)
             for variant, changed in _VARIANTS[backend].items()
         },
         memory="linear",
-        native=None if platform is None else functools.partial(attention, backend=backend, interpret=False),
-        under_interpreter=_interpreted_by if backend == "tpu" else None,
         parts=functools.partial(parts, **options),
         merge=merging.merge,
+    )
+
+
+def _accelerator(backend: Backend) -> Accelerator:
+    if backend == "portable":
+        return Accelerator()
+    return Accelerator(
+        platform=backend,
+        interpreted=not runs_on(backend),
+        native=functools.partial(attention, backend=backend, interpret=False),
+        under_interpreter=_interpreted_by if backend == "tpu" else None,
     )
 
 

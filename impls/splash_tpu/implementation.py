@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from conformance.contract import Arithmetic, Implementation
+from conformance.contract import Accelerator, Arithmetic, Implementation
 from impls.splash_tpu.attention import UNSUPPORTED, attention
 from impls.splash_tpu.block_sizes import BlockSizes, Layouts
 from impls.splash_tpu.call import Precision
@@ -42,12 +42,14 @@ def implementation(name: str, *, block_sizes: BlockSizes = _JUDGED, precision: P
         empty_rows="zero",
         behind_mask="any",
         validates=True,
-        platform="tpu",
-        interpreted=not runs_on("tpu"),
+        accelerator=Accelerator(
+            platform="tpu",
+            interpreted=not runs_on("tpu"),
+            native=functools.partial(call, block_sizes=default_sizes, interpret=False),
+            under_interpreter=lambda parameters: functools.partial(call, interpret=parameters),
+        ),
         variants={variant: functools.partial(attention, **options) for variant, options in _VARIANTS.items()},
         memory="linear",
-        native=functools.partial(call, block_sizes=default_sizes, interpret=False),
-        under_interpreter=lambda parameters: functools.partial(call, interpret=parameters),
         checkpoint_names=("splash_residuals",),
     )
 

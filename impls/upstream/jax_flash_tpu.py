@@ -17,7 +17,7 @@ from jax.experimental.pallas.ops.tpu import flash_attention as flash
 
 from cases.case import Case
 from cases.masks import Mask
-from conformance.contract import Arithmetic, Implementation
+from conformance.contract import Accelerator, Arithmetic, Implementation
 from impls.upstream.mask_flags import ONLY_CAUSAL, case_mask, causal_flag
 from impls.upstream.refusals import forward_only, refuse, refuse_because
 from impls.versions import default_products, interpret_or, runs_on, tpu_interpreter
@@ -150,9 +150,11 @@ IMPLEMENTATIONS: tuple[Implementation, ...] = (
         differentiable_residuals=frozenset(),
         gradients=frozenset({"dq", "dk", "dv", "dbias"}),
         empty_rows="undefined",
-        platform="tpu",
-        interpreted=not runs_on("tpu"),
-        under_interpreter=lambda parameters: functools.partial(attention, interpret=parameters),
-        native=functools.partial(attention, interpret=False),
+        accelerator=Accelerator(
+            platform="tpu",
+            interpreted=not runs_on("tpu"),
+            under_interpreter=lambda parameters: functools.partial(attention, interpret=parameters),
+            native=functools.partial(attention, interpret=False),
+        ),
     ),
 )

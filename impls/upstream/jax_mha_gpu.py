@@ -17,7 +17,7 @@ import numpy as np
 
 from cases.case import Case
 from cases.masks import Mask
-from conformance.contract import Arithmetic, Implementation, Products
+from conformance.contract import Accelerator, Arithmetic, Implementation, Products
 from impls.upstream.mask_flags import ONLY_CAUSAL, case_mask, causal_flag
 from impls.upstream.refusals import forward_only, refuse, refuse_because
 from impls.versions import interpret_or, pallas_gpu_attention, runs_on
@@ -187,9 +187,11 @@ def _implementation(backward: str) -> Implementation:
         differentiable_residuals=frozenset(),
         gradients=frozenset({"dq", "dk", "dv"}),
         empty_rows="undefined",
-        platform="gpu",
-        interpreted=not runs_on("gpu"),
-        native=functools.partial(attention, backward=backward, interpret=False),
+        accelerator=Accelerator(
+            platform="gpu",
+            interpreted=not runs_on("gpu"),
+            native=functools.partial(attention, backward=backward, interpret=False),
+        ),
     )
 
 

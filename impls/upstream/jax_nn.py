@@ -23,7 +23,7 @@ import numpy as np
 
 from cases.case import Case
 from cases.masks import Causal, Full, Lengths, Mask, Window, conjuncts
-from conformance.contract import Arithmetic, Implementation
+from conformance.contract import Accelerator, Arithmetic, Implementation
 from impls.upstream.refusals import refuse, refuse_because
 from impls.versions import compute_capability, default_products, runs_on
 
@@ -155,8 +155,7 @@ def _implementation(backend: str) -> Implementation:
         empty_rows="undefined" if cudnn else "mean",
         # An additive mask leaves NaN where NaN was.
         behind_mask="finite" if cudnn else "any",
-        platform="gpu" if cudnn else None,
-        absent=NO_GPU if cudnn and not runs_on("gpu") else None,
+        accelerator=Accelerator(platform="gpu", absent=None if runs_on("gpu") else NO_GPU) if cudnn else Accelerator(),
     )
 
 

@@ -21,7 +21,7 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ma
 
 from cases.case import Case
 from cases.masks import Mask
-from conformance.contract import Arithmetic, Implementation
+from conformance.contract import Accelerator, Arithmetic, Implementation
 from impls.upstream.mask_flags import case_mask
 from impls.upstream.refusals import refuse, refuse_because
 from impls.upstream.splash_masks import BLOCK, lazy_mask, whole_blocks
@@ -182,12 +182,14 @@ def _implementation(fused_backward: bool) -> Implementation:
         differentiable_residuals=frozenset(),
         gradients=frozenset({"dq", "dk", "dv", "dsinks"}),
         empty_rows="undefined",
-        platform="tpu",
-        interpreted=not runs_on("tpu"),
-        under_interpreter=lambda parameters: functools.partial(
-            attention, fused_backward=fused_backward, interpret=parameters
+        accelerator=Accelerator(
+            platform="tpu",
+            interpreted=not runs_on("tpu"),
+            under_interpreter=lambda parameters: functools.partial(
+                attention, fused_backward=fused_backward, interpret=parameters
+            ),
+            native=functools.partial(attention, fused_backward=fused_backward, interpret=False),
         ),
-        native=functools.partial(attention, fused_backward=fused_backward, interpret=False),
     )
 
 

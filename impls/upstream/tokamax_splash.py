@@ -25,7 +25,7 @@ import jax.numpy as jnp
 
 from cases.case import Case
 from cases.masks import Indexer, Mask, leaves
-from conformance.contract import Arithmetic, Implementation
+from conformance.contract import Accelerator, Arithmetic, Implementation
 from impls.upstream.mask_flags import case_mask
 from impls.upstream.refusals import forward_only, refuse, refuse_because
 from impls.upstream.splash_masks import BLOCK, lazy_mask, whole_blocks
@@ -189,12 +189,14 @@ IMPLEMENTATIONS: tuple[Implementation, ...] = (
         differentiable_residuals=frozenset(),
         gradients=frozenset({"dq", "dk", "dv", "dsinks"}),
         empty_rows="undefined",
-        platform="tpu",
-        interpreted=not runs_on("tpu"),
-        absent=None if _INSTALLED else ABSENT,
-        under_interpreter=(lambda parameters: functools.partial(attention, interpret=parameters))
-        if _INSTALLED
-        else None,
-        native=functools.partial(attention, interpret=False) if _INSTALLED else None,
+        accelerator=Accelerator(
+            platform="tpu",
+            interpreted=not runs_on("tpu"),
+            absent=None if _INSTALLED else ABSENT,
+            under_interpreter=(lambda parameters: functools.partial(attention, interpret=parameters))
+            if _INSTALLED
+            else None,
+            native=functools.partial(attention, interpret=False) if _INSTALLED else None,
+        ),
     ),
 )

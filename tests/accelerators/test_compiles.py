@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -19,7 +20,7 @@ from conformance.calling import registry
 from conformance.calling.execution import Executor
 from conformance.checks import BY_NAME, compiles
 from conformance.checks.subject import Subject
-from conformance.contract import Implementation
+from conformance.contract import Accelerator, Implementation
 from conformance.judging import plan
 from conformance.judging.runner import Runner
 from conformance.judging.settings import Settings
@@ -30,6 +31,12 @@ TPUS = targets_of("tpu")
 COMPILES = BY_NAME["compiles"]
 CASE = parse("train/f32/B1.T256.S256.N2.K1.H128.V128/causal/normal/s0")
 needs_compiler = pytest.mark.skipif(TPU.missing is not None, reason=str(TPU.missing))
+
+
+def natively(native: Callable[..., Any] | None) -> Implementation:
+    """The small kernel with another call for the compiler."""
+    kernel = pallas_tpu.implementation("kernel")
+    return dataclasses.replace(kernel, accelerator=dataclasses.replace(kernel.accelerator, native=native))
 
 
 def judge(implementation: Implementation, case: Case = CASE) -> list[Record]:
@@ -79,8 +86,7 @@ def test_what_the_implementation_declines_while_traced_is_unsupported() -> None:
     def declines(*operands: Any, **options: Any) -> None:
         raise NotImplementedError("wants a chip with sparse cores")
 
-    kernel = dataclasses.replace(pallas_tpu.implementation("kernel"), native=declines)
-    found = judge(kernel)
+    found = judge(natively(declines))
     assert {record.verdict for record in found} == {UNSUPPORTED}
     assert all("wants a chip with sparse cores" in record.reason for record in found)
 
@@ -90,7 +96,7 @@ def test_what_the_implementation_raises_while_traced_fails() -> None:
     def raises(*operands: Any, **options: Any) -> None:
         raise TypeError("no such block")
 
-    (reason,) = {r.reason for r in judge(dataclasses.replace(pallas_tpu.implementation("kernel"), native=raises))}
+    (reason,) = {r.reason for r in judge(natively(raises))}
     assert reason == "TypeError: no such block"
 
 
@@ -127,8 +133,7 @@ def test_without_the_compiler_it_is_unjudged_and_says_how_to_get_it(monkeypatch:
 
 
 def test_without_a_native_call_one_record_says_so() -> None:
-    kernel = dataclasses.replace(pallas_tpu.implementation("kernel"), native=None)
-    (job,) = (job for job in plan.plan([kernel], level="quick", checks=[COMPILES]).jobs)
+    (job,) = (job for job in plan.plan([natively(None)], level="quick", checks=[COMPILES]).jobs)
     (record,) = Runner(Settings()).judge(job)
     assert record.verdict == UNJUDGED
     assert "no `native` call" in record.reason
@@ -267,10 +272,9 @@ def test_where_compiling_is_slow_one_program_is_compiled_once(monkeypatch: pytes
     target = CompileTarget(name="chip", toolchain=slow, topology={})
     monkeypatch.setattr(compiles, "targets_of", lambda platform: (target,))
     monkeypatch.setattr(compiles, "compile_for", lambda *program: {})
-    bare = dataclasses.replace(
-        registry.find("dot_product"), residuals=frozenset(), differentiable_residuals=frozenset(), platform="gpu"
-    )
-    bare = dataclasses.replace(bare, native=bare.call)
+    plain = registry.find("dot_product")
+    gpu = Accelerator(platform="gpu", native=plain.call)
+    bare = dataclasses.replace(plain, residuals=frozenset(), differentiable_residuals=frozenset(), accelerator=gpu)
     case = parse("prefill/f32/B1.T8.S8.N2.K2.H16.V16/causal/normal/s0")
     found = list(compiles.compiles(Subject(Executor(bare), case, Settings().tolerances)))
     assert [(judgement.observable, judgement.verdict) for judgement in found] == [("chip.forward", PASS)]

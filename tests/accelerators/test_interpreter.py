@@ -17,7 +17,7 @@ from cases.case import Case, parse
 from conformance.accelerators import interpreters
 from conformance.calling import registry
 from conformance.checks import BY_NAME
-from conformance.contract import Implementation
+from conformance.contract import Accelerator, Implementation
 from conformance.judging import plan
 from conformance.judging.runner import Runner
 from conformance.judging.settings import Settings, load
@@ -138,7 +138,7 @@ def test_upstream_is_right_and_races_where_it_is_known_to(name: str) -> None:
 
 
 def test_without_a_call_one_record_says_so() -> None:
-    silent = dataclasses.replace(kernel(), under_interpreter=None)
+    silent = dataclasses.replace(kernel(), accelerator=Accelerator(platform="tpu", interpreted=True))
     (job,) = plan.plan([silent], level="quick", checks=[INTERPRETER]).jobs
     (record,) = Runner(Settings()).judge(job)
     assert record.verdict == UNJUDGED

@@ -27,7 +27,7 @@ from conformance.bench.interruption import interrupts_wait
 from conformance.bench.measurements import AGREES, BACKWARD, DIFFERS, FORWARD, Measurement, Quartiles
 from conformance.bench.sampling import FEWEST_ROUNDS, MOST_CALLS, WARM_UP_ROUNDS, calls_for, paired
 from conformance.bench.side_by_side import Compared, Limits, compare_all
-from conformance.contract import Arithmetic, Implementation
+from conformance.contract import Accelerator, Arithmetic, Implementation
 from conformance.records import ERROR, UNJUDGED, UNSUPPORTED, RunInfo
 from conformance.truth import tolerances
 from impls.dot_product import attention
@@ -223,7 +223,7 @@ def product(monkeypatch: pytest.MonkeyPatch) -> None:
 def compared() -> Compared:
     """One comparison with everything that can happen to an implementation."""
     implementations = [
-        plain("absent", absent="no such machine", platform="gpu"),
+        plain("absent", accelerator=Accelerator(absent="no such machine", platform="gpu")),
         plain("scaled", call=functools.partial(wrong, fault="scale")),
         plain("good"),
         plain("last row", call=functools.partial(wrong, fault="last row")),
@@ -232,7 +232,7 @@ def compared() -> Compared:
         plain("declines", call=declines),
         plain("no causal", unsupported={"causal": "takes no mask"}),
         plain("forward only", gradients=frozenset()),
-        plain("interpreted", platform="tpu", interpreted=True),
+        plain("interpreted", accelerator=Accelerator(platform="tpu", interpreted=True)),
     ]
     comparisons = [(parse(CASE), FORWARD), (parse(CASE), BACKWARD)]
     return compare_all(implementations, comparisons, Limits(rounds=3), tolerances.default())

@@ -15,13 +15,15 @@ from hypothesis import strategies as st
 
 from cases import covering
 from cases.axes import AXES, NAMES, assemble, compatible
-from cases.case import Case, parse
+from cases.case import OPT_IN, Case, parse
 from cases.grid import Grid, grid
+from cases.operands import OPTIONAL
 
 SETTINGS = settings(derandomize=True, deadline=None, max_examples=80)
 Item = tuple[int, int]
 LEVELS: dict[str, tuple[Any, ...]] = {axis.name: axis.levels for axis in AXES}
-FIELDS = ("distribution", "bias", "dtype", "segments", "soft_cap", "sinks", "scale", "kv_cache")
+FIELDS = ("distribution", "dtype", *(operand.field for operand in OPTIONAL))
+RARE = tuple(OPT_IN - {"moba"})  # features that the levels of rare axes ask for
 CONSTRAINED = ("lengths", "mask", "heads", "distribution", "soft_cap", "sinks", "kv_cache", "own_window")
 
 
@@ -277,10 +279,10 @@ def test_lengths_that_stand_in_for_others_are_asked_of_what_does_not_support_tho
 
 
 def test_a_rare_axis_stays_out_of_the_arrays_of_those_that_have_none_of_it() -> None:
-    without = grid("quick", 0, declining("kv_int8", "kv_int4", "kv_fp8", "own_window"))
+    without = grid("quick", 0, declining(*RARE))
     rare = {axis.name: axis.levels for axis in AXES if axis.rare}
-    assert {levels_of(case)[name] for case in without.cases for name in rare} == {None}
     for name, levels in rare.items():
+        assert {levels_of(case)[name] for case in without.cases} == {levels[0]}
         assert {levels_of(case)[name] for case in without.declined} == set(levels)
     assert without.coverage.covered == without.coverage.feasible
     others = math.prod(len(levels) for levels in (LEVELS["lengths"], LEVELS["mask"]))
@@ -289,7 +291,7 @@ def test_a_rare_axis_stays_out_of_the_arrays_of_those_that_have_none_of_it() -> 
 
 def test_the_longest_lengths_are_judged_both_ways_round() -> None:
     def masks_at(level: str, q: int, kv: int) -> set[str]:
-        cases = grid(level, 0, declining("own_window", "kv_int8", "kv_int4", "kv_fp8")).cases
+        cases = grid(level, 0, declining(*RARE)).cases
         return {levels_of(case)["mask"] for case in cases if (case.q_length, case.kv_length) == (q, kv)}
 
     long_kv, long_q = masks_at("quick", 40, 1500), masks_at("quick", 1500, 40)

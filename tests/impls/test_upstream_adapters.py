@@ -85,8 +85,8 @@ def statics(problem: Problem) -> dict[str, Any]:
 def test_agrees_with_the_oracle(name: str, case_id: str) -> None:
     """Output, residuals and gradients, jitted as the harness does."""
     implementation, case = adapters()[name], parse(case_id)
-    if implementation.absent is not None:
-        pytest.skip(implementation.absent)
+    if implementation.accelerator.absent is not None:
+        pytest.skip(implementation.accelerator.absent)
     assert implementation.supports(case) is None
     problem = draw(case)
     fixed = statics(problem)
@@ -235,14 +235,15 @@ def test_without_tokamax_no_check_of_it_is_tried() -> None:
     jobs = plan([tokamax], level="quick", query="train/bf16/*", checks=asked).jobs
     found = [record for job in jobs for record in Runner(Settings()).judge(job)]
     assert found
-    assert {(record.verdict, record.reason) for record in found} == {("unjudged", tokamax.absent)}
+    assert {(record.verdict, record.reason) for record in found} == {("unjudged", tokamax.accelerator.absent)}
 
 
 def test_tokamax_is_absent_with_a_remedy_where_it_is_not_installed() -> None:
     """What it does not support is known all the same."""
     tokamax = adapters()["tokamax_splash_tpu"]
-    assert (tokamax.absent is None) == (importlib.util.find_spec("tokamax") is not None)
-    assert tokamax.absent is None or 'pip install "attention-conformance[upstream]"' in tokamax.absent
+    absent = tokamax.accelerator.absent
+    assert (absent is None) == (importlib.util.find_spec("tokamax") is not None)
+    assert absent is None or 'pip install "attention-conformance[upstream]"' in absent
     shape = "f32/B2.T128.S256.N2.K1.H16.V16"
     reason = "sums gradients in place under a mask known at run time"
     assert reason in (tokamax.supports(parse(f"train/{shape}/indexer-d40/normal/s0")) or "")
@@ -253,8 +254,8 @@ def test_tokamax_is_absent_with_a_remedy_where_it_is_not_installed() -> None:
 def test_tokamax_refuses_gradients_that_the_fast_interpreter_gets_wrong() -> None:
     """Of a group, or of more key blocks than it has arrays for dq, under a mask known at run time."""
     tokamax = adapters()["tokamax_splash_tpu"]
-    if tokamax.absent is not None:
-        pytest.skip(tokamax.absent)
+    if tokamax.accelerator.absent is not None:
+        pytest.skip(tokamax.accelerator.absent)
     q, kv = np.ones((1, 128, 2, 16), np.float32), np.ones((1, 128, 1, 16), np.float32)
     mask = masks.Indexer(np.ones((1, 1, 128, 128), bool))
     call = functools.partial(tokamax.call, mask=mask)
@@ -304,7 +305,7 @@ def test_jax_nn_cudnn_gets_native_arguments() -> None:
 def test_jax_nn_cudnn_is_declared_where_it_cannot_run() -> None:
     """Without an NVIDIA GPU it is absent with a reason, and what it does not support is known all the same."""
     cudnn = adapters()["jax_nn_cudnn"]
-    assert (cudnn.absent is None) == (jax.default_backend() == "gpu")
+    assert (cudnn.accelerator.absent is None) == (jax.default_backend() == "gpu")
     odd, even = ("B1.T17.S17.N2.K1.H16.V16", "B1.T18.S18.N2.K1.H16.V16")
     assert cudnn.supports(parse(f"train/f32/{even}/causal/normal/s0")) == "f32: takes bf16 and f16 operands only"
     assert cudnn.supports(parse(f"train/bf16/{even}/dense-d40/bias/normal/s0")) is None

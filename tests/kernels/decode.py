@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from cases.case import Case
 from cases.masks import Full, Mask
-from conformance.contract import Arithmetic, Implementation, validate_mask
+from conformance.contract import Accelerator, Arithmetic, Implementation, validate_mask
 from impls import merging
 from impls.merging import Part
 from impls.ragged import tpu
@@ -292,9 +292,11 @@ def tpu_implementation(schedule: Schedule = steps_of, name: str = "decode_tpu") 
         gradients=frozenset(),
         empty_rows="zero",
         lower_mask=one_place_for_all,
-        platform="tpu",
-        interpreted=True,
-        under_interpreter=lambda parameters: functools.partial(tpu_attention, schedule, interpret=parameters),
+        accelerator=Accelerator(
+            platform="tpu",
+            interpreted=True,
+            under_interpreter=lambda parameters: functools.partial(tpu_attention, schedule, interpret=parameters),
+        ),
     )
 
 

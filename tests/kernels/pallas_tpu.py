@@ -19,7 +19,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from cases.case import FEATURES, Case
 from cases.masks import Causal, Full, Mask
-from conformance.contract import Arithmetic, Implementation
+from conformance.contract import Accelerator, Arithmetic, Implementation
 
 Dimension = Literal["parallel", "arbitrary"]
 
@@ -198,8 +198,10 @@ def implementation(name: str, **options: Any) -> Implementation:
         differentiable_residuals=frozenset(),
         gradients=frozenset(),
         behind_mask="finite",
-        platform="tpu",
-        interpreted=True,
-        under_interpreter=lambda parameters: functools.partial(call, interpret=parameters),
-        native=functools.partial(call, interpret=False),
+        accelerator=Accelerator(
+            platform="tpu",
+            interpreted=True,
+            under_interpreter=lambda parameters: functools.partial(call, interpret=parameters),
+            native=functools.partial(call, interpret=False),
+        ),
     )
