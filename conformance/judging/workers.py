@@ -113,6 +113,7 @@ def _start() -> None:
     """Worker set-up: flags are set before JAX is imported."""
     threading.Thread(target=_end_with_parent, daemon=True).start()
     environment.prepare()
+    environment.collect_rarely()
 
 
 def _end_with_parent() -> None:
