@@ -196,11 +196,20 @@ class _Support:
 
     def _candidates(self, *items: tuple[int, int]) -> list[Case]:
         """Cases with the levels `items`, otherwise as plain as they allow."""
-        row = _moved(self._base, *items)
-        rows = _repaired(row, dict(items))
-        if not rows and len(items) == 1:
-            rows = _repaired(row, dict(items), moves=2)
-        return [_case(row, self._seed) for row in rows]
+        return [_case(row, self._seed) for row in _candidates(self._base, items)]
+
+
+@functools.lru_cache(maxsize=1 << 14)
+def _candidates(base: Row, items: tuple[tuple[int, int], ...]) -> tuple[Row, ...]:
+    """Rows with the levels `items`, otherwise as `base` as far as they allow.
+
+    Kept, since most implementations have the same base, and mending a row tries a thousand others.
+    """
+    row = _moved(base, *items)
+    rows = _repaired(row, dict(items))
+    if not rows and len(items) == 1:
+        rows = _repaired(row, dict(items), moves=2)
+    return tuple(rows)
 
 
 def _moved(row: Row, *items: tuple[int, int]) -> Row:

@@ -143,6 +143,13 @@ class _Gate:
                 )
         return self._planned
 
+    @pytest.hookimpl
+    def pytest_collection_finish(self) -> None:
+        if self._planned is not None:
+            from conformance import environment
+
+            environment.collect_rarely()
+
     def judge(self, item: pytest.Item, job: Job) -> list[Record]:
         """Judge a job for the test `item`; its records travel with the test's report."""
         self._plan()

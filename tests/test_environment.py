@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from pathlib import Path
@@ -66,3 +67,14 @@ def test_what_is_judged_on_a_gpu_is_compiled_as_for_users(
     assert ("--xla_backend_optimization_level=0" in variables["XLA_FLAGS"].split()) == fast
     assert "--xla_force_host_platform_device_count=4" in variables["XLA_FLAGS"].split()
     assert ("JAX_SKIP_CUDA_CONSTRAINTS_CHECK" in variables) == (not driver)  # or the compiler would not come up
+
+
+def test_cycles_are_looked_for_rarely_and_not_among_what_is_there():
+    before = gc.get_threshold()
+    gc.set_threshold(700)
+    try:
+        environment.collect_rarely()
+        assert gc.get_threshold()[0] > 7000
+        assert gc.get_freeze_count() > 0
+    finally:
+        gc.set_threshold(*before)

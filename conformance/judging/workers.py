@@ -118,6 +118,7 @@ def _start(path: Sequence[str]) -> None:
     sys.path[:] = path  # the user's modules are found as in the process that judges
     threading.Thread(target=_end_with_parent, daemon=True).start()
     environment.prepare()
+    environment.collect_rarely()
 
 
 def _end_with_parent() -> None:
