@@ -69,7 +69,7 @@ def test_what_is_judged_on_a_gpu_is_compiled_as_for_users(
     assert ("JAX_SKIP_CUDA_CONSTRAINTS_CHECK" in variables) == (not driver)  # or the compiler would not come up
 
 
-def test_cycles_are_looked_for_rarely_and_not_among_what_is_there():
+def test_cycles_are_looked_for_rarely_and_not_among_what_is_there() -> None:
     before = gc.get_threshold()
     gc.set_threshold(700)
     try:

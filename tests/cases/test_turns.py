@@ -215,8 +215,10 @@ def test_parts_are_merged_in_one_case_of_four(name: str) -> None:
     if SUPPORTS[name].parts is None:
         assert merged == 0
     else:
+        # Tolerance: a quarter of a whole number is off by less than one.
         assert abs(merged - len(turns) / 4) < 1
         programs = {case.program for case, turn in turns.items() if turn.merges}
+        # Tolerance: likewise.
         assert abs(len(programs) - len({case.program for case in turns}) / 4) < 1
 
 
