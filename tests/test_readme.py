@@ -16,6 +16,7 @@ from cases.case import FEATURES, OPT_IN, parse
 from conformance import Implementation, cli
 from conformance.calling import registry
 from conformance.checks import CHECKS
+from conformance.checks.scopes import SCOPES
 from conformance.judging import plan, settings
 from conformance.judging.runner import Runner
 from conformance.records import FAIL, PASS, RED, VERDICTS
@@ -190,6 +191,11 @@ def test_each_topic_of_the_readme_fits_a_screen() -> None:
 def test_the_readme_names_every_check() -> None:
     named = [name for _, checks in rows("README.md", "question", "checks") for name in names(checks)]
     assert sorted(named) == sorted(check.name for check in CHECKS)
+
+
+def test_every_scope_is_described() -> None:
+    described = [name for name, _ in rows("docs/checks.md", "scope", "cases")]
+    assert sorted(described) == sorted(scope.name for scope in SCOPES)
 
 
 def test_every_feature_is_described() -> None:
