@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from cases.case import Case
+from cases.mask_spec import KINDS, Kind
 from cases.operands import BIASES, OPTIONAL, SEGMENTS
 from cases.quantized import KV_CACHES
 
@@ -84,27 +85,31 @@ def _lengths_edges(q: int, kv: int, batch: int) -> str:
     return "-".join(("lengths", *map(str, {1: (1,), 2: (127, 129), 3: (128, 0, 1)}[batch])))
 
 
-_MASKS: dict[str, Callable[[int, int, int], str]] = {
-    "full": lambda q, kv, batch: "full",
-    "causal": lambda q, kv, batch: "causal",
-    "causal_end": _causal_end,
-    "window": _window,
-    "window_both": _window_both,
-    "chunked": _chunked,
-    "spans": _spans,
-    "balanced": lambda q, kv, batch: "balanced-2",
-    "lengths": _lengths,
-    "dense": lambda q, kv, batch: "dense-d40",
-    "densehead": lambda q, kv, batch: "densehead-d40",
-    "densebatch": lambda q, kv, batch: "densebatch-d40",
-    "indexer": lambda q, kv, batch: "indexer-d40",
-    "moba": _moba(5, 3),
-    # Many chunks of 12 keys: with three distinct keys they are all the same, and gates tie.
-    "moba_fine": lambda q, kv, batch: f"moba-12-4{_offset(kv - q)}",
-    "moba_one": _moba(3, 1),
-    "moba_all": _moba(4, 99),
-    "lengths_edges": _lengths_edges,
+_Level = Callable[[int, int, int], str]
+
+# By kind of mask, for those that do not stand in every case as in their example.
+_LEVELS: dict[str, dict[str, _Level]] = {
+    "causal": {"causal": lambda q, kv, batch: "causal", "causal_end": _causal_end},
+    "window": {"window": _window, "window_both": _window_both},
+    "chunked": {"chunked": _chunked},
+    "spans": {"spans": _spans},
+    "lengths": {"lengths": _lengths},
+    "moba": {
+        "moba": _moba(5, 3),
+        # Many chunks of 12 keys: with three distinct keys they are all the same, and gates tie.
+        "moba_fine": lambda q, kv, batch: f"moba-12-4{_offset(kv - q)}",
+        "moba_one": _moba(3, 1),
+        "moba_all": _moba(4, 99),
+    },
+    "own": {},  # an axis of its own
 }
+
+
+def _levels_of(kind: Kind) -> dict[str, _Level]:
+    return _LEVELS.get(kind.name, {kind.name: lambda q, kv, batch: kind.example})
+
+
+_MASKS = {level: spec for kind in KINDS for level, spec in _levels_of(kind).items()} | {"lengths_edges": _lengths_edges}
 
 
 AXES: tuple[Axis, ...] = (

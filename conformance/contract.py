@@ -4,11 +4,10 @@ The canonical call (docs/contract.md, section 1):
 
     call(q, k, v, *, mask, segment_ids=None, soft_cap=None, sinks=None, bias=None, scale=None, save_residuals=False)
 
-with q `[B, T, N, H]`, k `[B, S, K, H]`, v `[B, S, K, V]`, `mask` a `cases.masks.Mask`, segment_ids a pair of int32
-`[B, T]` and `[B, S]`, sinks `[N]` f32, bias broadcastable to `[B, N, T, S]`. It returns `out [B, T, N, V]` in q's
-dtype, or `(out, residuals)` with `save_residuals=True`, where residuals maps `"logsumexp"` and `"max_logits"` to f32
-`[B, N, T]`. One that offers a quantised cache takes `kv_scales` too, f32 of k and of v, `[B or 1, S or 1, K]`, with k
-and v in int8, int4 or float8_e4m3fn.
+with the operands of `cases.operands`, which has their shapes, and `mask` a `cases.masks.Mask`. It returns
+`out [B, T, N, V]` in q's dtype, or `(out, residuals)` with `save_residuals=True`, where residuals maps `"logsumexp"`
+and `"max_logits"` to f32 `[B, N, T]`. An operand that has to be offered is a parameter only where it is: `kv_scales`,
+with k and v in int8, int4 or float8_e4m3fn, where a quantised cache is offered.
 
 An implementation may also offer attention that is not normalised, as a part to be merged with others (contract,
 section 4):

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from cases import mask_spec
 from cases.case import FEATURES, OPT_IN, parse
 from conformance import Implementation, cli
 from conformance.calling import registry
@@ -201,9 +202,21 @@ def test_every_scope_is_described() -> None:
 
 
 def test_every_feature_is_described() -> None:
-    opt_in = " (*opt-in*)"
+    mark = " (*opt-in*)"
     described = {names(name)[0]: text for name, text in rows("docs/features.md", "feature", "is")}
-    assert described == {name: text + opt_in * (name in OPT_IN) for name, text in FEATURES.items()}
+    others = {name: text for name, text in FEATURES.items() if name not in kinds_of_masks()}
+    assert described == {name: text + mark * (name in OPT_IN) for name, text in others.items()}
+
+
+def test_every_kind_of_mask_has_its_feature_in_the_contract() -> None:
+    header = ("mask", "query `i` may attend to key `j` where", "in a case id", "feature")
+    cells = [row[-1] for row in rows("docs/contract.md", *header)]
+    assert sorted(name for cell in cells for name in names(cell)) == sorted(kinds_of_masks())
+    assert {cell for cell in cells if "*opt-in*" in cell} == {f"`{name}` (*opt-in*)" for name in mask_spec.OPT_IN}
+
+
+def kinds_of_masks() -> set[str]:
+    return {feature for kind in mask_spec.KINDS for feature in kind.features}
 
 
 def test_every_verdict_is_described() -> None:
