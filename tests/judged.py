@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from cases.inputs import Cotangent, Problem
-from conformance.checks.judgement import by_bound
+from conformance.asking.judgement import by_bound
 from conformance.contract import Arithmetic
 from conformance.records import PASS
 from conformance.truth import tolerances

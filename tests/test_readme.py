@@ -15,9 +15,9 @@ import pytest
 from cases import mask_spec
 from cases.case import FEATURES, OPT_IN, parse
 from conformance import Implementation, cli
+from conformance.asking.scopes import SCOPES
 from conformance.calling import registry
 from conformance.checks import CHECKS
-from conformance.checks.scopes import SCOPES
 from conformance.judging import plan, settings
 from conformance.judging.runner import Runner
 from conformance.records import FAIL, PASS, RED, VERDICTS

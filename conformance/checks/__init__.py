@@ -9,6 +9,21 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable
 
+from conformance.asking.judgement import Judgement
+from conformance.asking.scopes import (
+    BASE,
+    COMPILED,
+    DECLINED,
+    DECODED,
+    ENSEMBLE,
+    FEATURE,
+    FRONT,
+    GRID,
+    INTERPRETED,
+    RICH,
+    Scope,
+)
+from conformance.asking.subject import Subject
 from conformance.checks import (
     aliasing,
     compiles,
@@ -31,21 +46,6 @@ from conformance.checks import (
     sharding,
     transforms,
 )
-from conformance.checks.judgement import Judgement
-from conformance.checks.scopes import (
-    BASE,
-    COMPILED,
-    DECLINED,
-    DECODED,
-    ENSEMBLE,
-    FEATURE,
-    FRONT,
-    GRID,
-    INTERPRETED,
-    RICH,
-    Scope,
-)
-from conformance.checks.subject import Subject
 
 
 @dataclasses.dataclass(frozen=True)

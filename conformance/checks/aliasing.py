@@ -9,8 +9,8 @@ import jax
 import numpy as np
 
 from conformance import records
-from conformance.checks.judgement import Judgement
-from conformance.checks.subject import Subject
+from conformance.asking.judgement import Judgement
+from conformance.asking.subject import Subject
 
 
 def aliasing(subject: Subject) -> Iterator[Judgement]:

@@ -12,9 +12,9 @@ import jax.numpy as jnp
 from conformance import records
 from conformance.accelerators.compilation import CompileError, NoCompiler, Refused, compile_for
 from conformance.accelerators.targets import CompileTarget, targets_of
+from conformance.asking.judgement import Judgement, unsupported
+from conformance.asking.subject import Subject
 from conformance.calling.execution import Executor
-from conformance.checks.judgement import Judgement, unsupported
-from conformance.checks.subject import Subject
 
 Programs = dict[str, tuple[Any, tuple[Any, ...]]]
 

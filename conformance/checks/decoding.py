@@ -11,8 +11,8 @@ from collections.abc import Iterator
 import numpy as np
 
 from cases.decoding import PIECES, part
-from conformance.checks.judgement import Judgement
-from conformance.checks.subject import Subject
+from conformance.asking.judgement import Judgement
+from conformance.asking.subject import Subject
 from conformance.truth.bounds import Bounded
 
 # What memory may hold that nothing wrote, where it must be finite.

@@ -17,8 +17,8 @@ from cases.inputs import Cotangent, Problem
 from cases.moba import depends_on_data
 from cases.operands import GRADIENT_OF
 from conformance import records
-from conformance.checks.judgement import Judgement
-from conformance.checks.subject import Subject
+from conformance.asking.judgement import Judgement
+from conformance.asking.subject import Subject
 from conformance.truth.bounds import Bounded, expect
 
 _OPERAND = {gradient: operand for operand, gradient in GRADIENT_OF.items()}

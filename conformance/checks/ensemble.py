@@ -15,9 +15,9 @@ import numpy as np
 
 from cases.case import Case
 from conformance import records
+from conformance.asking.judgement import Judgement
+from conformance.asking.subject import Subject
 from conformance.calling.execution import Result
-from conformance.checks.judgement import Judgement
-from conformance.checks.subject import Subject
 from conformance.truth.spread import Spread, spread
 
 SEEDS = 6

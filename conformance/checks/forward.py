@@ -8,9 +8,9 @@ from collections.abc import Iterator
 import numpy as np
 
 from cases.operands import RESIDUALS
+from conformance.asking.judgement import Judgement, unsupported
+from conformance.asking.subject import Subject
 from conformance.calling.execution import Result
-from conformance.checks.judgement import Judgement, unsupported
-from conformance.checks.subject import Subject
 from conformance.truth.comparison import compare
 
 

@@ -12,8 +12,8 @@ import numpy as np
 
 from cases.front_ends import positions
 from cases.inputs import DTYPES, Cotangent, draw_cotangent, draw_raw
-from conformance.checks.judgement import Judgement
-from conformance.checks.subject import Subject
+from conformance.asking.judgement import Judgement
+from conformance.asking.subject import Subject
 from conformance.reference.front_end import front_end as reference
 from conformance.truth.bounds import Expectation, Inexact, Roundoff, expect
 from conformance.truth.front_end import FrontEnd

@@ -6,9 +6,9 @@ from collections.abc import Iterator, Mapping
 
 import numpy as np
 
+from conformance.asking.judgement import Judgement, labelled, unsupported
+from conformance.asking.subject import Subject
 from conformance.calling.execution import Result
-from conformance.checks.judgement import Judgement, labelled, unsupported
-from conformance.checks.subject import Subject
 from conformance.truth import oracle
 from conformance.truth.bounds import Bounded
 

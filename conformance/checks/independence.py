@@ -20,9 +20,9 @@ from cases import quantized
 from cases.inputs import Cotangent, Problem
 from cases.moba import depends_on_data
 from conformance import records
+from conformance.asking.judgement import Judgement
+from conformance.asking.subject import Subject
 from conformance.calling.execution import Result
-from conformance.checks.judgement import Judgement
-from conformance.checks.subject import Subject
 from conformance.records import Worst
 from conformance.truth.bounds import Bounded
 

@@ -8,11 +8,11 @@ from collections.abc import Callable, Iterator
 from cases.operands import RESIDUALS
 from conformance import records
 from conformance.accelerators.interpreters import parameters, races, seeds, what_it_raised
+from conformance.asking.judgement import Judgement, labelled
+from conformance.asking.subject import Subject
 from conformance.calling.execution import Executor, Result
 from conformance.checks.forward import judge_out, judge_residual
 from conformance.checks.gradients import judge_gradients
-from conformance.checks.judgement import Judgement, labelled
-from conformance.checks.subject import Subject
 
 _BACKWARD_SEEDS = 2
 

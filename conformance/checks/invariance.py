@@ -15,9 +15,9 @@ import numpy as np
 from cases.inputs import Problem
 from cases.masks import Full, conjuncts
 from cases.operands import RESIDUALS
+from conformance.asking.judgement import Judgement, unsupported
+from conformance.asking.subject import Subject
 from conformance.calling.execution import Executor
-from conformance.checks.judgement import Judgement, unsupported
-from conformance.checks.subject import Subject
 from conformance.truth.bounds import Bounded, Expectation
 
 Values = Mapping[str, np.ndarray]

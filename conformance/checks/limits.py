@@ -8,8 +8,8 @@ from collections.abc import Iterator
 import numpy as np
 
 from cases.inputs import Problem
-from conformance.checks.judgement import Judgement
-from conformance.checks.subject import Subject
+from conformance.asking.judgement import Judgement
+from conformance.asking.subject import Subject
 from conformance.truth.bounds import Bounded
 
 # Far above any logit: it bends them by less than their rounding.

@@ -15,8 +15,8 @@ import numpy as np
 
 from cases.inputs import Cotangent
 from conformance import records
-from conformance.checks.judgement import Judgement
-from conformance.checks.subject import Subject
+from conformance.asking.judgement import Judgement
+from conformance.asking.subject import Subject
 from conformance.records import Worst
 from conformance.truth.bounds import Bounded
 

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from cases.case import CaseIdError
 from cases.inputs import draw
 from conformance import records
-from conformance.checks.judgement import Judgement, unsupported
-from conformance.checks.subject import Subject
+from conformance.asking.judgement import Judgement, unsupported
+from conformance.asking.subject import Subject
 
 _LENGTHS = (512, 2048)
 # Linear growth gives 1, quadratic growth 4. Padding and alignment stay far below the rest.

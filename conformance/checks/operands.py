@@ -13,8 +13,8 @@ from cases.masks import Full
 from cases.moba import Moba
 from cases.operands import OPERANDS, OPTIONAL, REMOVABLE
 from conformance import records
-from conformance.checks.judgement import Judgement
-from conformance.checks.subject import Subject
+from conformance.asking.judgement import Judgement
+from conformance.asking.subject import Subject
 from conformance.truth.bounds import Bounded, expect
 
 

@@ -15,8 +15,8 @@ import jax
 import numpy as np
 
 from cases.inputs import Problem
-from conformance.checks.judgement import Judgement, unsupported
-from conformance.checks.subject import Subject
+from conformance.asking.judgement import Judgement, unsupported
+from conformance.asking.subject import Subject
 from conformance.truth.bounds import Bounded, U, expect
 
 

@@ -12,10 +12,10 @@ import numpy as np
 
 from cases import quantized
 from cases.operands import RESIDUALS
+from conformance.asking.judgement import Judgement, labelled, unsupported
+from conformance.asking.subject import Subject
 from conformance.checks.forward import judge_out, judge_residual
 from conformance.checks.gradients import judge_gradients
-from conformance.checks.judgement import Judgement, labelled, unsupported
-from conformance.checks.subject import Subject
 
 # Large enough to swamp anything, small enough that a dot product of it with ordinary values stays finite in the dtype.
 _HUGE = {"f32": 2.0**40, "bf16": 2.0**40, "f16": 2.0**8}

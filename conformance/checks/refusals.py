@@ -8,8 +8,8 @@ from typing import Any
 
 from cases.operands import OPTIONAL
 from conformance import records
-from conformance.checks.judgement import Judgement
-from conformance.checks.subject import Subject
+from conformance.asking.judgement import Judgement
+from conformance.asking.subject import Subject
 
 
 def refusals(subject: Subject) -> Iterator[Judgement]:

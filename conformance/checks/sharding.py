@@ -20,9 +20,9 @@ from cases.inputs import Cotangent, Problem, draw, draw_cotangent
 from cases.masks import Dense
 from cases.operands import GRADIENT_OF, OPERANDS, Axes, Operand
 from conformance import records
+from conformance.asking.judgement import Judgement, apart, unsupported
+from conformance.asking.subject import Subject
 from conformance.calling.execution import Arrays, pull_back
-from conformance.checks.judgement import Judgement, apart, unsupported
-from conformance.checks.subject import Subject
 
 _DEVICES = 4
 _AXIS = "shards"

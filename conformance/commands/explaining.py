@@ -7,8 +7,8 @@ import numpy as np
 from cases import mask_spec, regressions
 from cases.case import FEATURES, OPERAND_FEATURES, Case
 from cases.inputs import Problem, draw
+from conformance.asking.subject import Subject
 from conformance.calling.execution import Executor
-from conformance.checks.subject import Subject
 from conformance.contract import Arithmetic, Implementation
 from conformance.judging import discrimination
 from conformance.truth import bounds

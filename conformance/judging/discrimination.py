@@ -18,7 +18,7 @@ from cases.inputs import Problem
 from cases.masks import Causal, Dense, Full, Mask
 from cases.moba import Moba
 from cases.operands import REMOVABLE
-from conformance.checks.subject import Subject
+from conformance.asking.subject import Subject
 from conformance.truth import oracle
 from conformance.truth.comparison import compare
 

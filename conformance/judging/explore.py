@@ -26,8 +26,8 @@ from cases.operands import REMOVABLE
 from cases.space import NothingToDraw
 from cases.strategies import cases
 from conformance import records
+from conformance.asking.scopes import GRID
 from conformance.checks import CHECKS, Check
-from conformance.checks.scopes import GRID
 from conformance.contract import Implementation
 from conformance.judging.plan import Job
 from conformance.judging.runner import Runner

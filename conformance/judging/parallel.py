@@ -8,9 +8,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from cases.case import parse
+from conformance.asking.turn import Turn
 from conformance.calling import registry
 from conformance.checks import BY_NAME
-from conformance.checks.turn import Turn
 from conformance.contract import Implementation
 from conformance.judging import settings, workers
 from conformance.judging.plan import Job

@@ -9,9 +9,9 @@ from typing import Any
 
 from cases.case import Case, matches
 from cases.regressions import REGRESSIONS
+from conformance.asking.scopes import GRID, SCOPES, Asked
+from conformance.asking.turn import EVERYTHING, Turn
 from conformance.checks import CHECKS, Check
-from conformance.checks.scopes import GRID, SCOPES, Asked
-from conformance.checks.turn import EVERYTHING, Turn
 from conformance.contract import Implementation
 from conformance.judging.turns import taken
 

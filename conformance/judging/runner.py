@@ -10,11 +10,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 import jax
 
 from conformance import records
+from conformance.asking.judgement import Judgement, guarded, unsupported
+from conformance.asking.subject import Subject
+from conformance.asking.turn import EVERYTHING
 from conformance.calling.execution import Executor
 from conformance.checks import CHECKS, Check
-from conformance.checks.judgement import Judgement, guarded, unsupported
-from conformance.checks.subject import Subject
-from conformance.checks.turn import EVERYTHING
 from conformance.contract import Implementation
 from conformance.judging import discrimination, interrupts
 from conformance.judging.plan import Job

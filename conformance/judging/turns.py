@@ -16,7 +16,7 @@ from cases.case import Case
 from cases.covering import Row
 from cases.grid import Grid
 from cases.turns import assign
-from conformance.checks.turn import EVERYTHING, LAWS, PARTS, POISONS, PULLBACKS, Turn, parts_of, pullbacks_of
+from conformance.asking.turn import EVERYTHING, LAWS, PARTS, POISONS, PULLBACKS, Turn, parts_of, pullbacks_of
 from conformance.contract import Implementation
 
 _QUARTERS = range(4)

@@ -21,8 +21,8 @@ from cases.ensemble import ensemble_cases
 from cases.grid import grid
 from cases.inputs import Cotangent, Problem, draw, draw_cotangent
 from conformance import records
+from conformance.asking.judgement import by_bound
 from conformance.checks.ensemble import judge_statistics, reseeded, statistics
-from conformance.checks.judgement import by_bound
 from conformance.contract import Arithmetic
 from conformance.truth import oracle, tolerances
 from conformance.truth.bounds import UNIT_ROUNDOFF, Bounded, expect

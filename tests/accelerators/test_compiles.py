@@ -16,10 +16,10 @@ from cases.case import Case, parse
 from conformance.accelerators import compilation
 from conformance.accelerators.liveness import live_bytes
 from conformance.accelerators.targets import TPU, CompileTarget, Toolchain, targets_of
+from conformance.asking.subject import Subject
 from conformance.calling import registry
 from conformance.calling.execution import Executor
 from conformance.checks import BY_NAME, compiles
-from conformance.checks.subject import Subject
 from conformance.contract import Accelerator, Implementation
 from conformance.judging import plan
 from conformance.judging.runner import Runner

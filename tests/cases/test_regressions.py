@@ -9,11 +9,11 @@ import pytest
 from cases.case import parse
 from cases.regressions import REGRESSIONS, Regression, by_case
 from conformance import records
+from conformance.asking.scopes import GRID
+from conformance.asking.subject import Subject
 from conformance.calling import registry
 from conformance.calling.execution import Executor
 from conformance.checks import CHECKS
-from conformance.checks.scopes import GRID
-from conformance.checks.subject import Subject
 from conformance.judging.discrimination import REQUIRED_MARGIN, margins, weakest
 from conformance.judging.plan import Job
 from conformance.judging.runner import Runner

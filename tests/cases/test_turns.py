@@ -18,9 +18,9 @@ from cases.axes import NAMES
 from cases.case import Case
 from cases.grid import Grid, grid
 from cases.turns import assign
+from conformance.asking.turn import EVERYTHING, LAWS, PARTS, POISONS, PULLBACKS, Turn, parts_of, pullbacks_of
 from conformance.calling.registry import find
 from conformance.checks import CHECKS
-from conformance.checks.turn import EVERYTHING, LAWS, PARTS, POISONS, PULLBACKS, Turn, parts_of, pullbacks_of
 from conformance.contract import Implementation
 from conformance.judging import parallel, plan
 from conformance.judging.turns import taken

@@ -15,11 +15,11 @@ import pytest
 from cases.case import parse
 from cases.decoding import decoded_cases
 from conformance import declare
+from conformance.asking.scopes import COMPILED, DECLINED, GRID, INTERPRETED
+from conformance.asking.turn import Turn
 from conformance.calling import registry
 from conformance.calling.plain import from_function
 from conformance.checks import BY_NAME, CHECKS
-from conformance.checks.scopes import COMPILED, DECLINED, GRID, INTERPRETED
-from conformance.checks.turn import Turn
 from conformance.contract import Implementation
 from conformance.judging import plan
 from conformance.judging.runner import Runner

@@ -16,8 +16,8 @@ from hypothesis import given, settings
 from cases.case import parse
 from cases.masks import Causal, Chunked, Dense, Full, Indexer, Lengths, LoadBalancedCausal, Mask, Window
 from conformance import records
+from conformance.asking.turn import EVERYTHING, Turn
 from conformance.checks import BY_NAME
-from conformance.checks.turn import EVERYTHING, Turn
 from conformance.contract import Implementation
 from conformance.judging.plan import Job
 from conformance.judging.runner import Runner

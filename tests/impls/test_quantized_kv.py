@@ -16,9 +16,9 @@ from cases import quantized
 from cases.case import CaseIdError, parse
 from cases.inputs import draw
 from cases.quantized import KV_CACHES
+from conformance.asking.subject import Subject
 from conformance.calling import registry
 from conformance.calling.execution import Executor
-from conformance.checks.subject import Subject
 from conformance.contract import Arithmetic
 from conformance.truth import oracle
 from conformance.truth.bounds import Inexact, expect

@@ -9,11 +9,11 @@ import pytest
 
 from cases.case import Case, parse
 from cases.grid import grid
+from conformance.asking.subject import Subject
+from conformance.asking.turn import Turn
 from conformance.calling.execution import Executor
 from conformance.calling.registry import find
 from conformance.checks import CHECKS
-from conformance.checks.subject import Subject
-from conformance.checks.turn import Turn
 from conformance.contract import Implementation
 from conformance.judging.discrimination import REQUIRED_MARGIN, margins, weakest
 from conformance.judging.plan import Job

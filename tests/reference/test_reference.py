@@ -13,8 +13,8 @@ from cases.case import parse
 from cases.inputs import Problem, draw
 from cases.masks import Causal, Dense
 from conformance import reference_attention
+from conformance.asking.subject import Subject
 from conformance.calling.execution import Executor
-from conformance.checks.subject import Subject
 from conformance.contract import Implementation
 from conformance.truth.bounds import Bounded
 from conformance.truth.comparison import compare

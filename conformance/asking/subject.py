@@ -12,9 +12,9 @@ import numpy as np
 from cases import quantized
 from cases.case import Case
 from cases.inputs import Cotangent, Problem, draw, draw_cotangent
+from conformance.asking.judgement import Judgement, by_bound
+from conformance.asking.turn import EVERYTHING, Pullback, Turn, parts_of, pullbacks_of
 from conformance.calling.execution import Calls, Executor, Result
-from conformance.checks.judgement import Judgement, by_bound
-from conformance.checks.turn import EVERYTHING, Pullback, Turn, parts_of, pullbacks_of
 from conformance.contract import Implementation
 from conformance.truth.bounds import Bounded, Expectation, Inexact, expect
 from conformance.truth.comparison import Comparison, compare
