@@ -27,7 +27,7 @@ from conformance.records import (
     RunInfo,
     Worst,
 )
-from reports import compiled, html, markdown, measures, summary, terminal, wording
+from reports import html, markdown, measures, summary, terminal, wording
 
 HOSTILE = '<script>alert("x")</script><img src=https://evil.example/x.png> `</code>` | $\\frac{'
 
@@ -363,62 +363,3 @@ def test_short_reports_stay_short(render: Render) -> None:
     text = render(many(5_000), run_info())
     assert "more" in text
     assert len(text) < 40_000
-
-
-def compilation(**changes: Any) -> Record:
-    """A program that compiled, but for what is changed."""
-    figures = {"compile_seconds": 2.5, "temporary_bytes": 3 * 2.0**20, "live_bytes": 2.0**24, "vmem_bytes": 2.0**19}
-    values = {"check": "compiles", "observable": "v5e.forward", "ratio": None, "limit": None, "figures": figures}
-    return record(**values | changes)
-
-
-def test_what_compiled_is_a_table_by_target_with_the_largest_of_each_figure() -> None:
-    small = {"compile_seconds": 0.5, "temporary_bytes": 1.0, "vmem_bytes": 1.0}
-    records = [
-        compilation(),
-        compilation(observable="v5e.gradients", figures=small),
-        compilation(observable="v4.forward", figures={}, verdict=FAIL, reason="scoped vmem limit exceeded"),
-        compilation(observable="h100.forward", figures={"shared_bytes": 2.0**17, "registers": 168.0}),
-        compilation(observable="h100.gradients", figures={"registers": 255.0, "spilled_bytes": 408.0}),
-        compilation(implementation="other", observable="all", figures={}, verdict=UNJUDGED, reason="no compiler"),
-    ]
-    table = compiled.compiled(records)
-    assert table is not None
-    assert table.targets == ("v5e", "v4", "h100")
-    cell = table.cells[table.contenders[0], "v5e"]
-    assert (cell.compiled, cell.failed, cell.seconds, cell.temporaries) == (2, 0, 2.5, 3 * 2.0**20)
-    assert table.cells[table.contenders[0], "v4"].state == "fail"
-    assert table.programs == ()
-    page = html.render(records, run_info())
-    section = page[page.index('id="compiled"') :].split("<h2")[0]
-    for text in (
-        "2.5 s",
-        "3 MiB HBM",
-        "16 MiB at once",
-        "512 KiB VMEM",
-        "128 KiB shared",
-        "255 registers",
-        "408 B spilled",
-        "scoped vmem limit exceeded",
-        "not compiled",
-        "no compiler",
-    ):
-        assert text in section
-
-
-def test_the_same_program_of_two_implementations_is_shown_side_by_side() -> None:
-    larger = {"compile_seconds": 9.0, "temporary_bytes": 0.0, "live_bytes": 2.0**25}
-    records = [compilation(), compilation(observable="v4.forward", figures=larger), compilation(implementation="other")]
-    table = compiled.compiled(records)
-    assert table is not None
-    (row,) = table.programs
-    assert (row.case, row.program) == (records[0].case, "forward")
-    one, other = (row.cells[contender] for contender in table.contenders)
-    assert (one.live, one.temporaries, one.seconds) == (2.0**25, 3 * 2.0**20, 9.0)
-    assert other.live == 2.0**24
-    assert "32 MiB at once, 3 MiB HBM, 9.0 s" in html.render(records, run_info())
-
-
-def test_a_run_that_compiles_nothing_says_so() -> None:
-    assert compiled.compiled([record()]) is None
-    assert "Nothing in this run is compiled for an accelerator." in html.render([record()], run_info())

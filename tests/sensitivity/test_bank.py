@@ -15,7 +15,8 @@ from conformance.sensitivity.bank import load_bank
 from conformance.sensitivity.examination import red_records, shows_as_said
 from tests.kernels import pallas_tpu
 from tests.planted.bank import BANK, SEEN
-from tests.planted.features import caches, moba
+from tests.planted.features import caches
+from tests.planted.planting import moba
 from tests.planted.planting.blockwise import implementation
 from tests.planted.planting.steps import BlockSteps
 

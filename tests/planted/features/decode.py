@@ -5,25 +5,19 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 
 from cases.case import Case
-from cases.masks import Window
 from conformance.sensitivity import PlantedBug
-from impls.merging import Part
-from impls.ragged.plan import RaggedPlan, allowed
-from impls.ragged.schedule import Steps, steps_of
 from tests.kernels.decode import (
     BLOCK,
     SPLITS,
     DecodeSteps,
     Schedule,
-    by_the_mask,
     implementation,
-    part_of,
     tpu_implementation,
 )
+from tests.planted.features import decode_steps as wrong
 from tests.planted.planting.triggers import Trigger, both, has
 
 Array = Any
@@ -78,136 +72,6 @@ def _tpu_bug(
         build=functools.partial(tpu_implementation, schedule, name),
         trigger=trigger,
     )
-
-
-def _first_row_for_all(lengths: Array, plan: RaggedPlan) -> Array:
-    return jnp.broadcast_to(lengths[:1], lengths.shape)
-
-
-def _of_next_row(lengths: Array, plan: RaggedPlan) -> Array:
-    return jnp.roll(lengths, -1)
-
-
-def _at_the_end_of_the_cache(positions: Array, lengths: Array, plan: RaggedPlan) -> Array:
-    """What is right as long as the cache is full: a single token is taken to be the last that it can hold."""
-    return jnp.full_like(positions, plan.kv_length - 1) if plan.q_length == 1 else positions
-
-
-def _at_the_start(positions: Array, lengths: Array, plan: RaggedPlan) -> Array:
-    return jnp.zeros_like(positions) if plan.q_length == 1 else positions
-
-
-def _of_the_first_row(positions: Array, lengths: Array, plan: RaggedPlan) -> Array:
-    return jnp.broadcast_to(positions[:1], positions.shape)
-
-
-def _last_tokens_of_the_cache(positions: Array, lengths: Array, plan: RaggedPlan) -> Array:
-    return jnp.where(_windowed(plan), plan.kv_length - plan.q_length, positions)
-
-
-def _behind_the_last_token(positions: Array, lengths: Array, plan: RaggedPlan) -> Array:
-    """The length, which is where the next token will be, is taken for the last one's position."""
-    return jnp.where(_windowed(plan), positions + 1, positions)
-
-
-def _windowed(plan: RaggedPlan) -> bool:
-    return isinstance(plan.mask, Window) and plan.mask.left is not None
-
-
-def _of_the_last_query(plan: RaggedPlan, positions: Array, j: Array) -> Array:
-    """Where a window starts is asked of the last query and not of each."""
-    return by_the_mask(plan, positions, j) & by_the_mask(plan, positions[:, :, -1:], j)
-
-
-def _first_query_for_all(plan: RaggedPlan, positions: Array, j: Array) -> Array:
-    return allowed(plan, plan.kv_length, positions[:, :, :1], j)
-
-
-def _window_one_wider(plan: RaggedPlan, positions: Array, j: Array) -> Array:
-    return by_the_mask(plan, positions, j) | by_the_mask(plan, positions, j + 1)
-
-
-def _whole_blocks_of_a_window(plan: RaggedPlan, positions: Array, j: Array) -> Array:
-    """A block that the window starts in is left out."""
-    first = by_the_mask(plan, positions, j // BLOCK * BLOCK)
-    return by_the_mask(plan, positions, j) & (first | (j // BLOCK == positions // BLOCK))
-
-
-def _never_written(z: Array, v: Array) -> Part:
-    """Splits without keys keep what their memory held, which is another call's result at best."""
-    part = part_of(z, v)
-    nothing = part.max == -jnp.inf
-    return Part(*(jnp.where(nothing, 1.0, x) for x in part))
-
-
-def _garbage_of_a_short_row(lengths: Array, plan: RaggedPlan) -> Array:
-    return jnp.where(lengths == 0, plan.kv_length, lengths)
-
-
-def _zero_over_zero(part: Part) -> Any:
-    found = DecodeSteps().normalise(part)
-    return found._replace(out=part.out / part.sum)
-
-
-def _mask_value(z: Array, v: Array) -> Part:
-    """Hidden logits are a large negative number: a split that sees none of its keys has them all, with weight 1."""
-    return part_of(jnp.where(z == -jnp.inf, -1e30, z), v)
-
-
-def _highest_of_two_splits(parts: Part, plan: RaggedPlan) -> Part:
-    """The running maximum is carried on to the next split, and the sum is not rescaled to it."""
-    return parts._replace(max=jax.lax.cummax(parts.max, axis=2))
-
-
-def _cap_dropped(plan: RaggedPlan, products: Array) -> Array:
-    return products * plan.scale
-
-
-def _scale_of_values(plan: RaggedPlan, products: Array) -> Array:
-    """The scale before the cap's derivative is folded in base 2, and never taken out again."""
-    x = products * plan.scale
-    if plan.soft_cap is None:
-        return x
-    return plan.soft_cap * jnp.tanh(x * 1.4426950408889634 / plan.soft_cap) / 1.4426950408889634
-
-
-def _kept_in_f32(out: Array, dtype: Any) -> Array:
-    return out
-
-
-def _no_steps_for_nothing(plan: RaggedPlan, lengths: Array, positions: Array, block: int) -> Steps:
-    """Rows without keys have no step, so that nothing writes what they are."""
-    steps = steps_of(plan, lengths, positions, block)
-    computes = steps.blocks[steps.row] > 0
-    order = jnp.argsort(~computes, stable=True)
-    total = jnp.maximum(1, jnp.sum(computes & (jnp.arange(len(order)) < steps.total), dtype=jnp.int32))
-    return Steps(total, steps.row[order], steps.kv_row[order], steps.kv_block[order], steps.blocks)
-
-
-def _whole_blocks_only(plan: RaggedPlan, lengths: Array, positions: Array, block: int) -> Steps:
-    return steps_of(plan, lengths // block * block, positions, block)
-
-
-def _ahead_of_the_last_row(plan: RaggedPlan, lengths: Array, positions: Array, block: int) -> Steps:
-    """A row without keys fetches the first block of the next one meanwhile, be there a next one or not."""
-    steps = steps_of(plan, lengths, positions, block)
-    nothing = steps.blocks[steps.row] == 0
-    return steps._replace(
-        kv_row=jnp.where(nothing, steps.row + 1, steps.kv_row), kv_block=jnp.where(nothing, 0, steps.kv_block)
-    )
-
-
-def _block_before_the_first(plan: RaggedPlan, lengths: Array, positions: Array, block: int) -> Steps:
-    """A row without keys points to its last block, number -1."""
-    steps = steps_of(plan, lengths, positions, block)
-    nothing = steps.blocks[steps.row] == 0
-    return steps._replace(
-        kv_row=jnp.where(nothing, steps.row, steps.kv_row), kv_block=jnp.where(nothing, -1, steps.kv_block)
-    )
-
-
-def _another_rows_blocks(plan: RaggedPlan, lengths: Array, positions: Array, block: int) -> Steps:
-    return steps_of(plan, jnp.roll(lengths, -1), positions, block)
 
 
 BUGS: tuple[PlantedBug, ...] = (
@@ -267,7 +131,7 @@ BUGS: tuple[PlantedBug, ...] = (
         reference="ejkernel 3ed3b1f",
         shows=("out", "logsumexp"),
         trigger=_batched,
-        lengths=_first_row_for_all,
+        lengths=wrong.first_row_for_all,
     ),
     _bug(
         "decode-length-of-the-next-row",
@@ -275,7 +139,7 @@ BUGS: tuple[PlantedBug, ...] = (
         reference="jax 10dbfcf747 (paged attention, batch megacore)",
         shows=("out", "logsumexp"),
         trigger=_batched,
-        lengths=_of_next_row,
+        lengths=wrong.of_next_row,
     ),
     _bug(
         "decode-no-keys-means-all",
@@ -283,7 +147,7 @@ BUGS: tuple[PlantedBug, ...] = (
         reference="inferred from jax 4de346485d (paged attention)",
         shows=("out", "logsumexp"),
         trigger=_with_empty_row,
-        lengths=_garbage_of_a_short_row,
+        lengths=wrong.garbage_of_a_short_row,
     ),
     _bug(
         "decode-split-without-keys-not-written",
@@ -291,7 +155,7 @@ BUGS: tuple[PlantedBug, ...] = (
         reference="jax 4de346485d (paged attention)",
         shows=("out", "logsumexp"),
         trigger=_RAGGED,
-        part=_never_written,
+        part=wrong.never_written,
     ),
     _bug(
         "decode-nothing-over-nothing",
@@ -299,14 +163,14 @@ BUGS: tuple[PlantedBug, ...] = (
         reference="HabanaAI/vllm-fork#318",
         shows=("out",),
         trigger=_with_empty_row,
-        normalise=_zero_over_zero,
+        normalise=wrong.zero_over_zero,
     ),
     _bug(
         "decode-at-the-end-of-the-cache",
         kind="chunk.cache-trim",
         reference="mlx-lm PR 1673 (by the padded buffer's length instead of the offset)",
         shows=("out", "logsumexp"),
-        positions=_at_the_end_of_the_cache,
+        positions=wrong.at_the_end_of_the_cache,
     ),
     _bug(
         "decode-window-from-the-start",
@@ -314,7 +178,7 @@ BUGS: tuple[PlantedBug, ...] = (
         reference="maxtext 8f82f2d02",
         shows=("out", "logsumexp"),
         trigger=has("decode", "offset"),
-        positions=_at_the_start,
+        positions=wrong.at_the_start,
     ),
     _bug(
         "decode-draft-tokens-see-what-the-first-does",
@@ -322,7 +186,7 @@ BUGS: tuple[PlantedBug, ...] = (
         reference="inferred from candle PR 3743",
         shows=("out", "logsumexp"),
         trigger=has("prefill", "causal"),
-        allows=_first_query_for_all,
+        allows=wrong.first_query_for_all,
     ),
     _bug(
         "decode-window-one-wider",
@@ -330,7 +194,7 @@ BUGS: tuple[PlantedBug, ...] = (
         reference="maxtext 4cb305191",
         shows=("out", "logsumexp"),
         trigger=has("decode", "window"),
-        allows=_window_one_wider,
+        allows=wrong.window_one_wider,
     ),
     _bug(
         "decode-block-of-the-windows-start-left-out",
@@ -338,7 +202,7 @@ BUGS: tuple[PlantedBug, ...] = (
         reference="inferred from maxtext 8f82f2d02 (windows in decode)",
         shows=("out", "logsumexp"),
         trigger=has("decode", "window"),
-        allows=_whole_blocks_of_a_window,
+        allows=wrong.whole_blocks_of_a_window,
     ),
     _bug(
         "decode-splits-leave-the-tail-out",
@@ -353,7 +217,7 @@ BUGS: tuple[PlantedBug, ...] = (
         reference="sglang#33915",
         shows=("out", "logsumexp"),
         trigger=has("decode", "soft_cap"),
-        logits=_cap_dropped,
+        logits=wrong.cap_dropped,
     ),
     _bug(
         "decode-cap-in-base-two",
@@ -361,7 +225,7 @@ BUGS: tuple[PlantedBug, ...] = (
         reference="sgl-project/sgl-kernel-xpu PR 491",
         shows=("out", "logsumexp"),
         trigger=has("decode", "soft_cap"),
-        logits=_scale_of_values,
+        logits=wrong.scale_of_values,
     ),
     _bug(
         "decode-out-left-in-f32",
@@ -369,7 +233,7 @@ BUGS: tuple[PlantedBug, ...] = (
         reference="tokamax 8a7432c",
         shows=("out",),
         trigger=has("decode", "bf16"),
-        round_out=_kept_in_f32,
+        round_out=wrong.kept_in_f32,
     ),
     _bug(
         "decode-stale-values-not-hidden",
@@ -385,14 +249,14 @@ BUGS: tuple[PlantedBug, ...] = (
         reference="tokamax 657b71a",
         shows=("out", "logsumexp", "max_logits"),
         trigger=_RAGGED,
-        part=_mask_value,
+        part=wrong.mask_value,
     ),
     _bug(
         "decode-maximum-of-the-splits-before",
         kind="online.max-not-rescaled",
         reference="inferred from flash-attn#404",
         shows=("out", "logsumexp"),
-        store=_highest_of_two_splits,
+        store=wrong.highest_of_two_splits,
     ),
     _own_bug(
         "decode-own-window-of-the-first-row",
@@ -400,21 +264,21 @@ BUGS: tuple[PlantedBug, ...] = (
         reference="inferred from ejkernel 3ed3b1f (one row's length for all)",
         shows=("out", "logsumexp"),
         trigger=both(_OWN, lambda case: case.batch > 1),
-        positions=_of_the_first_row,
+        positions=wrong.of_the_first_row,
     ),
     _own_bug(
         "decode-own-window-at-the-end-of-the-cache",
         kind="decode.window-q-offset",
         reference="inferred from maxtext 8f82f2d02",
         shows=("out", "logsumexp"),
-        positions=_last_tokens_of_the_cache,
+        positions=wrong.last_tokens_of_the_cache,
     ),
     _own_bug(
         "decode-own-window-of-the-next-token",
         kind="decode.window-length",
         reference="inferred from maxtext 4cb305191 (windows one off)",
         shows=("out", "logsumexp"),
-        positions=_behind_the_last_token,
+        positions=wrong.behind_the_last_token,
     ),
     _own_bug(
         "decode-own-window-of-the-last-draft-token",
@@ -422,11 +286,11 @@ BUGS: tuple[PlantedBug, ...] = (
         reference="inferred from candle PR 3743",
         shows=("out", "logsumexp"),
         trigger=has("own_window", "prefill"),
-        allows=_of_the_last_query,
+        allows=wrong.of_the_last_query,
     ),
     _tpu_bug(
         "decode-tpu-row-without-keys-has-no-step",
-        _no_steps_for_nothing,
+        wrong.no_steps_for_nothing,
         kind="decode.len0-garbage",
         reference="jax 4de346485d (paged attention)",
         shows=("out",),
@@ -434,14 +298,14 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _tpu_bug(
         "decode-tpu-last-block-dropped",
-        _whole_blocks_only,
+        wrong.whole_blocks_only,
         kind="paged.floor-div",
         reference="maxtext 65e8bcff0",
         shows=("out", "logsumexp"),
     ),
     _tpu_bug(
         "decode-tpu-looks-ahead-of-the-last-row",
-        _ahead_of_the_last_row,
+        wrong.ahead_of_the_last_row,
         kind="decode.oob-next-len",
         reference="jax 0e690c1a88 (tpu paged_attention)",
         shows=("forward",),
@@ -449,7 +313,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _tpu_bug(
         "decode-tpu-block-before-the-first",
-        _block_before_the_first,
+        wrong.block_before_the_first,
         kind="decode.prefetch-neg",
         reference="maxtext 211ec5efe",
         shows=("forward",),
@@ -457,7 +321,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _tpu_bug(
         "decode-tpu-blocks-of-another-row",
-        _another_rows_blocks,
+        wrong.another_rows_blocks,
         kind="megacore.length",
         reference="jax 10dbfcf747 (paged attention, batch megacore)",
         shows=("out", "logsumexp"),

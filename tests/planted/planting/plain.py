@@ -2,8 +2,8 @@
 
 `PlainSteps` are the steps of the forward pass, which JAX differentiates; `BackwardSteps` those of a backward pass
 written by hand (docs/contract.md, section 2), used where one is given. The defaults of both are correct; a bug replaces
-one. Steps get what they change first and the call, or what the forward pass saved, last. `N` is the number of query
-heads throughout: keys and values are repeated for them before the first product.
+one. Steps get what they change first and the call, or what the forward pass saved, last. Keys and values are repeated
+for the `N` query heads before the first product.
 """
 
 from __future__ import annotations
@@ -368,11 +368,7 @@ def kernel(
 
 
 def implementation(
-    name: str,
-    steps: PlainSteps = PlainSteps(),
-    back: BackwardSteps | None = None,
-    *,
-    alone: PlainSteps | None = None,
+    name: str, steps: PlainSteps = PlainSteps(), back: BackwardSteps | None = None, *, alone: PlainSteps | None = None
 ) -> Implementation:
     """The kernel made of `steps` as the gate takes it; arguments as of `kernel`."""
     return Implementation(name=name, call=kernel(steps, back, alone=alone), empty_rows="zero", behind_mask="any")
