@@ -1,0 +1,1 @@
+"""Bugs of classes that lie beyond the grid they were written against."""
