@@ -1,4 +1,4 @@
-"""Bugs over several whole blocks: running softmax, skipped tiles, indices of blocks, fast paths of lengths that divide."""
+"""Bugs over several whole blocks: running softmax, skipped tiles, indices of blocks."""
 
 from __future__ import annotations
 
@@ -6,78 +6,24 @@ import functools
 from typing import Any
 
 import jax.numpy as jnp
-import numpy as np
 
-from cases import mask_spec
-from cases.case import Case
-from cases.inputs import DTYPES
-from cases.masks import Causal, Full, Mask, Window, conjuncts
 from conformance.sensitivity import PlantedBug
-from tests.planted.planting import tiled, wrapped
+from tests.planted.planting import tiled
+from tests.planted.planting.tile_triggers import (
+    call_of,
+    kv_blocks,
+    loses,
+    masked_by_array,
+    q_blocks,
+    whole,
+    whole_keys,
+)
 from tests.planted.planting.tiled import BLOCK, Call
-from tests.planted.planting.triggers import Trigger, both, has, sixteen_bits, trains
+from tests.planted.planting.triggers import both, has, sixteen_bits, trains
 
 Array = Any
 
 _tiled = functools.partial(tiled.planted, family="whole blocks")
-_fast = functools.partial(wrapped.planted, family="whole blocks")
-
-
-def mask_of(case: Case) -> Mask:
-    """The case's mask."""
-    return mask_spec.build(case.mask, case.batch, case.num_q_heads, case.q_length, case.kv_length, case.seed)
-
-
-def call_of(case: Case) -> Call:
-    """What the tiled kernel knows of a case before it sees arrays."""
-    causal, window, left = False, None, False
-    for part in conjuncts(mask_of(case)):
-        if part == Causal():
-            causal = True
-        elif isinstance(part, Window) and not part.offset and window is None:
-            window = (part.left, part.right)
-        else:
-            left = left or not isinstance(part, Full)
-    return Call(
-        case.batch, case.q_length, case.kv_length, case.scale or case.head_dim**-0.5, case.soft_cap, causal, window,
-        left, case.segments is not None, DTYPES[case.dtype],
-    )  # fmt: skip
-
-
-def kv_blocks(least: int) -> Trigger:
-    """At least so many key blocks."""
-    return lambda case: call_of(case).kv_blocks >= least
-
-
-def q_blocks(least: int) -> Trigger:
-    """At least so many query blocks."""
-    return lambda case: call_of(case).q_blocks >= least
-
-
-def masked_by_array(case: Case) -> bool:
-    """A mask that reaches the kernel as booleans."""
-    return call_of(case).masked
-
-
-def whole(size: int, least: int = 1) -> Trigger:
-    """Both lengths are multiples of `size`, and at least `least`."""
-    return lambda case: not (case.q_length % size or case.kv_length % size) and (
-        min(case.q_length, case.kv_length) >= least
-    )
-
-
-def loses(right: Any, wrong: Any, along: str) -> Trigger:
-    """The wrong range of blocks lacks some that the right one has; `along` the blocks that ask, `q` or `kv`."""
-
-    def trigger(case: Case) -> bool:
-        call = call_of(case)
-        blocks = np.arange(call.q_blocks if along == "q" else call.kv_blocks)
-        (first, stop), (wrong_first, wrong_stop) = (
-            tuple(np.asarray(x) for x in ranges(call, blocks)) for ranges in (right, wrong)
-        )
-        return bool(((stop > first) & ((wrong_first > first) | (wrong_stop < stop))).any())
-
-    return trigger
 
 
 def _late_alpha(call: Call, acc: Array, alpha: Array, values: Array, j: Array) -> Array:
@@ -144,47 +90,6 @@ def _unmasked_loop_without_bias(call: Call, x: Array, bias: Array, j: Array) -> 
     return x + jnp.where(diagonal, bias, 0)
 
 
-def _divides(arrays: wrapped.Arrays, size: int, least: int = 1) -> bool:
-    lengths = (arrays["q"].shape[1], arrays["k"].shape[1])
-    return not any(length % size for length in lengths) and min(lengths) >= least
-
-
-def _fast_path(size: int, *dropped: str, least: int = 1, **fixed: Any) -> wrapped.Kernel:
-    """The path for lengths that are multiples of `size` drops operands, and has fixed options."""
-
-    def kernel(arrays: wrapped.Arrays, statics: wrapped.Statics) -> Any:
-        if _divides(arrays, size, least):
-            arrays = {name: x for name, x in arrays.items() if name not in dropped}
-            statics = {**statics, **fixed}
-        return wrapped.correct(arrays, statics)
-
-    return kernel
-
-
-def _mask_dropped_with_bias(arrays: wrapped.Arrays, statics: wrapped.Statics) -> Any:
-    if "bias" in arrays and _divides(arrays, 64, 128):
-        statics = {**statics, "causal": False}
-    return wrapped.correct(arrays, statics)
-
-
-def _lse_in_base_two(arrays: wrapped.Arrays, statics: wrapped.Statics) -> Any:
-    found = wrapped.correct(arrays, statics)
-    if not statics["save_residuals"] or not _divides(arrays, 128, 256):
-        return found
-    out, residuals = found
-    return out, {**residuals, "logsumexp": residuals["logsumexp"] * np.float32(np.log2(np.e))}
-
-
-def _q_scaled_in_its_dtype(arrays: wrapped.Arrays, statics: wrapped.Statics) -> Any:
-    """16-bit queries of whole blocks are scaled before the product, and rounded once more by it."""
-    q = arrays["q"]
-    if q.dtype.itemsize == 2 and _divides(arrays, 128, 256):
-        scale = q.shape[-1] ** -0.5 if statics["scale"] is None else statics["scale"]
-        arrays = {**arrays, "q": (q * jnp.asarray(scale * 1.4426950408889634, q.dtype)).astype(q.dtype)}
-        statics = {**statics, "scale": 0.6931471805599453}
-    return wrapped.correct(arrays, statics)
-
-
 _OUT = ("out", "logsumexp")
 _ALL = ("out", "logsumexp", "dq", "dk", "dv")
 _F32 = "train/f32/B1.T{}.S{}.N2.K2.H16.V16/{}/s0"
@@ -213,7 +118,7 @@ _PLANTED: tuple[tuple[str, PlantedBug], ...] = (
             kind="online.alpha-peeled",
             reference="inferred from tile-ai/TileOPs PR 1511 (a last iteration apart from the loop)",
             shows=_ALL,
-            trigger=lambda case: case.kv_length % BLOCK == 0 and case.kv_length > BLOCK,
+            trigger=both(whole_keys, kv_blocks(2)),
             add_total=lambda call, total, alpha, sums, j: (
                 total * jnp.where(_last_whole_block(call, j), 1.0, alpha) + sums
             ),
@@ -264,7 +169,9 @@ _PLANTED: tuple[tuple[str, PlantedBug], ...] = (
             shows=_OUT,
             trigger=both(sixteen_bits, kv_blocks(2)),
             alpha=lambda call, old, shift, j: (
-                jnp.exp(old.astype(call.dtype).astype(jnp.float32) - shift) if call.sixteen_bits else jnp.exp(old - shift)
+                jnp.exp(old.astype(call.dtype).astype(jnp.float32) - shift)
+                if call.sixteen_bits
+                else jnp.exp(old - shift)
             ),
         ),
     ),
@@ -385,7 +292,7 @@ _PLANTED: tuple[tuple[str, PlantedBug], ...] = (
             kind="blocks.clamp",
             reference="inferred from jax 0e690c1a88 (lookahead clamped)",
             shows=("out", "dq", "dk"),
-            trigger=lambda case: case.kv_length % BLOCK == 0 and case.kv_length >= 3 * BLOCK,
+            trigger=both(whole_keys, kv_blocks(3)),
             value_block=lambda call, j: (
                 jnp.minimum(j, call.kv_blocks - 2) if call.kv_length % BLOCK == 0 and call.kv_blocks > 2 else j
             ),
@@ -410,97 +317,7 @@ _PLANTED: tuple[tuple[str, PlantedBug], ...] = (
             reference="inferred from tokamax PR 1121 (the cap's derivative)",
             shows=("dq", "dk"),
             trigger=both(trains("soft_cap"), whole(BLOCK)),
-            capped=lambda call, x: (
-                (tiled.capped(call, x)[0], jnp.ones(())) if call.whole else tiled.capped(call, x)
-            ),
-        ),
-    ),
-    (
-        _f32(128, 128, "causal/bias/normal"),
-        _fast(
-            "causal-mask-lost-with-bias-over-whole-tiles",
-            _mask_dropped_with_bias,
-            kind="mask.dropped-whole",
-            reference="bledden/triton-msl PR 7",
-            shows=_ALL,
-            trigger=both(lambda case: call_of(case).causal, has("bias"), whole(64, 128)),
-        ),
-    ),
-    (
-        _f32(256, 256, "full/sinks/normal"),
-        _fast(
-            "fast-path-of-multiples-of-256-without-sinks",
-            _fast_path(256, "sinks"),
-            kind="sink.fast-path",
-            reference="inferred from sgl-project/sglang-jax#905 (fused path ignores sinks)",
-            shows=("out", "logsumexp", "dsinks"),
-            trigger=both(has("sinks"), whole(256)),
-        ),
-    ),
-    (
-        _f32(128, 256, "full/softcap2/normal"),
-        _fast(
-            "fast-path-of-multiples-of-128-without-soft-cap",
-            _fast_path(128, least=128, soft_cap=None),
-            kind="cap.dropped-by-backend",
-            reference="inferred from sgl-project/sglang#33915 (soft cap lost on one path)",
-            shows=_ALL,
-            trigger=both(has("soft_cap"), whole(128)),
-        ),
-    ),
-    (
-        _f32(256, 256, "full/seg/normal"),
-        _fast(
-            "fast-path-of-multiples-of-256-without-segments",
-            _fast_path(256, "segment_ids"),
-            kind="segments.fast-path",
-            reference="inferred from transformers PR 46634 (packing not detected on one path)",
-            shows=_ALL,
-            trigger=both(has("segment_ids"), whole(256)),
-        ),
-    ),
-    (
-        _f32(256, 256, "full/scale0.5/normal"),
-        _fast(
-            "fast-path-of-multiples-of-256-with-the-usual-scale",
-            _fast_path(256, scale=None),
-            kind="scale.default-vs-custom",
-            reference="inferred from Megatron-LM PR 848 (scale fixed at 1/sqrt(d))",
-            shows=_ALL,
-            trigger=both(whole(256), lambda case: case.scale is not None),
-        ),
-    ),
-    (
-        _f32(256, 256, "full/normal"),
-        _fast(
-            "fast-path-of-multiples-of-128-gives-the-logsumexp-in-base-two",
-            _lse_in_base_two,
-            kind="lse.log2-returned",
-            reference="inferred from pytorch#181645 (base of the logsumexp by backend)",
-            shows=("logsumexp", "dq", "dk"),
-            trigger=whole(128, 256),
-        ),
-    ),
-    (
-        _f32(384, 384, "causal_and_window-l40-r0/normal"),
-        _fast(
-            "fast-path-of-384-and-more-is-causal-without-window",
-            _fast_path(128, least=384, window=None),
-            kind="window.never-applied",
-            reference="inferred from keras-hub#2186 (fast path before the window)",
-            shows=_ALL,
-            trigger=both(has("window"), lambda case: call_of(case).window is not None, whole(128, 384)),
-        ),
-    ),
-    (
-        "train/bf16/B1.T256.S256.N2.K2.H80.V80/full/normal/s0",
-        _fast(
-            "sixteen-bit-queries-of-whole-blocks-are-scaled-before-the-product",
-            _q_scaled_in_its_dtype,
-            kind="dtype.scaled-q",
-            reference="inferred from jax d5e5b42de8 (dtype of what is multiplied)",
-            shows=_ALL,
-            trigger=both(sixteen_bits, whole(128, 256)),
+            capped=lambda call, x: (tiled.capped(call, x)[0], jnp.ones(())) if call.whole else tiled.capped(call, x),
         ),
     ),
 )

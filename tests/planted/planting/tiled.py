@@ -236,7 +236,9 @@ def _forward(steps: TileSteps, call: Call, x: Blocks) -> tuple[Array, Array, Arr
             jnp.maximum(state.top, z.max(axis=-1)),
         )
         visited = (_within(j, keys) & steps.live(call, i, j))[:, None]
-        chosen = [jnp.where(visited[..., None] if a.ndim > 4 else visited, a, b) for a, b in zip(new, state, strict=True)]
+        chosen = [
+            jnp.where(visited[..., None] if a.ndim > 4 else visited, a, b) for a, b in zip(new, state, strict=True)
+        ]
         return Running(*chosen), None
 
     rows = x.q.shape[:4]
