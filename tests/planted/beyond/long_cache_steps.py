@@ -29,9 +29,8 @@ def four_slots(parts: Parts, call: Call) -> Parts:
 
 def merge_without_max(parts: Parts, sinks: Array, call: Call) -> tuple[Array, Array]:
     """Sums and outputs of splits are added as if all had the same maximum."""
-    return splits.merge(
-        parts._replace(max=jnp.broadcast_to(parts.max.max(axis=2, keepdims=True), parts.max.shape)), sinks, call
-    )
+    top = jnp.broadcast_to(parts.max.max(axis=2, keepdims=True), parts.max.shape)
+    return splits.merge(parts._replace(max=top), sinks, call)
 
 
 def merge_unweighted(parts: Parts, sinks: Array, call: Call) -> tuple[Array, Array]:

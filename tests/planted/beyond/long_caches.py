@@ -41,7 +41,7 @@ def _empty_splits(case: Case) -> np.ndarray:
     """Splits of which a row sees nothing, `[b, n, T, P]`; segment ids are left out."""
     seen = _visible(case)
     seen = np.pad(seen, [(0, 0)] * 3 + [(0, -case.kv_length % _length(case))])
-    return ~seen.reshape(*seen.shape[:3], -1, _length(case)).any(axis=-1)
+    return np.logical_not(np.any(seen.reshape(*seen.shape[:3], -1, _length(case)), axis=-1))
 
 
 def _some_empty_split(case: Case) -> bool:

@@ -168,11 +168,7 @@ _PLANTED: tuple[tuple[str, PlantedBug], ...] = (
             reference="inferred from maxtext fbef426f5 (statistics in the operands' dtype)",
             shows=_OUT,
             trigger=both(sixteen_bits, kv_blocks(2)),
-            alpha=lambda call, old, shift, j: (
-                jnp.exp(old.astype(call.dtype).astype(jnp.float32) - shift)
-                if call.sixteen_bits
-                else jnp.exp(old - shift)
-            ),
+            alpha=lambda call, old, shift, j: jnp.exp(old.astype(call.dtype).astype(jnp.float32) - shift),
         ),
     ),
     (

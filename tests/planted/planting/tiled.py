@@ -171,19 +171,11 @@ class TileSteps:
     same_ids: Step = same_ids
     bias: Step = lambda call, x, bias, j: x + bias  # logits with the bias
     capped: Step = capped
-    cap: Step = capped  # in the forward pass alone
     pivot: Step = lambda call, old, top, j: jnp.maximum(old, top)
     alpha: Step = lambda call, old, shift, j: jnp.exp(old - shift)
     add_total: Step = lambda call, total, alpha, sums, j: total * alpha + sums
     add_values: Step = lambda call, acc, alpha, values, j: acc * alpha[..., None] + values
-    sink: Step = lambda call, sinks: sinks
-    logsumexp: Step = lambda call, lse: lse
     delta: Step = lambda call, delta: delta
-    dlse: Step = lambda call, dlse: dlse
-    weights: Step = lambda call, p, j: p  # in the backward pass
-    dk: Step = lambda call, dk, j: dk
-    dv: Step = lambda call, dv, j: dv
-    dq: Step = lambda call, dq: dq
 
 
 def _product(equation: str, a: Array, b: Array) -> Array:
@@ -203,13 +195,13 @@ def _visible(steps: TileSteps, call: Call, x: Blocks, i: Array, j: Array) -> Arr
     return ok
 
 
-def _logits(steps: TileSteps, call: Call, x: Blocks, i: Array, j: Array, cap: Step) -> tuple[Array, Array, Array]:
+def _logits(steps: TileSteps, call: Call, x: Blocks, i: Array, j: Array) -> tuple[Array, Array, Array]:
     """A column's logits with -inf where hidden, the cap's derivative, and its keys."""
     k = x.k[steps.key_block(call, j)]
     z = call.scale * _product("bnith,bnsh->bnits", x.q, k)
     if x.bias is not None:
         z = steps.bias(call, z, x.bias[steps.bias_block(call, j)], j)
-    z, slope = cap(call, z)
+    z, slope = steps.capped(call, z)
     return jnp.where(_visible(steps, call, x, i, j), z, -jnp.inf), slope, k
 
 
@@ -223,7 +215,7 @@ def _forward(steps: TileSteps, call: Call, x: Blocks) -> tuple[Array, Array, Arr
     keys = steps.key_range(call, i)
 
     def step(state: Running, j: Array) -> tuple[Running, None]:
-        z, _, _ = _logits(steps, call, x, i, j, steps.cap)
+        z, _, _ = _logits(steps, call, x, i, j)
         pivot = steps.pivot(call, state.pivot, z.max(axis=-1), j)
         shift = jnp.where(pivot == -jnp.inf, 0.0, pivot)
         alpha = steps.alpha(call, state.pivot, shift, j)
@@ -236,10 +228,9 @@ def _forward(steps: TileSteps, call: Call, x: Blocks) -> tuple[Array, Array, Arr
             jnp.maximum(state.top, z.max(axis=-1)),
         )
         visited = (_within(j, keys) & steps.live(call, i, j))[:, None]
-        chosen = [
-            jnp.where(visited[..., None] if a.ndim > 4 else visited, a, b) for a, b in zip(new, state, strict=True)
-        ]
-        return Running(*chosen), None
+        return jax.tree.map(
+            lambda a, b: jnp.where(visited[..., None] if a.ndim > 4 else visited, a, b), new, state
+        ), None
 
     rows = x.q.shape[:4]
     nothing = jnp.full(rows, -jnp.inf)
@@ -247,13 +238,13 @@ def _forward(steps: TileSteps, call: Call, x: Blocks) -> tuple[Array, Array, Arr
     state, _ = lax.scan(step, start, jnp.arange(call.kv_blocks))
     pivot, total, acc = state.pivot, state.total, state.acc
     if x.sinks is not None:
-        sinks = steps.sink(call, x.sinks)[:, None, None]
+        sinks = x.sinks[:, None, None]
         pivot = jnp.maximum(state.pivot, sinks)
         alpha = jnp.exp(state.pivot - pivot)
         total, acc = total * alpha + jnp.exp(sinks - pivot), acc * alpha[..., None]
     empty = total == 0
     total = jnp.where(empty, 1.0, total)
-    return acc / total[..., None], steps.logsumexp(call, jnp.where(empty, -jnp.inf, pivot + jnp.log(total))), state.top
+    return acc / total[..., None], jnp.where(empty, -jnp.inf, pivot + jnp.log(total)), state.top
 
 
 def _backward(steps: TileSteps, call: Call, x: Blocks, out: Array, lse: Array, do: Array, dlse: Array) -> Blocks:
@@ -261,13 +252,12 @@ def _backward(steps: TileSteps, call: Call, x: Blocks, out: Array, lse: Array, d
     i = jnp.arange(call.q_blocks)
     keys = steps.key_range_again(call, i)
     delta = steps.delta(call, (out * do).sum(axis=-1))
-    dlse = steps.dlse(call, dlse)
     shift = jnp.where(lse == -jnp.inf, 0.0, lse)
 
     def step(dq: Array, j: Array) -> tuple[Array, Any]:
-        z, slope, k = _logits(steps, call, x, i, j, steps.capped)
+        z, slope, k = _logits(steps, call, x, i, j)
         live = steps.live(call, i, j)
-        p = steps.weights(call, jnp.exp(z - shift[..., None]), j)
+        p = jnp.exp(z - shift[..., None])
         dp = _product("bnitv,bnsv->bnits", do, x.v[steps.value_block(call, j)])
         dx = p * (dp - delta[..., None] + dlse[..., None]) * slope
         for_q = (_within(j, keys) & live)[:, None, None]
@@ -275,14 +265,14 @@ def _backward(steps: TileSteps, call: Call, x: Blocks, out: Array, lse: Array, d
         dq = dq + call.scale * _product("bnits,bnsh->bnith", jnp.where(for_q, dx, 0), k)
         dk = call.scale * _product("bnits,bnith->bnsh", jnp.where(for_k, dx, 0), x.q)
         dv = _product("bnits,bnitv->bnsv", jnp.where(for_k, p, 0), do)
-        return dq, (steps.dk(call, dk, j), steps.dv(call, dv, j), None if x.bias is None else dx)
+        return dq, (dk, dv, None if x.bias is None else dx)
 
     dq, (dk, dv, dbias) = lax.scan(step, jnp.zeros_like(x.q), jnp.arange(call.kv_blocks))
     dsinks = None
     if x.sinks is not None:
         p_sink = jnp.exp(x.sinks[:, None, None] - shift)
         dsinks = (p_sink * (dlse - delta)).sum(axis=(0, 2, 3))
-    return Blocks(steps.dq(call, dq), dk, dv, dbias, dsinks, None, None, None)
+    return Blocks(dq, dk, dv, dbias, dsinks, None, None, None)
 
 
 def _attend(steps: TileSteps, call: Call) -> Callable[[Blocks], Any]:
