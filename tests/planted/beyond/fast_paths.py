@@ -84,7 +84,7 @@ _PLANTED: tuple[tuple[str, PlantedBug], ...] = (
             "fast-path-of-multiples-of-256-without-sinks",
             _fast_path(256, "sinks"),
             kind="sink.fast-path",
-            reference="inferred from sgl-project/sglang-jax#905 (fused path ignores sinks)",
+            reference="inferred from sglang-jax#905 (fused path ignores sinks)",
             shows=("out", "logsumexp", "dsinks"),
             trigger=both(has("sinks"), whole(256)),
         ),

@@ -94,7 +94,7 @@ _PLANTED: tuple[tuple[str, PlantedBug], ...] = (
         _bug(
             name="keys-behind-the-last-whole-split-are-dropped",
             kind="split.floor",
-            reference="tile-ai/TileOPs PR 101",
+            reference="inferred from tile-ai/TileOPs PR 101 (keys of a split rounded down)",
             trigger=_unfinished,
             parts=wrong.floor_of_splits,
         ),
@@ -296,7 +296,7 @@ _PLANTED: tuple[tuple[str, PlantedBug], ...] = (
         _bug(
             name="rows-behind-a-tile-of-sixteen-are-not-written",
             kind="packgqa.row-tile",
-            reference="inferred from vllm-project/vllm#52879 (scratch for a sequence, rows by query)",
+            reference="inferred from vllm-project/vllm PR 52879 (scratch for a sequence, rows by query)",
             shows=("out",),
             trigger=lambda case: takes(case) and case.q_length * case.num_q_heads // case.num_kv_heads > 16,
             from_rows=wrong.tile_of_sixteen_rows,

@@ -93,13 +93,10 @@ def _keys_of_id_and_place(call: Call, q_ids: Array, kv_ids: Array, rows: Array, 
 
 
 def _ids_and_places_overflow(case: Case) -> bool:
-    """The largest id of a case is 8 and its batch rows; a length that is a power of two leaves the ids whole."""
+    """Ids go up to 8 and the batch rows; a length that is a power of two leaves them whole."""
     length = case.kv_length
-    return (
-        case.segments is not None
-        and 2**15 <= (9 + case.batch) * length < 2**15 * (9 + case.batch)
-        and (length & (length - 1) > 0)
-    )
+    power = length & (length - 1) == 0
+    return case.segments is not None and not power and length < 2**15 <= (9 + case.batch) * length
 
 
 def _delta_ring(call: Call, delta: Array) -> Array:
@@ -172,7 +169,7 @@ _PLANTED: tuple[tuple[str, PlantedBug], ...] = (
         _bug(
             name="places-in-bf16",
             kind="index.bf16",
-            reference="RosettaCommons/foundry PR 236",
+            reference="inferred from RosettaCommons/foundry PR 236 (indices in bf16)",
             shows=("out", "logsumexp", "dq"),
             trigger=both(_near, _either_longer(256)),
             rows=_in(jnp.bfloat16),
@@ -273,7 +270,7 @@ _PLANTED: tuple[tuple[str, PlantedBug], ...] = (
         _bug(
             name="queue-of-values-wraps-after-twelve-blocks",
             kind="prefetch.wrap",
-            reference="inferred from lightseekorg/tokenspeed#522 (block of another tile)",
+            reference="inferred from tokenspeed#522 (block of another tile)",
             shows=("out", "dq", "dk"),
             trigger=kv_blocks(13),
             value_block=lambda call, j: j % 12,

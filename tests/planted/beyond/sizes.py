@@ -120,7 +120,7 @@ _PLANTED: tuple[tuple[str, PlantedBug], ...] = (
             "dq-lacks-channels-beyond-a-multiple-of-32",
             wrong.without_gradient("q", lambda depth: depth if depth < 64 else depth // 32 * 32),
             kind="bwd.hd-nonmult32",
-            reference="Dao-AILab/flash-attention PR 2896",
+            reference="inferred from Dao-AILab/flash-attention PR 2896 (depths that are no multiple of 32)",
             shows=("dq",),
             trigger=both(_train, lambda case: case.head_dim > 64 and case.head_dim % 32 > 0),
         ),

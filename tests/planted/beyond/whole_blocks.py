@@ -264,7 +264,7 @@ _PLANTED: tuple[tuple[str, PlantedBug], ...] = (
         _tiled(
             name="bias-buffer-of-two-blocks-is-not-refilled",
             kind="bias.block-modulo",
-            reference="inferred from lightseekorg/tokenspeed#522 (block of another tile)",
+            reference="inferred from tokenspeed#522 (block of another tile)",
             shows=_ALL,
             trigger=both(has("bias"), kv_blocks(3)),
             bias_block=lambda call, j: j % 2,
