@@ -1,0 +1,1 @@
+"""Planted bugs beyond the grid that there was when they were written."""
