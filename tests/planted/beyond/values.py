@@ -1,4 +1,4 @@
-"""Bugs that only some values show: thresholds that kernels hard-code, infinities, zeros, ties, tiny and huge numbers."""
+"""Bugs that only some values show: hard-coded thresholds, infinities, zeros, ties, tiny and huge ones."""
 
 from __future__ import annotations
 
@@ -102,6 +102,11 @@ def _guarded_by_mask(top: Array, sinks: Array | None, call: Call) -> Array:
     return stop(jnp.where(call.empty & ~jnp.isfinite(pivot), 0, pivot))[..., None]
 
 
+def _floored(top: Array, sinks: Array | None, call: Call) -> Array:
+    """The maximum is kept above -1e4, so that it is finite: rows that lie lower lose all their weights."""
+    return jnp.maximum(with_sinks(top, sinks, call), -1e4)
+
+
 def _unguarded_with_sinks(top: Array, sinks: Array | None, call: Call) -> Array:
     """A sink keeps the maximum finite, unless it is infinite itself."""
     return with_sinks(top, sinks, call) if sinks is None else stop(jnp.maximum(top, sinks[:, None]))[..., None]
@@ -163,13 +168,13 @@ def _cap(change: Callable[[float], float | None]) -> PlainSteps:
 
 
 def _tanh_by_exponentials(x: Array, call: Call) -> Array:
-    """`(e^2y - 1) / (e^2y + 1)`: no number where the exponential overflows."""
+    """A quotient of sums of exponentials: no number where they overflow."""
     if call.soft_cap is None:
         return x
     y = x / call.soft_cap
-    grown = jnp.exp(2 * y)
+    up, down = jnp.exp(y), jnp.exp(-y)
     # Near zero the difference would cancel, and the usual tanh is taken.
-    return call.soft_cap * jnp.where(jnp.abs(y) < 1, jnp.tanh(y), (grown - 1) / (grown + 1))
+    return call.soft_cap * jnp.where(jnp.abs(y) < 1, jnp.tanh(y), (up - down) / (up + down))
 
 
 def _backward_base_two(saved: Saved) -> Array:
@@ -252,6 +257,13 @@ BUGS: tuple[PlantedBug, ...] = (
         steps=PlainSteps(pivot=_guarded_by_mask),
     ),
     _bug(
+        "pivot-not-below-minus-ten-thousand",
+        kind="sentinel.finite-inf",
+        reference="burn PR 4697, whose softmax floors the maximum at -1e4; flashinfer issue 4267",
+        shows=_FORWARD,
+        steps=PlainSteps(pivot=_floored),
+    ),
+    _bug(
         "bias-infinities-made-finite",
         kind="bias.infinite",
         reference="inferred from transformers issue 38690 and PRs that put finfo.min for -inf",
@@ -319,7 +331,7 @@ BUGS: tuple[PlantedBug, ...] = (
     _bug(
         "denominator-with-a-small-constant",
         kind="denominator.epsilon",
-        reference="inferred from softmax layers that add 1e-6 to what they divide by",
+        reference="inferred from burn PR 4697, whose softmax guards its sum by 1e-6",
         shows=_FORWARD,
         trigger=_single,
         steps=PlainSteps(total=_small_total),
@@ -351,7 +363,7 @@ BUGS: tuple[PlantedBug, ...] = (
     _bug(
         "tanh-by-exponentials-that-overflow",
         kind="cap.overflow",
-        reference="inferred from sgl-kernel-xpu PR 491: tanh made of the exponential at hand",
+        reference="vllm issue 56578, PR 56579; tokenspeed PR 183",
         shows=_FORWARD,
         trigger=has("soft_cap"),
         steps=PlainSteps(cap=_tanh_by_exponentials),
