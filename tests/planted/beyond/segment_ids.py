@@ -10,6 +10,8 @@ import jax
 import jax.numpy as jnp
 
 from conformance.sensitivity import PlantedBug
+from tests.planted.planting import plain
+from tests.planted.planting.plain import Array, Call, same_segment
 from tests.planted.planting.triggers import has
 from tests.planted.planting.wrapped import Arrays, Kernel, Statics, correct, planted
 
@@ -61,10 +63,10 @@ def _by_run(q: Any, kv: Any) -> Any:
     return (q == kv) & (~alike | (runs[0][:, :, None] == runs[1][:, None]))
 
 
-def _first_key_if_absent(q: Any, kv: Any) -> Any:
+def _first_key_if_absent(q_ids: Array, kv_ids: Array, call: Call) -> Array:
     """The start of a segment is the first key with its id, and an id that no key has starts at the first."""
-    same = q == kv
-    return same | (~same.any(axis=2, keepdims=True) & (jnp.arange(kv.shape[2]) == 0))
+    same = same_segment(q_ids, kv_ids, call)
+    return same | (~same.any(axis=-1, keepdims=True) & (jnp.arange(call.kv_length) == 0))
 
 
 def _zero_is_padding(q: Any, kv: Any) -> Any:
@@ -136,10 +138,13 @@ BUGS: tuple[PlantedBug, ...] = (
         kind="seg.reappear",
         reference="inferred from transformers PR 47525, where borders stand for segments",
     ),
-    _bug(
+    plain.planted(
+        "arguments",
         "segments-absent-from-keys-see-the-first",
-        _segments(_first_key_if_absent),
         kind="seg.absent",
         reference="inferred from flash-attention issue 2562: segments of length zero",
+        shows="out logsumexp",
+        trigger=has("segment_ids"),
+        steps=plain.PlainSteps(segments=_first_key_if_absent),
     ),
 )

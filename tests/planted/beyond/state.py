@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -13,9 +15,16 @@ from jax import lax
 from cases.case import Case
 from conformance.sensitivity import PlantedBug
 from tests.planted.planting.triggers import has
-from tests.planted.planting.wrapped import Arrays, Kernel, Statics, correct, planted
+from tests.planted.planting.wrapped import Arrays, Kernel, Statics, correct, implementation, planted
 
 _bug = functools.partial(planted, family="state")
+
+
+def _fresh(name: str, make: Callable[[], Kernel], **facts: Any) -> PlantedBug:
+    """The bug of a kernel that keeps something from call to call: each one that is built starts anew."""
+    return dataclasses.replace(_bug(name, correct, **facts), build=lambda: implementation(name, make()))
+
+
 _FORWARD = ("out", "logsumexp")
 # The call of so many that goes wrong.
 _RARE = 97
@@ -181,66 +190,66 @@ def _any_extra(case: Case) -> bool:
     return case.sinks or case.bias is not None or case.soft_cap is not None
 
 
-_kept_bug = functools.partial(_bug, shows=_FORWARD)
+_kept_bug = functools.partial(_fresh, shows=_FORWARD)
 
 BUGS: tuple[PlantedBug, ...] = (
     _kept_bug(
         "eager-mask-kept-by-shape",
-        _kept("mask"),
+        lambda: _kept("mask"),
         kind="state.kept",
         reference="Model-Optimizer PR 1343, a mask kept by too little; vllm-ascend issue 2428",
         trigger=lambda case: case.mask not in ("full", "causal"),
     ),
     _kept_bug(
         "eager-segment-ids-kept-by-shape",
-        _kept("segment_ids"),
+        lambda: _kept("segment_ids"),
         kind="state.kept",
         reference="inferred from Model-Optimizer PR 1343",
         trigger=has("segment_ids"),
     ),
     _kept_bug(
         "eager-bias-kept-by-shape",
-        _kept("bias"),
+        lambda: _kept("bias"),
         kind="state.kept",
         reference="inferred from tables of ALiBi slopes that are kept by the number of heads",
         trigger=has("bias"),
     ),
     _kept_bug(
         "eager-sinks-kept-by-shape",
-        _kept("sinks"),
+        lambda: _kept("sinks"),
         kind="state.closure",
         reference="inferred from compiled functions that close over a parameter",
         trigger=has("sinks"),
     ),
     _kept_bug(
         "window-kept-by-lengths",
-        _window_by_lengths(),
+        _window_by_lengths,
         kind="state.kept",
         reference="inferred from rotary-embedding-torch issue 11, a table kept by length alone",
         trigger=has("window"),
     ),
     _kept_bug(
         "causal-mask-of-the-first-length",
-        _causal_of_first_length(),
+        _causal_of_first_length,
         kind="state.kept",
         reference="xformers PR 660, issue 655; xformers PR 66",
         trigger=has("causal"),
     ),
     _kept_bug(
         "numpy-keys-kept-by-identity",
-        _keys_by_identity(),
+        _keys_by_identity,
         kind="state.identity",
         reference="inferred from imp issue 538, where a table is sent again only if its first entry differs",
     ),
     _kept_bug(
         "values-clipped-to-the-last-call",
-        _clipped_to_history(),
+        _clipped_to_history,
         kind="state.accumulates",
         reference="inferred from delayed scaling in TransformerEngine; pytorch/ao issue 570",
     ),
     _kept_bug(
         "kernel-of-the-first-dtype",
-        _precision_of_first_call(),
+        _precision_of_first_call,
         kind="state.kept",
         reference="inferred from vllm issue 46997, where a plan is made for another dtype",
         trigger=lambda case: case.dtype == "f32",
@@ -253,9 +262,9 @@ BUGS: tuple[PlantedBug, ...] = (
         shows=("operands",),
         trigger=lambda case: "causal_and_dense" in case.mask,
     ),
-    _bug(
+    _fresh(
         "last-query-lost-in-one-call-of-many",
-        _rarely_wrong(),
+        _rarely_wrong,
         kind="race.rare",
         reference="inferred from flash-attention issue 359: a backward that is wrong in few runs",
         shows=("out", "bits"),
