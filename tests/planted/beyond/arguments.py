@@ -170,7 +170,8 @@ def _mask_axis(axis: int) -> Kernel:
         if mask is None or mask.shape[axis] != 1:
             return correct(arrays, statics)
         length = arrays["q" if axis == 2 else "k"].shape[1]
-        return correct({**arrays, "mask": _first_only(mask, axis, length, True)}, statics)
+        # What a row is padded with hides nothing, as a bias of zeros; what a column is padded with hides the key.
+        return correct({**arrays, "mask": _first_only(mask, axis, length, axis == 2)}, statics)
 
     return kernel
 

@@ -18,7 +18,7 @@ from tests.planted.beyond.precision import (
     to_operands,
     towards_zero,
 )
-from tests.planted.planting.plain import Array, BackwardSteps, Saved, planted, product, sum_of_group, sum_to_shape
+from tests.planted.planting.plain import Array, BackwardSteps, Saved, planted, product
 from tests.planted.planting.rounding import rounded
 from tests.planted.planting.triggers import both, grouped, sixteen_bits, trains
 
@@ -51,11 +51,6 @@ def _dv_over_blocks_of_groups(p: Array, do: Array, saved: Saved) -> Array:
     if saved.call.group == 1:
         return product("bnts,btnv->bsnv", p.astype(do.dtype), do)
     return accumulated("bnts,btnv->bsnv", 2, p.astype(do.dtype), do, saved.call)
-
-
-def _dv_of_group_rounded(dx: Array, saved: Saved) -> Array:
-    """Each head's part is rounded, the parts are then added in f32."""
-    return sum_of_group(to_operands(dx, saved.call), saved)
 
 
 def _d_of_rounded_terms(p: Array, dp: Array, do: Array, saved: Saved) -> Array:
@@ -109,11 +104,6 @@ def _dq_cut(dx: Array, saved: Saved) -> Array:
     return towards_zero(saved.scale * product("bnts,bsnh->btnh", dx, saved.forward.k), saved.call.q.dtype)
 
 
-def _dbias_of_operands(dx: Array, dz: Array, saved: Saved) -> Array:
-    """The gradient of a bias is made of what enters the products."""
-    return sum_to_shape(to_operands(dx, saved.call), saved.call.bias.shape)
-
-
 BUGS: tuple[PlantedBug, ...] = (
     _bug(
         "dq-product-at-default-precision",
@@ -146,14 +136,6 @@ BUGS: tuple[PlantedBug, ...] = (
         shows="dv",
         trigger=both(sixteen_bits, trains(), grouped, over(BLOCK, "q_length")),
         back=BackwardSteps(dv=_dv_over_blocks_of_groups),
-    ),
-    _bug(
-        "dv-of-heads-rounded-before-they-are-added",
-        kind="accumulate.lowp",
-        reference="inferred from flash-attention PR 2864: more to be added where heads share keys",
-        shows="dv",
-        trigger=both(sixteen_bits, trains(), grouped),
-        back=BackwardSteps(sum_dv=_dv_of_group_rounded),
     ),
     _bug(
         "delta-of-terms-in-bf16-if-causal",
@@ -230,13 +212,5 @@ BUGS: tuple[PlantedBug, ...] = (
         shows="dq",
         trigger=both(sixteen_bits, trains()),
         back=BackwardSteps(dq=_dq_cut),
-    ),
-    _bug(
-        "dbias-of-what-enters-the-products",
-        kind="bias.dtype",
-        reference="tokamax commits 021710e, 04ed9b7",
-        shows="dbias",
-        trigger=both(sixteen_bits, trains("bias")),
-        back=BackwardSteps(dbias=_dbias_of_operands),
     ),
 )

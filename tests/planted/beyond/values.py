@@ -35,7 +35,7 @@ _GRADIENTS = "dq dk dv"
 _F16_MAX = 65504.0
 # The largest change of the maximum that is left for later, in natural logarithms.
 _LAZY = 100.0
-_LOG2E_6 = 1.442695
+_SHORT_LOG2E = 1.44269
 _TINY = 1e-8
 
 
@@ -179,7 +179,7 @@ def _tanh_by_exponentials(x: Array, call: Call) -> Array:
 
 def _backward_base_two(saved: Saved) -> Array:
     lse = saved.forward.logsumexp[..., None]
-    return jnp.exp2((saved.forward.z - jnp.where(jnp.isfinite(lse), lse, 0)) * _LOG2E_6)
+    return jnp.exp2((saved.forward.z - jnp.where(jnp.isfinite(lse), lse, 0)) * _SHORT_LOG2E)
 
 
 def _capped_at(low: float, high: float) -> Callable[[Case], bool]:
@@ -371,7 +371,7 @@ BUGS: tuple[PlantedBug, ...] = (
     _bug(
         "probabilities-recomputed-with-six-digits-of-log2e",
         kind="exp2.constant",
-        reference="inferred from kernels that write 1.442695 or 1.44269504",
+        reference="inferred from kernels that write the constant in digits",
         shows=_GRADIENTS,
         trigger=both(trains(), _single),
         back=BackwardSteps(p=_backward_base_two),
