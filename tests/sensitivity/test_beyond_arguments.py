@@ -10,6 +10,7 @@ import functools
 
 import pytest
 
+from cases.case import parse
 from conformance.asking.judgement import Judgement
 from conformance.calling.plain import from_function
 from conformance.contract import Implementation, structured_mask
@@ -27,10 +28,18 @@ from tests.planted.beyond import (
 )
 from tests.planted.planting import blockwise, plain
 from tests.planted.planting.steps import BlockSteps
+from tests.planted.planting.witness import asked
 from tests.sensitivity.beyond_witnesses import WITNESSES
 
 MODULES = (arguments, segment_ids, values, precision, precision_backward, state, derivatives)
 BUGS: tuple[PlantedBug, ...] = tuple(bug for module in MODULES for bug in module.BUGS)
+# What calls and transformations alone bring out is right here, with every operand.
+WITH_EVERYTHING = "train/f32/B2.T48.S48.N4.K2.H16.V16/causal/seg/softcap30/sinks/bias/normal/s1"
+# Each lacks what the other has; a bug whose condition neither case lacks is one of values or of calls.
+PLAIN_CASES = (
+    "train/f32/B1.T48.S48.N2.K2.H16.V16/full/normal/s1",
+    "prefill/bf16/B1.T48.S48.N2.K2.H16.V16/full/normal/s1",
+)
 BLOCKWISE = {"pivot-raised-too-late", "pivot-over-hidden-logits"}
 
 
@@ -82,3 +91,19 @@ def test_the_kernel_without_the_bug_is_right_there(bug: PlantedBug) -> None:
         found = WITNESSES[bug.name](correct(kind))
         assert [(j.observable, j.verdict, j.reason) for j in found if j.verdict in (FAIL, ERROR)] == []
         assert any(judgement.verdict == PASS for judgement in found)
+
+
+@pytest.mark.bank
+@pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
+def test_a_planted_bug_is_right_where_its_condition_is_absent(bug: PlantedBug) -> None:
+    absent = [case for case in PLAIN_CASES if not bug.trigger(parse(case))]
+    for case in absent[:1]:
+        found = asked(case)(bug.build())
+        assert [(j.observable, j.verdict, j.reason) for j in found if j.verdict in (FAIL, ERROR)] == []
+
+
+@pytest.mark.bank
+@pytest.mark.parametrize("bug", [*state.BUGS, *derivatives.BUGS], ids=lambda bug: bug.name)
+def test_a_bug_of_calls_and_transformations_is_right_in_a_plain_call(bug: PlantedBug) -> None:
+    found = asked(WITH_EVERYTHING)(bug.build())
+    assert [(j.observable, j.verdict, j.reason) for j in found if j.verdict in (FAIL, ERROR)] == []

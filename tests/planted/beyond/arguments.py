@@ -34,7 +34,8 @@ def _window(change: Callable[[Any, Any, Arrays], Any]) -> Kernel:
     def kernel(arrays: Arrays, statics: Statics) -> Any:
         if statics["window"] is None:
             return correct(arrays, statics)
-        return correct(arrays, {**statics, "window": change(*statics["window"], arrays)})
+        left, right = statics["window"]
+        return correct(arrays, {**statics, "window": change(left, right, arrays)})
 
     return kernel
 
@@ -158,6 +159,7 @@ def _logits_in_dtype_of_bias(x: Array, bias: Array, call: Call) -> Array:
 def _last_of_shared_rows(dx: Array, dz: Array, saved: Saved) -> Array:
     """Where all rows share a bias that heads do not, each block of rows overwrites the gradient of the one before."""
     bias = saved.call.bias
+    assert bias is not None
     if bias.shape[2] == 1 and bias.shape[1] > 1:
         start = (dx.shape[2] - 1) // _BLOCK * _BLOCK
         dx = dx[:, :, start:]
@@ -215,14 +217,14 @@ _scale_bug = functools.partial(_bug, shows=_FORWARD, trigger=has("scale"))
 BUGS: tuple[PlantedBug, ...] = (
     _window_bug(
         "window-unbounded-left-is-zero",
-        _window(lambda left, right, arrays: (left or 0, right)),
+        _window(lambda left, right, _: (left or 0, right)),
         kind="window.sentinel-mixup",
         reference="inferred from TransformerEngine issue 3528, where an unbounded side is a number",
         trigger=_sided("l"),
     ),
     _window_bug(
         "window-unbounded-right-is-zero",
-        _window(lambda left, right, arrays: (left, right or 0)),
+        _window(lambda left, right, _: (left, right or 0)),
         kind="window.sentinel-mixup",
         reference="inferred from TransformerEngine issue 3528, where an unbounded side is a number",
         trigger=_sided("r"),

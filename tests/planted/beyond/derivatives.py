@@ -41,7 +41,7 @@ def _with_pullback(change: Change) -> Kernel:
             values, wanted = saved
             moving = {name: x for name, x in values.items() if name not in _FIXED}
             _, pullback = jax.vjp(lambda m: correct({**values, **m}, statics), moving)
-            given = jax.tree.map(_instantiated, cotangent, is_leaf=lambda x: hasattr(x, "instantiate"))
+            given = jax.tree.map(_instantiated, cotangent, is_leaf=_is_symbolic)
             pulled = change(pullback(given)[0], wanted)
             return ({**jax.tree.map(lambda _: None, values), **pulled},)
 
@@ -51,8 +51,12 @@ def _with_pullback(change: Change) -> Kernel:
     return kernel
 
 
+def _is_symbolic(x: Any) -> bool:
+    return isinstance(x, jax.custom_derivatives.SymbolicZero)
+
+
 def _instantiated(x: Any) -> Any:
-    return x.instantiate() if hasattr(x, "instantiate") else x
+    return jnp.zeros(x.shape, x.dtype) if _is_symbolic(x) else x
 
 
 def _only_with(name: str, *others: str) -> Change:

@@ -184,8 +184,8 @@ def no_wider_than_without(subject: Subject) -> Iterator[Judgement]:
 
 def repeated(subject: Subject) -> Iterator[Judgement]:
     """The same call many times gives the same bits."""
-    call, arrays = subject.executor.bind(subject.problem)
-    call = jax.jit(plain)
+    plainly, arrays = subject.executor.bind(subject.problem)
+    call = jax.jit(plainly)
     found = {np.asarray(call(arrays)).tobytes() for _ in range(_REPEATED)}
     verdict = records.PASS if len(found) == 1 else records.FAIL
     yield Judgement(observable="bits", verdict=verdict, reason=f"{len(found)} results of {_REPEATED} equal calls")
