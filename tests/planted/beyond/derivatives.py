@@ -253,7 +253,7 @@ BUGS: tuple[PlantedBug, ...] = (
         "vmap-shares-first-cotangent-if-alone",
         _first_cotangent,
         kind="vmap.partial-axes",
-        reference="jax issue 38495: a Jacobian maps the backward over cotangents alone",
+        reference="inferred from jax issue 38495: a Jacobian maps the backward over cotangents alone",
         shows=("dq", "dk", "dv"),
         trigger=trains(),
     ),

@@ -152,7 +152,7 @@ BUGS: tuple[PlantedBug, ...] = (
     _bug(
         "out-accumulated-in-operands-dtype-if-causal",
         kind="accumulate.lowp",
-        reference="helion PR 2141, where each step of a sum passes through bf16; inferred for the causal route",
+        reference="inferred from helion PR 2141, where each step of a sum passes through bf16",
         shows="out",
         trigger=both(sixteen_bits, has("causal"), over(BLOCK, "kv_length")),
         steps=_values_if(lambda call: masked_by(Causal, call)),

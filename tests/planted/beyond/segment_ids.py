@@ -94,7 +94,7 @@ BUGS: tuple[PlantedBug, ...] = (
         "segments-zero-is-padding",
         _segments(_zero_is_padding),
         kind="seg.pad0",
-        reference="NeMo Automodel PR 3704: an id of 0 is taken for none; inferred for segment ids",
+        reference="inferred from NeMo Automodel PR 3704, where an id of 0 is taken for none",
     ),
     _bug(
         "segments-below-zero-are-padding",
@@ -118,7 +118,7 @@ BUGS: tuple[PlantedBug, ...] = (
         "segments-compared-in-f32",
         _segments(_in_f32),
         kind="seg.width",
-        reference="inferred from TPU kernels that compare in f32 for want of an integer product",
+        reference="inferred from kernels that hold ids as floats",
     ),
     _bug(
         "segments-found-by-bisection",
@@ -130,7 +130,7 @@ BUGS: tuple[PlantedBug, ...] = (
         "segments-blocks-skipped-by-first-and-last",
         _segments(_blocks_by_first_and_last),
         kind="seg.sorted",
-        reference="inferred from block skipping in tokamax, which goes by the range of ids",
+        reference="inferred from block skipping that goes by the range of ids",
     ),
     _bug(
         "segments-that-come-back-are-others",

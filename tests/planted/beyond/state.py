@@ -197,7 +197,7 @@ BUGS: tuple[PlantedBug, ...] = (
         "eager-mask-kept-by-shape",
         lambda: _kept("mask"),
         kind="state.kept",
-        reference="Model-Optimizer PR 1343, a mask kept by too little; vllm-ascend issue 2428",
+        reference="inferred from Model-Optimizer PR 1343, where a mask is kept by too little",
         trigger=lambda case: case.mask not in ("full", "causal"),
     ),
     _kept_bug(
