@@ -1,1 +1,1 @@
-"""Bugs of classes that lie beyond the grid they were written against."""
+"""Planted bugs beyond the grid that there was when they were written."""
