@@ -143,6 +143,10 @@ def slabs(problem: Problem, empty_rows: EmptyRows = "zero") -> Iterator[Slab]:
     full = (batch, num_q_heads, problem.q.shape[1], problem.k.shape[1])
     allowed = np.broadcast_to(problem.allowed, full)
     bias = None if problem.bias is None else np.broadcast_to(problem.bias.astype(np.float64), full)
+    if bias is not None and problem.soft_cap is None:
+        # A cap would make it finite. Without one it hides the key, and nothing of it is left to be rounded.
+        hidden = np.isneginf(bias)
+        allowed, bias = allowed & ~hidden, np.where(hidden, 0.0, bias)
     dead = problem.dead_keys[..., None]
     mean_needs_v = empty_rows == "mean" and problem.sinks is None
     k = np.where(dead, 0, problem.keys)
