@@ -253,17 +253,23 @@ def _huge_coordinate(scale: float) -> tuple[float, float]:
 # infinity in some (-1e4), and zero.
 _LEVELS = (0.0, 81.0, -81.0, 90.0, -90.0, 105.0, -105.0, 130.0, -130.0, 1100.0, -1100.0, 1.1e4, -1.1e4)
 _LEVEL_KEY = 16.0
+_JUMP = 95.0
 
 
 def _lifted(case: Case, q: np.ndarray, k: np.ndarray, scale: float) -> tuple[np.ndarray, np.ndarray]:
     """Every query has its logits around one of `_LEVELS`; some queries are zero, and some keys the same as others.
 
-    As in `huge`, one coordinate lifts all logits of a query without touching their differences.
+    As in `huge`, one coordinate lifts all logits of a query without touching their differences. For one query in four
+    another coordinate lifts the second half of the keys, by more than exp can bear. Some keys are zero.
     """
     level = np.take(_LEVELS, np.arange(case.q_length), mode="wrap")
     mantissa, exponent = np.frexp(level / (scale * _LEVEL_KEY))
     q[..., 0], k[..., 0] = np.ldexp(np.round(mantissa * 256), exponent - 8)[:, None], _LEVEL_KEY
+    q[..., 1], k[..., 1] = 0.0, 0.0
+    q[:, 1::4, :, 1] = 2.0 ** math.ceil(math.log2(_JUMP / (scale * _LEVEL_KEY)))
+    k[:, case.kv_length // 2 :, :, 1] = _LEVEL_KEY
     q[:, :: len(_LEVELS)] = 0.0
+    k[:, 5::11] = 0.0
     k[:, 4::5] = k[:, 3::5][:, : k[:, 4::5].shape[1]]
     return q, k
 

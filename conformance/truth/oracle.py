@@ -135,6 +135,10 @@ class Forward:
     max_logits: Array
 
 
+# Its exponential is zero, as that of minus infinity is, and what is multiplied by zero stays a number.
+_NO_SINK = -1e30
+
+
 def slabs(problem: Problem, empty_rows: EmptyRows = "zero") -> Iterator[Slab]:
     """The problem cut into its key/value heads, in float64; operands behind the mask become zeros."""
     batch, _, num_q_heads, _ = problem.q.shape
@@ -164,7 +168,7 @@ def slabs(problem: Problem, empty_rows: EmptyRows = "zero") -> Iterator[Slab]:
                 v=v[b, :, h],
                 allowed=allowed[b, heads],
                 bias=None if bias is None else bias[b, heads],
-                sinks=None if problem.sinks is None else problem.sinks[heads].astype(np.float64),
+                sinks=None if problem.sinks is None else np.maximum(problem.sinks[heads].astype(np.float64), _NO_SINK),
                 soft_cap=problem.soft_cap,
                 scale=problem.effective_scale,
                 empty_rows=empty_rows,
