@@ -1,6 +1,7 @@
-"""The axes that cases vary along, their levels, and which levels exclude each other.
+"""The model of features: every mask, operand and distribution of values, at a few lengths and head counts.
 
 A level is a set of `Case` fields; a mask level is a template that becomes a mask spec once the lengths are known.
+`cases.sizes` is the other model.
 """
 
 from __future__ import annotations
@@ -11,36 +12,9 @@ from typing import Any
 
 from cases.case import Case
 from cases.mask_spec import KINDS, Kind
-from cases.operands import BIASES, OPTIONAL, SEGMENTS
+from cases.model import Axis, Lengths, Model
+from cases.operands import OPTIONAL
 from cases.quantized import KV_CACHES
-
-
-@dataclasses.dataclass(frozen=True)
-class Axis:
-    """A name and its levels, the plainest first."""
-
-    name: str
-    levels: tuple[Any, ...]
-    rich: Any = None  # the level of the case that has every operand, as far as it is supported
-    rare: bool = False  # few implementations support more than its first level; the others' grids leave the axis out
-    cheap: bool = False  # cases that differ in it alone share compiled programs
-
-    def stand_ins(self) -> list[tuple[int, int]]:
-        """The stand-ins, `(level, the other)` by index: asked only of implementations that do not support the other."""
-        lengths = [(n, level) for n, level in enumerate(self.levels) if isinstance(level, Lengths)]
-        places = {(level.q, level.kv): n for n, level in lengths}
-        return [(n, places[level.instead_of]) for n, level in lengths if level.instead_of is not None]
-
-
-@dataclasses.dataclass(frozen=True)
-class Lengths:
-    """A level of the lengths axis."""
-
-    phase: str
-    q: int
-    kv: int
-    turns: bool = False  # whether q and kv change places in some cases (`_placed`)
-    instead_of: tuple[int, int] | None = None  # only for what does not support these lengths
 
 
 def _offset(value: int) -> str:
@@ -112,6 +86,11 @@ def _levels_of(kind: Kind) -> dict[str, _Level]:
 _MASKS = {level: spec for kind in KINDS for level, spec in _levels_of(kind).items()} | {"lengths_edges": _lengths_edges}
 
 
+_PREFILL = Lengths("prefill", 64, 320)
+_DECODE = Lengths("decode", 1, 200)
+_ODD = Lengths("train", 321, 321)  # one more than a multiple of 32 and 64
+_THREE = Lengths("train", 384, 384, instead_of=_ODD)
+
 AXES: tuple[Axis, ...] = (
     Axis(
         "lengths",
@@ -120,13 +99,18 @@ AXES: tuple[Axis, ...] = (
             Lengths("train", 48, 200),
             Lengths("train", 384, 100),
             Lengths("train", 1, 72),
-            Lengths("prefill", 64, 320),
-            Lengths("decode", 1, 200),
+            _PREFILL,
+            _DECODE,
             # The dearest levels are last: a case that may have any level gets an early one.
-            Lengths("train", 321, 321),  # odd, and one more than a multiple of 32 and 64
+            _ODD,
             Lengths("train", 40, 1500, turns=True),
             # Equal, and no multiple of a block: for kernels that take lengths below their block, or multiples of it.
-            Lengths("train", 100, 100, instead_of=(321, 321)),
+            Lengths("train", 100, 100, instead_of=_ODD),
+            # Three and more whole blocks, for kernels that take multiples of 128, of 256 or of 512.
+            _THREE,
+            Lengths("train", 1536, 1536, instead_of=_THREE),
+            Lengths("prefill", 128, 512, instead_of=_PREFILL),
+            Lengths("decode", 1, 1024, instead_of=_DECODE),
         ),
     ),
     Axis(
@@ -142,9 +126,9 @@ AXES: tuple[Axis, ...] = (
     # (batch, query heads, key/value heads): B == K in one of them on purpose, and all sizes distinct in another.
     Axis("heads", ((1, 2, 2), (2, 4, 2), (1, 6, 2), (3, 2, 1), (1, 2, 1)), rich=(2, 4, 2)),
     Axis("depths", ((64, 64), (32, 32), (16, 48), (72, 40), (128, 128)), rich=(16, 48)),
-    Axis("bias", (None, *BIASES), rich="biashead"),
+    Axis("bias", (None, "bias", "biashead", "biaskey"), rich="biashead"),
     Axis("dtype", ("f32", "bf16", "f16")),
-    Axis("segments", (None, *SEGMENTS), rich="seg"),
+    Axis("segments", (None, "seg", "segpad"), rich="seg"),
     Axis("soft_cap", (None, 2.0, 30.0), rich=30.0),
     Axis("sinks", (False, True), rich=True),
     Axis("scale", (None, 0.3), rich=0.3),
@@ -241,3 +225,6 @@ def assemble(levels: Mapping[str, Any], seed: int) -> Case:
         dtype=levels["dtype"],
         **{operand.field: levels[operand.field] for operand in OPTIONAL},
     )
+
+
+MODEL = Model(AXES, compatible, assemble)

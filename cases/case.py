@@ -21,7 +21,7 @@ from cases.operands import OPTIONAL, REMOVABLE, OptionalOperand
 
 PHASES = ("train", "prefill", "decode")
 DTYPES = ("f32", "bf16", "f16")
-DISTRIBUTIONS = ("normal", "small", "large", "heavy", "dominant", "cancel", "ties", "knee", "huge")
+DISTRIBUTIONS = ("normal", "small", "large", "heavy", "dominant", "cancel", "ties", "knee", "huge", "levels")
 
 _SHAPE = re.compile(r"B(\d+)\.T(\d+)\.S(\d+)\.N(\d+)\.K(\d+)\.H(\d+)\.V(\d+)")
 _FRONT_END = re.compile(r"front-([a-z0-9-]+)")

@@ -15,12 +15,11 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Mapping
-from typing import Any
 
-from cases import covering
-from cases.axes import AXES, NAMES, assemble, compatible
+from cases import axes, covering
 from cases.case import Case
 from cases.covering import Coverage, Partial, Row
+from cases.model import Model
 from cases.operands import REMOVABLE
 
 STRENGTH = {"quick": 2, "standard": 3, "deep": 4}
@@ -31,8 +30,6 @@ Supports = Callable[[Case], "str | None"]
 _OPERAND_AXES = (*(operand.field for operand in REMOVABLE), "mask", "kv_cache", "own_window")
 _RICH_AXES = ("mask", *(operand.field for operand in REMOVABLE), "heads", "depths")
 
-_SIZES = tuple(len(axis.levels) for axis in AXES)
-
 
 @dataclasses.dataclass(frozen=True)
 class Grid:
@@ -41,7 +38,7 @@ class Grid:
     Attributes:
       level: `quick`, `standard` or `deep`.
       cases: those of the covering array.
-      rows: for each of `cases`, its level on every axis of `cases.axes.AXES`.
+      rows: for each of `cases`, its level on every axis of the model.
       singles: the base, then cases that have one optional operand or one mask more.
       rich: the rich case, if any case is supported.
       declined: one case for each level that is not supported.
@@ -57,14 +54,24 @@ class Grid:
     coverage: Coverage
 
 
-def grid(level: str, seed: int, supports: Supports = lambda case: None) -> Grid:
-    """The grid at `level` for an implementation that declines cases by `supports`."""
-    support = _Support(supports, seed)
+def grid(
+    level: str, seed: int, supports: Supports = lambda case: None, model: Model = axes.MODEL, *, strength: int = 0
+) -> Grid:
+    """The grid at `level` for an implementation that declines cases by `supports`.
+
+    Args:
+      level: `quick`, `standard` or `deep`.
+      seed: of the cases.
+      supports: why a case is not supported.
+      model: what the array covers.
+      strength: how many levels are covered together, if not as many as `STRENGTH` says.
+    """
+    support = _Support(supports, seed, model)
     matrix = support.matrix()
-    rows, coverage = _rows(STRENGTH[level], matrix)
+    rows, coverage = _rows(strength or STRENGTH[level], matrix, model)
     cases: dict[Case, Row] = {}
     for row in rows:
-        cases.setdefault(_case(row, seed), row)
+        cases.setdefault(_case(row, seed, model), row)
     return Grid(
         level=level,
         cases=tuple(cases),
@@ -80,18 +87,10 @@ def _unique(cases: list[Case]) -> tuple[Case, ...]:
     return tuple(dict.fromkeys(cases))
 
 
-def _levels(row: Partial) -> dict[str, Any]:
-    return {NAMES[a]: AXES[a].levels[level] for a, level in enumerate(row) if level is not None}
-
-
 @functools.lru_cache(maxsize=1 << 14)
-def _case(row: Row, seed: int) -> Case:
+def _case(row: Row, seed: int, model: Model) -> Case:
     """The case of a row. Kept, since every implementation's support is asked through the same few thousand cases."""
-    return assemble(_levels(row), seed)
-
-
-def _allowed(row: Partial) -> bool:
-    return compatible(_levels(row))
+    return model.assemble(model.levels(row), seed)
 
 
 Matrix = frozenset[tuple[tuple[int, int], tuple[int, int]]]
@@ -99,52 +98,50 @@ Matrix = frozenset[tuple[tuple[int, int], tuple[int, int]]]
 
 
 @functools.lru_cache(maxsize=32)
-def _rows(strength: int, excluded: Matrix) -> tuple[tuple[Row, ...], Coverage]:
+def _rows(strength: int, excluded: Matrix, model: Model) -> tuple[tuple[Row, ...], Coverage]:
     def feasible(partial: Partial) -> bool:
         assigned = [(a, level) for a, level in enumerate(partial) if level is not None]
         pairs = itertools.combinations_with_replacement(assigned, 2)
-        return _allowed(partial) and not any(pair in excluded for pair in pairs)
+        return model.compatible(model.levels(partial)) and not any(pair in excluded for pair in pairs)
 
     # A rare axis of which only the first level is left would only disturb the order in which rows are found.
-    kept = [a for a, axis in enumerate(AXES) if not axis.rare or _supported(a, excluded)]
-    sizes = [_SIZES[a] for a in kept]
+    kept = [a for a, axis in enumerate(model.axes) if not axis.rare or _supported(a, excluded, model)]
+    sizes = [model.sizes[a] for a in kept]
 
     def whole(partial: Partial) -> Partial:
         levels = dict(zip(kept, partial, strict=True))
-        return tuple(levels.get(a, 0) for a in range(len(AXES)))
+        return tuple(levels.get(a, 0) for a in range(len(model.axes)))
 
     # Every level has the rows of `quick`: what is seen there is seen at all of them.
-    start = [tuple(row[a] for a in kept) for row in _rows(strength - 1, excluded)[0]] if strength > 2 else []
-    rows = covering.build(sizes, strength, lambda row: feasible(whole(row)), start=start, cheap=_cheap_among(kept))
+    start = [tuple(row[a] for a in kept) for row in _rows(strength - 1, excluded, model)[0]] if strength > 2 else []
+    cheap = next(place for place, axis in enumerate(kept) if model.axes[axis].cheap)
+    rows = covering.build(sizes, strength, lambda row: feasible(whole(row)), start=start, cheap=cheap)
     counted = covering.coverage(rows, sizes, strength, lambda partial: feasible(whole(partial)))
     return tuple(tuple(level or 0 for level in whole(row)) for row in rows), counted
 
 
-def _cheap_among(kept: list[int]) -> int:
-    return next(place for place, axis in enumerate(kept) if AXES[axis].cheap)
-
-
-def _supported(axis: int, excluded: Matrix) -> bool:
+def _supported(axis: int, excluded: Matrix, model: Model) -> bool:
     """Whether a level of the axis other than its first is supported."""
-    return any(((axis, level),) * 2 not in excluded for level in range(1, _SIZES[axis]))
+    return any(((axis, level),) * 2 not in excluded for level in range(1, model.sizes[axis]))
 
 
 class _Support:
     """What an implementation supports, found out by cases that differ from the base in one or two levels."""
 
-    def __init__(self, supports: Supports, seed: int) -> None:
+    def __init__(self, supports: Supports, seed: int, model: Model) -> None:
         self._supports = supports
         self._seed = seed
+        self._model = model
+        self._items = [(a, level) for a, size in enumerate(model.sizes) for level in range(size)]
         self._base = self._find_base()
 
     def matrix(self) -> Matrix:
         """What stays out of the array: unsupported levels, stand-ins for supported ones, other unsupported pairs."""
-        items = [(a, level) for a, size in enumerate(_SIZES) for level in range(size)]
-        single = {item for item in items if self._reason(item) is not None}
-        stand_ins = ((a, pair) for a, axis in enumerate(AXES) for pair in axis.stand_ins())
+        single = {item for item in self._items if self._reason(item) is not None}
+        stand_ins = ((a, pair) for a, axis in enumerate(self._model.axes) for pair in axis.stand_ins())
         single |= {(a, level) for a, (level, other) in stand_ins if (a, other) not in single}
         excluded = {(item, item) for item in single}
-        asked = [item for item in items if item not in single]
+        asked = [item for item in self._items if item not in single]
         for one, other in itertools.combinations(asked, 2):
             if one[0] != other[0] and self._reason(one, other) is not None:
                 excluded.add((one, other))
@@ -152,34 +149,39 @@ class _Support:
 
     def singles(self) -> list[Case]:
         """The base, then one case for each supported level of the optional operands and the mask."""
-        if self._supports(_case(self._base, self._seed)) is not None:
+        base = _case(self._base, self._seed, self._model)
+        if self._supports(base) is not None:
             return []
-        axes = [NAMES.index(name) for name in _OPERAND_AXES]
-        items = [(a, level) for a in axes for level in range(_SIZES[a]) if level != self._base[a]]
-        return [_case(self._base, self._seed)] + [self._case(item) for item in items if self._reason(item) is None]
+        order = [self._model.names.index(name) for name in _OPERAND_AXES if name in self._model.names]
+        items = [(a, level) for a in order for level in range(self._model.sizes[a]) if level != self._base[a]]
+        return [base] + [self._case(item) for item in items if self._reason(item) is None]
 
     def rich(self) -> tuple[Case, ...]:
         """The base with as many levels of a rich case as are supported together."""
         row = self._base
-        for axis in map(NAMES.index, _RICH_AXES):
-            moved = _moved(row, (axis, AXES[axis].levels.index(AXES[axis].rich)))
-            if _allowed(moved) and self._supports(_case(moved, self._seed)) is None:
+        for place in (self._model.names.index(name) for name in _RICH_AXES if name in self._model.names):
+            axis = self._model.axes[place]
+            if axis.rich is None:
+                continue
+            moved = _moved(row, (place, axis.levels.index(axis.rich)))
+            if _allowed(moved, self._model) and self._supports(_case(moved, self._seed, self._model)) is None:
                 row = moved
-        case = _case(row, self._seed)
+        case = _case(row, self._seed, self._model)
         return (case,) if self._supports(case) is None else ()
 
     def declined(self) -> list[Case]:
-        """One case for each level that is not supported."""
-        items = ((a, level) for a, size in enumerate(_SIZES) for level in range(size))
+        """One case for each level that is not supported, but for stand-ins: what they stand for is there already."""
+        stand_ins = {(a, level) for a, axis in enumerate(self._model.axes) for level, _ in axis.stand_ins()}
+        items = (item for item in self._items if item not in stand_ins)
         return [self._case(item) for item in items if self._reason(item) is not None]
 
     def _find_base(self) -> Row:
         """The base: the first level of every axis if that is supported, else with other levels on one axis or two."""
-        plain = (0,) * len(_SIZES)
-        items = [(a, level) for a, size in enumerate(_SIZES) for level in range(size)]
+        plain = (0,) * len(self._model.axes)
+        items = self._items
         for moves in itertools.chain(((),), ((i,) for i in items), itertools.combinations(items, 2)):
             row = _moved(plain, *moves)
-            if _allowed(row) and self._supports(_case(row, self._seed)) is None:
+            if _allowed(row, self._model) and self._supports(_case(row, self._seed, self._model)) is None:
                 return row
         return plain
 
@@ -191,24 +193,25 @@ class _Support:
     def _case(self, item: tuple[int, int]) -> Case:
         cases = self._candidates(item)
         if not cases:
-            raise ValueError(f"no case has level {AXES[item[0]].levels[item[1]]!r} of axis {NAMES[item[0]]}")
+            axis = self._model.axes[item[0]]
+            raise ValueError(f"no case has level {axis.levels[item[1]]!r} of axis {axis.name}")
         return next((case for case in cases if self._supports(case) is None), cases[0])
 
     def _candidates(self, *items: tuple[int, int]) -> list[Case]:
         """Cases with the levels `items`, otherwise as plain as they allow."""
-        return [_case(row, self._seed) for row in _candidates(self._base, items)]
+        return [_case(row, self._seed, self._model) for row in _candidates(self._base, items, self._model)]
 
 
 @functools.lru_cache(maxsize=1 << 14)
-def _candidates(base: Row, items: tuple[tuple[int, int], ...]) -> tuple[Row, ...]:
+def _candidates(base: Row, items: tuple[tuple[int, int], ...], model: Model) -> tuple[Row, ...]:
     """Rows with the levels `items`, otherwise as `base` as far as they allow.
 
     Kept, since most implementations have the same base, and mending a row tries a thousand others.
     """
     row = _moved(base, *items)
-    rows = _repaired(row, dict(items))
+    rows = _repaired(row, dict(items), model)
     if not rows and len(items) == 1:
-        rows = _repaired(row, dict(items), moves=2)
+        rows = _repaired(row, dict(items), model, moves=2)
     return tuple(rows)
 
 
@@ -217,14 +220,18 @@ def _moved(row: Row, *items: tuple[int, int]) -> Row:
     return tuple(moved.get(a, level) for a, level in enumerate(row))
 
 
-def _repaired(row: Row, fixed: Mapping[int, int], moves: int = 1) -> list[Row]:
+def _allowed(row: Partial, model: Model) -> bool:
+    return model.compatible(model.levels(row))
+
+
+def _repaired(row: Row, fixed: Mapping[int, int], model: Model, moves: int = 1) -> list[Row]:
     """The row. If its levels exclude each other, all rows that mend it on `moves` axes: a knee needs a cap."""
-    if _allowed(row):
+    if _allowed(row, model):
         return [row]
-    free = [axis for axis in range(len(_SIZES)) if axis not in fixed]
+    free = [axis for axis in range(len(model.axes)) if axis not in fixed]
     candidates = (
         _moved(row, *zip(axes, levels, strict=True))
         for axes in itertools.combinations(free, moves)
-        for levels in itertools.product(*(range(_SIZES[axis]) for axis in axes))
+        for levels in itertools.product(*(range(model.sizes[axis]) for axis in axes))
     )
-    return [candidate for candidate in candidates if _allowed(candidate)]
+    return [candidate for candidate in candidates if _allowed(candidate, model)]

@@ -232,6 +232,8 @@ def _queries_keys_values(case: Case, attempt: int) -> tuple[np.ndarray, np.ndarr
         v[:, 1::2] = -v[:, 0::2][:, :odd] * (1 - 2**-6)
     elif case.distribution == "ties":
         k = k[:, np.arange(case.kv_length) % min(3, case.kv_length)]
+    elif case.distribution == "levels":
+        q, k = _lifted(case, q, k, scale)
     elif case.distribution == "huge":
         # One coordinate, the same in every key, lifts all logits of a query without touching their differences, and
         # lowers those of the next.
@@ -245,6 +247,31 @@ def _huge_coordinate(scale: float) -> tuple[float, float]:
     k = 2.0**11
     mantissa, exponent = math.frexp(_HUGE_LOGIT / (scale * k))
     return k, math.ldexp(math.ceil(mantissa * 256), exponent - 8)
+
+
+# Logits at which kernels clip, mask or start: where exp overflows and underflows in f32 and f16, what stands for minus
+# infinity in some (-1e4), and zero.
+_LEVELS = (0.0, 81.0, -81.0, 90.0, -90.0, 105.0, -105.0, 130.0, -130.0, 1100.0, -1100.0, 1.1e4, -1.1e4)
+_LEVEL_KEY = 16.0
+_JUMP = 95.0
+
+
+def _lifted(case: Case, q: np.ndarray, k: np.ndarray, scale: float) -> tuple[np.ndarray, np.ndarray]:
+    """Every query has its logits around one of `_LEVELS`; some queries are zero, and some keys the same as others.
+
+    As in `huge`, one coordinate lifts all logits of a query without touching their differences. For one query in four
+    another coordinate lifts the second half of the keys, by more than exp can bear. Some keys are zero.
+    """
+    level = np.take(_LEVELS, np.arange(case.q_length), mode="wrap")
+    mantissa, exponent = np.frexp(level / (scale * _LEVEL_KEY))
+    q[..., 0], k[..., 0] = np.ldexp(np.round(mantissa * 256), exponent - 8)[:, None], _LEVEL_KEY
+    q[..., 1], k[..., 1] = 0.0, 0.0
+    q[:, 1::4, :, 1] = 2.0 ** math.ceil(math.log2(_JUMP / (scale * _LEVEL_KEY)))
+    k[:, case.kv_length // 2 :, :, 1] = _LEVEL_KEY
+    q[:, :: len(_LEVELS)] = 0.0
+    k[:, 5::11] = 0.0
+    k[:, 4::5] = k[:, 3::5][:, : k[:, 4::5].shape[1]]
+    return q, k
 
 
 def _heavy_tailed(case: Case, name: str, x: np.ndarray) -> np.ndarray:
@@ -280,21 +307,38 @@ def _sinks(case: Case, allowed: np.ndarray) -> np.ndarray:
     return (rounded + normal(case.seed, "sinks", (case.num_q_heads,))).astype(np.float32)
 
 
+# Which axes of `[B, N, T, S]` a bias goes along; it is 1 long on the others.
+_BIAS_AXES = {
+    "bias": "BNTS",
+    "biashead": "NTS",
+    "biaskey": "BS",
+    "biasbatch": "BTS",
+    "biaspair": "TS",
+    "biasslope": "NS",
+    "biasinf": "BTS",
+}
+# A bias that is a mask: of ten keys one is hidden by minus infinity, and one as people write it who fear infinities.
+_HIDDEN = {3: -np.inf, 7: -1e9}
+
+
 def _bias(case: Case) -> np.ndarray | None:
     """Bias as large as the logits' own spread; `biaskey` comes in the operands' dtype, the others in f32."""
     if case.bias is None:
         return None
-    shape = {
-        "bias": (case.batch, case.num_q_heads, case.q_length, case.kv_length),
-        "biashead": (1, case.num_q_heads, case.q_length, case.kv_length),
-        "biaskey": (case.batch, 1, 1, case.kv_length),
-    }[case.bias]
+    sizes = {"B": case.batch, "N": case.num_q_heads, "T": case.q_length, "S": case.kv_length}
+    shape = tuple(size if axis in _BIAS_AXES[case.bias] else 1 for axis, size in sizes.items())
     values = normal(case.seed, "bias", shape) * max(1.0, _logit_spread(case) / 2)
+    if case.bias == "biasinf":
+        for key, hidden in _HIDDEN.items():
+            values[..., key::10] = hidden
     return values.astype(DTYPES[case.dtype] if case.bias == "biaskey" else np.float32)
 
 
 def _segment_ids(case: Case, mask: Mask) -> tuple[np.ndarray, np.ndarray] | None:
-    """Packed sequences, cut anew in every batch row; labels are not monotone. `segpad` adds padding on both sides."""
+    """Packed sequences, cut anew in every batch row; labels are not monotone.
+
+    `segpad` adds padding on both sides. `segwild` has the labels that a narrower type confuses, and they come back.
+    """
     if case.segments is None:
         return None
     shorter = min(case.q_length, case.kv_length)
@@ -310,13 +354,20 @@ def _segment_ids(case: Case, mask: Mask) -> tuple[np.ndarray, np.ndarray] | None
     return _reachable(q_ids, kv_ids, mask.dense(case.q_length, case.kv_length)), kv_ids
 
 
+# Zero is a label like any other. Those beside it are equal to it in 8 and in 16 bits, the largest is equal to the one
+# before it in f32, and one is negative. The first comes back at the end.
+_WILD = (0, 2**31 - 2, 256, 65536, 2**31 - 1, -1, 0)
+
+
 def _packed(case: Case, stream: str, length: int, row: int) -> np.ndarray:
     """Segment labels, cut at two random places and at two that the last and the first queries are sure to see."""
-    labels = np.array([5, 2, 9, 4, 7]) + row
+    labels = np.array(_WILD) if case.segments == "segwild" else np.array([5, 2, 9, 4, 7]) + row
     third = max(1, length // 3)
     drawn = integers(case.seed, f"cuts-{stream}", (2,), third) + np.array([third // 2 + 1, third + third // 2])
     half = min(case.q_length, case.kv_length) // 2
     cuts = np.sort(np.concatenate([drawn, [max(1, half), length - max(8, half)]]))
+    if case.segments == "segwild":
+        cuts = np.sort(np.concatenate([cuts, [length // 8 + 1, length - max(4, half // 2)]]))
     return labels[np.searchsorted(cuts, np.arange(length), side="right")].astype(np.int32)
 
 

@@ -16,8 +16,8 @@ import numpy as np
 
 from cases.quantized import KV_CACHES
 
-SEGMENTS = ("seg", "segpad")
-BIASES = ("bias", "biashead", "biaskey")
+SEGMENTS = ("seg", "segpad", "segwild")
+BIASES = ("bias", "biashead", "biaskey", "biasbatch", "biaspair", "biasslope", "biasinf")
 
 Axes = tuple[str, ...]
 """What the axes of an array go along, in the contract's letters: `B`, `T`, `S`, `N`, `K`, `H`, `V`."""

@@ -12,6 +12,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+from cases import sizes
 from cases.accelerator import compiled_cases, interpreted_cases
 from cases.case import Case
 from cases.decoding import decoded_cases
@@ -35,6 +36,11 @@ class Asked:
     def grid(self) -> Grid:
         """The grid of what the implementation supports."""
         return grid(self.level, self.seed, self.implementation.supports)
+
+    @functools.cached_property
+    def sizes(self) -> Grid:
+        """The grid of the sizes that the implementation supports; beyond `quick` it has no more than pairs."""
+        return grid(self.level, self.seed, self.implementation.supports, sizes.MODEL, strength=2)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -71,12 +77,13 @@ def _scope(name: str, about: str, cases: Callable[[Asked], tuple[Case, ...]], **
 
 
 def _grid_cases(asked: Asked) -> tuple[Case, ...]:
-    """The rows of the grid; beyond `quick` the named regressions too, as far as they are supported."""
+    """The rows of both grids; beyond `quick` the named regressions too, as far as they are supported."""
+    both = (*asked.grid.cases, *asked.sizes.cases)
     if asked.level == "quick":
-        return asked.grid.cases
+        return tuple(dict.fromkeys(both))
     supports = asked.implementation.supports
     named = (regression.case for regression in REGRESSIONS if supports(regression.case) is None)
-    return tuple(dict.fromkeys((*asked.grid.cases, *named)))
+    return tuple(dict.fromkeys((*both, *named)))
 
 
 def _compiled(asked: Asked) -> tuple[Case, ...]:
@@ -111,7 +118,7 @@ def _always(implementation: Implementation) -> bool:
 
 GRID = Scope(
     name="grid",
-    about="every case of the covering grid",
+    about="every case of the covering grids",
     cases=_grid_cases,
     has=lambda asked, case: True,
     any_case=_always,
@@ -153,7 +160,7 @@ COMPILED = _scope(
 DECLINED = Scope(
     name="declined",
     about="one case for each feature that is not supported",
-    cases=lambda asked: asked.grid.declined,
+    cases=lambda asked: tuple(dict.fromkeys((*asked.grid.declined, *asked.sizes.declined))),
     has=lambda asked, case: asked.implementation.supports(case) is not None,
     short=True,
     supported=False,

@@ -26,6 +26,7 @@ from conformance.asking.scopes import (
 from conformance.asking.subject import Subject
 from conformance.checks import (
     aliasing,
+    calls,
     compiles,
     decoding,
     differentiation,
@@ -42,6 +43,7 @@ from conformance.checks import (
     operands,
     parts,
     poison,
+    program,
     refusals,
     sharding,
     transforms,
@@ -82,10 +84,12 @@ CHECKS: tuple[Check, ...] = (
     Check("errors", BASE, operands.errors),
     Check("memory", BASE, memory.memory),
     Check("aliasing", BASE, aliasing.aliasing),
+    Check("program", BASE, program.program),
     Check("invariance", RICH, invariance.invariance),
     Check("limits", RICH, limits.limits),
     Check("differentiation", RICH, differentiation.differentiation),
     Check("transforms", RICH, transforms.transforms),
+    Check("calls", RICH, calls.calls),
     Check("sharding", RICH, sharding.sharding),
     Check("front_end", FRONT, front_end.front_end),
     Check("decoding", DECODED, decoding.decoding),

@@ -21,7 +21,7 @@ _HIGH_SINK = 150.0
 
 
 def limits(subject: Subject) -> Iterator[Judgement]:
-    """With a soft cap of 2**20, or sinks of -1e30, results are those without; high sinks take all the weight."""
+    """With a soft cap of 2**20, or sinks of -1e30 or -inf, results are those without; high sinks take all weight."""
     problem = subject.problem
     if problem.soft_cap is not None:
         high = dataclasses.replace(problem, soft_cap=_HIGH_CAP)
@@ -29,6 +29,8 @@ def limits(subject: Subject) -> Iterator[Judgement]:
     if problem.sinks is not None:
         low = dataclasses.replace(problem, sinks=np.full_like(problem.sinks, _LOW_SINK))
         yield from _same(subject, "low_sinks", low, problem.without("sinks"))
+        none = dataclasses.replace(problem, sinks=np.full_like(problem.sinks, -np.inf))
+        yield from _same(subject, "no_sinks", none, problem.without("sinks"))
         yield from _high_sinks(subject)
 
 

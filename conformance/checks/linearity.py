@@ -3,7 +3,7 @@
 No oracle is needed. Factors are powers of two, which commute with every rounding. So the scaled results must be the
 same to the bit, short of overflow and underflow. In f16 underflow is everywhere: gradients of logits enter the second
 product as subnormals. There the two results must agree within their error bounds. The factor is large, since doubling
-would not show a clip or a threshold.
+would not show a clip or a threshold. A tiny one shows what is added to a cotangent, or taken for zero.
 """
 
 from __future__ import annotations
@@ -15,19 +15,21 @@ import numpy as np
 
 from cases.inputs import Cotangent
 from conformance import records
-from conformance.asking.judgement import Judgement
+from conformance.asking.judgement import Judgement, labelled
 from conformance.asking.subject import Subject
 from conformance.records import Worst
 from conformance.truth.bounds import Bounded
 
-_FACTOR = {"f32": 2.0**12, "bf16": 2.0**12, "f16": 2.0**4}
+# Not in f16, where all of it would underflow.
+_TINY_FACTOR = {"f32": 2.0**-24, "bf16": 2.0**-24}
+_FACTOR = {"f32": 2.0**20, "bf16": 2.0**20, "f16": 2.0**4}
 # Results below the first may have lost bits to underflow, results above the second may overflow once scaled.
 _SMALLEST = 2.0**-80
 _LARGEST = {"f32": 2.0**100, "bf16": 2.0**100, "f16": 2.0**11}
 
 
 def linearity(subject: Subject) -> Iterator[Judgement]:
-    """`v` times 4096 gives `out` times 4096, a cotangent times -4096 gives gradients times -4096 (16 in f16)."""
+    """`v` and cotangents times 2**20 (16 in f16), and cotangents times 2**-24, give as many times the results."""
     if "linearity" not in subject.turn.laws:
         return
     factor = _FACTOR[subject.case.dtype]
@@ -44,6 +46,8 @@ def linearity(subject: Subject) -> Iterator[Judgement]:
         yield _proportional(subject, "out", before, after, bound, factor)
     if subject.with_gradients:
         yield from _cotangents(subject, -factor)
+        if (tiny := _TINY_FACTOR.get(subject.case.dtype)) is not None:
+            yield from labelled("tiny", _cotangents(subject, tiny))
 
 
 def _cotangents(subject: Subject, factor: float) -> Iterator[Judgement]:
@@ -75,7 +79,8 @@ def _proportional(
         fits = np.abs(once) < _LARGEST["f16"]
         return subject.judge(name, scaled, both, fits, label=label)
     # Zero may become a number that had underflowed, and no other.
-    underflowed = (np.abs(once) < _SMALLEST) & (np.abs(scaled) < _SMALLEST)
+    smallest = _SMALLEST / min(1.0, abs(factor))
+    underflowed = (np.abs(once) < smallest) & (np.abs(scaled) < smallest)
     wrong = ~underflowed & ~(scaled == once)
     if not wrong.any():
         return Judgement(observable=label, verdict=records.PASS)

@@ -9,26 +9,27 @@ from __future__ import annotations
 import dataclasses
 import functools
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from cases.inputs import Cotangent, Problem, draw, draw_cotangent
+from cases.counter_rng import normal
 from cases.masks import Dense
 from cases.operands import GRADIENT_OF, OPTIONAL
 from conformance import records
-from conformance.asking.judgement import Judgement, apart
+from conformance.asking.judgement import Judgement, apart, unsupported
 from conformance.asking.subject import Subject
 from conformance.calling.execution import Arrays, pull_back
-from conformance.truth.bounds import Bounded, Expectation
+from conformance.checks.pair import Pair
+from conformance.truth.bounds import UNIT_ROUNDOFF, Bounded
 
 
 def transforms(subject: Subject) -> Iterator[Judgement]:
     """`jit` or not, `vmap`, `grad` of `vmap`, `checkpoint`, `scan`, donation, x64, and a second call mean the same."""
-    pair = _Pair.of(subject)
+    pair = Pair.of(subject)
     for name, transform in _FORWARD.items():
         yield from apart(name, functools.partial(transform, pair))
     if subject.with_gradients:
@@ -36,88 +37,15 @@ def transforms(subject: Subject) -> Iterator[Judgement]:
             yield from apart(name, functools.partial(transform, pair))
 
 
-@dataclasses.dataclass(frozen=True)
-class _Pair:
-    """The case's problem and another one of the same static configuration, with a cotangent of `out` for each."""
-
-    subject: Subject
-    problems: tuple[Problem, Problem]
-    cotangents: tuple[Cotangent, ...]
-
-    @classmethod
-    def of(cls, subject: Subject) -> _Pair:
-        """The case, and the same case with the next seed and the same mask."""
-        other = dataclasses.replace(subject.case, seed=subject.case.seed + 1)
-        problems = (subject.problem, dataclasses.replace(draw(other), mask=subject.problem.mask))
-        cotangents: tuple[Cotangent, ...] = ()
-        if subject.with_gradients:
-            drawn = (draw_cotangent(case).out for case in (subject.case, other))
-            judged = (subject.judged_out_of(problem) for problem in problems)
-            pairs = zip(drawn, judged, strict=True)
-            cotangents = tuple(Cotangent("random", np.where(keep, out, np.zeros_like(out))) for out, keep in pairs)
-        return cls(subject, problems, cotangents)
-
-    @functools.cached_property
-    def plain(self) -> Callable[[Arrays], Any]:
-        """The call, not compiled."""
-        return self.subject.executor.bind(self.problems[0])[0]
-
-    def arrays(self, problem: Problem) -> Arrays:
-        """The arrays that the call takes for a problem of the same configuration."""
-        return self.subject.executor.bind(problem)[1]
-
-    @functools.cached_property
-    def stacked(self) -> Arrays:
-        """Both problems' arrays, stacked."""
-        stacked: Arrays = jax.tree.map(lambda *xs: np.stack(xs), *map(self.arrays, self.problems))
-        return stacked
-
-    @functools.cached_property
-    def stacked_do(self) -> np.ndarray:
-        """Both cotangents, stacked."""
-        return np.stack([cotangent.out for cotangent in self.cotangents])
-
-    @functools.cached_property
-    def expected(self) -> tuple[Expectation, ...]:
-        """What to expect of each problem."""
-        return tuple(self.subject.expect(p, self.cotangents[n : n + 1]) for n, p in enumerate(self.problems))
-
-    def judge_out(self, got: Any, count: int = 1) -> Judgement:
-        """Judge `out` of the case's problem, or of both, stacked."""
-        return self.judge_out_of(got, self.problems[:count], self.expected[:count])
-
-    def judge_out_of(self, got: Any, problems: Sequence[Problem], expected: Sequence[Expectation]) -> Judgement:
-        """Judge `out` of other problems, stacked if there are several."""
-        want = _stack([e.forward["out"] for e in expected])
-        judged = np.stack([self.subject.judged_out_of(problem) for problem in problems])
-        return self._judge("out", got, want, judged)
-
-    def judge_gradients(self, got: Mapping[str, Any], count: int = 1) -> Iterator[Judgement]:
-        """Judge the gradients of the case's problem, or of both, stacked."""
-        for operand, name in GRADIENT_OF.items():
-            if operand in got and name in self.subject.implementation.gradients:
-                want = _stack([e.gradients[0][name] for e in self.expected[:count]])
-                yield self._judge(name, got[operand], want, None)
-
-    def _judge(self, name: str, got: Any, want: Bounded, judged: np.ndarray | None) -> Judgement:
-        array = np.asarray(got)
-        array = array[None] if array.ndim == want.value.ndim - 1 else array
-        return self.subject.judge(name, array, want, judged)
-
-
-def _stack(bounded: Sequence[Bounded]) -> Bounded:
-    return Bounded(np.stack([b.value for b in bounded]), np.stack([b.bound for b in bounded]))
-
-
-def _eager(pair: _Pair) -> Iterator[Judgement]:
+def _eager(pair: Pair) -> Iterator[Judgement]:
     yield pair.judge_out(pair.plain(jax.tree.map(jnp.asarray, pair.arrays(pair.problems[0]))))
 
 
-def _vmap(pair: _Pair) -> Iterator[Judgement]:
+def _vmap(pair: Pair) -> Iterator[Judgement]:
     yield pair.judge_out(jax.jit(jax.vmap(pair.plain))(pair.stacked), 2)
 
 
-def _vmap_over(names: Sequence[str], pair: _Pair) -> Iterator[Judgement]:
+def _vmap_over(names: Sequence[str], pair: Pair) -> Iterator[Judgement]:
     """Only some operands have the mapped axis; the others are shared."""
     problem, other = pair.problems
     shared = pair.arrays(problem)
@@ -132,7 +60,7 @@ def _vmap_over(names: Sequence[str], pair: _Pair) -> Iterator[Judgement]:
     yield pair.judge_out_of(got, (problem, mixed), (pair.expected[0], pair.subject.expect(mixed)))
 
 
-def _vmap_masks(pair: _Pair) -> Iterator[Judgement]:
+def _vmap_masks(pair: Pair) -> Iterator[Judgement]:
     """Masks that differ along the mapped axis, for calls that take them as arrays."""
     problem = pair.problems[0]
     if "mask" not in pair.arrays(problem):
@@ -146,14 +74,14 @@ def _vmap_masks(pair: _Pair) -> Iterator[Judgement]:
     yield pair.judge_out_of(got, problems, [pair.subject.expect(problem) for problem in problems])
 
 
-def _donated(pair: _Pair) -> Iterator[Judgement]:
+def _donated(pair: Pair) -> Iterator[Judgement]:
     arrays = jax.tree.map(jnp.array, pair.arrays(pair.problems[0]))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that not every buffer could be reused is no finding
         yield pair.judge_out(jax.jit(pair.plain, donate_argnums=0)(arrays))
 
 
-def _x64(pair: _Pair) -> Iterator[Judgement]:
+def _x64(pair: Pair) -> Iterator[Judgement]:
     with jax.enable_x64(True):
         got = np.asarray(jax.jit(pair.plain)(pair.arrays(pair.problems[0])))
     judgement = pair.judge_out(got)
@@ -163,7 +91,7 @@ def _x64(pair: _Pair) -> Iterator[Judgement]:
     yield judgement
 
 
-def _second_call(pair: _Pair) -> Iterator[Judgement]:
+def _second_call(pair: Pair) -> Iterator[Judgement]:
     """The same call, made again after another one, gives the same bits."""
     compiled = jax.jit(pair.plain)
     first, between, again = (np.asarray(compiled(pair.arrays(pair.problems[n]))) for n in (0, 1, 0))
@@ -173,7 +101,7 @@ def _second_call(pair: _Pair) -> Iterator[Judgement]:
     yield pair.judge_out(np.stack([first, between]), 2)
 
 
-def _other_statics(pair: _Pair) -> Iterator[Judgement]:
+def _other_statics(pair: Pair) -> Iterator[Judgement]:
     """Another soft cap and another scale in the same process, then the first ones again."""
     problem = pair.problems[0]
     numbers = {o.name: number for o in OPTIONAL if not o.arrays and (number := getattr(problem, o.name)) is not None}
@@ -184,21 +112,39 @@ def _other_statics(pair: _Pair) -> Iterator[Judgement]:
         yield pair.judge_out_of(jax.jit(plain)(arrays), (other,), (pair.subject.expect(other),))
 
 
-def _grad_of_vmap(pair: _Pair) -> Iterator[Judgement]:
+def _grad_of_vmap(pair: Pair) -> Iterator[Judgement]:
     pull = functools.partial(pull_back, jax.vmap(pair.plain))
     out, got = jax.jit(pull)(pair.stacked, pair.stacked_do)
     yield pair.judge_out(out, 2)
     yield from pair.judge_gradients(got, 2)
 
 
-def _vmap_of_grad(pair: _Pair) -> Iterator[Judgement]:
+def _vmap_of_grad(pair: Pair) -> Iterator[Judgement]:
     pull = functools.partial(pull_back, pair.plain)
     out, got = jax.jit(jax.vmap(pull))(pair.stacked, pair.stacked_do)
     yield pair.judge_out(out, 2)
     yield from pair.judge_gradients(got, 2)
 
 
-def _scan(pair: _Pair) -> Iterator[Judgement]:
+def _vmap_of_pullback(pair: Pair) -> Iterator[Judgement]:
+    """One pullback, mapped over cotangents alone."""
+    problem = pair.problems[0]
+
+    def pulled(arrays: Arrays, stacked: Any) -> Any:
+        return jax.vmap(lambda do: pull_back(pair.plain, arrays, do)[1])(stacked)
+
+    first = pair.cotangents[0]
+    turned = np.where(pair.subject.judged_out, first.out[:, ::-1], np.zeros_like(first.out))
+    cotangents = [first, dataclasses.replace(first, out=turned)]
+    got = jax.jit(pulled)(pair.arrays(problem), np.stack([cotangent.out for cotangent in cotangents]))
+    expected = pair.subject.expect(problem, cotangents).gradients
+    for operand in pair.judged_operands(got):
+        for n, label in enumerate(("first", "second")):
+            name = GRADIENT_OF[operand]
+            yield pair.subject.judge(name, got[operand][n], expected[n][name], label=f"{name}.{label}")
+
+
+def _scan(pair: Pair) -> Iterator[Judgement]:
     """Layers under `lax.scan`, each with operands of its own."""
 
     def layers(stacked: Arrays) -> Any:
@@ -209,7 +155,7 @@ def _scan(pair: _Pair) -> Iterator[Judgement]:
     yield from pair.judge_gradients(got, 2)
 
 
-def _checkpoint(policy: Callable[[Sequence[str]], Any], pair: _Pair) -> Iterator[Judgement]:
+def _checkpoint(policy: Callable[[Sequence[str]], Any], pair: Pair) -> Iterator[Judgement]:
     """The backward pass recomputes what the policy does not save."""
     rematerialized = jax.checkpoint(pair.plain, policy=policy(pair.subject.implementation.checkpoint_names))
     pull = functools.partial(pull_back, rematerialized)
@@ -226,16 +172,72 @@ def _save_named(names: Sequence[str]) -> Any:
     return jax.checkpoint_policies.save_only_these_names(*(names or ("out", "logsumexp")))
 
 
+def _forward_mode(pair: Pair) -> Iterator[Judgement]:
+    """Where forward mode is possible, its derivative along a direction is what the gradients say of it."""
+    subject, problem = pair.subject, pair.problems[0]
+    gradients = subject.implementation.gradients
+    names = [
+        name for name, gradient in GRADIENT_OF.items() if gradient in gradients and getattr(problem, name) is not None
+    ]
+    arrays = pair.arrays(problem)
+    moving = {name: jnp.asarray(arrays[name]) for name in names}
+    fixed = {name: x for name, x in arrays.items() if name not in moving}
+    drawn = {name: normal(subject.case.seed, f"tangent-{name}", x.shape).astype(x.dtype) for name, x in moving.items()}
+    try:
+        _, tangent = jax.jit(lambda m, t: jax.jvp(lambda m: pair.plain({**m, **fixed}), (m,), (t,)))(moving, drawn)
+    except TypeError as error:  # a pullback by hand has no forward mode, and JAX says so
+        yield unsupported("out", f"forward mode: {error}".split("\n")[0])
+        return
+    do = pair.cotangents[0].out.astype(np.float64)
+    got = np.asarray(tangent).astype(np.float64)
+    expected = pair.expected[0].gradients[0]
+    along = {name: drawn[name].astype(np.float64) for name in names}
+    value = sum(float(np.sum(expected[GRADIENT_OF[name]].value * x)) for name, x in along.items())
+    # By the gradients' own bounds, all at their worst together, and the rounding of the tangent to its dtype.
+    bound = sum(float(np.sum(expected[GRADIENT_OF[name]].bound * np.abs(x))) for name, x in along.items())
+    bound += UNIT_ROUNDOFF[subject.case.dtype] * float(np.sum(np.abs(got * do)))
+    yield subject.judge("out", np.sum(got * do), Bounded(np.asarray(value), np.asarray(bound)))
+
+
+def _one_gradient(pair: Pair) -> Iterator[Judgement]:
+    """The gradient of one operand when nobody asks for the others."""
+    arrays = pair.arrays(pair.problems[0])
+    names = [name for name in GRADIENT_OF if name in arrays]
+
+    def alone(name: str, arrays: Arrays, do: Any) -> Any:
+        fixed = {other: x for other, x in arrays.items() if other != name}
+        return jax.vjp(lambda x: pair.plain({**fixed, name: x}), arrays[name])[1](do)[0]
+
+    def each(arrays: Arrays, do: Any) -> Arrays:
+        return {name: alone(name, arrays, do) for name in names}
+
+    yield from pair.judge_gradients(jax.jit(each)(arrays, pair.cotangents[0].out))
+
+
+def _x64_backward(pair: Pair) -> Iterator[Judgement]:
+    arrays = pair.arrays(pair.problems[0])
+    with jax.enable_x64(True):
+        _, found = jax.jit(functools.partial(pull_back, pair.plain))(arrays, pair.cotangents[0].out)
+        got = {name: np.asarray(x) for name, x in found.items()}
+    for judgement, name in zip(pair.judge_gradients(got), pair.judged_operands(got), strict=True):
+        want = arrays[name].dtype
+        if got[name].dtype != want:
+            reason = f"dtype is {got[name].dtype}, must be that of {name}, {want}"
+            judgement = dataclasses.replace(judgement, verdict=records.FAIL, reason=reason)
+        yield judgement
+
+
 def _mapped() -> dict[str, list[str]]:
     """The operands that have a batch axis together while the others have none, by name."""
-    mapped = {"kv": ["k", "v"]}
+    mapped = {"k": ["k"], "v": ["v"], "kv": ["k", "v"]}
     for operand in OPTIONAL:
         if operand.vmap:
             mapped.setdefault(operand.vmap, []).append(operand.name)
+            mapped.setdefault(operand.name, [operand.name])
     return mapped
 
 
-_FORWARD: dict[str, Callable[[_Pair], Iterator[Judgement]]] = {
+_FORWARD: dict[str, Callable[[Pair], Iterator[Judgement]]] = {
     "eager": _eager,
     "vmap": _vmap,
     "vmap_q": functools.partial(_vmap_over, ("q",)),
@@ -246,10 +248,14 @@ _FORWARD: dict[str, Callable[[_Pair], Iterator[Judgement]]] = {
     "second_call": _second_call,
     "other_statics": _other_statics,
 }
-_BACKWARD: dict[str, Callable[[_Pair], Iterator[Judgement]]] = {
+_BACKWARD: dict[str, Callable[[Pair], Iterator[Judgement]]] = {
     "grad_of_vmap": _grad_of_vmap,
     "vmap_of_grad": _vmap_of_grad,
     "checkpoint": functools.partial(_checkpoint, _save_nothing),
     "checkpoint_names": functools.partial(_checkpoint, _save_named),
+    "vmap_of_pullback": _vmap_of_pullback,
     "scan": _scan,
+    "one_gradient": _one_gradient,
+    "x64": _x64_backward,
+    "forward_mode": _forward_mode,
 }

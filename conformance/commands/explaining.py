@@ -23,6 +23,7 @@ _DISTRIBUTIONS = {
     "cancel": "equal keys in pairs whose values nearly cancel",
     "ties": "three distinct keys repeated: exact ties",
     "knee": "logits as large as the soft cap, where it bends most",
+    "levels": "logits around 80, 90, 105, 130, 1100 and 1.1e4, high and low; queries of zeros and equal keys",
     "huge": "logits beyond the float16 range, high for one query and low for the next",
 }
 # What has a line of its own.
@@ -56,7 +57,8 @@ def _problem(case: Case, problem: Problem) -> list[str]:
         f"Scale       {problem.effective_scale:.6g}{' (1/sqrt(H))' if case.scale is None else ''}",
     ]
     if problem.segment_ids is not None:
-        padding = ", with padding on both sides" if case.segments == "segpad" else ""
+        kinds = {"segpad": ", with padding on both sides", "segwild": ", with ids from -1 to 2**31 - 1 that come back"}
+        padding = kinds.get(case.segments or "", "")
         lines.append(f"Segments    packed sequences, ids not monotone{padding}")
     if case.soft_cap is not None:
         lines.append(

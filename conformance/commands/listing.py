@@ -7,6 +7,7 @@ import argparse
 from rich.console import Console
 from rich.table import Table
 
+from cases import sizes
 from cases.case import FEATURES, Case, matches
 from cases.grid import grid
 from cases.regressions import REGRESSIONS
@@ -47,8 +48,9 @@ def _listed_cases(arguments: argparse.Namespace) -> list[Case]:
     level, seed = arguments.level or "quick", arguments.seed or 0
     lookup.reject_negative(seed)
     supports = lookup.find(arguments.impl).supports if arguments.impl is not None else (lambda case: None)
-    found = grid(level, seed, supports)
-    chosen = [case for case in found.cases if arguments.cases is None or matches(arguments.cases, case.id)]
+    both = (*grid(level, seed, supports).cases, *grid(level, seed, supports, sizes.MODEL, strength=2).cases)
+    found = dict.fromkeys(both)
+    chosen = [case for case in found if arguments.cases is None or matches(arguments.cases, case.id)]
     if not chosen:
         raise CannotJudge(f"no case of the {level} grid matches {arguments.cases or '*'!r}")
     return chosen

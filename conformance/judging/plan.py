@@ -13,7 +13,7 @@ from conformance.asking.scopes import GRID, SCOPES, Asked
 from conformance.asking.turn import EVERYTHING, Turn
 from conformance.checks import CHECKS, Check
 from conformance.contract import Implementation
-from conformance.judging.turns import taken
+from conformance.judging.turns import taken, taken_by_sizes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,18 +89,20 @@ def _jobs(
         theirs = tuple(check for check in checks if check.scope is scope)
         if not theirs or not (first or scope.seeded):
             continue
-        # At `quick` the cases of the grid take turns, unless what to ask is named.
+        # At `quick` the cases of the grids take turns, unless what to ask is named.
         take_turns = level == "quick" and scope is GRID and len(checks) == len(CHECKS)
-        turns = taken(implementation, found, seed) if take_turns else {}
+        turns: dict[Case, Turn] = {}
+        if take_turns:
+            turns = taken_by_sizes(implementation, asked.sizes, seed) | taken(implementation, found, seed)
         jobs += [Job(implementation, case, theirs, turns.get(case, EVERYTHING)) for case in scope.cases(asked)]
     row = {
         "implementation": implementation.name,
         "level": level,
         "strength": found.coverage.strength,
-        "cases": len(found.cases),
-        "declined": len(found.declined),
-        "combinations": found.coverage.feasible,
-        "covered": found.coverage.covered,
+        "cases": len({*found.cases, *asked.sizes.cases}),
+        "declined": len({*found.declined, *asked.sizes.declined}),
+        "combinations": found.coverage.feasible + asked.sizes.coverage.feasible,
+        "covered": found.coverage.covered + asked.sizes.coverage.covered,
     }
     return jobs, row
 

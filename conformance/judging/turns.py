@@ -9,6 +9,7 @@ compiled programs share what has to be compiled: which call is differentiated, a
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
@@ -45,6 +46,17 @@ def taken(implementation: Implementation, found: Grid, seed: int) -> dict[Case, 
         for case in rows
     }
     return {case: turned.get(case, EVERYTHING) for case in found.cases}
+
+
+def taken_by_sizes(implementation: Implementation, found: Grid, seed: int) -> dict[Case, Turn]:
+    """The turn of each case of the grid of sizes: one of the two calls, a random cotangent, and huge numbers.
+
+    Laws and poisons go by features more than by sizes, and have the other grid.
+    """
+    return {
+        case: dataclasses.replace(turn, cotangents=(), laws=(), poisons=())
+        for case, turn in taken(implementation, found, seed).items()
+    }
 
 
 class _Choices:

@@ -135,6 +135,10 @@ class Forward:
     max_logits: Array
 
 
+# Its exponential is zero, as that of minus infinity is, and what is multiplied by zero stays a number.
+_NO_SINK = -1e30
+
+
 def slabs(problem: Problem, empty_rows: EmptyRows = "zero") -> Iterator[Slab]:
     """The problem cut into its key/value heads, in float64; operands behind the mask become zeros."""
     batch, _, num_q_heads, _ = problem.q.shape
@@ -143,6 +147,10 @@ def slabs(problem: Problem, empty_rows: EmptyRows = "zero") -> Iterator[Slab]:
     full = (batch, num_q_heads, problem.q.shape[1], problem.k.shape[1])
     allowed = np.broadcast_to(problem.allowed, full)
     bias = None if problem.bias is None else np.broadcast_to(problem.bias.astype(np.float64), full)
+    if bias is not None and problem.soft_cap is None:
+        # A cap would make it finite. Without one it hides the key, and nothing of it is left to be rounded.
+        hidden = np.isneginf(bias)
+        allowed, bias = allowed & ~hidden, np.where(hidden, 0.0, bias)
     dead = problem.dead_keys[..., None]
     mean_needs_v = empty_rows == "mean" and problem.sinks is None
     k = np.where(dead, 0, problem.keys)
@@ -160,7 +168,7 @@ def slabs(problem: Problem, empty_rows: EmptyRows = "zero") -> Iterator[Slab]:
                 v=v[b, :, h],
                 allowed=allowed[b, heads],
                 bias=None if bias is None else bias[b, heads],
-                sinks=None if problem.sinks is None else problem.sinks[heads].astype(np.float64),
+                sinks=None if problem.sinks is None else np.maximum(problem.sinks[heads].astype(np.float64), _NO_SINK),
                 soft_cap=problem.soft_cap,
                 scale=problem.effective_scale,
                 empty_rows=empty_rows,

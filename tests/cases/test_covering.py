@@ -275,7 +275,30 @@ def test_lengths_that_stand_in_for_others_are_asked_of_what_does_not_support_tho
     assert (321, 321) in lengths_of(declining("sinks"))
     assert (100, 100) not in lengths_of(declining("sinks"))
     neither = grid("quick", 0, lambda case: "one length" if (case.q_length, case.kv_length) != (128, 128) else None)
-    assert {(321, 321), (100, 100)} <= {(case.q_length, case.kv_length) for case in neither.declined}
+    shown = {(case.q_length, case.kv_length) for case in neither.declined}
+    assert (321, 321) in shown
+    assert not {(100, 100), (384, 384)} & shown, "a stand-in is not shown as declined"
+
+
+def blocks_of(block: int) -> Callable[[Case], str | None]:
+    def supports(case: Case) -> str | None:
+        whole = case.kv_length % block == 0 and (case.q_length % block == 0 or case.phase == "decode")
+        return None if whole else f"lengths must be multiples of {block}"
+
+    return supports
+
+
+@pytest.mark.parametrize("block", [64, 128, 256, 512])
+@pytest.mark.parametrize("level", ["quick", "standard"])
+def test_kernels_that_take_whole_blocks_only_are_asked_about_three_of_them_each_way(level: str, block: int) -> None:
+    found = grid(level, 0, blocks_of(block)).cases
+    trained = [case for case in found if case.phase == "train"]
+    several = [case for case in trained if min(case.q_length, case.kv_length) >= 3 * block]
+    assert {levels_of(case)["mask"] for case in several} >= {"causal", "window", "dense", "full"}
+    assert {case.dtype for case in several} == {"f32", "bf16", "f16"}
+    assert any(
+        case.phase == "decode" and case.kv_length >= 2 * block for case in grid(level, 0, blocks_of(block)).cases
+    )
 
 
 def test_a_rare_axis_stays_out_of_the_arrays_of_those_that_have_none_of_it() -> None:

@@ -18,6 +18,7 @@ from cases.axes import NAMES
 from cases.case import Case
 from cases.grid import Grid, grid
 from cases.turns import assign
+from conformance.asking.scopes import Asked
 from conformance.asking.turn import EVERYTHING, LAWS, PARTS, POISONS, PULLBACKS, Turn, parts_of, pullbacks_of
 from conformance.calling.registry import find
 from conformance.checks import CHECKS
@@ -276,15 +277,21 @@ def jobs_of(name: str, level: str = "quick", **narrowed: Any) -> dict[Case, Turn
 def test_the_plan_has_these_turns_and_asks_the_plainest_case_everything() -> None:
     found, turns = turned("dot_product")
     jobs = jobs_of("dot_product")
-    assert jobs == {found.singles[0]: EVERYTHING, **turns}
+    beside = {case: turn for case, turn in jobs.items() if case not in turns and case != found.singles[0]}
+    assert jobs == {found.singles[0]: EVERYTHING, **turns, **beside}
     assert EVERYTHING not in turns.values()
+    sizes = Asked(SUPPORTS["dot_product"], "quick", 0).sizes
+    assert [case for case in sizes.cases if case in beside] == [*beside]
+    assert {turn.laws + turn.cotangents + turn.poisons for turn in beside.values()} == {()}
+    differentiated = collections.Counter(turn.pulled for case, turn in beside.items() if case.phase == "train")
+    assert max(differentiated.values()) - min(differentiated.values()) <= 1
 
 
 def test_what_is_narrowed_to_cases_keeps_their_turns_and_what_is_named_is_asked_of_all() -> None:
     turns = turned("dot_product")[1]
     narrowed = jobs_of("dot_product", query="train/bf16")
-    assert narrowed
-    assert narrowed.items() <= turns.items()
+    assert narrowed.items() & turns.items()
+    assert narrowed.items() <= jobs_of("dot_product").items()
     assert set(jobs_of("dot_product", checks=CHECKS[:3]).values()) == {EVERYTHING}
     assert set(jobs_of("one mask", "standard").values()) == {EVERYTHING}
 
