@@ -63,10 +63,12 @@ class Record:
       margin: how well the case discriminates: how many times over the limit the least visible null result would fall.
       worst: the element with the largest ratio.
       reason: why this is the verdict.
+      remedy: of a failure, the declaration under which its check passes on this case, which was tried.
       reproduce: the command that judges this alone.
       seconds: what judging took.
       figures: measured beside the verdict and not judged (`compile_seconds`, `temporary_bytes`, ...). Where rounding
         could change which keys some rows choose, `undecided_rows` of the case's `rows` were left out of the judgement.
+        What failed under the flags of the process and was judged again has that ratio as `ratio_fast_compile`.
       schema: of the line that the record is written as.
     """
 
@@ -86,6 +88,7 @@ class Record:
     margin: float | None = None
     worst: Worst | None = None
     reason: str = ""
+    remedy: str = ""
     reproduce: str = ""
     seconds: float = 0.0
     figures: Mapping[str, float] = dataclasses.field(default_factory=dict, hash=False)

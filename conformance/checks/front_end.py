@@ -15,8 +15,9 @@ from cases.inputs import DTYPES, Cotangent, draw_cotangent, draw_raw
 from conformance.asking.judgement import Judgement
 from conformance.asking.subject import Subject
 from conformance.reference.front_end import front_end as reference
-from conformance.truth.bounds import Expectation, Inexact, Roundoff, expect
+from conformance.truth.bounds import Expectation, Inexact, expect
 from conformance.truth.front_end import FrontEnd
+from conformance.truth.roundoff import Roundoff
 from conformance.truth.running_error import Number
 
 # The gradient that each raw operand comes from; its limit applies.

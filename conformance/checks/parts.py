@@ -17,7 +17,8 @@ import numpy as np
 from cases.inputs import Problem
 from conformance.asking.judgement import Judgement, unsupported
 from conformance.asking.subject import Subject
-from conformance.truth.bounds import Bounded, U, expect
+from conformance.truth.bounds import Bounded, expect
+from conformance.truth.roundoff import U
 
 
 class Part(NamedTuple):
