@@ -57,18 +57,18 @@ class Executor:
     def __init__(self, implementation: Implementation, options: Mapping[str, bool | int] | None = None) -> None:
         """An executor of `implementation`; its programs get these compiler options beside the process's flags."""
         self.implementation = implementation
-        self._options = dict(options or {})
+        self.options = dict(options or {})
         self._compiled: collections.OrderedDict[Hashable, Compiled] = collections.OrderedDict()
 
     def declaring(self, implementation: Implementation) -> Executor:
         """The executor for the same call with other declarations; compiled functions are shared."""
-        other = Executor(implementation, self._options)
+        other = Executor(implementation, self.options)
         other._compiled = self._compiled
         return other
 
     def jit(self, function: Callable[..., Any], **how: Any) -> Any:
         """`jax.jit` with the compiler options of this executor: whatever is compiled to be judged is compiled by it."""
-        return jax.jit(function, compiler_options=self._options or None, **how)
+        return jax.jit(function, compiler_options=self.options or None, **how)
 
     def forward(self, problem: Problem) -> Result:
         """`out` of the plain call, without residuals."""

@@ -85,8 +85,8 @@ def _run(subject: Subject, do: np.ndarray | None) -> tuple[Any, Mapping[str, Any
         return call({**arrays, "q": q, "k": k, "v": v})
 
     if do is None:
-        return jax.jit(composed)(given), {}
-    return jax.jit(functools.partial(_pull_back, composed))(given, do)
+        return subject.executor.jit(composed)(given), {}
+    return subject.executor.jit(functools.partial(_pull_back, composed))(given, do)
 
 
 def _pull_back(function: Any, moving: Mapping[str, Any], cotangent: Any) -> tuple[Any, Mapping[str, Any]]:

@@ -62,6 +62,11 @@ class _Pair:
         """The call, not compiled."""
         return self.subject.executor.bind(self.problems[0])[0]
 
+    @property
+    def jit(self) -> Callable[..., Any]:
+        """`jax.jit` as the executor compiles."""
+        return self.subject.executor.jit
+
     def arrays(self, problem: Problem) -> Arrays:
         """The arrays that the call takes for a problem of the same configuration."""
         return self.subject.executor.bind(problem)[1]
@@ -114,7 +119,7 @@ def _eager(pair: _Pair) -> Iterator[Judgement]:
 
 
 def _vmap(pair: _Pair) -> Iterator[Judgement]:
-    yield pair.judge_out(jax.jit(jax.vmap(pair.plain))(pair.stacked), 2)
+    yield pair.judge_out(pair.jit(jax.vmap(pair.plain))(pair.stacked), 2)
 
 
 def _vmap_over(names: Sequence[str], pair: _Pair) -> Iterator[Judgement]:
@@ -126,7 +131,7 @@ def _vmap_over(names: Sequence[str], pair: _Pair) -> Iterator[Judgement]:
         return
     axes = {name: 0 if name in mapped else None for name in shared}
     arrays = {name: pair.stacked[name] if name in mapped else x for name, x in shared.items()}
-    got = jax.jit(jax.vmap(pair.plain, in_axes=(axes,)))(arrays)
+    got = pair.jit(jax.vmap(pair.plain, in_axes=(axes,)))(arrays)
     changed: dict[str, Any] = {name: getattr(other, name) for name in mapped}
     mixed = dataclasses.replace(problem, **changed)
     yield pair.judge_out_of(got, (problem, mixed), (pair.expected[0], pair.subject.expect(mixed)))
@@ -142,7 +147,7 @@ def _vmap_masks(pair: _Pair) -> Iterator[Judgement]:
     plain, arrays = pair.subject.executor.bind(problems[0])
     axes = {name: 0 if name == "mask" else None for name in arrays}
     masks = np.stack([pair.arrays(problem)["mask"] for problem in problems])
-    got = jax.jit(jax.vmap(plain, in_axes=(axes,)))({**arrays, "mask": masks})
+    got = pair.jit(jax.vmap(plain, in_axes=(axes,)))({**arrays, "mask": masks})
     yield pair.judge_out_of(got, problems, [pair.subject.expect(problem) for problem in problems])
 
 
@@ -150,12 +155,12 @@ def _donated(pair: _Pair) -> Iterator[Judgement]:
     arrays = jax.tree.map(jnp.array, pair.arrays(pair.problems[0]))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that not every buffer could be reused is no finding
-        yield pair.judge_out(jax.jit(pair.plain, donate_argnums=0)(arrays))
+        yield pair.judge_out(pair.jit(pair.plain, donate_argnums=0)(arrays))
 
 
 def _x64(pair: _Pair) -> Iterator[Judgement]:
     with jax.enable_x64(True):
-        got = np.asarray(jax.jit(pair.plain)(pair.arrays(pair.problems[0])))
+        got = np.asarray(pair.jit(pair.plain)(pair.arrays(pair.problems[0])))
     judgement = pair.judge_out(got)
     if got.dtype != pair.problems[0].q.dtype:
         reason = f"dtype is {got.dtype}, must be that of q, {pair.problems[0].q.dtype}"
@@ -165,7 +170,7 @@ def _x64(pair: _Pair) -> Iterator[Judgement]:
 
 def _second_call(pair: _Pair) -> Iterator[Judgement]:
     """The same call, made again after another one, gives the same bits."""
-    compiled = jax.jit(pair.plain)
+    compiled = pair.jit(pair.plain)
     first, between, again = (np.asarray(compiled(pair.arrays(pair.problems[n]))) for n in (0, 1, 0))
     same = first.tobytes() == again.tobytes()
     reason = "" if same else f"{int(np.sum(first != again))} values differ when the same call is made again"
@@ -181,19 +186,19 @@ def _other_statics(pair: _Pair) -> Iterator[Judgement]:
     halved = [dataclasses.replace(problem, **change) for change in changes]
     for other in [*halved, problem] if halved else []:
         plain, arrays = pair.subject.executor.bind(other)
-        yield pair.judge_out_of(jax.jit(plain)(arrays), (other,), (pair.subject.expect(other),))
+        yield pair.judge_out_of(pair.jit(plain)(arrays), (other,), (pair.subject.expect(other),))
 
 
 def _grad_of_vmap(pair: _Pair) -> Iterator[Judgement]:
     pull = functools.partial(pull_back, jax.vmap(pair.plain))
-    out, got = jax.jit(pull)(pair.stacked, pair.stacked_do)
+    out, got = pair.jit(pull)(pair.stacked, pair.stacked_do)
     yield pair.judge_out(out, 2)
     yield from pair.judge_gradients(got, 2)
 
 
 def _vmap_of_grad(pair: _Pair) -> Iterator[Judgement]:
     pull = functools.partial(pull_back, pair.plain)
-    out, got = jax.jit(jax.vmap(pull))(pair.stacked, pair.stacked_do)
+    out, got = pair.jit(jax.vmap(pull))(pair.stacked, pair.stacked_do)
     yield pair.judge_out(out, 2)
     yield from pair.judge_gradients(got, 2)
 
@@ -204,7 +209,7 @@ def _scan(pair: _Pair) -> Iterator[Judgement]:
     def layers(stacked: Arrays) -> Any:
         return jax.lax.scan(lambda carry, arrays: (carry, pair.plain(arrays)), None, stacked)[1]
 
-    out, got = jax.jit(functools.partial(pull_back, layers))(pair.stacked, pair.stacked_do)
+    out, got = pair.jit(functools.partial(pull_back, layers))(pair.stacked, pair.stacked_do)
     yield pair.judge_out(out, 2)
     yield from pair.judge_gradients(got, 2)
 
@@ -213,7 +218,7 @@ def _checkpoint(policy: Callable[[Sequence[str]], Any], pair: _Pair) -> Iterator
     """The backward pass recomputes what the policy does not save."""
     rematerialized = jax.checkpoint(pair.plain, policy=policy(pair.subject.implementation.checkpoint_names))
     pull = functools.partial(pull_back, rematerialized)
-    out, got = jax.jit(pull)(pair.arrays(pair.problems[0]), pair.cotangents[0].out)
+    out, got = pair.jit(pull)(pair.arrays(pair.problems[0]), pair.cotangents[0].out)
     yield pair.judge_out(out)
     yield from pair.judge_gradients(got)
 

@@ -59,6 +59,7 @@ import numpy as np
 
 from cases.inputs import Cotangent, Problem
 from conformance.contract import Arithmetic
+from conformance.truth.narrow import BackwardExtra, Narrow
 from conformance.truth.oracle import Array, EmptyRows, Gradients, Slab, slabs
 from conformance.truth.roundoff import Roundoff, U, gamma
 
@@ -146,6 +147,7 @@ class _ForwardErrors:
     p_sink: Array  # [G, T]
     out: Array  # without the final rounding, [G, T, V]
     operands: Inexact | None  # of the slab
+    narrow: Narrow | None  # of a softmax in the operands' dtype
 
     @classmethod
     def of(cls, slab: Slab, u: Roundoff, operands: Inexact | None) -> _ForwardErrors:
@@ -154,23 +156,22 @@ class _ForwardErrors:
         if operands is not None:
             x = x + slab.scale * (operands.q @ np.abs(slab.k).T + np.abs(slab.q) @ operands.k.T)
         z = np.abs(slab.z)
-        capped = 0.0 if slab.soft_cap is None else 4 * (U + u.softmax)
-        err_z = slab.cap_derivative * x + (u.logits + capped + U) * z
-        err_z = err_z + (U + u.softmax) * np.abs(slab.z - slab.pivot[..., None])
+        capped = 0.0 if slab.soft_cap is None else 4 * U
+        err_z = slab.cap_derivative * x + (u.logits + capped + U) * z + U * np.abs(slab.z - slab.pivot[..., None])
         err_z = np.where(slab.allowed, err_z, 0.0)
         fine = err_z
         if u.coarse:
             coarse = slab.scale * _coarse_products(u, np.abs(slab.q @ slab.k.T), slab.q**2 @ (slab.k**2).T)
             off = np.where(slab.allowed, slab.cap_derivative * coarse, 0.0)
             x, err_z = x + coarse, err_z + off
-        err_l = (slab.p * err_z).sum(axis=-1) + gamma(keys) + 2 * u.softmax
+        err_l = (slab.p * err_z).sum(axis=-1) + gamma(keys)
         err_sink = np.zeros_like(err_l)
         if slab.sinks is not None:
             sink = np.abs(slab.sinks)[:, None]
-            err_l = err_l + slab.p_sink * (U + u.softmax) * sink
+            err_l = err_l + slab.p_sink * U * sink
             shift = np.abs(slab.sinks[:, None] - slab.logsumexp)
-            err_sink = slab.p_sink * np.expm1(np.minimum(err_l + (U + u.softmax) * (sink + shift + 2), 50.0))
-        err_p = _probability_errors(slab, err_z + err_l[..., None] + 2 * (U + u.softmax))
+            err_sink = slab.p_sink * np.expm1(np.minimum(err_l + U * (sink + shift + 2), 50.0))
+        err_p = _probability_errors(slab, err_z + err_l[..., None] + 2 * U)
         rounding = u.probabilities + u.products + u.cache + gamma(keys) + u.over_blocks(keys)
         added = rounding * slab.averaging + u.tiny * slab.allowed
         err_out = (err_p + added) @ np.abs(slab.v)
@@ -178,9 +179,13 @@ class _ForwardErrors:
             fine_p = _probability_errors(slab, fine + (err_l - (slab.p * off).sum(axis=-1))[..., None] + 2 * U)
             err_out = np.minimum(err_out, (fine_p + added) @ np.abs(slab.v) + _moved(slab, off))
             err_out = err_out + _coarse_products(u, np.abs(slab.out), slab.averaging**2 @ slab.v**2)
+        if (narrow := Narrow.of(slab, u)) is not None:
+            err_out, err_l = err_out + narrow.out, err_l + narrow.share
+            err_sink = err_sink + slab.p_sink * np.minimum(narrow.share + 4 * u.softmax, 1.0)
+            err_z = err_z + narrow.off
         if operands is not None:
             err_out = err_out + slab.averaging @ operands.v
-        return cls(x, err_z, err_l, err_p, err_sink, err_out, operands)
+        return cls(x, err_z, err_l, err_p, err_sink, err_out, operands, narrow)
 
 
 def _probability_errors(slab: Slab, exponent: Array) -> Array:
@@ -211,11 +216,7 @@ def _logit_errors(slab: Slab, u: Roundoff) -> Array:
     magnitude = products if slab.bias is None else products + np.abs(slab.bias)
     spread = slab.scale * np.sqrt(slab.q**2 @ (slab.k**2).T)
     running = 0.75 * np.sqrt(slab.q.shape[-1]) * np.maximum(spread, np.abs(slab.x))
-    error = u.products * magnitude + U * np.maximum(magnitude, running) + (u.scaled_q + u.cache) * products
-    if u.softmax:  # the product, the scale and the bias are rounded one after the other
-        unbiased = slab.x if slab.bias is None else slab.x - slab.bias
-        error = error + u.softmax * (2 * np.abs(unbiased) + (0 if slab.bias is None else np.abs(slab.x)))
-    return error
+    return u.products * magnitude + U * np.maximum(magnitude, running) + (u.scaled_q + u.cache) * products
 
 
 def _store_forward(forward: dict[str, Bounded], slab: Slab, errors: _ForwardErrors, u: Roundoff) -> None:
@@ -244,6 +245,7 @@ class _Backward:
     err_dsink: Array  # of one row, [G, T]
     dsink: Array  # of one row, [G, T]
     live: Array  # allowed pairs whose row has a cotangent, [G, T, S]
+    narrow: BackwardExtra | None
 
     @classmethod
     def of(cls, slab: Slab, errors: _ForwardErrors, do: Array, dlse: Array, u: Roundoff) -> _Backward:
@@ -261,24 +263,24 @@ class _Backward:
             err_dp = err_dp + abs_do @ errors.operands.v.T
         err_d = ((errors.p + (u.probabilities + gamma(keys)) * p) * np.abs(dp) + p * err_dp).sum(axis=-1)
         err_d += (((u.out + gamma(v_depth)) * np.abs(slab.out) + u.tiny) * abs_do).sum(axis=-1)
-        err_d += u.softmax * (np.abs(d) + (p * np.abs(dp)).sum(axis=-1))
-        shift = (U + 2 * u.softmax) * (np.abs(dp) + np.abs(d)[..., None] + np.abs(dlse)[..., None])
+        shift = U * (np.abs(dp) + np.abs(d)[..., None] + np.abs(dlse)[..., None])
         err_dx = slab.cap_derivative * (errors.p * np.abs(r) + p * (err_dp + err_d[..., None] + shift))
-        err_dx = err_dx + np.abs(dz) * _cap_derivative_errors(slab, errors, u)
+        err_dx = err_dx + np.abs(dz) * _cap_derivative_errors(slab, errors)
         live = slab.allowed & (do.any(axis=-1) | (dlse != 0))[..., None]
-        err_dx = (
-            err_dx + (u.probabilities + u.products + U + 2 * u.softmax) * np.abs(dx) + u.tiny * live * (1 + np.abs(r))
-        )
+        err_dx = err_dx + (u.probabilities + u.products + U) * np.abs(dx) + u.tiny * live * (1 + np.abs(r))
         err_dsink = errors.p_sink * np.abs(d - dlse) + slab.p_sink * (err_d + U * np.abs(dlse))
-        return cls(dx, err_dx, err_dsink, slab.p_sink * (dlse - d), live)
+        narrow = None if errors.narrow is None else errors.narrow.backward(do, dp, d, dlse)
+        if narrow is not None:
+            err_dsink = err_dsink + narrow.dsink
+        return cls(dx, err_dx, err_dsink, slab.p_sink * (dlse - d), live, narrow)
 
 
-def _cap_derivative_errors(slab: Slab, errors: _ForwardErrors, u: Roundoff) -> Array | float:
+def _cap_derivative_errors(slab: Slab, errors: _ForwardErrors) -> Array | float:
     """err(g), `[G, T, S]`."""
     if slab.tanh is None or slab.soft_cap is None:
         return 0.0
     tanh = np.abs(slab.tanh)
-    return (2 / slab.soft_cap) * tanh * slab.cap_derivative * errors.x + (8 * tanh**2 + 1) * (U + u.softmax)
+    return (2 / slab.soft_cap) * tanh * slab.cap_derivative * errors.x + (8 * tanh**2 + 1) * U
 
 
 def _add_gradients(
@@ -331,6 +333,10 @@ def _add_gradients(
         err_dk = err_dk + _coarse_products(u, np.abs(dk_by_head), dx2.transpose(0, 2, 1) @ slab.q**2).sum(axis=0)
         p2 = slab.averaging.transpose(0, 2, 1) ** 2
         err_dv = err_dv + _coarse_products(u, np.abs(dv_by_head), p2 @ do**2).sum(axis=0)
+    err_dx = back.err_dx + terms * abs_dx
+    if back.narrow is not None:
+        err_dq, err_dx = err_dq + back.narrow.dq, err_dx + back.narrow.dx
+        err_dk, err_dv = err_dk + back.narrow.dk.sum(axis=0), err_dv + back.narrow.dv.sum(axis=0)
     by_head = (u.out if group > 1 else 0.0) + u.over_heads(group)
     sink_sum = gamma(queries) * np.abs(back.dsink).sum(axis=-1)
     bounds.add(
@@ -339,7 +345,7 @@ def _add_gradients(
         dk=err_dk + by_head * np.abs(dk_by_head).sum(axis=0),
         dv=err_dv + by_head * np.abs(dv_by_head).sum(axis=0),
         dsinks=2 * np.sqrt((back.err_dsink**2).sum(axis=-1)) + sink_sum,
-        dx=back.err_dx + terms * abs_dx,
+        dx=err_dx,
         rows=rows,
     )
 

@@ -27,8 +27,8 @@ and if logits are rounded, with `w_z = c u_z^2 z^2`, `k' = sum_j p k`, `e = sum_
     dk:   + s^2 sum_i [w_z dz^2 (1 - 4 p) + dz^2 e + p^2 sum_l w_z dz^2 + 2 dz p sum_l w_z p dz] q^2
 
 A softmax in the operands' dtype, with `u_s` their roundoff, rounds more. What happens to one logit (`z - m`, its
-weight) is an error of the logit, `w_z = c u_s^2 (z^2 + (z - m)^2 + 1)`; the rounded sum is one relative error `c u_s^2` of the
-row's probabilities; on the way back `p dp`, `D` and `p D` are rounded:
+weight) is an error of the logit, `w_z = c u_s^2 (z^2 + (z - m)^2 + 1)`. The rounded sum is one relative error of all
+probabilities of a row. On the way back `p dp`, `D` and `p D` are rounded:
 
     w_dz + c u_s^2 p^2 (dp^2 + D^2)        var(D) + c u_s^2 (D^2 + sum_j p^2 dp^2)
     out + c u_s^2 out^2      dq + c u_s^2 (dq - s D k')^2      dk + s^2 c u_s^2 sum_i (dz - p D)^2 q^2      dv, in w_p
@@ -116,7 +116,7 @@ def _add_forward(values: dict[str, Array], variances: dict[str, Array], slab: Sl
     squared = _single(slab.p) ** 2
     v = _single(slab.v)
     variance = TERM * u.probabilities**2 * (squared @ v**2)
-    if u.logits:
+    if u.logits or u.softmax:
         weighted = squared * _logit_variance(slab, u)
         out = slab.out
         variance = variance + weighted @ v**2 - 2 * out * (weighted @ v) + out**2 * weighted.sum(-1, keepdims=True)
@@ -154,7 +154,7 @@ def _add_backward(
     if u.softmax:
         var_dq = var_dq + in_dtype * (dq / slab.scale - d * mean_k) ** 2
         by_pair = by_pair + in_dtype * _single(dz - slab.p * d) ** 2
-    if u.logits:
+    if u.logits or u.softmax:
         w_z = _logit_variance(slab, u)
         p, small = _single(slab.p), _single(dz)
         e, f, h = (x.sum(axis=-1, keepdims=True) for x in (w_z * p2, w_z * dz2, w_z * p * small))
@@ -199,7 +199,7 @@ def _of_blocks(x: Array, y: Array, u: Roundoff) -> Array | float:
 
 
 def _logit_variance(slab: Slab, u: Roundoff) -> Array:
-    variance = u.logits**2 * slab.z**2
+    variance = (u.logits**2 + u.softmax**2) * slab.z**2
     if u.softmax:
         variance = variance + u.softmax**2 * ((slab.z - slab.pivot[..., None]) ** 2 + 1)
     return np.where(slab.allowed, _single(TERM * variance), np.float32(0))

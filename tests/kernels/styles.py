@@ -27,7 +27,7 @@ def _scale(q: Any, scale: Any) -> Any:
     return q.shape[-1] ** -0.5 if scale is None else scale
 
 
-def _wide(*operands: Any) -> tuple[Any, ...]:
+def _wide(*operands: Any) -> Any:
     return tuple(x.astype(_F32) for x in operands)
 
 
@@ -78,12 +78,16 @@ def vmap_heads(q: Any, k: Any, v: Any, *, causal: bool = False, window: Any = No
 
 
 @declare(behind_mask="finite", softmax="input", group_sums="input")
-def repeat_in_operands_dtype(q: Any, k: Any, v: Any, *, mask: Any = None, bias: Any = None) -> Any:
+def repeat_in_operands_dtype(
+    q: Any, k: Any, v: Any, *, mask: Any = None, bias: Any = None, soft_cap: Any = None
+) -> Any:
     """`jnp.repeat` of k and v, logits and softmax in whatever dtype the operands have."""
     k, v = (jnp.repeat(x, q.shape[2] // k.shape[2], axis=2) for x in (k, v))
     logits = jnp.einsum("btnh,bsnh->bnts", q, k, precision="highest") * jnp.asarray(q.shape[-1] ** -0.5, q.dtype)
     if bias is not None:
         logits = logits + bias.astype(q.dtype)
+    if soft_cap is not None:
+        logits = soft_cap * jnp.tanh(logits / soft_cap)
     if mask is not None:
         logits = jnp.where(mask, logits, jnp.finfo(q.dtype).min)
     return jnp.einsum("bnts,bsnv->btnv", jax.nn.softmax(logits, axis=-1), v, precision="highest")
@@ -128,8 +132,9 @@ def _online(state: Any, block: Any, q: Any) -> Any:
     return new, total * keep + weights.sum(axis=-1), acc
 
 
-def _cut(q: Any, k: Any, v: Any, mask: Any) -> tuple[Any, Any]:
+def _cut(operands: Any, mask: Any) -> Any:
     """k, v and the mask, padded and cut along the keys, the blocks first; and the state before the first."""
+    q, k, v = operands
     batch, length, heads, _ = q.shape
     keys = k.shape[1]
     pad = -keys % _BLOCK
@@ -152,7 +157,7 @@ def _finished(state: Any, dtype: Any) -> Any:
 def scanned(q: Any, k: Any, v: Any, *, mask: Any = None) -> Any:
     """Blocks of keys by `lax.scan`, differentiated by JAX."""
     wide = _wide(q, k, v)
-    blocks, start = _cut(*wide, mask)
+    blocks, start = _cut(wide, mask)
     state, _ = jax.lax.scan(lambda state, block: (_online(state, block, wide[0]), None), start, blocks)
     return _finished(state, q.dtype)
 
@@ -161,7 +166,7 @@ def scanned(q: Any, k: Any, v: Any, *, mask: Any = None) -> Any:
 def fori(q: Any, k: Any, v: Any, *, mask: Any = None) -> Any:
     """Blocks of keys by `lax.fori_loop`, forward only."""
     wide = _wide(q, k, v)
-    blocks, start = _cut(*wide, mask)
+    blocks, start = _cut(wide, mask)
 
     def step(number: Any, state: Any) -> Any:
         return _online(
@@ -175,7 +180,7 @@ def fori(q: Any, k: Any, v: Any, *, mask: Any = None) -> Any:
 def unrolled(q: Any, k: Any, v: Any, *, mask: Any = None) -> Any:
     """Blocks of keys by a Python loop."""
     wide = _wide(q, k, v)
-    blocks, state = _cut(*wide, mask)
+    blocks, state = _cut(wide, mask)
     for number in range(blocks[0].shape[0]):
         state = _online(state, jax.tree.map(lambda x, n=number: x[n], blocks), wide[0])
     return _finished(state, q.dtype)
@@ -185,7 +190,7 @@ def unrolled(q: Any, k: Any, v: Any, *, mask: Any = None) -> Any:
 def checkpointed(q: Any, k: Any, v: Any, *, mask: Any = None) -> Any:
     """Blocks of keys by `lax.scan`, each computed again for the backward pass by `jax.checkpoint`."""
     wide = _wide(q, k, v)
-    blocks, start = _cut(*wide, mask)
+    blocks, start = _cut(wide, mask)
     step = jax.checkpoint(lambda state, block: _online(state, block, wide[0]))
     state, _ = jax.lax.scan(lambda state, block: (step(state, block), None), start, blocks)
     return _finished(state, q.dtype)
