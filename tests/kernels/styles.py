@@ -19,7 +19,7 @@ from tests.kernels.naive import allowed_pairs
 
 _F32 = jnp.float32
 _LARGE = -1e30
-_BLOCK = 32
+_BLOCK = 64
 _einsum = functools.partial(jnp.einsum, precision="highest", preferred_element_type=_F32)
 
 
