@@ -142,7 +142,7 @@ def from_function(function: Callable[..., Any], name: str, *, products: Products
         description=(inspect.getdoc(_innermost(function)) or "").split("\n")[0],
         unsupported={**_missing(parameters), **declaration.unsupported},
         offers=OPT_IN.intersection(has),
-        supports_case=_supports_mask(parameters, declaration.causal),
+        supports_case=_supports(parameters, declaration),
         arithmetic=dataclasses.replace(declaration.arithmetic, products=products or declaration.arithmetic.products),
         residuals=frozenset(RESIDUALS if "save_residuals" in parameters else ()),
         differentiable_residuals=frozenset(),
@@ -257,12 +257,16 @@ def _missing(parameters: frozenset[str]) -> dict[str, str]:
     return missing
 
 
-def _supports_mask(parameters: frozenset[str], causal: CausalFrom) -> Callable[[Case], str | None]:
+def _supports(parameters: frozenset[str], declaration: Declaration) -> Callable[[Case], str | None]:
+    narrow = "input" in (declaration.arithmetic.logits, declaration.arithmetic.softmax)
+
     def supports(case: Case) -> str | None:
+        if narrow and case.dtype == "f16" and case.distribution == "huge":
+            return "huge: logits beyond 65504, the largest number of f16, in which they are declared to be"
         if case.mask == "full" or "mask" in parameters:
             return None
         mask = mask_spec.build(case.mask, case.batch, case.num_q_heads, case.q_length, case.kv_length, case.seed)
-        _, left = _split(mask, parameters, _first(causal, case.q_length, case.kv_length))
+        _, left = _split(mask, parameters, _first(declaration.causal, case.q_length, case.kv_length))
         kind = mask_spec.features(case.mask)[0]
         return f"{kind}: the function has no parameter 'mask'" if left else None
 
