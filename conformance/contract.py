@@ -36,6 +36,7 @@ from conformance.tunable import Tunable
 EmptyRows = Literal["zero", "mean", "undefined"]
 BehindMask = Literal["any", "finite"]
 Products = Literal["exact", "tf32", "bf16"]
+CausalFrom = Literal["start", "end"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -45,6 +46,12 @@ class Arithmetic:
     Attributes:
       products: how f32 operands are multiplied. bf16 and f16 operands always multiply exactly into f32.
       logits: dtype of the logits between the two products, `"f32"` or `"input"`.
+      softmax: dtype of the softmax, `"f32"` or `"input"`: of the logits and all that happens to them, of the weights,
+        their sum and the probabilities, and of the same on the way back. A sum is still accumulated in f32 and rounded
+        at its end.
+      group_sums: dtype in which dk and dv are summed over the query heads of a group, `"f32"` or `"input"`.
+      block_sums: how many keys (of `out` and dq) or queries (of dk and dv) are summed in f32 before the sum so far is
+        rounded to the operands' dtype; none if sums stay in f32 to their end.
       probabilities: dtype in which probabilities and their gradient enter a product, `"input"` or `"f32"`.
       scaled_q: True if `q * scale` is rounded to the operands' dtype before the product.
       residuals: dtype of the returned residuals, `"f32"` or `"input"`.
@@ -53,10 +60,17 @@ class Arithmetic:
 
     products: Products = "exact"
     logits: Literal["f32", "input"] = "f32"
+    softmax: Literal["f32", "input"] = "f32"
+    group_sums: Literal["f32", "input"] = "f32"
+    block_sums: int | None = None
     probabilities: Literal["input", "f32"] = "input"
     scaled_q: bool = False
     residuals: Literal["f32", "input"] = "f32"
     cache: Literal["f32", "input"] = "f32"
+
+    def __post_init__(self) -> None:
+        if self.block_sums is not None and not self.block_sums > 0:
+            raise ValueError(f"block_sums must be a positive number of keys or queries, got {self.block_sums}")
 
 
 Lowering = Callable[[Mask, int, int, int, int], tuple[Mapping[str, Hashable], Mapping[str, Any]]]

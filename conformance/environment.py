@@ -11,12 +11,21 @@ import sys
 from packaging.version import Version
 
 # Compiling dominates on CPU. These flags cut a forward plus VJP of a new shape from 150 to 80 ms and keep several
-# processes from fighting over cores; they change which instructions run, not what is computed.
+# processes from fighting over cores. They are meant to change which instructions run and not what is computed, but XLA
+# has computed correct programs wrongly under them that it computes rightly under JAX's own: so they never decide. What
+# fails under them is judged again, compiled as JAX compiles by itself (`own_options`, `conformance.judging.again`).
 _FAST_COMPILE = (
     "--xla_backend_optimization_level=0",
     "--xla_cpu_multi_thread_eigen=false",
     "--xla_cpu_parallel_codegen_split_count=1",
 )
+# The options of one program that undo these flags: XLA's own defaults, as its dump of debug options shows them.
+_OWN: dict[str, bool | int] = {
+    "--xla_backend_optimization_level=0": 3,
+    "--xla_cpu_multi_thread_eigen=false": True,
+    "--xla_cpu_parallel_codegen_split_count=1": 32,
+    "--xla_cpu_use_fusion_emitters=false": True,
+}
 # XLA's YNN fusions compute some programs wrongly on CPU: jax-ml/jax#39103 from jaxlib 0.10.2 on, and in 0.12.0.1 a sum
 # of bf16 products over axes of size 1 beside a longer one reads memory that nothing wrote. Kernels are judged, not XLA.
 # Matrix products by themselves stay: without YNN, XLA does not compile the gradient of a BF16_BF16_F32 one of one row.
@@ -75,6 +84,15 @@ def _flags() -> tuple[str, ...]:
     if Version(importlib.metadata.version("jaxlib")) < Version("0.11"):
         return flags + _FAST_COMPILE_BEFORE_0_11
     return flags
+
+
+def own_options() -> dict[str, bool | int]:
+    """Compiler options under which one program is compiled as JAX does by itself; empty where all of them are.
+
+    What keeps XLA from computing wrongly under its own flags (`_SOUND`) stays, and so does what the user has set.
+    """
+    flags = os.environ.get("XLA_FLAGS", "").split()
+    return {flag.removeprefix("--").partition("=")[0]: own for flag, own in _OWN.items() if flag in flags}
 
 
 def falsifies_timing() -> str | None:

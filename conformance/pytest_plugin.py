@@ -236,6 +236,7 @@ class _Gate:
         from conformance import environment, records
         from conformance.calling.registry import find
         from conformance.judging import settings
+        from conformance.judging.declarations import declared
         from conformance.judging.runner import hardware_records
         from conformance.sensitivity import detection
         from reports import html
@@ -250,6 +251,7 @@ class _Gate:
             coverage=list(self._plan().coverage),
             seconds=round(time.perf_counter() - self._started, 1),
             detection=detection.load(),
+            declared={name: declared(find(name)) for name in names},
         )
         html.write(target, found, info)
         records.write_jsonl(target.with_suffix(".jsonl"), found)

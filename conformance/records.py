@@ -26,6 +26,10 @@ UNJUDGED = "unjudged"
 VERDICTS = (PASS, FAIL, UNSUPPORTED, EXPECTED_FAIL, UNEXPECTED_PASS, ERROR, UNJUDGED)
 RED = frozenset({FAIL, UNEXPECTED_PASS, ERROR})
 """Verdicts that make a run not conform."""
+RATIO_FAST_COMPILE = "ratio_fast_compile"
+"""The figure of what was judged again: its ratio under the flags of the process, which make compiling cheap."""
+FLAGS_DIFFER = "flags_differ"
+"""The figure, 1, of what is right under those flags and wrong under JAX's own, or the other way round."""
 JUDGED = frozenset({PASS, FAIL, EXPECTED_FAIL, UNEXPECTED_PASS})
 """Verdicts that rest on a comparison which took place."""
 
@@ -63,10 +67,13 @@ class Record:
       margin: how well the case discriminates: how many times over the limit the least visible null result would fall.
       worst: the element with the largest ratio.
       reason: why this is the verdict.
+      remedy: of a failure, the declaration under which its check passes on this case, which was tried.
       reproduce: the command that judges this alone.
       seconds: what judging took.
       figures: measured beside the verdict and not judged (`compile_seconds`, `temporary_bytes`, ...). Where rounding
         could change which keys some rows choose, `undecided_rows` of the case's `rows` were left out of the judgement.
+        What failed under the flags of the process and was judged again has that ratio as `ratio_fast_compile`, and
+        `flags_differ` where JAX's own flags say otherwise.
       schema: of the line that the record is written as.
     """
 
@@ -86,6 +93,7 @@ class Record:
     margin: float | None = None
     worst: Worst | None = None
     reason: str = ""
+    remedy: str = ""
     reproduce: str = ""
     seconds: float = 0.0
     figures: Mapping[str, float] = dataclasses.field(default_factory=dict, hash=False)
@@ -103,7 +111,11 @@ class Record:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunInfo:
-    """What holds for a whole run. `detection` is what the gate is known to catch (`sensitivity.detection`)."""
+    """What holds for a whole run.
+
+    `detection` is what the gate is known to catch (`sensitivity.detection`), `declared` what implementations declare
+    that asks less of them than the defaults.
+    """
 
     command: str
     level: str
@@ -114,6 +126,7 @@ class RunInfo:
     interrupted: bool = False
     notes: list[str] = dataclasses.field(default_factory=list)
     detection: dict[str, Any] | None = None
+    declared: dict[str, list[str]] = dataclasses.field(default_factory=dict)
     schema: str = RUN_SCHEMA
 
 

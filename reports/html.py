@@ -11,7 +11,7 @@ from markupsafe import Markup
 
 from conformance.bench.measurements import Measurement
 from conformance.records import ERROR, EXPECTED_FAIL, FAIL, PASS, RED, UNEXPECTED_PASS, VERDICTS, Record, RunInfo
-from reports import measures, summary, wording
+from reports import findings, measures, summary, wording
 from reports.compiled import compiled
 from reports.detection import detection
 from reports.figure import distribution_svg
@@ -97,7 +97,8 @@ def _page(records: Sequence[Record], run: RunInfo, measurements: Sequence[Measur
         "headline": _capital(wording.headline(standings, run)),
         "features": summary.feature_matrix(records),
         "checks": summary.check_matrix(records),
-        "failed": summary.failure_groups(records, verdicts=RED, cap=MOST_FAILURES),
+        **_failed(records),
+        "differ": findings.flags_differ(records),
         "expected": summary.failure_groups(records, verdicts={EXPECTED_FAIL}, cap=MOST_FAILURES),
         "margins": measures.margins(records),
         "gradients": measures.gradients(records),
@@ -110,6 +111,15 @@ def _page(records: Sequence[Record], run: RunInfo, measurements: Sequence[Measur
         **_reasons(records),
         **_distributions(records),
         **_vocabulary(),
+    }
+
+
+def _failed(records: Sequence[Record]) -> dict[str, Any]:
+    leaks, others = findings.behind_mask(records)
+    return {
+        "leaks": leaks,
+        "explained": findings.explained(others),
+        "failed": summary.failure_groups(others, verdicts=RED, cap=MOST_FAILURES),
     }
 
 
@@ -146,6 +156,10 @@ def _vocabulary() -> dict[str, Any]:
         "severity": summary.severity,
         "standing_text": wording.standing_text,
         "left_out_text": wording.left_out_text,
+        "behind_mask_text": wording.behind_mask_text,
+        "explained_text": wording.explained_text,
+        "flags_differ_text": wording.flags_differ_text,
+        "declared_text": wording.declared_text,
     }
 
 

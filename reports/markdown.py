@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable, Sequence
 
 from conformance.records import VERDICTS, Record, RunInfo
-from reports import summary, wording
+from reports import findings, summary, wording
 
 MOST_FAILURES = 20
 
@@ -20,6 +20,8 @@ def render(records: Sequence[Record], run: RunInfo) -> str:
     if standings:
         blocks += [_verdicts(standings, run), _counts(standings, summary.count(records))]
     blocks += [f"{_inline(x.contender.label)}: {wording.left_out_text(x)}." for x in summary.left_out(records)]
+    differ = findings.flags_differ(records)
+    blocks += [f"{_inline(x.contender.label)}: {_inline(wording.flags_differ_text(x))}." for x in differ]
     blocks += _failures(records)
     return "\n\n".join(blocks) + "\n"
 
@@ -60,11 +62,19 @@ def _row(*cells: str) -> str:
 
 
 def _failures(records: Sequence[Record]) -> list[str]:
-    shown, hidden = summary.first_failures(records, cap=MOST_FAILURES)
-    if not shown:
+    leaks, others = findings.behind_mask(records)
+    shown, hidden = summary.first_failures(others, cap=MOST_FAILURES)
+    if not shown and not leaks:
         return []
     more = [f"{hidden:,} more are in the JSON lines and the HTML report."] if hidden else []
-    return ["### Failures", *(_failure(record) for record in shown), *more]
+    more += [f"{_inline(x.contender.label)}: {_inline(wording.explained_text(x))}." for x in findings.explained(others)]
+    return ["### Failures", *(_leak(leak) for leak in leaks), *(_failure(record) for record in shown), *more]
+
+
+def _leak(leak: findings.BehindMask) -> str:
+    lines = [f"- **{_inline(f'{leak.contender.label}, {wording.behind_mask_text(leak)}')}**"]
+    lines += [f"  {_inline(f'smallest: {leak.smallest.case}')}"]
+    return "\n".join(lines) + ("\n\n" + _fenced(leak.smallest.reproduce) if leak.smallest.reproduce else "")
 
 
 def _failure(record: Record) -> str:

@@ -10,7 +10,7 @@ from rich.text import Text
 
 from conformance.bench.measurements import AGREES, TIMED, Measurement
 from conformance.records import ERROR, RED, UNJUDGED, UNSUPPORTED, VERDICTS, Record, RunInfo
-from reports import summary, wording
+from reports import findings, summary, wording
 from reports.side_by_side import SpeedPanel, comparisons
 
 MOST_FAILURES = 10
@@ -31,6 +31,12 @@ def print_summary(records: Sequence[Record], run: RunInfo, console: Console) -> 
         console.print(_table(standings, summary.count(records), run))
     for contender, reason in summary.not_judged(records):
         console.print(Text(f"{contender.label}: {wording.shorten(reason, longest=300)}", style="dim"), soft_wrap=True)
+    for standing in standings if len(standings) > 1 else ():
+        if less := wording.declared_text(standing, run):
+            console.print(Text(f"{standing.contender.label} declares {less}", style="dim"), soft_wrap=True)
+    for differs in findings.flags_differ(records):
+        text = f"{differs.contender.label}: {wording.flags_differ_text(differs)}"
+        console.print(Text(text, style="yellow"), soft_wrap=True)
     for left_out in summary.left_out(records):
         console.print(Text(f"{left_out.contender.label}: {wording.left_out_text(left_out)}", style="yellow"))
     if run.interrupted:
@@ -64,18 +70,36 @@ def _figure(number: int, verdict: str) -> Text:
 
 
 def _print_failures(records: Sequence[Record], console: Console) -> None:
-    shown, hidden = summary.first_failures(records, cap=MOST_FAILURES)
+    leaks, others = findings.behind_mask(records)
+    for leak in leaks:
+        _print_leak(leak, console)
+    shown, hidden = summary.first_failures(others, cap=MOST_FAILURES)
     for record in shown:
         _print_failure(record, console)
     if hidden:
         console.print(Text(f"… and {hidden:,} more failures\n", style="dim"))
+    for remedy in findings.explained(others):
+        text = f"{remedy.contender.label}: {wording.explained_text(remedy)}"
+        console.print(Text(text, style="yellow"), soft_wrap=True)
+
+
+def _print_leak(leak: findings.BehindMask, console: Console) -> None:
+    title = Text(f"{wording.GLYPHS[leak.smallest.verdict]} {leak.smallest.verdict} ", style="bold red")
+    title.append(f"{leak.contender.label} {', '.join(leak.checks)}", style="bold")
+    console.print(title)
+    console.print(Text(f"  {wording.behind_mask_text(leak)}"), soft_wrap=True)
+    console.print(Text(f"  smallest: {leak.smallest.case}"), soft_wrap=True)
+    if leak.smallest.reproduce:
+        console.print(Text(leak.smallest.reproduce, style="cyan"), soft_wrap=True)
+    console.print()
 
 
 def _print_failure(record: Record, console: Console) -> None:
     title = Text(f"{wording.GLYPHS[record.verdict]} {record.verdict} ", style="bold red")
     title.append(f"{summary.contender_of(record).label} {record.check}/{record.observable}", style="bold")
     console.print(title)
-    facts = (record.case, wording.judged_text(record), wording.worst_text(record))
+    remedy = f"would pass as declared {record.remedy}" if record.remedy else ""
+    facts = (record.case, wording.judged_text(record), wording.worst_text(record), remedy)
     for fact in (*facts, wording.shorten(record.reason, longest=300)):
         if fact:
             console.print(Text(f"  {fact}"), soft_wrap=True)

@@ -18,6 +18,7 @@ from conformance.records import (
     Record,
     RunInfo,
 )
+from reports.findings import BehindMask, Explained, FlagsDiffer
 from reports.summary import (
     CONFORMS,
     DOES_NOT_CONFORM,
@@ -171,9 +172,42 @@ def shorten(text: str, *, longest: int = LONGEST_REASON) -> str:
 
 def standing_text(standing: Standing, run: RunInfo) -> str:
     """The verdict of a contender in words; an interrupted run vouches only for what it reached."""
-    if run.interrupted and standing.conformity in (CONFORMS, KNOWN_FAILURES):
-        return standing.conformity.replace(CONFORMS, "conforms so far")
-    return standing.conformity
+    if standing.conformity not in (CONFORMS, KNOWN_FAILURES):
+        return standing.conformity
+    words = CONFORMS
+    if run.declared.get(standing.contender.implementation):
+        words += " as declared"
+    if run.interrupted:
+        words += " so far"
+    return standing.conformity.replace(CONFORMS, words)
+
+
+def declared_text(standing: Standing, run: RunInfo) -> str:
+    """What a contender that conforms declares that asks less of it than the defaults; empty if nothing."""
+    if standing.conformity not in (CONFORMS, KNOWN_FAILURES):
+        return ""
+    return ", ".join(run.declared.get(standing.contender.implementation, ()))
+
+
+def behind_mask_text(found: BehindMask) -> str:
+    """One sentence for all failures of a contender that NaN and infinity behind the mask make."""
+    what = f"{_counted(found.count, 'failure')} in {_counted(found.cases, 'case')} ({', '.join(found.checks)})"
+    text = f"NaN or infinity behind the mask reaches the results: {what}"
+    if not found.remedy:
+        return text
+    tried = "all" if found.tried == found.count else f"{found.tried:,}"
+    return f"{text}; {tried} would pass as declared {found.remedy}"
+
+
+def explained_text(found: Explained) -> str:
+    """What a declaration would explain."""
+    return f"{_counted(found.count, 'failure')} in {', '.join(found.checks)} would pass as declared {found.remedy}"
+
+
+def flags_differ_text(found: FlagsDiffer) -> str:
+    """What the compiler's flags would have decided."""
+    differ = "1 judgement differs" if found.count == 1 else f"{found.count:,} judgements differ"
+    return f"{differ} by the compiler's flags, and JAX's own stand: the smallest is {found.smallest.case}"
 
 
 def headline(standings: Sequence[Standing], run: RunInfo) -> str:
@@ -181,7 +215,8 @@ def headline(standings: Sequence[Standing], run: RunInfo) -> str:
     if not standings:
         return "Could not be judged: the run left no records."
     if len(standings) == 1:
-        return f"{standings[0].contender.label} {standing_text(standings[0], run)}."
+        less = declared_text(standings[0], run)
+        return f"{standings[0].contender.label} {standing_text(standings[0], run)}{f': {less}' if less else ''}."
     tally = Counter(standing_text(standing, run) for standing in standings)
     parts = [f"{count} {_plural(words) if count > 1 else words}" for words, count in sorted(tally.items())]
     return f"{len(standings)} implementations: {', '.join(parts)}."
@@ -204,6 +239,10 @@ def value(item: Any) -> str:
 
 def _same_text(metric: Metric, digits: int) -> bool:
     return number(metric.value, digits=digits) == number(metric.limit, digits=digits)
+
+
+def _counted(number_of: int, noun: str) -> str:
+    return f"1 {noun}" if number_of == 1 else f"{number_of:,} {noun}s"
 
 
 def _plural(words: str) -> str:

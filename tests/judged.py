@@ -16,9 +16,10 @@ from conformance.asking.judgement import by_bound
 from conformance.contract import Arithmetic
 from conformance.records import PASS
 from conformance.truth import tolerances
-from conformance.truth.bounds import Bounded, dtype_name, expect
+from conformance.truth.bounds import Bounded, expect
 from conformance.truth.comparison import compare
 from conformance.truth.oracle import EmptyRows
+from conformance.truth.roundoff import dtype_name
 
 TOLERANCES = tolerances.default()
 LIMIT = TOLERANCES.limit("f32", "out").ratio

@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 
 from conformance import environment
-from conformance.truth.bounds import Bounded, U, gamma
+from conformance.truth.bounds import Bounded
 from conformance.truth.comparison import compare
+from conformance.truth.roundoff import U, gamma
 from tests.judged import LIMIT
 
 

@@ -24,6 +24,7 @@ class Judgement:
     rms_limit: float | None = None
     worst: Worst | None = None
     reason: str = ""
+    remedy: str = ""
     figures: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
 

@@ -21,6 +21,11 @@ from conformance.truth.comparison import Comparison, compare
 from conformance.truth.oracle import EmptyRows
 from conformance.truth.tolerances import Tolerances
 
+# What a subject keeps once it is computed: of the oracle, and of the implementation.
+_DRAWN = frozenset({"problem"})
+_EXPECTED = _DRAWN | {"expectation", "before_storing", "cotangents", "judged_out", "_defined"}
+_RETURNED = _DRAWN | {"forward", "residuals", "part", "_calls"}
+
 
 @dataclasses.dataclass(frozen=True)
 class Subject:
@@ -35,6 +40,19 @@ class Subject:
     def implementation(self) -> Implementation:
         """The implementation under test."""
         return self.executor.implementation
+
+    def run_by(self, executor: Executor) -> Subject:
+        """The same, run by an executor that compiles otherwise: what is expected stays as it was found."""
+        return self._with(executor, _EXPECTED)
+
+    def declaring(self, implementation: Implementation) -> Subject:
+        """The same call under other declarations: what it returned stays as it was found."""
+        return self._with(self.executor.declaring(implementation), _RETURNED)
+
+    def _with(self, executor: Executor, kept: frozenset[str]) -> Subject:
+        other = dataclasses.replace(self, executor=executor)
+        vars(other).update({name: found for name, found in vars(self).items() if name in kept})
+        return other
 
     @functools.cached_property
     def problem(self) -> Problem:

@@ -54,9 +54,21 @@ class Compiled:
 class Executor:
     """Runs one implementation; keeps the compiled functions of the last few static configurations."""
 
-    def __init__(self, implementation: Implementation) -> None:
+    def __init__(self, implementation: Implementation, options: Mapping[str, bool | int] | None = None) -> None:
+        """An executor of `implementation`; its programs get these compiler options beside the process's flags."""
         self.implementation = implementation
+        self.options = dict(options or {})
         self._compiled: collections.OrderedDict[Hashable, Compiled] = collections.OrderedDict()
+
+    def declaring(self, implementation: Implementation) -> Executor:
+        """The executor for the same call with other declarations; compiled functions are shared."""
+        other = Executor(implementation, self.options)
+        other._compiled = self._compiled
+        return other
+
+    def jit(self, function: Callable[..., Any], **how: Any) -> Any:
+        """`jax.jit` with the compiler options of this executor: whatever is compiled to be judged is compiled by it."""
+        return jax.jit(function, compiler_options=self.options or None, **how)
 
     def forward(self, problem: Problem) -> Result:
         """`out` of the plain call, without residuals."""
@@ -113,9 +125,9 @@ class Executor:
         plain, arrays = self.bind(problem)
         out = jax.eval_shape(plain, arrays)
         if gradients:
-            compiled = jax.jit(functools.partial(pull_back, plain)).lower(arrays, out).compile()
+            compiled = self.jit(functools.partial(pull_back, plain)).lower(arrays, out).compile()
         else:
-            compiled = jax.jit(plain).lower(arrays).compile()
+            compiled = self.jit(plain).lower(arrays).compile()
         analysis = compiled.memory_analysis()
         return None if analysis is None else int(analysis.temp_size_in_bytes)
 
@@ -124,7 +136,7 @@ class Executor:
         statics, arrays = self._split(problem)
         key = (tuple(sorted(statics.items())), tuple(sorted(arrays)))
         if key not in self._compiled:
-            self._compiled[key] = _compile(self.implementation, statics)
+            self._compiled[key] = _compile(self.implementation, statics, self.jit)
             while len(self._compiled) > _KEPT:
                 self._compiled.popitem(last=False)
         self._compiled.move_to_end(key)
@@ -144,7 +156,7 @@ def _call_plain(call: Callable[..., Any], statics: Mapping[str, Any], arrays: Ar
     return call(**arrays, **statics)
 
 
-def _compile(implementation: Implementation, statics: Mapping[str, Any]) -> Compiled:
+def _compile(implementation: Implementation, statics: Mapping[str, Any], jit: Callable[..., Any]) -> Compiled:
     call = implementation.call
     plain = functools.partial(_call_plain, call, statics)
 
@@ -168,12 +180,12 @@ def _compile(implementation: Implementation, statics: Mapping[str, Any]) -> Comp
         return plain(arrays), with_residuals(arrays) if implementation.residuals else None, part(arrays)
 
     return Compiled(
-        forward=jax.jit(plain),
-        residuals=jax.jit(with_residuals),
-        part=jax.jit(part),
-        calls=jax.jit(calls),
-        gradients=jax.jit(lambda arrays, do: pull_back(plain, arrays, do)),
-        gradients_lse=jax.jit(lambda arrays, do, dlse: pull_back(with_lse, arrays, (do, dlse))),
+        forward=jit(plain),
+        residuals=jit(with_residuals),
+        part=jit(part),
+        calls=jit(calls),
+        gradients=jit(lambda arrays, do: pull_back(plain, arrays, do)),
+        gradients_lse=jit(lambda arrays, do, dlse: pull_back(with_lse, arrays, (do, dlse))),
     )
 
 

@@ -28,7 +28,7 @@ from cases.case import OPT_IN, Case
 from cases.inputs import draw
 from cases.masks import Causal, Full, Mask, Window, conjuncts
 from cases.operands import GRADIENT_OF, REMOVABLE, RESIDUALS
-from conformance.contract import Arithmetic, BehindMask, EmptyRows, Implementation, Products
+from conformance.contract import Arithmetic, BehindMask, CausalFrom, EmptyRows, Implementation, Products
 
 _OPTIONS = ("causal", "window", "mask", *(operand.name for operand in REMOVABLE), "save_residuals")
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -43,10 +43,10 @@ class NotAnAttentionFunction(TypeError):  # noqa: N818 -- a statement, as the me
 class Declaration:
     """What a plain function declares beyond its signature; docs/contract.md, section 9, has the defaults."""
 
-    products: Products = "exact"
-    logits: Literal["f32", "input"] = "f32"
+    arithmetic: Arithmetic = dataclasses.field(default_factory=Arithmetic)
     empty_rows: EmptyRows = "undefined"
     behind_mask: BehindMask = "any"
+    causal: CausalFrom = "start"
     differentiable_residuals: bool = True
     memory: Literal["linear"] | None = None
     unsupported: Mapping[str, str] = dataclasses.field(default_factory=dict)
@@ -56,8 +56,14 @@ def declare(
     *,
     products: Products = "exact",
     logits: Literal["f32", "input"] = "f32",
+    softmax: Literal["f32", "input"] = "f32",
+    group_sums: Literal["f32", "input"] = "f32",
+    block_sums: int | None = None,
+    scaled_q: bool = False,
+    residuals: Literal["f32", "input"] = "f32",
     empty_rows: EmptyRows = "undefined",
     behind_mask: BehindMask = "any",
+    causal: CausalFrom = "start",
     differentiable_residuals: bool = True,
     memory: Literal["linear"] | None = None,
     unsupported: Mapping[str, str] | None = None,
@@ -67,17 +73,32 @@ def declare(
     Args:
       products: how it multiplies f32 operands.
       logits: `"input"` if bf16 and f16 logits are rounded to the operands' dtype before the softmax.
+      softmax: `"input"` if the softmax itself, and its backward pass, are in the operands' dtype.
+      group_sums: `"input"` if dk and dv are summed over the query heads of a group in the operands' dtype.
+      block_sums: how many keys or queries are summed in f32 before the sum so far is rounded to the operands' dtype.
+      scaled_q: True if `q * scale` is rounded to the operands' dtype before the product.
+      residuals: `"input"` if residuals are returned in the operands' dtype.
       empty_rows: what it returns for queries that may attend to nothing.
       behind_mask: `"finite"` if keys and values behind the mask must be finite.
+      causal: where queries stand for `causal=True` and `window` where T is not S: `"start"`, the first at the first
+        key, or `"end"`, the last at the last.
       differentiable_residuals: False if `logsumexp` carries no gradient.
       memory: `"linear"` if temporary memory of forward and backward grows no faster than the lengths.
       unsupported: feature name (`python -m conformance list features`) to the reason why it is not supported.
     """
     declaration = Declaration(
-        products=products,
-        logits=logits,
+        arithmetic=Arithmetic(
+            products=products,
+            logits=logits,
+            softmax=softmax,
+            group_sums=group_sums,
+            block_sums=block_sums,
+            scaled_q=scaled_q,
+            residuals=residuals,
+        ),
         empty_rows=empty_rows,
         behind_mask=behind_mask,
+        causal=causal,
         differentiable_residuals=differentiable_residuals,
         memory=memory,
         unsupported=dict(unsupported or {}),
@@ -121,15 +142,15 @@ def from_function(function: Callable[..., Any], name: str, *, products: Products
         description=(inspect.getdoc(_innermost(function)) or "").split("\n")[0],
         unsupported={**_missing(parameters), **declaration.unsupported},
         offers=OPT_IN.intersection(has),
-        supports_case=_supports_mask(parameters),
-        arithmetic=Arithmetic(products=products or declaration.products, logits=declaration.logits),
+        supports_case=_supports(parameters, declaration),
+        arithmetic=dataclasses.replace(declaration.arithmetic, products=products or declaration.arithmetic.products),
         residuals=frozenset(RESIDUALS if "save_residuals" in parameters else ()),
         differentiable_residuals=frozenset(),
         gradients=gradients,
         empty_rows=declaration.empty_rows,
         memory=declaration.memory,
         behind_mask=declaration.behind_mask,
-        lower_mask=_lowering(parameters),
+        lower_mask=_lowering(parameters, declaration.causal),
         refuses_by_signature=True,
     )
     residuals = _returned_residuals(implementation) if implementation.residuals else frozenset()
@@ -236,28 +257,37 @@ def _missing(parameters: frozenset[str]) -> dict[str, str]:
     return missing
 
 
-def _supports_mask(parameters: frozenset[str]) -> Callable[[Case], str | None]:
+def _supports(parameters: frozenset[str], declaration: Declaration) -> Callable[[Case], str | None]:
+    narrow = "input" in (declaration.arithmetic.logits, declaration.arithmetic.softmax)
+
     def supports(case: Case) -> str | None:
+        if narrow and case.dtype == "f16" and case.distribution == "huge":
+            return "huge: logits beyond 65504, the largest number of f16, in which they are declared to be"
         if case.mask == "full" or "mask" in parameters:
             return None
         mask = mask_spec.build(case.mask, case.batch, case.num_q_heads, case.q_length, case.kv_length, case.seed)
-        _, left = _split(mask, parameters)
+        _, left = _split(mask, parameters, _first(declaration.causal, case.q_length, case.kv_length))
         kind = mask_spec.features(case.mask)[0]
         return f"{kind}: the function has no parameter 'mask'" if left else None
 
     return supports
 
 
-def _split(mask: Mask, parameters: frozenset[str]) -> tuple[dict[str, Hashable], Mask | None]:
+def _first(causal: CausalFrom, q_length: int, kv_length: int) -> int:
+    """The key at which the first query stands for `causal=True` and `window`."""
+    return 0 if causal == "start" else kv_length - q_length
+
+
+def _split(mask: Mask, parameters: frozenset[str], first: int) -> tuple[dict[str, Hashable], Mask | None]:
     """`causal` and `window`, if the function has them and the mask is made of them; and what is left of the mask."""
     static: dict[str, Hashable] = {}
     left: Mask | None = None
     for part in conjuncts(mask):
         if isinstance(part, Full):
             continue
-        if part == Causal() and "causal" in parameters and "causal" not in static:
+        if part == Causal(first) and "causal" in parameters and "causal" not in static:
             static["causal"] = True
-        elif isinstance(part, Window) and part.offset == 0 and "window" in parameters and "window" not in static:
+        elif isinstance(part, Window) and part.offset == first and "window" in parameters and "window" not in static:
             static["window"] = (part.left, part.right)
         else:
             left = part if left is None else left & part
@@ -265,12 +295,12 @@ def _split(mask: Mask, parameters: frozenset[str]) -> tuple[dict[str, Hashable],
 
 
 def _lowering(
-    parameters: frozenset[str],
+    parameters: frozenset[str], causal: CausalFrom
 ) -> Callable[[Mask, int, int, int, int], tuple[Mapping[str, Hashable], Mapping[str, np.ndarray]]]:
     def lower(
         mask: Mask, batch: int, num_q_heads: int, q_length: int, kv_length: int
     ) -> tuple[Mapping[str, Hashable], Mapping[str, np.ndarray]]:
-        static, left = _split(mask, parameters)
+        static, left = _split(mask, parameters, _first(causal, q_length, kv_length))
         return static, ({} if left is None else {"mask": left.dense(q_length, kv_length)})
 
     return lower

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from conformance import records
@@ -14,19 +15,40 @@ from conformance.asking.subject import Subject
 
 
 def aliasing(subject: Subject) -> Iterator[Judgement]:
-    """Operands given as NumPy arrays, outside `jit` and inside, hold the same bits after the call."""
+    """Operands given as NumPy arrays, outside `jit` and inside, hold the same bits after the call.
+
+    Outside `jit` a library that checks types may refuse NumPy arrays, into which alone it could write. It is given JAX
+    arrays then, which must still be there after the call.
+    """
     plain, arrays = subject.executor.bind(subject.problem)
-    for how, call in (("eager", plain), ("jit", jax.jit(plain))):
-        given = jax.tree.map(np.copy, arrays)
-        jax.block_until_ready(call(given))  # type: ignore[no-untyped-call] # untyped upstream
+    for how, call in (("eager", plain), ("jit", subject.executor.jit(plain))):
+        given, reason = _called(call, arrays)
         pairs = zip(_leaves(arrays), _leaves(given), strict=True)
-        changed = [name for (name, before), (_, after) in pairs if before.tobytes() != after.tobytes()]
+        changed = [name for (name, before), (_, after) in pairs if _differs(before, after)]
         yield Judgement(
             observable=f"operands.{how}",
             verdict=records.FAIL if changed else records.PASS,
-            reason=f"the call writes into its operands: {', '.join(changed)}" if changed else "",
+            reason=f"the call writes into its operands: {', '.join(changed)}" if changed else reason,
         )
 
 
-def _leaves(arrays: Any) -> list[tuple[str, np.ndarray]]:
+def _called(call: Callable[[Any], Any], arrays: Any) -> tuple[Any, str]:
+    """The operands that the call was made with, and why they are JAX arrays if NumPy arrays are refused."""
+    given = jax.tree.map(np.copy, arrays)
+    try:
+        jax.block_until_ready(call(given))  # type: ignore[no-untyped-call] # untyped upstream
+    except Exception as refusal:  # type checkers raise errors of their own
+        of_jax = jax.tree.map(jnp.array, arrays)
+        jax.block_until_ready(call(of_jax))  # type: ignore[no-untyped-call] # untyped upstream
+        return of_jax, f"given JAX arrays, since NumPy arrays are refused ({type(refusal).__name__})"
+    return given, ""
+
+
+def _differs(before: np.ndarray, after: Any) -> bool:
+    if isinstance(after, jax.Array) and after.is_deleted():
+        return True
+    return before.tobytes() != np.asarray(after).tobytes()
+
+
+def _leaves(arrays: Any) -> list[tuple[str, Any]]:
     return [(jax.tree_util.keystr(path), x) for path, x in jax.tree_util.tree_leaves_with_path(arrays)]

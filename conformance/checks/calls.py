@@ -91,7 +91,7 @@ def _numpy(pair: Pair) -> Iterator[Judgement]:
 def _a_thousand(pair: Pair) -> Iterator[Judgement]:
     """The same program on the same operands, again and again, gives the same bits."""
     count = _CALLS_INTERPRETED if pair.subject.implementation.accelerator.interpreted else _CALLS
-    compiled = jax.jit(pair.plain)
+    compiled = pair.jit(pair.plain)
     arrays = jax.tree.map(jnp.asarray, pair.arrays(pair.problems[0]))
     first = np.asarray(compiled(arrays))
     different = sum(np.asarray(compiled(arrays)).tobytes() != first.tobytes() for _ in range(count))

@@ -21,12 +21,15 @@ _STALE = 2.0**6
 
 def decoding(subject: Subject) -> Iterator[Judgement]:
     """Chunks of a prompt, then token by token into a cache that is longer, give the rows of one pass."""
+    # A row that averages all of v sees what is behind the last key, and rightly: it is left out.
+    averages = subject.problem.empty_rows & (subject.implementation.empty_rows == "mean")
+    judged_out = subject.judged_out & ~averages.transpose(0, 2, 1)[..., None]
     stale = np.nan if subject.implementation.behind_mask == "any" else _STALE
     for start, stop in PIECES:
         got = subject.results_of(part(subject.problem, start, stop, stale=stale))
         place = f"token{start}" if stop - start == 1 else f"chunk{start}"
         for name, axis, judged in (
-            ("out", 1, subject.judged_out),
+            ("out", 1, judged_out),
             ("logsumexp", 2, subject.judged_residuals),
             ("max_logits", 2, subject.judged_residuals),
         ):

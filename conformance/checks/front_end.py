@@ -15,8 +15,9 @@ from cases.inputs import DTYPES, Cotangent, draw_cotangent, draw_raw
 from conformance.asking.judgement import Judgement
 from conformance.asking.subject import Subject
 from conformance.reference.front_end import front_end as reference
-from conformance.truth.bounds import Expectation, Inexact, Roundoff, expect
+from conformance.truth.bounds import Expectation, Inexact, expect
 from conformance.truth.front_end import FrontEnd
+from conformance.truth.roundoff import Roundoff
 from conformance.truth.running_error import Number
 
 # The gradient that each raw operand comes from; its limit applies.
@@ -84,8 +85,8 @@ def _run(subject: Subject, do: np.ndarray | None) -> tuple[Any, Mapping[str, Any
         return call({**arrays, "q": q, "k": k, "v": v})
 
     if do is None:
-        return jax.jit(composed)(given), {}
-    return jax.jit(functools.partial(_pull_back, composed))(given, do)
+        return subject.executor.jit(composed)(given), {}
+    return subject.executor.jit(functools.partial(_pull_back, composed))(given, do)
 
 
 def _pull_back(function: Any, moving: Mapping[str, Any], cotangent: Any) -> tuple[Any, Mapping[str, Any]]:

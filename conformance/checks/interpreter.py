@@ -27,7 +27,8 @@ def interpreter(subject: Subject) -> Iterator[Judgement]:
         return
     raced: dict[str, list[str]] = {}
     for seed in seeds(platform):
-        executor = Executor(dataclasses.replace(subject.implementation, call=make(parameters(seed, platform))))
+        interpreted = dataclasses.replace(subject.implementation, call=make(parameters(seed, platform)))
+        executor = Executor(interpreted, subject.executor.options)
         for name, program in _programs(subject, executor, seed).items():
             stopped = ""
             with races() as found:

@@ -119,7 +119,7 @@ def _variants(subject: Subject) -> Iterator[Judgement]:
     clean = subject.results_of(subject.problem)
     for name, call in subject.implementation.variants.items():
         other = dataclasses.replace(subject.implementation, call=call, parts=None)  # parts are not what varies
-        variant = dataclasses.replace(subject, executor=Executor(other))
+        variant = dataclasses.replace(subject, executor=Executor(other, subject.executor.options))
         got = variant.results_of(subject.problem)
         yield from _compared(subject, name, got, clean, subject.expectation)
         if not subject.with_gradients:

@@ -47,6 +47,11 @@ class Pair:
         """The call, not compiled."""
         return self.subject.executor.bind(self.problems[0])[0]
 
+    @property
+    def jit(self) -> Callable[..., Any]:
+        """`jax.jit` as the executor compiles."""
+        return self.subject.executor.jit
+
     def arrays(self, problem: Problem) -> Arrays:
         """The arrays that the call takes for a problem of the same configuration."""
         return self.subject.executor.bind(problem)[1]

@@ -11,13 +11,13 @@ import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import jax
 import numpy as np
 
 from cases.inputs import Problem
 from conformance.asking.judgement import Judgement, unsupported
 from conformance.asking.subject import Subject
-from conformance.truth.bounds import Bounded, U, expect
+from conformance.truth.bounds import Bounded, expect
+from conformance.truth.roundoff import U
 
 
 class Part(NamedTuple):
@@ -49,7 +49,7 @@ def parts(subject: Subject) -> Iterator[Judgement]:
 def _merged(subject: Subject, found: Sequence[Any]) -> Any:
     """Merged by the implementation, or by the contract's formula if it has no merge of its own."""
     if subject.implementation.merge is not None:
-        return jax.jit(subject.implementation.merge)(found)
+        return subject.executor.jit(subject.implementation.merge)(found)
     arrays = [Part(*(np.asarray(x, np.float64) for x in part)) for part in found]
     top = np.max([np.where(part.sum > 0, part.max, -np.inf) for part in arrays], axis=0)
     weights = [

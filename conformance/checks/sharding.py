@@ -131,9 +131,9 @@ def _judge(subject: Subject, case: Case, shard: Shard) -> Iterator[Judgement]:
     cotangents = (Cotangent("random", do),) if subject.with_gradients else ()
     expected = subject.expect(problem, cotangents)
     if cotangents:
-        out, gradients = jax.jit(functools.partial(pull_back, sharded))(arrays, do)
+        out, gradients = subject.executor.jit(functools.partial(pull_back, sharded))(arrays, do)
     else:
-        out, gradients = jax.jit(sharded)(arrays), {}
+        out, gradients = subject.executor.jit(sharded)(arrays), {}
     yield _compared(subject, "out", out, expected.forward["out"], judged)
     for operand, name in GRADIENT_OF.items():
         if operand in gradients and name in subject.implementation.gradients:

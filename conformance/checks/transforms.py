@@ -24,7 +24,8 @@ from conformance.asking.judgement import Judgement, apart, unsupported
 from conformance.asking.subject import Subject
 from conformance.calling.execution import Arrays, pull_back
 from conformance.checks.pair import Pair
-from conformance.truth.bounds import UNIT_ROUNDOFF, Bounded
+from conformance.truth.bounds import Bounded
+from conformance.truth.roundoff import UNIT_ROUNDOFF
 
 
 def transforms(subject: Subject) -> Iterator[Judgement]:
@@ -42,7 +43,7 @@ def _eager(pair: Pair) -> Iterator[Judgement]:
 
 
 def _vmap(pair: Pair) -> Iterator[Judgement]:
-    yield pair.judge_out(jax.jit(jax.vmap(pair.plain))(pair.stacked), 2)
+    yield pair.judge_out(pair.jit(jax.vmap(pair.plain))(pair.stacked), 2)
 
 
 def _vmap_over(names: Sequence[str], pair: Pair) -> Iterator[Judgement]:
@@ -54,7 +55,7 @@ def _vmap_over(names: Sequence[str], pair: Pair) -> Iterator[Judgement]:
         return
     axes = {name: 0 if name in mapped else None for name in shared}
     arrays = {name: pair.stacked[name] if name in mapped else x for name, x in shared.items()}
-    got = jax.jit(jax.vmap(pair.plain, in_axes=(axes,)))(arrays)
+    got = pair.jit(jax.vmap(pair.plain, in_axes=(axes,)))(arrays)
     changed: dict[str, Any] = {name: getattr(other, name) for name in mapped}
     mixed = dataclasses.replace(problem, **changed)
     yield pair.judge_out_of(got, (problem, mixed), (pair.expected[0], pair.subject.expect(mixed)))
@@ -70,7 +71,7 @@ def _vmap_masks(pair: Pair) -> Iterator[Judgement]:
     plain, arrays = pair.subject.executor.bind(problems[0])
     axes = {name: 0 if name == "mask" else None for name in arrays}
     masks = np.stack([pair.arrays(problem)["mask"] for problem in problems])
-    got = jax.jit(jax.vmap(plain, in_axes=(axes,)))({**arrays, "mask": masks})
+    got = pair.jit(jax.vmap(plain, in_axes=(axes,)))({**arrays, "mask": masks})
     yield pair.judge_out_of(got, problems, [pair.subject.expect(problem) for problem in problems])
 
 
@@ -78,12 +79,12 @@ def _donated(pair: Pair) -> Iterator[Judgement]:
     arrays = jax.tree.map(jnp.array, pair.arrays(pair.problems[0]))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that not every buffer could be reused is no finding
-        yield pair.judge_out(jax.jit(pair.plain, donate_argnums=0)(arrays))
+        yield pair.judge_out(pair.jit(pair.plain, donate_argnums=0)(arrays))
 
 
 def _x64(pair: Pair) -> Iterator[Judgement]:
     with jax.enable_x64(True):
-        got = np.asarray(jax.jit(pair.plain)(pair.arrays(pair.problems[0])))
+        got = np.asarray(pair.jit(pair.plain)(pair.arrays(pair.problems[0])))
     judgement = pair.judge_out(got)
     if got.dtype != pair.problems[0].q.dtype:
         reason = f"dtype is {got.dtype}, must be that of q, {pair.problems[0].q.dtype}"
@@ -93,7 +94,7 @@ def _x64(pair: Pair) -> Iterator[Judgement]:
 
 def _second_call(pair: Pair) -> Iterator[Judgement]:
     """The same call, made again after another one, gives the same bits."""
-    compiled = jax.jit(pair.plain)
+    compiled = pair.jit(pair.plain)
     first, between, again = (np.asarray(compiled(pair.arrays(pair.problems[n]))) for n in (0, 1, 0))
     same = first.tobytes() == again.tobytes()
     reason = "" if same else f"{int(np.sum(first != again))} values differ when the same call is made again"
@@ -109,19 +110,19 @@ def _other_statics(pair: Pair) -> Iterator[Judgement]:
     halved = [dataclasses.replace(problem, **change) for change in changes]
     for other in [*halved, problem] if halved else []:
         plain, arrays = pair.subject.executor.bind(other)
-        yield pair.judge_out_of(jax.jit(plain)(arrays), (other,), (pair.subject.expect(other),))
+        yield pair.judge_out_of(pair.jit(plain)(arrays), (other,), (pair.subject.expect(other),))
 
 
 def _grad_of_vmap(pair: Pair) -> Iterator[Judgement]:
     pull = functools.partial(pull_back, jax.vmap(pair.plain))
-    out, got = jax.jit(pull)(pair.stacked, pair.stacked_do)
+    out, got = pair.jit(pull)(pair.stacked, pair.stacked_do)
     yield pair.judge_out(out, 2)
     yield from pair.judge_gradients(got, 2)
 
 
 def _vmap_of_grad(pair: Pair) -> Iterator[Judgement]:
     pull = functools.partial(pull_back, pair.plain)
-    out, got = jax.jit(jax.vmap(pull))(pair.stacked, pair.stacked_do)
+    out, got = pair.jit(jax.vmap(pull))(pair.stacked, pair.stacked_do)
     yield pair.judge_out(out, 2)
     yield from pair.judge_gradients(got, 2)
 
@@ -136,7 +137,7 @@ def _vmap_of_pullback(pair: Pair) -> Iterator[Judgement]:
     first = pair.cotangents[0]
     turned = np.where(pair.subject.judged_out, first.out[:, ::-1], np.zeros_like(first.out))
     cotangents = [first, dataclasses.replace(first, out=turned)]
-    got = jax.jit(pulled)(pair.arrays(problem), np.stack([cotangent.out for cotangent in cotangents]))
+    got = pair.jit(pulled)(pair.arrays(problem), np.stack([cotangent.out for cotangent in cotangents]))
     expected = pair.subject.expect(problem, cotangents).gradients
     for operand in pair.judged_operands(got):
         for n, label in enumerate(("first", "second")):
@@ -150,7 +151,7 @@ def _scan(pair: Pair) -> Iterator[Judgement]:
     def layers(stacked: Arrays) -> Any:
         return jax.lax.scan(lambda carry, arrays: (carry, pair.plain(arrays)), None, stacked)[1]
 
-    out, got = jax.jit(functools.partial(pull_back, layers))(pair.stacked, pair.stacked_do)
+    out, got = pair.jit(functools.partial(pull_back, layers))(pair.stacked, pair.stacked_do)
     yield pair.judge_out(out, 2)
     yield from pair.judge_gradients(got, 2)
 
@@ -159,7 +160,7 @@ def _checkpoint(policy: Callable[[Sequence[str]], Any], pair: Pair) -> Iterator[
     """The backward pass recomputes what the policy does not save."""
     rematerialized = jax.checkpoint(pair.plain, policy=policy(pair.subject.implementation.checkpoint_names))
     pull = functools.partial(pull_back, rematerialized)
-    out, got = jax.jit(pull)(pair.arrays(pair.problems[0]), pair.cotangents[0].out)
+    out, got = pair.jit(pull)(pair.arrays(pair.problems[0]), pair.cotangents[0].out)
     yield pair.judge_out(out)
     yield from pair.judge_gradients(got)
 
@@ -184,7 +185,7 @@ def _forward_mode(pair: Pair) -> Iterator[Judgement]:
     fixed = {name: x for name, x in arrays.items() if name not in moving}
     drawn = {name: normal(subject.case.seed, f"tangent-{name}", x.shape).astype(x.dtype) for name, x in moving.items()}
     try:
-        _, tangent = jax.jit(lambda m, t: jax.jvp(lambda m: pair.plain({**m, **fixed}), (m,), (t,)))(moving, drawn)
+        _, tangent = pair.jit(lambda m, t: jax.jvp(lambda m: pair.plain({**m, **fixed}), (m,), (t,)))(moving, drawn)
     except TypeError as error:  # a pullback by hand has no forward mode, and JAX says so
         yield unsupported("out", f"forward mode: {error}".split("\n")[0])
         return
@@ -211,13 +212,13 @@ def _one_gradient(pair: Pair) -> Iterator[Judgement]:
     def each(arrays: Arrays, do: Any) -> Arrays:
         return {name: alone(name, arrays, do) for name in names}
 
-    yield from pair.judge_gradients(jax.jit(each)(arrays, pair.cotangents[0].out))
+    yield from pair.judge_gradients(pair.jit(each)(arrays, pair.cotangents[0].out))
 
 
 def _x64_backward(pair: Pair) -> Iterator[Judgement]:
     arrays = pair.arrays(pair.problems[0])
     with jax.enable_x64(True):
-        _, found = jax.jit(functools.partial(pull_back, pair.plain))(arrays, pair.cotangents[0].out)
+        _, found = pair.jit(functools.partial(pull_back, pair.plain))(arrays, pair.cotangents[0].out)
         got = {name: np.asarray(x) for name, x in found.items()}
     for judgement, name in zip(pair.judge_gradients(got), pair.judged_operands(got), strict=True):
         want = arrays[name].dtype

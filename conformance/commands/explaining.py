@@ -11,7 +11,7 @@ from conformance.asking.subject import Subject
 from conformance.calling.execution import Executor
 from conformance.contract import Arithmetic, Implementation
 from conformance.judging import discrimination
-from conformance.truth import bounds
+from conformance.truth import roundoff
 from conformance.truth.tolerances import Tolerances
 
 _DISTRIBUTIONS = {
@@ -68,7 +68,7 @@ def _problem(case: Case, problem: Problem) -> list[str]:
         sinks = ", ".join(f"{sink:.2f}" for sink in problem.sinks)
         lines.append(f"Sinks       one logit a query head: {sinks}")
     if problem.bias is not None:
-        lines.append(f"Bias        shape {list(problem.bias.shape)} in {bounds.dtype_name(problem.bias.dtype)}")
+        lines.append(f"Bias        shape {list(problem.bias.shape)} in {roundoff.dtype_name(problem.bias.dtype)}")
     if more := [FEATURES[name] for name in case.features if name in OPERAND_FEATURES - _TOLD]:
         lines.append(f"With        {'; '.join(more)}")
     return lines

@@ -20,6 +20,7 @@ from conformance.commands.outputs import command_line, outputs_of
 from conformance.commands.progress import Progress
 from conformance.contract import Implementation
 from conformance.judging import plan, runner, settings
+from conformance.judging.declarations import declared
 from conformance.judging.parallel import run_parallel
 from conformance.records import Record, RunInfo
 from conformance.sensitivity import detection
@@ -65,6 +66,7 @@ def run(arguments: argparse.Namespace) -> int:
         seconds=round(time.perf_counter() - started, 1),
         interrupted=interrupted,
         detection=detection.load(),
+        declared={implementation.name: declared(implementation) for implementation in implementations},
     )
     outputs.write(found, info)
     terminal.print_summary(found, info, Console())

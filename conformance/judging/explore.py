@@ -181,7 +181,8 @@ class _Explorer:
         on_case: Callable[[Seen], None],
     ) -> None:
         lenient = tuple(dataclasses.replace(entry, some=True) for entry in settings.expected_failures)
-        self._runner = Runner(dataclasses.replace(settings, expected_failures=lenient))
+        # Each failure is confirmed: one that the compiler's flags make must not be what is shrunk.
+        self._runner = Runner(dataclasses.replace(settings, expected_failures=lenient), confirmed=math.inf)
         self._implementation = implementation
         self._budget = budget
         self._query = query

@@ -17,6 +17,7 @@ from conformance.calling.execution import Executor
 from conformance.checks import CHECKS, Check
 from conformance.contract import Implementation
 from conformance.judging import discrimination, interrupts
+from conformance.judging.again import CONFIRMED, Again
 from conformance.judging.plan import Job
 from conformance.judging.settings import Settings
 from conformance.records import Record
@@ -30,9 +31,12 @@ _NEED_NO_ACCELERATOR = frozenset(check.name for check in CHECKS if check.scope.w
 class Runner:
     """Judges jobs one after the other, keeping compiled functions from one job to the next."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, *, confirmed: float = CONFIRMED) -> None:
+        """A runner that judges failures again until `confirmed` of a check and observable are confirmed."""
         self._settings = settings
+        self._confirmed = confirmed
         self._executors: dict[str, Executor] = {}
+        self._again: dict[str, Again] = {}
         self._done = 0
 
     def run(self, jobs: Sequence[Job], on_job: Callable[[Job, list[Record]], None] | None = None) -> list[Record]:
@@ -53,17 +57,18 @@ class Runner:
         """The records of one job, as they come."""
         executor = self._executors.setdefault(job.implementation.name, Executor(job.implementation))
         subject = Subject(executor, job.case, self._settings.tolerances, job.turn)
+        again = self._again.setdefault(job.implementation.name, Again(executor, self._confirmed))
         self._done += 1
         if self._done % _CLEAR_EVERY == 0:
             jax.clear_caches()  # type: ignore[no-untyped-call] # untyped upstream
         if (absent := job.implementation.accelerator.absent) is not None:
-            found = _absent(subject, job.checks, absent)
+            found = _absent(subject, job.checks, absent, again)
         elif (reason := job.implementation.supports(job.case)) is not None:
-            found = _declined(subject, job.checks, reason)
+            found = _declined(subject, job.checks, reason, again)
         elif (count := len(jax.devices())) < job.implementation.devices:
             found = iter([_record(subject, "devices", _too_few(job.implementation.devices, count), None, 0.0)])
         else:
-            found = _judged(subject, job.checks)
+            found = _judged(subject, job.checks, again)
         for record in found:
             yield self._settings.settle(record, jax.__version__)
 
@@ -117,7 +122,7 @@ def reproduction(implementation: str, case: str, check: str) -> str:
     return f"python -m conformance run --impl={shlex.quote(implementation)} --case={case} --check={check}"
 
 
-def _judged(subject: Subject, checks: Iterable[Check]) -> Iterator[Record]:
+def _judged(subject: Subject, checks: Iterable[Check], again: Again) -> Iterator[Record]:
     margin = None
     checks = tuple(checks)
     compares = any(check.compares for check in checks)
@@ -138,7 +143,7 @@ def _judged(subject: Subject, checks: Iterable[Check]) -> Iterator[Record]:
             return
     for check in checks:
         start = time.perf_counter()
-        judgements = _answers(check, subject)
+        judgements = _answers(check, subject, again)
         seconds = (time.perf_counter() - start) / max(1, len(judgements))
         for judgement in judgements:
             if left_out and check.compares:
@@ -170,33 +175,35 @@ def _undecided(left_out: Mapping[str, float]) -> Judgement:
     return Judgement(observable="case", verdict=records.UNJUDGED, reason=reason, figures=left_out)
 
 
-def _answers(check: Check, subject: Subject) -> list[Judgement]:
-    """The check's judgements; what the implementation raises becomes one too."""
+def _answers(check: Check, subject: Subject, again: Again) -> list[Judgement]:
+    """The check's judgements, failures judged again; what the implementation raises becomes one too."""
     found = list(guarded("all", lambda: check.run(subject)))
+    interrupts.check()
+    found = again.judged(check, subject, found)
     interrupts.check()
     return found
 
 
-def _absent(subject: Subject, checks: Iterable[Check], reason: str) -> Iterator[Record]:
+def _absent(subject: Subject, checks: Iterable[Check], reason: str, again: Again) -> Iterator[Record]:
     """What needs no accelerator, if there is a call for it and the case is supported; the rest is unjudged."""
     implementation = subject.implementation
     stand_ins = {check: check.scope.without_accelerator for check in checks}
     possible = [check for check, stand_in in stand_ins.items() if stand_in and stand_in(implementation) is not None]
     if possible and implementation.supports(subject.case) is None:
-        yield from _judged(subject, possible)
+        yield from _judged(subject, possible, again)
         if len(possible) == len(stand_ins):
             return
     unjudged = Judgement(observable="case", verdict=records.UNJUDGED, reason=reason)
-    again = f"python -m conformance run --impl={shlex.quote(implementation.name)} --case={subject.case.id}"
-    yield dataclasses.replace(_record(subject, "hardware", unjudged, None, 0.0), reproduce=again)
+    command = f"python -m conformance run --impl={shlex.quote(implementation.name)} --case={subject.case.id}"
+    yield dataclasses.replace(_record(subject, "hardware", unjudged, None, 0.0), reproduce=command)
 
 
-def _declined(subject: Subject, checks: Iterable[Check], reason: str) -> Iterator[Record]:
+def _declined(subject: Subject, checks: Iterable[Check], reason: str, again: Again) -> Iterator[Record]:
     yield _record(subject, "support", unsupported("case", reason), None, 0.0)
     for check in checks:
         if not check.scope.supported and not subject.implementation.refuses_by_signature:
             start = time.perf_counter()
-            for judgement in _answers(check, subject):
+            for judgement in _answers(check, subject, again):
                 yield _record(subject, check.name, judgement, None, time.perf_counter() - start)
 
 

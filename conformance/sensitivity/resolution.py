@@ -25,8 +25,9 @@ from conformance.asking.judgement import by_bound
 from conformance.checks.ensemble import judge_statistics, reseeded, statistics
 from conformance.contract import Arithmetic
 from conformance.truth import oracle, tolerances
-from conformance.truth.bounds import UNIT_ROUNDOFF, Bounded, expect
+from conformance.truth.bounds import Bounded, expect
 from conformance.truth.comparison import compare
+from conformance.truth.roundoff import UNIT_ROUNDOFF
 from conformance.truth.spread import spread
 from conformance.truth.tolerances import Tolerances
 

@@ -59,13 +59,9 @@ import numpy as np
 
 from cases.inputs import Cotangent, Problem
 from conformance.contract import Arithmetic
+from conformance.truth.narrow import BackwardExtra, Narrow
 from conformance.truth.oracle import Array, EmptyRows, Gradients, Slab, slabs
-
-# Unit roundoff 2**-p for p significand bits.
-UNIT_ROUNDOFF = {"f32": 2.0**-24, "f16": 2.0**-11, "bf16": 2.0**-8, "tf32": 2.0**-11}
-U = UNIT_ROUNDOFF["f32"]
-# Half the smallest subnormal of f16, which hardware keeps; f32 and bf16 subnormals are flushed by GPUs and TPUs.
-_TINY = {"f32": 2.0**-126, "bf16": 2.0**-126, "f16": 2.0**-25}
+from conformance.truth.roundoff import Roundoff, U, gamma
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,54 +70,6 @@ class Bounded:
 
     value: Array
     bound: Array
-
-
-@dataclasses.dataclass(frozen=True)
-class Roundoff:
-    """Unit roundoffs of an arithmetic on operands of one dtype."""
-
-    products: float
-    logits: float
-    probabilities: float
-    scaled_q: float
-    residuals: float
-    out: float
-    bias: float
-    cache: float
-    tiny: float
-
-    @classmethod
-    def of(cls, arithmetic: Arithmetic, problem: Problem, dtype: str | None = None) -> Roundoff:
-        """The roundoffs that `arithmetic` means for operands of `dtype`, by default that of `problem`."""
-        dtype = dtype_name(problem.q.dtype) if dtype is None else dtype
-        u_in = UNIT_ROUNDOFF[dtype]
-        if dtype == "f32":
-            products = {"exact": U, "tf32": 2 * UNIT_ROUNDOFF["tf32"], "bf16": 2 * UNIT_ROUNDOFF["bf16"]}
-            u_prod = products[arithmetic.products]
-        else:
-            u_prod = 0.0
-        power_of_two = np.frexp(problem.effective_scale)[0] == 0.5
-        return cls(
-            products=u_prod,
-            logits=u_in if arithmetic.logits == "input" and dtype != "f32" else 0.0,
-            probabilities=u_in if arithmetic.probabilities == "input" and dtype != "f32" else 0.0,
-            scaled_q=u_in if arithmetic.scaled_q and not power_of_two else 0.0,
-            residuals=u_in if arithmetic.residuals == "input" and dtype != "f32" else 0.0,
-            out=u_in,
-            bias=UNIT_ROUNDOFF[dtype_name(problem.bias.dtype)] if problem.bias is not None else U,
-            cache=0.0 if problem.kv_scales is None else max(U, u_in if arithmetic.cache == "input" else 0.0),
-            tiny=_TINY[dtype],
-        )
-
-
-def dtype_name(dtype: np.dtype) -> str:
-    """`f32`, `bf16` or `f16`."""
-    return {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}[np.dtype(dtype).name]
-
-
-def gamma(terms: int) -> float:
-    """Relative error of an f32 sum of `terms` terms, against the sum of their magnitudes (module docstring)."""
-    return U * max(1.0, np.sqrt(terms) / 4)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -199,6 +147,7 @@ class _ForwardErrors:
     p_sink: Array  # [G, T]
     out: Array  # without the final rounding, [G, T, V]
     operands: Inexact | None  # of the slab
+    narrow: Narrow | None  # of a softmax in the operands' dtype
 
     @classmethod
     def of(cls, slab: Slab, u: Roundoff, operands: Inexact | None) -> _ForwardErrors:
@@ -210,6 +159,11 @@ class _ForwardErrors:
         capped = 0.0 if slab.soft_cap is None else 4 * U
         err_z = slab.cap_derivative * x + (u.logits + capped + U) * z + U * np.abs(slab.z - slab.pivot[..., None])
         err_z = np.where(slab.allowed, err_z, 0.0)
+        fine = err_z
+        if u.coarse:
+            coarse = slab.scale * _coarse_products(u, np.abs(slab.q @ slab.k.T), slab.q**2 @ (slab.k**2).T)
+            off = np.where(slab.allowed, slab.cap_derivative * coarse, 0.0)
+            x, err_z = x + coarse, err_z + off
         err_l = (slab.p * err_z).sum(axis=-1) + gamma(keys)
         err_sink = np.zeros_like(err_l)
         if slab.sinks is not None:
@@ -217,17 +171,47 @@ class _ForwardErrors:
             err_l = err_l + slab.p_sink * U * sink
             shift = np.abs(slab.sinks[:, None] - slab.logsumexp)
             err_sink = slab.p_sink * np.expm1(np.minimum(err_l + U * (sink + shift + 2), 50.0))
-        err_p = slab.p * np.expm1(np.minimum(err_z + err_l[..., None] + 2 * U, 50.0))
-        err_p = np.minimum(err_p, np.maximum(slab.p, 1 - slab.p))
-        rounding = u.probabilities + u.products + u.cache + gamma(keys)
-        err_out = (err_p + rounding * slab.averaging + u.tiny * slab.allowed) @ np.abs(slab.v)
+        err_p = _probability_errors(slab, err_z + err_l[..., None] + 2 * U)
+        rounding = u.probabilities + u.products + u.cache + gamma(keys) + u.over_blocks(keys)
+        added = rounding * slab.averaging + u.tiny * slab.allowed
+        err_out = (err_p + added) @ np.abs(slab.v)
+        if u.coarse:
+            fine_p = _probability_errors(slab, fine + (err_l - (slab.p * off).sum(axis=-1))[..., None] + 2 * U)
+            err_out = np.minimum(err_out, (fine_p + added) @ np.abs(slab.v) + _moved(slab, off))
+            err_out = err_out + _coarse_products(u, np.abs(slab.out), slab.averaging**2 @ slab.v**2)
+        if (narrow := Narrow.of(slab, u)) is not None:
+            err_out, err_l = err_out + narrow.out, err_l + narrow.share
+            err_sink = err_sink + slab.p_sink * np.minimum(narrow.share + 4 * u.softmax, 1.0)
+            err_z = err_z + narrow.off
         if operands is not None:
             err_out = err_out + slab.averaging @ operands.v
-        return cls(x, err_z, err_l, err_p, err_sink, err_out, operands)
+        return cls(x, err_z, err_l, err_p, err_sink, err_out, operands, narrow)
+
+
+def _probability_errors(slab: Slab, exponent: Array) -> Array:
+    """err(p) where the exponent is off by `exponent`, `[G, T, S]`."""
+    err_p = slab.p * np.expm1(np.minimum(exponent, 50.0))
+    return np.minimum(err_p, np.maximum(slab.p, 1 - slab.p))
+
+
+def _coarse_products(u: Roundoff, size: Array, squares: Array) -> Array:
+    """How far a sum of products is off whose operands are rounded to fewer bits.
+
+    `size` is that of the sum, `squares` the sum of the squares of the products.
+    """
+    return u.coarse * (2 * size + np.sqrt(2 * squares))
+
+
+def _moved(slab: Slab, off: Array) -> Array:
+    """How far `out` moves if logits are off by `off`, by Cauchy and Schwarz over the keys, `[G, T, V]`."""
+    grown = np.expm1(np.minimum(off, 50.0))
+    size = np.sqrt((slab.p * grown**2).sum(axis=-1)) * np.exp(np.minimum((slab.p * off).sum(axis=-1), 50.0))
+    variance = slab.p @ slab.v**2 - (slab.p @ slab.v) ** 2
+    return size[..., None] * np.sqrt(np.maximum(variance, 0.0))
 
 
 def _logit_errors(slab: Slab, u: Roundoff) -> Array:
-    """err(x), `[G, T, S]`."""
+    """err(x), `[G, T, S]`, but for products of operands that are rounded to fewer bits."""
     products = slab.scale * (np.abs(slab.q) @ np.abs(slab.k).T)
     magnitude = products if slab.bias is None else products + np.abs(slab.bias)
     spread = slab.scale * np.sqrt(slab.q**2 @ (slab.k**2).T)
@@ -261,6 +245,7 @@ class _Backward:
     err_dsink: Array  # of one row, [G, T]
     dsink: Array  # of one row, [G, T]
     live: Array  # allowed pairs whose row has a cotangent, [G, T, S]
+    narrow: BackwardExtra | None
 
     @classmethod
     def of(cls, slab: Slab, errors: _ForwardErrors, do: Array, dlse: Array, u: Roundoff) -> _Backward:
@@ -272,6 +257,8 @@ class _Backward:
         dz = p * r
         dx = slab.cap_derivative * dz
         err_dp = (u.products + gamma(v_depth)) * (abs_do @ np.abs(slab.v).T) + u.probabilities * np.abs(dp)
+        if u.coarse:
+            err_dp = err_dp + _coarse_products(u, np.abs(dp), do**2 @ (slab.v**2).T)
         if errors.operands is not None:
             err_dp = err_dp + abs_do @ errors.operands.v.T
         err_d = ((errors.p + (u.probabilities + gamma(keys)) * p) * np.abs(dp) + p * err_dp).sum(axis=-1)
@@ -282,7 +269,10 @@ class _Backward:
         live = slab.allowed & (do.any(axis=-1) | (dlse != 0))[..., None]
         err_dx = err_dx + (u.probabilities + u.products + U) * np.abs(dx) + u.tiny * live * (1 + np.abs(r))
         err_dsink = errors.p_sink * np.abs(d - dlse) + slab.p_sink * (err_d + U * np.abs(dlse))
-        return cls(dx, err_dx, err_dsink, slab.p_sink * (dlse - d), live)
+        narrow = None if errors.narrow is None else errors.narrow.backward(do, dp, d, dlse)
+        if narrow is not None:
+            err_dsink = err_dsink + narrow.dsink
+        return cls(dx, err_dx, err_dsink, slab.p_sink * (dlse - d), live, narrow)
 
 
 def _cap_derivative_errors(slab: Slab, errors: _ForwardErrors) -> Array | float:
@@ -316,9 +306,10 @@ def _add_gradients(
     back = _Backward.of(slab, errors, do, dlse, u)
     dk_by_head = slab.scale * (back.dx.transpose(0, 2, 1) @ slab.q)  # [G, S, H]
     dv_by_head = slab.averaging.transpose(0, 2, 1) @ do  # [G, S, V]
+    dq = slab.scale * (back.dx @ slab.k)
     values.add(
         slab,
-        dq=slab.scale * (back.dx @ slab.k),
+        dq=dq,
         dk=dk_by_head.sum(axis=0),
         dv=dv_by_head.sum(axis=0),
         dsinks=back.dsink.sum(axis=-1),
@@ -326,16 +317,27 @@ def _add_gradients(
         rows=rows,
     )
     group, queries = dlse.shape
-    terms = gamma(group * queries)
+    terms = gamma(group * queries) + u.over_blocks(queries)
+    along_keys = gamma(slab.k.shape[0]) + u.over_blocks(slab.k.shape[0])
     abs_dx = np.abs(back.dx)
     err_dk = slab.scale * ((back.err_dx + terms * abs_dx).transpose(0, 2, 1) @ np.abs(slab.q)).sum(axis=0)
-    err_dq = slab.scale * ((back.err_dx + gamma(slab.k.shape[0]) * abs_dx) @ np.abs(slab.k))
+    err_dq = slab.scale * ((back.err_dx + along_keys * abs_dx) @ np.abs(slab.k))
     if errors.operands is not None:
         err_dk = err_dk + slab.scale * (abs_dx.transpose(0, 2, 1) @ errors.operands.q).sum(axis=0)
         err_dq = err_dq + slab.scale * (abs_dx @ errors.operands.k)
     err_pv = errors.p + (u.probabilities + u.products + terms) * slab.averaging + u.tiny * back.live
     err_dv = (err_pv.transpose(0, 2, 1) @ np.abs(do)).sum(axis=0)
-    by_head = u.out if group > 1 else 0.0
+    if u.coarse:
+        dx2 = slab.scale**2 * back.dx**2
+        err_dq = err_dq + _coarse_products(u, np.abs(dq), dx2 @ slab.k**2)
+        err_dk = err_dk + _coarse_products(u, np.abs(dk_by_head), dx2.transpose(0, 2, 1) @ slab.q**2).sum(axis=0)
+        p2 = slab.averaging.transpose(0, 2, 1) ** 2
+        err_dv = err_dv + _coarse_products(u, np.abs(dv_by_head), p2 @ do**2).sum(axis=0)
+    err_dx = back.err_dx + terms * abs_dx
+    if back.narrow is not None:
+        err_dq, err_dx = err_dq + back.narrow.dq, err_dx + back.narrow.dx
+        err_dk, err_dv = err_dk + back.narrow.dk.sum(axis=0), err_dv + back.narrow.dv.sum(axis=0)
+    by_head = (u.out if group > 1 else 0.0) + u.over_heads(group)
     sink_sum = gamma(queries) * np.abs(back.dsink).sum(axis=-1)
     bounds.add(
         slab,
@@ -343,7 +345,7 @@ def _add_gradients(
         dk=err_dk + by_head * np.abs(dk_by_head).sum(axis=0),
         dv=err_dv + by_head * np.abs(dv_by_head).sum(axis=0),
         dsinks=2 * np.sqrt((back.err_dsink**2).sum(axis=-1)) + sink_sum,
-        dx=back.err_dx + terms * abs_dx,
+        dx=err_dx,
         rows=rows,
     )
 

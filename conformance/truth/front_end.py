@@ -25,8 +25,9 @@ from cases.front_ends import (
     rotation,
     temperature,
 )
-from conformance.truth.bounds import Bounded, U
+from conformance.truth.bounds import Bounded
 from conformance.truth.oracle import Array
+from conformance.truth.roundoff import U
 from conformance.truth.running_error import Number, placed
 
 _NORMS = ("rms", "l2")

@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from conformance.truth.bounds import U, gamma
 from conformance.truth.oracle import Array
+from conformance.truth.roundoff import U, gamma
 
 
 @dataclasses.dataclass(frozen=True)

@@ -26,6 +26,17 @@ and if logits are rounded, with `w_z = c u_z^2 z^2`, `k' = sum_j p k`, `e = sum_
     dq:   + s^2 sum_j w_z [dz (k - k') - p dq / s]^2
     dk:   + s^2 sum_i [w_z dz^2 (1 - 4 p) + dz^2 e + p^2 sum_l w_z dz^2 + 2 dz p sum_l w_z p dz] q^2
 
+A softmax in the operands' dtype, with `u_s` their roundoff, rounds more. What happens to one logit (`z - m`, its
+weight) is an error of the logit, `w_z = c u_s^2 (z^2 + (z - m)^2 + 1)`. The rounded sum is one relative error of all
+probabilities of a row. On the way back `p dp`, `D` and `p D` are rounded:
+
+    w_dz + c u_s^2 p^2 (dp^2 + D^2)        var(D) + c u_s^2 (D^2 + sum_j p^2 dp^2)
+    out + c u_s^2 out^2      dq + c u_s^2 (dq - s D k')^2      dk + s^2 c u_s^2 sum_i (dz - p D)^2 q^2      dv, in w_p
+
+Sums over a group in the operands' dtype round each partial sum over its heads, in their order: `var(round sum of the
+first n heads)` for `n` from 2. Sums over blocks round each partial sum over the blocks of keys (queries, for dk and dv)
+in their order: `c u^2 (sum of the first n blocks)^2` for each `n` but the last.
+
 All roundings that a correct kernel may make are counted, and most kernels make fewer (a blocked kernel keeps dp in f32,
 one differentiated by JAX keeps dz in f32 and has no D, not every kernel rounds dk by head): the variance is an upper
 estimate and a correct kernel comes out between 0.5 and 1 times its square root. Errors of f32 operations are left out:
@@ -41,8 +52,8 @@ import numpy as np
 
 from cases.inputs import Cotangent, Problem
 from conformance.contract import Arithmetic
-from conformance.truth.bounds import Roundoff, dtype_name
 from conformance.truth.oracle import Array, Slab, slabs
+from conformance.truth.roundoff import Roundoff, dtype_name
 
 TERM = 1 / (8 * math.log(2))
 """Variance of rounding to nearest, relative to `(u x)^2`, averaged over the mantissa (module docstring)."""
@@ -105,10 +116,13 @@ def _add_forward(values: dict[str, Array], variances: dict[str, Array], slab: Sl
     squared = _single(slab.p) ** 2
     v = _single(slab.v)
     variance = TERM * u.probabilities**2 * (squared @ v**2)
-    if u.logits:
+    if u.logits or u.softmax:
         weighted = squared * _logit_variance(slab, u)
         out = slab.out
         variance = variance + weighted @ v**2 - 2 * out * (weighted @ v) + out**2 * weighted.sum(-1, keepdims=True)
+    if u.softmax:
+        variance = variance + TERM * u.softmax**2 * slab.out**2
+    variance = variance + _of_blocks(slab.p, slab.v, u)
     values["out"][slab.batch, :, slab.heads] = slab.out.transpose(1, 0, 2)
     variances["out"][slab.batch, :, slab.heads] = variance.transpose(1, 0, 2)
 
@@ -117,7 +131,8 @@ def _add_backward(
     values: dict[str, Array], variances: dict[str, Array], slab: Slab, do: Array, u: Roundoff, dtype: str
 ) -> None:
     dp = slab.dp(do)
-    dz = slab.p * (dp - (slab.p * dp).sum(axis=-1, keepdims=True))
+    d = (slab.p * dp).sum(axis=-1, keepdims=True)
+    dz = slab.p * (dp - d)
     mean_k = slab.p @ slab.k
     dq = slab.scale * (dz @ slab.k)
     dk_by_head = slab.scale * (dz.transpose(0, 2, 1) @ slab.q)
@@ -128,10 +143,18 @@ def _add_backward(
     term = TERM * u.probabilities**2
     shared = term * (p2 * dp2).sum(axis=-1) + (ulp(slab.out, dtype) ** 2 / 12 * do2).sum(axis=-1)  # var(D)
     w_dz = term * (p2 * dp2 + dz2)
+    in_dtype = TERM * u.softmax**2
+    if u.softmax:
+        d2 = _single(d) ** 2
+        w_dz = w_dz + in_dtype * p2 * (dp2 + d2)
+        shared = shared + in_dtype * (d2[..., 0] + (p2 * dp2).sum(axis=-1))
     var_dq = w_dz @ k2 + shared[..., None] * mean_k**2
     by_pair = w_dz + p2 * _single(shared)[..., None]
-    w_p = term * p2
-    if u.logits:
+    w_p = (term + in_dtype) * p2
+    if u.softmax:
+        var_dq = var_dq + in_dtype * (dq / slab.scale - d * mean_k) ** 2
+        by_pair = by_pair + in_dtype * _single(dz - slab.p * d) ** 2
+    if u.logits or u.softmax:
         w_z = _logit_variance(slab, u)
         p, small = _single(slab.p), _single(dz)
         e, f, h = (x.sum(axis=-1, keepdims=True) for x in (w_z * p2, w_z * dz2, w_z * p * small))
@@ -145,6 +168,12 @@ def _add_backward(
     if len(do) > 1:
         var_dk = var_dk + ulp(dk_by_head, dtype) ** 2 / 12
         var_dv = var_dv + ulp(dv_by_head, dtype) ** 2 / 12
+        if u.group_sums:
+            var_dk[0] += _of_partial_sums(dk_by_head, dtype)
+            var_dv[0] += _of_partial_sums(dv_by_head, dtype)
+    var_dq = var_dq + _of_blocks(dz, slab.k, u)
+    var_dk = var_dk + slab.scale**2 * _of_blocks(dz.transpose(0, 2, 1), slab.q, u)
+    var_dv = var_dv + _of_blocks(slab.p.transpose(0, 2, 1), do, u)
 
     rows, keys = (slab.batch, slice(None), slab.heads), (slab.batch, slice(None), slab.kv_head)
     values["dq"][rows] = dq.transpose(1, 0, 2)
@@ -155,8 +184,25 @@ def _add_backward(
     variances["dv"][keys] = var_dv.sum(axis=0)
 
 
+def _of_partial_sums(by_head: Array, dtype: str) -> Array:
+    """Of sums over the heads `[G, ...]` that are rounded after each but the first and the last."""
+    return (ulp(np.cumsum(by_head, axis=0)[1:-1], dtype) ** 2).sum(axis=0) / 12
+
+
+def _of_blocks(x: Array, y: Array, u: Roundoff) -> Array | float:
+    """Of `x @ y`, `[G, n, m]` by `[m, .]` or `[G, m, .]`, rounded after each block of `m` but the last."""
+    if u.block is None:
+        return 0.0
+    y = np.broadcast_to(y, (len(x), *y.shape[-2:]))
+    sums = (x[..., :stop] @ y[:, :stop] for stop in range(u.block, x.shape[-1], u.block))
+    return TERM * u.block_sums**2 * sum((partial**2 for partial in sums), start=np.zeros((*x.shape[:2], y.shape[-1])))
+
+
 def _logit_variance(slab: Slab, u: Roundoff) -> Array:
-    return np.where(slab.allowed, _single(TERM * u.logits**2 * slab.z**2), np.float32(0))
+    variance = (u.logits**2 + u.softmax**2) * slab.z**2
+    if u.softmax:
+        variance = variance + u.softmax**2 * ((slab.z - slab.pivot[..., None]) ** 2 + 1)
+    return np.where(slab.allowed, _single(TERM * variance), np.float32(0))
 
 
 def _single(x: Array) -> Array:

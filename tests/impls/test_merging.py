@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from cases.inputs import Cotangent, Problem
 from cases.masks import Dense
-from conformance.truth.bounds import Bounded, U
+from conformance.truth.bounds import Bounded
+from conformance.truth.roundoff import U
 from impls import merging
 from impls.merging import Normalised, Part
 from tests.judged import assert_right, expected_of

@@ -14,8 +14,9 @@ from conformance.contract import Arithmetic
 from conformance.sensitivity import resolution
 from conformance.sensitivity.resolution import SCALE, Resolution, resolve
 from conformance.truth import tolerances
-from conformance.truth.bounds import UNIT_ROUNDOFF, expect
+from conformance.truth.bounds import expect
 from conformance.truth.comparison import compare
+from conformance.truth.roundoff import UNIT_ROUNDOFF
 
 FEW = {
     "f32": [

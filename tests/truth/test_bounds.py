@@ -15,8 +15,9 @@ from cases.inputs import Cotangent, Problem, draw, draw_cotangent
 from cases.masks import Dense
 from conformance.contract import Arithmetic
 from conformance.truth import oracle
-from conformance.truth.bounds import UNIT_ROUNDOFF, Bounded, Expectation, U, dtype_name, expect, gamma
+from conformance.truth.bounds import Bounded, Expectation, expect
 from conformance.truth.comparison import compare
+from conformance.truth.roundoff import UNIT_ROUNDOFF, U, dtype_name, gamma
 from tests.judged import LIMIT, assert_right, bounds_of_float64
 
 CASES = (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 
@@ -9,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from cases.case import Case
+from conformance.contract import Arithmetic, Implementation
 from conformance.sensitivity import PlantedBug
 from tests.planted.planting.plain import (
     Array,
@@ -19,6 +21,7 @@ from tests.planted.planting.plain import (
     cap_gradient,
     capped,
     denominator,
+    implementation,
     nonzero,
     planted,
     product,
@@ -45,6 +48,13 @@ def _bf16(x: Array) -> Array:
 
 def _tf32(x: Array) -> Array:
     return jax.lax.reduce_precision(x, 8, 10) if x.dtype == jnp.float32 else x
+
+
+def cut_to_tf32(x: Array) -> Array:
+    """As hardware reads an operand that nobody has rounded: the bits that tf32 lacks are cut off."""
+    if x.dtype != jnp.float32:
+        return x
+    return jax.lax.bitcast_convert_type(jax.lax.bitcast_convert_type(x, jnp.uint32) >> 13 << 13, jnp.float32)
 
 
 def _to_operands(x: Array, call: Call) -> Array:
@@ -103,7 +113,45 @@ def _tf32_products(subscripts: str) -> Callable[[Array, Array], Array]:
     return lambda x, y: product(subscripts, _tf32(x), _tf32(y))
 
 
+def in_tf32(name: str, *, read: Callable[[Array], Array] = _tf32, out: float = 1.0, dq: float = 1.0) -> Implementation:
+    """A kernel whose products of f32 operands are all in tf32 and which declares them; correct with the defaults.
+
+    `read` is how an operand becomes tf32, `out` and `dq` are factors of the results.
+    """
+
+    def multiplied(subscripts: str, x: Array, y: Array) -> Array:
+        return product(subscripts, read(x), read(y))
+
+    steps = PlainSteps(
+        products=lambda q, k, call: multiplied("btnh,bsnh->bnts", q, k),
+        values=lambda p, v, call: out * multiplied("bnts,bsnv->btnv", p, v),
+    )
+    back = BackwardSteps(
+        dp=lambda do, saved: multiplied("btnv,bsnv->bnts", do, saved.forward.v),
+        dq=lambda dx, saved: dq * saved.scale * multiplied("bnts,bsnh->btnh", dx, saved.forward.k),
+        dk=lambda dx, saved: saved.scale * multiplied("bnts,btnh->bsnh", dx, saved.call.q),
+        dv=lambda p, do, saved: multiplied("bnts,btnv->bsnv", p, do),
+    )
+    kernel = implementation(name, steps, back)
+    return dataclasses.replace(kernel, arithmetic=Arithmetic(products="tf32"))
+
+
+def _declared_tf32(name: str, shows: str, *, out: float = 1.0, dq: float = 1.0) -> PlantedBug:
+    """A result of a kernel in tf32 that is off by more than tf32 explains."""
+    return PlantedBug(
+        name=name,
+        family="precision",
+        kind="tf32.dot",
+        reference="inferred from triton_docs_tutorials issue 6",
+        shows=tuple(shows.split()),
+        build=lambda: in_tf32(name, out=out, dq=dq),
+        trigger=_single,
+    )
+
+
 BUGS: tuple[PlantedBug, ...] = (
+    _declared_tf32("output-two-percent-too-large-in-tf32", "out", out=1.02),
+    _declared_tf32("dq-five-percent-too-large-in-tf32", "dq", dq=1.05),
     _bug(
         "operands-rounded-to-bf16",
         kind="tf32.dot",

@@ -1,0 +1,63 @@
+"""What is declared that asks less than the defaults, and which such declarations might explain a failure."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from cases.case import Case
+from conformance.contract import Arithmetic, Implementation
+
+# Each by itself, tried in this order: of f32 operands, of the others, of all.
+_OF_F32: tuple[Mapping[str, Any], ...] = ({"products": "tf32"}, {"products": "bf16"})
+_OF_SIXTEEN_BITS: tuple[Mapping[str, Any], ...] = (
+    {"group_sums": "input"},
+    {"logits": "input"},
+    {"residuals": "input"},
+    {"block_sums": 128},
+    {"block_sums": 64},
+    {"softmax": "input"},
+)
+_OF_ANY: tuple[Mapping[str, Any], ...] = ({"scaled_q": True},)
+# Fields of `Arithmetic` whose other value asks more.
+_STRICTER = frozenset({"probabilities"})
+
+
+@dataclasses.dataclass(frozen=True)
+class Remedy:
+    """A declaration as it is written, and the implementation that declares it too."""
+
+    declaration: str
+    implementation: Implementation
+
+
+def weaker(implementation: Implementation, case: Case) -> Iterator[Remedy]:
+    """Each declaration that the implementation does not make and that could matter on this case."""
+    if implementation.behind_mask == "any":
+        finite = dataclasses.replace(implementation, behind_mask="finite")
+        yield Remedy(_written("behind_mask", "finite"), finite)
+    declared = implementation.arithmetic
+    for fields in (*(_OF_F32 if case.dtype == "f32" else _OF_SIXTEEN_BITS), *_OF_ANY):
+        ((name, value),) = fields.items()
+        if getattr(declared, name) == getattr(Arithmetic(), name):
+            arithmetic = dataclasses.replace(declared, **fields)
+            yield Remedy(_written(name, value), dataclasses.replace(implementation, arithmetic=arithmetic))
+
+
+def declared(implementation: Implementation) -> list[str]:
+    """What the implementation declares that asks less of it than the defaults, as it is written."""
+    default = Arithmetic()
+    found = [
+        _written(field.name, value)
+        for field in dataclasses.fields(default)
+        if field.name not in _STRICTER
+        and (value := getattr(implementation.arithmetic, field.name)) != getattr(default, field.name)
+    ]
+    if implementation.behind_mask == "finite":
+        found.append(_written("behind_mask", "finite"))
+    return found
+
+
+def _written(name: str, value: object) -> str:
+    return f'{name}="{value}"' if isinstance(value, str) else f"{name}={value}"

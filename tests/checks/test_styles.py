@@ -1,0 +1,59 @@
+"""Correct functions in the styles that users write have no failure: what the gate says against one is a false alarm."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from conformance.asking.scopes import DECODED, ENSEMBLE
+from conformance.calling.plain import from_function
+from conformance.judging import plan
+from conformance.judging.declarations import declared
+from conformance.judging.runner import Runner
+from conformance.judging.settings import Settings
+from conformance.records import PASS, RED, Record
+from tests.kernels.styles import STYLES
+
+Style = Callable[..., Any]
+# Jobs of the quick grid in the default run: spread over it, a different part of it for each style.
+_STRIDE = 40
+
+each_style = pytest.mark.parametrize("style", STYLES, ids=lambda style: style.__name__)
+
+
+def jobs_of(style: Style) -> list[plan.Job]:
+    return list(plan.plan([from_function(style, style.__name__)], level="quick").jobs)
+
+
+def assert_no_alarm(found: list[Record]) -> None:
+    assert [record for record in found if record.verdict in RED] == []
+    assert any(record.verdict == PASS and record.ratio is not None for record in found)
+
+
+@each_style
+def test_a_style_has_no_failure_on_a_part_of_the_grid(style: Style) -> None:
+    jobs = [job for job in jobs_of(style) if job.on_grid]
+    assert_no_alarm(Runner(Settings()).run(jobs[STYLES.index(style) :: _STRIDE]))
+
+
+@pytest.mark.parametrize("style", [style for style in STYLES if declared(from_function(style, ""))[1:]])
+def test_what_is_declared_covers_the_statistics_over_many_roundings(style: Style) -> None:
+    assert_no_alarm(Runner(Settings()).run([job for job in jobs_of(style) if has(job, ENSEMBLE)]))
+
+
+@pytest.mark.parametrize("style", STYLES[1:2], ids=lambda style: style.__name__)
+def test_rows_that_average_a_cache_are_not_judged_by_what_lies_behind_its_end(style: Style) -> None:
+    assert from_function(style, "kernel").empty_rows == "mean"
+    assert_no_alarm(Runner(Settings()).run([job for job in jobs_of(style) if has(job, DECODED)]))
+
+
+def has(job: plan.Job, scope: object) -> bool:
+    return any(check.scope is scope for check in job.checks)
+
+
+@pytest.mark.bank
+@each_style
+def test_a_style_has_no_failure_at_quick(style: Style) -> None:
+    assert_no_alarm(Runner(Settings()).run(jobs_of(style)))

@@ -1,0 +1,199 @@
+"""Failures are judged again: under JAX's own compiler flags, and under declarations that would explain them."""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from cases.case import parse
+from conformance import declare, environment, records
+from conformance.calling.execution import Executor
+from conformance.calling.plain import from_function
+from conformance.checks import BY_NAME
+from conformance.contract import Implementation
+from conformance.judging import again, plan
+from conformance.judging.declarations import declared
+from conformance.judging.runner import Runner
+from conformance.judging.settings import Settings
+from conformance.records import ERROR, FAIL, FLAGS_DIFFER, PASS, RATIO_FAST_COMPILE, Record
+from tests.kernels import naive
+
+CASE = "train/{}/B1.T16.S16.N2.K1.H16.V16/{}/normal/s{}"
+FULL = CASE.format("f32", "full", 0)
+
+_traced_as_by_jax: contextvars.ContextVar[bool] = contextvars.ContextVar("traced_as_by_jax", default=False)
+
+
+@pytest.fixture
+def jax_flags_matter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels can tell, while they are traced, whether the compiler's options are JAX's own."""
+    jit = Executor.jit
+
+    def told(self: Executor, function: Callable[..., Any], **how: Any) -> Any:
+        @functools.wraps(function)
+        def traced(*arguments: Any) -> Any:
+            with _as_by_jax(bool(self.options)):
+                return function(*arguments)
+
+        return jit(self, traced, **how)
+
+    monkeypatch.setattr(Executor, "jit", told)
+    monkeypatch.setattr(environment, "own_options", lambda: {"xla_backend_optimization_level": 3})
+
+
+@contextlib.contextmanager
+def _as_by_jax(value: bool) -> Iterator[None]:
+    token = _traced_as_by_jax.set(value)
+    try:
+        yield
+    finally:
+        _traced_as_by_jax.reset(token)
+
+
+def judge(function: Callable[..., Any], *cases: str, checks: tuple[str, ...] = ("forward",)) -> list[Record]:
+    kernel = from_function(function, "kernel")
+    chosen = [BY_NAME[name] for name in checks]
+    jobs = [job for case in cases for job in plan.single(kernel, parse(case), chosen).jobs]
+    return Runner(Settings()).run(jobs)
+
+
+@declare(behind_mask="finite")
+def wrong_by_the_flags(q: Any, k: Any, v: Any) -> Any:
+    out = naive.attention(q, k, v)
+    return out if _traced_as_by_jax.get() else 2 * out
+
+
+@declare(behind_mask="finite")
+def raises_by_the_flags(q: Any, k: Any, v: Any) -> Any:
+    if not _traced_as_by_jax.get():
+        raise RuntimeError("the compiler gives up")
+    return naive.attention(q, k, v)
+
+
+@declare(behind_mask="finite")
+def wrong(q: Any, k: Any, v: Any) -> Any:
+    return 1.5 * naive.attention(q, k, v)
+
+
+@pytest.mark.usefixtures("jax_flags_matter")
+def test_what_the_flags_alone_make_fail_passes_and_says_so() -> None:
+    (record,) = judge(wrong_by_the_flags, FULL)
+    assert record.verdict == PASS
+    assert record.ratio is not None
+    assert record.limit is not None
+    assert record.ratio <= record.limit
+    assert record.figures[RATIO_FAST_COMPILE] > record.limit
+    assert record.figures[FLAGS_DIFFER] == 1
+    assert record.reason.startswith("differs by the compiler's flags: ratio ")
+
+
+@pytest.mark.usefixtures("jax_flags_matter")
+def test_an_error_that_the_flags_alone_make_is_none() -> None:
+    (record,) = judge(raises_by_the_flags, FULL)
+    assert record.verdict == PASS
+    assert "the compiler gives up" in record.reason
+    assert FLAGS_DIFFER in record.figures
+
+
+@pytest.mark.usefixtures("jax_flags_matter")
+def test_a_false_alarm_is_judged_again_however_often_it_comes() -> None:
+    found = judge(wrong_by_the_flags, *(CASE.format("f32", "full", seed) for seed in range(2 * again.CONFIRMED + 1)))
+    assert [record.verdict for record in found] == [PASS] * (2 * again.CONFIRMED + 1)
+
+
+@pytest.mark.usefixtures("jax_flags_matter")
+def test_what_is_wrong_is_judged_again_twice_and_no_more() -> None:
+    found = judge(wrong, *(CASE.format("f32", "full", seed) for seed in range(again.CONFIRMED + 2)))
+    assert {record.verdict for record in found} == {FAIL}
+    assert [RATIO_FAST_COMPILE in record.figures for record in found] == [True] * again.CONFIRMED + [False, False]
+    assert not any(FLAGS_DIFFER in record.figures for record in found)
+
+
+@pytest.mark.usefixtures("jax_flags_matter")
+def test_what_explore_finds_is_judged_again_each_time() -> None:
+    kernel = from_function(wrong, "kernel")
+    runner = Runner(Settings(), confirmed=float("inf"))
+    jobs = [
+        job
+        for seed in range(again.CONFIRMED + 1)
+        for job in plan.single(kernel, parse(CASE.format("f32", "full", seed)), [BY_NAME["forward"]]).jobs
+    ]
+    assert all(RATIO_FAST_COMPILE in record.figures for record in runner.run(jobs))
+
+
+@pytest.mark.parametrize("flags", ["", "--xla_dump_to=here"])
+def test_where_nothing_makes_compiling_cheap_nothing_is_undone(flags: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XLA_FLAGS", flags)
+    assert environment.own_options() == {}
+
+
+def test_the_flags_of_this_process_are_undone_by_options_that_jax_knows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XLA_FLAGS", " ".join(environment._flags()))
+    options = environment.own_options()
+    assert options["xla_backend_optimization_level"] == 3
+    undone = {flag.removeprefix("--").partition("=")[0] for flag in environment._FAST_COMPILE}
+    assert undone <= options.keys()
+    executor = Executor(Implementation(name="kernel", call=naive.attention), options)
+    assert float(executor.jit(jnp.sin)(0.0)) == 0.0
+    unknown = Executor(executor.implementation, {**options, "no_such_option": 1})
+    with pytest.raises(jax.errors.JaxRuntimeError, match="no_such_option"):  # so the others did reach the compiler
+        unknown.jit(jnp.sin)(0.0)
+
+
+@declare(behind_mask="finite")
+def logits_in_input(q: Any, k: Any, v: Any) -> Any:
+    z = jnp.einsum("btnh,bsnh->bnts", q, jnp.repeat(k, 2, axis=2), precision="highest").astype(q.dtype)
+    p = jax.nn.softmax(z.astype(jnp.float32) * q.shape[-1] ** -0.5, axis=-1).astype(q.dtype)
+    out = jnp.einsum("bnts,bsnv->btnv", p, jnp.repeat(v, 2, axis=2), precision="highest")
+    return out.astype(q.dtype)
+
+
+def leaks(q: Any, k: Any, v: Any, *, mask: Any = None) -> Any:
+    return naive.attention(q, k, v, mask=mask)
+
+
+def test_a_declaration_that_would_explain_a_failure_is_named() -> None:
+    found = judge(logits_in_input, "train/bf16/B1.T16.S200.N2.K1.H64.V64/full/large/s0")
+    assert {(record.verdict, record.remedy) for record in found} == {(FAIL, 'logits="input"')}
+
+
+def test_what_lies_behind_the_mask_is_explained_on_every_case() -> None:
+    cases = [CASE.format("f32", "lengths-9", seed) for seed in range(again.CONFIRMED + 1)]
+    red = [record for record in judge(leaks, *cases, checks=("poison",)) if record.verdict in records.RED]
+    assert {record.case for record in red} == set(cases)
+    assert {record.remedy for record in red} == {'behind_mask="finite"'}
+
+
+def test_no_declaration_explains_what_is_wrong() -> None:
+    (record,) = judge(wrong, CASE.format("bf16", "full", 0))
+    assert (record.verdict, record.remedy) == (FAIL, "")
+
+
+def test_an_error_is_explained_by_no_declaration() -> None:
+    def raises(q: Any, k: Any, v: Any) -> Any:
+        raise TypeError("no")
+
+    (record,) = judge(raises, FULL)
+    assert (record.verdict, record.remedy) == (ERROR, "")
+
+
+def test_what_asks_less_than_the_defaults_is_told() -> None:
+    def of(**less: Any) -> list[str]:
+        return declared(from_function(declare(**less)(only_three), "kernel"))
+
+    def only_three(q: Any, k: Any, v: Any) -> Any:
+        return naive.attention(q, k, v)
+
+    assert of() == of(empty_rows="zero") == of(causal="end") == []
+    assert of(softmax="input", block_sums=64, behind_mask="finite") == [
+        'softmax="input"',
+        "block_sums=64",
+        'behind_mask="finite"',
+    ]
