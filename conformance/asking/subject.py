@@ -46,8 +46,13 @@ class Subject:
         return self._with(executor, _EXPECTED)
 
     def declaring(self, implementation: Implementation) -> Subject:
-        """The same call under other declarations: what it returned stays as it was found."""
-        return self._with(self.executor.declaring(implementation), _RETURNED)
+        """The same call under other declarations: what it returned stays as it was found.
+
+        So does what is expected, where the arithmetic and what empty rows return are declared as before.
+        """
+        before = self.implementation
+        same = (before.arithmetic, before.empty_rows) == (implementation.arithmetic, implementation.empty_rows)
+        return self._with(self.executor.declaring(implementation), _RETURNED | _EXPECTED if same else _RETURNED)
 
     def _with(self, executor: Executor, kept: frozenset[str]) -> Subject:
         other = dataclasses.replace(self, executor=executor)

@@ -6,10 +6,15 @@ careful library might have made: one under which the whole check passes is named
 a declaration is missing.
 
 Both cost, and a wrong kernel has hundreds of failures. So a failure is judged again only until two of its check and
-observable have been confirmed. From then on nothing is at stake: the implementation does not conform, for a failure
-that the flags have no part in. A failure that is not confirmed never counts, so that a false alarm is never let through
-by this, however many there are. What is still red and was not judged again has no `ratio_fast_compile` among its
-figures; of declarations, the one that explained a failure of the same check is tried on it, which compiles nothing.
+result (`out`, `dq`, ...) have been confirmed, or two of that result as the plain call gives it (`_PLAIN`): what is
+wrong there is wrong wherever else it is looked at. From then on nothing is at stake: that result does not conform, for
+failures that the flags have no part in. A failure that is not confirmed never counts, so that a false alarm is never
+let through by this, however many there are. What is still red and was not judged again has no `ratio_fast_compile`
+among its figures.
+
+Declarations are tried on the first confirmed failure of a check in each dtype, by checks that keep their programs, so
+that nothing is compiled. What lies behind the mask is tried on all later ones too, if it explained the first: nearly
+every published kernel has hundreds of these, and they are one finding.
 """
 
 from __future__ import annotations
@@ -21,13 +26,18 @@ from collections.abc import Iterable
 
 from conformance import environment, records
 from conformance.asking.judgement import Judgement, guarded
+from conformance.asking.scopes import DECODED, ENSEMBLE, GRID
 from conformance.asking.subject import Subject
 from conformance.calling.execution import Executor
 from conformance.checks import Check
 from conformance.judging.declarations import Remedy, weaker
 
 CONFIRMED = 2
-"""Failures of a check and observable that are confirmed, after which no more of them are judged again."""
+"""Failures of a check and result that are confirmed, after which no more of them are judged again."""
+# Checks that compare what the plain call, with residuals or without, gives on the case's own operands.
+_PLAIN = frozenset({"forward", "residuals", "primal", "gradients", "gradients_lse", "gradients_part"})
+# The scopes of checks that run programs which the executor keeps.
+_KEPT = (GRID, DECODED, ENSEMBLE)
 _WRONG = frozenset({records.FAIL, records.ERROR})
 
 
@@ -35,32 +45,47 @@ class Again:
     """Judges the failures of one implementation again."""
 
     def __init__(self, executor: Executor, confirmed: float = CONFIRMED) -> None:
-        """For what `executor` runs; `confirmed` failures of a check and observable are enough."""
+        """For what `executor` runs; `confirmed` failures of a check and result are enough."""
         options = environment.own_options()
         self._executor = Executor(executor.implementation, options) if options else None
         self._enough = confirmed
         self._confirmed: collections.Counter[tuple[str, str]] = collections.Counter()
-        self._remedies: dict[str, Remedy] = {}  # the last one found, by check
+        self._remedies: dict[tuple[str, str], Remedy | None] = {}  # by check and dtype
 
     def judged(self, check: Check, subject: Subject, first: list[Judgement]) -> list[Judgement]:
         """What stands of the judgements of a check, once those that are wrong were judged again."""
         wrong = _wrong(first)
         if not wrong or not check.compares:
             return first
-        if all(self._confirmed[check.name, j.observable] >= self._enough for j in wrong):
-            remedy = self._remedies.get(check.name)
-            return first if remedy is None else _with_remedy(first, _tried(check, subject, [remedy]))
         found = first
-        if self._executor is not None:
+        if self._executor is not None and not all(self._is_settled(check, judgement) for judgement in wrong):
             found = _settled(first, _answers(check, subject.run_by(self._executor)))
         confirmed = _wrong(found)
-        self._confirmed.update((check.name, j.observable) for j in confirmed)
-        if not any(judgement.verdict == records.FAIL for judgement in confirmed):
+        self._confirmed.update({(_kind(check), _result(judgement)) for judgement in confirmed})
+        if check.scope not in _KEPT or not any(judgement.verdict == records.FAIL for judgement in confirmed):
             return found
-        remedy = _tried(check, subject, weaker(subject.implementation, subject.case))
-        if remedy is not None:
-            self._remedies[check.name] = remedy
-        return _with_remedy(found, remedy)
+        return _with_remedy(found, self._explained(check, subject))
+
+    def _is_settled(self, check: Check, judgement: Judgement) -> bool:
+        result = _result(judgement)
+        return max(self._confirmed[kind, result] for kind in (_kind(check), "plain")) >= self._enough
+
+    def _explained(self, check: Check, subject: Subject) -> Remedy | None:
+        key = check.name, subject.case.dtype
+        if key not in self._remedies:
+            self._remedies[key] = _tried(check, subject, weaker(subject.implementation, subject.case))
+            return self._remedies[key]
+        known = self._remedies[key]
+        return _tried(check, subject, [known]) if known is not None and known.costs_little else None
+
+
+def _kind(check: Check) -> str:
+    return "plain" if check.name in _PLAIN else check.name
+
+
+def _result(judgement: Judgement) -> str:
+    """`dq` of `dq.row.nan`."""
+    return judgement.observable.partition(".")[0]
 
 
 def _answers(check: Check, subject: Subject) -> list[Judgement]:

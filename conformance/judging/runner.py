@@ -32,7 +32,7 @@ class Runner:
     """Judges jobs one after the other, keeping compiled functions from one job to the next."""
 
     def __init__(self, settings: Settings, *, confirmed: float = CONFIRMED) -> None:
-        """A runner that judges failures again until `confirmed` of a check and observable are confirmed."""
+        """A runner that judges failures again until `confirmed` of a check and result are confirmed."""
         self._settings = settings
         self._confirmed = confirmed
         self._executors: dict[str, Executor] = {}

@@ -10,6 +10,7 @@ import jax
 import pytest
 
 from cases.case import parse
+from cases.masks import Causal, Full, Mask, Window
 from conformance import declare
 from conformance.calling.plain import NotAnAttentionFunction, from_function
 from conformance.checks import BY_NAME
@@ -203,3 +204,36 @@ def test_the_description_is_the_first_line_of_the_docstring() -> None:
     assert from_function(naive.attention, "kernel").description == "Naive attention: correct, quadratic memory."
     described = from_function(functools.partial(naive.attention, soft_cap=None), "kernel").description
     assert described == "Naive attention: correct, quadratic memory."
+
+
+def test_where_queries_stand_is_declared() -> None:
+    seen: list[tuple[bool, object, bool]] = []
+
+    def records(q: Any, k: Any, v: Any, *, causal: bool = False, window: Any = None, mask: Any = None) -> Any:
+        seen.append((causal, window, mask is not None))
+        kept = k.shape[1] - q.shape[1]
+        own: Mask = Full()
+        if causal or window:
+            own = Causal(kept) if causal else Window(window[0], window[1], kept)
+        allowed = own.dense(q.shape[1], k.shape[1])
+        return naive.attention(q, k, v, mask=allowed if mask is None else allowed & mask)
+
+    shape = "train/f32/B1.T16.S24.N2.K2.H16.V16"
+    at_end = declare(causal="end")(records)
+    for case in ("causal-o8", "window-l4-r0-o8", "causal", "window-l4-r0"):
+        assert conforms(at_end, f"{shape}/{case}/normal/s0"), case
+    assert (True, None, False) in seen
+    assert (False, (4, 0), False) in seen
+    assert not conforms(declare(causal="start")(records), f"{shape}/causal/normal/s0")
+    only_end = from_function(declare(causal="end")(functools.partial(only_causal)), "kernel")
+    assert only_end.supports(parse(f"{shape}/causal-o8/normal/s0")) is None
+    assert only_end.supports(parse(f"{shape}/causal/normal/s0")) == "causal: the function has no parameter 'mask'"
+
+
+def test_logits_in_f16_are_not_asked_for_what_f16_does_not_hold() -> None:
+    huge = parse("train/f16/B1.T16.S16.N2.K2.H16.V16/full/huge/s0")
+    assert from_function(only_three, "kernel").supports(huge) is None
+    narrow = declare(logits="input")(functools.partial(only_three))
+    reason = from_function(narrow, "kernel").supports(huge)
+    assert reason is not None
+    assert reason.startswith("huge: logits beyond 65504")

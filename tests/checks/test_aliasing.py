@@ -1,0 +1,71 @@
+"""The check `aliasing`: who writes into an operand fails, who refuses NumPy arrays is given others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from cases.case import parse
+from conformance.calling.plain import from_function
+from conformance.checks import BY_NAME
+from conformance.judging import plan
+from conformance.judging.runner import Runner
+from conformance.judging.settings import Settings
+from conformance.records import ERROR, FAIL, PASS, Record
+from tests.kernels import naive
+
+CASE = "train/f32/B1.T8.S8.N2.K2.H16.V16/full/normal/s0"
+
+
+class WrongType(Exception):  # noqa: N818 -- as libraries that check types have their own
+    """What a type checker raises."""
+
+
+def judge(function: Callable[..., Any]) -> dict[str, Record]:
+    planned = plan.single(from_function(function, "kernel"), parse(CASE), [BY_NAME["aliasing"]])
+    return {record.observable: record for record in Runner(Settings()).run(planned.jobs)}
+
+
+def typed(q: Any, k: Any, v: Any) -> Any:
+    if not all(isinstance(x, jax.Array) for x in (q, k, v)):
+        raise WrongType("a JAX array is needed")
+    return naive.attention(q, k, v)
+
+
+def writes(q: Any, k: Any, v: Any) -> Any:
+    if isinstance(q, np.ndarray):
+        q *= 2
+    return naive.attention(q, k, v)
+
+
+def deletes(q: Any, k: Any, v: Any) -> Any:
+    out = typed(q, k, v)
+    if not isinstance(q, jax.core.Tracer):
+        q.delete()
+    return out
+
+
+def test_a_library_that_checks_types_is_given_what_it_accepts() -> None:
+    found = judge(typed)
+    assert {record.verdict for record in found.values()} == {PASS}
+    assert found["operands.eager"].reason == "given JAX arrays, since NumPy arrays are refused (WrongType)"
+    assert found["operands.jit"].reason == ""
+
+
+@pytest.mark.parametrize("function", [writes, deletes])
+def test_who_changes_an_operand_fails(function: Callable[..., Any]) -> None:
+    found = judge(function)
+    assert found["operands.eager"].verdict == FAIL
+    assert found["operands.eager"].reason == "the call writes into its operands: ['q']"
+    assert found["operands.jit"].verdict == PASS
+
+
+def test_what_raises_whatever_it_is_given_is_an_error() -> None:
+    def raises(q: Any, k: Any, v: Any) -> Any:
+        raise WrongType("never")
+
+    assert {record.verdict for record in judge(raises).values()} == {ERROR}

@@ -1,0 +1,110 @@
+"""What many records say together: what lies behind the mask, what a declaration explains, what flags decide."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+
+from rich.console import Console
+
+from conformance.records import FAIL, FLAGS_DIFFER, PASS, RATIO_FAST_COMPILE, Record, RunInfo
+from reports import findings, html, markdown, summary, terminal, wording
+
+SMALL, LARGE = (f"train/f32/B1.T{t}.S{t}.N2.K2.H16.V16/lengths-5/normal/s0" for t in (8, 64))
+FINITE = 'behind_mask="finite"'
+RUN = RunInfo(command="run", level="quick", environment={}, tolerances=[])
+
+
+def record(
+    verdict: str = PASS, case: str = SMALL, check: str = "forward", observable: str = "out", **more: object
+) -> Record:
+    made = Record(
+        implementation="kernel",
+        platform="cpu",
+        case=case,
+        check=check,
+        observable=observable,
+        verdict=verdict,
+        reproduce=f"python -m conformance run --case={case}",
+        ratio=0.5 if verdict == PASS else float("inf"),
+        limit=4.0,
+    )
+    return dataclasses.replace(made, **more)  # type: ignore[arg-type]
+
+
+LEAKS = [
+    record(FAIL, case, "poison", f"{name}.{poison}", remedy=FINITE)
+    for case in (LARGE, SMALL)
+    for name in ("out", "dq", "dk")
+    for poison in ("nan", "inf")
+]
+
+
+def texts(records: list[Record], run: RunInfo = RUN) -> dict[str, str]:
+    console = Console(file=io.StringIO(), width=300)
+    terminal.print_summary(records, run, console)
+    assert isinstance(console.file, io.StringIO)
+    return {
+        "terminal": console.file.getvalue(),
+        "markdown": markdown.render(records, run).replace("\\", ""),
+        "html": html.render(records, run).replace("&#34;", '"'),
+    }
+
+
+def test_what_lies_behind_the_mask_is_one_finding_everywhere() -> None:
+    for text in texts([*LEAKS, record()]).values():
+        assert "12 failures in 2 cases (poison); all would pass as declared" in text
+        assert FINITE in text
+        assert SMALL in text
+        assert LARGE not in text  # nor any other record by itself
+
+
+def test_other_failures_stay_beside_it() -> None:
+    other = record(FAIL, LARGE, "gradients", "dq")
+    leaks, others = findings.behind_mask([*LEAKS, other, record()])
+    assert [leak.count for leak in leaks] == [len(LEAKS)]
+    assert others == [other, record()]
+    for text in texts([*LEAKS, other]).values():
+        assert LARGE in text
+
+
+def test_huge_numbers_behind_the_mask_are_a_failure_of_their_own() -> None:
+    huge = record(FAIL, check="poison", observable="out.huge")
+    assert findings.behind_mask([huge]) == ([], [huge])
+
+
+def test_a_cache_that_leaks_is_the_same_finding() -> None:
+    (leak,), _ = findings.behind_mask([*LEAKS, record(FAIL, check="decoding", observable="out.chunk0", remedy=FINITE)])
+    assert leak.checks == ("poison", "decoding")
+
+
+def test_no_declaration_is_named_that_was_not_seen_to_help() -> None:
+    unexplained = [dataclasses.replace(leak, remedy="") for leak in LEAKS]
+    assert "would pass" not in texts(unexplained)["terminal"]
+    some = wording.behind_mask_text(findings.behind_mask([*unexplained[1:], LEAKS[0]])[0][0])
+    assert some.endswith(f"; 1 would pass as declared {FINITE}")
+
+
+def test_a_declaration_that_explains_is_named_with_what_it_explains() -> None:
+    narrow = [record(FAIL, case, remedy='logits="input"') for case in (SMALL, LARGE)]
+    for text in texts(narrow).values():
+        assert '2 failures in forward would pass as declared logits="input"' in text
+
+
+def test_what_flags_decide_is_counted() -> None:
+    figures = {RATIO_FAST_COMPILE: 40.0, FLAGS_DIFFER: 1.0}
+    for text in texts([record(figures=figures), record(case=LARGE, figures=figures)]).values():
+        assert "2 judgements differ by the compiler" in text
+        assert SMALL in text
+    assert findings.flags_differ([record(figures={RATIO_FAST_COMPILE: 40.0})]) == []
+
+
+def test_the_verdict_says_what_is_declared() -> None:
+    run = dataclasses.replace(RUN, declared={"kernel": ['softmax="input"', FINITE]})
+    sentence = f'kernel (cpu) conforms as declared: softmax="input", {FINITE}.'
+    for text in texts([record()], run).values():
+        assert sentence in text
+    assert wording.headline(summary.standings([record(FAIL)]), run) == "kernel (cpu) does not conform."
+    interrupted = dataclasses.replace(run, interrupted=True)
+    assert "conforms as declared so far" in wording.headline(summary.standings([record()]), interrupted)
+    assert wording.headline(summary.standings([record()]), RUN) == "kernel (cpu) conforms."
