@@ -18,6 +18,7 @@ from impls.moba.choice import choose
 from impls.moba.forward import Outputs, forward
 from impls.moba.operands import validate
 from impls.moba.plan import MobaPlan, Work, divide
+from impls.once import once_in_reverse
 
 
 def attention(
@@ -108,14 +109,15 @@ _Residuals = tuple[Operands, Work, jax.Array, jax.Array]
 
 
 def _flash_forward(plan: MobaPlan, operands: Operands, work: Work) -> tuple[Outputs, _Residuals]:
-    outputs = forward(plan, operands, work)
+    outputs = once_in_reverse("moba", functools.partial(forward, plan), operands, work)
     out = checkpoint_name(outputs.out, "out")  # type: ignore[no-untyped-call]  # JAX leaves it untyped
     logsumexp = checkpoint_name(outputs.logsumexp, "logsumexp")  # type: ignore[no-untyped-call]  # likewise
     return Outputs(out, logsumexp, outputs.max_logits), (operands, work, out, logsumexp)
 
 
 def _flash_backward(plan: MobaPlan, residuals: _Residuals, cotangents: Outputs) -> tuple[Operands, None]:
-    return backward(plan, *residuals, cotangents.out, cotangents.logsumexp), None
+    pull_back = functools.partial(backward, plan)
+    return once_in_reverse("moba", pull_back, *residuals, cotangents.out, cotangents.logsumexp), None
 
 
 _flash.defvjp(_flash_forward, _flash_backward)

@@ -100,8 +100,8 @@ def parts(
         differentiation.
     """
     chosen = Options(*_checked(backend, block_kv, num_splits), interpret=interpret)
-    _refuse(q, k, segment_ids, bias, chosen)
     validate_operands(q, k, v, soft_cap=soft_cap, sinks=sinks, scale=scale)
+    _refuse(q, k, segment_ids, bias, chosen)
     batch, q_length, num_q_heads, head_dim = q.shape
     kv_length, num_kv_heads = k.shape[1:3]
     validate_mask(mask, batch, num_q_heads, q_length, kv_length, offers=("own_window",))
@@ -214,17 +214,17 @@ def _checked(backend: Backend, block_kv: int | None, num_splits: int | None) -> 
 
 
 def _refuse(q: Any, k: Any, segment_ids: Any, bias: Any, options: Options) -> None:
-    """Refuse what is not supported, where the operands are such that it can be told."""
+    """Refuse what is not supported."""
     for name, operand in (("segment_ids", segment_ids), ("bias", bias)):
         if operand is not None:
             raise NotImplementedError(f"ragged does not support {name}: {UNSUPPORTED[name]}")
     dtypes = ("float32", "bfloat16") if options.backend == "tpu" else ("float32", "bfloat16", "float16")
-    if str(getattr(q, "dtype", "")) not in dtypes:
+    if str(q.dtype) not in dtypes:
         raise NotImplementedError(
-            f"ragged does not support q, k and v in {getattr(q, 'dtype', type(q))} with backend {options.backend!r}, "
+            f"ragged does not support q, k and v in {q.dtype} with backend {options.backend!r}, "
             f"only in {', '.join(dtypes)}"
         )
-    if options.backend == "tpu" and np.ndim(q) == np.ndim(k) == 4 and k.shape[2]:
+    if options.backend == "tpu":
         rows = q.shape[1] * q.shape[2] // k.shape[2]
         if rows > tpu.MOST_ROWS:
             raise NotImplementedError(

@@ -14,6 +14,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
 from cases.masks import Full, Mask
+from impls.once import once
 from impls.splash_tpu.block_sizes import BlockSizes, Layouts
 from impls.splash_tpu.call import Operands, Phase, Precision, SplashPlan
 from impls.splash_tpu.launch import Outputs
@@ -300,7 +301,8 @@ def _splash_forward(plan: SplashPlan, lists: Lists, operands: Operands) -> Any:
 def _splash_backward(plan: SplashPlan, saved: Any, cotangents: Any) -> Any:
     lists, operands, out, logsumexp = saved
     do, dlse, _ = cotangents
-    return None, backward_pass(plan, lists, operands, out, logsumexp, do, dlse)
+    pull_back = functools.partial(backward_pass, plan)
+    return None, once("splash_tpu", pull_back, lists, operands, out, logsumexp, do, dlse)
 
 
 _splash.defvjp(_splash_forward, _splash_backward)
