@@ -13,6 +13,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from cases.masks import Full, Indexer, Mask, leaves
 from conformance.contract import validate_mask, validate_operands
+from impls.explicit import takes_explicit
 from impls.flash_gpu.backends import Backend, choose
 from impls.flash_gpu.block_sizes import BlockSizes, look_up
 from impls.flash_gpu.operands import Operands, Outputs
@@ -28,6 +29,7 @@ UNSUPPORTED = {"indexer": "finds the tiles to visit before the program runs"}
 DTYPES = ("float32", "bfloat16", "float16")
 
 
+@takes_explicit
 def attention(
     q: jax.Array,
     k: jax.Array,

@@ -12,6 +12,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from cases.masks import Mask
+from impls.explicit import takes_explicit
 from impls.moba.backward import backward
 from impls.moba.blocks import Operands, bins_of, rows_of
 from impls.moba.choice import choose
@@ -19,8 +20,10 @@ from impls.moba.forward import Outputs, forward
 from impls.moba.operands import validate
 from impls.moba.plan import MobaPlan, Work, divide
 from impls.once import once_in_reverse
+from impls.varying import varying_axes, varying_over
 
 
+@takes_explicit
 def attention(
     q: jax.Array,
     k: jax.Array,
@@ -87,7 +90,7 @@ def attention(
         bias_shape=None if bias is None else bias.shape,
         most_rows=most_rows,
     )
-    outputs = _attend(plan, operands)
+    outputs = _attend(plan, varying_over(operands, varying_axes(operands)))
     if not save_residuals:
         return outputs.out
     return outputs.out, {"logsumexp": outputs.logsumexp, "max_logits": outputs.max_logits}

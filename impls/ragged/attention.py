@@ -13,6 +13,7 @@ import numpy as np
 from cases.masks import Full, Mask
 from conformance.contract import validate_mask, validate_operands
 from impls import merging
+from impls.explicit import takes_explicit
 from impls.flash_gpu.block_sizes import SMALLEST
 from impls.merging import Part
 from impls.ragged import gpu, portable, tpu
@@ -46,6 +47,7 @@ class Options(NamedTuple):
     interpret: Any
 
 
+@takes_explicit
 def parts(
     q: jax.Array,
     k: jax.Array,
@@ -127,6 +129,7 @@ def parts(
     return part if sinks is None else merging.merge([part, merging.of_sinks(jnp.asarray(sinks))])
 
 
+@takes_explicit
 def attention(
     q: jax.Array,
     k: jax.Array,

@@ -20,6 +20,7 @@ from impls.splash_tpu.call import Operands, Phase, Precision, SplashPlan
 from impls.splash_tpu.launch import Outputs
 from impls.splash_tpu.passes import Lists, backward_pass, forward_pass
 from impls.splash_tpu.schedule import COMPUTE, Order, Steps, downcast, dynamic_steps, static_steps
+from impls.varying import varying_axes, varying_over
 from impls.versions import interpret_or
 
 _ORDERS: dict[Phase, Order] = {"forward": "q", "dq": "q", "dkv": "kv"}
@@ -62,6 +63,7 @@ class Splash:
         q_ids, kv_ids = segment_ids or (None, None)
         operands = Operands(q, k, v, sinks, q_ids, kv_ids)
         self._check(operands)
+        operands = varying_over(operands, varying_axes(operands))
         out, logsumexp, max_logits = _attend(self.plan, self.lists, operands)
         if not save_residuals:
             return out

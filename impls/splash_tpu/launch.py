@@ -18,6 +18,7 @@ from impls.splash_tpu.call import Call
 from impls.splash_tpu.schedule import Steps
 from impls.splash_tpu.tiles import Step, meaning
 from impls.splash_tpu.vmem import DEFAULT_SCOPED, Depths, check_vmem, limit_of
+from impls.varying import shapes_varying, varying_axes, varying_over
 
 # Each head of each batch row has results of its own, so heads may run in parallel. Steps, and the heads of a group, add
 # to the same scratch, so they may not.
@@ -111,6 +112,8 @@ def launch(
         head=None if steps.head is None else steps.head.reshape(-1),
         place=None if steps.place is None else steps.place.reshape(-1),
     )
+    scalars, inputs = varying_over((scalars, inputs), varying_axes((scalars, inputs)))
+    outputs = shapes_varying(outputs, inputs.q)
     trees: list[tuple[list[Any], Any]] = [jax.tree.flatten(tree) for tree in (scalars, inputs, outputs, scratch)]
     counts = [len(leaves) for leaves, _ in trees]
     ends = np.cumsum(counts)
