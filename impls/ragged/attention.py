@@ -118,12 +118,13 @@ def parts(
         scale=1 / math.sqrt(head_dim) if scale is None else float(scale),
         soft_cap=None if soft_cap is None else float(soft_cap),
     )
+    own_lengths, own_positions = (jnp.broadcast_to(jnp.asarray(x), (batch,)) for x in (own_lengths, own_positions))
     operands = Operands(
         q=rows_of(jnp.asarray(q), num_kv_heads),
         k=jnp.asarray(k),
         v=jnp.asarray(v),
-        lengths=jnp.asarray(own_lengths) if given is None else jnp.minimum(given, own_lengths),
-        positions=jnp.asarray(own_positions) if moved is None else moved + own_positions,
+        lengths=own_lengths if given is None else jnp.minimum(given, own_lengths),
+        positions=own_positions if moved is None else moved + own_positions,
     )
     part = queries_of(_attend(plan, chosen, operands), q_length)
     return part if sinks is None else merging.merge([part, merging.of_sinks(jnp.asarray(sinks))])
@@ -226,6 +227,11 @@ def _refuse(q: Any, k: Any, segment_ids: Any, bias: Any, options: Options) -> No
         raise NotImplementedError(
             f"ragged does not support q, k and v in {q.dtype} with backend {options.backend!r}, "
             f"only in {', '.join(dtypes)}"
+        )
+    if options.backend != "portable" and not isinstance(q.shape[0], int):
+        raise NotImplementedError(
+            f"ragged does not support a batch size that is left open (jax.export) with backend {options.backend!r}, "
+            f"whose steps are listed for each sequence: export for one batch size, or take backend='portable'"
         )
     if options.backend == "tpu":
         rows = q.shape[1] * q.shape[2] // k.shape[2]

@@ -267,8 +267,10 @@ class _Placing:
         return _Scalars(q, kv, flags, q_offset, head, optional[0] if optional else None)
 
 
-def _cost(call: Call, place: _Placing, arrays: list[Any]) -> pl.CostEstimate:
-    """Of all steps, counting those that compute nothing as if they did."""
+def _cost(call: Call, place: _Placing, arrays: list[Any]) -> pl.CostEstimate | None:
+    """Of all steps, counting those that compute nothing as if they did; none where the batch size is left open."""
+    if not all(isinstance(size, int | np.integer) for size in place.grid):
+        return None
     pairs = math.prod(place.grid) * call.blocks.q * call.blocks.kv
     h, v = call.head_dim, call.head_dim_v
     depth = {"forward": h + v, "dq": 2 * h + v, "dkv": 2 * h + 2 * v + (h if call.fused else 0)}[call.phase]
