@@ -13,7 +13,8 @@ from typing import Any, ClassVar, NoReturn
 
 import numpy as np
 
-from cases.masks import And, Dense, Mask, Or, Placed, leaves
+from cases.masks import FAR, And, Dense, Mask, Or, Placed, leaves
+from cases.masks.numbers import whole
 
 _U = 2.0**-24  # unit roundoff of f32, in which gates are computed
 # Correct kernels stay within the limit of the tolerance table, in units of their first-order error; so do gates.
@@ -36,9 +37,11 @@ class Moba(Placed):
     refusal: ClassVar[str] = "takes no mask that depends on q and k"
 
     def __post_init__(self) -> None:
-        for name, value, least in (("chunk", self.chunk, 1), ("topk", self.topk, 1), ("offset", self.offset, 0)):
+        for name, given, least in (("chunk", self.chunk, 1), ("topk", self.topk, 1), ("offset", self.offset, 0)):
+            value = whole(f"moba {name}", given)
             if value < least:
                 raise ValueError(f"moba {name} must be at least {least}, got {value}")
+            object.__setattr__(self, name, min(value, FAR))
 
     def chunks(self, kv_length: int) -> int:
         """How many chunks there are."""

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from cases.case import PHASES, Case
 from cases.mask_spec import KINDS
+from cases.masks import Mask
 from cases.space import Space, Supports, space
 
 LONGEST = 600
@@ -152,11 +153,18 @@ def mask_specs(draw: st.DrawFn, batch: int, q_length: int, kv_length: int, withi
     if kind in ("full", "own") or not within.joints:  # other masks have one place for all batch rows
         return spec
     for _ in range(draw(st.sampled_from((0, 0, 0, 1, 1, 2)))):
+        # Of masks that count queries along the sequence, none goes with those in load-balanced order.
+        apart = {"balanced"} if kind in _ORDERED - {"balanced"} else _ORDERED if kind == "balanced" else frozenset()
+        partners = [partner for partner in partners if partner not in apart]
+        if not partners:
+            break
+        kind = draw(st.sampled_from(partners))
         spec += draw(st.sampled_from(within.joints))
-        spec += draw(_term(draw(st.sampled_from(partners)), batch, q_length, kv_length, within))
+        spec += draw(_term(kind, batch, q_length, kv_length, within))
     return spec
 
 
+_ORDERED = frozenset(kind.name for kind in KINDS if kind.type.query_order is not Mask.query_order)
 _NUMBERED = {kind.name: kind.numbers for kind in KINDS}
 
 

@@ -130,7 +130,7 @@ class Implementation:
         `max_logits` -inf), `"mean"` of v over all keys, or `"undefined"`.
       behind_mask: `"any"` if nothing in keys and values that no query may attend to can matter, `"finite"` if they
         must be finite.
-      validates: True if wrong operands raise `ValueError` naming the operand (contract, section 7).
+      validates: True if wrong operands raise `ValueError` or `TypeError` naming the operand (contract, section 7).
       lower_mask: `(mask, B, N, T, S) -> (static keywords, array keywords)`: how the mask reaches `call`.
       accelerator: the accelerator that the kernel is written for, and how it is run without one.
       refuses_by_signature: True if unsupported features cannot even be asked for, so that there is nothing to refuse.
@@ -191,6 +191,10 @@ class Implementation:
         return self.supports_case(case) if self.supports_case else None
 
 
+FLOATS = ("float32", "bfloat16", "float16")
+"""The dtypes of the operands, by name."""
+
+
 def validate_operands(
     q: Any,
     k: Any,
@@ -202,51 +206,99 @@ def validate_operands(
     bias: Any = None,
     scale: float | None = None,
     kv_scales: tuple[Any, Any] | None = None,
+    dtypes: Collection[str] = FLOATS,
 ) -> None:
     """Check the operands of the canonical call; with `kv_scales`, k and v are as a cache stores them.
 
+    `dtypes` are the names of those that q, k, v, sinks and bias may have.
+
     Raises:
+      TypeError: naming an operand that is no array, or no number that is known before tracing, and what to do.
       ValueError: naming the operand, what it is and what it must be.
     """
     for name, x in (("q", q), ("k", k), ("v", v)):
+        _validate_array(name, x)
         if np.ndim(x) != 4:
             raise ValueError(f"{name} must have 4 axes, [batch, length, heads, depth], got shape {np.shape(x)}")
+        if 0 in x.shape:
+            raise ValueError(f"{name} must have a size of at least 1 in batch, length, heads and depth, got {x.shape}")
     if k.shape[:3] != v.shape[:3]:
         raise ValueError(f"k and v must agree in batch, length and heads, got k {k.shape} and v {v.shape}")
     if q.shape[0] != k.shape[0]:
         raise ValueError(f"k has batch size {k.shape[0]}, q has {q.shape[0]}: they must be equal")
     if q.shape[3] != k.shape[3]:
         raise ValueError(f"k has head_dim {k.shape[3]}, q has {q.shape[3]}: they must be equal")
-    if k.shape[2] == 0 or q.shape[2] % k.shape[2]:
+    if q.shape[2] % k.shape[2]:
         raise ValueError(f"q has {q.shape[2]} heads, which must be a multiple of the {k.shape[2]} heads of k and v")
     if kv_scales is not None:
         _validate_cache(k, v, kv_scales)
     elif not q.dtype == k.dtype == v.dtype:
         raise ValueError(f"q, k and v must have one dtype, got {q.dtype}, {k.dtype} and {v.dtype}")
+    _validate_dtype("q" if kv_scales is not None else "q, k and v", q, dtypes)
     batch, q_length, num_q_heads, _ = q.shape
     kv_length = k.shape[1]
     if segment_ids is not None:
+        _validate_pair("segment_ids", segment_ids)
         for name, ids, length in zip(("q", "kv"), segment_ids, (q_length, kv_length), strict=True):
+            _validate_array(f"segment_ids of {name}", ids)
+            if not np.issubdtype(ids.dtype, np.integer):
+                raise ValueError(f"segment_ids of {name} must be integers, of dtype int32, got {ids.dtype}")
             if np.shape(ids) != (batch, length):
                 raise ValueError(f"segment_ids of {name} must have shape {(batch, length)}, got {np.shape(ids)}")
-    if soft_cap is not None and not 0 < soft_cap < math.inf:
-        raise ValueError(f"soft_cap must be positive and finite (None for no cap), got {soft_cap}")
-    if scale is not None and not 0 < scale < math.inf:
-        raise ValueError(f"scale must be positive and finite (None for 1/sqrt(head_dim)), got {scale}")
-    if sinks is not None and np.shape(sinks) != (num_q_heads,):
-        raise ValueError(f"sinks must have shape {(num_q_heads,)}, one logit a query head, got {np.shape(sinks)}")
+    _validate_number("soft_cap", soft_cap, none="no cap")
+    _validate_number("scale", scale, none="1/sqrt(head_dim)")
+    if sinks is not None:
+        _validate_array("sinks", sinks)
+        if np.shape(sinks) != (num_q_heads,):
+            raise ValueError(f"sinks must have shape {(num_q_heads,)}, one logit a query head, got {np.shape(sinks)}")
+        _validate_dtype("sinks", sinks, dtypes)
     if bias is not None:
+        _validate_array("bias", bias)
         full = (batch, num_q_heads, q_length, kv_length)
         fits = np.ndim(bias) == 4 and all(n in (1, m) for n, m in zip(np.shape(bias), full, strict=True))
         if not fits:
             raise ValueError(f"bias must have 4 axes broadcastable to {full}, got shape {np.shape(bias)}")
+        _validate_dtype("bias", bias, dtypes)
+
+
+def _validate_array(name: str, x: Any) -> None:
+    if not (hasattr(x, "shape") and hasattr(x, "dtype")):
+        raise TypeError(f"{name} must be an array, got {type(x).__name__}: make one of it by jax.numpy.asarray")
+
+
+def _validate_pair(name: str, x: Any) -> None:
+    if not isinstance(x, tuple | list) or len(x) != 2:
+        raise TypeError(f"{name} must be a pair of arrays, one of the queries or keys and one of the keys or values")
+
+
+def _validate_dtype(name: str, x: Any, dtypes: Collection[str]) -> None:
+    if str(x.dtype) not in dtypes:
+        raise ValueError(f"{name} must have dtype {' or '.join(dtypes)}, got {x.dtype}: cast with astype")
+
+
+def _validate_number(name: str, x: Any, *, none: str) -> None:
+    if x is None:
+        return
+    try:
+        number = None if isinstance(x, str | bool) else float(x)
+    except (TypeError, ValueError):  # what JAX raises of a number that is traced, among others
+        number = None
+    if number is None:
+        raise TypeError(
+            f"{name} must be a number that is known before tracing (None for {none}), got {type(x).__name__}: "
+            f"pass a Python number, or make it static in jit"
+        )
+    if not 0 < number < math.inf:
+        raise ValueError(f"{name} must be positive and finite (None for {none}), got {x}")
 
 
 def _validate_cache(k: Any, v: Any, kv_scales: tuple[Any, Any]) -> None:
     names = ", ".join(dtype.name for dtype in STORED.values())
+    _validate_pair("kv_scales", kv_scales)
     if k.dtype != v.dtype or k.dtype not in STORED.values():
         raise ValueError(f"k and v must have one dtype of {names} with kv_scales, got dtype {k.dtype} and {v.dtype}")
     for name, scales in zip(("k", "v"), kv_scales, strict=True):
+        _validate_array(f"kv_scales of {name}", scales)
         fits = np.ndim(scales) == 3 and all(n in (1, m) for n, m in zip(np.shape(scales), k.shape[:3], strict=True))
         if not fits or np.shape(scales)[2] != k.shape[2]:
             full = "[batch or 1, length or 1, heads]"

@@ -21,3 +21,13 @@ def varying_over(x: Any, axes: frozenset[str]) -> Any:
         return lax.pcast(leaf, missing, to="varying") if missing else leaf
 
     return jax.tree.map(mark, x)
+
+
+def shapes_varying(shapes: Any, like: Any) -> Any:
+    """`jax.ShapeDtypeStruct`s of what a kernel gives, marked as differing over the axes over which `like` differs."""
+    varying = jax.typeof(like).manual_axis_type
+
+    def mark(x: Any) -> Any:
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, manual_axis_type=varying)  # type: ignore[no-untyped-call]  # JAX leaves it untyped
+
+    return jax.tree.map(mark, shapes)

@@ -50,6 +50,11 @@ class Mask:
         return False
 
     @property
+    def query_order(self) -> str:
+        """The order in which it takes queries to lie along their axis; empty if it may be any."""
+        return ""
+
+    @property
     def features(self) -> tuple[str, ...]:
         """Names of what a call with it asks for; those of a case's mask spec are the same or more."""
         return (self.feature or ("dense" if self.is_computed else "dense_batch"),)
@@ -121,7 +126,16 @@ class Dense(Mask):
     feature: ClassVar[str] = "dense"
 
     def __post_init__(self) -> None:
-        array = np.array(self.array, bool)  # a copy: the caller's array may change, and stays writable
+        try:
+            given = np.asarray(self.array)
+        except TypeError as error:  # what JAX raises of an array that is traced
+            raise TypeError(
+                f"mask array of {type(self).__name__} must be known before tracing, got {type(self.array).__name__}; "
+                f"wrap an array that is traced in Indexer"
+            ) from error
+        if given.dtype.kind not in "bui":
+            raise ValueError(f"mask array must be booleans, true where a query may attend, got {given.dtype}")
+        array = np.array(given, bool)  # a copy: the caller's array may change, and stays writable
         if array.ndim == 2:
             array = array[None, None]
         if array.ndim != 4:
@@ -166,11 +180,20 @@ class Dense(Mask):
 
 @dataclasses.dataclass(frozen=True)
 class Pair(Mask):
-    """Two masks that make one."""
+    """Two masks that make one. Both must take the queries to lie in the same order, or be for any."""
 
     left: Mask
     right: Mask
     traced: ClassVar[tuple[str, ...]] = ("left", "right")
+
+    def __post_init__(self) -> None:
+        orders = {leaf.query_order: type(leaf).__name__ for leaf in leaves(self) if leaf.query_order}
+        if len(orders) > 1:
+            said = " and ".join(f"{name} takes the queries to lie in {order}" for order, name in orders.items())
+            raise ValueError(
+                f"mask: {said}, so that together they mean neither; write the other mask in that order too, "
+                f"as Dense(mask.dense(T, S)[:, :, order]), with order the position of each query"
+            )
 
     @property
     def is_computed(self) -> bool:
@@ -179,6 +202,10 @@ class Pair(Mask):
     @property
     def at_run_time(self) -> bool:
         return self.left.at_run_time or self.right.at_run_time
+
+    @property
+    def query_order(self) -> str:
+        return self.left.query_order or self.right.query_order
 
     @property
     def features(self) -> tuple[str, ...]:

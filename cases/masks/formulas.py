@@ -6,8 +6,12 @@ import dataclasses
 from typing import Any, ClassVar, Self
 
 from cases.masks.base import Mask, Pair
+from cases.masks.numbers import FAR, near, whole
 
 __all__ = ["Bidirectional", "Causal", "Chunked", "Full", "LoadBalancedCausal", "Placed", "Window", "known"]
+
+
+SEQUENCE = "sequence order"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,6 +37,10 @@ class Placed(Mask):
     offset: int
 
     @property
+    def query_order(self) -> str:
+        return SEQUENCE
+
+    @property
     def features(self) -> tuple[str, ...]:
         return (self.feature, "offset") if self.offset else (self.feature,)
 
@@ -56,6 +64,9 @@ class Causal(Placed):
     feature: ClassVar[str] = "causal"
     relative: ClassVar[bool] = True
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "offset", near(whole("causal offset", self.offset)))
+
     def allowed(self, i: Any, j: Any) -> Any:
         return j <= i + self.offset
 
@@ -64,7 +75,9 @@ class Causal(Placed):
 class Window(Placed):
     """`i + offset - left <= j <= i + offset + right`; `None` leaves a side unbounded.
 
-    A sliding window of `w` keys that includes the query's own is `Window(w - 1, 0)`.
+    A sliding window of `w` keys that includes the query's own is `Window(w - 1, 0)`. A side that reaches beyond every
+    position (`FAR`) is unbounded and becomes `None`, whatever number was written: `Window(4, 2**31 - 1)` is
+    `Window(4, None)`.
     """
 
     left: int | None
@@ -74,9 +87,18 @@ class Window(Placed):
     relative: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        for name, value in (("left", self.left), ("right", self.right)):
+        offset = whole("window offset", self.offset)
+        left = None if self.left is None else whole("window left", self.left)
+        right = None if self.right is None else whole("window right", self.right)
+        for name, value in (("left", left), ("right", right)):
             if value is not None and value < 0:
                 raise ValueError(f"window {name} must be >= 0 or None (unbounded), got {value}")
+        # The keys seen are those from `i + first` to `i + last`; these two stay, whatever becomes of the offset.
+        first = -FAR if left is None else near(offset - left)
+        last = FAR if right is None else near(offset + right)
+        object.__setattr__(self, "offset", near(offset))
+        object.__setattr__(self, "left", None if first == -FAR else self.offset - first)
+        object.__setattr__(self, "right", None if last == FAR else last - self.offset)
 
     def allowed(self, i: Any, j: Any) -> Any:
         position = i + self.offset
@@ -97,7 +119,12 @@ class Chunked(Placed):
     feature: ClassVar[str] = "chunked"
 
     def __post_init__(self) -> None:
-        _positive("chunk size", self.size)
+        size, offset = whole("chunk size", self.size), whole("chunk offset", self.offset)
+        _positive("chunk size", size)
+        if abs(offset) > FAR // 2:
+            raise ValueError(f"chunk offset must be at most {FAR // 2} from 0, got {offset}")
+        object.__setattr__(self, "size", min(size, FAR))
+        object.__setattr__(self, "offset", offset)
 
     def allowed(self, i: Any, j: Any) -> Any:
         position = i + self.offset
@@ -119,9 +146,15 @@ class Bidirectional(Mask):
     feature: ClassVar[str] = "bidirectional"
 
     def __post_init__(self) -> None:
-        for start, stop in self.spans:
+        spans = tuple((whole("a span's start", start), whole("a span's stop", stop)) for start, stop in self.spans)
+        for start, stop in spans:
             if not 0 <= start < stop:
                 raise ValueError(f"a span must satisfy 0 <= start < stop, got ({start}, {stop})")
+        object.__setattr__(self, "spans", tuple((min(start, FAR - 1), min(stop, FAR)) for start, stop in spans))
+
+    @property
+    def query_order(self) -> str:
+        return SEQUENCE
 
     def allowed(self, i: Any, j: Any) -> Any:
         ok = (i < 0) & (j < 0)
@@ -135,7 +168,8 @@ class LoadBalancedCausal(Mask):
     """Causal for queries in load-balanced context-parallel order; keys stay in sequence order.
 
     The `length` queries are cut into `2 * cp_size` chunks; device `r` holds chunks `r` and `2 * cp_size - 1 - r`, in
-    that order, and devices follow one another along the query axis.
+    that order, and devices follow one another along the query axis. It combines with masks that are for any order of
+    queries or for this one, not with those that count queries along the sequence, such as a window.
     """
 
     cp_size: int
@@ -143,9 +177,15 @@ class LoadBalancedCausal(Mask):
     feature: ClassVar[str] = "balanced"
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "cp_size", whole("cp_size", self.cp_size))
+        object.__setattr__(self, "length", whole("length of LoadBalancedCausal", self.length))
         _positive("cp_size", self.cp_size)
         if self.length % (2 * self.cp_size):
             raise ValueError(f"length {self.length} must be a multiple of 2 * cp_size = {2 * self.cp_size}")
+
+    @property
+    def query_order(self) -> str:
+        return f"load-balanced order of {self.cp_size} devices"
 
     def check_lengths(self, q_length: int, kv_length: int) -> None:
         if q_length != self.length:

@@ -8,6 +8,8 @@ from typing import Any, ClassVar
 import numpy as np
 
 from cases.masks.base import PARTIAL, Dense, Mask
+from cases.masks.formulas import SEQUENCE
+from cases.masks.numbers import FAR, whole, wholes
 
 __all__ = ["Indexer", "Lengths", "OwnWindow"]
 
@@ -60,6 +62,7 @@ class Lengths(Mask):
     feature: ClassVar[str] = "lengths"
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "lengths", wholes("mask lengths", self.lengths))
         if any(n < 0 for n in self.lengths):
             raise ValueError(f"lengths must be >= 0, got {self.lengths}")
 
@@ -92,8 +95,19 @@ class OwnWindow(Mask):
     refusal: ClassVar[str] = "takes no window that moves with each batch row"
 
     def __post_init__(self) -> None:
-        if self.left is not None and self.left < 0:
-            raise ValueError(f"window left must be >= 0 or None (unbounded), got {self.left}")
+        left = None if self.left is None else whole("window left", self.left)
+        positions = wholes("mask positions", self.positions)
+        if left is not None and left < 0:
+            raise ValueError(f"window left must be >= 0 or None (unbounded), got {left}")
+        if any(abs(position) > FAR for position in positions):
+            raise ValueError(f"mask positions must be at most {FAR} from 0, got {positions}")
+        # From any of these positions, a window of twice as many keys reaches all that there are.
+        object.__setattr__(self, "left", None if left is None or left >= 2 * FAR else left)
+        object.__setattr__(self, "positions", positions)
+
+    @property
+    def query_order(self) -> str:
+        return SEQUENCE
 
     def allowed(self, i: Any, j: Any) -> Any:
         position = np.asarray(self.positions).reshape((-1, 1) + (1,) * np.ndim(j)) + i

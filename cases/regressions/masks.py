@@ -70,6 +70,27 @@ MASKS: tuple[Regression, ...] = (
         shows="the value that says unbounded is taken for a bound: out is all zeros",
     ),
     Regression(
+        name="window-bound-that-overflows-int32",
+        case=parse("train/f32/B1.T64.S64.N2.K2.H32.V32/window-l4-r2147483647/normal/s0"),
+        kind="window.int32-bound",
+        reference="CyberZHG/keras-self-attention#10",
+        shows="a number that was meant as no bound overflows when a position is added, and hides keys",
+    ),
+    Regression(
+        name="window-bound-as-large-as-they-get",
+        case=parse("train/f32/B1.T64.S64.N2.K2.H32.V32/window-l4-r1073741823/normal/s0"),
+        kind="window.int32-bound",
+        reference="CyberZHG/keras-self-attention#10",
+        shows="a large bound that fits in int32 does not fit in the kernel's own arithmetic",
+    ),
+    Regression(
+        name="offset-that-overflows-int32",
+        case=parse("prefill/f32/B1.T16.S64.N2.K2.H32.V32/window-l4-r2147483647-o48/normal/s0"),
+        kind="window.int32-bound",
+        reference="CyberZHG/keras-self-attention#10",
+        shows="a bound and an offset overflow together",
+    ),
+    Regression(
         name="window-wider-on-one-side",
         case=parse("train/f32/B2.T96.S96.N2.K2.H16.V16/window-l40-r9_and_lengths-33-96/normal/s0"),
         kind="mask.batch-rows",

@@ -1,14 +1,19 @@
-"""Limits: a soft cap that goes to infinity is no cap, a sink to minus infinity no sink, a sink to infinity no keys."""
+"""Limits: a soft cap that goes to infinity is no cap, a sink to minus infinity no sink, a sink to infinity no keys.
+
+And a bias of minus infinity hides a key.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterator
 
 import numpy as np
 
-from cases.inputs import Problem
-from conformance.asking.judgement import Judgement
+from cases.inputs import Cotangent, Problem, draw_cotangent
+from cases.masks import Dense
+from conformance.asking.judgement import Judgement, apart
 from conformance.asking.subject import Subject
 from conformance.truth.bounds import Bounded
 
@@ -21,7 +26,10 @@ _HIGH_SINK = 150.0
 
 
 def limits(subject: Subject) -> Iterator[Judgement]:
-    """With a soft cap of 2**20, or sinks of -1e30 or -inf, results are those without; high sinks take all weight."""
+    """Soft caps of 2**20, and sinks of -1e30 or -inf, give the results without; high sinks take all the weight.
+
+    With a bias of -inf they are those of a mask that hides the same keys.
+    """
     problem = subject.problem
     if problem.soft_cap is not None:
         high = dataclasses.replace(problem, soft_cap=_HIGH_CAP)
@@ -32,6 +40,51 @@ def limits(subject: Subject) -> Iterator[Judgement]:
         none = dataclasses.replace(problem, sinks=np.full_like(problem.sinks, -np.inf))
         yield from _same(subject, "no_sinks", none, problem.without("sinks"))
         yield from _high_sinks(subject)
+    if problem.bias is not None:
+        # A cap would make it finite, and a sink would leave no row without weight.
+        plain = problem.without("soft_cap").without("sinks")
+        yield from apart("hiding_bias", functools.partial(_hiding_bias, subject, plain, _some_keys(plain)))
+        if subject.implementation.empty_rows == "zero" and plain.bias is not None and plain.bias.shape[2] > 1:
+            yield from apart("emptying_bias", functools.partial(_hiding_bias, subject, plain, _some_rows(plain)))
+
+
+def _some_keys(problem: Problem) -> np.ndarray:
+    """Places in the bias, of its shape, that leave every row a key: single keys, and long runs at the start."""
+    assert problem.bias is not None
+    i, j = np.indices(problem.bias.shape)[2:]
+    hidden = (j % 7 == 3) | ((j < problem.k.shape[1] // 2) & (i % 3 == 1))
+    allowed = problem.allowed
+    emptied = allowed.any(axis=-1) & ~(allowed & ~hidden).any(axis=-1)
+    for axis, length in enumerate(problem.bias.shape[:3]):
+        emptied = emptied.any(axis=axis, keepdims=True) if length == 1 else emptied
+    return hidden & ~emptied[..., None]
+
+
+def _some_rows(problem: Problem) -> np.ndarray:
+    """Likewise, all of every fifth row."""
+    assert problem.bias is not None
+    return np.indices(problem.bias.shape)[2] % 5 == 2
+
+
+def _hiding_bias(subject: Subject, problem: Problem, hidden: np.ndarray) -> Iterator[Judgement]:
+    """With -inf in the bias at `hidden`, results and gradients are those of a mask that hides the same."""
+    assert problem.bias is not None
+    shape = (*hidden.shape[:2], problem.q.shape[1], problem.k.shape[1])
+    without = problem.resolved_mask & Dense(~np.broadcast_to(hidden, shape))
+    masked = dataclasses.replace(problem, mask=without)
+    biased = dataclasses.replace(problem, bias=np.where(hidden, -np.inf, problem.bias).astype(problem.bias.dtype))
+    judged = subject.judged_out_of(masked)
+    if not subject.with_gradients:
+        got = subject.executor.forward(biased).values
+        yield subject.judge("out", got["out"], subject.expect(masked).forward["out"], judged)
+        return
+    drawn = draw_cotangent(subject.case).out
+    cotangent = Cotangent("random", np.where(judged, drawn, np.zeros_like(drawn)))
+    got, expected = subject.executor.gradients(biased, cotangent).values, subject.expect(masked, [cotangent])
+    yield subject.judge("out", got["out"], expected.forward["out"], judged)
+    for name in subject.implementation.gradients:
+        if name in got:
+            yield subject.judge(name, got[name], expected.gradients[0][name])
 
 
 def _high_sinks(subject: Subject) -> Iterator[Judgement]:

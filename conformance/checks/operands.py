@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Iterator
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 
 from cases.inputs import Problem
-from cases.masks import Full
+from cases.masks import Causal, Full, Window
 from cases.moba import Moba
 from cases.operands import OPERANDS, OPTIONAL, REMOVABLE
 from conformance import records
@@ -44,31 +48,166 @@ def _dropped(subject: Subject) -> Iterator[tuple[str, Problem]]:
 
 
 def errors(subject: Subject) -> Iterator[Judgement]:
-    """Wrong operands raise `ValueError` that names the operand, before any work."""
+    """Wrong operands raise an error that names the operand, before any work; what no result would be right for too."""
     if not subject.implementation.validates:
         return
     refused = {o.name for o in OPTIONAL if o.opt_in and o.name not in subject.implementation.offers}
     for wrong, name, problem in (*_wrong(subject.problem), *_misshapen(subject.problem, refused)):
-        yield _judge_error(subject, wrong, name, problem)
+        yield _judge_error(subject, _Wrong(wrong, (name,), _given(problem)), (ValueError,))
+    for asked in (
+        *_of_no_size(subject.problem),
+        *_of_another_dtype(subject.problem),
+        *_of_another_type(subject.problem),
+    ):
+        yield _judge_error(subject, asked, (ValueError, TypeError))
+    yield from _second_derivatives(subject)
 
 
-def _judge_error(subject: Subject, wrong: str, name: str, problem: Problem) -> Judgement:
+@dataclasses.dataclass(frozen=True)
+class _Wrong:
+    """A call that should be refused.
+
+    Attributes:
+      what: the observable.
+      names: the message has one of these words.
+      given: the arguments.
+      traced: the one among them that is traced, if any.
+      meant: what it could mean to an implementation that takes it: then the result must be right; none if nothing.
+    """
+
+    what: str
+    names: tuple[str, ...]
+    given: Mapping[str, Any]
+    traced: str = ""
+    meant: Problem | None = None
+
+
+def _given(problem: Problem, **changed: Any) -> dict[str, Any]:
+    """The arguments of the canonical call, some of them changed."""
     values = {operand.name: getattr(problem, operand.name) for operand in OPERANDS}
-    arrays = {"mask": problem.mask, **{name: value for name, value in values.items() if value is not None}}
+    return {"mask": problem.mask, **{name: x for name, x in values.items() if x is not None}, **changed}
+
+
+def _judge_error(subject: Subject, wrong: _Wrong, kinds: tuple[type[Exception], ...]) -> Judgement:
+    said = f"must be a {' or a '.join(kind.__name__ for kind in kinds)} naming {wrong.names[0]!r}"
     try:
-        subject.implementation.call(**arrays)
+        got = _called(subject.implementation.call, wrong)
     except NotImplementedError as error:
-        return Judgement(observable=wrong, verdict=records.UNSUPPORTED, reason=str(error))
-    except ValueError as error:
-        if name in str(error):
-            return Judgement(observable=wrong, verdict=records.PASS)
-        return Judgement(
-            observable=wrong, verdict=records.FAIL, reason=f"the ValueError does not name {name!r}: {error}"
-        )
+        return Judgement(observable=wrong.what, verdict=records.UNSUPPORTED, reason=str(error))
+    except kinds as error:
+        if any(re.search(rf"(?<![a-z]){name}", str(error), re.IGNORECASE) for name in wrong.names):
+            return Judgement(observable=wrong.what, verdict=records.PASS)
+        reason = f"the {type(error).__name__} does not name {wrong.names[0]!r}: {error}".split("\n")[0]
+        return Judgement(observable=wrong.what, verdict=records.FAIL, reason=reason)
     except Exception as error:  # any other type is the finding
-        reason = f"raises {type(error).__name__}, must be a ValueError naming {name!r}: {error}".split("\n")[0]
-        return Judgement(observable=wrong, verdict=records.FAIL, reason=reason)
-    return Judgement(observable=wrong, verdict=records.FAIL, reason=f"a wrong {name} is accepted")
+        reason = f"raises {type(error).__name__}, {said}: {error}".split("\n")[0]
+        return Judgement(observable=wrong.what, verdict=records.FAIL, reason=reason)
+    accepted = f"a wrong {wrong.names[0]} is accepted"
+    if wrong.meant is None:
+        return Judgement(observable=wrong.what, verdict=records.FAIL, reason=accepted)
+    return _judge_accepted(subject, wrong, np.asarray(got), accepted)
+
+
+def _called(call: Callable[..., Any], wrong: _Wrong) -> Any:
+    if not wrong.traced:
+        return call(**wrong.given)
+    rest = {name: x for name, x in wrong.given.items() if name != wrong.traced}
+    return jax.jit(lambda number: call(**rest, **{wrong.traced: number}))(wrong.given[wrong.traced])
+
+
+def _judge_accepted(subject: Subject, wrong: _Wrong, got: np.ndarray, accepted: str) -> Judgement:
+    """What was taken as it was meant must be right; where there is nothing to be right, it has the shape and no NaN."""
+    meant = wrong.meant
+    assert meant is not None
+    if 0 in (*meant.q.shape, *meant.k.shape, *meant.v.shape):
+        shape = (*meant.q.shape[:3], meant.v.shape[3])
+        if got.shape == shape and np.isfinite(got.astype(np.float64)).all():
+            return Judgement(observable=wrong.what, verdict=records.PASS)
+        reason = f"{accepted}, and the result is no array {list(shape)} of finite numbers"
+        return Judgement(observable=wrong.what, verdict=records.FAIL, reason=reason)
+    expected, judged = subject.expect(meant).forward["out"], subject.judged_out_of(meant)
+    found = subject.judge("out", got, expected, judged, label=wrong.what)
+    return dataclasses.replace(found, reason=f"{accepted}: {found.reason}" if found.reason else "")
+
+
+def _second_derivatives(subject: Subject) -> Iterator[Judgement]:
+    """A gradient of a gradient is computed, or a sentence says that it is not."""
+    if not subject.with_gradients or "dq" not in subject.implementation.gradients:
+        return
+    call, arrays = subject.executor.bind(subject.problem)
+    rest = {name: x for name, x in arrays.items() if name != "q"}
+
+    def first(q: Any) -> Any:
+        return jax.grad(lambda q: (call({**rest, "q": q}).astype(np.float32) ** 2).sum())(q)
+
+    name = "second_derivatives"
+    try:
+        found = np.asarray(jax.grad(lambda q: (first(q).astype(np.float32) ** 2).sum())(jnp.asarray(arrays["q"])))
+    except NotImplementedError as error:
+        said = "derivative" in str(error) or "differentia" in str(error)
+        reason = "" if said else f"the NotImplementedError does not say that derivatives are first ones only: {error}"
+        yield Judgement(
+            observable=name, verdict=records.UNSUPPORTED if said else records.FAIL, reason=reason or str(error)
+        )
+    except Exception as error:  # whatever it is, it is not a sentence about derivatives
+        reason = f"a grad of grad raises {type(error).__name__}, must be a NotImplementedError that says so: {error}"
+        yield Judgement(observable=name, verdict=records.FAIL, reason=reason.split("\n")[0])
+    else:
+        finite = bool(np.isfinite(found).all())
+        reason = "" if finite else "a grad of grad is not finite"
+        yield Judgement(observable=name, verdict=records.PASS if finite else records.FAIL, reason=reason)
+
+
+_CALLED = {
+    "q": ("q", "query", "queries"),
+    "k": ("k", "key", "keys"),
+    "v": ("v", "value", "values"),
+}
+
+
+def _of_no_size(problem: Problem) -> Iterator[_Wrong]:
+    """Operands with an axis of length 0; who takes them gives an empty or finite result."""
+    scales = {} if problem.kv_scales is None else {"kv_scales": tuple(x[:, :1] for x in problem.kv_scales)}
+    cut: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
+        "no_queries": ({"q": problem.q[:, :0]}, _CALLED["q"]),
+        "no_keys": ({"k": problem.k[:, :0], "v": problem.v[:, :0], **scales}, (*_CALLED["k"], *_CALLED["v"])),
+        "no_head_dim": ({"q": problem.q[..., :0], "k": problem.k[..., :0]}, ("q", "k", "head_dim", "depth")),
+        "no_v_head_dim": ({"v": problem.v[..., :0]}, (*_CALLED["v"], "head_dim", "depth")),
+    }
+    for what, (changed, names) in cut.items():
+        mask = problem.mask if isinstance(problem.mask, Causal | Window) else Full()
+        smaller = dataclasses.replace(problem, **changed, mask=mask)
+        yield _Wrong(what, (*names, "size", "length"), _given(smaller), meant=smaller)
+
+
+def _of_another_dtype(problem: Problem) -> Iterator[_Wrong]:
+    """Operands of each kind of dtype that the contract does not have: `out` would be in it too."""
+    changed = ("q",) if problem.kv_scales is not None else ("q", "k", "v")
+    for dtype in (np.int8, np.int32, np.bool_, np.complex64, ml_dtypes.float8_e4m3fn, np.float64):
+        name = np.dtype(dtype).name
+        cast = {operand: getattr(problem, operand).astype(dtype) for operand in changed}
+        yield _Wrong(f"dtype_{name}", ("dtype", name), _given(problem, **cast))
+
+
+def _of_another_type(problem: Problem) -> Iterator[_Wrong]:
+    """Lists, numbers of another kind, and numbers that are traced."""
+    yield _Wrong("q_list", _CALLED["q"], _given(problem, q=problem.q.tolist()), meant=problem)
+    rows, columns = np.zeros(problem.q.shape[:2], np.float32), np.zeros(problem.k.shape[:2], np.float32)
+    lists = tuple(x.astype(int).tolist() for x in (rows, columns))
+    ids = ("segment_ids", "segment ids")
+    yield _Wrong("segment_ids_list", ids, _given(problem, segment_ids=lists), meant=problem)
+    yield _Wrong("segment_ids_float", ids, _given(problem, segment_ids=(rows, columns)), meant=problem)
+    sinks = dataclasses.replace(problem, sinks=np.ones(problem.q.shape[2], np.float32))
+    assert sinks.sinks is not None
+    yield _Wrong("sinks_int", ("sinks",), _given(problem, sinks=sinks.sinks.astype(np.int32)), meant=sinks)
+    yield _Wrong("sinks_list", ("sinks",), _given(problem, sinks=sinks.sinks.tolist()), meant=sinks)
+    biased = dataclasses.replace(problem, bias=np.ones((1, 1, 1, problem.k.shape[1]), np.float32))
+    assert biased.bias is not None
+    yield _Wrong("bias_int", ("bias",), _given(problem, bias=biased.bias.astype(np.int32)), meant=biased)
+    for name, number in (("soft_cap", 2.0), ("scale", 0.5)):
+        changed: dict[str, Any] = {name: number}
+        meant = dataclasses.replace(problem, **changed)
+        yield _Wrong(f"{name}_traced", (name, name.replace("_", "")), _given(meant), traced=name, meant=meant)
 
 
 def _wrong(problem: Problem) -> Iterator[tuple[str, str, Problem]]:

@@ -1,5 +1,7 @@
 """Sharding: under `shard_map` over batch, heads and query sequence, the call and its gradients mean the same.
 
+And on arrays whose shardings are part of their types, and where `shard_map` checks over which axes values differ.
+
 Four devices are needed; on CPU they are virtual (`conformance.environment` asks XLA for them). Queries are sharded in
 the load-balanced order of context parallelism (docs/contract.md, section 3), each device masking with its own rows.
 """
@@ -13,7 +15,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from cases.case import Case, CaseIdError
 from cases.inputs import Cotangent, Problem, draw, draw_cotangent
@@ -29,7 +31,7 @@ _AXIS = "shards"
 
 
 def sharding(subject: Subject) -> Iterator[Judgement]:
-    """Under `shard_map` on four devices, over batch, heads and query sequence, results and gradients are right."""
+    """Under `shard_map` on four devices, over batch, heads and queries, and on explicit axes, results are right."""
     if (count := len(jax.devices())) < _DEVICES:
         reason = (
             f"{_DEVICES} devices are needed, there are {count}; on CPU, XLA_FLAGS must have "
@@ -45,6 +47,71 @@ def sharding(subject: Subject) -> Iterator[Judgement]:
             yield unsupported(name, f"this case cannot be shared by {_DEVICES} devices: {error}")
             continue
         yield from apart(name, functools.partial(_judge, subject, case, shard))
+    for name, judge in (("explicit", _judge_explicit), ("checked", _judge_checked)):
+        yield from apart(name, functools.partial(_unless_refused, subject, judge))
+
+
+def _unless_refused(subject: Subject, judge: Callable[[Subject, Case], Iterator[Judgement]]) -> Iterator[Judgement]:
+    """What `judge` finds. What JAX refuses is a finding only of those who declare that they `validate`.
+
+    A function in plain JAX has to say how some results are sharded, or where a loop's carry differs, and JAX names the
+    operation: that it does not is no wrong result, and its author may never have meant it.
+    """
+    try:
+        case = _divisible(subject.case)
+    except CaseIdError as error:
+        yield unsupported("all", f"this case cannot be shared by {_DEVICES} devices: {error}")
+        return
+    if (reason := _declined(subject, case)) is not None:
+        yield unsupported("all", reason)
+        return
+    try:
+        yield from judge(subject, case)
+    except NotImplementedError:
+        raise
+    except Exception as error:  # whatever JAX raises
+        if subject.implementation.validates:
+            raise
+        yield unsupported("all", f"{type(error).__name__}: {error}".split("\n")[0])
+
+
+def _judge_explicit(subject: Subject, case: Case) -> Iterator[Judgement]:
+    """Batch rows on a mesh of explicit axes, as `jax.make_mesh` makes it from jax 0.12 on, with no `shard_map`."""
+    problem = draw(case)
+    do = np.where(judged := subject.judged_out_of(problem), drawn := draw_cotangent(case).out, np.zeros_like(drawn))
+    call, arrays, specs, out_spec = _over_batch(subject, problem)
+    mesh = jax.make_mesh((_DEVICES,), (_AXIS,), axis_types=(AxisType.Explicit,))
+
+    def put(x: Any, spec: Any) -> Any:
+        return jax.tree.map(lambda leaf: jax.device_put(leaf, NamedSharding(mesh, spec)), x)
+
+    def put_each(x: Any, spec: Any) -> Any:
+        return tuple(map(put, x, spec)) if isinstance(spec, tuple) and isinstance(x, tuple) else put(x, spec)
+
+    with jax.set_mesh(mesh):
+        placed = {name: put_each(x, specs.get(name, _spec())) for name, x in arrays.items()}
+        if subject.with_gradients:
+            out, gradients = jax.jit(functools.partial(pull_back, call))(placed, put(do, out_spec))
+        else:
+            out, gradients = jax.jit(call)(placed), {}
+    yield from _judge_results(subject, problem, do, judged, out, gradients)
+
+
+def _judge_checked(subject: Subject, case: Case) -> Iterator[Judgement]:
+    """`shard_map` as it is by default, `check_vma=True`; traced only, since its results are those without the check."""
+    if subject.implementation.accelerator.interpreted:
+        yield unsupported("all", "JAX's interpreters of Pallas kernels do not say over which axes values differ")
+        return
+    problem = draw(case)
+    call, arrays, specs, out_spec = _over_batch(subject, problem)
+    in_specs = {name: specs.get(name, _spec()) for name in arrays}
+    mesh = jax.make_mesh((_DEVICES,), (_AXIS,), axis_types=(AxisType.Auto,))
+    sharded = jax.shard_map(call, mesh=mesh, in_specs=(in_specs,), out_specs=out_spec)
+    if subject.with_gradients:
+        jax.eval_shape(functools.partial(pull_back, sharded), arrays, draw_cotangent(case).out)
+    else:
+        jax.eval_shape(sharded, arrays)
+    yield Judgement(observable="traced", verdict=records.PASS)
 
 
 def _divisible(case: Case) -> Case:
@@ -128,12 +195,18 @@ def _judge(subject: Subject, case: Case, shard: Shard) -> Iterator[Judgement]:
     in_specs = {name: specs.get(name, _spec()) for name in arrays}
     mesh = jax.make_mesh((_DEVICES,), (_AXIS,), axis_types=(AxisType.Auto,))
     sharded = jax.shard_map(call, mesh=mesh, in_specs=(in_specs,), out_specs=out_spec, check_vma=False)
-    cotangents = (Cotangent("random", do),) if subject.with_gradients else ()
-    expected = subject.expect(problem, cotangents)
-    if cotangents:
+    if subject.with_gradients:
         out, gradients = subject.executor.jit(functools.partial(pull_back, sharded))(arrays, do)
     else:
         out, gradients = subject.executor.jit(sharded)(arrays), {}
+    yield from _judge_results(subject, problem, do, judged, out, gradients)
+
+
+def _judge_results(
+    subject: Subject, problem: Problem, do: np.ndarray, judged: np.ndarray, out: Any, gradients: Arrays
+) -> Iterator[Judgement]:
+    cotangents = (Cotangent("random", do),) if subject.with_gradients else ()
+    expected = subject.expect(problem, cotangents)
     yield _compared(subject, "out", out, expected.forward["out"], judged)
     for operand, name in GRADIENT_OF.items():
         if operand in gradients and name in subject.implementation.gradients:

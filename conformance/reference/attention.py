@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from cases.masks import Full, Mask
-from conformance.contract import validate_operands
+from conformance.contract import FLOATS, validate_operands
 from conformance.truth.oracle import Backward
 
 
@@ -53,7 +53,8 @@ def reference_attention(
     Raises:
       ValueError: naming the operand that is wrong.
     """
-    validate_operands(q, k, v, segment_ids=segment_ids, soft_cap=soft_cap, sinks=sinks, bias=bias, scale=scale)
+    options: dict[str, Any] = {"segment_ids": segment_ids, "soft_cap": soft_cap, "sinks": sinks, "bias": bias}
+    validate_operands(q, k, v, **options, scale=scale, dtypes=(*FLOATS, "float64"))
     if backward not in ("vanilla", "flash"):
         raise ValueError(f"backward must be 'vanilla' or 'flash', got {backward!r}")
     allowed = jnp.asarray((mask or Full()).dense(q.shape[1], k.shape[1]))

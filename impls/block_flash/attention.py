@@ -17,9 +17,11 @@ from impls.block_flash.block_sizes import look_up
 from impls.block_flash.blocks import Operands
 from impls.block_flash.forward import Outputs, forward
 from impls.block_flash.schedule import BlockFlashPlan
+from impls.explicit import takes_explicit
 from impls.varying import varying_axes, varying_over
 
 
+@takes_explicit
 def attention(
     q: jax.Array,
     k: jax.Array,

@@ -17,6 +17,7 @@ from impls.context_parallel.all_gather import all_gather
 from impls.context_parallel.layout import Layout
 from impls.context_parallel.local import Kernel
 from impls.context_parallel.ring import ring
+from impls.explicit import explicit_mesh
 
 Method = Literal["all_gather", "ring"]
 METHODS = {"all_gather": all_gather, "ring": ring}
@@ -93,6 +94,11 @@ def attention(
     if jax.sharding.get_abstract_mesh().manual_axes:
         raise NotImplementedError(
             "context_parallel.attention makes its own shard_map: inside another one call ring or all_gather"
+        )
+    if explicit_mesh((q, k, v, segment_ids, sinks, bias)) is not None:
+        raise NotImplementedError(
+            "context_parallel.attention makes its own mesh: for operands on one with explicit axes, call ring or "
+            "all_gather in a shard_map over it"
         )
     plan = _ContextPlan(
         method=method,

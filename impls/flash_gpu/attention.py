@@ -13,11 +13,13 @@ from jax.ad_checkpoint import checkpoint_name
 
 from cases.masks import Full, Indexer, Mask, leaves
 from conformance.contract import validate_mask, validate_operands
+from impls.explicit import takes_explicit
 from impls.flash_gpu.backends import Backend, choose
 from impls.flash_gpu.block_sizes import BlockSizes, look_up
 from impls.flash_gpu.operands import Operands, Outputs
 from impls.flash_gpu.passes import backward_pass, forward_pass
 from impls.flash_gpu.schedule import FlashGpuPlan
+from impls.once import once
 from impls.varying import varying_axes, varying_over
 from impls.versions import device_kind, interpret_or
 
@@ -27,6 +29,7 @@ UNSUPPORTED = {"indexer": "finds the tiles to visit before the program runs"}
 DTYPES = ("float32", "bfloat16", "float16")
 
 
+@takes_explicit
 def attention(
     q: jax.Array,
     k: jax.Array,
@@ -123,7 +126,7 @@ def _flash(plan: FlashGpuPlan, operands: Operands) -> Outputs:
 
 
 def _flash_forward(plan: FlashGpuPlan, operands: Operands) -> tuple[Outputs, tuple[Operands, jax.Array, jax.Array]]:
-    outputs = forward_pass(plan, operands)
+    outputs = once("flash_gpu", functools.partial(forward_pass, plan), operands)
     out = checkpoint_name(outputs.out, "out")  # type: ignore[no-untyped-call]  # JAX leaves it untyped
     logsumexp = checkpoint_name(outputs.logsumexp, "logsumexp")  # type: ignore[no-untyped-call]  # likewise
     return Outputs(out, logsumexp, outputs.max_logits), (operands, out, logsumexp)
@@ -132,7 +135,8 @@ def _flash_forward(plan: FlashGpuPlan, operands: Operands) -> tuple[Outputs, tup
 def _flash_backward(
     plan: FlashGpuPlan, residuals: tuple[Operands, jax.Array, jax.Array], cotangents: Outputs
 ) -> tuple[Operands]:
-    return (backward_pass(plan, *residuals, cotangents.out, cotangents.logsumexp),)
+    pull_back = functools.partial(backward_pass, plan)
+    return (once("flash_gpu", pull_back, *residuals, cotangents.out, cotangents.logsumexp),)
 
 
 _flash.defvjp(_flash_forward, _flash_backward)

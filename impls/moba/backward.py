@@ -26,6 +26,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from impls.block_flash.blocks import product, take
+from impls.block_flash.forward import finite_or_zero
 from impls.moba.blocks import (
     Block,
     Operands,
@@ -64,6 +65,7 @@ def backward(
     # (11)
     row_sums = jnp.einsum("btnv,btnv->bnt", out, d_out, precision="highest", preferred_element_type=jnp.float32)
     row_sums = row_sums - d_logsumexp
+    logsumexp = finite_or_zero(logsumexp)  # of a row without weight, whose logits are all -inf
     d_outs, lses, sums_of_rows = rows_of(plan, d_out), logsumexp.reshape(-1), row_sums.reshape(-1)
 
     def step(number: Array, sums: _Sums) -> _Sums:

@@ -11,9 +11,11 @@ from jax import lax
 from cases.masks import Mask
 from cases.moba import Moba
 from impls.dot_product.attention import attend
+from impls.explicit import takes_explicit
 from impls.moba.operands import validate
 
 
+@takes_explicit
 def attention(
     q: jax.Array,
     k: jax.Array,

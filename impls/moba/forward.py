@@ -56,15 +56,20 @@ def forward(plan: MobaPlan, operands: Operands, work: Work) -> Outputs:
     if operands.sinks is not None:
         sink = _sink_of_rows(plan, operands.sinks)
         pivot = jnp.maximum(top, sink)  # (4)
+    # A row that its bias leaves no weight has none of all this: it is zero, and its logsumexp -inf.
+    some = pivot != -jnp.inf
+    pivot = finite_or_zero(pivot)
     weight = jnp.exp(maximum - pivot[:, None])
     total = (weight * total).sum(axis=-1)  # (5)
     if operands.sinks is not None:
         total = total + jnp.exp(sink - pivot)
+    total = jnp.where(some, total, 1.0)
     out = (weight[..., None] * out).sum(axis=1) / total[:, None]  # (6)
+    rows = (plan.batch, plan.num_q_heads, plan.q_length)
     return Outputs(
         out=from_rows(plan, out.astype(operands.q.dtype)),
-        logsumexp=(pivot + jnp.log(total)).reshape(plan.batch, plan.num_q_heads, plan.q_length),  # (7)
-        max_logits=top.reshape(plan.batch, plan.num_q_heads, plan.q_length),
+        logsumexp=jnp.where(some, pivot + jnp.log(total), -jnp.inf).reshape(rows),  # (7)
+        max_logits=top.reshape(rows),
     )
 
 

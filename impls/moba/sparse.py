@@ -12,14 +12,18 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from cases.masks import Mask
+from impls.explicit import takes_explicit
 from impls.moba.backward import backward
 from impls.moba.blocks import Operands, bins_of, rows_of
 from impls.moba.choice import choose
 from impls.moba.forward import Outputs, forward
 from impls.moba.operands import validate
 from impls.moba.plan import MobaPlan, Work, divide
+from impls.once import once_in_reverse
+from impls.varying import varying_axes, varying_over
 
 
+@takes_explicit
 def attention(
     q: jax.Array,
     k: jax.Array,
@@ -86,7 +90,7 @@ def attention(
         bias_shape=None if bias is None else bias.shape,
         most_rows=most_rows,
     )
-    outputs = _attend(plan, operands)
+    outputs = _attend(plan, varying_over(operands, varying_axes(operands)))
     if not save_residuals:
         return outputs.out
     return outputs.out, {"logsumexp": outputs.logsumexp, "max_logits": outputs.max_logits}
@@ -108,14 +112,15 @@ _Residuals = tuple[Operands, Work, jax.Array, jax.Array]
 
 
 def _flash_forward(plan: MobaPlan, operands: Operands, work: Work) -> tuple[Outputs, _Residuals]:
-    outputs = forward(plan, operands, work)
+    outputs = once_in_reverse("moba", functools.partial(forward, plan), operands, work)
     out = checkpoint_name(outputs.out, "out")  # type: ignore[no-untyped-call]  # JAX leaves it untyped
     logsumexp = checkpoint_name(outputs.logsumexp, "logsumexp")  # type: ignore[no-untyped-call]  # likewise
     return Outputs(out, logsumexp, outputs.max_logits), (operands, work, out, logsumexp)
 
 
 def _flash_backward(plan: MobaPlan, residuals: _Residuals, cotangents: Outputs) -> tuple[Operands, None]:
-    return backward(plan, *residuals, cotangents.out, cotangents.logsumexp), None
+    pull_back = functools.partial(backward, plan)
+    return once_in_reverse("moba", pull_back, *residuals, cotangents.out, cotangents.logsumexp), None
 
 
 _flash.defvjp(_flash_forward, _flash_backward)

@@ -10,10 +10,12 @@ import jax.numpy as jnp
 from cases.masks import Full, Mask
 from conformance.contract import validate_mask, validate_operands
 from impls.dot_product.attention import allowed_pairs, attend
+from impls.explicit import takes_explicit
 
 Scales = tuple[jax.Array, jax.Array]
 
 
+@takes_explicit
 def attention(
     q: jax.Array,
     k: jax.Array,

@@ -13,6 +13,7 @@ import numpy as np
 from cases.masks import Full, Mask
 from conformance.contract import validate_mask, validate_operands
 from impls import merging
+from impls.explicit import takes_explicit
 from impls.flash_gpu.block_sizes import SMALLEST
 from impls.merging import Part
 from impls.ragged import gpu, portable, tpu
@@ -46,6 +47,7 @@ class Options(NamedTuple):
     interpret: Any
 
 
+@takes_explicit
 def parts(
     q: jax.Array,
     k: jax.Array,
@@ -100,8 +102,8 @@ def parts(
         differentiation.
     """
     chosen = Options(*_checked(backend, block_kv, num_splits), interpret=interpret)
-    _refuse(q, k, segment_ids, bias, chosen)
     validate_operands(q, k, v, soft_cap=soft_cap, sinks=sinks, scale=scale)
+    _refuse(q, k, segment_ids, bias, chosen)
     batch, q_length, num_q_heads, head_dim = q.shape
     kv_length, num_kv_heads = k.shape[1:3]
     validate_mask(mask, batch, num_q_heads, q_length, kv_length, offers=("own_window",))
@@ -116,17 +118,19 @@ def parts(
         scale=1 / math.sqrt(head_dim) if scale is None else float(scale),
         soft_cap=None if soft_cap is None else float(soft_cap),
     )
+    own_lengths, own_positions = (jnp.broadcast_to(jnp.asarray(x), (batch,)) for x in (own_lengths, own_positions))
     operands = Operands(
         q=rows_of(jnp.asarray(q), num_kv_heads),
         k=jnp.asarray(k),
         v=jnp.asarray(v),
-        lengths=jnp.asarray(own_lengths) if given is None else jnp.minimum(given, own_lengths),
-        positions=jnp.asarray(own_positions) if moved is None else moved + own_positions,
+        lengths=own_lengths if given is None else jnp.minimum(given, own_lengths),
+        positions=own_positions if moved is None else moved + own_positions,
     )
     part = queries_of(_attend(plan, chosen, operands), q_length)
     return part if sinks is None else merging.merge([part, merging.of_sinks(jnp.asarray(sinks))])
 
 
+@takes_explicit
 def attention(
     q: jax.Array,
     k: jax.Array,
@@ -214,17 +218,22 @@ def _checked(backend: Backend, block_kv: int | None, num_splits: int | None) -> 
 
 
 def _refuse(q: Any, k: Any, segment_ids: Any, bias: Any, options: Options) -> None:
-    """Refuse what is not supported, where the operands are such that it can be told."""
+    """Refuse what is not supported."""
     for name, operand in (("segment_ids", segment_ids), ("bias", bias)):
         if operand is not None:
             raise NotImplementedError(f"ragged does not support {name}: {UNSUPPORTED[name]}")
     dtypes = ("float32", "bfloat16") if options.backend == "tpu" else ("float32", "bfloat16", "float16")
-    if str(getattr(q, "dtype", "")) not in dtypes:
+    if str(q.dtype) not in dtypes:
         raise NotImplementedError(
-            f"ragged does not support q, k and v in {getattr(q, 'dtype', type(q))} with backend {options.backend!r}, "
+            f"ragged does not support q, k and v in {q.dtype} with backend {options.backend!r}, "
             f"only in {', '.join(dtypes)}"
         )
-    if options.backend == "tpu" and np.ndim(q) == np.ndim(k) == 4 and k.shape[2]:
+    if options.backend != "portable" and not isinstance(q.shape[0], int):
+        raise NotImplementedError(
+            f"ragged does not support a batch size that is left open (jax.export) with backend {options.backend!r}, "
+            f"whose steps are listed for each sequence: export for one batch size, or take backend='portable'"
+        )
+    if options.backend == "tpu":
         rows = q.shape[1] * q.shape[2] // k.shape[2]
         if rows > tpu.MOST_ROWS:
             raise NotImplementedError(

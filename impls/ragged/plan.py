@@ -62,7 +62,7 @@ def queries_of(part: Part, q_length: int) -> Part:
 
 
 def lower(mask: Mask, batch: int, kv_length: int) -> tuple[Mask, np.ndarray, np.ndarray]:
-    """A mask as a formula that is static, and int32 `[B]` lengths and positions that are not.
+    """A mask as a formula that is static, and int32 `[B or 1]` lengths and positions that are not.
 
     Whatever changes from one token to the next is in the arrays, so that a decoder compiles once: an offset that all
     parts of the mask have is the position of the first query.
@@ -72,7 +72,8 @@ def lower(mask: Mask, batch: int, kv_length: int) -> tuple[Mask, np.ndarray, np.
         window that moves with each batch row.
     """
     parts = [part for part in conjuncts(mask) if not isinstance(part, Full)]
-    lengths = np.full(batch, kv_length, np.int32)
+    rows = batch if isinstance(batch, int) else 1  # a size that an exported program leaves open has one row for all
+    lengths = np.full(rows, kv_length, np.int32)
     for part in parts:
         if isinstance(part, Lengths):
             lengths = np.minimum(lengths, np.asarray(part.lengths, np.int32))
@@ -98,7 +99,7 @@ def lower(mask: Mask, batch: int, kv_length: int) -> tuple[Mask, np.ndarray, np.
     for number, formula in enumerate(formulas):
         moved = dataclasses.replace(formula, offset=formula.offset - offset)
         found = moved if number == 0 else found & moved
-    return found, lengths, np.full(batch, offset, np.int32)
+    return found, lengths, np.full(rows, offset, np.int32)
 
 
 UNSUPPORTED_MASKS = "only those that leave each query one run of keys"

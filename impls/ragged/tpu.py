@@ -34,6 +34,7 @@ from jax.experimental.pallas import tpu as pltpu
 from impls.merging import Part
 from impls.ragged.plan import Operands, RaggedPlan, allowed, capped, finite
 from impls.ragged.schedule import Steps, steps_of
+from impls.varying import shapes_varying, varying_axes, varying_over
 
 LANES = 128
 SUBLANES = 8
@@ -74,6 +75,7 @@ def attend(
     heads = heads_together(num_kv_heads, rows, block, (depth, v.shape[3]), q.dtype.itemsize)
     steps = schedule(plan, operands.lengths, operands.positions, block)
     scalars = (steps.row, steps.kv_row, steps.kv_block, steps.blocks, operands.lengths, operands.positions)
+    scalars, (q, k, v) = varying_over((scalars, (q, k, v)), varying_axes((scalars, q, k, v)))
 
     def of_row(width: int) -> pl.BlockSpec:
         return pl.BlockSpec((None, heads, rows, width), lambda h, s, row, *_: (row[s], h, 0, 0))
@@ -89,7 +91,7 @@ def attend(
     found = Part(
         *pl.pallas_call(
             functools.partial(_kernel, plan),
-            out_shape=[_f32((batch, num_kv_heads, rows, width)) for width in widths],
+            out_shape=shapes_varying([_f32((batch, num_kv_heads, rows, width)) for width in widths], q),
             grid_spec=pltpu.PrefetchScalarGridSpec(
                 num_scalar_prefetch=len(scalars),
                 grid=(num_kv_heads // heads, steps.total),

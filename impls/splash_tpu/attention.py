@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from cases.masks import Full, Indexer, Mask, leaves
 from conformance.contract import validate_mask, validate_operands
+from impls.explicit import takes_explicit
 from impls.splash_tpu.block_sizes import BlockSizes, Layouts
 from impls.splash_tpu.call import Precision
 from impls.splash_tpu.kernel import Splash, make_splash, make_splash_dynamic
@@ -20,6 +21,7 @@ UNSUPPORTED = {
 }
 
 
+@takes_explicit
 def attention(
     q: jax.Array,
     k: jax.Array,

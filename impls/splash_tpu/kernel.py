@@ -14,11 +14,13 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
 from cases.masks import Full, Mask
+from impls.once import once
 from impls.splash_tpu.block_sizes import BlockSizes, Layouts
 from impls.splash_tpu.call import Operands, Phase, Precision, SplashPlan
 from impls.splash_tpu.launch import Outputs
 from impls.splash_tpu.passes import Lists, backward_pass, forward_pass
 from impls.splash_tpu.schedule import COMPUTE, Order, Steps, downcast, dynamic_steps, static_steps
+from impls.varying import varying_axes, varying_over
 from impls.versions import interpret_or
 
 _ORDERS: dict[Phase, Order] = {"forward": "q", "dq": "q", "dkv": "kv"}
@@ -61,6 +63,7 @@ class Splash:
         q_ids, kv_ids = segment_ids or (None, None)
         operands = Operands(q, k, v, sinks, q_ids, kv_ids)
         self._check(operands)
+        operands = varying_over(operands, varying_axes(operands))
         out, logsumexp, max_logits = _attend(self.plan, self.lists, operands)
         if not save_residuals:
             return out
@@ -300,7 +303,8 @@ def _splash_forward(plan: SplashPlan, lists: Lists, operands: Operands) -> Any:
 def _splash_backward(plan: SplashPlan, saved: Any, cotangents: Any) -> Any:
     lists, operands, out, logsumexp = saved
     do, dlse, _ = cotangents
-    return None, backward_pass(plan, lists, operands, out, logsumexp, do, dlse)
+    pull_back = functools.partial(backward_pass, plan)
+    return None, once("splash_tpu", pull_back, lists, operands, out, logsumexp, do, dlse)
 
 
 _splash.defvjp(_splash_forward, _splash_backward)

@@ -18,6 +18,7 @@ from impls.splash_tpu.call import Call
 from impls.splash_tpu.schedule import Steps
 from impls.splash_tpu.tiles import Step, meaning
 from impls.splash_tpu.vmem import DEFAULT_SCOPED, Depths, check_vmem, limit_of
+from impls.varying import shapes_varying, varying_axes, varying_over
 
 # Each head of each batch row has results of its own, so heads may run in parallel. Steps, and the heads of a group, add
 # to the same scratch, so they may not.
@@ -111,6 +112,8 @@ def launch(
         head=None if steps.head is None else steps.head.reshape(-1),
         place=None if steps.place is None else steps.place.reshape(-1),
     )
+    scalars, inputs = varying_over((scalars, inputs), varying_axes((scalars, inputs)))
+    outputs = shapes_varying(outputs, inputs.q)
     trees: list[tuple[list[Any], Any]] = [jax.tree.flatten(tree) for tree in (scalars, inputs, outputs, scratch)]
     counts = [len(leaves) for leaves, _ in trees]
     ends = np.cumsum(counts)
@@ -264,8 +267,10 @@ class _Placing:
         return _Scalars(q, kv, flags, q_offset, head, optional[0] if optional else None)
 
 
-def _cost(call: Call, place: _Placing, arrays: list[Any]) -> pl.CostEstimate:
-    """Of all steps, counting those that compute nothing as if they did."""
+def _cost(call: Call, place: _Placing, arrays: list[Any]) -> pl.CostEstimate | None:
+    """Of all steps, counting those that compute nothing as if they did; none where the batch size is left open."""
+    if not all(isinstance(size, int | np.integer) for size in place.grid):
+        return None
     pairs = math.prod(place.grid) * call.blocks.q * call.blocks.kv
     h, v = call.head_dim, call.head_dim_v
     depth = {"forward": h + v, "dq": 2 * h + v, "dkv": 2 * h + 2 * v + (h if call.fused else 0)}[call.phase]

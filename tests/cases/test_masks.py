@@ -100,9 +100,17 @@ def computed_masks(draw: st.DrawFn, q_length: int, kv_length: int) -> Mask:
         Chunked(draw(st.integers(1, kv_length + 2)), offset),
         Bidirectional(((start, draw(st.integers(start + 1, kv_length + 1))), (0, 1))),
     ]
-    if q_length % 4 == 0:
-        choices.append(LoadBalancedCausal(draw(st.sampled_from([1, 2])), q_length))
     return draw(st.sampled_from(choices))
+
+
+@st.composite
+def balanced_masks(draw: st.DrawFn, q_length: int, kv_length: int) -> Mask:
+    """Load-balanced order, alone or with a mask that is for any order of the queries."""
+    mask = LoadBalancedCausal(draw(st.sampled_from([1, 2])), q_length)
+    lengths = Lengths(draw(st.tuples(*[st.integers(0, kv_length)] * 2)))
+    return draw(
+        st.sampled_from([mask, mask & lengths, lengths | mask, mask & Dense(random_booleans((q_length, kv_length)))])
+    )
 
 
 @st.composite
@@ -120,6 +128,8 @@ def problems(draw: st.DrawFn) -> tuple[Mask, int, int]:
     q_length, kv_length = draw(st.integers(1, 9)), draw(st.integers(1, 9))
     leaves = computed_masks(q_length, kv_length) | stored_masks(q_length, kv_length)
     pair = st.builds(And, leaves, leaves) | st.builds(Or, leaves, leaves)
+    if q_length % 4 == 0 and draw(st.booleans()):
+        return draw(balanced_masks(q_length, kv_length)), q_length, kv_length
     return draw(leaves | pair | st.builds(Or, pair, leaves) | st.builds(And, pair, leaves)), q_length, kv_length
 
 
@@ -247,8 +257,92 @@ def test_what_dense_returns_may_be_written_to() -> None:
         (lambda: LoadBalancedCausal(2, 10), "length 10 must be a multiple of 2 .* 4"),
         (lambda: LoadBalancedCausal(2, 8).dense(12, 12), "balanced for length 8, .* T=12"),
         (lambda: Full().blocks(4, 4, 0, 2), "block sizes must be positive, got block_q=0"),
+        (lambda: Chunked(8, 2**30), "chunk offset must be at most .* got 1073741824"),
+        (lambda: OwnWindow(3, (2**31, 4)), r"mask positions must be at most .* got \(2147483648, 4\)"),
+        (lambda: Dense(np.zeros((3, 3), np.float32)), "mask array must be booleans, .* got float32"),
     ],
 )
 def test_nonsense_is_refused_by_name(make: Callable[[], object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make()
+
+
+EDGES = [0, 1, 5, 2**15, 2**30 - 1, 2**30, 2**30 + 3, 2**31 - 1, 2**31, 2**32 + 7, 2**63 - 1, 2**70]
+OFFSETS = [*EDGES, *(-n for n in EDGES[1:])]
+
+
+def of_exact_integers(left: int | None, right: int | None, offset: int) -> np.ndarray:
+    """The window of 4 queries and 6 keys, with integers that cannot overflow."""
+    allowed = definition_of_window(left, right, offset)
+    return np.array([[allowed(i, j) for j in range(6)] for i in range(4)])
+
+
+def definition_of_window(left: int | None, right: int | None, offset: int) -> Callable[[int, int], bool]:
+    return lambda i, j: (left is None or i + offset - left <= j) and (right is None or j <= i + offset + right)
+
+
+def as_traced(mask: Mask) -> np.ndarray:
+    """The mask as kernels evaluate it, in int32, inside a program."""
+    i, j = jnp.arange(4, dtype=jnp.int32)[:, None], jnp.arange(6, dtype=jnp.int32)[None, :]
+    return np.asarray(jax.jit(lambda i, j: jnp.broadcast_to(mask.allowed(i, j), (4, 6)))(i, j))
+
+
+@pytest.mark.parametrize("offset", OFFSETS)
+def test_bounds_and_offsets_of_any_size_mean_what_they_say_traced_and_in_numpy(offset: int) -> None:
+    for left, right in itertools.product([None, *EDGES], repeat=2):
+        mask, expected = Window(left, right, offset), of_exact_integers(left, right, offset)
+        np.testing.assert_array_equal(mask.dense(4, 6)[0, 0], expected, err_msg=f"{left} {right}")
+        if (left, right) in [(4, 2**31 - 1), (2**31 - 1, 0), (2**30, 2**30), (5, 2**30 - 1), (2**70, 2**15)]:
+            np.testing.assert_array_equal(as_traced(mask), expected, err_msg=f"{left} {right}")
+    causal = Causal(offset)
+    np.testing.assert_array_equal(causal.dense(4, 6)[0, 0], of_exact_integers(None, 0, offset))
+    np.testing.assert_array_equal(as_traced(causal), of_exact_integers(None, 0, offset))
+
+
+def test_a_side_beyond_every_position_is_an_open_one() -> None:
+    assert Window(4, 2**31 - 1) == Window(4, None)
+    assert Window(2**31 - 1, 3) == Window(None, 3)
+    assert Window(4, 2**30 - 1).right == 2**30 - 1
+    assert OwnWindow(2**31, (3,)) == OwnWindow(None, (3,))
+    np.testing.assert_array_equal(as_traced(Chunked(2**31 + 5)), np.tri(4, 6, dtype=bool))
+    np.testing.assert_array_equal(as_traced(Bidirectional(((2, 2**31),))), Bidirectional(((2, 99),)).dense(4, 6)[0, 0])
+
+
+@pytest.mark.parametrize(
+    "other",
+    [Causal(), Window(3, 0), Chunked(4), Bidirectional(((0, 3),)), OwnWindow(2, (0,)), LoadBalancedCausal(1, 8)],
+)
+def test_load_balanced_order_refuses_masks_that_count_queries_in_another_order(other: Mask) -> None:
+    mask = LoadBalancedCausal(2, 8)
+    for make in (lambda: mask & other, lambda: other | mask, lambda: (mask & Lengths((3,))) & (Full() | other)):
+        with pytest.raises(ValueError, match=f"mask: .*{type(other).__name__} takes the queries to lie in .*; write"):
+            make()
+
+
+def test_a_window_written_in_load_balanced_order_is_one_of_the_sequence() -> None:
+    order = balanced_order(2, 8)
+    window = Window(2, None).dense(8, 8)[:, :, order]
+    both = (Causal() & Window(2, None)).dense(8, 8)[:, :, order]
+    np.testing.assert_array_equal((LoadBalancedCausal(2, 8) & Dense(window)).dense(8, 8), both)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda x: Window(x, 0), "window left must be an integer"),
+        (lambda x: Causal(x), "causal offset must be an integer"),
+        (lambda x: Chunked(x), "chunk size must be an integer"),
+        (lambda x: Lengths((3, x)), "mask lengths must be an integer"),
+        (lambda x: Lengths(x), "mask lengths must be a sequence"),
+        (lambda x: OwnWindow(1, (x,)), "mask positions must be an integer"),
+        (lambda x: LoadBalancedCausal(x, 8), "cp_size must be an integer"),
+        (lambda x: Dense(jnp.ones((4, 4), bool) & (x > 0)), "mask array of Dense must be known .* wrap .* in Indexer"),
+    ],
+)
+def test_what_is_traced_is_refused_by_name(make: Callable[[object], object], message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        jax.jit(lambda x: make(x) and x)(3)
+
+
+def test_lengths_may_be_an_array_whose_values_are_known() -> None:
+    assert Lengths(np.array([3, 4])) == Lengths(jnp.array([3, 4])) == Lengths((3, 4))  # type: ignore[arg-type]

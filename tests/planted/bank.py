@@ -33,6 +33,7 @@ from tests.planted.features import (
     masks,
     merging,
     moba,
+    refusing,
     scale,
     segments,
     sinks,
@@ -73,6 +74,7 @@ _MODULES = (
     moba,
     caches,
     splash_tpu,
+    refusing,
 )
 
 BANK: tuple[PlantedBug, ...] = tuple(bug for module in _MODULES for bug in module.BUGS)
