@@ -84,8 +84,8 @@ def _causal(shape: Shape) -> str:
 
 
 def _window(shape: Shape) -> str:
-    """A window of more than one block of 128 where there is room."""
-    return f"window-l{max(3, 3 * shape.kv // 8) - 1}-r0{_end(shape)}"
+    """A window of several blocks, and not of all, where there are as many."""
+    return f"window-l{max(3, 5 * shape.kv // 8) - 1}-r0{_end(shape)}"
 
 
 def _lengths(shape: Shape) -> str:

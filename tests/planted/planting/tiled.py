@@ -233,8 +233,8 @@ def _forward(steps: TileSteps, call: Call, x: Blocks) -> tuple[Array, Array, Arr
         ), None
 
     rows = x.q.shape[:4]
-    nothing = jnp.full(rows, -jnp.inf)
-    start = Running(nothing, jnp.zeros(rows), jnp.zeros((*rows, x.v.shape[-1])), nothing)
+    nothing = jnp.full(rows, -jnp.inf, jnp.float32)
+    start = Running(nothing, jnp.zeros(rows, jnp.float32), jnp.zeros((*rows, x.v.shape[-1]), jnp.float32), nothing)
     state, _ = lax.scan(step, start, jnp.arange(call.kv_blocks))
     pivot, total, acc = state.pivot, state.total, state.acc
     if x.sinks is not None:
