@@ -118,13 +118,13 @@ def parts(
         scale=1 / math.sqrt(head_dim) if scale is None else float(scale),
         soft_cap=None if soft_cap is None else float(soft_cap),
     )
-    own_lengths, own_positions = (jnp.broadcast_to(jnp.asarray(x), (batch,)) for x in (own_lengths, own_positions))
+    all_keys, first = (jnp.broadcast_to(jnp.asarray(x), (batch,)) for x in (own_lengths, own_positions))
     operands = Operands(
         q=rows_of(jnp.asarray(q), num_kv_heads),
         k=jnp.asarray(k),
         v=jnp.asarray(v),
-        lengths=own_lengths if given is None else jnp.minimum(given, own_lengths),
-        positions=own_positions if moved is None else moved + own_positions,
+        lengths=all_keys if given is None else jnp.minimum(given, all_keys),
+        positions=first if moved is None else moved + first,
     )
     part = queries_of(_attend(plan, chosen, operands), q_length)
     return part if sinks is None else merging.merge([part, merging.of_sinks(jnp.asarray(sinks))])
