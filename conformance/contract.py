@@ -241,10 +241,11 @@ def validate_operands(
         _validate_pair("segment_ids", segment_ids)
         for name, ids, length in zip(("q", "kv"), segment_ids, (q_length, kv_length), strict=True):
             _validate_array(f"segment_ids of {name}", ids)
-            if not np.issubdtype(ids.dtype, np.integer):
-                raise ValueError(f"segment_ids of {name} must be integers, of dtype int32, got {ids.dtype}")
             if np.shape(ids) != (batch, length):
                 raise ValueError(f"segment_ids of {name} must have shape {(batch, length)}, got {np.shape(ids)}")
+        for name, ids in zip(("q", "kv"), segment_ids, strict=True):
+            if not np.issubdtype(ids.dtype, np.integer):
+                raise ValueError(f"segment_ids of {name} must be integers, of dtype int32, got {ids.dtype}")
     _validate_number("soft_cap", soft_cap, none="no cap")
     _validate_number("scale", scale, none="1/sqrt(head_dim)")
     if sinks is not None:

@@ -26,7 +26,6 @@ from impls.versions import device_kind, interpret_or
 Products = Literal["exact", "tf32"]
 
 UNSUPPORTED = {"indexer": "finds the tiles to visit before the program runs"}
-DTYPES = ("float32", "bfloat16", "float16")
 
 
 @takes_explicit
@@ -82,7 +81,7 @@ def attention(
 
     Raises:
       ValueError: an operand, the mask or an option is not as above; the message names it.
-      NotImplementedError: the dtype is another one, the mask has an `Indexer`, or Mosaic is asked for and does not
+      NotImplementedError: the mask has an `Indexer`, or Mosaic is asked for and does not
         support the call or the GPU.
     """
     validate_operands(q, k, v, segment_ids=segment_ids, soft_cap=soft_cap, sinks=sinks, bias=bias, scale=scale)
@@ -91,8 +90,6 @@ def attention(
     validate_mask(mask, batch, num_q_heads, q_length, kv_length)
     if any(isinstance(leaf, Indexer) for leaf in leaves(mask)):
         raise NotImplementedError(f"flash_gpu does not support indexer: it {UNSUPPORTED['indexer']}")
-    if str(q.dtype) not in DTYPES:
-        raise NotImplementedError(f"flash_gpu does not support q, k and v in {q.dtype}, only in {', '.join(DTYPES)}")
     if products not in ("exact", "tf32"):
         raise ValueError(f"products must be 'exact' or 'tf32', got {products!r}")
     depth = max(head_dim, v.shape[3])

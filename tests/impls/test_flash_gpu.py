@@ -208,7 +208,7 @@ def test_options_are_checked() -> None:
         flash_gpu.attention(x, x, x, mask=np.ones((8, 8), bool))  # type: ignore[arg-type] # the mistake tested
     with pytest.raises(ValueError, match="k has head_dim 3"):
         flash_gpu.attention(x, x[..., :3], x)
-    with pytest.raises(NotImplementedError, match="does not support q, k and v in int8"):
+    with pytest.raises(ValueError, match=r"q, k and v must have dtype float32 .* got int8"):
         flash_gpu.attention(*(x.astype(jnp.int8),) * 3)
 
 

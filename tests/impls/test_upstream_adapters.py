@@ -320,7 +320,7 @@ def test_masks_as_flags_and_features() -> None:
     assert causal_flag(masks.Causal(1)) is None
     assert causal_flag(masks.Full() | masks.Causal()) is None
     assert (masks.Causal(2) & masks.Window(1, 1)).features == ("causal", "offset", "window")
-    assert masks.Dense(np.ones((2, 3, 4, 4))).features == ("dense_batch", "dense_head")
+    assert masks.Dense(np.ones((2, 3, 4, 4), bool)).features == ("dense_batch", "dense_head")
 
 
 @pytest.mark.parametrize("transform", ["grad_of_jit", "remat", "vmap"])
