@@ -260,7 +260,7 @@ def _lifted(case: Case, q: np.ndarray, k: np.ndarray, scale: float) -> tuple[np.
     """Every query has its logits around one of `_LEVELS`; some queries are zero, and some keys the same as others.
 
     As in `huge`, one coordinate lifts all logits of a query without touching their differences. For one query in four
-    another coordinate lifts the second half of the keys, by more than exp can bear. Some keys are zero.
+    another coordinate lifts the second half of the keys, by more than exp can bear.
     """
     level = np.take(_LEVELS, np.arange(case.q_length), mode="wrap")
     mantissa, exponent = np.frexp(level / (scale * _LEVEL_KEY))
@@ -269,7 +269,6 @@ def _lifted(case: Case, q: np.ndarray, k: np.ndarray, scale: float) -> tuple[np.
     q[:, 1::4, :, 1] = 2.0 ** math.ceil(math.log2(_JUMP / (scale * _LEVEL_KEY)))
     k[:, case.kv_length // 2 :, :, 1] = _LEVEL_KEY
     q[:, :: len(_LEVELS)] = 0.0
-    k[:, 5::11] = 0.0
     k[:, 4::5] = k[:, 3::5][:, : k[:, 4::5].shape[1]]
     return q, k
 

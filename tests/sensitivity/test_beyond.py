@@ -37,7 +37,7 @@ def test_each_bug_has_a_witness_and_a_name_of_its_own() -> None:
     assert sorted(WITNESSES) == sorted(bug.name for bug in BUGS)
 
 
-@pytest.mark.bank
+@pytest.mark.nightly
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
 def test_a_bug_shows_on_its_witness(bug: PlantedBug) -> None:
     case = parse(WITNESSES[bug.name])
@@ -46,7 +46,7 @@ def test_a_bug_shows_on_its_witness(bug: PlantedBug) -> None:
     assert any(shows_as_said(bug, record) for record in red)
 
 
-@pytest.mark.bank
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("module", "case"), CORRECT, ids=lambda value: value if isinstance(value, str) else value.__name__.split(".")[-1]
 )
@@ -56,7 +56,7 @@ def test_the_kernel_without_it_passes_there(module: ModuleType, case: str) -> No
     assert any(record.verdict == PASS for record in found)
 
 
-@pytest.mark.bank
+@pytest.mark.nightly
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
 def test_a_bug_does_not_show_elsewhere(bug: PlantedBug) -> None:
     elsewhere = [case for case in map(parse, ORDINARY) if not bug.trigger(case)]

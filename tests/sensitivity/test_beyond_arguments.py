@@ -75,7 +75,7 @@ def test_every_bug_has_a_witness() -> None:
     assert len({bug.name for bug in BUGS}) == len(BUGS) >= 85
 
 
-@pytest.mark.bank
+@pytest.mark.nightly
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
 def test_a_planted_bug_is_wrong_where_its_witness_looks(bug: PlantedBug) -> None:
     if (reason := bug.unmeasurable()) is not None:
@@ -84,7 +84,7 @@ def test_a_planted_bug_is_wrong_where_its_witness_looks(bug: PlantedBug) -> None
     assert any(shows(bug, judgement) for judgement in found), [(j.observable, j.verdict, j.ratio) for j in found]
 
 
-@pytest.mark.bank
+@pytest.mark.nightly
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
 def test_the_kernel_without_the_bug_is_right_there(bug: PlantedBug) -> None:
     for kind in base_of(bug):
@@ -93,7 +93,7 @@ def test_the_kernel_without_the_bug_is_right_there(bug: PlantedBug) -> None:
         assert any(judgement.verdict == PASS for judgement in found)
 
 
-@pytest.mark.bank
+@pytest.mark.nightly
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
 def test_a_planted_bug_is_right_where_its_condition_is_absent(bug: PlantedBug) -> None:
     absent = [case for case in PLAIN_CASES if not bug.trigger(parse(case))]
@@ -102,7 +102,7 @@ def test_a_planted_bug_is_right_where_its_condition_is_absent(bug: PlantedBug) -
         assert [(j.observable, j.verdict, j.reason) for j in found if j.verdict in (FAIL, ERROR)] == []
 
 
-@pytest.mark.bank
+@pytest.mark.nightly
 @pytest.mark.parametrize("bug", [*state.BUGS, *derivatives.BUGS], ids=lambda bug: bug.name)
 def test_a_bug_of_calls_and_transformations_is_right_in_a_plain_call(bug: PlantedBug) -> None:
     found = asked(WITH_EVERYTHING)(bug.build())

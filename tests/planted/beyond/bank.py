@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
+from conformance.records import FAIL
 from conformance.sensitivity import PlantedBug
+from conformance.sensitivity.examination import Kill
 from tests.planted.beyond import (
     arguments,
     derivatives,
@@ -34,3 +39,8 @@ _MODULES = (
 )
 
 BEYOND: tuple[PlantedBug, ...] = tuple(bug for module in _MODULES for bug in module.BUGS)
+
+_KILLS: dict[str, list[str]] = json.loads(Path(__file__).with_name("kills.json").read_text(encoding="utf-8"))
+
+# By which check, observable and case each was seen at `quick`: those that are not here were not.
+SEEN = {name: {check: Kill(observable, case, FAIL, None)} for name, (check, observable, case) in _KILLS.items()}

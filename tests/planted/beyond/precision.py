@@ -251,7 +251,7 @@ BUGS: tuple[PlantedBug, ...] = (
         "first-product-at-default-precision",
         kind="precision.default",
         reference="inferred from mlx issue 3860, where f32 products are tf32 unless asked otherwise",
-        shows="precision",
+        shows="precision products",
         trigger=_single,
         steps=PlainSteps(products=lambda q, k, call: default_product("btnh,bsnh->bnts", q, k)),
     ),

@@ -109,7 +109,7 @@ BUGS: tuple[PlantedBug, ...] = (
         "dq-product-at-default-precision",
         kind="precision.default",
         reference="jax issue 24047: products of the backward in another precision",
-        shows="precision",
+        shows="precision products",
         trigger=both(_single, trains()),
         back=BackwardSteps(dq=lambda dx, saved: saved.scale * default_product("bnts,bsnh->btnh", dx, saved.forward.k)),
     ),

@@ -1,0 +1,22 @@
+"""What `quick` sees of the bugs that were planted beyond the grid, before there was a grid of sizes."""
+
+from __future__ import annotations
+
+import pytest
+
+from conformance.sensitivity import PlantedBug
+from conformance.sensitivity.examination import red_records, shows_as_said
+from tests.planted.beyond.bank import BEYOND, SEEN
+
+_SEEN_AT_QUICK = 0.9
+
+
+@pytest.mark.bank
+@pytest.mark.parametrize("bug", [bug for bug in BEYOND if bug.name in SEEN], ids=lambda bug: bug.name)
+def test_a_bug_beyond_the_grid_dies_by_what_it_shows(bug: PlantedBug) -> None:
+    assert any(shows_as_said(bug, red) for red in red_records(bug, "quick", SEEN[bug.name]))
+
+
+def test_nine_in_ten_are_seen_at_quick() -> None:
+    assert SEEN.keys() <= {bug.name for bug in BEYOND}
+    assert len(SEEN) >= _SEEN_AT_QUICK * len(BEYOND)
