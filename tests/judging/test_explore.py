@@ -94,7 +94,7 @@ def test_a_right_kernel_is_left_alone_and_what_was_reached_is_told() -> None:
     assert {record.verdict for record in found.records} <= {records.PASS, records.UNSUPPORTED, records.UNJUDGED}
     assert found.reached["f32"] >= 1
     assert found.reached["soft_cap"] == 0  # the function takes none, so none was drawn
-    told = "\n".join(explore.told(found, limits))
+    told = "\n".join(explore.told(found, limits.seed))
     assert f"explored {found.judged} cases" in told
     assert "from seed 0" in told
     assert "f32" in told
@@ -161,7 +161,7 @@ def test_time_is_kept_while_shrinking(monkeypatch: pytest.MonkeyPatch) -> None:
     found = explored(window_when_lengths_differ, examples=60)
     assert found.failing == found.first is not None
     assert not found.shrunk
-    assert "stopped before the end" in explore.told(found, Budget(seconds=None, examples=60, seed=0))[-1]
+    assert "stopped before the end" in explore.told(found, 0)[-1]
 
 
 @pytest.mark.parametrize(("seconds", "expected"), [(None, 120), (10, 40), (60, 90), (200, 300)])
