@@ -38,6 +38,11 @@ class Clues:
         return tuple(sorted(x for x in near if 0 < x <= _LONGEST))
 
     @functools.cached_property
+    def exact(self) -> tuple[int, ...]:
+        """Each number and its multiples, shortest first."""
+        return tuple(sorted({c * n for c in self.integers for n in _TIMES if c * n <= _LONGEST}))
+
+    @functools.cached_property
     def far(self) -> tuple[int, ...]:
         """Lengths beside a number of blocks, where one clue is the block and another how many, shortest first."""
         pairs = itertools.product((c for c in self.integers if c >= _LEAST_BLOCK), self.integers)

@@ -17,9 +17,8 @@ from cases.operands import OPTIONAL
 
 Pair = tuple[str, str]
 _BLOCKS = (256, 128, 64, 8)
-# A number beside a clue that no case had yet is worth so many pairs, and a mark that no case had.
-_NEW_CLUE = 30
-_NEW_MARK = 10
+# A size beside a clue that no case had yet is worth so many pairs.
+_NEW_CLUE = 10
 
 
 def marks(case: Case) -> frozenset[str]:
@@ -84,15 +83,15 @@ class Novelty:
         self._clues = clues
         self._gridded = frozenset().union(*(pairs(marks(case)) for case in grid))
         self._met = set(self._gridded)
-        self._marks = {mark for pair in self._met for mark in pair}
+        self._beside: set[Pair] = set()  # a clue with a mark
         self.used: set[str] = set()
         """Clues that sizes of cases were beside, as `clues_in` writes them."""
 
     def worth(self, case: Case) -> int:
         """How much a case has that none had so far."""
-        found = marks(case)
-        clues = clues_in(case, self._clues) - self.used
-        return len(pairs(found) - self._met) + _NEW_MARK * len(found - self._marks) + _NEW_CLUE * len(clues)
+        found, clues = marks(case), clues_in(case, self._clues)
+        new = len(pairs(found) - self._met) + len(_beside(clues, found) - self._beside)
+        return new + _NEW_CLUE * len(clues - self.used)
 
     def best(self, among: Sequence[Case]) -> Case:
         """The case that has most; the first of several."""
@@ -100,15 +99,20 @@ class Novelty:
 
     def met(self, case: Case) -> None:
         """Count a case."""
-        found = marks(case)
+        found, clues = marks(case), clues_in(case, self._clues)
         self._met |= pairs(found)
-        self._marks |= found
-        self.used |= clues_in(case, self._clues)
+        self._beside |= _beside(clues, found)
+        self.used |= clues
 
     @property
     def beyond(self) -> int:
         """How many pairs were met since that the grids do not have."""
         return len(self._met - self._gridded)
+
+
+def _beside(clues: Iterable[str], found: Iterable[str]) -> frozenset[Pair]:
+    """Each clue with each mark, and with each other."""
+    return frozenset(itertools.product(clues, found)) | pairs(clues)
 
 
 def _length(name: str, length: int) -> str:

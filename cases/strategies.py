@@ -38,6 +38,7 @@ _LITTLE_DEPTHS = (8, 16, 64, 128)  # of which the first two are taken
 _BRIEF = (1, 16, 40, 64, 100, 128)
 _MOST_COUNTED = {"batch": 9, "heads": 34, "depth": 272}
 _LARGEST_SCALE = 4000.0
+_COMMON_MASKS = ("full", "causal", "window", "lengths")
 _OTHER_DEPTHS = (80, 96, 160, 192, 256)
 
 _T = TypeVar("_T")
@@ -143,8 +144,8 @@ def _length(within: Space) -> st.SearchStrategy[int]:
         return usual if not beside else st.one_of(usual, st.sampled_from(beside))
     usual = st.integers(1, _USUAL)
     ways = [usual, _beside_a_block(), _beside_a_block(), st.integers(1, 24), st.integers(1, LONGEST)]
-    if near := within.clues.lengths:
-        ways += [st.sampled_from(near)] * 4
+    if within.clues.integers:
+        ways += [st.sampled_from(within.clues.exact)] * 4 + [st.sampled_from(within.clues.lengths)] * 3
     if far := within.clues.far:
         ways += [st.sampled_from(far)] * 2
     return st.one_of(*ways)
@@ -216,12 +217,14 @@ def mask_specs(draw: st.DrawFn, batch: int, q_length: int, kv_length: int, withi
     """Masks that fit the lengths: mostly one term, else two or three joined by `_and_` and `_or_`."""
     unfit = {"balanced": q_length % 2 == 1, "moba": q_length > kv_length}
     fitting = [kind for kind in within.masks if not unfit.get(kind)] or ["full"]
-    kind = draw(st.sampled_from(fitting))
+    # Beside clues, masks that kernels have paths of their own for come more often.
+    common = [kind for kind in _COMMON_MASKS if kind in fitting and within.clues]
+    kind = draw(st.sampled_from([*fitting, *common * 3]))
     spec = draw(_term(kind, batch, q_length, kv_length, within))
     partners = [kind for kind in fitting if kind not in ("full", "own")]
     if kind in ("full", "own") or not within.joints:  # other masks have one place for all batch rows
         return spec
-    for _ in range(draw(st.sampled_from((0, 0, 0, 1, 1, 2)))):
+    for _ in range(draw(st.sampled_from((0, 0, 0, 0, 0, 1) if within.clues else (0, 0, 0, 1, 1, 2)))):
         spec += draw(st.sampled_from(within.joints))
         spec += draw(_term(draw(st.sampled_from(partners)), batch, q_length, kv_length, within))
     return spec
