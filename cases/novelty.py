@@ -65,8 +65,8 @@ def clues_in(case: Case, clues: Clues) -> frozenset[str]:
     found = {f"{name} {near}" for name, size in sizes.items() if (near := clues.near(size))}
     far = set(clues.far)
     found |= {f"{name} {size}" for name, size in sizes.items() if size in far}
-    levels = set(clues.levels)
-    found |= {f"{name} {x:g}" for name in ("soft_cap", "scale") if (x := getattr(case, name)) in levels}
+    if case.soft_cap in clues.levels:
+        found.add(f"soft_cap {case.soft_cap:g}")
     return frozenset(found)
 
 

@@ -37,7 +37,9 @@ _LONG = 2048
 _LITTLE_DEPTHS = (8, 16, 64, 128)  # of which the first two are taken
 _BRIEF = (1, 16, 40, 64, 100, 128)
 _MOST_COUNTED = {"batch": 9, "heads": 34, "depth": 272}
-_LARGEST_SCALE = 4000.0
+# At scale 1 many logits are about this large at usual depths.
+_LOGIT = 16
+_LARGEST_LOGIT = 4000.0
 _COMMON_MASKS = ("full", "causal", "window", "lengths")
 _OTHER_DEPTHS = (80, 96, 160, 192, 256)
 
@@ -126,7 +128,7 @@ def lengths(draw: st.DrawFn, phase: str, within: Space) -> tuple[int, int]:
     if q_length <= most:
         return q_length, kv_length
     # Both are long: one of the two stays so.
-    brief = _brief(within, draw(st.sampled_from(_BRIEF)))
+    brief = _brief(within, min(most, draw(st.sampled_from(_BRIEF))))
     return (q_length, brief) if draw(st.booleans()) else (brief, kv_length)
 
 
@@ -208,8 +210,10 @@ _NUMBERS = {
 
 def _number(field: str, within: Space) -> st.SearchStrategy[float]:
     """A cap or a scale: usual ones, and what puts logits below, at and above a clue."""
-    levels = [x for x in within.clues.levels if field != "scale" or x <= _LARGEST_SCALE]
-    return st.one_of(_NUMBERS[field], st.sampled_from(levels)) if levels else _NUMBERS[field]
+    levels = within.clues.levels
+    if field == "scale":
+        levels = tuple(x / _LOGIT for x in levels if x <= _LARGEST_LOGIT)
+    return st.one_of(_NUMBERS[field], _NUMBERS[field], st.sampled_from(levels)) if levels else _NUMBERS[field]
 
 
 @st.composite
@@ -255,6 +259,8 @@ def _term(draw: st.DrawFn, kind: str, batch: int, q_length: int, kv_length: int,
         ahead = draw(st.integers(0, kv_length - q_length))
         return f"moba-{chunk}-{topk}" + (f"-o{ahead}" if ahead else "")
     offset = draw(_offset(q_length, kv_length)) if kind in within.offsets else ""
+    if within.clues and draw(st.booleans()):  # kernels have paths of their own for masks without one
+        offset = ""
     if kind == "window":
         sides = [st.integers(0, kv_length), *([st.sampled_from(near)] if (near := within.clues.lengths) else [])]
         side = st.one_of(*sides).map(str) | st.just("inf")
