@@ -39,8 +39,11 @@ class Clues:
 
     @functools.cached_property
     def exact(self) -> tuple[int, ...]:
-        """Each number and its multiples, shortest first."""
-        return tuple(sorted({c * n for c in self.integers for n in _TIMES if c * n <= _LONGEST}))
+        """Each number and its multiples, and the first multiple of a block above each other number, shortest first."""
+        pairs = itertools.product((c for c in self.integers if c >= _LEAST_BLOCK), self.integers)
+        above = {(c // block + 1) * block for block, c in pairs if c > block}
+        found = {c * n for c in self.integers for n in _TIMES} | above
+        return tuple(sorted(x for x in found if x <= _LONGEST))
 
     @functools.cached_property
     def far(self) -> tuple[int, ...]:

@@ -12,7 +12,7 @@ from cases.novelty import Novelty, clues_in, marks, pairs
 def test_clues_give_lengths_at_below_and_above_them_and_their_multiples() -> None:
     clues = Clues(integers=(100, 16))
     assert {99, 100, 101, 199, 200, 201, 299, 300, 301, 15, 16, 17} <= set(clues.lengths)
-    assert clues.exact == (16, 32, 48, 100, 200, 300)
+    assert clues.exact == (16, 32, 48, 100, 112, 200, 300)
     assert {1601, 1700, 1616} <= set(clues.far)
     assert clues.counts(20) == (15, 16, 17)
     assert list(clues.lengths) == sorted(clues.lengths)
