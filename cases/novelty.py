@@ -63,7 +63,7 @@ def clues_in(case: Case, clues: Clues) -> frozenset[str]:
         "B": case.batch,
     }
     found = {f"{name} {near}" for name, size in sizes.items() if (near := clues.near(size))}
-    far = set(clues.far)
+    far = {*clues.far, *clues.exact}
     found |= {f"{name} {size}" for name, size in sizes.items() if size in far}
     if case.soft_cap in clues.levels:
         found.add(f"soft_cap {case.soft_cap:g}")

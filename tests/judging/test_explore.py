@@ -82,7 +82,7 @@ def long_thirds(q: Any, k: Any, v: Any, *, causal: bool = False) -> Any:
 )
 def test_a_bug_in_a_rare_condition_is_found_and_shrunk(function: Callable[..., Any], smallest: str) -> None:
     # In bf16 with a cap, a tiny cotangent gives gradients that differ in their last bits, whatever the function.
-    known = ExpectedFailure(implementation="it", reason="underflow", check=["linearity"])
+    known = ExpectedFailure(implementation="it", reason="last bits", check=["linearity"])
     found = explored(function, examples=60, settings=Settings(expected_failures=(known,)))
     assert found.failing is not None
     assert smallest in found.failing.id
@@ -117,7 +117,7 @@ def test_a_right_kernel_is_left_alone_and_what_was_reached_is_told() -> None:
 
 
 def test_a_constant_in_the_source_leads_to_the_lengths_at_which_it_matters() -> None:
-    found = explored(long_thirds, examples=40)
+    found = explored(long_thirds, examples=80)
     assert found.failing is not None
     assert found.failing.kv_length % 192 == 0
     assert found.failing.kv_length > 1000
@@ -129,7 +129,7 @@ def test_a_constant_in_the_source_leads_to_the_lengths_at_which_it_matters() -> 
 
 
 def test_without_clues_such_lengths_are_not_drawn() -> None:
-    found = explored(long_thirds, examples=40, clues=NO_CLUES)
+    found = explored(long_thirds, examples=80, clues=NO_CLUES)
     assert found.failing is None
     assert "clues: none" in "\n".join(explore.told(found, 0))
 
