@@ -253,7 +253,7 @@ def _huge_coordinate(scale: float) -> tuple[float, float]:
 # infinity in some (-1e4), and zero.
 _LEVELS = (0.0, 81.0, -81.0, 90.0, -90.0, 105.0, -105.0, 130.0, -130.0, 1100.0, -1100.0, 1.1e4, -1.1e4)
 _LEVEL_KEY = 16.0
-_JUMP = 95.0
+_JUMP = 200.0
 
 
 def _lifted(case: Case, q: np.ndarray, k: np.ndarray, scale: float) -> tuple[np.ndarray, np.ndarray]:

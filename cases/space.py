@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from cases.case import DISTRIBUTIONS, DTYPES, PHASES, Case
+from cases.clues import NO_CLUES, Clues
 from cases.mask_spec import KINDS
 from cases.operands import OPTIONAL
 
@@ -44,6 +45,7 @@ class Space:
       grouped: whether query heads may share a key/value head.
       unequal_lengths, v_head_dim: whether T may differ from S, and V from H.
       length_step, depth_step: lengths and depths are multiples of these.
+      clues: numbers that the implementation shows; sizes beside them are drawn too.
     """
 
     phases: tuple[str, ...]
@@ -58,6 +60,7 @@ class Space:
     depth_step: int
     operands: Mapping[str, tuple[Any, ...]]
     distributions: tuple[str, ...]
+    clues: Clues = NO_CLUES
 
 
 def space(supports: Supports = lambda case: None, phases: tuple[str, ...] = PHASES) -> Space:

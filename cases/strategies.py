@@ -6,12 +6,15 @@ query, one key, one head, f32, no mask and no optional operand.
 
 from __future__ import annotations
 
+import dataclasses
 import math
+from collections.abc import Mapping
 from typing import Any, TypeVar
 
 from hypothesis import strategies as st
 
 from cases.case import PHASES, Case
+from cases.clues import NO_CLUES, Clues
 from cases.mask_spec import KINDS
 from cases.masks import Mask
 from cases.space import Space, Supports, space
@@ -28,21 +31,37 @@ _USUAL_DEPTHS = (16, 32, 64, 72, 128)
 _BLOCKS = (32, 64, 128)
 # Logits of 7e4 in f32 are rounded by so much that probabilities change by 1%: one key among many is lost in that.
 _LONGEST_HUGE = 128
+_MANY_QUERIES = 16
+# Beside clues: so many pairs of query and key with few heads, and such depths that long sequences remain cheap.
+_MOST_PAIRS = 1_400_000
+_LONG = 2048
+_LITTLE_DEPTHS = (8, 16, 64, 128)  # of which the first two are taken
+_BRIEF = (1, 16, 40, 64, 100, 128)
+_MOST_COUNTED = {"batch": 9, "heads": 34, "depth": 272}
+# At scale 1 many logits are about this large at usual depths.
+_LOGIT = 16
+_LARGEST_LOGIT = 4000.0
+_COMMON_MASKS = ("full", "causal", "window", "lengths")
+_OTHER_DEPTHS = (80, 96, 160, 192, 256)
 
 _T = TypeVar("_T")
 
 
-def cases(supports: Supports = lambda case: None, phases: tuple[str, ...] = PHASES) -> st.SearchStrategy[Case]:
+def cases(
+    supports: Supports = lambda case: None, phases: tuple[str, ...] = PHASES, clues: Clues = NO_CLUES
+) -> st.SearchStrategy[Case]:
     """Cases of the given phases that `supports` accepts.
 
     Args:
       supports: why a case is not wanted, or None if it is.
       phases: which phases to draw.
+      clues: numbers that a kernel shows: sizes, masks, caps and scales beside them are drawn too.
 
     Raises:
       cases.space.NothingToDraw: if no case is supported, however plain.
     """
-    return all_cases(space(supports, phases)).filter(lambda case: supports(case) is None)
+    within = dataclasses.replace(space(supports, phases), clues=clues)
+    return all_cases(within).filter(lambda case: supports(case) is None)
 
 
 @st.composite
@@ -52,7 +71,9 @@ def all_cases(draw: st.DrawFn, within: Space) -> Case:
     dtype = draw(st.sampled_from(within.dtypes))
     q_length, kv_length = draw(lengths(phase, within))
     batch, num_q_heads, num_kv_heads = draw(heads(q_length * kv_length, within))
-    head_dim = draw(_depth(within.depth_step))
+    long = max(q_length, kv_length) > _LONG
+    depth = _little_depth(within) if long else _depth(within)
+    head_dim = draw(depth)
     other_depth = draw(st.sampled_from(within.v_head_dim))
     mask = draw(mask_specs(batch, q_length, kv_length, within))
     # Each operand is left out in most draws: otherwise every case would have half of them.
@@ -61,10 +82,14 @@ def all_cases(draw: st.DrawFn, within: Space) -> Case:
         if field == "kv_cache" and phase == "train":  # a cache is read
             continue
         level = draw(_seldom(levels))
-        operands[field] = draw(_NUMBERS[field]) if level is not None and field in _NUMBERS else level
+        operands[field] = draw(_number(field, within)) if level is not None and field in _NUMBERS else level
+    if operands["bias"] == "biasinf" and not _may_hide(operands, mask):
+        operands["bias"] = "bias"
     capped = operands["soft_cap"] is not None
     huge = not capped and not operands["sinks"] and phase == "train" and max(q_length, kv_length) <= _LONGEST_HUGE
-    fitting = {"knee": capped, "huge": huge}
+    # Each level of those logits has a query; where a cap is flat, or beside a sink, there is nothing to see.
+    leveled = not capped and not operands["sinks"] and phase == "train" and q_length >= _MANY_QUERIES
+    fitting = {"knee": capped, "huge": huge, "levels": leveled}
     return Case(
         phase=phase,
         dtype=dtype,
@@ -74,7 +99,7 @@ def all_cases(draw: st.DrawFn, within: Space) -> Case:
         num_q_heads=num_q_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
-        v_head_dim=draw(_depth(within.depth_step)) if other_depth else head_dim,
+        v_head_dim=draw(depth) if other_depth else head_dim,
         mask=mask,
         distribution=draw(st.sampled_from([name for name in within.distributions if fitting.get(name, True)])),
         seed=draw(st.integers(0, 999)),
@@ -82,27 +107,51 @@ def all_cases(draw: st.DrawFn, within: Space) -> Case:
     )
 
 
+def _may_hide(operands: Mapping[str, Any], mask: str) -> bool:
+    """Whether a bias may hide keys: what segments or a mask leave to a row may be just what it hides."""
+    return mask in ("full", "causal") and operands["segments"] is None and operands["soft_cap"] is None
+
+
 @st.composite
 def lengths(draw: st.DrawFn, phase: str, within: Space) -> tuple[int, int]:
     """T and S: one query in decode, no more queries than keys in prefill."""
     step = within.length_step
-    kv_length = draw(_length(step))
+    kv_length = draw(_length(within))
     unequal = draw(st.sampled_from(within.unequal_lengths))
     if phase == "decode":  # after as many draws as the plain case, since fewer would count as smaller
         return 1, kv_length
     if not unequal:
-        return kv_length, kv_length
+        return (kv_length, kv_length) if kv_length**2 <= _MOST_PAIRS else (_brief(within), _brief(within))
+    most = max(1, _MOST_PAIRS // kv_length // step) * step
     if phase == "prefill":
-        return step * draw(st.integers(1, kv_length // step)), kv_length
-    return draw(_length(step)), kv_length
+        return min(most, step * draw(st.integers(1, kv_length // step))), kv_length
+    q_length = draw(_length(within))
+    if q_length <= most:
+        return q_length, kv_length
+    # Both are long: one of the two stays so.
+    brief = _brief(within, min(most, draw(st.sampled_from(_BRIEF))))
+    return (q_length, brief) if draw(st.booleans()) else (brief, kv_length)
 
 
-def _length(step: int) -> st.SearchStrategy[int]:
-    """Lengths up to 300, now and then up to 600; blocks and their neighbours more often than others."""
+def _brief(within: Space, length: int = 1) -> int:
+    """A short length that is supported."""
+    return -(-length // within.length_step) * within.length_step
+
+
+def _length(within: Space) -> st.SearchStrategy[int]:
+    """Lengths up to 300, now and then up to 600; blocks and their neighbours more often than others; beside clues."""
+    step = within.length_step
     if step > 1:
-        return st.integers(1, max(1, LONGEST // step)).map(lambda n: n * step)
+        usual = st.integers(1, max(1, LONGEST // step)).map(lambda n: n * step)
+        beside = sorted({-(-x // step) * step for x in within.clues.lengths + within.clues.far})
+        return usual if not beside else st.one_of(usual, st.sampled_from(beside))
     usual = st.integers(1, _USUAL)
-    return st.one_of(usual, _beside_a_block(), _beside_a_block(), st.integers(1, 24), st.integers(1, LONGEST))
+    ways = [usual, _beside_a_block(), _beside_a_block(), st.integers(1, 24), st.integers(1, LONGEST)]
+    if within.clues.integers:
+        ways += [st.sampled_from(within.clues.exact)] * 4 + [st.sampled_from(within.clues.lengths)] * 3
+    if far := within.clues.far:
+        ways += [st.sampled_from(far)] * 2
+    return st.one_of(*ways)
 
 
 @st.composite
@@ -116,19 +165,37 @@ def _beside_a_block(draw: st.DrawFn) -> int:
 def heads(draw: st.DrawFn, pairs: int, within: Space) -> tuple[int, int, int]:
     """B, N and K, as many as `pairs` = T * S leave room for."""
     room = max(1, _PAIRS // pairs)
-    num_kv_heads = draw(st.integers(1, min(_MOST_HEADS, room)))
+    num_kv_heads = draw(_count("heads", _MOST_HEADS, room, within))
     fewest = 1 if False in within.grouped else 2
-    most = min(_LARGEST_GROUP, room // num_kv_heads) if draw(st.sampled_from(within.grouped)) else 1
-    group = draw(st.integers(fewest, max(fewest, most)))
-    batch = draw(st.integers(1, max(1, min(_MOST_BATCH, room // (num_kv_heads * group)))))
-    return batch, num_kv_heads * group, num_kv_heads
+    grouped = draw(st.sampled_from(within.grouped))
+    group = draw(_count("heads", _LARGEST_GROUP, room // num_kv_heads, within)) if grouped else 1
+    batch = draw(_count("batch", _MOST_BATCH, room // (num_kv_heads * group), within))
+    return batch, num_kv_heads * max(fewest, group), num_kv_heads
 
 
-def _depth(step: int) -> st.SearchStrategy[int]:
+def _count(of: str, usual: int, room: int, within: Space) -> st.SearchStrategy[int]:
+    """Up to the usual number and to what there is room for, or beside a clue."""
+    few = st.integers(1, max(1, min(usual, room)))
+    beside = within.clues.counts(min(_MOST_COUNTED[of], room))
+    return st.one_of(few, few, st.sampled_from(beside)) if beside else few
+
+
+def _depth(within: Space) -> st.SearchStrategy[int]:
+    step = within.depth_step
     low, high = _DEPTHS
     if step > 1:
         return st.integers(math.ceil(low / step), high // step).map(lambda n: n * step)
-    return st.one_of(st.integers(low, high), st.sampled_from(_USUAL_DEPTHS))
+    ways = [st.integers(low, high), st.sampled_from(_USUAL_DEPTHS)]
+    if within.clues:
+        beside = [n for n in within.clues.counts(_MOST_COUNTED["depth"]) if n >= low]
+        ways.append(st.sampled_from(sorted({*_OTHER_DEPTHS, *beside})))
+    return st.one_of(*ways)
+
+
+def _little_depth(within: Space) -> st.SearchStrategy[int]:
+    """Depths of long sequences."""
+    fitting = [depth for depth in _LITTLE_DEPTHS if depth % within.depth_step == 0]
+    return st.sampled_from(fitting[:2])
 
 
 def _seldom(values: tuple[_T, ...]) -> st.SearchStrategy[_T]:
@@ -142,17 +209,27 @@ _NUMBERS = {
 }
 
 
+def _number(field: str, within: Space) -> st.SearchStrategy[float]:
+    """A cap or a scale: usual ones, and what puts logits below, at and above a clue."""
+    levels = within.clues.levels
+    if field == "scale":
+        levels = tuple(x / _LOGIT for x in levels if x <= _LARGEST_LOGIT)
+    return st.one_of(_NUMBERS[field], _NUMBERS[field], st.sampled_from(levels)) if levels else _NUMBERS[field]
+
+
 @st.composite
 def mask_specs(draw: st.DrawFn, batch: int, q_length: int, kv_length: int, within: Space) -> str:
     """Masks that fit the lengths: mostly one term, else two or three joined by `_and_` and `_or_`."""
     unfit = {"balanced": q_length % 2 == 1, "moba": q_length > kv_length}
     fitting = [kind for kind in within.masks if not unfit.get(kind)] or ["full"]
-    kind = draw(st.sampled_from(fitting))
+    # Beside clues, masks that kernels have paths of their own for come more often.
+    common = [kind for kind in _COMMON_MASKS if kind in fitting and within.clues]
+    kind = draw(st.sampled_from([*fitting, *common * 3]))
     spec = draw(_term(kind, batch, q_length, kv_length, within))
     partners = [kind for kind in fitting if kind not in ("full", "own")]
     if kind in ("full", "own") or not within.joints:  # other masks have one place for all batch rows
         return spec
-    for _ in range(draw(st.sampled_from((0, 0, 0, 1, 1, 2)))):
+    for _ in range(draw(st.sampled_from((0, 0, 0, 0, 0, 1) if within.clues else (0, 0, 0, 1, 1, 2)))):
         # Of masks that count queries along the sequence, none goes with those in load-balanced order.
         apart = {"balanced"} if kind in _ORDERED - {"balanced"} else _ORDERED if kind == "balanced" else frozenset()
         partners = [partner for partner in partners if partner not in apart]
@@ -179,7 +256,9 @@ def _term(draw: st.DrawFn, kind: str, batch: int, q_length: int, kv_length: int,
         sizes = [size for size in range(1, 9) if q_length % (2 * size) == 0]
         return f"balanced-{draw(st.sampled_from(sizes))}"
     if kind in ("lengths", "own"):
-        missing = draw(st.lists(st.integers(0, kv_length), min_size=batch, max_size=batch))
+        beside = [kv_length - n for n in reversed(within.clues.lengths) if n <= kv_length]
+        left_out = st.integers(0, kv_length) | st.sampled_from(beside) if beside else st.integers(0, kv_length)
+        missing = draw(st.lists(left_out, min_size=batch, max_size=batch))
         missing[-1] %= kv_length  # somebody sees something
         name = "lengths" if kind == "lengths" else f"own-l{draw(st.integers(0, kv_length).map(str) | st.just('inf'))}"
         return "-".join((name, *(str(kv_length - n) for n in missing)))
@@ -188,8 +267,11 @@ def _term(draw: st.DrawFn, kind: str, batch: int, q_length: int, kv_length: int,
         ahead = draw(st.integers(0, kv_length - q_length))
         return f"moba-{chunk}-{topk}" + (f"-o{ahead}" if ahead else "")
     offset = draw(_offset(q_length, kv_length)) if kind in within.offsets else ""
+    if within.clues and draw(st.booleans()):  # kernels have paths of their own for masks without one
+        offset = ""
     if kind == "window":
-        side = st.integers(0, kv_length).map(str) | st.just("inf")
+        sides = [st.integers(0, kv_length), *([st.sampled_from(near)] if (near := within.clues.lengths) else [])]
+        side = st.one_of(*sides).map(str) | st.just("inf")
         return f"window-l{draw(side)}-r{draw(side)}{offset}"
     ranges = {before: of(q_length, kv_length) for before, of in _NUMBERED[kind].items()}
     drawn = [f"{before}{draw(st.integers(least, most))}" for before, (least, most) in ranges.items()]

@@ -28,6 +28,11 @@ _SMALLEST = 2.0**-80
 _LARGEST = {"f32": 2.0**100, "bf16": 2.0**100, "f16": 2.0**11}
 
 
+# A sum of large terms may lie in the middle between two numbers. Then a term that is far smaller decides how it is
+# rounded, and that one may underflow in one of the two calls. Such sums are few, and off by a rounding.
+_TIES = 0.01
+
+
 def linearity(subject: Subject) -> Iterator[Judgement]:
     """`v` and cotangents times 2**20 (16 in f16), and cotangents times 2**-24, give as many times the results."""
     if "linearity" not in subject.turn.laws:
@@ -82,7 +87,7 @@ def _proportional(
     smallest = _SMALLEST / min(1.0, abs(factor))
     underflowed = (np.abs(once) < smallest) & (np.abs(scaled) < smallest)
     wrong = ~underflowed & ~(scaled == once)
-    if not wrong.any():
+    if wrong.mean() <= _TIES and (np.abs(scaled - once)[wrong] <= 2 * bound[wrong]).all():
         return Judgement(observable=label, verdict=records.PASS)
     index = np.unravel_index(int(np.argmax(wrong)), wrong.shape)
     operand = "v" if name == "out" else "the cotangent"

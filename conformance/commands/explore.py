@@ -53,7 +53,7 @@ def explore(arguments: argparse.Namespace) -> int:
         tolerances=chosen.tolerances.rows(),
         seconds=round(found.seconds, 1),
         interrupted=found.interrupted,
-        notes=exploring.told(found, budget),
+        notes=exploring.told(found, budget.seed),
     )
     outputs.write(found.records, info)
     terminal.print_summary(found.records, info, Console())

@@ -1,9 +1,12 @@
 """Exploring beyond the grid: cases drawn from the whole case space until one is wrong, then shrunk to the least one.
 
 Hypothesis draws and shrinks. Judging a case costs a second or so, nearly all of it compilation, which is four orders of
-magnitude more than Hypothesis reckons with. Hence three liberties: it is run in small batches, within which it neither
-repeats nor mutates what it has drawn; a case that was judged before is not judged again; and while it shrinks, only the
-check that failed is asked.
+magnitude more than Hypothesis reckons with. Hence these liberties: it is run in small batches, within which it neither
+repeats nor mutates what it has drawn; of what some batches have drawn, only the cases are judged that have most that
+neither the grid nor an earlier case had; and while it shrinks, only the check that failed is asked.
+
+Half of the cases are drawn from the whole space, and half with sizes, masks and numbers beside the clues that the
+kernel shows (`conformance.calling.clues`).
 """
 
 from __future__ import annotations
@@ -22,13 +25,16 @@ import hypothesis
 from hypothesis import configuration
 
 from cases.case import Case, matches
-from cases.operands import REMOVABLE
+from cases.clues import Clues
+from cases.novelty import Novelty
 from cases.space import NothingToDraw
 from cases.strategies import cases
 from conformance import records
-from conformance.asking.scopes import GRID
+from conformance.asking.scopes import GRID, Asked
+from conformance.calling.clues import clues_of
 from conformance.checks import CHECKS, Check
 from conformance.contract import Implementation
+from conformance.judging.exploration import Exploration, Seen, plainness, told
 from conformance.judging.plan import Job
 from conformance.judging.runner import Runner
 from conformance.judging.settings import Settings
@@ -43,9 +49,15 @@ _UNLIMITED_SHRINK = 120.0
 
 # Below ten examples Hypothesis spends none on small variations of what it has drawn.
 _BATCH = 9
-_FRUITLESS_BATCHES = 5  # so many batches with no new case, and the space is taken to be exhausted
+_BATCHES = 3  # that a pool is drawn by
+_JUDGED = 6  # of a pool
+_FRUITLESS = 5  # so many rounds with no new case, and the space is taken to be exhausted
 
 __all__ = ["Budget", "Exploration", "NothingToDraw", "Seen", "budget", "explore", "plainness", "told"]
+
+_Strategy = hypothesis.strategies.SearchStrategy[Case]
+_Pool = dict[Case, int]
+"""Cases that were drawn, each with the seed of its batch."""
 
 _GRID_CHECKS = tuple(check for check in CHECKS if check.scope is GRID)
 _WRONG = frozenset({records.FAIL, records.ERROR})
@@ -100,46 +112,6 @@ def budget(
     return Budget(seconds=_EXPLORE_SECONDS if seconds is None else seconds, examples=examples, seed=drawn)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Exploration:
-    """What was found, and how far the exploration got.
-
-    Attributes:
-      records: of every case judged while drawing that was not wrong, and of the smallest wrong one.
-      failing: the smallest wrong case, or none.
-      first: the wrong case as it was drawn.
-      judged: how many cases were judged while drawing.
-      unjudged: how many do not discriminate, or could not be judged by any check.
-      declined: how many cases were drawn that the implementation does not support.
-      shrinks: cases judged to shrink the first one.
-      shrunk: whether shrinking ran to its end.
-      reached: how many judged cases had each feature, value distribution and phase.
-      seconds: duration.
-      interrupted: whether it was stopped by hand.
-    """
-
-    records: list[Record]
-    failing: Case | None
-    first: Case | None
-    judged: int
-    unjudged: int
-    declined: int
-    shrinks: int
-    shrunk: bool
-    reached: collections.Counter[str]
-    seconds: float
-    interrupted: bool
-
-
-@dataclasses.dataclass(frozen=True)
-class Seen:
-    """What an exploration tells while it goes on: a judged case, and whether it was met while shrinking."""
-
-    case: Case
-    records: Sequence[Record]
-    shrinking: bool
-
-
 class _OutOfTime(BaseException):
     """Ends a run of Hypothesis from inside. No `Exception`, which Hypothesis would take for a failing example."""
 
@@ -154,6 +126,7 @@ def explore(
     budget: Budget,
     *,
     query: str | None = None,
+    clues: Clues | None = None,
     on_case: Callable[[Seen], None] = lambda seen: None,
 ) -> Exploration:
     """Draw cases that `implementation` supports and judge them, until one is wrong or the budget is spent.
@@ -163,12 +136,14 @@ def explore(
       settings: tolerances and expected failures; a case that passes where a failure is expected is no find.
       budget: when to stop.
       query: only cases that it matches.
+      clues: numbers to try sizes beside; those that the implementation shows if none are given.
       on_case: hears of each judged case.
 
     Raises:
       cases.space.NothingToDraw: if no plain case is supported and matches.
     """
-    return _Explorer(implementation, settings, budget, query, on_case).run()
+    found = clues_of(implementation) if clues is None else clues
+    return _Explorer(implementation, settings, budget, query, found, on_case).run()
 
 
 class _Explorer:
@@ -178,6 +153,7 @@ class _Explorer:
         settings: Settings,
         budget: Budget,
         query: str | None,
+        clues: Clues,
         on_case: Callable[[Seen], None],
     ) -> None:
         lenient = tuple(dataclasses.replace(entry, some=True) for entry in settings.expected_failures)
@@ -186,7 +162,9 @@ class _Explorer:
         self._implementation = implementation
         self._budget = budget
         self._query = query
+        self._clues = clues
         self._on_case = on_case
+        self._novelty = Novelty((), clues)
         self._started = time.monotonic()
         self._held: dict[Case, list[Record]] = {}
         self._wrong: dict[Case, list[Record]] = {}
@@ -194,7 +172,7 @@ class _Explorer:
         self._first: Case | None = None
         self._found_at = 0.0
         self._declined: set[Case] = set()
-        self._shrunk = self._interrupted = False
+        self._shrunk = self._shrinking = self._interrupted = False
 
     def run(self) -> Exploration:
         with _no_traces():
@@ -203,9 +181,13 @@ class _Explorer:
     def _run(self) -> Exploration:
         try:
             with contextlib.suppress(_OutOfTime):
-                strategy = cases(self._supports)
+                strategies = [cases(self._supports)]
+                if self._clues:
+                    strategies.insert(0, cases(self._supports, clues=self._clues))
                 self._declined.clear()  # what was asked to narrow the space was not drawn
-                self._draw(strategy)
+                asked = Asked(self._implementation, "quick", 0)
+                self._novelty = Novelty({*asked.grid.cases, *asked.sizes.cases}, self._clues)
+                self._draw(strategies)
             self._judge_fully()
         except KeyboardInterrupt:
             self._interrupted = True
@@ -221,16 +203,38 @@ class _Explorer:
             self._declined.add(case)
         return reason
 
-    def _draw(self, strategy: hypothesis.strategies.SearchStrategy[Case]) -> None:
+    def _draw(self, strategies: Sequence[_Strategy]) -> None:
         seeds = random.Random(self._budget.seed)
         fruitless = 0
-        while self._first is None and fruitless < _FRUITLESS_BATCHES:
+        while self._first is None and fruitless < _FRUITLESS:
             before = len(self._held)
-            self._batch(strategy, seeds.getrandbits(64))
+            pools = [self._pool(strategy, [seeds.getrandbits(64) for _ in range(_BATCHES)]) for strategy in strategies]
+            for _ in range(_JUDGED):
+                for strategy, pool in zip(strategies, pools, strict=True):
+                    if self._first is None:
+                        self._judge_best(strategy, pool)
             fruitless = fruitless + 1 if len(self._held) == before else 0
 
-    def _batch(self, strategy: hypothesis.strategies.SearchStrategy[Case], seed: int) -> None:
-        """One run of Hypothesis: some draws, and if one of them is wrong, its shrinking."""
+    def _pool(self, strategy: _Strategy, seeds: Sequence[int]) -> _Pool:
+        """Cases that some batches draw, which were not judged."""
+        pool: _Pool = {}
+        for seed in seeds:
+            drawn: list[Case] = []
+            self._batch(strategy, seed, drawn.append)
+            pool.update((case, seed) for case in drawn if case not in pool and case not in self._held)
+        return pool
+
+    def _judge_best(self, strategy: _Strategy, pool: _Pool) -> None:
+        """Judge the case that has most that none had; if it is wrong, draw its batch again to shrink it."""
+        if not (left := [case for case in pool if case not in self._held]):
+            return
+        case = self._novelty.best(left)
+        self._novelty.met(case)
+        if self._judge_drawn(case):
+            self._batch(strategy, pool[case], self._shrink)
+
+    def _batch(self, strategy: _Strategy, seed: int, each: Callable[[Case], object]) -> None:
+        """One run of Hypothesis: some draws, and if `each` raises `_Wrong` for one of them, its shrinking."""
 
         @hypothesis.seed(seed)
         @hypothesis.settings(
@@ -244,25 +248,23 @@ class _Explorer:
             verbosity=hypothesis.Verbosity.quiet,
         )
         @hypothesis.given(strategy)
-        def each(case: Case) -> None:
-            if self._is_wrong(case):
-                raise _Wrong
+        def drawn(case: Case) -> None:
+            each(case)
 
         try:
-            each()
+            drawn()
         except _Wrong:
             self._shrunk = True
         except hypothesis.errors.Unsatisfiable:
             pass  # nothing drawn was supported; the next batch may do better
 
-    def _is_wrong(self, case: Case) -> bool:
-        if case in self._wrong:
-            return True
-        if case in self._held or case in self._clean:
-            return False
-        if self._first is None:
-            return self._judge_drawn(case)
-        return self._judge_smaller(case)
+    def _shrink(self, case: Case) -> None:
+        """Raise for a case that is wrong. The batch that is drawn again has others before the one that was found."""
+        self._shrinking = self._shrinking or case == self._first
+        if not self._shrinking or case in self._held or case in self._clean:
+            return
+        if case in self._wrong or self._judge_smaller(case):
+            raise _Wrong
 
     def _judge_drawn(self, case: Case) -> bool:
         if self._spent():
@@ -332,6 +334,9 @@ class _Explorer:
             shrinks=len(self._wrong) + len(self._clean) - (self._first is not None),
             shrunk=self._shrunk,
             reached=reached,
+            clues=self._clues,
+            used=tuple(sorted(self._novelty.used)),
+            beyond=self._novelty.beyond,
             seconds=time.monotonic() - self._started,
             interrupted=self._interrupted,
         )
@@ -350,33 +355,3 @@ def _no_traces() -> Iterator[None]:
 
 def _is_judged(found: Sequence[Record]) -> bool:
     return any(record.verdict in records.JUDGED for record in found)
-
-
-def plainness(case: Case) -> tuple[int, int, int, str]:
-    """Sorts cases, the plainest first: by how many things are out of the ordinary, then by size."""
-    odd = (
-        case.phase != "train",
-        case.dtype != "f32",
-        case.num_q_heads != case.num_kv_heads,
-        case.q_length != case.kv_length,
-        case.head_dim != case.v_head_dim,
-        *(getattr(case, operand.field) != operand.absent for operand in REMOVABLE),
-        case.distribution != "normal",
-    )
-    terms = 0 if case.mask == "full" else 1 + case.mask.count("_and_") + case.mask.count("_or_")
-    size = case.batch * case.num_q_heads * (case.q_length + case.kv_length) * (case.head_dim + case.v_head_dim)
-    return sum(odd) + terms, size, len(case.id), case.id
-
-
-def told(found: Exploration, budget: Budget) -> list[str]:
-    """What a person should know of an exploration, beside its records: one line each."""
-    lines = [
-        f"explored {found.judged} cases in {found.seconds:.0f} s from seed {budget.seed}; "
-        f"{found.unjudged} more could not tell right from wrong, {found.declined} drawn ones are not supported",
-        f"reached {', '.join(f'{name} {count}' for name, count in found.reached.most_common()) or 'nothing'}",
-    ]
-    if found.failing is not None:
-        stopped = "" if found.shrunk else ", stopped before the end"
-        lines.append(f"wrong as drawn: {found.first}")
-        lines.append(f"smallest found: {found.failing} ({found.shrinks} others tried{stopped})")
-    return lines

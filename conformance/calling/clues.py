@@ -1,0 +1,270 @@
+"""What a kernel shows of itself: numbers in its source and in its program at which it may do something else.
+
+A block, a threshold, a length from which another path is taken: such a number stands in the code of the function, or of
+the functions that it calls, or in the program that it is traced to. Code is read as Python compiled it. So `2**15` and
+`1 << 15` are one number, and what a function has from its surroundings (a closure, a `functools.partial`, a global) is
+seen too. In a program a number counts if it is the same at two sizes of which nothing is the same: what follows from
+the sizes of the operands is no clue.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import dis
+import functools
+import math
+import types
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from jax.extend import core
+
+from cases.case import Case
+from cases.clues import Clues
+from cases.inputs import draw
+from cases.operands import REMOVABLE
+from conformance.calling.execution import Executor, pull_back
+from conformance.contract import Implementation
+
+_MOST = {"source": 24, "program": 10}  # integers of each; and as many floats
+_COMMON = frozenset({0, 0.5, 1, 2})
+_LARGEST = 2**17
+_LEAST_OF_PROGRAM = 8  # smaller ones are ranks and axes
+# Packages whose functions say nothing of the kernel. What such a function holds in its closure may be the kernel.
+_NOT_THE_KERNEL = frozenset({"jax", "jaxlib", "numpy", "scipy", "ml_dtypes", "conformance", "cases", "functools"})
+_OBJECTS = 4000  # visited at most
+_DECIDES = ("%", "//", "&", ">>", "<<")
+# From which number on a narrow type does not have every integer.
+_NARROW = {"int8": 2**7, "uint8": 2**8, "int16": 2**15, "uint16": 2**16, "bfloat16": 2**8, "float16": 2**11}
+_INTEGERS = ("int8", "uint8", "int16", "uint16")  # whose very name is a clue; the others are operands' dtypes
+
+_SMALL, _OTHER = 256, 640  # lengths of the two sizes; multiples of 128, which most kernels take
+_SIZES: tuple[dict[str, int], ...] = (
+    {"batch": 2, "kv_length": _SMALL, "num_q_heads": 6, "num_kv_heads": 6, "head_dim": 64, "v_head_dim": 64},
+    {"batch": 3, "kv_length": _OTHER, "num_q_heads": 4, "num_kv_heads": 4, "head_dim": 128, "v_head_dim": 128},
+)
+
+
+def clues_of(implementation: Implementation) -> Clues:
+    """The numbers that the implementation shows; the same ones every time."""
+    told, aside = _of_source(implementation.call)
+    shown = _of_programs(implementation)
+    source, program = _unique([*told, *aside]), _unique(shown)
+    found = {}
+    for kind in (int, float):
+        ours = [x for x in source if isinstance(x, kind)][: _MOST["source"]]
+        theirs = [x for x in program if isinstance(x, kind) and x not in ours][: _MOST["program"]]
+        found[kind] = (ours, theirs)
+    (ints, more_ints), (floats, more_floats) = found[int], found[float]
+    return Clues(
+        integers=tuple(int(x) for x in (*ints, *more_ints)),
+        floats=tuple(float(x) for x in (*floats, *more_floats)),
+        in_source=frozenset(float(x) for x in (*ints, *floats)),
+    )
+
+
+def _unique(numbers: Iterable[Any]) -> list[Any]:
+    """Magnitudes that may be clues, each once, in the order in which they come."""
+    found: dict[Any, None] = {}
+    for x in numbers:
+        if isinstance(x, (bool, np.bool_)) or not isinstance(x, (int, float, np.integer, np.floating)):
+            continue
+        size = abs(x.item() if isinstance(x, np.generic) else x)
+        if math.isfinite(size) and size not in _COMMON and (isinstance(size, float) or size <= _LARGEST):
+            found.setdefault(size)
+    return list(found)
+
+
+# The source.
+
+
+def _of_source(call: Callable[..., Any]) -> tuple[list[Any], list[Any]]:
+    """Numbers that something is decided by (compared with, divided by, held in a closure), and the others."""
+    decisive: list[Any] = []
+    others: list[Any] = []
+    waiting: list[Any] = [call]
+    met: dict[int, Any] = {}  # by identity; the object is kept, so that no other gets its place in memory
+    while waiting and len(met) < _OBJECTS:
+        x = waiting.pop(0)
+        if (number := _number(x)) is not None:
+            decisive.append(number)
+            continue
+        if id(x) in met or x is None or isinstance(x, (str, bytes, bool, types.ModuleType)):
+            continue
+        met[id(x)] = x
+        if isinstance(x, types.CodeType):
+            decisive += _consts(x, deciding=True)
+            others += _consts(x, deciding=False)
+            waiting += [const for const in x.co_consts if isinstance(const, types.CodeType)]
+        else:
+            waiting += _behind(x)
+    return decisive, others
+
+
+def _number(x: Any) -> Any:
+    if isinstance(x, bool):
+        return None
+    if isinstance(x, (int, float, np.integer, np.floating)):
+        return x
+    name = _dtype_name(x)
+    return _NARROW.get(name) if name else None
+
+
+def _dtype_name(x: Any) -> str:
+    """The name of a dtype, or of a scalar type as NumPy and JAX have them."""
+    if isinstance(x, np.dtype):
+        return x.name
+    dtype = getattr(x, "dtype", None) if type(x).__name__ == "_ScalarMeta" else None
+    return dtype.name if isinstance(dtype, np.dtype) else ""
+
+
+def _behind(x: Any) -> list[Any]:
+    """What an object leads to."""
+    if isinstance(x, functools.partial):
+        return [x.func, *x.args, *x.keywords.values()]
+    if isinstance(x, types.MethodType):
+        return [x.__func__, x.__self__]
+    if isinstance(x, (tuple, list, set, frozenset)):
+        return sorted(x, key=repr) if isinstance(x, (set, frozenset)) else list(x)
+    if isinstance(x, Mapping):
+        return [*x.keys(), *x.values()]
+    if isinstance(x, property):
+        return [x.fget]
+    if isinstance(x, (staticmethod, classmethod)):
+        return [x.__func__]
+    if isinstance(x, types.FunctionType):
+        return _behind_function(x)
+    if isinstance(x, type):
+        return [] if _foreign(x) else [value for name, value in vars(x).items() if not name.startswith("__")]
+    found = [getattr(x, "__wrapped__", None)]
+    if not _foreign(type(x)) and hasattr(x, "__dict__"):
+        found += [type(x), *vars(x).values()]
+    elif callable(x):  # `jax.custom_vjp` and the like hold the functions that they were made from
+        held = vars(x).values() if hasattr(x, "__dict__") else ()
+        found += [value for value in held if isinstance(value, (types.FunctionType, functools.partial))]
+    return found
+
+
+def _behind_function(function: types.FunctionType) -> list[Any]:
+    held = []
+    for cell in function.__closure__ or ():
+        with contextlib.suppress(ValueError):  # a cell that is still empty
+            held.append(cell.cell_contents)
+    found = [getattr(function, "__wrapped__", None), *held]
+    if _foreign(function):
+        return found
+    found += [function.__code__, *(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
+    names = _names(function.__code__)
+    for name in names:
+        value = function.__globals__.get(name)
+        if isinstance(value, types.ModuleType):
+            found += [] if _foreign(value) else [vars(value)[n] for n in names if n in vars(value)]
+        else:
+            found.append(value)
+    return [*found, *(_NARROW[name] for name in names if name in _INTEGERS)]
+
+
+def _foreign(x: Any) -> bool:
+    name = x.__name__ if isinstance(x, types.ModuleType) else (getattr(x, "__module__", None) or "")
+    return str(name).partition(".")[0] in _NOT_THE_KERNEL
+
+
+def _names(code: types.CodeType) -> list[str]:
+    inner = (name for const in code.co_consts if isinstance(const, types.CodeType) for name in _names(const))
+    return list(dict.fromkeys((*code.co_names, *inner)))
+
+
+def _consts(code: types.CodeType, *, deciding: bool) -> list[Any]:
+    """Numbers in the code: those that the next step compares with or divides by, or the others."""
+    found: list[Any] = []
+    steps = list(dis.get_instructions(code))
+    for step, following in zip(steps, [*steps[1:], None], strict=True):
+        if not step.opname.startswith("LOAD_") or not ("CONST" in step.opname or "SMALL_INT" in step.opname):
+            continue
+        compared = following is not None and (
+            following.opname in ("COMPARE_OP", "CONTAINS_OP")
+            or (following.opname.startswith("BINARY_OP") and following.argrepr.rstrip("=") in _DECIDES)
+        )
+        if compared == deciding:
+            several = isinstance(step.argval, (tuple, frozenset))
+            found += sorted(step.argval, key=repr) if several else [step.argval]
+    return found
+
+
+# The program.
+
+
+def _of_programs(implementation: Implementation) -> list[Any]:
+    """Numbers that programs have at two sizes of which nothing is the same."""
+    plain = Case()
+    usual = (operand for operand in REMOVABLE if not operand.opt_in)
+    rich = {o.field: o.levels[0] for o in usual if implementation.supports(_with(plain, o)) is None}
+    found: list[Any] = []
+    other = {field: value if isinstance(value, (bool, str)) else 1.7 * value for field, value in rich.items()}
+    asked: tuple[tuple[dict[str, Any], dict[str, Any]], ...] = (
+        ({"mask": "causal", **rich}, {"mask": "causal", **other}),
+        ({"mask": "causal", "dtype": "bf16"},) * 2,
+        ({"mask": "window-l31-r7"}, {"mask": "window-l45-r11"}),
+        ({"phase": "decode", "q_length": 1},) * 2,
+    )
+    for pair in asked:
+        both = []
+        for fields, sizes in zip(pair, _SIZES, strict=True):
+            # Anything may go wrong in somebody's kernel, and then it has no program to show.
+            with contextlib.suppress(Exception):
+                case = dataclasses.replace(plain, **{"q_length": sizes["kv_length"], **sizes, **fields})
+                if implementation.supports(case) is None:
+                    both.append(_shown(implementation, case))
+        if len(both) == len(_SIZES):
+            found += [x for x in both[0] if x in both[1] and (isinstance(x, float) or x >= _LEAST_OF_PROGRAM)]
+    return sorted(dict.fromkeys(found), key=lambda x: (isinstance(x, float), -found.count(x), x))
+
+
+def _with(case: Case, operand: Any) -> Case:
+    return dataclasses.replace(case, **{operand.field: operand.levels[0]})
+
+
+def _shown(implementation: Implementation, case: Case) -> dict[Any, None]:
+    """Numbers in the program of a call, and of its gradients where there are any."""
+    plain, arrays = Executor(implementation).bind(draw(case))
+    arrays = {name: jax.tree.map(np.asarray, x) for name, x in arrays.items()}
+    program: Callable[[Any], Any] = plain
+    if case.phase == "train" and implementation.gradients:
+        out = jax.eval_shape(plain, arrays)
+        ones = np.ones(out.shape, out.dtype)
+        program = lambda given: pull_back(plain, given, ones)  # noqa: E731
+    return dict.fromkeys(_in_program(jax.make_jaxpr(program)(arrays).jaxpr))
+
+
+def _in_program(program: Any) -> Iterator[Any]:
+    for equation in program.eqns:
+        for given in equation.invars:
+            if isinstance(given, core.Literal) and np.ndim(given.val) == 0:
+                yield np.asarray(given.val).item()
+        for made in equation.outvars:
+            yield from getattr(made.aval, "shape", ())
+        if equation.primitive.name == "convert_element_type":
+            came = getattr(equation.invars[0].aval, "dtype", np.dtype(bool))
+            if np.issubdtype(came, np.integer) and (name := str(equation.params["new_dtype"])) in _NARROW:
+                yield _NARROW[name]
+        for value in equation.params.values():
+            yield from _in_parameter(value)
+
+
+def _in_parameter(value: Any) -> Iterator[Any]:
+    """Numbers in a parameter: in the programs that it has, and in the blocks of a kernel's operands."""
+    if hasattr(value, "eqns"):
+        yield from _in_program(value)
+    elif hasattr(value, "jaxpr"):
+        yield from _in_parameter(value.jaxpr)
+    elif isinstance(value, (tuple, list)):
+        for part in value:
+            yield from _in_parameter(part)
+    elif hasattr(value, "block_mappings"):
+        for mapping in value.block_mappings:
+            yield from (size for size in mapping.block_shape if isinstance(size, int))
+    elif isinstance(value, int) and not isinstance(value, bool):
+        yield value

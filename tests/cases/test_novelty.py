@@ -1,0 +1,57 @@
+"""Novelty: what a case combines, beside which clues it stands, and what is worth judging next."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from cases.case import Case
+from cases.clues import NO_CLUES, Clues
+from cases.novelty import Novelty, clues_in, marks, pairs
+
+
+def test_clues_give_lengths_at_below_and_above_them_and_their_multiples() -> None:
+    clues = Clues(integers=(100, 16))
+    assert {99, 100, 101, 199, 200, 201, 299, 300, 301, 15, 16, 17} <= set(clues.lengths)
+    assert clues.exact == (16, 32, 48, 100, 112, 200, 300)
+    assert {1601, 1700, 1616} <= set(clues.far)
+    assert clues.counts(20) == (15, 16, 17)
+    assert list(clues.lengths) == sorted(clues.lengths)
+    assert (clues.near(200), clues.near(17), clues.near(18)) == ("2*100", "16+1", "")
+
+
+def test_levels_are_below_at_and_above_a_number() -> None:
+    assert {40.0, 79.2, 80.0, 80.8, 160.0} == set(Clues(floats=(80.0,)).levels)
+    assert Clues(floats=(1e30,)).levels == ()
+
+
+def test_clues_are_told_with_where_they_stand() -> None:
+    clues = Clues(integers=(128, 64), floats=(80.0,), in_source=frozenset({128.0, 80.0}))
+    assert clues.told() == "128, 80 (source); 64 (program)"
+    assert NO_CLUES.told() == "none"
+    assert not NO_CLUES
+
+
+def test_a_case_stands_beside_the_clues_that_its_sizes_are_next_to() -> None:
+    case = Case(kv_length=257, q_length=40, soft_cap=50.0)
+    assert clues_in(case, Clues(integers=(128,), floats=(50.0,))) == {"S 2*128+1", "soft_cap 50"}
+
+
+def test_what_was_not_met_is_worth_more() -> None:
+    plain, other = Case(), Case(mask="causal", dtype="bf16", sinks=True)
+    novelty = Novelty([plain], NO_CLUES)
+    assert novelty.worth(plain) == 0
+    assert novelty.worth(other) == len(pairs(marks(other)) - pairs(marks(plain)))
+    assert novelty.best([plain, other]) == other
+    assert novelty.beyond == 0
+    novelty.met(other)
+    assert novelty.worth(other) == 0
+    assert novelty.beyond == len(pairs(marks(other)) - pairs(marks(plain)))
+
+
+def test_a_clue_is_worth_another_case_with_another_mask() -> None:
+    case = Case(kv_length=384)
+    novelty = Novelty([case, dataclasses.replace(case, mask="causal")], Clues(integers=(384,)))
+    first = novelty.worth(case)
+    novelty.met(case)
+    assert novelty.worth(case) == 0
+    assert 0 < novelty.worth(dataclasses.replace(case, mask="causal")) < first
