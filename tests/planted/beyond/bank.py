@@ -40,7 +40,9 @@ _MODULES = (
 
 BEYOND: tuple[PlantedBug, ...] = tuple(bug for module in _MODULES for bug in module.BUGS)
 
-_KILLS: dict[str, list[str]] = json.loads(Path(__file__).with_name("kills.json").read_text(encoding="utf-8"))
+_KILLS: dict[str, list[str] | None] = json.loads(Path(__file__).with_name("kills.json").read_text(encoding="utf-8"))
 
-# By which check, observable and case each was seen at `quick`: those that are not here were not.
-SEEN = {name: {check: Kill(observable, case, FAIL, None)} for name, (check, observable, case) in _KILLS.items()}
+# By which check, observable and case each was seen at `quick`, of those that were seen.
+SEEN = {name: {kill[0]: Kill(kill[1], kill[2], FAIL, None)} for name, kill in _KILLS.items() if kill is not None}
+# Those that were judged at `quick` for half a minute of processor time, or to the end, and were not seen.
+UNSEEN = tuple(name for name, kill in _KILLS.items() if kill is None)
