@@ -219,7 +219,7 @@ def _dbias_kernel(launch: Launch, inputs: Arrays, outputs: Arrays) -> None:
         k = load_rows(inputs["k"], pair.kv_start, block_kv, plan.kv_length, plan.head_dim)
         v = load_rows(inputs["v"], pair.kv_start, block_kv, plan.kv_length, plan.v_head_dim)
         _, dx = pair_gradient(plan, inputs, pair, rows, k, v, allowed(plan, inputs, pair) if masked else None)
-        plt.store(outputs["dx"].at[:, pl.ds(pair.kv_start, block_kv)], dx)
+        plt.store(outputs["dx"].at[pl.ds(jnp.int32(0), dx.shape[0]), pl.ds(pair.kv_start, block_kv)], dx)
         return carry
 
     walk(launch, inputs, 0, visit, jnp.int32(0))
