@@ -53,8 +53,8 @@ def has(job: plan.Job, scope: object) -> bool:
     return any(check.scope is scope for check in job.checks)
 
 
-# What XLA computes wrongly of a style that is right, on the CPU where that was seen: in f16, with its own flags and with
-# ours, the softmax of one row of 768 (query 377, head 0) is pulled back as if the sum of `p dp`, -0.787, were zero.
+# What XLA computes wrongly of a style that is right, on the CPU where that was seen: in f16, under its own flags and
+# under ours, the softmax of one row (query 377, head 0) is pulled back as if the sum of `p dp`, -0.787, were zero.
 _XLA = {"repeat_in_operands_dtype": {"train/f16/B1.T384.S384.N2.K1.H64.V64/causal/softcap0.5/normal/s0"}}
 
 
