@@ -1,6 +1,6 @@
 """The fixed grid of cases: a covering array over the levels that an implementation supports.
 
-Every pair of levels occurs at `quick`, every triple at `standard`, every quadruple at `deep`.
+Every pair of levels occurs at `quick`, every triple at `standard`, every quadruple at `deep`, as far as the model goes.
 
 An implementation declines what it does not support, and says why. Levels that it declines stay out of the array: they
 would make most of its rows unjudgeable. Each of them has one case of its own instead, which must be refused.
@@ -54,9 +54,7 @@ class Grid:
     coverage: Coverage
 
 
-def grid(
-    level: str, seed: int, supports: Supports = lambda case: None, model: Model = axes.MODEL, *, strength: int = 0
-) -> Grid:
+def grid(level: str, seed: int, supports: Supports = lambda case: None, model: Model = axes.MODEL) -> Grid:
     """The grid at `level` for an implementation that declines cases by `supports`.
 
     Args:
@@ -64,11 +62,10 @@ def grid(
       seed: of the cases.
       supports: why a case is not supported.
       model: what the array covers.
-      strength: how many levels are covered together, if not as many as `STRENGTH` says.
     """
     support = _Support(supports, seed, model)
     matrix = support.matrix()
-    rows, coverage = _rows(strength or STRENGTH[level], matrix, model)
+    rows, coverage = _rows(min(STRENGTH[level], model.strongest), matrix, model)
     cases: dict[Case, Row] = {}
     for row in rows:
         cases.setdefault(_case(row, seed, model), row)

@@ -45,11 +45,13 @@ class Model:
       axes: one of them is cheap.
       compatible: false if levels given so far, by name of the axis, cannot stand in one case.
       assemble: the case with one level of every axis, and a seed.
+      strongest: how many levels are covered together at most, at whatever level of the grid.
     """
 
     axes: tuple[Axis, ...]
     compatible: Callable[[Mapping[str, Any]], bool]
     assemble: Callable[[Mapping[str, Any], int], Case]
+    strongest: int = 4
 
     @functools.cached_property
     def names(self) -> tuple[str, ...]:

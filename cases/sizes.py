@@ -176,4 +176,4 @@ def assemble(levels: Mapping[str, Any], seed: int) -> Case:
     )
 
 
-MODEL = Model(AXES, compatible, assemble)
+MODEL = Model(AXES, compatible, assemble, strongest=2)

@@ -39,8 +39,8 @@ class Asked:
 
     @functools.cached_property
     def sizes(self) -> Grid:
-        """The grid of the sizes that the implementation supports; beyond `quick` it has no more than pairs."""
-        return grid(self.level, self.seed, self.implementation.supports, sizes.MODEL, strength=2)
+        """The grid of the sizes that the implementation supports."""
+        return grid(self.level, self.seed, self.implementation.supports, sizes.MODEL)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -1,9 +1,10 @@
 """Linearity: attention is linear in v, and its pullback is linear in the cotangent.
 
 No oracle is needed. Factors are powers of two, which commute with every rounding. So the scaled results must be the
-same to the bit, short of overflow and underflow. In f16 underflow is everywhere: gradients of logits enter the second
-product as subnormals. There the two results must agree within their error bounds. The factor is large, since doubling
-would not show a clip or a threshold. A tiny one shows what is added to a cotangent, or taken for zero.
+same to the bit, short of overflow and underflow, and of what `_TIES` says. In f16 underflow is everywhere: gradients
+of logits enter the second product as subnormals. There the two results must agree within their error bounds. The
+factor is large, since doubling would not show a clip or a threshold. A tiny one shows what is added to a cotangent, or
+taken for zero.
 """
 
 from __future__ import annotations

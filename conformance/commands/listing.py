@@ -48,7 +48,7 @@ def _listed_cases(arguments: argparse.Namespace) -> list[Case]:
     level, seed = arguments.level or "quick", arguments.seed or 0
     lookup.reject_negative(seed)
     supports = lookup.find(arguments.impl).supports if arguments.impl is not None else (lambda case: None)
-    both = (*grid(level, seed, supports).cases, *grid(level, seed, supports, sizes.MODEL, strength=2).cases)
+    both = (*grid(level, seed, supports).cases, *grid(level, seed, supports, sizes.MODEL).cases)
     found = dict.fromkeys(both)
     chosen = [case for case in found if arguments.cases is None or matches(arguments.cases, case.id)]
     if not chosen:
