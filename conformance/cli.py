@@ -230,7 +230,7 @@ def _add_sensitivity(commands: argparse._SubParsersAction[_CommandParser]) -> No
     adding = commands.add_parser("sensitivity", help=about, description=_sentence(about), epilog=_SENSITIVITY_EXAMPLES)
     adding.add_argument("--bank", metavar="MODULE:ATTRIBUTE", help="the bank (the one in pyproject.toml)")
     adding.add_argument("--bug", action="append", default=[], metavar="NAME", help="only this bug; may be repeated")
-    adding.add_argument("--new", action="store_true", help="only bugs without kept figures")
+    adding.add_argument("--new", action="store_true", help="only bugs with no kept figures of what is asked today")
     adding.add_argument("--level", choices=("quick", "standard", "deep"), help="of the grid (quick)")
     adding.add_argument("--jobs", type=int, metavar="N", help="worker processes (one a core)")
     adding.add_argument("--report", metavar="FILE.html", help="write the page here")

@@ -20,7 +20,7 @@ from conformance.commands.progress import Progress
 from conformance.records import RunInfo
 from conformance.sensitivity import detection, resolution
 from conformance.sensitivity.bank import BankError, PlantedBug, load_bank
-from conformance.sensitivity.examination import CheckPower, Examination, powers
+from conformance.sensitivity.examination import CheckPower, Examination, is_still_asked, powers
 from conformance.sensitivity.parallel import KernelDied, examine_parallel
 
 
@@ -34,7 +34,7 @@ def sensitivity(arguments: argparse.Namespace) -> int:
     bank = arguments.bank or chosen.bank
     last = detection.load()
     bugs = _bugs(bank)
-    asked = _asked(bugs, arguments, last)
+    asked = _asked(bugs, arguments, level, last)
     unmeasured = {name: reason for name in asked if (reason := bugs[name].unmeasurable()) is not None}
     names = [name for name in asked if name not in unmeasured]
     whole = not (arguments.bug or arguments.new)
@@ -93,8 +93,10 @@ def _bugs(bank: str) -> dict[str, PlantedBug]:
         raise CannotJudge(str(error)) from error
 
 
-def _asked(bugs: Mapping[str, PlantedBug], arguments: argparse.Namespace, last: Mapping[str, Any] | None) -> list[str]:
-    """Names of the bugs to examine: those named, those without figures, or all."""
+def _asked(
+    bugs: Mapping[str, PlantedBug], arguments: argparse.Namespace, level: str, last: Mapping[str, Any] | None
+) -> list[str]:
+    """Names of the bugs to examine: those named, those without figures of what is asked today, or all."""
     for name in arguments.bug:
         if name not in bugs:
             raise CannotJudge(f"the bank has no bug {name!r}")
@@ -102,10 +104,10 @@ def _asked(bugs: Mapping[str, PlantedBug], arguments: argparse.Namespace, last: 
         return list(arguments.bug) or list(bugs)
     if arguments.bug:
         raise CannotJudge("--new chooses the bugs: it cannot be combined with --bug")
-    known = {row["bug"] for row in (last or {}).get("bugs", ())}
-    if found := [name for name in bugs if name not in known]:
+    known = {examined.bug: examined.kills for examined in detection.examinations(last, bugs)}
+    if found := [name for name in bugs if not (name in known and is_still_asked(bugs[name], level, known[name]))]:
         return found
-    raise CannotJudge("every bug of the bank has kept figures: nothing is new")
+    raise CannotJudge("every bug of the bank has kept figures of what is asked today: nothing is new")
 
 
 def _reject_other_conditions(last: Mapping[str, Any] | None, level: str, described: Mapping[str, str]) -> None:

@@ -45,19 +45,24 @@ class Again:
     """Judges the failures of one implementation again."""
 
     def __init__(self, executor: Executor, confirmed: float = CONFIRMED) -> None:
-        """For what `executor` runs; `confirmed` failures of a check and result are enough."""
+        """For what `executor` runs; `confirmed` failures of a check and result are enough, and 0 are never made."""
         options = environment.own_options()
         self._executor = Executor(executor.implementation, options) if options else None
         self._enough = confirmed
         self._confirmed: collections.Counter[tuple[str, str]] = collections.Counter()
         self._remedies: dict[tuple[str, str], Remedy | None] = {}  # by check and dtype
 
+    @property
+    def never(self) -> bool:
+        """Whether nothing is judged again."""
+        return not self._enough
+
     def judged(self, check: Check, subject: Subject, first: list[Judgement]) -> list[Judgement]:
         """What stands of the judgements of a check, once those that are wrong were judged again."""
         wrong = _wrong(first)
         # No flag of a compiler changes what JAX's interpreters of kernels see: they compute step by step, and look for
         # races. Under XLA's own flags their callbacks also wait for each other for ever.
-        if not wrong or not check.compares or check.scope is INTERPRETED:
+        if not wrong or self.never or not check.compares or check.scope is INTERPRETED:
             return first
         found = first
         if self._executor is not None and not all(self._is_settled(check, judgement) for judgement in wrong):

@@ -19,7 +19,7 @@ from cases.masks import Causal, Dense, Full, Mask
 from cases.moba import Moba
 from cases.operands import REMOVABLE
 from conformance.asking.subject import Subject
-from conformance.truth import oracle
+from conformance.truth import kept, oracle
 from conformance.truth.comparison import compare
 
 REQUIRED_MARGIN = 1.5
@@ -39,6 +39,16 @@ def undecided_rows(problem: Problem) -> tuple[int, int]:
 
 def margins(subject: Subject) -> dict[str, float]:
     """Margin by null result, for the nulls that differ from the truth in this case."""
+    asked = (
+        "margins",
+        (subject.problem, subject.implementation.arithmetic, subject.empty_rows, subject.cotangents),
+        (subject.judged_out, subject.judged_residuals, "logsumexp" in subject.implementation.residuals),
+        (subject.case.dtype, subject.tolerances.limits),
+    )
+    return kept.numbers(asked, lambda: _computed(subject))
+
+
+def _computed(subject: Subject) -> dict[str, float]:
     found = {name: _forward_margin(subject, forward) for name, forward in _forward_nulls(subject.problem)}
     choice = _has_choice(subject.problem)
     for expected in subject.expectation.gradients:

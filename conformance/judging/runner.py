@@ -32,7 +32,7 @@ class Runner:
     """Judges jobs one after the other, keeping compiled functions from one job to the next."""
 
     def __init__(self, settings: Settings, *, confirmed: float = CONFIRMED) -> None:
-        """A runner that judges failures again until `confirmed` of a check and result are confirmed."""
+        """A runner that judges failures again until `confirmed` of a check and result are confirmed; never with 0."""
         self._settings = settings
         self._confirmed = confirmed
         self._executors: dict[str, Executor] = {}
@@ -142,10 +142,7 @@ def _judged(subject: Subject, checks: Iterable[Check], again: Again) -> Iterator
             yield _record(subject, "discrimination", weak, margin, 0.0)
             return
     for check in checks:
-        start = time.perf_counter()
-        judgements = _answers(check, subject, again)
-        seconds = (time.perf_counter() - start) / max(1, len(judgements))
-        for judgement in judgements:
+        for judgement, seconds in _timed(check, subject, again):
             if left_out and check.compares:
                 judgement = dataclasses.replace(judgement, figures={**judgement.figures, **left_out})
             yield _record(subject, check.name, judgement, margin, seconds)
@@ -175,13 +172,32 @@ def _undecided(left_out: Mapping[str, float]) -> Judgement:
     return Judgement(observable="case", verdict=records.UNJUDGED, reason=reason, figures=left_out)
 
 
+def _timed(check: Check, subject: Subject, again: Again) -> Iterator[tuple[Judgement, float]]:
+    """The check's judgements, each with its share of the time: as they come, where none is made again."""
+    start = time.perf_counter()
+    if again.never:
+        for judgement in _first_answers(check, subject):
+            interrupts.check()
+            yield judgement, time.perf_counter() - start
+            start = time.perf_counter()
+        return
+    judgements = _answers(check, subject, again)
+    seconds = (time.perf_counter() - start) / max(1, len(judgements))
+    for judgement in judgements:
+        yield judgement, seconds
+
+
 def _answers(check: Check, subject: Subject, again: Again) -> list[Judgement]:
     """The check's judgements, failures judged again; what the implementation raises becomes one too."""
-    found = list(guarded("all", lambda: check.run(subject)))
+    found = list(_first_answers(check, subject))
     interrupts.check()
     found = again.judged(check, subject, found)
     interrupts.check()
     return found
+
+
+def _first_answers(check: Check, subject: Subject) -> Iterator[Judgement]:
+    return guarded("all", lambda: check.run(subject))
 
 
 def _absent(subject: Subject, checks: Iterable[Check], reason: str, again: Again) -> Iterator[Record]:

@@ -72,8 +72,19 @@ def ordered_jobs(bug: PlantedBug, level: str) -> list[Job]:
     return [*on_grid[:NEAR], *special, *on_grid[NEAR:]]
 
 
+def is_still_asked(bug: PlantedBug, level: str, kills: Mapping[str, Kill]) -> bool:
+    """Whether some check that saw the bug is still asked of the case on which it did."""
+    asked = {(check.name, job.case.id) for job in ordered_jobs(bug, level) for check in job.checks}
+    return any((check, kill.case) in asked for check, kill in kills.items())
+
+
 def _size(case: Case) -> int:
     return case.batch * case.num_q_heads * case.q_length * case.kv_length
+
+
+def _without_second_looks() -> Runner:
+    """A failure of what is known to be wrong needs no second judgement, which costs a third of the time."""
+    return Runner(Settings(), confirmed=0)
 
 
 def red_records(bug: PlantedBug, level: str, seen: Mapping[str, Kill] | None = None) -> Iterator[Record]:
@@ -82,7 +93,7 @@ def red_records(bug: PlantedBug, level: str, seen: Mapping[str, Kill] | None = N
     `seen` says which checks saw the bug before, and where. They are asked first, alone and beginning there; then
     everything is asked as if nothing were known, so that a bug that others see now is found all the same.
     """
-    runner = Runner(Settings())
+    runner = _without_second_looks()
     jobs = ordered_jobs(bug, level)
     for job in itertools.chain(_as_seen(jobs, seen or {}), jobs):
         for record in runner.stream(job):
@@ -105,7 +116,7 @@ def examine(bug: PlantedBug, level: str) -> Examination:
     on the nearest cases and on all that is not on the grid is shown to a quarter of the rest of the grid, and one that
     none has seen to all of it.
     """
-    runner = Runner(Settings())
+    runner = _without_second_looks()
     jobs = ordered_jobs(bug, level)
     beside = NEAR + sum(not job.on_grid for job in jobs)
     kills: dict[str, Kill] = {}
