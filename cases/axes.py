@@ -27,11 +27,13 @@ def _causal_end(q: int, kv: int, batch: int) -> str:
 
 
 def _window(q: int, kv: int, batch: int) -> str:
-    return f"window-l{max(1, kv // 4) - 1}-r0{_offset(max(0, kv - q))}"
+    if q > kv:
+        return f"window-l{kv + 8}-r0"  # it reaches back further than there are keys
+    return f"window-l{max(1, kv // 4) - 1}-r0{_offset(kv - q)}"
 
 
 def _window_both(q: int, kv: int, batch: int) -> str:
-    return f"window-l17-r5{_offset(max(0, kv - q))}"
+    return "window-linf-r5" if q > kv else f"window-l17-r5{_offset(kv - q)}"
 
 
 def _chunked(q: int, kv: int, batch: int) -> str:

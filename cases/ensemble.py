@@ -19,7 +19,20 @@ _SIZES = (
 )
 
 
+# Where a kernel may take another path: under a window, with heads that share keys, and for one query over a cache.
+_ELSEWHERE = (
+    ("train", 512, 512, 4, 2, "window-l80-r0"),
+    ("decode", 1, 1024, 32, 4, "full"),
+)
+
+
 def ensemble_cases(seed: int, supports: Supports = lambda case: None) -> tuple[Case, ...]:
+    """The plain cases, and in bf16 one under a window and one of decoding, as far as they are supported."""
+    elsewhere = (_case(where[0], "bf16", seed, *where[1:]) for where in _ELSEWHERE)
+    return (*plain_cases(seed, supports), *(case for case in elsewhere if supports(case) is None))
+
+
+def plain_cases(seed: int, supports: Supports = lambda case: None) -> tuple[Case, ...]:
     """One case in bf16 and one in f16, as far as they are supported; with gradients where those are supported.
 
     Head depth 64 makes the scale a power of two: an implementation that rounds `q * scale` loses nothing by it.

@@ -115,9 +115,16 @@ class Executor:
         else:
             plain(arrays)
 
+    def in_form(self, problem: Problem, given: Mapping[str, Any]) -> np.ndarray:
+        """`out` of the plain call with some of its arguments as they are `given`."""
+        statics, arrays = self.arguments(problem)
+        static = {**statics, **{name: x for name, x in given.items() if name not in arrays}}
+        plain = functools.partial(_call_plain, self.implementation.call, static)
+        return np.asarray(self.jit(plain)({name: given.get(name, x) for name, x in arrays.items()}))
+
     def bind(self, problem: Problem) -> tuple[Callable[[Arrays], Any], Arrays]:
         """The plain call with its static keywords bound, not compiled, and the arrays it takes."""
-        statics, arrays = self._split(problem)
+        statics, arrays = self.arguments(problem)
         return functools.partial(_call_plain, self.implementation.call, statics), arrays
 
     def temporary_bytes(self, problem: Problem, *, gradients: bool) -> int | None:
@@ -133,7 +140,7 @@ class Executor:
 
     def compiled(self, problem: Problem) -> tuple[Compiled, Arrays]:
         """The entry points at the problem's static configuration, and the arrays they take."""
-        statics, arrays = self._split(problem)
+        statics, arrays = self.arguments(problem)
         key = (tuple(sorted(statics.items())), tuple(sorted(arrays)))
         if key not in self._compiled:
             self._compiled[key] = _compile(self.implementation, statics, self.jit)
@@ -142,7 +149,7 @@ class Executor:
         self._compiled.move_to_end(key)
         return self._compiled[key], arrays
 
-    def _split(self, problem: Problem) -> tuple[dict[str, Any], Arrays]:
+    def arguments(self, problem: Problem) -> tuple[dict[str, Any], Arrays]:
         """Static keywords and arrays of the call."""
         batch, q_length, num_q_heads, _ = problem.q.shape
         static, extra = self.implementation.lower_mask(problem.mask, batch, num_q_heads, q_length, problem.k.shape[1])

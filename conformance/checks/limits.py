@@ -23,23 +23,37 @@ _HIGH_CAP = 2.0**20
 _LOW_SINK = -1e30
 # Above the largest logit by more than exp can bear in f32.
 _HIGH_SINK = 150.0
+# Below the logits by so much that all probabilities but the sink's add up to 1 in f32: its own is not what they leave.
+_FAINT_SINK = 30.0
+# Beyond the cap by so much that `exp(2 logit / cap)` overflows in f32.
+_LOUD = 2.0**8
 
 
 def limits(subject: Subject) -> Iterator[Judgement]:
     """Soft caps of 2**20, and sinks of -1e30 or -inf, give the results without; high sinks take all the weight.
 
-    With a bias of -inf they are those of a mask that hides the same keys.
+    Faint sinks have the gradient that they should, and logits far beyond the cap are the cap. With a bias of -inf
+    results are those of a mask that hides the same keys.
     """
     problem = subject.problem
     if problem.soft_cap is not None:
         high = dataclasses.replace(problem, soft_cap=_HIGH_CAP)
         yield from _same(subject, "high_soft_cap", high, problem.without("soft_cap"))
+        yield from _as_expected(
+            subject, "loud", dataclasses.replace(problem, q=problem.q * problem.q.dtype.type(_LOUD))
+        )
     if problem.sinks is not None:
         low = dataclasses.replace(problem, sinks=np.full_like(problem.sinks, _LOW_SINK))
         yield from _same(subject, "low_sinks", low, problem.without("sinks"))
         none = dataclasses.replace(problem, sinks=np.full_like(problem.sinks, -np.inf))
         yield from _same(subject, "no_sinks", none, problem.without("sinks"))
+        if subject.implementation.empty_rows == "zero" and problem.segment_ids is not None:
+            # Whether such a row has no key, or a sink without weight, decides its logsumexp, and not its output.
+            emptied = _as_expected(subject, "no_sinks_no_keys", _with_rows_that_see_nothing(none))
+            yield from (judgement for judgement in emptied if judgement.observable.startswith("out."))
         yield from _high_sinks(subject)
+        if subject.with_gradients and "dsinks" in subject.implementation.gradients:
+            yield from _faint_sinks(subject)
     if problem.bias is not None:
         # A cap would make it finite, and a sink would leave no row without weight.
         plain = problem.without("soft_cap").without("sinks")
@@ -89,15 +103,43 @@ def _hiding_bias(subject: Subject, problem: Problem, hidden: np.ndarray) -> Iter
 
 def _high_sinks(subject: Subject) -> Iterator[Judgement]:
     """Sinks that take all the weight: `exp(logit - sink)` underflows, `exp(sink - logit)` would overflow."""
-    problem = subject.problem
+    return _as_expected(subject, "high_sinks", _with_sinks(subject, _HIGH_SINK))
+
+
+def _faint_sinks(subject: Subject) -> Iterator[Judgement]:
+    """Sinks that take next to nothing: their gradient is small, and no difference of numbers near 1."""
+    faint = _with_sinks(subject, -_FAINT_SINK)
+    drawn = draw_cotangent(subject.case).out
+    cotangent = Cotangent("random", np.where(subject.judged_out_of(faint), drawn, np.zeros_like(drawn)))
+    got = subject.executor.gradients(faint, cotangent).values
+    expected = subject.expect(faint, [cotangent]).gradients[0]
+    yield subject.judge("dsinks", got["dsinks"], expected["dsinks"], label="dsinks.faint_sinks")
+
+
+def _with_sinks(subject: Subject, above: float) -> Problem:
+    """The problem with all sinks so far above the largest logit, or below the smallest of the rows' largest."""
     top = subject.expectation.forward["max_logits"].value
-    lift = float(np.max(top, where=np.isfinite(top), initial=0.0)) + _HIGH_SINK
-    assert problem.sinks is not None
-    high = dataclasses.replace(problem, sinks=np.full_like(problem.sinks, lift))
-    expected = subject.expect(high).forward
-    for name, got in subject.results_of(high).items():
-        judged = subject.judged_out_of(high) if name == "out" else subject.judged_residuals
-        yield subject.judge(name, got, expected[name], judged, label=f"{name}.high_sinks")
+    finite = top[np.isfinite(top)]
+    place = 0.0 if not finite.size else float(finite.max() if above > 0 else finite.min())
+    assert subject.problem.sinks is not None
+    return dataclasses.replace(subject.problem, sinks=np.full_like(subject.problem.sinks, place + above))
+
+
+def _with_rows_that_see_nothing(problem: Problem) -> Problem:
+    """Every fifth query is of a segment that no key is of."""
+    assert problem.segment_ids is not None
+    q_ids, kv_ids = problem.segment_ids
+    alone = np.where(np.arange(q_ids.shape[1]) % 5 == 2, kv_ids.max() + 1, q_ids).astype(q_ids.dtype)
+    return dataclasses.replace(problem, segment_ids=(alone, kv_ids))
+
+
+def _as_expected(subject: Subject, what: str, problem: Problem) -> Iterator[Judgement]:
+    """The forward results on another problem are those of the oracle."""
+    expected = subject.expect(problem).forward
+    for name, got in subject.results_of(problem).items():
+        live = ~problem.empty_rows | (subject.implementation.empty_rows == "zero")
+        judged = subject.judged_out_of(problem) if name == "out" else live & problem.decided
+        yield subject.judge(name, got, expected[name], judged, label=f"{name}.{what}")
 
 
 def _same(subject: Subject, what: str, limit: Problem, without: Problem) -> Iterator[Judgement]:

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from cases.case import DTYPES, Case
-from cases.ensemble import ensemble_cases
+from cases.ensemble import plain_cases
 from cases.grid import grid
 from cases.inputs import Cotangent, Problem, draw, draw_cotangent
 from conformance import records
@@ -102,7 +102,7 @@ def resolve(
         for case in cases(dtype):
             for perturbation in _perturbations(case, table):
                 _search(perturbation, case, best)
-        for case in ensemble_cases(0) if ensemble else ():
+        for case in plain_cases(0) if ensemble else ():
             if case.dtype == dtype:
                 for perturbation in _ensemble_perturbations(case):
                     _search(perturbation, case, best)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from cases.case import parse
-from cases.ensemble import ensemble_cases
+from cases.ensemble import ensemble_cases, plain_cases
 from cases.inputs import DTYPES, Cotangent, Problem, draw, draw_cotangent
 from conformance.calling import registry
 from conformance.calling.plain import from_function
@@ -31,7 +31,7 @@ DIGITS = ("bf16", "f16")
 
 def judge(implementation: Implementation, dtype: str, seed: int = 0) -> dict[str, Record]:
     """Records of the check by observable."""
-    [case] = [case for case in ensemble_cases(seed, implementation.supports) if case.dtype == dtype]
+    [case] = [case for case in plain_cases(seed, implementation.supports) if case.dtype == dtype]
     planned = plan.single(implementation, case, [BY_NAME["ensemble"]])
     return {record.observable: record for record in Runner(Settings()).run(planned.jobs)}
 
@@ -118,13 +118,23 @@ def test_results_that_are_not_finite_fail() -> None:
 def test_there_is_a_case_for_what_is_supported() -> None:
     def cases(**unsupported: str) -> list[str]:
         declared = dataclasses.replace(registry.find("dot_product"), unsupported=unsupported)
-        return [case.id for case in ensemble_cases(3, declared.supports)]
+        return [case.id for case in plain_cases(3, declared.supports)]
 
     assert cases() == [CASE.format(dtype).replace("s0", "s3") for dtype in DIGITS]
     assert cases(f16="no", mqa="no") == ["train/bf16/B1.T128.S512.N8.K2.H64.V64/full/normal/s3"]
     assert cases(bf16="no", mqa="no", gqa="no") == ["train/f16/B1.T128.S512.N2.K2.H64.V64/full/normal/s3"]
     assert cases(bf16="no", train="no") == ["prefill/f16/B1.T128.S512.N8.K1.H64.V64/full/normal/s3"]
     assert cases(bf16="no", f16="no") == []
+
+
+def test_windows_and_decoding_are_asked_about_where_they_are_supported() -> None:
+    kernel = registry.find("dot_product")
+    assert [case.id for case in ensemble_cases(3, kernel.supports)[2:]] == [
+        "train/bf16/B1.T512.S512.N4.K2.H64.V64/window-l80-r0/normal/s3",
+        "decode/bf16/B1.T1.S1024.N32.K4.H64.V64/full/normal/s3",
+    ]
+    lacking = dataclasses.replace(kernel, unsupported={"window": "no", "decode": "no"})
+    assert len(ensemble_cases(3, lacking.supports)) == 2
 
 
 def simulated(problem: Problem, cotangent: Cotangent, *, logits: bool, fused: bool) -> dict[str, np.ndarray]:

@@ -18,7 +18,7 @@ from tests.kernels.styles import STYLES
 
 Style = Callable[..., Any]
 # Jobs of the quick grid in the default run: spread over it, a different part of it for each style.
-_STRIDE = 40
+_STRIDE = 28
 
 each_style = pytest.mark.parametrize("style", STYLES, ids=lambda style: style.__name__)
 
@@ -58,7 +58,7 @@ def has(job: plan.Job, scope: object) -> bool:
 _XLA = {"repeat_in_operands_dtype": {"train/f16/B1.T384.S384.N2.K1.H64.V64/causal/softcap0.5/normal/s0"}}
 
 
-@pytest.mark.bank
+@pytest.mark.nightly
 @each_style
 def test_a_style_has_no_failure_at_quick(style: Style) -> None:
     known = _XLA.get(style.__name__, set())

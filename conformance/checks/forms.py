@@ -1,0 +1,120 @@
+"""Forms of an argument that mean the same: who takes them must give what they mean, and who does not must say so.
+
+A scale may come as an integer, out of NumPy, as zero or below it. A window may come in a list, a bias in a dtype of its
+own, a mask or a bias with an axis that rows or heads share. What is silently taken for something else is wrong; what is
+refused is unsupported, and shown.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+
+from cases.inputs import Problem, draw
+from cases.masks import Dense
+from conformance import records
+from conformance.asking.judgement import Judgement, unsupported
+from conformance.asking.subject import Subject
+
+
+@dataclasses.dataclass(frozen=True)
+class _Form:
+    """An argument in another form.
+
+    Attributes:
+      name: the observable is `out` with this name behind it.
+      meant: what the call means.
+      given: arguments in the form that is asked, in place of those that `meant` gives.
+    """
+
+    name: str
+    meant: Problem
+    given: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+
+def forms(subject: Subject) -> Iterator[Judgement]:
+    """Numbers of every type, windows in lists, shared axes and narrow biases mean what they say, or are refused."""
+    for form in _forms(subject):
+        yield _judged(subject, form)
+
+
+def _judged(subject: Subject, form: _Form) -> Judgement:
+    label = f"out.{form.name}"
+    try:
+        got = subject.executor.in_form(form.meant, form.given)
+    except Exception as error:  # whatever is raised, nothing wrong was returned
+        return unsupported(label, f"{type(error).__name__}: {error}".split("\n")[0])
+    expected = subject.expect(form.meant).forward["out"]
+    found = subject.judge("out", got, expected, subject.judged_out_of(form.meant), label=label)
+    if got.dtype == form.meant.q.dtype:
+        return found
+    reason = f"dtype is {got.dtype}, must be that of q, {form.meant.q.dtype}"
+    return dataclasses.replace(found, verdict=records.FAIL, reason=reason)
+
+
+def _forms(subject: Subject) -> Iterator[_Form]:
+    problem = subject.problem
+    statics, arrays = subject.executor.arguments(problem)
+    for name in ("scale", "soft_cap"):
+        if getattr(problem, name) is not None:
+            yield from _numbers(subject, name)
+    if problem.scale is not None:
+        # Both are numbers like any other, and both stand for "none" where somebody tests for truth or for a sign.
+        yield _Form("scale_zero", dataclasses.replace(problem, scale=0.0))
+        yield _Form("scale_negative", dataclasses.replace(problem, scale=-problem.scale))
+    if statics.get("causal") is True:
+        yield _Form("causal_numpy", problem, {"causal": np.True_})
+    if (window := statics.get("window")) is not None and isinstance(window, tuple):
+        yield _Form("window_list", problem, {"window": list(window)})
+        yield _Form("window_numpy", problem, {"window": tuple(None if n is None else np.int32(n) for n in window)})
+    if isinstance(arrays.get("mask"), np.ndarray) and subject.case.mask.startswith("dense-"):
+        yield from _shared_masks(problem)
+    if problem.bias is not None and (subject.case.bias == "bias" or not _takes_any_bias(subject)):
+        yield from _biases(problem)
+
+
+def _takes_any_bias(subject: Subject) -> bool:
+    return subject.implementation.supports(dataclasses.replace(subject.case, bias="bias")) is None
+
+
+def _numbers(subject: Subject, name: str) -> Iterator[_Form]:
+    """A whole number as an integer; and beside operands of 16 bits, which NumPy's numbers must not make wider."""
+    whole: dict[str, Any] = {name: 1.0}
+    yield _Form(f"{name}_int", dataclasses.replace(subject.problem, **whole), {name: 1})
+    narrow = dataclasses.replace(subject.case, dtype="bf16")
+    if subject.implementation.supports(narrow) is None:
+        problem = draw(narrow)
+        number = getattr(problem, name)
+        exact: dict[str, Any] = {name: float(np.float32(number))}
+        meant = dataclasses.replace(problem, **exact)
+        yield _Form(f"{name}_numpy", meant, {name: np.float32(number)})
+        yield _Form(f"{name}_jax", meant, {name: jnp.float32(number)})
+
+
+def _shared_masks(problem: Problem) -> Iterator[_Form]:
+    """Booleans that heads and rows, or heads and keys, share; and without the axes of batch and heads."""
+    whole = problem.resolved_mask.dense(problem.q.shape[1], problem.k.shape[1])[:1, :1]
+    key = int(np.argmin(np.abs(whole[0, 0].mean(axis=0) - 0.5)))  # that some rows see, and some do not
+    for name, part in (("rows", whole[:, :, -1:, :]), ("keys", whole[..., key : key + 1])):
+        meant = dataclasses.replace(problem, mask=Dense(np.ascontiguousarray(np.broadcast_to(part, whole.shape))))
+        yield _Form(f"mask_shared_by_{name}", meant, {"mask": part})
+    yield _Form("mask_of_rank_two", dataclasses.replace(problem, mask=Dense(whole)), {"mask": whole[0, 0]})
+
+
+def _biases(problem: Problem) -> Iterator[_Form]:
+    """Numbers that rows or keys share; in 16 bits beside operands of 32; and without the axes of batch and heads."""
+    assert problem.bias is not None
+    parts = {
+        "bias_shared_by_rows": problem.bias[:, :, -1:, :],
+        "bias_shared_by_keys": problem.bias[:, :, :, :1],
+        "bias_narrow": problem.bias.astype(ml_dtypes.bfloat16),
+    }
+    for name, bias in parts.items():
+        yield _Form(name, dataclasses.replace(problem, bias=bias))
+    plane = problem.bias[:1, :1]
+    yield _Form("bias_of_rank_two", dataclasses.replace(problem, bias=plane), {"bias": plane[0, 0]})
