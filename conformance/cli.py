@@ -250,6 +250,7 @@ def _add_calibrate(commands: argparse._SubParsersAction[_CommandParser]) -> None
     adding.add_argument("--seed", action="append", default=[], type=int, metavar="N", help="base seed; may be repeated")
     adding.add_argument("--jobs", type=int, metavar="N", help="worker processes (one a core)")
     adding.add_argument("--out", metavar="FILE.json", help="write the table here (where the limits are read from)")
+    adding.add_argument("--add", action="store_true", help="keep the larger of each figure and of the one kept so far")
 
 
 def _sentence(text: str) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import jax
 import numpy as np
 
 from cases.inputs import Cotangent, Problem
@@ -22,8 +23,8 @@ from conformance.truth.oracle import EmptyRows
 from conformance.truth.roundoff import dtype_name
 
 TOLERANCES = tolerances.default()
-LIMIT = TOLERANCES.limit("f32", "out").ratio
-"""The largest ratio of an error to its bound, one number for every dtype and observable."""
+LIMIT = max(limit.ratio for limit in TOLERANCES.limits.values())
+"""The largest ratio of an error to its bound that any dtype and observable has."""
 
 # Every term of an error bound of f32 is proportional to f32's unit roundoff, or grows faster than it: so the bound
 # holds for float64 in proportion to its own.
@@ -57,23 +58,34 @@ def bounds_of_float64(expected: Expected, computations: int = 1) -> dict[str, Bo
 
 
 def failures(
-    got: Mapping[str, Any], expected: Expected, *, dtype: str = "f32", judged: np.ndarray | None = None
+    got: Mapping[str, Any],
+    expected: Expected,
+    *,
+    dtype: str = "f32",
+    judged: np.ndarray | None = None,
+    arithmetic: Arithmetic | None = None,
 ) -> dict[str, str]:
     """What the gate would say against each observable of `got`, none where it would pass."""
     assert got, "nothing to judge"
+    table = TOLERANCES.of(arithmetic or Arithmetic(), jax.default_backend())
     verdicts = {
-        name: by_bound(name, compare(x, expected[name], judged), dtype=dtype, tolerances=TOLERANCES)
+        name: by_bound(name, compare(x, expected[name], judged), dtype=dtype, tolerances=table)
         for name, x in got.items()
     }
     return {name: x.reason for name, x in verdicts.items() if x.verdict != PASS}
 
 
 def assert_right(
-    got: Mapping[str, Any], expected: Expected, *, dtype: str = "f32", judged: np.ndarray | None = None
+    got: Mapping[str, Any],
+    expected: Expected,
+    *,
+    dtype: str = "f32",
+    judged: np.ndarray | None = None,
+    arithmetic: Arithmetic | None = None,
 ) -> None:
     """Every observable of `got` is within its limits; `judged` leaves out elements as in `compare`."""
     __tracebackhide__ = True
-    wrong = failures(got, expected, dtype=dtype, judged=judged)
+    wrong = failures(got, expected, dtype=dtype, judged=judged, arithmetic=arithmetic)
     assert not wrong, wrong
 
 
@@ -90,4 +102,4 @@ def assert_attention(
     """
     __tracebackhide__ = True
     expected = expected_of(problem, cotangent, arithmetic=arithmetic)
-    assert_right(got, expected, dtype=dtype_name(problem.q.dtype))
+    assert_right(got, expected, dtype=dtype_name(problem.q.dtype), arithmetic=arithmetic)

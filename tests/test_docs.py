@@ -217,11 +217,13 @@ def test_the_contract_has_every_declaration() -> None:
 def test_figures_of_the_calibration_are_those_in_force() -> None:
     calibration = json.loads(tolerances.CALIBRATION.read_text(encoding="utf-8"))
     text = NUMERICS.read_text(encoding="utf-8")
-    ratio = max(row["max_ratio"] for row in calibration["rows"])
-    rms = max(row["max_rms"] or 0.0 for row in calibration["rows"])
-    limit = tolerances.default().limit("f32", "out")
-    assert f"| largest ratio | {ratio:g} | {limit.ratio:g} |" in text
-    assert f"| root mean square | {rms:g} | {limit.rms:g} |" in text
+    table = tolerances.default()
+    for row in calibration["rows"]:
+        limit = table.limit(row["dtype"], row["observable"])
+        cell = f"{row['max_ratio']:g} / {limit.ratio:g}"
+        cell += "" if row["max_rms"] is None else f"; {row['max_rms']:g} / {limit.rms:g}"
+        line = next(line for line in text.splitlines() if line.startswith(f"| `{row['observable']}` | "))
+        assert line.split(" | ")[1 + tolerances.DTYPES.index(row["dtype"])].strip(" |") == cell
     sentence = " ".join(text.split())
     assert f"with {len(calibration['provenance']['seeds'])} seeds" in sentence
     assert f"in {calibration['provenance']['judgements']} judgements" in sentence

@@ -7,6 +7,7 @@ import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 
 from cases import quantized
@@ -63,6 +64,11 @@ class Subject:
     def problem(self) -> Problem:
         """The operands."""
         return draw(self.case)
+
+    @functools.cached_property
+    def limits(self) -> Tolerances:
+        """The table for what the implementation declares, on this platform."""
+        return self.tolerances.of(self.implementation.arithmetic, jax.default_backend())
 
     @property
     def with_gradients(self) -> bool:
@@ -247,7 +253,7 @@ class Subject:
     def _weighed(
         self, observable: str, comparison: Comparison, label: str | None, flash: Comparison | None
     ) -> Judgement:
-        table = self.tolerances
+        table = self.limits
         return by_bound(observable, comparison, dtype=self.case.dtype, tolerances=table, label=label, flash=flash)
 
     def gradients(self, cotangent: str) -> Result:

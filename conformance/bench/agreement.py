@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Hashable, Mapping
 
+import jax
 import numpy as np
 
 from cases.case import Case
@@ -71,7 +72,8 @@ class Sample:
         part = got[:, self.rows] if name == "out" else _BY_GRADIENT[name].along(got, "T", self._taken)
         judged = self._judged(implementation) if name == "out" else None
         comparison = compare(part, expected, judged)
-        error = comparison.ratio / self._tolerances.limit(self._case.dtype, name).ratio
+        limits = self._tolerances.of(implementation.arithmetic, jax.default_backend())
+        error = comparison.ratio / limits.limit(self._case.dtype, name).ratio
         if error <= SLACK:
             return Finding(error)
         where = comparison.problem

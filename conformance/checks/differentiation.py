@@ -87,7 +87,7 @@ def _finite_differences(subject: Subject) -> Iterator[Judgement]:
             slope[step] = float(difference.sum()) - float(np.sum(gradient.astype(np.float64) * moved))
             size = float(np.abs(moved).max())
         error = abs(slope[_STEP / 2])
-        allowed = abs(slope[_STEP] / 2 - slope[_STEP / 2]) + 2 * subject.tolerances.limit("f32", "out").ratio * noise
+        allowed = abs(slope[_STEP] / 2 - slope[_STEP / 2]) + 2 * subject.limits.limit("f32", "out").ratio * noise
         yield Judgement(
             observable=f"{name}.differences",
             verdict=records.PASS if error <= allowed else records.FAIL,

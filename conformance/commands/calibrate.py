@@ -36,6 +36,8 @@ def calibrate(arguments: argparse.Namespace) -> int:
         table = calibration.tabulate(records.merge(found), level=level, jax=jax.__version__ if judged_here else "")
     except ValueError as error:
         raise CannotJudge(str(error)) from error
+    if arguments.add:
+        table = calibration.joined(table, tolerances.calibrated())
     calibration.write(table, path)
     print(f"{len(found):,} records tabulated in {path}")
     return 0

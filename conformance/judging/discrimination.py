@@ -43,7 +43,7 @@ def margins(subject: Subject) -> dict[str, float]:
         "margins",
         (subject.problem, subject.implementation.arithmetic, subject.empty_rows, subject.cotangents),
         (subject.judged_out, subject.judged_residuals, "logsumexp" in subject.implementation.residuals),
-        (subject.case.dtype, subject.tolerances.limits),
+        (subject.case.dtype, subject.limits.limits),
     )
     return kept.numbers(asked, lambda: _computed(subject))
 
@@ -55,7 +55,7 @@ def _computed(subject: Subject) -> dict[str, float]:
         for name, bounded in expected.items():
             if choice or name == "dv":
                 doubled = compare(2 * bounded.value, bounded).ratio
-                margin = doubled / subject.tolerances.limit(subject.case.dtype, name).ratio
+                margin = doubled / subject.limits.limit(subject.case.dtype, name).ratio
                 found[f"{name}_doubled"] = max(margin, found.get(f"{name}_doubled", 0.0))
     return found
 
@@ -67,7 +67,7 @@ def weakest(found: Mapping[str, float]) -> tuple[str, float]:
 
 
 def _forward_margin(subject: Subject, null: oracle.Forward) -> float:
-    expected, limit = subject.expectation.forward, subject.tolerances.limit
+    expected, limit = subject.expectation.forward, subject.limits.limit
     dtype = subject.case.dtype
     margin = compare(null.out, expected["out"], subject.judged_out).ratio / limit(dtype, "out").ratio
     if "logsumexp" in subject.implementation.residuals:

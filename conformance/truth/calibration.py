@@ -80,6 +80,38 @@ def tabulate(records: Iterable[Record], *, level: str = "", jax: str = "") -> di
     return {"schema": CALIBRATION_SCHEMA, "provenance": {"name": _name(provenance), **provenance}, "rows": rows}
 
 
+def joined(table: Mapping[str, Any], last: Mapping[str, Any]) -> dict[str, Any]:
+    """The larger of the figures of two calibrations; the quantiles are those of the one that judged more.
+
+    A limit may only be narrowed by measuring everything anew: what a correct implementation once reached, it may reach.
+    """
+    rows = {(row["dtype"], row["observable"]): row for row in last["rows"]}
+    both = [(row, rows[row["dtype"], row["observable"]]) for row in table["rows"]]
+    here, before = table["provenance"], last["provenance"]
+    provenance: dict[str, Any] = {
+        "name": f"{before['name']}, and {here['name']}",
+        **{
+            field: " and ".join(dict.fromkeys(filter(None, (before[field], here[field])))) for field in ("level", "jax")
+        },
+        "judgements": before["judgements"] + here["judgements"],
+    }
+    for field in ("implementations", "platforms", "seeds"):
+        provenance[field] = sorted({*before[field], *here[field]})
+    return {"schema": CALIBRATION_SCHEMA, "provenance": provenance, "rows": [_larger(*pair) for pair in both]}
+
+
+def _larger(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
+    reached = max(one, other, key=lambda row: row["max_ratio"])
+    judged = max(one, other, key=lambda row: row["judged"])
+    rms = [row["max_rms"] for row in (one, other) if row["max_rms"] is not None]
+    return {
+        **reached,
+        "judged": one["judged"] + other["judged"],
+        "quantiles": judged["quantiles"],
+        "max_rms": max(rms) if rms else None,
+    }
+
+
 def write(calibration: Mapping[str, Any], path: Path = CALIBRATION) -> None:
     """Write a calibration as JSON, a line for each row."""
     rows = ",\n".join(f"  {json.dumps(row, allow_nan=False)}" for row in calibration["rows"])

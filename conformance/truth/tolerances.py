@@ -1,8 +1,12 @@
 """The tolerance table: one limit a dtype and observable, in units of the error bound (docs/numerics.md, section 6).
 
-Both limits follow from what correct implementations reached, by a fixed rule: 1.5 times the largest figure of any dtype
-and observable, rounded up. The largest ratio is rounded up to a whole number, the root mean square to a half. The root
-mean square is judged only where there are enough elements for it to mean something.
+Each follows from what correct implementations reached in that dtype and observable, by one rule for all: 1.5 times the
+largest ratio, rounded up to a whole number, and twice the largest root mean square, rounded up to a tenth. The second
+has more room because errors of few rows may have one cause, and then their root mean square is their maximum. It is
+judged only where there are enough elements for it to mean something.
+
+They hold for what was measured: the arithmetic that nobody need declare, on the platforms of the calibration. Whatever
+declares further roundings, or runs elsewhere, is judged by the widest of all limits (`Tolerances.of`).
 
 What was reached, and where it comes from, is in `calibration.json` beside this file (`conformance.truth.calibration`
 makes it). A limit is never widened to make a case pass: a correct kernel that fails has declared the wrong arithmetic,
@@ -20,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from cases.operands import OBSERVABLES
+from conformance.contract import Arithmetic
 
 DTYPES = ("f32", "bf16", "f16")
 RMS_MIN_ELEMENTS = 256
@@ -28,6 +33,8 @@ RMS_MIN_ELEMENTS = 256
 CALIBRATION = Path(__file__).with_name("calibration.json")
 CALIBRATION_SCHEMA = "attention-conformance/calibration/1"
 _HEADROOM = 1.5
+_HEADROOM_RMS = 2.0
+_RMS_STEPS = 10  # in 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,9 +48,24 @@ class Limit:
 
 @dataclasses.dataclass(frozen=True)
 class Tolerances:
-    """The table in force."""
+    """The table in force, and the platforms on which its figures were measured."""
 
     limits: Mapping[tuple[str, str], Limit]
+    platforms: frozenset[str] = frozenset()
+
+    def of(self, arithmetic: Arithmetic, platform: str) -> Tolerances:
+        """The table for an implementation that declares `arithmetic`, on a platform (JAX's name of the backend)."""
+        plain = dataclasses.replace(arithmetic, probabilities="input") == Arithmetic()  # the stricter one costs nothing
+        return self if plain and platform in self.platforms else self._widest()
+
+    def _widest(self) -> Tolerances:
+        """Every limit as wide as the widest that was calibrated; what the user has set stays."""
+        calibrated = default().limits
+        ratio = max(limit.ratio for limit in calibrated.values())
+        rms = max(limit.rms for limit in calibrated.values())
+        why = "the widest limit of all: nothing narrower was measured for this arithmetic and platform"
+        wide = {key: Limit(ratio, rms, why) if x == calibrated.get(key) else x for key, x in self.limits.items()}
+        return dataclasses.replace(self, limits=wide)
 
     def limit(self, dtype: str, observable: str) -> Limit:
         """The limit for an observable in a dtype."""
@@ -57,9 +79,10 @@ class Tolerances:
         ]
 
 
+@functools.cache
 def default() -> Tolerances:
     """The calibrated table."""
-    return from_calibration(_calibration())
+    return from_calibration(calibrated())
 
 
 def from_calibration(calibration: Mapping[str, Any]) -> Tolerances:
@@ -73,16 +96,21 @@ def from_calibration(calibration: Mapping[str, Any]) -> Tolerances:
     rows = {(row["dtype"], row["observable"]): row for row in calibration["rows"]}
     if missing := [f"{d}.{o}" for d in DTYPES for o in OBSERVABLES if (d, o) not in rows]:
         raise ValueError(f"the calibration has no row for {', '.join(missing)}")
-    ratio = math.ceil(_HEADROOM * max(row["max_ratio"] for row in rows.values()))
-    rms = math.ceil(2 * _HEADROOM * max(row["max_rms"] or 0.0 for row in rows.values())) / 2
     name = calibration["provenance"]["name"]
-    return Tolerances(
-        {(d, o): Limit(float(ratio), rms, _source(rows[d, o], name)) for d in DTYPES for o in OBSERVABLES}
-    )
+    limits = {(d, o): _limit(rows[d, o], name) for d in DTYPES for o in OBSERVABLES}
+    return Tolerances(limits, frozenset(calibration["provenance"]["platforms"]))
+
+
+def _limit(row: Mapping[str, Any], name: str) -> Limit:
+    ratio = math.ceil(_HEADROOM * row["max_ratio"])
+    # Of what never has elements enough there is no figure: then it may be the largest ratio.
+    rms = ratio if row["max_rms"] is None else math.ceil(_RMS_STEPS * _HEADROOM_RMS * row["max_rms"]) / _RMS_STEPS
+    return Limit(float(ratio), float(min(ratio, rms)), _source(row, name))
 
 
 @functools.cache
-def _calibration() -> Mapping[str, Any]:
+def calibrated() -> Mapping[str, Any]:
+    """What correct implementations reached, as it is kept."""
     return json.loads(CALIBRATION.read_text())
 
 
@@ -113,4 +141,4 @@ def overridden(table: Tolerances, overrides: Mapping[str, float], source: str) -
             raise ValueError(f"tolerance {key!r} must be positive, got {value}")
         old = limits[dtype, observable]
         limits[dtype, observable] = Limit(float(value), old.rms * float(value) / old.ratio, source)
-    return Tolerances(limits)
+    return dataclasses.replace(table, limits=limits)

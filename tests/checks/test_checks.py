@@ -40,7 +40,7 @@ DECODE = "decode/f32/B3.T1.S40.N4.K2.H16.V24/lengths-0-17-40/sinks/normal/s0"
 DECODED = next(case.id for case in decoded_cases() if "window" in case.mask)
 
 CASE_OF = {"poison": SHORT, "arguments": CAPPED, "limits": SINKS, "ensemble": ENSEMBLE}
-CASE_OF |= {"parts": DECODE, "decoding": DECODED, "front_end": FRONT}
+CASE_OF |= {"parts": DECODE, "decoding": DECODED, "front_end": FRONT, "forms": CAPPED}
 # What only some claim: linear memory, parts that can be merged.
 CLAIMS = {"memory": "block_flash", "parts": "ragged"}
 

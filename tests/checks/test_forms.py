@@ -1,0 +1,99 @@
+"""Arguments in other forms: taken for what they mean, refused aloud, or the finding."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+import pytest
+
+from cases.case import parse
+from conformance import declare
+from conformance.calling.plain import from_function
+from conformance.checks import BY_NAME
+from conformance.judging import plan
+from conformance.judging.runner import Runner
+from conformance.judging.settings import Settings
+from conformance.records import FAIL, PASS, UNSUPPORTED
+from tests.kernels import naive
+
+_SHAPE = "B1.T24.S24.N2.K2.H16.V16"
+WINDOW = f"train/f32/{_SHAPE}/window-l5-r2/normal/s0"
+DENSE = f"train/f32/{_SHAPE}/dense-d60/normal/s0"
+SCALED = f"train/f32/{_SHAPE}/full/scale0.3/normal/s0"
+BIASED = f"train/f32/{_SHAPE}/full/bias/normal/s0"
+CAUSAL = f"train/f32/{_SHAPE}/causal/normal/s0"
+
+
+def asked(function: Callable[..., Any], case: str) -> dict[str, tuple[str, str]]:
+    """Verdict and reason by form."""
+    planned = plan.single(from_function(function, "kernel"), parse(case), [BY_NAME["forms"]])
+    found = Runner(Settings(), confirmed=0).run(planned.jobs)
+    return {record.observable.removeprefix("out."): (record.verdict, record.reason) for record in found}
+
+
+def changed(**changes: Callable[[Any], Any]) -> Callable[..., Any]:
+    """The correct function, but for what it makes of some arguments."""
+
+    @declare(behind_mask="finite")
+    def function(q: Any, k: Any, v: Any, **options: Any) -> Any:
+        return naive.attention(
+            q, k, v, **{name: changes[name](x) if name in changes else x for name, x in options.items()}
+        )
+
+    return function
+
+
+def first_row_alone(mask: Any) -> Any:
+    return jnp.where(jnp.arange(24)[:, None] == 0, mask, True)
+
+
+@pytest.mark.parametrize("case", [WINDOW, DENSE, SCALED, BIASED, CAUSAL])
+def test_what_is_taken_for_what_it_means_passes(case: str) -> None:
+    found = asked(changed(), case)
+    assert found
+    assert {verdict for verdict, _ in found.values()} == {PASS}
+
+
+@pytest.mark.parametrize(
+    ("case", "change", "caught"),
+    [
+        (WINDOW, {"window": lambda x: x if isinstance(x, tuple) else None}, {"window_list"}),
+        (WINDOW, {"window": lambda x: x if isinstance(x[0], int) else None}, {"window_numpy"}),
+        (CAUSAL, {"causal": lambda x: x is True}, {"causal_numpy"}),
+        (SCALED, {"scale": lambda x: x if isinstance(x, float) else None}, {"scale_int", "scale_numpy", "scale_jax"}),
+        (SCALED, {"scale": lambda x: x or None}, {"scale_zero"}),
+        (SCALED, {"scale": lambda x: None if x < 0 else x}, {"scale_negative"}),
+        (DENSE, {"mask": lambda x: x if x.shape[-2] > 1 else first_row_alone(x)}, {"mask_shared_by_rows"}),
+        (BIASED, {"bias": lambda x: x if x.dtype == jnp.float32 else 0 * x}, {"bias_narrow"}),
+        (BIASED, {"bias": lambda x: x if x.ndim == 4 else x.T}, {"bias_of_rank_two"}),
+    ],
+)
+def test_what_is_taken_for_something_else_fails(
+    case: str, change: dict[str, Callable[[Any], Any]], caught: set[str]
+) -> None:
+    found = asked(changed(**change), case)
+    assert {form for form, (verdict, _) in found.items() if verdict == FAIL} == caught
+
+
+def test_a_number_out_of_numpy_makes_nothing_wider() -> None:
+    @declare(behind_mask="finite")
+    def function(q: Any, k: Any, v: Any, *, scale: Any = None) -> Any:
+        out = naive.attention(q, k, v, scale=scale)
+        return out if scale is None else (out * scale) / scale
+
+    found = asked(function, SCALED)
+    assert {form for form, (verdict, _) in found.items() if verdict == FAIL} >= {"scale_numpy", "scale_jax"}
+    assert found["scale_numpy"][1] == "dtype is float32, must be that of q, bfloat16"
+
+
+def test_what_is_refused_is_shown_and_does_not_fail() -> None:
+    def tuples(window: Any) -> Any:
+        if not isinstance(window, tuple):
+            raise TypeError("window must be a tuple")
+        return window
+
+    found = asked(changed(window=tuples), WINDOW)
+    assert found["window_list"] == (UNSUPPORTED, "TypeError: window must be a tuple")
+    assert found["window_numpy"][0] == PASS
