@@ -292,6 +292,7 @@ def _add_run(commands: argparse._SubParsersAction[_CommandParser]) -> None:
     output.add_argument("--markdown", metavar="FILE", help="write a short summary for CI here")
     how = run.add_argument_group("how")
     how.add_argument("--jobs", type=int, metavar="N", help="worker processes (one a core on CPU, one on accelerators)")
+    how.add_argument("--fail-fast", action="store_true", help="stop at the first failure; cheap cases come first")
     how.add_argument(
         "--require-platform", choices=("cpu", "gpu", "tpu"), help="exit with 1 if nothing was judged on this platform"
     )

@@ -27,6 +27,10 @@ from conformance.sensitivity import detection
 from reports import summary, terminal
 
 
+class _FirstFailure(Exception):  # noqa: N818 -- no error of this program
+    """Something failed, and one failure is enough."""
+
+
 def run(arguments: argparse.Namespace) -> int:
     """`run`: judge, report, and say by the exit code whether all conform."""
     started = time.perf_counter()
@@ -46,9 +50,17 @@ def run(arguments: argparse.Namespace) -> int:
         def on_job(job: plan.Job, judged: list[Record]) -> None:
             found.extend(judged)
             progress.advance(judged)
+            if arguments.fail_fast and any(record.verdict in records.RED for record in judged):
+                raise _FirstFailure
 
+        jobs = planned.jobs
+        if arguments.fail_fast:
+            jobs = tuple(sorted(jobs, key=lambda job: not job.short))  # few programs each: a failure shows sooner
         try:
-            _run_jobs(planned.jobs, arguments.jobs, arguments.products, chosen, on_job)
+            _run_jobs(jobs, arguments.jobs, arguments.products, chosen, on_job, as_given=arguments.fail_fast)
+        except _FirstFailure:
+            console.print("stopped at the first failure, as --fail-fast says", style="yellow")
+            interrupted = True
         except registry.ImplementationNotFound as error:  # a worker finds less than this process did
             raise CannotJudge(str(error)) from error
         except KeyboardInterrupt:
@@ -122,13 +134,15 @@ def _run_jobs(
     products: str | None,
     chosen: settings.Settings,
     on_job: Callable[[plan.Job, list[Record]], None],
+    *,
+    as_given: bool = False,
 ) -> None:
     if workers is None:
         workers = (os.cpu_count() or 1) if jax.default_backend() == "cpu" and len(jobs) > 8 else 1
     if workers == 1:
         runner.Runner(chosen).run(jobs, on_job)
     else:
-        run_parallel(jobs, workers, products, on_job, runner.Runner(chosen).lost)
+        run_parallel(jobs, workers, products, on_job, runner.Runner(chosen).lost, as_given=as_given)
 
 
 def _is_whole(arguments: argparse.Namespace, interrupted: bool) -> bool:

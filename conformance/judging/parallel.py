@@ -39,6 +39,8 @@ def run_parallel(
     products: str | None,
     on_job: Callable[[Job, list[Record]], None],
     lost: Callable[[Job], list[Record]],
+    *,
+    as_given: bool = False,
 ) -> None:
     """Judge `jobs` in worker processes. Ctrl-C stops the workers at once.
 
@@ -48,6 +50,7 @@ def run_parallel(
       products: what `--products` says.
       on_job: hears of each job as it ends.
       lost: gives the records of a job that kills its process.
+      as_given: whether jobs begin in their order, and not long ones first.
     """
     by_order = {_order(job, products): job for job in jobs}
 
@@ -56,7 +59,7 @@ def run_parallel(
             on_job(by_order[order], found)
 
     workers.work_through(
-        [tuple(_order(job, products) for job in chunk) for chunk in _chunks(jobs)],
+        [tuple(_order(job, products) for job in chunk) for chunk in _chunks(jobs, as_given=as_given)],
         processes,
         functools.partial(_judge, Path.cwd()),
         heard=heard,
@@ -70,11 +73,14 @@ def _order(job: Job, products: str | None) -> _Order:
     return _Order(job.implementation.name, products, job.case.id, checks, job.turn)
 
 
-def _chunks(jobs: Sequence[Job]) -> list[list[Job]]:
+def _chunks(jobs: Sequence[Job], *, as_given: bool) -> list[list[Job]]:
     """The jobs: long ones first, each by itself, then the others as they come, a few at a time.
 
-    Long jobs are many programs each: begun last, they would leave one process at work and the others idle.
+    Long jobs are many programs each: begun last, they would leave one process at work and the others idle. `as_given`
+    leaves them in their places, and every job by itself.
     """
+    if as_given:
+        return [[job] for job in jobs]
     long: list[list[Job]] = []
     short: list[list[Job]] = []
     previous: Job | None = None

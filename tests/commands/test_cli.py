@@ -296,6 +296,29 @@ def test_a_kernel_that_kills_its_process_costs_only_its_own_case(folder: Path) -
 
 
 @pytest.mark.parametrize("jobs", [1, 2])
+def test_the_first_failure_ends_a_run_that_is_to_fail_fast(
+    jobs: int, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ("run", "--impl=kernels.py:wrong", f"--jobs={jobs}", "--fail-fast", "--json=r.jsonl")
+    assert run(*command) == 1
+    found = records.read_jsonl(folder / "r.jsonl")
+    assert len({r.case for r in found if r.verdict == FAIL}) == 1
+    assert len({r.case for r in found}) <= 3 * jobs
+    said = capsys.readouterr()
+    assert "stopped at the first failure" in said.err
+    assert "does not conform" in said.out
+
+
+def test_without_a_failure_a_run_that_is_to_fail_fast_is_like_any_other(folder: Path) -> None:
+    for name, more in (("plain", ()), ("fast", ("--fail-fast",))):
+        assert run("run", "--impl=kernels.py:right", f"--cases={FEW}", "--jobs=1", f"--json={name}.jsonl", *more) == 0
+    plain, fast = (records.read_jsonl(folder / f"{name}.jsonl") for name in ("plain", "fast"))
+    assert sorted((r.case, r.check, r.observable) for r in plain) == sorted(
+        (r.case, r.check, r.observable) for r in fast
+    )
+
+
+@pytest.mark.parametrize("jobs", [1, 2])
 def test_an_interrupted_run_keeps_what_it_has(jobs: int, folder: Path) -> None:
     command = ["-m", "conformance", "run", "--impl=kernels.py:slow", f"--jobs={jobs}", "--report=r.html"]
     found = interrupted(*command, traced=20 * jobs)  # the first results have come, some cases from each worker
