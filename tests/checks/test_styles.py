@@ -14,6 +14,7 @@ from conformance.judging.declarations import declared
 from conformance.judging.runner import Runner
 from conformance.judging.settings import Settings
 from conformance.records import PASS, RED, Record
+from tests.kernels.orders import ORDERS
 from tests.kernels.styles import STYLES
 
 Style = Callable[..., Any]
@@ -59,7 +60,7 @@ _XLA = {"repeat_in_operands_dtype": {"train/f16/B1.T384.S384.N2.K1.H64.V64/causa
 
 
 @pytest.mark.nightly
-@each_style
+@pytest.mark.parametrize("style", [*STYLES, *ORDERS], ids=lambda style: style.__name__)
 def test_a_style_has_no_failure_at_quick(style: Style) -> None:
     known = _XLA.get(style.__name__, set())
     found = Runner(Settings()).run(jobs_of(style))
