@@ -47,10 +47,6 @@ def limits(subject: Subject) -> Iterator[Judgement]:
         yield from _same(subject, "low_sinks", low, problem.without("sinks"))
         none = dataclasses.replace(problem, sinks=np.full_like(problem.sinks, -np.inf))
         yield from _same(subject, "no_sinks", none, problem.without("sinks"))
-        if subject.implementation.empty_rows == "zero" and problem.segment_ids is not None:
-            # Whether such a row has no key, or a sink without weight, decides its logsumexp, and not its output.
-            emptied = _as_expected(subject, "no_sinks_no_keys", _with_rows_that_see_nothing(none))
-            yield from (judgement for judgement in emptied if judgement.observable.startswith("out."))
         yield from _high_sinks(subject)
         if subject.with_gradients and "dsinks" in subject.implementation.gradients:
             yield from _faint_sinks(subject)
@@ -123,14 +119,6 @@ def _with_sinks(subject: Subject, above: float) -> Problem:
     place = 0.0 if not finite.size else float(finite.max() if above > 0 else finite.min())
     assert subject.problem.sinks is not None
     return dataclasses.replace(subject.problem, sinks=np.full_like(subject.problem.sinks, place + above))
-
-
-def _with_rows_that_see_nothing(problem: Problem) -> Problem:
-    """Every fifth query is of a segment that no key is of."""
-    assert problem.segment_ids is not None
-    q_ids, kv_ids = problem.segment_ids
-    alone = np.where(np.arange(q_ids.shape[1]) % 5 == 2, kv_ids.max() + 1, q_ids).astype(q_ids.dtype)
-    return dataclasses.replace(problem, segment_ids=(alone, kv_ids))
 
 
 def _as_expected(subject: Subject, what: str, problem: Problem) -> Iterator[Judgement]:

@@ -83,7 +83,7 @@ _BEYOND = (
     "dq-product-at-default-precision",
     "eager-mask-kept-by-shape",
     "eager-segment-ids-kept-by-shape",
-    "scale-of-numpy-promotes-out",
+    "logits-in-the-dtype-of-a-narrow-bias",
     "scale-of-zero-is-the-usual",
     "window-in-a-list-ignored",
 )
