@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
+from cases.case import Case
 from cases.inputs import Problem, draw
 from cases.masks import Dense
 from conformance import records
@@ -30,11 +31,13 @@ class _Form:
       name: the observable is `out` with this name behind it.
       meant: what the call means.
       given: arguments in the form that is asked, in place of those that `meant` gives.
+      case: of what dtype it is, if not of that of the subject.
     """
 
     name: str
     meant: Problem
     given: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    case: Case | None = None
 
 
 def forms(subject: Subject) -> Iterator[Judgement]:
@@ -45,6 +48,7 @@ def forms(subject: Subject) -> Iterator[Judgement]:
 
 def _judged(subject: Subject, form: _Form) -> Judgement:
     label = f"out.{form.name}"
+    subject = dataclasses.replace(subject, case=form.case or subject.case)
     try:
         got = subject.executor.in_form(form.meant, form.given)
     except Exception as error:  # whatever is raised, nothing wrong was returned
@@ -92,8 +96,8 @@ def _numbers(subject: Subject, name: str) -> Iterator[_Form]:
         number = getattr(problem, name)
         exact: dict[str, Any] = {name: float(np.float32(number))}
         meant = dataclasses.replace(problem, **exact)
-        yield _Form(f"{name}_numpy", meant, {name: np.float32(number)})
-        yield _Form(f"{name}_jax", meant, {name: jnp.float32(number)})
+        yield _Form(f"{name}_numpy", meant, {name: np.float32(number)}, narrow)
+        yield _Form(f"{name}_jax", meant, {name: jnp.float32(number)}, narrow)
 
 
 def _shared_masks(problem: Problem) -> Iterator[_Form]:
