@@ -1,9 +1,11 @@
-"""The tolerance table: one limit a dtype and observable, in units of the error bound (docs/numerics.md, section 6).
+"""The tolerance table: limits of a dtype and observable, in units of the error bound (docs/numerics.md, section 6).
 
-Each follows from what correct implementations reached in that dtype and observable, by one rule for all: 1.5 times the
-largest ratio, rounded up to a whole number, and twice the largest root mean square, rounded up to a tenth. The second
-has more room because errors of few rows may have one cause, and then their root mean square is their maximum. It is
-judged only where there are enough elements for it to mean something.
+They follow from what correct implementations reached. The largest ratio has one limit for all: 1.5 times the largest of
+any dtype and observable, rounded up to a whole number. It is the extreme of many elements, and has a long tail: a
+correct kernel reached 2.05 in dk of f32 outside the grid, where 0.73 is the most on it. The root mean square has no
+such tail. Its limit is three times the largest of that dtype and observable, rounded up to a tenth, and never more than
+1.5 times the largest of all, rounded up to a half. Errors of few rows may have one cause, hence the room. It is judged
+only where there are enough elements for it to mean something.
 
 They hold for what was measured: the arithmetic that nobody need declare, on the platforms of the calibration. Whatever
 declares further roundings, or runs elsewhere, is judged by the widest of all limits (`Tolerances.of`).
@@ -33,8 +35,8 @@ RMS_MIN_ELEMENTS = 256
 CALIBRATION = Path(__file__).with_name("calibration.json")
 CALIBRATION_SCHEMA = "attention-conformance/calibration/1"
 _HEADROOM = 1.5
-_HEADROOM_RMS = 2.0
-_RMS_STEPS = 10  # in 1
+_HEADROOM_RMS = 3.0
+_STEPS_RMS = 10  # in 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,16 +98,20 @@ def from_calibration(calibration: Mapping[str, Any]) -> Tolerances:
     rows = {(row["dtype"], row["observable"]): row for row in calibration["rows"]}
     if missing := [f"{d}.{o}" for d in DTYPES for o in OBSERVABLES if (d, o) not in rows]:
         raise ValueError(f"the calibration has no row for {', '.join(missing)}")
+    ratio = float(math.ceil(_HEADROOM * max(row["max_ratio"] for row in rows.values())))
+    widest = math.ceil(2 * _HEADROOM * max(row["max_rms"] or 0.0 for row in rows.values())) / 2
     name = calibration["provenance"]["name"]
-    limits = {(d, o): _limit(rows[d, o], name) for d in DTYPES for o in OBSERVABLES}
+    limits = {
+        (d, o): Limit(ratio, min(widest, _rms(rows[d, o]["max_rms"])), _source(rows[d, o], name))
+        for d in DTYPES
+        for o in OBSERVABLES
+    }
     return Tolerances(limits, frozenset(calibration["provenance"]["platforms"]))
 
 
-def _limit(row: Mapping[str, Any], name: str) -> Limit:
-    ratio = math.ceil(_HEADROOM * row["max_ratio"])
-    # Of what never has elements enough there is no figure: then it may be the largest ratio.
-    rms = ratio if row["max_rms"] is None else math.ceil(_RMS_STEPS * _HEADROOM_RMS * row["max_rms"]) / _RMS_STEPS
-    return Limit(float(ratio), float(min(ratio, rms)), _source(row, name))
+def _rms(largest: float | None) -> float:
+    """No limit of its own for what never has elements enough."""
+    return math.inf if largest is None else math.ceil(_STEPS_RMS * _HEADROOM_RMS * largest) / _STEPS_RMS
 
 
 @functools.cache

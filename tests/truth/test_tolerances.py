@@ -34,10 +34,12 @@ def test_correct_kernels_stay_well_below_each_limit() -> None:
 
 def test_no_limit_is_more_than_a_step_above_what_the_rule_gives() -> None:
     table = tolerances.default()
+    ratio, rms = (max(row[name] or 0 for row in STORED["rows"]) for name in ("max_ratio", "max_rms"))
     for row in STORED["rows"]:
         limit = table.limit(row["dtype"], row["observable"])
-        assert limit.ratio < 1.5 * row["max_ratio"] + 1
-        assert row["max_rms"] is None or limit.rms < 2 * row["max_rms"] + 0.1
+        assert limit.ratio < 1.5 * ratio + 1
+        assert limit.rms < 1.5 * rms + 0.5
+        assert row["max_rms"] is None or limit.rms < 3 * row["max_rms"] + 0.1
 
 
 def test_narrow_limits_hold_for_what_was_measured() -> None:
@@ -124,9 +126,9 @@ def test_a_calibration_is_read_back_as_a_table(tmp_path: Path) -> None:
     calibration.write(calibration.tabulate([*judged(), record("f16", "dk", 2.1)], level="quick"), path)
     table = tolerances.from_calibration(json.loads(path.read_text()))
     assert table.limit("f16", "dk").ratio == 4.0  # 1.5 * 2.1, rounded up
-    assert table.limit("f16", "dk").rms == 1.1  # 2 * 2.1 / 4, rounded up to a tenth
-    assert table.limit("f32", "out").ratio == 2.0  # 1.5 * 1.0, rounded up
-    assert table.limit("f32", "out").rms == 0.5  # 2 * 1.0 / 4
+    assert table.limit("f16", "dk").rms == 1.0  # 1.5 * 2.1 / 4, rounded up to a half
+    assert table.limit("f32", "out").ratio == 4.0  # one limit for all
+    assert table.limit("f32", "out").rms == 0.8  # 3 * 1.0 / 4, rounded up to a tenth
     assert table.limit("f16", "dk").source.startswith("correct kernels reached 2.10 (rms 0.53) at quick, 11 seeds")
     assert max(len(line) for line in path.read_text().splitlines()) < 400
 
