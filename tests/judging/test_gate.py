@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import re
 import shlex
 import subprocess
@@ -51,7 +52,8 @@ class Repository:
 
     def pytest(self, *arguments: str) -> Run:
         command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *arguments]
-        done = subprocess.run(command, cwd=self.path, capture_output=True, text=True, check=False)
+        plain = {**os.environ, "PYTEST_ADDOPTS": ""}  # what the run of the tests was given is not for this one
+        done = subprocess.run(command, cwd=self.path, capture_output=True, text=True, check=False, env=plain)
         return Run(done.returncode, pytest.LineMatcher(done.stdout.splitlines()), done.stderr.splitlines())
 
     def settings(self, text: str) -> None:
