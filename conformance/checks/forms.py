@@ -1,6 +1,6 @@
 """Forms of an argument that mean the same: who takes them must give what they mean, and who does not must say so.
 
-A scale may come as an integer, out of NumPy, as zero or below it. A window may come in a list, a bias in a dtype of its
+A scale may come as an integer, out of NumPy, or as zero. A window may come in a list, a bias in a dtype of its
 own, a mask or a bias with an axis that rows or heads share. What is silently taken for something else is wrong; what is
 refused is unsupported, and shown.
 """
@@ -68,9 +68,8 @@ def _forms(subject: Subject) -> Iterator[_Form]:
         if getattr(problem, name) is not None:
             yield from _numbers(subject, name)
     if problem.scale is not None:
-        # Both are numbers like any other, and both stand for "none" where somebody tests for truth or for a sign.
+        # A number like any other, and none where somebody tests for truth. Bounds have no scale below it.
         yield _Form("scale_zero", dataclasses.replace(problem, scale=0.0))
-        yield _Form("scale_negative", dataclasses.replace(problem, scale=-problem.scale))
     if statics.get("causal") is True:
         yield _Form("causal_numpy", problem, {"causal": np.True_})
     if (window := statics.get("window")) is not None and isinstance(window, tuple):
