@@ -2,10 +2,10 @@
 
 They follow from what correct implementations reached. The largest ratio has one limit for all: 1.5 times the largest of
 any dtype and observable, rounded up to a whole number. It is the extreme of many elements, and has a long tail: a
-correct kernel reached 2.05 in dk of f32 outside the grid, where 0.73 is the most on it. The root mean square has no
-such tail. Its limit is three times the largest of that dtype and observable, rounded up to a tenth, and never more than
-1.5 times the largest of all, rounded up to a half. Errors of few rows may have one cause, hence the room. It is judged
-only where there are enough elements for it to mean something.
+correct kernel reached 2.05 in dk of f32 outside the grid, where 0.73 is the most on it. Its root mean square there was
+0.178, where 0.15 is the most. So the root mean square has limits of its own: three times the largest of that dtype and
+observable, rounded up to a tenth, and never more than 1.5 times the largest of all, rounded up to a half. Errors of few
+rows may have one cause, hence the room. It is judged only where there are enough elements for it to mean something.
 
 They hold for what was measured: the arithmetic that nobody need declare, on the platforms of the calibration. Whatever
 declares further roundings, or runs elsewhere, is judged by the widest of all limits (`Tolerances.of`).
