@@ -14,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 from cases import axes, covering
 from cases.case import Case
@@ -43,6 +43,7 @@ class Grid:
       rich: the rich case, if any case is supported.
       declined: one case for each level that is not supported.
       coverage: of the feasible combinations, how many some case has.
+      varied: the axes that are covered, by their place in the model.
     """
 
     level: str
@@ -52,6 +53,13 @@ class Grid:
     rich: tuple[Case, ...]
     declined: tuple[Case, ...]
     coverage: Coverage
+    varied: tuple[int, ...]
+
+    def covered_by(self, cases: Collection[Case]) -> int:
+        """How many combinations those of `cases` have that are cases of the grid."""
+        rows = (row for case, row in zip(self.cases, self.rows, strict=True) if case in cases)
+        chosen = (tuple((axis, row[axis]) for axis in self.varied) for row in rows)
+        return len({found for row in chosen for found in itertools.combinations(row, self.coverage.strength)})
 
 
 def grid(level: str, seed: int, supports: Supports = lambda case: None, model: Model = axes.MODEL) -> Grid:
@@ -77,6 +85,7 @@ def grid(level: str, seed: int, supports: Supports = lambda case: None, model: M
         rich=support.rich(),
         declined=_unique(support.declined()),
         coverage=coverage,
+        varied=_varied(matrix, model),
     )
 
 
@@ -101,8 +110,7 @@ def _rows(strength: int, excluded: Matrix, model: Model) -> tuple[tuple[Row, ...
         pairs = itertools.combinations_with_replacement(assigned, 2)
         return model.compatible(model.levels(partial)) and not any(pair in excluded for pair in pairs)
 
-    # A rare axis of which only the first level is left would only disturb the order in which rows are found.
-    kept = [a for a, axis in enumerate(model.axes) if not axis.rare or _supported(a, excluded, model)]
+    kept = _varied(excluded, model)
     sizes = [model.sizes[a] for a in kept]
 
     def whole(partial: Partial) -> Partial:
@@ -115,6 +123,11 @@ def _rows(strength: int, excluded: Matrix, model: Model) -> tuple[tuple[Row, ...
     rows = covering.build(sizes, strength, lambda row: feasible(whole(row)), start=start, cheap=cheap)
     counted = covering.coverage(rows, sizes, strength, lambda partial: feasible(whole(partial)))
     return tuple(tuple(level or 0 for level in whole(row)) for row in rows), counted
+
+
+def _varied(excluded: Matrix, model: Model) -> tuple[int, ...]:
+    """The axes of the array: a rare one with its first level alone would disturb the order in which rows are found."""
+    return tuple(a for a, axis in enumerate(model.axes) if not axis.rare or _supported(a, excluded, model))
 
 
 def _supported(axis: int, excluded: Matrix, model: Model) -> bool:

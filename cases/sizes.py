@@ -68,10 +68,15 @@ _SHAPES = (
     *(Shape("train", 128, 128, heads, depths) for heads, depths in _HEADS.items()),
     _LARGEST,
 )
+_IN_BLOCKS_OF_512 = tuple(
+    dataclasses.replace(other, q=1536, kv=1536, instead_of=other) for other in _with_stand_ins(_SQUARE)
+)
 _STAND_INS = (
     *(other for shape in _SHAPES for other in _with_stand_ins(shape)[1:]),
     # Three blocks and more for those that take only multiples of 256 or 512.
-    *(dataclasses.replace(other, q=1536, kv=1536, instead_of=other) for other in _with_stand_ins(_SQUARE)),
+    *_IN_BLOCKS_OF_512,
+    # Three blocks of queries, for those that are not differentiated.
+    Shape("prefill", 384, 768, (1, 2, 1), instead_of=_IN_BLOCKS_OF_512[0]),
 )
 
 
@@ -124,6 +129,7 @@ AXES: tuple[Axis, ...] = (
     Axis("soft_cap", (None, 0.5, 150.0)),
     Axis("sinks", (False, True)),
     Axis("scale", (None, 1.0)),
+    Axis("kv_cache", (None, "kvint8-token", "kvfp8-head"), rare=True),
 )
 
 
@@ -135,6 +141,8 @@ def _meant(shape: Shape) -> Shape:
 def compatible(levels: Mapping[str, Any]) -> bool:
     """False if the levels given so far (by axis name) cannot stand in one case, or would cost more than they show."""
     shape, mask = levels.get("shape"), levels.get("mask")
+    if levels.get("kv_cache") is not None and shape is not None and shape.phase == "train":
+        return False  # a cache is read, not differentiated
     if mask in _FORMS and levels.get("bias") not in (None, "biaspair"):
         return False
     elsewhere = shape is not None and _meant(shape) not in _ALL_FORMS

@@ -17,6 +17,7 @@ from absl.flags import argparse_flags
 from conformance import environment, packages
 from conformance.commands.errors import CannotJudge
 from conformance.judging import interrupts
+from conformance.judging.levels import GRID_LEVELS, LEVELS
 
 _DESCRIPTION = """\
 Is an attention implementation right? Judge its forward pass, its residuals and every gradient against a float64 oracle,
@@ -231,7 +232,7 @@ def _add_sensitivity(commands: argparse._SubParsersAction[_CommandParser]) -> No
     adding.add_argument("--bank", metavar="MODULE:ATTRIBUTE", help="the bank (the one in pyproject.toml)")
     adding.add_argument("--bug", action="append", default=[], metavar="NAME", help="only this bug; may be repeated")
     adding.add_argument("--new", action="store_true", help="only bugs with no kept figures of what is asked today")
-    adding.add_argument("--level", choices=("quick", "standard", "deep"), help="of the grid (quick)")
+    adding.add_argument("--level", choices=LEVELS, help="what is asked of each bug (quick)")
     adding.add_argument("--jobs", type=int, metavar="N", help="worker processes (one a core)")
     adding.add_argument("--report", metavar="FILE.html", help="write the page here")
     adding.add_argument("--save", action="store_true", help="keep the figures: reports of every later run show them")
@@ -244,7 +245,7 @@ def _add_calibrate(commands: argparse._SubParsersAction[_CommandParser]) -> None
     adding.add_argument("--impl", action="append", default=[], metavar="NAME", help="judge this one; may be repeated")
     adding.add_argument(
         "--level",
-        choices=("quick", "standard", "deep"),
+        choices=GRID_LEVELS,
         help="of the grid (standard), or of the records",
     )
     adding.add_argument("--seed", action="append", default=[], type=int, metavar="N", help="base seed; may be repeated")
@@ -269,7 +270,9 @@ def _add_run(commands: argparse._SubParsersAction[_CommandParser]) -> None:
     )
     what.add_argument("--all", action="store_true", help="every registered implementation")
     what.add_argument(
-        "--level", choices=("quick", "standard", "deep"), help="every pair, triple or quadruple of levels"
+        "--level",
+        choices=LEVELS,
+        help="every pair (quick), triple or quadruple of levels; smoke: ten seconds of quick, which say most",
     )
     what.add_argument("--case", metavar="ID", help="one case by its id")
     what.add_argument(
@@ -333,7 +336,7 @@ def _add_list(commands: argparse._SubParsersAction[_CommandParser]) -> None:
         help="what to list (implementations)",
     )
     listing.add_argument("--impl", metavar="NAME", help="cases: only those that this implementation is judged by")
-    listing.add_argument("--level", choices=("quick", "standard", "deep"), help="cases: of this grid (quick)")
+    listing.add_argument("--level", choices=GRID_LEVELS, help="cases: of this grid (quick)")
     listing.add_argument("--cases", metavar="QUERY", help="cases: only those that match")
     listing.add_argument("--seed", type=int, metavar="N", help="cases: with this base seed (0)")
 

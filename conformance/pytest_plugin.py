@@ -18,9 +18,11 @@ from typing import TYPE_CHECKING
 import pytest
 
 from conformance import packages
+from conformance.judging.levels import LEVELS
 
 if TYPE_CHECKING:
-    from conformance.judging.plan import Job, Plan
+    from conformance.judging.job import Job
+    from conformance.judging.plan import Plan
     from conformance.judging.runner import Runner
     from conformance.records import Record
 
@@ -36,9 +38,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption(
         "--impl", action="append", default=[], metavar="NAME", help="judge this one, or this group; may be repeated"
     )
-    group.addoption(
-        "--conformance-level", default="quick", choices=("quick", "standard", "deep"), help="size of the grid (quick)"
-    )
+    group.addoption("--conformance-level", default="quick", choices=LEVELS, help="how much is judged (quick)")
     group.addoption("--conformance-cases", metavar="QUERY", help="only cases that match")
     group.addoption("--conformance-seed", type=int, default=0, metavar="N", help="base seed of the grid (0)")
     group.addoption(
@@ -215,6 +215,7 @@ class _Gate:
 
         option = self._config.getoption
         narrowed = option("--conformance-cases") is not None or option("--conformance-seed")
+        narrowed = narrowed or option("--conformance-level") == "smoke"
         if not narrowed and len(self._tests) == len(self._plan().jobs):
             found = settings.load(self._config.rootpath)
             self._stale = found.stale(self._records, jax.__version__)
@@ -252,6 +253,7 @@ class _Gate:
             seconds=round(time.perf_counter() - self._started, 1),
             detection=detection.load(),
             declared={name: declared(find(name)) for name in names},
+            few_blocks=dict(self._plan().few_blocks),
         )
         html.write(target, found, info)
         records.write_jsonl(target.with_suffix(".jsonl"), found)

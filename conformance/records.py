@@ -114,7 +114,8 @@ class RunInfo:
     """What holds for a whole run.
 
     `detection` is what the gate is known to catch (`sensitivity.detection`), `declared` what implementations declare
-    that asks less of them than the defaults.
+    that asks less of them than the defaults, `few_blocks` how few blocks their lengths allow to ask about
+    (`judging.reach`).
     """
 
     command: str
@@ -127,6 +128,7 @@ class RunInfo:
     notes: list[str] = dataclasses.field(default_factory=list)
     detection: dict[str, Any] | None = None
     declared: dict[str, list[str]] = dataclasses.field(default_factory=dict)
+    few_blocks: dict[str, str] = dataclasses.field(default_factory=dict)
     schema: str = RUN_SCHEMA
 
 

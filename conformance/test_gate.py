@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from conformance.judging.plan import Job
+from conformance.judging.job import Job
 from conformance.records import EXPECTED_FAIL, PASS, RED, UNJUDGED, UNSUPPORTED, Record
 
 

@@ -45,6 +45,8 @@ GLYPHS = {
     NOT_JUDGED: "?",
 }
 """A sign beside every colour, for those who do not see the colour."""
+SMOKED = "passes smoke, a part of quick"
+"""What a run at `smoke` says in place of that a contender conforms."""
 LONGEST_REASON = 600
 """A traceback belongs into the JSON lines; a reason this long still says what happened."""
 
@@ -171,12 +173,14 @@ def shorten(text: str, *, longest: int = LONGEST_REASON) -> str:
 
 
 def standing_text(standing: Standing, run: RunInfo) -> str:
-    """The verdict of a contender in words; an interrupted run vouches only for what it reached."""
+    """The verdict of a contender in words; an interrupted run, or one at `smoke`, vouches only for what it reached."""
     if standing.conformity not in (CONFORMS, KNOWN_FAILURES):
         return standing.conformity
-    words = CONFORMS
+    words = SMOKED if run.level == "smoke" else CONFORMS
     if run.declared.get(standing.contender.implementation):
         words += " as declared"
+    if few := run.few_blocks.get(standing.contender.implementation):
+        words += f", asked about {few} only"
     if run.interrupted:
         words += " so far"
     return standing.conformity.replace(CONFORMS, words)
@@ -246,4 +250,4 @@ def _counted(number_of: int, noun: str) -> str:
 
 
 def _plural(words: str) -> str:
-    return words.replace("conforms", "conform").replace("does not", "do not")
+    return words.replace("conforms", "conform").replace("passes", "pass").replace("does not", "do not")

@@ -21,6 +21,7 @@ from conformance.commands.progress import Progress
 from conformance.contract import Implementation
 from conformance.judging import plan, runner, settings
 from conformance.judging.declarations import declared
+from conformance.judging.job import Job
 from conformance.judging.parallel import run_parallel
 from conformance.records import Record, RunInfo
 from conformance.sensitivity import detection
@@ -47,7 +48,7 @@ def run(arguments: argparse.Namespace) -> int:
     interrupted = False
     with Progress(len(planned.jobs), console) as progress:
 
-        def on_job(job: plan.Job, judged: list[Record]) -> None:
+        def on_job(job: Job, judged: list[Record]) -> None:
             found.extend(judged)
             progress.advance(judged)
             if arguments.fail_fast and any(record.verdict in records.RED for record in judged):
@@ -57,7 +58,7 @@ def run(arguments: argparse.Namespace) -> int:
         if arguments.fail_fast:
             jobs = tuple(sorted(jobs, key=lambda job: not job.short))  # few programs each: a failure shows sooner
         try:
-            _run_jobs(jobs, arguments.jobs, arguments.products, chosen, on_job, as_given=arguments.fail_fast)
+            _run_jobs(jobs, arguments.jobs, arguments.products, chosen, on_job, one_by_one=arguments.fail_fast)
         except _FirstFailure:
             console.print("stopped at the first failure, as --fail-fast says", style="yellow")
             interrupted = True
@@ -79,6 +80,7 @@ def run(arguments: argparse.Namespace) -> int:
         interrupted=interrupted,
         detection=detection.load(),
         declared={implementation.name: declared(implementation) for implementation in implementations},
+        few_blocks=dict(planned.few_blocks),
     )
     outputs.write(found, info)
     terminal.print_summary(found, info, Console())
@@ -129,25 +131,26 @@ def _nothing_planned(arguments: argparse.Namespace) -> str:
 
 
 def _run_jobs(
-    jobs: Sequence[plan.Job],
+    jobs: Sequence[Job],
     workers: int | None,
     products: str | None,
     chosen: settings.Settings,
-    on_job: Callable[[plan.Job, list[Record]], None],
+    on_job: Callable[[Job, list[Record]], None],
     *,
-    as_given: bool = False,
+    one_by_one: bool = False,
 ) -> None:
     if workers is None:
         workers = (os.cpu_count() or 1) if jax.default_backend() == "cpu" and len(jobs) > 8 else 1
     if workers == 1:
         runner.Runner(chosen).run(jobs, on_job)
     else:
-        run_parallel(jobs, workers, products, on_job, runner.Runner(chosen).lost, as_given=as_given)
+        run_parallel(jobs, workers, products, on_job, runner.Runner(chosen).lost, one_by_one=one_by_one)
 
 
 def _is_whole(arguments: argparse.Namespace, interrupted: bool) -> bool:
     """Whether the run judged all that its level asks for, so that what did not fail can be called stale."""
     narrowed = arguments.case is not None or arguments.cases is not None or arguments.regressions
+    narrowed = narrowed or arguments.level == "smoke"
     return not (narrowed or arguments.check or arguments.seed or interrupted)
 
 
@@ -181,7 +184,7 @@ def judge_all(names: Sequence[str], level: str, seeds: Sequence[int], workers: i
     planned = plan.plan([lookup.find(name) for name in names], level=level, seeds=seeds)
     with Progress(len(planned.jobs), Console(stderr=True)) as progress:
 
-        def on_job(job: plan.Job, judged: list[Record]) -> None:
+        def on_job(job: Job, judged: list[Record]) -> None:
             found.extend(judged)
             progress.advance(judged)
 

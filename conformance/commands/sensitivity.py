@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import signal
+import statistics
 import time
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
@@ -22,6 +23,7 @@ from conformance.sensitivity import detection, resolution
 from conformance.sensitivity.bank import BankError, PlantedBug, load_bank
 from conformance.sensitivity.examination import CheckPower, Examination, is_still_asked, powers
 from conformance.sensitivity.parallel import KernelDied, examine_parallel
+from reports import wording
 
 
 def sensitivity(arguments: argparse.Namespace) -> int:
@@ -127,6 +129,9 @@ def _print(examined: Sequence[Examination], resolutions: Sequence[resolution.Res
     if whole:
         _print_powers(console, ranked)
         _print_resolution(console, resolutions)
+    if times := [e.first_red for e in examined if e.first_red is not None]:
+        text = f"first red after {wording.brief(statistics.median(times))} of judging (median)"
+        console.print(text, highlight=False)
     survivors = [e.bug for e in examined if e.survives]
     console.print(f"{len(examined) - len(survivors)} of {len(examined)} planted bugs are seen", highlight=False)
     for name in survivors:

@@ -35,7 +35,7 @@ from conformance.calling.clues import clues_of
 from conformance.checks import CHECKS, Check
 from conformance.contract import Implementation
 from conformance.judging.exploration import Exploration, Seen, plainness, told
-from conformance.judging.plan import Job
+from conformance.judging.job import Job
 from conformance.judging.runner import Runner
 from conformance.judging.settings import Settings
 from conformance.records import Record

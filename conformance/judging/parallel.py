@@ -13,7 +13,7 @@ from conformance.calling import registry
 from conformance.checks import BY_NAME
 from conformance.contract import Implementation
 from conformance.judging import settings, workers
-from conformance.judging.plan import Job
+from conformance.judging.job import Job
 from conformance.judging.runner import Runner
 from conformance.records import Record
 
@@ -40,7 +40,7 @@ def run_parallel(
     on_job: Callable[[Job, list[Record]], None],
     lost: Callable[[Job], list[Record]],
     *,
-    as_given: bool = False,
+    one_by_one: bool = False,
 ) -> None:
     """Judge `jobs` in worker processes. Ctrl-C stops the workers at once.
 
@@ -50,7 +50,7 @@ def run_parallel(
       products: what `--products` says.
       on_job: hears of each job as it ends.
       lost: gives the records of a job that kills its process.
-      as_given: whether jobs begin in their order, and not long ones first.
+      one_by_one: whether a process takes one job at a time, so that the first of them ends soonest.
     """
     by_order = {_order(job, products): job for job in jobs}
 
@@ -59,7 +59,7 @@ def run_parallel(
             on_job(by_order[order], found)
 
     workers.work_through(
-        [tuple(_order(job, products) for job in chunk) for chunk in _chunks(jobs, as_given=as_given)],
+        [tuple(_order(job, products) for job in chunk) for chunk in _chunks(jobs, one_by_one=one_by_one)],
         processes,
         functools.partial(_judge, Path.cwd()),
         heard=heard,
@@ -73,27 +73,21 @@ def _order(job: Job, products: str | None) -> _Order:
     return _Order(job.implementation.name, products, job.case.id, checks, job.turn)
 
 
-def _chunks(jobs: Sequence[Job], *, as_given: bool) -> list[list[Job]]:
-    """The jobs: long ones first, each by itself, then the others as they come, a few at a time.
-
-    Long jobs are many programs each: begun last, they would leave one process at work and the others idle. `as_given`
-    leaves them in their places, and every job by itself.
-    """
-    if as_given:
+def _chunks(jobs: Sequence[Job], *, one_by_one: bool) -> list[list[Job]]:
+    """The jobs in their order, short ones a few at a time; `one_by_one` leaves every job by itself."""
+    if one_by_one:
         return [[job] for job in jobs]
-    long: list[list[Job]] = []
-    short: list[list[Job]] = []
+    chunks: list[list[Job]] = []
     previous: Job | None = None
     for job in jobs:
         shares = previous is not None and job.case.program == previous.case.program
-        if not job.short:
-            long.append([job])
-        elif short and short[-1][-1] is previous and (shares or len(short[-1]) < _CHUNK):
-            short[-1].append(job)
+        joins = previous is not None and previous.short and job.short and (shares or len(chunks[-1]) < _CHUNK)
+        if joins:
+            chunks[-1].append(job)
         else:
-            short.append([job])
+            chunks.append([job])
         previous = job
-    return long + short
+    return chunks
 
 
 @functools.cache

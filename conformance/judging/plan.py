@@ -1,10 +1,10 @@
-"""What a run judges: jobs, each one implementation on one case under some checks."""
+"""What a run judges, planned from what an implementation supports."""
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from cases.case import Case, matches
@@ -13,41 +13,19 @@ from conformance.asking.scopes import GRID, SCOPES, Asked
 from conformance.asking.turn import EVERYTHING, Turn
 from conformance.checks import CHECKS, Check
 from conformance.contract import Implementation
+from conformance.judging import order
+from conformance.judging.job import Job
+from conformance.judging.reach import few_blocks
 from conformance.judging.turns import taken, taken_by_sizes
 
 
 @dataclasses.dataclass(frozen=True)
-class Job:
-    """One implementation on one case under some checks, which share compiled functions and expectations."""
-
-    implementation: Implementation
-    case: Case
-    checks: tuple[Check, ...]
-    turn: Turn = EVERYTHING
-
-    @property
-    def on_grid(self) -> bool:
-        """Whether it is a case of the covering grid under the checks that are asked of each."""
-        return {check.scope for check in self.checks} == {GRID}
-
-    @property
-    def short(self) -> bool:
-        """Whether it is few programs."""
-        return all(check.scope.short for check in self.checks)
-
-    @property
-    def id(self) -> str:
-        """`implementation-case`, with the checks where they are not those of the grid."""
-        extra = "" if self.on_grid else "-".join(check.name for check in self.checks) + "-"
-        return f"{self.implementation.name}-{extra}{self.case.id}"
-
-
-@dataclasses.dataclass(frozen=True)
 class Plan:
-    """The jobs of a run, and the coverage of its grids."""
+    """The jobs of a run, the coverage of its grids, and who could be asked about few blocks only (`reach`)."""
 
     jobs: tuple[Job, ...]
     coverage: tuple[dict[str, Any], ...]
+    few_blocks: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
 
 def plan(
@@ -62,7 +40,7 @@ def plan(
 
     Args:
       implementations: what to judge.
-      level: `quick`, `standard` or `deep`.
+      level: one of `LEVELS`.
       seeds: base seeds; the grid is judged once for each.
       query: only cases that it matches.
       checks: only these checks.
@@ -70,19 +48,23 @@ def plan(
     chosen = tuple(checks)
     jobs: list[Job] = []
     coverage = []
+    few = {}
     for implementation in implementations:
         made = [_jobs(implementation, level, seed, chosen, first=seed == seeds[0]) for seed in seeds]
-        coverage.append(made[0][1])
         # The same row with every seed in turn: cases that differ only in values share compiled functions.
-        rows = itertools.zip_longest(*(row for row, _ in made))
-        jobs += [job for row in rows for job in row if job and (query is None or matches(query, job.case.id))]
-    return Plan(tuple(jobs), tuple(coverage))
+        rows = itertools.zip_longest(*made)
+        theirs = [job for row in rows for job in row if job]
+        theirs = order.foremost(theirs) if level == "smoke" else order.ordered(theirs)
+        coverage.append(_coverage(implementation, level, seeds[0], theirs))
+        few[implementation.name] = few_blocks(implementation, theirs)
+        jobs += [job for job in theirs if query is None or matches(query, job.case.id)]
+    return Plan(tuple(jobs), tuple(coverage), few)
 
 
 def _jobs(
     implementation: Implementation, level: str, seed: int, checks: tuple[Check, ...], *, first: bool
-) -> tuple[list[Job], dict[str, Any]]:
-    asked = Asked(implementation, level, seed)
+) -> list[Job]:
+    asked = _asked(implementation, level, seed)
     found = asked.grid
     jobs = []
     for scope in SCOPES:
@@ -90,21 +72,32 @@ def _jobs(
         if not theirs or not (first or scope.seeded):
             continue
         # At `quick` the cases of the grids take turns, unless what to ask is named.
-        take_turns = level == "quick" and scope is GRID and len(checks) == len(CHECKS)
+        take_turns = asked.level == "quick" and scope is GRID and len(checks) == len(CHECKS)
         turns: dict[Case, Turn] = {}
         if take_turns:
             turns = taken_by_sizes(implementation, asked.sizes, seed) | taken(implementation, found, seed)
         jobs += [Job(implementation, case, theirs, turns.get(case, EVERYTHING)) for case in scope.cases(asked)]
-    row = {
+    return jobs
+
+
+def _asked(implementation: Implementation, level: str, seed: int) -> Asked:
+    return Asked(implementation, "quick" if level == "smoke" else level, seed)
+
+
+def _coverage(implementation: Implementation, level: str, seed: int, jobs: Iterable[Job]) -> dict[str, Any]:
+    """What the cases of the grids cover, those of one seed as good as those of another: all of them but at `smoke`."""
+    asked = _asked(implementation, level, seed)
+    chosen = {job.case for job in jobs if job.on_grid} if level == "smoke" else None
+    grids = (asked.grid, asked.sizes)
+    return {
         "implementation": implementation.name,
         "level": level,
-        "strength": found.coverage.strength,
-        "cases": len({*found.cases, *asked.sizes.cases}),
-        "declined": len({*found.declined, *asked.sizes.declined}),
-        "combinations": found.coverage.feasible + asked.sizes.coverage.feasible,
-        "covered": found.coverage.covered + asked.sizes.coverage.covered,
+        "strength": asked.grid.coverage.strength,
+        "cases": len({case for grid in grids for case in grid.cases if chosen is None or case in chosen}),
+        "declined": len({case for grid in grids for case in grid.declined}),
+        "combinations": sum(grid.coverage.feasible for grid in grids),
+        "covered": sum(grid.coverage.covered if chosen is None else grid.covered_by(chosen) for grid in grids),
     }
-    return jobs, row
 
 
 def regressions(implementations: Sequence[Implementation], checks: Iterable[Check] = CHECKS) -> Plan:

@@ -18,7 +18,7 @@ from conformance.checks import CHECKS, Check
 from conformance.contract import Implementation
 from conformance.judging import discrimination, interrupts
 from conformance.judging.again import CONFIRMED, Again
-from conformance.judging.plan import Job
+from conformance.judging.job import Job
 from conformance.judging.settings import Settings
 from conformance.records import Record
 

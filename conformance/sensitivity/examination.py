@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from cases.case import Case
 from conformance.checks import CHECKS
-from conformance.judging.plan import Job, plan
+from conformance.judging.job import Job
+from conformance.judging.plan import plan
 from conformance.judging.runner import Runner
 from conformance.judging.settings import Settings
 from conformance.records import ERROR, RED, Record
@@ -40,6 +42,7 @@ class Examination:
       judged: how many jobs of the plan were judged.
       planned: how many jobs the plan has. Fewer are judged where several checks see the bug on the cases nearest to it.
       seconds: time by check.
+      first_red: seconds of judging until a check saw it; none where none does, or where that was not kept.
     """
 
     bug: str
@@ -51,6 +54,7 @@ class Examination:
     judged: int
     planned: int
     seconds: Mapping[str, float]
+    first_red: float | None = None
 
     @property
     def survives(self) -> bool:
@@ -62,10 +66,12 @@ def ordered_jobs(bug: PlantedBug, level: str) -> list[Job]:
     """The jobs of the gate for the bug's implementation: `NEAR` cases of the grid, what is not on it, the rest of it.
 
     Cases that have the bug's trigger come first, small before big; what is not on the grid comes in the order of
-    `SCOPES`. All jobs are there: the order saves time and changes
-    no result.
+    `SCOPES`. All jobs are there: the order saves time and changes no result. At `smoke` the order is that of a
+    run, since how soon that turns red is what is measured.
     """
     jobs = plan([bug.build()], level=level).jobs
+    if level == "smoke":
+        return list(jobs)
     on_grid = [job for job in jobs if job.on_grid]
     on_grid.sort(key=lambda job: (not bug.trigger(job.case), _size(job.case)))
     special = [job for job in jobs if not job.on_grid]
@@ -117,6 +123,8 @@ def examine(bug: PlantedBug, level: str) -> Examination:
     none has seen to all of it.
     """
     runner = _without_second_looks()
+    started = time.perf_counter()
+    first_red = None
     jobs = ordered_jobs(bug, level)
     beside = NEAR + sum(not job.on_grid for job in jobs)
     kills: dict[str, Kill] = {}
@@ -125,12 +133,13 @@ def examine(bug: PlantedBug, level: str) -> Examination:
     for number, job in enumerate(jobs):
         if len(kills) > 1:
             break
-        if number >= beside and kills and number % _STRIDE:
+        if level != "smoke" and number >= beside and kills and number % _STRIDE:
             continue
         open_checks = tuple(check for check in job.checks if check.name not in kills)
-        for record in runner.judge(dataclasses.replace(job, checks=open_checks)):
+        for record in runner.stream(dataclasses.replace(job, checks=open_checks)):
             seconds[record.check] = seconds.get(record.check, 0.0) + record.seconds
             if record.verdict in RED and record.check not in kills:
+                first_red = first_red or time.perf_counter() - started
                 kills[record.check] = Kill(record.observable, record.case, record.verdict, record.ratio)
         judged += 1
     return Examination(
@@ -143,6 +152,7 @@ def examine(bug: PlantedBug, level: str) -> Examination:
         judged=judged,
         planned=len(jobs),
         seconds=seconds,
+        first_red=first_red,
     )
 
 

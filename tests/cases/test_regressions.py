@@ -15,7 +15,7 @@ from conformance.calling import registry
 from conformance.calling.execution import Executor
 from conformance.checks import CHECKS
 from conformance.judging.discrimination import REQUIRED_MARGIN, margins, weakest
-from conformance.judging.plan import Job
+from conformance.judging.job import Job
 from conformance.judging.runner import Runner
 from conformance.judging.settings import Settings
 from conformance.truth.tolerances import default

@@ -22,6 +22,7 @@ from conformance.calling.plain import from_function
 from conformance.checks import BY_NAME, CHECKS
 from conformance.contract import Implementation
 from conformance.judging import plan
+from conformance.judging.job import Job
 from conformance.judging.runner import Runner
 from conformance.judging.settings import Settings
 from conformance.records import ERROR, FAIL, PASS, RED, UNSUPPORTED, Record
@@ -268,7 +269,7 @@ def test_cases_that_differ_in_values_alone_are_judged_by_the_same_programs() -> 
 
     def judge_with(distribution: str, turn: Turn) -> list[Record]:
         case = parse(CAPPED.replace("/full/", "/lengths-9/").replace("/normal/", f"/{distribution}/"))
-        return runner.judge(plan.Job(kernel, case, checks, turn))
+        return runner.judge(Job(kernel, case, checks, turn))
 
     expected = {PASS, UNSUPPORTED}  # keys behind the mask are declared to be finite
     assert {record.verdict for record in judge_with("normal", once)} == expected

@@ -11,6 +11,7 @@ from conformance.asking.scopes import DECODED, ENSEMBLE
 from conformance.calling.plain import from_function
 from conformance.judging import plan
 from conformance.judging.declarations import declared
+from conformance.judging.job import Job
 from conformance.judging.runner import Runner
 from conformance.judging.settings import Settings
 from conformance.records import PASS, RED, Record
@@ -24,7 +25,7 @@ _STRIDE = 28
 each_style = pytest.mark.parametrize("style", STYLES, ids=lambda style: style.__name__)
 
 
-def jobs_of(style: Style) -> list[plan.Job]:
+def jobs_of(style: Style) -> list[Job]:
     return list(plan.plan([from_function(style, style.__name__)], level="quick").jobs)
 
 
@@ -50,7 +51,7 @@ def test_rows_that_average_a_cache_are_not_judged_by_what_lies_behind_its_end(st
     assert_no_alarm(Runner(Settings()).run([job for job in jobs_of(style) if has(job, DECODED)]))
 
 
-def has(job: plan.Job, scope: object) -> bool:
+def has(job: Job, scope: object) -> bool:
     return any(check.scope is scope for check in job.checks)
 
 

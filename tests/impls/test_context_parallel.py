@@ -19,7 +19,7 @@ from conformance import records
 from conformance.asking.turn import EVERYTHING, Turn
 from conformance.checks import BY_NAME
 from conformance.contract import Implementation
-from conformance.judging.plan import Job
+from conformance.judging.job import Job
 from conformance.judging.runner import Runner
 from conformance.judging.settings import Settings
 from conformance.records import RED, UNJUDGED

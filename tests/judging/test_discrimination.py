@@ -16,7 +16,7 @@ from conformance.calling.registry import find
 from conformance.checks import CHECKS
 from conformance.contract import Implementation
 from conformance.judging.discrimination import REQUIRED_MARGIN, margins, weakest
-from conformance.judging.plan import Job
+from conformance.judging.job import Job
 from conformance.judging.runner import Runner
 from conformance.judging.settings import Settings
 from conformance.records import PASS

@@ -19,7 +19,8 @@ from cases.front_end_cases import front_end_cases
 from cases.inputs import draw, draw_raw
 from conformance.checks import BY_NAME
 from conformance.contract import Arithmetic
-from conformance.judging.plan import Job, single
+from conformance.judging.job import Job
+from conformance.judging.plan import single
 from conformance.judging.runner import Runner
 from conformance.judging.settings import Settings
 from conformance.records import FAIL, PASS, Record

@@ -13,7 +13,7 @@ from cases.case import parse
 from cases.inputs import draw, draw_cotangent
 from conformance.checks import BY_NAME
 from conformance.contract import Arithmetic, Implementation
-from conformance.judging.plan import Job
+from conformance.judging.job import Job
 from conformance.judging.runner import Runner
 from conformance.judging.settings import Settings
 from conformance.records import FAIL, PASS, Record

@@ -1,0 +1,37 @@
+"""A job: what a run judges at a time."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from cases.case import Case
+from conformance.asking.scopes import GRID
+from conformance.asking.turn import EVERYTHING, Turn
+from conformance.checks import Check
+from conformance.contract import Implementation
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """One implementation on one case under some checks, which share compiled functions and expectations."""
+
+    implementation: Implementation
+    case: Case
+    checks: tuple[Check, ...]
+    turn: Turn = EVERYTHING
+
+    @property
+    def on_grid(self) -> bool:
+        """Whether it is a case of the covering grid under the checks that are asked of each."""
+        return {check.scope for check in self.checks} == {GRID}
+
+    @property
+    def short(self) -> bool:
+        """Whether it is few programs."""
+        return all(check.scope.short for check in self.checks)
+
+    @property
+    def id(self) -> str:
+        """`implementation-case`, with the checks where they are not those of the grid."""
+        extra = "" if self.on_grid else "-".join(check.name for check in self.checks) + "-"
+        return f"{self.implementation.name}-{extra}{self.case.id}"
