@@ -60,7 +60,8 @@ def sensitivity(arguments: argparse.Namespace) -> int:
             signal.signal(signal.SIGINT, signal.SIG_IGN)  # what was examined gets written, whatever else is pressed
             interrupted = True
     complete = bool(names) and len(examined) == len(names)
-    kept = detection.examinations(last, set(bugs) - set(names) if arguments.save else unmeasured)
+    stands = last if last is not None and last["level"] == level else None  # what another level saw says nothing here
+    kept = detection.examinations(stands, set(bugs) - set(names) if arguments.save else unmeasured)
     examined += kept
     resolutions = resolution.resolve(chosen.tolerances) if whole and not interrupted else []
     table = detection.tabulate(examined, resolutions, level=level, environment=described)
@@ -130,7 +131,7 @@ def _print(examined: Sequence[Examination], resolutions: Sequence[resolution.Res
         _print_powers(console, ranked)
         _print_resolution(console, resolutions)
     if times := [e.first_red for e in examined if e.first_red is not None]:
-        text = f"first red after {wording.brief(statistics.median(times))} of judging (median)"
+        text = f"first red after {wording.brief(statistics.median(times))} of judging (median of those seen)"
         console.print(text, highlight=False)
     survivors = [e.bug for e in examined if e.survives]
     console.print(f"{len(examined) - len(survivors)} of {len(examined)} planted bugs are seen", highlight=False)
@@ -145,7 +146,7 @@ def _print_unmeasured(unmeasured: Mapping[str, str], kept: Collection[str]) -> N
     """Bugs that this machine cannot measure: the figures of the last measurement stand for them, where there is one."""
     console = Console(soft_wrap=True)
     for name, reason in unmeasured.items():
-        figures = "the last measurement stands" if name in kept else "never measured"
+        figures = "the last measurement stands" if name in kept else "never measured at this level"
         console.print(f"not measured here: {name} ({figures}): {reason}", style="yellow", highlight=False)
 
 

@@ -73,15 +73,16 @@ def long_thirds(q: Any, k: Any, v: Any, *, causal: bool = False) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("function", "smallest"),
+    ("function", "seed", "smallest"),
     [
-        (tail_and_cap, "train/f32/B1.T65.S65.N1.K1.H8.V8/full/softcap30/normal/s0"),
-        (grouped_in_bf16, "B1.T"),
-        (window_when_lengths_differ, "/window-l"),
+        # From seeds that come upon the condition soon: how often others do is what the nightly tests ask.
+        (tail_and_cap, 6, "train/f32/B1.T65.S65.N1.K1.H8.V8/full/softcap30/normal/s0"),
+        (grouped_in_bf16, 0, "B1.T"),
+        (window_when_lengths_differ, 2, "/window-l"),
     ],
 )
-def test_a_bug_in_a_rare_condition_is_found_and_shrunk(function: Callable[..., Any], smallest: str) -> None:
-    found = explored(function, examples=60)
+def test_a_bug_in_a_rare_condition_is_found_and_shrunk(function: Callable[..., Any], seed: int, smallest: str) -> None:
+    found = explored(function, examples=14, seed=seed)
     assert found.failing is not None
     assert smallest in found.failing.id
     case = found.failing
@@ -95,6 +96,14 @@ def test_a_bug_in_a_rare_condition_is_found_and_shrunk(function: Callable[..., A
     assert {record.case for record in red} == {case.id}
     assert found.first is not None
     assert plainness(case) <= plainness(found.first)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("function", [tail_and_cap, grouped_in_bf16, window_when_lengths_differ, long_thirds])
+def test_most_seeds_find_it_in_eighty_cases(function: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(explore, "_UNLIMITED_SHRINK", 0.0)
+    found = [explored(function, examples=80, seed=seed).failing for seed in range(3)]
+    assert sum(failing is not None for failing in found) >= 2
 
 
 def test_a_right_kernel_is_left_alone_and_what_was_reached_is_told() -> None:
@@ -115,7 +124,7 @@ def test_a_right_kernel_is_left_alone_and_what_was_reached_is_told() -> None:
 
 
 def test_a_constant_in_the_source_leads_to_the_lengths_at_which_it_matters() -> None:
-    found = explored(long_thirds, examples=80)
+    found = explored(long_thirds, examples=24, seed=1)
     assert found.failing is not None
     assert found.failing.kv_length % 192 == 0
     assert found.failing.kv_length > 1000
@@ -127,7 +136,7 @@ def test_a_constant_in_the_source_leads_to_the_lengths_at_which_it_matters() -> 
 
 
 def test_without_clues_such_lengths_are_not_drawn() -> None:
-    found = explored(long_thirds, examples=80, clues=NO_CLUES)
+    found = explored(long_thirds, examples=24, seed=1, clues=NO_CLUES)
     assert found.failing is None
     assert "clues: none" in "\n".join(explore.told(found, 0))
 

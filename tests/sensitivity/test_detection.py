@@ -143,7 +143,7 @@ def test_what_this_machine_cannot_measure_is_named_and_is_no_success(capsys: pyt
         == 2
     )
     printed = capsys.readouterr().out
-    assert "not measured here: needs-a-compiler (never measured): no compiler here" in printed
+    assert "not measured here: needs-a-compiler (never measured at this level): no compiler here" in printed
     assert "0 of 0 planted bugs are seen" in printed
 
 
