@@ -93,6 +93,12 @@ def _window(shape: Shape) -> str:
     return f"window-l{max(3, 5 * shape.kv // 8) - 1}-r0{_end(shape)}"
 
 
+def _causal_and_window(shape: Shape) -> str:
+    """Both matter, and are counted from the first key in training and so that the last ones meet in decoding."""
+    first = "" if shape.phase == "train" else _end(shape)
+    return f"causal{first}_and_window-l{min(200, shape.kv // 4)}-r9{first}"
+
+
 def _lengths(shape: Shape) -> str:
     """Keys up to a border of a block and next to it, none at all for one row."""
     borders = (max(65, shape.kv - 127), 128, shape.kv, 1, 0)
@@ -112,7 +118,7 @@ _FORMS: dict[str, Callable[[Shape], str]] = {
     "unbounded": lambda shape: "window-linf-rinf",
     "wider": lambda shape: "window-l99999-r99999",
     "own_key": lambda shape: f"window-l0-r0{_end(shape)}",
-    "causal_window": lambda shape: f"causal{_end(shape)}_and_window-l200-r9{_end(shape)}",
+    "causal_window": _causal_and_window,
 }
 _MASKS = {**_USUAL, **_FORMS}
 # The other shapes meet as many masks, and as many forms of a bias, as there are dtypes: three cases are enough then.
