@@ -197,11 +197,21 @@ def _compile(implementation: Implementation, statics: Mapping[str, Any], jit: Ca
 
 
 def pull_back(function: Callable[[Arrays], Any], arrays: Arrays, cotangent: Any) -> tuple[Any, Arrays]:
-    """The value, and the gradients of the differentiable operands for a cotangent of it."""
+    """The value, and the gradients of the differentiable operands for a cotangent of it.
+
+    A value in another floating-point dtype than it should have is a failure of its own. It is differentiated all the
+    same: the cotangent is given in that dtype.
+    """
     moving = {name: x for name, x in arrays.items() if name in GRADIENT_OF}
     fixed = {name: x for name, x in arrays.items() if name not in GRADIENT_OF}
     primal, pullback = jax.vjp(lambda m: function({**m, **fixed}), moving)
+    if jax.tree.structure(primal) == jax.tree.structure(cotangent):
+        cotangent = jax.tree.map(_in_dtype_of, primal, cotangent)
     return primal, pullback(cotangent)[0]
+
+
+def _in_dtype_of(value: Any, cotangent: Any) -> Any:
+    return cotangent.astype(value.dtype) if jnp.issubdtype(value.dtype, jnp.floating) else cotangent
 
 
 def _renamed(gradients: Arrays) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from conformance.checks import BY_NAME
 from conformance.judging import plan
 from conformance.judging.runner import Runner
 from conformance.judging.settings import Settings
-from conformance.records import ERROR, PASS, RED, UNSUPPORTED, Record
+from conformance.records import ERROR, FAIL, PASS, RED, UNSUPPORTED, Record
 from tests.kernels import naive
 
 FULL = "train/f32/B1.T16.S16.N2.K2.H16.V16/full/normal/s0"
@@ -237,3 +237,14 @@ def test_logits_in_f16_are_not_asked_for_what_f16_does_not_hold() -> None:
     reason = from_function(narrow, "kernel").supports(huge)
     assert reason is not None
     assert reason.startswith("huge: logits beyond 65504")
+
+
+def test_a_result_in_another_dtype_is_one_failure_and_its_gradients_are_judged() -> None:
+    def wide(q: Any, k: Any, v: Any) -> Any:
+        return naive.attention(q, k, v).astype("float32")
+
+    found = judge(wide, FULL.replace("f32", "bf16"), "forward", "primal", "gradients", "linearity")
+    assert {record.verdict for record in found} == {PASS, FAIL}
+    for record in found:
+        assert (record.verdict == FAIL) == (record.observable == "out"), record
+        assert record.verdict == PASS or "dtype is float32, must be that of q, bfloat16" in record.reason
