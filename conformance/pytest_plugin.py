@@ -238,12 +238,14 @@ class _Gate:
         from conformance.calling.registry import find
         from conformance.judging import settings
         from conformance.judging.declarations import declared
+        from conformance.judging.reach import few_blocks
         from conformance.judging.runner import hardware_records
         from conformance.sensitivity import detection
         from reports import html
 
         names = sorted({record.implementation for record in self._records})
         found = records.merge(self._records, hardware_records(find(name) for name in names))
+        narrowed = self._config.getoption("--conformance-cases") is not None
         info = records.RunInfo(
             command="pytest " + " ".join(self._config.invocation_params.args),
             level=self._config.getoption("--conformance-level"),
@@ -253,7 +255,7 @@ class _Gate:
             seconds=round(time.perf_counter() - self._started, 1),
             detection=detection.load(),
             declared={name: declared(find(name)) for name in names},
-            few_blocks=dict(self._plan().few_blocks),
+            few_blocks={} if narrowed else {name: few_blocks(find(name), found) for name in names},
         )
         html.write(target, found, info)
         records.write_jsonl(target.with_suffix(".jsonl"), found)

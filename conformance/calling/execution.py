@@ -205,7 +205,7 @@ def pull_back(function: Callable[[Arrays], Any], arrays: Arrays, cotangent: Any)
     moving = {name: x for name, x in arrays.items() if name in GRADIENT_OF}
     fixed = {name: x for name, x in arrays.items() if name not in GRADIENT_OF}
     primal, pullback = jax.vjp(lambda m: function({**m, **fixed}), moving)
-    if jax.tree.structure(primal) == jax.tree.structure(cotangent):
+    if jax.tree.structure(primal) == jax.tree.structure(cotangent):  # type: ignore[operator] # untyped upstream
         cotangent = jax.tree.map(_in_dtype_of, primal, cotangent)
     return primal, pullback(cotangent)[0]
 

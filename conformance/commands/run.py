@@ -23,6 +23,7 @@ from conformance.judging import plan, runner, settings
 from conformance.judging.declarations import declared
 from conformance.judging.job import Job
 from conformance.judging.parallel import run_parallel
+from conformance.judging.reach import few_blocks
 from conformance.records import Record, RunInfo
 from conformance.sensitivity import detection
 from reports import summary, terminal
@@ -80,7 +81,7 @@ def run(arguments: argparse.Namespace) -> int:
         interrupted=interrupted,
         detection=detection.load(),
         declared={implementation.name: declared(implementation) for implementation in implementations},
-        few_blocks=dict(planned.few_blocks),
+        few_blocks=_few_blocks(arguments, implementations, found),
     )
     outputs.write(found, info)
     terminal.print_summary(found, info, Console())
@@ -147,11 +148,23 @@ def _run_jobs(
         run_parallel(jobs, workers, products, on_job, runner.Runner(chosen).lost, one_by_one=one_by_one)
 
 
+def _few_blocks(
+    arguments: argparse.Namespace, implementations: Sequence[Implementation], found: Sequence[Record]
+) -> dict[str, str]:
+    """Who was asked about few blocks though all cases were there for it."""
+    if _is_narrowed(arguments):
+        return {}
+    return {implementation.name: few_blocks(implementation, found) for implementation in implementations}
+
+
+def _is_narrowed(arguments: argparse.Namespace) -> bool:
+    named = arguments.case is not None or arguments.cases is not None or arguments.regressions
+    return bool(named or arguments.check)
+
+
 def _is_whole(arguments: argparse.Namespace, interrupted: bool) -> bool:
     """Whether the run judged all that its level asks for, so that what did not fail can be called stale."""
-    narrowed = arguments.case is not None or arguments.cases is not None or arguments.regressions
-    narrowed = narrowed or arguments.level == "smoke"
-    return not (narrowed or arguments.check or arguments.seed or interrupted)
+    return not (_is_narrowed(arguments) or arguments.level == "smoke" or arguments.seed or interrupted)
 
 
 def _exit_code(

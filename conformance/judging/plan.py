@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from cases.case import Case, matches
@@ -15,17 +15,15 @@ from conformance.checks import CHECKS, Check
 from conformance.contract import Implementation
 from conformance.judging import order
 from conformance.judging.job import Job
-from conformance.judging.reach import few_blocks
 from conformance.judging.turns import taken, taken_by_sizes
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """The jobs of a run, the coverage of its grids, and who could be asked about few blocks only (`reach`)."""
+    """The jobs of a run, and the coverage of its grids."""
 
     jobs: tuple[Job, ...]
     coverage: tuple[dict[str, Any], ...]
-    few_blocks: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
 
 def plan(
@@ -48,7 +46,6 @@ def plan(
     chosen = tuple(checks)
     jobs: list[Job] = []
     coverage = []
-    few = {}
     for implementation in implementations:
         made = [_jobs(implementation, level, seed, chosen, first=seed == seeds[0]) for seed in seeds]
         # The same row with every seed in turn: cases that differ only in values share compiled functions.
@@ -56,9 +53,8 @@ def plan(
         theirs = [job for row in rows for job in row if job]
         theirs = order.foremost(theirs) if level == "smoke" else order.ordered(theirs)
         coverage.append(_coverage(implementation, level, seeds[0], theirs))
-        few[implementation.name] = few_blocks(implementation, theirs)
         jobs += [job for job in theirs if query is None or matches(query, job.case.id)]
-    return Plan(tuple(jobs), tuple(coverage), few)
+    return Plan(tuple(jobs), tuple(coverage))
 
 
 def _jobs(

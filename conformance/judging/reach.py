@@ -1,46 +1,55 @@
-"""How many blocks a kernel could be asked about, by the lengths that it takes."""
+"""How many blocks a kernel was asked about, by the lengths on which it was judged."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
-from cases.case import Case
+from cases.case import Case, parse
+from conformance.asking.scopes import GRID
+from conformance.checks import CHECKS
 from conformance.contract import Implementation
-from conformance.judging.job import Job
+from conformance.records import JUDGED, Record
 
 ENOUGH = 3
 """Blocks each way in which an online softmax begins, goes on and ends."""
 # Of blocks, as kernels have them.
 _USUAL = (64, 128, 256, 512, 1024)
 _NUMBERS = ("no", "one", "two")
+_OF_THE_GRID = frozenset(check.name for check in CHECKS if check.scope is GRID)
 
 
-def few_blocks(implementation: Implementation, jobs: Iterable[Job]) -> str:
+def few_blocks(implementation: Implementation, found: Iterable[Record]) -> str:
     """What lengths leave unasked, in words: `"one block of 128 queries"`; empty if there are blocks enough.
 
-    A block is what divides all lengths that the cases of the grid have, and the usual lengths of blocks that the
-    implementation takes. A single query is no block.
+    A block is what divides all lengths that were judged on the grid, and the usual lengths of blocks that the
+    implementation takes, where it says which. A single query is no block.
     """
-    cases = [job.case for job in jobs if job.on_grid]
+    judged = {
+        record.case
+        for record in found
+        if record.implementation == implementation.name and record.check in _OF_THE_GRID and record.verdict in JUDGED
+    }
+    cases = [parse(case) for case in sorted(judged)]
     taken = _usual_lengths(implementation, cases)
     axes = {
         "queries": {case.q_length for case in cases if case.q_length > 1},
         "keys": {case.kv_length for case in cases if case.kv_length > 1},
     }
-    found = []
+    words = []
     for name, lengths in axes.items():
         block = math.gcd(*lengths, *taken)
         if lengths and (count := max(lengths) // block) < ENOUGH:
-            found.append(f"{_NUMBERS[count]} block{'s' if count > 1 else ''} of {block} {name}")
-    return " and ".join(found)
+            words.append(f"{_NUMBERS[count]} block{'s' if count > 1 else ''} of {block} {name}")
+    return " and ".join(words)
 
 
-def _usual_lengths(implementation: Implementation, cases: Sequence[Case]) -> list[int]:
-    """Lengths of blocks that the implementation takes as a sequence's, of queries and keys alike."""
+def _usual_lengths(implementation: Implementation, cases: Iterable[Case]) -> list[int]:
+    """Lengths of blocks that the implementation takes as a sequence's, if it declares that it does not take others."""
     whole = next((case for case in cases if case.q_length > 1), None)
     if whole is None:
         return []
-    square = (dataclasses.replace(whole, q_length=n, kv_length=n, mask="full") for n in _USUAL)
-    return [case.q_length for case in square if implementation.supports(case) is None]
+    square = [dataclasses.replace(whole, q_length=n, kv_length=n, mask="full") for n in _USUAL]
+    taken = [case.q_length for case in square if implementation.supports(case) is None]
+    return taken if len(taken) < len(square) else []

@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
-from cases.case import Case
+from cases.case import Case, parse
 from conformance.calling import registry
+from conformance.calling.plain import from_function
 from conformance.contract import Implementation
 from conformance.judging import plan
+from conformance.judging.reach import few_blocks
+from conformance.judging.runner import Runner
+from conformance.judging.settings import Settings
 from conformance.records import PASS, Record, RunInfo
 from reports import summary, wording
+from tests.kernels import naive
 
 
 def taking(lengths: Callable[[int, int], bool]) -> Implementation:
@@ -24,8 +30,14 @@ def taking(lengths: Callable[[int, int], bool]) -> Implementation:
     return dataclasses.replace(found, name="it", supports_case=supports)
 
 
+def passed(case: Case) -> Record:
+    return Record(implementation="it", platform="cpu", case=case.id, check="forward", observable="out", verdict=PASS)
+
+
 def few(lengths: Callable[[int, int], bool], level: str = "quick") -> str:
-    return plan.plan([taking(lengths)], level=level).few_blocks["it"]
+    implementation = taking(lengths)
+    jobs = plan.plan([implementation], level=level).jobs
+    return few_blocks(implementation, [passed(job.case) for job in jobs if job.on_grid])
 
 
 @pytest.mark.parametrize("level", ["smoke", "quick"])
@@ -45,9 +57,24 @@ def test_whole_blocks_are_enough(block: int) -> None:
     assert few(lambda q, kv: (q == 1 or q % block == 0) and kv % block == 0) == ""
 
 
+def test_what_a_function_refuses_when_it_is_called_was_not_asked_about() -> None:
+    def short(q: Any, k: Any, v: Any) -> Any:
+        if q.shape[1] != 128 or k.shape[1] != 128:
+            raise NotImplementedError("128 only")
+        return naive.attention(q, k, v)
+
+    implementation = from_function(short, "it")
+    jobs = [job for job in plan.plan([implementation], level="smoke").jobs if job.on_grid]
+    taken = [job for job in jobs if (job.case.q_length, job.case.kv_length) == (128, 128)]
+    refused = [job for job in jobs if job.case.q_length > 128 and job.case.mask == "full"]
+    found = Runner(Settings()).run([*taken[:2], *refused[:2]])
+    assert {parse(record.case).q_length for record in found} > {128}
+    assert few_blocks(implementation, found) == "one block of 128 queries and one block of 128 keys"
+
+
 def test_the_verdict_says_so() -> None:
-    passed = Record(implementation="it", platform="cpu", case="c", check="forward", observable="out", verdict=PASS)
+    right = passed(Case())
     blocks = {"it": "one block of 128 queries"}
     run = RunInfo(command="", level="quick", environment={}, tolerances=[], few_blocks=blocks)
-    said = wording.headline(summary.standings([passed]), run)
+    said = wording.headline(summary.standings([right]), run)
     assert said == "it (cpu) conforms, asked about one block of 128 queries only."
