@@ -45,7 +45,7 @@ GLYPHS = {
     NOT_JUDGED: "?",
 }
 """A sign beside every colour, for those who do not see the colour."""
-SMOKED = "passes smoke, a part of quick"
+SMOKED = "passes smoke (a part of quick)"
 """What a run at `smoke` says in place of that a contender conforms."""
 LONGEST_REASON = 600
 """A traceback belongs into the JSON lines; a reason this long still says what happened."""

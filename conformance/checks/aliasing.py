@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -9,18 +10,29 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from cases.inputs import Problem, draw
 from conformance import records
-from conformance.asking.judgement import Judgement
+from conformance.asking.judgement import Judgement, labelled
 from conformance.asking.subject import Subject
+
+# Half of it is a flag, and the other half an array, for who takes both.
+_MASK = "causal_and_dense-d40"
 
 
 def aliasing(subject: Subject) -> Iterator[Judgement]:
     """Operands given as NumPy arrays, outside `jit` and inside, hold the same bits after the call.
 
     Outside `jit` a library that checks types may refuse NumPy arrays, into which alone it could write. It is given JAX
-    arrays then, which must still be there after the call.
+    arrays then, which must still be there after the call. A mask that is an array is one of the operands.
     """
-    plain, arrays = subject.executor.bind(subject.problem)
+    yield from _aliasing(subject, subject.problem)
+    masked = dataclasses.replace(subject.case, mask=_MASK)
+    if subject.case.mask == "causal" and subject.implementation.supports(masked) is None:
+        yield from labelled("mask", _aliasing(subject, draw(masked)))
+
+
+def _aliasing(subject: Subject, problem: Problem) -> Iterator[Judgement]:
+    plain, arrays = subject.executor.bind(problem)
     for how, call in (("eager", plain), ("jit", subject.executor.jit(plain))):
         given, reason = _called(call, arrays)
         pairs = zip(_leaves(arrays), _leaves(given), strict=True)

@@ -57,14 +57,11 @@ def _other_values(pair: Pair) -> Iterator[Judgement]:
 
 
 def _other_shapes(pair: Pair) -> Iterator[Judgement]:
-    """Another dtype, and other lengths, outside `jit`, then the first ones again."""
+    """Another dtype, other lengths in that dtype first, outside `jit`, then the first ones again."""
     case = pair.subject.case
-    dtype = "bf16" if case.dtype == "f32" else "f32"
-    changes: tuple[dict[str, Any], ...] = (
-        {"dtype": dtype},
-        {"q_length": 2 * case.q_length, "kv_length": 2 * case.kv_length},
-        {},
-    )
+    dtype = {"dtype": "bf16" if case.dtype == "f32" else "f32"}
+    longer = {"q_length": 2 * case.q_length, "kv_length": 2 * case.kv_length}
+    changes: tuple[dict[str, Any], ...] = (dtype, longer | dtype, longer, {})
     others = [dataclasses.replace(case, **change) for change in changes]
     for other in others:
         if pair.subject.implementation.supports(other) is None:
@@ -74,8 +71,8 @@ def _other_shapes(pair: Pair) -> Iterator[Judgement]:
 
 
 def _numpy(pair: Pair) -> Iterator[Judgement]:
-    """Operands that are NumPy arrays, outside `jit`."""
-    problem = pair.problems[0]
+    """Operands that are NumPy arrays, outside `jit`, then other values in the same arrays."""
+    problem, other = pair.problems
     plain, arrays = pair.subject.executor.bind(problem)
     given = jax.tree.map(lambda x: np.array(x, copy=True), arrays)
     try:
@@ -84,7 +81,9 @@ def _numpy(pair: Pair) -> Iterator[Judgement]:
         reason = f"NumPy operands outside jit: {type(error).__name__}: {error}".split("\n")[0]
         yield unsupported("out", reason)
         return
-    yield pair.judge_out(got)
+    yield pair.judge_out(np.array(got))
+    jax.tree.map(np.copyto, given, pair.arrays(other))
+    yield pair.judge_out_of(plain(given), (other,), pair.expected[1:])
 
 
 def _a_thousand(pair: Pair) -> Iterator[Judgement]:

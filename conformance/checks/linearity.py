@@ -22,7 +22,7 @@ from conformance.records import Worst
 from conformance.truth.bounds import Bounded
 
 # Not in f16, where all of it would underflow.
-_TINY_FACTOR = {"f32": 2.0**-24, "bf16": 2.0**-24}
+_TINY_FACTOR = {"f32": 2.0**-40, "bf16": 2.0**-40}
 _FACTOR = {"f32": 2.0**20, "bf16": 2.0**20, "f16": 2.0**4}
 # Results below the first may have lost bits to underflow, results above the second may overflow once scaled.
 _SMALLEST = 2.0**-80
@@ -35,7 +35,7 @@ _TIES = 0.01
 
 
 def linearity(subject: Subject) -> Iterator[Judgement]:
-    """`v` and cotangents times 2**20 (16 in f16), and cotangents times 2**-24, give as many times the results."""
+    """`v` and cotangents times 2**20 (16 in f16), and cotangents times 2**-40, give as many times the results."""
     if "linearity" not in subject.turn.laws:
         return
     factor = _FACTOR[subject.case.dtype]

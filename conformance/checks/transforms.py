@@ -90,6 +90,20 @@ def _x64(pair: Pair) -> Iterator[Judgement]:
         reason = f"dtype is {got.dtype}, must be that of q, {pair.problems[0].q.dtype}"
         judgement = dataclasses.replace(judgement, verdict=records.FAIL, reason=reason)
     yield judgement
+    if pair.subject.implementation.residuals:
+        yield from _x64_residuals(pair)
+
+
+def _x64_residuals(pair: Pair) -> Iterator[Judgement]:
+    """Residuals have the dtype that they have without doubles; tracing says so."""
+    compiled, arrays = pair.subject.executor.compiled(pair.problems[0])
+    _, usual = jax.eval_shape(compiled.residuals, arrays)
+    with jax.enable_x64(True):
+        _, found = jax.eval_shape(compiled.residuals, arrays)
+    for name in sorted(usual):
+        same = found[name].dtype == usual[name].dtype
+        reason = "" if same else f"dtype is {found[name].dtype}, must be {usual[name].dtype} as without x64"
+        yield Judgement(observable=name, verdict=records.PASS if same else records.FAIL, reason=reason)
 
 
 def _second_call(pair: Pair) -> Iterator[Judgement]:

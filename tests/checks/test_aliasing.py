@@ -25,8 +25,8 @@ class WrongType(Exception):  # noqa: N818 -- as libraries that check types have 
     """What a type checker raises."""
 
 
-def judge(function: Callable[..., Any]) -> dict[str, Record]:
-    planned = plan.single(from_function(function, "kernel"), parse(CASE), [BY_NAME["aliasing"]])
+def judge(function: Callable[..., Any], case: str = CASE) -> dict[str, Record]:
+    planned = plan.single(from_function(function, "kernel"), parse(case), [BY_NAME["aliasing"]])
     return {record.observable: record for record in Runner(Settings()).run(planned.jobs)}
 
 
@@ -69,3 +69,17 @@ def test_what_raises_whatever_it_is_given_is_an_error() -> None:
         raise WrongType("never")
 
     assert {record.verdict for record in judge(raises).values()} == {ERROR}
+
+
+def writes_into_mask(q: Any, k: Any, v: Any, *, causal: bool = False, mask: Any = None) -> Any:
+    if causal and isinstance(mask, np.ndarray):
+        mask &= np.tri(*mask.shape[-2:]).astype(bool)
+    return naive.attention(q, k, v, causal=causal, mask=mask)
+
+
+def test_a_mask_that_is_an_array_is_an_operand_too() -> None:
+    found = judge(writes_into_mask, CASE.replace("full", "causal"))
+    assert found["operands.eager"].verdict == found["operands.jit"].verdict == PASS
+    assert found["operands.eager.mask"].verdict == FAIL
+    assert found["operands.eager.mask"].reason == "the call writes into its operands: ['mask']"
+    assert found["operands.jit.mask"].verdict == PASS

@@ -8,7 +8,7 @@ from conformance.sensitivity import PlantedBug
 from conformance.sensitivity.examination import red_records, shows_as_said
 from tests.planted.beyond.bank import BEYOND, SEEN, UNSEEN
 
-_SEEN_AT_QUICK = 0.8
+_SEEN_AT_QUICK = 0.9
 
 
 @pytest.mark.bank
@@ -17,8 +17,6 @@ def test_a_bug_beyond_the_grid_dies_by_what_it_shows(bug: PlantedBug) -> None:
     assert any(shows_as_said(bug, red) for red in red_records(bug, "quick", SEEN[bug.name]))
 
 
-def test_what_was_measured_is_of_this_bank_and_most_of_it_is_seen() -> None:
-    measured = {*SEEN, *UNSEEN}
-    assert measured <= {bug.name for bug in BEYOND}
-    assert len(measured) >= len(BEYOND) / 2
-    assert len(SEEN) >= _SEEN_AT_QUICK * len(measured)
+def test_all_of_this_bank_was_measured_and_most_of_it_is_seen() -> None:
+    assert {*SEEN, *UNSEEN} == {bug.name for bug in BEYOND}
+    assert len(SEEN) >= _SEEN_AT_QUICK * len(BEYOND)
