@@ -47,21 +47,19 @@ def plan(
     jobs: list[Job] = []
     coverage = []
     for implementation in implementations:
-        made = [_jobs(implementation, level, seed, chosen, first=seed == seeds[0]) for seed in seeds]
+        asked = [Asked(implementation, "quick" if level == "smoke" else level, seed) for seed in seeds]
+        made = [_jobs(each, chosen, first=each is asked[0]) for each in asked]
         # The same row with every seed in turn: cases that differ only in values share compiled functions.
         rows = itertools.zip_longest(*made)
         theirs = [job for row in rows for job in row if job]
         theirs = order.foremost(theirs) if level == "smoke" else order.ordered(theirs)
-        coverage.append(_coverage(implementation, level, seeds[0], theirs))
+        coverage.append(_coverage(asked[0], level, theirs))
         jobs += [job for job in theirs if query is None or matches(query, job.case.id)]
     return Plan(tuple(jobs), tuple(coverage))
 
 
-def _jobs(
-    implementation: Implementation, level: str, seed: int, checks: tuple[Check, ...], *, first: bool
-) -> list[Job]:
-    asked = _asked(implementation, level, seed)
-    found = asked.grid
+def _jobs(asked: Asked, checks: tuple[Check, ...], *, first: bool) -> list[Job]:
+    implementation, seed = asked.implementation, asked.seed
     jobs = []
     for scope in SCOPES:
         theirs = tuple(check for check in checks if check.scope is scope)
@@ -71,22 +69,17 @@ def _jobs(
         take_turns = asked.level == "quick" and scope is GRID and len(checks) == len(CHECKS)
         turns: dict[Case, Turn] = {}
         if take_turns:
-            turns = taken_by_sizes(implementation, asked.sizes, seed) | taken(implementation, found, seed)
+            turns = taken_by_sizes(implementation, asked.sizes, seed) | taken(implementation, asked.grid, seed)
         jobs += [Job(implementation, case, theirs, turns.get(case, EVERYTHING)) for case in scope.cases(asked)]
     return jobs
 
 
-def _asked(implementation: Implementation, level: str, seed: int) -> Asked:
-    return Asked(implementation, "quick" if level == "smoke" else level, seed)
-
-
-def _coverage(implementation: Implementation, level: str, seed: int, jobs: Iterable[Job]) -> dict[str, Any]:
-    """What the cases of the grids cover, those of one seed as good as those of another: all of them but at `smoke`."""
-    asked = _asked(implementation, level, seed)
+def _coverage(asked: Asked, level: str, jobs: Iterable[Job]) -> dict[str, Any]:
+    """What the cases of the grids cover: all of them but at `smoke`."""
     chosen = {job.case for job in jobs if job.on_grid} if level == "smoke" else None
     grids = (asked.grid, asked.sizes)
     return {
-        "implementation": implementation.name,
+        "implementation": asked.implementation.name,
         "level": level,
         "strength": asked.grid.coverage.strength,
         "cases": len({case for grid in grids for case in grid.cases if chosen is None or case in chosen}),
