@@ -9,6 +9,7 @@ This module is loaded in every pytest run where the package is installed, so it 
 
 from __future__ import annotations
 
+import shlex
 import time
 from collections import Counter
 from collections.abc import Callable, Generator
@@ -233,6 +234,13 @@ class _Gate:
             return "nothing was judged: every case is unsupported or unjudged"
         return ""
 
+    def _narrowed_to(self) -> str:
+        """What was judged where it is not all that the level asks; empty if it was."""
+        if (query := self._config.getoption("--conformance-cases")) is not None:
+            return f"--conformance-cases={shlex.quote(query)}"
+        judged, planned = len(self._tests), len(self._plan().jobs)
+        return f"{judged:,} of {planned:,} tests" if judged < planned else ""
+
     def _write_report(self, target: Path) -> None:
         from conformance import environment, records
         from conformance.calling.registry import find
@@ -245,7 +253,7 @@ class _Gate:
 
         names = sorted({record.implementation for record in self._records})
         found = records.merge(self._records, hardware_records(find(name) for name in names))
-        narrowed = self._config.getoption("--conformance-cases") is not None
+        narrowed = self._narrowed_to()
         info = records.RunInfo(
             command="pytest " + " ".join(self._config.invocation_params.args),
             level=self._config.getoption("--conformance-level"),
@@ -255,6 +263,7 @@ class _Gate:
             seconds=round(time.perf_counter() - self._started, 1),
             detection=detection.load(),
             declared={name: declared(find(name)) for name in names},
+            narrowed=narrowed,
             few_blocks={} if narrowed else {name: few_blocks(find(name), found) for name in names},
         )
         html.write(target, found, info)

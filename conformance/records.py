@@ -115,7 +115,7 @@ class RunInfo:
 
     `detection` is what the gate is known to catch (`sensitivity.detection`), `declared` what implementations declare
     that asks less of them than the defaults, `few_blocks` how few blocks their lengths allow to ask about
-    (`judging.reach`).
+    (`judging.reach`), `narrowed` to what the run was narrowed, as whoever ran it wrote it.
     """
 
     command: str
@@ -129,6 +129,7 @@ class RunInfo:
     detection: dict[str, Any] | None = None
     declared: dict[str, list[str]] = dataclasses.field(default_factory=dict)
     few_blocks: dict[str, str] = dataclasses.field(default_factory=dict)
+    narrowed: str = ""
     schema: str = RUN_SCHEMA
 
 

@@ -45,8 +45,6 @@ GLYPHS = {
     NOT_JUDGED: "?",
 }
 """A sign beside every colour, for those who do not see the colour."""
-SMOKED = "passes smoke (a part of quick)"
-"""What a run at `smoke` says in place of that a contender conforms."""
 LONGEST_REASON = 600
 """A traceback belongs into the JSON lines; a reason this long still says what happened."""
 
@@ -173,10 +171,15 @@ def shorten(text: str, *, longest: int = LONGEST_REASON) -> str:
 
 
 def standing_text(standing: Standing, run: RunInfo) -> str:
-    """The verdict of a contender in words; an interrupted run, or one at `smoke`, vouches only for what it reached."""
+    """The verdict of a contender in words. Only a whole run, at `quick` or above, says that it conforms."""
     if standing.conformity not in (CONFORMS, KNOWN_FAILURES):
         return standing.conformity
-    words = SMOKED if run.level == "smoke" else CONFORMS
+    words = CONFORMS
+    if run.level == "smoke" or run.narrowed:
+        asked = ", ".join(filter(None, ("smoke" if run.level == "smoke" else "", run.narrowed)))
+        words = f"passes as far as asked ({asked})"
+    elif run.interrupted:
+        words = "passes"
     if run.declared.get(standing.contender.implementation):
         words += " as declared"
     if few := run.few_blocks.get(standing.contender.implementation):

@@ -54,6 +54,7 @@ def explore(arguments: argparse.Namespace) -> int:
         seconds=round(found.seconds, 1),
         interrupted=found.interrupted,
         notes=exploring.told(found, budget.seed),
+        narrowed=f"{found.judged:,} explored cases",
     )
     outputs.write(found.records, info)
     terminal.print_summary(found.records, info, Console())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shlex
 import signal
 import time
 from collections.abc import Callable, Sequence
@@ -81,6 +82,7 @@ def run(arguments: argparse.Namespace) -> int:
         interrupted=interrupted,
         detection=detection.load(),
         declared={implementation.name: declared(implementation) for implementation in implementations},
+        narrowed=_narrowed_to(arguments),
         few_blocks=_few_blocks(arguments, implementations, found),
     )
     outputs.write(found, info)
@@ -152,19 +154,25 @@ def _few_blocks(
     arguments: argparse.Namespace, implementations: Sequence[Implementation], found: Sequence[Record]
 ) -> dict[str, str]:
     """Who was asked about few blocks though all cases were there for it."""
-    if _is_narrowed(arguments):
+    if _narrowed_to(arguments):
         return {}
     return {implementation.name: few_blocks(implementation, found) for implementation in implementations}
 
 
-def _is_narrowed(arguments: argparse.Namespace) -> bool:
-    named = arguments.case is not None or arguments.cases is not None or arguments.regressions
-    return bool(named or arguments.check)
+def _narrowed_to(arguments: argparse.Namespace) -> str:
+    """What is judged where it is not all that the level asks; empty if it is."""
+    if arguments.case is not None:
+        cases = "one case"
+    elif arguments.regressions:
+        cases = "the regressions"
+    else:
+        cases = "" if arguments.cases is None else f"--cases={shlex.quote(arguments.cases)}"
+    return " ".join(filter(None, (cases, *(f"--check={name}" for name in arguments.check))))
 
 
 def _is_whole(arguments: argparse.Namespace, interrupted: bool) -> bool:
     """Whether the run judged all that its level asks for, so that what did not fail can be called stale."""
-    return not (_is_narrowed(arguments) or arguments.level == "smoke" or arguments.seed or interrupted)
+    return not (_narrowed_to(arguments) or arguments.level == "smoke" or arguments.seed or interrupted)
 
 
 def _exit_code(

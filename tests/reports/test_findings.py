@@ -106,5 +106,5 @@ def test_the_verdict_says_what_is_declared() -> None:
         assert sentence in text
     assert wording.headline(summary.standings([record(FAIL)]), run) == "kernel (cpu) does not conform."
     interrupted = dataclasses.replace(run, interrupted=True)
-    assert "conforms as declared so far" in wording.headline(summary.standings([record()]), interrupted)
+    assert "passes as declared so far" in wording.headline(summary.standings([record()]), interrupted)
     assert wording.headline(summary.standings([record()]), RUN) == "kernel (cpu) conforms."

@@ -162,9 +162,19 @@ def test_a_run_that_judged_nothing_never_reads_as_clean(render: Render, verdicts
 
 
 @RENDERERS
+@pytest.mark.parametrize("level", ["quick", "smoke"])
+def test_a_narrowed_run_says_to_what(render: Render, level: str) -> None:
+    text = " ".join(render([record()], run_info(narrowed="--check=forward", level=level)).split())
+    asked = "smoke, --check=forward" if level == "smoke" else "--check=forward"
+    assert f"passes as far as asked ({asked})" in text
+    assert not re.search(r"cpu\)\**\W+conforms|✓ conforms", text)
+
+
+@RENDERERS
 def test_an_interrupted_run_says_so(render: Render) -> None:
     text = " ".join(render([record()], run_info(interrupted=True)).split())
-    assert "conforms so far" in text
+    assert "passes so far" in text
+    assert not re.search(r"cpu\)\**\W+conforms|✓ conforms", text)
     assert "nterrupted" in text
 
 
