@@ -39,7 +39,10 @@ def sensitivity(arguments: argparse.Namespace) -> int:
     asked = _asked(bugs, arguments, level, last)
     unmeasured = {name: reason for name in asked if (reason := bugs[name].unmeasurable()) is not None}
     names = [name for name in asked if name not in unmeasured]
+    if arguments.save and level == "smoke":
+        raise CannotJudge("--save keeps what reports show, which is what a grid catches: give it without --level=smoke")
     whole = not (arguments.bug or arguments.new)
+    weighed = whole and level != "smoke"  # a part of the checks is no measure of what each of them is worth
     described = environment.describe()
     if arguments.save and not whole:
         _reject_other_conditions(last, level, described)
@@ -63,7 +66,7 @@ def sensitivity(arguments: argparse.Namespace) -> int:
     stands = last if last is not None and last["level"] == level else None  # what another level saw says nothing here
     kept = detection.examinations(stands, set(bugs) - set(names) if arguments.save else unmeasured)
     examined += kept
-    resolutions = resolution.resolve(chosen.tolerances) if whole and not interrupted else []
+    resolutions = resolution.resolve(chosen.tolerances) if weighed and not interrupted else []
     table = detection.tabulate(examined, resolutions, level=level, environment=described)
     if arguments.save and not whole:
         table = detection.continued(table, last)
@@ -79,10 +82,10 @@ def sensitivity(arguments: argparse.Namespace) -> int:
         detection=table,
     )
     outputs.write([], info)
-    _print(examined, resolutions, whole=whole and not interrupted)
+    _print(examined, resolutions, whole=weighed and not interrupted)
     _print_unmeasured(unmeasured, {e.bug for e in kept})
     seen = not any(e.survives for e in examined)
-    needed = not (whole or arguments.save) or all(power.alone for power in powers(examined))
+    needed = not (weighed or arguments.save) or all(power.alone for power in powers(examined))
     return (0 if seen and needed else 1) if complete else 2
 
 

@@ -11,6 +11,7 @@ import pytest
 from conformance import cli
 from conformance.checks import BY_NAME, CHECKS
 from conformance.contract import Implementation
+from conformance.judging import plan
 from conformance.records import FAIL
 from conformance.sensitivity import PlantedBug, detection
 from conformance.sensitivity.bank import BankError, load_bank
@@ -157,6 +158,16 @@ def test_the_last_figures_of_a_bug_stand_where_it_cannot_be_measured() -> None:
     assert detection.examinations(None, {"a"}) == []
 
 
+def test_at_smoke_bugs_are_judged_as_a_run_does_and_the_first_red_is_timed() -> None:
+    planned = plan.plan([ZEROS.build()], level="smoke").jobs
+    assert [job.id for job in ordered_jobs(ZEROS, "smoke")] == [job.id for job in planned]
+    found = examine(ZEROS, "smoke")
+    assert found.kills
+    assert found.planned == len(planned)
+    assert found.first_red is not None
+    assert found.first_red > 0
+
+
 def test_a_part_joins_what_was_measured_before_at_what_it_cost() -> None:
     before = detection.tabulate([examination("a", "forward")], [], level="quick", environment={})
     before["checks"][0]["seconds"], before["resolution"] = 3.0, [{"observable": "out"}]
@@ -176,6 +187,7 @@ def test_a_part_joins_what_was_measured_before_at_what_it_cost() -> None:
         (["--jobs=-1"], "--jobs must be at least 1, got -1"),
         (["--bug=returns-zeros", "--new"], "cannot be combined with --bug"),
         (["--bug=returns-zeros", "--save", "--level=deep"], "measure the whole bank"),
+        (["--save", "--level=smoke"], "give it without --level=smoke"),
     ],
 )
 def test_what_cannot_be_measured_is_one_line(
