@@ -215,9 +215,8 @@ class _Gate:
         from conformance.judging import settings
 
         option = self._config.getoption
-        narrowed = option("--conformance-cases") is not None or option("--conformance-seed")
-        narrowed = narrowed or option("--conformance-level") == "smoke"
-        if not narrowed and len(self._tests) == len(self._plan().jobs):
+        partly = self._narrowed_to() or option("--conformance-level") == "smoke"
+        if not (partly or option("--conformance-seed")):
             found = settings.load(self._config.rootpath)
             self._stale = found.stale(self._records, jax.__version__)
             self._records += self._stale

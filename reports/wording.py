@@ -171,7 +171,7 @@ def shorten(text: str, *, longest: int = LONGEST_REASON) -> str:
 
 
 def standing_text(standing: Standing, run: RunInfo) -> str:
-    """The verdict of a contender in words. Only a whole run, at `quick` or above, says that it conforms."""
+    """The verdict of a contender in words: "conforms" only where `run` was not narrowed, stopped or at `smoke`."""
     if standing.conformity not in (CONFORMS, KNOWN_FAILURES):
         return standing.conformity
     words = CONFORMS

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from cases.inputs import Problem, draw
+from cases.operands import REMOVABLE
 from conformance import records
 from conformance.asking.judgement import Judgement, labelled
 from conformance.asking.subject import Subject
@@ -23,12 +24,16 @@ def aliasing(subject: Subject) -> Iterator[Judgement]:
     """Operands given as NumPy arrays, outside `jit` and inside, hold the same bits after the call.
 
     Outside `jit` a library that checks types may refuse NumPy arrays, into which alone it could write. It is given JAX
-    arrays then, which must still be there after the call. A mask that is an array is one of the operands.
+    arrays then, which must still be there after the call. A mask that is an array is one of the operands. Without
+    mask and optional operands a call may go another way, so that is asked too.
     """
     yield from _aliasing(subject, subject.problem)
+    absent: dict[str, Any] = {operand.field: operand.absent for operand in REMOVABLE}
+    plain = dataclasses.replace(subject.case, mask="full", **absent)
     masked = dataclasses.replace(subject.case, mask=_MASK)
-    if subject.case.mask == "causal" and subject.implementation.supports(masked) is None:
-        yield from labelled("mask", _aliasing(subject, draw(masked)))
+    for name, case in (("plain", plain), ("mask", masked)):
+        if subject.implementation.supports(case) is None:
+            yield from labelled(name, _aliasing(subject, draw(case)))
 
 
 def _aliasing(subject: Subject, problem: Problem) -> Iterator[Judgement]:

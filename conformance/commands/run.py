@@ -83,7 +83,7 @@ def run(arguments: argparse.Namespace) -> int:
         detection=detection.load(),
         declared={implementation.name: declared(implementation) for implementation in implementations},
         narrowed=_narrowed_to(arguments),
-        few_blocks=_few_blocks(arguments, implementations, found),
+        few_blocks={} if interrupted else _few_blocks(arguments, implementations, found),
     )
     outputs.write(found, info)
     terminal.print_summary(found, info, Console())

@@ -16,7 +16,7 @@ ENOUGH = 3
 """Blocks each way in which an online softmax begins, goes on and ends."""
 # Of blocks, as kernels have them.
 _USUAL = (64, 128, 256, 512, 1024)
-_NUMBERS = ("no", "one", "two")
+_NUMBERS = {1: "one", 2: "two"}
 _OF_THE_GRID = frozenset(check.name for check in CHECKS if check.scope is GRID)
 
 

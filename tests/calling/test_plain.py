@@ -239,7 +239,7 @@ def test_logits_in_f16_are_not_asked_for_what_f16_does_not_hold() -> None:
     assert reason.startswith("huge: logits beyond 65504")
 
 
-def test_a_result_in_another_dtype_is_one_failure_and_its_gradients_are_judged() -> None:
+def test_a_result_in_another_dtype_fails_as_out_and_its_gradients_are_judged() -> None:
     def wide(q: Any, k: Any, v: Any) -> Any:
         return naive.attention(q, k, v).astype("float32")
 

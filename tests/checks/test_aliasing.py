@@ -83,3 +83,12 @@ def test_a_mask_that_is_an_array_is_an_operand_too() -> None:
     assert found["operands.eager.mask"].verdict == FAIL
     assert found["operands.eager.mask"].reason == "the call writes into its operands: ['mask']"
     assert found["operands.jit.mask"].verdict == PASS
+
+
+def test_a_call_without_mask_and_operands_is_asked_too() -> None:
+    def writes_if_plain(q: Any, k: Any, v: Any, *, causal: bool = False, sinks: Any = None) -> Any:
+        return (naive.attention if causal else writes)(q, k, v)
+
+    found = judge(writes_if_plain, CASE.replace("full", "causal"))
+    failed = {name for name, record in found.items() if record.verdict == FAIL}
+    assert failed == {"operands.eager.plain"}

@@ -46,7 +46,7 @@ def test_smoke_asks_nothing_that_quick_does_not(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_order_of_quick_begins_with_smoke_and_drops_nothing(name: str) -> None:
+def test_quick_begins_with_the_cases_of_smoke_and_drops_nothing(name: str) -> None:
     quick, smoke = jobs(name, "quick"), [job for job in jobs(name, "smoke") if job.on_grid]
     assert [job.id for job in quick[: len(smoke)]] == [job.id for job in smoke]
     assert len({job.id for job in quick}) == len(quick)
