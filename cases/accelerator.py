@@ -7,6 +7,7 @@ more than on combinations of them. So each shape and feature occurs at least onc
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 from cases.case import Case
@@ -22,33 +23,39 @@ def _case(
     return Case(**{"dtype": "bf16", "mask": mask, **sizes, **named, **changes})
 
 
-# Between them the cases have every dtype, every kind of mask and every operand. Heads are equal, grouped, or share one
-# key/value head. Depths are below, at and beyond the 128 lanes, and unequal. Lengths are 8 to 32 blocks of 128, and one
-# that no block divides. The longest case is forward only: gradients take three times as long to compile.
-_COMPILED = (
-    _case(1024, (4, 4), (128, 128), "causal"),
-    _case(1024, (4, 2), (64, 64), "full"),
-    _case(1024, (2, 2), (64, 64), "full", dtype="f32"),
-    _case(4096, (2, 1), (128, 128), "causal", phase="prefill"),
-    _case(2048, (4, 1), (64, 64), "window-l255-r0", soft_cap=50.0, sinks=True),
-    _case(1024, (2, 2), (192, 128), "causal"),
-    _case(1024, (2, 2), (256, 256), "causal", dtype="f32"),
-    _case(1024, (2, 1), (128, 128), "chunked-256", segments="seg"),
-    _case(1024, (4, 2), (128, 128), "causal_or_spans-64-300-512-700"),
-    _case(1024, (4, 2), (128, 128), "balanced-4"),
-    _case(1024, (2, 1), (128, 128), "densehead-d40"),
-    _case(1024, (2, 2), (128, 128), "causal", segments="segpad"),
-    _case(1024, (8, 2), (128, 128), "window-l127-r0", dtype="f32", segments="seg", soft_cap=30.0, sinks=True),
-    _case(1024, (2, 2), (128, 128), "causal", bias="biashead"),
-    _case(1024, (4, 2), (128, 128), "lengths-1000-300", batch=2),
-    _case((512, 1024), (8, 2), (128, 128), "causal-o512", phase="prefill"),
-    _case((1, 2048), (8, 2), (128, 128), "full", phase="decode"),
-    _case(1024, (4, 4), (64, 64), "causal", dtype="f16"),
-    _case(1000, (4, 2), (80, 48), "causal", dtype="f16", segments="seg"),
-    _case((1, 2000), (8, 2), (128, 128), "lengths-1999-300", batch=2, phase="decode", sinks=True),
-    _case((1, 2048), (8, 8), (64, 64), "window-l255-r0-o2047", phase="decode", dtype="f32", soft_cap=50.0),
-    _case((4, 2048), (4, 1), (192, 128), "chunked-512-o2040_and_lengths-2044-2044", batch=2, phase="prefill"),
-)
+@functools.cache
+def _compiled() -> tuple[Case, ...]:
+    """Cases that have, between them, every dtype, every kind of mask and every operand.
+
+    Heads are equal, grouped, or share one key/value head. Depths are below, at and beyond the 128 lanes, and unequal.
+    Lengths are 8 to 32 blocks of 128, and one that no block divides. The longest case is forward only: gradients take
+    three times as long to compile. They are made when they are asked for: drawing a mask takes a tenth of a second.
+    """
+    return (
+        _case(1024, (4, 4), (128, 128), "causal"),
+        _case(1024, (4, 2), (64, 64), "full"),
+        _case(1024, (2, 2), (64, 64), "full", dtype="f32"),
+        _case(4096, (2, 1), (128, 128), "causal", phase="prefill"),
+        _case(2048, (4, 1), (64, 64), "window-l255-r0", soft_cap=50.0, sinks=True),
+        _case(1024, (2, 2), (192, 128), "causal"),
+        _case(1024, (2, 2), (256, 256), "causal", dtype="f32"),
+        _case(1024, (2, 1), (128, 128), "chunked-256", segments="seg"),
+        _case(1024, (4, 2), (128, 128), "causal_or_spans-64-300-512-700"),
+        _case(1024, (4, 2), (128, 128), "balanced-4"),
+        _case(1024, (2, 1), (128, 128), "densehead-d40"),
+        _case(1024, (2, 2), (128, 128), "causal", segments="segpad"),
+        _case(1024, (8, 2), (128, 128), "window-l127-r0", dtype="f32", segments="seg", soft_cap=30.0, sinks=True),
+        _case(1024, (2, 2), (128, 128), "causal", bias="biashead"),
+        _case(1024, (4, 2), (128, 128), "lengths-1000-300", batch=2),
+        _case((512, 1024), (8, 2), (128, 128), "causal-o512", phase="prefill"),
+        _case((1, 2048), (8, 2), (128, 128), "full", phase="decode"),
+        _case(1024, (4, 4), (64, 64), "causal", dtype="f16"),
+        _case(1000, (4, 2), (80, 48), "causal", dtype="f16", segments="seg"),
+        _case((1, 2000), (8, 2), (128, 128), "lengths-1999-300", batch=2, phase="decode", sinks=True),
+        _case((1, 2048), (8, 8), (64, 64), "window-l255-r0-o2047", phase="decode", dtype="f32", soft_cap=50.0),
+        _case((4, 2048), (4, 1), (192, 128), "chunked-512-o2040_and_lengths-2044-2044", batch=2, phase="prefill"),
+    )
+
 
 # Lengths from short to long with every depth, and nothing else varied: what grows out of proportion shows.
 _LENGTHS = (1024, 2048, 4096, 8192, 16384, 32768)
@@ -102,4 +109,4 @@ def interpreted_cases(
 
 def compiled_cases(supports: Supports = lambda case: None, *, sweep: bool = False) -> tuple[Case, ...]:
     """The cases to compile, of those that are supported; with `sweep` also 1024 to 32768 long with every depth."""
-    return tuple(case for case in _COMPILED + (_SWEPT if sweep else ()) if supports(case) is None)
+    return tuple(case for case in _compiled() + (_SWEPT if sweep else ()) if supports(case) is None)

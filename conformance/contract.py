@@ -21,9 +21,11 @@ sink among them, that the others were shifted by; zero, -inf and zero where ther
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
+import types
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import numpy as np
 
@@ -37,6 +39,28 @@ EmptyRows = Literal["zero", "mean", "undefined"]
 BehindMask = Literal["any", "finite"]
 Products = Literal["exact", "tf32", "bf16"]
 CausalFrom = Literal["start", "end"]
+
+
+def reject_unknown_choices(declared: object) -> None:
+    """Refuse a declaration that is none of those there are.
+
+    Raises:
+      ValueError: if a field of the dataclass that is one of a few words has another value.
+    """
+    for name, choices in _choices(type(declared)).items():  # type: ignore[arg-type] # classes can be hashed
+        if (value := getattr(declared, name)) not in choices:
+            raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}")
+
+
+@functools.cache
+def _choices(declaring: type) -> dict[str, tuple[Any, ...]]:
+    """The fields that are one of a few words, or that or None."""
+    found = {}
+    for name, hint in get_type_hints(declaring).items():
+        parts = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
+        if any(get_origin(part) is Literal for part in parts):
+            found[name] = tuple(x for part in parts for x in (get_args(part) or (None,)))
+    return found
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -69,8 +93,12 @@ class Arithmetic:
     cache: Literal["f32", "input"] = "f32"
 
     def __post_init__(self) -> None:
-        if self.block_sums is not None and not self.block_sums > 0:
-            raise ValueError(f"block_sums must be a positive number of keys or queries, got {self.block_sums}")
+        reject_unknown_choices(self)
+        whole = isinstance(self.block_sums, int) and not isinstance(self.block_sums, bool)
+        if self.block_sums is not None and not (whole and self.block_sums > 0):
+            raise ValueError(
+                f"block_sums must be a whole number of keys or queries, at least 1, got {self.block_sums!r}"
+            )
 
 
 Lowering = Callable[[Mask, int, int, int, int], tuple[Mapping[str, Hashable], Mapping[str, Any]]]
@@ -171,6 +199,11 @@ class Implementation:
     devices: int = 1
 
     def __post_init__(self) -> None:
+        if not isinstance(self.name, str) or not self.name.isprintable():
+            raise ValueError(f"name must be text that shows as it is, got {self.name!r}")
+        if not callable(self.call):
+            raise ValueError(f"{self.name}: call must be a function, got a {type(self.call).__name__}")
+        reject_unknown_choices(self)
         for field, names, known in (
             ("unsupported", self.unsupported, FEATURES),
             ("offers", self.offers, OPT_IN),

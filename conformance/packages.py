@@ -17,7 +17,7 @@ from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from types import ModuleType
 
-_HOME = Path(__file__).resolve().parent.parent
+HOME = Path(__file__).resolve().parent.parent
 _CLAIMED = ("cases", "impls", "reports")
 _OURS = (*_CLAIMED, "conformance")
 
@@ -37,7 +37,7 @@ def claim() -> None:
             with first_on_path():
                 package = importlib.import_module(name)
             vars(package)["__getattr__"] = functools.partial(_no_attribute, name)
-        elif _folder(place := _place(sys.modules[name].__spec__)) != _HOME / name:
+        elif _folder(place := _place(sys.modules[name].__spec__)) != HOME / name:
             raise NameTaken(
                 f"{name!r} is {place or 'another module'} in this process, and attention-conformance has a package of "
                 f"that name: rename yours, or judge from a folder where nothing imports it first"
@@ -49,11 +49,11 @@ def claim() -> None:
 @contextlib.contextmanager
 def first_on_path() -> Iterator[None]:
     """Within it, imports look in the folder of our packages first; so do processes that are started within it."""
-    sys.path.insert(0, str(_HOME))
+    sys.path.insert(0, str(HOME))
     try:
         yield
     finally:
-        sys.path.remove(str(_HOME))
+        sys.path.remove(str(HOME))
 
 
 def no_attribute(package: str, name: str) -> str:

@@ -9,9 +9,10 @@ This module is loaded in every pytest run where the package is installed, so it 
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import shlex
-import time
-from collections import Counter
+import signal
 from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,44 +20,36 @@ from typing import TYPE_CHECKING
 import pytest
 
 from conformance import packages
-from conformance.judging.levels import LEVELS
+from conformance.judging import gate
 
 if TYPE_CHECKING:
+    from conformance.commands.compare import Side
+    from conformance.commands.gate import Written
     from conformance.judging.job import Job
     from conformance.judging.plan import Plan
     from conformance.judging.runner import Runner
+    from conformance.judging.settings import Settings
     from conformance.records import Record
+    from conformance.runs import Run
 
 _NAME = "attention-conformance-gate"
 _GATE = "conformance/test_gate.py"
 _ATTRIBUTE = "attention_conformance_records"
-_FOUND: pytest.StashKey[list[Record]] = pytest.StashKey()
+_FOUND: pytest.StashKey[tuple[int | None, list[Record]]] = pytest.StashKey()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Options of the gate; all but `--impl` and `--require-platform` carry its name."""
-    group = parser.getgroup("attention conformance")
-    group.addoption(
-        "--impl", action="append", default=[], metavar="NAME", help="judge this one, or this group; may be repeated"
-    )
-    group.addoption("--conformance-level", default="quick", choices=LEVELS, help="how much is judged (quick)")
-    group.addoption("--conformance-cases", metavar="QUERY", help="only cases that match")
-    group.addoption("--conformance-seed", type=int, default=0, metavar="N", help="base seed of the grid (0)")
-    group.addoption(
-        "--conformance-report", metavar="FILE.html", help="write the HTML report, and its records beside it"
-    )
-    group.addoption(
-        "--require-platform", choices=("cpu", "gpu", "tpu"), help="fail if nothing was judged on this platform"
-    )
+    gate.add_options(parser)
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Set up the collection of records."""
-    gate = _Gate(config)
-    config.pluginmanager.register(gate, _NAME)
+    made = _Gate(config)
+    config.pluginmanager.register(made, _NAME)
     if not hasattr(config, "workerinput"):  # what the main process accepts, its workers need not check again
-        gate.check_options()
-    elif gate.is_asked_for():  # a worker imports the gate's module before it plans
+        made.check_options()
+    elif made.is_asked_for():  # a worker imports the gate's module before it plans
         packages.claim()
 
 
@@ -66,19 +59,26 @@ class _Gate:
     def __init__(self, config: pytest.Config) -> None:
         self._config = config
         self._planned: Plan | None = None
+        self._settings: Settings | None = None
         self._runner: Runner | None = None
+        self._run: Run | None = None
+        self._kept: dict[int, tuple[Record, ...]] | None = None
+        self._written: Written | None = None
+        self._baseline: Side | None = None
         self._records: list[Record] = []
         self._stale: list[Record] = []
         self._tests: set[str] = set()
-        self._started = time.perf_counter()
+        self._whole: set[int] = set()  # jobs that were judged under all of their checks
 
     @pytest.hookimpl
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
         if "conformance_job" not in metafunc.fixturenames:
             return
+        from conformance.judging import plan
         from conformance.judging.runner import platform_of  # imported late: it loads JAX
 
-        jobs = self._plan().jobs
+        shard = gate.shard(self._config.getoption("--conformance-shard"))
+        jobs = plan.sharded(self._plan().jobs, *shard) if shard else self._plan().jobs
         ids = [self._id(job, platform_of(job.implementation)) for job in jobs]
         metafunc.parametrize("conformance_job", jobs, ids=ids)
 
@@ -87,17 +87,51 @@ class _Gate:
         name = job.implementation.name
         return f"{name}-{platform}{job.id.removeprefix(name)}"
 
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        """`-k forward` asks the check `forward` of every case that has it, and no other check."""
+        expression = self._config.option.keyword
+        if not expression or self._planned is None:
+            return
+        from conformance.judging.keywords import checks_chosen
+
+        left_out = []
+        for item in items:
+            job = gate.job_of(item)
+            if job is None:
+                continue
+            chosen = checks_chosen(expression, job, [*item.keywords, item.name])
+            if not chosen:
+                left_out.append(item)
+            elif chosen != job.checks:
+                gate.set_job(item, dataclasses.replace(job, checks=chosen))
+            item.extra_keyword_matches.update(check.name for check in chosen)
+        if left_out:
+            self._config.hook.pytest_deselected(items=left_out)
+            items[:] = [item for item in items if item not in left_out]
+
     def check_options(self) -> None:
         """Refuse options that cannot be carried out, before anything is collected or judged."""
         option = self._config.getoption
         if option("--conformance-seed") < 0:
             raise pytest.UsageError(f"--conformance-seed must not be negative, got {option('--conformance-seed')}")
-        if (target := option("--conformance-report")) is not None:
-            place = Path(target)
-            if place.is_dir() or not place.absolute().parent.is_dir() or place.suffix == ".jsonl":
-                raise pytest.UsageError(f"--conformance-report={target} is no file that can be written")
+        gate.shard(option("--conformance-shard"))
+        gate.reject_no_limits(self._config)
+        for name in ("report", "json"):
+            if (target := option(f"--conformance-{name}")) is not None:
+                gate.reject_unwritable(f"--conformance-{name}={target}", Path(target), page=name == "report")
         if self.is_asked_for():
             self._plan()
+        if option("--conformance-resume") is not None:
+            self._take_up()
+        if (earlier := option("--conformance-baseline")) is not None:
+            from conformance.commands.gate import baseline
+
+            self._plan()
+            try:
+                self._baseline = baseline(earlier, [option(f"--conformance-{n}") for n in ("report", "json", "resume")])
+            except ValueError as error:
+                raise pytest.UsageError(f"--conformance-baseline: {error}") from error
 
     def is_asked_for(self) -> bool:
         """Whether this run is to judge, as far as its arguments say."""
@@ -118,11 +152,11 @@ class _Gate:
             from conformance.judging import plan, settings
             from conformance.judging.runner import Runner
 
-            option = self._config.getoption
+            option, kernels = self._config.getoption, gate.kernels(self._config)
             try:
-                found = settings.load(self._config.rootpath)
+                self._settings = found = settings.load(self._config.rootpath)
                 names = found.members(option("--impl") or found.implementations)
-                implementations = [registry.find(name) for name in names]
+                implementations = [kernels.find(name) for name in names]
             except (settings.SettingsError, registry.ImplementationNotFound) as error:
                 raise pytest.UsageError(str(error)) from error
             if not implementations:
@@ -130,7 +164,7 @@ class _Gate:
                     "nothing to judge: give --impl=NAME, or list implementations under "
                     "[tool.attention_conformance] in pyproject.toml"
                 )
-            self._runner = Runner(found)
+            self._runner = Runner(found, options=kernels.options)
             self._planned = plan.plan(
                 implementations,
                 level=option("--conformance-level"),
@@ -144,6 +178,35 @@ class _Gate:
                 )
         return self._planned
 
+    def _described(self) -> Run:
+        """What holds for all records of this run."""
+        if self._run is None:
+            from conformance.commands.gate import described
+
+            planned, option = self._plan(), self._config.getoption
+            assert self._settings is not None
+            self._run = described(
+                planned,
+                self._settings,
+                arguments=[str(argument) for argument in self._config.invocation_params.args],
+                level=option("--conformance-level"),
+                seed=option("--conformance-seed"),
+                narrowed=self._narrowed_to(),
+                shard=option("--conformance-shard") or "",
+                kernels=gate.kernels(self._config),
+            )
+        return self._run
+
+    def _take_up(self) -> None:
+        """Go on with a file of records."""
+        from conformance.commands.gate import kept_from
+
+        place = Path(self._config.getoption("--conformance-resume"))
+        try:
+            self._run, self._kept = kept_from(place, self._described())
+        except ValueError as error:
+            raise pytest.UsageError(f"--conformance-resume: {error}") from error
+
     @pytest.hookimpl
     def pytest_collection_finish(self) -> None:
         if self._planned is not None:
@@ -153,11 +216,25 @@ class _Gate:
 
     def judge(self, item: pytest.Item, job: Job) -> list[Record]:
         """Judge a job for the test `item`; its records travel with the test's report."""
-        self._plan()
-        assert self._runner is not None
-        found = self._runner.judge(job)
-        item.stash[_FOUND] = found
+        number = next((n for n, planned in enumerate(self._plan().jobs) if planned == job), None)
+        found = self._known(number)
+        if found is None:
+            assert self._runner is not None
+            found = self._runner.judge(job)
+        item.stash[_FOUND] = number, found
+        item.user_properties += gate.properties(job, found)
         return found
+
+    def _known(self, number: int | None) -> list[Record] | None:
+        """The records of a job that is done already, in the file that is gone on with."""
+        place = self._config.getoption("--conformance-resume")
+        if place is None or number is None:
+            return None
+        if self._kept is None:  # a worker: what it goes on with, the process that reports has looked at
+            from conformance import runs
+
+            self._kept = dict(runs.read(Path(place))[0].done)
+        return list(self._kept[number]) if number in self._kept else None
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(
@@ -167,24 +244,59 @@ class _Gate:
         if call.when == "call" and _FOUND in item.stash:
             from conformance.records import to_json
 
+            number, found = item.stash[_FOUND]
             # A plain attribute of strings: pytest-xdist carries it to the process that reports.
-            setattr(report, _ATTRIBUTE, [to_json(record) for record in item.stash[_FOUND]])
+            setattr(report, _ATTRIBUTE, [json.dumps(number), *(to_json(record) for record in found)])
         return report
 
     @pytest.hookimpl
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         lines = getattr(report, _ATTRIBUTE, None)
-        if lines is not None:
-            from conformance.records import from_json
+        if lines is None or hasattr(self._config, "workerinput"):
+            return
+        from conformance.judging.journal import CannotWrite
+        from conformance.records import from_json
 
-            self._records += [from_json(line) for line in lines]
-            self._tests.add(report.nodeid)
+        number, found = json.loads(lines[0]), [from_json(line) for line in lines[1:]]
+        self._records += found
+        self._tests.add(report.nodeid)
+        if number is not None:
+            self._whole.add(number)
+        try:
+            written = self._begin()
+            if self._kept is None or number not in self._kept:
+                written.take(number, found)
+        except CannotWrite as error:
+            pytest.exit(f"{error}; what was judged before is in it", returncode=pytest.ExitCode.INTERRUPTED)
+
+    def _begin(self) -> Written:
+        """The files of this run, begun at the first record; from then on a signal that ends it leaves them whole."""
+        if self._written is None:
+            from conformance.commands.gate import Written
+
+            option = self._config.getoption
+            report, place = option("--conformance-report"), option("--conformance-json")
+            taken_up = option("--conformance-resume")
+            self._written = Written(
+                self._described(),
+                self._plan(),
+                report=Path(report) if report else None,
+                json=Path(place or taken_up) if place or taken_up else None,
+                kept=self._kept,
+                baseline=self._baseline,
+                suite=gate.suite_property(self._config),
+            )
+            for number in (signal.SIGTERM, signal.SIGHUP):
+                if signal.getsignal(number) == signal.SIG_DFL:
+                    signal.signal(number, signal.default_int_handler)
+        return self._written
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
         if hasattr(self._config, "workerinput"):
             return
-        if self._records:
+        how, reason = self._ended(session)
+        if self._records and not reason:
             self._add_stale()
         for record in self._stale:
             self._add_failure(f"expectations[{record.implementation}-{record.case}]", record.reason)
@@ -192,8 +304,31 @@ class _Gate:
             self._add_failure("something_is_judged", sentence)
         if (self._stale or sentence) and session.exitstatus == 0:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
-        if self._records and (target := self._config.getoption("--conformance-report")):
-            self._write_report(Path(target))
+        if self._written is not None:
+            self._finish(session, how, reason)
+
+    @staticmethod
+    def _ended(session: pytest.Session) -> tuple[str, str]:
+        """How the run ended, and why if not by itself."""
+        from conformance import runs
+
+        stopped = session.shouldfail or session.shouldstop
+        if stopped or session.exitstatus not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
+            return runs.INTERRUPTED, str(stopped) if isinstance(stopped, str) else "it was stopped"
+        return runs.COMPLETE, ""
+
+    def _finish(self, session: pytest.Session, how: str, reason: str) -> None:
+        from conformance.commands.errors import CannotJudge
+        from conformance.judging.journal import CannotWrite
+
+        assert self._written is not None
+        try:
+            if worse := self._written.finish(how, reason, self._stale):
+                self._add_failure("baseline", worse)
+                session.exitstatus = session.exitstatus or pytest.ExitCode.TESTS_FAILED
+        except (CannotWrite, CannotJudge) as error:
+            self._add_failure("outputs", str(error))
+            session.exitstatus = pytest.ExitCode.INTERRUPTED
 
     def _add_failure(self, name: str, reason: str) -> None:
         """A failure of the run as a whole: it is counted, summed up and written to files like one of a test."""
@@ -212,13 +347,11 @@ class _Gate:
         """After a whole run: expected failures that nothing failed for turn it red."""
         import jax
 
-        from conformance.judging import settings
-
         option = self._config.getoption
-        partly = self._narrowed_to() or option("--conformance-level") == "smoke"
-        if not (partly or option("--conformance-seed")):
-            found = settings.load(self._config.rootpath)
-            self._stale = found.stale(self._records, jax.__version__)
+        partly = self._narrowed_to() or len(self._whole) < len(self._plan().jobs)
+        if not (partly or option("--conformance-level") == "smoke" or option("--conformance-seed")):
+            assert self._settings is not None
+            self._stale = self._settings.stale(self._records, jax.__version__)
             self._records += self._stale
 
     def _nothing_judged(self) -> str:
@@ -234,64 +367,34 @@ class _Gate:
         return ""
 
     def _narrowed_to(self) -> str:
-        """What was judged where it is not all that the level asks; empty if it was."""
+        """To what options narrow what the level asks; tests that are left out by themselves are counted instead."""
+        from conformance.judging.keywords import names_checks
+
+        found = []
         if (query := self._config.getoption("--conformance-cases")) is not None:
-            return f"--conformance-cases={shlex.quote(query)}"
-        judged, planned = len(self._tests), len(self._plan().jobs)
-        return f"{judged:,} of {planned:,} tests" if judged < planned else ""
-
-    def _write_report(self, target: Path) -> None:
-        from conformance import environment, records
-        from conformance.calling.registry import find
-        from conformance.judging import settings
-        from conformance.judging.declarations import declared
-        from conformance.judging.reach import few_blocks
-        from conformance.judging.runner import hardware_records
-        from conformance.sensitivity import detection
-        from reports import html
-
-        names = sorted({record.implementation for record in self._records})
-        found = records.merge(self._records, hardware_records(find(name) for name in names))
-        narrowed = self._narrowed_to()
-        info = records.RunInfo(
-            command="pytest " + " ".join(self._config.invocation_params.args),
-            level=self._config.getoption("--conformance-level"),
-            environment=environment.describe(),
-            tolerances=settings.load(self._config.rootpath).tolerances.rows(),
-            coverage=list(self._plan().coverage),
-            seconds=round(time.perf_counter() - self._started, 1),
-            detection=detection.load(),
-            declared={name: declared(find(name)) for name in names},
-            narrowed=narrowed,
-            few_blocks={} if narrowed else {name: few_blocks(find(name), found) for name in names},
-        )
-        html.write(target, found, info)
-        records.write_jsonl(target.with_suffix(".jsonl"), found)
+            found.append(f"--conformance-cases={shlex.quote(query)}")
+        if names_checks(expression := self._config.option.keyword):
+            found.append(f"-k {shlex.quote(expression)}")
+        return " ".join(found)
 
     @pytest.hookimpl
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         if not self._records:
+            if self._planned is None and self._config.args_source != pytest.Config.ArgsSource.ARGS:
+                for line in gate.reminder(self._config.rootpath):
+                    terminalreporter.write_line(line)
             return
         terminalreporter.section("attention conformance")
-        for line in _table(self._records):
+        from conformance.commands.gate import annotated
+
+        counted = gate.table(self._records)
+        for line in (*counted, *gate.places(self._described()), *annotated(self._records, self._written)):
             terminalreporter.write_line(line)
-
-
-def _table(found: list[Record]) -> list[str]:
-    """Counts of verdicts by implementation and platform, as aligned lines."""
-    counts: dict[str, Counter[str]] = {}
-    for record in found:
-        counts.setdefault(f"{record.implementation} ({record.platform})", Counter())[record.verdict] += 1
-    width = max(map(len, counts))
-    return [
-        f"{name:<{width}}  " + ", ".join(f"{n} {verdict}" for verdict, n in sorted(count.items()))
-        for name, count in sorted(counts.items())
-    ]
 
 
 @pytest.fixture
 def conformance_judge(request: pytest.FixtureRequest) -> Callable[[Job], list[Record]]:
     """Judges a job of the plan, and keeps its records for the report."""
-    gate = request.config.pluginmanager.get_plugin(_NAME)
-    assert isinstance(gate, _Gate)
-    return lambda job: gate.judge(request.node, job)
+    judging = request.config.pluginmanager.get_plugin(_NAME)
+    assert isinstance(judging, _Gate)
+    return lambda job: judging.judge(request.node, job)

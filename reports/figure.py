@@ -1,4 +1,4 @@
-"""The one figure of the report: how far from the limit each observable stays, as inline SVG in the page's colours."""
+"""The figure of the report: how far from the limit each observable stays, as inline SVG in the page's colours."""
 
 from __future__ import annotations
 
@@ -7,20 +7,28 @@ import io
 import math
 import re
 import warnings
-from collections.abc import Sequence
-from typing import Any
-
-import matplotlib
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 from reports.measures import Distribution, dtype_rank, observable_rank
 from reports.summary import severity
 from reports.wording import number, share
 
-INK, MUTED, LINE, BAND, GOOD, BAD = "#010203", "#010204", "#010205", "#010206", "#010207", "#010208"
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+INK, MUTED, LINE, BAND, GOOD, BAD, KNOWN = (f"#01020{digit}" for digit in range(3, 10))
 """Stand-ins that become the page's custom properties, so that one drawing serves light and dark."""
-VARIABLES = {INK: "--ink", MUTED: "--muted", LINE: "--line", BAND: "--band", GOOD: "--pass-ink", BAD: "--fail-ink"}
+VARIABLES = {
+    INK: "--ink",
+    MUTED: "--muted",
+    LINE: "--line",
+    BAND: "--band",
+    GOOD: "--pass-ink",
+    BAD: "--fail-ink",
+    KNOWN: "--warn-ink",
+}
 FLOOR, CEILING = 1e-5, 1e4
 """Shares beyond these are drawn at the edge: exact zeros and infinities have no place on a log axis."""
 MOST_ROWS, MOST_PANELS, PANELS_ABREAST = 24, 8, 3
@@ -32,14 +40,22 @@ def distribution_svg(distributions: Sequence[Distribution]) -> str:
         return ""
     dtypes = sorted({d.dtype for d in distributions}, key=dtype_rank)[:MOST_PANELS]
     rows = _rows(distributions)
+    label = f"Value over limit by observable, for {', '.join(dtypes)}"
+    return svg(lambda: _draw(distributions, dtypes, rows), label=label)
+
+
+def svg(draw: Callable[[], Figure], *, label: str) -> str:
+    """What `draw` draws as inline SVG in the page's colours; drawn twice, it is the same text."""
+    import matplotlib  # imported late: loading it takes as long as judging a small case, and few runs write a page
+
     # Names come from records: no dollar sign in them may be read as mathematics, no odd letter may warn.
     settings: Any = {"svg.hashsalt": "attention-conformance", "svg.fonttype": "none", "text.parse_math": False}
     with matplotlib.rc_context(settings), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        figure = _draw(distributions, dtypes, rows)
+        figure = draw()
         buffer = io.StringIO()
         figure.savefig(buffer, format="svg", metadata={"Date": None})
-    return _inline(buffer.getvalue(), label=f"Value over limit by observable, for {', '.join(dtypes)}")
+    return _inline(buffer.getvalue(), label=label)
 
 
 def _rows(distributions: Sequence[Distribution]) -> list[str]:
@@ -51,6 +67,8 @@ def _rows(distributions: Sequence[Distribution]) -> list[str]:
 
 
 def _draw(distributions: Sequence[Distribution], dtypes: Sequence[str], rows: Sequence[str]) -> Figure:
+    from matplotlib.figure import Figure  # late, as above
+
     across = min(len(dtypes), PANELS_ABREAST)
     down = math.ceil(len(dtypes) / across)
     height = 0.26 * len(rows) + 0.75

@@ -160,6 +160,8 @@ def _vocabulary() -> dict[str, Any]:
         "explained_text": wording.explained_text,
         "flags_differ_text": wording.flags_differ_text,
         "declared_text": wording.declared_text,
+        "state_text": wording.state_text,
+        "shortfall_text": wording.shortfall_text,
     }
 
 

@@ -10,6 +10,7 @@ from conformance.records import VERDICTS, Record, RunInfo
 from reports import findings, summary, wording
 
 MOST_FAILURES = 20
+MOST_NOTES = 20
 
 
 def render(records: Sequence[Record], run: RunInfo) -> str:
@@ -19,6 +20,7 @@ def render(records: Sequence[Record], run: RunInfo) -> str:
     blocks += _warnings(records, run)
     if standings:
         blocks += [_verdicts(standings, run), _counts(standings, summary.count(records))]
+    blocks += [f"- {_inline(note)}" for note in run.notes[:MOST_NOTES]]
     blocks += [f"{_inline(x.contender.label)}: {wording.left_out_text(x)}." for x in summary.left_out(records)]
     differ = findings.flags_differ(records)
     blocks += [f"{_inline(x.contender.label)}: {_inline(wording.flags_differ_text(x))}." for x in differ]
@@ -27,14 +29,14 @@ def render(records: Sequence[Record], run: RunInfo) -> str:
 
 
 def _facts(records: Sequence[Record], run: RunInfo) -> str:
-    state = "interrupted" if run.interrupted else "complete"
-    return f"Level {_inline(run.level)}, {len(records):,} records, {wording.duration(run.seconds)}, {state}."
+    facts = f"{len(records):,} records, {wording.duration(run.seconds)}, {wording.state_text(run)}"
+    return f"Level {_inline(run.level)}, {facts}."
 
 
 def _warnings(records: Sequence[Record], run: RunInfo) -> list[str]:
     found = []
-    if run.interrupted:
-        found.append("> **The run was interrupted.** Only the records written before it stopped are counted.")
+    if short := wording.shortfall_text(run):
+        found.append(f"> **{_inline(short)}**")
     if not summary.count(records).judged:
         found.append("> **No record was judged**, so nothing here says that anything is right.")
     return found

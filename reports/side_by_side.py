@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
-from conformance.bench.measurements import AGREES, DIFFERS, TIMED, Measurement
+from conformance.bench.measurements import AGREES, DIFFERS, Measurement
 from conformance.records import RunInfo
 from reports.page import environment
 
@@ -75,7 +75,7 @@ def comparisons(measurements: Sequence[Measurement]) -> tuple[SpeedPanel, ...]:
 
 def headline(measurements: Sequence[Measurement]) -> str:
     """What was measured, in one sentence; no implementation is called the best over all cases."""
-    timed = [measurement for measurement in measurements if measurement.outcome in TIMED]
+    timed = [measurement for measurement in measurements if measurement.samples]
     if not timed:
         return "Nothing was timed."
     names = len({measurement.implementation for measurement in timed})

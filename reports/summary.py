@@ -33,15 +33,21 @@ NO_FEATURE = "(none named)"
 
 @dataclasses.dataclass(frozen=True, order=True)
 class Contender:
-    """What a verdict is about: one implementation on one platform."""
+    """What a verdict is about: one implementation on one platform; `run` tells apart what several runs say of it."""
 
     implementation: str
     platform: str
+    run: str = ""
+
+    @property
+    def place(self) -> str:
+        """Where it was judged: the platform, and the run where there are several."""
+        return ", ".join(filter(None, (self.platform, self.run)))
 
     @property
     def label(self) -> str:
-        """The implementation with its platform in brackets."""
-        return f"{self.implementation} ({self.platform})" if self.platform else self.implementation
+        """The implementation with its place in brackets."""
+        return f"{self.implementation} ({self.place})" if self.place else self.implementation
 
 
 @dataclasses.dataclass(frozen=True)
@@ -183,7 +189,7 @@ class LeftOut:
 
 def contender_of(record: Record) -> Contender:
     """The contender that a record is about."""
-    return Contender(record.implementation, record.platform)
+    return Contender(record.implementation, record.platform, record.run)
 
 
 def metrics(record: Record) -> tuple[Metric, ...]:

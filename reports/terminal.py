@@ -41,6 +41,8 @@ def print_summary(records: Sequence[Record], run: RunInfo, console: Console) -> 
         console.print(Text(f"{left_out.contender.label}: {wording.left_out_text(left_out)}", style="yellow"))
     if run.interrupted:
         console.print(Text("Interrupted: only the records written before the stop are counted.", style="yellow"))
+    elif short := wording.shortfall_text(run):
+        console.print(Text(short, style="yellow"))
     if not summary.count(records).judged:
         console.print(Text("No record was judged, so nothing here says that anything is right.", style="yellow"))
     facts = f"level {run.level}, {len(records):,} records, {wording.duration(run.seconds)}"
@@ -119,7 +121,7 @@ def print_measurements(measurements: Sequence[Measurement], console: Console) ->
         if comparison.ceiling is not None:
             facts += f", ceiling {wording.rate(comparison.ceiling)} (matrix product)"
         console.print(Text(facts, style="dim"), soft_wrap=True)
-        _print_whole(_side_by_side(comparison), console)
+        print_whole(_side_by_side(comparison), console)
         for row in comparison.rows:
             if row.reason:
                 style = "red" if row.outcome not in (UNSUPPORTED, UNJUDGED) else "dim"
@@ -128,7 +130,7 @@ def print_measurements(measurements: Sequence[Measurement], console: Console) ->
         console.print()
 
 
-def _print_whole(table: Table, console: Console) -> None:
+def print_whole(table: Table, console: Console) -> None:
     """Print a table with no figure cut: where the terminal is too narrow, it wraps the lines."""
     wide = console.options.update(max_width=_WIDEST)
     wide = wide.update(width=console.measure(table, options=wide).maximum)
@@ -145,7 +147,7 @@ def _side_by_side(comparison: SpeedPanel) -> Table:
         table.add_column(name, justify="right", no_wrap=True)
     for row in comparison.rows:
         style = {AGREES: "green"}.get(row.outcome, "bold red" if row.outcome in TIMED | {ERROR} else "dim")
-        table.add_row(f"  {row.implementation}", Text(row.outcome, style=style), *_costs(row))
+        table.add_row(Text(f"  {row.implementation}"), Text(row.outcome, style=style), *_costs(row))
     return table
 
 

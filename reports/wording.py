@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar
 
 from conformance.records import (
     ERROR,
@@ -15,6 +15,7 @@ from conformance.records import (
     UNEXPECTED_PASS,
     UNJUDGED,
     UNSUPPORTED,
+    Extent,
     Record,
     RunInfo,
 )
@@ -29,6 +30,8 @@ from reports.summary import (
     Standing,
     metrics,
 )
+
+Kept = TypeVar("Kept")
 
 DASH, MINUS, TIMES = "\N{EN DASH}", "\N{MINUS SIGN}", "\N{MULTIPLICATION SIGN}"
 GLYPHS = {
@@ -171,29 +174,85 @@ def shorten(text: str, *, longest: int = LONGEST_REASON) -> str:
 
 
 def standing_text(standing: Standing, run: RunInfo) -> str:
-    """The verdict of a contender in words: "conforms" only where `run` was not narrowed, stopped or at `smoke`."""
+    """The verdict of a contender in words: "conforms" only where all was asked that a level asks, as is recorded."""
+    extent = extent_of(standing, run)
+    asked = _asked(extent)
     if standing.conformity not in (CONFORMS, KNOWN_FAILURES):
-        return standing.conformity
+        return f"{standing.conformity} ({asked})" if extent.narrowed else standing.conformity
     words = CONFORMS
-    if run.level == "smoke" or run.narrowed:
-        asked = ", ".join(filter(None, ("smoke" if run.level == "smoke" else "", run.narrowed)))
+    if not extent.known:
+        words = "passes as far as is known (no run record)"
+    elif asked:
         words = f"passes as far as asked ({asked})"
-    elif run.interrupted:
+    elif extent.stopped:
         words = "passes"
-    if run.declared.get(standing.contender.implementation):
+    if _of(run.declared, standing):
         words += " as declared"
-    if few := run.few_blocks.get(standing.contender.implementation):
+    if few := _of(run.few_blocks, standing):
         words += f", asked about {few} only"
-    if run.interrupted:
+    if extent.stopped:
         words += " so far"
+        words += f" ({extent.done:,} of {extent.planned:,} jobs)" if extent.is_partial else ""
     return standing.conformity.replace(CONFORMS, words)
+
+
+def extent_of(standing: Standing, run: RunInfo) -> Extent:
+    """How much a contender was asked, as far as `run` says."""
+    found = _of(run.extents, standing)
+    return found or Extent(level=run.level, narrowed=run.narrowed, stopped=run.interrupted)
+
+
+def _asked(extent: Extent) -> str:
+    """What a contender was asked where that is not all; empty if it is, or if only a stop is why it is not."""
+    parts = ["smoke"] if extent.level == "smoke" else []
+    if extent.narrowed:
+        whole = extent.planned is not None and extent.whole is not None and extent.planned < extent.whole
+        of_all = f": {extent.planned:,} of {extent.whole:,} jobs" if whole else ""
+        parts.append(f"narrowed to {extent.narrowed}{of_all}")
+    if extent.is_partial and not extent.stopped:
+        parts.append(f"{'' if extent.narrowed else 'narrowed to '}{extent.done:,} of {extent.planned:,} jobs")
+    return ", ".join(parts)
+
+
+def state_text(run: RunInfo) -> str:
+    """Whether the run, or all that are merged, came to an end with all that was planned, and if that is not all."""
+    extents = run.extents.values() or (Extent(level=run.level, narrowed=run.narrowed),)
+    if run.interrupted:
+        return "interrupted"
+    if any(not extent.known for extent in extents):
+        return "not known to be complete"
+    if any(extent.is_partial for extent in extents):
+        return "partial"
+    narrowed = list(dict.fromkeys(extent.narrowed for extent in extents))
+    smoke = " at smoke" if any(extent.level == "smoke" for extent in extents) else ""
+    if not any(narrowed):
+        return f"complete{smoke}"
+    return f"complete{smoke}, narrowed {f'to {narrowed[0]}' if len(narrowed) == 1 else 'in part'}"
+
+
+def shortfall_text(run: RunInfo) -> str:
+    """What a reader must know before all else where not all that was planned was judged; empty if it was."""
+    if run.interrupted:
+        return "The run was interrupted. This page covers only the records written before it stopped."
+    if any(not extent.known for extent in run.extents.values()):
+        return "There are records without a run record: whether they are all that was planned is unknown."
+    partly = [extent for extent in run.extents.values() if extent.is_partial]
+    if not partly:
+        return ""
+    done, planned = sum(extent.done for extent in partly), sum(extent.planned or 0 for extent in partly)
+    return f"Not all that was planned was judged: {done:,} of {planned:,} jobs."
+
+
+def _of(kept: Mapping[str, Kept], standing: Standing) -> Kept | None:
+    """What is kept of a contender: by its label, or by the name of its implementation."""
+    return kept.get(standing.contender.label, kept.get(standing.contender.implementation))
 
 
 def declared_text(standing: Standing, run: RunInfo) -> str:
     """What a contender that conforms declares that asks less of it than the defaults; empty if nothing."""
     if standing.conformity not in (CONFORMS, KNOWN_FAILURES):
         return ""
-    return ", ".join(run.declared.get(standing.contender.implementation, ()))
+    return ", ".join(_of(run.declared, standing) or ())
 
 
 def behind_mask_text(found: BehindMask) -> str:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from conformance import records
-from conformance.records import FAIL, PASS, Record, Worst
+from conformance.records import FAIL, PASS, UNJUDGED, Record, Worst
 
 RECORD = Record(
     implementation="kernel",
@@ -43,9 +43,29 @@ def test_files_are_sorted_and_read_back(tmp_path: Path) -> None:
     assert records.read_jsonl(tmp_path / "r.jsonl") == [other, first]
 
 
-def test_the_later_of_two_answers_counts() -> None:
-    later = dataclasses.replace(RECORD, verdict=PASS)
-    assert records.merge([RECORD], [later]) == [later]
+def test_the_worse_of_two_answers_counts_whichever_comes_first() -> None:
+    passed = dataclasses.replace(RECORD, verdict=PASS)
+    unjudged = dataclasses.replace(RECORD, verdict=UNJUDGED)
+    assert records.merge([RECORD], [passed]) == records.merge([passed], [RECORD]) == [RECORD]
+    assert records.merge([unjudged], [passed]) == [passed]
+
+
+def test_answers_of_two_runs_stand_beside_each_other() -> None:
+    passed = dataclasses.replace(RECORD, verdict=PASS, run="jax 0.12.0")
+    assert records.merge([RECORD], [passed]) == [RECORD, passed]
+
+
+def test_a_torn_last_line_is_noted_and_loses_nothing_else(tmp_path: Path) -> None:
+    first = dataclasses.replace(RECORD, worst=None)
+    line = records.to_json(first)
+    (tmp_path / "r.jsonl").write_text(f"{line}\n{line[:40]}")
+    found, note = records.read_lines(tmp_path / "r.jsonl")
+    assert [record for _, record in found] == [first]
+    assert "torn" in note
+    assert records.read_jsonl(tmp_path / "r.jsonl") == [first]
+    (tmp_path / "r.jsonl").write_text(line[:40])  # nothing says that this was ever one of ours
+    with pytest.raises(ValueError, match="not a conformance record"):
+        records.read_jsonl(tmp_path / "r.jsonl")
 
 
 @pytest.mark.parametrize("line", ["", "3", "null", "[]", "{}", '{"schema": "attention-conformance/record/1"}', "{"])

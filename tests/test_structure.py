@@ -53,14 +53,17 @@ PUBLIC_FACE = "__init__"
 # The rooms of `conformance`, from the ground up: a room may import what stands on a lower floor, and nothing else.
 FLOORS = (
     {"packages", "tunable", "records", "environment", "accelerators"},
-    {"contract"},
+    {"contract", "runs"},
     {"truth", "calling"},
-    {"reference", "bench"},
+    {"reference"},
+    {"bench", "driving"},
+    {"apart"},
     {PUBLIC_FACE, "asking"},
     {"checks"},
     {"judging"},
     {"sensitivity", "test_gate"},
-    {"commands", "pytest_plugin"},
+    {"commands"},
+    {"pytest_plugin"},
     {"cli"},
     {"__main__"},
 )

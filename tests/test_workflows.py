@@ -100,4 +100,5 @@ def test_the_workflow_asks_of_the_newest_jax_what_the_gate_asks() -> None:
     listed = re.findall(r"(tests/\w*/?test_)\{?([\w,]+)\}?\.py", gate)
     asked = {f"{start}{name}.py" for start, names in listed for name in names.split(",")}
     newest = load(OURS)["jobs"]["test"]["strategy"]["matrix"]["include"][1]["tests"].split()
-    assert {word for word in newest if word.startswith("tests/")} == asked
+    assert asked
+    assert asked <= {word for word in newest if word.startswith("tests/")}

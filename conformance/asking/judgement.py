@@ -6,6 +6,8 @@ import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from conformance import records
+from conformance.apart.process import Lost
+from conformance.calling import mishaps
 from conformance.records import Worst
 from conformance.truth.comparison import Comparison
 from conformance.truth.tolerances import RMS_MIN_ELEMENTS, Tolerances
@@ -96,16 +98,14 @@ def guarded(observable: str, judge: Callable[[], Iterable[Judgement]]) -> Iterat
     try:
         yield from judge()
     except NotImplementedError as error:
-        yield unsupported(observable, _first_line(error) or "the call raises NotImplementedError")
-    except (Exception, SystemExit) as error:  # of any type: whatever the implementation raises is the finding
-        reason = f"{type(error).__name__}: {_first_line(error)}"
-        yield Judgement(observable=observable, verdict=records.ERROR, reason=reason)
+        yield unsupported(observable, mishaps.refused(error) or "the call raises NotImplementedError")
+    except BaseException as error:  # of any type: whatever the implementation raises is the finding
+        left = isinstance(error, GeneratorExit) and mishaps.place_of(error) is None  # by whoever asked: no error
+        if left or isinstance(error, KeyboardInterrupt | Lost):
+            raise
+        yield Judgement(observable=observable, verdict=records.ERROR, reason=mishaps.told(error))
 
 
 def apart(name: str, judge: Callable[[], Iterable[Judgement]]) -> Iterator[Judgement]:
     """Judgements labelled with `name`, of one of several questions: what it raises says nothing about the others."""
     return guarded(name, lambda: labelled(name, judge()))
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).strip().split("\n")[0]

@@ -17,6 +17,7 @@ from cases.accelerator import compiled_cases, interpreted_cases
 from cases.case import Case
 from cases.decoding import decoded_cases
 from cases.ensemble import ensemble_cases
+from cases.far import far_cases
 from cases.front_end_cases import front_end_cases
 from cases.grid import Grid, grid
 from cases.regressions import REGRESSIONS
@@ -77,13 +78,13 @@ def _scope(name: str, about: str, cases: Callable[[Asked], tuple[Case, ...]], **
 
 
 def _grid_cases(asked: Asked) -> tuple[Case, ...]:
-    """The rows of both grids; beyond `quick` the named regressions too, as far as they are supported."""
+    """The rows of both grids; beyond `quick` what is long and thin, and the named regressions, as far as supported."""
     both = (*asked.grid.cases, *asked.sizes.cases)
     if asked.level == "quick":
         return tuple(dict.fromkeys(both))
     supports = asked.implementation.supports
     named = (regression.case for regression in REGRESSIONS if supports(regression.case) is None)
-    return tuple(dict.fromkeys((*both, *named)))
+    return tuple(dict.fromkeys((*both, *far_cases(asked.seed, supports), *named)))
 
 
 def _compiled(asked: Asked) -> tuple[Case, ...]:

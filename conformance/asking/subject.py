@@ -7,7 +7,6 @@ import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import jax
 import numpy as np
 
 from cases import quantized
@@ -68,7 +67,7 @@ class Subject:
     @functools.cached_property
     def limits(self) -> Tolerances:
         """The table for what the implementation declares, on this platform."""
-        return self.tolerances.of(self.implementation.arithmetic, jax.default_backend())
+        return self.tolerances.of(self.implementation.arithmetic, self.executor.backend)
 
     @property
     def with_gradients(self) -> bool:
@@ -176,6 +175,23 @@ class Subject:
     def _defined(self) -> np.ndarray:
         return (~self.problem.empty_rows | (self.implementation.empty_rows == "zero")) & self.problem.decided
 
+    def begin_forward(self) -> None:
+        """Have the implementation start on its forward calls, if that is in another process."""
+        if self._offers_more:
+            self.executor.begin_calls(self.problem)
+        else:
+            self.executor.begin_forward(self.problem)
+
+    def begin_gradients(self, cotangent: str) -> None:
+        """Have it start on the gradients for the named cotangent, if there is one."""
+        if cotangent in self.cotangents:
+            self.executor.begin_gradients(self.problem, self.cotangents[cotangent])
+
+    @property
+    def _offers_more(self) -> bool:
+        """Whether there are other forward calls than the plain one."""
+        return bool(self.implementation.residuals or self.implementation.parts)
+
     @functools.cached_property
     def forward(self) -> Result:
         """The plain call."""
@@ -195,7 +211,7 @@ class Subject:
     @functools.cached_property
     def _calls(self) -> Calls | None:
         """All forward calls at once; none if one of them raises, so that each can be asked by itself."""
-        if not (self.implementation.residuals or self.implementation.parts):
+        if not self._offers_more:
             return None
         try:
             return self.executor.calls(self.problem)

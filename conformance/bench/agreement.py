@@ -68,7 +68,18 @@ class Sample:
         found = [self._compare(implementation, name, got, expected[name]) for name, got in results.items()]
         return max(found, key=lambda finding: finding.error)
 
+    def misshapen(self, name: str, shape: tuple[int, ...]) -> str:
+        """What is wrong with the shape of `out` or of a gradient; empty if nothing is."""
+        problem = self._problem
+        if name == "out":
+            expected = (*problem.q.shape[:3], problem.v.shape[3])
+        else:
+            expected = getattr(problem, _BY_GRADIENT[name].name).shape
+        return "" if shape == expected else f"{name} has shape {list(shape)}, must be {list(expected)}"
+
     def _compare(self, implementation: Implementation, name: str, got: np.ndarray, expected: Bounded) -> Finding:
+        if wrong := self.misshapen(name, got.shape):
+            return Finding(np.inf, wrong)
         part = got[:, self.rows] if name == "out" else _BY_GRADIENT[name].along(got, "T", self._taken)
         judged = self._judged(implementation) if name == "out" else None
         comparison = compare(part, expected, judged)

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from conformance.records import ERROR, UNJUDGED, UNSUPPORTED
+from conformance.records import ERROR, UNJUDGED, UNSUPPORTED, printable
 
 SCHEMA = "attention-conformance/measurement/1"
 
@@ -28,6 +28,7 @@ DIFFERS = "differs"
 OUTCOMES = (AGREES, DIFFERS, ERROR, UNSUPPORTED, UNJUDGED)
 """Whether the timed program gave what the float64 oracle says where it was looked at; or why there is no timing."""
 TIMED = frozenset({AGREES, DIFFERS})
+"""Outcomes that go with samples; what differs in its shape has none, since nobody needs to know its speed."""
 
 
 class Quartiles(NamedTuple):
@@ -97,8 +98,10 @@ class Measurement:
             raise ValueError(f"outcome {self.outcome!r} is none of {', '.join(OUTCOMES)}")
         if self.phase not in PHASES:
             raise ValueError(f"phase {self.phase!r} is none of {', '.join(PHASES)}")
-        if bool(self.samples) != (self.outcome in TIMED):
+        if bool(self.samples) != (self.outcome in TIMED) and not (self.outcome == DIFFERS and self.reason):
             raise ValueError(f"outcome {self.outcome!r} does not go with {len(self.samples)} samples")
+        for name in ("implementation", "case", "reason", "baseline"):
+            object.__setattr__(self, name, printable(getattr(self, name)))
 
     @property
     def key(self) -> tuple[str, ...]:

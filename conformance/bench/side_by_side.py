@@ -22,6 +22,8 @@ from conformance.bench.interruption import interrupts_wait
 from conformance.bench.measurements import AGREES, BACKWARD, DIFFERS, Measurement, Quartiles
 from conformance.bench.programs import Program, compile_program, device_peak
 from conformance.bench.sampling import Sampled, interleave, paired
+from conformance.calling import mishaps
+from conformance.calling.execution import Executor
 from conformance.contract import Implementation
 from conformance.records import ERROR, UNJUDGED, UNSUPPORTED
 from conformance.truth.tolerances import Tolerances
@@ -214,11 +216,30 @@ def enter(implementation: Implementation, drawn: Drawn, phase: str) -> Entrant |
         results = program.results(drawn.sample.cotangent(implementation))
     except NotImplementedError as error:
         return _untimed(implementation, drawn, phase, UNSUPPORTED, first_words(error))
-    except Exception as error:  # whatever an implementation raises is its row, not the end of the run
-        return _untimed(implementation, drawn, phase, ERROR, first_words(error))
+    except (Exception, SystemExit) as error:  # whatever an implementation raises is its row, not the end of the run
+        # A result of another shape has no gradients for the cotangent that there is: the shape is what to say.
+        wrong = _misshapen(implementation, drawn) if phase == BACKWARD else ""
+        return _untimed(implementation, drawn, phase, *((DIFFERS, wrong) if wrong else (ERROR, _said(error))))
     finding = drawn.sample.judge(implementation, results)
     memory = dict(program.memory) if peak is None else {**program.memory, "device_peak": peak}
     return Entrant(implementation, program, finding, memory)
+
+
+def _misshapen(implementation: Implementation, drawn: Drawn) -> str:
+    """What is wrong with the shape of `out`, found without running anything; empty if nothing is."""
+    plain, arrays = Executor(implementation).bind(drawn.problem)
+    try:
+        return drawn.sample.misshapen("out", jax.eval_shape(plain, arrays).shape)
+    except Exception:  # then what was raised first is what to say
+        return ""
+
+
+def _said(error: BaseException) -> str:
+    """What was raised, and where in the user's code."""
+    if isinstance(error, mishaps.WrongReturn):
+        return mishaps.told(error)
+    place = mishaps.place_of(error)
+    return first_words(error) if place is None else f"{first_words(error)} ({place})"
 
 
 def _measured(
@@ -227,7 +248,7 @@ def _measured(
     """What sampling gave, as measurements; the first entrant that was timed and agrees is the baseline."""
     for name, error in sampled.failures.items():
         if name in entrants:
-            yield _untimed(entrants[name].implementation, drawn, phase, ERROR, first_words(error))
+            yield _untimed(entrants[name].implementation, drawn, phase, ERROR, _said(error))
     timed = [name for name in entrants if name in sampled.seconds]
     baseline = next((name for name in timed if entrants[name].finding.agrees), "")
     for name in timed:

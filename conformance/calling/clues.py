@@ -66,6 +66,12 @@ def clues_of(implementation: Implementation) -> Clues:
     )
 
 
+def shown(executor: Executor) -> tuple[list[int], list[float], list[float]]:
+    """The fields of `clues_of` the implementation of an executor, as data."""
+    clues = clues_of(executor.implementation)
+    return list(clues.integers), list(clues.floats), sorted(clues.in_source)
+
+
 def _unique(numbers: Iterable[Any]) -> list[Any]:
     """Magnitudes that may be clues, each once, in the order in which they come."""
     found: dict[Any, None] = {}

@@ -6,7 +6,7 @@ import collections
 import dataclasses
 import functools
 from collections.abc import Callable, Hashable, Mapping
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -14,10 +14,17 @@ import numpy as np
 
 from cases.inputs import Cotangent, Problem
 from cases.operands import GRADIENT_OF, OPERANDS
-from conformance.calling import mask_tree  # noqa: F401  registers masks with JAX
+from conformance.calling import (
+    mask_tree,  # noqa: F401  registers masks with JAX
+    mishaps,
+)
+from conformance.calling.sharing import without_repeats
 from conformance.contract import Implementation
 
 Arrays = Mapping[str, Any]
+Values = Mapping[str, np.ndarray]
+P = ParamSpec("P")
+Returned = TypeVar("Returned")
 # Compiled functions are kept for this many static configurations; more only costs memory, since runs are ordered by
 # configuration.
 _KEPT = 8
@@ -52,7 +59,11 @@ class Compiled:
 
 
 class Executor:
-    """Runs one implementation; keeps the compiled functions of the last few static configurations."""
+    """Runs one implementation; keeps the compiled functions of the last few static configurations.
+
+    What is asked of an implementation is a function of its executor: `run(function, ...)`. Here it is called. An
+    executor of a kernel in a process of its own (`conformance.apart`) has it called there, and gets arrays back.
+    """
 
     def __init__(self, implementation: Implementation, options: Mapping[str, bool | int] | None = None) -> None:
         """An executor of `implementation`; its programs get these compiler options beside the process's flags."""
@@ -60,83 +71,109 @@ class Executor:
         self.options = dict(options or {})
         self._compiled: collections.OrderedDict[Hashable, Compiled] = collections.OrderedDict()
 
+    def run(
+        self, function: Callable[Concatenate[Executor, P], Returned], *given: P.args, **named: P.kwargs
+    ) -> Returned:
+        """What `function`, one of a module, returns of this executor and of what is `given`: arrays, numbers, words."""
+        return function(self, *given, **named)
+
+    def begin(self, function: Callable[Concatenate[Executor, P], Any], *given: P.args, **named: P.kwargs) -> None:
+        """Start on what will be `run` with the same objects, where that is in another process: here nothing is done."""
+
+    def begin_forward(self, problem: Problem) -> None:
+        """Start on the plain call."""
+        self.begin(_forward, problem)
+
+    def begin_calls(self, problem: Problem) -> None:
+        """Start on all forward calls."""
+        self.begin(_calls, problem)
+
+    def begin_gradients(self, problem: Problem, cotangent: Cotangent) -> None:
+        """Start on the gradients: of the call with residuals, if the cotangent has a part for them."""
+        if cotangent.logsumexp is None:
+            self.begin(_gradients, problem, cotangent.out)
+        else:
+            self.begin(_gradients_lse, problem, cotangent.out, cotangent.logsumexp)
+
+    def compiling_by(self, options: Mapping[str, bool | int]) -> Executor:
+        """The executor of the same call with other compiler options."""
+        return Executor(self.implementation, options)
+
+    def anew(self) -> Executor:
+        """The executor of the same call with no options, which has compiled nothing yet."""
+        return Executor(self.implementation)
+
     def declaring(self, implementation: Implementation) -> Executor:
         """The executor for the same call with other declarations; compiled functions are shared."""
         other = Executor(implementation, self.options)
         other._compiled = self._compiled
         return other
 
+    def variant(self, name: str) -> Executor:
+        """The executor of one of the other calls that must give the same results. Parts are not what varies."""
+        return self._of(self.implementation.variants[name], parts=None)
+
+    @property
+    def native(self) -> Executor:
+        """The executor of the call that is lowered for the accelerator's real compiler."""
+        assert self.implementation.accelerator.native is not None
+        return Executor(dataclasses.replace(self.implementation, call=self.implementation.accelerator.native))
+
+    def calling(self, call: Callable[..., Any]) -> Executor:
+        """The executor of another call, declared alike."""
+        return self._of(call)
+
+    def _of(self, call: Callable[..., Any], **declared: Any) -> Executor:
+        return Executor(dataclasses.replace(self.implementation, call=call, **declared), self.options)
+
+    @property
+    def backend(self) -> str:
+        """The JAX backend that it runs on."""
+        return jax.default_backend()
+
+    @property
+    def isolation(self) -> str:
+        """How the kernel's process is kept from what is none of its business; "" where it has no process of its own."""
+        return ""
+
+    @property
+    def devices(self) -> int:
+        """How many devices there are."""
+        return len(jax.devices())
+
+    def forward(self, problem: Problem) -> Result:
+        """`out` of the plain call, without residuals."""
+        return Result(self.run(_forward, problem))
+
+    def calls(self, problem: Problem) -> Calls:
+        """All forward calls that are offered in one compiled program, which costs less than one for each."""
+        forward, residuals, part = self.run(_calls, problem)
+        return Calls(Result(forward), None if residuals is None else Result(residuals), part)
+
+    def part(self, problem: Problem) -> Any:
+        """Attention that is not normalised, as it was returned."""
+        return self.run(_part, problem)
+
+    def residuals(self, problem: Problem) -> Result:
+        """`out` and the residuals of the call with `save_residuals=True`."""
+        return Result(self.run(_residuals, problem))
+
+    def gradients(self, problem: Problem, cotangent: Cotangent) -> Result:
+        """`out` and the gradients of the plain call for a cotangent of `out`."""
+        return Result(self.run(_gradients, problem, cotangent.out))
+
+    def gradients_lse(self, problem: Problem, cotangent: Cotangent) -> Result:
+        """`out`, `logsumexp` and the gradients for cotangents of both."""
+        return Result(self.run(_gradients_lse, problem, cotangent.out, cotangent.logsumexp))
+
     def jit(self, function: Callable[..., Any], **how: Any) -> Any:
         """`jax.jit` with the compiler options of this executor: whatever is compiled to be judged is compiled by it."""
         return jax.jit(function, compiler_options=self.options or None, **how)
 
-    def forward(self, problem: Problem) -> Result:
-        """`out` of the plain call, without residuals."""
-        compiled, arrays = self.compiled(problem)
-        return _on_host({"out": compiled.forward(arrays)})
-
-    def calls(self, problem: Problem) -> Calls:
-        """All forward calls that are offered in one compiled program, which costs less than one for each."""
-        compiled, arrays = self.compiled(problem)
-        out, saved, part = compiled.calls(arrays)
-        residuals = None if saved is None else _on_host({"out": saved[0], **saved[1]})
-        return Calls(_on_host({"out": out}), residuals, part)
-
-    def part(self, problem: Problem) -> Any:
-        """Attention that is not normalised, as it was returned."""
-        compiled, arrays = self.compiled(problem)
-        return compiled.part(arrays)
-
-    def residuals(self, problem: Problem) -> Result:
-        """`out` and the residuals of the call with `save_residuals=True`."""
-        compiled, arrays = self.compiled(problem)
-        out, residuals = compiled.residuals(arrays)
-        return _on_host({"out": out, **residuals})
-
-    def gradients(self, problem: Problem, cotangent: Cotangent) -> Result:
-        """`out` and the gradients of the plain call for a cotangent of `out`."""
-        compiled, arrays = self.compiled(problem)
-        out, gradients = compiled.gradients(arrays, cotangent.out)
-        return _on_host({"out": out, **_renamed(gradients)})
-
-    def gradients_lse(self, problem: Problem, cotangent: Cotangent) -> Result:
-        """`out`, `logsumexp` and the gradients for cotangents of both."""
-        compiled, arrays = self.compiled(problem)
-        (out, lse), gradients = compiled.gradients_lse(arrays, cotangent.out, cotangent.logsumexp)
-        return _on_host({"out": out, "logsumexp": lse, **_renamed(gradients)})
-
-    def ask(self, problem: Problem, *, gradients: bool) -> None:
-        """Make the call outside `jit`, differentiated if asked; whatever it raises is the answer."""
-        plain, arrays = self.bind(problem)
-        arrays = jax.tree.map(jnp.asarray, arrays)
-        if gradients:
-            out = jax.eval_shape(plain, arrays)
-            pull_back(plain, arrays, jnp.ones(out.shape, out.dtype))
-        else:
-            plain(arrays)
-
-    def in_form(self, problem: Problem, given: Mapping[str, Any]) -> np.ndarray:
-        """`out` of the plain call with some of its arguments as they are `given`."""
-        statics, arrays = self.arguments(problem)
-        static = {**statics, **{name: x for name, x in given.items() if name not in arrays}}
-        plain = functools.partial(_call_plain, self.implementation.call, static)
-        return np.asarray(self.jit(plain)({name: given.get(name, x) for name, x in arrays.items()}))
-
     def bind(self, problem: Problem) -> tuple[Callable[[Arrays], Any], Arrays]:
         """The plain call with its static keywords bound, not compiled, and the arrays it takes."""
         statics, arrays = self.arguments(problem)
-        return functools.partial(_call_plain, self.implementation.call, statics), arrays
-
-    def temporary_bytes(self, problem: Problem, *, gradients: bool) -> int | None:
-        """Temporary memory of the compiled plain call, with its backward pass if asked; none if unknown."""
-        plain, arrays = self.bind(problem)
-        out = jax.eval_shape(plain, arrays)
-        if gradients:
-            compiled = self.jit(functools.partial(pull_back, plain)).lower(arrays, out).compile()
-        else:
-            compiled = self.jit(plain).lower(arrays).compile()
-        analysis = compiled.memory_analysis()
-        return None if analysis is None else int(analysis.temp_size_in_bytes)
+        return functools.partial(call_plain, self.implementation.call, statics), arrays
 
     def compiled(self, problem: Problem) -> tuple[Compiled, Arrays]:
         """The entry points at the problem's static configuration, and the arrays they take."""
@@ -159,26 +196,56 @@ class Executor:
         return statics, {**arrays, **extra}
 
 
-def _call_plain(call: Callable[..., Any], statics: Mapping[str, Any], arrays: Arrays) -> Any:
-    return call(**arrays, **statics)
+def _forward(executor: Executor, problem: Problem) -> Values:
+    compiled, arrays = executor.compiled(problem)
+    return _on_host({"out": compiled.forward(arrays)})
+
+
+def _calls(executor: Executor, problem: Problem) -> tuple[Values, Values | None, Any]:
+    compiled, arrays = executor.compiled(problem)
+    out, saved, part = compiled.calls(arrays)
+    residuals = None if saved is None else _on_host({"out": saved[0], **saved[1]})
+    return _on_host({"out": out}), residuals, part
+
+
+def _part(executor: Executor, problem: Problem) -> Any:
+    compiled, arrays = executor.compiled(problem)
+    return compiled.part(arrays)
+
+
+def _residuals(executor: Executor, problem: Problem) -> Values:
+    compiled, arrays = executor.compiled(problem)
+    out, residuals = compiled.residuals(arrays)
+    return _on_host({"out": out, **residuals})
+
+
+def _gradients(executor: Executor, problem: Problem, do: np.ndarray) -> Values:
+    compiled, arrays = executor.compiled(problem)
+    out, gradients = compiled.gradients(arrays, do)
+    return _on_host({"out": out, **_renamed(gradients)})
+
+
+def _gradients_lse(executor: Executor, problem: Problem, do: np.ndarray, dlse: np.ndarray | None) -> Values:
+    compiled, arrays = executor.compiled(problem)
+    (out, lse), gradients = compiled.gradients_lse(arrays, do, dlse)
+    return _on_host({"out": out, "logsumexp": lse, **_renamed(gradients)})
+
+
+def call_plain(call: Callable[..., Any], statics: Mapping[str, Any], arrays: Arrays) -> Any:
+    """The plain call with its arrays and its static keywords."""
+    return mishaps.checked(call(**arrays, **statics))
 
 
 def _compile(implementation: Implementation, statics: Mapping[str, Any], jit: Callable[..., Any]) -> Compiled:
     call = implementation.call
-    plain = functools.partial(_call_plain, call, statics)
+    plain = functools.partial(call_plain, call, statics)
 
     def with_residuals(arrays: Arrays) -> Any:
-        result = call(**arrays, **statics, save_residuals=True)
-        if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], Mapping)):
-            raise TypeError(
-                f"with save_residuals=True the call must return (out, {{'logsumexp': ..., 'max_logits': ...}}), "
-                f"got {type(result).__name__}"
-            )
-        return result[0], dict(result[1])
+        return mishaps.checked_residuals(call(**arrays, **statics, save_residuals=True))
 
     def with_lse(arrays: Arrays) -> Any:
         out, residuals = with_residuals(arrays)
-        return out, residuals["logsumexp"]
+        return out, mishaps.residual(residuals, "logsumexp")
 
     def part(arrays: Arrays) -> Any:
         return None if implementation.parts is None else implementation.parts(**arrays, **statics)
@@ -190,7 +257,7 @@ def _compile(implementation: Implementation, statics: Mapping[str, Any], jit: Ca
         forward=jit(plain),
         residuals=jit(with_residuals),
         part=jit(part),
-        calls=jit(calls),
+        calls=jit(without_repeats(calls)),
         gradients=jit(lambda arrays, do: pull_back(plain, arrays, do)),
         gradients_lse=jit(lambda arrays, do, dlse: pull_back(with_lse, arrays, (do, dlse))),
     )
@@ -218,5 +285,5 @@ def _renamed(gradients: Arrays) -> dict[str, Any]:
     return {GRADIENT_OF[name]: x for name, x in gradients.items()}
 
 
-def _on_host(values: Arrays) -> Result:
-    return Result({name: np.asarray(x) for name, x in jax.device_get(dict(values)).items()})
+def _on_host(values: Arrays) -> Values:
+    return {name: np.asarray(x) for name, x in jax.device_get(dict(values)).items()}

@@ -28,7 +28,15 @@ from cases.case import OPT_IN, Case
 from cases.inputs import draw
 from cases.masks import Causal, Full, Mask, Window, conjuncts
 from cases.operands import GRADIENT_OF, REMOVABLE, RESIDUALS
-from conformance.contract import Arithmetic, BehindMask, CausalFrom, EmptyRows, Implementation, Products
+from conformance.contract import (
+    Arithmetic,
+    BehindMask,
+    CausalFrom,
+    EmptyRows,
+    Implementation,
+    Products,
+    reject_unknown_choices,
+)
 
 _OPTIONS = ("causal", "window", "mask", *(operand.name for operand in REMOVABLE), "save_residuals")
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -50,6 +58,11 @@ class Declaration:
     differentiable_residuals: bool = True
     memory: Literal["linear"] | None = None
     unsupported: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        reject_unknown_choices(self)
+        if not isinstance(self.unsupported, Mapping):
+            raise ValueError(f"unsupported must name features with their reasons, got {self.unsupported!r}")
 
 
 def declare(
@@ -85,6 +98,9 @@ def declare(
       differentiable_residuals: False if `logsumexp` carries no gradient.
       memory: `"linear"` if temporary memory of forward and backward grows no faster than the lengths.
       unsupported: feature name (`python -m conformance list features`) to the reason why it is not supported.
+
+    Raises:
+      ValueError: for a word that is none of those there are.
     """
     declaration = Declaration(
         arithmetic=Arithmetic(
@@ -101,7 +117,7 @@ def declare(
         causal=causal,
         differentiable_residuals=differentiable_residuals,
         memory=memory,
-        unsupported=dict(unsupported or {}),
+        unsupported={} if unsupported is None else unsupported,
     )
 
     def mark(function: _Function) -> _Function:
@@ -128,6 +144,7 @@ def from_function(function: Callable[..., Any], name: str, *, products: Products
     has = [operand.name for operand in REMOVABLE if operand.name in parameters]
     gradients = frozenset(GRADIENT_OF[name] for name in ("q", "k", "v", *has) if name in GRADIENT_OF)
     stated = _stated(signature)
+    narrow = "input" in (declaration.arithmetic.logits, declaration.arithmetic.softmax)
 
     def call(q: Any, k: Any, v: Any, **options: Any) -> Any:
         keep = {n: value for n, value in options.items() if value is not None and value is not False}
@@ -142,7 +159,7 @@ def from_function(function: Callable[..., Any], name: str, *, products: Products
         description=(inspect.getdoc(_innermost(function)) or "").split("\n")[0],
         unsupported={**_missing(parameters), **declaration.unsupported},
         offers=OPT_IN.intersection(has),
-        supports_case=_supports(parameters, declaration),
+        supports_case=PlainSupport(parameters, declaration.causal, narrow),
         arithmetic=dataclasses.replace(declaration.arithmetic, products=products or declaration.arithmetic.products),
         residuals=frozenset(RESIDUALS if "save_residuals" in parameters else ()),
         differentiable_residuals=frozenset(),
@@ -257,20 +274,30 @@ def _missing(parameters: frozenset[str]) -> dict[str, str]:
     return missing
 
 
-def _supports(parameters: frozenset[str], declaration: Declaration) -> Callable[[Case], str | None]:
-    narrow = "input" in (declaration.arithmetic.logits, declaration.arithmetic.softmax)
+@dataclasses.dataclass(frozen=True)
+class PlainSupport:
+    """Which masks and values a plain function supports, by what its signature and its declarations say.
 
-    def supports(case: Case) -> str | None:
-        if narrow and case.dtype == "f16" and case.distribution == "huge":
+    Attributes:
+      parameters: the options that it has.
+      causal: where queries stand for `causal=True` and `window`.
+      narrow: whether its logits are in the dtype of the operands.
+    """
+
+    parameters: frozenset[str]
+    causal: CausalFrom
+    narrow: bool
+
+    def __call__(self, case: Case) -> str | None:
+        """Why the function does not support `case`, or None if it does."""
+        if self.narrow and case.dtype == "f16" and case.distribution == "huge":
             return "huge: logits beyond 65504, the largest number of f16, in which they are declared to be"
-        if case.mask == "full" or "mask" in parameters:
+        if case.mask == "full" or "mask" in self.parameters:
             return None
         mask = mask_spec.build(case.mask, case.batch, case.num_q_heads, case.q_length, case.kv_length, case.seed)
-        _, left = _split(mask, parameters, _first(declaration.causal, case.q_length, case.kv_length))
+        _, left = _split(mask, self.parameters, _first(self.causal, case.q_length, case.kv_length))
         kind = mask_spec.features(case.mask)[0]
         return f"{kind}: the function has no parameter 'mask'" if left else None
-
-    return supports
 
 
 def _first(causal: CausalFrom, q_length: int, kv_length: int) -> int:

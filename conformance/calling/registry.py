@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import importlib.metadata
 import importlib.util
@@ -12,8 +13,10 @@ from types import ModuleType
 from typing import Any
 
 from conformance import packages
+from conformance.calling import mishaps
 from conformance.calling.plain import NotAnAttentionFunction, from_function
 from conformance.contract import Implementation, Products
+from conformance.records import printable
 
 ENTRY_POINT_GROUP = "attention_conformance.implementations"
 
@@ -42,6 +45,8 @@ def find(name: str, *, products: Products | None = None) -> Implementation:
     Raises:
       ImplementationNotFound: with one line that says why.
     """
+    if not name.isprintable():
+        raise ImplementationNotFound(f"{printable(name)}: a name must be text that shows as it is")
     if name in (ours := _ours()):
         return _registered(name, ours[name])
     for point in _entry_points():
@@ -59,6 +64,23 @@ def find(name: str, *, products: Products | None = None) -> Implementation:
     if not hasattr(module, attribute):
         raise ImplementationNotFound(packages.hidden(source) or f"{source} has no attribute {attribute!r}")
     return _as_implementation(getattr(module, attribute), name, products)
+
+
+def is_ours(name: str) -> bool:
+    """Whether this project has an implementation of this name."""
+    return name in _ours()
+
+
+def may_be_found(name: str) -> bool:
+    """Whether an implementation could go by this name: a module or file with an attribute, or an installed one."""
+    return ":" in name or any(point.name == name for point in _entry_points())
+
+
+def entry_point(name: str) -> importlib.metadata.EntryPoint | None:
+    """The entry point by which an implementation of this name is installed; none for ours and for those by path."""
+    if name in _ours():
+        return None
+    return next((point for point in _entry_points() if point.name == name), None)
 
 
 def _ours() -> Mapping[str, str]:
@@ -82,8 +104,10 @@ def _entry_points() -> list[importlib.metadata.EntryPoint]:
 def _load(point: importlib.metadata.EntryPoint) -> Any:
     try:
         return point.load()
-    except (Exception, SystemExit) as error:  # whatever a third party's import raises, the user needs one line
-        reason = _one_line(error)
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # whatever a third party's import raises, the user needs one line
+        reason = mishaps.told(error)
         raise ImplementationNotFound(f"entry point {point.name} = {point.value} does not load: {reason}") from error
 
 
@@ -91,8 +115,10 @@ def _import(name: str) -> ModuleType:
     _look_in(Path.cwd())
     try:
         return importlib.import_module(name)
-    except (Exception, SystemExit) as error:  # as above
-        raise ImplementationNotFound(f"cannot import {name}: {_one_line(error)}") from error
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # as above
+        raise ImplementationNotFound(f"cannot import {name}: {mishaps.told(error)}") from error
 
 
 def _look_in(folder: Path) -> None:
@@ -112,19 +138,21 @@ def _from_file(path: str) -> ModuleType:
     _look_in(file.resolve().parent)  # for the modules beside it, as when Python runs the file
     try:
         spec.loader.exec_module(module)
-    except (Exception, SystemExit) as error:  # as above
-        raise ImplementationNotFound(f"{path} does not import: {_one_line(error)}") from error
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # as above
+        way = "; a module of a package goes by its name: PACKAGE.MODULE:NAME" if "relative import" in str(error) else ""
+        raise ImplementationNotFound(f"{path} does not import: {mishaps.told(error)}{way}") from error
     return module
-
-
-def _one_line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
 
 
 def _as_implementation(found: Any, name: str, products: Products | None) -> Implementation:
     if isinstance(found, Implementation):
-        return found
+        # It goes by the name that it is found by: in other processes, and in the command that repeats a judgement.
+        return dataclasses.replace(found, name=name)
     try:
         return from_function(found, name, products=products)
     except NotAnAttentionFunction as error:
-        raise ImplementationNotFound(str(error)) from error
+        raise ImplementationNotFound(printable(str(error))) from error
+    except Exception as error:  # what it declares is wrong, or its signature is code that raises
+        raise ImplementationNotFound(f"{name} cannot be judged: {mishaps.told(error)}") from error

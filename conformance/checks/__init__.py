@@ -55,12 +55,14 @@ from conformance.checks import (
 class Check:
     """A named question, asked of the cases of its `scope`.
 
+    `begins` has a kernel in another process start on what it will be asked, before the judge finds out what to expect.
     `compares` is false for a question that no value answers: its cases need not discriminate, and have no oracle.
     """
 
     name: str
     scope: Scope
     run: Callable[[Subject], Iterable[Judgement]]
+    begins: Callable[[Subject], None] = lambda subject: None
     compares: bool = True
 
     @property
@@ -70,10 +72,10 @@ class Check:
 
 
 CHECKS: tuple[Check, ...] = (
-    Check("forward", GRID, forward.forward),
+    Check("forward", GRID, forward.forward, begins=Subject.begin_forward),
     Check("residuals", GRID, forward.residuals),
-    Check("gradients", GRID, gradients.gradients),
-    Check("gradients_lse", GRID, gradients.gradients_lse),
+    Check("gradients", GRID, gradients.gradients, begins=lambda subject: subject.begin_gradients("random")),
+    Check("gradients_lse", GRID, gradients.gradients_lse, begins=lambda subject: subject.begin_gradients("random_lse")),
     Check("gradients_part", GRID, gradients.gradients_part),
     Check("primal", GRID, forward.primal),
     Check("poison", GRID, poison.poison),

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
-
-import jax
-import jax.numpy as jnp
-import numpy as np
 
 from cases.inputs import Problem, draw
 from cases.operands import REMOVABLE
 from conformance import records
 from conformance.asking.judgement import Judgement, labelled
 from conformance.asking.subject import Subject
+from conformance.driving import alone
 
 # Half of it is a flag, and the other half an array, for who takes both.
 _MASK = "causal_and_dense-d40"
@@ -37,35 +34,10 @@ def aliasing(subject: Subject) -> Iterator[Judgement]:
 
 
 def _aliasing(subject: Subject, problem: Problem) -> Iterator[Judgement]:
-    plain, arrays = subject.executor.bind(problem)
-    for how, call in (("eager", plain), ("jit", subject.executor.jit(plain))):
-        given, reason = _called(call, arrays)
-        pairs = zip(_leaves(arrays), _leaves(given), strict=True)
-        changed = [name for (name, before), (_, after) in pairs if _differs(before, after)]
+    for how in ("eager", "jit"):
+        changed, reason = subject.executor.run(alone.written_into, problem, compiled=how == "jit")
         yield Judgement(
             observable=f"operands.{how}",
             verdict=records.FAIL if changed else records.PASS,
             reason=f"the call writes into its operands: {', '.join(changed)}" if changed else reason,
         )
-
-
-def _called(call: Callable[[Any], Any], arrays: Any) -> tuple[Any, str]:
-    """The operands that the call was made with, and why they are JAX arrays if NumPy arrays are refused."""
-    given = jax.tree.map(np.copy, arrays)
-    try:
-        jax.block_until_ready(call(given))  # type: ignore[no-untyped-call] # untyped upstream
-    except Exception as refusal:  # type checkers raise errors of their own
-        of_jax = jax.tree.map(jnp.array, arrays)
-        jax.block_until_ready(call(of_jax))  # type: ignore[no-untyped-call] # untyped upstream
-        return of_jax, f"given JAX arrays, since NumPy arrays are refused ({type(refusal).__name__})"
-    return given, ""
-
-
-def _differs(before: np.ndarray, after: Any) -> bool:
-    if isinstance(after, jax.Array) and after.is_deleted():
-        return True
-    return before.tobytes() != np.asarray(after).tobytes()
-
-
-def _leaves(arrays: Any) -> list[tuple[str, Any]]:
-    return [(jax.tree_util.keystr(path), x) for path, x in jax.tree_util.tree_leaves_with_path(arrays)]

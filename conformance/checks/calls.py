@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
 from cases import mask_spec
@@ -16,13 +14,26 @@ from cases.inputs import Problem
 from conformance import records
 from conformance.asking.judgement import Judgement, apart, unsupported
 from conformance.asking.subject import Subject
+from conformance.checks.gradients import right_on
 from conformance.checks.pair import Pair
+from conformance.driving import sequences
 
 # Two of a kind that is numbers, and two of one that is an array.
 _OTHER_MASKS = ("window-l9-r0", "window-l3-r2", "dense-d60", "dense-d30")
 # How often one program is called: what goes wrong once in a few hundred calls shows. Interpreted kernels take longer.
 _CALLS = 1000
 _CALLS_INTERPRETED = 10
+
+# Beyond what the grids have: more batch rows, heads of each kind and heads in a group than 8, more than 32 heads, a
+# depth beyond 256, and fewer keys than any tile. Each in the first lengths that an implementation takes.
+_SHORT: tuple[dict[str, Any], ...] = tuple({"q_length": n, "kv_length": n} for n in (16, 128))
+_SIZES: dict[str, tuple[dict[str, Any], ...]] = {
+    "few": ({"q_length": 1, "kv_length": 5, "segments": None},),  # segments would leave the query one key
+    "many": tuple(
+        {"batch": 9, "num_q_heads": n, "num_kv_heads": k, **short} for n, k in ((45, 5), (33, 33)) for short in _SHORT
+    ),
+    "deep": tuple({"head_dim": h, "v_head_dim": v, **short} for h, v in ((320, 288), (512, 512)) for short in _SHORT),
+}
 
 
 def calls(subject: Subject) -> Iterator[Judgement]:
@@ -32,9 +43,8 @@ def calls(subject: Subject) -> Iterator[Judgement]:
         yield from apart(name, functools.partial(sequence, pair))
 
 
-def _eagerly(pair: Pair, problem: Problem) -> Any:
-    plain, arrays = pair.subject.executor.bind(problem)
-    return plain(jax.tree.map(jnp.asarray, arrays))
+def _eagerly(pair: Pair, problem: Problem) -> np.ndarray:
+    return pair.subject.executor.run(sequences.eagerly, problem)
 
 
 def _other_masks(pair: Pair) -> Iterator[Judgement]:
@@ -66,33 +76,42 @@ def _other_shapes(pair: Pair) -> Iterator[Judgement]:
     for other in others:
         if pair.subject.implementation.supports(other) is None:
             subject = dataclasses.replace(pair.subject, case=other)
-            got = np.asarray(_eagerly(pair, subject.problem))
+            got = _eagerly(pair, subject.problem)
             yield subject.judge("out", got, subject.expectation.forward["out"], subject.judged_out)
+
+
+def _of_size(changes: Sequence[Mapping[str, Any]], pair: Pair) -> Iterator[Judgement]:
+    """A call of a size that no case of the grids has, the first that is supported, with its gradients."""
+    subject = pair.subject
+    mask = subject.case.mask if subject.case.mask == "causal" else "full"
+    refusals = []
+    for change in changes:
+        sized: dict[str, Any] = {"mask": mask, **change}
+        case = dataclasses.replace(subject.case, **sized)
+        if (refusal := subject.implementation.supports(case)) is None:
+            other = dataclasses.replace(subject, case=case)
+            yield from right_on(other, other.problem)
+            return
+        refusals.append(refusal)
+    yield unsupported("out", refusals[0])
 
 
 def _numpy(pair: Pair) -> Iterator[Judgement]:
     """Operands that are NumPy arrays, outside `jit`, then other values in the same arrays."""
     problem, other = pair.problems
-    plain, arrays = pair.subject.executor.bind(problem)
-    given = jax.tree.map(lambda x: np.array(x, copy=True), arrays)
-    try:
-        got = plain(given)
-    except Exception as error:  # a kernel may want arrays of JAX; what it computes from others is what counts
-        reason = f"NumPy operands outside jit: {type(error).__name__}: {error}".split("\n")[0]
-        yield unsupported("out", reason)
+    refused, found = pair.subject.executor.run(sequences.numpy_operands, problem, other)
+    if refused:
+        yield unsupported("out", refused)
         return
-    yield pair.judge_out(np.array(got))
-    jax.tree.map(np.copyto, given, pair.arrays(other))
-    yield pair.judge_out_of(plain(given), (other,), pair.expected[1:])
+    first, second = found
+    yield pair.judge_out(first)
+    yield pair.judge_out_of(second, (other,), pair.expected[1:])
 
 
 def _a_thousand(pair: Pair) -> Iterator[Judgement]:
     """The same program on the same operands, again and again, gives the same bits."""
     count = _CALLS_INTERPRETED if pair.subject.implementation.accelerator.interpreted else _CALLS
-    compiled = pair.jit(pair.plain)
-    arrays = jax.tree.map(jnp.asarray, pair.arrays(pair.problems[0]))
-    first = np.asarray(compiled(arrays))
-    different = sum(np.asarray(compiled(arrays)).tobytes() != first.tobytes() for _ in range(count))
+    different = pair.subject.executor.run(sequences.again_and_again, pair.problems[0], count)
     reason = "" if not different else f"{different} of {count:,} calls give other bits than the first"
     yield Judgement(observable="bits", verdict=records.FAIL if different else records.PASS, reason=reason)
 
@@ -103,4 +122,5 @@ _SEQUENCES: dict[str, Callable[[Pair], Iterator[Judgement]]] = {
     "other_shapes": _other_shapes,
     "numpy": _numpy,
     "a_thousand": _a_thousand,
+    **{name: functools.partial(_of_size, changes) for name, changes in _SIZES.items()},
 }

@@ -1,7 +1,8 @@
 """Differentiation: what any pullback must satisfy, without an oracle to say what the gradients are.
 
 It gives zeros for a cotangent of zeros, and the sum of the gradients for a sum of cotangents. It agrees with finite
-differences of the implementation's own forward pass.
+differences of the implementation's own forward pass. Second derivatives, which `transforms` asks for, agree with those
+of its gradients: a backward pass that is a constant to whoever differentiates it gives zeros in silence.
 """
 
 from __future__ import annotations
@@ -17,8 +18,9 @@ from cases.inputs import Cotangent, Problem
 from cases.moba import depends_on_data
 from cases.operands import GRADIENT_OF
 from conformance import records
-from conformance.asking.judgement import Judgement
+from conformance.asking.judgement import Judgement, unsupported
 from conformance.asking.subject import Subject
+from conformance.driving import transformed
 from conformance.truth.bounds import Bounded, expect
 
 _OPERAND = {gradient: operand for operand, gradient in GRADIENT_OF.items()}
@@ -153,3 +155,66 @@ def _queries(cotangent: Cotangent, rows: slice) -> Cotangent:
 
 def _judge(subject: Subject, label: str, name: str, got: np.ndarray, expected: Bounded) -> Judgement:
     return subject.judge(name, got, expected, label=label)
+
+
+def second_derivatives(subject: Subject) -> Iterator[Judgement]:
+    """The derivative of `<gradients, weights>` agrees with its finite differences (f32), or asking for it raises."""
+    if subject.case.dtype != "f32" or depends_on_data(subject.problem.mask):
+        return
+    cotangent = dataclasses.replace(subject.cotangents[subject.any_random], logsumexp=None)
+    names = [
+        name
+        for name, gradient in GRADIENT_OF.items()
+        if gradient in subject.implementation.gradients and getattr(subject.problem, name) is not None
+    ]
+    weights = {name: _weights(subject, name) for name in names}
+    try:
+        found = subject.executor.run(transformed.second_derivative, subject.problem, cotangent.out, weights)
+    except Exception as error:  # whatever is raised, nothing wrong was returned
+        yield unsupported("second", f"{type(error).__name__}: {error}".split("\n")[0])
+        return
+    bounds = subject.expected_gradients(subject.any_random)
+    noise = np.sqrt(sum(np.sum((weights[name] * bounds[GRADIENT_OF[name]].bound) ** 2) for name in names))
+    limit = subject.limits.limit("f32", "dq").ratio
+    for name in names:
+        direction = _direction(subject, name)
+        left = {step: _left(subject, cotangent, weights, name, step * direction, found) for step in (_STEP, _STEP / 2)}
+        # What the two steps leave differs by at least twice what curvature leaves of the second.
+        allowed = abs(left[_STEP] / 2 - left[_STEP / 2]) + 2 * limit * float(noise)
+        off = abs(left[_STEP / 2])
+        agrees = off <= allowed
+        yield Judgement(
+            observable=f"second.{GRADIENT_OF[name]}",
+            verdict=records.PASS if agrees else records.FAIL,
+            ratio=off / allowed,
+            limit=1.0,
+            reason=""
+            if agrees
+            else f"moving {name} changes <gradients, weights> by {off:.3g} more or less than their derivative says, "
+            f"{allowed:.3g} is explained by rounding and curvature",
+        )
+
+
+def _weights(subject: Subject, operand: str) -> np.ndarray:
+    weights: np.ndarray = normal(subject.case.seed, f"weights-{operand}", getattr(subject.problem, operand).shape)
+    return weights
+
+
+def _left(
+    subject: Subject,
+    cotangent: Cotangent,
+    weights: Mapping[str, np.ndarray],
+    moved: str,
+    by: np.ndarray,
+    derivative: Mapping[str, np.ndarray],
+) -> float:
+    """What central differences have more than the derivative along them."""
+    value = getattr(subject.problem, moved)
+    ends, along = [], []
+    for sign in (1, -1):
+        changed: dict[str, Any] = {moved: (value.astype(np.float64) + sign * by).astype(value.dtype)}
+        problem = dataclasses.replace(subject.problem, **changed)
+        gradients = subject.gradients_of(problem, cotangent).values
+        ends.append(sum(float(np.sum(gradients[GRADIENT_OF[name]] * x)) for name, x in weights.items()))
+        along.append(changed[moved].astype(np.float64))
+    return ends[0] - ends[1] - float(np.sum(derivative[moved] * (along[0] - along[1])))

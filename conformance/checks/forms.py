@@ -18,9 +18,11 @@ import numpy as np
 from cases.case import Case
 from cases.inputs import Problem, draw
 from cases.masks import Dense
+from cases.moba import depends_on_data
 from conformance import records
 from conformance.asking.judgement import Judgement, unsupported
 from conformance.asking.subject import Subject
+from conformance.driving import alone
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,7 +52,7 @@ def _judged(subject: Subject, form: _Form) -> Judgement:
     label = f"out.{form.name}"
     subject = dataclasses.replace(subject, case=form.case or subject.case)
     try:
-        got = subject.executor.in_form(form.meant, form.given)
+        got = subject.executor.run(alone.in_form, form.meant, form.given)
     except Exception as error:  # whatever is raised, nothing wrong was returned
         return unsupported(label, f"{type(error).__name__}: {error}".split("\n")[0])
     expected = subject.expect(form.meant).forward["out"]
@@ -63,22 +65,27 @@ def _judged(subject: Subject, form: _Form) -> Judgement:
 
 def _forms(subject: Subject) -> Iterator[_Form]:
     problem = subject.problem
-    statics, arrays = subject.executor.arguments(problem)
+    flags = subject.executor.run(alone.flags, problem)
     for name in ("scale", "soft_cap"):
         if getattr(problem, name) is not None:
             yield from _numbers(subject, name)
     if problem.scale is not None:
-        # A number like any other, and none where somebody tests for truth. Bounds have no scale below it.
+        # A number like any other, and none where somebody tests for truth.
         yield _Form("scale_zero", dataclasses.replace(problem, scale=0.0))
-    if statics.get("causal") is True:
+        if not depends_on_data(problem.mask):
+            # With queries of the other sign a scale below zero means what it means above: signs are exact, so the
+            # bounds are the same too. Gates have no scale, and would choose other keys.
+            yield _Form("scale_below_zero", problem, {"scale": -problem.scale, "q": -problem.q})
+    if flags["causal"]:
         yield _Form("causal_numpy", problem, {"causal": np.True_})
-    if (window := statics.get("window")) is not None and isinstance(window, tuple):
+    if (window := flags["window"]) is not None:
         yield _Form("window_list", problem, {"window": list(window)})
         yield _Form("window_numpy", problem, {"window": tuple(None if n is None else np.int32(n) for n in window)})
-    if isinstance(arrays.get("mask"), np.ndarray) and subject.case.mask.startswith("dense-"):
+    if flags["mask"] and subject.case.mask.startswith("dense-"):
         yield from _shared_masks(problem)
     if problem.bias is not None and (subject.case.bias == "bias" or not _takes_any_bias(subject)):
         yield from _biases(problem)
+        yield from _of_rank_three(subject)
 
 
 def _takes_any_bias(subject: Subject) -> bool:
@@ -121,3 +128,13 @@ def _biases(problem: Problem) -> Iterator[_Form]:
         yield _Form(name, dataclasses.replace(problem, bias=bias))
     plane = problem.bias[:1, :1]
     yield _Form("bias_of_rank_two", dataclasses.replace(problem, bias=plane), {"bias": plane[0, 0]})
+
+
+def _of_rank_three(subject: Subject) -> Iterator[_Form]:
+    """A bias without the axis of the batch, where there are as many batch rows as heads: only the order tells them."""
+    square = dataclasses.replace(subject.case, batch=subject.case.num_q_heads)
+    if subject.implementation.supports(square) is None:
+        problem = draw(square)
+        assert problem.bias is not None
+        shared = problem.bias[:1]
+        yield _Form("bias_of_rank_three", dataclasses.replace(problem, bias=shared), {"bias": shared[0]}, square)

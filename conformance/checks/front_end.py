@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import jax
 import numpy as np
 
 from cases.front_ends import positions
 from cases.inputs import DTYPES, Cotangent, draw_cotangent, draw_raw
 from conformance.asking.judgement import Judgement
 from conformance.asking.subject import Subject
-from conformance.reference.front_end import front_end as reference
+from conformance.driving import composed
 from conformance.truth.bounds import Expectation, Inexact, expect
 from conformance.truth.front_end import FrontEnd
 from conformance.truth.roundoff import Roundoff
@@ -65,33 +63,10 @@ def _expected(subject: Subject, truth: FrontEnd, cotangents: tuple[Cotangent, ..
 def _run(subject: Subject, do: np.ndarray | None) -> tuple[Any, Mapping[str, Any]]:
     """`out` and, for a cotangent, the gradients of what the front end takes: one compiled program."""
     raw, case = draw_raw(subject.case), subject.case
-    call, arrays = subject.executor.bind(subject.problem)
-    q_positions, kv_positions = positions(case.q_length, case.kv_length)
-    function = subject.implementation.front_end or reference
     given = {name: x for name, x in dataclasses.asdict(raw).items() if x is not None}
     assert given["q"].dtype == DTYPES[case.dtype]
-
-    def composed(moving: Mapping[str, Any]) -> Any:
-        norms = {name: moving[name] for name in ("q_norm", "k_norm") if name in moving}
-        q, k, v = function(
-            case.steps,
-            moving["q"],
-            moving["k"],
-            moving.get("v"),
-            q_positions=q_positions,
-            kv_positions=kv_positions,
-            **norms,
-        )
-        return call({**arrays, "q": q, "k": k, "v": v})
-
-    if do is None:
-        return subject.executor.jit(composed)(given), {}
-    return subject.executor.jit(functools.partial(_pull_back, composed))(given, do)
-
-
-def _pull_back(function: Any, moving: Mapping[str, Any], cotangent: Any) -> tuple[Any, Mapping[str, Any]]:
-    out, pullback = jax.vjp(function, moving)
-    return out, pullback(cotangent)[0]
+    places = positions(case.q_length, case.kv_length)
+    return subject.executor.run(composed.front_end, subject.problem, case.steps, given, places, do)
 
 
 def _judged(subject: Subject, limit: str, label: str, got: Any, expected: Any, judged: np.ndarray | None) -> Judgement:

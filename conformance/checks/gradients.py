@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 
 import numpy as np
 
+from cases.inputs import Cotangent, Problem, draw_cotangent
 from conformance.asking.judgement import Judgement, labelled, unsupported
 from conformance.asking.subject import Subject
 from conformance.calling.execution import Result
@@ -88,3 +89,19 @@ def _flash_from_saved(subject: Subject, cotangent: str, result: Result) -> dict[
         return oracle.backward(
             subject.problem, drawn.out, drawn.logsumexp, form="flash", saved=saved, empty_rows=subject.empty_rows
         )
+
+
+def right_on(subject: Subject, problem: Problem) -> Iterator[Judgement]:
+    """Results and gradients on any problem are those of the oracle."""
+    drawn = draw_cotangent(subject.case).out
+    judged = subject.judged_out_of(problem)
+    cotangents = [Cotangent("random", np.where(judged, drawn, np.zeros_like(drawn)))] if subject.with_gradients else []
+    expected = subject.expect(problem, cotangents)
+    live = (~problem.empty_rows | (subject.implementation.empty_rows == "zero")) & problem.decided
+    for name, got in subject.results_of(problem).items():
+        yield subject.judge(name, got, expected.forward[name], judged if name == "out" else live)
+    for cotangent, gradients in zip(cotangents, expected.gradients, strict=True):
+        pulled = subject.executor.gradients(problem, cotangent).values
+        for name in subject.implementation.gradients:
+            if name in pulled:
+                yield subject.judge(name, pulled[name], gradients[name])

@@ -2,69 +2,63 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from cases.operands import RESIDUALS
 from conformance import records
-from conformance.accelerators.interpreters import parameters, races, seeds, what_it_raised
+from conformance.accelerators.interpreters import seeds
 from conformance.asking.judgement import Judgement, labelled
 from conformance.asking.subject import Subject
-from conformance.calling.execution import Executor, Result
+from conformance.calling.execution import Result
 from conformance.checks.forward import judge_out, judge_residual
 from conformance.checks.gradients import judge_gradients
+from conformance.driving import interpreted
 
 _BACKWARD_SEEDS = 2
+# The cotangents of the programs that are gradients.
+_PULLED = {"gradients": "random", "gradients_lse": "random_lse"}
 
 
 def interpreter(subject: Subject) -> Iterator[Judgement]:
     """Under its accelerator's interpreter, with NaN in fresh memory and in any order, it is right and nothing races."""
     accelerator = subject.implementation.accelerator
-    make, platform = accelerator.under_interpreter, accelerator.platform
-    if make is None:
+    if accelerator.under_interpreter is None:
         reason = "the implementation declares no `under_interpreter`, the call with given interpreter parameters"
         yield Judgement(observable="all", verdict=records.UNJUDGED, reason=reason)
         return
     raced: dict[str, list[str]] = {}
-    for seed in seeds(platform):
-        interpreted = dataclasses.replace(subject.implementation, call=make(parameters(seed, platform)))
-        executor = Executor(interpreted, subject.executor.options)
-        for name, program in _programs(subject, executor, seed).items():
-            stopped = ""
-            with races() as found:
-                try:
-                    result = program()
-                except NotImplementedError:
-                    raise
-                except Exception as error:  # the interpreter stops a kernel by errors of many types
-                    stopped = what_it_raised(error)
-            raced.setdefault(name, []).extend(found)
+    cotangents = {program: subject.cotangents[name] for program, name in _PULLED.items() if name in subject.cotangents}
+    for seed in seeds(accelerator.platform):
+        programs = _programs(subject, seed)
+        for name, values, races, stopped in subject.executor.run(
+            interpreted.run, subject.problem, seed, programs, {p: x for p, x in cotangents.items() if p in programs}
+        ):
+            raced.setdefault(name, []).extend(races)
             if stopped:
                 yield Judgement(observable=f"{name}.seed{seed}", verdict=records.FAIL, reason=stopped)
                 yield from _race_judgements(raced)
                 return
-            yield from labelled(f"seed{seed}", _judge(subject, name, result))
+            yield from labelled(f"seed{seed}", _judge(subject, name, Result(values)))
     yield from _race_judgements(raced)
 
 
-def _programs(subject: Subject, executor: Executor, seed: int) -> dict[str, Callable[[], Result]]:
+def _programs(subject: Subject, seed: int) -> list[interpreted.Program]:
     """What is run, by name: the call with every seed, its backward pass with two, the call with residuals with one.
 
     The numbers of seeds follow from the costs. A backward pass is three kernels, and runs the call with residuals as
     one of them. On a GPU a program takes seconds, so the call without residuals is left out.
     """
-    problem, cotangents = subject.problem, subject.cotangents
     residuals = subject.implementation.residuals
     leave_out = subject.implementation.accelerator.platform == "gpu" and residuals
-    found = {} if leave_out else {"forward": lambda: executor.forward(problem)}
+    found: list[interpreted.Program] = [] if leave_out else ["forward"]
     if seed == 0 and residuals:
-        found["residuals"] = lambda: executor.residuals(problem)
+        found.append("residuals")
     if seed >= _BACKWARD_SEEDS:
         return found
-    if "random_lse" in cotangents:
-        found["gradients_lse"] = lambda: executor.gradients_lse(problem, cotangents["random_lse"])
-    elif "random" in cotangents:
-        found["gradients"] = lambda: executor.gradients(problem, cotangents["random"])
+    if "random_lse" in subject.cotangents:
+        found.append("gradients_lse")
+    elif "random" in subject.cotangents:
+        found.append("gradients")
     return found
 
 
@@ -75,7 +69,7 @@ def _judge(subject: Subject, name: str, result: Result) -> Iterator[Judgement]:
         for residual in RESIDUALS:
             if residual in subject.implementation.residuals:
                 yield judge_residual(subject, residual, result)
-    cotangent = {"gradients": "random", "gradients_lse": "random_lse"}.get(name)
+    cotangent = _PULLED.get(name)
     if cotangent is not None:
         yield from judge_gradients(subject, result, subject.expected_gradients(cotangent))
 

@@ -17,7 +17,6 @@ from cases.masks import Full, conjuncts
 from cases.operands import RESIDUALS
 from conformance.asking.judgement import Judgement, unsupported
 from conformance.asking.subject import Subject
-from conformance.calling.execution import Executor
 from conformance.truth.bounds import Bounded, Expectation
 
 Values = Mapping[str, np.ndarray]
@@ -117,9 +116,8 @@ def _first_twice(x: np.ndarray, axis: int) -> np.ndarray:
 
 def _variants(subject: Subject) -> Iterator[Judgement]:
     clean = subject.results_of(subject.problem)
-    for name, call in subject.implementation.variants.items():
-        other = dataclasses.replace(subject.implementation, call=call, parts=None)  # parts are not what varies
-        variant = dataclasses.replace(subject, executor=Executor(other, subject.executor.options))
+    for name in subject.implementation.variants:
+        variant = dataclasses.replace(subject, executor=subject.executor.variant(name))
         got = variant.results_of(subject.problem)
         yield from _compared(subject, name, got, clean, subject.expectation)
         if not subject.with_gradients:

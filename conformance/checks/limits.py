@@ -11,10 +11,13 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from cases.inputs import Cotangent, Problem, draw_cotangent
+from cases.inputs import Cotangent, Problem, draw, draw_cotangent
 from cases.masks import Dense
+from cases.moba import depends_on_data
+from conformance import records
 from conformance.asking.judgement import Judgement, apart
 from conformance.asking.subject import Subject
+from conformance.checks.gradients import right_on
 from conformance.truth.bounds import Bounded
 
 # Far above any logit: it bends them by less than their rounding.
@@ -27,6 +30,10 @@ _HIGH_SINK = 150.0
 _FAINT_SINK = 30.0
 # Beyond the cap by so much that `exp(2 logit / cap)` overflows in f32.
 _LOUD = 2.0**8
+# Below what kernels write for minus infinity by hand, and little enough that logits keep four bits of their fraction.
+_LOW_ROWS = -(2.0**20)
+# So far below any cap that its tanh is -1 in every arithmetic.
+_BELOW_CAP = 2.0**14
 
 
 def limits(subject: Subject) -> Iterator[Judgement]:
@@ -39,20 +46,30 @@ def limits(subject: Subject) -> Iterator[Judgement]:
     if problem.soft_cap is not None:
         high = dataclasses.replace(problem, soft_cap=_HIGH_CAP)
         yield from _same(subject, "high_soft_cap", high, problem.without("soft_cap"))
-        yield from _as_expected(
-            subject, "loud", dataclasses.replace(problem, q=problem.q * problem.q.dtype.type(_LOUD))
-        )
+        loud = dataclasses.replace(problem, q=problem.q * problem.q.dtype.type(_LOUD))
+        yield from _as_expected(subject, "loud", loud)
+        yield from _pulled_as_expected(subject, "loud", loud)
     if problem.sinks is not None:
         low = dataclasses.replace(problem, sinks=np.full_like(problem.sinks, _LOW_SINK))
         yield from _same(subject, "low_sinks", low, problem.without("sinks"))
+        yield from _pulled_as_expected(subject, "low_sinks", low)
         none = dataclasses.replace(problem, sinks=np.full_like(problem.sinks, -np.inf))
         yield from _same(subject, "no_sinks", none, problem.without("sinks"))
-        yield from _high_sinks(subject)
+        if subject.implementation.empty_rows == "zero":
+            yield from apart("nothing_left", functools.partial(_nothing_left, subject))
+        high_sinks = _with_sinks(subject, _HIGH_SINK)
+        yield from _as_expected(subject, "high_sinks", high_sinks)
+        yield from _pulled_as_expected(subject, "high_sinks", high_sinks)
         if subject.with_gradients and "dsinks" in subject.implementation.gradients:
             yield from _faint_sinks(subject)
+    if problem.kv_scales is None and not depends_on_data(problem.mask):
+        yield from apart("nan", functools.partial(_nan_stays, subject))
     if problem.bias is not None:
         # A cap would make it finite, and a sink would leave no row without weight.
         plain = problem.without("soft_cap").without("sinks")
+        yield from apart("low_rows", functools.partial(_low_rows, subject, plain))
+        if problem.soft_cap is not None:
+            yield from apart("capped_bias", functools.partial(_capped_bias, subject))
         yield from apart("hiding_bias", functools.partial(_hiding_bias, subject, plain, _some_keys(plain)))
         if subject.implementation.empty_rows == "zero" and plain.bias is not None and plain.bias.shape[2] > 1:
             yield from apart("emptying_bias", functools.partial(_hiding_bias, subject, plain, _some_rows(plain)))
@@ -97,9 +114,71 @@ def _hiding_bias(subject: Subject, problem: Problem, hidden: np.ndarray) -> Iter
             yield subject.judge(name, got[name], expected.gradients[0][name])
 
 
-def _high_sinks(subject: Subject) -> Iterator[Judgement]:
-    """Sinks that take all the weight: `exp(logit - sink)` underflows, `exp(sink - logit)` would overflow."""
-    return _as_expected(subject, "high_sinks", _with_sinks(subject, _HIGH_SINK))
+def _pulled_as_expected(subject: Subject, what: str, problem: Problem) -> Iterator[Judgement]:
+    """The gradients on another problem are those of the oracle: a backward pass computes weights anew."""
+    if not subject.with_gradients:
+        return
+    drawn = draw_cotangent(subject.case).out
+    cotangent = Cotangent("random", np.where(subject.judged_out_of(problem), drawn, np.zeros_like(drawn)))
+    got = subject.executor.gradients(problem, cotangent).values
+    expected = subject.expect(problem, [cotangent]).gradients[0]
+    for name in subject.implementation.gradients:
+        if name in got:
+            yield subject.judge(name, got[name], expected[name], label=f"{name}.{what}")
+
+
+def _nan_stays(subject: Subject) -> Iterator[Judgement]:
+    """A key and value of NaN make every row NaN that attends to it: a model that diverged must not look as if not."""
+    problem = subject.problem
+    seen = np.broadcast_to(problem.allowed, (*subject.judged_residuals.shape, problem.k.shape[1]))  # [B, N, T, S]
+    key = int(np.argmax(seen.any(axis=(0, 1, 2))))
+    k, v = problem.k.copy(), problem.v.copy()
+    k[:, key], v[:, key] = np.nan, np.nan
+    out = subject.forward_of(dataclasses.replace(problem, k=k, v=v)).values["out"]
+    attends = np.moveaxis(seen[..., key], 1, 2)[..., None]
+    lost = int((attends & np.isfinite(out.astype(np.float64))).any(axis=-1).sum())
+    reason = f"{lost} rows are finite that attend to a key and value of NaN" if lost else ""
+    yield Judgement(observable="out", verdict=records.FAIL if lost else records.PASS, reason=reason)
+
+
+def _low_rows(subject: Subject, problem: Problem) -> Iterator[Judgement]:
+    """A third of the rows has all of its logits far below the others: what is written for minus infinity is above."""
+    assert problem.bias is not None
+    low = np.float64(_LOW_ROWS if problem.bias.dtype != np.float16 else -(2.0**14))
+    rows = np.indices(problem.bias.shape)[2] % 3 == 0
+    bias = np.where(rows, low, problem.bias).astype(problem.bias.dtype)
+    yield from right_on(subject, dataclasses.replace(problem, bias=bias))
+
+
+def _capped_bias(subject: Subject) -> Iterator[Judgement]:
+    """Under a soft cap a bias of -inf makes the logit the lowest that there is, and hides nothing."""
+    problem, bias = subject.problem, subject.problem.bias
+    assert bias is not None
+    rows = np.indices(bias.shape)[2] % 5 == 2
+    if problem.sinks is not None:
+        # Beside a sink keys at the bottom of the cap have next to no weight.
+        problem = dataclasses.replace(problem, sinks=np.full_like(problem.sinks, _LOW_SINK))
+    # So far below the cap that it is -cap in any arithmetic.
+    finite = np.where(rows, -_BELOW_CAP, bias).astype(bias.dtype)
+    infinite = np.where(rows, -np.inf, bias).astype(bias.dtype)
+    expected = subject.expect(dataclasses.replace(problem, bias=finite)).forward["out"]
+    got = subject.results_of(dataclasses.replace(problem, bias=infinite))["out"]
+    yield subject.judge("out", got, expected, subject.judged_out_of(problem))
+
+
+def _nothing_left(subject: Subject) -> Iterator[Judgement]:
+    """Rows without keys whose sink is -inf are empty rows: what keeps them finite is no sink."""
+    problem, padded = subject.problem, dataclasses.replace(subject.case, segments="segpad")
+    if not problem.empty_rows.any():
+        if subject.case.segments is None or subject.implementation.supports(padded) is not None:
+            return
+        problem = draw(padded)
+    assert problem.sinks is not None
+    expected = subject.expect(problem.without("sinks")).forward
+    none = dataclasses.replace(problem, sinks=np.full_like(problem.sinks, -np.inf))
+    for name, got in subject.results_of(none).items():
+        judged = subject.judged_out_of(problem) if name == "out" else problem.decided
+        yield subject.judge(name, got, expected[name], judged)
 
 
 def _faint_sinks(subject: Subject) -> Iterator[Judgement]:

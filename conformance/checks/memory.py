@@ -10,6 +10,7 @@ from cases.inputs import draw
 from conformance import records
 from conformance.asking.judgement import Judgement, unsupported
 from conformance.asking.subject import Subject
+from conformance.driving import alone
 
 _LENGTHS = (512, 2048)
 # Linear growth gives 1, quadratic growth 4. Padding and alignment stay far below the rest.
@@ -31,7 +32,7 @@ def memory(subject: Subject) -> Iterator[Judgement]:
         if (reason := subject.implementation.supports(case)) is not None:
             yield unsupported("temporaries", reason)
             return
-        sizes.append(subject.executor.temporary_bytes(draw(case), gradients=subject.with_gradients))
+        sizes.append(subject.executor.run(alone.temporary_bytes, draw(case), gradients=subject.with_gradients))
     if None in sizes or 0 in sizes:
         reason = "the compiler does not say how much temporary memory the program takes"
         yield Judgement(observable="temporaries", verdict=records.UNJUDGED, reason=reason)

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
@@ -19,6 +17,7 @@ from cases.operands import OPERANDS, OPTIONAL, REMOVABLE
 from conformance import records
 from conformance.asking.judgement import Judgement
 from conformance.asking.subject import Subject
+from conformance.driving import alone
 from conformance.truth.bounds import Bounded, expect
 
 
@@ -91,7 +90,7 @@ def _given(problem: Problem, **changed: Any) -> dict[str, Any]:
 def _judge_error(subject: Subject, wrong: _Wrong, kinds: tuple[type[Exception], ...]) -> Judgement:
     said = f"must be a {' or a '.join(kind.__name__ for kind in kinds)} naming {wrong.names[0]!r}"
     try:
-        got = _called(subject.implementation.call, wrong)
+        got = subject.executor.run(alone.as_given, wrong.given, wrong.traced)
     except NotImplementedError as error:
         return Judgement(observable=wrong.what, verdict=records.UNSUPPORTED, reason=str(error))
     except kinds as error:
@@ -105,14 +104,7 @@ def _judge_error(subject: Subject, wrong: _Wrong, kinds: tuple[type[Exception], 
     accepted = f"a wrong {wrong.names[0]} is accepted"
     if wrong.meant is None:
         return Judgement(observable=wrong.what, verdict=records.FAIL, reason=accepted)
-    return _judge_accepted(subject, wrong, np.asarray(got), accepted)
-
-
-def _called(call: Callable[..., Any], wrong: _Wrong) -> Any:
-    if not wrong.traced:
-        return call(**wrong.given)
-    rest = {name: x for name, x in wrong.given.items() if name != wrong.traced}
-    return jax.jit(lambda number: call(**rest, **{wrong.traced: number}))(wrong.given[wrong.traced])
+    return _judge_accepted(subject, wrong, got, accepted)
 
 
 def _judge_accepted(subject: Subject, wrong: _Wrong, got: np.ndarray, accepted: str) -> Judgement:
@@ -134,15 +126,9 @@ def _second_derivatives(subject: Subject) -> Iterator[Judgement]:
     """A gradient of a gradient is computed, or a sentence says that it is not."""
     if not subject.with_gradients or "dq" not in subject.implementation.gradients:
         return
-    call, arrays = subject.executor.bind(subject.problem)
-    rest = {name: x for name, x in arrays.items() if name != "q"}
-
-    def first(q: Any) -> Any:
-        return jax.grad(lambda q: (call({**rest, "q": q}).astype(np.float32) ** 2).sum())(q)
-
     name = "second_derivatives"
     try:
-        found = np.asarray(jax.grad(lambda q: (first(q).astype(np.float32) ** 2).sum())(jnp.asarray(arrays["q"])))
+        found = subject.executor.run(alone.second_derivative, subject.problem)
     except NotImplementedError as error:
         said = "derivative" in str(error) or "differentia" in str(error)
         reason = "" if said else f"the NotImplementedError does not say that derivatives are first ones only: {error}"

@@ -7,17 +7,15 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import jax
 import numpy as np
 
 from cases.inputs import Cotangent, Problem, draw, draw_cotangent
 from cases.operands import GRADIENT_OF
 from conformance.asking.judgement import Judgement
 from conformance.asking.subject import Subject
-from conformance.calling.execution import Arrays
 from conformance.truth.bounds import Bounded, Expectation
 
 
@@ -41,26 +39,6 @@ class Pair:
             pairs = zip(drawn, judged, strict=True)
             cotangents = tuple(Cotangent("random", np.where(keep, out, np.zeros_like(out))) for out, keep in pairs)
         return cls(subject, problems, cotangents)
-
-    @functools.cached_property
-    def plain(self) -> Callable[[Arrays], Any]:
-        """The call, not compiled."""
-        return self.subject.executor.bind(self.problems[0])[0]
-
-    @property
-    def jit(self) -> Callable[..., Any]:
-        """`jax.jit` as the executor compiles."""
-        return self.subject.executor.jit
-
-    def arrays(self, problem: Problem) -> Arrays:
-        """The arrays that the call takes for a problem of the same configuration."""
-        return self.subject.executor.bind(problem)[1]
-
-    @functools.cached_property
-    def stacked(self) -> Arrays:
-        """Both problems' arrays, stacked."""
-        stacked: Arrays = jax.tree.map(lambda *xs: np.stack(xs), *map(self.arrays, self.problems))
-        return stacked
 
     @functools.cached_property
     def stacked_do(self) -> np.ndarray:

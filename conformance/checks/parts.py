@@ -16,6 +16,7 @@ import numpy as np
 from cases.inputs import Problem
 from conformance.asking.judgement import Judgement, unsupported
 from conformance.asking.subject import Subject
+from conformance.driving import alone
 from conformance.truth.bounds import Bounded, expect
 from conformance.truth.roundoff import U
 
@@ -49,7 +50,7 @@ def parts(subject: Subject) -> Iterator[Judgement]:
 def _merged(subject: Subject, found: Sequence[Any]) -> Any:
     """Merged by the implementation, or by the contract's formula if it has no merge of its own."""
     if subject.implementation.merge is not None:
-        return subject.executor.jit(subject.implementation.merge)(found)
+        return subject.executor.run(alone.merged, list(found))
     arrays = [Part(*(np.asarray(x, np.float64) for x in part)) for part in found]
     top = np.max([np.where(part.sum > 0, part.max, -np.inf) for part in arrays], axis=0)
     weights = [

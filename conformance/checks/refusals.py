@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 from cases.operands import OPTIONAL
 from conformance import records
 from conformance.asking.judgement import Judgement
 from conformance.asking.subject import Subject
+from conformance.driving import alone
 
 
 def refusals(subject: Subject) -> Iterator[Judgement]:
@@ -20,11 +19,11 @@ def refusals(subject: Subject) -> Iterator[Judgement]:
     quantised cache does, is not asked: nobody can hand it to a call without that parameter.
     """
     handed = [o.name for o in OPTIONAL if o.opt_in and getattr(subject.problem, o.name) is not None]
-    if not all(_takes(subject.implementation.call, name) for name in handed):
+    if not all(subject.executor.run(alone.takes, name) for name in handed):
         return
     declared = subject.implementation.supports(subject.case) or ""
     try:
-        subject.executor.ask(subject.problem, gradients=subject.case.phase == "train")
+        subject.executor.run(alone.ask, subject.problem, gradients=subject.case.phase == "train")
     except NotImplementedError:
         yield Judgement(observable="refusal", verdict=records.PASS)
     except Exception as error:  # any other error is the finding: the user is told the wrong thing
@@ -33,8 +32,3 @@ def refusals(subject: Subject) -> Iterator[Judgement]:
     else:
         reason = f"declared unsupported ({declared}), but the call is accepted"
         yield Judgement(observable="refusal", verdict=records.FAIL, reason=reason)
-
-
-def _takes(call: Callable[..., Any], keyword: str) -> bool:
-    parameters = inspect.signature(call).parameters.values()
-    return any(p.name == keyword or p.kind is p.VAR_KEYWORD for p in parameters)

@@ -8,22 +8,23 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
+from cases import mask_spec
 from cases.counter_rng import normal
+from cases.inputs import Problem
 from cases.masks import Dense
+from cases.moba import depends_on_data
 from cases.operands import GRADIENT_OF, OPTIONAL
 from conformance import records
-from conformance.asking.judgement import Judgement, apart, unsupported
+from conformance.asking.judgement import Judgement, apart, guarded, unsupported
 from conformance.asking.subject import Subject
-from conformance.calling.execution import Arrays, pull_back
+from conformance.checks.differentiation import second_derivatives
 from conformance.checks.pair import Pair
+from conformance.driving import alone, sequences, transformed
 from conformance.truth.bounds import Bounded
 from conformance.truth.roundoff import UNIT_ROUNDOFF
 
@@ -36,26 +37,24 @@ def transforms(subject: Subject) -> Iterator[Judgement]:
     if subject.with_gradients:
         for name, transform in _BACKWARD.items():
             yield from apart(name, functools.partial(transform, pair))
+        yield from guarded("second", functools.partial(second_derivatives, subject))
 
 
 def _eager(pair: Pair) -> Iterator[Judgement]:
-    yield pair.judge_out(pair.plain(jax.tree.map(jnp.asarray, pair.arrays(pair.problems[0]))))
+    yield pair.judge_out(pair.subject.executor.run(sequences.eagerly, pair.problems[0]))
 
 
 def _vmap(pair: Pair) -> Iterator[Judgement]:
-    yield pair.judge_out(pair.jit(jax.vmap(pair.plain))(pair.stacked), 2)
+    yield pair.judge_out(pair.subject.executor.run(transformed.vmap, pair.problems), 2)
 
 
 def _vmap_over(names: Sequence[str], pair: Pair) -> Iterator[Judgement]:
     """Only some operands have the mapped axis; the others are shared."""
     problem, other = pair.problems
-    shared = pair.arrays(problem)
-    mapped = [name for name in names if name in shared]
+    mapped = [name for name in names if getattr(problem, name) is not None]
     if not mapped:
         return
-    axes = {name: 0 if name in mapped else None for name in shared}
-    arrays = {name: pair.stacked[name] if name in mapped else x for name, x in shared.items()}
-    got = pair.jit(jax.vmap(pair.plain, in_axes=(axes,)))(arrays)
+    got = pair.subject.executor.run(transformed.vmap_over, pair.problems, mapped)
     changed: dict[str, Any] = {name: getattr(other, name) for name in mapped}
     mixed = dataclasses.replace(problem, **changed)
     yield pair.judge_out_of(got, (problem, mixed), (pair.expected[0], pair.subject.expect(mixed)))
@@ -63,28 +62,21 @@ def _vmap_over(names: Sequence[str], pair: Pair) -> Iterator[Judgement]:
 
 def _vmap_masks(pair: Pair) -> Iterator[Judgement]:
     """Masks that differ along the mapped axis, for calls that take them as arrays."""
-    problem = pair.problems[0]
-    if "mask" not in pair.arrays(problem):
+    problem, executor = pair.problems[0], pair.subject.executor
+    if "mask" not in executor.run(alone.arrays_of, problem):
         return
     dense = problem.resolved_mask.dense(problem.q.shape[1], problem.k.shape[1])
     problems = [dataclasses.replace(problem, mask=Dense(mask)) for mask in (dense, np.roll(dense, 1, axis=-1))]
-    plain, arrays = pair.subject.executor.bind(problems[0])
-    axes = {name: 0 if name == "mask" else None for name in arrays}
-    masks = np.stack([pair.arrays(problem)["mask"] for problem in problems])
-    got = pair.jit(jax.vmap(plain, in_axes=(axes,)))({**arrays, "mask": masks})
+    got = executor.run(transformed.vmap_over, problems, ["mask"])
     yield pair.judge_out_of(got, problems, [pair.subject.expect(problem) for problem in problems])
 
 
 def _donated(pair: Pair) -> Iterator[Judgement]:
-    arrays = jax.tree.map(jnp.array, pair.arrays(pair.problems[0]))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that not every buffer could be reused is no finding
-        yield pair.judge_out(pair.jit(pair.plain, donate_argnums=0)(arrays))
+    yield pair.judge_out(pair.subject.executor.run(transformed.donated, pair.problems[0]))
 
 
 def _x64(pair: Pair) -> Iterator[Judgement]:
-    with jax.enable_x64(True):
-        got = np.asarray(pair.jit(pair.plain)(pair.arrays(pair.problems[0])))
+    got = pair.subject.executor.run(transformed.x64, pair.problems[0])
     judgement = pair.judge_out(got)
     if got.dtype != pair.problems[0].q.dtype:
         reason = f"dtype is {got.dtype}, must be that of q, {pair.problems[0].q.dtype}"
@@ -96,20 +88,20 @@ def _x64(pair: Pair) -> Iterator[Judgement]:
 
 def _x64_residuals(pair: Pair) -> Iterator[Judgement]:
     """Residuals have the dtype that they have without doubles; tracing says so."""
-    compiled, arrays = pair.subject.executor.compiled(pair.problems[0])
-    _, usual = jax.eval_shape(compiled.residuals, arrays)
-    with jax.enable_x64(True):
-        _, found = jax.eval_shape(compiled.residuals, arrays)
+    usual, found = (
+        pair.subject.executor.run(transformed.residual_dtypes, pair.problems[0], doubles=doubles)
+        for doubles in (False, True)
+    )
     for name in sorted(usual):
-        same = found[name].dtype == usual[name].dtype
-        reason = "" if same else f"dtype is {found[name].dtype}, must be {usual[name].dtype} as without x64"
+        same = found[name] == usual[name]
+        reason = "" if same else f"dtype is {found[name]}, must be {usual[name]} as without x64"
         yield Judgement(observable=name, verdict=records.PASS if same else records.FAIL, reason=reason)
 
 
 def _second_call(pair: Pair) -> Iterator[Judgement]:
     """The same call, made again after another one, gives the same bits."""
-    compiled = pair.jit(pair.plain)
-    first, between, again = (np.asarray(compiled(pair.arrays(pair.problems[n]))) for n in (0, 1, 0))
+    problem, other = pair.problems
+    first, between, again = pair.subject.executor.run(sequences.one_program, (problem, other, problem))
     same = first.tobytes() == again.tobytes()
     reason = "" if same else f"{int(np.sum(first != again))} values differ when the same call is made again"
     yield Judgement(observable="bits", verdict=records.PASS if same else records.FAIL, reason=reason)
@@ -123,35 +115,87 @@ def _other_statics(pair: Pair) -> Iterator[Judgement]:
     changes: list[dict[str, Any]] = [{name: number / 2} for name, number in numbers.items()]
     halved = [dataclasses.replace(problem, **change) for change in changes]
     for other in [*halved, problem] if halved else []:
-        plain, arrays = pair.subject.executor.bind(other)
-        yield pair.judge_out_of(pair.jit(plain)(arrays), (other,), (pair.subject.expect(other),))
+        got = pair.subject.executor.run(sequences.compiled, other)
+        yield pair.judge_out_of(got, (other,), (pair.subject.expect(other),))
 
 
-def _grad_of_vmap(pair: Pair) -> Iterator[Judgement]:
-    pull = functools.partial(pull_back, jax.vmap(pair.plain))
-    out, got = pair.jit(pull)(pair.stacked, pair.stacked_do)
+def _gradients(how: transformed.Mapped, pair: Pair) -> Iterator[Judgement]:
+    """Gradients of the mapped call, mapped gradients, or those of layers under `lax.scan`."""
+    out, got = pair.subject.executor.run(transformed.gradients, how, pair.problems, pair.stacked_do)
     yield pair.judge_out(out, 2)
     yield from pair.judge_gradients(got, 2)
 
 
-def _vmap_of_grad(pair: Pair) -> Iterator[Judgement]:
-    pull = functools.partial(pull_back, pair.plain)
-    out, got = pair.jit(jax.vmap(pull))(pair.stacked, pair.stacked_do)
-    yield pair.judge_out(out, 2)
-    yield from pair.judge_gradients(got, 2)
+def _shared(pair: Pair) -> Iterator[Judgement]:
+    """Queries alone have the mapped axis: gradients of what they share are sums over it."""
+    problem, other = pair.problems
+    mixed = dataclasses.replace(problem, q=other.q)
+    if depends_on_data(problem.mask):
+        yield unsupported("gradients", "other queries choose other keys")
+        return
+    got = pair.subject.executor.run(transformed.gradients_of_shared, (problem, mixed), ["q"], pair.stacked_do)
+    expected = [pair.expected[0].gradients[0], pair.subject.expect(mixed, pair.cotangents[1:]).gradients[0]]
+    for operand in pair.judged_operands(got):
+        name = GRADIENT_OF[operand]
+        both = [gradients[name] for gradients in expected]
+        values, bounds = np.stack([b.value for b in both]), np.stack([b.bound for b in both])
+        if operand != "q":
+            # JAX adds them up in the dtype of the operand.
+            bounds = bounds.sum(axis=0) + UNIT_ROUNDOFF[pair.subject.case.dtype] * np.abs(values).sum(axis=0)
+            values = values.sum(axis=0)
+        yield pair.subject.judge(name, got[operand], Bounded(values, bounds))
+
+
+def _eager_gradients(pair: Pair) -> Iterator[Judgement]:
+    """Gradients outside `jit`, where the backward pass gets arrays and not tracers."""
+    found = pair.subject.executor.run(transformed.gradients_outside_jit, pair.problems[0], pair.cotangents[0].out)
+    yield from pair.judge_gradients(found)
+
+
+def _two_kinds(pair: Pair) -> Iterator[Judgement]:
+    """Layers of two kinds in one program, as models alternate them, pulled back once both have been called."""
+    subject, problem = pair.subject, pair.problems[0]
+    other = _of_another_kind(subject)
+    if other is None:
+        yield unsupported("gradients", "there is no other mask, scale or soft cap to alternate with")
+        return
+    drawn = pair.cotangents[0]
+    out = np.where(subject.judged_out_of(other), drawn.out, np.zeros_like(drawn.out))
+    layers = (("first", problem, drawn), ("second", other, dataclasses.replace(drawn, out=out)))
+    dos = [cotangent.out for _, _, cotangent in layers]
+    pulled = subject.executor.run(transformed.layers_of_two_kinds, (problem, other), dos)
+    for (label, layer, cotangent), got in zip(layers, pulled, strict=True):
+        expected = subject.expect(layer, [cotangent]).gradients[0]
+        for operand in pair.judged_operands(got):
+            name = GRADIENT_OF[operand]
+            yield subject.judge(name, got[operand], expected[name], label=f"{name}.{label}")
+
+
+def _of_another_kind(subject: Subject) -> Problem | None:
+    """The problem under another mask, and with half of its scale and of its soft cap, as far as it has them."""
+    case, problem = subject.case, subject.problem
+    numbers = {
+        o.name: number / 2 for o in OPTIONAL if not o.arrays and (number := getattr(problem, o.name)) is not None
+    }
+    changes: dict[str, Any] = dict(numbers)
+    others = [dataclasses.replace(case, mask=spec) for spec in ("window-l9-r0", "full") if spec != case.mask]
+    for other in others:
+        if subject.implementation.supports(other) is None:
+            sizes = (case.batch, case.num_q_heads, case.q_length, case.kv_length, case.seed)
+            changes["mask"] = mask_spec.build(other.mask, *sizes)
+            break
+    return dataclasses.replace(problem, **changes) if changes else None
 
 
 def _vmap_of_pullback(pair: Pair) -> Iterator[Judgement]:
     """One pullback, mapped over cotangents alone."""
     problem = pair.problems[0]
 
-    def pulled(arrays: Arrays, stacked: Any) -> Any:
-        return jax.vmap(lambda do: pull_back(pair.plain, arrays, do)[1])(stacked)
-
     first = pair.cotangents[0]
     turned = np.where(pair.subject.judged_out, first.out[:, ::-1], np.zeros_like(first.out))
     cotangents = [first, dataclasses.replace(first, out=turned)]
-    got = pair.jit(pulled)(pair.arrays(problem), np.stack([cotangent.out for cotangent in cotangents]))
+    dos = np.stack([cotangent.out for cotangent in cotangents])
+    got = pair.subject.executor.run(transformed.mapped_pullback, problem, dos)
     expected = pair.subject.expect(problem, cotangents).gradients
     for operand in pair.judged_operands(got):
         for n, label in enumerate(("first", "second")):
@@ -159,32 +203,13 @@ def _vmap_of_pullback(pair: Pair) -> Iterator[Judgement]:
             yield pair.subject.judge(name, got[operand][n], expected[n][name], label=f"{name}.{label}")
 
 
-def _scan(pair: Pair) -> Iterator[Judgement]:
-    """Layers under `lax.scan`, each with operands of its own."""
-
-    def layers(stacked: Arrays) -> Any:
-        return jax.lax.scan(lambda carry, arrays: (carry, pair.plain(arrays)), None, stacked)[1]
-
-    out, got = pair.jit(functools.partial(pull_back, layers))(pair.stacked, pair.stacked_do)
-    yield pair.judge_out(out, 2)
-    yield from pair.judge_gradients(got, 2)
-
-
-def _checkpoint(policy: Callable[[Sequence[str]], Any], pair: Pair) -> Iterator[Judgement]:
-    """The backward pass recomputes what the policy does not save."""
-    rematerialized = jax.checkpoint(pair.plain, policy=policy(pair.subject.implementation.checkpoint_names))
-    pull = functools.partial(pull_back, rematerialized)
-    out, got = pair.jit(pull)(pair.arrays(pair.problems[0]), pair.cotangents[0].out)
+def _checkpoint(named: bool, pair: Pair) -> Iterator[Judgement]:
+    """The backward pass recomputes what the policy does not save: everything, or what has no name."""
+    names = (pair.subject.implementation.checkpoint_names or ("out", "logsumexp")) if named else ()
+    do = pair.cotangents[0].out
+    out, got = pair.subject.executor.run(transformed.checkpoint, pair.problems[0], do, names)
     yield pair.judge_out(out)
     yield from pair.judge_gradients(got)
-
-
-def _save_nothing(names: Sequence[str]) -> Any:
-    return jax.checkpoint_policies.nothing_saveable
-
-
-def _save_named(names: Sequence[str]) -> Any:
-    return jax.checkpoint_policies.save_only_these_names(*(names or ("out", "logsumexp")))
 
 
 def _forward_mode(pair: Pair) -> Iterator[Judgement]:
@@ -194,17 +219,16 @@ def _forward_mode(pair: Pair) -> Iterator[Judgement]:
     names = [
         name for name, gradient in GRADIENT_OF.items() if gradient in gradients and getattr(problem, name) is not None
     ]
-    arrays = pair.arrays(problem)
-    moving = {name: jnp.asarray(arrays[name]) for name in names}
-    fixed = {name: x for name, x in arrays.items() if name not in moving}
-    drawn = {name: normal(subject.case.seed, f"tangent-{name}", x.shape).astype(x.dtype) for name, x in moving.items()}
-    try:
-        _, tangent = pair.jit(lambda m, t: jax.jvp(lambda m: pair.plain({**m, **fixed}), (m,), (t,)))(moving, drawn)
-    except TypeError as error:  # a pullback by hand has no forward mode, and JAX says so
-        yield unsupported("out", f"forward mode: {error}".split("\n")[0])
+    operands = {name: np.asarray(getattr(problem, name)) for name in names}
+    drawn = {
+        name: normal(subject.case.seed, f"tangent-{name}", x.shape).astype(x.dtype) for name, x in operands.items()
+    }
+    refused, tangent = subject.executor.run(transformed.forward_mode, problem, drawn)
+    if tangent is None:
+        yield unsupported("out", refused)
         return
     do = pair.cotangents[0].out.astype(np.float64)
-    got = np.asarray(tangent).astype(np.float64)
+    got = tangent.astype(np.float64)
     expected = pair.expected[0].gradients[0]
     along = {name: drawn[name].astype(np.float64) for name in names}
     value = sum(float(np.sum(expected[GRADIENT_OF[name]].value * x)) for name, x in along.items())
@@ -216,26 +240,15 @@ def _forward_mode(pair: Pair) -> Iterator[Judgement]:
 
 def _one_gradient(pair: Pair) -> Iterator[Judgement]:
     """The gradient of one operand when nobody asks for the others."""
-    arrays = pair.arrays(pair.problems[0])
-    names = [name for name in GRADIENT_OF if name in arrays]
-
-    def alone(name: str, arrays: Arrays, do: Any) -> Any:
-        fixed = {other: x for other, x in arrays.items() if other != name}
-        return jax.vjp(lambda x: pair.plain({**fixed, name: x}), arrays[name])[1](do)[0]
-
-    def each(arrays: Arrays, do: Any) -> Arrays:
-        return {name: alone(name, arrays, do) for name in names}
-
-    yield from pair.judge_gradients(pair.jit(each)(arrays, pair.cotangents[0].out))
+    found = pair.subject.executor.run(transformed.one_gradient_each, pair.problems[0], pair.cotangents[0].out)
+    yield from pair.judge_gradients(found)
 
 
 def _x64_backward(pair: Pair) -> Iterator[Judgement]:
-    arrays = pair.arrays(pair.problems[0])
-    with jax.enable_x64(True):
-        _, found = pair.jit(functools.partial(pull_back, pair.plain))(arrays, pair.cotangents[0].out)
-        got = {name: np.asarray(x) for name, x in found.items()}
+    problem = pair.problems[0]
+    got = pair.subject.executor.run(transformed.x64_backward, problem, pair.cotangents[0].out)
     for judgement, name in zip(pair.judge_gradients(got), pair.judged_operands(got), strict=True):
-        want = arrays[name].dtype
+        want = getattr(problem, name).dtype
         if got[name].dtype != want:
             reason = f"dtype is {got[name].dtype}, must be that of {name}, {want}"
             judgement = dataclasses.replace(judgement, verdict=records.FAIL, reason=reason)
@@ -264,12 +277,15 @@ _FORWARD: dict[str, Callable[[Pair], Iterator[Judgement]]] = {
     "other_statics": _other_statics,
 }
 _BACKWARD: dict[str, Callable[[Pair], Iterator[Judgement]]] = {
-    "grad_of_vmap": _grad_of_vmap,
-    "vmap_of_grad": _vmap_of_grad,
-    "checkpoint": functools.partial(_checkpoint, _save_nothing),
-    "checkpoint_names": functools.partial(_checkpoint, _save_named),
+    "grad_of_vmap": functools.partial(_gradients, "outside"),
+    "vmap_of_grad": functools.partial(_gradients, "inside"),
+    "checkpoint": functools.partial(_checkpoint, False),
+    "checkpoint_names": functools.partial(_checkpoint, True),
     "vmap_of_pullback": _vmap_of_pullback,
-    "scan": _scan,
+    "scan": functools.partial(_gradients, "scan"),
+    "two_kinds": _two_kinds,
+    "shared": _shared,
+    "eager": _eager_gradients,
     "one_gradient": _one_gradient,
     "x64": _x64_backward,
     "forward_mode": _forward_mode,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import signal
 import time
 from collections.abc import Sequence
@@ -11,7 +12,11 @@ import jax
 from rich.console import Console
 
 from cases.case import Case, matches
+from cases.inputs import draw
 from conformance import environment
+from conformance.apart.executor import end, executor_of, is_apart
+from conformance.apart.kernels import Kernels
+from conformance.apart.process import Lost
 from conformance.bench import measurements, work
 from conformance.bench.measurements import BACKWARD, DIFFERS, FORWARD, TIMED, Measurement
 from conformance.bench.side_by_side import Limits, compare_all
@@ -19,6 +24,7 @@ from conformance.commands import lookup
 from conformance.commands.errors import CannotJudge
 from conformance.commands.outputs import Outputs, command_line, outputs_of
 from conformance.commands.progress import Steps
+from conformance.driving import alone
 from conformance.records import ERROR, RunInfo
 from reports import side_by_side, terminal
 
@@ -34,8 +40,11 @@ def bench(arguments: argparse.Namespace) -> int:
     if not names:
         raise CannotJudge("nothing to time: give --impl=NAME[,NAME...] (see `python -m conformance list`)")
     outputs = outputs_of(arguments)
-    implementations = [lookup.find(name, arguments.products) for name in names]
-    comparisons = [(case, phase) for case in _cases(arguments) for phase in _PHASES[arguments.phase]]
+    cases = _cases(arguments)
+    for name in names:
+        _reject_what_ends_its_process(name, Kernels(arguments.products), cases)
+    implementations = [lookup.find(name, Kernels(arguments.products, in_process=True)) for name in names]
+    comparisons = [(case, phase) for case in cases for phase in _PHASES[arguments.phase]]
     console, table = Console(stderr=True), Console()
     warn_of_flags(console)
 
@@ -51,6 +60,23 @@ def bench(arguments: argparse.Namespace) -> int:
         console.print("Interrupted: only what was timed before the stop is kept.", style="yellow")
     write(outputs, compared.measurements, "bench", time.perf_counter() - started, interrupted=compared.interrupted)
     return _exit_code(compared.measurements, interrupted=compared.interrupted)
+
+
+def _reject_what_ends_its_process(name: str, kernels: Kernels, cases: Sequence[Case]) -> None:
+    """Refuse a kernel that exits, crashes or hangs: it has a process of its own until it has been traced once."""
+    implementation = lookup.find(name, kernels)
+    if not is_apart(implementation) or implementation.accelerator.absent is not None:
+        return
+    executor = executor_of(implementation)
+    try:
+        for case in cases:
+            if implementation.supports(case) is None:
+                with contextlib.suppress(Exception):  # what it raises stands in its row
+                    executor.run(alone.trace, draw(case))
+    except Lost as lost:
+        raise CannotJudge(f"{name} cannot be timed: {lost}") from lost
+    finally:
+        end(implementation)  # what it holds of a device is needed
 
 
 def limits_of(arguments: argparse.Namespace) -> Limits:
@@ -95,8 +121,8 @@ def _cases(arguments: argparse.Namespace) -> list[Case]:
     default = work.default_cases(jax.default_backend())
     found = [case for case in default if arguments.cases is None or matches(arguments.cases, case.id)]
     if not found:
-        known = "\n  ".join(case.id for case in default)
-        raise CannotJudge(f"no default case matches --cases={arguments.cases!r}; they are\n  {known}")
+        known = ", ".join(case.id for case in default)
+        raise CannotJudge(f"no default case matches --cases={arguments.cases!r}: they are {known}")
     return found
 
 

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import argparse
-import signal
+import dataclasses
 
 from rich.console import Console
 
-from conformance import environment
 from conformance.commands import lookup
 from conformance.commands.errors import CannotJudge
 from conformance.commands.outputs import command_line, outputs_of
 from conformance.commands.progress import Exploring
-from conformance.records import RunInfo
+from conformance.judging import interrupts, provenance
+from conformance.judging.evidence import EXPLORE, gather
+from conformance.judging.journal import CannotWrite, Journal
+from conformance.judging.plan import Plan
+from conformance.records import RED
+from conformance.runs import COMPLETE, INTERRUPTED
 from reports import terminal
 
 
@@ -30,34 +34,49 @@ def explore(arguments: argparse.Namespace) -> int:
         raise CannotJudge(f"--{error}") from error
     outputs = outputs_of(arguments)
     chosen = lookup.load_settings()
-    implementation = lookup.find(arguments.impl, arguments.products)
+    kernels = lookup.kernels(arguments)
+    implementation = lookup.find(arguments.impl, kernels)
     if implementation.accelerator.absent is not None:
         raise CannotJudge(f"{implementation.name} cannot run here: {implementation.accelerator.absent}")
+    described = provenance.recorded_run(
+        [implementation],
+        Plan((), ()),
+        command=command_line(),
+        level=EXPLORE,
+        narrowed="explored cases",
+        seeds=(budget.seed,),
+        tolerances=chosen.tolerances.rows(),
+        kernels=kernels,
+    )
     console = Console(stderr=True)
     console.print(f"seed {budget.seed}", highlight=False)
-    with Exploring(budget.seconds, console) as progress:
+    try:
+        journal = Journal(outputs.journals, described)
+        with Exploring(budget.seconds, console) as progress:
 
-        def on_case(seen: exploring.Seen) -> None:
-            progress.advance(seen.records, shrinking=seen.shrinking)
+            def on_case(seen: exploring.Seen) -> None:
+                if not (seen.shrinking or any(record.verdict in RED for record in seen.records)):
+                    journal.add(seen.records)  # of wrong cases, only the smallest stays
+                progress.advance(seen.records, shrinking=seen.shrinking)
 
-        try:
-            found = exploring.explore(implementation, chosen, budget, query=arguments.cases, on_case=on_case)
-        except exploring.NothingToDraw as error:
-            raise CannotJudge(f"there is no case to draw: {error}") from error
-    if found.interrupted:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # what was found gets written, whatever else is pressed
-    info = RunInfo(
-        command=command_line(),
-        level="explore",
-        environment=environment.describe(),
-        tolerances=chosen.tolerances.rows(),
-        seconds=round(found.seconds, 1),
-        interrupted=found.interrupted,
-        notes=exploring.told(found, budget.seed),
-        narrowed=f"{found.judged:,} explored cases",
-    )
-    outputs.write(found.records, info)
-    terminal.print_summary(found.records, info, Console())
+            try:
+                found = exploring.explore(
+                    implementation, chosen, budget, query=arguments.cases, on_case=on_case, options=kernels.options
+                )
+            except exploring.NothingToDraw as error:
+                raise CannotJudge(f"there is no case to draw: {error}") from error
+        if found.interrupted:
+            interrupts.ignore()
+        written = {record.key for record in journal.recorded.records}
+        journal.add([record for record in found.records if record.key not in written])
+        reason = "a signal stopped it" if found.interrupted else ""
+        journal.end(INTERRUPTED if found.interrupted else COMPLETE, reason=reason, seconds=found.seconds)
+    except CannotWrite as error:
+        raise CannotJudge(f"{error}; what was judged before is in it") from error
+    judged, info = gather([journal.recorded], command=described.command)
+    info = dataclasses.replace(info, notes=exploring.told(found, budget.seed))
+    outputs.write(judged, info)
+    terminal.print_summary(judged, info, Console())
     for note in info.notes:
         Console().print(note, highlight=False, soft_wrap=True)
     if found.failing is not None:

@@ -2,21 +2,44 @@
 
 from __future__ import annotations
 
+import argparse
+import os
+import random
 from pathlib import Path
 
 from cases.case import Case, CaseIdError, parse
-from conformance import records
+from conformance import runs
+from conformance.apart.kernels import Kernels
 from conformance.calling import registry
 from conformance.commands.errors import CannotJudge
 from conformance.contract import Implementation
 from conformance.judging import settings
 from conformance.records import Record
+from conformance.runs import Recorded
+
+APART = Kernels()
 
 
-def reject_negative(seed: int) -> None:
-    """Refuse a seed that no case can have."""
-    if seed < 0:
+def kernels(arguments: argparse.Namespace) -> Kernels:
+    """How kernels are found and where they run, by the arguments of a command that judges them."""
+    for option in ("timeout", "memory"):
+        if (given := getattr(arguments, option)) is not None and not given > 0:
+            raise CannotJudge(f"--{option} must be more than zero, got {given:g}")
+    return Kernels(arguments.products, arguments.in_process, arguments.timeout, arguments.memory)
+
+
+def reject_negative(seed: int | None) -> None:
+    """Refuse a seed that no case can have; none is one that is still to be drawn."""
+    if seed is not None and seed < 0:
         raise CannotJudge(f"--seed must not be negative, got {seed}")
+
+
+def draw_seeds(arguments: argparse.Namespace) -> list[str]:
+    """Put numbers in place of `--seed=random`, and say which in a sentence, if there are any."""
+    drawn = [seed if seed is not None else random.SystemRandom().getrandbits(32) for seed in arguments.seed]
+    told = ", ".join(str(seed) for seed, asked in zip(drawn, arguments.seed, strict=True) if asked is None)
+    arguments.seed = drawn
+    return [f"--seed=random drew {told}: --seed={told} judges the same cases again"] if told else []
 
 
 def reject_no_workers(jobs: int | None) -> None:
@@ -33,10 +56,10 @@ def load_settings() -> settings.Settings:
         raise CannotJudge(str(error)) from error
 
 
-def find(name: str, products: str | None = None) -> Implementation:
-    """The implementation called `name`."""
+def find(name: str, kernels: Kernels = APART) -> Implementation:
+    """The implementation called `name`; not ours, it is in a process of its own unless `kernels` says otherwise."""
     try:
-        return registry.find(name, products=products)  # type: ignore[arg-type] # argparse has checked the choice
+        return kernels.find(name)
     except registry.ImplementationNotFound as error:
         raise CannotJudge(str(error)) from error
 
@@ -44,15 +67,33 @@ def find(name: str, products: str | None = None) -> Implementation:
 def case(text: str) -> Case:
     """The case with this id."""
     try:
-        return parse(text)
+        found = parse(text)
     except CaseIdError as error:
         raise CannotJudge(str(error)) from error
+    there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if (needed := _operand_bytes(found)) > there:
+        raise CannotJudge(
+            f"{text} needs more than {needed / 1e9:,.0f} GB for its operands alone, and this machine has "
+            f"{there / 1e9:,.0f} GB"
+        )
+    return found
+
+
+def _operand_bytes(case: Case) -> int:
+    """What q, k and v take in float64, as the oracle has them."""
+    keys = case.kv_length * case.num_kv_heads * (case.head_dim + case.v_head_dim)
+    return 8 * case.batch * (case.q_length * case.num_q_heads * case.head_dim + keys)
 
 
 def read(name: str) -> list[Record]:
     """The records in a file."""
+    return [record for one in recorded(name) for record in one.records]
+
+
+def recorded(name: str) -> list[Recorded]:
+    """The runs in a file of records."""
     try:
-        return records.read_jsonl(Path(name))
+        return runs.read(Path(name))
     except OSError as error:
         raise CannotJudge(f"{name} cannot be read: {error.strerror or error}") from error
     except ValueError as error:

@@ -13,6 +13,7 @@ from typing import Protocol, Self
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
+from rich.text import Text
 
 from conformance.records import RED, Record
 
@@ -62,7 +63,7 @@ class _Display:
         self._print(f"{red.verdict} {red.implementation} {red.check} {red.observable}: {red.case}")
 
     def _print(self, text: str) -> None:
-        self._console.print(text, highlight=False, soft_wrap=True)
+        self._console.print(Text(text), soft_wrap=True)  # names are no markup
 
 
 class Progress(_Display):
@@ -118,7 +119,7 @@ class Exploring(_Display):
             text += f", one is wrong, {self._smaller} smaller ones tried"
         elif self._seconds is not None:
             text += f", {max(0.0, self._seconds - self._elapsed):.0f} s left"
-        self._status.update(text)
+        self._status.update(Text(text))
         self._now_and_then(text)
 
     def _say_if_red(self, judged: Sequence[Record]) -> None:
@@ -137,5 +138,5 @@ class Steps(_Display):
 
     def say(self, text: str) -> None:
         """What happens now."""
-        self._status.update(text)
+        self._status.update(Text(text))
         self._now_and_then(text)

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 from pathlib import Path
 
-from conformance import records
 from conformance.bench import measurements
 from conformance.bench.measurements import Measurement
 from conformance.commands import lookup
 from conformance.commands.errors import CannotJudge
 from conformance.commands.outputs import command_line, writable
-from conformance.records import RunInfo
+from conformance.judging.evidence import gather
 from conformance.sensitivity import detection
 from reports import html, side_by_side
 
@@ -23,17 +23,14 @@ def render_report(arguments: argparse.Namespace) -> int:
         raise CannotJudge(f"--report={arguments.report} is one of the files to be read: give the page its own file")
     timed = [name for name in arguments.records if _holds_measurements(name)]
     measured = measurements.merge(*(_measurements(name) for name in timed))
-    found = records.merge(*(lookup.read(name) for name in arguments.records if name not in timed))
+    recorded = [one for name in arguments.records if name not in timed for one in lookup.recorded(name)]
+    found, info = gather(recorded, command=command_line(), detection=detection.load())
+    if measured:
+        environment = info.environment if recorded else {}
+        rendered = {"rendered from": ", ".join(Path(name).name for name in arguments.records)}
+        info = dataclasses.replace(info, environment=environment | rendered)
     if not found and not measured:
         raise CannotJudge(f"there is no record in {', '.join(arguments.records)}")
-    info = RunInfo(
-        command=command_line(),
-        level="merged records",
-        environment={"rendered from": ", ".join(Path(name).name for name in arguments.records)},
-        tolerances=[],
-        detection=detection.load(),
-        seconds=round(sum(record.seconds for record in found), 1),
-    )
     if found:
         html.write(path, found, info, measured)
     else:

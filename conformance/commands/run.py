@@ -3,31 +3,54 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import dataclasses
 import os
 import shlex
-import signal
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import jax
 from rich.console import Console
 
-from conformance import environment, records
+from conformance import records
+from conformance.apart.kernels import Kernels
+from conformance.asking.turn import EVERYTHING, Turn
 from conformance.calling import registry
 from conformance.checks import BY_NAME, CHECKS, Check
-from conformance.commands import lookup
+from conformance.commands import annotate, compare, lookup
 from conformance.commands.errors import CannotJudge
-from conformance.commands.outputs import command_line, outputs_of
+from conformance.commands.outputs import Outputs, command_line, outputs_of, step_summary, writable
 from conformance.commands.progress import Progress
 from conformance.contract import Implementation
-from conformance.judging import plan, runner, settings
-from conformance.judging.declarations import declared
+from conformance.judging import interrupts, plan, provenance, runner, settings, workers
+from conformance.judging.evidence import gather
 from conformance.judging.job import Job
+from conformance.judging.journal import CannotWrite, Journal, Unlike, to_go_on
 from conformance.judging.parallel import run_parallel
-from conformance.judging.reach import few_blocks
-from conformance.records import Record, RunInfo
+from conformance.records import Record
+from conformance.runs import COMPLETE, FAILED, INTERRUPTED, Run
 from conformance.sensitivity import detection
-from reports import summary, terminal
+from reports import changes_page, summary, terminal
+
+# Options that say what to judge.
+_QUERY = (
+    "impl",
+    "all",
+    "level",
+    "case",
+    "cases",
+    "regressions",
+    "check",
+    "pullback",
+    "seed",
+    "products",
+    "in_process",
+    "timeout",
+    "memory",
+)
+_BROKEN_PIPE = "nobody read what it printed any more"
 
 
 class _FirstFailure(Exception):  # noqa: N818 -- no error of this program
@@ -37,57 +60,174 @@ class _FirstFailure(Exception):  # noqa: N818 -- no error of this program
 def run(arguments: argparse.Namespace) -> int:
     """`run`: judge, report, and say by the exit code whether all conform."""
     started = time.perf_counter()
+    before = _taken_up(arguments)
     _reject_contradictions(arguments)
-    outputs = outputs_of(arguments)
+    if arguments.jobs != 1 and arguments.case is None:
+        workers.make_ready()
+    outputs = dataclasses.replace(outputs_of(arguments), step=step_summary())
+    baseline = _baseline(arguments, outputs)
     chosen = lookup.load_settings()
-    implementations = _implementations(arguments, chosen)
-    level = arguments.level or "quick"
-    planned = _plan(arguments, implementations, level)
+    kernels = lookup.kernels(arguments)
+    implementations = _implementations(arguments, chosen, kernels)
+    notes = lookup.draw_seeds(arguments)
+    planned = _plan(arguments, implementations, arguments.level or "quick")
     if not planned.jobs:
         raise CannotJudge(_nothing_planned(arguments))
-    console = Console(stderr=True)
-    found: list[Record] = []
-    interrupted = False
-    with Progress(len(planned.jobs), console) as progress:
-
-        def on_job(job: Job, judged: list[Record]) -> None:
-            found.extend(judged)
-            progress.advance(judged)
-            if arguments.fail_fast and any(record.verdict in records.RED for record in judged):
-                raise _FirstFailure
-
-        jobs = planned.jobs
-        if arguments.fail_fast:
-            jobs = tuple(sorted(jobs, key=lambda job: not job.short))  # few programs each: a failure shows sooner
+    described = _described(arguments, implementations, planned, chosen, kernels)
+    kept: dict[int, tuple[Record, ...]] = {}
+    if before is not None:
         try:
-            _run_jobs(jobs, arguments.jobs, arguments.products, chosen, on_job, one_by_one=arguments.fail_fast)
-        except _FirstFailure:
-            console.print("stopped at the first failure, as --fail-fast says", style="yellow")
-            interrupted = True
-        except registry.ImplementationNotFound as error:  # a worker finds less than this process did
-            raise CannotJudge(str(error)) from error
-        except KeyboardInterrupt:
-            signal.signal(signal.SIGINT, signal.SIG_IGN)  # what was judged gets written, whatever else is pressed
-            interrupted = True
-    found = records.merge(found, runner.hardware_records(implementations))
-    if _is_whole(arguments, interrupted):
-        found = records.merge(found, chosen.stale(found, jax.__version__))
-    info = RunInfo(
-        command=command_line(),
-        level="one case" if arguments.case is not None else "regressions" if arguments.regressions else level,
-        environment=environment.describe(),
-        tolerances=chosen.tolerances.rows(),
-        coverage=list(planned.coverage),
-        seconds=round(time.perf_counter() - started, 1),
-        interrupted=interrupted,
-        detection=detection.load(),
-        declared={implementation.name: declared(implementation) for implementation in implementations},
-        narrowed=_narrowed_to(arguments),
-        few_blocks={} if interrupted else _few_blocks(arguments, implementations, found),
-    )
+            described, kept = to_go_on(before, described)
+        except Unlike as error:
+            raise CannotJudge(f"--resume: {error}") from error
+    console = Console(stderr=True)
+    try:
+        journal = Journal(
+            outputs.journals if before is None else _with_first(before, outputs.journals), described, kept
+        )
+    except CannotWrite as error:
+        raise CannotJudge(str(error)) from error
+    try:
+        how, reason = _written_down(arguments, planned.jobs, implementations, chosen, journal, started, console)
+    except CannotWrite as error:
+        how, reason = FAILED, f"{error}; what was judged before is in it"
+        journal.abandon(reason)
+    found, info = gather([journal.recorded], command=described.command, detection=detection.load())
     outputs.write(found, info)
+    if reason == _BROKEN_PIPE:
+        return 2
+    if how == FAILED:
+        raise CannotJudge(reason)
     terminal.print_summary(found, info, Console())
-    return _exit_code(found, implementations, arguments.require_platform, interrupted, console)
+    for note in [*notes, *(f"{name} {one.place}" for name, one in described.kernels.items() if one.place)]:
+        console.print(note, style="yellow", highlight=False, soft_wrap=True)
+    code = _exit_code(found, implementations, arguments.require_platform, how != COMPLETE, console)
+    changed = None
+    if baseline is not None:
+        changed = compare.compared(baseline, compare.side_of([journal.recorded], "this run"))
+        changes_page.print_comparison(changed, Console())
+    print("".join(f"{line}\n" for line in annotate.annotated(found, changed)), end="")
+    return code or (1 if changed is not None and changed.regressions else 0)
+
+
+def _baseline(arguments: argparse.Namespace, outputs: Outputs) -> compare.Side | None:
+    """The run to compare with, read before anything is written."""
+    if arguments.baseline is None:
+        return None
+    written = [path.resolve() for path in outputs.journals]
+    if Path(arguments.baseline).resolve() in written:
+        raise CannotJudge(f"--baseline={arguments.baseline} is written by this run too: give the records another file")
+    return compare.side(arguments.baseline)
+
+
+def _written_down(
+    arguments: argparse.Namespace,
+    jobs: Sequence[Job],
+    implementations: Sequence[Implementation],
+    chosen: settings.Settings,
+    journal: Journal,
+    started: float,
+    console: Console,
+) -> tuple[str, str]:
+    """Judge, and write down what comes of it to the end; how it ended, and why if not by itself."""
+    try:
+        how, reason = _judge(arguments, jobs, chosen, journal, console)
+    except CannotWrite:
+        raise
+    except Exception as error:  # an error of ours: it is raised, and what was judged stays
+        with contextlib.suppress(CannotWrite):
+            journal.end(FAILED, reason=f"{type(error).__name__}: {error}", seconds=time.perf_counter() - started)
+        raise
+    journal.add(runner.hardware_records(implementations))
+    if how == COMPLETE and _is_whole(arguments):
+        journal.add(chosen.stale(journal.recorded.records, jax.__version__))
+    journal.end(how, reason=reason, seconds=time.perf_counter() - started)
+    return how, reason
+
+
+def _judge(
+    arguments: argparse.Namespace, jobs: Sequence[Job], chosen: settings.Settings, journal: Journal, console: Console
+) -> tuple[str, str]:
+    """Judge what is not judged yet; how it ended, and why if not by itself."""
+    done = journal.recorded.done
+    numbers = {id(job): number for number, job in enumerate(jobs)}
+    mine = plan.sharded(jobs, *arguments.shard) if arguments.shard else tuple(jobs)
+    waiting = [job for job in mine if numbers[id(job)] not in done]
+    if arguments.fail_fast:
+        waiting.sort(key=lambda job: not job.short)  # few programs each: a failure shows sooner
+    try:
+        with Progress(len(waiting), console) as progress:
+
+            def on_job(job: Job, judged: list[Record]) -> None:
+                journal.job(numbers[id(job)], judged)
+                progress.advance(judged)
+                if arguments.fail_fast and any(record.verdict in records.RED for record in judged):
+                    raise _FirstFailure
+
+            if waiting:
+                kernels = lookup.kernels(arguments)
+                _run_jobs(waiting, arguments.jobs, kernels, chosen, on_job, one_by_one=arguments.fail_fast)
+    except _FirstFailure:
+        console.print("stopped at the first failure, as --fail-fast says", style="yellow")
+        return INTERRUPTED, "stopped at the first failure, as --fail-fast says"
+    except registry.ImplementationNotFound as error:  # a worker finds less than this process did
+        interrupts.ignore()
+        return FAILED, str(error)
+    except KeyboardInterrupt:
+        interrupts.ignore()
+        return INTERRUPTED, "a signal stopped it"
+    except BrokenPipeError:
+        interrupts.ignore()
+        return INTERRUPTED, _BROKEN_PIPE
+    return COMPLETE, ""
+
+
+def _described(
+    arguments: argparse.Namespace,
+    implementations: Sequence[Implementation],
+    planned: plan.Plan,
+    chosen: settings.Settings,
+    kernels: Kernels,
+) -> Run:
+    """What holds for all records of the run."""
+    level = "one case" if arguments.case is not None else "regressions" if arguments.regressions else arguments.level
+    return provenance.recorded_run(
+        implementations,
+        planned,
+        command=command_line(),
+        level=level or "quick",
+        seeds=() if arguments.case is not None or arguments.regressions else tuple(arguments.seed) or (0,),
+        narrowed=_narrowed_to(arguments),
+        query={name: getattr(arguments, name) for name in _QUERY},
+        shard="/".join(map(str, arguments.shard or ())),
+        tolerances=chosen.tolerances.rows(),
+        kernels=kernels,
+    )
+
+
+def _taken_up(arguments: argparse.Namespace) -> Path | None:
+    """The file that `--resume` names; what to judge is then taken from it, unless it is named again."""
+    if arguments.resume is None:
+        return None
+    path = Path(arguments.resume)
+    found = [one.run for one in lookup.recorded(arguments.resume)]
+    if len(found) != 1 or found[0] is None:
+        what = f"{len(found)} runs" if len(found) > 1 else "no run record"
+        raise CannotJudge(f"--resume={arguments.resume} has {what}: it takes the file of one run")
+    query = found[0].query
+    if not any(getattr(arguments, name) for name in _QUERY):
+        for name in _QUERY:
+            setattr(arguments, name, query.get(name, getattr(arguments, name)))
+        arguments.shard = tuple(map(int, found[0].shard.split("/"))) if found[0].shard else None
+    if not any(getattr(arguments, name) for name in ("impl", "all")):
+        raise CannotJudge(f"--resume={arguments.resume} is no run of this command: give what it was given")
+    writable(arguments.resume, "resume")
+    return path
+
+
+def _with_first(first: Path, others: Sequence[Path]) -> list[Path]:
+    """The file that is gone on with, and those that are to have the same."""
+    return [first, *(path for path in others if path.resolve() != first.resolve())]
 
 
 def _reject_contradictions(arguments: argparse.Namespace) -> None:
@@ -97,6 +237,8 @@ def _reject_contradictions(arguments: argparse.Namespace) -> None:
         raise CannotJudge("nothing to judge: give --impl=NAME (see `python -m conformance list`) or --all")
     if arguments.case is not None and (arguments.cases is not None or arguments.level or arguments.seed):
         raise CannotJudge("--case names one case, seed included: it cannot be combined with --cases, --level or --seed")
+    if arguments.pullback and arguments.case is None:
+        raise CannotJudge("--pullback goes with --case: in a run of several, cases take turns")
     if arguments.regressions and (arguments.case is not None or arguments.cases is not None or arguments.level):
         raise CannotJudge("--regressions names its cases: it cannot be combined with --case, --cases or --level")
     lookup.reject_no_workers(arguments.jobs)
@@ -104,9 +246,11 @@ def _reject_contradictions(arguments: argparse.Namespace) -> None:
         lookup.reject_negative(seed)
 
 
-def _implementations(arguments: argparse.Namespace, chosen: settings.Settings) -> list[Implementation]:
+def _implementations(
+    arguments: argparse.Namespace, chosen: settings.Settings, kernels: Kernels
+) -> list[Implementation]:
     names = registry.names() if arguments.all else chosen.members(arguments.impl)
-    return [lookup.find(name, arguments.products) for name in names]
+    return [lookup.find(name, kernels) for name in names]
 
 
 def _checks(arguments: argparse.Namespace) -> tuple[Check, ...]:
@@ -120,7 +264,8 @@ def _plan(arguments: argparse.Namespace, implementations: Sequence[Implementatio
     checks = _checks(arguments)
     if arguments.case is not None:
         case = lookup.case(arguments.case)
-        plans = [plan.single(implementation, case, checks) for implementation in implementations]
+        turn = Turn(pulled=(arguments.pullback,)) if arguments.pullback else EVERYTHING
+        plans = [plan.single(implementation, case, checks, turn) for implementation in implementations]
         return plan.Plan(tuple(job for one in plans for job in one.jobs), ())
     if arguments.regressions:
         return plan.regressions(implementations, checks)
@@ -136,7 +281,7 @@ def _nothing_planned(arguments: argparse.Namespace) -> str:
 def _run_jobs(
     jobs: Sequence[Job],
     workers: int | None,
-    products: str | None,
+    kernels: Kernels,
     chosen: settings.Settings,
     on_job: Callable[[Job, list[Record]], None],
     *,
@@ -144,19 +289,11 @@ def _run_jobs(
 ) -> None:
     if workers is None:
         workers = (os.cpu_count() or 1) if jax.default_backend() == "cpu" and len(jobs) > 8 else 1
+    here = runner.Runner(chosen, options=kernels.options)
     if workers == 1:
-        runner.Runner(chosen).run(jobs, on_job)
+        here.run(jobs, on_job)
     else:
-        run_parallel(jobs, workers, products, on_job, runner.Runner(chosen).lost, one_by_one=one_by_one)
-
-
-def _few_blocks(
-    arguments: argparse.Namespace, implementations: Sequence[Implementation], found: Sequence[Record]
-) -> dict[str, str]:
-    """Who was asked about few blocks though all cases were there for it."""
-    if _narrowed_to(arguments):
-        return {}
-    return {implementation.name: few_blocks(implementation, found) for implementation in implementations}
+        run_parallel(jobs, workers, kernels, on_job, here.lost, one_by_one=one_by_one)
 
 
 def _narrowed_to(arguments: argparse.Namespace) -> str:
@@ -167,12 +304,13 @@ def _narrowed_to(arguments: argparse.Namespace) -> str:
         cases = "the regressions"
     else:
         cases = "" if arguments.cases is None else f"--cases={shlex.quote(arguments.cases)}"
-    return " ".join(filter(None, (cases, *(f"--check={name}" for name in arguments.check))))
+    pullback = f"--pullback={arguments.pullback}" if arguments.pullback else ""
+    return " ".join(filter(None, (cases, *(f"--check={name}" for name in arguments.check), pullback)))
 
 
-def _is_whole(arguments: argparse.Namespace, interrupted: bool) -> bool:
-    """Whether the run judged all that its level asks for, so that what did not fail can be called stale."""
-    return not (_narrowed_to(arguments) or arguments.level == "smoke" or arguments.seed or interrupted)
+def _is_whole(arguments: argparse.Namespace) -> bool:
+    """Whether the run judges all that its level asks for, so that what did not fail can be called stale."""
+    return not (_narrowed_to(arguments) or arguments.level == "smoke" or arguments.seed or arguments.shard)
 
 
 def _exit_code(
@@ -202,12 +340,13 @@ def _exit_code(
 def judge_all(names: Sequence[str], level: str, seeds: Sequence[int], workers: int | None) -> list[Record]:
     """The records of whole grids, with progress."""
     found: list[Record] = []
-    planned = plan.plan([lookup.find(name) for name in names], level=level, seeds=seeds)
+    kernels = Kernels()
+    planned = plan.plan([lookup.find(name, kernels) for name in names], level=level, seeds=seeds)
     with Progress(len(planned.jobs), Console(stderr=True)) as progress:
 
         def on_job(job: Job, judged: list[Record]) -> None:
             found.extend(judged)
             progress.advance(judged)
 
-        _run_jobs(planned.jobs, workers, None, lookup.load_settings(), on_job)
+        _run_jobs(planned.jobs, workers, kernels, lookup.load_settings(), on_job)
     return found

@@ -18,6 +18,7 @@ from conformance.commands import lookup
 from conformance.commands.errors import CannotJudge
 from conformance.commands.outputs import command_line, outputs_of
 from conformance.commands.progress import Progress
+from conformance.commands.twice import seen_twice
 from conformance.records import RunInfo
 from conformance.sensitivity import detection, resolution
 from conformance.sensitivity.bank import BankError, PlantedBug, load_bank
@@ -36,6 +37,8 @@ def sensitivity(arguments: argparse.Namespace) -> int:
     bank = arguments.bank or chosen.bank
     last = detection.load()
     bugs = _bugs(bank)
+    if arguments.twice:
+        return seen_twice(bugs, arguments)
     asked = _asked(bugs, arguments, level, last)
     unmeasured = {name: reason for name in asked if (reason := bugs[name].unmeasurable()) is not None}
     names = [name for name in asked if name not in unmeasured]

@@ -15,6 +15,7 @@ from rich.console import Console
 
 from cases.case import Case
 from conformance import tunable
+from conformance.apart.kernels import Kernels
 from conformance.bench import tuning
 from conformance.bench.measurements import Measurement
 from conformance.bench.side_by_side import why_not
@@ -32,7 +33,7 @@ def tune(arguments: argparse.Namespace) -> int:
     """`tune`: time candidates, show them, and write the table."""
     started = time.perf_counter()
     limits = bench.limits_of(arguments)
-    implementation = lookup.find(arguments.impl)
+    implementation = lookup.find(arguments.impl, Kernels(in_process=True))  # which are called in turns
     declared = _tunable(implementation)
     path = declared.table if arguments.out is None else writable(arguments.out, "out")
     outputs = outputs_of(arguments)

@@ -1,9 +1,10 @@
 """A failure is judged again before it is called one.
 
 First as JAX compiles by itself: the flags that make compiling cheap (`conformance.environment`) must never decide. What
-comes of the second judgement stands, and the ratio of the first is kept beside it. Then under each declaration that a
-careful library might have made: one under which the whole check passes is named, so that nobody looks for a bug where
-a declaration is missing.
+comes of the second judgement stands, and the ratio of the first is kept beside it. What is right then is judged a third
+time, as it was first. Only what is wrong again is the flags' doing; what is right now depends on the calls before it,
+and stays wrong. Then under each declaration that a careful library might have made: one under which the whole check
+passes is named, so that nobody looks for a bug where a declaration is missing.
 
 Both cost, and a wrong kernel has hundreds of failures. So a failure is judged again only until two of its check and
 result (`out`, `dq`, ...) have been confirmed, or two of that result as the plain call gives it (`_PLAIN`): what is
@@ -22,7 +23,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import math
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from conformance import environment, records
 from conformance.asking.judgement import Judgement, guarded
@@ -47,7 +48,7 @@ class Again:
     def __init__(self, executor: Executor, confirmed: float = CONFIRMED) -> None:
         """For what `executor` runs; `confirmed` failures of a check and result are enough, and 0 are never made."""
         options = environment.own_options()
-        self._executor = Executor(executor.implementation, options) if options else None
+        self._executor = executor.compiling_by(options) if options else None
         self._enough = confirmed
         self._confirmed: collections.Counter[tuple[str, str]] = collections.Counter()
         self._remedies: dict[tuple[str, str], Remedy | None] = {}  # by check and dtype
@@ -66,7 +67,12 @@ class Again:
             return first
         found = first
         if self._executor is not None and not all(self._is_settled(check, judgement) for judgement in wrong):
-            found = _settled(first, _answers(check, subject.run_by(self._executor)))
+            second = _answers(check, subject.run_by(self._executor))
+            found = _settled(first, second)
+            if changed := {judgement.observable for judgement in wrong} - {x.observable for x in _wrong(second)}:
+                # The flags are to blame only for what is wrong again under the same ones, compiled anew.
+                third = _answers(check, subject.run_by(self._executor.anew()))
+                found = _unsteady(found, first, changed - {x.observable for x in _wrong(third)})
         confirmed = _wrong(found)
         self._confirmed.update({(_kind(check), _result(judgement)) for judgement in confirmed})
         if check.scope not in _KEPT or not any(judgement.verdict == records.FAIL for judgement in confirmed):
@@ -124,6 +130,15 @@ def _with_first(second: Judgement, first: Judgement | None) -> Judgement:
     )
     reason = f"differs by the compiler's flags: {wrong.reason} under {flags}, right under {other}"
     return dataclasses.replace(second, figures={**figures, records.FLAGS_DIFFER: 1.0}, reason=reason)
+
+
+def _unsteady(found: list[Judgement], first: list[Judgement], names: Collection[str]) -> list[Judgement]:
+    """The judgements, those of `names` as they were first: what is wrong once and then right depends on the call."""
+    why = "right when it was called again in the same way: what it returns depends on the calls before"
+    once = {x.observable: dataclasses.replace(x, reason=f"{x.reason}; {why}") for x in first if x.observable in names}
+    there = {judgement.observable for judgement in found}
+    stopped = [judgement for name, judgement in once.items() if name not in there]
+    return [once.get(judgement.observable, judgement) for judgement in found] + stopped
 
 
 def _tried(check: Check, subject: Subject, declarations: Iterable[Remedy]) -> Remedy | None:

@@ -30,8 +30,9 @@ from cases.novelty import Novelty
 from cases.space import NothingToDraw
 from cases.strategies import cases
 from conformance import records
+from conformance.apart.executor import executor_of
 from conformance.asking.scopes import GRID, Asked
-from conformance.calling.clues import clues_of
+from conformance.calling.clues import shown
 from conformance.checks import CHECKS, Check
 from conformance.contract import Implementation
 from conformance.judging.exploration import Exploration, Seen, plainness, told
@@ -113,6 +114,12 @@ def budget(
     return Budget(seconds=_EXPLORE_SECONDS if seconds is None else seconds, examples=examples, seed=drawn)
 
 
+def _clues(implementation: Implementation) -> Clues:
+    """The numbers that a kernel shows, wherever it is."""
+    integers, floats, in_source = executor_of(implementation).run(shown)
+    return Clues(tuple(integers), tuple(floats), frozenset(in_source))
+
+
 class _OutOfTime(BaseException):
     """Ends a run of Hypothesis from inside. No `Exception`, which Hypothesis would take for a failing example."""
 
@@ -129,6 +136,7 @@ def explore(
     query: str | None = None,
     clues: Clues | None = None,
     on_case: Callable[[Seen], None] = lambda seen: None,
+    options: Sequence[str] = (),
 ) -> Exploration:
     """Draw cases that `implementation` supports and judge them, until one is wrong or the budget is spent.
 
@@ -139,12 +147,13 @@ def explore(
       query: only cases that it matches.
       clues: numbers to try sizes beside; those that the implementation shows if none are given.
       on_case: hears of each judged case.
+      options: of the command, that repeat how the kernel is found and run.
 
     Raises:
       cases.space.NothingToDraw: if no plain case is supported and matches.
     """
-    found = clues_of(implementation) if clues is None else clues
-    return _Explorer(implementation, settings, budget, query, found, on_case).run()
+    found = _clues(implementation) if clues is None else clues
+    return _Explorer(implementation, settings, budget, query, found, on_case, options).run()
 
 
 class _Explorer:
@@ -156,10 +165,12 @@ class _Explorer:
         query: str | None,
         clues: Clues,
         on_case: Callable[[Seen], None],
+        options: Sequence[str],
     ) -> None:
         lenient = tuple(dataclasses.replace(entry, some=True) for entry in settings.expected_failures)
         # Each failure is confirmed: one that the compiler's flags make must not be what is shrunk.
-        self._runner = Runner(dataclasses.replace(settings, expected_failures=lenient), confirmed=math.inf)
+        settings = dataclasses.replace(settings, expected_failures=lenient)
+        self._runner = Runner(settings, confirmed=math.inf, options=options)
         self._implementation = implementation
         self._budget = budget
         self._query = query

@@ -1,38 +1,87 @@
-"""Ctrl-C that is not lost: JAX's callbacks and many a kernel's `except` turn `KeyboardInterrupt` into another error."""
+"""Signals that stop a run, and are not lost: Ctrl-C, and what ends a job or a session.
+
+JAX's callbacks and many a kernel's `except` turn `KeyboardInterrupt` into another error. SIGTERM and SIGHUP would end
+the process where it stands; here they stop a run as Ctrl-C does, so that what was judged is written down.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import signal
+import sys
 import threading
 from collections.abc import Iterator
 from types import FrameType
 
+_STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_DEFAULTS = (signal.default_int_handler, signal.SIG_DFL)
 _pressed = False
 
 
 @contextlib.contextmanager
 def remembered() -> Iterator[None]:
-    """Within it, Ctrl-C raises `KeyboardInterrupt` as ever, and `check` raises it again if that got lost."""
+    """Within it, a signal that stops the run raises `KeyboardInterrupt`, and `check` raises it again if that got lost.
+
+    Where Python itself must drop it, as while it collects garbage, nothing is printed of that.
+    Signals that somebody else handles, or that are ignored, are left alone.
+    """
     global _pressed
-    ours = signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    if not ours or threading.current_thread() is not threading.main_thread():
+    if threading.current_thread() is not threading.main_thread():
         yield
         return
+    before = {number: signal.getsignal(number) for number in _STOPPING}
+    ours = [number for number, handler in before.items() if handler in _DEFAULTS]
     _pressed = False
-    signal.signal(signal.SIGINT, _on_signal)
+    hook = sys.unraisablehook
+
+    def on_unraisable(dropped: sys.UnraisableHookArgs) -> None:
+        if not (_pressed and issubclass(dropped.exc_type, KeyboardInterrupt)):
+            hook(dropped)
+
+    for number in ours:
+        signal.signal(number, _on_signal)
+    sys.unraisablehook = on_unraisable
     try:
         yield
     finally:
+        sys.unraisablehook = hook
         _pressed = False
-        if signal.getsignal(signal.SIGINT) is _on_signal:  # not where the body has it ignored from now on
-            signal.signal(signal.SIGINT, signal.default_int_handler)
+        for number in ours:
+            if signal.getsignal(number) is _on_signal:  # not where the body has it ignored from now on
+                signal.signal(number, before[number])
 
 
 def check() -> None:
-    """Raise `KeyboardInterrupt` if Ctrl-C was pressed within `remembered`."""
+    """Raise `KeyboardInterrupt` if a signal stopped the run within `remembered`."""
     if _pressed:
         raise KeyboardInterrupt
+
+
+def ignore() -> None:
+    """From now on nothing stops the run: what was judged gets written, whatever else is pressed."""
+    for number in _STOPPING:
+        signal.signal(number, signal.SIG_IGN)
+
+
+@contextlib.contextmanager
+def held() -> Iterator[None]:
+    """Within it, signals that stop the run wait: what is done there is done whole. For moments only."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    waiting: list[int] = []
+    before = {number: signal.getsignal(number) for number in _STOPPING}
+    # Not by a mask of signals: another thread would take the signal, and Python handles it in this one all the same.
+    theirs = {number: handler for number, handler in before.items() if callable(handler) or handler == signal.SIG_DFL}
+    for number in theirs:
+        signal.signal(number, lambda signalled, frame: waiting.append(signalled))
+    try:
+        yield
+    finally:
+        for number, handler in theirs.items():
+            signal.signal(number, handler)
+        for signalled in waiting:
+            signal.raise_signal(signalled)
 
 
 def _on_signal(number: int, frame: FrameType | None) -> None:

@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from cases.case import parse
+from conformance.apart.kernels import Kernels
 from conformance.asking.turn import Turn
-from conformance.calling import registry
 from conformance.checks import BY_NAME
 from conformance.contract import Implementation
 from conformance.judging import settings, workers
@@ -27,7 +27,7 @@ class _Order:
     """A job by name."""
 
     implementation: str
-    products: str | None
+    kernels: Kernels
     case: str
     checks: tuple[str, ...]
     turn: Turn
@@ -36,7 +36,7 @@ class _Order:
 def run_parallel(
     jobs: Sequence[Job],
     processes: int,
-    products: str | None,
+    kernels: Kernels,
     on_job: Callable[[Job, list[Record]], None],
     lost: Callable[[Job], list[Record]],
     *,
@@ -47,19 +47,19 @@ def run_parallel(
     Args:
       jobs: what to judge.
       processes: how many workers.
-      products: what `--products` says.
+      kernels: how they are found, and where they run.
       on_job: hears of each job as it ends.
       lost: gives the records of a job that kills its process.
       one_by_one: whether a process takes one job at a time, so that the first of them ends soonest.
     """
-    by_order = {_order(job, products): job for job in jobs}
+    by_order = {_order(job, kernels): job for job in jobs}
 
     def heard(orders: tuple[_Order, ...], judged: list[list[Record]]) -> None:
         for order, found in zip(orders, judged, strict=True):
             on_job(by_order[order], found)
 
     workers.work_through(
-        [tuple(_order(job, products) for job in chunk) for chunk in _chunks(jobs, one_by_one=one_by_one)],
+        [tuple(_order(job, kernels) for job in chunk) for chunk in _chunks(jobs, one_by_one=one_by_one)],
         processes,
         functools.partial(_judge, Path.cwd()),
         heard=heard,
@@ -68,9 +68,9 @@ def run_parallel(
     )
 
 
-def _order(job: Job, products: str | None) -> _Order:
+def _order(job: Job, kernels: Kernels) -> _Order:
     checks = tuple(check.name for check in job.checks)
-    return _Order(job.implementation.name, products, job.case.id, checks, job.turn)
+    return _Order(job.implementation.name, kernels, job.case.id, checks, job.turn)
 
 
 def _chunks(jobs: Sequence[Job], *, one_by_one: bool) -> list[list[Job]]:
@@ -91,20 +91,20 @@ def _chunks(jobs: Sequence[Job], *, one_by_one: bool) -> list[list[Job]]:
 
 
 @functools.cache
-def _runner(folder: Path) -> Runner:
+def _runner(folder: Path, kernels: Kernels) -> Runner:
     """The runner of this process, with the settings of the project that the command was given in."""
-    return Runner(settings.load(folder))
+    return Runner(settings.load(folder), options=kernels.options)
 
 
 @functools.cache
-def _find(name: str, products: str | None) -> Implementation:
-    return registry.find(name, products=products)  # type: ignore[arg-type] # argparse has checked it
+def _find(name: str, kernels: Kernels) -> Implementation:
+    return kernels.find(name)
 
 
 def _judge(folder: Path, orders: Sequence[_Order]) -> list[list[Record]]:
     results = []
     for order in orders:
         checks = tuple(BY_NAME[name] for name in order.checks)
-        implementation = _find(order.implementation, order.products)
-        results.append(_runner(folder).judge(Job(implementation, parse(order.case), checks, order.turn)))
+        implementation = _find(order.implementation, order.kernels)
+        results.append(_runner(folder, order.kernels).judge(Job(implementation, parse(order.case), checks, order.turn)))
     return results

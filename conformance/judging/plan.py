@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from cases.case import Case, matches
@@ -16,14 +16,34 @@ from conformance.contract import Implementation
 from conformance.judging import order
 from conformance.judging.job import Job
 from conformance.judging.turns import taken, taken_by_sizes
+from conformance.runs import Array
+
+
+@dataclasses.dataclass(frozen=True)
+class Arrays:
+    """The covering arrays of an implementation, the row of each case in each, and how many cases it declines."""
+
+    arrays: tuple[Array, ...]
+    rows: Mapping[str, tuple[str, ...]]
+    declined: int
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """The jobs of a run, and the coverage of its grids."""
+    """The jobs of a run, the coverage of its grids and their rows.
+
+    `whole` is how many jobs each implementation has where no query of cases narrows them.
+    """
 
     jobs: tuple[Job, ...]
     coverage: tuple[dict[str, Any], ...]
+    arrays: Mapping[str, Arrays] = dataclasses.field(default_factory=dict)
+    whole: Mapping[str, int] = dataclasses.field(default_factory=dict)
+
+    def rows_of(self, job: Job) -> tuple[str, ...]:
+        """The rows of a job's case in the arrays; none of a job that is not on the grid."""
+        arrays = self.arrays.get(job.implementation.name)
+        return arrays.rows.get(job.case.id, ()) if arrays is not None and job.on_grid else ()
 
 
 def plan(
@@ -46,6 +66,8 @@ def plan(
     chosen = tuple(checks)
     jobs: list[Job] = []
     coverage = []
+    arrays: dict[str, Arrays] = {}
+    whole: dict[str, int] = {}
     for implementation in implementations:
         asked = [Asked(implementation, "quick" if level == "smoke" else level, seed) for seed in seeds]
         made = [_jobs(each, chosen, first=each is asked[0]) for each in asked]
@@ -54,8 +76,39 @@ def plan(
         theirs = [job for row in rows for job in row if job]
         theirs = order.foremost(theirs) if level == "smoke" else order.ordered(theirs)
         coverage.append(_coverage(asked[0], level, theirs))
+        arrays[implementation.name] = _arrays(asked)
+        whole[implementation.name] = len(theirs)
         jobs += [job for job in theirs if query is None or matches(query, job.case.id)]
-    return Plan(tuple(jobs), tuple(coverage))
+    return Plan(tuple(jobs), tuple(coverage), arrays, whole)
+
+
+def sharded(planned: Sequence[Job], shard: int, shards: int) -> tuple[Job, ...]:
+    """The jobs of one of so many shards, from 1 on: cases that share compiled programs go to one of them."""
+    programs = list(dict.fromkeys(_program(job) for job in planned))
+    mine = set(programs[shard - 1 :: shards])
+    return tuple(job for job in planned if _program(job) in mine)
+
+
+def _program(job: Job) -> tuple[str, str]:
+    return (job.implementation.name, job.case.program.rpartition("/")[0])
+
+
+def _arrays(asked: Sequence[Asked]) -> Arrays:
+    """The arrays of an implementation; with another seed, rows are the same and cases are others."""
+    pairs = [(each.grid, each.sizes) for each in asked]
+    rows: dict[str, tuple[str, ...]] = {}
+    for pair in pairs:
+        for place, made in enumerate(pair):
+            for case, row in zip(made.cases, made.rows, strict=True):
+                found = list(rows.get(case.id, ("",) * len(pair)))
+                found[place] = "".join(chr(ord("0") + row[axis]) for axis in made.varied)
+                rows[case.id] = tuple(found)
+    first = pairs[0]
+    return Arrays(
+        tuple(Array(strength=made.coverage.strength, combinations=made.coverage.feasible) for made in first),
+        rows,
+        len({case for made in first for case in made.declined}),
+    )
 
 
 def _jobs(asked: Asked, checks: tuple[Check, ...], *, first: bool) -> list[Job]:
@@ -95,10 +148,13 @@ def regressions(implementations: Sequence[Implementation], checks: Iterable[Chec
     return Plan(tuple(Job(i, regression.case, asked) for i in implementations for regression in REGRESSIONS), ())
 
 
-def single(implementation: Implementation, case: Case, checks: Iterable[Check] = CHECKS) -> Plan:
+def single(
+    implementation: Implementation, case: Case, checks: Iterable[Check] = CHECKS, turn: Turn = EVERYTHING
+) -> Plan:
     """The jobs that judge one case: the checks of the grid, or the refusal if the case is not supported.
 
-    Checks that look at one case of their own are asked of this one too, if it is theirs or if they are named.
+    Checks that look at one case of their own are asked of this one too, if it is theirs or if they are named. `turn` is
+    what the case is asked of what cases take turns with.
     """
     chosen = tuple(checks)
     supported = implementation.supports(case) is None
@@ -111,4 +167,4 @@ def single(implementation: Implementation, case: Case, checks: Iterable[Check] =
     ]
     theirs = tuple(check for check in chosen if check.scope in scopes)
     # A declined case is shown with its reason, whichever checks are asked for.
-    return Plan((Job(implementation, case, theirs),) if theirs or not supported else (), ())
+    return Plan((Job(implementation, case, theirs, turn),) if theirs or not supported else (), ())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from cases.case import Case, parse
 from conformance.asking.scopes import GRID
@@ -26,30 +26,38 @@ def few_blocks(implementation: Implementation, found: Iterable[Record]) -> str:
     A block is what divides all lengths that were judged on the grid, and the usual lengths of blocks that the
     implementation takes, where it says which. A single query is no block.
     """
-    judged = {
-        record.case
-        for record in found
-        if record.implementation == implementation.name and record.check in _OF_THE_GRID and record.verdict in JUDGED
-    }
-    cases = [parse(case) for case in sorted(judged)]
-    taken = _usual_lengths(implementation, cases)
+    theirs = [record for record in found if record.implementation == implementation.name]
+    return blocks_asked(usual_lengths(implementation, _judged(theirs)), theirs)
+
+
+def blocks_asked(usual: Sequence[int], found: Iterable[Record]) -> str:
+    """The same, from the usual lengths that an implementation takes and the records of it."""
+    cases = _judged(found)
     axes = {
         "queries": {case.q_length for case in cases if case.q_length > 1},
         "keys": {case.kv_length for case in cases if case.kv_length > 1},
     }
     words = []
     for name, lengths in axes.items():
-        block = math.gcd(*lengths, *taken)
+        block = math.gcd(*lengths, *usual)
         if lengths and (count := max(lengths) // block) < ENOUGH:
             words.append(f"{_NUMBERS[count]} block{'s' if count > 1 else ''} of {block} {name}")
     return " and ".join(words)
 
 
-def _usual_lengths(implementation: Implementation, cases: Iterable[Case]) -> list[int]:
-    """Lengths of blocks that the implementation takes as a sequence's, if it declares that it does not take others."""
-    whole = next((case for case in cases if case.q_length > 1), None)
+def usual_lengths(implementation: Implementation, cases: Iterable[Case]) -> list[int]:
+    """Lengths of blocks that the implementation takes as a sequence's, if it declares that it does not take others.
+
+    They are tried on the first of `cases` by id that has more than one query.
+    """
+    whole = next((case for case in sorted(cases, key=lambda case: case.id) if case.q_length > 1), None)
     if whole is None:
         return []
     square = [dataclasses.replace(whole, q_length=n, kv_length=n, mask="full") for n in _USUAL]
     taken = [case.q_length for case in square if implementation.supports(case) is None]
     return taken if len(taken) < len(square) else []
+
+
+def _judged(found: Iterable[Record]) -> list[Case]:
+    judged = {record.case for record in found if record.check in _OF_THE_GRID and record.verdict in JUDGED}
+    return [parse(case) for case in sorted(judged)]

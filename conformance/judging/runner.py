@@ -10,11 +10,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 import jax
 
 from conformance import records
+from conformance.apart.executor import CannotSay, executor_of
+from conformance.apart.process import Lost
 from conformance.asking.judgement import Judgement, guarded, unsupported
 from conformance.asking.subject import Subject
-from conformance.asking.turn import EVERYTHING
+from conformance.asking.turn import EVERYTHING, pullbacks_of
+from conformance.calling import registry
 from conformance.calling.execution import Executor
-from conformance.checks import CHECKS, Check
+from conformance.checks import BY_NAME, CHECKS, Check
 from conformance.contract import Implementation
 from conformance.judging import discrimination, interrupts
 from conformance.judging.again import CONFIRMED, Again
@@ -26,14 +29,20 @@ from conformance.records import Record
 _CLEAR_EVERY = 60
 # What compiles or interprets an accelerator's kernel, on any machine.
 _NEED_NO_ACCELERATOR = frozenset(check.name for check in CHECKS if check.scope.without_accelerator is not None)
+# What differentiates whichever of the two calls it is the case's turn to have differentiated.
+_PULLS_BY_TURN = frozenset({"gradients_part", "primal", "poison", "independence", "linearity"})
 
 
 class Runner:
     """Judges jobs one after the other, keeping compiled functions from one job to the next."""
 
-    def __init__(self, settings: Settings, *, confirmed: float = CONFIRMED) -> None:
-        """A runner that judges failures again until `confirmed` of a check and result are confirmed; never with 0."""
+    def __init__(self, settings: Settings, *, confirmed: float = CONFIRMED, options: Sequence[str] = ()) -> None:
+        """A runner that judges failures again until `confirmed` of a check and result are confirmed; never with 0.
+
+        `options` are those of the command that repeat how kernels are found and run.
+        """
         self._settings = settings
+        self._options = tuple(options)
         self._confirmed = confirmed
         self._executors: dict[str, Executor] = {}
         self._again: dict[str, Again] = {}
@@ -55,7 +64,7 @@ class Runner:
 
     def stream(self, job: Job) -> Iterator[Record]:
         """The records of one job, as they come."""
-        executor = self._executors.setdefault(job.implementation.name, Executor(job.implementation))
+        executor = self._executors.setdefault(job.implementation.name, executor_of(job.implementation))
         subject = Subject(executor, job.case, self._settings.tolerances, job.turn)
         again = self._again.setdefault(job.implementation.name, Again(executor, self._confirmed))
         self._done += 1
@@ -63,22 +72,38 @@ class Runner:
             jax.clear_caches()  # type: ignore[no-untyped-call] # untyped upstream
         if (absent := job.implementation.accelerator.absent) is not None:
             found = _absent(subject, job.checks, absent, again)
-        elif (reason := job.implementation.supports(job.case)) is not None:
+        elif isinstance(reason := _reason(job), Judgement):
+            found = iter([_record(subject, "support", reason, None, 0.0)])
+        elif reason is not None:
             found = _declined(subject, job.checks, reason, again)
-        elif (count := len(jax.devices())) < job.implementation.devices:
+        elif (count := executor.devices) < job.implementation.devices:
             found = iter([_record(subject, "devices", _too_few(job.implementation.devices, count), None, 0.0)])
         else:
             found = _judged(subject, job.checks, again)
         for record in found:
-            yield self._settings.settle(record, jax.__version__)
+            yield self._told(record)
+
+    def _told(self, record: Record) -> Record:
+        settled = self._settings.settle(record, jax.__version__)
+        if "--in-process" in self._options and not registry.is_ours(record.implementation):
+            settled = dataclasses.replace(settled, figures={**settled.figures, records.IN_PROCESS: 1.0})
+        return dataclasses.replace(settled, reproduce=" ".join((settled.reproduce, *self._options)))
 
     def lost(self, job: Job) -> list[Record]:
         """The records of a job whose process died: an error for each of its checks."""
-        subject = Subject(Executor(job.implementation), job.case, self._settings.tolerances)
+        subject = Subject(executor_of(job.implementation), job.case, self._settings.tolerances, job.turn)
         reason = "the process that judged this case died: the kernel crashed it, or it ran out of memory"
         died = Judgement(observable="all", verdict=records.ERROR, reason=reason)
         found = [_record(subject, check.name, died, None, 0.0) for check in job.checks]
-        return [self._settings.settle(record, jax.__version__) for record in found]
+        return [self._told(record) for record in found]
+
+
+def _reason(job: Job) -> str | Judgement | None:
+    """Why the case is not supported, none if it is; an error where the kernel cannot even say that."""
+    try:
+        return job.implementation.supports(job.case)
+    except CannotSay as error:
+        return Judgement(observable="case", verdict=records.ERROR, reason=str(error))
 
 
 def hardware_records(implementations: Iterable[Implementation]) -> list[Record]:
@@ -93,7 +118,7 @@ def hardware_records(implementations: Iterable[Implementation]) -> list[Record]:
             observable="all",
             verdict=records.UNJUDGED,
             reason=f"no {accelerator.platform.upper()} in this machine: the kernel was judged in an interpreter only",
-            reproduce=f"python -m conformance run --impl={name} --require-platform={accelerator.platform}",
+            reproduce=f"python -m conformance run --impl={shlex.quote(name)} --require-platform={accelerator.platform}",
         )
         for name, accelerator in kernels
         if accelerator.platform is not None and accelerator.interpreted and accelerator.absent is None
@@ -106,20 +131,22 @@ def platform_of(implementation: Implementation, check: str | None = None) -> str
     Of a kernel that cannot run here, the platform that it is for, but for the checks that need no accelerator.
     """
     accelerator = implementation.accelerator
-    if accelerator.absent is None:
-        return _backend(interpreted=accelerator.interpreted)
-    if check in _NEED_NO_ACCELERATOR or accelerator.platform is None:
-        return _backend(interpreted=True)
-    return accelerator.platform
+    interpreted = accelerator.interpreted
+    if accelerator.absent is not None:
+        if check not in _NEED_NO_ACCELERATOR and accelerator.platform is not None:
+            return accelerator.platform
+        interpreted = True
+    backend = executor_of(implementation).backend
+    return f"{backend}-interpret" if interpreted else backend
 
 
-def _backend(*, interpreted: bool) -> str:
-    return f"{jax.default_backend()}-interpret" if interpreted else jax.default_backend()
-
-
-def reproduction(implementation: str, case: str, check: str) -> str:
-    """The command that repeats one judgement."""
-    return f"python -m conformance run --impl={shlex.quote(implementation)} --case={case} --check={check}"
+def reproduction(subject: Subject, check: str) -> str:
+    """The command that repeats one judgement; what is no check's has none to name."""
+    command = f"python -m conformance run --impl={shlex.quote(subject.implementation.name)} --case={subject.case.id}"
+    if check in BY_NAME:
+        command += f" --check={check}"
+    alone = "plain" not in subject.turn.pulled and "plain" in pullbacks_of(subject.implementation, subject.case)
+    return f"{command} --pullback={subject.turn.pulled[0]}" if alone and check in _PULLS_BY_TURN else command
 
 
 def _judged(subject: Subject, checks: Iterable[Check], again: Again) -> Iterator[Record]:
@@ -130,6 +157,8 @@ def _judged(subject: Subject, checks: Iterable[Check], again: Again) -> Iterator
     if left_out and left_out["undecided_rows"] > discrimination.MOST_UNDECIDED * left_out["rows"]:
         yield _record(subject, "discrimination", _undecided(left_out), margin, 0.0)
         return
+    for check in checks:
+        check.begins(subject)
     subject, margins = _discriminating(subject) if compares else (subject, {})
     if margins:
         null, margin = discrimination.weakest(margins)
@@ -142,10 +171,14 @@ def _judged(subject: Subject, checks: Iterable[Check], again: Again) -> Iterator
             yield _record(subject, "discrimination", weak, margin, 0.0)
             return
     for check in checks:
-        for judgement, seconds in _timed(check, subject, again):
-            if left_out and check.compares:
-                judgement = dataclasses.replace(judgement, figures={**judgement.figures, **left_out})
-            yield _record(subject, check.name, judgement, margin, seconds)
+        try:
+            for judgement, seconds in _timed(check, subject, again):
+                if left_out and check.compares:
+                    judgement = dataclasses.replace(judgement, figures={**judgement.figures, **left_out})
+                yield _record(subject, check.name, judgement, margin, seconds)
+        except Lost as lost:  # what else this case is asked might cost a process each
+            yield _record(subject, check.name, _lost(lost), margin, 0.0)
+            return
 
 
 def _discriminating(subject: Subject) -> tuple[Subject, Mapping[str, float]]:
@@ -210,8 +243,7 @@ def _absent(subject: Subject, checks: Iterable[Check], reason: str, again: Again
         if len(possible) == len(stand_ins):
             return
     unjudged = Judgement(observable="case", verdict=records.UNJUDGED, reason=reason)
-    command = f"python -m conformance run --impl={shlex.quote(implementation.name)} --case={subject.case.id}"
-    yield dataclasses.replace(_record(subject, "hardware", unjudged, None, 0.0), reproduce=command)
+    yield _record(subject, "hardware", unjudged, None, 0.0)
 
 
 def _declined(subject: Subject, checks: Iterable[Check], reason: str, again: Again) -> Iterator[Record]:
@@ -219,8 +251,16 @@ def _declined(subject: Subject, checks: Iterable[Check], reason: str, again: Aga
     for check in checks:
         if not check.scope.supported and not subject.implementation.refuses_by_signature:
             start = time.perf_counter()
-            for judgement in _answers(check, subject, again):
+            try:
+                found = _answers(check, subject, again)
+            except Lost as lost:
+                found = [_lost(lost)]
+            for judgement in found:
                 yield _record(subject, check.name, judgement, None, time.perf_counter() - start)
+
+
+def _lost(lost: Lost) -> Judgement:
+    return Judgement(observable="all", verdict=records.ERROR, reason=f"{lost}; the case was asked no further")
 
 
 def _too_few(needed: int, count: int) -> Judgement:
@@ -241,7 +281,7 @@ def _record(subject: Subject, check: str, judgement: Judgement, margin: float | 
         dtype=subject.case.dtype,
         features=subject.case.features,
         margin=margin,
-        reproduce=reproduction(implementation.name, subject.case.id, check),
+        reproduce=reproduction(subject, check),
         seconds=round(seconds, 4),
         **dataclasses.asdict(judgement) | {"worst": judgement.worst},
     )

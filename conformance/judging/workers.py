@@ -14,15 +14,18 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from multiprocessing import forkserver
+from multiprocessing.context import ForkServerContext, SpawnContext
 from typing import TypeVar
 
 from conformance import environment, packages
 
 Task = TypeVar("Task")
 Result = TypeVar("Result")
+_LOADED_ONCE = "conformance.judging.loaded_once"
 
 
 def work_through(
@@ -91,18 +94,58 @@ def _unfinished(pending: dict[Future[Result], Task], heard: Callable[[Task, Resu
     return unfinished
 
 
+def make_ready() -> None:
+    """Start loading what workers need, in a process of its own: for who will have work for them in a second or two."""
+    if _context().get_start_method() == "forkserver":
+        with _unhurt_by_ctrl_c():
+            forkserver.ensure_running()
+
+
+def _context() -> SpawnContext | ForkServerContext:
+    if "forkserver" not in multiprocessing.get_all_start_methods():
+        return multiprocessing.get_context("spawn")
+    found = multiprocessing.get_context("forkserver")
+    found.set_forkserver_preload([_LOADED_ONCE])
+    return found
+
+
+@contextlib.contextmanager
+def _unhurt_by_ctrl_c() -> Iterator[None]:
+    """Processes that are started within it ignore Ctrl-C from their first instruction on, and find our modules.
+
+    What loads modules before it hears of any path goes by the environment: not by the current folder, where a user's
+    own `cases.py` may be.
+    """
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    environ = dict(os.environ)
+    os.environ |= {
+        "PYTHONSAFEPATH": "1",
+        "PYTHONPATH": os.pathsep.join(map(str, filter(None, (packages.HOME, environ.get("PYTHONPATH"))))),
+    }
+    try:
+        with packages.first_on_path():
+            yield
+    finally:
+        _restore(environ)
+        signal.signal(signal.SIGINT, before)
+
+
+def _restore(environ: Mapping[str, str]) -> None:
+    """Make the environment this again."""
+    for name in set(os.environ) - set(environ):
+        del os.environ[name]
+    os.environ.update(environ)
+
+
 @contextlib.contextmanager
 def _pool(workers: int) -> Iterator[ProcessPoolExecutor]:
-    """Processes that ignore Ctrl-C from their first instruction on, stopped at once if the body raises."""
-    spawn = multiprocessing.get_context("spawn")
-    pool = ProcessPoolExecutor(workers, mp_context=spawn, initializer=_start, initargs=(tuple(sys.path),))
+    """Processes that ignore Ctrl-C, stopped at once if the body raises."""
+    pool = ProcessPoolExecutor(
+        workers, mp_context=_context(), initializer=_start, initargs=(tuple(sys.path), dict(os.environ))
+    )
     try:
-        before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-        try:
-            with packages.first_on_path():
-                pool.submit(int)  # starts the processes, which inherit what is ignored and where to look for modules
-        finally:
-            signal.signal(signal.SIGINT, before)
+        with _unhurt_by_ctrl_c():
+            pool.submit(int)  # starts the processes
         yield pool
     except BaseException:
         for process in list((pool._processes or {}).values()):
@@ -112,8 +155,9 @@ def _pool(workers: int) -> Iterator[ProcessPoolExecutor]:
     pool.shutdown()
 
 
-def _start(path: Sequence[str]) -> None:
+def _start(path: Sequence[str], environ: Mapping[str, str]) -> None:
     """Worker set-up: our packages are found, and flags are set before JAX is imported."""
+    _restore(environ)
     packages.claim()
     sys.path[:] = path  # the user's modules are found as in the process that judges
     threading.Thread(target=_end_with_parent, daemon=True).start()

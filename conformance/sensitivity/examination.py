@@ -88,7 +88,7 @@ def _size(case: Case) -> int:
     return case.batch * case.num_q_heads * case.q_length * case.kv_length
 
 
-def _without_second_looks() -> Runner:
+def without_second_looks() -> Runner:
     """A failure of what is known to be wrong needs no second judgement, which costs a third of the time."""
     return Runner(Settings(), confirmed=0)
 
@@ -99,15 +99,15 @@ def red_records(bug: PlantedBug, level: str, seen: Mapping[str, Kill] | None = N
     `seen` says which checks saw the bug before, and where. They are asked first, alone and beginning there; then
     everything is asked as if nothing were known, so that a bug that others see now is found all the same.
     """
-    runner = _without_second_looks()
+    runner = without_second_looks()
     jobs = ordered_jobs(bug, level)
-    for job in itertools.chain(_as_seen(jobs, seen or {}), jobs):
+    for job in itertools.chain(as_seen(jobs, seen or {}), jobs):
         for record in runner.stream(job):
             if record.verdict in RED:
                 yield record
 
 
-def _as_seen(jobs: Iterable[Job], seen: Mapping[str, Kill]) -> list[Job]:
+def as_seen(jobs: Iterable[Job], seen: Mapping[str, Kill]) -> list[Job]:
     """The jobs with a check that saw the bug, with no other check, those on a case where one saw it first."""
     cases = {kill.case for kill in seen.values()}
     asked = [(job, tuple(check for check in job.checks if check.name in seen)) for job in jobs]
@@ -122,7 +122,7 @@ def examine(bug: PlantedBug, level: str) -> Examination:
     on the nearest cases and on all that is not on the grid is shown to a quarter of the rest of the grid, and one that
     none has seen to all of it.
     """
-    runner = _without_second_looks()
+    runner = without_second_looks()
     started = time.perf_counter()
     first_red = None
     jobs = ordered_jobs(bug, level)

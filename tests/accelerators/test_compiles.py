@@ -21,6 +21,7 @@ from conformance.calling import registry
 from conformance.calling.execution import Executor
 from conformance.checks import BY_NAME, compiles
 from conformance.contract import Accelerator, Implementation
+from conformance.driving import compiled
 from conformance.judging import plan
 from conformance.judging.runner import Runner
 from conformance.judging.settings import Settings
@@ -256,7 +257,8 @@ def test_temporaries_that_the_compiler_finds_room_for_are_seen() -> None:
 @pytest.mark.parametrize("mask", ["causal", "window-l255-r0"])
 def test_splash_attention_has_no_more_temporaries_than_that_of_jax(mask: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """On one generation and at one length; the README has the table of what was measured at others."""
-    monkeypatch.setattr(compiles, "targets_of", lambda platform: tuple(t for t in TPUS if t.name == "v6e"))
+    for module in (compiles, compiled):
+        monkeypatch.setattr(module, "targets_of", lambda platform: tuple(t for t in TPUS if t.name == "v6e"))
     case = parse(f"train/bf16/B1.T2048.S2048.N2.K1.H128.V128/{mask}/normal/s0")
     figures = {}
     for name in ("splash_tpu", "jax_splash_tpu"):
@@ -270,8 +272,9 @@ def test_where_compiling_is_slow_one_program_is_compiled_once(monkeypatch: pytes
     """A call without residuals, asked for no gradients, has one program, which is plainest and fullest at once."""
     slow = Toolchain(platform="gpu", topologies="", modules=(), install="", slow=True)
     target = CompileTarget(name="chip", toolchain=slow, topology={})
-    monkeypatch.setattr(compiles, "targets_of", lambda platform: (target,))
-    monkeypatch.setattr(compiles, "compile_for", lambda *program: {})
+    for module in (compiles, compiled):
+        monkeypatch.setattr(module, "targets_of", lambda platform: (target,))
+    monkeypatch.setattr(compiled, "compile_for", lambda *program: {})
     plain = registry.find("dot_product")
     gpu = Accelerator(platform="gpu", native=plain.call)
     bare = dataclasses.replace(plain, residuals=frozenset(), differentiable_residuals=frozenset(), accelerator=gpu)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import importlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,7 @@ from conformance.calling import registry
 from conformance.checks import BY_NAME
 from conformance.commands import run as commands
 from conformance.contract import Implementation
+from conformance.driving import compiled
 from conformance.judging import plan
 from conformance.judging.runner import Runner, platform_of
 from conformance.judging.settings import Settings
@@ -135,11 +135,11 @@ def test_a_kernel_that_cannot_run_here_is_compiled_all_the_same(monkeypatch: pyt
     """And what is found so counts: it turns a run red, and is no judgement on a GPU."""
     told = iter([CompileError("no such instruction"), *[Refused("needs another GPU")] * 5])
 
-    def compiled(*_: object) -> Mapping[str, float]:
+    def refusing(*_: object) -> Mapping[str, float]:
         raise next(told)
 
     monkeypatch.setattr(targets, "TARGETS", tuple(dataclasses.replace(t, toolchain=THERE) for t in TARGETS))
-    monkeypatch.setattr(importlib.import_module("conformance.checks.compiles"), "compile_for", compiled)
+    monkeypatch.setattr(compiled, "compile_for", refusing)
     implementation = registry.find("flash_gpu_mosaic")
     jobs = plan.single(implementation, SMALL, [BY_NAME["forward"], BY_NAME["compiles"]]).jobs
     found = Runner(Settings()).run(jobs)

@@ -126,6 +126,7 @@ def test_races_of_every_kernel_of_a_program_are_found() -> None:
     assert not found
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", ["jax_splash_tpu", "jax_flash_tpu"])
 def test_upstream_is_right_and_races_where_it_is_known_to(name: str) -> None:
     case = parse("train/f32/B1.T256.S256.N2.K2.H64.V64/causal/normal/s0")

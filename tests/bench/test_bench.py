@@ -87,6 +87,8 @@ def wrong(*operands: Any, fault: str, **options: Any) -> Any:
         return attention(**{**options, "k": k + 0.5 * (jax.lax.stop_gradient(k) - k)})
     if fault == "last row":
         return attention(**options).at[:, -1].set(jnp.nan)
+    if fault == "shape":
+        return attention(**options)[:, :-1]
     raise AssertionError(fault)
 
 
@@ -121,6 +123,7 @@ def compared() -> Compared:
         plain("declines", call=declines),
         plain("no causal", unsupported={"causal": "takes no mask"}),
         plain("forward only", gradients=frozenset()),
+        plain("one row short", call=functools.partial(wrong, fault="shape")),
         plain("interpreted", accelerator=Accelerator(platform="tpu", interpreted=True)),
     ]
     comparisons = [(parse(CASE), FORWARD), (parse(CASE), BACKWARD)]
@@ -144,8 +147,12 @@ def test_what_is_wrong_is_said_beside_its_speed(product: None) -> None:
         "declines": UNSUPPORTED,
         "no causal": UNSUPPORTED,
         "forward only": AGREES,
+        "one row short": DIFFERS,
         "interpreted": UNJUDGED,
     }
+    for phase in (forward, backward):
+        assert phase["one row short"].outcome == DIFFERS
+        assert phase["one row short"].reason.endswith("out has shape [1, 15, 2, 16], must be [1, 16, 2, 16]")
     assert backward["half dk"].outcome == DIFFERS
     assert "dk is off by" in backward["half dk"].reason
     assert backward["forward only"].outcome == UNSUPPORTED
@@ -159,7 +166,8 @@ def test_reasons_are_those_that_were_given(product: None) -> None:
     forward = rows(FORWARD)
     assert forward["absent"].reason == "no such machine"
     assert forward["absent"].platform == "gpu"
-    assert forward["raises"].reason == "ValueError: no"
+    assert forward["raises"].reason.startswith("ValueError: no (")
+    assert "test_bench.py:" in forward["raises"].reason
     assert "not on Tuesdays" in forward["declines"].reason
     assert forward["no causal"].reason == "causal: takes no mask"
     assert "no TPU in this machine" in forward["interpreted"].reason
@@ -191,7 +199,7 @@ def test_measurements_come_back_as_they_were(tmp_path: Path, product: None) -> N
     for line in path.read_text().splitlines():
         json.loads(line, parse_constant=pytest.fail)
     path.write_text(path.read_text() + '{"schema": "other"}\n')
-    with pytest.raises(ValueError, match=r"m\.jsonl:21 is not a measurement: schema 'other'"):
+    with pytest.raises(ValueError, match=r"m\.jsonl:23 is not a measurement: schema 'other'"):
         measurements.read_jsonl(path)
 
 
@@ -245,6 +253,51 @@ def test_the_command_prints_writes_and_merges(
     assert [row.outcome for row in measurements.read_jsonl(tmp_path / "speed.jsonl")] == [AGREES, UNJUDGED]
     assert run("report", "speed.jsonl", "--report=all.html") == 0
     assert "dot_product" in (tmp_path / "all.html").read_text()
+
+
+KERNELS = """
+import os, sys
+from tests.kernels import naive
+
+def short(q, k, v, *, causal=False):
+    return naive.attention(q, k, v, causal=causal)[:, :-1]
+
+def raises(q, k, v, *, causal=False):
+    raise ValueError("no way")
+
+def exits(q, k, v, *, causal=False):
+    sys.exit(0)
+
+def ends(q, k, v, *, causal=False):
+    os._exit(0)
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "code", "said"),
+    [
+        ("short", 1, "kernel.py:short: out has shape [1, 15, 2, 16], must be [1, 16, 2, 16]"),
+        ("raises", 1, "kernel.py:raises: ValueError: no way (kernel.py:9: raise ValueError("),
+        ("exits", 1, "kernel.py:exits: SystemExit: 0 (kernel.py:12: sys.exit(0))"),
+        ("ends", 2, "kernel.py:ends cannot be timed: the kernel's process ended by itself, with exit code 0"),
+    ],
+)
+def test_a_kernel_that_cannot_be_timed_is_one_clear_line(
+    name: str,
+    code: int,
+    said: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    product: None,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "kernel.py").write_text(KERNELS)
+    arguments = ["bench", f"--impl=kernel.py:{name}", f"--case={CASE}", "--runs=2", "--phase=forward"]
+    assert cli.main(cli.parser().parse_args(arguments)) == code
+    printed = capsys.readouterr()
+    assert said in printed.out.replace("\n", " ") + printed.err
+    assert ("differs" in printed.out) == (name == "short")
 
 
 @pytest.mark.parametrize(

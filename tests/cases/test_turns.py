@@ -18,6 +18,7 @@ from cases.axes import NAMES
 from cases.case import Case
 from cases.grid import Grid, grid
 from cases.turns import assign
+from conformance.apart.kernels import Kernels
 from conformance.asking.scopes import Asked
 from conformance.asking.turn import EVERYTHING, LAWS, PARTS, POISONS, PULLBACKS, Turn, parts_of, pullbacks_of
 from conformance.calling.registry import find
@@ -304,4 +305,4 @@ def test_a_case_alone_is_asked_everything() -> None:
 
 def test_a_turn_travels_to_other_processes_with_its_job() -> None:
     job = next(job for job in plan.plan([SUPPORTS["ragged"]], level="quick").jobs if job.turn != EVERYTHING)
-    assert parallel._order(job, None).turn == job.turn
+    assert parallel._order(job, Kernels()).turn == job.turn

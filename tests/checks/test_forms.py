@@ -64,9 +64,11 @@ def test_what_is_taken_for_what_it_means_passes(case: str) -> None:
         (CAUSAL, {"causal": lambda x: x is True}, {"causal_numpy"}),
         (SCALED, {"scale": lambda x: x if isinstance(x, float) else None}, {"scale_int", "scale_numpy", "scale_jax"}),
         (SCALED, {"scale": lambda x: x or None}, {"scale_zero"}),
+        (SCALED, {"scale": lambda x: abs(x)}, {"scale_below_zero"}),
         (DENSE, {"mask": lambda x: x if x.shape[-2] > 1 else first_row_alone(x)}, {"mask_shared_by_rows"}),
         (BIASED, {"bias": lambda x: x if x.dtype == jnp.float32 else 0 * x}, {"bias_narrow"}),
         (BIASED, {"bias": lambda x: x if x.ndim == 4 else x.T}, {"bias_of_rank_two"}),
+        (BIASED, {"bias": lambda x: x[:, None] if x.ndim == 3 else x}, {"bias_of_rank_three"}),
     ],
 )
 def test_what_is_taken_for_something_else_fails(

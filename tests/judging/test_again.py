@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import functools
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from cases.case import parse
@@ -92,6 +94,31 @@ def test_what_the_flags_alone_make_fail_passes_and_says_so() -> None:
     assert record.figures[RATIO_FAST_COMPILE] > record.limit
     assert record.figures[FLAGS_DIFFER] == 1
     assert record.reason.startswith("differs by the compiler's flags: ratio ")
+
+
+def right_from_the_second_time(how: str) -> Callable[..., Any]:
+    """Wrong once: the first time it is traced, or run, or raises."""
+    times = itertools.count()
+
+    @declare(behind_mask="finite")
+    def attention(q: Any, k: Any, v: Any) -> Any:
+        out = naive.attention(q, k, v)
+        if how == "run":
+            shape = jax.ShapeDtypeStruct((), jnp.float32)
+            return out * jax.pure_callback(lambda _: np.float32(next(times) > 0), shape, jax.lax.stop_gradient(q))
+        if how == "raised" and next(times) == 0:
+            raise RuntimeError("once")
+        return out * (how == "raised" or next(times) > 0)
+
+    return attention
+
+
+@pytest.mark.parametrize(("how", "verdict"), [("traced", FAIL), ("run", FAIL), ("raised", ERROR)])
+@pytest.mark.usefixtures("jax_flags_matter")
+def test_what_is_wrong_once_is_not_the_flags_doing(how: str, verdict: str) -> None:
+    wrong = [record for record in judge(right_from_the_second_time(how), FULL) if record.verdict != PASS]
+    assert [record.verdict for record in wrong] == [verdict]
+    assert "depends on the calls before" in wrong[0].reason
 
 
 @pytest.mark.usefixtures("jax_flags_matter")

@@ -76,9 +76,11 @@ def long_thirds(q: Any, k: Any, v: Any, *, causal: bool = False) -> Any:
     ("function", "seed", "smallest"),
     [
         # From seeds that come upon the condition soon: how often others do is what the nightly tests ask.
-        (tail_and_cap, 6, "train/f32/B1.T65.S65.N1.K1.H8.V8/full/softcap30/normal/s0"),
+        pytest.param(
+            *(tail_and_cap, 6, "train/f32/B1.T65.S65.N1.K1.H8.V8/full/softcap30/normal/s0"), marks=pytest.mark.nightly
+        ),
         (grouped_in_bf16, 0, "B1.T"),
-        (window_when_lengths_differ, 2, "/window-l"),
+        pytest.param(window_when_lengths_differ, 2, "/window-l", marks=pytest.mark.nightly),
     ],
 )
 def test_a_bug_in_a_rare_condition_is_found_and_shrunk(function: Callable[..., Any], seed: int, smallest: str) -> None:
@@ -124,7 +126,7 @@ def test_a_right_kernel_is_left_alone_and_what_was_reached_is_told() -> None:
 
 
 def test_a_constant_in_the_source_leads_to_the_lengths_at_which_it_matters() -> None:
-    found = explored(long_thirds, examples=24, seed=1)
+    found = explored(long_thirds, examples=24, seed=9)
     assert found.failing is not None
     assert found.failing.kv_length % 192 == 0
     assert found.failing.kv_length > 1000
@@ -287,7 +289,7 @@ def test_the_command_finds_nothing_wrong_in_a_right_kernel(folder: Path, capsys:
     assert run("--impl=kernel.py:right", "--seed=1", "--examples=4", "--seconds=300") == 0
     said = capsys.readouterr()
     assert "seed 1" in said.err
-    assert "passes as far as asked (4 explored cases)" in " ".join(said.out.split())
+    assert "passes as far as asked (narrowed to 4 explored cases)" in " ".join(said.out.split())
     assert "explored 4 cases" in said.out
     assert "reached" in said.out
 
@@ -327,7 +329,8 @@ def test_help_teaches(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_an_interrupt_keeps_what_was_judged(folder: Path) -> None:
-    command = ["-m", "conformance", "explore", "--impl=kernel.py:loud", "--seed=0", "--json=r.jsonl", "--seconds=300"]
+    command = ["-m", "conformance", "explore", "--impl=kernel.py:loud", "--in-process"]
+    command += ["--seed=0", "--json=r.jsonl", "--seconds=300"]
     found = interrupted(*command, traced=8)  # a case takes a few: by then the first is judged
     assert found.returncode == 2
     assert "Traceback" not in found.out + found.err

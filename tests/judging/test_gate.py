@@ -7,17 +7,17 @@ JAX and multiprocessing do not stand being loaded twice.
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 import re
 import shlex
 import subprocess
 import sys
+import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
 import pytest
 
-from conformance import cli, records
+from conformance import cli, records, runs
 from conformance.records import FAIL, PASS, UNSUPPORTED
 
 KERNEL = """
@@ -72,8 +72,8 @@ def gate(repository: Repository, *arguments: str, name: str = "attention") -> Ru
     return repository.pytest("--pyargs", "conformance", f"--impl=kernel.py:{name}", *arguments)
 
 
-def without_seconds(path: Path) -> list[dict[str, object]]:
-    return [{**json.loads(line), "seconds": None} for line in path.read_text().splitlines()]
+def without_seconds(path: Path) -> list[records.Record]:
+    return records.merge(dataclasses.replace(record, seconds=0.0) for record in records.read_jsonl(path))
 
 
 def test_a_right_kernel_passes_and_what_it_lacks_is_skipped_with_the_reason(repository: Repository) -> None:
@@ -82,6 +82,38 @@ def test_a_right_kernel_passes_and_what_it_lacks_is_skipped_with_the_reason(repo
     assert re.search(r"\d+ passed, \d+ skipped", result.stdout.lines[-1])
     result.stdout.fnmatch_lines(["SKIPPED * sinks: the function has no parameter 'sinks'*"])
     result.stdout.fnmatch_lines(["kernel.py:attention (cpu)  * pass, * unsupported"])
+
+
+def test_the_kernel_is_not_imported_where_it_is_judged(repository: Repository) -> None:
+    there = "import sys\nif 'pytest' in sys.modules:\n    open('written', 'w').close()\n"
+    (repository.path / "kernel.py").write_text(KERNEL + there)
+    assert gate(repository, FEW, "-k=T1 and forward").ret == 0
+    assert not (repository.path / "written").exists()
+
+
+def test_a_kernel_may_run_in_the_judges_process_and_the_command_says_so(repository: Repository) -> None:
+    result = gate(
+        repository, FEW, "-k=T1 and forward", "--conformance-in-process", "--conformance-json=r", name="wrong"
+    )
+    assert result.ret == 1
+    result.stdout.fnmatch_lines(["  reproduce  python -m conformance run * --check=forward --in-process"])
+    result.stdout.fnmatch_lines(["kernel.py:wrong ran in the judge's own process (--in-process), which it could alter"])
+    found = records.read_jsonl(repository.path / "r")
+    assert all(records.IN_PROCESS in record.figures for record in found)
+
+
+def test_a_kernel_that_hangs_costs_as_long_as_is_said(repository: Repository) -> None:
+    hangs = "import time\ndef hangs(q, k, v, *, causal=False):\n    time.sleep(1000)\n"
+    (repository.path / "kernel.py").write_text(KERNEL + hangs)
+    limits = ("--conformance-timeout=1.5", "--conformance-memory=8")
+    result = gate(repository, FEW, "-k=T1 and forward", "--maxfail=1", *limits, name="hangs")
+    assert result.ret == 1
+    result.stdout.fnmatch_lines(
+        [
+            "  why        the call did not return within 1.5 s (--timeout)*",
+            "  reproduce  python -m conformance run * --timeout=1.5 --memory=8",
+        ]
+    )
 
 
 def test_a_failure_says_what_where_and_how_to_repeat_it(
@@ -127,6 +159,55 @@ def test_cases_are_chosen_by_their_ids(repository: Repository) -> None:
     assert all("-cpu-" in name for name in both)
 
 
+def test_a_check_is_chosen_by_its_name_and_asked_alone(repository: Repository) -> None:
+    result = gate(repository, FEW, "-k", "forward and kernel", "--conformance-json=r.jsonl", "--junitxml=j.xml")
+    assert result.ret == 0
+    found = records.read_jsonl(repository.path / "r.jsonl")
+    assert {record.check for record in found} == {"forward"}
+    said = "narrowed to --conformance-cases='train/f32/*.T1.*' -k 'forward and kernel'"
+    (recorded,) = runs.read(repository.path / "r.jsonl")
+    assert recorded.run is not None
+    assert f"narrowed to {recorded.run.narrowed}" == said
+    assert '<property name="checks" value="forward" />' in (repository.path / "j.xml").read_text()
+    others = collected(repository, "-k", "not forward")
+    assert len(others) == len(collected(repository))
+    assert collected(repository, "-k", "forms") != collected(repository)
+
+
+def test_a_gate_goes_on_with_a_file(repository: Repository, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(repository.path / "step.md"))
+    assert gate(repository, FEW, "--conformance-json=whole.jsonl").ret == 0
+    assert "## Attention conformance" in (repository.path / "step.md").read_text()
+    stopped = gate(repository, FEW, "--conformance-json=r.jsonl", "-k", "normal")
+    assert stopped.ret == 0
+    (before,) = runs.read(repository.path / "r.jsonl")
+    assert before.run is not None
+    kept = dict(list(before.done.items())[:2])
+    lines = [runs.run_line(before.run) + "\n", *(runs.job_lines(number, found) for number, found in kept.items())]
+    (repository.path / "r.jsonl").write_text("".join(lines))
+    assert gate(repository, FEW, "--conformance-resume=r.jsonl", "-n", "2").ret == 0
+    assert without_seconds(repository.path / "r.jsonl") == without_seconds(repository.path / "whole.jsonl")
+    (after,) = runs.read(repository.path / "r.jsonl")
+    assert after.is_complete
+    assert after.run is not None
+    assert len(after.run.resumed) == 1
+    refused = gate(repository, "--conformance-resume=r.jsonl")
+    assert refused.ret == pytest.ExitCode.USAGE_ERROR
+    assert "r.jsonl is of another run: narrowed was" in "".join(refused.errlines)
+
+
+def test_a_plain_run_that_does_not_judge_says_what_does(repository: Repository) -> None:
+    repository.settings('[tool.attention_conformance]\nimplementations = ["kernel.py:attention"]\n')
+    (repository.path / "test_other.py").write_text("def test_it():\n    pass\n")
+    plain = repository.pytest("-q")
+    assert plain.ret == 0
+    said = (
+        "attention conformance: kernel.py:attention of pyproject.toml not judged; `pytest --pyargs conformance` judges"
+    )
+    plain.stdout.fnmatch_lines([said])
+    assert "not judged" not in repository.pytest("-q", "test_other.py").stdout.str()
+
+
 def test_the_report_and_its_records_are_the_same_from_two_processes(repository: Repository) -> None:
     assert gate(repository, FEW, "--conformance-report=one.html", "--require-platform=cpu").ret == 0
     two = repository.pytest(
@@ -137,7 +218,7 @@ def test_the_report_and_its_records_are_the_same_from_two_processes(repository: 
     found = records.read_jsonl(repository.path / "one.jsonl")
     assert {record.verdict for record in found} <= {PASS, UNSUPPORTED}
     page = (repository.path / "two.html").read_text()
-    assert "kernel.py:attention (cpu) passes as far as asked (--conformance-cases=" in page
+    assert "kernel.py:attention (cpu) passes as far as asked (narrowed to --conformance-cases=" in page
 
 
 def test_a_required_platform_that_judged_nothing_fails_the_run(repository: Repository) -> None:
@@ -157,6 +238,11 @@ def test_a_required_platform_that_judged_nothing_fails_the_run(repository: Repos
         (["--impl=kernel.py:attention", "--conformance-cases=train/f99"], "no case of the grid matches"),
         (["--impl=kernel.py:attention", "--conformance-report=absent/r.html"], "is no file that can be written"),
         (["--impl=kernel.py:attention", "--conformance-report=r.jsonl"], "is no file that can be written"),
+        (
+            ["--impl=kernel.py:attention", "--conformance-timeout=0"],
+            "--conformance-timeout must be more than zero, got",
+        ),
+        (["--impl=kernel.py:attention", "--conformance-memory=-1"], "--conformance-memory must be more than zero, got"),
     ],
 )
 def test_what_cannot_be_done_is_one_line(arguments: list[str], message: str, repository: Repository) -> None:
@@ -216,11 +302,11 @@ narrow = dataclasses.replace(from_function(attention, "narrow"), supports_case=o
 def test_an_expected_failure_that_a_whole_run_does_not_see_is_a_failure_of_the_run(repository: Repository) -> None:
     kernel = repository.path / "kernel.py"
     kernel.write_text(f"import dataclasses\n{KERNEL}{FEW_SUPPORTED}")
-    repository.settings(EXPECTED.format(name="narrow", some="true").replace("kernel.py:narrow", "narrow"))
+    repository.settings(EXPECTED.format(name="narrow", some="true"))
     result = repository.pytest("--pyargs", "conformance", "--impl=kernel.py:narrow", "-n", "2", "--junitxml=j.xml")
     assert result.ret == 1
     sentence = "nothing failed that pyproject.toml expects to fail: known"
-    result.stdout.fnmatch_lines([sentence, "FAILED *::expectations[[]narrow-[*]] - nothing failed that *"])
+    result.stdout.fnmatch_lines([sentence, "FAILED *::expectations[[]kernel.py:narrow-[*]] - nothing failed that *"])
     assert re.search(r"1 failed, \d+ passed", result.stdout.lines[-1])
     assert sentence in (repository.path / "j.xml").read_text()
 
@@ -230,3 +316,52 @@ def test_other_test_runs_do_not_load_jax(repository: Repository) -> None:
         "import sys\ndef test_nothing_heavy():\n    assert 'jax' not in sys.modules\n"
     )
     assert repository.pytest("test_other.py").ret == 0
+
+
+def test_a_gate_is_compared_with_a_baseline(repository: Repository) -> None:
+    assert gate(repository, FEW, "-k", "forward", "--conformance-json=before.jsonl").ret == 0
+    again = gate(repository, FEW, "-k", "forward", "--conformance-baseline=before.jsonl")
+    assert again.ret == 0
+    (repository.path / "kernel.py").write_text(KERNEL.replace("return naive", "return 1.01 * naive"))
+    worse = gate(repository, FEW, "-k", "forward", "--conformance-baseline=before.jsonl")
+    assert worse.ret == 1
+    worse.stdout.fnmatch_lines(["Regression: * new failures.", "FAILED *::baseline - Regression: *"])
+    refused = gate(repository, FEW, "--conformance-baseline=absent.jsonl")
+    assert refused.ret == pytest.ExitCode.USAGE_ERROR
+    assert "--conformance-baseline: absent.jsonl cannot be read" in "".join(refused.errlines)
+
+
+@pytest.mark.parametrize("processes", [(), ("-n", "1")], ids=["alone", "xdist"])
+def test_the_suite_of_a_junit_file_says_what_holds_for_the_run(
+    repository: Repository, processes: tuple[str, ...]
+) -> None:
+    options = (FEW, "-k", "forward", "--junitxml=j.xml", "--conformance-json=r.jsonl", "--conformance-seed=3")
+    assert gate(repository, *options, *processes).ret == 0
+    (recorded,) = runs.read(repository.path / "r.jsonl")
+    assert recorded.run is not None
+    (found,) = ElementTree.parse(repository.path / "j.xml").getroot().findall("testsuite/properties")
+    said = {each.attrib["name"]: each.attrib["value"] for each in found}
+    assert len(said) == len(found)  # each once
+    assert (said["level"], said["seeds"], said["shard"]) == ("quick", "3", "")
+    assert said["narrowed"] == recorded.run.narrowed != ""
+    environment = {f"environment.{name}": value for name, value in recorded.run.environment.items()}
+    assert {"environment.jax", "environment.commit", "environment.XLA_FLAGS", "environment.devices"} <= set(environment)
+    assert environment.items() <= said.items()
+    assert said["verdict[kernel.py:attention (cpu)]"].startswith("passes as far as asked (narrowed to --conformance-")
+    assert said["declared[kernel.py:attention]"] == 'behind_mask="finite"'
+    assert said["source[kernel.py:attention]"] == recorded.run.kernels["kernel.py:attention"].source != ""
+    assert said["place[kernel.py:attention]"].startswith("ran in a ")
+
+
+def test_the_suite_of_other_tests_has_no_properties_of_ours(repository: Repository) -> None:
+    (repository.path / "test_other.py").write_text("def test_it():\n    pass\n")
+    assert repository.pytest("test_other.py", "--junitxml=j.xml").ret == 0
+    assert ElementTree.parse(repository.path / "j.xml").getroot().findall("testsuite/properties") == []
+
+
+def test_failures_are_annotated_in_github_actions(repository: Repository, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GITHUB_ACTIONS", "true")
+    result = gate(repository, FEW, "-k", "forward", "-n", "1", name="wrong")
+    said = [line for line in result.stdout.lines if line.startswith("::")]
+    assert 1 <= len(said) < sum(line.startswith("FAILED") for line in result.stdout.lines)
+    assert any(line.startswith("::error title=kernel.py%3Awrong (cpu)%3A forward fails::") for line in said)

@@ -165,7 +165,7 @@ def test_a_run_that_judged_nothing_never_reads_as_clean(render: Render, verdicts
 @pytest.mark.parametrize("level", ["quick", "smoke"])
 def test_a_narrowed_run_says_to_what(render: Render, level: str) -> None:
     text = " ".join(render([record()], run_info(narrowed="--check=forward", level=level)).split())
-    asked = "smoke, --check=forward" if level == "smoke" else "--check=forward"
+    asked = "smoke, narrowed to --check=forward" if level == "smoke" else "narrowed to --check=forward"
     assert f"passes as far as asked ({asked})" in text
     assert not re.search(r"cpu\)\**\W+conforms|✓ conforms", text)
 

@@ -102,7 +102,7 @@ def test_partial_sums_round_as_those_of_f32_do() -> None:
 
 
 def test_a_block_of_no_keys_is_refused() -> None:
-    with pytest.raises(ValueError, match="block_sums must be a positive number of keys or queries, got 0"):
+    with pytest.raises(ValueError, match="block_sums must be a whole number of keys or queries, at least 1, got 0"):
         Arithmetic(block_sums=0)
 
 

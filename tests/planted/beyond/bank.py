@@ -10,7 +10,9 @@ from conformance.sensitivity import PlantedBug
 from conformance.sensitivity.examination import Kill
 from tests.planted.beyond import (
     arguments,
+    combined,
     derivatives,
+    ends,
     fast_paths,
     long_caches,
     long_sequences,
@@ -36,13 +38,19 @@ _MODULES = (
     precision_backward,
     derivatives,
     state,
+    combined,
+    ends,
 )
 
 BEYOND: tuple[PlantedBug, ...] = tuple(bug for module in _MODULES for bug in module.BUGS)
 
+# Check, observable and case, and the level where that is not `quick`.
 _KILLS: dict[str, list[str] | None] = json.loads(Path(__file__).with_name("kills.json").read_text(encoding="utf-8"))
 
-# By which check, observable and case each was seen at `quick`, of those that were seen.
+# By which check, observable and case each was seen, of those that were seen.
 SEEN = {name: {kill[0]: Kill(kill[1], kill[2], FAIL, None)} for name, kill in _KILLS.items() if kill is not None}
-# Those that were judged at `quick` for half a minute of processor time, or to the end, and were not seen.
+# At which level each was seen.
+LEVELS = {name: kill[3] if len(kill) > 3 else "quick" for name, kill in _KILLS.items() if kill is not None}
+# Those that were judged at `quick` for half a minute of processor time, or to the end, and were not seen. What
+# `standard` asks beyond that and could see them was asked too.
 UNSEEN = tuple(name for name, kill in _KILLS.items() if kill is None)

@@ -1,0 +1,100 @@
+"""What an implementation declares, as data; and the implementation as the judge knows it, made of that."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any, get_args
+
+from cases.case import Case
+from conformance.calling.execution import Executor
+from conformance.calling.plain import PlainSupport
+from conformance.contract import Accelerator, Arithmetic, BehindMask, EmptyRows, Implementation
+from conformance.records import printable
+
+_SETS = ("offers", "residuals", "differentiable_residuals", "gradients")
+_PLAIN = ("name", "description", "empty_rows", "behind_mask", "validates", "memory", "refuses_by_signature", "devices")
+_WORDS: Mapping[str, Any] = {"empty_rows": EmptyRows, "behind_mask": BehindMask}
+
+_KINDS = {"description": str, "devices": int, "validates": bool, "refuses_by_signature": bool, "unsupported": dict}
+
+
+def told(implementation: Implementation) -> dict[str, Any]:
+    """What `implementation` declares: numbers and words alone."""
+    support, accelerator = implementation.supports_case, implementation.accelerator
+    return {
+        **{name: getattr(implementation, name) for name in _PLAIN},
+        **{name: sorted(getattr(implementation, name)) for name in _SETS},
+        "unsupported": dict(implementation.unsupported),
+        "arithmetic": dataclasses.asdict(implementation.arithmetic),
+        "checkpoint_names": list(implementation.checkpoint_names),
+        "variants": list(implementation.variants),
+        "parts": implementation.parts is not None,
+        "merge": implementation.merge is not None,
+        "front_end": implementation.front_end is not None,
+        "accelerator": {
+            "platform": accelerator.platform,
+            "interpreted": accelerator.interpreted,
+            "absent": accelerator.absent,
+            "native": accelerator.native is not None,
+            "under_interpreter": accelerator.under_interpreter is not None,
+        },
+        "asks": support is not None and not isinstance(support, PlainSupport),
+        "plain": {
+            "parameters": sorted(support.parameters),
+            "causal": support.causal,
+            "narrow": support.narrow,
+        }
+        if isinstance(support, PlainSupport)
+        else None,
+    }
+
+
+def understood(said: Mapping[str, Any], call: Callable[..., Any], asks: Callable[[Case], str | None]) -> Implementation:
+    """The implementation that declares what was `said`.
+
+    Args:
+      said: what `told` wrote.
+      call: stands for every call that it has, none of which is here.
+      asks: asks it whether it supports a case, if no declaration says so.
+
+    Raises:
+      ValueError: for what no implementation declares.
+    """
+    for name, kind in _KINDS.items():
+        if type(said[name]) is not kind:
+            raise ValueError(f"{name} must be of type {kind.__name__}, got {said[name]!r}")
+    names = (*said["variants"], *said["checkpoint_names"])
+    if odd := [name for name in names if not (isinstance(name, str) and name.isprintable())]:
+        raise ValueError(f"names must be text that shows as it is, got {odd[0]!r}")
+    for name, known in _WORDS.items():
+        if said[name] not in get_args(known):
+            raise ValueError(f"{name} must be one of {', '.join(map(str, get_args(known)))}, got {said[name]!r}")
+    there: dict[str, Any] = {name: call if said[name] else None for name in ("parts", "merge", "front_end")}
+    accelerator = dict(said["accelerator"])
+    for name in ("native", "under_interpreter"):
+        accelerator[name] = call if accelerator[name] else None
+    supports: Callable[[Case], str | None] | None = asks if said["asks"] else None
+    if said["plain"] is not None:
+        plain = said["plain"]
+        supports = PlainSupport(frozenset(plain["parameters"]), plain["causal"], bool(plain["narrow"]))
+    fields: dict[str, Any] = {name: said[name] for name in _PLAIN}
+    fields["description"] = printable(said["description"])
+    fields |= {name: frozenset(said[name]) for name in _SETS}
+    return Implementation(
+        call=call,
+        **fields,
+        unsupported={feature: printable(reason) for feature, reason in said["unsupported"].items()},
+        arithmetic=Arithmetic(**said["arithmetic"]),
+        checkpoint_names=tuple(said["checkpoint_names"]),
+        variants=dict.fromkeys(said["variants"], call),
+        accelerator=Accelerator(**accelerator),
+        supports_case=supports,
+        **there,
+    )
+
+
+def supports(executor: Executor, case: Case) -> str | None:
+    """Whether the implementation supports a case, as its own function says; asked of the kernel's process."""
+    asked = executor.implementation.supports_case
+    return None if asked is None else asked(case)

@@ -1,0 +1,141 @@
+"""An executor whose kernel is in a process of its own."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Mapping
+from typing import Any, Concatenate
+
+from cases.case import Case
+from conformance.apart import declared
+from conformance.apart.kernel_process import Order
+from conformance.apart.process import KernelProcess, Limits, Lost, NotLoaded
+from conformance.calling import mishaps
+from conformance.calling.execution import Executor, P, Returned
+from conformance.calling.registry import ImplementationNotFound
+from conformance.contract import Implementation
+from conformance.records import printable
+
+_GENERATIONS = itertools.count(1)
+
+
+class CannotSay(ImplementationNotFound):
+    """What says which cases a kernel supports raised, or took its process down."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Elsewhere:
+    """Stands for the calls of a kernel that is in another process."""
+
+    process: KernelProcess
+
+    def __call__(self, *operands: Any, **options: Any) -> Any:
+        """Never to be called: nothing of the kernel is here."""
+        raise RuntimeError(f"{self.process.name} is in a process of its own, and is asked through its executor")
+
+    def supports(self, case: Case) -> str | None:
+        """Why the kernel does not support a case, by its own function. It is not told which values the case has."""
+        order = Order((), "", 0, declared.supports, (dataclasses.replace(case, seed=0),), {})
+        try:
+            found = self.process.ask(order)
+        except (Exception, Lost) as error:
+            why = str(error) if isinstance(error, Lost) else mishaps.told(error)
+            raise CannotSay(f"{self.process.name} cannot say whether it supports {case.id}: {why}") from error
+        return None if found is None else printable(str(found))
+
+
+class ApartExecutor(Executor):
+    """Has everything done in the kernel's process."""
+
+    def __init__(
+        self,
+        implementation: Implementation,
+        process: KernelProcess,
+        options: Mapping[str, bool | int] | None = None,
+        variant: str = "",
+        generation: int = 0,
+    ) -> None:
+        """An executor of what `process` has, or of a variant of it; its programs get these compiler options."""
+        super().__init__(implementation, options)
+        self._process, self._variant, self._generation = process, variant, generation
+
+    def run(
+        self, function: Callable[Concatenate[Executor, P], Returned], *given: P.args, **named: P.kwargs
+    ) -> Returned:
+        """What `function` returns there."""
+        found: Returned = self._process.ask(self._order(function, given, named))
+        return found
+
+    def begin(self, function: Callable[Concatenate[Executor, P], Any], *given: P.args, **named: P.kwargs) -> None:
+        """Have the kernel's process start on what will be `run`."""
+        self._process.begin(self._order(function, given, named))
+
+    def _order(self, function: Callable[..., Any], given: tuple[Any, ...], named: Mapping[str, Any]) -> Order:
+        options = tuple(sorted(self.options.items()))
+        return Order(options, self._variant, self._generation, function, given, named)
+
+    def compiling_by(self, options: Mapping[str, bool | int]) -> Executor:
+        """The executor of the same call with other compiler options."""
+        return ApartExecutor(self.implementation, self._process, options, self._variant)
+
+    def anew(self) -> Executor:
+        """The executor of the same call with no options, which has compiled nothing yet."""
+        return ApartExecutor(self.implementation, self._process, None, self._variant, next(_GENERATIONS))
+
+    def declaring(self, implementation: Implementation) -> Executor:
+        """The executor for the same call with other declarations."""
+        return ApartExecutor(implementation, self._process, self.options, self._variant)
+
+    def variant(self, name: str) -> Executor:
+        """The executor of one of the other calls that must give the same results."""
+        other = dataclasses.replace(self.implementation, parts=None)
+        return ApartExecutor(other, self._process, self.options, name)
+
+    @property
+    def backend(self) -> str:
+        """The JAX backend that it runs on."""
+        return self._process.said.backend
+
+    @property
+    def isolation(self) -> str:
+        """How the kernel's process is kept from what is none of its business."""
+        return self._process.said.confined
+
+    @property
+    def devices(self) -> int:
+        """How many devices there are."""
+        return self._process.said.count
+
+
+def find(name: str, products: str | None, limits: Limits) -> Implementation:
+    """The implementation called `name`, in a process of its own: all that is here is what it declares.
+
+    Raises:
+      ImplementationNotFound: with one line that says why.
+    """
+    elsewhere = Elsewhere(KernelProcess(name, products, limits))
+    try:
+        # It goes by the name that it is found by, whatever it calls itself: that may be another's.
+        return declared.understood({**elsewhere.process.said.declared, "name": name}, elsewhere, elsewhere.supports)
+    except NotLoaded as error:
+        raise ImplementationNotFound(str(error)) from error
+    except (ValueError, TypeError, KeyError) as error:
+        raise ImplementationNotFound(printable(f"{name} declares what no implementation can: {error}")) from error
+
+
+def executor_of(implementation: Implementation) -> Executor:
+    """The executor of an implementation, wherever it is."""
+    call = implementation.call
+    return ApartExecutor(implementation, call.process) if isinstance(call, Elsewhere) else Executor(implementation)
+
+
+def is_apart(implementation: Implementation) -> bool:
+    """Whether the kernel is in a process of its own."""
+    return isinstance(implementation.call, Elsewhere)
+
+
+def end(implementation: Implementation) -> None:
+    """End the kernel's process, if it has one; it is started again if it is asked once more."""
+    if isinstance(implementation.call, Elsewhere):
+        implementation.call.process.end()

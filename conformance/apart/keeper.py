@@ -1,0 +1,80 @@
+"""The process above a kernel's: it ends whatever the kernel has started and let go of, once the kernel is gone.
+
+A process whose parent has ended gets another parent: the nearest above it that asks for such (`prctl(2)`,
+PR_SET_CHILD_SUBREAPER), which is this one. So nothing that the kernel starts gets out of reach, whatever session it
+makes its own. Only Linux has this; elsewhere there is no process in between.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import resource
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import FrameType
+from typing import NoReturn
+
+IS_THERE = sys.platform.startswith("linux")
+_DIE_WITH_PARENT, _TAKE_ORPHANS = 1, 36
+
+
+def keep(pipes: Sequence[int]) -> None:
+    """Go on in a child, which has these pipes for itself; the process that was called stays, and ends as that does."""
+    if not IS_THERE:
+        return
+    system = ctypes.CDLL(None)
+    system.prctl(_TAKE_ORPHANS, 1, 0, 0, 0)
+    asked_to_end = signal.signal(signal.SIGTERM, _end)
+    system.prctl(_DIE_WITH_PARENT, signal.SIGTERM, 0, 0, 0)  # the judge's end is the end of all
+    kernel = os.fork()
+    if kernel == 0:
+        signal.signal(signal.SIGTERM, asked_to_end)
+        return
+    for pipe in (*pipes, 0, 1, 2):
+        os.close(pipe)  # the judge must see when the kernel closes its own
+    _wait(kernel)
+
+
+def children(process: int) -> list[int]:
+    """The children of a process, in the order in which they came; none where the system does not say."""
+    with contextlib.suppress(OSError, ValueError):
+        return [int(word) for word in Path(f"/proc/{process}/task/{process}/children").read_text().split()]
+    return []
+
+
+def _wait(kernel: int) -> NoReturn:
+    while True:
+        ended, status = os.wait()  # others are orphans
+        if ended == kernel:
+            break
+    _end_the_rest()
+    code = os.waitstatus_to_exitcode(status)
+    if code >= 0:
+        os._exit(code)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # the kernel may have left one
+    with contextlib.suppress(OSError):  # SIGKILL has no handler
+        signal.signal(-code, signal.SIG_DFL)
+    os.kill(os.getpid(), -code)
+    os._exit(1)
+
+
+def _end(number: int, frame: FrameType | None) -> NoReturn:
+    _end_the_rest()
+    os.killpg(os.getpid(), signal.SIGKILL)  # also where the system does not say what is below
+    os._exit(128 + number)
+
+
+def _end_the_rest() -> None:
+    """Kill all that is below; the children of what is killed come here, until there are none."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    while below := children(os.getpid()):
+        for process in below:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
+        for process in below:
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(process, 0)

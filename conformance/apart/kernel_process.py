@@ -1,0 +1,170 @@
+"""The process in which a kernel runs: it does what it is asked, and answers with data.
+
+It is started with the numbers of two pipes. The first request says which kernel.
+"""
+
+from __future__ import annotations
+
+import builtins
+import dataclasses
+import importlib
+import operator
+import os
+import pkgutil
+import struct
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from conformance import environment, packages
+
+LENGTH = struct.Struct("<Q")
+
+
+@dataclasses.dataclass(frozen=True)
+class Load:
+    """Which kernel, and what the process may do.
+
+    Attributes:
+      name: as `--impl` has it.
+      products: what `--products` says.
+      path: where modules are looked for.
+      scratch: the folder that may be written to.
+    """
+
+    name: str
+    products: str | None
+    path: tuple[str, ...]
+    scratch: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Order:
+    """What is asked: a function of an executor, and what it is given.
+
+    Attributes:
+      options: of the compiler.
+      variant: which of the implementation's other calls, or "" for its own.
+      generation: which of the executors that are alike; each compiles for itself.
+      function: one of a module of ours.
+      given: its arguments behind the executor.
+      named: its keyword arguments.
+    """
+
+    options: tuple[tuple[str, bool | int], ...]
+    variant: str
+    generation: int
+    function: Callable[..., Any]
+    given: tuple[Any, ...]
+    named: Mapping[str, Any]
+
+    def is_same(self, other: Order) -> bool:
+        """Whether the other asks for the same: of the very objects that this one is given."""
+        mine, others = (dataclasses.replace(order, given=(), named={}) for order in (self, other))
+        given = len(self.given) == len(other.given) and all(map(operator.is_, self.given, other.given))
+        return mine == others and given and not (self.named or other.named)
+
+
+def main(requests: int, answers: int) -> None:
+    """Serve until the requests end."""
+    del sys.argv[1:]  # a kernel that reads arguments as it is imported gets none
+    packages.claim()
+    environment.prepare()  # before anything starts threads, which would stay unconfined
+    from conformance.apart import confinement, integrity, wire
+
+    confinement.end_with_parent()
+    load = wire.unpacked(_read(requests))
+    sys.path[:] = load.path
+    _send(answers, wire.answer(confinement.confine([Path(load.scratch)])))
+    mine = os.getpid()
+    try:
+        before = _watched()
+        kernel, said = _loaded(load)
+    except BaseException as error:  # whatever an import raises, the judge hears of it
+        _send(answers, wire.answer({"raised": _told(error)}))
+        return
+    _send(answers, wire.answer({"returned": said, "replaced": []}))
+    while True:
+        request = _read(requests)
+        if not request:
+            return
+        try:
+            order = wire.unpacked(request)
+            returned = order.function(kernel(order), *order.given, **order.named)
+            answer = wire.answer({"returned": returned, "replaced": integrity.replaced(before)})
+        except BaseException as error:  # a kernel may raise anything, SystemExit and KeyboardInterrupt too
+            answer = wire.answer({"raised": _told(error)})
+        if os.getpid() != mine:
+            os._exit(1)  # the kernel forked, and what it forked came back here: one process answers
+        _send(answers, answer)
+
+
+def _watched() -> Any:
+    """What no kernel may replace, all of it loaded before the kernel is."""
+    import conformance.driving
+    from conformance.apart import integrity
+
+    importlib.import_module("conformance.apart.declared")
+    for module in pkgutil.iter_modules(conformance.driving.__path__):
+        importlib.import_module(f"{conformance.driving.__name__}.{module.name}")
+    return integrity.names()
+
+
+def _loaded(load: Load) -> tuple[Callable[[Order], Any], dict[str, Any]]:
+    """What gives the executor that an order is for, and what the kernel declares."""
+    import jax
+
+    from conformance.apart import declared
+    from conformance.calling import registry
+    from conformance.calling.execution import Executor
+
+    implementation = registry.find(load.name, products=load.products)  # type: ignore[arg-type] # checked where it was given
+    executors: dict[Any, Executor] = {}
+
+    def kernel(order: Order) -> Executor:
+        key = (order.options, order.variant, order.generation)
+        if key not in executors:
+            plain = Executor(implementation, dict(order.options))
+            executors[key] = plain.variant(order.variant) if order.variant else plain
+            for old in [one for one in executors if 0 < one[2] < order.generation]:
+                del executors[old]  # asked once, and no more
+        return executors[key]
+
+    place = {"backend": jax.default_backend(), "count": len(jax.devices())}
+    return kernel, {"declared": declared.told(implementation), **place}
+
+
+def _send(answers: int, answer: bytes) -> None:
+    rest = memoryview(answer)
+    while rest:
+        rest = rest[os.write(answers, rest) :]
+
+
+def _told(error: BaseException) -> dict[str, Any]:
+    """An exception as data: its type, the built-in types that it is one of, its message, and what records say of it."""
+    from conformance.calling import mishaps
+
+    kinds = [kind.__name__ for kind in type(error).__mro__ if vars(builtins).get(kind.__name__) is kind]
+    try:
+        message = str(error)
+    except BaseException as broken:  # an exception's own code may do anything
+        message = f"(no message: {type(broken).__name__})"
+    told = mishaps.told(error)
+    return {"type": type(error).__name__, "kinds": kinds, "message": message[:100_000], "told": told}
+
+
+def _read(requests: int) -> bytes:
+    head = _exactly(requests, LENGTH.size)
+    return _exactly(requests, LENGTH.unpack(head)[0]) if head else b""
+
+
+def _exactly(pipe: int, count: int) -> bytes:
+    parts, left = [], count
+    while left:
+        part = os.read(pipe, min(left, 2**20))
+        if not part:
+            return b""
+        parts.append(part)
+        left -= len(part)
+    return b"".join(parts)

@@ -1,0 +1,43 @@
+"""How kernels are found, and where they run: ours in the judge's process, everybody else's in one of their own."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from conformance.apart import executor
+from conformance.apart.process import Limits
+from conformance.calling import registry
+from conformance.contract import Implementation, Products
+
+
+@dataclasses.dataclass(frozen=True)
+class Kernels:
+    """What a command says of the kernels that it judges.
+
+    Attributes:
+      products: how plain functions multiply f32 operands, if it is said.
+      in_process: whether all of them run in the judge's process, for debugging.
+      seconds: that one call may take, if it is said.
+      gib: of memory that a kernel's process may take, if it is said.
+    """
+
+    products: Products | None = None
+    in_process: bool = False
+    seconds: float | None = None
+    gib: float | None = None
+
+    @property
+    def options(self) -> tuple[str, ...]:
+        """The options of a command that say the same."""
+        numbers = (("timeout", self.seconds), ("memory", self.gib))
+        return (
+            *((f"--products={self.products}",) if self.products else ()),
+            *(("--in-process",) if self.in_process else ()),
+            *(f"--{name}={value:g}" for name, value in numbers if value is not None),
+        )
+
+    def find(self, name: str) -> Implementation:
+        """The implementation called `name`. Raises `registry.ImplementationNotFound` with one line that says why."""
+        if self.in_process or registry.is_ours(name) or not registry.may_be_found(name):
+            return registry.find(name, products=self.products)
+        return executor.find(name, self.products, Limits.of(self.seconds, self.gib))

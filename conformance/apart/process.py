@@ -1,0 +1,393 @@
+"""A kernel's process, seen from the judge: it is started, asked, watched, and ended."""
+
+from __future__ import annotations
+
+import builtins
+import collections
+import contextlib
+import dataclasses
+import fcntl
+import multiprocessing.util
+import os
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Mapping
+from typing import Any
+
+from conformance import packages, records
+from conformance.apart import keeper, scratch, wire
+from conformance.apart.kernel_process import LENGTH, Load, Order
+from conformance.calling import mishaps
+
+_LOOK_EVERY = 0.05
+_ENDING = 5.0  # seconds that ending a process and all that it started may take, before it is killed
+_KEPT_OUTPUT = 4096
+_PIPE = 2**20  # bytes that a pipe holds, where the system allows it: operands and results pass at one go
+_LEAST_PIPE = 2**16  # what one holds otherwise
+_MOST_BEGUN = 4
+# A user's module may have our name: ours is looked for first, where it is.
+_MAIN = (
+    "import sys; sys.path.insert(0, {home!r}); pipes = int(sys.argv[1]), int(sys.argv[2]); "
+    "from conformance.apart.keeper import keep; keep(pipes); "
+    "from conformance.apart.kernel_process import main; main(*pipes)"
+)
+# After so many calls that did not return, others get a multiple of what the slowest took that did.
+_PATIENCE = 2
+_LOADING = 120.0  # seconds that loading a kernel may take at least: JAX is imported for it, and no call is made
+_LEAST_SECONDS = 10.0
+_TIMES_SLOWEST = 5
+_NOT_TOLD = ("PYTEST_", "CONFORMANCE_")  # which case is judged, and where the judge keeps what it found
+# What caches of compilers go by: they belong into the scratch folder, the only one that may be written to.
+_CACHES = ("TMPDIR", "XDG_CACHE_HOME", "TRITON_CACHE_DIR", "CUDA_CACHE_PATH", "MPLCONFIGDIR", "NUMBA_CACHE_DIR")
+
+
+@dataclasses.dataclass(frozen=True)
+class Limits:
+    """What one call of a kernel may take: seconds, and bytes of memory of its process."""
+
+    seconds: float = 300.0
+    memory: int = 0
+
+    @classmethod
+    def of(cls, seconds: float | None, gib: float | None) -> Limits:
+        """Limits as they are given on a command line; half of the machine's memory if it is not said."""
+        memory = int(gib * 2**30) if gib is not None else os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+        return cls(cls.seconds if seconds is None else seconds, memory)
+
+
+class Lost(BaseException):
+    """The kernel's process is gone, or had to be ended; the message says why.
+
+    It is no `Exception`: no check may take it for something that the kernel raised. It ends the job.
+    """
+
+
+class TooSlow(Lost):
+    """A call took longer than it may."""
+
+
+class NotLoaded(Exception):  # noqa: N818 -- a statement, as the message is
+    """The kernel could not be loaded; the message is one line."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Said:
+    """What a kernel declares, where it runs, on how many devices, and how its process is confined."""
+
+    declared: Mapping[str, Any]
+    backend: str
+    count: int
+    confined: str
+
+
+@dataclasses.dataclass(eq=False)
+class _Begun:
+    """What was begun, the bytes of the request, and its answer once that is heard."""
+
+    order: Order
+    size: int
+    message: Any = None
+
+
+_CONFINED = "; a kernel's process writes to a scratch folder alone, and connects to nothing: --in-process is unconfined"
+
+
+class KernelProcess:
+    """The process of one kernel. It is started when it is first asked, and again after it was lost."""
+
+    def __init__(self, name: str, products: str | None, limits: Limits) -> None:
+        """For the kernel that goes by `name`; nothing is started yet."""
+        self.name, self.limits = name, limits
+        self._products = products
+        self._lives: list[_Running] = []  # the one that there is, if it runs
+        self._begun: collections.deque[_Begun] = collections.deque()  # what nobody has asked for yet
+        self._said: Said | None = None
+        self._slowest = 0.0  # of the calls that returned, in seconds
+        self._too_slow = 0
+        # When nobody refers to this any more, and when the judge ends, in processes of a pool too.
+        multiprocessing.util.Finalize(self, _end, (self._lives,), exitpriority=10)
+        _ALL.add(self)
+
+    @property
+    def said(self) -> Said:
+        """What the kernel declares, when it was first loaded: it declares it once."""
+        if self._said is None:
+            self._start()
+        assert self._said is not None
+        return self._said
+
+    def begin(self, order: Order) -> None:
+        """Have the process start on what it will be asked: the judge finds out meanwhile what to expect."""
+        if not self._lives:
+            return  # whoever asks will hear why it does not start
+        request = wire.packed(order)
+        while len(self._begun) >= _MOST_BEGUN and self._begun[0].message is not None:
+            self._begun.popleft()
+        busy = [one for one in self._begun if one.message is None]
+        if busy and sum(one.size for one in busy) + len(request) > self._lives[0].room:
+            return  # it may be writing an answer, and both would wait for the other to read
+        try:
+            self._lives[0].tell(request, self._limits_now, busy=bool(busy))
+            self._begun.append(_Begun(order, len(request)))
+        except Lost as lost:  # whoever asks will hear of it, from another process
+            self._too_slow += isinstance(lost, TooSlow)
+            self.end()
+
+    def ask(self, order: Order) -> Any:
+        """What the kernel's process answers.
+
+        Raises:
+          Lost: if the process dies, takes too long, takes too much memory, or answers what cannot be read.
+          Exception: what the kernel raised, as an exception of the same name.
+        """
+        if not self._lives:
+            self._start()
+        (running,) = self._lives
+        try:
+            start = time.monotonic()
+            begun = next((one for one in self._begun if one.order.is_same(order)), None)
+            self._hear_begun(begun)
+            if begun is None:
+                running.tell(wire.packed(order), self._limits_now)
+                message = running.hear(self._limits_now)
+            else:
+                self._begun.remove(begun)
+                message = begun.message
+            self._slowest = max(self._slowest, time.monotonic() - start)
+            return _returned(message, running)
+        except Lost as lost:
+            self._too_slow += isinstance(lost, TooSlow)
+            self.end()
+            raise
+
+    def _hear_begun(self, last: _Begun | None) -> None:
+        """Hear the answers to what was begun, in their order: up to `last`, or all of them."""
+        for one in self._begun:
+            if one.message is None:
+                one.message = self._lives[0].hear(self._limits_now)
+            if one is last:
+                return
+
+    @property
+    def _limits_now(self) -> Limits:
+        """The limits, less patient with a kernel that has hung before: it may do so in hundreds of cases."""
+        if self._too_slow < _PATIENCE:
+            return self.limits
+        seconds = min(self.limits.seconds, max(_LEAST_SECONDS, _TIMES_SLOWEST * self._slowest))
+        return dataclasses.replace(self.limits, seconds=seconds)
+
+    def _start(self) -> None:
+        running = _Running()
+        self._lives.append(running)
+        try:
+            patient = dataclasses.replace(self.limits, seconds=max(self.limits.seconds, _LOADING))
+            found = _returned(running.load(self.name, self._products, patient), running)
+        except Lost as lost:
+            self.end()
+            raise NotLoaded(f"{self.name} does not load: {lost}") from lost
+        except Exception as error:  # of whatever type the kernel's import raised
+            self.end()
+            why = _CONFINED if "PermissionError" in str(error) else ""
+            raise NotLoaded(records.printable(str(error).strip().split("\n")[0]) + why) from error
+        if self._said is None:
+            self._said = self._understood(found, running.confined)
+
+    def _understood(self, found: Any, confined: str) -> Said:
+        place = (found.get("declared"), found.get("backend"), found.get("count")) if isinstance(found, dict) else ()
+        match place:
+            case (dict(declared), str(backend), int(count)) if count > 0:
+                return Said(declared, backend, count, confined)
+        self.end()
+        raise NotLoaded(f"{self.name} does not load: its process answered with what is no answer")
+
+    def end(self) -> None:
+        """End the process, and whatever it started."""
+        self._begun.clear()
+        _end(self._lives)
+
+
+_ALL: weakref.WeakSet[KernelProcess] = weakref.WeakSet()
+
+
+def end_all() -> None:
+    """End the processes of all kernels, at the end of a command; one that is asked once more is started again."""
+    for process in list(_ALL):
+        process.end()
+
+
+def _end(lives: list[_Running]) -> None:
+    while lives:
+        lives.pop().end()
+
+
+class _Running:
+    """One life of a kernel's process."""
+
+    def __init__(self) -> None:
+        self._scratch = scratch.made()
+        theirs, self._requests = os.pipe()
+        self._answers, answers = os.pipe()
+        for pipe in (self._requests, self._answers):
+            with contextlib.suppress(AttributeError, OSError):  # only Linux can, and not for every user
+                fcntl.fcntl(pipe, fcntl.F_SETPIPE_SZ, _PIPE)
+        told = {name: value for name, value in os.environ.items() if not name.startswith(_NOT_TOLD)}
+        environment = told | dict.fromkeys(_CACHES, self._scratch) | {"PYTHONUNBUFFERED": "1"}
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", _MAIN.format(home=str(packages.HOME)), str(theirs), str(answers)],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            pass_fds=(theirs, answers),
+            env=environment,
+            start_new_session=True,  # Ctrl-C is for the judge, which then ends it
+        )
+        os.close(theirs)
+        os.close(answers)
+        self.confined = ""
+        self._printed: collections.deque[bytes] = collections.deque(maxlen=4)
+        self._listener = threading.Thread(target=self._listen, daemon=True)
+        self._listener.start()
+
+    def load(self, name: str, products: str | None, limits: Limits) -> Any:
+        """What it answers to having loaded the kernel."""
+        load = Load(name, products, (os.getcwd(), *sys.path), self._scratch)
+        self._write(wire.packed(load), time.monotonic() + limits.seconds)
+        self.confined = str(self.hear(limits))  # said before anything of the kernel's runs
+        return self.hear(limits)
+
+    @property
+    def room(self) -> int:
+        """Bytes of requests that may wait to be read."""
+        try:
+            return fcntl.fcntl(self._requests, fcntl.F_GETPIPE_SZ) // 2
+        except (AttributeError, OSError):
+            return _LEAST_PIPE // 2
+
+    def tell(self, request: bytes, limits: Limits, *, busy: bool = False) -> None:
+        """Pass an order on; `hear` has the answer. `busy` says whether it is working on another."""
+        if not busy:
+            self._printed.clear()  # what it printed before belongs to other orders
+        self._write(request, time.monotonic() + limits.seconds)
+
+    def hear(self, limits: Limits) -> Any:
+        """The next answer."""
+        until = time.monotonic() + limits.seconds
+        try:
+            words, rest = wire.lengths(self._read(wire.LENGTHS.size, until, limits))
+            return wire.read(self._read(words, until, limits), self._read(rest, until, limits))
+        except wire.Unreadable as error:
+            raise Lost(f"the kernel's process gave {error}{self.printed()}") from error
+
+    def printed(self) -> str:
+        """The last lines that the process printed, in brackets, or nothing."""
+        text = b"".join(self._printed)[-_KEPT_OUTPUT:].decode(errors="replace")
+        lines = [records.printable(line.strip()) for line in text.splitlines() if line.strip()]
+        return f" (it printed: {' | '.join(lines[-3:])[:300]})" if lines else ""
+
+    def end(self) -> None:
+        """Kill the process with all that it started, and remove its folder."""
+        if keeper.IS_THERE:
+            self._process.terminate()  # it ends all that is below it
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(timeout=_ENDING)
+        if not keeper.IS_THERE or self._process.returncode is None:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.kill()
+        self._process.wait()
+        assert self._process.stdout is not None
+        self._listener.join(timeout=1.0)  # what it started and let go of may still hold its output
+        self._process.stdout.close()
+        for pipe in (self._requests, self._answers):
+            with contextlib.suppress(OSError):
+                os.close(pipe)
+        scratch.remove(self._scratch)
+
+    def _listen(self) -> None:
+        assert self._process.stdout is not None
+        with contextlib.suppress(OSError, ValueError):
+            while part := os.read(self._process.stdout.fileno(), 2**16):
+                self._printed.append(part[-_KEPT_OUTPUT:])
+
+    def _write(self, request: bytes, until: float) -> None:
+        rest = memoryview(LENGTH.pack(len(request)) + request)
+        os.set_blocking(self._requests, False)
+        while rest:
+            _, ready, _ = select.select((), (self._requests,), (), _LOOK_EVERY)
+            if ready:
+                try:
+                    rest = rest[os.write(self._requests, rest) :]
+                except BrokenPipeError:
+                    raise Lost(self._how_it_ended()) from None
+            if time.monotonic() > until:
+                raise TooSlow("the kernel's process does not read what it is asked")
+
+    def _read(self, count: int, until: float, limits: Limits) -> bytes:
+        read = bytearray()
+        while len(read) < count:
+            ready, _, _ = select.select((self._answers,), (), (), _LOOK_EVERY)
+            if ready:
+                part = os.read(self._answers, min(count - len(read), 2**20))
+                if not part:
+                    raise Lost(self._how_it_ended())
+                read += part
+            elif self._process.poll() is not None:
+                raise Lost(self._how_it_ended())
+            if time.monotonic() > until:
+                raise TooSlow(f"the call did not return within {limits.seconds:.3g} s (--timeout){self.printed()}")
+            if limits.memory and (taken := self._memory()) > limits.memory:
+                gib = f"{taken / 2**30:.1f} GiB, {limits.memory / 2**30:.1f} GiB are allowed (--memory)"
+                raise Lost(f"the kernel's process took {gib}{self.printed()}")
+        return bytes(read)
+
+    def _memory(self) -> int:
+        """Bytes of memory that the process has, and what it let go of, zero where the system does not say."""
+        pages = 0
+        for process in (self._process.pid, *keeper.children(self._process.pid)):
+            with contextlib.suppress(OSError, IndexError, ValueError), open(f"/proc/{process}/statm") as file:
+                pages += int(file.read().split()[1])
+        return pages * os.sysconf("SC_PAGE_SIZE")
+
+    def _how_it_ended(self) -> str:
+        try:
+            code = self._process.wait(timeout=5)
+        except subprocess.TimeoutExpired:
+            return f"the kernel's process closed the pipe of its answers{self.printed()}"
+        if code < 0:
+            name = signal.Signals(-code).name if -code in signal.valid_signals() else f"signal {-code}"
+            return f"the kernel's process died of {name}{self.printed()}"
+        return f"the kernel's process ended by itself, with exit code {code}{self.printed()}"
+
+
+def _returned(message: Any, running: _Running) -> Any:
+    """What an answer brings. Raises what the kernel raised, and `Lost` for what is no answer."""
+    if isinstance(message, dict) and list(message) == ["returned", "replaced"]:
+        if not isinstance(message["replaced"], list):
+            raise Lost("the kernel's process answered with what is no answer")
+        if message["replaced"]:
+            names = records.printable(", ".join(str(name) for name in message["replaced"][:3]))
+            raise Lost(f"the kernel has replaced {names} in its process: what comes from there is not what it computes")
+        return message["returned"]
+    raised = message.get("raised") if isinstance(message, dict) else None
+    if not (isinstance(raised, dict) and isinstance(raised.get("kinds"), list)):
+        raise Lost("the kernel's process answered with what is no answer")
+    error = _exception(str(raised.get("type")), raised["kinds"], str(raised.get("message")))
+    why = _CONFINED if isinstance(error, PermissionError) else ""
+    mishaps.tell(error, f"{raised.get('told')}{why}{running.printed()}")
+    raise error
+
+
+def _exception(name: str, kinds: list[Any], message: str) -> Exception:
+    """An exception of the same name and built-in type, which no code of the kernel takes part in."""
+    known = (vars(builtins).get(kind) for kind in kinds if isinstance(kind, str))
+    bases = [kind for kind in known if isinstance(kind, type) and issubclass(kind, Exception)]
+    for base in (*bases, RuntimeError):
+        kind = base if base.__name__ == name else type(name[:80] if name.isidentifier() else "KernelError", (base,), {})
+        with contextlib.suppress(TypeError):  # some take more than a message
+            return kind(message)
+    raise AssertionError("RuntimeError takes a message")

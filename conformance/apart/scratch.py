@@ -1,0 +1,30 @@
+"""Scratch folders: where a kernel's process may write. They end with it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+_PREFIX = "conformance-kernel-"
+
+
+def made() -> str:
+    """A new folder. Those that judges left which were killed are removed."""
+    for folder in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*-*"):
+        judge = folder.name.removeprefix(_PREFIX).partition("-")[0]
+        if judge.isdecimal() and not Path(f"/proc/{judge}").exists() and Path("/proc/self").exists():
+            remove(str(folder))
+    return tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-")
+
+
+def remove(folder: str) -> None:
+    """Remove a folder in which a kernel wrote what it liked."""
+    try:
+        shutil.rmtree(folder, ignore_errors=True)
+    except RecursionError:  # thousands of folders within each other
+        with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+            subprocess.run(["rm", "-rf", "--", folder], check=False, capture_output=True, timeout=60)

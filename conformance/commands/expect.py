@@ -1,0 +1,18 @@
+"""`expect`: the table entries for what fails now, with reasons to be filled in."""
+
+from __future__ import annotations
+
+import argparse
+
+from conformance.commands import lookup
+from conformance.judging.evidence import gather
+from conformance.judging.expectations import entries, toml
+
+
+def expect(arguments: argparse.Namespace) -> int:
+    """`expect`: print an entry for each group of failures, to be pasted into `pyproject.toml`."""
+    recorded = [one for name in arguments.records for one in lookup.recorded(name)]
+    found, _ = gather(recorded, command="expect")
+    wanted = [record for record in found if not arguments.impl or record.implementation in arguments.impl]
+    print("\n".join(toml(entry) for entry in entries(wanted)), end="")
+    return 0

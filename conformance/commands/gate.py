@@ -1,0 +1,168 @@
+"""What the pytest gate writes: the records of all its processes, as they come, and the page at the end."""
+
+from __future__ import annotations
+
+import shlex
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from conformance.apart.kernels import Kernels
+from conformance.calling import registry
+from conformance.commands import annotate, compare
+from conformance.commands.errors import CannotJudge
+from conformance.commands.outputs import Outputs, step_summary
+from conformance.judging import provenance
+from conformance.judging.evidence import gather
+from conformance.judging.journal import Journal, Unlike, to_go_on
+from conformance.judging.plan import Plan
+from conformance.judging.runner import hardware_records
+from conformance.judging.settings import Settings
+from conformance.records import Record, RunInfo, printable
+from conformance.runs import Recorded, Run
+from conformance.sensitivity import detection
+from reports import changes, summary, wording
+from reports.changes import Comparison
+
+
+def described(
+    planned: Plan,
+    settings: Settings,
+    *,
+    arguments: Sequence[str],
+    level: str,
+    seed: int,
+    narrowed: str,
+    shard: str,
+    kernels: Kernels,
+) -> Run:
+    """What holds for all records of a run of the gate."""
+    implementations = list({job.implementation.name: job.implementation for job in planned.jobs}.values())
+    return provenance.recorded_run(
+        implementations,
+        planned,
+        command=" ".join(["pytest", *map(shlex.quote, arguments)]),
+        level=level,
+        seeds=(seed,),
+        narrowed=narrowed,
+        query={"pytest": list(arguments)},
+        shard=shard,
+        tolerances=settings.tolerances.rows(),
+        kernels=kernels,
+    )
+
+
+def kept_from(place: Path, run: Run) -> tuple[Run, dict[int, tuple[Record, ...]]]:
+    """The run that is gone on with and the records of the jobs that are done.
+
+    Raises:
+      ValueError: with one line, if the file is of another run or cannot be read.
+    """
+    try:
+        return to_go_on(place, run)
+    except OSError as error:
+        raise ValueError(f"{place} cannot be read: {error.strerror or error}") from error
+    except Unlike as error:
+        raise ValueError(str(error)) from error
+
+
+def baseline(name: str | None, written: Sequence[str | None]) -> compare.Side | None:
+    """The run to compare with. Raises `ValueError` with one line if there is none, or if this run writes it."""
+    if name is None:
+        return None
+    places = [Path(place) for place in written if place is not None]
+    if Path(name).resolve() in [found.resolve() for place in places for found in (place, place.with_suffix(".jsonl"))]:
+        raise ValueError(f"{name} is written by this run too: give the records another file")
+    try:
+        return compare.side(name)
+    except CannotJudge as error:
+        raise ValueError(str(error)) from error
+
+
+class Written:
+    """The files of a run of the gate, open from its first record to its end."""
+
+    def __init__(
+        self,
+        run: Run,
+        planned: Plan,
+        *,
+        report: Path | None,
+        json: Path | None,
+        kept: dict[int, tuple[Record, ...]] | None = None,
+        baseline: compare.Side | None = None,
+        suite: Callable[[str, str], None] | None = None,
+    ) -> None:
+        """Begin the files; properties of the run go to the `suite` at its end. Raises `CannotWrite`."""
+        self._suite = suite
+        self._baseline = baseline
+        self.changed: Comparison | None = None
+        self._implementations = {job.implementation.name: job.implementation for job in planned.jobs}
+        self._outputs = Outputs(report=report, json=json, markdown=None, step=step_summary())
+        self._run = run
+        self._started = time.perf_counter()
+        self._journal = Journal(self._outputs.journals, run, kept)
+
+    def take(self, job: int | None, found: Sequence[Record]) -> None:
+        """The records of a job that is done, or of a part of one. Raises `CannotWrite`."""
+        if job is None:
+            self._journal.add(found)
+        else:
+            self._journal.job(job, found)
+
+    def finish(self, how: str, reason: str, more: Sequence[Record]) -> str:
+        """End the files, write page and summary; what became worse than in the baseline, if anything.
+
+        Raises:
+          CannotWrite: if the records cannot be written.
+          CannotJudge: if page or summary cannot be written.
+        """
+        names = sorted({record.implementation for record in self._journal.recorded.records})
+        judged = [self._implementations[name] for name in names if name in self._implementations]
+        self._journal.add([*more, *hardware_records(judged)])
+        self._journal.end(how, reason=reason, seconds=time.perf_counter() - self._started)
+        facts: dict[str, Any] = {"command": self._run.command, "detection": detection.load()}
+        found, info = gather([self._journal.recorded], **facts)
+        if self._suite is not None:
+            for name, value in properties(self._journal.recorded, found, info):
+                self._suite(name, value)
+        self._outputs.write(found, info)
+        if self._baseline is None:
+            return ""
+        changed = compare.compared(self._baseline, compare.side_of([self._journal.recorded], "this run"))
+        self.changed = changed
+        if not changed.regressions:
+            return ""
+        groups = [f"{len(group)} {' '.join(key)}, as in {group[0].record.case}" for key, group in changes.told(changed)]
+        return "\n".join([changes.headline(changed), *groups])
+
+
+def properties(recorded: Recorded, found: Sequence[Record], info: RunInfo) -> list[tuple[str, str]]:
+    """What JUnit files say of the run as a whole; a name in brackets is that of an implementation."""
+    run = recorded.run
+    assert run is not None
+    facts = {
+        "started": run.started,
+        "command": run.command,
+        "level": run.level,
+        "narrowed": run.narrowed,
+        "seeds": ", ".join(map(str, run.seeds)),
+        "shard": run.shard,
+        "state": wording.state_text(info),
+    }
+    facts |= {f"environment.{name}": value for name, value in run.environment.items()}
+    for standing in summary.standings(found):
+        facts[f"verdict[{standing.contender.label}]"] = wording.standing_text(standing, info)
+    for name, kernel in run.kernels.items():
+        facts[f"declared[{name}]"] = ", ".join(kernel.asks_less) or "as the defaults"
+        facts[f"package[{name}]"] = kernel.package
+        facts[f"source[{name}]"] = kernel.source
+        apart = "ran in a confined process of its own" if not registry.is_ours(name) else "ran in the judge's process"
+        facts[f"place[{name}]"] = kernel.place or apart
+    return [(printable(name), printable(value)) for name, value in facts.items()]
+
+
+def annotated(found: Sequence[Record], written: Written | None) -> list[str]:
+    """The lines that annotate a run of the gate in GitHub Actions."""
+    return annotate.annotated(found, written.changed if written is not None else None)

@@ -1,0 +1,145 @@
+"""What the commands say of themselves in their help: what they do, examples, exit codes."""
+
+from __future__ import annotations
+
+DESCRIPTION = """\
+Is an attention implementation right? Judge its forward pass, its residuals and every gradient against a float64 oracle,
+element by element, within rounding-error bounds derived for the arithmetic it declares.
+"""
+
+EXAMPLES = """\
+examples:
+  python -m conformance run --impl=my_kernels.flash:attention --report=report.html
+  python -m conformance run --impl=kernel.py:attention --cases='train/bf16/*/causal' --level=standard
+  python -m conformance run --impl=block_flash --case=train/f32/B1.T128.S128.N2.K2.H64.V64/causal/normal/s0
+  python -m conformance explore --impl=my_kernels.flash:attention --seconds=300
+  python -m conformance list cases --cases='*/softcap*'
+  python -m conformance explain train/bf16/B2.T128.S128.N4.K2.H64.V64/causal/seg/softcap30/sinks/normal/s7
+
+exit codes: 0 conforms, 1 does not, 2 could not be judged (bad arguments, import failure, nothing supported)
+"""
+
+EXPLORE = """\
+Draw cases beyond the grid (any lengths, depths, head counts, combinations of masks and operands), judge each, and
+shrink the first that is wrong to the smallest case that is wrong in the same way. The find is replayed by its id alone.
+"""
+
+EXPLORE_EXAMPLES = """\
+examples:
+  python -m conformance explore --impl=my_kernels.flash:attention
+  python -m conformance explore --impl=kernel.py:attention --seconds=600 --report=explored.html
+  python -m conformance explore --impl=kernel.py:attention --cases='train/bf16/*/causal'
+  python -m conformance explore --impl=kernel.py:attention --profile=ci      # the same cases every time
+
+profiles:
+  explore   until a case is wrong or the time is up, from a seed that is drawn and printed
+  ci        a fixed number of cases from seed 0, however long they take
+
+exit codes: 0 nothing wrong was found, 1 a wrong case was found, 2 could not be judged
+"""
+
+LIST_EXAMPLES = """\
+examples:
+  python -m conformance list                                     # implementations
+  python -m conformance list checks
+  python -m conformance list cases --cases='train/bf16/*/causal' --level=standard
+  python -m conformance list cases --impl=my_kernels.flash:attention
+
+exit codes: 0 listed, 2 bad arguments or nothing matches
+"""
+
+EXPLAIN_EXAMPLES = """\
+example:
+  python -m conformance explain train/bf16/B2.T128.S128.N4.K2.H64.V64/causal/seg/softcap30/sinks/normal/s7
+
+exit codes: 0 explained, 2 not a case id
+"""
+
+REPORT_EXAMPLES = """\
+example:
+  python -m conformance report cpu.jsonl gpu.jsonl --report=all.html
+
+Runs of the same kernel by the same versions are one, shards too: where two of them answer the same question, the worse
+answer counts. Runs of another kernel, version or declaration stand beside each other.
+exit codes: 0 written, 2 a file cannot be read or written
+"""
+
+SENSITIVITY_EXAMPLES = """\
+examples:
+  python -m conformance sensitivity --report=sensitivity.html
+  python -m conformance sensitivity --bank=my_tests.planted:BANK
+  python -m conformance sensitivity --bug=returns-zeros --level=standard
+  python -m conformance sensitivity --new --save                # bugs added since the figures were kept
+  python -m conformance sensitivity --twice --seconds=30        # and by a second case?
+
+A bank is a sequence of conformance.sensitivity.PlantedBug. Each bug is judged until two checks have seen it,
+beginning with the cases nearest to its trigger, and on the whole grid if none has.
+exit codes: 0 every bug is seen and every check is needed, 1 not so, 2 could not be measured
+"""
+
+CALIBRATE_EXAMPLES = """\
+examples:
+  python -m conformance calibrate --impl=block_flash --impl=dot_product --level=standard --seed=0 --seed=1 --seed=2
+  python -m conformance calibrate block_flash.jsonl dot_product.jsonl
+
+Limits are 1.5 times the largest ratio that a correct implementation reached, rounded up
+(conformance/truth/tolerances.py).
+exit codes: 0 written, 2 an implementation fails (so it is not correct), or a file cannot be read or written
+"""
+
+BENCH = """\
+Time implementations side by side on the same operands: the call, and the call with its gradients. They take turns, so
+that whatever drifts hits all of them alike, and are compared round by round with the first one. What a timed program
+returns is looked at first: a result that differs from the float64 oracle is shown as such beside its speed.
+"""
+
+BENCH_EXAMPLES = """\
+examples:
+  python -m conformance bench --impl=dot_product,block_flash
+  python -m conformance bench --impl=jax_nn_cudnn,flash_gpu,jax_mha_gpu --report=speed.html
+  python -m conformance bench --impl=kernel.py:attention,jax_nn_xla --cases='*/*.T4096.*' --phase=forward --runs=100
+  python -m conformance bench --impl=block_flash --case=train/f32/B1.T1000.S1000.N4.K2.H64.V64/window-l127-r0/normal/s0
+
+Programs are compiled with the flags that JAX has by default, or with your XLA_FLAGS.
+exit codes: 0 timed, and all that was timed agrees with the oracle, 1 something differs or raised, 2 nothing was timed
+"""
+
+TUNE_EXAMPLES = """\
+examples:
+  python -m conformance tune --impl=block_flash
+  python -m conformance tune --impl=flash_gpu --seconds=300 --out=tuned.json --report=tuned.html
+
+Every candidate is timed side by side with the others in rounds from which the slower half drops out; the last one left
+is compared with the setting in force, and replaces it only if it is faster beyond the spread of that comparison.
+Candidates that do not compile, or whose results differ from the oracle, are shown and never chosen.
+exit codes: 0 tuned, 2 could not be tuned (nothing to tune, or not on this machine)
+"""
+
+COMPARE_EXAMPLES = """\
+examples:
+  python -m conformance compare before.jsonl after.jsonl --report=changes.html
+  python -m conformance compare 1.jsonl,2.jsonl,3.jsonl new1.jsonl,new2.jsonl,new3.jsonl
+
+A regression is a new failure, something newly unsupported or unjudged, and a judgement that is gone though its case was
+asked. Ratios that moved further than other values move them are shown, and are no regression.
+exit codes: 0 no regression, 1 a regression, 2 a file cannot be read or written
+"""
+
+HISTORY_EXAMPLES = """\
+examples:
+  python -m conformance history monday.jsonl tuesday.jsonl wednesday.jsonl --report=history.html
+  python -m conformance history runs --report=history.html      # every .jsonl file in the folder and below
+
+Runs are ordered by when they began. Shards of one run are found by themselves, or joined by commas. Only whole runs are
+drawn as such. What changed from one run to the next, such as a version, is named there.
+exit codes: 0 shown, 2 a file cannot be read or written, or there is no run
+"""
+
+EXPECT_EXAMPLES = """\
+example:
+  python -m conformance expect report.jsonl >> pyproject.toml
+
+Each entry matches as few judgements as one pattern can that matches all failures of a check and result; where it also
+matches what passes, it says `some = true`. The reason is yours to fill in: until then the entry is refused.
+exit codes: 0 printed, or nothing fails, 2 a file cannot be read
+"""

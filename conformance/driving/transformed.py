@@ -1,0 +1,197 @@
+"""The call under each transformation that JAX has for it."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from cases.inputs import Problem
+from cases.operands import GRADIENT_OF
+from conformance.calling.execution import Arrays, Executor, Values, pull_back
+
+Pulled = tuple[np.ndarray, Values]
+Mapped = Literal["outside", "inside", "scan"]
+
+
+def vmap(executor: Executor, problems: Sequence[Problem]) -> np.ndarray:
+    """`out` of `problems` of one configuration, stacked: all operands have the mapped axis."""
+    plain, _ = executor.bind(problems[0])
+    return np.asarray(executor.jit(jax.vmap(plain))(_stacked(executor, problems)))
+
+
+def vmap_over(executor: Executor, problems: Sequence[Problem], names: Sequence[str]) -> np.ndarray:
+    """Likewise, with the mapped axis in the operands `names` alone; the others are those of the first problem."""
+    plain, shared = executor.bind(problems[0])
+    axes = {name: 0 if name in names else None for name in shared}
+    stacked = _stacked(executor, problems)
+    arrays = {name: stacked[name] if name in names else x for name, x in shared.items()}
+    return np.asarray(executor.jit(jax.vmap(plain, in_axes=(axes,)))(arrays))
+
+
+def donated(executor: Executor, problem: Problem) -> np.ndarray:
+    """`out` where the call may reuse the memory of its operands."""
+    plain, given = executor.bind(problem)
+    arrays = jax.tree.map(jnp.array, given)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that not every buffer could be reused is no finding
+        return np.asarray(executor.jit(plain, donate_argnums=0)(arrays))
+
+
+def x64(executor: Executor, problem: Problem) -> np.ndarray:
+    """`out` where JAX may use doubles."""
+    plain, arrays = executor.bind(problem)
+    with jax.enable_x64(True):
+        return np.asarray(executor.jit(plain)(arrays))
+
+
+def residual_dtypes(executor: Executor, problem: Problem, *, doubles: bool) -> dict[str, str]:
+    """The dtypes of the residuals, by tracing, where JAX may use doubles or may not."""
+    compiled, arrays = executor.compiled(problem)
+    with jax.enable_x64(doubles):
+        _, found = jax.eval_shape(compiled.residuals, arrays)
+    return {name: str(x.dtype) for name, x in found.items()}
+
+
+def x64_backward(executor: Executor, problem: Problem, do: np.ndarray) -> Values:
+    """The gradients where JAX may use doubles."""
+    plain, arrays = executor.bind(problem)
+    with jax.enable_x64(True):
+        return _on_host(executor.jit(functools.partial(pull_back, plain))(arrays, do)[1])
+
+
+def gradients(executor: Executor, how: Mapped, problems: Sequence[Problem], do: np.ndarray) -> Pulled:
+    """`out` and gradients of `problems` for stacked cotangents `do`.
+
+    Of the mapped call (`outside`), mapped over the call's own gradients (`inside`), or as layers under `lax.scan`, each
+    with operands of its own.
+    """
+    plain, _ = executor.bind(problems[0])
+
+    def layers(stacked: Arrays) -> Any:
+        return jax.lax.scan(lambda carry, arrays: (carry, plain(arrays)), None, stacked)[1]
+
+    program: dict[str, Callable[..., Any]] = {
+        "outside": functools.partial(pull_back, jax.vmap(plain)),
+        "inside": jax.vmap(functools.partial(pull_back, plain)),
+        "scan": functools.partial(pull_back, layers),
+    }
+    return _pulled(executor.jit(program[how])(_stacked(executor, problems), do))
+
+
+def layers_of_two_kinds(executor: Executor, problems: Sequence[Problem], dos: Sequence[np.ndarray]) -> list[Values]:
+    """The gradients of problems of several configurations in one program: all calls are traced, then all pullbacks."""
+    calls, given = zip(*(executor.bind(problem) for problem in problems), strict=True)
+    moving = [{name: x for name, x in arrays.items() if name in GRADIENT_OF} for arrays in given]
+    fixed = [{name: x for name, x in arrays.items() if name not in GRADIENT_OF} for arrays in given]
+
+    def pulled(moving: Sequence[Arrays], fixed: Sequence[Arrays], dos: Sequence[Any]) -> Any:
+        def layers(moving: Sequence[Arrays]) -> list[Any]:
+            return [call({**m, **f}) for call, m, f in zip(calls, moving, fixed, strict=True)]
+
+        return jax.vjp(layers, moving)[1](list(dos))[0]
+
+    return [_on_host(x) for x in executor.jit(pulled)(moving, fixed, list(dos))]
+
+
+def gradients_of_shared(
+    executor: Executor, problems: Sequence[Problem], names: Sequence[str], dos: np.ndarray
+) -> Values:
+    """The gradients of the call mapped over the operands `names` alone, for stacked cotangents."""
+    plain, shared = executor.bind(problems[0])
+    axes = {name: 0 if name in names else None for name in shared}
+    stacked = _stacked(executor, problems)
+    arrays = {name: stacked[name] if name in names else x for name, x in shared.items()}
+    return _on_host(executor.jit(functools.partial(pull_back, jax.vmap(plain, in_axes=(axes,))))(arrays, dos)[1])
+
+
+def gradients_outside_jit(executor: Executor, problem: Problem, do: np.ndarray) -> Values:
+    """The gradients outside `jit`, on JAX arrays."""
+    plain, arrays = executor.bind(problem)
+    return _on_host(pull_back(plain, jax.tree.map(jnp.asarray, arrays), jnp.asarray(do))[1])
+
+
+def mapped_pullback(executor: Executor, problem: Problem, dos: np.ndarray) -> Values:
+    """The gradients of one problem for stacked cotangents: its pullback, mapped over them alone."""
+    plain, arrays = executor.bind(problem)
+
+    def pulled(arrays: Arrays, stacked: Any) -> Any:
+        return jax.vmap(lambda do: pull_back(plain, arrays, do)[1])(stacked)
+
+    return _on_host(executor.jit(pulled)(arrays, dos))
+
+
+def checkpoint(executor: Executor, problem: Problem, do: np.ndarray, saved: Sequence[str]) -> Pulled:
+    """`out` and gradients under `jax.checkpoint`, which saves what goes by one of the names `saved` alone."""
+    plain, arrays = executor.bind(problem)
+    policies = jax.checkpoint_policies
+    policy = policies.save_only_these_names(*saved) if saved else policies.nothing_saveable
+    pull = functools.partial(pull_back, jax.checkpoint(plain, policy=policy))
+    return _pulled(executor.jit(pull)(arrays, do))
+
+
+def forward_mode(
+    executor: Executor, problem: Problem, tangents: Mapping[str, np.ndarray]
+) -> tuple[str, np.ndarray | None]:
+    """The tangent of `out` for those of some operands; or why there is no forward mode."""
+    plain, arrays = executor.bind(problem)
+    moving = {name: jnp.asarray(arrays[name]) for name in tangents}
+    fixed = {name: x for name, x in arrays.items() if name not in moving}
+
+    def along(moving: Arrays, tangents: Arrays) -> Any:
+        return jax.jvp(lambda m: plain({**m, **fixed}), (moving,), (tangents,))
+
+    try:
+        return "", np.asarray(executor.jit(along)(moving, dict(tangents))[1])
+    except TypeError as error:  # a pullback by hand has no forward mode, and JAX says so
+        return f"forward mode: {error}".split("\n")[0], None
+
+
+def one_gradient_each(executor: Executor, problem: Problem, do: np.ndarray) -> Values:
+    """The gradient of each operand, asked for when nobody asks for the others."""
+    plain, arrays = executor.bind(problem)
+    names = [name for name in GRADIENT_OF if name in arrays]
+
+    def alone(name: str, arrays: Arrays, do: Any) -> Any:
+        fixed = {other: x for other, x in arrays.items() if other != name}
+        return jax.vjp(lambda x: plain({**fixed, name: x}), arrays[name])[1](do)[0]
+
+    def each(arrays: Arrays, do: Any) -> Arrays:
+        return {name: alone(name, arrays, do) for name in names}
+
+    return _on_host(executor.jit(each)(arrays, do))
+
+
+def second_derivative(
+    executor: Executor, problem: Problem, do: np.ndarray, weights: Mapping[str, np.ndarray]
+) -> Values:
+    """The gradients of `<gradients, weights>` by operand, in float64, for a cotangent `do` of `out`."""
+    plain, arrays = executor.bind(problem)
+    fixed = {name: x for name, x in arrays.items() if name not in weights}
+
+    def weighed(moving: Arrays, fixed: Arrays, do: Any, weights: Arrays) -> Any:
+        _, pulled = pull_back(plain, {**fixed, **moving}, do)
+        return sum(jnp.vdot(pulled[name], x) for name, x in weights.items())
+
+    moving = {name: jnp.asarray(arrays[name]) for name in weights}
+    narrow = {name: x.astype(np.float32) for name, x in weights.items()}
+    found = executor.jit(jax.grad(weighed))(moving, fixed, do, narrow)
+    return {name: np.asarray(x).astype(np.float64) for name, x in found.items()}
+
+
+def _stacked(executor: Executor, problems: Sequence[Problem]) -> Arrays:
+    stacked: Arrays = jax.tree.map(lambda *xs: np.stack(xs), *(executor.bind(problem)[1] for problem in problems))
+    return stacked
+
+
+def _pulled(found: tuple[Any, Arrays]) -> Pulled:
+    return np.asarray(found[0]), _on_host(found[1])
+
+
+def _on_host(values: Arrays) -> Values:
+    return {name: np.asarray(x) for name, x in values.items()}

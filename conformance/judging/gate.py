@@ -1,0 +1,160 @@
+"""The gate as far as options and records say it: loaded in every pytest run, so it imports nothing heavy."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections import Counter
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from conformance.judging.levels import LEVELS
+
+if TYPE_CHECKING:
+    from conformance.apart.kernels import Kernels
+    from conformance.judging.job import Job
+    from conformance.records import Record
+    from conformance.runs import Run
+
+
+def add_options(parser: pytest.Parser) -> None:
+    """Options of the gate; all but `--impl` and `--require-platform` carry its name."""
+    group = parser.getgroup("attention conformance")
+    group.addoption(
+        "--impl", action="append", default=[], metavar="NAME", help="judge this one, or this group; may be repeated"
+    )
+    group.addoption("--conformance-level", default="quick", choices=LEVELS, help="how much is judged (quick)")
+    group.addoption("--conformance-cases", metavar="QUERY", help="only cases that match")
+    group.addoption("--conformance-seed", type=int, default=0, metavar="N", help="base seed of the grid (0)")
+    group.addoption(
+        "--conformance-timeout", type=float, metavar="SECONDS", help="that one call of a kernel of yours may take (300)"
+    )
+    group.addoption(
+        "--conformance-memory", type=float, metavar="GIB", help="that its process may take (half of the machine's)"
+    )
+    group.addoption(
+        "--conformance-in-process", action="store_true", help="run it in the judge's process, for debugging"
+    )
+    group.addoption("--conformance-shard", metavar="K/N", help="judge the Kth of N parts; `report` merges them")
+    group.addoption(
+        "--conformance-report", metavar="FILE.html", help="write the HTML report, and its records beside it"
+    )
+    group.addoption("--conformance-json", metavar="FILE", help="write the records here, as they come")
+    group.addoption(
+        "--conformance-resume",
+        metavar="FILE",
+        help="go on with this file of records: what is in it is not judged again",
+    )
+    group.addoption(
+        "--conformance-baseline", metavar="FILE", help="compare with these records, and fail on a regression"
+    )
+    group.addoption(
+        "--require-platform", choices=("cpu", "gpu", "tpu"), help="fail if nothing was judged on this platform"
+    )
+
+
+def reminder(root: Path) -> list[str]:
+    """What a plain run is told that did not judge what its project lists; read without what judging needs."""
+    try:
+        table = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["attention_conformance"]
+        names = [name for name in table["implementations"] if isinstance(name, str)]
+    except (OSError, ValueError, KeyError, TypeError):
+        return []  # whoever judges is told what is wrong with it
+    if not names:
+        return []
+    what = names[0] if len(names) == 1 else f"{len(names)} implementations"
+    return [f"attention conformance: {what} of pyproject.toml not judged; `pytest --pyargs conformance` judges"]
+
+
+def shard(text: str | None) -> tuple[int, int] | None:
+    """The part that `2/3` names, and of how many. Raises `pytest.UsageError` for anything else."""
+    if text is None:
+        return None
+    found = re.fullmatch(r"(\d+)/(\d+)", text)
+    if found is None or not 1 <= int(found[1]) <= int(found[2]):
+        raise pytest.UsageError(f"--conformance-shard={text} is no part such as 2/3")
+    return int(found[1]), int(found[2])
+
+
+def reject_no_limits(config: pytest.Config) -> None:
+    """Refuse limits of a kernel's process that nothing keeps. Raises `pytest.UsageError`."""
+    for option in ("--conformance-timeout", "--conformance-memory"):
+        if (given := config.getoption(option)) is not None and not given > 0:
+            raise pytest.UsageError(f"{option} must be more than zero, got {given:g}")
+
+
+def kernels(config: pytest.Config) -> Kernels:
+    """How kernels are found and where they run, by the options of the gate."""
+    from conformance.apart.kernels import Kernels  # imported late: it loads JAX
+
+    option = config.getoption
+    limits = option("--conformance-timeout"), option("--conformance-memory")
+    return Kernels(None, option("--conformance-in-process"), *limits)
+
+
+def reject_unwritable(option: str, place: Path, *, page: bool) -> None:
+    """Refuse a file that cannot be written, the one of records beside a page too. Raises `pytest.UsageError`."""
+    for path in (place, place.with_suffix(".jsonl")) if page else (place,):
+        try:
+            existed = path.exists()
+            if path.is_dir() or (page and place.suffix == ".jsonl"):
+                raise IsADirectoryError
+            with path.open("a"):
+                pass
+            if not existed:
+                path.unlink()
+        except OSError as error:
+            raise pytest.UsageError(f"{option} is no file that can be written") from error
+
+
+def properties(job: Job, found: Iterable[Record]) -> list[tuple[str, object]]:
+    """What JUnit files say of a test."""
+    counts = Counter(record.verdict for record in found)
+    ratios = [record.ratio / record.limit for record in found if record.ratio is not None and record.limit]
+    properties: list[tuple[str, object]] = [
+        ("implementation", job.implementation.name),
+        ("case", job.case.id),
+        ("checks", ",".join(check.name for check in job.checks)),
+        ("verdicts", ", ".join(f"{n} {verdict}" for verdict, n in sorted(counts.items()))),
+    ]
+    return [*properties, ("largest_ratio_of_limit", f"{max(ratios):.3g}")] if ratios else properties
+
+
+def suite_property(config: pytest.Config) -> Callable[[str, str], None] | None:
+    """Adds a property to the suite of the JUnit file that this process writes; none if it writes none."""
+    from _pytest.junitxml import xml_key  # pytest's own fixture for it, `record_testsuite_property`, finds it so
+
+    xml = config.stash.get(xml_key, None)
+    return None if xml is None else xml.add_global_property
+
+
+def table(found: list[Record]) -> list[str]:
+    """Counts of verdicts by implementation and platform, as aligned lines."""
+    counts: dict[str, Counter[str]] = {}
+    for record in found:
+        counts.setdefault(f"{record.implementation} ({record.platform})", Counter())[record.verdict] += 1
+    width = max(map(len, counts))
+    return [
+        f"{name:<{width}}  " + ", ".join(f"{n} {verdict}" for verdict, n in sorted(count.items()))
+        for name, count in sorted(counts.items())
+    ]
+
+
+def places(run: Run) -> list[str]:
+    """Where kernels ran that were neither ours nor confined in a process of their own, a line each."""
+    return [f"{name} {kernel.place}" for name, kernel in run.kernels.items() if kernel.place]
+
+
+def job_of(item: pytest.Item) -> Job | None:
+    """The job that a test judges; none if it is no test of the gate."""
+    callspec = getattr(item, "callspec", None)
+    found: Job | None = callspec.params.get("conformance_job") if callspec is not None else None
+    return found
+
+
+def set_job(item: pytest.Item, job: Job) -> None:
+    """Have a test of the gate judge this job."""
+    item.callspec.params["conformance_job"] = job  # type: ignore[attr-defined] # as `job_of` has seen

@@ -1,0 +1,169 @@
+"""The journal of a run: records go to their files as they come, and what is there stays valid whatever happens.
+
+Each job is one write of whole lines, handed to the system at once. A process that is killed loses the job that it was
+at, and nothing else. A write that fails, as on a full disk, is taken back, so that the file ends with a whole line.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import stat
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+from conformance import records, runs
+from conformance.judging import interrupts, provenance
+from conformance.records import Record
+from conformance.runs import End, Recorded, Run
+
+
+class CannotWrite(Exception):  # noqa: N818 -- a statement, as the message is
+    """A file of records cannot be written; the message names it and says why."""
+
+
+class Journal:
+    """What a run has written so far; to no file at all if there is none to write."""
+
+    def __init__(self, paths: Iterable[Path], run: Run, kept: Mapping[int, tuple[Record, ...]] | None = None) -> None:
+        """Begin files with the run and the jobs that are `kept` from an earlier part of it.
+
+        Raises:
+          CannotWrite: if one cannot be written. What was in the others is then gone if nothing is kept.
+        """
+        self._recorded = Recorded(run=run, done=dict(kept or {}))
+        self._done: dict[int, tuple[Record, ...]] = dict(kept or {})
+        self._others: list[Record] = []
+        beginning = runs.run_line(run) + "\n" + "".join(runs.job_lines(n, found) for n, found in self._done.items())
+        self._files: list[_File] = []
+        for path in dict.fromkeys(paths):
+            self._files.append(_File(path, beginning.encode(), replace=bool(kept)))
+
+    @property
+    def recorded(self) -> Recorded:
+        """The run as a reader of its file would have it."""
+        return dataclasses.replace(self._recorded, done=dict(self._done), others=tuple(self._others))
+
+    def job(self, number: int, found: Sequence[Record]) -> None:
+        """A job is done. Raises `CannotWrite`."""
+        with interrupts.held():
+            self._done[number] = tuple(found)
+            self._put(runs.job_lines(number, found))
+
+    def add(self, found: Sequence[Record]) -> None:
+        """Records of no job. Raises `CannotWrite`."""
+        with interrupts.held():
+            self._others += found
+            self._put("".join(records.to_json(record) + "\n" for record in found))
+
+    def end(self, how: str, *, reason: str = "", seconds: float = 0.0) -> None:
+        """The run is over, as it says. Raises `CannotWrite`."""
+        end = End(ended=provenance.now(), how=how, reason=reason, jobs=len(self._done), seconds=round(seconds, 1))
+        with interrupts.held():
+            self._recorded = dataclasses.replace(self._recorded, end=end)
+            self._put(runs.end_line(end) + "\n")
+        for file in self._files:
+            file.close()
+        self._files = []
+
+    def abandon(self, reason: str) -> None:
+        """The run ends since its files cannot be written; what is in memory is all that can be told of it."""
+        end = End(ended=provenance.now(), how=runs.FAILED, reason=reason, jobs=len(self._done))
+        self._recorded = dataclasses.replace(self._recorded, end=end)
+
+    def _put(self, text: str) -> None:
+        data = text.encode()
+        for file in self._files:
+            file.append(data)
+
+
+class Unlike(Exception):  # noqa: N818 -- a statement, as the message is
+    """A file cannot be gone on with: it is of another run. The message says what differs."""
+
+
+def to_go_on(path: Path, run: Run) -> tuple[Run, dict[int, tuple[Record, ...]]]:
+    """The run of a file with the present time noted, and the records of the jobs that are done.
+
+    Raises:
+      OSError: if the file cannot be read.
+      ValueError: if it is no file of records.
+      Unlike: if it is not of this run: another question, another version, another kernel.
+    """
+    found = runs.read(path)
+    if not found or found[0].run is None:
+        raise Unlike(f"{path} has no run record, as before there were any: nothing says what it is of")
+    if len(found) > 1:
+        raise Unlike(f"{path} has {len(found)} runs: one can be gone on with")
+    (recorded,) = found
+    before = recorded.run
+    assert before is not None
+    if (difference := _difference(before, run)) is not None:
+        raise Unlike(f"{path} is of another run: {difference}")
+    if recorded.is_complete and len(recorded.done) == len(run.jobs):
+        return before, dict(recorded.done)
+    return dataclasses.replace(before, resumed=(*before.resumed, provenance.now())), dict(recorded.done)
+
+
+def _difference(before: Run, now: Run) -> str | None:
+    """What differs between two runs that should be one, in words."""
+    for name in ("level", "narrowed", "shard", "seeds"):
+        if getattr(before, name) != getattr(now, name):
+            return f"{name} was {_shown(getattr(before, name))} there and is {_shown(getattr(now, name))} here"
+    if list(before.kernels) != list(now.kernels):
+        return f"it judges {', '.join(before.kernels)}, and not {', '.join(now.kernels)}"
+    for implementation in now.kernels:
+        there, here = before.provenance(implementation), now.provenance(implementation)
+        for name in runs.differences(there, here):
+            what = name if len(now.kernels) == 1 else f"{name} of {implementation}"
+            return f"{what} was {_shown(there.get(name))} there and is {_shown(here.get(name))} here"
+    return "other jobs are planned" if [j.key for j in before.jobs] != [j.key for j in now.jobs] else None
+
+
+def _shown(value: object) -> str:
+    text = str(value) if value not in ("", None, ()) else "nothing"
+    return text if len(text) <= 60 else f"{text[:60]}..."
+
+
+class _File:
+    """A file of which the first `_good` bytes are whole lines."""
+
+    def __init__(self, path: Path, beginning: bytes, *, replace: bool) -> None:
+        self._path = path
+        try:
+            regular = not path.exists() or path.is_file()
+            if replace and regular:  # never a moment without what is kept
+                beside = path.with_name(f".{path.name}.{os.getpid()}")
+                beside.write_bytes(beginning)
+                beside.replace(path)
+                self._descriptor = os.open(path, os.O_WRONLY | os.O_APPEND)
+                self._good = len(beginning)
+            else:
+                self._descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_TRUNC, 0o666)
+                self._good = 0
+            self._regular = stat.S_ISREG(os.fstat(self._descriptor).st_mode)
+        except OSError as error:
+            raise CannotWrite(self._why(error)) from error
+        if not self._good:
+            self.append(beginning)
+
+    def append(self, data: bytes) -> None:
+        written = 0
+        try:
+            while written < len(data):
+                written += os.write(self._descriptor, data[written:])
+        except OSError as error:
+            if self._regular:
+                with contextlib.suppress(OSError):
+                    os.ftruncate(self._descriptor, self._good)
+            raise CannotWrite(self._why(error)) from error
+        self._good += len(data)
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            if self._regular:
+                os.fsync(self._descriptor)
+            os.close(self._descriptor)
+
+    def _why(self, error: OSError) -> str:
+        return f"{self._path} cannot be written: {error.strerror or error}"

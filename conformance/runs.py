@@ -1,0 +1,269 @@
+"""Runs: what holds for all records of one, the first and the last line of its file, and which jobs are done.
+
+A file of records begins with a `Run`, which says under what the records came about and which jobs are planned. The
+records of a job follow as one piece, closed by a line that names the job. The last line is an `End`. Where it is
+missing, the run was killed. Older files have records alone: what they lack is unknown, and never taken for granted.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from conformance import records
+from conformance.records import END_SCHEMA, JOB_SCHEMA, RUN_SCHEMA, Record
+
+COMPLETE = "complete"
+INTERRUPTED = "interrupted"
+FAILED = "failed"
+ENDS = (COMPLETE, INTERRUPTED, FAILED)
+"""How a run ends: to its end, stopped from outside or by `--fail-fast`, or by an error that is not the kernel's."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Array:
+    """What a covering array covers: combinations of `strength` levels, so many of them feasible."""
+
+    strength: int
+    combinations: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Kernel:
+    """What is known of an implementation that is judged.
+
+    Attributes:
+      package: what it is installed by, with the version; empty for a file or a module that no package has.
+      source: a digest of its source, where no version tells it from another.
+      declared: what it declares that is data, arithmetic included.
+      asks_less: what of this asks less of it than the defaults, as it is written.
+      block_lengths: lengths of blocks that it takes as a sequence's, if it takes no others (`judging.reach`).
+      arrays: the covering arrays whose cases it is judged by.
+      declined: how many cases it does not support.
+      place: where it ran, as a sentence goes on, if that was neither a confined process of its own nor, for one of this
+        project's, the judge's.
+    """
+
+    package: str = ""
+    source: str = ""
+    declared: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    asks_less: tuple[str, ...] = ()
+    block_lengths: tuple[int, ...] = ()
+    arrays: tuple[Array, ...] = ()
+    declined: int = 0
+    place: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Planned:
+    """A job by names: an implementation, a case, checks; `rows` are the case's in the arrays, empty where it has none.
+
+    A row has one character for each axis that is varied, which stands for the level.
+    """
+
+    implementation: str
+    case: str
+    checks: tuple[str, ...]
+    rows: tuple[str, ...] = ()
+
+    @property
+    def key(self) -> tuple[str, str, tuple[str, ...]]:
+        """What identifies the job among those of one provenance."""
+        return (self.implementation, self.case, self.checks)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Run:
+    """What holds for all records of a run, written before any of them.
+
+    Attributes:
+      started: when, in UTC.
+      command: as it can be repeated.
+      level: of the grid, or what is judged in place of one.
+      seeds: base seeds of the grid.
+      narrowed: to what it is narrowed, as whoever runs it writes it; empty if it is not.
+      query: what was asked for, by option.
+      shard: `2/3` where two others judge the rest.
+      environment: versions, commit, devices, flags.
+      tolerances: those in force.
+      kernels: what is known of each implementation.
+      jobs: those that are planned, other shards' included.
+      whole: how many jobs each implementation has without the query of cases, where that is known.
+      resumed: when it was taken up again.
+    """
+
+    started: str
+    command: str
+    level: str
+    seeds: tuple[int, ...] = ()
+    narrowed: str = ""
+    query: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    shard: str = ""
+    environment: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    tolerances: tuple[Mapping[str, Any], ...] = ()
+    kernels: Mapping[str, Kernel] = dataclasses.field(default_factory=dict)
+    jobs: tuple[Planned, ...] = ()
+    whole: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    resumed: tuple[str, ...] = ()
+
+    def provenance(self, implementation: str) -> dict[str, str]:
+        """All that two runs must share for their records of an implementation to be answers to the same questions."""
+        kernel = self.kernels.get(implementation, Kernel())
+        known = {"declared": records.strict(kernel.declared), "package": kernel.package, "source": kernel.source}
+        known |= {"place": kernel.place}
+        return known | dict(self.environment) | {"tolerances": records.strict({"": list(self.tolerances)})}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class End:
+    """How a run ended: when, how (`ENDS`), why if not by itself, how many jobs were done, and how long it took."""
+
+    ended: str
+    how: str
+    reason: str = ""
+    jobs: int = 0
+    seconds: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Recorded:
+    """A run as its file has it.
+
+    Attributes:
+      source: the file's name, empty for the run of this process.
+      run: none in older files.
+      done: the records of each job that is done, by its place among those planned.
+      others: records of no job: of a job that was not finished, or of the run as a whole.
+      end: none if the run was killed, or goes on.
+      note: what is wrong with the file, if anything.
+    """
+
+    source: str = ""
+    run: Run | None = None
+    done: Mapping[int, tuple[Record, ...]] = dataclasses.field(default_factory=dict)
+    others: tuple[Record, ...] = ()
+    end: End | None = None
+    note: str = ""
+
+    @property
+    def records(self) -> list[Record]:
+        """All records, in the order in which they came."""
+        return [*itertools.chain.from_iterable(self.done.values()), *self.others]
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the run came to its end by itself."""
+        return self.end is not None and self.end.how == COMPLETE
+
+
+def run_line(run: Run) -> str:
+    """The first line of a file. Jobs are written compactly, by numbers of names."""
+    names, asked = list(run.kernels), list(dict.fromkeys(job.checks for job in run.jobs))
+    numbers = {checks: number for number, checks in enumerate(asked)}
+    jobs = [[names.index(job.implementation), numbers[job.checks], job.case, *job.rows] for job in run.jobs]
+    data = {field.name: getattr(run, field.name) for field in dataclasses.fields(run)}
+    kernels = {name: dataclasses.asdict(kernel) for name, kernel in run.kernels.items()}
+    return records.strict({"schema": RUN_SCHEMA} | data | {"kernels": kernels, "asked": asked, "jobs": jobs})
+
+
+def job_lines(number: int, found: Iterable[Record]) -> str:
+    """The lines of a job that is done: its records, then its number and how many they are."""
+    lines = [records.to_json(record) for record in found]
+    closing = records.strict({"schema": JOB_SCHEMA, "job": number, "records": len(lines)})
+    return "".join(f"{line}\n" for line in (*lines, closing))
+
+
+def end_line(end: End) -> str:
+    """The last line of a file."""
+    return records.strict({"schema": END_SCHEMA} | dataclasses.asdict(end))
+
+
+def read(path: Path) -> list[Recorded]:
+    """The runs of a file: one, or several where files were joined; older records alone are a run without a `Run`.
+
+    Raises:
+      OSError: if the file cannot be read.
+      ValueError: naming file and line for what is neither a record nor a word of a run.
+    """
+    lines, note = records.read_lines(path)
+    found: list[Recorded] = []
+    reading = _Reading(path.name)
+    for number, line in lines:
+        try:
+            if not isinstance(line, Record) and line["schema"] == RUN_SCHEMA:
+                found += reading.finished()
+                reading = _Reading(path.name, _run(line))
+            else:
+                reading.take(line)
+        except (ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
+            raise ValueError(f"{path}:{number} is no word of a conformance run: {error}") from error
+    found += reading.finished()
+    return [*found[:-1], dataclasses.replace(found[-1], note=note)] if found else []
+
+
+class _Reading:
+    """A run that is being read."""
+
+    def __init__(self, source: str, run: Run | None = None) -> None:
+        self._source = source
+        self._run = run
+        self._done: dict[int, tuple[Record, ...]] = {}
+        self._open: list[Record] = []
+        self._others: list[Record] = []
+        self._end: End | None = None
+
+    def take(self, line: Record | dict[str, Any]) -> None:
+        if isinstance(line, Record):
+            self._open.append(line)
+        elif line["schema"] == END_SCHEMA:
+            self._end = End(**{name: value for name, value in line.items() if name != "schema"})
+        else:
+            self._close(line["job"], line["records"])
+
+    def _close(self, number: int, count: int) -> None:
+        if self._run is None or not 0 <= number < len(self._run.jobs):
+            raise ValueError(f"there is no job {number}")
+        if count > len(self._open):
+            raise ValueError(f"job {number} has {count} records, and {len(self._open)} stand before it")
+        first = len(self._open) - count
+        self._others += self._open[:first]
+        self._done[number] = tuple(self._open[first:])
+        self._open = []
+
+    def finished(self) -> list[Recorded]:
+        others = (*self._others, *self._open)
+        if self._run is None and not others:
+            return []
+        found = Recorded(source=self._source, run=self._run, done=self._done, others=others, end=self._end)
+        return [found]
+
+
+def _run(line: Mapping[str, Any]) -> Run:
+    data = {name: value for name, value in line.items() if name not in ("schema", "asked")}
+    names = list(data["kernels"])
+    asked = [tuple(checks) for checks in line["asked"]]
+    data["jobs"] = tuple(
+        Planned(names[implementation], case, asked[checks], tuple(rows))
+        for implementation, checks, case, *rows in data["jobs"]
+    )
+    data["kernels"] = {name: _kernel(kernel) for name, kernel in data["kernels"].items()}
+    return Run(**data | {name: tuple(data[name]) for name in ("seeds", "tolerances", "resumed")})
+
+
+def _kernel(data: Mapping[str, Any]) -> Kernel:
+    arrays = tuple(Array(**array) for array in data["arrays"])
+    asks_less, lengths = tuple(data["asks_less"]), tuple(data["block_lengths"])
+    return Kernel(**dict(data) | {"arrays": arrays, "asks_less": asks_less, "block_lengths": lengths})
+
+
+def differences(one: Mapping[str, str], other: Mapping[str, str]) -> list[str]:
+    """In which parts of their provenance two runs differ, those first that say most."""
+    names = dict.fromkeys((*_TELLING, *one, *other))
+    return [name for name in names if one.get(name) != other.get(name)]
+
+
+# Parts of a provenance by how much they tell a person.
+_TELLING = ("declared", "package", "source", "place", "attention-conformance", "commit", "jax", "jaxlib", "libtpu")

@@ -1,0 +1,152 @@
+"""Findings as annotations of GitHub Actions: one for each root finding, in the syntax of its workflow commands."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Sequence
+
+from conformance.records import ERROR, FAIL, UNEXPECTED_PASS, Record, printable
+from reports import changes, findings, wording
+from reports.changes import NEW_FAILURE, REGRESSIONS, Comparison
+from reports.summary import Contender, contender_of
+
+MOST = 10
+"""Annotations of a kind that GitHub shows of a step; the last says how many more there are."""
+WRONG, NOTEWORTHY = "error", "warning"
+_LONGEST = 300
+_ROOT = "Attention conformance"
+
+Place = tuple[str, int]
+Placed = Callable[[Record], Place | None]
+
+
+@dataclasses.dataclass(frozen=True)
+class Annotation:
+    """A finding: `count` records of `contender` say it; `place` is the line of the user's code that it is about."""
+
+    kind: str
+    contender: str
+    title: str
+    lines: tuple[str, ...]
+    count: int
+    place: Place | None = None
+
+
+def of_records(records: Iterable[Record], placed: Placed) -> list[Annotation]:
+    """The root findings of red records: what raised at one place, leaks, what a declaration explains, checks that fail.
+
+    Expected failures are none. What passes unexpectedly is a warning, one for each entry.
+    """
+    red = [record for record in records if record.verdict in (FAIL, ERROR, UNEXPECTED_PASS)]
+    leaks, others = findings.behind_mask(record for record in red if record.verdict != UNEXPECTED_PASS)
+    unexplained = [record for record in others if not record.remedy]
+    raised = _grouped(unexplained, ERROR, lambda record: placed(record) or re.sub(r"\d+", "#", record.reason))
+    found = [_finding(group, "raises", _counted(group), place=placed(group[0])) for group in raised]
+    found += [_leak(leak) for leak in leaks]
+    for explained in findings.explained(others):
+        group = [r for r in others if (contender_of(r), r.remedy) == (explained.contender, explained.remedy)]
+        found.append(_finding(group, f"would pass as declared {explained.remedy}", wording.explained_text(explained)))
+    failed = _grouped(unexplained, FAIL, lambda record: record.check)
+    found += [_finding(group, f"{group[0].check} fails", _counted(group)) for group in failed]
+    passing = _grouped(red, UNEXPECTED_PASS, lambda record: record.reason)
+    title = "an expected failure passes"
+    found += [_finding(group, title, _counted(group), kind=NOTEWORTHY) for group in passing]
+    return found
+
+
+def of_changes(found: Comparison, placed: Placed, *, without_failures: bool = False) -> list[Annotation]:
+    """The regressions of a comparison; new failures as those of a run, where these are not annotated already."""
+    new = [change.new for change in found.of_kind(NEW_FAILURE) if change.new is not None]
+    failures = [] if without_failures else of_records(new, placed)
+    made = [dataclasses.replace(one, title=f"new: {one.title}") for one in failures]
+    groups: dict[tuple[str, Contender, str], list[changes.Change]] = {}
+    for change in found.regressions:
+        if change.kind != NEW_FAILURE:
+            key = (change.kind, contender_of(change.record), change.record.check)
+            groups.setdefault(key, []).append(change)
+    for (kind, contender, check), group in sorted(groups.items(), key=lambda item: REGRESSIONS.index(item[0][0])):
+        first = group[0]
+        lines = (f"{changes.counted(len(group), kind)}: {changes.turned_text(first)}, as in {first.record.case}",)
+        told = (*lines, wording.shorten(first.record.reason, longest=_LONGEST), first.record.reproduce)
+        title = f"{contender.label}: {check} {kind}"
+        made.append(Annotation(WRONG, contender.label, title, told, len(group)))
+    return made
+
+
+def commands(annotations: Sequence[Annotation]) -> list[str]:
+    """Workflow commands, a line each: of each kind as many as GitHub shows, every contender's foremost first."""
+    found = []
+    for kind in (WRONG, NOTEWORTHY):
+        ranked = _in_turns([one for one in annotations if one.kind == kind])
+        kept = ranked if len(ranked) <= MOST else ranked[: MOST - 1]
+        found += [_command(one) for one in kept]
+        if more := ranked[len(kept) :]:
+            records = sum(one.count for one in more)
+            text = f"{len(more):,} more findings ({records:,} records) are in the summary and the report"
+            found.append(_command(Annotation(kind, "", _ROOT, (text,), records)))
+    return found
+
+
+def _in_turns(annotations: Sequence[Annotation]) -> list[Annotation]:
+    """The first of each contender, then the second, and so on: no contender pushes another out."""
+    ranks: Counter[str] = Counter()
+    ranked = []
+    for one in annotations:
+        ranked.append((ranks[one.contender], one))
+        ranks[one.contender] += 1
+    return [one for _, one in sorted(ranked, key=lambda pair: pair[0])]
+
+
+def _leak(leak: findings.BehindMask) -> Annotation:
+    title = f"{leak.contender.label}: NaN or infinity behind the mask"
+    lines = (wording.behind_mask_text(leak), f"smallest: {leak.smallest.case}", leak.smallest.reproduce)
+    return Annotation(WRONG, leak.contender.label, title, lines, leak.count)
+
+
+def _finding(
+    group: Sequence[Record], what: str, words: str, *, kind: str = WRONG, place: Place | None = None
+) -> Annotation:
+    smallest = findings.smallest(group)
+    label = contender_of(smallest).label
+    reason = wording.shorten(smallest.reason, longest=_LONGEST)
+    lines = (words, f"smallest: {smallest.case}", reason, smallest.reproduce)
+    return Annotation(kind, label, f"{label}: {what}", lines, len(group), place)
+
+
+def _counted(group: Sequence[Record]) -> str:
+    cases = len({record.case for record in group})
+    results = Counter(f"{record.check}/{record.observable}" for record in group)
+    shown = ", ".join(name for name, _ in results.most_common(5)) + (", ..." if len(results) > 5 else "")
+    return (
+        f"{len(group):,} judgement{'s' if len(group) > 1 else ''} in {cases:,} case{'s' if cases > 1 else ''}: {shown}"
+    )
+
+
+def _grouped(records: Iterable[Record], verdict: str, by: Callable[[Record], Hashable]) -> list[list[Record]]:
+    """Records of a verdict by contender and by what they have in common, the largest groups first."""
+    groups: dict[tuple[Contender, Hashable], list[Record]] = {}
+    for record in records:
+        if record.verdict == verdict:
+            groups.setdefault((contender_of(record), by(record)), []).append(record)
+    return sorted(groups.values(), key=lambda group: (-len(group), group[0].key))
+
+
+def _command(one: Annotation) -> str:
+    properties = [f"title={_property(one.title)}"]
+    if one.place is not None:
+        file, line = one.place
+        properties = [f"file={_property(file)}", f"line={line}", *properties]
+    message = "\n".join(printable(line) for line in one.lines if line)
+    return f"::{one.kind} {','.join(properties)}::{_data(message)}"
+
+
+def _data(text: str) -> str:
+    """Text as GitHub's commands take it for a message."""
+    return text.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
+
+
+def _property(text: str) -> str:
+    """Text as they take it for a property."""
+    return _data(printable(text)).replace(":", "%3A").replace(",", "%2C")

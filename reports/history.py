@@ -1,0 +1,249 @@
+"""Many runs in their order: how each contender fared from one to the next, and what was not the same."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+from conformance.records import ERROR, FAIL, UNEXPECTED_PASS, UNJUDGED, UNSUPPORTED, Extent, RunInfo
+from reports import summary, wording
+from reports.summary import CONFORMS, DOES_NOT_CONFORM, KNOWN_FAILURES, NOT_JUDGED, Contender, Counts, Standing
+
+WHOLE = "whole"
+UNKNOWN = "unknown"
+NO_RECORD = "no record"
+PASSES = "passes"
+UNTIMED = "unknown"
+_LONGEST_VALUE = 10
+
+Changed = tuple[str, str, str]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Entry:
+    """A run: when it began (ISO, in UTC; empty where that is not known), its files, and what a report says of it.
+
+    Of its records, what they add up to is enough. `planned` are the implementations that it was to judge.
+    """
+
+    started: str
+    sources: tuple[str, ...]
+    standings: tuple[Standing, ...]
+    info: RunInfo
+    planned: frozenset[str] = frozenset()
+
+    @property
+    def time(self) -> str:
+        """When it began, to the minute."""
+        return self.started[:16].replace("T", " ") or UNTIMED
+
+    @property
+    def files(self) -> str:
+        """The names of its files, in short."""
+        more = len(self.sources) - 1
+        return self.sources[0] + (f" and {more} more" if more else "")
+
+
+@dataclasses.dataclass(frozen=True)
+class Point:
+    """A contender in one run; `number` is the run's, from 1, and `standing` is none where it left no record there."""
+
+    number: int
+    entry: Entry
+    standing: Standing | None
+    extent: Extent
+    changed: tuple[Changed, ...] = ()
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all that its level asks was asked."""
+        return self.standing is not None and self.extent.is_whole
+
+    @property
+    def conformity(self) -> str:
+        """As the standing has it."""
+        return self.standing.conformity if self.standing is not None else NOT_JUDGED
+
+    @property
+    def verdict(self) -> str:
+        """In a word or two: only a whole run says that something conforms."""
+        if self.standing is None:
+            return NO_RECORD
+        if self.conformity in (CONFORMS, KNOWN_FAILURES) and not self.is_whole:
+            return self.conformity.replace(CONFORMS, PASSES)
+        return self.conformity
+
+    @property
+    def words(self) -> str:
+        """The verdict as every other report words it."""
+        return wording.standing_text(self.standing, self.entry.info) if self.standing is not None else NO_RECORD
+
+    @property
+    def asked(self) -> str:
+        """How much was asked, in a word: `whole`, or why it was not."""
+        extent = self.extent
+        if not extent.known:
+            return UNKNOWN
+        parts = {
+            "interrupted": extent.stopped,
+            "smoke": extent.level == "smoke",
+            "narrowed": bool(extent.narrowed),
+            "partial": extent.is_partial and not extent.stopped,
+        }
+        return ", ".join(word for word, holds in parts.items() if holds) or WHOLE
+
+    @property
+    def level(self) -> str:
+        """The level of its grid."""
+        return self.extent.level or (UNKNOWN if not self.extent.known else self.entry.info.level)
+
+    @property
+    def counts(self) -> Counts:
+        """Records by verdict."""
+        return self.standing.counts if self.standing is not None else Counts({})
+
+    @property
+    def failures(self) -> int:
+        """What was judged and is red."""
+        return self.counts[FAIL] + self.counts[UNEXPECTED_PASS]
+
+    @property
+    def errors(self) -> int:
+        """What raised."""
+        return self.counts[ERROR]
+
+    @property
+    def judged(self) -> int:
+        """What rests on a comparison."""
+        return self.counts.judged
+
+    @property
+    def unsupported(self) -> int:
+        """What is declined."""
+        return self.counts[UNSUPPORTED]
+
+    @property
+    def unjudged(self) -> int:
+        """What could not be judged."""
+        return self.counts[UNJUDGED]
+
+    @property
+    def largest(self) -> float | None:
+        """The largest figure as a share of its limit."""
+        worst = self.standing.worst if self.standing is not None else None
+        return worst.share if worst is not None else None
+
+    @property
+    def seconds(self) -> float:
+        """What judging took, all processes together."""
+        return self.standing.seconds if self.standing is not None else 0.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Track:
+    """A contender through the runs that were to judge it, from the oldest to the newest."""
+
+    contender: Contender
+    points: tuple[Point, ...]
+
+
+def tracks(entries: Sequence[Entry], changed: Callable[[int, int, str], Sequence[Changed]]) -> list[Track]:
+    """How each contender fared.
+
+    Args:
+      entries: runs in their order.
+      changed: what two runs, by their places, do not share of what an implementation was judged under.
+    """
+    standings = [{one.contender: one for one in entry.standings} for entry in entries]
+    contenders = sorted({contender for found in standings for contender in found})
+    met = {contender.implementation for contender in contenders}
+    contenders += sorted(Contender(name, "") for name in {n for entry in entries for n in entry.planned} - met)
+    made = []
+    for contender in contenders:
+        places = [n for n, entry in enumerate(entries) if contender in standings[n] or _left_none(contender, entry)]
+        points = []
+        for before, place in zip([None, *places], places, strict=False):
+            standing, entry = standings[place].get(contender), entries[place]
+            known = _extent(contender, standing, entry)
+            differs = changed(before, place, contender.implementation) if before is not None else ()
+            points.append(Point(place + 1, entry, standing, known, tuple(differs)))
+        made.append(Track(contender, tuple(points)))
+    return made
+
+
+def _left_none(contender: Contender, entry: Entry) -> bool:
+    """Whether a run was to judge an implementation and left no record of it, on any platform."""
+    name = contender.implementation
+    return name in entry.planned and not any(one.contender.implementation == name for one in entry.standings)
+
+
+def _extent(contender: Contender, standing: Standing | None, entry: Entry) -> Extent:
+    if standing is not None:
+        return wording.extent_of(standing, entry.info)
+    return Extent(level=entry.info.level, stopped=entry.info.interrupted, planned=1)
+
+
+def failing_since(track: Track) -> Point | None:
+    """The run since which a contender fails; none if no run here fails, or a whole one has conformed since.
+
+    A red run fails, whole or not. Only a whole run says that something conforms: later runs that asked less, or left no
+    record, change nothing about a failure.
+    """
+    first = None
+    for point in reversed(track.points):
+        if point.conformity == DOES_NOT_CONFORM:
+            first = point
+        elif _conforms(point):
+            break
+    return first
+
+
+def since_text(track: Track) -> str:
+    """How a contender stands in the last run, since when it fails or failed last, and when it last conformed."""
+    last = track.points[-1]
+    parts = [f"{last.words} in run {last.number}"]
+    red = [point for point in track.points if point.conformity == DOES_NOT_CONFORM]
+    right = [point for point in track.points if _conforms(point)]
+    if (first := failing_since(track)) is not None:
+        right = [point for point in right if point.number < first.number]
+        later = ", and no whole run after it has conformed" if last is not red[-1] else ""
+        parts.append(f"fails since run {first.number} ({first.entry.time}){later}")
+    elif red:
+        parts.append(f"run {red[-1].number} ({red[-1].entry.time}) was the last that failed")
+    if right and right[-1] is not last:
+        parts.append(f"run {right[-1].number} was the last whole run that conformed")
+    elif not right:
+        parts.append("no whole run has conformed before" if first is not None else "no whole run has conformed")
+    return "; ".join(parts)
+
+
+def _conforms(point: Point) -> bool:
+    return point.is_whole and point.conformity in (CONFORMS, KNOWN_FAILURES)
+
+
+def changed_text(changed: Changed) -> str:
+    """What changed between two runs."""
+    name, old, new = changed
+    return f"{name} {old} → {new}" if old or new else name
+
+
+def brief_change(changed: Changed) -> str:
+    """The same where there is little room."""
+    name, _, new = changed
+    return f"{name} {new}" if new not in ("", "none") and len(new) <= _LONGEST_VALUE else name
+
+
+def headline(made: Sequence[Track], entries: Sequence[Entry]) -> str:
+    """All runs in one sentence."""
+    runs = "1 run" if len(entries) == 1 else f"{len(entries):,} runs"
+    red = [track.contender.label for track in made if failing_since(track) is not None]
+    names = "1 implementation" if len(made) == 1 else f"{len(made):,} implementations"
+    if not red:
+        return f"{runs} of {names}: none is known to fail now."
+    those = ", ".join(red[:3]) + (f" and {len(red) - 3:,} more" if len(red) > 3 else "")
+    return f"{runs} of {names}: {those} {'fails' if len(red) == 1 else 'fail'}."
+
+
+def severity(point: Point) -> float:
+    """The largest share, for drawing: without any below all."""
+    return summary.severity(point.largest)

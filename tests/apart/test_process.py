@@ -1,0 +1,368 @@
+"""A kernel in a process of its own: what it does there reaches the judge as one sentence."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import gc
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from cases.case import Case
+from cases.inputs import draw, draw_cotangent
+from conformance import records
+from conformance.apart import executor, keeper
+from conformance.apart.kernels import Kernels
+from conformance.apart.process import KernelProcess, Limits, Lost, TooSlow
+from conformance.calling import registry
+from conformance.calling.execution import Executor
+from conformance.checks import BY_NAME, CHECKS
+from conformance.contract import Implementation
+from conformance.judging import plan
+from conformance.judging.job import Job
+from conformance.judging.runner import Runner
+from conformance.judging.settings import Settings
+
+CASE = Case(q_length=16, kv_length=16, head_dim=16, v_head_dim=16)
+HERE = Path(__file__).parent
+LIMITS = Limits(seconds=60.0, memory=4 * 2**30)
+
+
+Find = Callable[..., Implementation]
+
+
+def process_of(implementation: Implementation) -> KernelProcess:
+    """The process of a kernel that is not here."""
+    assert isinstance(implementation.call, executor.Elsewhere)
+    return implementation.call.process
+
+
+@pytest.fixture
+def find() -> Iterator[Find]:
+    """Finds a kernel of this folder; its process ends with the test."""
+    found: list[Implementation] = []
+
+    def kernel(name: str, limits: Limits = LIMITS) -> Implementation:
+        found.append(executor.find(f"{HERE}/kernels.py:{name}", None, limits))
+        return found[-1]
+
+    yield kernel
+    for implementation in found:
+        process_of(implementation).end()
+
+
+def said(implementation: Implementation) -> str:
+    """What is said of a kernel that gives no result."""
+    with pytest.raises((Exception, Lost)) as raised:
+        executor.executor_of(implementation).forward(draw(CASE))
+    return f"{raised.type.__name__}: {raised.value}"
+
+
+@pytest.mark.parametrize(
+    ("name", "sentence"),
+    [
+        ("dies", "Lost: the kernel's process ended by itself, with exit code 0"),
+        ("crashes", "Lost: the kernel's process died of SIGSEGV (it printed: about to crash)"),
+        ("closes", "Lost: the kernel's process"),
+        ("writes", "PermissionError: [Errno 13] Permission denied"),
+        ("connects", "PermissionError: [Errno 13] Permission denied"),
+        ("connects_among_files", "PermissionError: [Errno 13] Permission denied"),
+        ("limits_the_judge", "PermissionError: [Errno 1] Operation not permitted"),
+        ("kills", "PermissionError: [Errno 1] Operation not permitted"),
+        ("looks", "PermissionError: [Errno 13] Permission denied"),
+        ("reads_arguments", "PermissionError: [Errno 13] Permission denied"),
+        ("replaces", "Lost: the kernel has replaced jax.vjp in its process"),
+        (
+            "replaces_a_method",
+            "Lost: the kernel has replaced conformance.calling.execution.Executor.jit in its process",
+        ),
+        ("exits", "SystemExit: 0"),
+        ("raises", "OddError: q is odd"),
+        ("lies", "WrongReturn: the call must return out alone"),
+    ],
+)
+def test_what_it_does_there_is_told_in_a_sentence(find: Find, name: str, sentence: str) -> None:
+    implementation = find(name)
+    if sentence.startswith("PermissionError") and process_of(implementation).said.confined != "confined":
+        pytest.skip(process_of(implementation).said.confined)
+    assert said(implementation).startswith(sentence)
+    assert not (HERE / "written.txt").exists()
+
+
+def test_what_was_begun_is_what_it_gives_when_it_is_asked(find: Find) -> None:
+    implementation, problem, other = find("plain"), draw(CASE), draw(dataclasses.replace(CASE, seed=1))
+    here = Executor(registry.find(f"{HERE}/kernels.py:plain"))
+    apart = executor.executor_of(implementation)
+    process = process_of(implementation)
+    cotangent = draw_cotangent(CASE)
+    plain = dataclasses.replace(cotangent, logsumexp=None)
+    for _ in range(2):  # also when the first answers are known
+        apart.begin_forward(problem)
+        apart.begin_gradients(problem, plain)
+        apart.begin_forward(other)
+    assert len(process._begun) == 6
+    for case in (other, problem, problem):  # in another order, and once more than begun
+        assert np.array_equal(apart.forward(case).values["out"], here.forward(case).values["out"])
+    got, expected = apart.gradients(problem, plain).values, here.gradients(problem, plain).values
+    assert all(np.array_equal(got[name], expected[name]) for name in expected)
+    assert len(process._begun) == 2
+
+
+def test_operands_that_the_pipe_does_not_hold_are_not_begun_beside_others(find: Find) -> None:
+    implementation = find("plain")
+    case = Case(q_length=256, kv_length=256, head_dim=1024, v_head_dim=1024)
+    large = draw(case)
+    apart = executor.executor_of(implementation)
+    apart.begin_forward(large)
+    apart.begin_forward(draw(dataclasses.replace(CASE, seed=2)))
+    apart.begin_gradients(large, dataclasses.replace(draw_cotangent(case), logsumexp=None))
+    assert len(process_of(implementation)._begun) == 1
+    assert apart.forward(large).values["out"].shape == large.q.shape
+
+
+@pytest.mark.parametrize(("name", "sentence"), [("dies", "Lost: the kernel's process ended"), ("raises", "OddError: ")])
+def test_what_goes_wrong_with_what_was_begun_is_told_when_it_is_asked(find: Find, name: str, sentence: str) -> None:
+    implementation, problem = find(name), draw(CASE)
+    apart = executor.executor_of(implementation)
+    apart.begin_forward(problem)
+    with pytest.raises((Exception, Lost)) as raised:
+        apart.forward(problem)
+    assert f"{raised.type.__name__}: {raised.value}".startswith(sentence)
+
+
+def test_a_call_that_hangs_is_ended_and_what_it_printed_is_shown(find: Find) -> None:
+    sentence = said(find("hangs", dataclasses.replace(LIMITS, seconds=4.0)))
+    assert sentence == "TooSlow: the call did not return within 4 s (--timeout) (it printed: waiting for ever)"
+
+
+def test_a_call_that_takes_too_much_memory_is_ended(find: Find) -> None:
+    sentence = said(find("grows", dataclasses.replace(LIMITS, memory=3 * 2**29)))
+    assert "1.5 GiB are allowed (--memory)" in sentence
+
+
+def test_an_error_has_its_place_in_the_users_code_and_what_was_printed_before_it(find: Find) -> None:
+    (record,) = Runner(Settings()).run([Job(find("raises"), CASE, (BY_NAME["forward"],))])
+    assert record.verdict == records.ERROR
+    assert re.search(r"OddError: q is odd \(.*kernels\.py:\d+: raise OddError", record.reason)
+    assert record.reason.endswith("(it printed: q has arrived)")
+
+
+def test_a_process_ends_when_nobody_refers_to_its_kernel() -> None:
+    implementation = executor.find(f"{HERE}/kernels.py:plain", None, LIMITS)
+    process = process_of(implementation)._lives[0]._process
+    assert process.poll() is None
+    del implementation
+    gc.collect()
+    assert process.poll() is not None
+
+
+def left_behind(seconds: str) -> list[str]:
+    """The processes that sleep for so long."""
+    found = []
+    for place in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            if place.read_bytes() == f"sleep\0{seconds}\0".encode():
+                found.append(place.parent.name)
+    return found
+
+
+@pytest.mark.skipif(not keeper.IS_THERE, reason="only Linux gives orphans to who asks for them")
+def test_what_a_kernel_started_and_let_go_of_ends_with_it(find: Find, monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds = f"1000.{os.getpid()}"
+    monkeypatch.setenv("LINGERS", seconds)
+    lingers = find("lingers")
+    executor.executor_of(lingers).forward(draw(CASE))
+    assert left_behind(seconds)
+    process_of(lingers).end()
+    assert not left_behind(seconds)
+    assert said(find("lingers_and_dies")) == "Lost: the kernel's process ended by itself, with exit code 3"
+    assert not left_behind(seconds)
+
+
+@pytest.mark.skipif(not keeper.IS_THERE, reason="only Linux gives orphans to who asks for them")
+def test_what_a_kernel_started_ends_with_a_judge_that_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds = f"2000.{os.getpid()}"
+    case = "train/f32/B1.T16.S16.N2.K2.H16.V16/full/normal/s0"
+    command = [sys.executable, "-m", "conformance", "run", f"--impl={HERE}/kernels.py:lingers", f"--case={case}"]
+    with subprocess.Popen(command, env={**os.environ, "LINGERS": seconds}, stdout=subprocess.DEVNULL) as judge:
+        until(lambda: left_behind(seconds))
+        judge.kill()
+    until(lambda: not left_behind(seconds))
+
+
+def until(so: Callable[[], object]) -> None:
+    """Wait until something is so, for a minute at most."""
+    deadline = time.monotonic() + 60
+    while not so():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_output_without_end_costs_nothing(find: Find) -> None:
+    assert executor.executor_of(find("floods")).forward(draw(CASE)).values["out"].shape == (1, 16, 2, 16)
+
+
+def test_a_process_that_was_lost_is_one_error_of_one_case(find: Find) -> None:
+    implementation = find("dies")
+    jobs = [Job(implementation, dataclasses.replace(CASE, seed=seed), tuple(CHECKS[:4])) for seed in (0, 1)]
+    found = Runner(Settings()).run(jobs)
+    assert [(record.verdict, record.case) for record in found] == [(records.ERROR, job.case.id) for job in jobs]
+    assert "ended by itself, with exit code 0; the case was asked no further" in found[0].reason
+
+
+def test_the_judge_does_not_import_the_kernel_and_declares_nothing_for_it(find: Find) -> None:
+    before = set(sys.modules)
+    implementation = find("plain")
+    assert not [name for name in set(sys.modules) - before if name.rpartition(".")[2] == "kernels"]
+    here = registry.find(f"{HERE}/kernels.py:plain")
+    for field in (
+        "unsupported",
+        "arithmetic",
+        "residuals",
+        "gradients",
+        "empty_rows",
+        "offers",
+        "refuses_by_signature",
+    ):
+        assert getattr(implementation, field) == getattr(here, field), field
+    for mask in ("full", "causal", "dense-d40"):
+        case = dataclasses.replace(CASE, mask=mask)
+        assert implementation.supports(case) == here.supports(case)
+    with pytest.raises(RuntimeError, match="in a process of its own"):
+        implementation.call(1, 2, 3)
+
+
+def test_an_implementation_that_says_by_a_function_what_it_supports_is_asked_there() -> None:
+    found = executor.find(f"{HERE}/declares.py:IMPLEMENTATION", None, LIMITS)
+    try:
+        assert found.supports(CASE) is None
+        assert found.supports(dataclasses.replace(CASE, seed=7)) is None, "it is not told which values a case has"
+        assert found.supports(dataclasses.replace(CASE, head_dim=32)) == "head_dim 32 is too large"
+        assert list(found.variants) == ["other"]
+        jobs = plan.single(found, CASE, [BY_NAME["forward"], BY_NAME["invariance"], BY_NAME["parts"]]).jobs
+        judged = Runner(Settings()).run(jobs)
+        assert {record.verdict for record in judged if record.observable == "out"} == {records.PASS}
+        assert [r.verdict for r in judged if r.observable == "out.other"] == [records.FAIL]
+    finally:
+        process_of(found).end()
+
+
+@pytest.mark.parametrize(
+    "check",
+    [
+        *("program", "front_end", "poison"),
+        *(pytest.param(check, marks=pytest.mark.nightly) for check in ("transforms", "calls", "sharding", "forms")),
+    ],
+)
+def test_what_is_found_is_what_is_found_in_the_judges_process(check: str) -> None:
+    name = f"{HERE.parent}/kernels/naive.py:attention"
+    here, there = (Kernels(in_process=apart).find(name) for apart in (True, False))
+    planned = plan.plan([here], level="quick", checks=[BY_NAME[check]]).jobs
+    case = next(job.case for job in planned if check != "forms" or job.case.scale is not None)
+    both = []
+    for implementation in (here, there):
+        found = Runner(Settings()).run(plan.single(implementation, case, [BY_NAME[check]]).jobs)
+        both.append([dataclasses.replace(record, seconds=0.0) for record in found])
+    process_of(there).end()
+    assert both[0] == both[1]
+    assert both[0]
+
+
+@pytest.mark.parametrize("name", ["nothing_here", "right_there"])
+def test_a_kernel_that_does_not_load_is_one_line(name: str, tmp_path: Path) -> None:
+    (tmp_path / "broken.py").write_text("raise RuntimeError('line one\\nline two')\n")
+    source = f"{HERE}/kernels.py:nothing_here" if name == "nothing_here" else f"{tmp_path}/broken.py:attention"
+    with pytest.raises(registry.ImplementationNotFound) as raised:
+        Kernels().find(source)
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        None,
+        [1],
+        {"declared": {}, "backend": "cpu"},
+        {"declared": {}, "backend": "cpu", "count": "one"},
+        {"declared": {}, "backend": "cpu", "count": 1},
+    ],
+    ids=str,
+)
+def test_what_is_no_declaration_is_one_line(said: object, tmp_path: Path) -> None:
+    (tmp_path / "forged.py").write_text(f"from tests.apart.kernels import forges\nattention = forges({said!r})\n")
+    with pytest.raises(registry.ImplementationNotFound, match=r"what is no answer|what no implementation can"):
+        Kernels().find(f"{tmp_path}/forged.py:attention")
+
+
+def test_a_kernel_goes_by_the_name_that_it_is_found_by(tmp_path: Path) -> None:
+    (tmp_path / "named.py").write_text(
+        "from conformance.apart import declared\n"
+        "from conformance.calling.plain import from_function\n"
+        "from tests.apart.kernels import forges, right\n"
+        "told = declared.told(from_function(right, 'dot_product'))\n"
+        "attention = forges({'declared': told, 'backend': 'cpu', 'count': 1})\n"
+    )
+    found = Kernels().find(f"{tmp_path}/named.py:attention")
+    process_of(found).end()
+    assert found.name == f"{tmp_path}/named.py:attention"
+
+
+@pytest.mark.parametrize("what", ["raise BrokenPipeError('gone')", "os._exit(0)"])
+def test_what_cannot_say_what_it_supports_is_an_error_of_the_case(what: str, tmp_path: Path) -> None:
+    (tmp_path / "mute.py").write_text(
+        "import dataclasses, os\n"
+        "from tests.apart import declares\n"
+        f"def supports(case):\n    {what}\n"
+        "attention = dataclasses.replace(declares.IMPLEMENTATION, supports_case=supports)\n"
+    )
+    found = Kernels().find(f"{tmp_path}/mute.py:attention")
+    with pytest.raises(registry.ImplementationNotFound, match="cannot say whether it supports"):
+        plan.single(found, CASE)
+    (record,) = Runner(Settings()).run([Job(found, CASE, (BY_NAME["forward"],))])
+    process_of(found).end()
+    assert (record.check, record.verdict) == ("support", records.ERROR)
+
+
+def test_a_folder_of_any_depth_is_removed(find: Find) -> None:
+    implementation = find("digs")
+    executor.executor_of(implementation).forward(draw(CASE))
+    (running,) = process_of(implementation)._lives
+    process_of(implementation).end()
+    assert not Path(running._scratch).exists()
+
+
+def test_what_a_kernel_forks_does_not_answer_for_it(find: Find) -> None:
+    implementation, problem = find("forks"), draw(CASE)
+    apart = executor.executor_of(implementation)
+    expected = executor.executor_of(find("plain")).forward(problem).values["out"]
+    for _ in range(2):
+        assert np.array_equal(apart.forward(problem).values["out"], expected)
+
+
+def test_a_kernel_that_does_not_read_is_too_slow(find: Find) -> None:
+    apart = executor.executor_of(find("answers_ahead", Limits(seconds=3.0, memory=LIMITS.memory)))
+    large = draw(Case(q_length=256, kv_length=256, head_dim=1024, v_head_dim=1024))
+    apart.forward(draw(CASE))
+    with pytest.raises(TooSlow, match="does not read"):
+        apart.forward(large)
+
+
+def test_a_file_of_a_package_that_imports_beside_itself_is_told_how_to_be_named(tmp_path: Path) -> None:
+    (tmp_path / "flash.py").write_text("from .other import attention\n")
+    with pytest.raises(registry.ImplementationNotFound, match="a module of a package goes by its name"):
+        Kernels().find(f"{tmp_path}/flash.py:attention")
+
+
+def test_a_kernel_that_reads_arguments_as_it_is_imported_gets_none(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(
+        "import argparse\nfrom tests.apart.kernels import right as attention\nargparse.ArgumentParser().parse_args()\n"
+    )
+    process_of(Kernels().find(f"{tmp_path}/script.py:attention")).end()

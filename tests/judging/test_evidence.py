@@ -1,0 +1,220 @@
+"""What runs say together: only what was judged counts, and nothing that was planned and not judged is forgotten."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from html import unescape
+from typing import Any
+
+import pytest
+
+from conformance.judging.evidence import gather
+from conformance.records import FAIL, PASS, UNJUDGED, Record, RunInfo
+from conformance.runs import COMPLETE, INTERRUPTED, Array, End, Kernel, Planned, Recorded, Run
+from reports import html, markdown, summary, wording
+
+SHAPE = "B1.T{0}.S{0}.N2.K2.H64.V64/causal/normal/s0"
+CASES = [f"train/f32/{SHAPE.format(length)}" for length in (512, 96, 64, 33)]
+ROWS = ("00", "01", "10", "11")
+
+
+def run(**changes: Any) -> Run:
+    values: dict[str, Any] = {
+        "started": "2026-01-01T00:00:00+00:00",
+        "command": "run",
+        "level": "quick",
+        "seeds": (0,),
+        "environment": {"jax": "0.10.2", "backend": "cpu"},
+        "tolerances": ({"dtype": "f32", "limit": 4.0},),
+        "kernels": {"kernel": Kernel(source="abc", arrays=(Array(strength=2, combinations=4),))},
+        "jobs": tuple(Planned("kernel", case, ("forward",), (row,)) for case, row in zip(CASES, ROWS, strict=True)),
+        "whole": {"kernel": 4},
+    }
+    return Run(**values | changes)
+
+
+def record(case: str, verdict: str = PASS, **changes: Any) -> Record:
+    values: dict[str, Any] = {"implementation": "kernel", "platform": "cpu", "check": "forward", "observable": "out"}
+    return Record(case=case, verdict=verdict, features=("causal",), **values | changes)
+
+
+def recorded(*jobs: int, source: str = "", how: str | None = COMPLETE, verdict: str = PASS, **changes: Any) -> Recorded:
+    done = {number: (record(CASES[number], verdict),) for number in jobs}
+    end = End(ended="2026-01-01T00:01:00+00:00", how=how, jobs=len(jobs), seconds=9.0) if how is not None else None
+    return Recorded(source=source, run=run(**changes), done=done, end=end)
+
+
+ALL = (0, 1, 2, 3)
+
+
+def said(*ones: Recorded) -> tuple[str, RunInfo]:
+    found, info = gather(ones, command="report")
+    return wording.headline(summary.standings(found), info), info
+
+
+def test_a_whole_run_conforms_and_covers_what_it_judged() -> None:
+    headline, info = said(recorded(*ALL))
+    assert headline == "kernel (cpu) conforms."
+    assert (info.coverage[0]["combinations"], info.coverage[0]["covered"]) == (4, 4)
+    assert wording.state_text(info) == "complete"
+    assert "run <b>complete</b>" in html.render([record(CASES[0])], info)
+    assert info.seconds == 9.0
+    assert info.tolerances == [{"dtype": "f32", "limit": 4.0}]
+
+
+def test_coverage_counts_what_was_judged() -> None:
+    found = recorded(0, 1)
+    unjudged = dataclasses.replace(found, done={**found.done, 2: (record(CASES[2], UNJUDGED),)})
+    headline, info = said(unjudged)
+    assert (info.coverage[0]["cases planned"], info.coverage[0]["cases judged"]) == (4, 2)
+    assert info.coverage[0]["covered"] == 2
+    assert headline == "kernel (cpu) passes as far as asked (narrowed to 3 of 4 jobs)."
+
+
+def test_a_narrowed_run_says_to_what_and_how_little_that_is() -> None:
+    headline, info = said(recorded(0, jobs=run().jobs[:1], narrowed="--cases=train/f32/B1.T512"))
+    assert headline == "kernel (cpu) passes as far as asked (narrowed to --cases=train/f32/B1.T512: 1 of 4 jobs)."
+    for shown in (html.render([record(CASES[0])], info), markdown.render([record(CASES[0])], info)):
+        assert "complete, narrowed to --cases=train/f32/B1.T512" in re.sub("<[^>]*>", "", shown)
+    headline, _ = said(recorded(0, verdict=FAIL, jobs=run().jobs[:1], narrowed="one case"))
+    assert headline == "kernel (cpu) does not conform (narrowed to one case: 1 of 4 jobs)."
+
+
+def test_the_state_of_a_run_says_that_it_was_not_all() -> None:
+    assert wording.state_text(said(recorded(*ALL, level="smoke"))[1]) == "complete at smoke"
+    assert wording.state_text(said(recorded(0, jobs=run().jobs[:1], level="smoke", narrowed="--check=forward"))[1]) == (
+        "complete at smoke, narrowed to --check=forward"
+    )
+    other = recorded(
+        0, jobs=(Planned("other", CASES[0], ("forward",)),), kernels={"other": Kernel()}, narrowed="one case"
+    )
+    other = dataclasses.replace(other, done={0: (record(CASES[0], implementation="other"),)})
+    assert wording.state_text(said(recorded(*ALL), other)[1]) == "complete, narrowed in part"
+    assert wording.state_text(said(recorded(0, narrowed="--check=forward"))[1]) == "partial"
+
+
+@pytest.mark.parametrize("how", [INTERRUPTED, None], ids=["interrupted", "killed"])
+def test_a_run_that_was_stopped_or_killed_does_not_conform(how: str | None) -> None:
+    headline, info = said(recorded(0, 1, how=how))
+    assert headline == "kernel (cpu) passes so far (2 of 4 jobs)."
+    assert info.interrupted
+    assert wording.state_text(info) == "interrupted"
+
+
+def test_a_merge_notices_a_shard_that_is_missing() -> None:
+    one, two = recorded(0, 1, source="1.jsonl", shard="1/2"), recorded(2, 3, source="2.jsonl", shard="2/2")
+    headline, info = said(one)
+    assert headline == "kernel (cpu) passes as far as asked (narrowed to 2 of 4 jobs)."
+    assert "shard 2 of 2 is missing" in info.notes
+    assert wording.shortfall_text(info) == "Not all that was planned was judged: 2 of 4 jobs."
+    headline, info = said(one, two)
+    assert headline == "kernel (cpu) conforms."
+    assert info.notes == []
+    assert info.coverage[0]["covered"] == 4
+
+
+def test_a_shard_that_was_killed_before_its_first_record_is_missed_too() -> None:
+    headline, info = said(recorded(0, 1), recorded(how=None))
+    assert headline == "kernel (cpu) passes so far (2 of 4 jobs)."
+    assert info.interrupted
+
+
+def test_what_one_file_lacks_another_may_have() -> None:
+    headline, info = said(recorded(0, 1, how=INTERRUPTED), recorded(2, 3, how=INTERRUPTED))
+    assert headline == "kernel (cpu) conforms."
+    assert not info.interrupted
+
+
+def test_passes_of_today_do_not_cover_failures_of_yesterday() -> None:
+    headline, _ = said(recorded(*ALL, verdict=FAIL), recorded(*ALL))
+    assert headline == "kernel (cpu) does not conform."  # nothing changed in between, so one of them is a lie
+
+
+OTHERS: dict[str, dict[str, Any]] = {
+    "jax": {"environment": {"jax": "0.12.0", "backend": "cpu"}},
+    "source": {"kernels": {"kernel": Kernel(source="abd", arrays=(Array(strength=2, combinations=4),))}},
+    "declared": {
+        "kernels": {
+            "kernel": Kernel(source="abc", declared={"logits": "input"}, arrays=(Array(strength=2, combinations=4),))
+        }
+    },
+    "tolerances": {"tolerances": ({"dtype": "f32", "limit": 40.0},)},
+    "place": {
+        "kernels": {
+            "kernel": Kernel(
+                source="abc",
+                arrays=(Array(strength=2, combinations=4),),
+                place="ran in the judge's own process (--in-process), which it could alter",
+            )
+        }
+    },
+}
+
+
+@pytest.mark.parametrize("changes", OTHERS.values(), ids=OTHERS)
+def test_runs_of_different_provenance_never_answer_for_each_other(changes: dict[str, Any]) -> None:
+    before = recorded(*ALL, verdict=FAIL, source="old.jsonl")
+    after = recorded(*ALL, source="new.jsonl", **changes)
+    for ones in ((before, after), (after, before)):
+        found, _ = gather(ones, command="report")
+        standings = summary.standings(found)
+        assert {standing.conformity for standing in standings} == {summary.CONFORMS, summary.DOES_NOT_CONFORM}
+        assert len({standing.contender.label for standing in standings}) == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "labels"),
+    [
+        ("jax", {"kernel (cpu, jax 0.10.2)", "kernel (cpu, jax 0.12.0)"}),
+        ("source", {"kernel (cpu, source abc)", "kernel (cpu, source abd)"}),
+        ("place", {"kernel (cpu, confined)", "kernel (cpu, in the judge's own process)"}),
+        ("declared", {"kernel (cpu, a.jsonl)", "kernel (cpu, b.jsonl)"}),
+    ],
+)
+def test_what_differs_tells_runs_apart(name: str, labels: set[str]) -> None:
+    one, other = recorded(*ALL, source="a.jsonl"), recorded(*ALL, source="b.jsonl", **OTHERS[name])
+    found, info = gather([one, other], command="report")
+    assert {standing.contender.label for standing in summary.standings(found)} == labels
+    page = unescape(html.render(found, info))
+    assert all(label.removeprefix("kernel (").removesuffix(")") in page for label in labels)
+
+
+def test_other_platforms_need_no_such_words() -> None:
+    gpu = recorded(*ALL, environment={"jax": "0.10.2", "backend": "gpu"}, source="gpu.jsonl")
+    done = {number: (dataclasses.replace(found[0], platform="gpu"),) for number, found in gpu.done.items()}
+    found, info = gather([recorded(*ALL, source="cpu.jsonl"), dataclasses.replace(gpu, done=done)], command="report")
+    assert [standing.contender.label for standing in summary.standings(found)] == ["kernel (cpu)", "kernel (gpu)"]
+    assert info.environment["backend"] == "cpu (cpu.jsonl); gpu (gpu.jsonl)"
+    assert info.environment["jax"] == "0.10.2"
+
+
+def test_what_older_files_lack_is_unknown() -> None:
+    found, info = gather([Recorded(source="old.jsonl", others=(record(CASES[0]),))], command="report")
+    assert wording.headline(summary.standings(found), info) == (
+        "kernel (cpu) passes as far as is known (no run record)."
+    )
+    assert info.environment["environment"] == "unknown"
+    assert (info.tolerances, info.coverage) == ([], [])
+    for text in (html.render(found, info), markdown.render(found, info)):
+        assert "✓ conforms" not in text
+        assert "whether they are all that was planned is unknown" in text
+    assert "unknown" in info.notes[0]
+
+
+def test_few_blocks_come_from_the_record() -> None:
+    one = Kernel(source="abc", block_lengths=(512,), arrays=(Array(strength=2, combinations=4),))
+    jobs = run().jobs[:1]
+    headline, _ = said(recorded(0, kernels={"kernel": one}, jobs=jobs))
+    assert "asked about one block of 512 queries and one block of 512 keys only" in headline
+
+
+def test_an_implementation_that_no_job_reached_is_named() -> None:
+    jobs = (*run().jobs, Planned("other", CASES[0], ("forward",)))
+    _, info = said(recorded(0, how=None, jobs=jobs, kernels={**run().kernels, "other": Kernel()}))
+    assert "other: none of its jobs was judged" in info.notes
+
+
+def test_seeds_that_are_judged_apart_are_each_whole() -> None:
+    headline, _ = said(recorded(*ALL), recorded(0, how=None, seeds=(1,)))
+    assert headline == "kernel (cpu) passes so far (1 of 4 jobs)."

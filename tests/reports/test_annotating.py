@@ -1,0 +1,135 @@
+"""Annotations of GitHub Actions: one for each root finding, no more than are shown, in a syntax that nothing breaks."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from conformance.records import ERROR, EXPECTED_FAIL, FAIL, PASS, UNEXPECTED_PASS, UNJUDGED, UNSUPPORTED, Record
+from reports import annotating, changes
+from reports.annotating import MOST, Annotation, commands, of_changes, of_records
+
+CASE = "train/f32/B1.T{0}.S{0}.N2.K2.H16.V16/causal/normal/s0"
+COMMAND = re.compile(r"::(error|warning) ((?:\w+=[^:,\n]*)(?:,\w+=[^:,\n]*)*)::([^\n\r]*)")
+
+
+def record(verdict: str, number: int = 8, **changed: Any) -> Record:
+    values: dict[str, Any] = {"implementation": "kernel", "platform": "cpu", "check": "forward", "observable": "out"}
+    return Record(case=CASE.format(number), verdict=verdict, reproduce="python -m conformance run", **values | changed)
+
+
+def nowhere(record: Record) -> None:
+    return None
+
+
+def titles(records: Sequence[Record]) -> list[str]:
+    return [one.title.removeprefix("kernel (cpu): ") for one in of_records(records, nowhere)]
+
+
+def read(line: str) -> tuple[str, dict[str, str], str]:
+    """A command as GitHub reads it."""
+    match = COMMAND.fullmatch(line)
+    assert match is not None, line
+    properties = dict(each.split("=", 1) for each in match[2].split(","))
+    for escaped, character in (("%3A", ":"), ("%2C", ",")):
+        properties = {name: value.replace(escaped, character) for name, value in properties.items()}
+    return match[1], {name: plain(value) for name, value in properties.items()}, plain(match[3])
+
+
+def plain(text: str) -> str:
+    return text.replace("%0D", "\r").replace("%0A", "\n").replace("%25", "%")
+
+
+def test_there_is_one_annotation_for_each_finding_and_not_for_each_record() -> None:
+    failing = [record(FAIL, n, check=check, observable=o) for n in (9, 8, 7) for check in "ab" for o in ("out", "dq")]
+    (one, two) = of_records(failing, nowhere)
+    assert [one.title, two.title] == ["kernel (cpu): a fails", "kernel (cpu): b fails"]
+    assert one.count == 6
+    assert one.lines[:2] == ("6 judgements in 3 cases: a/out, a/dq", f"smallest: {CASE.format(7)}")
+    assert one.lines[-1] == "python -m conformance run"
+
+
+def test_one_cause_in_many_checks_is_one_finding() -> None:
+    poisoned = [record(FAIL, check="poison", observable=f"{name}.nan") for name in ("out", "dq", "dk")]
+    explained = [record(FAIL, check=check, remedy='products="tf32"') for check in ("forward", "gradients")]
+    assert titles(poisoned) == ["NaN or infinity behind the mask"]
+    assert titles(explained) == ['would pass as declared products="tf32"']
+    raised = [record(ERROR, n, check=c, reason=f"ValueError: {n} heads") for n in (3, 4) for c in ("forward", "primal")]
+    assert titles(raised) == ["raises"]
+    assert titles([*raised, record(ERROR, reason="TypeError: none")]) == ["raises", "raises"]
+    assert len(titles([*raised, *poisoned, *explained, record(FAIL)])) == 4
+
+
+def test_what_raised_at_one_line_is_one_finding_with_its_place() -> None:
+    raised = [record(ERROR, n, check=c, reason=c) for n in (3, 4) for c in ("forward", "primal")]
+    (one,) = of_records(raised, lambda record: ("src/kernel, a.py", 12))
+    (line,) = commands([one])
+    kind, properties, text = read(line)
+    assert kind == "error"
+    assert properties == {"file": "src/kernel, a.py", "line": "12", "title": "kernel (cpu): raises"}
+    assert text.startswith("4 judgements in 2 cases: forward/out, primal/out\n")
+    assert "file=" not in commands(of_records(raised, nowhere))[0]
+
+
+def test_expected_failures_and_passes_are_none_and_unexpected_passes_are_warnings() -> None:
+    quiet = [record(verdict) for verdict in (PASS, EXPECTED_FAIL, UNSUPPORTED, UNJUDGED)]
+    assert of_records(quiet, nowhere) == []
+    listed = [record(UNEXPECTED_PASS, n, check="poison", observable="out.nan", reason="known") for n in (3, 4)]
+    (line,) = commands(of_records(listed, nowhere))
+    kind, properties, text = read(line)
+    assert (kind, properties["title"]) == ("warning", "kernel (cpu): an expected failure passes")
+    assert "2 judgements in 2 cases" in text
+
+
+def test_no_more_are_written_than_github_shows_and_the_last_says_how_many_there_are() -> None:
+    many = [record(FAIL, n, check=f"check{c}", implementation=i) for c in range(12) for n in (7, 8) for i in "abc"]
+    lines = commands(of_records([*many, record(UNEXPECTED_PASS)], nowhere))
+    found = [read(line) for line in lines]
+    assert [kind for kind, _, _ in found] == ["error"] * MOST + ["warning"]
+    assert found[MOST - 1][2] == "27 more findings (54 records) are in the summary and the report"
+    # No implementation pushes another out.
+    assert {properties["title"][0] for _, properties, _ in found[: MOST - 1]} == set("abc")
+    ten = commands(of_records([record(FAIL, check=f"check{n}") for n in range(MOST)], nowhere))
+    assert len(ten) == MOST
+    assert "more findings" not in "".join(ten)
+
+
+def test_no_text_of_a_kernel_breaks_out_of_its_annotation() -> None:
+    wild = "100%, a: b\n::error::x\r\n\x1b[31m \u202e \u2028 %0A"
+    found = of_records([record(ERROR, implementation=f"k{wild}", platform=wild, reason=wild, check=wild)], nowhere)
+    (line,) = commands(found)
+    assert line.isprintable()
+    _, properties, text = read(line)
+    assert set(properties) == {"title"}
+    assert "\x1b" not in properties["title"] + text
+    assert "100%, a: b ::error::x" in text
+    assert "%0A" in text  # which the message has, and is no end of a line
+    raw = Annotation("error", "k", "t:a,b%\n", ("one\r\ntwo", "", "three"), 1, ("a:b,c.py", 3))
+    assert commands([raw]) == ["::error file=a%3Ab%2Cc.py,line=3,title=t%3Aa%2Cb%25 ::one  two%0Athree"]
+
+
+def compared(old: Sequence[Record], new: Sequence[Record]) -> changes.Comparison:
+    return changes.compare(old, new, planned=None)
+
+
+def test_a_comparison_is_annotated_with_what_became_worse() -> None:
+    old = [record(PASS, n, check=c) for n in (8, 9) for c in ("forward", "primal")]
+    new = [
+        *(record(FAIL, n) for n in (8, 9)),
+        record(UNJUDGED, 8, check="primal", reason="no such device"),
+        record(PASS, 10),
+    ]
+    found = of_changes(compared(old, new), nowhere)
+    assert [one.title for one in found] == [
+        "new: kernel (cpu): forward fails",
+        "kernel (cpu): primal newly unjudged",
+        "kernel (cpu): primal gone",
+    ]
+    assert [one.kind for one in found] == [annotating.WRONG] * 3
+    assert "no such device" in found[1].lines
+    assert found[2].lines[0] == f"1 gone: pass → not there, as in {CASE.format(9)}"
+    without = of_changes(compared(old, new), nowhere, without_failures=True)
+    assert [one.title for one in without] == [one.title for one in found[1:]]
+    assert of_changes(compared(new, new), nowhere) == []
+    assert of_changes(compared([record(FAIL)], [record(PASS)]), nowhere) == []

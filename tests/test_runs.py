@@ -1,0 +1,110 @@
+"""Runs: what a file of records says beside them comes back as it was, and what is cut off is missed."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from conformance import records, runs
+from conformance.records import PASS, Record
+from conformance.runs import COMPLETE, Array, End, Kernel, Planned, Run
+
+CASES = ("train/f32/a", "train/f32/b", "train/f32/c")
+KERNEL = Kernel(
+    package="kernels 1.2",
+    source="abc",
+    declared={"behind_mask": "finite", "arithmetic": {"products": "exact"}},
+    asks_less=('behind_mask="finite"',),
+    block_lengths=(128,),
+    arrays=(Array(strength=2, combinations=6), Array(strength=2, combinations=0)),
+    declined=1,
+)
+RUN = Run(
+    started="2026-01-01T00:00:00+00:00",
+    command="run",
+    level="quick",
+    seeds=(0,),
+    query={"impl": ["kernel"]},
+    environment={"jax": "0.10.2"},
+    tolerances=({"dtype": "f32", "limit": 4.0},),
+    kernels={"kernel": KERNEL},
+    jobs=tuple(Planned("kernel", case, ("forward",), (row, "")) for case, row in zip(CASES, "012", strict=True)),
+    whole={"kernel": 3},
+)
+END = End(ended="2026-01-01T00:01:00+00:00", how=COMPLETE, jobs=3, seconds=60.0)
+
+
+def passed(case: str) -> Record:
+    return Record(
+        implementation="kernel", platform="cpu", case=case, check="forward", observable="out", verdict=PASS, ratio=0.5
+    )
+
+
+def text(*, jobs: int = 3, run: Run = RUN, end: End | None = END) -> str:
+    lines = runs.run_line(run) + "\n"
+    lines += "".join(runs.job_lines(number, [passed(case)]) for number, case in enumerate(CASES[:jobs]))
+    return lines + (runs.end_line(end) + "\n" if end is not None else "")
+
+
+def read(tmp_path: Path, content: str, name: str = "r.jsonl") -> list[runs.Recorded]:
+    (tmp_path / name).write_text(content)
+    return runs.read(tmp_path / name)
+
+
+def test_a_run_comes_back_as_it_was(tmp_path: Path) -> None:
+    (found,) = read(tmp_path, text())
+    assert found.run == RUN
+    assert found.end == END
+    assert found.is_complete
+    assert found.done == {number: (passed(case),) for number, case in enumerate(CASES)}
+    assert records.read_jsonl(tmp_path / "r.jsonl") == [passed(case) for case in CASES]
+
+
+@pytest.mark.parametrize("kept", range(3))
+def test_wherever_a_file_is_cut_off_finished_jobs_are_there(kept: int, tmp_path: Path) -> None:
+    whole, less = text(end=None), text(jobs=kept, end=None)
+    for cut in range(len(less), len(text(jobs=kept + 1, end=None)), 7):
+        (found,) = read(tmp_path, whole[:cut])
+        assert set(found.done) == set(range(kept))
+        assert not found.is_complete
+        assert bool(found.note) == (whole[cut - 1] != "\n")
+
+
+def test_files_that_were_joined_are_runs_beside_each_other(tmp_path: Path) -> None:
+    other = dataclasses.replace(RUN, environment={"jax": "0.12.0"})
+    first, second = read(tmp_path, text() + text(run=other, jobs=1, end=None))
+    assert (first.run, second.run) == (RUN, other)
+    assert (len(first.done), len(second.done)) == (3, 1)
+
+
+def test_older_files_are_records_without_a_run(tmp_path: Path) -> None:
+    (found,) = read(tmp_path, records.to_json(passed("train/f32/a")) + "\n")
+    assert found.run is None
+    assert found.records == [passed("train/f32/a")]
+    assert read(tmp_path, "") == []
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        '{"schema": "attention-conformance/job/1", "job": 7, "records": 0}',
+        '{"schema": "attention-conformance/job/1", "job": 0, "records": 2}',
+        '{"schema": "attention-conformance/job/1"}',
+        '{"schema": "attention-conformance/end/1", "how": "complete"}',
+        '{"schema": "attention-conformance/run/2"}',
+        '{"schema": "attention-conformance/run/3"}',
+    ],
+)
+def test_what_is_no_word_of_a_run_is_named_by_file_and_line(line: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"r\.jsonl:2 is no"):
+        read(tmp_path, runs.run_line(RUN) + "\n" + line + "\n")
+
+
+def test_what_tells_most_comes_first_of_what_differs() -> None:
+    one = RUN.provenance("kernel")
+    changed = dataclasses.replace(RUN, environment={"jax": "0.12.0"}, kernels={"kernel": Kernel(source="abd")})
+    found = runs.differences(one, changed.provenance("kernel"))
+    assert found == ["declared", "package", "source", "jax"]
+    assert runs.differences(one, one) == []
