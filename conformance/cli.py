@@ -6,6 +6,7 @@ Nothing here imports JAX: flags must be set before that, and `--help` should be 
 from __future__ import annotations
 
 import argparse
+import functools
 import logging as python_logging
 import sys
 from collections.abc import Sequence
@@ -295,15 +296,17 @@ def _add_list(commands: argparse._SubParsersAction[_CommandParser]) -> None:
     listing.add_argument("--seed", type=int, metavar="N", help="cases: with this base seed (0)")
 
 
-def main(arguments: argparse.Namespace) -> int:
-    """Carry out a parsed command; returns the exit code."""
-    environment.prepare(timing=arguments.command in _TIMING)
+def main(arguments: argparse.Namespace, *, last: bool = False) -> int:
+    """Carry out a parsed command; returns the exit code. `last` says that nothing of the process comes after it."""
     try:
-        packages.claim()
-        from conformance.commands.table import command  # imported late: it loads JAX
+        with interrupts.held():  # JAX does not stand being interrupted while it loads
+            environment.prepare(timing=arguments.command in _TIMING)
+            packages.claim()
+            from conformance.commands.table import command  # imported late: it loads JAX
 
-        with interrupts.remembered():
-            return command(arguments.command)(arguments)
+            carry_out = command(arguments.command)
+        with interrupts.remembered(last=last):
+            return carry_out(arguments)
     except (CannotJudge, packages.NameTaken) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -333,4 +336,4 @@ def run_main(argv: Sequence[str] | None = None) -> None:
     def parse(args: Sequence[str]) -> argparse.Namespace:
         return parser().parse_args(list(args)[1:])
 
-    app.run(main, argv=list(argv) if argv is not None else None, flags_parser=parse)
+    app.run(functools.partial(main, last=True), argv=list(argv) if argv is not None else None, flags_parser=parse)

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.processes import PATIENCE
+
 ROOT = Path(__file__).parent.parent
 CASE = "train/f32/B1.T16.S16.N2.K2.H16.V16/full/normal/s0"
 RUN = ("run", "--impl=kernel.py:attention", f"--case={CASE}", "--check=forward")
@@ -51,7 +53,13 @@ def run(folder: Path, *command: str) -> subprocess.CompletedProcess[str]:
     """Python with these arguments in the folder, where our packages are installed behind it."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     return subprocess.run(
-        [sys.executable, *command], cwd=folder, env=environment, capture_output=True, text=True, check=False
+        [sys.executable, *command],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=PATIENCE,
     )
 
 

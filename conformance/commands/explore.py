@@ -7,9 +7,9 @@ import dataclasses
 
 from rich.console import Console
 
-from conformance.commands import lookup
+from conformance.commands import annotate, lookup
 from conformance.commands.errors import CannotJudge
-from conformance.commands.outputs import command_line, outputs_of
+from conformance.commands.outputs import command_line, outputs_of, step_summary
 from conformance.commands.progress import Exploring
 from conformance.judging import interrupts, provenance
 from conformance.judging.evidence import EXPLORE, gather
@@ -32,7 +32,7 @@ def explore(arguments: argparse.Namespace) -> int:
         )
     except ValueError as error:
         raise CannotJudge(f"--{error}") from error
-    outputs = outputs_of(arguments)
+    outputs = dataclasses.replace(outputs_of(arguments), step=step_summary())
     chosen = lookup.load_settings()
     kernels = lookup.kernels(arguments)
     implementation = lookup.find(arguments.impl, kernels)
@@ -79,6 +79,7 @@ def explore(arguments: argparse.Namespace) -> int:
     terminal.print_summary(judged, info, Console())
     for note in info.notes:
         Console().print(note, highlight=False, soft_wrap=True)
+    print("".join(f"{line}\n" for line in annotate.annotated(judged)), end="")
     if found.failing is not None:
         return 1
     return 0 if found.judged and not found.interrupted else 2

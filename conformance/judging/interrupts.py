@@ -19,11 +19,12 @@ _pressed = False
 
 
 @contextlib.contextmanager
-def remembered() -> Iterator[None]:
+def remembered(*, last: bool = False) -> Iterator[None]:
     """Within it, a signal that stops the run raises `KeyboardInterrupt`, and `check` raises it again if that got lost.
 
     Where Python itself must drop it, as while it collects garbage, nothing is printed of that.
-    Signals that somebody else handles, or that are ignored, are left alone.
+    Signals that somebody else handles, or that are ignored, are left alone. With `last`, the process only ends after
+    it, and no signal of these says anything about that.
     """
     global _pressed
     if threading.current_thread() is not threading.main_thread():
@@ -48,7 +49,7 @@ def remembered() -> Iterator[None]:
         _pressed = False
         for number in ours:
             if signal.getsignal(number) is _on_signal:  # not where the body has it ignored from now on
-                signal.signal(number, before[number])
+                signal.signal(number, signal.SIG_IGN if last else before[number])
 
 
 def check() -> None:

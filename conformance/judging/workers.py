@@ -1,31 +1,35 @@
 """Worker processes, and what becomes of a task that takes its process down.
 
-A process that dies breaks the pool, and any of the tasks that were under way may have killed it. They are done again
-one at a time; one that kills its process once more is lost, and costs only itself.
+Each worker has one task at a time, over a pipe of its own. So it is known which task was under way in a process that
+died, and nothing is shared that a dying process could leave locked. Such a task is done again at the end, in its
+parts and alone; one that kills its process once more is lost, and costs only itself.
 """
 
 from __future__ import annotations
 
 import collections
-import concurrent.futures
 import contextlib
+import dataclasses
 import multiprocessing
 import os
 import signal
 import sys
 import threading
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
-from multiprocessing import forkserver
+from multiprocessing import connection, forkserver, resource_tracker
+from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext, SpawnContext
-from typing import TypeVar
+from multiprocessing.process import BaseProcess
+from typing import Any, Generic, TypeVar
 
 from conformance import environment, packages
+from conformance.judging import interrupts
 
 Task = TypeVar("Task")
 Result = TypeVar("Result")
 _LOADED_ONCE = "conformance.judging.loaded_once"
+_ENDING = 10.0  # seconds that a worker may take to end, with the processes of its kernels, before it is killed
 
 
 def work_through(
@@ -37,61 +41,126 @@ def work_through(
     parts: Callable[[Task], Iterable[Task]],
     lost: Callable[[Task], None],
 ) -> None:
-    """Do `tasks` in `workers` processes. Ctrl-C stops the workers at once.
+    """Do `tasks` in `workers` processes. Ctrl-C stops the workers at once, and so does what `do` or `heard` raises.
 
     Args:
       tasks: what to do, in this order.
       workers: how many processes.
-      do: what a process does with a task. Both travel between processes, and so does what it returns.
+      do: what a process does with a task. Both travel between processes, and so does what it returns or raises.
       heard: hears of each task as it ends.
       parts: the tasks that one is made of, which are done alone after a process died on it.
       lost: hears of a task that kills its process even alone.
     """
-    waiting = collections.deque(tasks)
-    while waiting:
-        suspects = _until_broken(waiting, workers, do, heard)
-        alone = collections.deque(part for task in suspects for part in parts(task))
-        while alone:
-            for task in _until_broken(alone, 1, do, heard):
-                lost(task)
+    deadly = _done(tasks, workers, do, heard)
+    for task in _done([part for one in deadly for part in parts(one)], 1, do, heard):
+        lost(task)
 
 
-def _until_broken(
-    waiting: collections.deque[Task],
-    workers: int,
-    do: Callable[[Task], Result],
-    heard: Callable[[Task, Result], None],
+@dataclasses.dataclass
+class _Worker(Generic[Task]):
+    """A process, our end of its pipe, and what it is doing."""
+
+    process: BaseProcess
+    pipe: Connection
+    task: Task
+
+
+def _done(
+    tasks: Iterable[Task], workers: int, do: Callable[[Task], Result], heard: Callable[[Task, Result], None]
 ) -> list[Task]:
-    """Do tasks, taken from `waiting`, until none is left or a worker dies; returns those under way when it did."""
-    pending: dict[Future[Result], Task] = {}
-    # One task more than there are workers, so that none waits for the next; a single worker may well be killed by its
-    # task, and then no other may be under suspicion.
-    ahead = workers + 1 if workers > 1 else 1
-    with _pool(workers) as pool:
-        while waiting or pending:
-            try:
-                while waiting and len(pending) < ahead:
-                    future = pool.submit(do, waiting[0])
-                    pending[future] = waiting.popleft()
-                done, _ = concurrent.futures.wait(pending, return_when=concurrent.futures.FIRST_COMPLETED)
-                for future in done:
-                    heard(pending[future], future.result())
-                    del pending[future]
-            except BrokenProcessPool:
-                return _unfinished(pending, heard) or [waiting.popleft()]
-    return []
+    """Do tasks; returns those that their processes died of."""
+    waiting = collections.deque(tasks)
+    busy: list[_Worker[Task]] = []
+    idle: list[_Worker[Task]] = []
+    fatal: list[Task] = []
+    try:
+        while waiting or busy:
+            while waiting and len(busy) < workers:
+                busy.append(_started(waiting.popleft(), do))
+            for worker in _ready(busy):
+                task = worker.task
+                answer = _answer(worker)
+                if answer is None:
+                    busy.remove(worker)
+                    _end(worker)
+                    fatal.append(task)
+                    continue
+                raised, found = answer
+                if raised:
+                    raise found
+                if waiting:
+                    worker.task = waiting.popleft()
+                    _tell(worker, do)
+                else:
+                    busy.remove(worker)
+                    idle.append(worker)
+                heard(task, found)
+    finally:
+        with interrupts.held():
+            for worker in busy:
+                worker.process.terminate()
+            for worker in (*busy, *idle):
+                _end(worker)
+    return fatal
 
 
-def _unfinished(pending: dict[Future[Result], Task], heard: Callable[[Task, Result], None]) -> list[Task]:
-    """The tasks without results; what others finished before the pool broke is heard of."""
-    concurrent.futures.wait(pending)
-    unfinished = []
-    for future, task in pending.items():
-        if future.exception() is not None:
-            unfinished.append(task)
-        else:
-            heard(task, future.result())
-    return unfinished
+def _ready(busy: Sequence[_Worker[Task]]) -> list[_Worker[Task]]:
+    """The workers that have answered or died, once there is one."""
+    ready = connection.wait([x for worker in busy for x in (worker.pipe, worker.process.sentinel)])
+    return [worker for worker in busy if worker.pipe in ready or worker.process.sentinel in ready]
+
+
+def _answer(worker: _Worker[Task]) -> tuple[bool, Any] | None:
+    """Whether its task raised, and what came of it; None if the worker died."""
+    if not worker.pipe.poll():
+        return None  # what it started lives on, and holds its end of the pipe
+    try:
+        answer: tuple[bool, Any] = worker.pipe.recv()
+    except (EOFError, OSError):
+        return None
+    return answer
+
+
+def _started(task: Task, do: Callable[[Task], Result]) -> _Worker[Task]:
+    """A new worker, at work on this."""
+    ours, theirs = multiprocessing.Pipe()
+    process = _context().Process(target=_serve, args=(theirs, tuple(sys.path), dict(os.environ)))
+    with _unhurt_by_ctrl_c():
+        process.start()
+    theirs.close()  # the worker's death must be seen at our end
+    worker = _Worker(process, ours, task)
+    _tell(worker, do)
+    return worker
+
+
+def _tell(worker: _Worker[Task], do: Callable[[Task], Result]) -> None:
+    with contextlib.suppress(BrokenPipeError):  # it died, as whoever listens to it will hear
+        worker.pipe.send((do, worker.task))
+
+
+def _end(worker: _Worker[Task]) -> None:
+    """End a process that has died, has been told to, or has no more to do, which it sees by its pipe."""
+    worker.pipe.close()
+    worker.process.join(_ENDING)
+    if worker.process.is_alive():
+        worker.process.kill()
+        worker.process.join()
+
+
+def _serve(pipe: Connection, path: Sequence[str], environ: Mapping[str, str]) -> None:
+    """What a worker does: one task after another, until there are no more."""
+    _start(path, environ)
+    while True:
+        try:
+            do, task = pipe.recv()
+        except EOFError:
+            return
+        try:
+            answer = False, do(task)
+        except Exception as error:
+            error.add_note(f"in a worker process:\n{traceback.format_exc()}")
+            answer = True, error
+        pipe.send(answer)
 
 
 def make_ready() -> None:
@@ -111,23 +180,26 @@ def _context() -> SpawnContext | ForkServerContext:
 
 @contextlib.contextmanager
 def _unhurt_by_ctrl_c() -> Iterator[None]:
-    """Processes that are started within it ignore Ctrl-C from their first instruction on, and find our modules.
+    """Processes that are started within it do not hear of Ctrl-C from their first instruction on, and find our modules.
 
+    Who starts them hears of it afterwards: half a process more could neither be used nor ended.
     What loads modules before it hears of any path goes by the environment: not by the current folder, where a user's
     own `cases.py` may be.
     """
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     environ = dict(os.environ)
-    os.environ |= {
-        "PYTHONSAFEPATH": "1",
-        "PYTHONPATH": os.pathsep.join(map(str, filter(None, (packages.HOME, environ.get("PYTHONPATH"))))),
-    }
-    try:
-        with packages.first_on_path():
-            yield
-    finally:
-        _restore(environ)
-        signal.signal(signal.SIGINT, before)
+    with interrupts.held():
+        resource_tracker.ensure_running()  # forkserver needs it, and starting it would let the signal through again
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        os.environ |= {
+            "PYTHONSAFEPATH": "1",
+            "PYTHONPATH": os.pathsep.join(map(str, filter(None, (packages.HOME, environ.get("PYTHONPATH"))))),
+        }
+        try:
+            with packages.first_on_path():
+                yield
+        finally:
+            _restore(environ)
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _restore(environ: Mapping[str, str]) -> None:
@@ -135,24 +207,6 @@ def _restore(environ: Mapping[str, str]) -> None:
     for name in set(os.environ) - set(environ):
         del os.environ[name]
     os.environ.update(environ)
-
-
-@contextlib.contextmanager
-def _pool(workers: int) -> Iterator[ProcessPoolExecutor]:
-    """Processes that ignore Ctrl-C, stopped at once if the body raises."""
-    pool = ProcessPoolExecutor(
-        workers, mp_context=_context(), initializer=_start, initargs=(tuple(sys.path), dict(os.environ))
-    )
-    try:
-        with _unhurt_by_ctrl_c():
-            pool.submit(int)  # starts the processes
-        yield pool
-    except BaseException:
-        for process in list((pool._processes or {}).values()):
-            process.terminate()
-        pool.shutdown(wait=False, cancel_futures=True)
-        raise
-    pool.shutdown()
 
 
 def _start(path: Sequence[str], environ: Mapping[str, str]) -> None:

@@ -9,7 +9,6 @@ import os
 import re
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -30,6 +29,7 @@ from conformance.judging import plan
 from conformance.judging.job import Job
 from conformance.judging.runner import Runner
 from conformance.judging.settings import Settings
+from tests.processes import ended, until
 
 CASE = Case(q_length=16, kv_length=16, head_dim=16, v_head_dim=16)
 HERE = Path(__file__).parent
@@ -192,18 +192,12 @@ def test_what_a_kernel_started_ends_with_a_judge_that_is_killed(monkeypatch: pyt
     seconds = f"2000.{os.getpid()}"
     case = "train/f32/B1.T16.S16.N2.K2.H16.V16/full/normal/s0"
     command = [sys.executable, "-m", "conformance", "run", f"--impl={HERE}/kernels.py:lingers", f"--case={case}"]
-    with subprocess.Popen(command, env={**os.environ, "LINGERS": seconds}, stdout=subprocess.DEVNULL) as judge:
-        until(lambda: left_behind(seconds))
+    environment = {**os.environ, "LINGERS": seconds}
+    judge = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, text=True, start_new_session=True)
+    with ended(judge):
+        until(lambda: left_behind(seconds), judge)
         judge.kill()
     until(lambda: not left_behind(seconds))
-
-
-def until(so: Callable[[], object]) -> None:
-    """Wait until something is so, for a minute at most."""
-    deadline = time.monotonic() + 60
-    while not so():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 def test_output_without_end_costs_nothing(find: Find) -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from conformance import cli, records
 from conformance.records import ERROR, EXPECTED_FAIL, FAIL, UNEXPECTED_PASS, UNJUDGED, UNSUPPORTED
-from tests.interrupting import interrupted
+from tests.processes import interrupted
 
 CASE = "train/f32/B1.T16.S16.N2.K2.H16.V16/causal/normal/s0"
 FEW = "train/f32/*.T1.*"

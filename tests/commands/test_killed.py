@@ -16,7 +16,7 @@ import pytest
 from conformance import records, runs
 from conformance.records import Record
 from conformance.runs import Recorded
-from tests.interrupting import interruptible
+from tests.processes import PATIENCE, ended, interruptible, until
 
 KERNEL = """
 from tests.kernels import naive
@@ -28,7 +28,6 @@ def right(q, k, v, *, causal=False):
 """
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGKILL)
 WHAT = ("--impl=kernel.py:right", "--cases=train/f32/*.T1.*", "--jobs=1")
-PATIENCE = 600  # seconds, on a machine that does other things too
 
 
 def command(*arguments: str) -> list[str]:
@@ -51,9 +50,11 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, float, 
     """A folder with a kernel, the time that a run takes there once its first record is written, and what it finds."""
     folder = tmp_path_factory.mktemp("undisturbed")
     (folder / "kernel.py").write_text(KERNEL)
-    with subprocess.Popen(command(*WHAT, "--json=r.jsonl"), cwd=folder, stdout=subprocess.DEVNULL) as process:
-        while not (folder / "r.jsonl").exists():
-            time.sleep(0.05)
+    process = subprocess.Popen(
+        command(*WHAT, "--json=r.jsonl"), cwd=folder, stdout=subprocess.DEVNULL, text=True, start_new_session=True
+    )
+    with ended(process):
+        until(lambda: (folder / "r.jsonl").exists(), process, PATIENCE)
         began = time.monotonic()
         assert process.wait(timeout=PATIENCE) == 0
     found = recorded(folder / "r.jsonl")
@@ -69,11 +70,11 @@ def is_killed_and_gone_on_with(
     file = folder / "r.jsonl"
     killed = command(*WHAT, f"--json={file}", f"--report={folder / 'page.html'}")
     with interruptible():
-        process = subprocess.Popen(killed, cwd=home, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    with process:
-        deadline = time.monotonic() + PATIENCE
-        while not file.exists() and time.monotonic() < deadline:
-            time.sleep(0.02)
+        process = subprocess.Popen(
+            killed, cwd=home, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+        )
+    with ended(process):
+        until(file.exists, process, PATIENCE)
         time.sleep(moment * seconds)
         before = recorded(file)
         os.kill(process.pid, number)

@@ -19,8 +19,8 @@ from conformance.calling.plain import from_function
 from conformance.judging import explore
 from conformance.judging.explore import Budget, Exploration, Seen, budget, plainness
 from conformance.judging.settings import ExpectedFailure, Settings
-from tests.interrupting import interrupted
 from tests.kernels import naive
+from tests.processes import interrupted
 
 REPLAY = "python -m conformance run --impl=kernel.py:{name} --case={case} --check={check}"
 
@@ -272,7 +272,11 @@ def run(*arguments: str) -> int:
         return stop.code if isinstance(stop.code, int) else -1
 
 
-def test_the_command_finds_reports_and_says_how_to_replay(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_finds_reports_and_says_how_to_replay(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GITHUB_ACTIONS", "true")
+    monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(folder / "step.md"))
     assert run("--impl=kernel.py:wrong", "--profile=ci", "--json=r.jsonl", "--report=r.html") == 1
     said = capsys.readouterr()
     (smallest,) = {record.case for record in records.read_jsonl(folder / "r.jsonl") if record.verdict == records.FAIL}
@@ -282,7 +286,9 @@ def test_the_command_finds_reports_and_says_how_to_replay(folder: Path, capsys: 
     assert "does not conform" in said.out
     assert "seed 0" in said.err
     assert smallest in (folder / "r.html").read_text()
-    assert {path.name for path in folder.iterdir()} <= {"kernel.py", "__pycache__", "r.jsonl", "r.html"}
+    assert "does not conform" in (folder / "step.md").read_text()
+    assert re.search(r"^::error title=kernel\.py%3Awrong \(cpu\)%3A .* fails::", said.out, re.MULTILINE)
+    assert {path.name for path in folder.iterdir()} <= {"kernel.py", "__pycache__", "r.jsonl", "r.html", "step.md"}
 
 
 def test_the_command_finds_nothing_wrong_in_a_right_kernel(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -19,6 +19,7 @@ import pytest
 
 from conformance import cli, records, runs
 from conformance.records import FAIL, PASS, UNSUPPORTED
+from tests.processes import PATIENCE
 
 KERNEL = """
 from tests.kernels import naive
@@ -53,7 +54,9 @@ class Repository:
     def pytest(self, *arguments: str) -> Run:
         command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *arguments]
         plain = {**os.environ, "PYTEST_ADDOPTS": ""}  # what the run of the tests was given is not for this one
-        done = subprocess.run(command, cwd=self.path, capture_output=True, text=True, check=False, env=plain)
+        done = subprocess.run(
+            command, cwd=self.path, capture_output=True, text=True, check=False, env=plain, timeout=PATIENCE
+        )
         return Run(done.returncode, pytest.LineMatcher(done.stdout.splitlines()), done.stderr.splitlines())
 
     def settings(self, text: str) -> None:

@@ -1,4 +1,4 @@
-"""A command that is interrupted as a terminal does it: Ctrl-C reaches every process of its group."""
+"""Commands that tests start: waited for with patience that ends, interrupted as a terminal does it, and ended."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 
+PATIENCE = 400  # seconds for a command, on a machine that does other things too; a test that hangs ends at 600
 GRACE = 60  # seconds to write down what there is, on a machine that does other things too
 
 
@@ -36,14 +38,37 @@ def interruptible() -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
 
 
+@contextlib.contextmanager
+def ended(process: subprocess.Popen[str]) -> Iterator[subprocess.Popen[str]]:
+    """The process, which leads a session of its own: what is left of it when the body ends or fails is killed."""
+    try:
+        yield process
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+
+
+def until(so: Callable[[], object], process: subprocess.Popen[str] | None = None, seconds: float = GRACE) -> None:
+    """Wait until something is so; `process`, if there is one, must live until then."""
+    deadline = time.monotonic() + seconds
+    while not so():
+        assert time.monotonic() < deadline, f"not within {seconds:.0f} s"
+        assert process is None or process.poll() is None or so(), "the command ended before"
+        time.sleep(0.02)
+
+
 def interrupted(*command: str, traced: int) -> Interrupted:
-    """Python with these arguments, interrupted after `traced` lines of stderr that say so and no more."""
+    """Python with these arguments, interrupted after `traced` lines of stderr that say so and no more.
+
+    Ctrl-C reaches every process of its group.
+    """
     arguments = [sys.executable, *command]
     with interruptible():
         process = subprocess.Popen(
             arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
         )
-    with process:
+    with ended(process):
         assert process.stderr is not None
         seen = 0
         while seen < traced:
