@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 
-PATIENCE = 400  # seconds for a command, on a machine that does other things too; a test that hangs ends at 600
+PATIENCE = 400  # seconds for a command, on a machine that does other things too; a test that hangs ends at 900
 GRACE = 60  # seconds to write down what there is, on a machine that does other things too
 
 
