@@ -339,6 +339,7 @@ def _segment_ids(case: Case, mask: Mask) -> tuple[np.ndarray, np.ndarray] | None
     """Packed sequences, cut anew in every batch row; labels are not monotone.
 
     `segpad` adds padding on both sides. `segwild` has the labels that a narrower type confuses, and they come back.
+    `segmany` has short sequences, each of a label of its own.
     """
     if case.segments is None:
         return None
@@ -360,8 +361,16 @@ def _segment_ids(case: Case, mask: Mask) -> tuple[np.ndarray, np.ndarray] | None
 _WILD = (0, 2**31 - 2, 256, 65536, 2**31 - 1, -1, 0)
 
 
+# Positions that a sequence of `segmany` has at most.
+_MOST_IN_SHORT = 12
+
+
 def _packed(case: Case, stream: str, length: int, row: int) -> np.ndarray:
     """Segment labels, cut at two random places and at two that the last and the first queries are sure to see."""
+    if case.segments == "segmany":
+        lengths = 1 + integers(case.seed, f"lengths-{stream}", (length,), _MOST_IN_SHORT)
+        # Neighbours differ, and none is as large as its place says.
+        return np.repeat(np.arange(length)[::-1] * 3, lengths)[:length].astype(np.int32)
     labels = np.array(_WILD) if case.segments == "segwild" else np.array([5, 2, 9, 4, 7]) + row
     third = max(1, length // 3)
     drawn = integers(case.seed, f"cuts-{stream}", (2,), third) + np.array([third // 2 + 1, third + third // 2])

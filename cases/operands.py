@@ -16,7 +16,7 @@ import numpy as np
 
 from cases.quantized import KV_CACHES
 
-SEGMENTS = ("seg", "segpad", "segwild")
+SEGMENTS = ("seg", "segpad", "segwild", "segmany")
 BIASES = ("bias", "biashead", "biaskey", "biasbatch", "biaspair", "biasslope", "biasinf")
 
 Axes = tuple[str, ...]

@@ -25,13 +25,15 @@ _CALLS = 1000
 _CALLS_INTERPRETED = 10
 
 # Beyond what the grids have: more batch rows, heads of each kind and heads in a group than 8, more than 32 heads, a
-# depth beyond 256, and fewer keys than any tile. Each in the first lengths that an implementation takes.
+# depth beyond 256, fewer keys than any tile, and tens of sequences in a row. Each in the first lengths that an
+# implementation takes.
 _SHORT: tuple[dict[str, Any], ...] = tuple({"q_length": n, "kv_length": n} for n in (16, 128))
 _SIZES: dict[str, tuple[dict[str, Any], ...]] = {
     "few": ({"q_length": 1, "kv_length": 5, "segments": None},),  # segments would leave the query one key
     "many": tuple(
         {"batch": 9, "num_q_heads": n, "num_kv_heads": k, **short} for n, k in ((45, 5), (33, 33)) for short in _SHORT
     ),
+    "packed": tuple({"segments": "segmany", "q_length": n, "kv_length": n} for n in (256, 512)),
     "deep": tuple({"head_dim": h, "v_head_dim": v, **short} for h, v in ((320, 288), (512, 512)) for short in _SHORT),
 }
 

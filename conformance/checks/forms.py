@@ -16,7 +16,7 @@ import ml_dtypes
 import numpy as np
 
 from cases.case import Case
-from cases.inputs import Problem, draw
+from cases.inputs import Cotangent, Problem, draw, draw_cotangent
 from cases.masks import Dense
 from cases.moba import depends_on_data
 from conformance import records
@@ -46,6 +46,7 @@ def forms(subject: Subject) -> Iterator[Judgement]:
     """Numbers of every type, windows in lists, shared axes and narrow biases mean what they say, or are refused."""
     for form in _forms(subject):
         yield _judged(subject, form)
+    yield from _gradient_of_shared_by_keys(subject)
 
 
 def _judged(subject: Subject, form: _Form) -> Judgement:
@@ -128,6 +129,24 @@ def _biases(problem: Problem) -> Iterator[_Form]:
         yield _Form(name, dataclasses.replace(problem, bias=bias))
     plane = problem.bias[:1, :1]
     yield _Form("bias_of_rank_two", dataclasses.replace(problem, bias=plane), {"bias": plane[0, 0]})
+
+
+def _gradient_of_shared_by_keys(subject: Subject) -> Iterator[Judgement]:
+    """What a bias with one column for all keys is pulled back to: the sum over the keys of every row."""
+    problem = subject.problem
+    if problem.bias is None or not subject.with_gradients or "dbias" not in subject.implementation.gradients:
+        return
+    shared = dataclasses.replace(problem, bias=problem.bias[..., :1])
+    drawn = draw_cotangent(subject.case).out
+    cotangent = Cotangent("random", np.where(subject.judged_out_of(shared), drawn, np.zeros_like(drawn)))
+    label = "dbias.bias_shared_by_keys"
+    try:
+        got = subject.executor.gradients(shared, cotangent).values["dbias"]
+    except Exception as error:  # as above
+        yield unsupported(label, f"{type(error).__name__}: {error}".split("\n")[0])
+        return
+    expected = subject.expect(shared, [cotangent]).gradients[0]["dbias"]
+    yield subject.judge("dbias", got, expected, label=label)
 
 
 def _of_rank_three(subject: Subject) -> Iterator[_Form]:

@@ -39,8 +39,8 @@ _BELOW_CAP = 2.0**14
 def limits(subject: Subject) -> Iterator[Judgement]:
     """Soft caps of 2**20, and sinks of -1e30 or -inf, give the results without; high sinks take all the weight.
 
-    Faint sinks have the gradient that they should, and logits far beyond the cap are the cap. With a bias of -inf
-    results are those of a mask that hides the same keys.
+    Faint sinks have the gradient that they should, heads do not feel each other's sinks, and logits far beyond the cap
+    are the cap. With a bias of -inf results are those of a mask that hides the same keys.
     """
     problem = subject.problem
     if problem.soft_cap is not None:
@@ -60,6 +60,8 @@ def limits(subject: Subject) -> Iterator[Judgement]:
         high_sinks = _with_sinks(subject, _HIGH_SINK)
         yield from _as_expected(subject, "high_sinks", high_sinks)
         yield from _pulled_as_expected(subject, "high_sinks", high_sinks)
+        if problem.sinks.size > 1:
+            yield from apart("sinks_apart", functools.partial(right_on, subject, _with_sinks_apart(subject)))
         if subject.with_gradients and "dsinks" in subject.implementation.gradients:
             yield from _faint_sinks(subject)
     if problem.kv_scales is None and not depends_on_data(problem.mask):
@@ -198,6 +200,14 @@ def _with_sinks(subject: Subject, above: float) -> Problem:
     place = 0.0 if not finite.size else float(finite.max() if above > 0 else finite.min())
     assert subject.problem.sinks is not None
     return dataclasses.replace(subject.problem, sinks=np.full_like(subject.problem.sinks, place + above))
+
+
+def _with_sinks_apart(subject: Subject) -> Problem:
+    """The problem with sinks of which every other takes all the weight and the others next to nothing."""
+    high, faint = _with_sinks(subject, _HIGH_SINK), _with_sinks(subject, -_FAINT_SINK)
+    assert high.sinks is not None
+    assert faint.sinks is not None
+    return dataclasses.replace(high, sinks=np.where(np.arange(high.sinks.size) % 2, faint.sinks, high.sinks))
 
 
 def _as_expected(subject: Subject, what: str, problem: Problem) -> Iterator[Judgement]:

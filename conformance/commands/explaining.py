@@ -57,7 +57,11 @@ def _problem(case: Case, problem: Problem) -> list[str]:
         f"Scale       {problem.effective_scale:.6g}{' (1/sqrt(H))' if case.scale is None else ''}",
     ]
     if problem.segment_ids is not None:
-        kinds = {"segpad": ", with padding on both sides", "segwild": ", with ids from -1 to 2**31 - 1 that come back"}
+        kinds = {
+            "segpad": ", with padding on both sides",
+            "segwild": ", with ids from -1 to 2**31 - 1 that come back",
+            "segmany": ", of one to twelve positions each",
+        }
         padding = kinds.get(case.segments or "", "")
         lines.append(f"Segments    packed sequences, ids not monotone{padding}")
     if case.soft_cap is not None:

@@ -1,4 +1,4 @@
-"""Bugs of backward passes where calls are combined: two kinds of layers, keys that queries share, outside `jit`."""
+"""Bugs of backward passes where something is shared or combined: kinds of layers, queries' keys, a bias, `jit`."""
 
 from __future__ import annotations
 
@@ -87,7 +87,25 @@ def _of_shared_keys_by_the_first(arrays: Arrays, cotangent: Any, statics: Static
     return back(arrays, cotangent)
 
 
+def _of_the_first_key(arrays: Arrays, cotangent: Any, statics: Statics) -> Pulled:
+    """The sum over keys was meant for the axes before."""
+    bias = arrays.get("bias")
+    if bias is None or bias.shape[-1] > 1:
+        return _pulled_back(arrays, cotangent, statics)
+    whole = jax.numpy.broadcast_to(bias, (*bias.shape[:-1], arrays["k"].shape[1]))
+    pulled = _pulled_back({**arrays, "bias": whole}, cotangent, statics)
+    return {**pulled, "bias": pulled["bias"][..., :1]}
+
+
 BUGS: tuple[PlantedBug, ...] = (
+    _bug(
+        "dbias-of-shared-keys-is-that-of-the-first",
+        _backward_by(_of_the_first_key),
+        kind="grad.broadcast",
+        reference="inferred from backward passes that sum `dbias` over batch rows, heads and queries alone",
+        shows=("dbias",),
+        trigger=trains("bias"),
+    ),
     _bug(
         "backward-has-the-statics-of-the-last-call",
         _statics_of_the_last_call,

@@ -44,7 +44,32 @@ def _at_most_256_channels(arrays: Arrays, statics: Statics) -> object:
     return correct({**arrays, **cut}, {**statics, "scale": scale})
 
 
+def _thirty_two_sequences(arrays: Arrays, statics: Statics) -> object:
+    """A table of the sequences has 32 rows, and the last is for all that come after."""
+    if arrays.get("segment_ids") is None:
+        return correct(arrays, statics)
+
+    def rank(ids: Array, kv_ids: Array) -> Array:
+        found = jnp.unique(kv_ids, size=kv_ids.shape[0], fill_value=jnp.iinfo(jnp.int32).max)
+        return jnp.where(jnp.isin(ids, found), jnp.minimum(jnp.searchsorted(found, ids), 31), -1)
+
+    q_ids, kv_ids = arrays["segment_ids"]
+    ranks = tuple(jax.vmap(rank)(ids, kv_ids) for ids in (q_ids, kv_ids))
+    return correct({**arrays, "segment_ids": ranks}, statics)
+
+
 # Values.
+
+
+def _one_pivot_for_all_sinks(arrays: Arrays, statics: Statics) -> object:
+    """Weights are taken relative to the largest sink of all heads, and underflow in heads whose own is far below."""
+    results = correct(arrays, {**statics, "save_residuals": True})
+    if arrays.get("sinks") is None:
+        return results if statics["save_residuals"] else results[0]
+    out, residuals = results
+    lost = residuals["logsumexp"] < arrays["sinks"].max() - 87.0  # [B, N, T]
+    out = jnp.where(lost.transpose(0, 2, 1)[..., None], 0, out)
+    return (out, residuals) if statics["save_residuals"] else out
 
 
 def _nan_is_zero(arrays: Arrays, statics: Statics) -> object:
@@ -110,6 +135,22 @@ BUGS: tuple[PlantedBug, ...] = (
         kind="depth.limit",
         reference="inferred from kernels with a largest depth of 256, asked for the 576 of latent attention",
         trigger=lambda case: case.head_dim > 256,
+    ),
+    _size(
+        "sequences-beyond-32-are-one",
+        _thirty_two_sequences,
+        kind="table.segments",
+        reference="inferred from kernels with a table of the sequences that are packed, of a fixed size",
+        trigger=has("segments"),
+    ),
+    wrapped.planted(
+        "one-pivot-for-the-sinks-of-all-heads",
+        _one_pivot_for_all_sinks,
+        family="values",
+        kind="sinks.pivot",
+        reference="inferred from kernels that start the running maximum from a block of sinks",
+        shows=("out",),
+        trigger=has("sinks"),
     ),
     wrapped.planted(
         "nan-becomes-zero",
