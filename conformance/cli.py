@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import functools
 import logging as python_logging
+import os
 import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
@@ -18,6 +19,7 @@ from absl.flags import argparse_flags
 from conformance import environment, packages
 from conformance.commands import texts
 from conformance.commands.errors import CannotJudge
+from conformance.forking import forked
 from conformance.judging import interrupts
 from conformance.judging.levels import GRID_LEVELS, LEVELS
 
@@ -296,12 +298,22 @@ def _add_list(commands: argparse._SubParsersAction[_CommandParser]) -> None:
     listing.add_argument("--seed", type=int, metavar="N", help="cases: with this base seed (0)")
 
 
+def _asks_others(arguments: argparse.Namespace) -> bool:
+    """Whether the command has much done in other processes, as far as its words say: in workers, or by a kernel."""
+    workers = getattr(arguments, "jobs", 1) != 1 and getattr(arguments, "case", None) is None
+    kernels = any(":" in name for name in getattr(arguments, "impl", None) or ())
+    return workers or (kernels and not getattr(arguments, "in_process", False))
+
+
 def main(arguments: argparse.Namespace, *, last: bool = False) -> int:
     """Carry out a parsed command; returns the exit code. `last` says that nothing of the process comes after it."""
     try:
+        _reject_no_folder()
         with interrupts.held():  # JAX does not stand being interrupted while it loads
             environment.prepare(timing=arguments.command in _TIMING)
             packages.claim()
+            if _asks_others(arguments):
+                forked.make_ready()  # beside this process, which loads the same
             from conformance.commands.table import command  # imported late: it loads JAX
 
             carry_out = command(arguments.command)
@@ -327,8 +339,27 @@ def main(arguments: argparse.Namespace, *, last: bool = False) -> int:
             kernels.end_all()
 
 
+def _reject_no_folder() -> None:
+    try:
+        os.getcwd()
+    except OSError as error:
+        raise CannotJudge(f"the current folder is not there any more: {error.strerror}") from error
+
+
+def _open_what_is_closed() -> None:
+    """Open stdin, stdout and stderr where they are closed.
+
+    Otherwise the next files that are opened get their numbers: records, and what is printed in another process with
+    them, or what the origin of such processes hears from.
+    """
+    while (opened := os.open(os.devnull, os.O_RDWR)) < 3:
+        os.set_inheritable(opened, True)
+    os.close(opened)
+
+
 def run_main(argv: Sequence[str] | None = None) -> None:
     """Entry point of `python -m conformance` and of the console script."""
+    _open_what_is_closed()
     logging.set_verbosity(logging.WARNING)
     logging.use_absl_handler()
     python_logging.getLogger("jax").setLevel(python_logging.ERROR)

@@ -39,7 +39,7 @@ _FAST_COMPILE_BEFORE_0_11 = ("--xla_cpu_use_fusion_emitters=false",)
 _POOL = ("NPROC", "16")
 # Several processes judge on one GPU: none takes most of its memory at its start.
 _SHARED_GPU = ("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-_NVIDIA_DRIVER = "/dev/nvidiactl"
+NVIDIA_DRIVER = "/dev/nvidiactl"
 # Where there is no GPU, JAX's CUDA plugin looks for libraries that only running needs, finds none, and does not come up
 # as a compiler either.
 _COMPILER_ONLY = ("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
@@ -55,14 +55,18 @@ def prepare(*, timing: bool = False) -> None:
     For `timing` nothing is set: programs are compiled as JAX compiles them for everybody, with every optimisation. So
     are those that are judged on a GPU, where the level of optimisation is one for kernels too.
     """
-    if "jax" in sys.modules or timing:
-        return
+    if not ("jax" in sys.modules or timing):
+        set_flags()
+
+
+def set_flags() -> None:
+    """Set the flags that the user has not set, where XLA has not read them yet: it does when JAX first computes."""
     os.environ.setdefault("XLA_FLAGS", " ".join(_SOUND + _DEVICES if _has_gpu() else _flags()))
     for name in _ONE_THREAD:
         os.environ.setdefault(name, "1")
     os.environ.setdefault(*_POOL)
     os.environ.setdefault(*_SHARED_GPU)
-    if not os.path.exists(_NVIDIA_DRIVER):
+    if not os.path.exists(NVIDIA_DRIVER):
         os.environ.setdefault(*_COMPILER_ONLY)
 
 
@@ -76,7 +80,7 @@ def collect_rarely() -> None:
 def _has_gpu() -> bool:
     """Whether JAX will compute on an NVIDIA GPU, as far as can be said before it is imported."""
     asked = os.environ.get("JAX_PLATFORMS", "cuda")
-    return os.path.exists(_NVIDIA_DRIVER) and any(name in asked for name in ("cuda", "gpu"))
+    return os.path.exists(NVIDIA_DRIVER) and any(name in asked for name in ("cuda", "gpu"))
 
 
 def _flags() -> tuple[str, ...]:

@@ -63,7 +63,7 @@ def test_what_is_judged_on_a_gpu_is_compiled_as_for_users(
     variables = {} if platforms is None else {"JAX_PLATFORMS": platforms}
     monkeypatch.delitem(sys.modules, "jax")
     monkeypatch.setattr(os, "environ", variables)
-    monkeypatch.setattr(environment, "_NVIDIA_DRIVER", str(tmp_path if driver else tmp_path / "absent"))
+    monkeypatch.setattr(environment, "NVIDIA_DRIVER", str(tmp_path if driver else tmp_path / "absent"))
     environment.prepare()
     assert ("--xla_backend_optimization_level=0" in variables["XLA_FLAGS"].split()) == fast
     assert "--xla_force_host_platform_device_count=4" in variables["XLA_FLAGS"].split()

@@ -53,7 +53,7 @@ PUBLIC_FACE = "__init__"
 # The rooms of `conformance`, from the ground up: a room may import what stands on a lower floor, and nothing else.
 FLOORS = (
     {"packages", "tunable", "records", "environment", "accelerators"},
-    {"contract", "runs"},
+    {"contract", "forking", "runs"},
     {"truth", "calling"},
     {"reference"},
     {"bench", "driving"},

@@ -15,6 +15,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from conformance import environment
 from conformance.apart import system_calls
 
 _CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446
@@ -31,13 +32,16 @@ _WRITING = {
 }
 _READ_FILE, _READ_FOLDER = 1 << 2, 1 << 3
 _READING = _READ_FILE | _READ_FOLDER
+_OF_FILES = 0b111 | 1 << 14  # all others are of folders
 _NETWORK = 0b11  # binding and connecting, from version 4 on
 _SCOPES = 0b11  # abstract sockets and signals, from version 6 on
 # What JAX, NumPy and drivers read of the system; other processes are there too.
 _PROC = Path("/proc")
 _SYSTEM = ("self", "cpuinfo", "meminfo", "stat", "sys", "driver", "version", "filesystems", "devices", "modules")
-# Devices are written to by everybody: /dev/null, GPUs.
-_ALWAYS = ("/dev",)
+# Devices are written to by everybody: /dev/null, GPUs. Memory that is shared by name lies among them, as files.
+_DEVICES, _SHARED_MEMORY = Path("/dev"), Path("/dev/shm")
+_NO_DEVICES = ("shm", "mqueue", "hugepages")
+_WRITE_FILE = 1 << 1 | 1 << 14  # and cut it
 
 
 class _Ruleset(ctypes.Structure):
@@ -63,17 +67,21 @@ def confine(writable: Sequence[Path]) -> str:
     ruleset = int(system.syscall(_CREATE_RULESET, ctypes.byref(rules), ctypes.sizeof(rules), 0))
     if ruleset < 0:
         return f"not confined: {os.strerror(ctypes.get_errno())}"
+    shared = [_SHARED_MEMORY] if os.path.exists(environment.NVIDIA_DRIVER) else []  # the driver makes files there
     try:
         _allow(system, ruleset, Path("/"), _READ_FOLDER)
         for place in (*(place for place in Path("/").iterdir() if place != _PROC), *(_PROC / one for one in _SYSTEM)):
             _allow(system, ruleset, place, _READING)
-        for folder in (*map(Path, _ALWAYS), *writable):
+        for device in (place for place in _DEVICES.iterdir() if place.name not in _NO_DEVICES):
+            _allow(system, ruleset, device, writing & _WRITE_FILE | _READING)
+        for folder in (*writable, *shared):
             _allow(system, ruleset, folder, writing | _READING)
         if system.prctl(_NO_NEW_PRIVS, 1, 0, 0, 0) or system.syscall(_RESTRICT_SELF, ruleset, 0):
             return f"not confined: {os.strerror(ctypes.get_errno())}"
     finally:
         os.close(ruleset)
     left = [] if system_calls.forbid() else ["connect to sockets and set the limits of other processes"]
+    left += ["write to shared memory"] if shared else []
     left += [what for what, since in (("bind", 4), ("signal other processes", 6)) if version < since]
     return "confined" + (f", but may {' and '.join(left)}" if left else "")
 
@@ -84,7 +92,7 @@ def _allow(system: ctypes.CDLL, ruleset: int, place: Path, rights: int) -> None:
     except OSError:
         return  # what is not there needs no rule
     try:
-        rule = _PathBeneath(rights if place.is_dir() else rights & _READ_FILE, opened)
+        rule = _PathBeneath(rights if place.is_dir() else rights & _OF_FILES, opened)
         system.syscall(_ADD_RULE, ruleset, _PATH_BENEATH, ctypes.byref(rule), 0)
     finally:
         os.close(opened)

@@ -1,6 +1,6 @@
 """The process in which a kernel runs: it does what it is asked, and answers with data.
 
-It is started with the numbers of two pipes. The first request says which kernel.
+It begins with two pipes. The first request says which kernel.
 """
 
 from __future__ import annotations
@@ -17,7 +17,12 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from conformance import environment, packages
+import jax
+
+import conformance.driving
+from conformance.apart import confinement, declared, integrity, keeper, wire
+from conformance.calling import mishaps, registry
+from conformance.calling.execution import Executor
 
 LENGTH = struct.Struct("<Q")
 
@@ -67,12 +72,8 @@ class Order:
 
 
 def main(requests: int, answers: int) -> None:
-    """Serve until the requests end."""
-    del sys.argv[1:]  # a kernel that reads arguments as it is imported gets none
-    packages.claim()
-    environment.prepare()  # before anything starts threads, which would stay unconfined
-    from conformance.apart import confinement, integrity, wire
-
+    """Serve until the requests end, in a child: the process that was called stays above it."""
+    keeper.keep((requests, answers))
     confinement.end_with_parent()
     load = wire.unpacked(_read(requests))
     sys.path[:] = load.path
@@ -100,12 +101,8 @@ def main(requests: int, answers: int) -> None:
         _send(answers, answer)
 
 
-def _watched() -> Any:
+def _watched() -> integrity.Names:
     """What no kernel may replace, all of it loaded before the kernel is."""
-    import conformance.driving
-    from conformance.apart import integrity
-
-    importlib.import_module("conformance.apart.declared")
     for module in pkgutil.iter_modules(conformance.driving.__path__):
         importlib.import_module(f"{conformance.driving.__name__}.{module.name}")
     return integrity.names()
@@ -113,12 +110,6 @@ def _watched() -> Any:
 
 def _loaded(load: Load) -> tuple[Callable[[Order], Any], dict[str, Any]]:
     """What gives the executor that an order is for, and what the kernel declares."""
-    import jax
-
-    from conformance.apart import declared
-    from conformance.calling import registry
-    from conformance.calling.execution import Executor
-
     implementation = registry.find(load.name, products=load.products)  # type: ignore[arg-type] # checked where it was given
     executors: dict[Any, Executor] = {}
 
@@ -143,8 +134,6 @@ def _send(answers: int, answer: bytes) -> None:
 
 def _told(error: BaseException) -> dict[str, Any]:
     """An exception as data: its type, the built-in types that it is one of, its message, and what records say of it."""
-    from conformance.calling import mishaps
-
     kinds = [kind.__name__ for kind in type(error).__mro__ if vars(builtins).get(kind.__name__) is kind]
     try:
         message = str(error)

@@ -7,11 +7,9 @@ import collections
 import contextlib
 import dataclasses
 import fcntl
-import multiprocessing.util
 import os
 import select
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -19,10 +17,12 @@ import weakref
 from collections.abc import Mapping
 from typing import Any
 
-from conformance import packages, records
-from conformance.apart import keeper, scratch, wire
+from conformance import records
+from conformance.apart import keeper, kernel_process, scratch, wire
 from conformance.apart.kernel_process import LENGTH, Load, Order
 from conformance.calling import mishaps
+from conformance.forking import forked
+from conformance.forking.forked import Forked
 
 _LOOK_EVERY = 0.05
 _ENDING = 5.0  # seconds that ending a process and all that it started may take, before it is killed
@@ -30,18 +30,11 @@ _KEPT_OUTPUT = 4096
 _PIPE = 2**20  # bytes that a pipe holds, where the system allows it: operands and results pass at one go
 _LEAST_PIPE = 2**16  # what one holds otherwise
 _MOST_BEGUN = 4
-# A user's module may have our name: ours is looked for first, where it is.
-_MAIN = (
-    "import sys; sys.path.insert(0, {home!r}); pipes = int(sys.argv[1]), int(sys.argv[2]); "
-    "from conformance.apart.keeper import keep; keep(pipes); "
-    "from conformance.apart.kernel_process import main; main(*pipes)"
-)
 # After so many calls that did not return, others get a multiple of what the slowest took that did.
 _PATIENCE = 2
 _LOADING = 120.0  # seconds that loading a kernel may take at least: JAX is imported for it, and no call is made
 _LEAST_SECONDS = 10.0
 _TIMES_SLOWEST = 5
-_NOT_TOLD = ("PYTEST_", "CONFORMANCE_")  # which case is judged, and where the judge keeps what it found
 # What caches of compilers go by: they belong into the scratch folder, the only one that may be written to.
 _CACHES = ("TMPDIR", "XDG_CACHE_HOME", "TRITON_CACHE_DIR", "CUDA_CACHE_PATH", "MPLCONFIGDIR", "NUMBA_CACHE_DIR")
 
@@ -109,8 +102,7 @@ class KernelProcess:
         self._said: Said | None = None
         self._slowest = 0.0  # of the calls that returned, in seconds
         self._too_slow = 0
-        # When nobody refers to this any more, and when the judge ends, in processes of a pool too.
-        multiprocessing.util.Finalize(self, _end, (self._lives,), exitpriority=10)
+        weakref.finalize(self, _end, self._lives)  # when nobody refers to this any more, and when the judge ends
         _ALL.add(self)
 
     @property
@@ -235,19 +227,11 @@ class _Running:
         for pipe in (self._requests, self._answers):
             with contextlib.suppress(AttributeError, OSError):  # only Linux can, and not for every user
                 fcntl.fcntl(pipe, fcntl.F_SETPIPE_SZ, _PIPE)
-        told = {name: value for name, value in os.environ.items() if not name.startswith(_NOT_TOLD)}
-        environment = told | dict.fromkeys(_CACHES, self._scratch) | {"PYTHONUNBUFFERED": "1"}
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", _MAIN.format(home=str(packages.HOME)), str(theirs), str(answers)],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            pass_fds=(theirs, answers),
-            env=environment,
-            start_new_session=True,  # Ctrl-C is for the judge, which then ends it
-        )
-        os.close(theirs)
-        os.close(answers)
+        self._output, output = os.pipe()
+        environ = forked.told() | dict.fromkeys(_CACHES, self._scratch) | {"PYTHONUNBUFFERED": "1"}
+        self._process = Forked(kernel_process.main, passing=(theirs, answers), environ=environ, output=output)
+        for pipe in (theirs, answers, output):
+            os.close(pipe)
         self.confined = ""
         self._printed: collections.deque[bytes] = collections.deque(maxlen=4)
         self._listener = threading.Thread(target=self._listen, daemon=True)
@@ -291,27 +275,20 @@ class _Running:
 
     def end(self) -> None:
         """Kill the process with all that it started, and remove its folder."""
-        if keeper.IS_THERE:
-            self._process.terminate()  # it ends all that is below it
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(timeout=_ENDING)
-        if not keeper.IS_THERE or self._process.returncode is None:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(self._process.pid, signal.SIGKILL)
-            self._process.kill()
-        self._process.wait()
-        assert self._process.stdout is not None
+        self._process.signal(signal.SIGTERM)  # who keeps it ends all that is below it
+        if not keeper.IS_THERE or self._process.wait(_ENDING) is None:
+            self._process.signal(signal.SIGKILL)
+            self._process.wait(_ENDING)
+        self._process.let_go()
         self._listener.join(timeout=1.0)  # what it started and let go of may still hold its output
-        self._process.stdout.close()
-        for pipe in (self._requests, self._answers):
+        for pipe in (self._requests, self._answers, self._output):
             with contextlib.suppress(OSError):
                 os.close(pipe)
         scratch.remove(self._scratch)
 
     def _listen(self) -> None:
-        assert self._process.stdout is not None
-        with contextlib.suppress(OSError, ValueError):
-            while part := os.read(self._process.stdout.fileno(), 2**16):
+        with contextlib.suppress(OSError):
+            while part := os.read(self._output, 2**16):
                 self._printed.append(part[-_KEPT_OUTPUT:])
 
     def _write(self, request: bytes, until: float) -> None:
@@ -336,11 +313,12 @@ class _Running:
                 if not part:
                     raise Lost(self._how_it_ended())
                 read += part
-            elif self._process.poll() is not None:
+            elif self._process.wait(0) is not None:
                 raise Lost(self._how_it_ended())
             if time.monotonic() > until:
                 raise TooSlow(f"the call did not return within {limits.seconds:.3g} s (--timeout){self.printed()}")
-            if limits.memory and (taken := self._memory()) > limits.memory:
+            # Before it says how it is confined nothing of the kernel's runs, and it may not even have begun.
+            if limits.memory and self.confined and (taken := self._memory()) > limits.memory:
                 gib = f"{taken / 2**30:.1f} GiB, {limits.memory / 2**30:.1f} GiB are allowed (--memory)"
                 raise Lost(f"the kernel's process took {gib}{self.printed()}")
         return bytes(read)
@@ -348,15 +326,16 @@ class _Running:
     def _memory(self) -> int:
         """Bytes of memory that the process has, and what it let go of, zero where the system does not say."""
         pages = 0
-        for process in (self._process.pid, *keeper.children(self._process.pid)):
+        # Where there is a keeper, it does nothing, and has in common with the kernel what was loaded before both.
+        above = self._process.pid
+        for process in keeper.children(above) if keeper.IS_THERE else [above]:
             with contextlib.suppress(OSError, IndexError, ValueError), open(f"/proc/{process}/statm") as file:
                 pages += int(file.read().split()[1])
         return pages * os.sysconf("SC_PAGE_SIZE")
 
     def _how_it_ended(self) -> str:
-        try:
-            code = self._process.wait(timeout=5)
-        except subprocess.TimeoutExpired:
+        code = self._process.wait(_ENDING)
+        if code is None:
             return f"the kernel's process closed the pipe of its answers{self.printed()}"
         if code < 0:
             name = signal.Signals(-code).name if -code in signal.valid_signals() else f"signal {-code}"

@@ -22,11 +22,15 @@ def aliasing(subject: Subject) -> Iterator[Judgement]:
 
     Outside `jit` a library that checks types may refuse NumPy arrays, into which alone it could write. It is given JAX
     arrays then, which must still be there after the call. A mask that is an array is one of the operands. Without
-    mask and optional operands a call may go another way, so that is asked too.
+    mask and optional operands a call may go another way, so that is asked too, with values as deep as queries, whose
+    memory fits `out` then.
     """
     yield from _aliasing(subject, subject.problem)
     absent: dict[str, Any] = {operand.field: operand.absent for operand in REMOVABLE}
     plain = dataclasses.replace(subject.case, mask="full", **absent)
+    alike = dataclasses.replace(plain, v_head_dim=plain.head_dim)
+    if subject.implementation.supports(alike) is None:
+        plain = alike
     masked = dataclasses.replace(subject.case, mask=_MASK)
     for name, case in (("plain", plain), ("mask", masked)):
         if subject.implementation.supports(case) is None:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from cases import mask_spec
-from cases.inputs import Problem
+from cases.inputs import Problem, draw
 from conformance import records
 from conformance.asking.judgement import Judgement, apart, unsupported
 from conformance.asking.subject import Subject
@@ -18,22 +18,33 @@ from conformance.checks.gradients import right_on
 from conformance.checks.pair import Pair
 from conformance.driving import sequences
 
-# Two of a kind that is numbers, and two of one that is an array.
-_OTHER_MASKS = ("window-l9-r0", "window-l3-r2", "dense-d60", "dense-d30")
+# Two of a kind that is numbers, two of one that is an array, a window that is as good as causal, and arrays beside a
+# window, beside both flags, and of batch rows and heads together.
+_OTHER_MASKS = (
+    "window-l9-r0",
+    "window-l3-r2",
+    "window-linf-r0",
+    "dense-d60",
+    "dense-d30",
+    "window-l30-r20_and_dense-d60",
+    "causal_and_window-l30-r0_and_dense-d60",
+    "densehead-d60_and_densebatch-d60",
+)
 # How often one program is called: what goes wrong once in a few hundred calls shows. Interpreted kernels take longer.
 _CALLS = 1000
 _CALLS_INTERPRETED = 10
 
-# Beyond what the grids have: more batch rows, heads of each kind and heads in a group than 8, more than 32 heads, a
-# depth beyond 256, fewer keys than any tile, and tens of sequences in a row. Each in the first lengths that an
-# implementation takes.
+# Beyond what the grids have: more batch rows and heads of each kind than 8, more than 16 heads in a group, more than 40
+# heads, a depth beyond 256, fewer keys than any tile, one key, a cache of 512, and tens of sequences in a row, over 512
+# positions each way. Each in the first lengths that an implementation takes.
 _SHORT: tuple[dict[str, Any], ...] = tuple({"q_length": n, "kv_length": n} for n in (16, 128))
 _SIZES: dict[str, tuple[dict[str, Any], ...]] = {
-    "few": ({"q_length": 1, "kv_length": 5, "segments": None},),  # segments would leave the query one key
-    "many": tuple(
-        {"batch": 9, "num_q_heads": n, "num_kv_heads": k, **short} for n, k in ((45, 5), (33, 33)) for short in _SHORT
-    ),
-    "packed": tuple({"segments": "segmany", "q_length": n, "kv_length": n} for n in (256, 512)),
+    # Segments would leave the query one key.
+    "few": tuple({"batch": b, "q_length": 1, "kv_length": 5, "segments": None} for b in (9, 1)),
+    "one": ({"q_length": 1, "kv_length": 1, "segments": None},),
+    "cache": ({"phase": "decode", "q_length": 1, "kv_length": 512, "mask": "full", "segments": None},),
+    "many": tuple({"num_q_heads": n, "num_kv_heads": k, **short} for n, k in ((153, 9), (45, 45)) for short in _SHORT),
+    "packed": ({"batch": 1, "segments": "segmany", "q_length": 512, "kv_length": 512},),
     "deep": tuple({"head_dim": h, "v_head_dim": v, **short} for h, v in ((320, 288), (512, 512)) for short in _SHORT),
 }
 
@@ -70,9 +81,12 @@ def _other_values(pair: Pair) -> Iterator[Judgement]:
 
 def _other_shapes(pair: Pair) -> Iterator[Judgement]:
     """Another dtype, other lengths in that dtype first, outside `jit`, then the first ones again."""
-    case = pair.subject.case
+    case, supports = pair.subject.case, pair.subject.implementation.supports
     dtype = {"dtype": "bf16" if case.dtype == "f32" else "f32"}
-    longer = {"q_length": 2 * case.q_length, "kv_length": 2 * case.kv_length}
+    # One more than a whole number of blocks of any power of two, where that is taken.
+    longer: dict[str, Any] = {"q_length": 2 * case.q_length + 1, "kv_length": 2 * case.kv_length + 1}
+    if supports(dataclasses.replace(case, **longer)) is not None:
+        longer = {"q_length": 2 * case.q_length, "kv_length": 2 * case.kv_length}
     changes: tuple[dict[str, Any], ...] = (dtype, longer | dtype, longer, {})
     others = [dataclasses.replace(case, **change) for change in changes]
     for other in others:
@@ -99,7 +113,10 @@ def _of_size(changes: Sequence[Mapping[str, Any]], pair: Pair) -> Iterator[Judge
 
 
 def _numpy(pair: Pair) -> Iterator[Judgement]:
-    """Operands that are NumPy arrays, outside `jit`, then other values in the same arrays."""
+    """Operands that are NumPy arrays, outside `jit`, then other values in the same arrays.
+
+    The first result is looked at after the second call, which must not change it.
+    """
     problem, other = pair.problems
     refused, found = pair.subject.executor.run(sequences.numpy_operands, problem, other)
     if refused:
@@ -108,6 +125,25 @@ def _numpy(pair: Pair) -> Iterator[Judgement]:
     first, second = found
     yield pair.judge_out(first)
     yield pair.judge_out_of(second, (other,), pair.expected[1:])
+
+
+def _in_a_thread(pair: Pair) -> Iterator[Judgement]:
+    """The call outside `jit`, made in a thread of its own."""
+    yield pair.judge_out(pair.subject.executor.run(sequences.in_a_thread, pair.problems[0]))
+
+
+def _same_ids(pair: Pair) -> Iterator[Judgement]:
+    """One array for the segment ids of queries and keys, as in self-attention, with ids that come back."""
+    case = dataclasses.replace(pair.subject.case, segments="segwild")
+    refusal = pair.subject.implementation.supports(case)
+    if refusal is not None or case.q_length != case.kv_length:
+        yield unsupported("out", refusal or "the lengths differ")
+        return
+    problem = draw(case)
+    assert problem.segment_ids is not None
+    shared = dataclasses.replace(problem, segment_ids=(problem.segment_ids[1],) * 2)
+    got = pair.subject.executor.run(sequences.of_one_array_of_ids, shared)
+    yield pair.judge_out_of(got, (shared,), (pair.subject.expect(shared),))
 
 
 def _a_thousand(pair: Pair) -> Iterator[Judgement]:
@@ -123,6 +159,8 @@ _SEQUENCES: dict[str, Callable[[Pair], Iterator[Judgement]]] = {
     "other_values": _other_values,
     "other_shapes": _other_shapes,
     "numpy": _numpy,
+    "thread": _in_a_thread,
+    "same_ids": _same_ids,
     "a_thousand": _a_thousand,
     **{name: functools.partial(_of_size, changes) for name, changes in _SIZES.items()},
 }

@@ -133,20 +133,27 @@ def _biases(problem: Problem) -> Iterator[_Form]:
 
 def _gradient_of_shared_by_keys(subject: Subject) -> Iterator[Judgement]:
     """What a bias with one column for all keys is pulled back to: the sum over the keys of every row."""
-    problem = subject.problem
-    if problem.bias is None or not subject.with_gradients or "dbias" not in subject.implementation.gradients:
+    if subject.problem.bias is None or not subject.with_gradients or "dbias" not in subject.implementation.gradients:
         return
+    # Without a sink, what all keys share changes nothing.
+    beside = dataclasses.replace(subject.case, sinks=True)
+    if subject.implementation.supports(beside) is None:
+        subject = dataclasses.replace(subject, case=beside)
+    problem = subject.problem
+    assert problem.bias is not None
     shared = dataclasses.replace(problem, bias=problem.bias[..., :1])
     drawn = draw_cotangent(subject.case).out
     cotangent = Cotangent("random", np.where(subject.judged_out_of(shared), drawn, np.zeros_like(drawn)))
     label = "dbias.bias_shared_by_keys"
     try:
-        got = subject.executor.gradients(shared, cotangent).values["dbias"]
+        got = subject.executor.gradients(shared, cotangent).values
     except Exception as error:  # as above
         yield unsupported(label, f"{type(error).__name__}: {error}".split("\n")[0])
         return
-    expected = subject.expect(shared, [cotangent]).gradients[0]["dbias"]
-    yield subject.judge("dbias", got, expected, label=label)
+    expected = subject.expect(shared, [cotangent])
+    judged = subject.judged_out_of(shared)
+    yield subject.judge("out", got["out"], expected.forward["out"], judged, label="out.bias_shared_beside_sinks")
+    yield subject.judge("dbias", got["dbias"], expected.gradients[0]["dbias"], label=label)
 
 
 def _of_rank_three(subject: Subject) -> Iterator[_Form]:

@@ -32,6 +32,8 @@ _FAINT_SINK = 30.0
 _LOUD = 2.0**8
 # Below what kernels write for minus infinity by hand, and little enough that logits keep four bits of their fraction.
 _LOW_ROWS = -(2.0**20)
+# That of Gemma 2.
+_USUAL_CAP = 50.0
 # So far below any cap that its tanh is -1 in every arithmetic.
 _BELOW_CAP = 2.0**14
 
@@ -75,6 +77,8 @@ def limits(subject: Subject) -> Iterator[Judgement]:
         yield from apart("hiding_bias", functools.partial(_hiding_bias, subject, plain, _some_keys(plain)))
         if subject.implementation.empty_rows == "zero" and plain.bias is not None and plain.bias.shape[2] > 1:
             yield from apart("emptying_bias", functools.partial(_hiding_bias, subject, plain, _some_rows(plain)))
+        if problem.sinks is not None:
+            yield from apart("sinks_alone", functools.partial(_sinks_alone, subject, problem.without("soft_cap")))
 
 
 def _some_keys(problem: Problem) -> np.ndarray:
@@ -153,8 +157,11 @@ def _low_rows(subject: Subject, problem: Problem) -> Iterator[Judgement]:
 
 
 def _capped_bias(subject: Subject) -> Iterator[Judgement]:
-    """Under a soft cap a bias of -inf makes the logit the lowest that there is, and hides nothing."""
-    problem, bias = subject.problem, subject.problem.bias
+    """Under a soft cap a bias of -inf makes the logit the lowest that there is, and hides nothing.
+
+    The cap is as high as models have it: from there to the cap is more than exp can bear.
+    """
+    problem, bias = dataclasses.replace(subject.problem, soft_cap=_USUAL_CAP), subject.problem.bias
     assert bias is not None
     rows = np.indices(bias.shape)[2] % 5 == 2
     if problem.sinks is not None:
@@ -166,6 +173,18 @@ def _capped_bias(subject: Subject) -> Iterator[Judgement]:
     expected = subject.expect(dataclasses.replace(problem, bias=finite)).forward["out"]
     got = subject.results_of(dataclasses.replace(problem, bias=infinite))["out"]
     yield subject.judge("out", got, expected, subject.judged_out_of(problem))
+
+
+def _sinks_alone(subject: Subject, problem: Problem) -> Iterator[Judgement]:
+    """Rows with a sink, whose keys a bias of -inf hides: the sink has all the weight."""
+    assert problem.bias is not None
+    rows = np.indices(problem.bias.shape)[2] % 5 == 2
+    finite, infinite = (np.where(rows, hidden, problem.bias).astype(problem.bias.dtype) for hidden in (-1e4, -np.inf))
+    expected = subject.expect(dataclasses.replace(problem, bias=finite)).forward
+    live = ~problem.empty_rows & problem.decided
+    for name, got in subject.results_of(dataclasses.replace(problem, bias=infinite)).items():
+        if name != "max_logits":
+            yield subject.judge(name, got, expected[name], subject.judged_out_of(problem) if name == "out" else live)
 
 
 def _nothing_left(subject: Subject) -> Iterator[Judgement]:

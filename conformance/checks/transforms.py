@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,7 +18,7 @@ from cases.counter_rng import normal
 from cases.inputs import Problem
 from cases.masks import Dense
 from cases.moba import depends_on_data
-from cases.operands import GRADIENT_OF, OPTIONAL
+from cases.operands import GRADIENT_OF, OPTIONAL, RESIDUALS
 from conformance import records
 from conformance.asking.judgement import Judgement, apart, guarded, unsupported
 from conformance.asking.subject import Subject
@@ -27,6 +27,9 @@ from conformance.checks.pair import Pair
 from conformance.driving import alone, sequences, transformed
 from conformance.truth.bounds import Bounded
 from conformance.truth.roundoff import UNIT_ROUNDOFF
+
+# A number this many times as large is another one, and the same where its first two digits are all that counts.
+_NEAR = 1 + 2.0**-6
 
 
 def transforms(subject: Subject) -> Iterator[Judgement]:
@@ -42,10 +45,27 @@ def transforms(subject: Subject) -> Iterator[Judgement]:
 
 def _eager(pair: Pair) -> Iterator[Judgement]:
     yield pair.judge_out(pair.subject.executor.run(sequences.eagerly, pair.problems[0]))
+    if pair.subject.implementation.residuals:
+        results = pair.subject.executor.run(sequences.residuals_eagerly, pair.problems[0])
+        yield from _judge_residuals(pair, {name: x[None] for name, x in results.items()}, 1)
 
 
 def _vmap(pair: Pair) -> Iterator[Judgement]:
-    yield pair.judge_out(pair.subject.executor.run(transformed.vmap, pair.problems), 2)
+    """Both problems; with residuals, where they are offered: what shares some operands is asked without."""
+    if not pair.subject.implementation.residuals:
+        yield pair.judge_out(pair.subject.executor.run(transformed.vmap, pair.problems), 2)
+        return
+    results = pair.subject.executor.run(transformed.vmap_with_residuals, pair.problems)
+    yield pair.judge_out(results["out"], 2)
+    yield from _judge_residuals(pair, results, 2)
+
+
+def _judge_residuals(pair: Pair, results: Mapping[str, np.ndarray], count: int) -> Iterator[Judgement]:
+    """The residuals of the first problem, or of both, stacked."""
+    for name in set(results) & set(RESIDUALS):
+        for got, problem, expected in zip(results[name], pair.problems[:count], pair.expected[:count], strict=True):
+            live = (~problem.empty_rows | (pair.subject.implementation.empty_rows == "zero")) & problem.decided
+            yield pair.subject.judge(name, got, expected.forward[name], live)
 
 
 def _vmap_over(names: Sequence[str], pair: Pair) -> Iterator[Judgement]:
@@ -87,10 +107,15 @@ def _x64(pair: Pair) -> Iterator[Judgement]:
 
 
 def _x64_residuals(pair: Pair) -> Iterator[Judgement]:
-    """Residuals have the dtype that they have without doubles; tracing says so."""
+    """Residuals have the dtype that they have without doubles, with a scale and with the usual one; tracing says so."""
+    yield from _x64_dtypes(pair, pair.problems[0])
+    if pair.problems[0].scale is not None:
+        yield from _x64_dtypes(pair, pair.problems[0].without("scale"))
+
+
+def _x64_dtypes(pair: Pair, problem: Problem) -> Iterator[Judgement]:
     usual, found = (
-        pair.subject.executor.run(transformed.residual_dtypes, pair.problems[0], doubles=doubles)
-        for doubles in (False, True)
+        pair.subject.executor.run(transformed.residual_dtypes, problem, doubles=doubles) for doubles in (False, True)
     )
     for name in sorted(usual):
         same = found[name] == usual[name]
@@ -147,8 +172,12 @@ def _shared(pair: Pair) -> Iterator[Judgement]:
 
 
 def _eager_gradients(pair: Pair) -> Iterator[Judgement]:
-    """Gradients outside `jit`, where the backward pass gets arrays and not tracers."""
-    found = pair.subject.executor.run(transformed.gradients_outside_jit, pair.problems[0], pair.cotangents[0].out)
+    """Gradients outside `jit`, where the backward pass gets arrays and not tracers.
+
+    They are those of the second use of a pullback, after the other problem has been pulled back.
+    """
+    dos = [cotangent.out for cotangent in pair.cotangents]
+    found = pair.subject.executor.run(transformed.gradients_outside_jit, pair.problems, dos)
     yield from pair.judge_gradients(found)
 
 
@@ -172,10 +201,10 @@ def _two_kinds(pair: Pair) -> Iterator[Judgement]:
 
 
 def _of_another_kind(subject: Subject) -> Problem | None:
-    """The problem under another mask, and with half of its scale and of its soft cap, as far as it has them."""
+    """The problem under another mask, and with a scale and soft cap near its own, as far as it has them."""
     case, problem = subject.case, subject.problem
     numbers = {
-        o.name: number / 2 for o in OPTIONAL if not o.arrays and (number := getattr(problem, o.name)) is not None
+        o.name: number * _NEAR for o in OPTIONAL if not o.arrays and (number := getattr(problem, o.name)) is not None
     }
     changes: dict[str, Any] = dict(numbers)
     others = [dataclasses.replace(case, mask=spec) for spec in ("window-l9-r0", "full") if spec != case.mask]

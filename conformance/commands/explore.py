@@ -65,8 +65,7 @@ def explore(arguments: argparse.Namespace) -> int:
                 )
             except exploring.NothingToDraw as error:
                 raise CannotJudge(f"there is no case to draw: {error}") from error
-        if found.interrupted:
-            interrupts.ignore()
+        interrupts.ignore()
         written = {record.key for record in journal.recorded.records}
         journal.add([record for record in found.records if record.key not in written])
         reason = "a signal stopped it" if found.interrupted else ""

@@ -24,7 +24,7 @@ from conformance.commands.errors import CannotJudge
 from conformance.commands.outputs import Outputs, command_line, outputs_of, step_summary, writable
 from conformance.commands.progress import Progress
 from conformance.contract import Implementation
-from conformance.judging import interrupts, plan, provenance, runner, settings, workers
+from conformance.judging import interrupts, plan, provenance, runner, settings
 from conformance.judging.evidence import gather
 from conformance.judging.job import Job
 from conformance.judging.journal import CannotWrite, Journal, Unlike, to_go_on
@@ -62,8 +62,6 @@ def run(arguments: argparse.Namespace) -> int:
     started = time.perf_counter()
     before = _taken_up(arguments)
     _reject_contradictions(arguments)
-    if arguments.jobs != 1 and arguments.case is None:
-        workers.make_ready()
     outputs = dataclasses.replace(outputs_of(arguments), step=step_summary())
     baseline = _baseline(arguments, outputs)
     chosen = lookup.load_settings()
@@ -167,7 +165,9 @@ def _judge(
             if waiting:
                 kernels = lookup.kernels(arguments)
                 _run_jobs(waiting, arguments.jobs, kernels, chosen, on_job, one_by_one=arguments.fail_fast)
+        interrupts.ignore()
     except _FirstFailure:
+        interrupts.ignore()
         console.print("stopped at the first failure, as --fail-fast says", style="yellow")
         return INTERRUPTED, "stopped at the first failure, as --fail-fast says"
     except registry.ImplementationNotFound as error:  # a worker finds less than this process did

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Mapping
+from concurrent import futures
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from cases.inputs import Problem
+from conformance.calling import mishaps
 from conformance.calling.execution import Executor
 
 
@@ -14,6 +19,14 @@ def eagerly(executor: Executor, problem: Problem) -> np.ndarray:
     """`out` of the call outside `jit`, on JAX arrays."""
     plain, arrays = executor.bind(problem)
     return np.asarray(plain(jax.tree.map(jnp.asarray, arrays)))
+
+
+def residuals_eagerly(executor: Executor, problem: Problem) -> Mapping[str, np.ndarray]:
+    """The residuals of the call outside `jit`, on JAX arrays."""
+    statics, arrays = executor.arguments(problem)
+    call = functools.partial(executor.implementation.call, **statics, save_residuals=True)
+    _, residuals = mishaps.checked_residuals(call(**jax.tree.map(jnp.asarray, arrays)))
+    return {name: np.asarray(x) for name, x in residuals.items()}
 
 
 def compiled(executor: Executor, problem: Problem) -> np.ndarray:
@@ -30,15 +43,33 @@ def one_program(executor: Executor, problems: tuple[Problem, ...]) -> list[np.nd
 
 
 def numpy_operands(executor: Executor, problem: Problem, other: Problem) -> tuple[str, list[np.ndarray]]:
-    """`out` on NumPy arrays outside `jit`, then with other values in the same arrays; or why they are refused."""
+    """`out` on NumPy arrays outside `jit`, then with other values in the same arrays; or why they are refused.
+
+    Both are read after the second call, which must not change what the first returned.
+    """
     plain, arrays = executor.bind(problem)
     given = jax.tree.map(lambda x: np.array(x, copy=True), arrays)
     try:
-        first = np.array(plain(given))
+        first = jax.block_until_ready(plain(given))  # type: ignore[no-untyped-call] # untyped upstream
     except Exception as error:  # a kernel may want arrays of JAX; what it computes from others is what counts
         return f"NumPy operands outside jit: {type(error).__name__}: {error}".split("\n")[0], []
     jax.tree.map(np.copyto, given, executor.bind(other)[1])
-    return "", [first, np.array(plain(given))]
+    second = plain(given)
+    return "", [np.array(first), np.array(second)]
+
+
+def in_a_thread(executor: Executor, problem: Problem) -> np.ndarray:
+    """`out` of the call outside `jit`, in a thread that has called nothing yet."""
+    with futures.ThreadPoolExecutor(max_workers=1) as pool:
+        return pool.submit(eagerly, executor, problem).result()
+
+
+def of_one_array_of_ids(executor: Executor, problem: Problem) -> np.ndarray:
+    """`out` of the call outside `jit`, with one array for both segment ids, those of the keys."""
+    plain, arrays = executor.bind(problem)
+    given = dict(jax.tree.map(jnp.asarray, arrays))
+    given["segment_ids"] = (given["segment_ids"][1],) * 2
+    return np.asarray(plain(given))
 
 
 def again_and_again(executor: Executor, problem: Problem, count: int) -> int:

@@ -13,6 +13,7 @@ import numpy as np
 
 from cases.inputs import Problem
 from cases.operands import GRADIENT_OF
+from conformance.calling import mishaps
 from conformance.calling.execution import Arrays, Executor, Values, pull_back
 
 Pulled = tuple[np.ndarray, Values]
@@ -23,6 +24,15 @@ def vmap(executor: Executor, problems: Sequence[Problem]) -> np.ndarray:
     """`out` of `problems` of one configuration, stacked: all operands have the mapped axis."""
     plain, _ = executor.bind(problems[0])
     return np.asarray(executor.jit(jax.vmap(plain))(_stacked(executor, problems)))
+
+
+def vmap_with_residuals(executor: Executor, problems: Sequence[Problem]) -> Values:
+    """Likewise, `out` and the residuals by name."""
+    statics, _ = executor.arguments(problems[0])
+    call = functools.partial(executor.implementation.call, **statics, save_residuals=True)
+    mapped = jax.vmap(lambda arrays: mishaps.checked_residuals(call(**arrays)))
+    out, residuals = executor.jit(mapped)(_stacked(executor, problems))
+    return _on_host({"out": out, **residuals})
 
 
 def vmap_over(executor: Executor, problems: Sequence[Problem], names: Sequence[str]) -> np.ndarray:
@@ -110,10 +120,20 @@ def gradients_of_shared(
     return _on_host(executor.jit(functools.partial(pull_back, jax.vmap(plain, in_axes=(axes,))))(arrays, dos)[1])
 
 
-def gradients_outside_jit(executor: Executor, problem: Problem, do: np.ndarray) -> Values:
-    """The gradients outside `jit`, on JAX arrays."""
-    plain, arrays = executor.bind(problem)
-    return _on_host(pull_back(plain, jax.tree.map(jnp.asarray, arrays), jnp.asarray(do))[1])
+def gradients_outside_jit(executor: Executor, problems: Sequence[Problem], dos: Sequence[np.ndarray]) -> Values:
+    """The gradients of the first problem outside `jit`, on JAX arrays: of the second use of one pullback.
+
+    Its first use, and that of the other problem's pullback, come before and have the other cotangent.
+    """
+    for problem in reversed(problems):
+        plain, given = executor.bind(problem)
+        arrays = jax.tree.map(jnp.asarray, given)
+        fixed = {name: x for name, x in arrays.items() if name not in GRADIENT_OF}
+        moving = {name: x for name, x in arrays.items() if name in GRADIENT_OF}
+        out, pullback = jax.vjp(lambda m, plain=plain, fixed=fixed: plain({**fixed, **m}), moving)
+        cotangents = [jnp.asarray(do).astype(out.dtype) for do in dos]
+        pullback(cotangents[1])
+    return _on_host(pullback(cotangents[0])[0])
 
 
 def mapped_pullback(executor: Executor, problem: Problem, dos: np.ndarray) -> Values:

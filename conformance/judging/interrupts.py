@@ -48,7 +48,7 @@ def remembered(*, last: bool = False) -> Iterator[None]:
         sys.unraisablehook = hook
         _pressed = False
         for number in ours:
-            if signal.getsignal(number) is _on_signal:  # not where the body has it ignored from now on
+            if signal.getsignal(number) in (_on_signal, signal.SIG_IGN):  # by this, or by `ignore`
                 signal.signal(number, signal.SIG_IGN if last else before[number])
 
 
@@ -59,7 +59,7 @@ def check() -> None:
 
 
 def ignore() -> None:
-    """From now on nothing stops the run: what was judged gets written, whatever else is pressed."""
+    """Until the end of `remembered` nothing stops the run any more: what was judged gets written."""
     for number in _STOPPING:
         signal.signal(number, signal.SIG_IGN)
 

@@ -10,25 +10,20 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
-import multiprocessing
-import os
 import signal
 import sys
-import threading
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from multiprocessing import connection, forkserver, resource_tracker
+from collections.abc import Callable, Iterable, Sequence
+from multiprocessing import Pipe, connection
 from multiprocessing.connection import Connection
-from multiprocessing.context import ForkServerContext, SpawnContext
-from multiprocessing.process import BaseProcess
 from typing import Any, Generic, TypeVar
 
-from conformance import environment, packages
+from conformance import packages
+from conformance.forking.forked import Forked
 from conformance.judging import interrupts
 
 Task = TypeVar("Task")
 Result = TypeVar("Result")
-_LOADED_ONCE = "conformance.judging.loaded_once"
 _ENDING = 10.0  # seconds that a worker may take to end, with the processes of its kernels, before it is killed
 
 
@@ -60,7 +55,7 @@ def work_through(
 class _Worker(Generic[Task]):
     """A process, our end of its pipe, and what it is doing."""
 
-    process: BaseProcess
+    process: Forked
     pipe: Connection
     task: Task
 
@@ -98,7 +93,7 @@ def _done(
     finally:
         with interrupts.held():
             for worker in busy:
-                worker.process.terminate()
+                worker.process.signal(signal.SIGTERM)
             for worker in (*busy, *idle):
                 _end(worker)
     return fatal
@@ -106,8 +101,10 @@ def _done(
 
 def _ready(busy: Sequence[_Worker[Task]]) -> list[_Worker[Task]]:
     """The workers that have answered or died, once there is one."""
-    ready = connection.wait([x for worker in busy for x in (worker.pipe, worker.process.sentinel)])
-    return [worker for worker in busy if worker.pipe in ready or worker.process.sentinel in ready]
+    while True:
+        connection.wait([x for worker in busy for x in (worker.pipe, worker.process.ends)])
+        if found := [worker for worker in busy if worker.pipe.poll() or worker.process.wait(0) is not None]:
+            return found
 
 
 def _answer(worker: _Worker[Task]) -> tuple[bool, Any] | None:
@@ -123,11 +120,9 @@ def _answer(worker: _Worker[Task]) -> tuple[bool, Any] | None:
 
 def _started(task: Task, do: Callable[[Task], Result]) -> _Worker[Task]:
     """A new worker, at work on this."""
-    ours, theirs = multiprocessing.Pipe()
-    process = _context().Process(target=_serve, args=(theirs, tuple(sys.path), dict(os.environ)))
-    with _unhurt_by_ctrl_c():
-        process.start()
-    theirs.close()  # the worker's death must be seen at our end
+    ours, theirs = Pipe()
+    with theirs:  # the worker's death must be seen at our end
+        process = Forked(_serve, tuple(sys.path), passing=[theirs.fileno()], may_ask=True)
     worker = _Worker(process, ours, task)
     _tell(worker, do)
     return worker
@@ -141,18 +136,20 @@ def _tell(worker: _Worker[Task], do: Callable[[Task], Result]) -> None:
 def _end(worker: _Worker[Task]) -> None:
     """End a process that has died, has been told to, or has no more to do, which it sees by its pipe."""
     worker.pipe.close()
-    worker.process.join(_ENDING)
-    if worker.process.is_alive():
-        worker.process.kill()
-        worker.process.join()
+    if worker.process.wait(_ENDING) is None:
+        worker.process.signal(signal.SIGKILL)
+        worker.process.wait()
+    worker.process.let_go()
 
 
-def _serve(pipe: Connection, path: Sequence[str], environ: Mapping[str, str]) -> None:
+def _serve(pipe: int, path: Sequence[str]) -> None:
     """What a worker does: one task after another, until there are no more."""
-    _start(path, environ)
+    packages.claim()
+    sys.path[:] = path  # the user's modules are found as in the process that judges
+    tasks = Connection(pipe)
     while True:
         try:
-            do, task = pipe.recv()
+            do, task = tasks.recv()
         except EOFError:
             return
         try:
@@ -160,68 +157,4 @@ def _serve(pipe: Connection, path: Sequence[str], environ: Mapping[str, str]) ->
         except Exception as error:
             error.add_note(f"in a worker process:\n{traceback.format_exc()}")
             answer = True, error
-        pipe.send(answer)
-
-
-def make_ready() -> None:
-    """Start loading what workers need, in a process of its own: for who will have work for them in a second or two."""
-    if _context().get_start_method() == "forkserver":
-        with _unhurt_by_ctrl_c():
-            forkserver.ensure_running()
-
-
-def _context() -> SpawnContext | ForkServerContext:
-    if "forkserver" not in multiprocessing.get_all_start_methods():
-        return multiprocessing.get_context("spawn")
-    found = multiprocessing.get_context("forkserver")
-    found.set_forkserver_preload([_LOADED_ONCE])
-    return found
-
-
-@contextlib.contextmanager
-def _unhurt_by_ctrl_c() -> Iterator[None]:
-    """Processes that are started within it do not hear of Ctrl-C from their first instruction on, and find our modules.
-
-    Who starts them hears of it afterwards: half a process more could neither be used nor ended.
-    What loads modules before it hears of any path goes by the environment: not by the current folder, where a user's
-    own `cases.py` may be.
-    """
-    environ = dict(os.environ)
-    with interrupts.held():
-        resource_tracker.ensure_running()  # forkserver needs it, and starting it would let the signal through again
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-        os.environ |= {
-            "PYTHONSAFEPATH": "1",
-            "PYTHONPATH": os.pathsep.join(map(str, filter(None, (packages.HOME, environ.get("PYTHONPATH"))))),
-        }
-        try:
-            with packages.first_on_path():
-                yield
-        finally:
-            _restore(environ)
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-def _restore(environ: Mapping[str, str]) -> None:
-    """Make the environment this again."""
-    for name in set(os.environ) - set(environ):
-        del os.environ[name]
-    os.environ.update(environ)
-
-
-def _start(path: Sequence[str], environ: Mapping[str, str]) -> None:
-    """Worker set-up: our packages are found, and flags are set before JAX is imported."""
-    _restore(environ)
-    packages.claim()
-    sys.path[:] = path  # the user's modules are found as in the process that judges
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-    environment.prepare()
-    environment.collect_rarely()
-
-
-def _end_with_parent() -> None:
-    """A parent that is killed cannot stop its workers: they stop by themselves."""
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        parent.join()
-        os._exit(1)
+        tasks.send(answer)

@@ -24,7 +24,18 @@ from impls.splash_tpu.block_sizes import LANES
 from impls.splash_tpu.call import Call
 from impls.splash_tpu.launch import Inputs, Outputs, launch
 from impls.splash_tpu.schedule import Steps
-from impls.splash_tpu.tiles import Masking, Step, allowed, column, logits_of, product, read, when, without_unseen
+from impls.splash_tpu.tiles import (
+    Masking,
+    Step,
+    across,
+    allowed,
+    column,
+    logits_of,
+    product,
+    read,
+    when,
+    without_unseen,
+)
 
 
 class Scratch(NamedTuple):
@@ -76,9 +87,9 @@ def _add(call: Call, inputs: Inputs, scratch: Scratch, masking: Masking, *, mask
         v, v_depth = read(inputs.v, layouts.v, start, size)
         logits, slope = logits_of(call, product(call, q, q_depth, k, k_depth))  # (1), (2): [block_q, size]
         found = allowed(call, masking, start, masked=masked)
-        p = jnp.exp(logits - scratch.logsumexp[:, :1])  # (8)
+        p = jnp.exp(logits - across(scratch.logsumexp[...], size))  # (8)
         # (10), (12)
-        dx = p * (product(call, do, 1, v, v_depth) - scratch.row_sums[:, :1])
+        dx = p * (product(call, do, 1, v, v_depth) - across(scratch.row_sums[...], size))
         if slope is not None:
             dx = dx * slope  # (13)
         if found is not None:

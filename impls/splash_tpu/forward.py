@@ -11,6 +11,10 @@ With (1) and (2) from `impls.splash_tpu.tiles`:
 `maximum`, `total` and `acc` of `Scratch` are m, l and the sum of (6) for the keys so far, without the sink, which joins
 at the end. A block that raises m multiplies the others by `decay = exp(old m - new m)`.
 
+z, m and the sink are counted in units of log 2, and each exponential is a power of two: the scale of (1) takes up the
+product that the exponential would need, in f32, and q stays as it is. (7) is counted in units of 1 again. So the
+compiler's schedule of a full block of 512 by 512 has 977 cycles on v6e, and 1,057 with `exp`; 1,292 and 1,309 on v5e.
+
 Sources: Milakov & Gimelshein 2018, arXiv:1805.02867 (running maximum and sum); Dao 2023, arXiv:2307.08691 (blocks,
 normalisation once at the end).
 """
@@ -18,6 +22,7 @@ normalisation once at the end).
 from __future__ import annotations
 
 import functools
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -28,11 +33,24 @@ from impls.splash_tpu.block_sizes import LANES
 from impls.splash_tpu.call import Call
 from impls.splash_tpu.launch import Inputs, Outputs, launch
 from impls.splash_tpu.schedule import Steps
-from impls.splash_tpu.tiles import Masking, Step, allowed, column, logits_of, product, read, when, without_unseen
+from impls.splash_tpu.tiles import (
+    Masking,
+    Step,
+    across,
+    allowed,
+    column,
+    logits_of,
+    product,
+    read,
+    when,
+    without_unseen,
+)
+
+_LOG_2 = math.log(2)
 
 
 class Scratch(NamedTuple):
-    """The softmax of the keys so far, f32. Maximum and total are the same in every lane."""
+    """The softmax of the keys so far, f32. Maximum, in units of log 2, and total are the same in every lane."""
 
     maximum: Any  # [block_q, 128]
     total: Any  # [block_q, 128]
@@ -82,7 +100,7 @@ def _add(call: Call, inputs: Inputs, scratch: Scratch, masking: Masking, *, mask
     for start in range(0, call.blocks.kv, size):
         k, k_depth = read(inputs.k, layouts.k, start, size)
         v, v_depth = read(inputs.v, layouts.v, start, size)
-        logits, _ = logits_of(call, product(call, q, q_depth, k, k_depth))  # (1), (2): [block_q, size]
+        logits, _ = logits_of(call, product(call, q, q_depth, k, k_depth), _LOG_2)  # (1), (2): [block_q, size]
         found = allowed(call, masking, start, masked=masked)
         if found is not None:
             logits = jnp.where(found, logits, -jnp.inf)  # (3)
@@ -90,13 +108,13 @@ def _add(call: Call, inputs: Inputs, scratch: Scratch, masking: Masking, *, mask
         before = scratch.maximum[...]
         maximum = jnp.maximum(before, highest)  # (4)
         shift = _finite(maximum)
-        weights = jnp.exp(logits - shift[:, :1])
-        decay = jnp.exp(before - shift)
+        weights = jnp.exp2(logits - across(shift, size))
+        decay = jnp.exp2(before - shift)
         scratch.maximum[...] = maximum
         scratch.total[...] = scratch.total[...] * decay + weights.sum(axis=-1, keepdims=True)  # (5)
         v = without_unseen(call, v, found, layouts.v)
-        # (6), not divided
-        scratch.acc[...] = scratch.acc[...] * decay[:, :1] + product(call, weights.astype(v.dtype), 1, v, 1 - v_depth)
+        part = product(call, weights.astype(v.dtype), 1, v, 1 - v_depth)
+        scratch.acc[...] = scratch.acc[...] * across(decay, call.head_dim_v) + part  # (6), not divided
 
 
 def _finish(call: Call, inputs: Inputs, outputs: Outputs, scratch: Scratch) -> None:
@@ -104,18 +122,19 @@ def _finish(call: Call, inputs: Inputs, outputs: Outputs, scratch: Scratch) -> N
     highest, total, acc = scratch.maximum[...], scratch.total[...], scratch.acc[...]
     maximum = highest
     if inputs.sinks is not None:
-        maximum = jnp.maximum(highest, inputs.sinks[...])  # (4)
+        sinks = inputs.sinks[...] * jnp.float32(1 / _LOG_2)
+        maximum = jnp.maximum(highest, sinks)  # (4)
         shift = _finite(maximum)
-        decay = jnp.exp(highest - shift)
-        total = total * decay + jnp.exp(inputs.sinks[...] - shift)  # (5)
-        acc = acc * decay[:, :1]
+        decay = jnp.exp2(highest - shift)
+        total = total * decay + jnp.exp2(sinks - shift)  # (5)
+        acc = acc * across(decay, call.head_dim_v)
     some = total > 0
     total = jnp.where(some, total, 1.0)
     value = jnp.float32(call.plan.mask_value)
-    outputs.out[...] = (acc / total[:, :1]).astype(outputs.out.dtype)  # (6)
-    outputs.logsumexp[...] = _row(jnp.where(some, maximum + jnp.log(total), value))  # (7)
+    outputs.out[...] = (acc / across(total, call.head_dim_v)).astype(outputs.out.dtype)  # (6)
+    outputs.logsumexp[...] = _row(jnp.where(some, maximum * jnp.float32(_LOG_2) + jnp.log(total), value))  # (7)
     if outputs.max_logits is not None:
-        outputs.max_logits[...] = _row(jnp.where(highest == -jnp.inf, value, highest))
+        outputs.max_logits[...] = _row(jnp.where(highest == -jnp.inf, value, highest * jnp.float32(_LOG_2)))
 
 
 def _row(x: jax.Array) -> jax.Array:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import fcntl
 import os
 import pathlib
 import resource
 import signal
 import socket
+import stat
 import subprocess
 import sys
 import time
@@ -53,11 +56,27 @@ def floods(q: Any, k: Any, v: Any) -> Any:
     return right(q, k, v)
 
 
-def closes(q: Any, k: Any, v: Any) -> Any:
+def answers() -> int:
+    """The pipe that the judge reads: the only one that this process writes to, but for its output."""
     for pipe in range(3, 64):
-        if pipe != int(sys.orig_argv[-1]):
-            continue
-        os.close(pipe)
+        with contextlib.suppress(OSError):
+            if stat.S_ISFIFO(os.fstat(pipe).st_mode) and fcntl.fcntl(pipe, fcntl.F_GETFL) & os.O_WRONLY:
+                return pipe
+    raise AssertionError("there is none")
+
+
+def writes_to_shared_memory(q: Any, k: Any, v: Any) -> Any:
+    pathlib.Path("/dev/shm/written.txt").write_text("here")
+    return right(q, k, v)
+
+
+def writes_to_a_device(q: Any, k: Any, v: Any) -> Any:
+    pathlib.Path("/dev/null").write_text("here")
+    raise OddError("written")
+
+
+def closes(q: Any, k: Any, v: Any) -> Any:
+    os.close(answers())
     return right(q, k, v)
 
 
@@ -129,6 +148,25 @@ def lingers_and_dies(q: Any, k: Any, v: Any) -> Any:
     os._exit(3)
 
 
+CHAINS = """
+import os, time
+end = time.monotonic() + 30
+for _ in range(4):
+    os.fork()
+while time.monotonic() < end:
+    if os.fork():
+        os._exit(0)
+    os.setsid()
+"""
+
+
+def chains(q: Any, k: Any, v: Any) -> Any:
+    """Leaves behind what starts another and ends, over and over."""
+    subprocess.Popen([sys.executable, "-S", "-c", CHAINS, os.environ["LINGERS"]])
+    time.sleep(1)
+    return right(q, k, v)
+
+
 def zeros(q: Any, k: Any, v: Any) -> Any:
     return jnp.zeros_like(q)
 
@@ -173,11 +211,11 @@ def replaces_a_method(q: Any, k: Any, v: Any) -> Any:
 def answers_ahead(q: Any, k: Any, v: Any) -> Any:
     """Fills the pipe with answers that nobody asked for."""
     one = wire.answer({"returned": 1, "replaced": []})
-    os.write(int(sys.orig_argv[-1]), one * (2**21 // len(one)))
+    os.write(answers(), one * (2**21 // len(one)))
     return right(q, k, v)
 
 
 def forges(said: Any) -> Any:
     """Nothing of a kernel: says `said` in the process's stead as it is looked up."""
-    os.write(int(sys.orig_argv[-1]), wire.answer({"returned": said, "replaced": []}))
+    os.write(answers(), wire.answer({"returned": said, "replaced": []}))
     return right

@@ -7,6 +7,7 @@ import dataclasses
 import gc
 import os
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -18,13 +19,14 @@ import pytest
 from cases.case import Case
 from cases.inputs import draw, draw_cotangent
 from conformance import records
-from conformance.apart import executor, keeper
+from conformance.apart import executor, keeper, process
 from conformance.apart.kernels import Kernels
 from conformance.apart.process import KernelProcess, Limits, Lost, TooSlow
 from conformance.calling import registry
 from conformance.calling.execution import Executor
 from conformance.checks import BY_NAME, CHECKS
 from conformance.contract import Implementation
+from conformance.forking import forked
 from conformance.judging import plan
 from conformance.judging.job import Job
 from conformance.judging.runner import Runner
@@ -73,6 +75,8 @@ def said(implementation: Implementation) -> str:
         ("crashes", "Lost: the kernel's process died of SIGSEGV (it printed: about to crash)"),
         ("closes", "Lost: the kernel's process"),
         ("writes", "PermissionError: [Errno 13] Permission denied"),
+        ("writes_to_shared_memory", "PermissionError: [Errno 13] Permission denied"),
+        ("writes_to_a_device", "OddError: written"),
         ("connects", "PermissionError: [Errno 13] Permission denied"),
         ("connects_among_files", "PermissionError: [Errno 13] Permission denied"),
         ("limits_the_judge", "PermissionError: [Errno 1] Operation not permitted"),
@@ -158,18 +162,18 @@ def test_an_error_has_its_place_in_the_users_code_and_what_was_printed_before_it
 def test_a_process_ends_when_nobody_refers_to_its_kernel() -> None:
     implementation = executor.find(f"{HERE}/kernels.py:plain", None, LIMITS)
     process = process_of(implementation)._lives[0]._process
-    assert process.poll() is None
+    assert process.wait(0) is None
     del implementation
     gc.collect()
-    assert process.poll() is not None
+    assert process.wait(0) is not None
 
 
 def left_behind(seconds: str) -> list[str]:
-    """The processes that sleep for so long."""
+    """The processes whose last argument this is: those that sleep for so long."""
     found = []
     for place in Path("/proc").glob("[0-9]*/cmdline"):
         with contextlib.suppress(OSError):
-            if place.read_bytes() == f"sleep\0{seconds}\0".encode():
+            if place.read_bytes().endswith(f"\0{seconds}\0".encode()):
                 found.append(place.parent.name)
     return found
 
@@ -185,6 +189,18 @@ def test_what_a_kernel_started_and_let_go_of_ends_with_it(find: Find, monkeypatc
     assert not left_behind(seconds)
     assert said(find("lingers_and_dies")) == "Lost: the kernel's process ended by itself, with exit code 3"
     assert not left_behind(seconds)
+
+
+@pytest.mark.skipif(not keeper.IS_THERE, reason="only Linux gives orphans to who asks for them")
+def test_what_starts_another_and_ends_over_and_over_ends_with_its_kernel(
+    find: Find, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    number = f"3000.{os.getpid()}"
+    monkeypatch.setenv("LINGERS", number)
+    chains = find("chains")
+    executor.executor_of(chains).forward(draw(CASE))
+    process_of(chains).end()
+    assert not any(left_behind(number) for _ in range(10))  # one that is between two is not seen at once
 
 
 @pytest.mark.skipif(not keeper.IS_THERE, reason="only Linux gives orphans to who asks for them")
@@ -347,6 +363,19 @@ def test_a_kernel_that_does_not_read_is_too_slow(find: Find) -> None:
     apart.forward(draw(CASE))
     with pytest.raises(TooSlow, match="does not read"):
         apart.forward(large)
+
+
+def test_a_process_that_never_begins_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    forked._forget()
+    forked.make_ready()
+    _, origin = forked._started[-1]
+    origin.send_signal(signal.SIGSTOP)
+    monkeypatch.setattr(process, "_LOADING", 1.0)
+    monkeypatch.setattr(process, "_ENDING", 0.1)
+    with pytest.raises(registry.ImplementationNotFound, match="did not return within 1 s"):
+        executor.find(f"{HERE}/kernels.py:plain", None, Limits(seconds=1.0, memory=2**40))
+    forked._forget()
+    origin.kill()
 
 
 def test_a_file_of_a_package_that_imports_beside_itself_is_told_how_to_be_named(tmp_path: Path) -> None:

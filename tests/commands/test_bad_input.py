@@ -6,6 +6,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -281,3 +283,26 @@ def test_a_name_is_no_markup(name: str, folder: Path, capsys: pytest.CaptureFixt
     said = capsys.readouterr()
     assert f"{name}:transposed" in said.out
     assert f"{name}:transposed" in said.err
+
+
+def judged_by(shell: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    """What a shell says that judges a kernel which prints past Python, by `$RUN`."""
+    (folder / "kernel.py").write_text(
+        f"{KERNELS}\nimport os\ndef prints(q, k, v): os.write(1, b'!'); return right(q, k, v)\n"
+    )
+    arguments = f"--impl={folder}/kernel.py:prints --case={CASE} --check=forward --in-process --json={folder}/r.jsonl"
+    script = f"RUN='{sys.executable} -m conformance run {arguments}'; {shell}"
+    return subprocess.run(["sh", "-c", script], cwd=folder, capture_output=True, text=True, check=False)
+
+
+def test_with_all_its_outputs_closed_a_run_leaves_right_records(tmp_path: Path) -> None:
+    assert judged_by("$RUN <&- >&- 2>&-", tmp_path).returncode == 0
+    assert {record.verdict for record in records.read_jsonl(tmp_path / "r.jsonl")} == {records.PASS}
+    assert not [line for line in (tmp_path / "r.jsonl").read_text().splitlines() if line.startswith("!")]
+
+
+def test_a_folder_that_was_removed_is_one_clear_line(tmp_path: Path) -> None:
+    ran = judged_by("mkdir gone; cd gone; rmdir ../gone; $RUN", tmp_path)
+    assert ran.returncode == 2
+    assert ran.stderr.startswith("error: the current folder")
+    assert len(ran.stderr.splitlines()) == 1

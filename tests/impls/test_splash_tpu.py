@@ -117,9 +117,9 @@ def test_steps_counted_are_steps_run(mask: Mask, monkeypatch: pytest.MonkeyPatch
     def count(phase: str, what: str) -> None:
         jax.debug.callback(lambda: run.update([(phase, what)]))
 
-    def counting_logits(call: Any, x: Any) -> Any:
+    def counting_logits(call: Any, *given: Any) -> Any:
         count(call.phase, "computed")
-        return plain_logits(call, x)
+        return plain_logits(call, *given)
 
     def counting_kernel(name: Any, plain: Any) -> Any:
         def kernel(*given: Any) -> None:

@@ -73,6 +73,14 @@ def test_what_ends_a_job_or_a_session_stops_a_run_as_ctrl_c_does(number: signal.
     assert signal.getsignal(number) == signal.SIG_DFL
 
 
+def test_what_is_ignored_at_the_end_of_a_run_is_heard_again_after_it() -> None:
+    with interrupts.remembered():
+        interrupts.ignore()
+        signal.raise_signal(signal.SIGTERM)
+        interrupts.check()
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
 def test_what_is_held_is_done_whole_and_the_signal_comes_afterwards() -> None:
     done = []
 

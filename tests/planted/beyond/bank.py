@@ -10,6 +10,7 @@ from conformance.sensitivity import PlantedBug
 from conformance.sensitivity.examination import Kill
 from tests.planted.beyond import (
     arguments,
+    callers,
     combined,
     derivatives,
     ends,
@@ -40,6 +41,7 @@ _MODULES = (
     state,
     combined,
     ends,
+    callers,
 )
 
 BEYOND: tuple[PlantedBug, ...] = tuple(bug for module in _MODULES for bug in module.BUGS)

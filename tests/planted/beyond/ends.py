@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -58,7 +60,76 @@ def _thirty_two_sequences(arrays: Arrays, statics: Statics) -> object:
     return correct({**arrays, "segment_ids": ranks}, statics)
 
 
+def _without(name: str, when: Callable[[Arrays, Statics], bool]) -> Kernel:
+    """A path for which somebody forgot one argument."""
+
+    def kernel(arrays: Arrays, statics: Statics) -> object:
+        if not when(arrays, statics):
+            return correct(arrays, statics)
+        return correct(
+            {n: x for n, x in arrays.items() if n != name}, {**statics, **dict.fromkeys({name} & {*statics})}
+        )
+
+    return kernel
+
+
+def _lengths(arrays: Arrays) -> tuple[int, int]:
+    return arrays["q"].shape[1], arrays["k"].shape[1]
+
+
+def _sixteen_heads_of_a_group(arrays: Arrays, statics: Statics) -> object:
+    """A tile of queries has 16 rows, and the heads of a group that do not fit are the first again."""
+    heads = arrays["q"].shape[2]
+    group = heads // arrays["k"].shape[2]
+    n = jnp.arange(heads)
+    return correct({**arrays, "q": arrays["q"][:, :, n - n % group + n % group % 16]}, statics)
+
+
+def _whole_blocks_of_256(arrays: Arrays, statics: Statics) -> object:
+    """`(S + 254) // 256` blocks, which lack the last key where it is alone in its block."""
+    length = arrays["k"].shape[1]
+    if length == 1 or length % 256 != 1:
+        return correct(arrays, statics)
+    there = (jnp.arange(length) < length - 1)[None, None, None]
+    return correct({**arrays, "mask": there & arrays.get("mask", True)}, statics)
+
+
+def _mask_by_rows_alone(arrays: Arrays, statics: Statics) -> object:
+    """A mask has either batch rows or heads, so one of the two is the first."""
+    mask: Any = arrays.get("mask")
+    if mask is None or 1 in mask.shape[:2]:
+        return correct(arrays, statics)
+    return correct({**arrays, "mask": mask[:, :1]}, statics)
+
+
+def _open_to_the_left(arrays: Arrays, statics: Statics) -> bool:
+    return statics["window"] is not None and statics["window"][0] is None and not statics["window"][1]
+
+
 # Values.
+
+
+def _cap_is_the_pivot(arrays: Arrays, statics: Statics) -> object:
+    """No logit is above the cap, so none needs a maximum: of rows far below it nothing is left."""
+    results = correct(arrays, {**statics, "save_residuals": True})
+    cap = statics["soft_cap"]
+    if cap is None or cap > 50:
+        return results if statics["save_residuals"] else results[0]
+    out, residuals = results
+    lost = residuals["logsumexp"] < cap - 87.0  # [B, N, T]
+    out = jnp.where(lost.transpose(0, 2, 1)[..., None], 0, out)
+    return (out, residuals) if statics["save_residuals"] else out
+
+
+def _hidden_rows_average(arrays: Arrays, statics: Statics) -> object:
+    """Rows whose keys a bias hides average the values, whether they have a sink or not."""
+    out, residuals = correct(arrays, {**statics, "save_residuals": True})
+    if arrays.get("bias") is not None and statics["soft_cap"] is None:
+        hidden_rows = jnp.isneginf(residuals["max_logits"]).transpose(0, 2, 1)[..., None]
+        mean = arrays["v"].astype(jnp.float32).mean(axis=1, keepdims=True)
+        mean = jnp.repeat(mean, out.shape[2] // mean.shape[2], axis=2)
+        out = jnp.where(hidden_rows, mean.astype(out.dtype), out)
+    return (out, residuals) if statics["save_residuals"] else out
 
 
 def _one_pivot_for_all_sinks(arrays: Arrays, statics: Statics) -> object:
@@ -108,6 +179,93 @@ def _one_causal_query(case: Case) -> bool:
 
 
 BUGS: tuple[PlantedBug, ...] = (
+    _size(
+        "one-key-needs-no-softmax",
+        _without("sinks", lambda arrays, statics: arrays["k"].shape[1] == 1),
+        kind="dispatch.one-key",
+        reference="inferred from kernels that return the only value there is",
+        trigger=has("sinks"),
+    ),
+    _size(
+        "one-query-over-whole-blocks-of-512-drops-sinks",
+        _without("sinks", lambda arrays, statics: _lengths(arrays)[0] == 1 and _lengths(arrays)[1] % 512 == 0),
+        kind="dispatch.cache",
+        reference="inferred from kernels for decoding that are chosen by the size of the cache, a power of two",
+        trigger=has("sinks"),
+    ),
+    _size(
+        "whole-blocks-of-512-drop-soft-cap",
+        _without("soft_cap", lambda arrays, statics: all(n % 512 == 0 for n in _lengths(arrays))),
+        kind="dispatch.blocks",
+        reference="inferred from routes for whole blocks of the largest block size",
+        trigger=has("soft_cap"),
+    ),
+    _size(
+        "key-heads-beyond-eight-are-the-first-again",
+        _first_again("k", 2, 8),
+        kind="table.heads",
+        reference="inferred from kernels that put key heads on the eight rows of a tile",
+        trigger=lambda case: case.num_kv_heads > 8,
+    ),
+    _size(
+        "heads-of-a-group-beyond-sixteen-are-the-first-again",
+        _sixteen_heads_of_a_group,
+        kind="table.heads",
+        reference="inferred from kernels for decoding that pack a group into 16 rows, asked for the 128 heads of MLA",
+        trigger=lambda case: case.num_q_heads > 16 * case.num_kv_heads,
+    ),
+    _size(
+        "key-alone-in-its-block-of-256-is-lost",
+        _whole_blocks_of_256,
+        kind="blocks.count",
+        reference="inferred from counts of blocks that are rounded up by one too little",
+        trigger=lambda case: case.kv_length % 256 == 1,
+    ),
+    _size(
+        "mask-of-batch-rows-and-heads-read-by-rows",
+        _mask_by_rows_alone,
+        kind="mask.axes",
+        reference="inferred from kernels that take a mask of batch rows or one of heads",
+    ),
+    _size(
+        "mask-dropped-beside-a-window",
+        _without("mask", lambda arrays, statics: statics["window"] is not None),
+        kind="dispatch.mask",
+        reference="inferred from routes for windows that were written for windows alone",
+    ),
+    _size(
+        "window-of-none-and-zero-is-none",
+        _without("window", _open_to_the_left),
+        kind="window.truth",
+        reference="inferred from wrappers that test the sides of a window for truth",
+    ),
+    wrapped.planted(
+        "soft-cap-is-the-pivot",
+        _cap_is_the_pivot,
+        family="values",
+        kind="pivot.cap",
+        reference="inferred from kernels that skip the running maximum where logits are capped, at 50 in Gemma 2",
+        shows=("out",),
+        trigger=has("soft_cap"),
+    ),
+    wrapped.planted(
+        "rows-hidden-by-bias-forget-their-sink",
+        _hidden_rows_average,
+        family="values",
+        kind="sinks.empty",
+        reference="inferred from guards for rows whose largest logit is -inf, written before there were sinks",
+        shows=("out",),
+        trigger=has("sinks", "bias"),
+    ),
+    wrapped.planted(
+        "bias-of-all-keys-dropped",
+        _without("bias", lambda arrays, statics: "bias" in arrays and arrays["bias"].shape[-1] == 1),
+        family="values",
+        kind="bias.shared",
+        reference="inferred from simplifications: what all keys share does not change a softmax, but for a sink",
+        shows=("out", "dbias"),
+        trigger=has("bias"),
+    ),
     _size(
         "one-query-drops-causal",
         _one_query_sees_all,

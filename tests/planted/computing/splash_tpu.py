@@ -72,7 +72,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         "splash-no-rescale",
-        Change("forward", "scratch.acc[...] * decay[:, :1] + product(", "scratch.acc[...] + product("),
+        Change("forward", "scratch.acc[...] * across(decay, call.head_dim_v) + part", "scratch.acc[...] + part"),
         kind="online.no-rescale",
         reference="inferred from Milakov & Gimelshein 2018",
         shows=("out",),
@@ -151,7 +151,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         "splash-dq-without-row-sums",
-        Change("dq", " - scratch.row_sums[:, :1])", ")"),
+        Change("dq", " - across(scratch.row_sums[...], size))", ")"),
         kind="backward.no-row-sums",
         reference="inferred from Dao 2023, section 3.1.2",
         shows=("dq",),

@@ -1,0 +1,45 @@
+"""What a command writes at its end is written, whatever happens then."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from conformance import cli
+from conformance.commands import outputs
+from tests.processes import interruptible
+
+
+@pytest.mark.parametrize(
+    ("command", "what"),
+    [
+        ("run", ["--case=train/f32/B1.T16.S16.N2.K2.H16.V16/causal/normal/s0", "--check=forward"]),
+        ("explore", ["--examples=1"]),
+    ],
+    ids=["run", "explore"],
+)
+def test_a_signal_while_the_page_is_written_does_not_cost_the_page(
+    command: str, what: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write = outputs.Outputs.write
+
+    def signalled(*arguments: Any) -> None:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.raise_signal(number)
+        write(*arguments)
+
+    monkeypatch.setattr(outputs.Outputs, "write", signalled)
+    what = (
+        ["--case=train/f32/B1.T16.S16.N2.K2.H16.V16/causal/normal/s0", "--check=forward"]
+        if command == "run"
+        else ["--examples=1"]
+    )
+    arguments = [command, "--impl=dot_product", *what, "--report=page.html"]
+    with interruptible():
+        assert cli.main(cli.parser().parse_args(arguments)) == 0
+    assert (tmp_path / "page.html").exists()
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL

@@ -1,0 +1,225 @@
+"""Processes that are forked from one that has loaded everything: what they have, and how they end."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from conformance.forking import forked
+from conformance.forking.forked import Forked
+from tests.processes import ended, until
+
+ASKS = """
+from conformance.forking.forked import Forked
+from tests.forking.test_forked import sleeps
+process = Forked(sleeps)
+print(process.pid, flush=True)
+sleeps()
+"""
+
+
+def exits(code: int) -> None:
+    sys.exit(code)
+
+
+def sleeps() -> None:
+    time.sleep(1000)
+
+
+def does_not_listen(pipe: int) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    os.write(pipe, b"!")
+    time.sleep(1000)
+
+
+def tells(pipe: int, word: str) -> None:
+    told = {
+        "word": word,
+        "loaded": "jax" in sys.modules,
+        "environ": dict(os.environ),
+        "began_with": Path("/proc/self/environ").read_bytes().decode(),
+        "arguments": sys.argv[1:],
+        "folder": os.getcwd(),
+        "open": [int(name) for name in os.listdir("/proc/self/fd") if os.path.exists(f"/proc/self/fd/{name}")],
+        "leads": os.getsid(0) == os.getpid(),
+    }
+    os.write(pipe, json.dumps(told).encode())
+
+
+def draws(pipe: int) -> None:
+    os.write(pipe, json.dumps([vars(shared)["random"]() for shared in (random, np.random)]).encode())
+
+
+def forks_another(pipe: int) -> None:
+    inner = Forked(exits, 5)
+    os.write(pipe, str(inner.wait()).encode())
+
+
+@contextlib.contextmanager
+def pipe() -> Iterator[tuple[int, int]]:
+    ends = os.pipe()
+    try:
+        yield ends
+    finally:
+        for end in ends:
+            os.close(end)
+
+
+@pytest.fixture
+def sleeping() -> Iterator[Forked]:
+    process = Forked(sleeps)
+    assert process.pid
+    yield process
+    process.let_go()
+
+
+def is_there(number: int) -> bool:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(number, 0)
+        return True
+    return False
+
+
+@pytest.mark.parametrize("code", [0, 3])
+def test_it_says_how_it_ended(code: int) -> None:
+    process = Forked(exits, code)
+    assert process.wait() == code
+    assert process.wait(0) == code
+    process.let_go()
+
+
+def test_a_signal_reaches_it_and_is_how_it_ended(sleeping: Forked) -> None:
+    assert sleeping.wait(0) is None
+    sleeping.signal(signal.SIGTERM)
+    assert sleeping.wait() == -signal.SIGTERM
+
+
+def test_it_ends_once_nobody_has_it_any_more() -> None:
+    process = Forked(sleeps)
+    number = process.pid
+    process.let_go()
+    until(lambda: not is_there(number))
+
+
+def test_what_does_not_listen_is_killed() -> None:
+    with pipe() as (reads, writes):
+        process = Forked(does_not_listen, passing=[writes])
+        assert os.read(reads, 1) == b"!"
+    process.signal(signal.SIGTERM)
+    assert process.wait(0.2) is None
+    process.signal(signal.SIGKILL)
+    assert process.wait() == -signal.SIGKILL
+    process.let_go()
+
+
+def test_it_has_what_it_is_given_and_nothing_of_others(
+    sleeping: Forked, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("CONFORMANCE_CACHE", "where the judge keeps what it found")
+    with pipe() as (reads, writes):
+        process = Forked(tells, "given", passing=[writes], environ={"NAME": "value"})
+        told = json.loads(os.read(reads, 2**16))
+        assert process.wait() == 0
+    process.let_go()
+    assert (told["word"], told["loaded"], told["leads"], told["arguments"]) == ("given", True, True, [])
+    assert told["folder"] == str(tmp_path)
+    assert told["environ"]["NAME"] == "value"
+    assert not any(name.startswith(forked.NOT_TOLD) for name in told["environ"])
+    assert not any(line.startswith(forked.NOT_TOLD) for line in told["began_with"].split("\0"))
+    assert len(told["open"]) == 4  # input, output twice, and the pipe
+
+
+def test_one_that_may_ask_has_others_forked_by_the_same() -> None:
+    with pipe() as (reads, writes):
+        process = Forked(forks_another, passing=[writes], may_ask=True)
+        assert os.read(reads, 16) == b"5"
+        assert process.wait() == 0
+    process.let_go()
+
+
+def test_what_is_loaded_under_another_environment_is_loaded_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    forked.make_ready()
+    before = forked._origin
+    monkeypatch.setenv("HOME", "/elsewhere")
+    forked.make_ready()
+    assert forked._origin is before
+    monkeypatch.setenv("JAX_ENABLE_X64", "1")
+    forked.make_ready()
+    assert forked._origin is not before
+    forked._forget()
+
+
+def test_what_was_forked_before_the_environment_changed_lives_on(
+    sleeping: Forked, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("JAX_ENABLE_X64", "1")
+    following = Forked(exits, 4)
+    assert following.wait() == 4
+    assert sleeping.wait(0.5) is None
+    sleeping.let_go()
+    until(lambda: not is_there(sleeping.pid))
+    following.let_go()
+    forked._forget()
+
+
+def test_no_two_draw_the_same_random_numbers() -> None:
+    drawn: list[float] = []
+    for _ in range(2):
+        with pipe() as (reads, writes):
+            process = Forked(draws, passing=[writes])
+            drawn += json.loads(os.read(reads, 2**10))
+            process.let_go()
+    assert len(set(drawn)) == 4
+
+
+def test_signals_that_who_asks_ignores_or_blocks_reach_it_all_the_same() -> None:
+    forked._forget()
+    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM, signal.SIGCHLD])
+    try:
+        process = Forked(sleeps)
+        assert process.pid
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+        signal.signal(signal.SIGTERM, before)
+    process.signal(signal.SIGTERM)
+    assert process.wait(60) == -signal.SIGTERM
+    process.let_go()
+    forked._forget()
+
+
+def test_an_origin_that_is_killed_takes_its_own_with_it_and_is_followed_by_another() -> None:
+    forked._forget()
+    process = Forked(sleeps)
+    number = process.pid
+    _, origin = forked._started[-1]
+    origin.kill()
+    assert process.wait() == -signal.SIGTERM
+    until(lambda: not is_there(number))
+    following = Forked(exits, 4)
+    assert following.wait() == 4
+    for one in (process, following):
+        one.let_go()
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM], ids=lambda number: number.name)
+def test_they_end_with_who_asked_for_them(number: signal.Signals) -> None:
+    asking = subprocess.Popen([sys.executable, "-c", ASKS], stdout=subprocess.PIPE, text=True, start_new_session=True)
+    with ended(asking):
+        assert asking.stdout is not None
+        forked_number = int(asking.stdout.readline())
+        assert is_there(forked_number)
+        asking.send_signal(number)
+    until(lambda: not is_there(forked_number))
