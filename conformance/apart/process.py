@@ -228,12 +228,14 @@ class _Running:
             with contextlib.suppress(AttributeError, OSError):  # only Linux can, and not for every user
                 fcntl.fcntl(pipe, fcntl.F_SETPIPE_SZ, _PIPE)
         self._output, output = os.pipe()
+        os.set_blocking(self._output, False)
         environ = forked.told() | dict.fromkeys(_CACHES, self._scratch) | {"PYTHONUNBUFFERED": "1"}
         self._process = Forked(kernel_process.main, passing=(theirs, answers), environ=environ, output=output)
         for pipe in (theirs, answers, output):
             os.close(pipe)
         self.confined = ""
         self._printed: collections.deque[bytes] = collections.deque(maxlen=4)
+        self._taking = threading.Lock()  # what is printed, which two threads take from the pipe
         self._listener = threading.Thread(target=self._listen, daemon=True)
         self._listener.start()
 
@@ -255,6 +257,7 @@ class _Running:
     def tell(self, request: bytes, limits: Limits, *, busy: bool = False) -> None:
         """Pass an order on; `hear` has the answer. `busy` says whether it is working on another."""
         if not busy:
+            self._take_printed()
             self._printed.clear()  # what it printed before belongs to other orders
         self._write(request, time.monotonic() + limits.seconds)
 
@@ -269,6 +272,7 @@ class _Running:
 
     def printed(self) -> str:
         """The last lines that the process printed, in brackets, or nothing."""
+        self._take_printed()
         text = b"".join(self._printed)[-_KEPT_OUTPUT:].decode(errors="replace")
         lines = [records.printable(line.strip()) for line in text.splitlines() if line.strip()]
         return f" (it printed: {' | '.join(lines[-3:])[:300]})" if lines else ""
@@ -281,15 +285,34 @@ class _Running:
             self._process.wait(_ENDING)
         self._process.let_go()
         self._listener.join(timeout=1.0)  # what it started and let go of may still hold its output
-        for pipe in (self._requests, self._answers, self._output):
-            with contextlib.suppress(OSError):
-                os.close(pipe)
+        with self._taking:
+            for pipe in (self._requests, self._answers, self._output):
+                with contextlib.suppress(OSError):
+                    os.close(pipe)
+            self._output = -1
         scratch.remove(self._scratch)
 
     def _listen(self) -> None:
-        with contextlib.suppress(OSError):
-            while part := os.read(self._output, 2**16):
+        """Keep the pipe from filling up."""
+        with contextlib.suppress(OSError, ValueError):  # it was closed meanwhile
+            while self._take_printed():
+                select.select((self._output,), (), ())
+
+    def _take_printed(self) -> bool:
+        """Keep the last of all that is in the pipe, and say whether there can be more.
+
+        Who has an answer finds here whatever was printed before it.
+        """
+        with self._taking:
+            if self._output < 0:
+                return False
+            try:
+                part = os.read(self._output, _PIPE)
+            except BlockingIOError:
+                return True
+            if part:
                 self._printed.append(part[-_KEPT_OUTPUT:])
+            return bool(part)
 
     def _write(self, request: bytes, until: float) -> None:
         rest = memoryview(LENGTH.pack(len(request)) + request)

@@ -22,7 +22,7 @@ from conformance import records
 from conformance.apart import executor, keeper, process
 from conformance.apart.kernels import Kernels
 from conformance.apart.process import KernelProcess, Limits, Lost, TooSlow
-from conformance.calling import registry
+from conformance.calling import mishaps, registry
 from conformance.calling.execution import Executor
 from conformance.checks import BY_NAME, CHECKS
 from conformance.contract import Implementation
@@ -157,6 +157,14 @@ def test_an_error_has_its_place_in_the_users_code_and_what_was_printed_before_it
     assert record.verdict == records.ERROR
     assert re.search(r"OddError: q is odd \(.*kernels\.py:\d+: raise OddError", record.reason)
     assert record.reason.endswith("(it printed: q has arrived)")
+
+
+def test_each_answer_has_all_that_was_printed_for_it_and_nothing_else(find: Find) -> None:
+    apart, problem = executor.executor_of(find("raises")), draw(CASE)
+    for _ in range(50):
+        with pytest.raises(ValueError, match="q is odd") as raised:
+            apart.forward(problem)
+        assert mishaps.told(raised.value).endswith("(it printed: q has arrived)")
 
 
 def test_a_process_ends_when_nobody_refers_to_its_kernel() -> None:
