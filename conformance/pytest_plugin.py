@@ -15,11 +15,12 @@ import shlex
 import signal
 from collections.abc import Callable, Generator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from conformance import packages
+from conformance.forking import lent
 from conformance.judging import gate
 
 if TYPE_CHECKING:
@@ -51,6 +52,8 @@ def pytest_configure(config: pytest.Config) -> None:
         made.check_options()
     elif made.is_asked_for():  # a worker imports the gate's module before it plans
         packages.claim()
+        if address := config.workerinput[_NAME]:
+            lent.borrow(address)
 
 
 class _Gate:
@@ -62,6 +65,7 @@ class _Gate:
         self._settings: Settings | None = None
         self._runner: Runner | None = None
         self._run: Run | None = None
+        self._lent: str | None = None
         self._kept: dict[int, tuple[Record, ...]] | None = None
         self._written: Written | None = None
         self._baseline: Side | None = None
@@ -110,6 +114,13 @@ class _Gate:
             self._config.hook.pytest_deselected(items=left_out)
             items[:] = [item for item in items if item not in left_out]
 
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_configure_node(self, node: Any) -> None:
+        """Have the workers of pytest-xdist ask the process that this one has loaded JAX in."""
+        if self._lent is None:
+            self._lent = lent.lend()
+        node.workerinput[_NAME] = self._lent
+
     def check_options(self) -> None:
         """Refuse options that cannot be carried out, before anything is collected or judged."""
         option = self._config.getoption
@@ -141,13 +152,7 @@ class _Gate:
 
     def _plan(self) -> Plan:
         if self._planned is None:
-            from conformance import environment
-
-            environment.prepare()
-            try:
-                packages.claim()
-            except packages.NameTaken as error:
-                raise pytest.UsageError(str(error)) from error
+            gate.prepare(self._config)
             from conformance.calling import registry  # imported late: they load JAX
             from conformance.judging import plan, settings
             from conformance.judging.runner import Runner
@@ -300,7 +305,7 @@ class _Gate:
             self._add_stale()
         for record in self._stale:
             self._add_failure(f"expectations[{record.implementation}-{record.case}]", record.reason)
-        if sentence := self._nothing_judged():
+        if sentence := gate.nothing_judged(self._records, self._config.getoption("--require-platform")):
             self._add_failure("something_is_judged", sentence)
         if (self._stale or sentence) and session.exitstatus == 0:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
@@ -353,18 +358,6 @@ class _Gate:
             assert self._settings is not None
             self._stale = self._settings.stale(self._records, jax.__version__)
             self._records += self._stale
-
-    def _nothing_judged(self) -> str:
-        """What was to be judged and was not, as a sentence; a run of skips alone is no success."""
-        from conformance.records import JUDGED
-
-        judged = {record.platform for record in self._records if record.verdict in JUDGED}
-        required = self._config.getoption("--require-platform")
-        if required and required not in judged:
-            return f"--require-platform={required}: nothing was judged there"
-        if self._records and not judged:
-            return "nothing was judged: every case is unsupported or unjudged"
-        return ""
 
     def _narrowed_to(self) -> str:
         """To what options narrow what the level asks; tests that are left out by themselves are counted instead."""

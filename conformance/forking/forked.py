@@ -164,6 +164,18 @@ def make_ready() -> None:
         _origin = _Origin(ours, read())
 
 
+def is_ready() -> bool:
+    """Whether there is an origin, which may still be loading."""
+    return _origin is not None
+
+
+def asked() -> tuple[int, Mapping[str, str]]:
+    """What `adopt` takes: the file to ask the origin by, and what that has read of the environment."""
+    make_ready()
+    assert _origin is not None
+    return _origin.requests.fileno(), _origin.read
+
+
 def told() -> dict[str, str]:
     """This environment, but for what nobody who is forked for a kernel may read."""
     return {name: value for name, value in os.environ.items() if not name.startswith(NOT_TOLD)}
@@ -175,7 +187,7 @@ def read() -> dict[str, str]:
 
 
 def adopt(requests: int, read_there: Mapping[str, str]) -> None:
-    """Ask, from now on, the origin that this process was forked from."""
+    """Ask, from now on, the origin of another process: the one this was forked from, or one that is lent."""
     global _origin
     _origin = _Origin(socket.socket(fileno=requests), read_there)
 

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from conformance import environment, packages
+from conformance.forking import forked
 from conformance.judging.levels import LEVELS
 
 if TYPE_CHECKING:
@@ -56,13 +58,30 @@ def add_options(parser: pytest.Parser) -> None:
     )
 
 
-def reminder(root: Path) -> list[str]:
-    """What a plain run is told that did not judge what its project lists; read without what judging needs."""
+def prepare(config: pytest.Config) -> None:
+    """What comes before JAX is loaded, by a process that plans. Raises `pytest.UsageError`."""
+    environment.prepare()
+    try:
+        packages.claim()
+    except packages.NameTaken as error:
+        raise pytest.UsageError(str(error)) from error
+    names = config.getoption("--impl") or _listed(config.rootpath)
+    if any(":" in name for name in names) and not config.getoption("--conformance-in-process"):
+        forked.make_ready()  # beside this process, which loads the same
+
+
+def _listed(root: Path) -> list[str]:
+    """What a project lists to be judged, read without what judging needs."""
     try:
         table = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["attention_conformance"]
-        names = [name for name in table["implementations"] if isinstance(name, str)]
+        return [name for name in table["implementations"] if isinstance(name, str)]
     except (OSError, ValueError, KeyError, TypeError):
         return []  # whoever judges is told what is wrong with it
+
+
+def reminder(root: Path) -> list[str]:
+    """What a plain run is told that did not judge what its project lists."""
+    names = _listed(root)
     if not names:
         return []
     what = names[0] if len(names) == 1 else f"{len(names)} implementations"
@@ -129,6 +148,18 @@ def suite_property(config: pytest.Config) -> Callable[[str, str], None] | None:
 
     xml = config.stash.get(xml_key, None)
     return None if xml is None else xml.add_global_property
+
+
+def nothing_judged(found: list[Record], required: str | None) -> str:
+    """What was to be judged and was not, as a sentence; a run of skips alone is no success."""
+    from conformance.records import JUDGED
+
+    judged = {record.platform for record in found if record.verdict in JUDGED}
+    if required and required not in judged:
+        return f"--require-platform={required}: nothing was judged there"
+    if found and not judged:
+        return "nothing was judged: every case is unsupported or unjudged"
+    return ""
 
 
 def table(found: list[Record]) -> list[str]:

@@ -1,0 +1,62 @@
+"""One origin for processes that this one starts but does not fork: the workers of pytest.
+
+Open files pass from one process to another through a socket alone. This one answers nobody but processes that this
+one has started itself: no kernel can reach the origin through it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import secrets
+import socket
+import struct
+import sys
+import threading
+from pathlib import Path
+
+from conformance.forking import forked
+
+_IS_LINUX = sys.platform.startswith("linux")
+_PEER = struct.Struct("3i")  # number, user and group of the process at the other end
+_PATIENCE = 5.0  # seconds; who lends answers at once
+
+
+def lend() -> str:
+    """Lend this process's origin until it ends; returns the address, empty if there is none or nobody can be told."""
+    if not (forked.is_ready() and _IS_LINUX):
+        return ""
+    address = f"conformance-origin-{secrets.token_hex(16)}"
+    listening = socket.socket(socket.AF_UNIX)
+    listening.bind(f"\0{address}")  # a name that needs no file
+    listening.listen()
+    threading.Thread(target=_answer, args=(listening,), daemon=True).start()
+    return address
+
+
+def _answer(listening: socket.socket) -> None:
+    while True:
+        with listening.accept()[0] as asker, contextlib.suppress(OSError, ValueError):
+            if _parent(asker) == os.getpid():
+                requests, read = forked.asked()
+                socket.send_fds(asker, [pickle.dumps(dict(read))], [requests])
+
+
+def borrow(address: str) -> None:
+    """Ask the origin that is lent there from now on; if that fails, this process will have one of its own."""
+    with contextlib.suppress(OSError, ValueError, EOFError, pickle.UnpicklingError):
+        with socket.socket(socket.AF_UNIX) as asking:
+            asking.settimeout(_PATIENCE)
+            asking.connect(f"\0{address}")
+            message, files, _, _ = socket.recv_fds(asking, 2**16, 1)
+        (requests,) = files
+        forked.adopt(requests, pickle.loads(message))
+
+
+def _parent(asker: socket.socket) -> int:
+    """The number of the process that started the one at the other end."""
+    peer = asker.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size)
+    number, _, _ = _PEER.unpack(peer)
+    # The name of the program stands in brackets, and may have any character.
+    return int(Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()[1])
