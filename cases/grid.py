@@ -105,10 +105,11 @@ Matrix = frozenset[tuple[tuple[int, int], tuple[int, int]]]
 
 @functools.lru_cache(maxsize=32)
 def _rows(strength: int, excluded: Matrix, model: Model) -> tuple[tuple[Row, ...], Coverage]:
+    @functools.cache  # while rows are found, and when what they cover is counted
     def feasible(partial: Partial) -> bool:
         assigned = [(a, level) for a, level in enumerate(partial) if level is not None]
         pairs = itertools.combinations_with_replacement(assigned, 2)
-        return model.compatible(model.levels(partial)) and not any(pair in excluded for pair in pairs)
+        return excluded.isdisjoint(pairs) and _allowed(partial, model)
 
     kept = _varied(excluded, model)
     sizes = [model.sizes[a] for a in kept]
@@ -226,10 +227,13 @@ def _candidates(base: Row, items: tuple[tuple[int, int], ...], model: Model) -> 
 
 
 def _moved(row: Row, *items: tuple[int, int]) -> Row:
-    moved = dict(items)
-    return tuple(moved.get(a, level) for a, level in enumerate(row))
+    moved = list(row)
+    for axis, level in items:
+        moved[axis] = level
+    return tuple(moved)
 
 
+@functools.lru_cache(maxsize=1 << 16)
 def _allowed(row: Partial, model: Model) -> bool:
     return model.compatible(model.levels(row))
 
