@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import gc
 import importlib.metadata
+import importlib.util
 import os
 import platform
+import re
 import sys
+import tempfile
+from pathlib import Path
 
 from packaging.version import Version
 
@@ -43,6 +47,16 @@ NVIDIA_DRIVER = "/dev/nvidiactl"
 # Where there is no GPU, JAX's CUDA plugin looks for libraries that only running needs, finds none, and does not come up
 # as a compiler either.
 _COMPILER_ONLY = ("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
+# libtpu reads once, as it is loaded, whether to write down the schedules of kernels (`accelerators.tpu_schedule`), and
+# JAX loads it to look for a TPU. Where there is one, everything that runs would be written down as well.
+_LIBTPU = "LIBTPU_INIT_ARGS"
+_TPU_DEVICES = ("/dev/accel0", "/dev/vfio/0")
+_WRITE_SCHEDULES = (
+    "--xla_jf_dump_llo_text=true --xla_jf_dump_llo_pass_label_regex="
+    ".*(packed-bundles-post-ra|pre-delay_hlo-static-per-bundle-utilization).*"
+)
+_SCHEDULES = "conformance-schedules-"
+_OURS = re.compile(rf"--xla_jf_dump_to=(\S*{_SCHEDULES}\d+) .*")
 _ONE_THREAD = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS")
 # New objects after which Python looks for cycles among them, in place of 700. Tracing and lowering make objects by the
 # million, few of them in cycles: looking so often takes 6% of the time of judging a Pallas kernel.
@@ -68,6 +82,18 @@ def set_flags() -> None:
     os.environ.setdefault(*_SHARED_GPU)
     if not os.path.exists(NVIDIA_DRIVER):
         os.environ.setdefault(*_COMPILER_ONLY)
+    if importlib.util.find_spec("libtpu") is not None and not any(map(os.path.exists, _TPU_DEVICES)):
+        theirs = _OURS.sub(
+            "", os.environ.get(_LIBTPU, "")
+        ).strip()  # of the process that began this one: not its folder
+        folder = os.path.join(tempfile.gettempdir(), f"{_SCHEDULES}{os.getpid()}")
+        os.environ[_LIBTPU] = f"{theirs} --xla_jf_dump_to={folder} {_WRITE_SCHEDULES}".strip()
+
+
+def schedules() -> Path | None:
+    """The folder into which libtpu writes the schedules of the kernels that this process compiles, if it does."""
+    found = _OURS.search(os.environ.get(_LIBTPU, ""))
+    return Path(found[1]) if found else None
 
 
 def collect_rarely() -> None:

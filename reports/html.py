@@ -16,6 +16,7 @@ from reports.compiled import compiled
 from reports.detection import detection
 from reports.figure import distribution_svg
 from reports.page import environment
+from reports.schedules import schedules
 from reports.side_by_side import comparisons
 
 MOST_FAILURES = 200
@@ -104,6 +105,7 @@ def _page(records: Sequence[Record], run: RunInfo, measurements: Sequence[Measur
         "gradients": measures.gradients(records),
         "cost": measures.cost(records),
         "compiled": compiled(records),
+        "schedules": schedules(records),
         "comparisons": comparisons(measurements),
         "detection": detection(run.detection),
         "coverage": free_table(run.coverage),

@@ -9,6 +9,7 @@ import hashlib
 import itertools
 import os
 import re
+import shutil
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
@@ -21,7 +22,8 @@ from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxlib.mlir import ir
 
-from conformance.accelerators import gpu_figures
+from conformance import environment
+from conformance.accelerators import gpu_figures, tpu_schedule
 from conformance.accelerators.gpus import GPUS
 from conformance.accelerators.liveness import live_bytes
 from conformance.accelerators.targets import CompileTarget
@@ -63,7 +65,8 @@ def compile_for(target: CompileTarget, function: Any, operands: tuple[Any, ...])
       `temporary_bytes`, the HBM that the compiler adds for temporaries, zero if it finds room for them elsewhere;
       `live_bytes` of them at once, wherever they are (`conformance.accelerators.liveness`); `vmem_bytes` of the
       program's kernels on a TPU; `shared_bytes`, `registers` and `spilled_bytes` on a GPU, where it is told
-      (`conformance.accelerators.gpu_figures`).
+      (`conformance.accelerators.gpu_figures`); on a TPU the cycles of each kernel's parts
+      (`conformance.accelerators.tpu_schedule`).
 
     Raises:
       NoCompiler: if this machine cannot compile for the target.
@@ -124,11 +127,23 @@ def _compiled(lowered: Any, target: CompileTarget, folder: str) -> tuple[Any, li
 def _options(target: CompileTarget, folder: str) -> dict[str, str] | None:
     """Options of the compiler. Where it does not otherwise say what its kernels take, it writes that into `folder`."""
     toolchain = target.toolchain
+    if toolchain.platform == "tpu":
+        _clear(environment.schedules())
     return {**toolchain.options, "xla_dump_to": folder} if toolchain.platform == "gpu" else toolchain.options or None
 
 
+def _clear(folder: Path | None) -> None:
+    if folder is not None:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
 def _told(lowered: Any, target: CompileTarget, folder: Path, said: list[str]) -> dict[str, float]:
-    """What the kernels of a GPU's program take."""
+    """What the kernels of a GPU's program take, and the cycles of a TPU's."""
+    if target.toolchain.platform == "tpu":
+        schedules = environment.schedules()
+        found = {} if schedules is None else tpu_schedule.figures(schedules)
+        _clear(schedules)
+        return found
     programs = target.toolchain.programs and target.toolchain.programs()
     gpu = next((gpu for gpu in GPUS if gpu.name == target.name), None)
     if programs is None or gpu is None:

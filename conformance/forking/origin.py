@@ -160,9 +160,9 @@ class _Origin:
             os.close(output)
         os.environ.clear()
         os.environ.update(letter.environ)
+        tempfile.tempdir = None  # it goes by the environment
         environment.set_flags()
         os.chdir(letter.folder)
-        tempfile.tempdir = None  # it goes by the environment
         for generator in (random, sys.modules.get("numpy.random")):  # or all would draw the same
             if generator is not None:
                 generator.seed()

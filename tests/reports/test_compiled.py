@@ -9,7 +9,7 @@ from conformance.records import (
     UNJUDGED,
     Record,
 )
-from reports import compiled, html
+from reports import compiled, html, schedules
 from tests.reports.test_reports import record, run_info
 
 
@@ -70,3 +70,28 @@ def test_the_same_program_of_two_implementations_is_shown_side_by_side() -> None
 def test_a_run_that_compiles_nothing_says_so() -> None:
     assert compiled.compiled([record()]) is None
     assert "Nothing in this run is compiled for an accelerator." in html.render([record()], run_info())
+
+
+def test_cycles_of_kernels_are_a_table_of_the_case_where_blocks_take_longest() -> None:
+    short = {"kernel.full_block_cycles": 900.0, "kernel.mxu_share": 0.5, "kernel.spill_slots": 0.0}
+    long = {
+        **short,
+        "kernel.full_block_cycles": 1292.0,
+        "kernel.masked_block_cycles": 1409.0,
+        "kernel.step_cycles": 134.0,
+    }
+    records = [
+        compilation(figures=short),
+        compilation(figures=long, case="train/bf16/long"),
+        compilation(figures={**long, "kernel.inner_loops": 2.0}, case="train/bf16/long", observable="v6e.forward"),
+    ]
+    table = schedules.schedules(records)
+    assert table is not None
+    assert table.targets == ("v5e", "v6e")
+    (row,) = table.rows
+    assert (row.case, row.kernel, row.cells["v5e"].full) == ("train/bf16/long", "kernel", 1292)
+    page = html.render(records, run_info())
+    section = page[page.index('id="compiled"') :].split("<h2")[0]
+    for text in ("1,292", "1,409 masked", "134 step", "50% of MXU", "2 loops within, counted once"):
+        assert text in section
+    assert schedules.schedules([compilation()]) is None

@@ -1,0 +1,128 @@
+"""Cycles of TPU kernels, counted in the schedule that their compiler writes down.
+
+A TPU runs the bundles of a program in order, one a cycle unless it waits, and which instructions share a bundle is
+settled when the program is compiled. So the schedule tells the cycles of a kernel's parts without a chip. It tells
+nothing of waits for copies, and no figure of it was ever checked on a chip.
+
+libtpu writes a file of bundles for each kernel, and one of the units that each bundle uses, into the folder that it
+was told of before it was loaded (`conformance.environment.schedules`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+_BUNDLES = "packed-bundles-post-ra"
+_UNITS = "pre-delay_hlo-static-per-bundle-utilization"
+_FILE = re.compile(rf"\d+-(?P<kernel>[\w.\-]+?)(\.\d+)?-\d+-{_BUNDLES}\.txt")
+_BUNDLE = re.compile(r"^\s*(0x[0-9a-f]+|0)\s[^:]*:[\s>]*\{(?P<slots>.*)")
+_JUMP = re.compile(r"= sbr\.rel (?:\(!?%\w+\) )?target bundleno = (\d+)")
+_MATRIX, _SPILLS = "MXU", ("VLOAD:FILL", "VSTORE:SPILL")
+
+
+@dataclasses.dataclass(frozen=True)
+class Schedule:
+    """The bundles of a kernel, in order.
+
+    Attributes:
+      jumps: by the number of a bundle that may jump, the number of the one that it jumps to.
+      units: what each bundle uses of each unit.
+      capacity: what a bundle can use of each unit.
+    """
+
+    jumps: Mapping[int, int]
+    units: tuple[Mapping[str, int], ...]
+    capacity: Mapping[str, int]
+
+    def used(self, unit: str, part: range) -> int:
+        """What a part of the bundles uses of a unit."""
+        return sum(self.units[bundle].get(unit, 0) for bundle in part)
+
+
+def read(bundles: str, units: str) -> Schedule:
+    """A schedule from the texts of its two files. Raises `ValueError` if they are not as this expects."""
+    jumps, count = {}, 0
+    for line in bundles.splitlines():
+        if found := _BUNDLE.match(line):
+            if int(found[1], 16) != count:
+                raise ValueError(f"bundle {count} is missing")
+            if jump := _JUMP.search(found["slots"]):
+                jumps[count] = int(jump[1])
+            count += 1
+    names, capacity, *rows = _table(units)
+    if not count or len(rows) != count:
+        raise ValueError(f"{count} bundles, and {len(rows)} lines of what they use")
+    used = tuple(dict(zip(names, map(int, row), strict=True)) for row in rows)
+    return Schedule(jumps, used, dict(zip(names, map(int, capacity), strict=True)))
+
+
+def _table(units: str) -> Iterator[list[str]]:
+    for line in units.splitlines():
+        if line.strip() and not line.startswith("=="):
+            yield line.replace(",", " ").split()
+
+
+def figures(folder: Path) -> dict[str, float]:
+    """The figures of each kernel whose schedule lies in the folder, by `<kernel>.<figure>`; see `figures_of`."""
+    found: dict[str, float] = {}
+    for path in sorted(folder.glob(f"*{_BUNDLES}.txt")):
+        named = _FILE.fullmatch(path.name)
+        beside = list(folder.glob(f"{path.name.split('-', 1)[0]}-*-{_UNITS}.txt"))
+        if named is None or len(beside) != 1:
+            continue
+        try:
+            schedule = read(path.read_text(), beside[0].read_text())
+        except ValueError:
+            continue  # another version writes them in another form
+        found |= {f"{named['kernel']}.{name}": value for name, value in figures_of(schedule).items()}
+    return found
+
+
+def figures_of(schedule: Schedule) -> dict[str, float]:
+    """What a schedule says of a kernel that multiplies matrices; nothing for another.
+
+    A kernel is a loop over its grid. A step of it runs parts under conditions. Those with matrix products, and no such
+    part within, are its blocks.
+
+    Returns:
+      `full_block_cycles` and `masked_block_cycles`, those of the shortest block and of the longest, the latter where
+      there are several; `step_cycles` of a step whose parts are all left out; `mxu_share`, of the shortest block, the
+      part of its cycles times matrix units that is used; `spill_slots`, its loads and stores of spilled registers;
+      `inner_loops`, how many loops its blocks hold: their cycles count once, however often they run.
+    """
+    step = _loop(schedule)
+    parts = [range(at + 1, to) for at, to in schedule.jumps.items() if to > at + 1 and at in step and to <= step.stop]
+    multiplying = [part for part in parts if schedule.used(_MATRIX, part)]
+    blocks = [part for part in multiplying if not any(_within(other, part) for other in multiplying)] or [step]
+    if not schedule.used(_MATRIX, step):
+        return {}
+    full, masked = min(blocks, key=len), max(blocks, key=len)
+    found = {
+        "full_block_cycles": float(len(full)),
+        "mxu_share": round(schedule.used(_MATRIX, full) / (schedule.capacity[_MATRIX] * len(full)), 3),
+        "spill_slots": float(sum(schedule.used(unit, full) for unit in _SPILLS)),
+    }
+    if len(blocks) > 1:
+        found["masked_block_cycles"] = float(len(masked))
+    if step not in blocks:
+        around = [part for part in multiplying if part not in blocks]
+        left_out = [part for part in parts if part not in around]
+        found["step_cycles"] = float(len(step) - len(set().union(*left_out)))
+    loops = [at for at, to in schedule.jumps.items() if to <= at and any(at in block for block in blocks)]
+    if inner := [at for at in loops if not (step in blocks and at == step.stop - 1)]:
+        found["inner_loops"] = float(len(inner))
+    return found
+
+
+def _loop(schedule: Schedule) -> range:
+    """The bundles of the outermost loop that holds the most matrix products; all bundles if none holds any."""
+    whole = range(len(schedule.units))
+    loops = [range(to, at + 1) for at, to in schedule.jumps.items() if to <= at]
+    return max((loop for loop in loops if schedule.used(_MATRIX, loop)), key=len, default=whole)
+
+
+def _within(part: range, other: range) -> bool:
+    return part != other and other.start <= part.start and part.stop <= other.stop

@@ -1,0 +1,81 @@
+"""Cycles of TPU kernels, as the check `compiles` counted them in their schedules: by kernel and generation."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+
+from conformance.records import Record
+from reports.compiled import CHECK, target_of
+from reports.summary import Contender, contender_of
+
+_FULL = "full_block_cycles"
+
+
+@dataclasses.dataclass(frozen=True)
+class Parts:
+    """A kernel for one generation: cycles of a block, of a masked one and of a step without any, and what fills them.
+
+    None where a schedule has no such part.
+    """
+
+    full: float
+    masked: float | None
+    step: float | None
+    share: float
+    spills: float
+    loops: float | None
+
+
+@dataclasses.dataclass(frozen=True)
+class ScheduleRow:
+    """One kernel of a program, in the case where its blocks take longest."""
+
+    contender: Contender
+    case: str
+    program: str
+    kernel: str
+    cells: Mapping[str, Parts]
+
+
+@dataclasses.dataclass(frozen=True)
+class Schedules:
+    """The section of a report: which generations, and a row for each kernel."""
+
+    targets: tuple[str, ...]
+    rows: tuple[ScheduleRow, ...]
+
+
+def schedules(records: Sequence[Record]) -> Schedules | None:
+    """The section, none if no schedule was read."""
+    found: dict[tuple[Contender, str], dict[tuple[str, str], dict[str, Parts]]] = {}
+    for record in records:
+        if record.check == CHECK:
+            program = record.observable.partition(".")[2]
+            for kernel, parts in _kernels(record):
+                of_kernel = found.setdefault((contender_of(record), kernel), {})
+                of_kernel.setdefault((record.case, program), {})[target_of(record)] = parts
+    if not found:
+        return None
+    rows = []
+    for (contender, kernel), asked in found.items():
+        case, program = max(asked, key=lambda key: max(parts.full for parts in asked[key].values()))
+        rows.append(ScheduleRow(contender, case, program, kernel, asked[case, program]))
+    return Schedules(tuple(dict.fromkeys(target for row in rows for target in row.cells)), tuple(rows))
+
+
+def _kernels(record: Record) -> Iterator[tuple[str, Parts]]:
+    for name, full in record.figures.items():
+        if name.endswith(f".{_FULL}"):
+            kernel = name.removesuffix(f".{_FULL}")
+            yield (
+                kernel,
+                Parts(
+                    full=full,
+                    masked=record.figures.get(f"{kernel}.masked_block_cycles"),
+                    step=record.figures.get(f"{kernel}.step_cycles"),
+                    share=record.figures.get(f"{kernel}.mxu_share", 0.0),
+                    spills=record.figures.get(f"{kernel}.spill_slots", 0.0),
+                    loops=record.figures.get(f"{kernel}.inner_loops"),
+                ),
+            )
