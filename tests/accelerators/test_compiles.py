@@ -249,9 +249,9 @@ def test_temporaries_that_the_compiler_finds_room_for_are_seen() -> None:
 
     operand = jax.ShapeDtypeStruct((1024, 1024), jnp.float32)
     found = [compilation.compile_for(target, jax.jit(twice), (operand,)) for target in TPUS]
-    # What is between the products is kept in bf16, to which the second rounds it by default; some keep it in HBM.
-    assert all(figures["live_bytes"] >= 2**21 for figures in found)
-    assert any(figures["temporary_bytes"] < 2**21 for figures in found)
+    # What is between the products is kept in bf16, to which the second rounds it: by some in HBM, by some where the
+    # result will be written, and by some in VMEM alone.
+    assert any(figures["live_bytes"] >= 2**21 > figures["temporary_bytes"] for figures in found)
 
 
 @needs_compiler
