@@ -83,9 +83,8 @@ def set_flags() -> None:
     if not os.path.exists(NVIDIA_DRIVER):
         os.environ.setdefault(*_COMPILER_ONLY)
     if importlib.util.find_spec("libtpu") is not None and not any(map(os.path.exists, _TPU_DEVICES)):
-        theirs = _OURS.sub(
-            "", os.environ.get(_LIBTPU, "")
-        ).strip()  # of the process that began this one: not its folder
+        # The process that began this one has a folder of its own.
+        theirs = _OURS.sub("", os.environ.get(_LIBTPU, "")).strip()
         folder = os.path.join(tempfile.gettempdir(), f"{_SCHEDULES}{os.getpid()}")
         os.environ[_LIBTPU] = f"{theirs} --xla_jf_dump_to={folder} {_WRITE_SCHEDULES}".strip()
 

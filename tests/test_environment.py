@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import gc
+import importlib.util
 import os
 import sys
 from pathlib import Path
@@ -79,3 +81,26 @@ def test_cycles_are_looked_for_rarely_and_not_among_what_is_there() -> None:
         assert gc.get_freeze_count() > 0
     finally:
         gc.set_threshold(*before)
+
+
+def test_libtpu_is_told_where_to_write_schedules_by_each_process_for_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = tmp_path / "accel0"
+    monkeypatch.setattr(environment, "_TPU_DEVICES", (str(device),))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setenv("LIBTPU_INIT_ARGS", "--theirs=1")
+    seen = []
+    for number in (7, 8):
+        monkeypatch.setattr(os, "getpid", functools.partial(int, number))
+        environment.set_flags()
+        seen.append(os.environ["LIBTPU_INIT_ARGS"])
+        assert (found := environment.schedules()) is not None
+        assert found.name == f"conformance-schedules-{number}"
+    assert seen[1] == seen[0].replace("schedules-7", "schedules-8")
+    assert seen[0].startswith("--theirs=1 --xla_jf_dump_to=")
+    device.touch()
+    monkeypatch.setenv("LIBTPU_INIT_ARGS", "--theirs=1")
+    environment.set_flags()
+    assert os.environ["LIBTPU_INIT_ARGS"] == "--theirs=1"
+    assert environment.schedules() is None

@@ -4,8 +4,8 @@ A TPU runs the bundles of a program in order, one a cycle unless it waits, and w
 settled when the program is compiled. So the schedule tells the cycles of a kernel's parts without a chip. It tells
 nothing of waits for copies, and no figure of it was ever checked on a chip.
 
-libtpu writes a file of bundles for each kernel, and one of the units that each bundle uses, into the folder that it
-was told of before it was loaded (`conformance.environment.schedules`).
+libtpu writes three files for each kernel into the folder that it was told of before it was loaded
+(`conformance.environment.schedules`): what it was made of, its bundles, and the units that each of these uses.
 """
 
 from __future__ import annotations
@@ -15,9 +15,12 @@ import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+_FULL = "full_block_cycles"
 _BUNDLES = "packed-bundles-post-ra"
 _UNITS = "pre-delay_hlo-static-per-bundle-utilization"
-_FILE = re.compile(rf"\d+-(?P<kernel>[\w.\-]+?)(\.\d+)?-\d+-{_BUNDLES}\.txt")
+_FILE = re.compile(rf"(?P<program>\d+)-(?P<kernel>[\w.\-]+?)(\.\d+)?-\d+-{_BUNDLES}\.txt")
+_MADE_OF = "schedule-analysis"
+_IS_KERNEL = " custom-call("  # XLA's own programs are fusions
 _BUNDLE = re.compile(r"^\s*(0x[0-9a-f]+|0)\s[^:]*:[\s>]*\{(?P<slots>.*)")
 _JUMP = re.compile(r"= sbr\.rel (?:\(!?%\w+\) )?target bundleno = (\d+)")
 _MATRIX, _SPILLS = "MXU", ("VLOAD:FILL", "VSTORE:SPILL")
@@ -67,18 +70,26 @@ def _table(units: str) -> Iterator[list[str]]:
 
 def figures(folder: Path) -> dict[str, float]:
     """The figures of each kernel whose schedule lies in the folder, by `<kernel>.<figure>`; see `figures_of`."""
-    found: dict[str, float] = {}
-    for path in sorted(folder.glob(f"*{_BUNDLES}.txt")):
-        named = _FILE.fullmatch(path.name)
-        beside = list(folder.glob(f"{path.name.split('-', 1)[0]}-*-{_UNITS}.txt"))
-        if named is None or len(beside) != 1:
+    found: dict[str, dict[str, float]] = {}
+    for path in sorted(folder.glob(f"*-{_BUNDLES}.txt")):
+        if (named := _FILE.fullmatch(path.name)) is None:
             continue
         try:
-            schedule = read(path.read_text(), beside[0].read_text())
+            made_of, units = (_beside(path, named["program"], kind) for kind in (f"{_MADE_OF}*", _UNITS))
+            told = figures_of(read(path.read_text(), units)) if _IS_KERNEL in made_of else {}
         except ValueError:
             continue  # another version writes them in another form
-        found |= {f"{named['kernel']}.{name}": value for name, value in figures_of(schedule).items()}
-    return found
+        if told and told[_FULL] > found.get(named["kernel"], {}).get(
+            _FULL, 0.0
+        ):  # a program may call one several times
+            found[named["kernel"]] = told
+    return {f"{kernel}.{name}": value for kernel, told in found.items() for name, value in told.items()}
+
+
+def _beside(path: Path, program: str, kind: str) -> str:
+    """The text of another file of the same program. Raises `ValueError` if there is not one."""
+    (other,) = path.parent.glob(f"{program}-*-{kind}.txt")
+    return other.read_text()
 
 
 def figures_of(schedule: Schedule) -> dict[str, float]:
@@ -101,7 +112,7 @@ def figures_of(schedule: Schedule) -> dict[str, float]:
         return {}
     full, masked = min(blocks, key=len), max(blocks, key=len)
     found = {
-        "full_block_cycles": float(len(full)),
+        _FULL: float(len(full)),
         "mxu_share": round(schedule.used(_MATRIX, full) / (schedule.capacity[_MATRIX] * len(full)), 3),
         "spill_slots": float(sum(schedule.used(unit, full) for unit in _SPILLS)),
     }

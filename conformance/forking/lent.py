@@ -37,7 +37,7 @@ def lend() -> str:
 
 def _answer(listening: socket.socket) -> None:
     while True:
-        with listening.accept()[0] as asker, contextlib.suppress(OSError, ValueError):
+        with contextlib.suppress(OSError, ValueError), listening.accept()[0] as asker:
             if _parent(asker) == os.getpid():
                 requests, read = forked.asked()
                 socket.send_fds(asker, [pickle.dumps(dict(read))], [requests])

@@ -71,11 +71,29 @@ def test_a_kernel_that_multiplies_nothing_has_no_blocks() -> None:
     assert figures_of(read(bundles(JUMPS, 30), units({}, 30))) == {}
 
 
+def write(folder: Path, number: int, name: str, made_of: str, used: dict[int, str], count: int = 30) -> None:
+    """The three files of a program."""
+    files = {
+        "00-schedule-analysis_packed-bundles-post-ra": f"30 bundles: %{name} = f32[8] {made_of}(%a)",
+        "01-packed-bundles-post-ra": bundles(JUMPS, 30),
+        "02-pre-delay_hlo-static-per-bundle-utilization": units(used, count),
+    }
+    for way, text in files.items():
+        (folder / f"{number}-{name}-{way}.txt").write_text(text)
+
+
+def test_kernels_are_told_by_name_and_of_several_calls_the_longest(tmp_path: Path) -> None:
+    write(tmp_path, 11, "kernel.1", "custom-call", {9: "4 0 0"})
+    write(tmp_path, 12, "kernel.2", "custom-call", {18: "4 0 0"})
+    write(tmp_path, 13, "fusion.3", "fusion", USED)
+    found = tpu_schedule.figures(tmp_path)
+    assert {name.partition(".")[0] for name in found} == {"kernel"}
+    assert found["kernel.full_block_cycles"] == 8
+
+
 def test_what_is_written_in_another_form_is_left_out(tmp_path: Path) -> None:
-    for name, text in (("1-k.1-01-packed-bundles-post-ra.txt", "0 : { nop }"), ("1-k.1-02-other.txt", "")):
-        (tmp_path / name).write_text(text)
-    assert tpu_schedule.figures(tmp_path) == {}
-    (tmp_path / "1-k.1-02-pre-delay_hlo-static-per-bundle-utilization.txt").write_text(units({}, 7))
+    write(tmp_path, 11, "kernel.1", "custom-call", USED, count=7)
+    (tmp_path / "5-other.1-01-packed-bundles-post-ra.txt").write_text("0 : { nop }")
     assert tpu_schedule.figures(tmp_path) == {}
     with pytest.raises(ValueError, match="30 bundles, and 7 lines"):
         read(bundles({}, 30), units({}, 7))
