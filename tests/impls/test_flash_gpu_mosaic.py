@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import os
 import types
 from collections.abc import Iterator
 from typing import Any
@@ -22,6 +23,7 @@ from cases.masks import Causal, Dense, Full, Lengths, Mask, Window
 from conformance.accelerators import interpreters
 from conformance.calling import registry
 from conformance.checks import BY_NAME
+from conformance.forking.forked import Forked
 from conformance.judging import plan
 from conformance.judging.runner import Runner
 from conformance.judging.settings import Settings
@@ -31,6 +33,7 @@ from impls.flash_gpu import backends, block_sizes
 from impls.flash_gpu.block_sizes import Tiles
 from impls.flash_gpu.mosaic import launch as mosaic_launch
 from impls.flash_gpu.schedule import FlashGpuPlan
+from tests.processes import PATIENCE
 
 CAUSAL = Causal()
 LONG_RINGS = dataclasses.replace(
@@ -155,13 +158,29 @@ def test_it_is_right_in_the_interpreter_and_nothing_races() -> None:
     assert {record.verdict for record in found.values()} == {PASS}
 
 
-def test_a_slot_filled_before_it_is_let_go_of_is_a_race(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three tiles, two slots: the third comes while the first may still be read."""
+def judges_careless(pipe: int) -> None:
+    """Say whether fetching without waiting is red. Three tiles, two slots: the third comes while the first is read."""
     careless = types.SimpleNamespace(**vars(plgpu))
     careless.barrier_wait = lambda barrier: None  # only the fetching warpgroup waits there
-    monkeypatch.setattr(mosaic_launch, "plgpu", careless)
+    vars(mosaic_launch)["plgpu"] = careless
     case = parse("prefill/f16/B1.T128.S192.N1.K1.H128.V128/full/normal/s0")
-    assert FAIL in {record.verdict for record in judged(case).values()}
+    os.write(pipe, b"red" if FAIL in {record.verdict for record in judged(case).values()} else b"green")
+
+
+def test_a_slot_filled_before_it_is_let_go_of_is_a_race() -> None:
+    """Who does not wait can also be a whole round ahead: others then wait for ever, here as on a chip."""
+    for _ in range(3):
+        reading, writing = os.pipe()
+        process = Forked(judges_careless, passing=(writing,))
+        os.close(writing)
+        ended = process.wait(PATIENCE / 3)
+        process.let_go()
+        said = os.read(reading, 8) if ended == 0 else b""
+        os.close(reading)
+        if said:
+            assert said == b"red"
+            return
+    pytest.fail("it hung each time, so that nobody could say whether it races")
 
 
 def test_what_no_query_may_attend_to_does_not_spread() -> None:
