@@ -1,0 +1,81 @@
+"""Probes: small cases of one feature each, always the same, on which kernels are told apart by how wrong they are.
+
+The operands of a case are the same bits everywhere, and so are the exact results and their bounds. Two kernels that
+compute the same wrong thing are therefore wrong by the same ratio, however different they are inside. The cases of a
+grid are chosen by what a kernel supports, so that those of two kernels differ; probes are the same for all, and a kernel
+is asked those that it supports.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from cases.case import Case, parse
+
+
+@dataclasses.dataclass(frozen=True)
+class Probe:
+    """A case, and the names of the checks that it is asked: those that say something there which no other probe says."""
+
+    case: Case
+    checks: tuple[str, ...]
+
+
+_ONE = "B2.T256.S256.N2.K2.H64.V64"
+_GROUPS = "B2.T256.S256.N4.K2.H64.V64"
+_CHUNK = "B1.T64.S320.N2.K2.H64.V64"
+_STEP = "B2.T1.S200.N4.K2.H64.V64"
+
+# Beside `forward` and `gradients`: what is saved beside the results, its gradient, and what lies behind the mask.
+_SAVED = ("residuals",)
+_LSE = ("residuals", "gradients_lse")
+_BEHIND = ("residuals", "poison")
+
+PROBES: tuple[Probe, ...] = tuple(
+    Probe(parse(f"{case}/s0"), ("forward", "gradients", *beside))
+    for case, beside in (
+        # Nothing but attention; then what every kernel has in some form.
+        (f"train/f32/{_ONE}/full/normal", _SAVED),
+        (f"train/f32/{_GROUPS}/full/normal", _LSE),
+        (f"train/f32/{_ONE}/causal/normal", _SAVED),
+        (f"train/f32/{_GROUPS}/causal/seg/normal", ()),
+        # Lengths: those that no block divides, more queries than keys, and more keys than queries.
+        ("train/f32/B1.T200.S200.N2.K2.H64.V64/causal/normal", _SAVED),
+        ("train/f32/B1.T384.S128.N2.K2.H64.V64/full/normal", ()),
+        ("train/f32/B1.T100.S300.N2.K2.H64.V64/full/normal", ()),
+        ("train/f32/B1.T128.S384.N2.K2.H64.V64/causal/normal", _BEHIND),
+        ("train/f32/B1.T1100.S1100.N1.K1.H32.V32/causal/normal", ()),
+        # Heads and depths.
+        ("train/f32/B1.T128.S128.N3.K1.H40.V24/full/normal", ()),
+        # Masks.
+        (f"train/f32/{_ONE}/window-l31-r0/normal", ()),
+        (f"train/f32/{_ONE}/window-l63-r15/normal", ()),
+        (f"train/f32/{_ONE}/chunked-107/normal", ()),
+        (f"train/f32/{_ONE}/lengths-100-256/normal", _BEHIND),
+        (f"train/f32/{_ONE}/dense-d40/normal", ()),
+        (f"train/f32/{_ONE}/full/segpad/normal", _BEHIND),
+        (f"train/f32/{_ONE}/causal_and_dense-d40/normal", ()),
+        # Operands, alone and where their order matters.
+        (f"train/f32/{_ONE}/full/softcap2/normal", _SAVED),
+        (f"train/f32/{_GROUPS}/full/sinks/normal", _LSE),
+        (f"train/f32/{_ONE}/full/bias/normal", ()),
+        (f"train/f32/{_ONE}/full/scale0.3/normal", ()),
+        (f"train/f32/{_ONE}/causal/softcap2/bias/normal", ()),
+        (f"train/f32/{_ONE}/causal/softcap2/sinks/scale0.3/normal", ()),
+        # Precision and values.
+        (f"train/bf16/{_GROUPS}/causal/normal", _SAVED),
+        (f"train/f16/{_ONE}/full/normal", ()),
+        (f"train/f32/{_ONE}/full/large", ()),
+        # Serving: a chunk of queries, one query, a few over a long cache, quantised caches.
+        (f"prefill/f32/{_CHUNK}/causal-o256/normal", _SAVED),
+        (f"prefill/f32/{_CHUNK}/window-l79-r0-o256/softcap2/normal", ()),
+        (f"decode/f32/{_STEP}/lengths-101-200/normal", _BEHIND),
+        (f"decode/f32/{_STEP}/own-l6-101-200/sinks/normal", ()),
+        ("prefill/f32/B1.T4.S1152.N8.K2.H64.V64/causal-o1148/normal", _SAVED),
+        (f"decode/f32/{_STEP}/lengths-101-200/kvint8-token/normal", ()),
+        (f"decode/f32/{_STEP}/lengths-101-200/kvint4-head/normal", ()),
+        # Chosen chunks.
+        ("train/f32/B1.T321.S321.N2.K2.H64.V64/moba-65-3/normal", _SAVED),
+    )
+)
+"""Every probe, in the order in which they are asked."""
