@@ -2,8 +2,8 @@
 
 The operands of a case are the same bits everywhere, and so are the exact results and their bounds. Two kernels that
 compute the same wrong thing are therefore wrong by the same ratio, however different they are inside. The cases of a
-grid are chosen by what a kernel supports, so that those of two kernels differ; probes are the same for all, and a kernel
-is asked those that it supports.
+grid are chosen by what a kernel supports, so that those of two kernels differ; probes are the same for all, and each
+kernel is asked those that it supports.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from cases.case import Case, parse
 
 @dataclasses.dataclass(frozen=True)
 class Probe:
-    """A case, and the names of the checks that it is asked: those that say something there which no other probe says."""
+    """A case, and the names of the checks that it is asked: those that say there what no other probe says."""
 
     case: Case
     checks: tuple[str, ...]

@@ -67,14 +67,14 @@ def said(done: subprocess.CompletedProcess[str]) -> str:
     return done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("jobs", ["1", "2"])
+@pytest.mark.parametrize("jobs", ["1", pytest.param("2", marks=pytest.mark.long)])
 def test_the_command_finds_its_own_packages(jobs: str, folder: Path) -> None:
     done = run(folder, "-m", "conformance", *RUN, f"--jobs={jobs}", "--report=r.html")
     assert done.returncode == 0, said(done)
     assert (folder / "r.html").exists()
 
 
-@pytest.mark.parametrize("jobs", ["1", "2"])
+@pytest.mark.parametrize("jobs", ["1", pytest.param("2", marks=pytest.mark.long)])
 def test_the_console_script_stands_a_module_called_conformance_too(jobs: str, folder: Path) -> None:
     (folder / "conformance.py").write_text((folder / "cases.py").read_text())
     (folder / "bin").mkdir()
@@ -83,7 +83,7 @@ def test_the_console_script_stands_a_module_called_conformance_too(jobs: str, fo
     assert done.returncode == 0, said(done)
 
 
-@pytest.mark.parametrize("processes", ["0", "2"])
+@pytest.mark.parametrize("processes", ["0", pytest.param("2", marks=pytest.mark.long)])
 def test_the_gate_finds_its_own_packages(processes: str, folder: Path) -> None:
     (folder / "conftest.py").write_text("")  # its folder is where Python looks first
     gate = ("-m", "pytest", "-p", "no:cacheprovider", "--pyargs", "conformance", "-n", processes)

@@ -77,7 +77,7 @@ def test_what_a_workflow_runs_is_there(text: str, pytestconfig: pytest.Config) -
     known = {
         name for group in [*parser._groups, parser._anonymous] for option in group.options for name in option.names()
     }
-    gate = (ROOT / ".ci" / "run").read_text().splitlines()
+    gate = [line.removesuffix(" & typing=$!") for line in (ROOT / ".ci" / "run").read_text().splitlines()]
     for command in commands(text):
         if command[0] == "pytest":
             assert {word.split("=")[0] for word in command if word.startswith("-")} <= known, command

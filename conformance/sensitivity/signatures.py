@@ -26,7 +26,7 @@ from conformance.sensitivity.bank import PlantedBug
 SCHEMA = "attention-conformance/signatures/1"
 FILE = Path(__file__).with_name("signatures.json")
 
-# One backward pass, of the call that every kernel has; the other one where a probe asks for the gradient of `logsumexp`.
+# One backward pass, of the call that every kernel has; the other too where a probe asks for the gradient of `logsumexp`.
 _PLAIN = Turn(pulled=("plain",), cotangents=(), laws=(), poisons=("nan",))
 _BOTH = dataclasses.replace(_PLAIN, pulled=PULLBACKS)
 # A ratio is kept as its logarithm in steps of so much: 1%, which is what two orders of summation may differ by.
@@ -37,7 +37,7 @@ _LOUDER = 1.0
 """The logarithm that stands for an infinite ratio, for NaN and for an error."""
 
 Sizes = Mapping[str, float | None]
-"""Of each observable of a probe, the logarithm to base 10 of its ratio where that is too large, none where it is not."""
+"""Of each observable of a probe, the logarithm to base 10 of its ratio where that is wrong, none where it is not."""
 
 
 @dataclasses.dataclass(frozen=True)

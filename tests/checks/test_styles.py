@@ -34,12 +34,14 @@ def assert_no_alarm(found: list[Record]) -> None:
     assert any(record.verdict == PASS and record.ratio is not None for record in found)
 
 
+@pytest.mark.long
 @each_style
 def test_a_style_has_no_failure_on_a_part_of_the_grid(style: Style) -> None:
     jobs = [job for job in jobs_of(style) if job.on_grid]
     assert_no_alarm(Runner(Settings()).run(jobs[STYLES.index(style) :: _STRIDE]))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("style", [style for style in STYLES if declared(from_function(style, ""))[1:]])
 def test_what_is_declared_covers_the_statistics_over_many_roundings(style: Style) -> None:
     assert_no_alarm(Runner(Settings()).run([job for job in jobs_of(style) if has(job, ENSEMBLE)]))

@@ -319,7 +319,7 @@ def test_without_a_failure_a_run_that_is_to_fail_fast_is_like_any_other(folder: 
     )
 
 
-@pytest.mark.parametrize("jobs", [1, 2])
+@pytest.mark.parametrize("jobs", [1, pytest.param(2, marks=pytest.mark.long)])
 def test_an_interrupted_run_keeps_what_it_has(jobs: int, folder: Path) -> None:
     command = ["-m", "conformance", "run", "--impl=kernels.py:slow", "--in-process"]
     command += [f"--jobs={jobs}", "--report=r.html"]

@@ -100,6 +100,7 @@ def is_killed_and_gone_on_with(
     assert compared(resumed.records) == expected
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("number", SIGNALS, ids=lambda number: number.name)
 def test_a_killed_run_loses_nothing_and_can_be_gone_on_with(
     number: signal.Signals, undisturbed: tuple[Path, float, list[Record]], tmp_path: Path

@@ -79,7 +79,7 @@ def long_thirds(q: Any, k: Any, v: Any, *, causal: bool = False) -> Any:
         pytest.param(
             *(tail_and_cap, 6, "train/f32/B1.T65.S65.N1.K1.H8.V8/full/softcap30/normal/s0"), marks=pytest.mark.nightly
         ),
-        (grouped_in_bf16, 0, "B1.T"),
+        pytest.param(*(grouped_in_bf16, 0, "B1.T"), marks=pytest.mark.long),
         pytest.param(window_when_lengths_differ, 2, "/window-l", marks=pytest.mark.nightly),
     ],
 )

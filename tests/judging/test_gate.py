@@ -1,7 +1,8 @@
 """The pytest gate, as a kernel author runs it from a repository of their own.
 
-Every run is a process of its own, started without pytester: its fixture unloads the modules that a test loads, and
-JAX and multiprocessing do not stand being loaded twice.
+Every run is a process of its own, without pytester: its fixture unloads the modules that a test loads, and JAX and
+multiprocessing do not stand being loaded twice. Runs in several processes are started as everybody starts them, and so
+are those that load no JAX; the others begin with it.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import pytest
 
 from conformance import cli, records, runs
 from conformance.records import FAIL, PASS, UNSUPPORTED
-from tests.processes import PATIENCE
+from tests.processes import PATIENCE, forked_pytest
 
 KERNEL = """
 from tests.kernels import naive
@@ -51,12 +52,14 @@ class Repository:
 
     path: Path
 
-    def pytest(self, *arguments: str) -> Run:
-        command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *arguments]
+    def pytest(self, *arguments: str, from_nothing: bool = False) -> Run:
+        words = ("-p", "no:cacheprovider", *arguments)
         plain = {**os.environ, "PYTEST_ADDOPTS": ""}  # what the run of the tests was given is not for this one
-        done = subprocess.run(
-            command, cwd=self.path, capture_output=True, text=True, check=False, env=plain, timeout=PATIENCE
-        )
+        if from_nothing or "-n" in arguments:
+            command = [sys.executable, "-m", "pytest", *words]
+            done = subprocess.run(command, capture_output=True, text=True, check=False, env=plain, timeout=PATIENCE)
+        else:
+            done = forked_pytest(words, plain)
         return Run(done.returncode, pytest.LineMatcher(done.stdout.splitlines()), done.stderr.splitlines())
 
     def settings(self, text: str) -> None:
@@ -70,9 +73,10 @@ def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Repository:
     return Repository(tmp_path)
 
 
-def gate(repository: Repository, *arguments: str, name: str = "attention") -> Run:
+def gate(repository: Repository, *arguments: str, name: str = "attention", from_nothing: bool = False) -> Run:
     """A run of the gate on a kernel."""
-    return repository.pytest("--pyargs", "conformance", f"--impl=kernel.py:{name}", *arguments)
+    words = ("--pyargs", "conformance", f"--impl=kernel.py:{name}", *arguments)
+    return repository.pytest(*words, from_nothing=from_nothing)
 
 
 def without_seconds(path: Path) -> list[records.Record]:
@@ -80,7 +84,7 @@ def without_seconds(path: Path) -> list[records.Record]:
 
 
 def test_a_right_kernel_passes_and_what_it_lacks_is_skipped_with_the_reason(repository: Repository) -> None:
-    result = gate(repository, "--conformance-cases=train/f32/B1*", "-rs", "-k", "T1 or sinks")
+    result = gate(repository, "--conformance-cases=train/f32/B1*", "-rs", "-k", "T1 or sinks", from_nothing=True)
     assert result.ret == 0
     assert re.search(r"\d+ passed, \d+ skipped", result.stdout.lines[-1])
     result.stdout.fnmatch_lines(["SKIPPED * sinks: the function has no parameter 'sinks'*"])
@@ -202,7 +206,7 @@ def test_a_gate_goes_on_with_a_file(repository: Repository, monkeypatch: pytest.
 def test_a_plain_run_that_does_not_judge_says_what_does(repository: Repository) -> None:
     repository.settings('[tool.attention_conformance]\nimplementations = ["kernel.py:attention"]\n')
     (repository.path / "test_other.py").write_text("def test_it():\n    pass\n")
-    plain = repository.pytest("-q")
+    plain = repository.pytest("-q", from_nothing=True)
     assert plain.ret == 0
     said = (
         "attention conformance: kernel.py:attention of pyproject.toml not judged; `pytest --pyargs conformance` judges"
@@ -318,7 +322,7 @@ def test_other_test_runs_do_not_load_jax(repository: Repository) -> None:
     (repository.path / "test_other.py").write_text(
         "import sys\ndef test_nothing_heavy():\n    assert 'jax' not in sys.modules\n"
     )
-    assert repository.pytest("test_other.py").ret == 0
+    assert repository.pytest("test_other.py", from_nothing=True).ret == 0
 
 
 def test_a_gate_is_compared_with_a_baseline(repository: Repository) -> None:

@@ -105,6 +105,7 @@ def test_a_planted_bug_fails_at_quick(name: str) -> None:
     assert red.ratio > red.limit
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("back", [None, BackwardSteps()], ids=["differentiated", "vjp"])
 def test_the_kernel_without_a_bug_passes(back: BackwardSteps | None) -> None:
     kernel = implementation("correct", back=back)
