@@ -1,8 +1,8 @@
-"""Signatures: how wrong a kernel is on each probe, of every planted bug in a file, of any kernel when it is asked.
+"""Signatures: how wrong a kernel is on each of `cases.signature_cases`. Those of planted bugs are kept in a file.
 
-A signature holds, of each probe that the kernel supports, each observable that was judged: nothing where it is right,
-the size of its ratio where it is not. A kernel that computes the same wrong thing has the same signature
-(`cases.probes`), so whose a kernel's comes closest to names what may be wrong (`conformance.sensitivity.diagnosis`).
+A signature holds, of each case that the kernel supports, each result that was judged: nothing where it is right, the
+size of its ratio where it is not. A kernel that computes the same wrong thing as another has the same signature, so
+whose a kernel's comes closest to names what may be wrong (`conformance.sensitivity.diagnosis`).
 """
 
 from __future__ import annotations
@@ -14,93 +14,47 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from cases.probes import PROBES, Probe
+from cases.signature_cases import SIGNATURE_CASES
 from conformance.asking.turn import PULLBACKS, Turn
 from conformance.checks import BY_NAME
 from conformance.contract import Implementation
 from conformance.judging.job import Job
-from conformance.judging.runner import Runner
 from conformance.records import ERROR, JUDGED, RED, Record
 from conformance.sensitivity.bank import PlantedBug
 
 SCHEMA = "attention-conformance/signatures/1"
 FILE = Path(__file__).with_name("signatures.json")
 
-# One backward pass, of the call that every kernel has; the other too where a probe asks for the gradient of `logsumexp`.
+# One backward pass, of the call that every kernel has; the other too where a case asks for that of `logsumexp`.
 _PLAIN = Turn(pulled=("plain",), cotangents=(), laws=(), poisons=("nan",))
 _BOTH = dataclasses.replace(_PLAIN, pulled=PULLBACKS)
 # A ratio is kept as its logarithm in steps of so much: 1%, which is what two orders of summation may differ by.
 _STEP = 0.005
 _ENDLESS = 40.0
-# What is wrong by more than so much more, in the same steps, is wrong in another way.
-_LOUDER = 1.0
 """The logarithm that stands for an infinite ratio, for NaN and for an error."""
+# What a later check finds wrong by more than so much more, in the same steps, is wrong in another way.
+_LOUDER = 1.0
+
+BY = "@"
+"""What stands between a result and the check that found it wrong in another way than the first that judged it."""
 
 Sizes = Mapping[str, float | None]
-"""Of each observable of a probe, the logarithm to base 10 of its ratio where that is wrong, none where it is not."""
+"""Of each result that was judged, the logarithm to base 10 of its ratio where it is wrong, none where it is right."""
+Element = tuple[str, str]
+"""The id of a case, and a result."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Signature:
-    """How wrong a kernel is: the sizes of each probe that was asked, by the probe's id."""
+    """How wrong a kernel is: the sizes by the id of each case that was asked."""
 
-    probes: Mapping[str, Sizes]
+    sizes: Mapping[str, Sizes]
 
     @property
-    def red(self) -> dict[tuple[str, str], float]:
-        """What is wrong: probe and observable, and how large the ratio is."""
-        return {
-            (probe, name): size
-            for probe, sizes in self.probes.items()
-            for name, size in sizes.items()
-            if size is not None
-        }
-
-
-def signature(implementation: Implementation, runner: Runner, probes: Iterable[Probe] = PROBES) -> Signature:
-    """The signature of a kernel, asked by `runner`."""
-    return Signature(dict(measured(implementation, runner, probes)))
-
-
-def measured(implementation: Implementation, runner: Runner, probes: Iterable[Probe]) -> Iterator[tuple[str, Sizes]]:
-    """Each supported probe with its sizes, as they come."""
-    for probe in probes:
-        if implementation.supports(probe.case) is None:
-            checks = tuple(BY_NAME[name] for name in probe.checks)
-            turn = _BOTH if "gradients_lse" in probe.checks else _PLAIN
-            records = runner.judge(Job(implementation, probe.case, checks, turn))
-            if sizes := sizes_of(records):
-                yield probe.case.id, sizes
-
-
-def sizes_of(records: Iterable[Record]) -> dict[str, float | None]:
-    """What the records of one probe say; nothing if none of them is a judgement.
-
-    What an observable is wrong by already, it is wrong by in every check that looks at it again.
-    """
-    found: dict[str, float | None] = {}
-    for record in records:
-        if record.verdict in JUDGED or record.verdict == ERROR:
-            size = _size(record) if record.verdict in RED else None
-            plain, *_ = record.observable.split(".")
-            if plain not in found:
-                found[plain] = size
-            elif size is not None and size > (found[plain] or 0.0) + _LOUDER:
-                found[f"{record.check}.{record.observable}"] = size
-    return found
-
-
-def _size(record: Record) -> float:
-    if record.ratio is None or not math.isfinite(record.ratio):
-        return _ENDLESS
-    return round(math.log10(max(record.ratio, 1.0)) / _STEP) * _STEP
-
-
-def of_bug(bug: PlantedBug) -> Signature:
-    """The signature of a planted bug; a failure of what is known to be wrong is not judged again."""
-    from conformance.sensitivity.examination import without_second_looks
-
-    return signature(bug.build(), without_second_looks())
+    def wrong(self) -> dict[Element, float]:
+        """What is wrong, and how large the ratio is."""
+        every = ((case, name, size) for case, sizes in self.sizes.items() for name, size in sizes.items())
+        return {(case, name): size for case, name, size in every if size is not None}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -114,44 +68,91 @@ class Known:
     signature: Signature
 
 
-def known(bug: PlantedBug, found: Signature) -> Known:
-    """A bug as the file keeps it."""
+def jobs(implementation: Implementation) -> Iterator[Job]:
+    """What is judged for the signature of a kernel."""
+    for asked in SIGNATURE_CASES:
+        if implementation.supports(asked.case) is None:
+            turn = _BOTH if "gradients_lse" in asked.checks else _PLAIN
+            yield Job(implementation, asked.case, tuple(BY_NAME[name] for name in asked.checks), turn)
+
+
+def signature(records: Iterable[Record]) -> Signature:
+    """The signature that records of these jobs make; other records say nothing."""
+    checks = {asked.case.id: asked.checks for asked in SIGNATURE_CASES}
+    by_case: dict[str, list[Record]] = {}
+    for record in records:
+        if record.check in checks.get(record.case, ()):
+            by_case.setdefault(record.case, []).append(record)
+    sizes = {case: _sizes(found) for case, found in by_case.items()}
+    return Signature({case: found for case, found in sizes.items() if found})
+
+
+def _sizes(records: Iterable[Record]) -> dict[str, float | None]:
+    """What a result is wrong by already, it is wrong by in every later check that looks at it again."""
+    found: dict[str, float | None] = {}
+    for record in records:
+        if record.verdict in JUDGED or record.verdict == ERROR:
+            size = _size(record) if record.verdict in RED else None
+            name, *_ = record.observable.split(".")
+            if name not in found:
+                found[name] = size
+            elif size is not None and size > (found[name] or 0.0) + _LOUDER:
+                beside = f"{name}{BY}{record.check}"
+                found[beside] = max(size, found.get(beside) or 0.0)
+    return found
+
+
+def _size(record: Record) -> float:
+    if record.ratio is None or not math.isfinite(record.ratio):
+        return _ENDLESS
+    return round(math.log10(max(record.ratio, 1.0)) / _STEP) * _STEP
+
+
+def known(bug: PlantedBug) -> Known:
+    """A planted bug with its signature, measured."""
+    from conformance.sensitivity.examination import without_second_looks
+
+    runner = without_second_looks()
+    found = signature(record for job in jobs(bug.build()) for record in runner.stream(job))
     return Known(name=bug.name, family=bug.family, kind=bug.kind, reference=bug.reference, signature=found)
 
 
 def save(found: Iterable[Known], path: Path = FILE) -> None:
     """Write signatures, a bug a line, in the order of their names.
 
-    A probe stands by its number. A word of a probe is an observable that is right; one that is wrong has its size.
-    Where everything that is judged of `PROBES` is right, names are left out.
+    Cases stand by their numbers behind the results that they have. One that is right is its name, and one that is wrong
+    has its size. Most cases of a bug have the same results, all right.
     """
     rows = [
         [bug.name, bug.family, bug.kind, bug.reference, _packed(bug.signature)]
         for bug in sorted(found, key=lambda bug: bug.name)
     ]
-    probes = ",\n".join(f"  {json.dumps(probe.case.id)}" for probe in PROBES)
+    cases = ",\n".join(f"  {json.dumps(asked.case.id)}" for asked in SIGNATURE_CASES)
     lines = ",\n".join(f"  {json.dumps(row, separators=(',', ':'))}" for row in rows)
-    text = f'{{\n "schema": {json.dumps(SCHEMA)},\n "probes": [\n{probes}\n ],\n "bugs": [\n{lines}\n ]\n}}\n'
+    text = f'{{\n "schema": {json.dumps(SCHEMA)},\n "cases": [\n{cases}\n ],\n "bugs": [\n{lines}\n ]\n}}\n'
     path.write_text(text, encoding="utf-8")
 
 
 def load(path: Path = FILE) -> list[Known]:
-    """The signatures that are kept, of probes that there still are; none if there is no file."""
+    """The signatures that are kept, of cases that there still are; none if there is no file."""
     if not path.is_file():
         return []
     table: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     if table.get("schema") != SCHEMA:
         raise ValueError(f"{path} has schema {table.get('schema')!r}, must be {SCHEMA!r}")
-    asked = table["probes"]
+    asked = table["cases"]
     return [
         Known(name=name, family=family, kind=kind, reference=reference, signature=_unpacked(packed, asked))
         for name, family, kind, reference, packed in table["bugs"]
     ]
 
 
-def _packed(found: Signature) -> dict[str, str]:
-    numbers = {probe.case.id: str(number) for number, probe in enumerate(PROBES)}
-    return {numbers[probe]: " ".join(_words(sizes)) for probe, sizes in found.probes.items()}
+def _packed(found: Signature) -> dict[str, list[int]]:
+    numbers = {asked.case.id: number for number, asked in enumerate(SIGNATURE_CASES)}
+    packed: dict[str, list[int]] = {}
+    for case, sizes in found.sizes.items():
+        packed.setdefault(" ".join(_words(sizes)), []).append(numbers[case])
+    return packed
 
 
 def _words(sizes: Sizes) -> Iterator[str]:
@@ -159,11 +160,12 @@ def _words(sizes: Sizes) -> Iterator[str]:
         yield name if size is None else f"{name}:{size:.4g}"
 
 
-def _unpacked(packed: Mapping[str, str], asked: list[str]) -> Signature:
-    now = {probe.case.id for probe in PROBES}
-    return Signature({asked[int(n)]: _sizes(words) for n, words in packed.items() if asked[int(n)] in now})
+def _unpacked(packed: Mapping[str, list[int]], asked: list[str]) -> Signature:
+    now = {one.case.id for one in SIGNATURE_CASES}
+    sizes = {asked[number]: _read(words) for words, numbers in packed.items() for number in numbers}
+    return Signature({case: found for case, found in sizes.items() if case in now})
 
 
-def _sizes(words: str) -> dict[str, float | None]:
+def _read(words: str) -> dict[str, float | None]:
     split = (word.partition(":") for word in words.split())
     return {name: float(size) if size else None for name, _, size in split}

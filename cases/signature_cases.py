@@ -1,8 +1,8 @@
-"""Probes: small cases of one feature each, always the same, on which kernels are told apart by how wrong they are.
+"""Cases of one feature each, always the same, on which kernels are told apart by how wrong they are.
 
 The operands of a case are the same bits everywhere, and so are the exact results and their bounds. Two kernels that
 compute the same wrong thing are therefore wrong by the same ratio, however different they are inside. The cases of a
-grid are chosen by what a kernel supports, so that those of two kernels differ; probes are the same for all, and each
+grid are chosen by what a kernel supports, so that those of two kernels differ; these are the same for all, and each
 kernel is asked those that it supports.
 """
 
@@ -14,8 +14,8 @@ from cases.case import Case, parse
 
 
 @dataclasses.dataclass(frozen=True)
-class Probe:
-    """A case, and the names of the checks that it is asked: those that say there what no other probe says."""
+class SignatureCase:
+    """A case, and the names of the checks that it is asked: those that say there what no other case says."""
 
     case: Case
     checks: tuple[str, ...]
@@ -31,8 +31,8 @@ _SAVED = ("residuals",)
 _LSE = ("residuals", "gradients_lse")
 _BEHIND = ("residuals", "poison")
 
-PROBES: tuple[Probe, ...] = tuple(
-    Probe(parse(f"{case}/s0"), ("forward", "gradients", *beside))
+SIGNATURE_CASES: tuple[SignatureCase, ...] = tuple(
+    SignatureCase(parse(f"{case}/s0"), ("forward", "gradients", *beside))
     for case, beside in (
         # Nothing but attention; then what every kernel has in some form.
         (f"train/f32/{_ONE}/full/normal", _SAVED),
@@ -78,4 +78,4 @@ PROBES: tuple[Probe, ...] = tuple(
         ("train/f32/B1.T321.S321.N2.K2.H64.V64/moba-65-3/normal", _SAVED),
     )
 )
-"""Every probe, in the order in which they are asked."""
+"""All of them, in the order in which they are asked."""

@@ -1,0 +1,89 @@
+"""Diagnosis: which planted bugs a kernel is wrong most like.
+
+Both are known by how wrong they are on the same cases (`conformance.sensitivity.signatures`). They are compared by
+Tversky's index of two sets (Tversky, 1977, "Features of similarity"), whose elements are the results that are wrong:
+what both have, for what both or one of them has. What a bug shows and the kernel does not counts in full, for it speaks
+against the bug. What the kernel shows beyond the bug counts less, for a kernel may have several faults. An element that
+both have counts by how close the sizes are: the same wrong numbers have the same ratio.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping
+
+from conformance.sensitivity.signatures import BY, Element, Known, Signature
+
+MOST = 3
+"""So many bugs are named at most."""
+ALIKE = 0.5
+"""What is less like than this is called like none. `tests/sensitivity/test_diagnosis.py` measures what that means."""
+# What the kernel shows beyond the bug, against 1 for what the bug shows beyond the kernel.
+_BEYOND = 0.4
+# Two results that are wrong at the same place are alike by so much whatever their sizes, and by the rest if these
+# agree: of that a third is left where the logarithms to base 10 differ by so much.
+_SAME_PLACE = 0.35
+_SPREAD = 0.1
+
+
+@dataclasses.dataclass(frozen=True)
+class Likeness:
+    """A planted bug, and how like it a kernel is wrong: 1 is by the same numbers everywhere.
+
+    `shared` are the wrong results that both have; `rest` is how many more the kernel has.
+    """
+
+    bug: Known
+    likeness: float
+    shared: tuple[Element, ...]
+    rest: int
+
+
+def nearest(found: Signature, bank: Iterable[Known]) -> list[Likeness]:
+    """The bugs, each of another kind, that a kernel is wrong most like; none where it is like none of the bank."""
+    named: dict[str, Likeness] = {}
+    for each in ranked(found, bank):
+        if each.likeness < ALIKE or len(named) == MOST:
+            break
+        named.setdefault(each.bug.kind, each)
+    return list(named.values())
+
+
+def ranked(found: Signature, bank: Iterable[Known]) -> list[Likeness]:
+    """The bugs that share anything with a kernel's signature, the most alike first."""
+    compared = (likeness(found, bug) for bug in bank)
+    return sorted((each for each in compared if each.shared), key=lambda each: (-each.likeness, each.bug.name))
+
+
+def likeness(found: Signature, bug: Known) -> Likeness:
+    """How like a planted bug a kernel is wrong, by what both were asked and judged by."""
+    mine, other = _comparable(found, bug.signature), _comparable(bug.signature, found)
+    weights = _weights(mine.keys() | other.keys())
+    both = {element: _closeness(mine[element], other[element]) for element in mine.keys() & other.keys()}
+    common = sum(weights[element] * close for element, close in both.items())
+    apart = sum(weights[element] * (1 - close) for element, close in both.items())
+    alone = sum(weights[element] for element in other.keys() - mine.keys())
+    beyond = sum(weights[element] for element in mine.keys() - other.keys())
+    whole = common + apart + alone + _BEYOND * beyond
+    return Likeness(bug, common / whole if whole else 0.0, tuple(sorted(both)), len(found.wrong) - len(both))
+
+
+def _comparable(one: Signature, other: Signature) -> dict[Element, float]:
+    """What is wrong with `one`, of the cases that `other` was asked and the results that it gave too."""
+    return {
+        (case, name): size
+        for (case, name), size in one.wrong.items()
+        if case in other.sizes and name.partition(BY)[0] in {"all", *other.sizes[case]}
+    }
+
+
+def _weights(elements: Iterable[Element]) -> Mapping[Element, float]:
+    """The weight of each element: many wrong results of one case count more than few, but not as many times."""
+    count = Counter(case for case, _ in elements)
+    return {(case, name): 1 / math.sqrt(count[case]) for case, name in elements}
+
+
+def _closeness(one: float, other: float) -> float:
+    return _SAME_PLACE + (1 - _SAME_PLACE) * math.exp(-abs(one - other) / _SPREAD)
