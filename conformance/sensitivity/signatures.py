@@ -32,7 +32,7 @@ _BOTH = dataclasses.replace(_PLAIN, pulled=PULLBACKS)
 _STEP = 0.005
 _ENDLESS = 40.0
 """The logarithm that stands for an infinite ratio, for NaN and for an error."""
-# What a later check finds wrong by more than so much more, in the same steps, is wrong in another way.
+# What a later check finds wrong by more than ten times as much is wrong in another way.
 _LOUDER = 1.0
 
 BY = "@"
@@ -96,7 +96,7 @@ def _sizes(records: Iterable[Record]) -> dict[str, float | None]:
             name, *_ = record.observable.split(".")
             if name not in found:
                 found[name] = size
-            elif size is not None and size > (found[name] or 0.0) + _LOUDER:
+            elif size is not None and ((first := found[name]) is None or size > first + _LOUDER):
                 beside = f"{name}{BY}{record.check}"
                 found[beside] = max(size, found.get(beside) or 0.0)
     return found
@@ -105,7 +105,7 @@ def _sizes(records: Iterable[Record]) -> dict[str, float | None]:
 def _size(record: Record) -> float:
     if record.ratio is None or not math.isfinite(record.ratio):
         return _ENDLESS
-    return round(math.log10(max(record.ratio, 1.0)) / _STEP) * _STEP
+    return round(round(math.log10(max(record.ratio, 1.0)) / _STEP) * _STEP, 3)
 
 
 def known(bug: PlantedBug) -> Known:

@@ -1,0 +1,134 @@
+"""Signatures of kernels, and which planted bugs a kernel is wrong most like."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cases.signature_cases import SIGNATURE_CASES
+from conformance.calling import registry
+from conformance.judging.runner import Runner
+from conformance.judging.settings import Settings
+from conformance.records import ERROR, FAIL, PASS, UNSUPPORTED, Record
+from conformance.sensitivity import diagnosis, signatures
+from conformance.sensitivity.signatures import Known, Signature
+from tests.planted.bank import BANK
+
+IDS = [asked.case.id for asked in SIGNATURE_CASES]
+SIZES = st.one_of(st.none(), st.integers(0, 2000).map(lambda n: round(n * 0.005, 3)))
+SIGNATURES = st.dictionaries(
+    st.sampled_from(IDS), st.dictionaries(st.sampled_from(["out", "dq", "dk", "logsumexp"]), SIZES, min_size=1)
+).map(Signature)
+
+
+def bug(found: Signature, name: str = "bug", kind: str = "a.kind") -> Known:
+    return Known(name=name, family="family", kind=kind, reference="inferred from a test", signature=found)
+
+
+def record(case: str, check: str, observable: str, verdict: str, ratio: float | None = None) -> Record:
+    return Record(
+        implementation="it", platform="cpu", case=case, check=check, observable=observable, verdict=verdict, ratio=ratio
+    )
+
+
+def test_no_case_is_there_twice_and_every_one_is_asked_forward() -> None:
+    assert len(set(IDS)) == len(IDS)
+    assert all("forward" in asked.checks for asked in SIGNATURE_CASES)
+
+
+def test_records_say_what_is_right_and_by_how_much_the_rest_is_wrong() -> None:
+    first, second, third, _ = IDS[:4]
+    found = signatures.signature(
+        [
+            record(first, "forward", "out", PASS, 0.1),
+            record(first, "gradients", "dq", FAIL, 1e3),
+            record(first, "residuals", "out", FAIL, 10.0),  # wrong where `forward` was right
+            record(second, "gradients", "dq", FAIL, 100.0),
+            record(second, "gradients_lse", "dq", FAIL, 101.0),  # the same fault again
+            record(second, "transforms", "out.vmap", FAIL, 100.0),  # not asked here
+            record(third, "forward", "out", UNSUPPORTED),
+            record("train/f32/B1.T8.S8.N1.K1.H8.V8/full/normal/s0", "forward", "out", FAIL, 9.0),
+        ]
+    )
+    assert found.sizes == {first: {"out": None, "dq": 3.0, "out@residuals": 1.0}, second: {"dq": 2.0}}
+    assert found.wrong == {(first, "dq"): 3.0, (first, "out@residuals"): 1.0, (second, "dq"): 2.0}
+
+
+@pytest.mark.parametrize("ratio", [None, float("inf")])
+def test_what_raises_or_is_no_number_is_larger_than_anything(ratio: float | None) -> None:
+    found = signatures.signature([record(IDS[0], "forward", "all", ERROR, ratio)])
+    assert found.wrong[IDS[0], "all"] > 30
+
+
+@given(one=SIGNATURES, two=SIGNATURES)
+def test_a_file_keeps_them(one: Signature, two: Signature, tmp_path_factory: pytest.TempPathFactory) -> None:
+    path = tmp_path_factory.getbasetemp() / "signatures.json"
+    signatures.save([bug(two, "b"), bug(one, "a")], path)
+    assert [(each.name, each.signature) for each in signatures.load(path)] == [("a", one), ("b", two)]
+
+
+@given(SIGNATURES, SIGNATURES)
+def test_likeness_is_between_none_and_the_same(one: Signature, two: Signature) -> None:
+    alike = diagnosis.likeness(one, bug(two))
+    assert 0 <= alike.likeness <= 1 + 1e-9
+    assert set(alike.shared) <= set(one.wrong)
+    assert alike.rest == len(one.wrong) - len(alike.shared)
+    if one.wrong:
+        assert diagnosis.likeness(one, bug(one)).likeness == pytest.approx(1.0)
+
+
+@given(SIGNATURES, st.lists(SIGNATURES, max_size=6), st.randoms())
+def test_at_most_three_of_different_kinds_are_named_whatever_the_order(
+    found: Signature, others: list[Signature], random: object
+) -> None:
+    bank = [bug(other, f"bug-{n}", f"kind.{n % 4}") for n, other in enumerate(others)]
+    named = diagnosis.nearest(found, bank)
+    assert len(named) <= diagnosis.MOST
+    assert len({each.bug.kind for each in named}) == len(named)
+    assert all(each.likeness >= diagnosis.ALIKE for each in named)
+    assert [each.likeness for each in named] == sorted((each.likeness for each in named), reverse=True)
+    assert diagnosis.nearest(found, list(reversed(bank))) == named
+
+
+def test_what_a_bug_would_show_and_the_kernel_does_not_speaks_against_it() -> None:
+    shown: dict[str, signatures.Sizes] = {IDS[0]: {"out": 3.0, "dq": None}}
+    both = bug(Signature({IDS[0]: {"out": 3.0, "dq": 3.0}}))
+    one = bug(Signature({IDS[0]: {"out": 3.0, "dq": None}}))
+    kernel = Signature(shown)
+    assert diagnosis.likeness(kernel, one).likeness > diagnosis.likeness(kernel, both).likeness
+    # A kernel with a second fault is still like the first.
+    worse = Signature({**shown, IDS[1]: {"out": 3.0}})
+    assert diagnosis.nearest(worse, [bug(Signature({**one.signature.sizes, IDS[1]: {"out": None}}))])
+
+
+def test_what_only_one_of_them_was_asked_says_nothing() -> None:
+    kernel = Signature({IDS[0]: {"out": 3.0}})
+    more = bug(Signature({IDS[0]: {"out": 3.0, "logsumexp": 4.0}, IDS[1]: {"out": 5.0}}))
+    assert diagnosis.likeness(kernel, more).likeness == pytest.approx(1.0)
+
+
+def test_a_right_kernel_has_nothing_wrong() -> None:
+    implementation = registry.find("dot_product")
+    runner = Runner(Settings())
+    few = itertools.islice(signatures.jobs(implementation), 0, None, 5)
+    found = signatures.signature(record for job in few for record in runner.judge(job))
+    assert found.sizes
+    assert found.wrong == {}
+    assert diagnosis.nearest(found, signatures.load()) == []
+
+
+# One of another kernel each, of those that cost little: that they are what is kept shows that cases, bounds and
+# kernels are those that signatures were measured with.
+SAMPLE = ("cap-ignored", "decode-last-block-dropped", "moba-gate-of-the-largest-key")
+
+
+@pytest.mark.parametrize("name", SAMPLE)
+def test_a_sample_has_the_signature_that_is_kept(name: str) -> None:
+    (planted,) = (each for each in BANK if each.name == name)
+    (kept,) = (each for each in signatures.load() if each.name == name)
+    now = signatures.known(planted).signature
+    assert now.sizes.keys() == kept.signature.sizes.keys()
+    assert diagnosis.likeness(now, kept).likeness > 0.97
