@@ -146,6 +146,8 @@ def _add_sensitivity(commands: argparse._SubParsersAction[_CommandParser]) -> No
     adding.add_argument("--save", action="store_true", help="keep the figures: reports of every later run show them")
     about = "which bugs a second, independent case sees: goes on where it was stopped"
     adding.add_argument("--twice", action="store_true", help=about)
+    about = "how wrong each bug is on the cases by which a diagnosis goes: goes on where it was stopped"
+    adding.add_argument("--signatures", action="store_true", help=about)
     about = "for each bug, with --twice: processor time after which no other case is begun (60)"
     adding.add_argument("--seconds", type=float, default=60.0, metavar="N", help=about)
 

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from conformance import environment
-from conformance.commands import lookup
+from conformance.commands import lookup, signed
 from conformance.commands.errors import CannotJudge
 from conformance.commands.outputs import command_line, outputs_of
 from conformance.commands.progress import Progress
@@ -37,6 +37,8 @@ def sensitivity(arguments: argparse.Namespace) -> int:
     bank = arguments.bank or chosen.bank
     last = detection.load()
     bugs = _bugs(bank)
+    if arguments.signatures:
+        return signed.measure(bank, bugs, arguments)
     if arguments.twice:
         return seen_twice(bugs, arguments)
     asked = _asked(bugs, arguments, level, last)
