@@ -1,0 +1,334 @@
+"""Root findings: the red records of a contender, each under the one cause that explains it."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import operator
+import re
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+from conformance.records import ERROR, FAIL, PASS, RED, UNEXPECTED_PASS, Record
+from reports import findings
+from reports.causes import locating
+from reports.causes.levels import Level, levels_of
+from reports.causes.locating import Candidate, Combination, Signal
+from reports.summary import Contender, by_contender
+
+RAISES, FORWARD, GRADIENTS, BEHIND_MASK, CHECK, UNEXPECTED = (
+    "raises",
+    "forward",
+    "gradients",
+    "behind the mask",
+    "check",
+    "unexpected pass",
+)
+KINDS = (RAISES, FORWARD, GRADIENTS, BEHIND_MASK, CHECK, UNEXPECTED)
+"""What findings are about, in their order: what a later kind says may follow from an earlier one."""
+
+# The results of the plain call, those first in which a fault of the forward pass shows most plainly.
+_FORWARD = tuple(
+    f"{check}/{name}"
+    for name, checks in (("out", ("forward", "residuals", "primal")), ("logsumexp", ("residuals", "primal")))
+    for check in checks
+) + ("primal/out_with_residuals", "residuals/max_logits", "primal/max_logits")
+_OUT = frozenset({"forward/out", "residuals/out", "primal/out", "primal/out_with_residuals"})
+# Where a message names the line that raises; what else differs from case to case are numbers.
+_LINE = re.compile(r"\((?P<place>[^()\s][^()]*:\d+): ")
+
+Question = tuple[str, str]
+"""A check, and a result that it judges."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Share:
+    """How many of the cases that were asked are red."""
+
+    red: int
+    asked: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Finding:
+    """Red records that one cause explains.
+
+    Attributes:
+      contender: whose.
+      kind: one of `KINDS`.
+      levels: those that a case needs to fail: none if every case does. `None` where nothing tells which cases do.
+      others: other levels that stand in the same cases, so that no case tells which of them it is.
+      question: the check and the result that it was located by.
+      records: all red records that it explains, those of its own question first.
+      inside, outside: how many cases fail with these levels, and without; what other findings explain is in neither.
+      smallest: the record of the smallest case that shows it, which may be one that was run to confirm it.
+      same: cases that fail, beside others that differ in nothing but these levels and pass.
+    """
+
+    contender: Contender
+    kind: str
+    levels: tuple[Level, ...] | None
+    others: tuple[tuple[Level, ...], ...] = ()
+    question: Question
+    records: tuple[Record, ...]
+    inside: Share
+    outside: Share
+    smallest: Record
+    same: tuple[tuple[Record, Record], ...] = ()
+
+    @property
+    def is_explained(self) -> bool:
+        """Whether it is known what the failures have in common."""
+        return self.levels is not None or self.kind in (BEHIND_MASK, UNEXPECTED)
+
+    @property
+    def results(self) -> tuple[str, ...]:
+        """The results that are wrong by its own kind of check, most often first."""
+        own = [record for record in self.records if kind_of(record) == self.kind]
+        return _often(_result(record.observable) for record in own or self.records)
+
+    @property
+    def checks(self) -> tuple[str, ...]:
+        """The checks that fail, most often first."""
+        return _often(record.check for record in self.records)
+
+    @property
+    def follows(self) -> tuple[str, ...]:
+        """Checks whose failures follow from it: what it is about is shown by others."""
+        return _often(record.check for record in self.records if kind_of(record) != self.kind)
+
+
+def kind_of(record: Record) -> str:
+    """What a red record would be about if nothing else explained it."""
+    if record.verdict == UNEXPECTED_PASS:
+        return UNEXPECTED
+    if record.verdict == ERROR:
+        return RAISES
+    if _signal(record) in _FORWARD:
+        return FORWARD
+    if record.check.startswith("gradients"):
+        return GRADIENTS
+    return BEHIND_MASK if findings.leaks(record) else CHECK
+
+
+def of(records: Iterable[Record], probes: Iterable[Record] = ()) -> list[Finding]:
+    """The findings of red records: each record is in exactly one of them.
+
+    Args:
+      records: those of a run, or of several.
+      probes: what was judged to confirm findings: evidence, and nothing that is counted.
+    """
+    beside = by_contender(probes)
+    found = []
+    for contender, theirs in by_contender(records).items():
+        if any(record.verdict in RED for record in theirs):
+            found += _Evidence(contender, theirs, beside.get(contender, ())).findings()
+    return found
+
+
+@dataclasses.dataclass(frozen=True)
+class _Root:
+    """A combination that explains what is red in results of a kind; `signal` is where it shows most plainly."""
+
+    kind: str
+    signal: str
+    combination: Combination
+
+
+class _Evidence:
+    """What the records of one contender say, as sets of cases."""
+
+    def __init__(self, contender: Contender, records: Sequence[Record], probes: Sequence[Record]) -> None:
+        self._contender = contender
+        self._red = [record for record in records if record.verdict in RED]
+        self._told = [record for record in (*records, *probes) if record.verdict in (PASS, FAIL, ERROR)]
+        self._rows = {case: 1 << row for row, case in enumerate(dict.fromkeys(r.case for r in self._told))}
+        self._counted = _union(self._rows.get(record.case, 0) for record in records)
+        self._signals = self._gathered()
+        self._levels = self._candidates()
+        self._roots = self._located()
+        self._explained = {name: self._explaining(name) for name in self._signals}
+
+    def _gathered(self) -> dict[str, Signal]:
+        red: dict[str, int] = {}
+        green: dict[str, int] = {}
+        answered = 0  # cases of which something came back
+        for record in self._told:
+            name, row = _signal(record), self._rows[record.case]
+            side = green if record.verdict == PASS else red
+            side[name] = side.get(name, 0) | row
+            answered |= 0 if record.verdict == ERROR else row
+        return {
+            name: Signal(rows, (answered if _kind(name) == RAISES else green.get(name, 0)) & ~rows)
+            for name, rows in red.items()
+        }
+
+    def _candidates(self) -> dict[Level, Candidate]:
+        """Levels by the cases that have them, but for those that all cases have."""
+        rows: dict[Level, int] = {}
+        for case, row in self._rows.items():
+            for level in levels_of(case):
+                rows[level] = rows.get(level, 0) | row
+        everywhere = _union(self._rows.values())
+        return {level: Candidate(rows[level], level.odds) for level in sorted(rows) if rows[level] != everywhere}
+
+    def _located(self) -> list[_Root]:
+        """The combinations of each kind in turn: what an earlier one explains is not looked for again."""
+        levels = list(self._levels.values())
+        found: list[_Root] = []
+        for kind in (RAISES, FORWARD, GRADIENTS, CHECK):
+            names = sorted((name for name in self._signals if _kind(name) == kind), key=_plainest)
+            # The line that raises says which errors are one. What is wrong together is told by the levels.
+            for group in [[name] for name in names] if kind == RAISES else [names]:
+                signals = {name: self._signals[name] for name in group}
+                before = [root.combination for root in found if RAISES not in (kind, root.kind)]
+                for one in locating.locate(levels, signals, before)[: 1 if kind == RAISES else None]:
+                    signal = next(name for name in group if locating.explains(one, signals[name]))
+                    found.append(_Root(kind, signal, one))
+        return found
+
+    def _explaining(self, name: str) -> tuple[_Root, ...]:
+        """The roots that explain what is red in a signal, each by what the others leave of it."""
+        signal, kind = self._signals[name], _kind(name)
+        able = [
+            root
+            for root in self._roots
+            if (root.signal == name if kind == RAISES else RAISES != root.kind)
+            and KINDS.index(root.kind) <= KINDS.index(kind)
+        ]
+        able = [root for root in able if locating.explains(root.combination, signal)]
+        left = {
+            id(root): signal.but(_union(other.combination.rows for other in able if other is not root)) for root in able
+        }
+        return tuple(root for root in able if locating.explains(root.combination, left[id(root)])) or tuple(able[:1])
+
+    def findings(self) -> list[Finding]:
+        """All of them: each kind's largest first, and what nothing explains last."""
+        explained: dict[int, list[Record]] = {}
+        left: dict[tuple[str, str], list[Record]] = {}
+        for record in self._red:
+            if (place := self._place(record)) is not None:
+                explained.setdefault(place, []).append(record)
+            else:
+                left.setdefault(_together(record), []).append(record)
+        made = [self._finding(self._roots[place], found) for place, found in explained.items()]
+        made += [self._unexplained(kind, found) for (kind, _), found in left.items()]
+        return sorted(made, key=lambda x: (not x.is_explained, KINDS.index(x.kind), -len(x.records), x.smallest.key))
+
+    def _place(self, record: Record) -> int | None:
+        """Which root a red record is of: one that explains its result, or else what its case is wrong by already."""
+        if record.verdict == UNEXPECTED_PASS:
+            return None
+        row, name = self._rows[record.case], _signal(record)
+        of_case = [place for place, root in enumerate(self._roots) if root.combination.rows & row]
+        for place in of_case:
+            if self._roots[place] in self._explained[name]:
+                return place
+        if record.verdict == ERROR:
+            return None
+        out = _union(self._signals[signal].red for signal in _OUT & self._signals.keys())
+        for place in of_case:
+            root = self._roots[place]
+            if root.kind == FORWARD and row & out:
+                return place
+            # Checks with operands of their own fail by what the case has, whatever `out` is for its own.
+            if root.kind in (FORWARD, GRADIENTS) and kind_of(record) == CHECK and root.combination.levels:
+                return place
+        return None
+
+    def _finding(self, root: _Root, found: Sequence[Record]) -> Finding:
+        inside, outside = self._shares(root)
+        names = list(self._levels)
+        own = [r for r in self._told if r.verdict in RED and _signal(r) == root.signal and self._has(r, root)]
+        return Finding(
+            contender=self._contender,
+            kind=root.kind,
+            levels=tuple(names[number] for number in root.combination.levels),
+            others=tuple(tuple(names[number] for number in other) for other in root.combination.others),
+            question=(own[0].check, _result(own[0].observable)),
+            records=_own_first(found, root.kind),
+            inside=inside,
+            outside=outside,
+            smallest=findings.smallest(own),
+        )
+
+    def _unexplained(self, kind: str, found: Sequence[Record]) -> Finding:
+        first = findings.smallest(found)
+        red = _union(self._rows.get(record.case, 0) for record in found)
+        asked = _union(
+            self._rows[record.case]
+            for record in self._told
+            if any((record.check, _result(record.observable)) == (r.check, _result(r.observable)) for r in found[:1])
+        )
+        return Finding(
+            contender=self._contender,
+            kind=kind,
+            levels=None,
+            question=(first.check, _result(first.observable)),
+            records=_own_first(found, kind),
+            inside=Share(red.bit_count(), ((asked | red) & self._counted).bit_count()),
+            outside=Share(0, 0),
+            smallest=first,
+        )
+
+    def _has(self, record: Record, root: _Root) -> bool:
+        return bool(self._rows[record.case] & root.combination.rows)
+
+    def _shares(self, root: _Root) -> tuple[Share, Share]:
+        """Of the cases that were asked, those that fail with the levels and without; what others explain is left out."""
+        signal, rows = self._signals[root.signal], root.combination.rows
+        others = _union(x.combination.rows for x in self._explained[root.signal] if x is not root)
+        red, asked = signal.red & self._counted, (signal.red | signal.green) & self._counted
+        without = asked & ~rows & ~(red & others)
+        return (
+            Share((red & rows).bit_count(), (asked & rows).bit_count()),
+            Share((red & without).bit_count(), without.bit_count()),
+        )
+
+
+def _signal(record: Record) -> str:
+    """The name of what a record says of its case: a check and a result, or the line that raises."""
+    if record.verdict == ERROR:
+        line = _LINE.search(record.reason)
+        return f"{RAISES} {line['place'] if line else re.sub(r'[0-9]+', '#', record.reason)}"
+    behind = f" {BEHIND_MASK}" if findings.poisons(record) else ""
+    return f"{record.check}/{_result(record.observable)}{behind}"
+
+
+def _kind(signal: str) -> str:
+    """The kind of what a signal says."""
+    if signal.startswith(RAISES):
+        return RAISES
+    if signal in _FORWARD:
+        return FORWARD
+    if signal.startswith("gradients"):
+        return GRADIENTS
+    return BEHIND_MASK if signal.endswith(BEHIND_MASK) else CHECK
+
+
+def _plainest(signal: str) -> tuple[int, str]:
+    return (_FORWARD.index(signal) if signal in _FORWARD else len(_FORWARD), signal)
+
+
+def _together(record: Record) -> tuple[str, str]:
+    """What nothing explains is one finding by its kind, or by its check, or by what an entry of known failures says."""
+    kind = kind_of(record)
+    by = {RAISES: _signal(record), CHECK: record.check, UNEXPECTED: record.reason}
+    return kind, by.get(kind, "")
+
+
+def _own_first(found: Iterable[Record], kind: str) -> tuple[Record, ...]:
+    return tuple(sorted(found, key=lambda record: (kind_of(record) != kind, record.key)))
+
+
+def _result(observable: str) -> str:
+    """`dq` of `dq.row.nan`."""
+    return observable.partition(".")[0]
+
+
+def _often(names: Iterable[str]) -> tuple[str, ...]:
+    return tuple(name for name, _ in Counter(names).most_common())
+
+
+def _union(rows: Iterable[int]) -> int:
+    return functools.reduce(operator.or_, rows, 0)
