@@ -23,8 +23,8 @@ _BLOCKS = (8, 16, 32, 64, 128)
 _LONG = (128, 256, 512, 1024)
 
 # How much less is believed of a level before anything was seen, in nats: a fault is with a feature sooner than without
-# it, with a kind of mask sooner than with one number, and with a sort of values least of all.
-_PLAIN, _RARER, _RARE = 0.0, 1.0, 2.0
+# it, and with a kind of mask sooner than with one number or with one sort of values.
+_PLAIN, _RARER, _RARE, _RAREST = 0.0, 1.0, 2.0, 3.0
 
 _MASKS = {
     "causal": "under a causal mask",
@@ -127,11 +127,17 @@ def _masks(spec: str) -> Iterator[Level]:
     if "-o" in spec:
         yield _level("mask offset", "under a mask with an offset", "mask", odds=_RARER)
     for term in terms:
-        if sides := _WINDOW.match(term):
-            if "inf" not in (sides[1] or sides[3]):
-                yield _level("left side", "under a window that ends on the left", "mask", odds=_RARER / 2)
-            if sides[2] not in (None, "0", "inf"):
-                yield _level("right side", "under a window that reaches to the right", "mask", odds=_RARER / 2)
+        # Without an offset a mask may be asked for by name, and with one only as an array.
+        if without := "-o" not in term and term.startswith(("causal", "window")):
+            kind = term.partition("-")[0]
+            yield _level(f"{kind}, no offset", f"{_MASKS[kind]} without an offset", "mask", odds=_RARER / 2)
+        if (sides := _WINDOW.match(term)) and "inf" not in (sides[1] or sides[3]):
+            yield _level("left side", "under a window with a left side", "mask", odds=_RARER / 2)
+            if without:
+                words = "under a window with a left side, without an offset"
+                yield _level("left side, no offset", words, "mask", odds=_RARER)
+        if sides and sides[2] not in (None, "0", "inf"):
+            yield _level("right side", "under a window that reaches to the right", "mask", odds=_RARER / 2)
 
 
 def _operands(fields: Mapping[str, str]) -> Iterator[Level]:
@@ -139,7 +145,7 @@ def _operands(fields: Mapping[str, str]) -> Iterator[Level]:
         words = _OPERANDS.get(operand.name, operand.name)
         part = fields.get(operand.field)
         if part is None:
-            yield _level(f"no {operand.name}", f"without {words}", operand.field, odds=_RARER)
+            yield _level(f"no {operand.name}", f"without {words}", operand.field, odds=_RAREST)
             continue
         yield _level(operand.name, f"with {words}", operand.field)
         if not operand.is_flag:

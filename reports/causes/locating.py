@@ -30,7 +30,7 @@ _PASSES = 2  # looking again at each among what the others leave
 
 # With a combination, rows are red but for what hides it; without, none but for other faults that are not found yet. As
 # distributions of the rate of red (beta), flat at the side that is expected and steep at the other.
-_WITH, _WITHOUT, _ANY = (1.0, 0.3), (0.3, 1.0), (1.0, 1.0)
+_WITH, _WITHOUT, _ANY = (1.0, 0.5), (0.3, 1.0), (1.0, 1.0)
 _LEAST = 0.5
 """How much likelier at least, in nats, a combination must make what was seen, its complexity taken off."""
 
@@ -94,6 +94,13 @@ def locate(
 def explains(combination: Combination, signal: Signal) -> bool:
     """Whether a signal is red as that combination would make it."""
     return _gain(combination.rows, signal) > 0 and bool(combination.rows & signal.red)
+
+
+def clearest(combination: Combination, signals: Mapping[str, Signal]) -> str:
+    """The signal by which a combination is shown best: of those that say nearly as much as any, the first."""
+    gains = {name: _gain(combination.rows, signal) for name, signal in signals.items()}
+    most = max(gains.values())
+    return next(name for name, gain in gains.items() if gain >= most / 2)
 
 
 def _left_of_others(

@@ -7,7 +7,7 @@ import functools
 import operator
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from conformance.records import ERROR, FAIL, PASS, RED, UNEXPECTED_PASS, Record
 from reports import findings
@@ -36,6 +36,9 @@ _FORWARD = tuple(
 _OUT = frozenset({"forward/out", "residuals/out", "primal/out", "primal/out_with_residuals"})
 # Where a message names the line that raises; what else differs from case to case are numbers.
 _LINE = re.compile(r"\((?P<place>[^()\s][^()]*:\d+): ")
+
+ELSEWHERE = frozenset({"arguments", "calls", "decoding", "forms", "invariance", "limits", "sharding", "transforms"})
+"""Checks that ask with operands, masks or lengths of their own, of which the case id does not tell."""
 
 Question = tuple[str, str]
 """A check, and a result that it judges."""
@@ -174,22 +177,37 @@ class _Evidence:
 
     def _located(self) -> list[_Root]:
         """The combinations of each kind in turn: what an earlier one explains is not looked for again."""
-        levels = list(self._levels.values())
         found: list[_Root] = []
         for kind in (RAISES, FORWARD, GRADIENTS, CHECK):
             names = sorted((name for name in self._signals if _kind(name) == kind), key=_plainest)
-            # The line that raises says which errors are one. What is wrong together is told by the levels.
-            for group in [[name] for name in names] if kind == RAISES else [names]:
-                signals = {name: self._signals[name] for name in group}
+            if kind == CHECK and any(root.kind != RAISES for root in found):
+                names = [name for name in names if _check(name) not in ELSEWHERE]
+            signals = {name: self._open(name) for name in names}
+            if kind == CHECK:  # a case that is wrong by itself fails other checks too
+                wrong = _union(root.combination.rows for root in found if root.kind != RAISES)
+                signals = {name: signal.but(wrong) for name, signal in signals.items()}
+            # The line that raises says which errors are one. Wrong results are first looked at together, since each is
+            # asked of a part of the cases only: what remains is wrong in some of them and right in others.
+            groups = [{name: signals[name]} for name in names] if kind == RAISES else [_together(signals), signals]
+            for group in groups:
                 before = [root.combination for root in found if RAISES not in (kind, root.kind)]
-                for one in locating.locate(levels, signals, before)[: 1 if kind == RAISES else None]:
-                    signal = next(name for name in group if locating.explains(one, signals[name]))
-                    found.append(_Root(kind, signal, one))
+                for one in locating.locate(list(self._levels.values()), group, before)[: 1 if kind == RAISES else None]:
+                    found.append(_Root(kind, locating.clearest(one, signals if kind != RAISES else group), one))
         return found
+
+    def _open(self, name: str) -> Signal:
+        """A signal where it can say something new: of a case whose `out` is wrong, nothing else is right but by chance."""
+        signal = self._signals[name]
+        return signal if _kind(name) in (RAISES, FORWARD) else Signal(signal.red & ~self._out, signal.green & ~self._out)
+
+    @functools.cached_property
+    def _out(self) -> int:
+        """The cases whose `out` is wrong."""
+        return _union(self._signals[signal].red for signal in _OUT & self._signals.keys())
 
     def _explaining(self, name: str) -> tuple[_Root, ...]:
         """The roots that explain what is red in a signal, each by what the others leave of it."""
-        signal, kind = self._signals[name], _kind(name)
+        signal, kind = self._open(name), _kind(name)
         able = [
             root
             for root in self._roots
@@ -210,7 +228,8 @@ class _Evidence:
             if (place := self._place(record)) is not None:
                 explained.setdefault(place, []).append(record)
             else:
-                left.setdefault(_together(record), []).append(record)
+                wrong = record.verdict == FAIL and self._rows[record.case] & self._out
+                left.setdefault((FORWARD, "") if wrong else _alike(record), []).append(record)
         made = [self._finding(self._roots[place], found) for place, found in explained.items()]
         made += [self._unexplained(kind, found) for (kind, _), found in left.items()]
         return sorted(made, key=lambda x: (not x.is_explained, KINDS.index(x.kind), -len(x.records), x.smallest.key))
@@ -221,20 +240,19 @@ class _Evidence:
             return None
         row, name = self._rows[record.case], _signal(record)
         of_case = [place for place, root in enumerate(self._roots) if root.combination.rows & row]
+        explaining = self._explained[name]
+        if record.verdict != ERROR and row & self._out:
+            explaining = tuple(root for root in self._roots if root.kind == FORWARD)
         for place in of_case:
-            if self._roots[place] in self._explained[name]:
+            if self._roots[place] in explaining:
                 return place
         if record.verdict == ERROR:
             return None
-        out = _union(self._signals[signal].red for signal in _OUT & self._signals.keys())
-        for place in of_case:
-            root = self._roots[place]
-            if root.kind == FORWARD and row & out:
-                return place
-            # Checks with operands of their own fail by what the case has, whatever `out` is for its own.
-            if root.kind in (FORWARD, GRADIENTS) and kind_of(record) == CHECK and root.combination.levels:
-                return place
-        return None
+        # What is right by chance in `out` need not be in what follows from it.
+        follows = [place for place in of_case if KINDS.index(self._roots[place].kind) < KINDS.index(kind_of(record))]
+        if not follows and record.check in ELSEWHERE:
+            follows = [place for place, root in enumerate(self._roots) if root.kind in (FORWARD, GRADIENTS)]
+        return next((place for place in follows if self._roots[place].kind != RAISES), None)
 
     def _finding(self, root: _Root, found: Sequence[Record]) -> Finding:
         inside, outside = self._shares(root)
@@ -276,7 +294,7 @@ class _Evidence:
 
     def _shares(self, root: _Root) -> tuple[Share, Share]:
         """Of the cases that were asked, those that fail with the levels and without; what others explain is left out."""
-        signal, rows = self._signals[root.signal], root.combination.rows
+        signal, rows = self._open(root.signal), root.combination.rows
         others = _union(x.combination.rows for x in self._explained[root.signal] if x is not root)
         red, asked = signal.red & self._counted, (signal.red | signal.green) & self._counted
         without = asked & ~rows & ~(red & others)
@@ -310,7 +328,20 @@ def _plainest(signal: str) -> tuple[int, str]:
     return (_FORWARD.index(signal) if signal in _FORWARD else len(_FORWARD), signal)
 
 
-def _together(record: Record) -> tuple[str, str]:
+def _check(signal: str) -> str:
+    return signal.partition("/")[0]
+
+
+def _together(signals: Mapping[str, Signal]) -> dict[str, Signal]:
+    """The signals of a check, or of the plain call, as one: red where any of them is."""
+    groups: dict[str, list[Signal]] = {}
+    for name, signal in signals.items():
+        groups.setdefault(_check(name) if _kind(name) == CHECK else "", []).append(signal)
+    red = {name: _union(signal.red for signal in group) for name, group in groups.items()}
+    return {name: Signal(red[name], _union(s.green for s in group) & ~red[name]) for name, group in groups.items()}
+
+
+def _alike(record: Record) -> tuple[str, str]:
     """What nothing explains is one finding by its kind, or by its check, or by what an entry of known failures says."""
     kind = kind_of(record)
     by = {RAISES: _signal(record), CHECK: record.check, UNEXPECTED: record.reason}
