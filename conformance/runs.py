@@ -249,9 +249,7 @@ class _Reading:
             return []
         probes = tuple(self._probes)
         return [
-            Recorded(
-                source=self._source, run=self._run, done=self._done, others=others, probes=probes, end=self._end
-            )
+            Recorded(source=self._source, run=self._run, done=self._done, others=others, probes=probes, end=self._end)
         ]
 
 

@@ -90,7 +90,14 @@ def levels_of(case: str) -> frozenset[Level]:
         return frozenset()
     sizes = {name: int(fields[name]) for name in _SIZES}
     return frozenset(
-        [*_kinds(fields), *_masks(fields["mask"]), *_operands(fields), *_heads(sizes), *_lengths(sizes), *_depths(sizes)]
+        [
+            *_kinds(fields),
+            *_masks(fields["mask"]),
+            *_operands(fields),
+            *_heads(sizes),
+            *_lengths(sizes),
+            *_depths(sizes),
+        ]
     )
 
 
@@ -208,3 +215,24 @@ def _depths(sizes: Mapping[str, int]) -> Iterator[Level]:
             more = size > block
             words = f"when {name} > {block}" if more else f"when {name} <= {block}"
             yield _level(words.removeprefix("when "), words, *DEPTHS, odds=_RARER if more else _RARE)
+
+
+@functools.lru_cache(maxsize=1 << 15)
+def plainness(case: str) -> tuple[int, int, str]:
+    """Sorts cases, the plainest first: by how many things are out of the ordinary, then by size."""
+    fields = fields_of(case)
+    if fields is None:
+        return len(_SIZES), 0, case
+    sizes = {name: int(fields[name]) for name in _SIZES}
+    odd = (
+        fields["phase"] != "train",
+        fields["dtype"] != "f32",
+        fields["mask"] != "full",
+        fields["distribution"] != "normal",
+        sizes["num_q_heads"] != sizes["num_kv_heads"],
+        sizes["q_length"] != sizes["kv_length"],
+        sizes["head_dim"] != sizes["v_head_dim"],
+        *(operand.field in fields for operand in OPTIONAL),
+    )
+    lengths = sizes["q_length"] + sizes["kv_length"]
+    return sum(odd), sizes["batch"] * sizes["num_q_heads"] * lengths * (sizes["head_dim"] + sizes["v_head_dim"]), case

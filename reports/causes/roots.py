@@ -6,112 +6,37 @@ import dataclasses
 import functools
 import operator
 import re
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
 from conformance.records import ERROR, FAIL, PASS, RED, UNEXPECTED_PASS, Record
 from reports import findings
 from reports.causes import locating
+from reports.causes.comparing import compared
+from reports.causes.finding import (
+    BEHIND_MASK,
+    CHECK,
+    FORWARD,
+    GRADIENTS,
+    KINDS,
+    OUT,
+    PLAIN_CALL,
+    RAISES,
+    UNEXPECTED,
+    Finding,
+    Share,
+    kind_of,
+    result_of,
+    signal_of,
+)
 from reports.causes.levels import Level, levels_of
 from reports.causes.locating import Candidate, Combination, Signal
 from reports.summary import Contender, by_contender
 
-RAISES, FORWARD, GRADIENTS, BEHIND_MASK, CHECK, UNEXPECTED = (
-    "raises",
-    "forward",
-    "gradients",
-    "behind the mask",
-    "check",
-    "unexpected pass",
-)
-KINDS = (RAISES, FORWARD, GRADIENTS, BEHIND_MASK, CHECK, UNEXPECTED)
-"""What findings are about, in their order: what a later kind says may follow from an earlier one."""
-
-# The results of the plain call, those first in which a fault of the forward pass shows most plainly.
-_FORWARD = tuple(
-    f"{check}/{name}"
-    for name, checks in (("out", ("forward", "residuals", "primal")), ("logsumexp", ("residuals", "primal")))
-    for check in checks
-) + ("primal/out_with_residuals", "residuals/max_logits", "primal/max_logits")
-_OUT = frozenset({"forward/out", "residuals/out", "primal/out", "primal/out_with_residuals"})
 # Where a message names the line that raises; what else differs from case to case are numbers.
 _LINE = re.compile(r"\((?P<place>[^()\s][^()]*:\d+): ")
 
 ELSEWHERE = frozenset({"arguments", "calls", "decoding", "forms", "invariance", "limits", "sharding", "transforms"})
 """Checks that ask with operands, masks or lengths of their own, of which the case id does not tell."""
-
-Question = tuple[str, str]
-"""A check, and a result that it judges."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Share:
-    """How many of the cases that were asked are red."""
-
-    red: int
-    asked: int
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Finding:
-    """Red records that one cause explains.
-
-    Attributes:
-      contender: whose.
-      kind: one of `KINDS`.
-      levels: those that a case needs to fail: none if every case does. `None` where nothing tells which cases do.
-      others: other levels that stand in the same cases, so that no case tells which of them it is.
-      question: the check and the result that it was located by.
-      records: all red records that it explains, those of its own question first.
-      inside, outside: how many cases fail with these levels, and without; what other findings explain is in neither.
-      smallest: the record of the smallest case that shows it, which may be one that was run to confirm it.
-      same: cases that fail, beside others that differ in nothing but these levels and pass.
-    """
-
-    contender: Contender
-    kind: str
-    levels: tuple[Level, ...] | None
-    others: tuple[tuple[Level, ...], ...] = ()
-    question: Question
-    records: tuple[Record, ...]
-    inside: Share
-    outside: Share
-    smallest: Record
-    same: tuple[tuple[Record, Record], ...] = ()
-
-    @property
-    def is_explained(self) -> bool:
-        """Whether it is known what the failures have in common."""
-        return self.levels is not None or self.kind in (BEHIND_MASK, UNEXPECTED)
-
-    @property
-    def results(self) -> tuple[str, ...]:
-        """The results that are wrong by its own kind of check, most often first."""
-        own = [record for record in self.records if kind_of(record) == self.kind]
-        return _often(_result(record.observable) for record in own or self.records)
-
-    @property
-    def checks(self) -> tuple[str, ...]:
-        """The checks that fail, most often first."""
-        return _often(record.check for record in self.records)
-
-    @property
-    def follows(self) -> tuple[str, ...]:
-        """Checks whose failures follow from it: what it is about is shown by others."""
-        return _often(record.check for record in self.records if kind_of(record) != self.kind)
-
-
-def kind_of(record: Record) -> str:
-    """What a red record would be about if nothing else explained it."""
-    if record.verdict == UNEXPECTED_PASS:
-        return UNEXPECTED
-    if record.verdict == ERROR:
-        return RAISES
-    if _signal(record) in _FORWARD:
-        return FORWARD
-    if record.check.startswith("gradients"):
-        return GRADIENTS
-    return BEHIND_MASK if findings.leaks(record) else CHECK
 
 
 def of(records: Iterable[Record], probes: Iterable[Record] = ()) -> list[Finding]:
@@ -198,12 +123,14 @@ class _Evidence:
     def _open(self, name: str) -> Signal:
         """A signal where it can say something new: of a case whose `out` is wrong, nothing else is right but by chance."""
         signal = self._signals[name]
-        return signal if _kind(name) in (RAISES, FORWARD) else Signal(signal.red & ~self._out, signal.green & ~self._out)
+        return (
+            signal if _kind(name) in (RAISES, FORWARD) else Signal(signal.red & ~self._out, signal.green & ~self._out)
+        )
 
     @functools.cached_property
     def _out(self) -> int:
         """The cases whose `out` is wrong."""
-        return _union(self._signals[signal].red for signal in _OUT & self._signals.keys())
+        return _union(self._signals[signal].red for signal in OUT if signal in self._signals)
 
     def _explaining(self, name: str) -> tuple[_Root, ...]:
         """The roots that explain what is red in a signal, each by what the others leave of it."""
@@ -211,7 +138,7 @@ class _Evidence:
         able = [
             root
             for root in self._roots
-            if (root.signal == name if kind == RAISES else RAISES != root.kind)
+            if (root.signal == name if kind == RAISES else root.kind != RAISES)
             and KINDS.index(root.kind) <= KINDS.index(kind)
         ]
         able = [root for root in able if locating.explains(root.combination, signal)]
@@ -258,16 +185,22 @@ class _Evidence:
         inside, outside = self._shares(root)
         names = list(self._levels)
         own = [r for r in self._told if r.verdict in RED and _signal(r) == root.signal and self._has(r, root)]
+        levels = tuple(names[number] for number in root.combination.levels)
+        judged = {r.case: r for r in self._told if _signal(r) == root.signal or (root.kind == RAISES and r not in own)}
+        judged |= {record.case: record for record in own}
+        seen = compared(levels, own, [judged[case] for case in judged if judged[case].verdict == PASS])
         return Finding(
             contender=self._contender,
             kind=root.kind,
-            levels=tuple(names[number] for number in root.combination.levels),
+            levels=levels,
             others=tuple(tuple(names[number] for number in other) for other in root.combination.others),
-            question=(own[0].check, _result(own[0].observable)),
+            question=(own[0].check, result_of(own[0].observable)),
             records=_own_first(found, root.kind),
             inside=inside,
             outside=outside,
-            smallest=findings.smallest(own),
+            smallest=seen.smallest,
+            without=seen.without,
+            passes=seen.passes,
         )
 
     def _unexplained(self, kind: str, found: Sequence[Record]) -> Finding:
@@ -276,13 +209,15 @@ class _Evidence:
         asked = _union(
             self._rows[record.case]
             for record in self._told
-            if any((record.check, _result(record.observable)) == (r.check, _result(r.observable)) for r in found[:1])
+            if any(
+                (record.check, result_of(record.observable)) == (r.check, result_of(r.observable)) for r in found[:1]
+            )
         )
         return Finding(
             contender=self._contender,
             kind=kind,
             levels=None,
-            question=(first.check, _result(first.observable)),
+            question=(first.check, result_of(first.observable)),
             records=_own_first(found, kind),
             inside=Share(red.bit_count(), ((asked | red) & self._counted).bit_count()),
             outside=Share(0, 0),
@@ -310,14 +245,14 @@ def _signal(record: Record) -> str:
         line = _LINE.search(record.reason)
         return f"{RAISES} {line['place'] if line else re.sub(r'[0-9]+', '#', record.reason)}"
     behind = f" {BEHIND_MASK}" if findings.poisons(record) else ""
-    return f"{record.check}/{_result(record.observable)}{behind}"
+    return f"{signal_of(record)}{behind}"
 
 
 def _kind(signal: str) -> str:
     """The kind of what a signal says."""
     if signal.startswith(RAISES):
         return RAISES
-    if signal in _FORWARD:
+    if signal in PLAIN_CALL:
         return FORWARD
     if signal.startswith("gradients"):
         return GRADIENTS
@@ -325,7 +260,7 @@ def _kind(signal: str) -> str:
 
 
 def _plainest(signal: str) -> tuple[int, str]:
-    return (_FORWARD.index(signal) if signal in _FORWARD else len(_FORWARD), signal)
+    return (PLAIN_CALL.index(signal) if signal in PLAIN_CALL else len(PLAIN_CALL), signal)
 
 
 def _check(signal: str) -> str:
@@ -350,15 +285,6 @@ def _alike(record: Record) -> tuple[str, str]:
 
 def _own_first(found: Iterable[Record], kind: str) -> tuple[Record, ...]:
     return tuple(sorted(found, key=lambda record: (kind_of(record) != kind, record.key)))
-
-
-def _result(observable: str) -> str:
-    """`dq` of `dq.row.nan`."""
-    return observable.partition(".")[0]
-
-
-def _often(names: Iterable[str]) -> tuple[str, ...]:
-    return tuple(name for name, _ in Counter(names).most_common())
 
 
 def _union(rows: Iterable[int]) -> int:
