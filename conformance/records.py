@@ -182,8 +182,8 @@ class RunInfo:
 
     `detection` is what the gate is known to catch (`sensitivity.detection`), `declared` what implementations declare
     that asks less of them than the defaults, `few_blocks` how few blocks their lengths allow to ask about
-    (`judging.reach`), `extents` how much of each contender was asked. These are
-    kept by the label of a contender, or by the name of an implementation; where there is no extent, `level`, `narrowed` and `interrupted` hold for all.
+    (`judging.reach`), `extents` how much of each contender was asked. These are kept by the label of a contender, or by
+    the name of an implementation; where there is no extent, `level`, `narrowed` and `interrupted` hold for all.
     `probes` is what was judged to confirm findings, which nothing counts.
     """
 

@@ -44,8 +44,8 @@ class Journal:
     @property
     def recorded(self) -> Recorded:
         """The run as a reader of its file would have it."""
-        beside = {"others": tuple(self._others), "probes": tuple(self._probes)}
-        return dataclasses.replace(self._recorded, done=dict(self._done), **beside)
+        others, probes = tuple(self._others), tuple(self._probes)
+        return dataclasses.replace(self._recorded, done=dict(self._done), others=others, probes=probes)
 
     def job(self, number: int, found: Sequence[Record]) -> None:
         """A job is done. Raises `CannotWrite`."""

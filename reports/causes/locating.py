@@ -4,9 +4,9 @@ Every row of a covering array has many levels, and every pair of levels stands i
 follows from which rows fail. Nie and Leung call the least of them the minimal failure-causing schema ("The minimal
 failure-causing schema of combinatorial testing", ACM TOSEM 20(4), 2011). Colbourn and McClary say from which arrays
 that can always be told ("Locating and detecting arrays for interaction faults", Journal of Combinatorial Optimization
-15, 2008). A covering array is not one of them: what it cannot tell apart is returned as such. BEN (Ghandehari, Lei, Xie,
-Kuhn and Kacker, "Identifying failure-inducing combinations in a combinatorial test set", ICST 2012) ranks suspicious
-combinations, and confirms them by further tests, as `conformance.judging.confirming` does.
+15, 2008). A covering array is not one of them: what it cannot tell apart is returned as such. BEN ranks suspicious
+combinations (Ghandehari, Lei, Xie, Kuhn and Kacker, "Identifying failure-inducing combinations in a combinatorial test
+set", ICST 2012) and confirms them by further tests, as `conformance.judging.confirming` does.
 
 Three things are other than there. A wrong row may be right by chance, since a wrong mask matters little to some values:
 so a split is scored, and need not be clean. It is scored by how much likelier it makes the evidence that nearly all

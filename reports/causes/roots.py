@@ -121,11 +121,11 @@ class _Evidence:
         return found
 
     def _open(self, name: str) -> Signal:
-        """A signal where it can say something new: of a case whose `out` is wrong, nothing else is right but by chance."""
+        """A signal where it can say something new: where `out` is wrong, all else is right by chance only."""
         signal = self._signals[name]
-        return (
-            signal if _kind(name) in (RAISES, FORWARD) else Signal(signal.red & ~self._out, signal.green & ~self._out)
-        )
+        if _kind(name) in (RAISES, FORWARD):
+            return signal
+        return Signal(signal.red & ~self._out, signal.green & ~self._out)
 
     @functools.cached_property
     def _out(self) -> int:
@@ -206,13 +206,7 @@ class _Evidence:
     def _unexplained(self, kind: str, found: Sequence[Record]) -> Finding:
         first = findings.smallest(found)
         red = _union(self._rows.get(record.case, 0) for record in found)
-        asked = _union(
-            self._rows[record.case]
-            for record in self._told
-            if any(
-                (record.check, result_of(record.observable)) == (r.check, result_of(r.observable)) for r in found[:1]
-            )
-        )
+        asked = _union(self._rows[record.case] for record in self._told if signal_of(record) == signal_of(first))
         return Finding(
             contender=self._contender,
             kind=kind,
@@ -228,7 +222,7 @@ class _Evidence:
         return bool(self._rows[record.case] & root.combination.rows)
 
     def _shares(self, root: _Root) -> tuple[Share, Share]:
-        """Of the cases that were asked, those that fail with the levels and without; what others explain is left out."""
+        """Of the cases that were asked, those that fail with the levels and without, others' failures left out."""
         signal, rows = self._open(root.signal), root.combination.rows
         others = _union(x.combination.rows for x in self._explained[root.signal] if x is not root)
         red, asked = signal.red & self._counted, (signal.red | signal.green) & self._counted
