@@ -19,7 +19,7 @@ from conformance.apart.kernels import Kernels
 from conformance.asking.turn import EVERYTHING, Turn
 from conformance.calling import registry
 from conformance.checks import BY_NAME, CHECKS, Check
-from conformance.commands import annotate, compare, lookup
+from conformance.commands import annotate, compare, confirm, lookup
 from conformance.commands.errors import CannotJudge
 from conformance.commands.outputs import Outputs, command_line, outputs_of, step_summary, writable
 from conformance.commands.progress import Progress
@@ -129,7 +129,7 @@ def _written_down(
 ) -> tuple[str, str]:
     """Judge, and write down what comes of it to the end; how it ended, and why if not by itself."""
     try:
-        how, reason = _judge(arguments, jobs, chosen, journal, console)
+        how, reason = _judge(arguments, jobs, implementations, chosen, journal, console)
     except CannotWrite:
         raise
     except Exception as error:  # an error of ours: it is raised, and what was judged stays
@@ -144,7 +144,12 @@ def _written_down(
 
 
 def _judge(
-    arguments: argparse.Namespace, jobs: Sequence[Job], chosen: settings.Settings, journal: Journal, console: Console
+    arguments: argparse.Namespace,
+    jobs: Sequence[Job],
+    implementations: Sequence[Implementation],
+    chosen: settings.Settings,
+    journal: Journal,
+    console: Console,
 ) -> tuple[str, str]:
     """Judge what is not judged yet; how it ended, and why if not by itself."""
     done = journal.recorded.done
@@ -165,6 +170,9 @@ def _judge(
             if waiting:
                 kernels = lookup.kernels(arguments)
                 _run_jobs(waiting, arguments.jobs, kernels, chosen, on_job, one_by_one=arguments.fail_fast)
+        if arguments.confirm_seconds and arguments.case is None:
+            here = runner.Runner(chosen, options=lookup.kernels(arguments).options)
+            confirm.confirm(journal, implementations, here, arguments.confirm_seconds, console)
         interrupts.ignore()
     except _FirstFailure:
         interrupts.ignore()
@@ -242,6 +250,7 @@ def _reject_contradictions(arguments: argparse.Namespace) -> None:
     if arguments.regressions and (arguments.case is not None or arguments.cases is not None or arguments.level):
         raise CannotJudge("--regressions names its cases: it cannot be combined with --case, --cases or --level")
     lookup.reject_no_workers(arguments.jobs)
+    confirm.reject_negative(arguments.confirm_seconds)
     for seed in arguments.seed:
         lookup.reject_negative(seed)
 

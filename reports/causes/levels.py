@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import re
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 from cases.operands import OPTIONAL
 
@@ -59,12 +60,16 @@ class Level:
       name: what it is called.
       words: how a sentence goes on: `with sinks`, `when T is not S`.
       fields: the fields of the case that decide it.
+      example: values of such fields that give a plain case the level, and few others of its sort.
+      counter: values that take it from a plain case, of levels that a plain case has.
     """
 
     odds: float
     name: str
     words: str
     fields: tuple[str, ...]
+    example: tuple[tuple[str, Any], ...] = ()
+    counter: tuple[tuple[str, Any], ...] = ()
 
 
 @functools.lru_cache(maxsize=1 << 15)
@@ -101,13 +106,20 @@ def levels_of(case: str) -> frozenset[Level]:
     )
 
 
-def _level(name: str, words: str, *fields: str, odds: float = _PLAIN) -> Level:
-    return Level(odds, name, words, fields)
+def _level(
+    name: str,
+    words: str,
+    *fields: str,
+    odds: float = _PLAIN,
+    example: Mapping[str, Any] | None = None,
+    counter: Mapping[str, Any] | None = None,
+) -> Level:
+    return Level(odds, name, words, fields, tuple((example or {}).items()), tuple((counter or {}).items()))
 
 
 def _kinds(fields: Mapping[str, str]) -> Iterator[Level]:
     dtype, phase, values = fields["dtype"], fields["phase"], fields["distribution"]
-    yield _level(dtype, f"in {dtype}", "dtype")
+    yield _level(dtype, f"in {dtype}", "dtype", counter={"dtype": "bf16"} if dtype == "f32" else None)
     if dtype != "f32":
         yield _level("16 bits", "in bf16 and in f16", "dtype", odds=_RARER / 2)
     yield _level(phase, "in training" if phase == "train" else f"in {phase}", "phase", *LENGTHS)
@@ -123,7 +135,7 @@ def _kinds(fields: Mapping[str, str]) -> Iterator[Level]:
 
 def _masks(spec: str) -> Iterator[Level]:
     if spec == "full":
-        yield _level("full", "without a mask", "mask", odds=_RARER)
+        yield _level("full", "without a mask", "mask", odds=_RARER, counter={"mask": "causal"})
         return
     yield _level("masked", "under any mask", "mask", odds=_RARER)
     terms = _TERM.split(spec)
@@ -152,7 +164,8 @@ def _operands(fields: Mapping[str, str]) -> Iterator[Level]:
         words = _OPERANDS.get(operand.name, operand.name)
         part = fields.get(operand.field)
         if part is None:
-            yield _level(f"no {operand.name}", f"without {words}", operand.field, odds=_RAREST)
+            counter = {operand.field: operand.levels[0]}
+            yield _level(f"no {operand.name}", f"without {words}", operand.field, odds=_RAREST, counter=counter)
             continue
         yield _level(operand.name, f"with {words}", operand.field)
         if not operand.is_flag:
@@ -166,7 +179,8 @@ def _operands(fields: Mapping[str, str]) -> Iterator[Level]:
 def _heads(sizes: Mapping[str, int]) -> Iterator[Level]:
     batch, heads, kv_heads = sizes["batch"], sizes["num_q_heads"], sizes["num_kv_heads"]
     if heads == kv_heads:
-        yield _level("mha", "where no heads share keys", *HEADS, odds=_RARER)
+        counter = {"num_q_heads": 4, "num_kv_heads": 2}
+        yield _level("mha", "where no heads share keys", *HEADS, odds=_RARER, counter=counter)
     else:
         yield _level("groups", "with groups of heads (N > K)", *HEADS)
         several = kv_heads > 1
@@ -177,25 +191,27 @@ def _heads(sizes: Mapping[str, int]) -> Iterator[Level]:
         yield _level("K > 1", "with several key/value heads", *HEADS, odds=_RARER)
     one = batch == 1
     words = "with one batch row" if one else "with several batch rows"
-    yield _level("B = 1" if one else "B > 1", words, "batch", odds=_RARER if one else _PLAIN)
+    counter = {"batch": 2} if one else None
+    yield _level("B = 1" if one else "B > 1", words, "batch", odds=_RARER if one else _PLAIN, counter=counter)
 
 
 def _lengths(sizes: Mapping[str, int]) -> Iterator[Level]:
     q, kv = sizes["q_length"], sizes["kv_length"]
     if q == kv:
-        yield _level("T = S", "when T is S", *LENGTHS, odds=_RARER)
+        yield _level("T = S", "when T is S", *LENGTHS, odds=_RARER, counter={"kv_length": 200})
     else:
         yield _level("T != S", "when T is not S", *LENGTHS)
         order = "<" if q < kv else ">"
         yield _level(f"T {order} S", f"when T {order} S", *LENGTHS, odds=_RARER / 2)
     yield _level("T = 1" if q == 1 else "T > 1", "for one query" if q == 1 else "for several queries", *LENGTHS, odds=1)
-    for name, what, size in (("S", "keys", kv), ("T", "queries", q)):
+    for name, what, size, field in (("S", "keys", kv, "kv_length"), ("T", "queries", q, "q_length")):
         for block in _BLOCKS:
             if size % block:
-                yield _level(f"{name} % {block}", f"when {name} is no multiple of {block}", *LENGTHS, odds=_RARER / 2)
+                words, example = f"when {name} is no multiple of {block}", {field: max(_BLOCKS) + block // 2}
+                yield _level(f"{name} % {block}", words, *LENGTHS, odds=_RARER / 2, example=example)
             else:
-                words = f"when {name} is a multiple of {block}"
-                yield _level(f"{name} / {block}", words, *LENGTHS, odds=_RARE)
+                words, counter = f"when {name} is a multiple of {block}", {field: max(_BLOCKS) + block // 2}
+                yield _level(f"{name} / {block}", words, *LENGTHS, odds=_RARE, counter=counter)
         for length in _LONG:
             if size > length:
                 yield _level(f"{name} > {length}", f"with more than {length} {what}", *LENGTHS, odds=_RARER)

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import operator
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
 from conformance.records import ERROR, FAIL, PASS, RED, UNEXPECTED_PASS, Record
@@ -71,17 +72,18 @@ class _Evidence:
         self._red = [record for record in records if record.verdict in RED]
         self._told = [record for record in (*records, *probes) if record.verdict in (PASS, FAIL, ERROR)]
         self._rows = {case: 1 << row for row, case in enumerate(dict.fromkeys(r.case for r in self._told))}
-        self._counted = _union(self._rows.get(record.case, 0) for record in records)
-        self._signals = self._gathered()
+        self._signals = self._gathered(self._told)
+        counted = {record.key for record in records}
+        self._counted = self._gathered(record for record in self._told if record.key in counted)
         self._levels = self._candidates()
         self._roots = self._located()
         self._explained = {name: self._explaining(name) for name in self._signals}
 
-    def _gathered(self) -> dict[str, Signal]:
+    def _gathered(self, told: Iterable[Record]) -> dict[str, Signal]:
         red: dict[str, int] = {}
         green: dict[str, int] = {}
         answered = 0  # cases of which something came back
-        for record in self._told:
+        for record in told:
             name, row = _signal(record), self._rows[record.case]
             side = green if record.verdict == PASS else red
             side[name] = side.get(name, 0) | row
@@ -184,17 +186,26 @@ class _Evidence:
     def _finding(self, root: _Root, found: Sequence[Record]) -> Finding:
         inside, outside = self._shares(root)
         names = list(self._levels)
-        own = [r for r in self._told if r.verdict in RED and _signal(r) == root.signal and self._has(r, root)]
         levels = tuple(names[number] for number in root.combination.levels)
-        judged = {r.case: r for r in self._told if _signal(r) == root.signal or (root.kind == RAISES and r not in own)}
-        judged |= {record.case: record for record in own}
-        seen = compared(levels, own, [judged[case] for case in judged if judged[case].verdict == PASS])
+        own = [r for r in self._told if r.verdict in RED and _signal(r) == root.signal and self._has(r, root)]
+        check = Counter(record.check for record in own).most_common(1)[0][0]
+        own = [record for record in own if record.check == check]
+        wrong = {record.case for record in own}
+        right = [
+            r
+            for r in self._told
+            if r.verdict == PASS
+            and r.check == check
+            and r.case not in wrong
+            and (root.kind == RAISES or _signal(r) == root.signal)
+        ]
+        seen = compared(levels, own, right)
         return Finding(
             contender=self._contender,
             kind=root.kind,
             levels=levels,
             others=tuple(tuple(names[number] for number in other) for other in root.combination.others),
-            question=(own[0].check, result_of(own[0].observable)),
+            question=(check, result_of(own[0].observable)),
             records=_own_first(found, root.kind),
             inside=inside,
             outside=outside,
@@ -205,15 +216,15 @@ class _Evidence:
 
     def _unexplained(self, kind: str, found: Sequence[Record]) -> Finding:
         first = findings.smallest(found)
-        red = _union(self._rows.get(record.case, 0) for record in found)
-        asked = _union(self._rows[record.case] for record in self._told if signal_of(record) == signal_of(first))
+        asked = {record.case for record in self._told if signal_of(record) == signal_of(first)}
+        red = {record.case for record in found}
         return Finding(
             contender=self._contender,
             kind=kind,
             levels=None,
             question=(first.check, result_of(first.observable)),
             records=_own_first(found, kind),
-            inside=Share(red.bit_count(), ((asked | red) & self._counted).bit_count()),
+            inside=Share(len(red), len(asked | red)),
             outside=Share(0, 0),
             smallest=first,
         )
@@ -223,13 +234,14 @@ class _Evidence:
 
     def _shares(self, root: _Root) -> tuple[Share, Share]:
         """Of the cases that were asked, those that fail with the levels and without, others' failures left out."""
-        signal, rows = self._open(root.signal), root.combination.rows
+        signal, rows = self._counted[root.signal], root.combination.rows
         others = _union(x.combination.rows for x in self._explained[root.signal] if x is not root)
-        red, asked = signal.red & self._counted, (signal.red | signal.green) & self._counted
-        without = asked & ~rows & ~(red & others)
+        asked = (signal.red | signal.green) & ~(others & ~rows & signal.red)
+        asked &= ~self._out if root.kind in (GRADIENTS, CHECK) else asked
+        inside, outside = asked & rows, asked & ~rows
         return (
-            Share((red & rows).bit_count(), (asked & rows).bit_count()),
-            Share((red & without).bit_count(), without.bit_count()),
+            Share((signal.red & inside).bit_count(), inside.bit_count()),
+            Share((signal.red & outside).bit_count(), outside.bit_count()),
         )
 
 
