@@ -50,7 +50,8 @@ class Finding:
       others: other levels that stand in the same cases, so that no case tells which of them it is.
       question: the check and the result that it was located by.
       records: all red records that it explains, those of its own kind first.
-      inside, outside: how many cases fail with these levels, and without; what other findings explain is in neither.
+      inside, outside: how many cases fail with these levels, and without.
+      left_out: how many more were asked, and are in neither, since other findings explain why they fail.
       smallest: the record of the plainest case that shows it, which may be one that was run to confirm it.
       without: where the case of `smallest` passes once a level is taken from it, the case that passes, by level.
       passes: a plain case with these levels that passes, empty if there is none: then they are not all it takes.
@@ -64,6 +65,7 @@ class Finding:
     records: tuple[Record, ...]
     inside: Share
     outside: Share
+    left_out: int = 0
     smallest: Record
     without: tuple[str, ...] = ()
     passes: str = ""

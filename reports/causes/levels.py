@@ -140,7 +140,7 @@ def _masks(spec: str) -> Iterator[Level]:
     yield _level("masked", "under any mask", "mask", odds=_RARER)
     terms = _TERM.split(spec)
     for kind in {term.partition("-")[0] for term in terms}:
-        yield _level(kind, _MASKS.get(kind, f"under a mask of kind {kind}"), "mask")
+        yield _level(kind, _MASKS.get(kind, f"under a mask of kind {kind}"), "mask", example=_shifted(kind))
     if len(terms) > 1:
         yield _level("joined masks", "under masks that are joined", "mask", odds=_RARER)
     if "-o" in spec:
@@ -151,12 +151,18 @@ def _masks(spec: str) -> Iterator[Level]:
             kind = term.partition("-")[0]
             yield _level(f"{kind}, no offset", f"{_MASKS[kind]} without an offset", "mask", odds=_RARER / 2)
         if (sides := _WINDOW.match(term)) and "inf" not in (sides[1] or sides[3]):
-            yield _level("left side", "under a window with a left side", "mask", odds=_RARER / 2)
+            words, example = "under a window with a left side", _shifted("window")
+            yield _level("left side", words, "mask", odds=_RARER / 2, example=example)
             if without:
-                words = "under a window with a left side, without an offset"
-                yield _level("left side, no offset", words, "mask", odds=_RARER)
+                yield _level("left side, no offset", f"{words}, without an offset", "mask", odds=_RARER)
         if sides and sides[2] not in (None, "0", "inf"):
             yield _level("right side", "under a window that reaches to the right", "mask", odds=_RARER / 2)
+
+
+def _shifted(kind: str) -> dict[str, str] | None:
+    """A mask of the kind with an offset, which tells it from those without."""
+    masks = {"causal": "causal-o5", "window": "window-l31-r0-o5"}
+    return {"mask": masks[kind]} if kind in masks else None
 
 
 def _operands(fields: Mapping[str, str]) -> Iterator[Level]:
@@ -191,8 +197,7 @@ def _heads(sizes: Mapping[str, int]) -> Iterator[Level]:
         yield _level("K > 1", "with several key/value heads", *HEADS, odds=_RARER)
     one = batch == 1
     words = "with one batch row" if one else "with several batch rows"
-    counter = {"batch": 2} if one else None
-    yield _level("B = 1" if one else "B > 1", words, "batch", odds=_RARER if one else _PLAIN, counter=counter)
+    yield _level("B = 1" if one else "B > 1", words, "batch", odds=float(one), counter={"batch": 2} if one else None)
 
 
 def _lengths(sizes: Mapping[str, int]) -> Iterator[Level]:

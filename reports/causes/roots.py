@@ -184,7 +184,7 @@ class _Evidence:
         return next((place for place in follows if self._roots[place].kind != RAISES), None)
 
     def _finding(self, root: _Root, found: Sequence[Record]) -> Finding:
-        inside, outside = self._shares(root)
+        inside, outside, left_out = self._shares(root)
         names = list(self._levels)
         levels = tuple(names[number] for number in root.combination.levels)
         own = [r for r in self._told if r.verdict in RED and _signal(r) == root.signal and self._has(r, root)]
@@ -209,6 +209,7 @@ class _Evidence:
             records=_own_first(found, root.kind),
             inside=inside,
             outside=outside,
+            left_out=left_out,
             smallest=seen.smallest,
             without=seen.without,
             passes=seen.passes,
@@ -232,16 +233,18 @@ class _Evidence:
     def _has(self, record: Record, root: _Root) -> bool:
         return bool(self._rows[record.case] & root.combination.rows)
 
-    def _shares(self, root: _Root) -> tuple[Share, Share]:
-        """Of the cases that were asked, those that fail with the levels and without, others' failures left out."""
-        signal, rows = self._counted[root.signal], root.combination.rows
-        others = _union(x.combination.rows for x in self._explained[root.signal] if x is not root)
-        asked = (signal.red | signal.green) & ~(others & ~rows & signal.red)
-        asked &= ~self._out if root.kind in (GRADIENTS, CHECK) else asked
+    def _shares(self, root: _Root) -> tuple[Share, Share, int]:
+        """Of the cases that were asked, those that fail with the levels and without, and how many are left out."""
+        signal, rows = self._counted.get(root.signal, Signal(0, 0)), root.combination.rows
+        others = _union(x.combination.rows for x in self._explained[root.signal] if x is not root) & ~rows & signal.red
+        if root.kind in (GRADIENTS, CHECK):
+            others |= self._out
+        asked = (signal.red | signal.green) & ~others
         inside, outside = asked & rows, asked & ~rows
         return (
             Share((signal.red & inside).bit_count(), inside.bit_count()),
             Share((signal.red & outside).bit_count(), outside.bit_count()),
+            (others & (signal.red | signal.green)).bit_count(),
         )
 
 
