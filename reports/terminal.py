@@ -87,6 +87,9 @@ def _print_findings(records: Sequence[Record], run: RunInfo, console: Console, p
         console.print(Text(f"… and {len(hidden):,} more findings, of {failures:,} failures\n", style="dim"))
     if found and page:
         console.print(Text(f"all of it: {page}#findings", style="dim"), soft_wrap=True)
+    if found and found[0].smallest.reproduce and "--shrink" not in run.command:
+        console.print(Text("the smallest case that fails like the first:", style="dim"))
+        console.print(Text(f"{found[0].smallest.reproduce} --shrink", style="cyan"), soft_wrap=True)
 
 
 def _print_finding(number: int, finding: Finding, console: Console) -> None:

@@ -85,8 +85,9 @@ def run(arguments: argparse.Namespace) -> int:
         )
     except CannotWrite as error:
         raise CannotJudge(str(error)) from error
+    shrunk: list[str] = []
     try:
-        how, reason = _written_down(arguments, planned.jobs, implementations, chosen, journal, started, console)
+        how, reason = _written_down(arguments, planned.jobs, implementations, chosen, journal, started, console, shrunk)
     except CannotWrite as error:
         how, reason = FAILED, f"{error}; what was judged before is in it"
         journal.abandon(reason)
@@ -96,7 +97,9 @@ def run(arguments: argparse.Namespace) -> int:
         return 2
     if how == FAILED:
         raise CannotJudge(reason)
-    terminal.print_summary(found, info, Console())
+    terminal.print_summary(found, info, Console(), str(arguments.report or ""))
+    for line in shrunk:
+        Console().print(line, highlight=False, markup=False, soft_wrap=True)
     for note in [*notes, *(f"{name} {one.place}" for name, one in described.kernels.items() if one.place)]:
         console.print(note, style="yellow", highlight=False, soft_wrap=True)
     code = _exit_code(found, implementations, arguments.require_platform, how != COMPLETE, console)
@@ -126,10 +129,13 @@ def _written_down(
     journal: Journal,
     started: float,
     console: Console,
+    shrunk: list[str],
 ) -> tuple[str, str]:
     """Judge, and write down what comes of it to the end; how it ended, and why if not by itself."""
     try:
-        how, reason = _judge(arguments, jobs, implementations, chosen, journal, console)
+        how, reason = _judge(arguments, jobs, chosen, journal, console)
+        if how == COMPLETE:
+            shrunk += _probed(arguments, implementations, chosen, journal, console)
     except CannotWrite:
         raise
     except Exception as error:  # an error of ours: it is raised, and what was judged stays
@@ -146,7 +152,6 @@ def _written_down(
 def _judge(
     arguments: argparse.Namespace,
     jobs: Sequence[Job],
-    implementations: Sequence[Implementation],
     chosen: settings.Settings,
     journal: Journal,
     console: Console,
@@ -170,9 +175,6 @@ def _judge(
             if waiting:
                 kernels = lookup.kernels(arguments)
                 _run_jobs(waiting, arguments.jobs, kernels, chosen, on_job, one_by_one=arguments.fail_fast)
-        if arguments.confirm_seconds and arguments.case is None:
-            here = runner.Runner(chosen, options=lookup.kernels(arguments).options)
-            confirm.confirm(journal, implementations, here, arguments.confirm_seconds, console)
         interrupts.ignore()
     except _FirstFailure:
         interrupts.ignore()
@@ -188,6 +190,27 @@ def _judge(
         interrupts.ignore()
         return INTERRUPTED, _BROKEN_PIPE
     return COMPLETE, ""
+
+
+def _probed(
+    arguments: argparse.Namespace,
+    implementations: Sequence[Implementation],
+    chosen: settings.Settings,
+    journal: Journal,
+    console: Console,
+) -> list[str]:
+    """Confirm what was found, and shrink it if asked to: what to say of that. Ctrl-C ends no more than this."""
+    if not any(record.verdict in records.RED for record in journal.recorded.records):
+        return []
+    told: list[str] = []
+    here = runner.Runner(chosen, options=lookup.kernels(arguments).options)
+    with interrupts.heeded():
+        if arguments.confirm_seconds and arguments.case is None:
+            confirm.confirm(journal, implementations, here, arguments.confirm_seconds, console)
+        if arguments.shrink:
+            for line in confirm.shrink(journal, implementations, here, console):
+                told.append(line)  # one by one: what was found before Ctrl-C is told
+    return told
 
 
 def _described(

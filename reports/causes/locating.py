@@ -6,7 +6,7 @@ failure-causing schema of combinatorial testing", ACM TOSEM 20(4), 2011). Colbou
 that can always be told ("Locating and detecting arrays for interaction faults", Journal of Combinatorial Optimization
 15, 2008). A covering array is not one of them: what it cannot tell apart is returned as such. BEN ranks suspicious
 combinations (Ghandehari, Lei, Xie, Kuhn and Kacker, "Identifying failure-inducing combinations in a combinatorial test
-set", ICST 2012) and confirms them by further tests, as `conformance.judging.confirming` does.
+set", ICST 2012) and confirms them by further tests, as `conformance.judging.probing.confirming` does.
 
 Three things are other than there. A wrong row may be right by chance, since a wrong mask matters little to some values:
 so a split is scored, and need not be clean. It is scored by how much likelier it makes the evidence that nearly all

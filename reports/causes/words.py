@@ -76,14 +76,10 @@ def explained(finding: Finding) -> str:
 def instead(fails: str, passes: str, names: Iterable[str]) -> str:
     """What another case has in place of some fields of one, as a sentence goes on."""
     one, other = fields_of(fails) or {}, fields_of(passes) or {}
-    ways = []
-    for name in names:
-        if one.get(name) == other.get(name):
-            continue
-        if name not in other or (name == "mask" and other[name] == "full"):
-            ways.append(f"without {one[name]}")
-        else:
-            ways.append(f"with {_LETTERS.get(name, '')}{other[name]}")
+    differ = [name for name in names if one.get(name) != other.get(name)]
+    gone = [one[name] for name in differ if name not in other or (name == "mask" and other[name] == "full")]
+    put = [f"{_LETTERS.get(name, '')}{other[name]}" for name in differ if one.get(name) not in gone]
+    ways = [f"{word} {_joined(found)}" for word, found in (("without", gone), ("with", put)) if found]
     return " and ".join(ways)
 
 

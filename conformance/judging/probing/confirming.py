@@ -7,6 +7,7 @@ that failed is judged without each level. Where no case tells two suspicions apa
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -95,30 +96,26 @@ class Prober:
     def confirm(self, suspicion: Suspicion) -> None:
         """Judge the cases that confirm a suspicion, or do not."""
         implementation = self._implementations.get(suspicion.implementation)
-        if implementation is None or not suspicion.can_be_probed:
-            return
-        base = next(iter(BASE.cases(Asked(implementation, "quick", 0))), None)
-        if base is None:
+        base = _base(implementation) if implementation is not None else None
+        if implementation is None or base is None or not suspicion.can_be_probed:
             return
         failing = parse(suspicion.failing)
-        for case in self._cases(suspicion, base, failing, implementation):
-            if case is not None and not self.is_late:
-                self._fails(suspicion, case)
-
-    def _cases(
-        self, suspicion: Suspicion, base: Case, failing: Case, implementation: Implementation
-    ) -> Iterator[Case | None]:
         every = tuple(dict.fromkeys(name for fields in suspicion.levels for name in fields))
         plain = _moved(base, failing, every, implementation)
-        if plain is not None and not self.is_late and self._fails(suspicion, plain):
+        if plain is not None and self._fails(suspicion, plain):
             failing = plain
-        for fields, counter in zip(suspicion.levels, suspicion.counters, strict=True):
-            without = dataclasses.asdict(base) | dict(counter)
-            yield _supported(failing, {name: without[name] for name in fields}, implementation)
-        for fields in suspicion.others:
-            yield _moved(base, failing, fields, implementation)
-        for example in suspicion.examples:
-            yield _supported(base, example, implementation)
+        for case in (*_without(failing, base, suspicion), *_others(failing, base, suspicion, implementation)):
+            if not self.is_late and _is_supported(case, implementation):
+                self._fails(suspicion, case)
+
+    def beside(self, suspicion: Suspicion) -> None:
+        """Judge the failing case itself without each of the levels, whatever the time."""
+        implementation = self._implementations[suspicion.implementation]
+        base = _base(implementation)
+        if base is not None and suspicion.can_be_probed:
+            for case in _without(parse(suspicion.failing), base, suspicion):
+                if _is_supported(case, implementation):
+                    self._fails(suspicion, case)
 
     def _fails(self, suspicion: Suspicion, case: Case) -> bool:
         key = suspicion.implementation, suspicion.check, case.id
@@ -131,20 +128,45 @@ class Prober:
         return self._verdicts.get(key, False)
 
 
+def _base(implementation: Implementation) -> Case | None:
+    return next(iter(BASE.cases(Asked(implementation, "quick", 0))), None)
+
+
+def _without(case: Case, base: Case, suspicion: Suspicion) -> Iterator[Case]:
+    """The case without each of the levels."""
+    for fields, counter in zip(suspicion.levels, suspicion.counters, strict=True):
+        instead = dataclasses.asdict(base) | dict(counter)
+        yield from _changed(case, {name: instead[name] for name in fields})
+
+
+def _others(case: Case, base: Case, suspicion: Suspicion, implementation: Implementation) -> Iterator[Case]:
+    """Plain cases with each of the levels that might be what it needs."""
+    for fields in suspicion.others:
+        if (found := _moved(base, case, fields, implementation)) is not None:
+            yield found
+    for example in suspicion.examples:
+        yield from _changed(base, example)
+
+
 def _moved(to: Case, source: Case, fields: Fields, implementation: Implementation) -> Case | None:
-    """A case with some fields of another, and as few more of it as that takes; none if none is supported."""
+    """A case with some fields of another, and with as few more of it as that takes; none if none is supported."""
     names = dict.fromkeys(fields)
     for more in ((), *_BESIDE):
         names |= dict.fromkeys(more)
-        case = _supported(to, {name: getattr(source, name) for name in names}, implementation)
-        if case is not None:
-            return case
+        for case in _changed(to, {name: getattr(source, name) for name in names}):
+            if _is_supported(case, implementation):
+                return case
     return None
 
 
-def _supported(to: Case, changes: Mapping[str, Any], implementation: Implementation) -> Case | None:
+def _changed(case: Case, changes: Mapping[str, Any]) -> Iterator[Case]:
+    """The case with the changes, if there can be one."""
+    with contextlib.suppress(CaseIdError):
+        yield dataclasses.replace(case, **changes)
+
+
+def _is_supported(case: Case, implementation: Implementation) -> bool:
     try:
-        case = dataclasses.replace(to, **changes)
-        return case if implementation.supports(case) is None else None
-    except (CaseIdError, CannotSay):
-        return None
+        return implementation.supports(case) is None
+    except CannotSay:
+        return False
