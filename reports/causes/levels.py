@@ -149,7 +149,7 @@ def _masks(spec: str) -> Iterator[Level]:
         # Without an offset a mask may be asked for by name, and with one only as an array.
         if without := "-o" not in term and term.startswith(("causal", "window")):
             kind = term.partition("-")[0]
-            yield _level(f"{kind}, no offset", f"{_MASKS[kind]} without an offset", "mask", odds=_RARER / 2)
+            yield _level(f"{kind}, no offset", f"{_MASKS[kind]} without an offset", "mask", odds=_RARER)
         if (sides := _WINDOW.match(term)) and "inf" not in (sides[1] or sides[3]):
             words, example = "under a window with a left side", _shifted("window")
             yield _level("left side", words, "mask", odds=_RARER / 2, example=example)
