@@ -102,9 +102,8 @@ class Prober:
         failing = parse(suspicion.failing)
         every = tuple(dict.fromkeys(name for fields in suspicion.levels for name in fields))
         plain = _moved(base, failing, every, implementation)
-        if plain is not None and self._fails(suspicion, plain):
-            failing = plain
-        for case in (*_without(failing, base, suspicion), *_others(failing, base, suspicion, implementation)):
+        fails = plain if plain is not None and self._fails(suspicion, plain) else failing
+        for case in (*_without(fails, base, suspicion), *_others(failing, base, suspicion, implementation)):
             if not self.is_late and _is_supported(case, implementation):
                 self._fails(suspicion, case)
 

@@ -168,7 +168,7 @@ def test_what_is_no_case_id_has_no_levels(case: str) -> None:
 
 VERDICTS_DRAWN = strategies.sampled_from((PASS, FAIL, ERROR, UNSUPPORTED, UNEXPECTED_PASS))
 DRAWN = strategies.builds(
-    lambda case, asked, verdict, reason: record(case, *asked, verdict=verdict, reason=reason),
+    lambda case, asked, verdict, reason: record(case, asked[0], asked[1], verdict, reason=reason),
     strategies.sampled_from([*cases()[:40], "case/1", ""]),
     strategies.sampled_from(
         [
