@@ -23,6 +23,8 @@ from reports.side_by_side import comparisons
 
 MOST_RECORDS = 20_000
 """Red records that the page lists, a line each under their finding."""
+LEAST_RECORDS = 50
+"""Of each finding, even where those before it have more than the page lists."""
 MOST_FAILURES = 200
 """Rows in the tables of expected failures: enough to see every pattern, few enough to open on a phone."""
 MOST_ROWS = 200
@@ -133,17 +135,12 @@ def _page(records: Sequence[Record], run: RunInfo, measurements: Sequence[Measur
 
 def _findings(records: Sequence[Record], run: RunInfo) -> list[FindingPanel]:
     """Every finding with all of its records, as far as a page holds so many."""
-    found = roots.of(records, run.probes)
-    return [
-        FindingPanel(
-            number,
-            finding,
-            words.title(finding),
-            tuple(words.facts(finding)),
-            tuple(summary.failure_groups(finding.records, cap=MOST_RECORDS // len(found))),
-        )
-        for number, finding in enumerate(found, 1)
-    ]
+    panels, left = [], MOST_RECORDS
+    for number, finding in enumerate(roots.of(records, run.probes), 1):
+        groups = tuple(summary.failure_groups(finding.records, cap=max(left, LEAST_RECORDS)))
+        left -= sum(group.shown for group in groups)
+        panels.append(FindingPanel(number, finding, words.title(finding), tuple(words.facts(finding)), groups))
+    return panels
 
 
 def _reasons(records: Sequence[Record]) -> dict[str, Any]:

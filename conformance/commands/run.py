@@ -107,7 +107,7 @@ def run(arguments: argparse.Namespace) -> int:
     if baseline is not None:
         changed = compare.compared(baseline, compare.side_of([journal.recorded], "this run"))
         changes_page.print_comparison(changed, Console())
-    print("".join(f"{line}\n" for line in annotate.annotated(found, changed)), end="")
+    print("".join(f"{line}\n" for line in annotate.annotated(found, changed, info.probes)), end="")
     return code or (1 if changed is not None and changed.regressions else 0)
 
 

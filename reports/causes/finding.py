@@ -73,7 +73,7 @@ class Finding:
     @property
     def is_explained(self) -> bool:
         """Whether it is known what the failures have in common."""
-        return self.levels is not None or self.kind in (BEHIND_MASK, UNEXPECTED)
+        return self.levels is not None or self.kind in (BEHIND_MASK, UNEXPECTED) or self.inside.red == self.inside.asked
 
     @property
     def is_confirmed(self) -> bool:

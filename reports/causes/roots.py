@@ -119,6 +119,8 @@ class _Evidence:
             for group in groups:
                 before = [root.combination for root in found if RAISES not in (kind, root.kind)]
                 for one in locating.locate(list(self._levels.values()), group, before)[: 1 if kind == RAISES else None]:
+                    if kind == CHECK and not one.levels:
+                        continue  # that checks fail in every case does not make them fail by one cause
                     found.append(_Root(kind, locating.clearest(one, signals if kind != RAISES else group), one))
         return found
 

@@ -34,6 +34,8 @@ def shares(finding: Finding) -> str:
     inside, outside = finding.inside, finding.outside
     if finding.kind in (BEHIND_MASK, UNEXPECTED) or inside.asked + outside.asked < 2:
         return ""
+    if finding.levels is None and finding.is_explained:
+        return f"fails in {_share(inside)}"
     if finding.levels is None:
         return f"fails in {_share(inside)}, and no feature or pair of features tells which"
     left_out = f"; {_counted(finding.left_out, 'case')} that fail otherwise left out" if finding.left_out else ""
