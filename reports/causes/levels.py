@@ -248,12 +248,13 @@ def plainness(case: str) -> tuple[int, int, str]:
     odd = (
         fields["phase"] != "train",
         fields["dtype"] != "f32",
-        fields["mask"] != "full",
         fields["distribution"] != "normal",
         sizes["num_q_heads"] != sizes["num_kv_heads"],
         sizes["q_length"] != sizes["kv_length"],
         sizes["head_dim"] != sizes["v_head_dim"],
         *(operand.field in fields for operand in OPTIONAL),
     )
-    lengths = sizes["q_length"] + sizes["kv_length"]
-    return sum(odd), sizes["batch"] * sizes["num_q_heads"] * lengths * (sizes["head_dim"] + sizes["v_head_dim"]), case
+    mask = fields["mask"]
+    masked = 0 if mask == "full" else len(_TERM.split(mask)) + ("-o" in mask)
+    lengths, depths = sizes["q_length"] + sizes["kv_length"], sizes["head_dim"] + sizes["v_head_dim"]
+    return sum(odd) + masked, sizes["batch"] * sizes["num_q_heads"] * lengths * depths, case

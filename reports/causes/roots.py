@@ -29,7 +29,7 @@ from reports.causes.finding import (
     result_of,
     signal_of,
 )
-from reports.causes.levels import Level, levels_of
+from reports.causes.levels import Level, levels_of, plainness
 from reports.causes.locating import Candidate, Combination, Signal
 from reports.summary import Contender, by_contender
 
@@ -218,7 +218,7 @@ class _Evidence:
         )
 
     def _unexplained(self, kind: str, found: Sequence[Record]) -> Finding:
-        first = findings.smallest(found)
+        first = min(found, key=lambda r: (kind_of(r) != kind, plainness(r.case), _plainest(_signal(r)), r.key))
         asked = {record.case for record in self._told if signal_of(record) == signal_of(first)}
         red = {record.case for record in found}
         return Finding(

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from conformance.records import Record
 from reports import findings, wording
 from reports.causes.finding import BEHIND_MASK, CHECK, FORWARD, GRADIENTS, RAISES, UNEXPECTED, Finding, Share
-from reports.causes.levels import Level, fields_of
+from reports.causes.levels import Level, fields_of, plainness
 
 _NAMED = 5  # checks and results that a line names
 _LONGEST = 120
@@ -141,7 +141,8 @@ def _where(finding: Finding) -> str:
         return ""
     if finding.levels:
         return _levels(finding.levels)
-    return "in every case" if finding.kind != CHECK else ""
+    plain = plainness(finding.smallest.case)[0] == 0
+    return "in every case" if plain else "in every case that was asked"
 
 
 def _levels(levels: Sequence[Level]) -> str:
