@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from conformance.records import VERDICTS, Record, RunInfo
 from reports import findings, summary, wording
 from reports.causes import roots, words
-from reports.causes.finding import Finding
+from reports.causes.finding import Finding, foremost
 
 MOST_FINDINGS = 10
 MOST_NOTES = 20
@@ -69,10 +69,11 @@ def _findings(records: Sequence[Record], run: RunInfo) -> list[str]:
     found = roots.of(records, run.probes)
     if not found:
         return []
-    hidden = found[MOST_FINDINGS:]
-    failures = sum(len(finding.records) for finding in hidden)
-    more = [f"{len(hidden):,} more findings, of {failures:,} failures, are in the HTML report."] if hidden else []
-    return ["### Findings", *(_finding(number, one) for number, one in enumerate(found[:MOST_FINDINGS], 1)), *more]
+    shown = foremost(found, MOST_FINDINGS)
+    hidden = len(found) - len(shown)
+    failures = sum(len(x.records) for x in found) - sum(len(x.records) for _, x in shown)
+    more = [f"{hidden:,} more findings, of {failures:,} failures, are in the HTML report."] if hidden else []
+    return ["### Findings", *(_finding(number, one) for number, one in shown), *more]
 
 
 def _finding(number: int, finding: Finding) -> str:

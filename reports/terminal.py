@@ -12,7 +12,7 @@ from conformance.bench.measurements import AGREES, TIMED, Measurement
 from conformance.records import ERROR, RED, UNJUDGED, UNSUPPORTED, VERDICTS, Record, RunInfo
 from reports import findings, summary, wording
 from reports.causes import roots, words
-from reports.causes.finding import Finding
+from reports.causes.finding import Finding, foremost
 from reports.side_by_side import SpeedPanel, comparisons
 
 MOST_FINDINGS = 10
@@ -80,11 +80,12 @@ def _figure(number: int, verdict: str) -> Text:
 
 def _print_findings(records: Sequence[Record], run: RunInfo, console: Console, page: str) -> None:
     found = roots.of(records, run.probes)
-    for number, finding in enumerate(found[:MOST_FINDINGS], 1):
+    shown = foremost(found, MOST_FINDINGS)
+    for number, finding in shown:
         _print_finding(number, finding, console)
-    if hidden := found[MOST_FINDINGS:]:
-        failures = sum(len(finding.records) for finding in hidden)
-        console.print(Text(f"… and {len(hidden):,} more findings, of {failures:,} failures\n", style="dim"))
+    if hidden := len(found) - len(shown):
+        failures = sum(len(x.records) for x in found) - sum(len(x.records) for _, x in shown)
+        console.print(Text(f"… and {hidden:,} more findings, of {failures:,} failures\n", style="dim"))
     if found and page:
         console.print(Text(f"all of it: {page}#findings", style="dim"), soft_wrap=True)
     if found and found[0].smallest.reproduce and "--shrink" not in run.command:

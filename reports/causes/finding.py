@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from cases.operands import RESIDUALS
 from conformance.records import ERROR, UNEXPECTED_PASS, Record
@@ -100,6 +100,17 @@ class Finding:
         """Checks whose failures follow from it, most often first."""
         shown = set(self.checks)
         return tuple(check for check in _often(record.check for record in self.records) if check not in shown)
+
+
+def foremost(found: Sequence[Finding], most: int) -> list[tuple[int, Finding]]:
+    """So many findings with their numbers, of each contender the first before the second of any other."""
+    ranks: Counter[Contender] = Counter()
+    ranked = []
+    for number, finding in enumerate(found, 1):
+        ranked.append((ranks[finding.contender], number, finding))
+        ranks[finding.contender] += 1
+    chosen = sorted(ranked, key=lambda one: one[:2])[:most]
+    return sorted(((number, finding) for _, number, finding in chosen), key=lambda one: one[0])
 
 
 def signal_of(record: Record) -> str:

@@ -86,11 +86,11 @@ def instead(fails: str, passes: str, names: Iterable[str]) -> str:
 
 
 def leak(finding: Finding) -> str:
-    """What NaN and infinity behind the mask do, of a finding that is about that; else empty."""
+    """How much NaN and infinity behind the mask do, of a finding that is about that; else empty."""
     if finding.kind != BEHIND_MASK:
         return ""
     (found,), _ = findings.behind_mask(finding.records)
-    return wording.behind_mask_text(found)
+    return wording.behind_mask_text(found).partition(": ")[2]
 
 
 def remedies(finding: Finding) -> list[str]:

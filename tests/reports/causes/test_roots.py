@@ -15,7 +15,7 @@ from hypothesis import strategies
 from cases.grid import grid
 from conformance.records import ERROR, FAIL, PASS, RED, UNEXPECTED_PASS, UNSUPPORTED, Record
 from reports.causes import roots, words
-from reports.causes.finding import BEHIND_MASK, CHECK, FORWARD, GRADIENTS, RAISES, UNEXPECTED, Finding
+from reports.causes.finding import BEHIND_MASK, CHECK, FORWARD, GRADIENTS, RAISES, UNEXPECTED, Finding, foremost
 from reports.causes.levels import fields_of, levels_of, plainness
 
 BASE = "train/f32/B1.T128.S128.N2.K2.H64.V64/full/normal/s0"
@@ -214,3 +214,11 @@ def test_thousands_of_records_take_about_a_second() -> None:
     start = time.process_time()
     roots.of(found)
     assert time.process_time() - start < 3  # a second by itself, and more beside other tests
+
+
+def test_no_contender_pushes_the_findings_of_another_out() -> None:
+    many = [record(BASE, f"check{n}", verdict=FAIL) for n in range(20)]
+    found = roots.of([*many, record(BASE, verdict=FAIL, implementation="other")])
+    shown = foremost(found, 3)
+    assert [finding.contender.implementation for _, finding in shown] == ["kernel", "kernel", "other"]
+    assert [number for number, _ in shown] == [1, 2, 21]
