@@ -21,6 +21,7 @@ _WINDOW = re.compile(r"(?:window-l(\d+|inf)-r(\d+|inf)|own-l(\d+|inf))")
 
 LENGTHS, HEADS, DEPTHS = ("q_length", "kv_length"), ("num_q_heads", "num_kv_heads"), ("head_dim", "v_head_dim")
 _BLOCKS = (8, 16, 32, 64, 128)
+_DEPTH_BLOCKS = (8, 16, 32, 64)
 _LONG = (128, 256, 512, 1024)
 
 # How much less is believed of a level before anything was seen, in nats: a fault is with a feature sooner than without
@@ -228,10 +229,14 @@ def _depths(sizes: Mapping[str, int]) -> Iterator[Level]:
     depth, v_depth = sizes["head_dim"], sizes["v_head_dim"]
     if depth != v_depth:
         yield _level("V != H", "when V is not H", *DEPTHS)
-    for name, size in (("H", depth), ("V", v_depth)):
+    for name, size, field in (("H", depth, "head_dim"), ("V", v_depth, "v_head_dim")):
         yield _level(f"{name} = {size}", f"at depth {name} = {size}", *DEPTHS, odds=_RARER)
         if size & (size - 1):
             yield _level(f"odd {name}", f"when {name} is no power of two", *DEPTHS, odds=_RARER / 2)
+        for block in _DEPTH_BLOCKS:
+            if size % block:
+                words, example = f"when {name} is no multiple of {block}", {field: max(_DEPTH_BLOCKS) + block // 2}
+                yield _level(f"{name} % {block}", words, *DEPTHS, odds=_RARER / 2, example=example)
         for block in (32, 64):
             more = size > block
             words = f"when {name} > {block}" if more else f"when {name} <= {block}"
