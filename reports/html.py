@@ -13,7 +13,7 @@ from conformance.bench.measurements import Measurement
 from conformance.records import ERROR, EXPECTED_FAIL, FAIL, PASS, RED, UNEXPECTED_PASS, VERDICTS, Record, RunInfo
 from reports import findings, measures, summary, wording
 from reports.causes import roots, words
-from reports.causes.finding import Finding
+from reports.causes.finding import Finding, kind_of
 from reports.compiled import compiled
 from reports.detection import detection
 from reports.figure import distribution_svg
@@ -137,9 +137,10 @@ def _findings(records: Sequence[Record], run: RunInfo) -> list[FindingPanel]:
     """Every finding with all of its records, as far as a page holds so many."""
     panels, left = [], MOST_RECORDS
     for number, finding in enumerate(roots.of(records, run.probes), 1):
-        groups = tuple(summary.failure_groups(finding.records, cap=max(left, LEAST_RECORDS)))
+        groups = summary.failure_groups(finding.records, cap=max(left, LEAST_RECORDS))
+        groups.sort(key=lambda group: kind_of(group.records[0]) != finding.kind)
         left -= sum(group.shown for group in groups)
-        panels.append(FindingPanel(number, finding, words.title(finding), tuple(words.facts(finding)), groups))
+        panels.append(FindingPanel(number, finding, words.title(finding), tuple(words.facts(finding)), tuple(groups)))
     return panels
 
 

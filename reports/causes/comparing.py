@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 
 from conformance.records import Record
-from reports.causes.levels import Level, fields_of, levels_of, plainness
+from reports.causes.levels import Level, fields_of, levels_of, oddities, plainness
 
 
 @dataclasses.dataclass(frozen=True)
@@ -16,7 +16,7 @@ class Compared:
     Attributes:
       smallest: its record.
       without: for each level, a case that passes and is otherwise the same; empty if one is missing.
-      passes: a case with all levels that passes, though it is as plain as any; empty if there is none.
+      passes: a case that passes, though it has all levels and is plain otherwise; empty if there is none.
     """
 
     smallest: Record
@@ -34,7 +34,7 @@ def compared(levels: Sequence[Level], failing: Sequence[Record], passing: Iterab
         beside = tuple(_same_without(record.case, level, right) for level in levels)
         if all(beside):
             return Compared(record, beside)
-    return Compared(ranked[0], passes=_plainer(ranked[0].case, levels, right))
+    return Compared(ranked[0], passes=_plain(levels, right))
 
 
 def _same_without(case: str, level: Level, right: Iterable[str]) -> str:
@@ -49,8 +49,8 @@ def _but(fields: Mapping[str, str], names: Iterable[str]) -> dict[str, str]:
     return {name: value for name, value in fields.items() if name not in names}
 
 
-def _plainer(case: str, levels: Sequence[Level], right: Iterable[str]) -> str:
-    """A plainer case that has all the levels, and passes."""
-    wanted = set(levels)
-    found = [x for x in right if wanted <= levels_of(x) and plainness(x) < plainness(case)]
+def _plain(levels: Sequence[Level], right: Iterable[str]) -> str:
+    """A case that passes, and has all the levels and nothing else out of the ordinary."""
+    wanted, deciding = set(levels), {name for level in levels for name in level.fields}
+    found = [x for x in right if wanted <= levels_of(x) and oddities(x) <= deciding]
     return min(found, key=plainness, default="") if levels else ""

@@ -42,6 +42,7 @@ _MASKS = {
     "moba": "under a MoBA mask",
     "own": "under a window in each row's own length",
 }
+_OF_ROWS = frozenset({"lengths", "own", "densebatch", "indexer"})
 _OPERANDS = {
     "segment_ids": "segment ids",
     "soft_cap": "a soft cap",
@@ -140,8 +141,11 @@ def _masks(spec: str) -> Iterator[Level]:
         return
     yield _level("masked", "under any mask", "mask", odds=_RARER)
     terms = _TERM.split(spec)
-    for kind in {term.partition("-")[0] for term in terms}:
+    kinds = {term.partition("-")[0] for term in terms}
+    for kind in kinds:
         yield _level(kind, _MASKS.get(kind, f"under a mask of kind {kind}"), "mask", example=_shifted(kind))
+    if _OF_ROWS & kinds:
+        yield _level("row mask", "under a mask of its own for each batch row", "mask", odds=_RARER / 2)
     if len(terms) > 1:
         yield _level("joined masks", "under masks that are joined", "mask", odds=_RARER)
     if "-o" in spec:
@@ -244,22 +248,24 @@ def _depths(sizes: Mapping[str, int]) -> Iterator[Level]:
 
 
 @functools.lru_cache(maxsize=1 << 15)
+def oddities(case: str) -> frozenset[str]:
+    """The fields of a case that are out of the ordinary; all of what is no case id."""
+    fields = fields_of(case)
+    if fields is None:
+        return frozenset(_SIZES)
+    plain = {"phase": "train", "dtype": "f32", "mask": "full", "distribution": "normal"}
+    odd = {name for name, value in plain.items() if fields[name] != value}
+    odd |= {one for one, other in (HEADS, LENGTHS, DEPTHS) if fields[one] != fields[other]}
+    return frozenset(odd | (fields.keys() - plain.keys() - {*_SIZES, "seed"}))
+
+
+@functools.lru_cache(maxsize=1 << 15)
 def plainness(case: str) -> tuple[int, int, str]:
     """Sorts cases, the plainest first: by how many things are out of the ordinary, then by size."""
     fields = fields_of(case)
     if fields is None:
         return len(_SIZES), 0, case
     sizes = {name: int(fields[name]) for name in _SIZES}
-    odd = (
-        fields["phase"] != "train",
-        fields["dtype"] != "f32",
-        fields["distribution"] != "normal",
-        sizes["num_q_heads"] != sizes["num_kv_heads"],
-        sizes["q_length"] != sizes["kv_length"],
-        sizes["head_dim"] != sizes["v_head_dim"],
-        *(operand.field in fields for operand in OPTIONAL),
-    )
-    mask = fields["mask"]
-    masked = 0 if mask == "full" else len(_TERM.split(mask)) + ("-o" in mask)
+    joined = len(_TERM.findall(fields["mask"])) + ("-o" in fields["mask"])
     lengths, depths = sizes["q_length"] + sizes["kv_length"], sizes["head_dim"] + sizes["v_head_dim"]
-    return sum(odd) + masked, sizes["batch"] * sizes["num_q_heads"] * lengths * depths, case
+    return len(oddities(case)) + joined, sizes["batch"] * sizes["num_q_heads"] * lengths * depths, case
