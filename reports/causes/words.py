@@ -41,7 +41,8 @@ def shares(finding: Finding) -> str:
     left_out = f"; {_counted(finding.left_out, 'case')} that fail otherwise left out" if finding.left_out else ""
     if not finding.levels:
         return f"fails in {_share(inside)}{left_out}"
-    return f"fails in {_share(inside, 'such ')}, and in {outside.red:,} of {outside.asked:,} others{left_out}"
+    others = f", and in {outside.red:,} of {outside.asked:,} others" if outside.asked else ""
+    return f"fails in {_share(inside, 'such ')}{others}{left_out}"
 
 
 def undecided(finding: Finding) -> str:
