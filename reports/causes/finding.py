@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
@@ -26,6 +27,8 @@ KINDS = (RAISES, FORWARD, GRADIENTS, BEHIND_MASK, CHECK, UNEXPECTED)
 OUT = ("forward/out", "residuals/out", "primal/out", "primal/out_with_residuals")
 PLAIN_CALL = (*OUT, *(f"{check}/{name}" for name in RESIDUALS for check in ("residuals", "primal")))
 """The results of the plain call, those first in which a fault of the forward pass shows most plainly."""
+
+_LINE = re.compile(r"\((?P<place>[^()\s][^()]*:\d+): ")
 
 Question = tuple[str, str]
 """A check, and a result that it judges."""
@@ -129,6 +132,11 @@ def kind_of(record: Record) -> str:
     if signal_of(record) in PLAIN_CALL:
         return FORWARD
     return GRADIENTS if record.check.startswith("gradients") else CHECK
+
+
+def line_that_raises(reason: str) -> re.Match[str] | None:
+    """Where a reason names the line that raises, as `place`: last, since a message may say anything before."""
+    return next(reversed(list(_LINE.finditer(reason))), None)
 
 
 def result_of(observable: str) -> str:

@@ -26,15 +26,13 @@ from reports.causes.finding import (
     Finding,
     Share,
     kind_of,
+    line_that_raises,
     result_of,
     signal_of,
 )
 from reports.causes.levels import Level, levels_of, plainness
 from reports.causes.locating import Candidate, Combination, Signal
 from reports.summary import Contender, by_contender
-
-# Where a message names the line that raises; what else differs from case to case are numbers.
-_LINE = re.compile(r"\((?P<place>[^()\s][^()]*:\d+): ")
 
 ELSEWHERE = frozenset({"arguments", "calls", "decoding", "forms", "invariance", "limits", "sharding", "transforms"})
 """Checks that ask with operands, masks or lengths of their own, of which the case id does not tell."""
@@ -253,7 +251,7 @@ class _Evidence:
 def _signal(record: Record) -> str:
     """The name of what a record says of its case: a check and a result, or the line that raises."""
     if record.verdict == ERROR:
-        line = _LINE.search(record.reason)
+        line = line_that_raises(record.reason)  # where there is none, what differs from case to case are numbers
         return f"{RAISES} {line['place'] if line else re.sub(r'[0-9]+', '#', record.reason)}"
     behind = f" {BEHIND_MASK}" if findings.poisons(record) else ""
     return f"{signal_of(record)}{behind}"

@@ -7,7 +7,17 @@ from collections.abc import Iterable, Sequence
 
 from conformance.records import Record
 from reports import findings, wording
-from reports.causes.finding import BEHIND_MASK, CHECK, FORWARD, GRADIENTS, RAISES, UNEXPECTED, Finding, Share
+from reports.causes.finding import (
+    BEHIND_MASK,
+    CHECK,
+    FORWARD,
+    GRADIENTS,
+    RAISES,
+    UNEXPECTED,
+    Finding,
+    Share,
+    line_that_raises,
+)
 from reports.causes.levels import Level, fields_of, plainness
 
 _NAMED = 5  # checks and results that a line names
@@ -124,7 +134,9 @@ def evidence(record: Record) -> list[str]:
 def _what(finding: Finding) -> str:
     record = finding.smallest
     if finding.kind == RAISES:
-        return f"raises {wording.shorten(record.reason.partition(' (/')[0], longest=_LONGEST)}"
+        line = line_that_raises(record.reason)
+        message = record.reason[: line.start()].strip() if line else record.reason
+        return f"raises {message if len(message) <= _LONGEST else f'{message[:_LONGEST]}…'}"
     if finding.kind == BEHIND_MASK:
         return "NaN or infinity behind the mask reaches the results"
     if finding.kind == UNEXPECTED:
