@@ -231,6 +231,16 @@ def _add_run(commands: argparse._SubParsersAction[_CommandParser]) -> None:
         metavar="FILE.jsonl",
         help="go on with this file of a run that was stopped; what to judge is in it",
     )
+    how.add_argument(
+        "--confirm-seconds",
+        type=float,
+        default=10.0,
+        metavar="N",
+        help="for cases that confirm what failures have in common, where there are any (10; 0 for none)",
+    )
+    how.add_argument(
+        "--shrink", action="store_true", help="then look for the smallest case of each finding, a minute each at most"
+    )
     how.add_argument("--fail-fast", action="store_true", help="stop at the first failure; cheap cases come first")
     how.add_argument(
         "--require-platform", choices=("cpu", "gpu", "tpu"), help="exit with 1 if nothing was judged on this platform"

@@ -19,7 +19,8 @@ SCHEMA = "attention-conformance/record/1"
 RUN_SCHEMA = "attention-conformance/run/2"
 JOB_SCHEMA = "attention-conformance/job/1"
 END_SCHEMA = "attention-conformance/end/1"
-_OTHERS = frozenset({RUN_SCHEMA, JOB_SCHEMA, END_SCHEMA})
+PROBE_SCHEMA = "attention-conformance/probe/1"
+_OTHERS = frozenset({RUN_SCHEMA, JOB_SCHEMA, END_SCHEMA, PROBE_SCHEMA})
 
 PASS = "pass"
 FAIL = "fail"
@@ -183,6 +184,7 @@ class RunInfo:
     that asks less of them than the defaults, `few_blocks` how few blocks their lengths allow to ask about
     (`judging.reach`), `extents` how much of each contender was asked. These are kept by the label of a contender, or by
     the name of an implementation; where there is no extent, `level`, `narrowed` and `interrupted` hold for all.
+    `probes` is what was judged to confirm findings, which nothing counts.
     """
 
     command: str
@@ -198,15 +200,21 @@ class RunInfo:
     few_blocks: dict[str, str] = dataclasses.field(default_factory=dict)
     extents: dict[str, Extent] = dataclasses.field(default_factory=dict)
     narrowed: str = ""
+    probes: list[Record] = dataclasses.field(default_factory=list)
 
 
 def to_json(record: Record) -> str:
     """One line of strict JSON; infinities and NaN become the strings `inf`, `-inf` and `nan`."""
+    return strict(to_data(record))
+
+
+def to_data(record: Record) -> dict[str, Any]:
+    """The JSON object of its line."""
     data = dataclasses.asdict(record)
     del data["run"]
     if not data["figures"]:  # most records have none
         del data["figures"]
-    return strict(data)
+    return data
 
 
 def strict(data: Mapping[str, Any]) -> str:

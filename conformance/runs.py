@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from conformance import records
-from conformance.records import END_SCHEMA, JOB_SCHEMA, RUN_SCHEMA, Record
+from conformance.records import END_SCHEMA, JOB_SCHEMA, PROBE_SCHEMA, RUN_SCHEMA, Record
 
 COMPLETE = "complete"
 INTERRUPTED = "interrupted"
@@ -137,6 +137,7 @@ class Recorded:
       run: none in older files.
       done: the records of each job that is done, by its place among those planned.
       others: records of no job: of a job that was not finished, or of the run as a whole.
+      probes: what was judged to confirm findings, beside what was planned: no record of the run, and counted nowhere.
       end: none if the run was killed, or goes on.
       note: what is wrong with the file, if anything.
     """
@@ -145,6 +146,7 @@ class Recorded:
     run: Run | None = None
     done: Mapping[int, tuple[Record, ...]] = dataclasses.field(default_factory=dict)
     others: tuple[Record, ...] = ()
+    probes: tuple[Record, ...] = ()
     end: End | None = None
     note: str = ""
 
@@ -174,6 +176,11 @@ def job_lines(number: int, found: Iterable[Record]) -> str:
     lines = [records.to_json(record) for record in found]
     closing = records.strict({"schema": JOB_SCHEMA, "job": number, "records": len(lines)})
     return "".join(f"{line}\n" for line in (*lines, closing))
+
+
+def probe_line(probe: Record) -> str:
+    """The line of a judgement that confirms a finding, or does not."""
+    return records.strict({"schema": PROBE_SCHEMA, "record": records.to_data(probe)}) + "\n"
 
 
 def end_line(end: End) -> str:
@@ -213,11 +220,14 @@ class _Reading:
         self._done: dict[int, tuple[Record, ...]] = {}
         self._open: list[Record] = []
         self._others: list[Record] = []
+        self._probes: list[Record] = []
         self._end: End | None = None
 
     def take(self, line: Record | dict[str, Any]) -> None:
         if isinstance(line, Record):
             self._open.append(line)
+        elif line["schema"] == PROBE_SCHEMA:
+            self._probes.append(records.from_data(line["record"]))
         elif line["schema"] == END_SCHEMA:
             self._end = End(**{name: value for name, value in line.items() if name != "schema"})
         else:
@@ -237,8 +247,10 @@ class _Reading:
         others = (*self._others, *self._open)
         if self._run is None and not others:
             return []
-        found = Recorded(source=self._source, run=self._run, done=self._done, others=others, end=self._end)
-        return [found]
+        probes = tuple(self._probes)
+        return [
+            Recorded(source=self._source, run=self._run, done=self._done, others=others, probes=probes, end=self._end)
+        ]
 
 
 def _run(line: Mapping[str, Any]) -> Run:

@@ -1,14 +1,15 @@
-"""Findings as annotations of GitHub Actions: one for each root finding, in the syntax of its workflow commands."""
+"""Findings as annotations of GitHub Actions: one for each finding, in the syntax of its workflow commands."""
 
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
-from conformance.records import ERROR, FAIL, UNEXPECTED_PASS, Record, printable
-from reports import changes, findings, wording
+from conformance.records import Record, printable
+from reports import changes, wording
+from reports.causes import roots, words
+from reports.causes.finding import RAISES, UNEXPECTED, Finding
 from reports.changes import NEW_FAILURE, REGRESSIONS, Comparison
 from reports.summary import Contender, contender_of
 
@@ -34,26 +35,12 @@ class Annotation:
     place: Place | None = None
 
 
-def of_records(records: Iterable[Record], placed: Placed) -> list[Annotation]:
-    """The root findings of red records: what raised at one place, leaks, what a declaration explains, checks that fail.
+def of_records(records: Iterable[Record], placed: Placed, probes: Iterable[Record] = ()) -> list[Annotation]:
+    """The findings of red records; `probes` were judged to confirm them.
 
-    Expected failures are none. What passes unexpectedly is a warning, one for each entry.
+    Expected failures are none. What passes unexpectedly is a warning.
     """
-    red = [record for record in records if record.verdict in (FAIL, ERROR, UNEXPECTED_PASS)]
-    leaks, others = findings.behind_mask(record for record in red if record.verdict != UNEXPECTED_PASS)
-    unexplained = [record for record in others if not record.remedy]
-    raised = _grouped(unexplained, ERROR, lambda record: placed(record) or re.sub(r"\d+", "#", record.reason))
-    found = [_finding(group, "raises", _counted(group), place=placed(group[0])) for group in raised]
-    found += [_leak(leak) for leak in leaks]
-    for explained in findings.explained(others):
-        group = [r for r in others if (contender_of(r), r.remedy) == (explained.contender, explained.remedy)]
-        found.append(_finding(group, f"would pass as declared {explained.remedy}", wording.explained_text(explained)))
-    failed = _grouped(unexplained, FAIL, lambda record: record.check)
-    found += [_finding(group, f"{group[0].check} fails", _counted(group)) for group in failed]
-    passing = _grouped(red, UNEXPECTED_PASS, lambda record: record.reason)
-    title = "an expected failure passes"
-    found += [_finding(group, title, _counted(group), kind=NOTEWORTHY) for group in passing]
-    return found
+    return [_annotation(finding, placed) for finding in roots.of(records, probes)]
 
 
 def of_changes(found: Comparison, placed: Placed, *, without_failures: bool = False) -> list[Annotation]:
@@ -99,38 +86,13 @@ def _in_turns(annotations: Sequence[Annotation]) -> list[Annotation]:
     return [one for _, one in sorted(ranked, key=lambda pair: pair[0])]
 
 
-def _leak(leak: findings.BehindMask) -> Annotation:
-    title = f"{leak.contender.label}: NaN or infinity behind the mask"
-    lines = (wording.behind_mask_text(leak), f"smallest: {leak.smallest.case}", leak.smallest.reproduce)
-    return Annotation(WRONG, leak.contender.label, title, lines, leak.count)
-
-
-def _finding(
-    group: Sequence[Record], what: str, words: str, *, kind: str = WRONG, place: Place | None = None
-) -> Annotation:
-    smallest = findings.smallest(group)
-    label = contender_of(smallest).label
+def _annotation(finding: Finding, placed: Placed) -> Annotation:
+    label, smallest = finding.contender.label, finding.smallest
     reason = wording.shorten(smallest.reason, longest=_LONGEST)
-    lines = (words, f"smallest: {smallest.case}", reason, smallest.reproduce)
-    return Annotation(kind, label, f"{label}: {what}", lines, len(group), place)
-
-
-def _counted(group: Sequence[Record]) -> str:
-    cases = len({record.case for record in group})
-    results = Counter(f"{record.check}/{record.observable}" for record in group)
-    shown = ", ".join(name for name, _ in results.most_common(5)) + (", ..." if len(results) > 5 else "")
-    return (
-        f"{len(group):,} judgement{'s' if len(group) > 1 else ''} in {cases:,} case{'s' if cases > 1 else ''}: {shown}"
-    )
-
-
-def _grouped(records: Iterable[Record], verdict: str, by: Callable[[Record], Hashable]) -> list[list[Record]]:
-    """Records of a verdict by contender and by what they have in common, the largest groups first."""
-    groups: dict[tuple[Contender, Hashable], list[Record]] = {}
-    for record in records:
-        if record.verdict == verdict:
-            groups.setdefault((contender_of(record), by(record)), []).append(record)
-    return sorted(groups.values(), key=lambda group: (-len(group), group[0].key))
+    lines = (*words.facts(finding), f"smallest: {smallest.case}", reason, smallest.reproduce)
+    kind = NOTEWORTHY if finding.kind == UNEXPECTED else WRONG
+    place = placed(smallest) if finding.kind == RAISES else None
+    return Annotation(kind, label, f"{label}: {words.title(finding)}", lines, len(finding.records), place)
 
 
 def _command(one: Annotation) -> str:

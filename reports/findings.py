@@ -53,11 +53,11 @@ class FlagsDiffer:
 
 def behind_mask(records: Iterable[Record]) -> tuple[list[BehindMask], list[Record]]:
     """What NaN and infinity behind the mask did to each contender, and the records that say nothing of it."""
-    leaks: dict[Contender, list[Record]] = {}
+    leaking: dict[Contender, list[Record]] = {}
     others = []
     for record in records:
-        if _leaks(record):
-            leaks.setdefault(contender_of(record), []).append(record)
+        if leaks(record):
+            leaking.setdefault(contender_of(record), []).append(record)
         else:
             others.append(record)
     found = [
@@ -69,7 +69,7 @@ def behind_mask(records: Iterable[Record]) -> tuple[list[BehindMask], list[Recor
             smallest=smallest(group),
             tried=sum(record.remedy == _BEHIND_MASK for record in group),
         )
-        for contender, group in sorted(leaks.items())
+        for contender, group in sorted(leaking.items())
     ]
     return found, others
 
@@ -94,11 +94,14 @@ def smallest(records: Sequence[Record]) -> Record:
     return min(records, key=lambda record: (_size(record.case), record.key))
 
 
-def _leaks(record: Record) -> bool:
-    if record.verdict not in RED:
-        return False
-    poisoned = record.check == "poison" and record.observable.rpartition(".")[2] in ("nan", "inf")
-    return poisoned or record.remedy == _BEHIND_MASK
+def leaks(record: Record) -> bool:
+    """Whether it is red since NaN or infinity behind the mask reaches a result."""
+    return record.verdict in RED and (poisons(record) or record.remedy == _BEHIND_MASK)
+
+
+def poisons(record: Record) -> bool:
+    """Whether NaN or infinity was put behind the mask."""
+    return record.check == "poison" and record.observable.rpartition(".")[2] in ("nan", "inf")
 
 
 def _checks(records: Iterable[Record]) -> tuple[str, ...]:

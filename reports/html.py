@@ -12,6 +12,8 @@ from markupsafe import Markup
 from conformance.bench.measurements import Measurement
 from conformance.records import ERROR, EXPECTED_FAIL, FAIL, PASS, RED, UNEXPECTED_PASS, VERDICTS, Record, RunInfo
 from reports import findings, measures, summary, wording
+from reports.causes import roots, words
+from reports.causes.finding import Finding, kind_of
 from reports.compiled import compiled
 from reports.detection import detection
 from reports.figure import distribution_svg
@@ -19,15 +21,19 @@ from reports.page import environment
 from reports.schedules import schedules
 from reports.side_by_side import comparisons
 
+MOST_RECORDS = 20_000
+"""Red records that the page lists, a line each under their finding."""
+LEAST_RECORDS = 50
+"""Of each finding, even where those before it have more than the page lists."""
 MOST_FAILURES = 200
-"""Rows in each table of failures: enough to see every pattern, few enough to open on a phone."""
+"""Rows in the tables of expected failures: enough to see every pattern, few enough to open on a phone."""
 MOST_ROWS = 200
 MOST_NOTES = 50
 CONTENTS = (
     ("verdict", "Verdict"),
+    ("findings", "Findings"),
     ("features", "Implementations by feature"),
     ("checks", "Implementations by check"),
-    ("failures", "Failures"),
     ("reasons", "Unsupported and unjudged"),
     ("ratios", "Distance to the limit"),
     ("gradients", "Gradients against both backwards"),
@@ -71,6 +77,17 @@ class FreeTable:
     hidden: int
 
 
+@dataclasses.dataclass(frozen=True)
+class FindingPanel:
+    """A finding as the page shows it: its place, its sentences, and its records by check and result."""
+
+    number: int
+    finding: Finding
+    title: str
+    facts: tuple[str, ...]
+    groups: tuple[summary.FailureGroup, ...]
+
+
 def render(records: Sequence[Record], run: RunInfo, measurements: Sequence[Measurement] = ()) -> str:
     """The whole page as text; the same records, run and measurements always give the same text."""
     return environment().get_template("report.html.j2").render(_page(records, run, measurements))
@@ -98,7 +115,7 @@ def _page(records: Sequence[Record], run: RunInfo, measurements: Sequence[Measur
         "headline": _capital(wording.headline(standings, run)),
         "features": summary.feature_matrix(records),
         "checks": summary.check_matrix(records),
-        **_failed(records),
+        "findings": _findings(records, run),
         "differ": findings.flags_differ(records),
         "expected": summary.failure_groups(records, verdicts={EXPECTED_FAIL}, cap=MOST_FAILURES),
         "margins": measures.margins(records),
@@ -116,13 +133,15 @@ def _page(records: Sequence[Record], run: RunInfo, measurements: Sequence[Measur
     }
 
 
-def _failed(records: Sequence[Record]) -> dict[str, Any]:
-    leaks, others = findings.behind_mask(records)
-    return {
-        "leaks": leaks,
-        "explained": findings.explained(others),
-        "failed": summary.failure_groups(others, verdicts=RED, cap=MOST_FAILURES),
-    }
+def _findings(records: Sequence[Record], run: RunInfo) -> list[FindingPanel]:
+    """Every finding with all of its records, as far as a page holds so many."""
+    panels, left = [], MOST_RECORDS
+    for number, finding in enumerate(roots.of(records, run.probes), 1):
+        groups = summary.failure_groups(finding.records, cap=max(left, LEAST_RECORDS))
+        groups.sort(key=lambda group: kind_of(group.records[0]) != finding.kind)
+        left -= sum(group.shown for group in groups)
+        panels.append(FindingPanel(number, finding, words.title(finding), tuple(words.facts(finding)), tuple(groups)))
+    return panels
 
 
 def _reasons(records: Sequence[Record]) -> dict[str, Any]:
@@ -158,8 +177,7 @@ def _vocabulary() -> dict[str, Any]:
         "severity": summary.severity,
         "standing_text": wording.standing_text,
         "left_out_text": wording.left_out_text,
-        "behind_mask_text": wording.behind_mask_text,
-        "explained_text": wording.explained_text,
+        "evidence": words.evidence,
         "flags_differ_text": wording.flags_differ_text,
         "declared_text": wording.declared_text,
         "state_text": wording.state_text,

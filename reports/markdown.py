@@ -1,4 +1,4 @@
-"""A short Markdown summary for the page of a CI job: verdicts, counts and the first failures."""
+"""A short Markdown summary for the page of a CI job: findings first, then verdicts and counts."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ from collections.abc import Iterable, Sequence
 
 from conformance.records import VERDICTS, Record, RunInfo
 from reports import findings, summary, wording
+from reports.causes import roots, words
+from reports.causes.finding import Finding, foremost
 
-MOST_FAILURES = 20
+MOST_FINDINGS = 10
 MOST_NOTES = 20
 
 
@@ -18,13 +20,13 @@ def render(records: Sequence[Record], run: RunInfo) -> str:
     standings = summary.standings(records)
     blocks = [f"## Attention conformance\n\n**{_inline(wording.headline(standings, run))}**", _facts(records, run)]
     blocks += _warnings(records, run)
+    blocks += _findings(records, run)
     if standings:
         blocks += [_verdicts(standings, run), _counts(standings, summary.count(records))]
     blocks += [f"- {_inline(note)}" for note in run.notes[:MOST_NOTES]]
     blocks += [f"{_inline(x.contender.label)}: {wording.left_out_text(x)}." for x in summary.left_out(records)]
     differ = findings.flags_differ(records)
     blocks += [f"{_inline(x.contender.label)}: {_inline(wording.flags_differ_text(x))}." for x in differ]
-    blocks += _failures(records)
     return "\n\n".join(blocks) + "\n"
 
 
@@ -63,29 +65,24 @@ def _row(*cells: str) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-def _failures(records: Sequence[Record]) -> list[str]:
-    leaks, others = findings.behind_mask(records)
-    shown, hidden = summary.first_failures(others, cap=MOST_FAILURES)
-    if not shown and not leaks:
+def _findings(records: Sequence[Record], run: RunInfo) -> list[str]:
+    found = roots.of(records, run.probes)
+    if not found:
         return []
-    more = [f"{hidden:,} more are in the JSON lines and the HTML report."] if hidden else []
-    more += [f"{_inline(x.contender.label)}: {_inline(wording.explained_text(x))}." for x in findings.explained(others)]
-    return ["### Failures", *(_leak(leak) for leak in leaks), *(_failure(record) for record in shown), *more]
+    shown = foremost(found, MOST_FINDINGS)
+    hidden = len(found) - len(shown)
+    failures = sum(len(x.records) for x in found) - sum(len(x.records) for _, x in shown)
+    more = [f"{hidden:,} more findings, of {failures:,} failures, are in the HTML report."] if hidden else []
+    return ["### Findings", *(_finding(number, one) for number, one in shown), *more]
 
 
-def _leak(leak: findings.BehindMask) -> str:
-    lines = [f"- **{_inline(f'{leak.contender.label}, {wording.behind_mask_text(leak)}')}**"]
-    lines += [f"  {_inline(f'smallest: {leak.smallest.case}')}"]
-    return "\n".join(lines) + ("\n\n" + _fenced(leak.smallest.reproduce) if leak.smallest.reproduce else "")
-
-
-def _failure(record: Record) -> str:
-    contender = summary.contender_of(record).label
-    facts = [wording.judged_text(record), wording.worst_text(record), wording.shorten(record.reason, longest=200)]
-    what = f"{record.verdict}: {contender}, {record.check} / {record.observable}"
-    lines = [f"- **{_inline(what)}** {_inline(record.case)}"]
-    lines += [f"  {_inline('; '.join(fact for fact in facts if fact))}"] if any(facts) else []
-    return "\n".join(lines) + ("\n\n" + _fenced(record.reproduce) if record.reproduce else "")
+def _finding(number: int, finding: Finding) -> str:
+    smallest = finding.smallest
+    lines = [f"{number}. **{_inline(f'{finding.contender.label}: {words.title(finding)}')}**"]
+    lines += [f"   - {_inline(fact)}" for fact in words.facts(finding)]
+    lines += [f"   - {_inline(f'{smallest.check}/{smallest.observable} {smallest.case}')}"]
+    lines += [f"   - {_inline(fact)}" for fact in words.evidence(smallest)]
+    return "\n".join(lines) + ("\n\n" + _fenced(smallest.reproduce) if smallest.reproduce else "")
 
 
 def _fenced(command: str) -> str:

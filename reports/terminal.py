@@ -11,9 +11,13 @@ from rich.text import Text
 from conformance.bench.measurements import AGREES, TIMED, Measurement
 from conformance.records import ERROR, RED, UNJUDGED, UNSUPPORTED, VERDICTS, Record, RunInfo
 from reports import findings, summary, wording
+from reports.causes import roots, words
+from reports.causes.finding import Finding, foremost
 from reports.side_by_side import SpeedPanel, comparisons
 
-MOST_FAILURES = 10
+MOST_FINDINGS = 10
+MOST_LINES = 8
+"""Of a finding, beside its title and its command."""
 _WIDEST = 400
 STYLES = {
     summary.CONFORMS: "green",
@@ -23,10 +27,13 @@ STYLES = {
 }
 
 
-def print_summary(records: Sequence[Record], run: RunInfo, console: Console) -> None:
-    """Print the first failures, then the counts and the verdict: what matters most stays next to the prompt."""
+def print_summary(records: Sequence[Record], run: RunInfo, console: Console, page: str = "") -> None:
+    """Print the findings, then the counts and the verdict: what matters most stays next to the prompt.
+
+    `page` is where the report is, if there is one.
+    """
     standings = summary.standings(records)
-    _print_failures(records, console)
+    _print_findings(records, run, console, page)
     if standings:
         console.print(_table(standings, summary.count(records), run))
     for contender, reason in summary.not_judged(records):
@@ -71,28 +78,36 @@ def _figure(number: int, verdict: str) -> Text:
     return Text(f"{number:,}", style=style)
 
 
-def _print_failures(records: Sequence[Record], console: Console) -> None:
-    leaks, others = findings.behind_mask(records)
-    for leak in leaks:
-        _print_leak(leak, console)
-    shown, hidden = summary.first_failures(others, cap=MOST_FAILURES)
-    for record in shown:
-        _print_failure(record, console)
-    if hidden:
-        console.print(Text(f"… and {hidden:,} more failures\n", style="dim"))
-    for remedy in findings.explained(others):
-        text = f"{remedy.contender.label}: {wording.explained_text(remedy)}"
-        console.print(Text(text, style="yellow"), soft_wrap=True)
+def _print_findings(records: Sequence[Record], run: RunInfo, console: Console, page: str) -> None:
+    found = roots.of(records, run.probes)
+    shown = foremost(found, MOST_FINDINGS)
+    for number, finding in shown:
+        _print_finding(number, finding, console)
+    if hidden := len(found) - len(shown):
+        failures = sum(len(x.records) for x in found) - sum(len(x.records) for _, x in shown)
+        console.print(Text(f"… and {hidden:,} more findings, of {failures:,} failures\n", style="dim"))
+    if found and page:
+        console.print(Text(f"all of it: {page}#findings", style="dim"), soft_wrap=True)
+    if found and found[0].smallest.reproduce and "--shrink" not in run.command:
+        console.print(Text("the smallest case that fails like the first:", style="dim"))
+        console.print(Text(f"{found[0].smallest.reproduce} --shrink", style="cyan"), soft_wrap=True)
 
 
-def _print_leak(leak: findings.BehindMask, console: Console) -> None:
-    title = Text(f"{wording.GLYPHS[leak.smallest.verdict]} {leak.smallest.verdict} ", style="bold red")
-    title.append(f"{leak.contender.label} {', '.join(leak.checks)}", style="bold")
-    console.print(title)
-    console.print(Text(f"  {wording.behind_mask_text(leak)}"), soft_wrap=True)
-    console.print(Text(f"  smallest: {leak.smallest.case}"), soft_wrap=True)
-    if leak.smallest.reproduce:
-        console.print(Text(leak.smallest.reproduce, style="cyan"), soft_wrap=True)
+def _print_finding(number: int, finding: Finding, console: Console) -> None:
+    """At most ten lines; a finding that is one failure is that failure."""
+    if len(finding.records) == 1:
+        _print_failure(finding.records[0], console)
+        return
+    smallest = finding.smallest
+    title = Text(f"{wording.GLYPHS[smallest.verdict]} {number} ", style="bold red")
+    title.append(f"{finding.contender.label}: {words.title(finding)}", style="bold")
+    console.print(title, soft_wrap=True)
+    figures = [f"{smallest.check}/{smallest.observable} {smallest.case}", *words.evidence(smallest)]
+    for fact in (*words.facts(finding), *figures)[:MOST_LINES]:
+        console.print(Text(f"  {fact}"), soft_wrap=True)
+    if smallest.reproduce:
+        # Neither wrapped, cropped nor indented: the line must survive being copied.
+        console.print(Text(smallest.reproduce, style="cyan"), soft_wrap=True)
     console.print()
 
 

@@ -12,11 +12,11 @@ from reports import annotating
 from reports.changes import Comparison
 
 
-def annotated(found: Iterable[Record], changed: Comparison | None = None) -> list[str]:
+def annotated(found: Iterable[Record], changed: Comparison | None = None, probes: Iterable[Record] = ()) -> list[str]:
     """The lines that annotate a run, and what became worse in it than in an earlier one; none outside of GitHub."""
     if os.environ.get("GITHUB_ACTIONS") != "true":
         return []
-    told = annotating.of_records(found, _place)
+    told = annotating.of_records(found, _place, probes)
     if changed is not None:
         told += annotating.of_changes(changed, _place, without_failures=True)
     return annotating.commands(told)

@@ -19,7 +19,7 @@ from conformance.apart.kernels import Kernels
 from conformance.asking.turn import EVERYTHING, Turn
 from conformance.calling import registry
 from conformance.checks import BY_NAME, CHECKS, Check
-from conformance.commands import annotate, compare, lookup
+from conformance.commands import annotate, compare, confirm, lookup
 from conformance.commands.errors import CannotJudge
 from conformance.commands.outputs import Outputs, command_line, outputs_of, step_summary, writable
 from conformance.commands.progress import Progress
@@ -85,8 +85,9 @@ def run(arguments: argparse.Namespace) -> int:
         )
     except CannotWrite as error:
         raise CannotJudge(str(error)) from error
+    shrunk: list[str] = []
     try:
-        how, reason = _written_down(arguments, planned.jobs, implementations, chosen, journal, started, console)
+        how, reason = _written_down(arguments, planned.jobs, implementations, chosen, journal, started, console, shrunk)
     except CannotWrite as error:
         how, reason = FAILED, f"{error}; what was judged before is in it"
         journal.abandon(reason)
@@ -96,7 +97,9 @@ def run(arguments: argparse.Namespace) -> int:
         return 2
     if how == FAILED:
         raise CannotJudge(reason)
-    terminal.print_summary(found, info, Console())
+    terminal.print_summary(found, info, Console(), str(arguments.report or ""))
+    for line in shrunk:
+        Console().print(line, highlight=False, markup=False, soft_wrap=True)
     for note in [*notes, *(f"{name} {one.place}" for name, one in described.kernels.items() if one.place)]:
         console.print(note, style="yellow", highlight=False, soft_wrap=True)
     code = _exit_code(found, implementations, arguments.require_platform, how != COMPLETE, console)
@@ -104,7 +107,7 @@ def run(arguments: argparse.Namespace) -> int:
     if baseline is not None:
         changed = compare.compared(baseline, compare.side_of([journal.recorded], "this run"))
         changes_page.print_comparison(changed, Console())
-    print("".join(f"{line}\n" for line in annotate.annotated(found, changed)), end="")
+    print("".join(f"{line}\n" for line in annotate.annotated(found, changed, info.probes)), end="")
     return code or (1 if changed is not None and changed.regressions else 0)
 
 
@@ -126,10 +129,13 @@ def _written_down(
     journal: Journal,
     started: float,
     console: Console,
+    shrunk: list[str],
 ) -> tuple[str, str]:
     """Judge, and write down what comes of it to the end; how it ended, and why if not by itself."""
     try:
         how, reason = _judge(arguments, jobs, chosen, journal, console)
+        if how == COMPLETE:
+            shrunk += _probed(arguments, implementations, chosen, journal, console)
     except CannotWrite:
         raise
     except Exception as error:  # an error of ours: it is raised, and what was judged stays
@@ -144,7 +150,11 @@ def _written_down(
 
 
 def _judge(
-    arguments: argparse.Namespace, jobs: Sequence[Job], chosen: settings.Settings, journal: Journal, console: Console
+    arguments: argparse.Namespace,
+    jobs: Sequence[Job],
+    chosen: settings.Settings,
+    journal: Journal,
+    console: Console,
 ) -> tuple[str, str]:
     """Judge what is not judged yet; how it ended, and why if not by itself."""
     done = journal.recorded.done
@@ -180,6 +190,27 @@ def _judge(
         interrupts.ignore()
         return INTERRUPTED, _BROKEN_PIPE
     return COMPLETE, ""
+
+
+def _probed(
+    arguments: argparse.Namespace,
+    implementations: Sequence[Implementation],
+    chosen: settings.Settings,
+    journal: Journal,
+    console: Console,
+) -> list[str]:
+    """Confirm what was found, and shrink it if asked to: what to say of that. Ctrl-C ends no more than this."""
+    if not any(record.verdict in records.RED for record in journal.recorded.records):
+        return []
+    told: list[str] = []
+    here = runner.Runner(chosen, options=lookup.kernels(arguments).options)
+    with interrupts.heeded():
+        if arguments.confirm_seconds and arguments.case is None:
+            confirm.confirm(journal, implementations, here, arguments.confirm_seconds, console)
+        if arguments.shrink:
+            for line in confirm.shrink(journal, implementations, here, console):
+                told.append(line)  # one by one: what was found before Ctrl-C is told
+    return told
 
 
 def _described(
@@ -242,6 +273,7 @@ def _reject_contradictions(arguments: argparse.Namespace) -> None:
     if arguments.regressions and (arguments.case is not None or arguments.cases is not None or arguments.level):
         raise CannotJudge("--regressions names its cases: it cannot be combined with --case, --cases or --level")
     lookup.reject_no_workers(arguments.jobs)
+    confirm.reject_negative(arguments.confirm_seconds)
     for seed in arguments.seed:
         lookup.reject_negative(seed)
 

@@ -35,6 +35,7 @@ class _Part:
     label: str
     runs: tuple[Recorded, ...]
     records: tuple[Record, ...]
+    probes: tuple[Record, ...] = ()
 
     @property
     def name(self) -> str:
@@ -77,6 +78,7 @@ def gather(
             and (words := blocks_asked(kernel.block_lengths, part.records))
         },
         extents=extents,
+        probes=records.merge(*(part.probes for part in parts)),
     )
 
 
@@ -101,9 +103,14 @@ def _parts(recorded: Sequence[Recorded]) -> list[_Part]:
         labels = _labels([provenance for provenance, _ in found], sources)
         # `of` has those without a record too: that they planned jobs and left none of them done must not be overlooked.
         for label, (_, theirs), ones in zip(labels, found, of, strict=True):
-            marked = tuple(dataclasses.replace(record, run=label) for record in theirs) if label else tuple(theirs)
-            parts.append(_Part(implementation, platform, label, tuple(ones), marked))
+            marked = _marked(theirs, label)
+            beside = (x for one in ones for x in one.probes if (x.implementation, x.platform) == marked[0].key[:2])
+            parts.append(_Part(implementation, platform, label, tuple(ones), marked, _marked(beside, label)))
     return parts
+
+
+def _marked(found: Iterable[Record], label: str) -> tuple[Record, ...]:
+    return tuple(dataclasses.replace(record, run=label) for record in found) if label else tuple(found)
 
 
 def _provenance(one: Recorded, implementation: str) -> dict[str, str] | None:

@@ -120,11 +120,11 @@ def _clues(implementation: Implementation) -> Clues:
     return Clues(tuple(integers), tuple(floats), frozenset(in_source))
 
 
-class _OutOfTime(BaseException):
+class OutOfTime(BaseException):
     """Ends a run of Hypothesis from inside. No `Exception`, which Hypothesis would take for a failing example."""
 
 
-class _Wrong(Exception):  # noqa: N818 -- a statement about the case
+class Wrong(Exception):  # noqa: N818 -- a statement about the case
     """The case is wrong: what Hypothesis shrinks."""
 
 
@@ -187,12 +187,12 @@ class _Explorer:
         self._shrunk = self._shrinking = self._interrupted = False
 
     def run(self) -> Exploration:
-        with _no_traces(), kept.nothing():  # nobody asks about these cases again
+        with no_traces(), kept.nothing():  # nobody asks about these cases again
             return self._run()
 
     def _run(self) -> Exploration:
         try:
-            with contextlib.suppress(_OutOfTime):
+            with contextlib.suppress(OutOfTime):
                 strategies = [cases(self._supports)]
                 if self._clues:
                     strategies.insert(0, cases(self._supports, clues=self._clues))
@@ -207,7 +207,7 @@ class _Explorer:
 
     def _supports(self, case: Case) -> str | None:
         if self._first is None and self._late():  # here too, for a query that nothing drawn ever matches
-            raise _OutOfTime
+            raise OutOfTime
         if self._query is not None and not matches(self._query, case.id):
             return f"does not match {self._query}"
         reason = self._implementation.supports(case)
@@ -246,29 +246,9 @@ class _Explorer:
             self._batch(strategy, pool[case], self._shrink)
 
     def _batch(self, strategy: _Strategy, seed: int, each: Callable[[Case], object]) -> None:
-        """One run of Hypothesis: some draws, and if `each` raises `_Wrong` for one of them, its shrinking."""
-
-        @hypothesis.seed(seed)
-        @hypothesis.settings(
-            max_examples=_BATCH,
-            database=None,
-            deadline=None,
-            report_multiple_bugs=False,
-            print_blob=False,
-            phases=(hypothesis.Phase.generate, hypothesis.Phase.shrink),
-            suppress_health_check=list(hypothesis.HealthCheck),
-            verbosity=hypothesis.Verbosity.quiet,
-        )
-        @hypothesis.given(strategy)
-        def drawn(case: Case) -> None:
-            each(case)
-
-        try:
-            drawn()
-        except _Wrong:
+        """One run of Hypothesis: some draws, and if `each` raises `Wrong` for one of them, its shrinking."""
+        if batch(strategy, seed, each, examples=_BATCH):
             self._shrunk = True
-        except hypothesis.errors.Unsatisfiable:
-            pass  # nothing drawn was supported; the next batch may do better
 
     def _shrink(self, case: Case) -> None:
         """Raise for a case that is wrong. The batch that is drawn again has others before the one that was found."""
@@ -276,11 +256,11 @@ class _Explorer:
         if not self._shrinking or case in self._held or case in self._clean:
             return
         if case in self._wrong or self._judge_smaller(case):
-            raise _Wrong
+            raise Wrong
 
     def _judge_drawn(self, case: Case) -> bool:
         if self._spent():
-            raise _OutOfTime
+            raise OutOfTime
         found = self._runner.judge(Job(self._implementation, case, _GRID_CHECKS))
         wrong = any(record.verdict in _WRONG for record in found)
         if wrong:
@@ -301,7 +281,7 @@ class _Explorer:
         """Whether the case fails the check that the first one failed: shrinking must not wander to another bug."""
         since = self._started if self._budget.seconds is not None else self._found_at
         if time.monotonic() - since >= self._budget.shrink_seconds:
-            raise _OutOfTime
+            raise OutOfTime
         found = self._runner.judge(Job(self._implementation, case, (self._failed_check(),)))
         wrong = any(record.verdict in _WRONG for record in found)
         if wrong:
@@ -354,8 +334,38 @@ class _Explorer:
         )
 
 
+def batch(strategy: _Strategy, seed: int, each: Callable[[Case], object], *, examples: int) -> bool:
+    """One run of Hypothesis: some draws, and if `each` raises `Wrong` for one of them, its shrinking to the end.
+
+    Returns whether there was one.
+    """
+
+    @hypothesis.seed(seed)
+    @hypothesis.settings(
+        max_examples=examples,
+        database=None,
+        deadline=None,
+        report_multiple_bugs=False,
+        print_blob=False,
+        phases=(hypothesis.Phase.generate, hypothesis.Phase.shrink),
+        suppress_health_check=list(hypothesis.HealthCheck),
+        verbosity=hypothesis.Verbosity.quiet,
+    )
+    @hypothesis.given(strategy)
+    def drawn(case: Case) -> None:
+        each(case)
+
+    try:
+        drawn()
+    except Wrong:
+        return True
+    except hypothesis.errors.Unsatisfiable:
+        pass  # nothing drawn was supported; the next batch may do better
+    return False
+
+
 @contextlib.contextmanager
-def _no_traces() -> Iterator[None]:
+def no_traces() -> Iterator[None]:
     """Keeps Hypothesis from leaving a folder where the user happens to be."""
     with tempfile.TemporaryDirectory() as folder:
         configuration.set_hypothesis_home_dir(folder)

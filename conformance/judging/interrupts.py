@@ -65,6 +65,27 @@ def ignore() -> None:
 
 
 @contextlib.contextmanager
+def heeded() -> Iterator[None]:
+    """After `ignore`, a signal of these ends what is done within it, and nothing more."""
+    global _pressed
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.getsignal(number) for number in _STOPPING}
+    for number, handler in before.items():
+        if handler == signal.SIG_IGN:
+            signal.signal(number, _on_signal)
+    try:
+        yield
+    except KeyboardInterrupt:
+        pass
+    finally:
+        _pressed = False
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextlib.contextmanager
 def held() -> Iterator[None]:
     """Within it, signals that stop the run wait: what is done there is done whole. For moments only."""
     if threading.current_thread() is not threading.main_thread():

@@ -35,6 +35,7 @@ class Journal:
         self._recorded = Recorded(run=run, done=dict(kept or {}))
         self._done: dict[int, tuple[Record, ...]] = dict(kept or {})
         self._others: list[Record] = []
+        self._probes: list[Record] = []
         beginning = runs.run_line(run) + "\n" + "".join(runs.job_lines(n, found) for n, found in self._done.items())
         self._files: list[_File] = []
         for path in dict.fromkeys(paths):
@@ -43,7 +44,8 @@ class Journal:
     @property
     def recorded(self) -> Recorded:
         """The run as a reader of its file would have it."""
-        return dataclasses.replace(self._recorded, done=dict(self._done), others=tuple(self._others))
+        others, probes = tuple(self._others), tuple(self._probes)
+        return dataclasses.replace(self._recorded, done=dict(self._done), others=others, probes=probes)
 
     def job(self, number: int, found: Sequence[Record]) -> None:
         """A job is done. Raises `CannotWrite`."""
@@ -56,6 +58,12 @@ class Journal:
         with interrupts.held():
             self._others += found
             self._put("".join(records.to_json(record) + "\n" for record in found))
+
+    def probe(self, found: Sequence[Record]) -> None:
+        """What was judged to confirm a finding. Raises `CannotWrite`."""
+        with interrupts.held():
+            self._probes += found
+            self._put("".join(map(runs.probe_line, found)))
 
     def end(self, how: str, *, reason: str = "", seconds: float = 0.0) -> None:
         """The run is over, as it says. Raises `CannotWrite`."""

@@ -371,4 +371,4 @@ def test_failures_are_annotated_in_github_actions(repository: Repository, monkey
     result = gate(repository, FEW, "-k", "forward", "-n", "1", name="wrong")
     said = [line for line in result.stdout.lines if line.startswith("::")]
     assert 1 <= len(said) < sum(line.startswith("FAILED") for line in result.stdout.lines)
-    assert any(line.startswith("::error title=kernel.py%3Awrong (cpu)%3A forward fails::") for line in said)
+    assert any(line.startswith("::error title=kernel.py%3Awrong (cpu)%3A out is wrong") for line in said)

@@ -46,29 +46,38 @@ def test_there_is_one_annotation_for_each_finding_and_not_for_each_record() -> N
     (one, two) = of_records(failing, nowhere)
     assert [one.title, two.title] == ["kernel (cpu): a fails", "kernel (cpu): b fails"]
     assert one.count == 6
-    assert one.lines[:2] == ("6 judgements in 3 cases: a/out, a/dq", f"smallest: {CASE.format(7)}")
+    told = ("fails in 3 of 3 cases", "explains 6 failures in 3 cases: dq, out", f"smallest: {CASE.format(7)}")
+    assert one.lines[:3] == told
     assert one.lines[-1] == "python -m conformance run"
 
 
 def test_one_cause_in_many_checks_is_one_finding() -> None:
     poisoned = [record(FAIL, check="poison", observable=f"{name}.nan") for name in ("out", "dq", "dk")]
     explained = [record(FAIL, check=check, remedy='products="tf32"') for check in ("forward", "gradients")]
-    assert titles(poisoned) == ["NaN or infinity behind the mask"]
-    assert titles(explained) == ['would pass as declared products="tf32"']
+    assert titles(poisoned) == ["NaN or infinity behind the mask reaches the results"]
+    (one,) = of_records(explained, nowhere)
+    assert one.title == "kernel (cpu): out is wrong"
+    assert '2 failures in forward, gradients would pass as declared products="tf32"' in one.lines
     raised = [record(ERROR, n, check=c, reason=f"ValueError: {n} heads") for n in (3, 4) for c in ("forward", "primal")]
-    assert titles(raised) == ["raises"]
-    assert titles([*raised, record(ERROR, reason="TypeError: none")]) == ["raises", "raises"]
-    assert len(titles([*raised, *poisoned, *explained, record(FAIL)])) == 4
+    other = record(ERROR, reason="TypeError: none")
+    assert titles(raised) == ["raises ValueError: 3 heads"]
+    assert [title.partition(",")[0] for title in titles([*raised, other])] == [
+        "raises ValueError: 3 heads",
+        "raises TypeError: none",
+    ]
+    assert len(titles([*raised, *poisoned, record(FAIL, 9)])) == 3
 
 
 def test_what_raised_at_one_line_is_one_finding_with_its_place() -> None:
-    raised = [record(ERROR, n, check=c, reason=c) for n in (3, 4) for c in ("forward", "primal")]
+    reason = "ValueError: {0} (src/kernel, a.py:12: raise ValueError({0}))"
+    raised = [record(ERROR, n, check=c, reason=reason.format(c)) for n in (3, 4) for c in ("forward", "primal")]
     (one,) = of_records(raised, lambda record: ("src/kernel, a.py", 12))
     (line,) = commands([one])
     kind, properties, text = read(line)
     assert kind == "error"
-    assert properties == {"file": "src/kernel, a.py", "line": "12", "title": "kernel (cpu): raises"}
-    assert text.startswith("4 judgements in 2 cases: forward/out, primal/out\n")
+    assert (properties["file"], properties["line"]) == ("src/kernel, a.py", "12")
+    assert properties["title"].startswith("kernel (cpu): raises ValueError: ")
+    assert "explains 4 failures in 2 cases, of forward, primal" in text
     assert "file=" not in commands(of_records(raised, nowhere))[0]
 
 
@@ -79,7 +88,7 @@ def test_expected_failures_and_passes_are_none_and_unexpected_passes_are_warning
     (line,) = commands(of_records(listed, nowhere))
     kind, properties, text = read(line)
     assert (kind, properties["title"]) == ("warning", "kernel (cpu): an expected failure passes")
-    assert "2 judgements in 2 cases" in text
+    assert "explains 2 failures in 2 cases" in text
 
 
 def test_no_more_are_written_than_github_shows_and_the_last_says_how_many_there_are() -> None:
@@ -122,7 +131,7 @@ def test_a_comparison_is_annotated_with_what_became_worse() -> None:
     ]
     found = of_changes(compared(old, new), nowhere)
     assert [one.title for one in found] == [
-        "new: kernel (cpu): forward fails",
+        "new: kernel (cpu): out is wrong",
         "kernel (cpu): primal newly unjudged",
         "kernel (cpu): primal gone",
     ]

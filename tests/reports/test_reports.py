@@ -19,6 +19,7 @@ from conformance.records import (
     EXPECTED_FAIL,
     FAIL,
     PASS,
+    RED,
     UNEXPECTED_PASS,
     UNJUDGED,
     UNSUPPORTED,
@@ -245,9 +246,18 @@ def test_every_group_of_failures_is_shown_under_the_cap() -> None:
     noisy = [failure(case=f"case/{i}", check="poison") for i in range(900)]
     groups = summary.failure_groups([*noisy, failure(observable="dq", ratio=5.0)], cap=50)
     assert sorted((g.check, g.shown, g.hidden) for g in groups) == [("forward", 1, 0), ("poison", 49, 851)]
-    page = html.render([*noisy, failure(observable="dq")], run_info())
-    shown = html.MOST_FAILURES
-    assert f"<b>{901 - shown} more</b> are in the JSON lines only" in page
+
+
+def test_every_red_record_is_reachable_on_the_page() -> None:
+    red = [failure(case=f"case/{i}", check="poison", observable="dqk"[i % 3]) for i in range(900)]
+    page = html.render([*red, failure(observable="dq"), *many(2_000)], run_info())
+    assert [record.case for record in (*red, *many(2_000)) if record.verdict in RED and record.case not in page] == []
+
+
+def test_what_is_too_much_for_a_page_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(html, "MOST_RECORDS", 50)
+    page = html.render([failure(case=f"case/{i}") for i in range(900)], run_info())
+    assert "850 more are in the JSON lines only" in page
 
 
 @RENDERERS

@@ -1,0 +1,271 @@
+"""The levels of a case, read from its id alone: what a fault may depend on.
+
+A level is one thing that is true of a case: that it has sinks, that T is not S, that it is in bf16. It knows which
+fields of the case decide it, so that a case with it, or without it, can be made of another.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from cases.operands import OPTIONAL
+
+_SHAPE = re.compile(r"B(\d+)\.T(\d+)\.S(\d+)\.N(\d+)\.K(\d+)\.H(\d+)\.V(\d+)")
+_SIZES = ("batch", "q_length", "kv_length", "num_q_heads", "num_kv_heads", "head_dim", "v_head_dim")
+_TERM = re.compile(r"_and_|_or_")
+_WINDOW = re.compile(r"(?:window-l(\d+|inf)-r(\d+|inf)|own-l(\d+|inf))")
+
+LENGTHS, HEADS, DEPTHS = ("q_length", "kv_length"), ("num_q_heads", "num_kv_heads"), ("head_dim", "v_head_dim")
+_BLOCKS = (8, 16, 32, 64, 128)
+_DEPTH_BLOCKS = (8, 16, 32, 64)
+_LONG = (128, 256, 512, 1024)
+
+# How much less is believed of a level before anything was seen, in nats: a fault is with a feature sooner than without
+# it, and with a kind of mask sooner than with one number or with one sort of values.
+_PLAIN, _RARER, _RARE, _RAREST = 0.0, 1.0, 2.0, 3.0
+
+_MASKS = {
+    "causal": "under a causal mask",
+    "window": "under a sliding window",
+    "chunked": "under a chunked mask",
+    "spans": "under bidirectional spans",
+    "balanced": "in load-balanced order",
+    "lengths": "with key lengths",
+    "dense": "under a dense mask",
+    "densehead": "under a dense mask for each head",
+    "densebatch": "under a dense mask for each batch row",
+    "indexer": "under an indexer's mask",
+    "moba": "under a MoBA mask",
+    "own": "under a window in each row's own length",
+}
+_OF_ROWS = frozenset({"lengths", "own", "densebatch", "indexer"})
+_OPERANDS = {
+    "segment_ids": "segment ids",
+    "soft_cap": "a soft cap",
+    "sinks": "sinks",
+    "bias": "a bias",
+    "scale": "a scale",
+    "kv_scales": "a quantised cache",
+}
+
+
+@dataclasses.dataclass(frozen=True, order=True)
+class Level:
+    """One thing that is true of a case.
+
+    Attributes:
+      odds: how much less it is believed to matter than others, in nats.
+      name: what it is called.
+      words: how a sentence goes on: `with sinks`, `when T is not S`.
+      fields: the fields of the case that decide it.
+      example: values of such fields that give a plain case the level, and few others of its sort.
+      counter: values that take it from a plain case, of levels that a plain case has.
+    """
+
+    odds: float
+    name: str
+    words: str
+    fields: tuple[str, ...]
+    example: tuple[tuple[str, Any], ...] = ()
+    counter: tuple[tuple[str, Any], ...] = ()
+
+
+@functools.lru_cache(maxsize=1 << 15)
+def fields_of(case: str) -> Mapping[str, str] | None:
+    """The fields that a case id writes, by name, as it writes them; none of what is no case id."""
+    parts = case.split("/")
+    if len(parts) < 6 or not (sizes := _SHAPE.fullmatch(parts[2])):
+        return None
+    phase, dtype, _, mask, *options, distribution, seed = parts
+    found = {"phase": phase, "dtype": dtype, "mask": mask, "distribution": distribution, "seed": seed}
+    found |= dict(zip(_SIZES, sizes.groups(), strict=True))
+    for option in options:
+        name = next((operand.field for operand in OPTIONAL if operand.read(option) is not None), "front_end")
+        found[name] = option
+    return found
+
+
+@functools.lru_cache(maxsize=1 << 15)
+def levels_of(case: str) -> frozenset[Level]:
+    """The levels of a case; none of what is no case id."""
+    fields = fields_of(case)
+    if fields is None:
+        return frozenset()
+    sizes = {name: int(fields[name]) for name in _SIZES}
+    return frozenset(
+        [
+            *_kinds(fields),
+            *_masks(fields["mask"]),
+            *_operands(fields),
+            *_heads(sizes),
+            *_lengths(sizes),
+            *_depths(sizes),
+        ]
+    )
+
+
+def _level(
+    name: str,
+    words: str,
+    *fields: str,
+    odds: float = _PLAIN,
+    example: Mapping[str, Any] | None = None,
+    counter: Mapping[str, Any] | None = None,
+) -> Level:
+    return Level(odds, name, words, fields, tuple((example or {}).items()), tuple((counter or {}).items()))
+
+
+def _kinds(fields: Mapping[str, str]) -> Iterator[Level]:
+    dtype, phase, values = fields["dtype"], fields["phase"], fields["distribution"]
+    yield _level(dtype, f"in {dtype}", "dtype", counter={"dtype": "bf16"} if dtype == "f32" else None)
+    if dtype != "f32":
+        yield _level("16 bits", "in bf16 and in f16", "dtype", odds=_RARER / 2)
+    yield _level(phase, "in training" if phase == "train" else f"in {phase}", "phase", *LENGTHS)
+    if phase != "train":
+        yield _level("cache", "in prefill and in decode", "phase", *LENGTHS, odds=_RARER)
+    if values != "normal":
+        yield _level(f"{values} values", f"with the values of `{values}`", "distribution", odds=_RARE)
+    if (front_end := fields.get("front_end")) is not None:
+        yield _level("front end", "after a front end", "front_end")
+        for step in front_end.removeprefix("front-").split("-"):
+            yield _level(f"front end {step}", f"after {step} in a front end", "front_end", odds=_RARER)
+
+
+def _masks(spec: str) -> Iterator[Level]:
+    if spec == "full":
+        yield _level("full", "without a mask", "mask", odds=_RARER, counter={"mask": "causal"})
+        return
+    yield _level("masked", "under any mask", "mask", odds=_RARER)
+    terms = _TERM.split(spec)
+    kinds = {term.partition("-")[0] for term in terms}
+    for kind in kinds:
+        yield _level(kind, _MASKS.get(kind, f"under a mask of kind {kind}"), "mask", example=_shifted(kind))
+    if _OF_ROWS & kinds:
+        yield _level("row mask", "under a mask of its own for each batch row", "mask", odds=_RARER / 2)
+    if len(terms) > 1:
+        yield _level("joined masks", "under masks that are joined", "mask", odds=_RARER)
+    if "-o" in spec:
+        yield _level("mask offset", "under a mask with an offset", "mask", odds=_RARER)
+    for term in terms:
+        # Without an offset a mask may be asked for by name, and with one only as an array.
+        if without := "-o" not in term and term.startswith(("causal", "window")):
+            kind = term.partition("-")[0]
+            yield _level(f"{kind}, no offset", f"{_MASKS[kind]} without an offset", "mask", odds=_RARER)
+        if (sides := _WINDOW.match(term)) and "inf" not in (sides[1] or sides[3]):
+            words, example = "under a window with a left side", _shifted("window")
+            yield _level("left side", words, "mask", odds=_RARER / 2, example=example)
+            if without:
+                yield _level("left side, no offset", f"{words}, without an offset", "mask", odds=_RARER)
+        if sides and sides[2] not in (None, "0", "inf"):
+            yield _level("right side", "under a window that reaches to the right", "mask", odds=_RARER / 2)
+
+
+def _shifted(kind: str) -> dict[str, str] | None:
+    """A mask of the kind with an offset, which tells it from those without."""
+    masks = {"causal": "causal-o5", "window": "window-l31-r0-o5"}
+    return {"mask": masks[kind]} if kind in masks else None
+
+
+def _operands(fields: Mapping[str, str]) -> Iterator[Level]:
+    for operand in OPTIONAL:
+        words = _OPERANDS.get(operand.name, operand.name)
+        part = fields.get(operand.field)
+        if part is None:
+            counter = {operand.field: operand.levels[0]}
+            yield _level(f"no {operand.name}", f"without {words}", operand.field, odds=_RAREST, counter=counter)
+            continue
+        yield _level(operand.name, f"with {words}", operand.field)
+        if not operand.is_flag:
+            yield _level(part, f"with {words} of the kind {part}", operand.field, odds=_RARER)
+    if (cache := fields.get("kv_cache")) is not None:
+        kind, _, by = cache.removeprefix("kv").partition("-")
+        yield _level(f"kv {kind}", f"with a cache in {kind}", "kv_cache")
+        yield _level(f"kv {by}", f"with a scale for each {by} of the cache", "kv_cache")
+
+
+def _heads(sizes: Mapping[str, int]) -> Iterator[Level]:
+    batch, heads, kv_heads = sizes["batch"], sizes["num_q_heads"], sizes["num_kv_heads"]
+    if heads == kv_heads:
+        counter = {"num_q_heads": 4, "num_kv_heads": 2}
+        yield _level("mha", "where no heads share keys", *HEADS, odds=_RARER, counter=counter)
+    else:
+        yield _level("groups", "with groups of heads (N > K)", *HEADS)
+        several = kv_heads > 1
+        words = "with several groups of heads (N > K > 1)" if several else "with one key/value head for all (K = 1 < N)"
+        yield _level("gqa" if several else "mqa", words, *HEADS, odds=_RARER / 2)
+        yield _level(f"group of {heads // kv_heads}", f"with groups of {heads // kv_heads} heads", *HEADS, odds=_RARE)
+    if kv_heads > 1:
+        yield _level("K > 1", "with several key/value heads", *HEADS, odds=_RARER)
+    one = batch == 1
+    words = "with one batch row" if one else "with several batch rows"
+    yield _level("B = 1" if one else "B > 1", words, "batch", odds=float(one), counter={"batch": 2} if one else None)
+
+
+def _lengths(sizes: Mapping[str, int]) -> Iterator[Level]:
+    q, kv = sizes["q_length"], sizes["kv_length"]
+    if q == kv:
+        yield _level("T = S", "when T is S", *LENGTHS, odds=_RARER, counter={"kv_length": 200})
+    else:
+        yield _level("T != S", "when T is not S", *LENGTHS)
+        order = "<" if q < kv else ">"
+        yield _level(f"T {order} S", f"when T {order} S", *LENGTHS, odds=_RARER / 2)
+    yield _level("T = 1" if q == 1 else "T > 1", "for one query" if q == 1 else "for several queries", *LENGTHS, odds=1)
+    for name, what, size, field in (("S", "keys", kv, "kv_length"), ("T", "queries", q, "q_length")):
+        for block in _BLOCKS:
+            if size % block:
+                words, example = f"when {name} is no multiple of {block}", {field: max(_BLOCKS) + block // 2}
+                yield _level(f"{name} % {block}", words, *LENGTHS, odds=_RARER / 2, example=example)
+            else:
+                words, counter = f"when {name} is a multiple of {block}", {field: max(_BLOCKS) + block // 2}
+                yield _level(f"{name} / {block}", words, *LENGTHS, odds=_RARE, counter=counter)
+        for length in _LONG:
+            if size > length:
+                yield _level(f"{name} > {length}", f"with more than {length} {what}", *LENGTHS, odds=_RARER)
+            else:
+                yield _level(f"{name} <= {length}", f"with at most {length} {what}", *LENGTHS, odds=_RARE)
+
+
+def _depths(sizes: Mapping[str, int]) -> Iterator[Level]:
+    depth, v_depth = sizes["head_dim"], sizes["v_head_dim"]
+    if depth != v_depth:
+        yield _level("V != H", "when V is not H", *DEPTHS)
+    for name, size, field in (("H", depth, "head_dim"), ("V", v_depth, "v_head_dim")):
+        yield _level(f"{name} = {size}", f"at depth {name} = {size}", *DEPTHS, odds=_RARER)
+        if size & (size - 1):
+            yield _level(f"odd {name}", f"when {name} is no power of two", *DEPTHS, odds=_RARER / 2)
+        for block in _DEPTH_BLOCKS:
+            if size % block:
+                words, example = f"when {name} is no multiple of {block}", {field: max(_DEPTH_BLOCKS) + block // 2}
+                yield _level(f"{name} % {block}", words, *DEPTHS, odds=_RARER / 2, example=example)
+        for block in (32, 64):
+            more = size > block
+            words = f"when {name} > {block}" if more else f"when {name} <= {block}"
+            yield _level(words.removeprefix("when "), words, *DEPTHS, odds=_RARER if more else _RARE)
+
+
+@functools.lru_cache(maxsize=1 << 15)
+def oddities(case: str) -> frozenset[str]:
+    """The fields of a case that are out of the ordinary; all of what is no case id."""
+    fields = fields_of(case)
+    if fields is None:
+        return frozenset(_SIZES)
+    plain = {"phase": "train", "dtype": "f32", "mask": "full", "distribution": "normal"}
+    odd = {name for name, value in plain.items() if fields[name] != value}
+    odd |= {one for one, other in (HEADS, LENGTHS, DEPTHS) if fields[one] != fields[other]}
+    return frozenset(odd | (fields.keys() - plain.keys() - {*_SIZES, "seed"}))
+
+
+@functools.lru_cache(maxsize=1 << 15)
+def plainness(case: str) -> tuple[int, int, str]:
+    """Sorts cases, the plainest first: by how many things are out of the ordinary, then by size."""
+    fields = fields_of(case)
+    if fields is None:
+        return len(_SIZES), 0, case
+    sizes = {name: int(fields[name]) for name in _SIZES}
+    joined = len(_TERM.findall(fields["mask"])) + ("-o" in fields["mask"])
+    lengths, depths = sizes["q_length"] + sizes["kv_length"], sizes["head_dim"] + sizes["v_head_dim"]
+    return len(oddities(case)) + joined, sizes["batch"] * sizes["num_q_heads"] * lengths * depths, case

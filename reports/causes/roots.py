@@ -1,0 +1,300 @@
+"""Root findings: the red records of a contender, each under the one cause that explains it."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import operator
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+
+from conformance.records import ERROR, FAIL, PASS, RED, UNEXPECTED_PASS, Record
+from reports import findings
+from reports.causes import locating
+from reports.causes.comparing import compared
+from reports.causes.finding import (
+    BEHIND_MASK,
+    CHECK,
+    FORWARD,
+    GRADIENTS,
+    KINDS,
+    OUT,
+    PLAIN_CALL,
+    RAISES,
+    UNEXPECTED,
+    Finding,
+    Share,
+    kind_of,
+    line_that_raises,
+    result_of,
+    signal_of,
+)
+from reports.causes.levels import Level, levels_of, plainness
+from reports.causes.locating import Candidate, Combination, Signal
+from reports.summary import Contender, by_contender
+
+ELSEWHERE = frozenset({"arguments", "calls", "decoding", "forms", "invariance", "limits", "sharding", "transforms"})
+"""Checks that ask with operands, masks or lengths of their own, of which the case id does not tell."""
+
+
+def of(records: Iterable[Record], probes: Iterable[Record] = ()) -> list[Finding]:
+    """The findings of red records: each record is in exactly one of them.
+
+    Args:
+      records: those of a run, or of several.
+      probes: what was judged to confirm findings: evidence, and nothing that is counted.
+    """
+    beside = by_contender(probes)
+    found = []
+    for contender, theirs in by_contender(records).items():
+        if any(record.verdict in RED for record in theirs):
+            found += _Evidence(contender, theirs, beside.get(contender, ())).findings()
+    return found
+
+
+@dataclasses.dataclass(frozen=True)
+class _Root:
+    """A combination that explains what is red in results of a kind; `signal` is where it shows most plainly."""
+
+    kind: str
+    signal: str
+    combination: Combination
+
+
+class _Evidence:
+    """What the records of one contender say, as sets of cases."""
+
+    def __init__(self, contender: Contender, records: Sequence[Record], probes: Sequence[Record]) -> None:
+        self._contender = contender
+        self._red = [record for record in records if record.verdict in RED]
+        self._told = [record for record in (*records, *probes) if record.verdict in (PASS, FAIL, ERROR)]
+        self._rows = {case: 1 << row for row, case in enumerate(dict.fromkeys(r.case for r in self._told))}
+        self._signals = self._gathered(self._told)
+        counted = {record.key for record in records}
+        self._counted = self._gathered(record for record in self._told if record.key in counted)
+        self._levels = self._candidates()
+        self._roots = self._located()
+        self._explained = {name: self._explaining(name) for name in self._signals}
+
+    def _gathered(self, told: Iterable[Record]) -> dict[str, Signal]:
+        red: dict[str, int] = {}
+        green: dict[str, int] = {}
+        answered = 0  # cases of which something came back
+        for record in told:
+            name, row = _signal(record), self._rows[record.case]
+            side = green if record.verdict == PASS else red
+            side[name] = side.get(name, 0) | row
+            answered |= 0 if record.verdict == ERROR else row
+        return {
+            name: Signal(rows, (answered if _kind(name) == RAISES else green.get(name, 0)) & ~rows)
+            for name, rows in red.items()
+        }
+
+    def _candidates(self) -> dict[Level, Candidate]:
+        """Levels by the cases that have them, but for those that all cases have."""
+        rows: dict[Level, int] = {}
+        for case, row in self._rows.items():
+            for level in levels_of(case):
+                rows[level] = rows.get(level, 0) | row
+        everywhere = _union(self._rows.values())
+        return {level: Candidate(rows[level], level.odds) for level in sorted(rows) if rows[level] != everywhere}
+
+    def _located(self) -> list[_Root]:
+        """The combinations of each kind in turn: what an earlier one explains is not looked for again."""
+        found: list[_Root] = []
+        for kind in (RAISES, FORWARD, GRADIENTS, CHECK):
+            names = sorted((name for name in self._signals if _kind(name) == kind), key=_plainest)
+            if kind == CHECK and any(root.kind != RAISES for root in found):
+                names = [name for name in names if _check(name) not in ELSEWHERE]
+            signals = {name: self._open(name) for name in names}
+            if kind == CHECK:  # a case that is wrong by itself fails other checks too
+                wrong = _union(root.combination.rows for root in found if root.kind != RAISES)
+                signals = {name: signal.but(wrong) for name, signal in signals.items()}
+            # The line that raises says which errors are one. Wrong results are first looked at together, since each is
+            # asked of a part of the cases only: what remains is wrong in some of them and right in others.
+            groups = [{name: signals[name]} for name in names] if kind == RAISES else [_together(signals), signals]
+            for group in groups:
+                before = [root.combination for root in found if RAISES not in (kind, root.kind)]
+                for one in locating.locate(list(self._levels.values()), group, before)[: 1 if kind == RAISES else None]:
+                    if kind == CHECK and not one.levels:
+                        continue  # that checks fail in every case does not make them fail by one cause
+                    found.append(_Root(kind, locating.clearest(one, signals if kind != RAISES else group), one))
+        return found
+
+    def _open(self, name: str) -> Signal:
+        """A signal where it can say something new: where `out` is wrong, all else is right by chance only."""
+        signal = self._signals[name]
+        if _kind(name) in (RAISES, FORWARD):
+            return signal
+        return Signal(signal.red & ~self._out, signal.green & ~self._out)
+
+    @functools.cached_property
+    def _out(self) -> int:
+        """The cases whose `out` is wrong."""
+        return _union(self._signals[signal].red for signal in OUT if signal in self._signals)
+
+    def _explaining(self, name: str) -> tuple[_Root, ...]:
+        """The roots that explain what is red in a signal, each by what the others leave of it."""
+        signal, kind = self._open(name), _kind(name)
+        able = [
+            root
+            for root in self._roots
+            if (root.signal == name if kind == RAISES else root.kind != RAISES)
+            and KINDS.index(root.kind) <= KINDS.index(kind)
+        ]
+        able = [root for root in able if locating.explains(root.combination, signal)]
+        left = {
+            id(root): signal.but(_union(other.combination.rows for other in able if other is not root)) for root in able
+        }
+        return tuple(root for root in able if locating.explains(root.combination, left[id(root)])) or tuple(able[:1])
+
+    def findings(self) -> list[Finding]:
+        """All of them: each kind's largest first, and what nothing explains last."""
+        explained: dict[int, list[Record]] = {}
+        left: dict[tuple[str, str], list[Record]] = {}
+        for record in self._red:
+            if (place := self._place(record)) is not None:
+                explained.setdefault(place, []).append(record)
+            else:
+                wrong = record.verdict == FAIL and self._rows[record.case] & self._out
+                left.setdefault((FORWARD, "") if wrong else _alike(record), []).append(record)
+        made = [self._finding(self._roots[place], found) for place, found in explained.items()]
+        made += [self._unexplained(kind, found) for (kind, _), found in left.items()]
+        return sorted(made, key=lambda x: (not x.is_explained, KINDS.index(x.kind), -len(x.records), x.smallest.key))
+
+    def _place(self, record: Record) -> int | None:
+        """Which root a red record is of: one that explains its result, or else what its case is wrong by already."""
+        if record.verdict == UNEXPECTED_PASS:
+            return None
+        row, name = self._rows[record.case], _signal(record)
+        of_case = [place for place, root in enumerate(self._roots) if root.combination.rows & row]
+        explaining = self._explained[name]
+        if record.verdict != ERROR and row & self._out:
+            explaining = tuple(root for root in self._roots if root.kind == FORWARD)
+        for place in of_case:
+            if self._roots[place] in explaining:
+                return place
+        if record.verdict == ERROR:
+            return None
+        # What is right by chance in `out` need not be in what follows from it.
+        follows = [place for place in of_case if KINDS.index(self._roots[place].kind) < KINDS.index(kind_of(record))]
+        if not follows and record.check in ELSEWHERE:
+            follows = [place for place, root in enumerate(self._roots) if root.kind in (FORWARD, GRADIENTS)]
+        return next((place for place in follows if self._roots[place].kind != RAISES), None)
+
+    def _finding(self, root: _Root, found: Sequence[Record]) -> Finding:
+        inside, outside, left_out = self._shares(root)
+        names = list(self._levels)
+        levels = tuple(names[number] for number in root.combination.levels)
+        own = [r for r in self._told if r.verdict in RED and _signal(r) == root.signal and self._has(r, root)]
+        check = Counter(record.check for record in own).most_common(1)[0][0]
+        own = [record for record in own if record.check == check]
+        wrong = {record.case for record in own}
+        right = [
+            r
+            for r in self._told
+            if r.verdict == PASS
+            and r.check == check
+            and r.case not in wrong
+            and (root.kind == RAISES or _signal(r) == root.signal)
+        ]
+        seen = compared(levels, own, right)
+        return Finding(
+            contender=self._contender,
+            kind=root.kind,
+            levels=levels,
+            others=tuple(tuple(names[number] for number in other) for other in root.combination.others),
+            question=(check, result_of(own[0].observable)),
+            records=_own_first(found, root.kind),
+            inside=inside,
+            outside=outside,
+            left_out=left_out,
+            smallest=seen.smallest,
+            without=seen.without,
+            passes=seen.passes,
+        )
+
+    def _unexplained(self, kind: str, found: Sequence[Record]) -> Finding:
+        first = min(found, key=lambda r: (kind_of(r) != kind, plainness(r.case), _plainest(_signal(r)), r.key))
+        asked = {record.case for record in self._told if signal_of(record) == signal_of(first)}
+        red = {record.case for record in found}
+        return Finding(
+            contender=self._contender,
+            kind=kind,
+            levels=None,
+            question=(first.check, result_of(first.observable)),
+            records=_own_first(found, kind),
+            inside=Share(len(red), len(asked | red)),
+            outside=Share(0, 0),
+            smallest=first,
+        )
+
+    def _has(self, record: Record, root: _Root) -> bool:
+        return bool(self._rows[record.case] & root.combination.rows)
+
+    def _shares(self, root: _Root) -> tuple[Share, Share, int]:
+        """Of the cases that were asked, those that fail with the levels and without, and how many are left out."""
+        signal, rows = self._counted.get(root.signal, Signal(0, 0)), root.combination.rows
+        others = _union(x.combination.rows for x in self._explained[root.signal] if x is not root) & ~rows & signal.red
+        if root.kind in (GRADIENTS, CHECK):
+            others |= self._out
+        asked = (signal.red | signal.green) & ~others
+        inside, outside = asked & rows, asked & ~rows
+        return (
+            Share((signal.red & inside).bit_count(), inside.bit_count()),
+            Share((signal.red & outside).bit_count(), outside.bit_count()),
+            (others & (signal.red | signal.green)).bit_count(),
+        )
+
+
+def _signal(record: Record) -> str:
+    """The name of what a record says of its case: a check and a result, or the line that raises."""
+    if record.verdict == ERROR:
+        line = line_that_raises(record.reason)  # where there is none, what differs from case to case are numbers
+        return f"{RAISES} {line['place'] if line else re.sub(r'[0-9]+', '#', record.reason)}"
+    behind = f" {BEHIND_MASK}" if findings.poisons(record) else ""
+    return f"{signal_of(record)}{behind}"
+
+
+def _kind(signal: str) -> str:
+    """The kind of what a signal says."""
+    if signal.startswith(RAISES):
+        return RAISES
+    if signal in PLAIN_CALL:
+        return FORWARD
+    if signal.startswith("gradients"):
+        return GRADIENTS
+    return BEHIND_MASK if signal.endswith(BEHIND_MASK) else CHECK
+
+
+def _plainest(signal: str) -> tuple[int, str]:
+    return (PLAIN_CALL.index(signal) if signal in PLAIN_CALL else len(PLAIN_CALL), signal)
+
+
+def _check(signal: str) -> str:
+    return signal.partition("/")[0]
+
+
+def _together(signals: Mapping[str, Signal]) -> dict[str, Signal]:
+    """The signals of a check, or of the plain call, as one: red where any of them is."""
+    groups: dict[str, list[Signal]] = {}
+    for name, signal in signals.items():
+        groups.setdefault(_check(name) if _kind(name) == CHECK else "", []).append(signal)
+    red = {name: _union(signal.red for signal in group) for name, group in groups.items()}
+    return {name: Signal(red[name], _union(s.green for s in group) & ~red[name]) for name, group in groups.items()}
+
+
+def _alike(record: Record) -> tuple[str, str]:
+    """What nothing explains is one finding by its kind, or by its check, or by what an entry of known failures says."""
+    kind = kind_of(record)
+    by = {RAISES: _signal(record), CHECK: record.check, UNEXPECTED: record.reason}
+    return kind, by.get(kind, "")
+
+
+def _own_first(found: Iterable[Record], kind: str) -> tuple[Record, ...]:
+    return tuple(sorted(found, key=lambda record: (kind_of(record) != kind, record.key)))
+
+
+def _union(rows: Iterable[int]) -> int:
+    return functools.reduce(operator.or_, rows, 0)

@@ -1,0 +1,110 @@
+"""A run says what its failures have in common, confirms it by a few cases more, and shrinks it if asked to."""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from conformance import cli, records, runs
+from conformance.commands import confirm
+from conformance.judging.probing.confirming import Prober
+from conformance.records import PROBE_SCHEMA
+from tests.processes import interruptible
+
+KERNEL = """
+from conformance import declare
+from tests.kernels import naive
+
+@declare(behind_mask="finite")
+def wrong(q, k, v, *, causal=False, soft_cap=None, sinks=None):
+    return naive.attention(q, k, v, causal=causal, soft_cap=soft_cap)
+
+@declare(behind_mask="finite")
+def right(q, k, v, *, causal=False, soft_cap=None, sinks=None):
+    return naive.attention(q, k, v, causal=causal, soft_cap=soft_cap, sinks=sinks)
+"""
+WHAT = ("--check=forward", "--cases=train/f32/*", "--jobs=1")
+SINKS = "train/f32/B1.T128.S128.N2.K2.H64.V64/full/sinks/normal/s0"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("kernels")
+    (made / "kernel.py").write_text(KERNEL)
+    return made
+
+
+@pytest.fixture(autouse=True)
+def there(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder)
+
+
+def run(*arguments: str) -> int:
+    return cli.main(cli.parser().parse_args(["run", "--in-process", *arguments]))
+
+
+def probes(path: str) -> list[dict[str, Any]]:
+    return [line for line in map(json.loads, Path(path).read_text().splitlines()) if line["schema"] == PROBE_SCHEMA]
+
+
+def test_a_finding_is_confirmed_and_what_confirms_it_is_not_counted(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("--impl=kernel.py:wrong", *WHAT, "--json=confirmed.jsonl", "--markdown=confirmed.markdown") == 1
+    told = capsys.readouterr()
+    for text in (told.out, Path("confirmed.markdown").read_text()):
+        assert "kernel.py:wrong (cpu): out is wrong with sinks" in text
+        assert "confirmed: this case fails, and the same without sinks passes" in text
+        assert SINKS in text
+    assert f"--case={SINKS} --check=forward --in-process --shrink" in told.out
+    assert "of at most 10 (--confirm-seconds=0 asks none)" in told.err
+    assert [line["record"]["case"] for line in probes("confirmed.jsonl")] == [SINKS]
+
+    assert run("--impl=kernel.py:wrong", *WHAT, "--json=plain.jsonl", "--confirm-seconds=0") == 1
+    assert "confirmed" not in capsys.readouterr().out
+    assert probes("plain.jsonl") == []
+    counted = [[record.key for record in records.read_jsonl(Path(name))] for name in ("confirmed.jsonl", "plain.jsonl")]
+    assert counted[0] == counted[1]
+
+    report = cli.parser().parse_args(["report", "confirmed.jsonl", "plain.jsonl", "--report=page.html"])
+    assert cli.main(report) == 0
+    page = Path("page.html").read_text()
+    assert "confirmed: this case fails, and the same without sinks passes" in page
+    assert f"of {len(counted[0]):,} records" in page
+
+
+def test_a_kernel_that_is_right_costs_nothing_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    def never(*arguments: Any) -> None:
+        raise AssertionError("nothing is red")
+
+    monkeypatch.setattr(confirm, "confirm", never)
+    monkeypatch.setattr(confirm, "shrink", never)
+    assert run("--impl=kernel.py:right", *WHAT, "--cases=train/f32/*T1.*", "--shrink") == 0
+
+
+def test_a_single_case_is_shrunk(capsys: pytest.CaptureFixture[str]) -> None:
+    case = "train/f32/B1.T16.S16.N2.K2.H16.V16/causal/softcap30/sinks/normal/s0"
+    assert run("--impl=kernel.py:wrong", f"--case={case}", "--check=forward", "--shrink", "--json=small.jsonl") == 1
+    out = capsys.readouterr().out
+    assert "smallest of finding 1: train/f32/B1.T1.S1.N1.K1.H1.V1/full/sinks/normal/s0 (" in out
+    command = "run --impl=kernel.py:wrong --case=train/f32/B1.T1.S1.N1.K1.H1.V1/full/sinks/normal/s0 --check=forward"
+    assert command in out
+    (recorded,) = runs.read(Path("small.jsonl"))
+    assert [record.case for record in recorded.records] == [case]
+    assert recorded.is_complete
+
+
+def test_a_signal_while_findings_are_confirmed_costs_nothing_that_was_judged(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Prober, "confirm", lambda *arguments: signal.raise_signal(signal.SIGINT))
+    with interruptible():
+        assert run("--impl=kernel.py:wrong", *WHAT, "--cases=train/f32/*sinks*", "--json=stopped.jsonl") == 1
+    (recorded,) = runs.read(Path("stopped.jsonl"))
+    assert recorded.is_complete
+    assert recorded.probes == ()
+
+
+def test_time_is_not_negative(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("--impl=kernel.py:wrong", "--confirm-seconds=-1") == 2
+    assert "--confirm-seconds must not be negative, got -1" in capsys.readouterr().err

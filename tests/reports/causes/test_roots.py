@@ -1,0 +1,224 @@
+"""Red records are under what causes them: each in exactly one finding, what follows with what it follows from."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import random
+import time
+from collections.abc import Callable
+
+import hypothesis
+import pytest
+from hypothesis import strategies
+
+from cases.grid import grid
+from conformance.records import ERROR, FAIL, PASS, RED, UNEXPECTED_PASS, UNSUPPORTED, Record
+from reports.causes import roots, words
+from reports.causes.finding import BEHIND_MASK, CHECK, FORWARD, GRADIENTS, RAISES, UNEXPECTED, Finding, foremost
+from reports.causes.levels import fields_of, levels_of, plainness
+
+BASE = "train/f32/B1.T128.S128.N2.K2.H64.V64/full/normal/s0"
+SINKS = "train/f32/B1.T128.S128.N2.K2.H64.V64/full/sinks/normal/s0"
+
+
+@functools.cache
+def cases() -> tuple[str, ...]:
+    """The rows of the grid at `quick`."""
+    return tuple(case.id for case in grid("quick", 0, lambda case: None).cases if case.kv_cache is None)
+
+
+def record(case: str, check: str = "forward", observable: str = "out", verdict: str = PASS, **more: object) -> Record:
+    made = Record(
+        implementation="kernel", platform="cpu", case=case, check=check, observable=observable, verdict=verdict
+    )
+    return dataclasses.replace(made, **more)  # type: ignore[arg-type]
+
+
+Wrong = Callable[[str, str], bool]
+"""Whether a result is wrong in a case."""
+
+
+def records(wrong: Wrong) -> list[Record]:
+    """What a run leaves of a kernel: the plain call, gradients of training, and a law of attention."""
+    found = []
+    for case in cases():
+        asked = [("forward", "out"), ("residuals", "logsumexp"), ("poison", "out.huge")]
+        if case.startswith("train"):
+            asked += [("gradients", name) for name in ("dq", "dk", "dv")] + [("linearity", "dq")]
+        found += [record(case, *one, verdict=FAIL if wrong(case, one[1].partition(".")[0]) else PASS) for one in asked]
+    return found
+
+
+def has(case: str, *names: str) -> bool:
+    return set(names) <= {level.name for level in levels_of(case)}
+
+
+def names(finding: Finding) -> list[str]:
+    return [level.name for level in finding.levels or ()]
+
+
+def test_what_follows_from_a_wrong_forward_is_under_it() -> None:
+    found = records(lambda case, result: has(case, "sinks"))
+    (finding,) = roots.of(found)
+    assert names(finding) == ["sinks"]
+    assert finding.kind == FORWARD
+    assert finding.results == ("out", "logsumexp")
+    assert set(finding.follows) == {"gradients", "linearity", "poison"}
+    assert len(finding.records) == sum(one.verdict == FAIL for one in found)
+    assert (finding.inside.red, finding.outside.red) == (finding.inside.asked, 0)
+    assert words.title(finding) == "out is wrong with sinks"
+    asked = sum(has(case, "sinks") for case in cases())
+    others = len(cases()) - asked
+    assert words.shares(finding) == f"fails in {asked} of {asked} such cases, and in 0 of {others} others"
+
+
+def test_three_faults_are_three_findings() -> None:
+    def wrong(case: str, result: str) -> bool:
+        forward = has(case, "sinks") or has(case, "soft_cap", "bias")
+        return forward or (result == "dk" and has(case, "bf16"))
+
+    found = roots.of(records(wrong))
+    assert sorted(map(names, found)) == [["bf16"], ["bias", "soft_cap"], ["sinks"]]
+    assert [finding.kind for finding in found] == [FORWARD, FORWARD, GRADIENTS]
+    assert found[2].results == ("dk",)
+
+
+def test_a_gradient_that_is_wrong_alone_is_found_beside_a_residual_that_is_wrong_everywhere() -> None:
+    found = roots.of(records(lambda case, result: result == "logsumexp" or (result == "dk" and has(case, "groups"))))
+    assert [(finding.kind, names(finding)) for finding in found] == [(FORWARD, []), (GRADIENTS, ["groups"])]
+    assert words.title(found[0]) == "logsumexp is wrong in every case"
+    assert words.title(found[1]) == "dk is wrong with groups of heads (N > K)"
+
+
+def test_a_kernel_that_is_wrong_everywhere_has_one_finding() -> None:
+    (finding,) = roots.of(records(lambda case, result: True))
+    assert words.title(finding) == "out is wrong in every case"
+    assert words.shares(finding) == f"fails in {len(cases())} of {len(cases())} cases"
+
+
+def test_what_raises_is_told_by_its_line() -> None:
+    def raised(case: str, check: str) -> Record:
+        if not has(case, "soft_cap", "bias"):
+            return record(case, check)
+        reason = f"ValueError: no {len(case)} (/kernel.py:74: raise ValueError(...))"
+        return record(case, check, "all", ERROR, reason=reason)
+
+    (finding,) = roots.of([raised(case, check) for case in cases() for check in ("forward", "poison")])
+    assert (finding.kind, names(finding)) == (RAISES, ["bias", "soft_cap"])
+    assert words.title(finding).endswith(", with a bias and with a soft cap")
+    assert words.title(finding).startswith("raises ValueError: no ")
+    assert set(finding.checks) == {"forward", "poison"}
+
+
+def test_what_no_feature_tells_is_said() -> None:
+    drawn = random.Random(0)
+    odd = set(drawn.sample(cases(), 3))
+    (finding,) = roots.of(records(lambda case, result: case in odd))
+    assert finding.levels is None
+    assert not finding.is_explained
+    assert (
+        words.shares(finding) == f"fails in 3 of {len(cases())} cases, and no feature or pair of features tells which"
+    )
+
+
+def test_a_check_that_fails_alone_is_a_finding_of_its_own() -> None:
+    alone = [record(SINKS, "aliasing", "out", FAIL), record(SINKS, "aliasing", "dq", FAIL)]
+    wrong, other = roots.of([*records(lambda case, result: has(case, "soft_cap")), *alone])
+    assert names(wrong) == ["soft_cap"]
+    assert (other.kind, len(other.records)) == (CHECK, 2)
+    assert words.title(other) == "aliasing fails"
+
+
+def test_leaks_and_unexpected_passes_have_findings_of_their_own() -> None:
+    leak = record(BASE, "poison", "dk.nan", FAIL, remedy='behind_mask="finite"')
+    passing = record(BASE, "gradients", "dv", UNEXPECTED_PASS, reason="listed as failing")
+    found = roots.of([record(BASE), leak, passing])
+    assert [finding.kind for finding in found] == [BEHIND_MASK, UNEXPECTED]
+    assert [finding.is_explained for finding in found] == [True, True]
+    assert words.facts(found[0]) == [words.leak(found[0])]
+
+
+def test_probes_are_evidence_and_are_not_counted() -> None:
+    asked = [one for one in records(lambda case, result: has(case, "sinks")) if one.check == "forward"]
+    (before,) = roots.of(asked)
+    probes = [record(SINKS, verdict=FAIL), record(BASE)]
+    (after,) = roots.of(asked, probes)
+    assert (before.inside, before.outside, before.records) == (after.inside, after.outside, after.records)
+    assert not before.is_confirmed
+    assert after.is_confirmed
+    assert after.smallest == probes[0]
+    assert words.confirmed(after) == "confirmed: this case fails, and the same without sinks passes"
+
+
+def test_a_probe_that_passes_says_that_more_is_needed() -> None:
+    asked = [one for one in records(lambda case, result: has(case, "sinks")) if one.check == "forward"]
+    (finding,) = roots.of(asked, [record(SINKS), record(BASE)])
+    assert words.confirmed(finding) == f"not all it takes: {SINKS} is such a case, and passes"
+
+
+@pytest.mark.parametrize("case", ["", "*", "case/3", "train/f32/B1.T1/full/normal/s0", "a/b/c/d/e/f"])
+def test_what_is_no_case_id_has_no_levels(case: str) -> None:
+    assert fields_of(case) is None
+    assert levels_of(case) == frozenset()
+    assert plainness(case) > plainness(BASE)
+    (finding,) = roots.of([record(case, verdict=FAIL)])
+    assert finding.records == (record(case, verdict=FAIL),)
+
+
+VERDICTS_DRAWN = strategies.sampled_from((PASS, FAIL, ERROR, UNSUPPORTED, UNEXPECTED_PASS))
+DRAWN = strategies.builds(
+    lambda case, asked, verdict, reason: record(case, asked[0], asked[1], verdict, reason=reason),
+    strategies.sampled_from([*cases()[:40], "case/1", ""]),
+    strategies.sampled_from(
+        [
+            ("forward", "out"),
+            ("residuals", "logsumexp"),
+            ("gradients", "dk"),
+            ("poison", "out.nan"),
+            ("calls", "out.one"),
+            ("linearity", "dq"),
+        ]
+    ),
+    VERDICTS_DRAWN,
+    strategies.sampled_from(["", "ValueError: 1 (/kernel.py:7: x)", "TypeError: 2"]),
+)
+
+
+@hypothesis.given(strategies.lists(DRAWN, max_size=60))
+@hypothesis.settings(max_examples=150, deadline=None, derandomize=True)
+def test_each_red_record_is_in_exactly_one_finding(found: list[Record]) -> None:
+    explained = [one for finding in roots.of(found) for one in finding.records]
+    assert sorted(explained, key=repr) == sorted((one for one in found if one.verdict in RED), key=repr)
+
+
+@hypothesis.given(strategies.lists(DRAWN, max_size=40, unique_by=lambda one: one.key), strategies.randoms())
+@hypothesis.settings(max_examples=60, deadline=None, derandomize=True)
+def test_findings_do_not_hang_on_the_order_of_records(found: list[Record], drawn: random.Random) -> None:
+    shuffled = found.copy()
+    drawn.shuffle(shuffled)
+    told = [
+        {(finding.kind, tuple(names(finding)), finding.records) for finding in roots.of(x)} for x in (found, shuffled)
+    ]
+    assert told[0] == told[1]
+
+
+def test_thousands_of_records_take_about_a_second() -> None:
+    found = [
+        dataclasses.replace(one, observable=f"{one.observable}.{n}")
+        for n in range(13)
+        for one in records(lambda case, result: has(case, "sinks") or (result == "dk" and has(case, "bf16")))
+    ]
+    assert len(found) > 10_000
+    roots.of(found[:100])
+    start = time.process_time()
+    roots.of(found)
+    assert time.process_time() - start < 3  # a second by itself, and more beside other tests
+
+
+def test_no_contender_pushes_the_findings_of_another_out() -> None:
+    many = [record(BASE, f"check{n}", verdict=FAIL) for n in range(20)]
+    found = roots.of([*many, record(BASE, verdict=FAIL, implementation="other")])
+    shown = foremost(found, 3)
+    assert [finding.contender.implementation for _, finding in shown] == ["kernel", "kernel", "other"]
+    assert [number for number, _ in shown] == [1, 2, 21]
