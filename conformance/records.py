@@ -42,7 +42,10 @@ JUDGED = frozenset({PASS, FAIL, EXPECTED_FAIL, UNEXPECTED_PASS})
 _WORST_FIRST = (FAIL, ERROR, UNEXPECTED_PASS, EXPECTED_FAIL, PASS, UNJUDGED, UNSUPPORTED)
 
 # The fields of a record that hold what others may have written.
-_WORDS = ("implementation", "case", "check", "observable", "reason", "remedy", "reproduce")
+_WORDS = ("implementation", "case", "check", "observable", "reason", "remedy", "pattern", "reproduce")
+# Most cells of an error map along either side: what a picture of the size of a thumbnail can show.
+MOST_CELLS = 24
+_SHADES, _LETTERS = frozenset("-0123456789"), frozenset("BTSNKHV")
 
 
 def printable(text: str) -> str:
@@ -71,6 +74,57 @@ class Worst:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class ErrorMap:
+    """Where a result is wrong, coarsely: the largest ratio in each of at most `MOST_CELLS` by `MOST_CELLS` cells.
+
+    A cell is `-` where nothing is judged, `0` up to a tenth of the limit, `1` up to the limit, `2` up to ten times over
+    it, and so on by powers of ten to `8`, which is anything beyond; `9` is NaN and infinity.
+
+    Attributes:
+      axes: what the lines and the columns of `cells` go along, in letters of the contract; `BN` is all heads of the
+        first batch row, then those of the next.
+      shape: how many indices there are along each.
+      cells: a line for each part of the first axis.
+      at: the batch row and the query head of `mask` and `marks`, those of the worst element.
+      mask: `0` where none of a cell's pairs of query and key may attend, `2` where all may, `1` else; empty without one.
+      mask_shape: how many queries and keys it is of.
+      marks: cells as above for the queries (`along` is `T`) or the keys (`S`) of the mask.
+      along: which of the two.
+      block: size of the blocks by whose borders the pattern goes, 0 where none is known.
+    """
+
+    axes: tuple[str, str]
+    shape: tuple[int, int]
+    cells: tuple[str, ...]
+    at: tuple[int, int] = (0, 0)
+    mask: tuple[str, ...] = ()
+    mask_shape: tuple[int, int] = (0, 0)
+    marks: str = ""
+    along: str = ""
+    block: int = 0
+
+    def __post_init__(self) -> None:
+        """Whatever a file says, this is letters, numbers and shades of the right sizes, or it is refused."""
+        lines = (*self.cells, *self.mask, self.marks)
+        pairs = (self.axes, self.shape, self.at, self.mask_shape)
+        if not all(isinstance(x, tuple) for x in (*pairs, self.cells, self.mask)) or {len(x) for x in pairs} != {2}:
+            raise ValueError("an error map has pairs of axes, sizes and places")
+        if not all(isinstance(line, str) and len(line) <= MOST_CELLS and set(line) <= _SHADES for line in lines):
+            raise ValueError("cells of an error map must be digits and dashes")
+        if max(len(self.cells), len(self.mask)) > MOST_CELLS or any(
+            len(set(map(len, part))) > 1 for part in (self.cells, self.mask)
+        ):
+            raise ValueError(f"an error map has at most {MOST_CELLS} lines, of one length")
+        numbers = (*self.shape, *self.at, *self.mask_shape, self.block)
+        if not all(type(n) is int and 0 <= n < 2**40 for n in numbers):
+            raise ValueError("sizes and places of an error map must be whole numbers")
+        if not all(isinstance(x, str) and set(x) <= _LETTERS and 0 < len(x) < 3 for x in self.axes):
+            raise ValueError("axes of an error map must be letters of the contract")
+        if self.along not in ("", "T", "S"):
+            raise ValueError("marks of an error map go along T or S")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Record:
     """One judged observable of one case, or the reason why there is no judgement.
 
@@ -94,6 +148,8 @@ class Record:
       worst: the element with the largest ratio.
       reason: why this is the verdict.
       remedy: of a failure, the declaration under which its check passes on this case, which was tried.
+      pattern: of a failure, where the error is and what form it has, in words; empty where nothing of the list fits.
+      error_map: of a failure of a result as it is, the same as a coarse picture.
       reproduce: the command that judges this alone.
       seconds: what judging took.
       figures: measured beside the verdict and not judged (`compile_seconds`, `temporary_bytes`, ...). Where rounding
@@ -123,6 +179,8 @@ class Record:
     worst: Worst | None = None
     reason: str = ""
     remedy: str = ""
+    pattern: str = ""
+    error_map: ErrorMap | None = None
     reproduce: str = ""
     seconds: float = 0.0
     figures: Mapping[str, float] = dataclasses.field(default_factory=dict, hash=False)
@@ -204,8 +262,9 @@ def to_json(record: Record) -> str:
     """One line of strict JSON; infinities and NaN become the strings `inf`, `-inf` and `nan`."""
     data = dataclasses.asdict(record)
     del data["run"]
-    if not data["figures"]:  # most records have none
-        del data["figures"]
+    for name in ("figures", "pattern", "error_map"):  # most records have none
+        if not data[name]:
+            del data[name]
     return strict(data)
 
 
@@ -230,6 +289,10 @@ def from_data(data: dict[str, Any]) -> Record:
     if worst := data.get("worst"):
         figures = {name: _number(worst[name]) for name in ("got", "expected", "bound")}
         data["worst"] = Worst(index=tuple(worst["index"]), **figures)
+    if (drawn := data.get("error_map")) is not None:
+        if not isinstance(drawn, dict):
+            raise ValueError("an error map must be a JSON object")
+        data["error_map"] = ErrorMap(**{name: tuple(x) if isinstance(x, list) else x for name, x in drawn.items()})
     data["features"] = tuple(data.get("features", ()))
     data["figures"] = {name: _number(figure) for name, figure in dict(data.get("figures", {})).items()}
     record = Record(**data)

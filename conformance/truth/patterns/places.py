@@ -1,0 +1,144 @@
+"""Where the wrong elements are: one place that holds them all, and little else.
+
+A place is said only where
+
+- no judged element outside is wrong, and at least half of the units inside are (`DENSE`): rows, keys or pairs;
+- units wrong at random would not lie so: `units * log10(share of the place) <= CHANCE`;
+- it is a place and not a gradient: by the median, a wrong unit is `CONTRAST` times as wrong as the worst outside.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from conformance.truth.patterns.axes import along
+from conformance.truth.patterns.failure import DEPTHS, Failure
+from conformance.truth.patterns.mask_facts import facts
+
+DENSE = 0.5
+CONTRAST = 3.0
+_ALONG = 1  # the rank of places along axes, between causes and what else the mask says
+CHANCE = -6.0
+"""One in a million, for each of the hundred or so places that are tried: of errors at random, one in ten thousand."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Place:
+    """Where it is wrong.
+
+    Attributes:
+      words: after "only".
+      elements: booleans broadcastable to the elements.
+      block: the size of block whose border it goes by, 0 if by none.
+    """
+
+    words: str
+    elements: np.ndarray
+    block: int = 0
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Candidate:
+    words: str
+    units: np.ndarray
+    filled: float  # the share of its units that are wrong
+    rank: int
+    block: int
+
+
+def place(failure: Failure, wrong: np.ndarray | None = None) -> Place | None:
+    """The place of the wrong elements, or of others that are given; none where they are in no place of the list."""
+    wrong = failure.wrong if wrong is None else wrong
+    if not wrong.any():
+        return None
+    units, judged = failure.by_unit(wrong), failure.by_unit(failure.telling)
+    if units.sum() == 1 and judged.sum() > 1:
+        return _alone(failure, wrong, units)
+    strengths = failure.by_unit(np.where(failure.telling, failure.ratios, -1.0))
+    found = [one for one in _candidates(failure, units, judged) if _holds(one.units, units, judged, strengths)]
+    words, chosen, block = _best(found, judged)
+    if chosen is None:
+        chosen = np.ones(units.shape, bool)
+    elements = failure.to_elements(chosen)
+    columns = _columns(failure, wrong, np.broadcast_to(elements, wrong.shape) & failure.telling)
+    if columns is not None:
+        words = f"{words}, {columns.words}" if words else columns.words
+        elements = elements & columns.elements
+    return Place(words, elements, block) if words else None
+
+
+def _alone(failure: Failure, wrong: np.ndarray, units: np.ndarray) -> Place:
+    """One unit, which is named by its index."""
+    index = ", ".join(str(int(i[0])) for i in np.nonzero(units))
+    if wrong.sum() == 1 and wrong.size > units.size:
+        return Place("one element", wrong)
+    noun = {"BSK": "key", "BNTS": "pair", "N": "head"}.get(failure.unit_letters, "row")
+    return Place(f"one {noun}, [{', '.join(failure.unit_letters)}] = [{index}]", failure.to_elements(units))
+
+
+def _candidates(failure: Failure, wrong: np.ndarray, judged: np.ndarray) -> Iterator[_Candidate]:
+    """What contains all wrong units, with the share that is wrong."""
+    product, words, block = np.ones(wrong.shape, bool), [], 0
+    beside = np.ones(wrong.shape, bool), list[str]()  # heads and batch rows alone, to be said beside a fact
+    for axis, letter in enumerate(failure.unit_letters):
+        others = tuple(other for other in range(wrong.ndim) if other != axis)
+        found = along(letter, wrong.any(axis=others), judged.any(axis=others), failure.group)
+        if found is None:
+            continue
+        chosen = np.expand_dims(found.chosen, others)
+        product, block = product & chosen, found.block or block
+        words.append(found.words)
+        if letter not in "TS":
+            beside[0][...] &= chosen
+            beside[1].append(found.words)
+    if words:
+        yield _Candidate(", ".join(words), product, _filled(product, wrong, judged), _ALONG, block)
+    for fact in facts(failure):
+        rank = 0 if fact.is_cause else 2
+        for chosen, more in ((np.broadcast_to(fact.units, wrong.shape), []), beside):
+            units = np.broadcast_to(fact.units, wrong.shape) & chosen
+            if not (wrong & ~units).any():
+                said = ", ".join((fact.words, *more))
+                yield _Candidate(said, units, _filled(units, wrong, judged), rank, fact.block)
+
+
+def _best(found: Sequence[_Candidate], judged: np.ndarray) -> tuple[str, np.ndarray | None, int]:
+    """The candidate that is filled most, and beside it another that holds the same units of another sort."""
+    if not found:
+        return "", None, 0
+    ranked = sorted(found, key=lambda one: (-round(one.filled, 2), one.rank))
+    best = ranked[0]
+    same = [one for one in ranked[1:] if np.array_equal(one.units & judged, best.units & judged)]
+    other = next((one for one in same if (one.rank == _ALONG) != (best.rank == _ALONG)), None)
+    if other is None:
+        return best.words, best.units, best.block
+    axis, fact = (best, other) if best.rank == _ALONG else (other, best)
+    return f"{axis.words} ({fact.words})", best.units, axis.block or fact.block
+
+
+def _filled(units: np.ndarray, wrong: np.ndarray, judged: np.ndarray) -> float:
+    inside = int((units & judged).sum())
+    return float((wrong & units).sum() / inside) if inside else 0.0
+
+
+def _holds(units: np.ndarray, wrong: np.ndarray, judged: np.ndarray, strengths: np.ndarray) -> bool:
+    inside, outside = units & judged, judged & ~units
+    if not outside.any() or (wrong & outside).any() or wrong.sum() < DENSE * inside.sum():
+        return False
+    if wrong.sum() * np.log10(inside.sum() / judged.sum()) > CHANCE:
+        return False
+    return bool(np.median(strengths[wrong]) >= CONTRAST * strengths[outside].max())
+
+
+def _columns(failure: Failure, wrong: np.ndarray, inside: np.ndarray) -> Place | None:
+    """Along the depth, within the place that was found."""
+    if failure.letters[-1] not in DEPTHS or wrong.shape[-1] < 2:
+        return None
+    axes = tuple(range(wrong.ndim - 1))
+    found = along(failure.letters[-1], wrong.any(axis=axes), inside.any(axis=axes), failure.group)
+    if found is None or not _holds(found.chosen & inside, wrong & inside, inside, failure.ratios):
+        return None
+    return Place(found.words, found.chosen)
