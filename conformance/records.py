@@ -15,6 +15,9 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from conformance import error_maps
+from conformance.error_maps import ErrorMap
+
 SCHEMA = "attention-conformance/record/1"
 RUN_SCHEMA = "attention-conformance/run/2"
 JOB_SCHEMA = "attention-conformance/job/1"
@@ -43,9 +46,6 @@ _WORST_FIRST = (FAIL, ERROR, UNEXPECTED_PASS, EXPECTED_FAIL, PASS, UNJUDGED, UNS
 
 # The fields of a record that hold what others may have written.
 _WORDS = ("implementation", "case", "check", "observable", "reason", "remedy", "pattern", "reproduce")
-# Most cells of an error map along either side: what a picture of the size of a thumbnail can show.
-MOST_CELLS = 24
-_SHADES, _LETTERS = frozenset("-0123456789"), frozenset("BTSNKHV")
 
 
 def printable(text: str) -> str:
@@ -71,57 +71,6 @@ class Worst:
     got: float
     expected: float
     bound: float
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ErrorMap:
-    """Where a result is wrong, coarsely: the largest ratio in each of at most `MOST_CELLS` by `MOST_CELLS` cells.
-
-    A cell is `-` where nothing is judged, `0` up to a tenth of the limit, `1` up to the limit, `2` up to ten times over
-    it, and so on by powers of ten to `8`, which is anything beyond; `9` is NaN and infinity.
-
-    Attributes:
-      axes: what the lines and the columns of `cells` go along, in letters of the contract; `BN` is all heads of the
-        first batch row, then those of the next.
-      shape: how many indices there are along each.
-      cells: a line for each part of the first axis.
-      at: the batch row and the query head of `mask` and `marks`, those of the worst element.
-      mask: `0` where none of a cell's pairs of query and key may attend, `2` where all may, `1` else; empty without one.
-      mask_shape: how many queries and keys it is of.
-      marks: cells as above for the queries (`along` is `T`) or the keys (`S`) of the mask.
-      along: which of the two.
-      block: size of the blocks by whose borders the pattern goes, 0 where none is known.
-    """
-
-    axes: tuple[str, str]
-    shape: tuple[int, int]
-    cells: tuple[str, ...]
-    at: tuple[int, int] = (0, 0)
-    mask: tuple[str, ...] = ()
-    mask_shape: tuple[int, int] = (0, 0)
-    marks: str = ""
-    along: str = ""
-    block: int = 0
-
-    def __post_init__(self) -> None:
-        """Whatever a file says, this is letters, numbers and shades of the right sizes, or it is refused."""
-        lines = (*self.cells, *self.mask, self.marks)
-        pairs = (self.axes, self.shape, self.at, self.mask_shape)
-        if not all(isinstance(x, tuple) for x in (*pairs, self.cells, self.mask)) or {len(x) for x in pairs} != {2}:
-            raise ValueError("an error map has pairs of axes, sizes and places")
-        if not all(isinstance(line, str) and len(line) <= MOST_CELLS and set(line) <= _SHADES for line in lines):
-            raise ValueError("cells of an error map must be digits and dashes")
-        if max(len(self.cells), len(self.mask)) > MOST_CELLS or any(
-            len(set(map(len, part))) > 1 for part in (self.cells, self.mask)
-        ):
-            raise ValueError(f"an error map has at most {MOST_CELLS} lines, of one length")
-        numbers = (*self.shape, *self.at, *self.mask_shape, self.block)
-        if not all(type(n) is int and 0 <= n < 2**40 for n in numbers):
-            raise ValueError("sizes and places of an error map must be whole numbers")
-        if not all(isinstance(x, str) and set(x) <= _LETTERS and 0 < len(x) < 3 for x in self.axes):
-            raise ValueError("axes of an error map must be letters of the contract")
-        if self.along not in ("", "T", "S"):
-            raise ValueError("marks of an error map go along T or S")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -290,9 +239,7 @@ def from_data(data: dict[str, Any]) -> Record:
         figures = {name: _number(worst[name]) for name in ("got", "expected", "bound")}
         data["worst"] = Worst(index=tuple(worst["index"]), **figures)
     if (drawn := data.get("error_map")) is not None:
-        if not isinstance(drawn, dict):
-            raise ValueError("an error map must be a JSON object")
-        data["error_map"] = ErrorMap(**{name: tuple(x) if isinstance(x, list) else x for name, x in drawn.items()})
+        data["error_map"] = error_maps.from_data(drawn)
     data["features"] = tuple(data.get("features", ()))
     data["figures"] = {name: _number(figure) for name, figure in dict(data.get("figures", {})).items()}
     record = Record(**data)

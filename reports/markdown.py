@@ -82,6 +82,7 @@ def _leak(leak: findings.BehindMask) -> str:
 def _failure(record: Record) -> str:
     contender = summary.contender_of(record).label
     facts = [wording.judged_text(record), wording.worst_text(record), wording.shorten(record.reason, longest=200)]
+    facts.insert(2, wording.pattern_text(record))
     what = f"{record.verdict}: {contender}, {record.check} / {record.observable}"
     lines = [f"- **{_inline(what)}** {_inline(record.case)}"]
     lines += [f"  {_inline('; '.join(fact for fact in facts if fact))}"] if any(facts) else []

@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from conformance import records
 from conformance.apart.process import Lost
 from conformance.calling import mishaps
-from conformance.records import ErrorMap, Worst
+from conformance.error_maps import ErrorMap
+from conformance.records import Worst
 from conformance.truth.comparison import Comparison
 from conformance.truth.tolerances import RMS_MIN_ELEMENTS, Tolerances
 

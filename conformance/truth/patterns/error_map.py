@@ -1,10 +1,10 @@
-"""The coarse picture of an error that a record keeps (`conformance.records.ErrorMap`)."""
+"""The coarse picture of an error that a record keeps (`conformance.error_maps`)."""
 
 from __future__ import annotations
 
 import numpy as np
 
-from conformance.records import MOST_CELLS, ErrorMap
+from conformance.error_maps import MOST_CELLS, ErrorMap
 from conformance.truth.patterns.failure import DEPTHS, Failure
 
 _BEYOND = 8  # the shade of all that is further beyond the limit than the others say

@@ -73,7 +73,9 @@ def multiples_along(sample: Sample, letter: str, noun: str) -> str:
         slopes[int(here)] = slope
         predicted[chosen] *= slope
         widened[chosen] *= max(1.0, abs(slope))
-    if len(slopes) < 2 or not sample.fits(predicted, widened, parameters=len(slopes)):
+    if not 2 <= len(slopes) <= sample.right.size // _FEWEST_COLUMNS**2 or not sample.fits(
+        predicted, widened, parameters=len(slopes)
+    ):
         return ""
     listed = ", ".join(_number(slope) for slope in slopes.values())
     told = listed if len(slopes) <= 8 else _range(np.array(list(slopes.values())))
@@ -141,7 +143,7 @@ def _factors(failure: Failure) -> Mapping[str, float]:
     }
     if problem.soft_cap is not None:
         basic["the soft cap"] = problem.soft_cap
-    upside_down = {f"1/{name}": 1 / value for name, value in basic.items()}
+    upside_down = {f"1/{name}": 1 / value for name, value in basic.items() if name not in ("log2(e)", "ln(2)")}
     if problem.scale is None:  # then it is 1/sqrt(H), and named so
         for name in ("the scale", "scale^2"):
             del basic[name], upside_down[f"1/{name}"]

@@ -18,7 +18,7 @@ EVIDENCE = 8.0
 """Decades by which all errors together had to shrink: for the fifty or so forms, one false claim in a million."""
 FEWEST = 4
 """Wrong elements that it must explain at least."""
-_MOST_SAMPLED = 8192
+_MOST_SAMPLED = 4096
 _F32 = 2.0**-22  # rounding what is predicted, when it is computed in another order than the bound has it
 
 

@@ -18,8 +18,8 @@ _FEWEST_ALIKE = 8
 def form(failure: Failure, elements: np.ndarray) -> str:
     """What stands in a place, in words; empty where nothing of the list fits."""
     whole = sample(failure, elements)
-    if not whole.wrong.any():
-        return ""
+    if not whole.wrong.any():  # too much by the root mean square alone
+        return rounded(whole) or scattered(whole)
     for words in _forms(whole):
         if words:
             return words

@@ -71,7 +71,7 @@ def _of_rows(failure: Failure) -> Iterator[Fact]:
             words = f"rows that see keys past the last whole block of {block}"
             yield Fact(words, blocks[..., -1], False, block)
         before_a_seen_one = np.logical_or.accumulate(blocks[..., ::-1], axis=-1)[..., ::-1]
-        skipped = (~blocks & before_a_seen_one).any(axis=-1)
+        skipped = np.logical_or.reduce(~blocks & before_a_seen_one, axis=-1)
         yield Fact(f"rows that see keys behind an empty block of {block}", skipped, False, block)
 
 

@@ -31,6 +31,8 @@ def another_result(sample: Sample) -> Iterator[str]:
             yield _if(sample.fits(other.value[sample.index], other.bound[sample.index]), f"what `{name}` must be")
     if failure.observable == "logsumexp" and "max_logits" in failure.others:
         top = failure.others["max_logits"].value[sample.index]
+        if failure.problem.sinks is not None:
+            top = np.maximum(top, failure.problem.sinks[sample.index[1]])
         with np.errstate(invalid="ignore"):
             total = np.where(np.isfinite(top), sample.right - top, 0.0)
         yield _if(sample.fits(total), "the logarithm of the sum, without the maximum")

@@ -26,28 +26,35 @@ def pattern(failure: Failure) -> Pattern:
 
 
 def _pattern(failure: Failure) -> Pattern:
-    lost = failure.judged & ~np.isfinite(failure.values) & (failure.ratios > failure.limit)
+    lost = failure.wrong & ~np.isfinite(failure.values)
     if lost.any():
-        return _lost(failure, lost)
+        nan, infinite = np.isnan(failure.values[lost]).any(), np.isinf(failure.values[lost]).any()
+        what = "NaN and infinity" if nan and infinite else "NaN" if nan else "infinity"
+        return _told_by_value(failure, lost, what) or Pattern(f"{what} in {_share(failure, lost)}")
     where = place(failure)
-    what = form(failure, np.ones((), bool) if where is None else where.elements)
     if where is None:
-        return Pattern(what)
-    return Pattern(f"only {where.words}" + (f"; there {what}" if what else ""), where.block)
+        zeros = failure.wrong & (failure.values == 0)
+        if what := form(failure, np.ones((), bool)):
+            return Pattern(what)
+        return (_told_by_value(failure, zeros, "zero") if zeros.any() else None) or Pattern()
+    what = form(failure, where.elements)
+    only = "" if where.words.startswith(("all ", "every ")) else "only "
+    return Pattern(f"{only}{where.words}" + (f"; there {what}" if what else ""), where.block)
 
 
-def _lost(failure: Failure, lost: np.ndarray) -> Pattern:
-    """NaN and infinity, which no number can be said of."""
-    nan, infinite = np.isnan(failure.values[lost]).any(), np.isinf(failure.values[lost]).any()
-    what = "NaN and infinity" if nan and infinite else "NaN" if nan else "infinity"
-    other = "; other values are wrong too" if (failure.wrong & ~lost).any() else ""
-    if np.array_equal(lost, failure.judged):
+def _told_by_value(failure: Failure, elements: np.ndarray, what: str) -> Pattern | None:
+    """Where the elements are that hold something that no right one does, none if they are in no place."""
+    if np.array_equal(elements, failure.judged):
         return Pattern(f"{what} everywhere")
-    where = place(failure, lost)
+    where = place(failure, elements)
     if where is None:
-        return Pattern(f"{what} in {_share(lost.sum() / failure.judged.sum())} of the values{other}")
-    return Pattern(f"{what}, only {where.words}{other}", where.block)
+        return None
+    only = "" if where.words.startswith(("all ", "every ")) else "only "
+    other = "; other values are wrong too" if (failure.wrong & ~elements).any() else ""
+    return Pattern(f"{what}, {only}{where.words}{other}", where.block)
 
 
-def _share(part: float) -> str:
-    return f"{part:.0%}" if part >= 0.01 else "less than 1%"
+def _share(failure: Failure, elements: np.ndarray) -> str:
+    part = elements.sum() / failure.judged.sum()
+    other = "; other values are wrong too" if (failure.wrong & ~elements).any() else ""
+    return f"{f'{part:.0%}' if part >= 0.01 else 'less than 1%'} of the values{other}"

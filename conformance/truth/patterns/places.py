@@ -49,21 +49,22 @@ class _Candidate:
     block: int
 
 
-def place(failure: Failure, wrong: np.ndarray | None = None) -> Place | None:
-    """The place of the wrong elements, or of others that are given; none where they are in no place of the list."""
-    wrong = failure.wrong if wrong is None else wrong
+def place(failure: Failure, special: np.ndarray | None = None) -> Place | None:
+    """The place of the wrong elements, or of such as are told by what they hold; none where the list has none."""
+    wrong = failure.wrong if special is None else special
     if not wrong.any():
         return None
     units, judged = failure.by_unit(wrong), failure.by_unit(failure.telling)
     if units.sum() == 1 and judged.sum() > 1:
         return _alone(failure, wrong, units)
-    strengths = failure.by_unit(np.where(failure.telling, failure.ratios, -1.0))
+    # What is told by what it holds needs no contrast to what is beside it.
+    strengths = failure.by_unit(np.where(failure.telling, failure.ratios, -1.0) if special is None else 1.0 * wrong)
     found = [one for one in _candidates(failure, units, judged) if _holds(one.units, units, judged, strengths)]
     words, chosen, block = _best(found, judged)
     if chosen is None:
         chosen = np.ones(units.shape, bool)
     elements = failure.to_elements(chosen)
-    columns = _columns(failure, wrong, np.broadcast_to(elements, wrong.shape) & failure.telling)
+    columns = _columns(failure, wrong, np.broadcast_to(elements, wrong.shape) & failure.telling, special is not None)
     if columns is not None:
         words = f"{words}, {columns.words}" if words else columns.words
         elements = elements & columns.elements
@@ -85,7 +86,7 @@ def _candidates(failure: Failure, wrong: np.ndarray, judged: np.ndarray) -> Iter
     beside = np.ones(wrong.shape, bool), list[str]()  # heads and batch rows alone, to be said beside a fact
     for axis, letter in enumerate(failure.unit_letters):
         others = tuple(other for other in range(wrong.ndim) if other != axis)
-        found = along(letter, wrong.any(axis=others), judged.any(axis=others), failure.group)
+        found = along(letter, _any(wrong, others), _any(judged, others), failure.group)
         if found is None:
             continue
         chosen = np.expand_dims(found.chosen, others)
@@ -98,8 +99,11 @@ def _candidates(failure: Failure, wrong: np.ndarray, judged: np.ndarray) -> Iter
         yield _Candidate(", ".join(words), product, _filled(product, wrong, judged), _ALONG, block)
     for fact in facts(failure):
         rank = 0 if fact.is_cause else 2
-        for chosen, more in ((np.broadcast_to(fact.units, wrong.shape), []), beside):
-            units = np.broadcast_to(fact.units, wrong.shape) & chosen
+        here = np.broadcast_to(fact.units, wrong.shape)
+        if not (judged & ~here).any():
+            continue
+        for chosen, more in ((here, []), beside):
+            units = here & chosen
             if not (wrong & ~units).any():
                 said = ", ".join((fact.words, *more))
                 yield _Candidate(said, units, _filled(units, wrong, judged), rank, fact.block)
@@ -133,12 +137,18 @@ def _holds(units: np.ndarray, wrong: np.ndarray, judged: np.ndarray, strengths: 
     return bool(np.median(strengths[wrong]) >= CONTRAST * strengths[outside].max())
 
 
-def _columns(failure: Failure, wrong: np.ndarray, inside: np.ndarray) -> Place | None:
+def _any(units: np.ndarray, axes: tuple[int, ...]) -> np.ndarray:
+    return np.logical_or.reduce(units, axis=axes)
+
+
+def _columns(failure: Failure, wrong: np.ndarray, inside: np.ndarray, is_special: bool) -> Place | None:
     """Along the depth, within the place that was found."""
     if failure.letters[-1] not in DEPTHS or wrong.shape[-1] < 2:
         return None
     axes = tuple(range(wrong.ndim - 1))
-    found = along(failure.letters[-1], wrong.any(axis=axes), inside.any(axis=axes), failure.group)
-    if found is None or not _holds(found.chosen & inside, wrong & inside, inside, failure.ratios):
+    found = along(failure.letters[-1], _any(wrong, axes), _any(inside, axes), failure.group)
+    if found is None or not _holds(
+        found.chosen & inside, wrong & inside, inside, 1.0 * wrong if is_special else failure.ratios
+    ):
         return None
     return Place(found.words, found.chosen)
