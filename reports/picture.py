@@ -76,7 +76,7 @@ def _of_mask(drawn: ErrorMap) -> str:
         for y, line in enumerate(drawn.mask)
     ]
     by = "key" if drawn.along == "S" else "query"
-    title = f"Who attends to whom in batch row {drawn.at[0]}, head {drawn.at[1]}, each {by} shaded by its error"
+    title = f"Batch row {drawn.at[0]}, head {drawn.at[1]}: who attends to whom, each {by} shaded by its error"
     both = (drawn.block, drawn.block)
     return _panel(title, lines, ("T", "S"), drawn.mask_shape, both)
 
@@ -104,7 +104,7 @@ def _panel(
     paths += _borders(shape, blocks, width, height)
     names = [_NAMES.get(axis, axis) for axis in axes]
     texts = f'<text x="0" y="-6">{_ends(names[1], shape[1])}</text>'
-    texts += f'<text x="-6" y="0" transform="rotate(-90)" text-anchor="end">{_ends(names[0], shape[0])}</text>'
+    texts += f'<text x="0" y="-6" transform="rotate(-90)" text-anchor="end">{_ends(names[0], shape[0])}</text>'
     room = max(width, 9 * len(_ends(names[1], shape[1]))), max(height, 7 * len(_ends(names[0], shape[0])))
     box = f"{-_LEFT // 2} {-_TOP} {room[0] + _LEFT // 2 + 2} {room[1] + _TOP + 2}"
     size = f'width="{room[0] + _LEFT // 2 + 2}" height="{room[1] + _TOP + 2}"'

@@ -65,7 +65,7 @@ def _laid(values: np.ndarray, letters: str, axes: tuple[str, str]) -> np.ndarray
     """The largest value for each index along the two axes, of which the second may be two."""
     order = [letters.index(letter) for letter in "".join(axes)]
     rest = [n for n in range(len(letters)) if n not in order]
-    kept = values.transpose([*order, *rest]).max(axis=tuple(range(len(order), len(letters)))) if rest else values
+    kept = values.transpose([*order, *rest]).max(axis=tuple(range(len(order), len(letters))))
     return kept.reshape(kept.shape[0], -1)
 
 

@@ -65,9 +65,14 @@ class Failure:
 
     @functools.cached_property
     def telling(self) -> np.ndarray:
-        """Judged elements, without those that are right because nothing reaches them: exact zeros with no bound."""
-        nothing = (self.expected.value == 0) & (self.expected.bound == 0) & ~self.wrong
-        return self.judged & ~nothing
+        """Judged elements, without those that are right because nothing reaches them: exact zeros, and -inf."""
+        nothing = (self.expected.value == 0) & (self.expected.bound == 0) | np.isinf(self.expected.value)
+        return self.judged & (self.wrong | ~nothing)
+
+    @functools.cached_property
+    def errors(self) -> np.ndarray:
+        """How far off the telling elements are; 0 for the others, and for what is no number."""
+        return np.nan_to_num(np.where(self.telling, np.abs(self.values - self.expected.value), 0.0), posinf=0.0)
 
     @property
     def group(self) -> int:

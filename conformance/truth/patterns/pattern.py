@@ -10,6 +10,8 @@ from conformance.truth.patterns.failure import Failure
 from conformance.truth.patterns.forms import form
 from conformance.truth.patterns.places import place
 
+_FEWEST_ZEROS = 16  # in a narrow dtype one or two may come about by themselves
+
 
 @dataclasses.dataclass(frozen=True)
 class Pattern:
@@ -36,7 +38,7 @@ def _pattern(failure: Failure) -> Pattern:
         zeros = failure.wrong & (failure.values == 0)
         if what := form(failure, np.ones((), bool)):
             return Pattern(what)
-        return (_told_by_value(failure, zeros, "zero") if zeros.any() else None) or Pattern()
+        return (_told_by_value(failure, zeros, "zero") if zeros.sum() >= _FEWEST_ZEROS else None) or Pattern()
     what = form(failure, where.elements)
     only = "" if where.words.startswith(("all ", "every ")) else "only "
     return Pattern(f"{only}{where.words}" + (f"; there {what}" if what else ""), where.block)

@@ -4,7 +4,8 @@ A place is said only where
 
 - no judged element outside is wrong, and at least half of the units inside are (`DENSE`): rows, keys or pairs;
 - units wrong at random would not lie so: `units * log10(share of the place) <= CHANCE`;
-- it is a place and not a gradient: by the median, a wrong unit is `CONTRAST` times as wrong as the worst outside.
+- it is a place and not a gradient, nor the only place with bounds so narrow: by the median, a wrong unit is `CONTRAST`
+  times as wrong as the worst outside, in units of its bound, and as the median outside in the values' own.
 """
 
 from __future__ import annotations
@@ -57,14 +58,13 @@ def place(failure: Failure, special: np.ndarray | None = None) -> Place | None:
     units, judged = failure.by_unit(wrong), failure.by_unit(failure.telling)
     if units.sum() == 1 and judged.sum() > 1:
         return _alone(failure, wrong, units)
-    # What is told by what it holds needs no contrast to what is beside it.
-    strengths = failure.by_unit(np.where(failure.telling, failure.ratios, -1.0) if special is None else 1.0 * wrong)
-    found = [one for one in _candidates(failure, units, judged) if _holds(one.units, units, judged, strengths)]
+    strengths = [failure.by_unit(x) for x in _strengths(failure, special)]
+    found = [one for one in _candidates(failure, units, judged) if _holds(one.units, units, judged, *strengths)]
     words, chosen, block = _best(found, judged)
     if chosen is None:
         chosen = np.ones(units.shape, bool)
     elements = failure.to_elements(chosen)
-    columns = _columns(failure, wrong, np.broadcast_to(elements, wrong.shape) & failure.telling, special is not None)
+    columns = _columns(failure, wrong, np.broadcast_to(elements, wrong.shape) & failure.telling, special)
     if columns is not None:
         words = f"{words}, {columns.words}" if words else columns.words
         elements = elements & columns.elements
@@ -128,27 +128,35 @@ def _filled(units: np.ndarray, wrong: np.ndarray, judged: np.ndarray) -> float:
     return float((wrong & units).sum() / inside) if inside else 0.0
 
 
-def _holds(units: np.ndarray, wrong: np.ndarray, judged: np.ndarray, strengths: np.ndarray) -> bool:
+def _strengths(failure: Failure, special: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
+    """How wrong each element is, in units of its bound and in those of its value."""
+    if special is not None:  # what is told by what it holds needs no contrast to what is beside it
+        return 1.0 * special, 1.0 * special
+    ratios = np.where(failure.telling, failure.ratios, -1.0)
+    exact = not failure.expected.bound[failure.wrong].any()  # where only zero is right, any other number is wrong
+    return ratios, 1.0 * failure.wrong if exact else failure.errors
+
+
+def _holds(units: np.ndarray, wrong: np.ndarray, judged: np.ndarray, ratios: np.ndarray, errors: np.ndarray) -> bool:
     inside, outside = units & judged, judged & ~units
     if not outside.any() or (wrong & outside).any() or wrong.sum() < DENSE * inside.sum():
         return False
     if wrong.sum() * np.log10(inside.sum() / judged.sum()) > CHANCE:
         return False
-    return bool(np.median(strengths[wrong]) >= CONTRAST * strengths[outside].max())
+    by_bound = np.median(ratios[wrong]) >= CONTRAST * ratios[outside].max()
+    return bool(by_bound and np.median(errors[wrong]) >= CONTRAST * np.median(errors[outside]))
 
 
 def _any(units: np.ndarray, axes: tuple[int, ...]) -> np.ndarray:
     return np.logical_or.reduce(units, axis=axes)
 
 
-def _columns(failure: Failure, wrong: np.ndarray, inside: np.ndarray, is_special: bool) -> Place | None:
+def _columns(failure: Failure, wrong: np.ndarray, inside: np.ndarray, special: np.ndarray | None) -> Place | None:
     """Along the depth, within the place that was found."""
     if failure.letters[-1] not in DEPTHS or wrong.shape[-1] < 2:
         return None
     axes = tuple(range(wrong.ndim - 1))
     found = along(failure.letters[-1], _any(wrong, axes), _any(inside, axes), failure.group)
-    if found is None or not _holds(
-        found.chosen & inside, wrong & inside, inside, 1.0 * wrong if is_special else failure.ratios
-    ):
+    if found is None or not _holds(found.chosen & inside, wrong & inside, inside, *_strengths(failure, special)):
         return None
     return Place(found.words, found.chosen)
