@@ -101,7 +101,7 @@ def _periodic(letter: str, wrong: np.ndarray) -> Iterator[Along]:
             if np.array_equal(wrong, inside != missing):
                 yield Along(f"{noun}s that are not the {which} of a block of {block}", wrong, block)
         for which, parity in (("first", 0), ("second", 1)):
-            if np.array_equal(wrong, places // block % 2 == parity) and len(wrong) > 2 * block:
+            if len(wrong) > (2 + parity) * block and np.array_equal(wrong, places // block % 2 == parity):
                 words = f"every second block of {block} {noun}s, from the {which} on"
                 yield Along(words, wrong, block)
 

@@ -12,17 +12,30 @@ from conformance.truth.patterns.fitting import EXPLAINED, Sample
 
 _CERTAIN = 2e-3  # how near a number of the list must be, relatively: those of the list that differ do so by 2%
 _FEWEST_COLUMNS = 8  # of a row, for a factor of its own to say anything
+_BY_CHANCE = 0.3  # the share of rows that may fit as multiples of the row beside them
 _DIGITS = 4
 
 
 def multiple(sample: Sample) -> str:
     """`2 times the right value`, with what the number may be; empty where it is no multiple."""
     found = _slope(sample)
-    if found is None or not sample.fits(found * sample.right, abs(found) * sample.bound, parameters=1):
+    if found is None:
         return ""
-    if abs(found + 1) <= _CERTAIN:
+    near = [known for known in (-1.0, *_factors(sample.failure).values()) if _is_near(found, known)]
+    # A number of the list is not fitted to the values, so that fewer of them will do.
+    if not any(_fits(sample, known, parameters=0) for known in near) and not _fits(sample, found, parameters=1):
+        return ""
+    if _is_near(found, -1.0):
         return "minus the right value: the sign is wrong"
     return f"{_number(found)} times the right value{_named(found, _factors(sample.failure))}"
+
+
+def _fits(sample: Sample, factor: float, *, parameters: int) -> bool:
+    return sample.fits(factor * sample.right, max(1.0, abs(factor)) * sample.bound, parameters=parameters)
+
+
+def _is_near(value: float, known: float) -> bool:
+    return known not in (0, 1) and abs(value - known) <= _CERTAIN * abs(known)
 
 
 def offset(sample: Sample) -> str:
@@ -52,7 +65,12 @@ def multiples_of_rows(sample: Sample) -> str:
         return ""
     slopes = _slopes(got, right, bound)
     predicted, widened = slopes[:, None] * right, np.maximum(1, np.abs(slopes))[:, None] * bound
-    if not _groups_fit(failure, got, right, bound, predicted, widened, wrong):
+    if not _rows_fit(failure, got, right, bound, predicted, widened, wrong):
+        return ""
+    # Where rows are multiples of each other, as with one query, each fits whatever its factor: nothing is said by it.
+    beside = np.roll(right, 1, axis=0)
+    by_neighbour = _slopes(got, beside, bound)[:, None] * beside
+    if len(rows) > 1 and (np.abs(got - by_neighbour) <= failure.limit * widened).all(axis=1).mean() > _BY_CHANCE:
         return ""
     noun = "key" if "S" in failure.letters else "row"
     return f"each {noun} the right one times a factor of its own, {_range(slopes[wrong.any(axis=1)])}"
@@ -82,7 +100,7 @@ def multiples_along(sample: Sample, letter: str, noun: str) -> str:
     return f"each {noun} the right one times a factor of its own, {told}"
 
 
-def _groups_fit(
+def _rows_fit(
     failure: Failure,
     got: np.ndarray,
     right: np.ndarray,
@@ -160,7 +178,7 @@ def _numbers(failure: Failure) -> Mapping[str, float]:
 
 def _named(value: float, numbers: Mapping[str, float]) -> str:
     """What a number may be, of a list."""
-    names = [name for name, known in numbers.items() if known not in (0, 1) and abs(value - known) <= _CERTAIN * known]
+    names = [name for name, known in numbers.items() if _is_near(value, known)]
     return f" ({' or '.join(names)})" if names else ""
 
 

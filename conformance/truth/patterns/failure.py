@@ -65,8 +65,14 @@ class Failure:
 
     @functools.cached_property
     def telling(self) -> np.ndarray:
-        """Judged elements, without those that are right because nothing reaches them: exact zeros, and -inf."""
+        """Judged elements, without those that are right whatever the weights are.
+
+        These are exact zeros and -inf, and where there are no sinks `out` and `dq` of a row that sees one key alone.
+        """
         nothing = (self.expected.value == 0) & (self.expected.bound == 0) | np.isinf(self.expected.value)
+        if self.is_core and self.observable in ("out", "dq") and self.problem.sinks is None:
+            seen = self.problem.allowed.sum(axis=-1).swapaxes(1, 2)[..., None]
+            nothing = nothing | (seen == 1)
         return self.judged & (self.wrong | ~nothing)
 
     @functools.cached_property

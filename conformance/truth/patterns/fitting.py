@@ -16,8 +16,8 @@ EXPLAINED = 0.99
 """The share of the elements, and of the wrong ones among them, that must come within the limit."""
 EVIDENCE = 8.0
 """Decades by which all errors together had to shrink: for the fifty or so forms, one false claim in a million."""
-FEWEST = 4
-"""Wrong elements that it must explain at least."""
+FEWEST = 2
+"""Wrong elements that it must explain at least, beside one for each number that is fitted."""
 _MOST_SAMPLED = 4096
 _F32 = 2.0**-22  # rounding what is predicted, when it is computed in another order than the bound has it
 
@@ -75,6 +75,9 @@ class Sample:
         with np.errstate(divide="ignore", over="ignore", invalid="ignore"):
             shrunk = np.abs(self.got - self.right) / self.tolerance(predicted, bound)
         decades = np.log10(np.clip(shrunk[explained], 1.0, 1e6))
+        # Zeros stand in many places: what is predicted must be more than nothing, or it is not that which was found.
+        if (np.abs(predicted[explained]) <= self.tolerance(predicted, bound)[explained]).mean() > 0.5:
+            return False
         # A number that was fitted to them explains as many elements whatever they are.
         return bool(decades.sum() * (1 - parameters / len(decades)) >= EVIDENCE)
 

@@ -15,6 +15,18 @@ from conformance.truth.patterns.noise import rounded, scattered
 _FEWEST_ALIKE = 8
 
 
+def displaced(failure: Failure) -> str:
+    """Right values that stand elsewhere, what is right by chance among them; empty where they do not."""
+    whole = sample(failure, np.ones((), bool))
+    return next((words for words in _displaced(whole) if words), "") if whole.wrong.any() else ""
+
+
+def _displaced(found: Sample) -> Iterator[str]:
+    """All that may be said of right values that stand elsewhere."""
+    yield from another_result(found)
+    yield from moved(found)
+
+
 def form(failure: Failure, elements: np.ndarray) -> str:
     """What stands in a place, in words; empty where nothing of the list fits."""
     whole = sample(failure, elements)
@@ -36,8 +48,7 @@ def _forms(whole: Sample) -> Iterator[str]:
     yield _zero(whole)
     yield _alike(whole)
     yield _finite(whole)
-    yield from another_result(whole)
-    yield from moved(whole)
+    yield from _displaced(whole)
     yield from named_factors(whole)
     yield _same_rows(whole.failure, whole)
     yield rounded(whole)

@@ -7,7 +7,7 @@ import dataclasses
 import numpy as np
 
 from conformance.truth.patterns.failure import Failure
-from conformance.truth.patterns.forms import form
+from conformance.truth.patterns.forms import displaced, form
 from conformance.truth.patterns.places import place
 
 _FEWEST_ZEROS = 16  # in a narrow dtype one or two may come about by themselves
@@ -33,6 +33,8 @@ def _pattern(failure: Failure) -> Pattern:
         nan, infinite = np.isnan(failure.values[lost]).any(), np.isinf(failure.values[lost]).any()
         what = "NaN and infinity" if nan and infinite else "NaN" if nan else "infinity"
         return _told_by_value(failure, lost, what) or Pattern(f"{what} in {_share(failure, lost)}")
+    if not failure.wrong.all() and (what := displaced(failure)):
+        return Pattern(what)
     where = place(failure)
     if where is None:
         zeros = failure.wrong & (failure.values == 0)
@@ -53,6 +55,8 @@ def _told_by_value(failure: Failure, elements: np.ndarray, what: str) -> Pattern
         return None
     only = "" if where.words.startswith(("all ", "every ")) else "only "
     other = "; other values are wrong too" if (failure.wrong & ~elements).any() else ""
+    if other and where.words.startswith("one "):  # the least of it
+        return None
     return Pattern(f"{what}, {only}{where.words}{other}", where.block)
 
 

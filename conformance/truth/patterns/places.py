@@ -3,7 +3,7 @@
 A place is said only where
 
 - no judged element outside is wrong, and at least half of the units inside are (`DENSE`): rows, keys or pairs;
-- units wrong at random would not lie so: `units * log10(share of the place) <= CHANCE`;
+- units wrong at random would not all lie there: with a probability of `10**CHANCE` at most;
 - it is a place and not a gradient, nor the only place with bounds so narrow: by the median, a wrong unit is `CONTRAST`
   times as wrong as the worst outside, in units of its bound, and as the median outside in the values' own.
 """
@@ -11,6 +11,7 @@ A place is said only where
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -21,9 +22,10 @@ from conformance.truth.patterns.mask_facts import facts
 
 DENSE = 0.5
 CONTRAST = 3.0
+_ORDER = "BNKTS"  # in which the axes are said
 _ALONG = 1  # the rank of places along axes, between causes and what else the mask says
-CHANCE = -6.0
-"""One in a million, for each of the hundred or so places that are tried: of errors at random, one in ten thousand."""
+CHANCE = -5.0
+"""For each of the hundred or so places that are tried: of errors at random, one in a thousand is said to be in one."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -84,7 +86,8 @@ def _candidates(failure: Failure, wrong: np.ndarray, judged: np.ndarray) -> Iter
     """What contains all wrong units, with the share that is wrong."""
     product, words, block = np.ones(wrong.shape, bool), [], 0
     beside = np.ones(wrong.shape, bool), list[str]()  # heads and batch rows alone, to be said beside a fact
-    for axis, letter in enumerate(failure.unit_letters):
+    for letter in sorted(failure.unit_letters, key=_ORDER.index):
+        axis = failure.unit_letters.index(letter)
         others = tuple(other for other in range(wrong.ndim) if other != axis)
         found = along(letter, _any(wrong, others), _any(judged, others), failure.group)
         if found is None:
@@ -141,10 +144,16 @@ def _holds(units: np.ndarray, wrong: np.ndarray, judged: np.ndarray, ratios: np.
     inside, outside = units & judged, judged & ~units
     if not outside.any() or (wrong & outside).any() or wrong.sum() < DENSE * inside.sum():
         return False
-    if wrong.sum() * np.log10(inside.sum() / judged.sum()) > CHANCE:
+    if _by_chance(int(wrong.sum()), int(inside.sum()), int(judged.sum())) > CHANCE:
         return False
     by_bound = np.median(ratios[wrong]) >= CONTRAST * ratios[outside].max()
     return bool(by_bound and np.median(errors[wrong]) >= CONTRAST * np.median(errors[outside]))
+
+
+def _by_chance(wrong: int, inside: int, judged: int) -> float:
+    """The logarithm of the probability that so many units at random are all inside."""
+    ways = [math.lgamma(n + 1) - math.lgamma(n - wrong + 1) for n in (inside, judged)]
+    return (ways[0] - ways[1]) / math.log(10)
 
 
 def _any(units: np.ndarray, axes: tuple[int, ...]) -> np.ndarray:
