@@ -57,7 +57,8 @@ def place(failure: Failure, special: np.ndarray | None = None) -> Place | None:
     wrong = failure.wrong if special is None else special
     if not wrong.any():
         return None
-    units, judged = failure.by_unit(wrong), failure.by_unit(failure.telling)
+    telling = failure.telling if special is None else failure.judged
+    units, judged = failure.by_unit(wrong), failure.by_unit(telling)
     if units.sum() == 1 and judged.sum() > 1:
         return _alone(failure, wrong, units)
     strengths = [failure.by_unit(x) for x in _strengths(failure, special)]
@@ -66,7 +67,7 @@ def place(failure: Failure, special: np.ndarray | None = None) -> Place | None:
     if chosen is None:
         chosen = np.ones(units.shape, bool)
     elements = failure.to_elements(chosen)
-    columns = _columns(failure, wrong, np.broadcast_to(elements, wrong.shape) & failure.telling, special)
+    columns = _columns(failure, wrong, np.broadcast_to(elements, wrong.shape) & telling, special)
     if columns is not None:
         words = f"{words}, {columns.words}" if words else columns.words
         elements = elements & columns.elements
