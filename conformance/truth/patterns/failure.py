@@ -78,7 +78,9 @@ class Failure:
     @functools.cached_property
     def errors(self) -> np.ndarray:
         """How far off the telling elements are; 0 for the others, and for what is no number."""
-        return np.nan_to_num(np.where(self.telling, np.abs(self.values - self.expected.value), 0.0), posinf=0.0)
+        with np.errstate(invalid="ignore", over="ignore"):
+            errors = np.where(self.telling, np.abs(self.values - self.expected.value), 0.0)
+        return np.nan_to_num(errors, posinf=0.0)
 
     @property
     def group(self) -> int:

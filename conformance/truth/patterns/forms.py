@@ -62,7 +62,8 @@ def _zero(found: Sample) -> str:
 
 def _alike(found: Sample) -> str:
     """One value in place of many."""
-    if found.got.size < _FEWEST_ALIKE or not (found.got == found.got[0]).all() or np.ptp(_finite_of(found.right)) == 0:
+    right = _finite_of(found.right)
+    if found.got.size < _FEWEST_ALIKE or not (found.got == found.got[0]).all() or (np.ptp(right) == 0 and right.any()):
         return ""
     return f"one value everywhere, {found.got[0]:.4g}"
 
