@@ -32,15 +32,7 @@ def form(failure: Failure, elements: np.ndarray) -> str:
     whole = sample(failure, elements)
     if not whole.wrong.any():  # too much by the root mean square alone
         return rounded(whole) or scattered(whole)
-    for words in _forms(whole):
-        if words:
-            return words
-    wrong = whole.only(whole.wrong)
-    if wrong.wrong.all() and len(wrong.got) < len(whole.got):
-        for words in (_zero(wrong), _alike(wrong), *another_result(wrong)):
-            if words:
-                return f"what is wrong is {words}"
-    return ""
+    return next((words for words in _forms(whole) if words), "")
 
 
 def _forms(whole: Sample) -> Iterator[str]:
@@ -48,11 +40,20 @@ def _forms(whole: Sample) -> Iterator[str]:
     yield _zero(whole)
     yield _alike(whole)
     yield _finite(whole)
+    wrong = whole.only(whole.wrong)
+    yield _of_the_wrong(_zero(wrong))
     yield from _displaced(whole)
     yield from named_factors(whole)
     yield _same_rows(whole.failure, whole)
+    yield _of_the_wrong(_alike(wrong))
+    for words in another_result(wrong):
+        yield _of_the_wrong(words)
     yield rounded(whole)
     yield scattered(whole)
+
+
+def _of_the_wrong(words: str) -> str:
+    return f"what is wrong is {words}" if words else ""
 
 
 def _zero(found: Sample) -> str:

@@ -42,8 +42,21 @@ def _pattern(failure: Failure) -> Pattern:
             return Pattern(what)
         return (_told_by_value(failure, zeros, "zero") if zeros.sum() >= _FEWEST_ZEROS else None) or Pattern()
     what = form(failure, where.elements)
+    if what and _holds_outside_too(failure, where.elements, what):
+        return Pattern(what)
     only = "" if where.words.startswith(("all ", "every ")) else "only "
     return Pattern(f"{only}{where.words}" + (f"; there {what}" if what else ""), where.block)
+
+
+def _holds_outside_too(failure: Failure, inside: np.ndarray, what: str) -> bool:
+    """Whether what is right outside has the form as well, as zero has every factor: then the place says nothing."""
+    elements = np.broadcast_to(inside, failure.got.shape) & failure.telling
+    outside = np.flatnonzero(failure.telling & ~elements)
+    within = np.flatnonzero(elements)
+    mixed = np.zeros(failure.got.size, bool)
+    mixed[outside] = True
+    mixed[within[:: max(1, len(within) // max(1, len(outside)))]] = True
+    return form(failure, mixed.reshape(failure.got.shape)) == what
 
 
 def _told_by_value(failure: Failure, elements: np.ndarray, what: str) -> Pattern | None:

@@ -9,7 +9,22 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from tests.truth.patterns.planted import BF16, CAUSAL, FULL, LENGTHS, ONE_HEAD, SQUARE, WINDOW, Plant, noise, seen
+from conformance.truth.bounds import Bounded
+from conformance.truth.patterns.failure import failure_of
+from conformance.truth.patterns.pattern import pattern
+from tests.truth.patterns.planted import (
+    BF16,
+    CAUSAL,
+    FULL,
+    LENGTHS,
+    ONE_HEAD,
+    SQUARE,
+    WINDOW,
+    Plant,
+    noise,
+    seen,
+    truth,
+)
 
 MANY = ("out", "dq", "dk", "dv")
 
@@ -138,6 +153,27 @@ def test_a_place_and_a_form_are_said_together() -> None:
     words = seen(CAUSAL, "dq", plant).words
     assert words.startswith("only rows from 128 on, a multiple of 128")
     assert words.endswith("; there 2 times the right value (the group's size)")
+
+
+def test_rows_that_are_right_as_any_multiple_of_zero_make_no_place() -> None:
+    def zeros_first(x: np.ndarray, _: object) -> np.ndarray:
+        x[:, :, :2] = 0
+        return x
+
+    problem, core = truth(CAUSAL)
+    zero = Bounded(zeros_first(core["logsumexp"].value.copy(), None), core["logsumexp"].bound)
+    doubled = zero.value * 2
+    found = failure_of("logsumexp", doubled, zero, None, limit=4.0, problem=problem, core={"logsumexp": zero})
+    assert found is not None
+    assert pattern(found).words == "2 times the right value (the group's size)"
+
+
+def test_a_place_stays_where_the_form_stops() -> None:
+    def plant(x: np.ndarray, _: object) -> np.ndarray:
+        x[:, 1:] *= 2
+        return x
+
+    assert seen(CAUSAL, "dv", plant).words == "all keys but the first; there 2 times the right value (the group's size)"
 
 
 @pytest.mark.parametrize(
