@@ -28,7 +28,7 @@ class ErrorMap:
       mask_shape: how many queries and keys it is of.
       marks: cells as above for the queries (`along` is `T`) or the keys (`S`) of the mask.
       along: which of the two.
-      block: size of the blocks by whose borders the pattern goes, 0 where none is known.
+      blocks: sizes of the blocks of queries and of keys by whose borders the pattern goes, 0 where none is known.
     """
 
     axes: tuple[str, str]
@@ -39,12 +39,12 @@ class ErrorMap:
     mask_shape: tuple[int, int] = (0, 0)
     marks: str = ""
     along: str = ""
-    block: int = 0
+    blocks: tuple[int, int] = (0, 0)
 
     def __post_init__(self) -> None:
         """Whatever a file says, this is letters, numbers and shades of the right sizes, or it is refused."""
         lines = (*self.cells, *self.mask, self.marks)
-        pairs = (self.axes, self.shape, self.at, self.mask_shape)
+        pairs = (self.axes, self.shape, self.at, self.mask_shape, self.blocks)
         if not all(isinstance(x, tuple) for x in (*pairs, self.cells, self.mask)) or {len(x) for x in pairs} != {2}:
             raise ValueError("an error map has pairs of axes, sizes and places")
         if not all(isinstance(line, str) and len(line) <= MOST_CELLS and set(line) <= _SHADES for line in lines):
@@ -53,7 +53,7 @@ class ErrorMap:
             len(set(map(len, part))) > 1 for part in (self.cells, self.mask)
         ):
             raise ValueError(f"an error map has at most {MOST_CELLS} lines, of one length")
-        numbers = (*self.shape, *self.at, *self.mask_shape, self.block)
+        numbers = (*self.shape, *self.at, *self.mask_shape, *self.blocks)
         if not all(type(n) is int and 0 <= n < _LARGEST for n in numbers):
             raise ValueError("sizes and places of an error map must be whole numbers")
         if not all(isinstance(x, str) and set(x) <= _LETTERS and 0 < len(x) < 3 for x in self.axes):

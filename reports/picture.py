@@ -55,8 +55,9 @@ def picture(drawn: ErrorMap) -> Markup:
     caption = "".join(f"<span>{_swatch(shade)}{html.escape(words)}</span>" for shade, words in _legend(used))
     if panels[1:]:
         caption += f"<span>{_swatch('')}hidden by the mask</span>"
-    if drawn.block:
-        caption += f"<span>dashed: every {drawn.block:,}</span>"
+    known = [f"every {block:,} {name}" for block, name in zip(drawn.blocks, ("queries", "keys"), strict=True) if block]
+    if known:
+        caption += f"<span>dashed: {', '.join(known)}</span>"
     return Markup(f'<figure><div class="panels">{"".join(panels)}</div><figcaption>{caption}</figcaption></figure>')
 
 
@@ -77,8 +78,7 @@ def _of_mask(drawn: ErrorMap) -> str:
     ]
     by = "key" if drawn.along == "S" else "query"
     title = f"Batch row {drawn.at[0]}, head {drawn.at[1]}: who attends to whom, each {by} shaded by its error"
-    both = (drawn.block, drawn.block)
-    return _panel(title, lines, ("T", "S"), drawn.mask_shape, both)
+    return _panel(title, lines, ("T", "S"), drawn.mask_shape, drawn.blocks)
 
 
 def _of_pair(pair: str, shade: str) -> str:
@@ -87,7 +87,8 @@ def _of_pair(pair: str, shade: str) -> str:
 
 def _of_cells(drawn: ErrorMap) -> str:
     first, second = (_NAMES.get(axis, axis) for axis in drawn.axes)
-    blocks = (drawn.block if drawn.axes[0] in ("T", "S") else 0, drawn.block if drawn.axes[1] == "S" else 0)
+    sizes = dict(zip("TS", drawn.blocks, strict=True))
+    blocks = sizes.get(drawn.axes[0], 0), sizes.get(drawn.axes[1], 0)
     return _panel(f"The largest error by {first} and {second}", drawn.cells, drawn.axes, drawn.shape, blocks)
 
 

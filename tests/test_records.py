@@ -103,7 +103,7 @@ DRAWN = ErrorMap(
     mask_shape=(3, 300),
     marks="058",
     along="T",
-    block=128,
+    blocks=(128, 0),
 )
 
 
@@ -153,7 +153,8 @@ def test_a_picture_is_small() -> None:
         {"mask_shape": [1, 2, 3]},
         {"along": "x"},
         {"along": ["T"]},
-        {"block": "128"},
+        {"blocks": ["128", 0]},
+        {"blocks": 128},
         {"surprise": 1},
     ],
 )

@@ -273,7 +273,7 @@ class Subject:
         if failure is None:
             return judgement
         found = pattern(failure)
-        drawn = error_map(failure, found.block) if failure.is_core else None
+        drawn = error_map(failure, found.blocks) if failure.is_core else None
         return dataclasses.replace(judgement, pattern=found.words, error_map=drawn)
 
     def _results_with(self, expected: Bounded) -> Mapping[str, Bounded]:

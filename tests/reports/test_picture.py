@@ -24,7 +24,7 @@ DRAWN = ErrorMap(
     mask_shape=(256, 256),
     marks="08",
     along="T",
-    block=128,
+    blocks=(128, 128),
 )
 WORDS = "only rows from 128 on, a multiple of 128; there zero"
 
@@ -64,10 +64,10 @@ def test_borders_of_blocks_are_dashed_and_named() -> None:
     mask, cells = panels(DRAWN)
     assert "M0 24h48M24 0v48" in mask
     assert "M0 24h48" in cells
-    assert "dashed: every 128" in picture(DRAWN)
-    without = picture(dataclasses.replace(DRAWN, block=0))
+    assert "dashed: every 128 queries, every 128 keys" in picture(DRAWN)
+    without = picture(dataclasses.replace(DRAWN, blocks=(0, 0)))
     assert "dash" not in without
-    many = picture(dataclasses.replace(DRAWN, block=1))
+    many = picture(dataclasses.replace(DRAWN, blocks=(1, 1)))
     assert "stroke-dasharray" not in many
 
 
@@ -99,7 +99,7 @@ def test_the_largest_picture_stays_small() -> None:
 
 @pytest.mark.parametrize("along", ["T", "S"])
 def test_a_picture_that_does_not_agree_with_itself_is_drawn_as_far_as_it_goes(along: str) -> None:
-    odd = ErrorMap(axes=("N", "N"), shape=(0, 0), cells=(), mask=("2" * 5,) * 5, marks="3", along=along, block=7)
+    odd = ErrorMap(axes=("N", "N"), shape=(0, 0), cells=(), mask=("2" * 5,) * 5, marks="3", along=along, blocks=(7, 7))
     assert len(panels(odd)) == 1
 
 

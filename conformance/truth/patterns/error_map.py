@@ -11,7 +11,7 @@ _BEYOND = 8  # the shade of all that is further beyond the limit than the others
 _NO_NUMBER = 9
 
 
-def error_map(failure: Failure, block: int = 0) -> ErrorMap | None:
+def error_map(failure: Failure, blocks: tuple[int, int] = (0, 0)) -> ErrorMap | None:
     """The picture of a result that is wrong; none of a result that has no rows, keys or pairs."""
     letters = failure.letters
     along = next((letter for letter in "TS" if letter in letters), "")
@@ -40,7 +40,7 @@ def error_map(failure: Failure, block: int = 0) -> ErrorMap | None:
         mask_shape=mask_shape,
         marks=marks,
         along=along if marks else "",
-        block=block,
+        blocks=blocks,
     )
 
 

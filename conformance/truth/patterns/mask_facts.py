@@ -22,7 +22,7 @@ class Fact:
       words: what it says.
       units: booleans broadcastable to the units of the observable.
       is_cause: whether it is said rather than a place along an axis that fits as well.
-      block: the size of block that it goes by, 0 if by none.
+      block: the size of the blocks of keys that it goes by, 0 if by none.
     """
 
     words: str

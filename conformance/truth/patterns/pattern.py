@@ -15,10 +15,10 @@ _FEWEST_ZEROS = 16  # in a narrow dtype one or two may come about by themselves
 
 @dataclasses.dataclass(frozen=True)
 class Pattern:
-    """What fits, in words; empty where nothing does. `block` is the size of block that the place goes by, or 0."""
+    """What fits, in words; empty where nothing does. `blocks` are the sizes that its place goes by, or 0."""
 
     words: str = ""
-    block: int = 0
+    blocks: tuple[int, int] = (0, 0)
 
 
 def pattern(failure: Failure) -> Pattern:
@@ -45,7 +45,7 @@ def _pattern(failure: Failure) -> Pattern:
     if what and _holds_outside_too(failure, where.elements, what):
         return Pattern(what)
     only = "" if where.words.startswith(("all ", "every ")) else "only "
-    return Pattern(f"{only}{where.words}" + (f"; there {what}" if what else ""), where.block)
+    return Pattern(f"{only}{where.words}" + (f"; there {what}" if what else ""), where.blocks)
 
 
 def _holds_outside_too(failure: Failure, inside: np.ndarray, what: str) -> bool:
@@ -70,7 +70,7 @@ def _told_by_value(failure: Failure, elements: np.ndarray, what: str) -> Pattern
     other = "; other values are wrong too" if (failure.wrong & ~elements).any() else ""
     if other and where.words.startswith("one "):  # the least of it
         return None
-    return Pattern(f"{what}, {only}{where.words}{other}", where.block)
+    return Pattern(f"{what}, {only}{where.words}{other}", where.blocks)
 
 
 def _share(failure: Failure, elements: np.ndarray) -> str:

@@ -35,12 +35,12 @@ class Place:
     Attributes:
       words: after "only".
       elements: booleans broadcastable to the elements.
-      block: the size of block whose border it goes by, 0 if by none.
+      blocks: sizes of blocks of queries and of keys by whose borders it goes, 0 if by none.
     """
 
     words: str
     elements: np.ndarray
-    block: int = 0
+    blocks: tuple[int, int] = (0, 0)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -49,7 +49,7 @@ class _Candidate:
     units: np.ndarray
     filled: float  # the share of its units that are wrong
     rank: int
-    block: int
+    blocks: tuple[int, int]
 
 
 def place(failure: Failure, special: np.ndarray | None = None) -> Place | None:
@@ -63,7 +63,7 @@ def place(failure: Failure, special: np.ndarray | None = None) -> Place | None:
         return _alone(failure, wrong, units)
     strengths = [failure.by_unit(x) for x in _strengths(failure, special)]
     found = [one for one in _candidates(failure, units, judged) if _holds(one.units, units, judged, *strengths)]
-    words, chosen, block = _best(found, judged)
+    words, chosen, blocks = _best(found, judged)
     if chosen is None:
         chosen = np.ones(units.shape, bool)
     elements = failure.to_elements(chosen)
@@ -71,7 +71,7 @@ def place(failure: Failure, special: np.ndarray | None = None) -> Place | None:
     if columns is not None:
         words = f"{words}, {columns.words}" if words else columns.words
         elements = elements & columns.elements
-    return Place(words, elements, block) if words else None
+    return Place(words, elements, blocks) if words else None
 
 
 def _alone(failure: Failure, wrong: np.ndarray, units: np.ndarray) -> Place:
@@ -85,7 +85,7 @@ def _alone(failure: Failure, wrong: np.ndarray, units: np.ndarray) -> Place:
 
 def _candidates(failure: Failure, wrong: np.ndarray, judged: np.ndarray) -> Iterator[_Candidate]:
     """What contains all wrong units, with the share that is wrong."""
-    product, words, block = np.ones(wrong.shape, bool), [], 0
+    product, words, sizes = np.ones(wrong.shape, bool), [], dict.fromkeys("TS", 0)
     beside = np.ones(wrong.shape, bool), list[str]()  # heads and batch rows alone, to be said beside a fact
     for letter in sorted(failure.unit_letters, key=_ORDER.index):
         axis = failure.unit_letters.index(letter)
@@ -94,13 +94,13 @@ def _candidates(failure: Failure, wrong: np.ndarray, judged: np.ndarray) -> Iter
         if found is None:
             continue
         chosen = np.expand_dims(found.chosen, others)
-        product, block = product & chosen, found.block or block
+        product, sizes[letter] = product & chosen, found.block
         words.append(found.words)
         if letter not in "TS":
             beside[0][...] &= chosen
             beside[1].append(found.words)
     if words:
-        yield _Candidate(", ".join(words), product, _filled(product, wrong, judged), _ALONG, block)
+        yield _Candidate(", ".join(words), product, _filled(product, wrong, judged), _ALONG, (sizes["T"], sizes["S"]))
     for fact in facts(failure):
         rank = 0 if fact.is_cause else 2
         here = np.broadcast_to(fact.units, wrong.shape)
@@ -110,21 +110,25 @@ def _candidates(failure: Failure, wrong: np.ndarray, judged: np.ndarray) -> Iter
             units = here & chosen
             if not (wrong & ~units).any():
                 said = ", ".join((fact.words, *more))
-                yield _Candidate(said, units, _filled(units, wrong, judged), rank, fact.block)
+                yield _Candidate(said, units, _filled(units, wrong, judged), rank, (0, fact.block))
 
 
-def _best(found: Sequence[_Candidate], judged: np.ndarray) -> tuple[str, np.ndarray | None, int]:
+def _best(found: Sequence[_Candidate], judged: np.ndarray) -> tuple[str, np.ndarray | None, tuple[int, int]]:
     """The candidate that is filled most, and beside it another that holds the same units of another sort."""
     if not found:
-        return "", None, 0
+        return "", None, (0, 0)
     ranked = sorted(found, key=lambda one: (-round(one.filled, 2), one.rank))
     best = ranked[0]
     same = [one for one in ranked[1:] if np.array_equal(one.units & judged, best.units & judged)]
     other = next((one for one in same if (one.rank == _ALONG) != (best.rank == _ALONG)), None)
     if other is None:
-        return best.words, best.units, best.block
+        return best.words, best.units, best.blocks
     axis, fact = (best, other) if best.rank == _ALONG else (other, best)
-    return f"{axis.words} ({fact.words})", best.units, axis.block or fact.block
+    return (
+        f"{axis.words} ({fact.words})",
+        best.units,
+        (max(axis.blocks[0], fact.blocks[0]), max(axis.blocks[1], fact.blocks[1])),
+    )
 
 
 def _filled(units: np.ndarray, wrong: np.ndarray, judged: np.ndarray) -> float:

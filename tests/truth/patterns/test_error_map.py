@@ -11,8 +11,8 @@ from conformance.truth.patterns.failure import failure_of
 from tests.truth.patterns.planted import CAUSAL, FULL, LENGTHS, LIMIT, ONE_HEAD, Plant, failure, truth
 
 
-def drawn(case: str, observable: str, plant: Plant, block: int = 0) -> ErrorMap:
-    found = error_map(failure(case, observable, plant), block)
+def drawn(case: str, observable: str, plant: Plant, blocks: tuple[int, int] = (0, 0)) -> ErrorMap:
+    found = error_map(failure(case, observable, plant), blocks)
     assert found is not None
     return found
 
@@ -23,8 +23,8 @@ def last_rows(x: np.ndarray, _: object) -> np.ndarray:
 
 
 def test_rows_are_drawn_by_head_and_beside_them_the_mask_of_the_worst() -> None:
-    found = drawn(CAUSAL, "out", last_rows, block=128)
-    assert (found.axes, found.shape, found.at, found.block) == (("T", "BN"), (150, 8), (1, 2), 128)
+    found = drawn(CAUSAL, "out", last_rows, blocks=(128, 0))
+    assert (found.axes, found.shape, found.at, found.blocks) == (("T", "BN"), (150, 8), (1, 2), (128, 0))
     assert len(found.cells) == MOST_CELLS
     assert {len(line) for line in found.cells} == {8}
     red = {(y, x) for y, line in enumerate(found.cells) for x, shade in enumerate(line) if shade > "1"}

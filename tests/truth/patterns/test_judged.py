@@ -44,7 +44,7 @@ def test_a_wrong_kernel_is_told_where_it_is_wrong() -> None:
         assert record.error_map is not None
         assert record.error_map.mask_shape == (64, 64)
     assert out.error_map is not None
-    assert out.error_map.block == 32
+    assert out.error_map.blocks[0] == 32
 
 
 def test_what_is_right_has_neither_pattern_nor_picture() -> None:

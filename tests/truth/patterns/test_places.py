@@ -61,9 +61,9 @@ def test_the_first_row_is_also_the_one_that_sees_one_key() -> None:
     assert found.startswith("only the first row (rows that see one key alone)")
 
 
-def test_the_size_of_the_block_is_told_for_the_picture() -> None:
-    assert seen(CAUSAL, "out", spoilt(B, slice(128, None))).block == 128
-    assert seen(CAUSAL, "out", spoilt(B, slice(101, None))).block == 0
+def test_the_sizes_of_blocks_are_told_for_the_picture() -> None:
+    assert seen(CAUSAL, "out", spoilt(B, slice(128, None))).blocks == (128, 128)
+    assert seen(CAUSAL, "out", spoilt(B, slice(101, None))).blocks == (0, 0)
 
 
 def test_empty_rows_are_named_though_they_are_a_batch_row_too() -> None:
