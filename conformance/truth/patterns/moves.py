@@ -67,18 +67,16 @@ def _swapped(sample: Sample) -> Iterator[str]:
 
 def _relaid(sample: Sample) -> Iterator[str]:
     """Memory that lies in one order of the axes and is read in another."""
-    failure = sample.failure
-    letters, shape = failure.letters, failure.got.shape
+    letters, shape = sample.failure.letters, sample.failure.got.shape
     for axis in range(len(letters) - 1):
         if 1 in shape[axis : axis + 2]:
             continue
-        order = list(range(len(letters)))
-        order[axis], order[axis + 1] = axis + 1, axis
-        value, bound = (
-            x.transpose(order).reshape(shape)[sample.index] for x in (failure.expected.value, failure.expected.bound)
-        )
-        laid = ", ".join(letters[n] for n in order)
-        yield _if(sample.fits(value, bound), f"laid out as [{laid}] and read as [{', '.join(letters)}]")
+        index, order = list(sample.index), list(letters)
+        place = index[axis] * shape[axis + 1] + index[axis + 1]
+        index[axis], index[axis + 1] = place % shape[axis], place // shape[axis]
+        order[axis], order[axis + 1] = order[axis + 1], order[axis]
+        words = f"laid out as [{', '.join(order)}] and read as [{', '.join(letters)}]"
+        yield _if(_fits_index(sample, tuple(index)), words)
 
 
 def _reordered(sample: Sample, letter: str) -> str:

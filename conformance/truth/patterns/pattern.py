@@ -33,14 +33,14 @@ def _pattern(failure: Failure) -> Pattern:
         nan, infinite = np.isnan(failure.values[lost]).any(), np.isinf(failure.values[lost]).any()
         what = "NaN and infinity" if nan and infinite else "NaN" if nan else "infinity"
         return _told_by_value(failure, lost, what) or Pattern(f"{what} in {_share(failure, lost)}")
-    if not failure.wrong.all() and (what := displaced(failure)):
-        return Pattern(what)
     where = place(failure)
     if where is None:
         zeros = failure.wrong & (failure.values == 0)
         if what := form(failure, np.ones((), bool)):
             return Pattern(what)
         return (_told_by_value(failure, zeros, "zero") if zeros.sum() >= _FEWEST_ZEROS else None) or Pattern()
+    if what := displaced(failure):  # with what is right where it stands, such as heads that change places with none
+        return Pattern(what)
     what = form(failure, where.elements)
     if what and _holds_outside_too(failure, where.elements, what):
         return Pattern(what)
