@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 import numpy as np
 
 from conformance.truth.patterns.failure import Failure
-from conformance.truth.patterns.fitting import EXPLAINED, Sample
+from conformance.truth.patterns.fitting import EXPLAINED, LEFT, Sample, in_units_of
 
 _CERTAIN = 2e-3  # how near a number of the list must be, relatively: those of the list that differ do so by 2%
 _FEWEST_COLUMNS = 8  # of a row, for a factor of its own to say anything
@@ -113,11 +113,13 @@ def _rows_fit(
     tolerance = failure.limit * np.maximum(bound, widened)
     with np.errstate(divide="ignore", invalid="ignore"):
         close = (np.abs(got - predicted) <= tolerance) | (got == predicted)
-        shrunk = np.abs(got - right) / tolerance
+    before, after = (in_units_of(tolerance, got, x) for x in (right, predicted))
+    if np.sum(after[close] ** 2) > LEFT * np.sum(before[close] ** 2):
+        return False
     explained = close & wrong
     if not wrong.any() or close.mean() < EXPLAINED or explained.sum() < EXPLAINED * wrong.sum():
         return False
-    decades = np.log10(np.clip(shrunk, 1.0, 1e6))
+    decades = np.log10(np.clip(before, 1.0, None))
     decades[~explained] = 0
     # The largest of each row pays for its number. Of rows that are wrong, most must then still be explained by much.
     left = decades.sum(axis=1) - decades.max(axis=1)

@@ -16,8 +16,11 @@ EXPLAINED = 0.99
 """The share of the elements, and of the wrong ones among them, that must come within the limit."""
 EVIDENCE = 8.0
 """Decades by which all errors together had to shrink: for the fifty or so forms, one false claim in a million."""
+LEFT = 0.1
+"""The share of the errors' energy, in units of the bound, that may be left: by loose bounds much would come near."""
 FEWEST = 2
 """Wrong elements that it must explain at least, beside one for each number that is fitted."""
+_FAR = 1e6
 _MOST_SAMPLED = 4096
 _F32 = 2.0**-22  # rounding what is predicted, when it is computed in another order than the bound has it
 
@@ -72,14 +75,23 @@ class Sample:
         explained = close & self.wrong
         if close.mean() < EXPLAINED or explained.sum() < EXPLAINED * self.wrong.sum():
             return False
-        with np.errstate(divide="ignore", over="ignore", invalid="ignore"):
-            shrunk = np.abs(self.got - self.right) / self.tolerance(predicted, bound)
-        decades = np.log10(np.clip(shrunk[explained], 1.0, 1e6))
+        tolerance = self.tolerance(predicted, bound)
+        before, after = (in_units_of(tolerance, self.got, x) for x in (self.right, predicted))
+        if not np.sum(after[close] ** 2) <= LEFT * np.sum(before[close] ** 2):
+            return False
+        decades = np.log10(np.clip(before[explained], 1.0, None))
         # Zeros stand in many places: what is predicted must be more than nothing, or it is not that which was found.
         if (np.abs(predicted[explained]) <= self.tolerance(predicted, bound)[explained]).mean() > 0.5:
             return False
         # A number that was fitted to them explains as many elements whatever they are.
         return bool(decades.sum() * (1 - parameters / len(decades)) >= EVIDENCE)
+
+
+def in_units_of(tolerance: np.ndarray, got: np.ndarray, other: np.ndarray) -> np.ndarray:
+    """How far two are apart, at most a million times the tolerance."""
+    with np.errstate(divide="ignore", over="ignore", invalid="ignore"):
+        apart = np.where(got == other, 0.0, np.abs(got - other) / tolerance)
+    return np.clip(np.nan_to_num(apart, nan=_FAR, posinf=_FAR), 0.0, _FAR)
 
 
 def sample(failure: Failure, elements: np.ndarray) -> Sample:

@@ -42,7 +42,8 @@ def _pattern(failure: Failure) -> Pattern:
     if what := displaced(failure):  # with what is right where it stands, such as heads that change places with none
         return Pattern(what)
     what = form(failure, where.elements)
-    if what and _holds_outside_too(failure, where.elements, what):
+    # A factor of its own that a right row has is 1, and says nothing of the place.
+    if what and "of its own" not in what and _holds_outside_too(failure, where.elements, what):
         return Pattern(what)
     only = "" if where.words.startswith(("all ", "every ")) else "only "
     return Pattern(f"{only}{where.words}" + (f"; there {what}" if what else ""), where.blocks)

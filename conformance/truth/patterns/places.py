@@ -46,6 +46,7 @@ class Place:
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Candidate:
     words: str
+    name: str  # of a fact alone, without what is said beside it
     units: np.ndarray
     filled: float  # the share of its units that are wrong
     rank: int
@@ -100,7 +101,9 @@ def _candidates(failure: Failure, wrong: np.ndarray, judged: np.ndarray) -> Iter
             beside[0][...] &= chosen
             beside[1].append(found.words)
     if words:
-        yield _Candidate(", ".join(words), product, _filled(product, wrong, judged), _ALONG, (sizes["T"], sizes["S"]))
+        yield _Candidate(
+            ", ".join(words), "", product, _filled(product, wrong, judged), _ALONG, (sizes["T"], sizes["S"])
+        )
     for fact in facts(failure):
         rank = 0 if fact.is_cause else 2
         here = np.broadcast_to(fact.units, wrong.shape)
@@ -110,7 +113,7 @@ def _candidates(failure: Failure, wrong: np.ndarray, judged: np.ndarray) -> Iter
             units = here & chosen
             if not (wrong & ~units).any():
                 said = ", ".join((fact.words, *more))
-                yield _Candidate(said, units, _filled(units, wrong, judged), rank, (0, fact.block))
+                yield _Candidate(said, fact.words, units, _filled(units, wrong, judged), rank, (0, fact.block))
 
 
 def _best(found: Sequence[_Candidate], judged: np.ndarray) -> tuple[str, np.ndarray | None, tuple[int, int]]:

@@ -7,7 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from conformance.truth.bounds import Bounded
 from conformance.truth.patterns.error_map import error_map
+from conformance.truth.patterns.failure import failure_of
 from conformance.truth.patterns.pattern import pattern
 from conformance.truth.patterns.places import place
 from tests.truth.patterns.planted import (
@@ -15,6 +17,7 @@ from tests.truth.patterns.planted import (
     CAUSAL,
     FULL,
     LENGTHS,
+    LIMIT,
     SQUARE,
     WINDOW,
     failure,
@@ -44,6 +47,22 @@ def test_of_errors_at_random_nothing_is_said(
         return np.where(np.isfinite(x), x + np.nan_to_num(errors), x)
 
     words = seen(case, observable, plant).words
+    assert words == "" or words.startswith(("scattered like rounding", "only one "))
+
+
+@SETTINGS
+@given(CASES, st.sampled_from(["out", "dq", "dk", "dv"]), SEEDS, st.floats(-2, 0.5), st.floats(0, 2))
+def test_of_errors_under_loose_bounds_no_form_is_said(
+    case: str, observable: str, seed: int, looseness: float, size: float
+) -> None:
+    """Bounds nearly as large as the values, as of huge logits: half a value and its double are then near each other."""
+    problem, core = truth(case)
+    value = core[observable].value
+    loose = Bounded(value, np.abs(value).mean() * 10**looseness * np.ones_like(value))
+    errors = np.random.default_rng(seed).standard_normal(value.shape) * 10**size * loose.bound
+    found = failure_of(observable, value + errors, loose, None, limit=LIMIT, problem=problem, core={observable: loose})
+    assert found is not None
+    words = pattern(found).words
     assert words == "" or words.startswith(("scattered like rounding", "only one "))
 
 
