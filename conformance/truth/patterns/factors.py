@@ -119,6 +119,8 @@ def _rows_fit(
     explained = close & wrong
     if not wrong.any() or close.mean() < EXPLAINED or explained.sum() < EXPLAINED * wrong.sum():
         return False
+    if (np.abs(predicted[explained]) <= tolerance[explained]).mean() > 0.5:  # as near to zero as that
+        return False
     decades = np.log10(np.clip(before, 1.0, None))
     decades[~explained] = 0
     # The largest of each row pays for its number. Of rows that are wrong, most must then still be explained by much.

@@ -27,8 +27,11 @@ from tests.truth.patterns.planted import (
 )
 
 SETTINGS = settings(derandomize=True, deadline=None, max_examples=60)
-CASES = st.sampled_from([CAUSAL, FULL, LENGTHS, WINDOW, BF16, SQUARE])
+CASES_OF_F32 = st.sampled_from([CAUSAL, FULL, LENGTHS, WINDOW, SQUARE])
+CASES = CASES_OF_F32 | st.just(BF16)
 OBSERVABLES = st.sampled_from(["out", "dq", "dk", "dv", "logsumexp", "max_logits"])
+# Not so near to 1, or to -1, that nothing is wrong or it has another name.
+FACTORS = st.floats(0.05, 0.9) | st.floats(1.1, 40)
 SEEDS = st.integers(0, 2**32 - 1)
 
 
@@ -79,15 +82,13 @@ def test_of_rows_spoilt_at_random_no_place_and_no_form_is_said(
 
 
 @SETTINGS
-@given(CASES, st.sampled_from(["out", "dq", "dk", "dv", "logsumexp"]), st.floats(0.05, 40), st.booleans())
+@given(CASES_OF_F32, st.sampled_from(["out", "dq", "dk", "dv", "logsumexp"]), FACTORS, st.booleans())
 def test_a_factor_is_said_to_be_what_it_is(case: str, observable: str, factor: float, negative: bool) -> None:
     factor = -factor if negative else factor
-    if abs(factor - 1) < 0.05 or abs(factor + 1) < 0.01 or (case == BF16 and abs(factor) < 0.5):
-        return
     words = seen(case, observable, lambda x, _: np.where(np.isfinite(x), x * factor, x)).words
-    told = words.rpartition("there ")[2].partition(" times the right value")[0]
-    assert told, words
-    assert float(told) == pytest.approx(factor, rel=2e-3)
+    told = words.partition(" times the right value")[0]
+    # Tolerance: four digits are told, which are off by half of the last one at most
+    assert float(told) == pytest.approx(factor, rel=5.1e-4, abs=0)
 
 
 @SETTINGS
