@@ -63,7 +63,12 @@ def place(failure: Failure, special: np.ndarray | None = None) -> Place | None:
     if units.sum() == 1 and judged.sum() > 1:
         return _alone(failure, wrong, units)
     strengths = [failure.by_unit(x) for x in _strengths(failure, special)]
-    found = [one for one in _candidates(failure, units, judged) if _holds(one.units, units, judged, *strengths)]
+    # NaN in all rows without keys, and in no other row, is no chance however few they are.
+    found = [
+        one
+        for one in _candidates(failure, units, judged)
+        if _holds(one.units, units, judged, *strengths) or (special is not None and one.rank == 0 and one.filled == 1)
+    ]
     words, chosen, blocks = _best(found, judged)
     if chosen is None:
         chosen = np.ones(units.shape, bool)

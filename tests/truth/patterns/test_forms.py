@@ -114,6 +114,11 @@ def test_nan_in_rows_without_keys_is_named() -> None:
     assert "rows that may attend to nothing" in found
 
 
+def test_nan_in_rows_without_keys_is_named_however_few_they_are() -> None:
+    few = "train/f32/B3.T1.S72.N2.K1.H16.V16/lengths-40-0-1/normal/s0"
+    assert seen(few, "out", nan_where("empty_rows")).words.startswith("NaN, only rows that may attend to nothing")
+
+
 def test_nan_beside_other_errors_says_so() -> None:
     def plant(x: np.ndarray, _: object) -> np.ndarray:
         x[:, 96:] = np.nan
