@@ -15,6 +15,9 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from conformance import error_maps
+from conformance.error_maps import ErrorMap
+
 SCHEMA = "attention-conformance/record/1"
 RUN_SCHEMA = "attention-conformance/run/2"
 JOB_SCHEMA = "attention-conformance/job/1"
@@ -43,7 +46,7 @@ JUDGED = frozenset({PASS, FAIL, EXPECTED_FAIL, UNEXPECTED_PASS})
 _WORST_FIRST = (FAIL, ERROR, UNEXPECTED_PASS, EXPECTED_FAIL, PASS, UNJUDGED, UNSUPPORTED)
 
 # The fields of a record that hold what others may have written.
-_WORDS = ("implementation", "case", "check", "observable", "reason", "remedy", "reproduce")
+_WORDS = ("implementation", "case", "check", "observable", "reason", "remedy", "pattern", "reproduce")
 
 
 def printable(text: str) -> str:
@@ -95,6 +98,8 @@ class Record:
       worst: the element with the largest ratio.
       reason: why this is the verdict.
       remedy: of a failure, the declaration under which its check passes on this case, which was tried.
+      pattern: of a failure, where the error is and what form it has, in words; empty where nothing of the list fits.
+      error_map: of a failure of a result as it is, the same as a coarse picture.
       reproduce: the command that judges this alone.
       seconds: what judging took.
       figures: measured beside the verdict and not judged (`compile_seconds`, `temporary_bytes`, ...). Where rounding
@@ -124,6 +129,8 @@ class Record:
     worst: Worst | None = None
     reason: str = ""
     remedy: str = ""
+    pattern: str = ""
+    error_map: ErrorMap | None = None
     reproduce: str = ""
     seconds: float = 0.0
     figures: Mapping[str, float] = dataclasses.field(default_factory=dict, hash=False)
@@ -212,8 +219,9 @@ def to_data(record: Record) -> dict[str, Any]:
     """The JSON object of its line."""
     data = dataclasses.asdict(record)
     del data["run"]
-    if not data["figures"]:  # most records have none
-        del data["figures"]
+    for name in ("figures", "pattern", "error_map"):  # most records have none
+        if not data[name]:
+            del data[name]
     return data
 
 
@@ -238,6 +246,8 @@ def from_data(data: dict[str, Any]) -> Record:
     if worst := data.get("worst"):
         figures = {name: _number(worst[name]) for name in ("got", "expected", "bound")}
         data["worst"] = Worst(index=tuple(worst["index"]), **figures)
+    if (drawn := data.get("error_map")) is not None:
+        data["error_map"] = error_maps.from_data(drawn)
     data["features"] = tuple(data.get("features", ()))
     data["figures"] = {name: _number(figure) for name, figure in dict(data.get("figures", {})).items()}
     record = Record(**data)

@@ -25,7 +25,7 @@ def test_conforms(conformance_job: Job, conformance_judge: Callable[[Job], list[
 
 
 def describe(record: Record) -> str:
-    """One failure: case, observable, worst element, and the command that repeats it."""
+    """One failure: case, observable, worst element, pattern, and the command that repeats it."""
     lines = [
         f"{record.implementation} ({record.platform}): {record.check} {record.observable} {record.verdict}",
         f"  case       {record.case}",
@@ -37,4 +37,6 @@ def describe(record: Record) -> str:
             f"  worst      at {list(worst.index)}: got {worst.got:.9g}, expected {worst.expected:.9g}, "
             f"bound {worst.bound:.3g}, ratio {record.ratio:.3g} (limit {record.limit:g})"
         )
+    if record.pattern:
+        lines.append(f"  pattern    {record.pattern}")
     return "\n".join([*lines, f"  reproduce  {record.reproduce}"])

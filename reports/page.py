@@ -5,6 +5,7 @@ from __future__ import annotations
 import jinja2
 
 from reports import wording
+from reports.picture import picture
 
 _FILTERS = (
     "brief",
@@ -12,6 +13,7 @@ _FILTERS = (
     "figures",
     "metric_text",
     "number",
+    "pattern_text",
     "rate",
     "share",
     "shorten",
@@ -31,4 +33,5 @@ def environment() -> jinja2.Environment:
         trim_blocks=False,
     )
     made.filters.update({name: getattr(wording, name) for name in _FILTERS})
+    made.filters["picture"] = picture
     return made

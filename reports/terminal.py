@@ -116,7 +116,7 @@ def _print_failure(record: Record, console: Console) -> None:
     title.append(f"{summary.contender_of(record).label} {record.check}/{record.observable}", style="bold")
     console.print(title)
     remedy = f"would pass as declared {record.remedy}" if record.remedy else ""
-    facts = (record.case, wording.judged_text(record), wording.worst_text(record), remedy)
+    facts = (record.case, wording.judged_text(record), wording.worst_text(record), wording.pattern_text(record), remedy)
     for fact in (*facts, wording.shorten(record.reason, longest=300)):
         if fact:
             console.print(Text(f"  {fact}"), soft_wrap=True)

@@ -161,6 +161,11 @@ def worst_text(record: Record) -> str:
     return f"at {index(worst.index)}: got {got}, expected {expected}, bound {number(worst.bound)}"
 
 
+def pattern_text(record: Record) -> str:
+    """Where the error is and what form it has; empty where no pattern fits."""
+    return f"pattern: {shorten(record.pattern, longest=300)}" if record.pattern else ""
+
+
 def index(position: Sequence[int]) -> str:
     """An array index as Python writes it."""
     return f"[{', '.join(str(i) for i in position)}]"

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from conformance import records
+from conformance import error_maps, records
+from conformance.error_maps import MOST_CELLS, ErrorMap
 from conformance.records import FAIL, PASS, UNJUDGED, Record, Worst
 
 RECORD = Record(
@@ -91,3 +92,89 @@ def test_figures_come_back_and_a_line_without_them_is_read_too() -> None:
     plain = records.to_json(dataclasses.replace(RECORD, worst=None))
     assert "figures" not in plain
     assert records.from_json(plain).figures == {}
+
+
+DRAWN = ErrorMap(
+    axes=("T", "BN"),
+    shape=(3, 2),
+    cells=("-0", "19", "82"),
+    at=(0, 1),
+    mask=("10", "21", "22"),
+    mask_shape=(3, 300),
+    marks="058",
+    along="T",
+    blocks=(128, 0),
+)
+
+
+def test_a_pattern_and_its_picture_come_back_and_most_lines_have_none() -> None:
+    seen = dataclasses.replace(RECORD, worst=None, pattern="only the last row; there zero", error_map=DRAWN)
+    assert records.from_json(records.to_json(seen)) == seen
+    assert hash(records.from_json(records.to_json(seen))) == hash(seen)
+    plain = records.to_json(dataclasses.replace(RECORD, worst=None))
+    assert "pattern" not in plain
+    assert "error_map" not in plain
+    assert (records.from_json(plain).pattern, records.from_json(plain).error_map) == ("", None)
+
+
+def test_a_pattern_is_one_line_that_shows() -> None:
+    seen = dataclasses.replace(RECORD, pattern="only\nrows\x1b[2J")
+    assert seen.pattern == "only rows\\x1b[2J"
+
+
+def test_a_picture_is_small() -> None:
+    full = dataclasses.replace(DRAWN, cells=("8" * MOST_CELLS,) * MOST_CELLS, mask=("2" * MOST_CELLS,) * MOST_CELLS)
+    assert len(records.to_json(dataclasses.replace(RECORD, error_map=full))) < 2000
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"cells": ["<b>"]},
+        {"cells": ["0" * (MOST_CELLS + 1)]},
+        {"cells": ["0"] * (MOST_CELLS + 1)},
+        {"cells": ["00", "0"]},
+        {"cells": "00"},
+        {"cells": [3]},
+        {"cells": [["0"]]},
+        {"mask": ["x"]},
+        {"marks": "0\n"},
+        {"marks": 3},
+        {"axes": ["T"]},
+        {"axes": ["T", "<script>"]},
+        {"axes": ["T", 3]},
+        {"axes": ["T", ""]},
+        {"shape": [3, -1]},
+        {"shape": [3, 1.5]},
+        {"shape": [3, True]},
+        {"shape": [3, 10**30]},
+        {"shape": 3},
+        {"at": ["0", "1"]},
+        {"mask_shape": [1, 2, 3]},
+        {"along": "x"},
+        {"along": ["T"]},
+        {"blocks": ["128", 0]},
+        {"blocks": 128},
+        {"surprise": 1},
+    ],
+)
+def test_a_picture_of_other_types_and_sizes_is_refused(changed: dict[str, object], tmp_path: Path) -> None:
+    data = json.loads(records.to_json(dataclasses.replace(RECORD, error_map=DRAWN)))
+    data["error_map"] |= changed
+    file = tmp_path / "r.jsonl"
+    file.write_text(json.dumps(data) + "\n")
+    with pytest.raises(ValueError, match=r"r\.jsonl:1 is not a conformance record"):
+        records.read_jsonl(file)
+
+
+@pytest.mark.parametrize("what", ["x", 3, [], True])
+def test_what_is_no_picture_is_refused(what: object) -> None:
+    with pytest.raises(ValueError, match="must be a JSON object"):
+        error_maps.from_data(what)
+
+
+@pytest.mark.parametrize("what", [3, ["only"], {"a": 1}, None])
+def test_a_pattern_that_is_no_text_is_refused(what: object) -> None:
+    data = json.loads(records.to_json(RECORD)) | {"pattern": what}
+    with pytest.raises(ValueError, match="pattern must be text"):
+        records.from_data(data)

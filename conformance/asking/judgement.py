@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from conformance import records
 from conformance.apart.process import Lost
 from conformance.calling import mishaps
+from conformance.error_maps import ErrorMap
 from conformance.records import Worst
 from conformance.truth.comparison import Comparison
 from conformance.truth.tolerances import RMS_MIN_ELEMENTS, Tolerances
@@ -27,6 +28,8 @@ class Judgement:
     worst: Worst | None = None
     reason: str = ""
     remedy: str = ""
+    pattern: str = ""
+    error_map: ErrorMap | None = None
     figures: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
 

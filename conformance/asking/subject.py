@@ -12,6 +12,7 @@ import numpy as np
 from cases import quantized
 from cases.case import Case
 from cases.inputs import Cotangent, Problem, draw, draw_cotangent
+from conformance import records
 from conformance.asking.judgement import Judgement, by_bound
 from conformance.asking.turn import EVERYTHING, Pullback, Turn, parts_of, pullbacks_of
 from conformance.calling.execution import Calls, Executor, Result
@@ -19,6 +20,9 @@ from conformance.contract import Implementation
 from conformance.truth.bounds import Bounded, Expectation, Inexact, expect
 from conformance.truth.comparison import Comparison, compare
 from conformance.truth.oracle import EmptyRows
+from conformance.truth.patterns.error_map import error_map
+from conformance.truth.patterns.failure import failure_of
+from conformance.truth.patterns.pattern import pattern
 from conformance.truth.tolerances import Tolerances
 
 # What a subject keeps once it is computed: of the oracle, and of the implementation.
@@ -260,7 +264,25 @@ class Subject:
         """
         comparison = compare(got, expected, judged)
         against_flash = None if flash is None else compare(got, dataclasses.replace(expected, value=flash), judged)
-        return self._weighed(observable, comparison, label, against_flash)
+        judgement = self._weighed(observable, comparison, label, against_flash)
+        if judgement.verdict != records.FAIL or comparison.problem:
+            return judgement
+        limit = self.limits.limit(self.case.dtype, observable).ratio
+        core = self._results_with(expected)
+        failure = failure_of(observable, got, expected, judged, limit=limit, problem=self.problem, core=core)
+        if failure is None:
+            return judgement
+        found = pattern(failure)
+        drawn = error_map(failure, found.blocks) if failure.is_core else None
+        return dataclasses.replace(judgement, pattern=found.words, error_map=drawn)
+
+    def _results_with(self, expected: Bounded) -> Mapping[str, Bounded]:
+        """The results of the case among which `expected` is, none if it is another's."""
+        if "expectation" not in vars(self):
+            return {}
+        forward = self.expectation.forward
+        together = ({**forward, **gradients} for gradients in ({}, *self.expectation.gradients))
+        return next((found for found in together if any(one is expected for one in found.values())), {})
 
     def malformed(self, observable: str, problem: str, *, label: str | None = None) -> Judgement:
         """The judgement of what cannot be compared at all."""

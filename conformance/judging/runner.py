@@ -283,5 +283,5 @@ def _record(subject: Subject, check: str, judgement: Judgement, margin: float | 
         margin=margin,
         reproduce=reproduction(subject, check),
         seconds=round(seconds, 4),
-        **dataclasses.asdict(judgement) | {"worst": judgement.worst},
+        **dataclasses.asdict(judgement) | {"worst": judgement.worst, "error_map": judgement.error_map},
     )

@@ -47,16 +47,8 @@ def compare(got: object, expected: Bounded, judged: np.ndarray | None = None) ->
     if array.dtype.kind != "f" and array.dtype != ml_dtypes.bfloat16:
         return Comparison.malformed(f"dtype is {array.dtype.name}, must be a real floating-point one")
     values = array.astype(np.float64)
-    with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
-        error = np.abs(values - expected.value)
-        ratios = error / expected.bound
-    ratios = np.where(values == expected.value, 0.0, ratios)
-    ratios = np.where(np.isnan(ratios), np.inf, ratios)
-    if judged is not None:
-        mask = np.broadcast_to(judged, ratios.shape)
-        ratios = np.where(mask, ratios, -1.0)
-    else:
-        mask = np.ones(ratios.shape, bool)
+    mask = np.ones(values.shape, bool) if judged is None else np.broadcast_to(judged, values.shape)
+    ratios = ratios_of(values, expected, mask)
     count = int(mask.sum())
     if count == 0:
         return Comparison(0.0, 0.0, 0)
@@ -69,3 +61,13 @@ def compare(got: object, expected: Bounded, judged: np.ndarray | None = None) ->
     )
     rms = float(np.sqrt(np.mean(np.square(ratios[mask]))))
     return Comparison(float(ratios[index]), rms, count, worst)
+
+
+def ratios_of(values: np.ndarray, expected: Bounded, judged: np.ndarray) -> np.ndarray:
+    """`|values - expected| / bound` of each element in float64: infinite for what is no number, -1 if not judged."""
+    with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
+        error = np.abs(values - expected.value)
+        ratios = error / expected.bound
+    ratios = np.where(values == expected.value, 0.0, ratios)
+    ratios = np.where(np.isnan(ratios), np.inf, ratios)
+    return np.where(judged, ratios, -1.0)

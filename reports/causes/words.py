@@ -125,8 +125,9 @@ def facts(finding: Finding) -> list[str]:
 
 
 def evidence(record: Record) -> list[str]:
-    """The figures of a record, a line each, and its reason where figures do not say it all."""
-    lines = [line for line in (wording.judged_text(record), wording.worst_text(record)) if line]
+    """The figures of a record and the pattern of its error, a line each; its reason where figures do not say it all."""
+    facts = (wording.judged_text(record), wording.worst_text(record), wording.pattern_text(record))
+    lines = [line for line in facts if line]
     reason = re.sub(r"^ratio \S+ exceeds \S+(; rms \S+ exceeds \S+)?$|^rms \S+ exceeds \S+$", "", record.reason)
     return [*lines, wording.shorten(reason, longest=300)] if reason else lines
 
