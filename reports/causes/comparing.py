@@ -15,7 +15,7 @@ class Compared:
 
     Attributes:
       smallest: its record.
-      without: for each level, a case that passes and is otherwise the same; empty if one is missing.
+      without: for each level, a case that passes and is otherwise the same, empty where there is none.
       passes: a case that passes, though it has all levels and is plain otherwise; empty if there is none.
     """
 
@@ -28,13 +28,17 @@ def compared(levels: Sequence[Level], failing: Sequence[Record], passing: Iterab
     """The plainest of the failing cases, one that passes without each of the levels if there is any."""
     ranked = sorted(failing, key=lambda record: (plainness(record.case), record.key))
     right = [record.case for record in passing]
+    partly: Compared | None = None
     for record in ranked if levels else ():
         if fields_of(record.case) is None:
             continue
         beside = tuple(_same_without(record.case, level, right) for level in levels)
         if all(beside):
             return Compared(record, beside)
-    return Compared(ranked[0], passes=_plain(levels, right))
+        if any(beside) and partly is None:
+            partly = Compared(record, beside)
+    passes = _plain(levels, right)
+    return partly if partly is not None and not passes else Compared(ranked[0], passes=passes)
 
 
 def _same_without(case: str, level: Level, right: Iterable[str]) -> str:

@@ -56,7 +56,7 @@ class Finding:
       inside, outside: how many cases fail with these levels, and without.
       left_out: how many more were asked, and are in neither, since other findings explain why they fail.
       smallest: the record of the plainest case that shows it, which may be one that was run to confirm it.
-      without: where the case of `smallest` passes once a level is taken from it, the case that passes, by level.
+      without: for each level, the case of `smallest` without it, where that passes; empty where it was not seen to.
       passes: a plain case with these levels that passes, empty if there is none: then they are not all it takes.
     """
 
@@ -81,7 +81,7 @@ class Finding:
     @property
     def is_confirmed(self) -> bool:
         """Whether the same case was seen to fail with the levels, and to pass without each of them."""
-        return bool(self.levels) and len(self.without) == len(self.levels or ())
+        return bool(self.levels) and bool(self.without) and all(self.without)
 
     @property
     def own(self) -> tuple[Record, ...]:

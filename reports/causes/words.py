@@ -65,10 +65,11 @@ def undecided(finding: Finding) -> str:
 
 def confirmed(finding: Finding) -> str:
     """What was seen beside the smallest case; empty if nothing was."""
-    if finding.is_confirmed:
+    if finding.without:
         levels = zip(finding.levels or (), finding.without, strict=True)
-        ways = [instead(finding.smallest.case, case, level.fields) for level, case in levels]
-        return f"confirmed: this case fails, and the same {' or '.join(ways)} passes"
+        ways = [instead(finding.smallest.case, case, level.fields) for level, case in levels if case]
+        partly = "" if finding.is_confirmed else " in part"
+        return f"confirmed{partly}: this case fails, and the same {' or '.join(ways)} passes"
     if finding.passes and finding.levels:
         return f"not all it takes: {finding.passes} is such a case, and passes"
     return ""

@@ -222,3 +222,11 @@ def test_no_contender_pushes_the_findings_of_another_out() -> None:
     shown = foremost(found, 3)
     assert [finding.contender.implementation for _, finding in shown] == ["kernel", "kernel", "other"]
     assert [number for number, _ in shown] == [1, 2, 21]
+
+
+def test_what_is_seen_of_one_level_of_two_confirms_in_part() -> None:
+    asked = [one for one in records(lambda case, result: has(case, "soft_cap", "bias")) if one.check == "forward"]
+    both, cap = (BASE.replace("full", f"full/{parts}") for parts in ("softcap30/bias", "softcap30"))
+    (finding,) = roots.of(asked, [record(both, verdict=FAIL), record(cap)])
+    assert not finding.is_confirmed
+    assert words.confirmed(finding) == "confirmed in part: this case fails, and the same without bias passes"
