@@ -8,15 +8,15 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from conformance import records
 from conformance.apart.process import Lost
 from conformance.calling import mishaps
-from conformance.error_maps import ErrorMap
 from conformance.records import Worst
 from conformance.truth.comparison import Comparison
+from conformance.truth.patterns.failure import Failure
 from conformance.truth.tolerances import RMS_MIN_ELEMENTS, Tolerances
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Judgement:
-    """A verdict on one observable, with its evidence."""
+    """A verdict on one observable, with its evidence; `failure` is what a failed comparison was of, to be looked at."""
 
     observable: str
     verdict: str
@@ -28,9 +28,8 @@ class Judgement:
     worst: Worst | None = None
     reason: str = ""
     remedy: str = ""
-    pattern: str = ""
-    error_map: ErrorMap | None = None
     figures: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    failure: Failure | None = dataclasses.field(default=None, repr=False, compare=False)
 
 
 def by_bound(

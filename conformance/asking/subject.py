@@ -20,9 +20,7 @@ from conformance.contract import Implementation
 from conformance.truth.bounds import Bounded, Expectation, Inexact, expect
 from conformance.truth.comparison import Comparison, compare
 from conformance.truth.oracle import EmptyRows
-from conformance.truth.patterns.error_map import error_map
 from conformance.truth.patterns.failure import failure_of
-from conformance.truth.patterns.pattern import pattern
 from conformance.truth.tolerances import Tolerances
 
 # What a subject keeps once it is computed: of the oracle, and of the implementation.
@@ -270,11 +268,7 @@ class Subject:
         limit = self.limits.limit(self.case.dtype, observable).ratio
         core = self._results_with(expected)
         failure = failure_of(observable, got, expected, judged, limit=limit, problem=self.problem, core=core)
-        if failure is None:
-            return judgement
-        found = pattern(failure)
-        drawn = error_map(failure, found.blocks) if failure.is_core else None
-        return dataclasses.replace(judgement, pattern=found.words, error_map=drawn)
+        return dataclasses.replace(judgement, failure=failure)
 
     def _results_with(self, expected: Bounded) -> Mapping[str, Bounded]:
         """The results of the case among which `expected` is, none if it is another's."""

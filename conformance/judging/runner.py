@@ -6,6 +6,7 @@ import dataclasses
 import shlex
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import jax
 
@@ -24,6 +25,8 @@ from conformance.judging.again import CONFIRMED, Again
 from conformance.judging.job import Job
 from conformance.judging.settings import Settings
 from conformance.records import Record
+from conformance.truth.patterns.error_map import error_map
+from conformance.truth.patterns.pattern import pattern
 
 # Compiled programs take 0.3 to 2.5 MB each; beyond this many configurations the process is told to let go of them.
 _CLEAR_EVERY = 60
@@ -283,5 +286,15 @@ def _record(subject: Subject, check: str, judgement: Judgement, margin: float | 
         margin=margin,
         reproduce=reproduction(subject, check),
         seconds=round(seconds, 4),
-        **dataclasses.asdict(judgement) | {"worst": judgement.worst, "error_map": judgement.error_map},
+        **{name: value for name, value in vars(judgement).items() if name != "failure"},
+        **_seen(judgement),
     )
+
+
+def _seen(judgement: Judgement) -> dict[str, Any]:
+    """Where a result is wrong: looked for only now, since most of what fails is judged again, or tried otherwise."""
+    failure = judgement.failure
+    if failure is None:
+        return {}
+    found = pattern(failure)
+    return {"pattern": found.words, "error_map": error_map(failure, found.blocks) if failure.is_core else None}

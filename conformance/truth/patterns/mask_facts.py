@@ -37,7 +37,11 @@ def facts(failure: Failure) -> Iterator[Fact]:
         return
     letters = failure.unit_letters
     if letters == "BNTS":
-        yield Fact("pairs behind the mask", ~failure.problem.allowed)
+        allowed = failure.problem.allowed
+        for axis, length in enumerate(failure.got.shape):
+            if length == 1:  # one bias for all of them: it is behind the mask only where it is so for each
+                allowed = np.logical_or.reduce(allowed, axis=axis, keepdims=True)
+        yield Fact("pairs behind the mask", ~allowed)
     elif letters == "BSK":
         yield from _of_keys(failure)
     elif "T" in letters:

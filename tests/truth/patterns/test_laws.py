@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cases import operands
 from conformance.truth.bounds import Bounded
 from conformance.truth.patterns.error_map import error_map
 from conformance.truth.patterns.failure import failure_of
@@ -138,3 +141,40 @@ def test_whatever_came_something_can_be_said_or_nothing(case: str, observable: s
     assert pattern(found) == pattern(found)
     assert error_map(found) == error_map(found)
     assert pattern(found).words.isprintable()
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        *(
+            f"train/f32/B3.T32.S40.N4.K2.H8.V8/causal_and_lengths-9-0-40/seg/{bias}/normal/s0"
+            for bias in operands.BIASES
+        ),
+        "train/f32/B1.T40.S40.N4.K1.H8.V16/densehead-d40/segpad/sinks/normal/s0",
+        "train/f16/B3.T24.S24.N2.K2.H8.V8/densebatch-d40/segwild/softcap30/normal/s0",
+        "train/f32/B1.T64.S64.N2.K1.H16.V16/moba-16-2/normal/s0",
+        "decode/bf16/B2.T1.S64.N4.K2.H16.V16/own-l31-40-64/kvint8-token/normal/s0",
+        "decode/f32/B1.T1.S1.N1.K1.H1.V1/full/normal/s0",
+    ],
+)
+@pytest.mark.parametrize("spoilt", [1.0, 0.4, 0.02])
+def test_every_kind_of_case_can_be_looked_at(case: str, spoilt: float) -> None:
+    for observable, bounded in truth(case)[1].items():
+        for value in (2.0, 0.0, np.nan, 1e-3):
+
+            def plant(x: np.ndarray, _: object, value: float = value) -> np.ndarray:
+                return np.where(np.random.default_rng(5).random(x.shape) < spoilt, value, x)
+
+            found = failure(case, observable, plant)
+            if found.wrong.any():
+                drawn = error_map(found, pattern(found).blocks)
+                assert (drawn is None) == (bounded.value.ndim == 1)
+
+
+def test_one_bias_for_all_is_behind_the_mask_where_it_is_so_for_each() -> None:
+    case = "train/f32/B3.T32.S40.N4.K2.H8.V8/causal_and_lengths-20-0-30/biaspair/normal/s0"
+
+    def leaks(x: np.ndarray, right: SimpleNamespace) -> np.ndarray:
+        return np.where(right.problem.allowed.any(axis=0, keepdims=True), x, 1e-3)
+
+    assert seen(case, "dbias", leaks).words.startswith("only pairs behind the mask")
