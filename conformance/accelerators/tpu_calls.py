@@ -142,12 +142,13 @@ def _crossing(mapping: Any, lists: Sequence[np.ndarray]) -> int | None:
     steps = math.prod(mapping.grid)
     if not steps or steps > _MOST_STEPS:
         return None
-    places = [place.astype(np.int32) for place in np.unravel_index(np.arange(steps), mapping.grid)]
+    grid = mapping.grid or (1,)
+    places = [place.astype(np.int32) for place in np.unravel_index(np.arange(steps), grid)]
     total = 0
     for block in mapping.block_mappings:
 
         def start(*place: Any, block: Any = block) -> Any:
-            return block.compute_start_indices_interpret(place, *lists)
+            return block.compute_start_indices_interpret(place[: len(mapping.grid)], *lists)
 
         try:
             starts = jax.vmap(start)(*places)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -173,15 +172,15 @@ def test_a_list_that_is_an_operand_is_not_known() -> None:
 
 def test_the_bandwidth_of_a_generation_is_in_its_own_cycles() -> None:
     assert {tpu.name: round(tpu.bytes_a_cycle) for tpu in TPUS} == {
-        "v4": 1144, "v5e": 545, "v5p": 1579, "v6e": 936, "7x": 1677,
+        "v4": 1144, "v5e": 545, "v5p": 1579, "v6e": 935, "7x": 1677,
     }  # fmt: skip
 
 
 @pytest.mark.skipif(TPU.missing is not None, reason=str(TPU.missing))
 @pytest.mark.skipif(environment.schedules() is None, reason="libtpu is not asked to write schedules")
 @pytest.mark.parametrize("tpu", TPUS, ids=lambda tpu: tpu.name)
-def test_a_call_is_what_its_blocks_and_steps_are(tpu: Tpu, tmp_path: Path) -> None:
-    """Causal: 6 of 16 pairs of blocks are full, 4 are cut by the diagonal, and none else is visited, for two heads."""
+def test_a_call_is_what_its_blocks_and_steps_are(tpu: Tpu) -> None:
+    """Causal, of two heads: 6 of 16 pairs of blocks are full, 4 are cut by the diagonal, no other is visited."""
     (target,) = (target for target in targets_of("tpu") if target.name == tpu.name)
     sizes = BlockSizes.uniform(512, 512)
     found = {}
@@ -195,4 +194,5 @@ def test_a_call_is_what_its_blocks_and_steps_are(tpu: Tpu, tmp_path: Path) -> No
     assert (full["steps"], full["blocks"]) == (32, 32)
     blocks = (12 * causal["full_block_cycles"] + 8 * causal["masked_block_cycles"]) / tpu.cores
     assert blocks < causal["call_cycles"] < 1.5 * blocks
-    assert full["call_cycles"] > 32 / tpu.cores * full["full_block_cycles"]
+    # Without a mask the kernel has one kind of block, which holds what its first and its last step do beside.
+    assert 16 / tpu.cores < full["call_cycles"] / full["full_block_cycles"] < 32 / tpu.cores
