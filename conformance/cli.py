@@ -85,6 +85,11 @@ def parser() -> argparse.ArgumentParser:
     _add_calibrate(commands)
     _add_bench(commands)
     _add_tune(commands)
+    about = "what our TPU kernels cost by their compiler's schedules, against what was recorded"
+    cycles = commands.add_parser("cycles", help=about, description=_sentence(about), epilog=texts.CYCLES_EXAMPLES)
+    cycles.add_argument("--impl", action="append", default=[], metavar="NAME", help="only of this; may be repeated")
+    cycles.add_argument("--target", action="append", default=[], metavar="NAME", help="only for this generation (v6e)")
+    cycles.add_argument("--save", action="store_true", help="keep the figures of today")
     return top
 
 

@@ -115,6 +115,17 @@ Candidates that do not compile, or whose results differ from the oracle, are sho
 exit codes: 0 tuned, 2 could not be tuned (nothing to tune, or not on this machine)
 """
 
+CYCLES_EXAMPLES = """\
+examples:
+  python -m conformance cycles                                  # against what was recorded
+  python -m conformance cycles --impl=splash_tpu --target=v6e
+  python -m conformance cycles --save                           # new figures: after a change, or for a new compiler
+
+Kernels are compiled for TPUs that are not here, and their schedules are read: static estimates of a whole call, none of
+which was ever checked on a chip. More than 5% above the recorded figure of the same compiler is too slow.
+exit codes: 0 no kernel is slower, or written, 1 one is, 2 could not be asked (no compiler, or nothing recorded of it)
+"""
+
 COMPARE_EXAMPLES = """\
 examples:
   python -m conformance compare before.jsonl after.jsonl --report=changes.html
