@@ -10,7 +10,6 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -36,11 +35,13 @@ def figures(folder: Path, calls: Sequence[PallasCall], program: str, tpu: Tpu) -
       one call of that name. Of several calls the parts are those of the one with the longest block.
     """
     found: dict[str, float] = {}
-    for kernel, schedules in tpu_schedule.schedules(folder).items():
+    kernels = tpu_schedule.schedules(folder)
+    alone = len(kernels) == len(calls) == 1  # then a name that only the program has is no matter
+    for kernel, schedules in kernels.items():
         parts = max(map(tpu_schedule.figures_of, schedules), key=lambda told: told[tpu_schedule.FULL])
-        asked = [call for call in calls if call.name == kernel]
+        asked = [call for call in calls if call.name == kernel or alone]
         if len(asked) == len(schedules) == 1:
-            parts |= call_figures(schedules[0], asked[0], laid_out(asked[0], program), tpu)
+            parts |= call_figures(schedules[0], asked[0], laid_out(kernel, asked[0].lists, program), tpu)
         found |= {f"{kernel}.{name}": value for name, value in parts.items()}
     return found
 
@@ -84,17 +85,17 @@ def call_figures(
     return found
 
 
-def laid_out(call: PallasCall, program: str) -> dict[int, list[int]]:
+def laid_out(kernel: str, lists: Mapping[int, np.ndarray], program: str) -> dict[int, list[int]]:
     """The lists of a call as the compiled program lays them out, but for those of which that cannot be told."""
-    line = re.search(rf"%{re.escape(call.name)}(?:\.\d+)? = [^\n]*? custom-call\(([^)]*)\)", program)
+    line = re.search(rf"%{re.escape(kernel)}(?:\.\d+)? = [^\n]*? custom-call\(([^)]*)\)", program)
     if line is None:
         return {}
     found = {}
     for number, name in enumerate(_OPERAND.findall(line[1])):
-        if number not in call.lists:
+        if number not in lists:
             continue
         made = re.search(rf"%{re.escape(name)} = \w+\[([\d,]*)\](\{{[^}}]*\}})", program)
-        values: Any = call.lists[number]
+        values = lists[number]
         if made is not None and made[1] == ",".join(map(str, values.shape)):
             try:
                 found[number] = tpu_calls.words(values, made[2].strip("{}")).tolist()

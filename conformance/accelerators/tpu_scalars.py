@@ -196,16 +196,21 @@ _COMPUTED: dict[str, Callable[..., int]] = {
     "int_to_ptr": lambda a: a,
     "scalar_lea": lambda a, b: _signed(a + b),
 }
+_GRANULE = 512 // 4  # words of the unit in which sizes of copies are told, where it is the largest
 _STILL_THERE = frozenset({"sshll", "sand", "smov", "int_to_ptr"})
 _RESOLVABLE = "[resolvable"
 
 
 def _function(code: str) -> Callable[..., int] | None:
     name, *kind = code.split(".")
-    if name != "scmp":
-        return _COMPUTED.get(name)
-    compare, read = getattr(operator, kind[0]), _unsigned if kind[1] == "u32" else _signed
-    return lambda a, b: int(compare(read(a), read(b)))
+    read = _unsigned if "u32" in kind else _signed
+    if name in ("smin", "smax"):
+        chosen = min if name == "smin" else max
+        return lambda a, b: chosen(a, b, key=read)
+    if name == "scmp":
+        compare = getattr(operator, kind[0])
+        return lambda a, b: int(compare(read(a), read(b)))
+    return _COMPUTED.get(name)
 
 
 class _Machine:
@@ -270,8 +275,8 @@ class _Machine:
             place, value = self.place(one.given[0]), self.value(one.given[1])
             return lambda: self.store(place(), [value()])
         if _COPY.fullmatch(one.code):
-            source, to = self.value(one.given[0]), self.value(one.given[2])
-            return lambda: self.copy(source(), to())
+            source, size, to = map(self.value, one.given[:3])
+            return lambda: self.copy(source(), size(), to())
         found, result = self.found(one), one.result
         if result in self.meeting:
             return lambda: self.keep(result, found())
@@ -359,8 +364,10 @@ class _Machine:
             raise Unclear("something is stored at a place that is not known")
         self.memory.update(zip(range(at, at + len(words)), words, strict=True))
 
-    def copy(self, source: Any, to: Any) -> None:
-        """An operand into scalar memory."""
-        if not isinstance(source, _Place) or source.operand not in self.lists:
-            raise Unclear("a list is copied that is not known")
-        self.store(to, [int(word) for word in self.lists[source.operand]])
+    def copy(self, source: Any, granules: Any, to: Any) -> None:
+        """An operand into scalar memory; what was there is forgotten where the operand is not known."""
+        if to is None or granules is None:
+            raise Unclear("something is copied to a place that is not known")
+        known = isinstance(source, _Place) and source.operand in self.lists
+        words = [int(word) for word in self.lists[source.operand]] if known else [None] * (granules * _GRANULE)
+        self.store(to, words)

@@ -84,6 +84,21 @@ def test_a_call_takes_no_less_than_its_blocks_take_to_cross() -> None:
     assert found["call_cycles"] == found["hbm_floor_cycles"] == 5000
 
 
+def test_what_is_copied_from_elsewhere_is_not_taken_for_what_was_there() -> None:
+    other = "%s2_s1 = sshll.u32 %s99_s9, 4  ;;  %s3_s1 = int_to_ptr.vmem [resolvable:$true] %s2_s1"
+    again = [*KERNEL[:3], other, KERNEL[2], *KERNEL[3:]]
+    again[3:5] = [again[3].replace("%s2_s1", "%s20_s1").replace("%s3_s1", "%s30_s1"), again[4].replace("%s3_", "%s30_")]
+    with pytest.raises(Unclear, match="p1_p1"):
+        run([slots.replace("%7 =", "%70 =") for slots in again], {0: [0] * 128}, 1)
+
+
+def test_numbers_are_of_32_bits() -> None:
+    kernel = ["%s1 = sadd.s32 2147483647, 1", "%s2 = smin.u32 %s1, 5", "%s3 = smax.s32 %s1, -7"]
+    kernel += ["%s4 = sshrl.u32 4294967295, 28", "%s5 = sadd.s32 %s2, %s3", "%s6 = sadd.s32 %s5, %s4"]
+    kernel += ["%p1 = scmp.eq.s32.totalorder %s6, 13", "%1 = sbr.rel (%p1) target bundleno = 9", "nop", "nop"]
+    assert run(kernel, {}, 0).cycles == 9
+
+
 @pytest.mark.parametrize("call", [CALL, dataclasses.replace(CALL, hbm_bytes=None)], ids=["list", "bytes"])
 def test_what_is_not_known_has_no_figure(call: PallasCall) -> None:
     assert tpu_cost.call_figures(read(*schedule(KERNEL)), call, {}, SLOW) == {}
