@@ -97,6 +97,11 @@ def compile_for(target: CompileTarget, function: Any, operands: tuple[Any, ...])
     return {"compile_seconds": round(seconds, 3), **_memory(compiled), **told}
 
 
+def for_chip(target: CompileTarget) -> contextlib.AbstractContextManager[None]:
+    """What is traced in this context is traced for `target`. Raises `NoCompiler` if this machine knows none such."""
+    return _for_chip(_one_chip(target))
+
+
 @contextlib.contextmanager
 def _for_chip(sharding: NamedSharding) -> Iterator[None]:
     """Without x64, under which kernels do not lower, and with the chip named, which some ask for while they lower."""
