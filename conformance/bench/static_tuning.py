@@ -1,7 +1,8 @@
 """Choosing an implementation's settings without its accelerator: by the cycles that its compiler's schedules come to.
 
 Every candidate is compiled, and the call of its kernel counted (`conformance.accelerators.tpu_cost`). That is
-deterministic, and was never checked on a chip. A candidate replaces the setting in force if it takes clearly less. One
+deterministic, and was never checked on a chip. The first candidate is taken that needs not clearly more cycles than
+the one with the fewest: the setting in force comes before all, and then they come as the implementation names them. One
 that does not compile, or of whose call the cycles are not known, is shown and never chosen.
 """
 
@@ -20,7 +21,7 @@ from conformance.contract import Implementation
 from conformance.tunable import Knob, KnobSettings, Setting, Tunable
 
 CLEARLY = 0.03
-"""By which part a candidate must take less: so much the scheduling itself wavers."""
+"""By which part cycles differ and say nothing: so much the scheduling itself wavers."""
 
 Told = Mapping[str, float] | str
 """What compiling gave: figures, or why there are none."""
@@ -111,8 +112,8 @@ def _estimate(knob: Knob, setting: Setting, told: Told) -> Estimate:
 
 
 def _chosen(knob: str, estimates: Sequence[Estimate]) -> StaticChoice:
-    """The candidate with the fewest cycles; the first, which is in force, if none has clearly fewer."""
-    before = estimates[0]
-    best = min(estimates, key=lambda one: float("inf") if one.cycles is None else one.cycles)
-    better = best.cycles is not None and (before.cycles is None or best.cycles < (1 - CLEARLY) * before.cycles)
-    return StaticChoice(knob, (best if better else before).setting, before.setting, tuple(estimates))
+    """Of the candidates that take the fewest cycles, or not clearly more, the first: what is in force, if it is one."""
+    before, known = estimates[0].setting, [one.cycles for one in estimates if one.cycles is not None]
+    within = (1 + CLEARLY) * min(known, default=0.0)
+    few = (one.setting for one in estimates if one.cycles is not None and one.cycles <= within)
+    return StaticChoice(knob, next(few, before), before, tuple(estimates))

@@ -68,11 +68,12 @@ def _told(executor: Executor, problem: Any, chip: CompileTarget) -> Told:
 
 def _show(shown: Console, chip: CompileTarget, case: Case, choice: StaticChoice) -> None:
     for one in choice.estimates:
-        name = f"{chip.name} {case.mask} {label(choice.knob, one.setting)}"
+        name = f"{chip.name} {label(choice.knob, one.setting)}"
         text = one.reason if one.cycles is None else f"{one.cycles:,.0f} cycles"
         shown.print(f"  {name}: {text}", highlight=False, soft_wrap=True)
     verb = "keeps" if dict(choice.setting) == dict(choice.before) else "takes"
-    shown.print(f"{chip.name} {case.mask} {verb} {label(choice.knob, choice.setting)}", style="bold", highlight=False)
+    text = f"{chip.name} {verb} {label(choice.knob, choice.setting)}, {case.id}"
+    shown.print(text, style="bold", highlight=False, soft_wrap=True)
 
 
 def _entry(

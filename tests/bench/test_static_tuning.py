@@ -84,8 +84,8 @@ def test_the_command_shows_candidates_and_keeps_the_choice_with_its_provenance(
     assert entry.provenance["knobs"]["dkv"].endswith("of 6 settings, 3 refused")
     said = capsys.readouterr().out
     assert "never checked on a chip" in said
-    assert "v6e causal dkv q=1024 kv=1024 kv_compute=512: refused: no room" in said
-    assert "v6e causal takes forward q=1024" in said
+    assert "v6e dkv q=1024 kv=1024 kv_compute=512: refused: no room" in said
+    assert f"v6e takes forward q=1024 kv=512 kv_compute=512, {CASE.id}" in said
 
 
 @pytest.mark.parametrize(
