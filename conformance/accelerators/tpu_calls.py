@@ -142,25 +142,45 @@ def _crossing(mapping: Any, lists: Sequence[np.ndarray]) -> int | None:
     steps = math.prod(mapping.grid)
     if not steps or steps > _MOST_STEPS:
         return None
-    grid = mapping.grid or (1,)
-    places = [place.astype(np.int32) for place in np.unravel_index(np.arange(steps), grid)]
     total = 0
     for block in mapping.block_mappings:
-
-        def start(*place: Any, block: Any = block) -> Any:
-            return block.compute_start_indices_interpret(place[: len(mapping.grid)], *lists)
-
-        try:
-            starts = jax.vmap(start)(*places)
-        except ValueError:  # of a block that has no one place
+        told = f"{block.index_map_jaxpr} {block.block_shape}"
+        crossings = _crossings(_Way(told, tuple(mapping.grid), tuple(map(np.ndarray.tobytes, lists)), block, lists))
+        if crossings is None:
             return None
-        at = np.stack([np.broadcast_to(axis, steps) for axis in starts])
-        changes = 1 + int((at[:, 1:] != at[:, :-1]).any(axis=0).sum())
         sizes = [getattr(size, "block_size", 1) for size in block.block_shape]
         array = block.array_aval
         elements = math.prod(min(size, length) for size, length in zip(sizes, array.shape, strict=True))
-        total += changes * elements * array.dtype.itemsize
+        total += crossings * elements * array.dtype.itemsize
     return total
+
+
+@dataclasses.dataclass(frozen=True)
+class _Way:
+    """Which block of an array each step of a grid has: equal where the text, the grid and the lists are."""
+
+    told: str
+    grid: tuple[int, ...]
+    steered: tuple[bytes, ...]
+    block: Any = dataclasses.field(compare=False)
+    lists: Sequence[np.ndarray] = dataclasses.field(compare=False)
+
+
+@functools.lru_cache(maxsize=512)
+def _crossings(way: _Way) -> int | None:
+    """How often a block follows another one. Kept: arrays of a kernel have few ways, and each takes tens of ms."""
+    steps = math.prod(way.grid)
+    places = [place.astype(np.int32) for place in np.unravel_index(np.arange(steps), way.grid or (1,))]
+
+    def start(*place: Any) -> Any:
+        return way.block.compute_start_indices_interpret(place[: len(way.grid)], *way.lists)
+
+    try:
+        starts = jax.vmap(start)(*places)
+    except ValueError:  # of a block that has no one place
+        return None
+    at = np.stack([np.broadcast_to(axis, steps) for axis in starts])
+    return 1 + int((at[:, 1:] != at[:, :-1]).any(axis=0).sum())
 
 
 def words(values: np.ndarray, layout: str) -> np.ndarray:
