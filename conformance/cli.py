@@ -85,6 +85,11 @@ def parser() -> argparse.ArgumentParser:
     _add_calibrate(commands)
     _add_bench(commands)
     _add_tune(commands)
+    about = "what our TPU kernels cost by their compiler's schedules, against what was recorded"
+    cycles = commands.add_parser("cycles", help=about, description=_sentence(about), epilog=texts.CYCLES_EXAMPLES)
+    cycles.add_argument("--impl", action="append", default=[], metavar="NAME", help="only of this; may be repeated")
+    cycles.add_argument("--target", action="append", default=[], metavar="NAME", help="only for this generation (v6e)")
+    cycles.add_argument("--save", action="store_true", help="keep the figures of today")
     return top
 
 
@@ -117,6 +122,10 @@ def _add_tune(commands: argparse._SubParsersAction[_CommandParser]) -> None:
     what.add_argument("--impl", required=True, metavar="NAME", help="a registered name (see `list`)")
     what.add_argument("--case", action="append", default=[], metavar="ID", help="on this case; may be repeated")
     what.add_argument("--knob", action="append", default=[], metavar="NAME", help="only this; may be repeated")
+    what.add_argument("--static", action="store_true", help="for TPUs that are not here, by their compiler's schedules")
+    what.add_argument(
+        "--target", action="append", default=[], metavar="NAME", help="with --static: only for this (v6e)"
+    )
     what.add_argument("--out", metavar="FILE.json", help="write the table here (where the implementation reads it)")
     _add_limits(tune, runs=20, seconds=600.0)
 
@@ -322,7 +331,8 @@ def main(arguments: argparse.Namespace, *, last: bool = False) -> int:
     try:
         _reject_no_folder()
         with interrupts.held():  # JAX does not stand being interrupted while it loads
-            environment.prepare(timing=arguments.command in _TIMING)
+            timing = arguments.command in _TIMING and not getattr(arguments, "static", False)
+            environment.prepare(timing=timing)
             packages.claim()
             if _asks_others(arguments):
                 forked.make_ready()  # beside this process, which loads the same

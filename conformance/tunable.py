@@ -31,6 +31,8 @@ class Knob:
       phase: the program that it shows in, `"forward"` or `"forward+backward"`.
       candidates: what to try for a case. Some may not compile, or not fit: those are skipped, and shown. None if there
         is nothing to choose for this case, or on this machine; then it stays as it is.
+      kernel: how the name of the kernel that it is of ends, by which its cycles are found without the accelerator, or
+        empty.
       given: how other knobs are set while this one is timed. They switch off every other kernel that could run in place
         of the one that this knob is of.
     """
@@ -38,6 +40,7 @@ class Knob:
     name: str
     phase: str
     candidates: Callable[[Case], Iterable[Setting]]
+    kernel: str = ""
     given: KnobSettings = dataclasses.field(default_factory=dict)
 
 
@@ -49,6 +52,7 @@ class Tunable:
       knobs: in the order in which they are tuned.
       settings: the choice in force for a case on this machine.
       call: the canonical call with such a choice.
+      native: the same for the accelerator's compiler (`Accelerator.native`), or none.
       key: what an entry of the table for a case is valid for, as its kernel reads it: `{"max_depth": 64}`.
       cases: cases to tune on unless others are named.
       table: the file.
@@ -60,6 +64,7 @@ class Tunable:
     key: Callable[[Case], Mapping[str, int]]
     cases: Callable[[], tuple[Case, ...]]
     table: Path
+    native: Callable[[KnobSettings], Callable[..., Any]] | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -12,6 +12,7 @@ from markupsafe import Markup
 from conformance.bench.measurements import Measurement
 from conformance.records import ERROR, EXPECTED_FAIL, FAIL, PASS, RED, UNEXPECTED_PASS, VERDICTS, Record, RunInfo
 from reports import findings, measures, summary, wording
+from reports.calls import calls
 from reports.causes import roots, words
 from reports.causes.finding import Finding, kind_of
 from reports.compiled import compiled
@@ -123,6 +124,7 @@ def _page(records: Sequence[Record], run: RunInfo, measurements: Sequence[Measur
         "cost": measures.cost(records),
         "compiled": compiled(records),
         "schedules": schedules(records),
+        "calls": calls(records),
         "comparisons": comparisons(measurements),
         "detection": detection(run.detection),
         "coverage": free_table(run.coverage),

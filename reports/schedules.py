@@ -16,7 +16,8 @@ _FULL = "full_block_cycles"
 class Parts:
     """A kernel for one generation: cycles of a block, of a masked one and of a step without any, and what fills them.
 
-    None where a schedule has no such part.
+    Then its whole call: the estimate, below which HBM holds it, and how many steps, blocks and masked blocks there are.
+    None where a schedule has no such part, or where it is not known.
     """
 
     full: float
@@ -25,6 +26,11 @@ class Parts:
     share: float
     spills: float
     loops: float | None
+    call: float | None
+    floor: float | None
+    steps: float | None
+    blocks: float | None
+    masked_blocks: float | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,5 +83,10 @@ def _kernels(record: Record) -> Iterator[tuple[str, Parts]]:
                     share=record.figures.get(f"{kernel}.mxu_share", 0.0),
                     spills=record.figures.get(f"{kernel}.spill_slots", 0.0),
                     loops=record.figures.get(f"{kernel}.inner_loops"),
+                    call=record.figures.get(f"{kernel}.call_cycles"),
+                    floor=record.figures.get(f"{kernel}.hbm_floor_cycles"),
+                    steps=record.figures.get(f"{kernel}.steps"),
+                    blocks=record.figures.get(f"{kernel}.blocks"),
+                    masked_blocks=record.figures.get(f"{kernel}.masked_blocks"),
                 ),
             )

@@ -23,10 +23,11 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxlib.mlir import ir
 
 from conformance import environment
-from conformance.accelerators import gpu_figures, tpu_schedule
+from conformance.accelerators import gpu_figures, tpu_calls, tpu_cost
 from conformance.accelerators.gpus import GPUS
 from conformance.accelerators.liveness import live_bytes
 from conformance.accelerators.targets import CompileTarget
+from conformance.accelerators.tpus import TPUS
 
 _LONGEST_REASON = 400
 # What the compiler of Mosaic GPU kernels says of an error.
@@ -65,8 +66,8 @@ def compile_for(target: CompileTarget, function: Any, operands: tuple[Any, ...])
       `temporary_bytes`, the HBM that the compiler adds for temporaries, zero if it finds room for them elsewhere;
       `live_bytes` of them at once, wherever they are (`conformance.accelerators.liveness`); `vmem_bytes` of the
       program's kernels on a TPU; `shared_bytes`, `registers` and `spilled_bytes` on a GPU, where it is told
-      (`conformance.accelerators.gpu_figures`); on a TPU the cycles of each kernel's parts
-      (`conformance.accelerators.tpu_schedule`).
+      (`conformance.accelerators.gpu_figures`); on a TPU the cycles of each kernel's parts and of its call
+      (`conformance.accelerators.tpu_cost`).
 
     Raises:
       NoCompiler: if this machine cannot compile for the target.
@@ -88,12 +89,17 @@ def compile_for(target: CompileTarget, function: Any, operands: tuple[Any, ...])
             with tempfile.TemporaryDirectory() as folder:
                 compiled, said = _compiled(lowered, target, folder)
                 seconds = time.perf_counter() - start
-                told = _told(lowered, target, Path(folder), said)
+                told = _told(traced, lowered, compiled, target, Path(folder), said)
         except CompileError:
             raise
         except Exception as error:  # the compiler's errors are of many types
             raise CompileError(first_words(error)) from error
     return {"compile_seconds": round(seconds, 3), **_memory(compiled), **told}
+
+
+def for_chip(target: CompileTarget) -> contextlib.AbstractContextManager[None]:
+    """What is traced in this context is traced for `target`. Raises `NoCompiler` if this machine knows none such."""
+    return _for_chip(_one_chip(target))
 
 
 @contextlib.contextmanager
@@ -137,11 +143,17 @@ def _clear(folder: Path | None) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _told(lowered: Any, target: CompileTarget, folder: Path, said: list[str]) -> dict[str, float]:
+def _told(
+    traced: Any, lowered: Any, compiled: Any, target: CompileTarget, folder: Path, said: list[str]
+) -> dict[str, float]:
     """What the kernels of a GPU's program take, and the cycles of a TPU's."""
     if target.toolchain.platform == "tpu":
         schedules = environment.schedules()
-        found = {} if schedules is None else tpu_schedule.figures(schedules)
+        tpu = next((tpu for tpu in TPUS if tpu.name == target.name), None)
+        if schedules is None or tpu is None:
+            return {}
+        calls = tpu_calls.pallas_calls(traced.jaxpr)
+        found = tpu_cost.figures(schedules, calls, compiled.as_text() or "", tpu)
         _clear(schedules)
         return found
     programs = target.toolchain.programs and target.toolchain.programs()

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from conformance.accelerators.gpus import GPUS
+from conformance.accelerators.tpus import TPUS
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -117,14 +118,8 @@ GPU = Toolchain(
     slow=True,
 )
 
-# The smallest topology of each generation that the library describes.
-_TPU_TOPOLOGIES = {"v4": "v4:2x2x1", "v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2", "7x": "tpu7x:2x2x1"}
-
 TARGETS: tuple[CompileTarget, ...] = (
-    *(
-        CompileTarget(name=name, toolchain=TPU, topology={"topology_name": topology})
-        for name, topology in _TPU_TOPOLOGIES.items()
-    ),
+    *(CompileTarget(name=tpu.name, toolchain=TPU, topology={"topology_name": tpu.topology}) for tpu in TPUS),
     *(
         CompileTarget(name=gpu.name, toolchain=GPU, topology={"topology": "1x1x1", "target_config": gpu.config})
         for gpu in GPUS

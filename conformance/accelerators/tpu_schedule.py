@@ -15,7 +15,8 @@ import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-_FULL = "full_block_cycles"
+FULL = "full_block_cycles"
+"""The figure that says which of several schedules of a kernel is shown."""
 _BUNDLES = "packed-bundles-post-ra"
 _UNITS = "pre-delay_hlo-static-per-bundle-utilization"
 _FILE = re.compile(rf"(?P<program>\d+)-(?P<kernel>[\w.\-]+?)(\.\d+)?-\d+-{_BUNDLES}\.txt")
@@ -31,11 +32,13 @@ class Schedule:
     """The bundles of a kernel, in order.
 
     Attributes:
+      bundles: the text of what each holds.
       jumps: by the number of a bundle that may jump, the number of the one that it jumps to.
       units: what each bundle uses of each unit.
       capacity: what a bundle can use of each unit.
     """
 
+    bundles: tuple[str, ...]
     jumps: Mapping[int, int]
     units: tuple[Mapping[str, int], ...]
     capacity: Mapping[str, int]
@@ -47,19 +50,20 @@ class Schedule:
 
 def read(bundles: str, units: str) -> Schedule:
     """A schedule from the texts of its two files. Raises `ValueError` if they are not as this expects."""
-    jumps, count = {}, 0
+    held: list[str] = []
     for line in bundles.splitlines():
         if found := _BUNDLE.match(line):
-            if int(found[1], 16) != count:
-                raise ValueError(f"bundle {count} is missing")
-            if jump := _JUMP.search(found["slots"]):
-                jumps[count] = int(jump[1])
-            count += 1
+            if int(found[1], 16) != len(held):
+                raise ValueError(f"bundle {len(held)} is missing")
+            held.append(found["slots"])
+        elif held:  # what the compiler says beside an instruction may take several lines
+            held[-1] += f"\n{line}"
+    jumps = {at: int(jump[1]) for at, slots in enumerate(held) if (jump := _JUMP.search(slots))}
     names, capacity, *rows = _table(units)
-    if not count or len(rows) != count:
-        raise ValueError(f"{count} bundles, and {len(rows)} lines of what they use")
+    if not held or len(rows) != len(held):
+        raise ValueError(f"{len(held)} bundles, and {len(rows)} lines of what they use")
     used = tuple(dict(zip(names, map(int, row), strict=True)) for row in rows)
-    return Schedule(jumps, used, dict(zip(names, map(int, capacity), strict=True)))
+    return Schedule(tuple(held), jumps, used, dict(zip(names, map(int, capacity), strict=True)))
 
 
 def _table(units: str) -> Iterator[list[str]]:
@@ -68,22 +72,20 @@ def _table(units: str) -> Iterator[list[str]]:
             yield line.replace(",", " ").split()
 
 
-def figures(folder: Path) -> dict[str, float]:
-    """The figures of each kernel whose schedule lies in the folder, by `<kernel>.<figure>`; see `figures_of`."""
-    found: dict[str, dict[str, float]] = {}
+def schedules(folder: Path) -> dict[str, list[Schedule]]:
+    """The schedules that lie in the folder of kernels that multiply matrices, by kernel: one for each call of it."""
+    found: dict[str, list[Schedule]] = {}
     for path in sorted(folder.glob(f"*-{_BUNDLES}.txt")):
         if (named := _FILE.fullmatch(path.name)) is None:
             continue
         try:
             made_of, units = (_beside(path, named["program"], kind) for kind in (f"{_MADE_OF}*", _UNITS))
-            told = figures_of(read(path.read_text(), units)) if _IS_KERNEL in made_of else {}
+            schedule = read(path.read_text(), units) if _IS_KERNEL in made_of else None
         except ValueError:
             continue  # another version writes them in another form
-        if told and told[_FULL] > found.get(named["kernel"], {}).get(
-            _FULL, 0.0
-        ):  # a program may call one several times
-            found[named["kernel"]] = told
-    return {f"{kernel}.{name}": value for kernel, told in found.items() for name, value in told.items()}
+        if schedule is not None and figures_of(schedule):
+            found.setdefault(named["kernel"], []).append(schedule)
+    return found
 
 
 def _beside(path: Path, program: str, kind: str) -> str:
@@ -104,28 +106,38 @@ def figures_of(schedule: Schedule) -> dict[str, float]:
       part of its cycles times matrix units that is used; `spill_slots`, its loads and stores of spilled registers;
       `inner_loops`, how many loops its blocks hold: their cycles count once, however often they run.
     """
-    step = _loop(schedule)
-    parts = [range(at + 1, to) for at, to in schedule.jumps.items() if to > at + 1 and at in step and to <= step.stop]
-    multiplying = [part for part in parts if schedule.used(_MATRIX, part)]
-    blocks = [part for part in multiplying if not any(_within(other, part) for other in multiplying)] or [step]
+    step, blocks = parts_of(schedule)
     if not schedule.used(_MATRIX, step):
         return {}
+    parts = _parts(schedule, step)
     full, masked = min(blocks, key=len), max(blocks, key=len)
     found = {
-        _FULL: float(len(full)),
+        FULL: float(len(full)),
         "mxu_share": round(schedule.used(_MATRIX, full) / (schedule.capacity[_MATRIX] * len(full)), 3),
         "spill_slots": float(sum(schedule.used(unit, full) for unit in _SPILLS)),
     }
     if len(blocks) > 1:
         found["masked_block_cycles"] = float(len(masked))
     if step not in blocks:
-        around = [part for part in multiplying if part not in blocks]
+        around = [part for part in parts if part not in blocks and schedule.used(_MATRIX, part)]
         left_out = [part for part in parts if part not in around]
         found["step_cycles"] = float(len(step) - len(set().union(*left_out)))
     loops = [at for at, to in schedule.jumps.items() if to <= at and any(at in block for block in blocks)]
     if inner := [at for at in loops if not (step in blocks and at == step.stop - 1)]:
         found["inner_loops"] = float(len(inner))
     return found
+
+
+def parts_of(schedule: Schedule) -> tuple[range, list[range]]:
+    """The bundles of a step of the grid, and of each block in it; the step itself is the block where it has none."""
+    step = _loop(schedule)
+    multiplying = [part for part in _parts(schedule, step) if schedule.used(_MATRIX, part)]
+    return step, [part for part in multiplying if not any(_within(other, part) for other in multiplying)] or [step]
+
+
+def _parts(schedule: Schedule, step: range) -> list[range]:
+    """Bundles of a step that run under a condition."""
+    return [range(at + 1, to) for at, to in schedule.jumps.items() if to > at + 1 and at in step and to <= step.stop]
 
 
 def _loop(schedule: Schedule) -> range:

@@ -19,6 +19,7 @@ _PLACES = {
     "calibrate": "calibrate:calibrate",
     "bench": "bench:bench",
     "tune": "tune:tune",
+    "cycles": "cycles:cycles",
 }
 
 

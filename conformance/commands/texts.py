@@ -109,11 +109,25 @@ TUNE_EXAMPLES = """\
 examples:
   python -m conformance tune --impl=block_flash
   python -m conformance tune --impl=flash_gpu --seconds=300 --out=tuned.json --report=tuned.html
+  python -m conformance tune --impl=splash_tpu --static --target=v6e
 
 Every candidate is timed side by side with the others in rounds from which the slower half drops out; the last one left
 is compared with the setting in force, and replaces it only if it is faster beyond the spread of that comparison.
 Candidates that do not compile, or whose results differ from the oracle, are shown and never chosen.
+With --static nothing is timed: the call of each candidate's kernel is counted in the schedules of the TPU's compiler,
+which is deterministic, and which nobody has checked on a chip.
 exit codes: 0 tuned, 2 could not be tuned (nothing to tune, or not on this machine)
+"""
+
+CYCLES_EXAMPLES = """\
+examples:
+  python -m conformance cycles                                  # against what was recorded
+  python -m conformance cycles --impl=splash_tpu --target=v6e
+  python -m conformance cycles --save                           # new figures: after a change, or for a new compiler
+
+Kernels are compiled for TPUs that are not here, and their schedules are read: static estimates of a whole call, none of
+which was ever checked on a chip. More than 5% above the recorded figure of the same compiler is too slow.
+exit codes: 0 no kernel is slower, or written, 1 one is, 2 could not be asked (no compiler, or nothing recorded of it)
 """
 
 COMPARE_EXAMPLES = """\

@@ -20,7 +20,7 @@ from conformance.bench import tuning
 from conformance.bench.measurements import Measurement
 from conformance.bench.side_by_side import why_not
 from conformance.bench.tuning import Choice, Tuned, label
-from conformance.commands import bench, lookup
+from conformance.commands import bench, lookup, static_tune
 from conformance.commands.errors import CannotJudge
 from conformance.commands.outputs import outputs_of, writable
 from conformance.commands.progress import Steps
@@ -39,7 +39,9 @@ def tune(arguments: argparse.Namespace) -> int:
     outputs = outputs_of(arguments)
     tolerances = lookup.load_settings().tolerances
     knobs = _knobs(implementation, declared, arguments.knob)
-    cases = _cases(implementation, declared, knobs, arguments.case)
+    cases = _cases(implementation, declared, knobs, arguments.case, static=arguments.static)
+    if arguments.static:
+        return static_tune.choose(implementation, declared, cases, static_tune.targets(arguments.target), knobs, path)
     console, shown = Console(stderr=True), Console()
     bench.warn_of_flags(console)
     measured: list[Measurement] = []
@@ -91,9 +93,15 @@ def _knobs(implementation: Implementation, declared: Tunable, asked: Sequence[st
 
 
 def _cases(
-    implementation: Implementation, declared: Tunable, knobs: Sequence[Knob], asked: Sequence[str]
+    implementation: Implementation, declared: Tunable, knobs: Sequence[Knob], asked: Sequence[str], *, static: bool
 ) -> list[Case]:
     cases = [lookup.case(text) for text in asked] or list(declared.cases())
+    if static:
+        return cases
+    accelerator = implementation.accelerator
+    if declared.native is not None and accelerator.platform not in (None, jax.default_backend()):
+        missing = str(accelerator.platform).upper()
+        raise CannotJudge(f"there is no {missing} to time {implementation.name} on: add --static, and no clock decides")
     for case in cases:
         for knob in knobs:
             if (declined := why_not(implementation, case, knob.phase)) is not None:

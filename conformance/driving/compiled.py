@@ -50,6 +50,13 @@ def natively(executor: Executor, problem: Problem, *, gradients: bool) -> list[d
     return [dataclasses.asdict(_compiled(target, name, *programs[name])) for target, name in pairs]
 
 
+def fullest(executor: Executor, problem: Problem, target: CompileTarget, *, gradients: bool) -> Compiled:
+    """The call compiled for one generation, with its gradients if they are asked for."""
+    programs = _programs(executor.native, problem, gradients=gradients)
+    name = "gradients" if gradients else "forward"
+    return _compiled(target, name, *programs[name])
+
+
 def _programs(executor: Executor, problem: Problem, *, gradients: bool) -> Programs:
     """What is compiled, by name, each with its operands: plain, with residuals, and with the backward pass of each.
 

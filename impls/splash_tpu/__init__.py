@@ -7,8 +7,9 @@ cases run on the chip: `pytest -k tpu`. What only a chip can say, and what is do
 - f32 products: declared exact, which `precision="exact"` asks of the MXU as `Precision.HIGHEST` (six bf16 passes), and
   judged by that. With `precision="bf16"` the declaration, and the error bounds with it, are those of one pass.
 - `exp`, `tanh` and `log` of the vector unit are taken to be as accurate as error bounds allow for f32.
-- Block sizes: the defaults, 512 by 512, compile everywhere at every depth up to 256; which are fastest is not known.
-  The gate runs blocks of 128 so that its short cases have several, and others as variants.
+- Block sizes: 512 by 512 compile everywhere at every depth up to 256. A call that names none takes those of a table,
+  which was filled by the compiler's schedules (`impls.splash_tpu.tuned`); which are fastest on a chip is not known. The
+  gate runs blocks of 128 so that its short cases have several, and others as variants.
 - Two cores of v4 and v5p share the heads of all batch rows (`"parallel"`); with one head and one row, one idles.
 - Scalar memory, 1 MiB a core, holds the lists of steps, three to five bytes a step: lengths beyond 32768 want blocks
   beyond 128.

@@ -14,6 +14,8 @@ from impls.explicit import takes_explicit
 from impls.splash_tpu.block_sizes import BlockSizes, Layouts
 from impls.splash_tpu.call import Precision
 from impls.splash_tpu.kernel import Splash, make_splash, make_splash_dynamic
+from impls.splash_tpu.tuned import look_up
+from impls.splash_tpu.vmem import Depths
 
 UNSUPPORTED = {
     "bias": "takes no bias",
@@ -34,7 +36,7 @@ def attention(
     bias: Any = None,
     scale: float | None = None,
     save_residuals: bool = False,
-    block_sizes: BlockSizes = BlockSizes(),  # noqa: B008  a frozen value
+    block_sizes: BlockSizes | None = None,
     layouts: Layouts = Layouts(),  # noqa: B008  a frozen value
     precision: Precision = "exact",
     interpret: Any = None,
@@ -57,7 +59,7 @@ def attention(
       bias: refused.
       scale: factor of `<q, k>`, default `1 / sqrt(H)`.
       save_residuals: also return `logsumexp` and `max_logits`.
-      block_sizes: of each phase.
+      block_sizes: of each phase, by default those of the table for the chip that is traced for (`tuned.look_up`).
       layouts: which axis of q, k and v is innermost in memory.
       precision: `"exact"` products of f32 operands, or rounded to `"bf16"`.
       interpret: as `pallas_call` takes it; by default true unless the process runs on a TPU.
@@ -77,6 +79,10 @@ def attention(
     batch, q_length, num_q_heads, _ = q.shape
     kv_length, num_kv_heads = k.shape[1:3]
     validate_mask(mask, batch, num_q_heads, q_length, kv_length)
+    if block_sizes is None:
+        depths = Depths(q.shape[3], v.shape[3], q.dtype.itemsize)
+        plain = mask.is_computed and segment_ids is None and soft_cap is None
+        block_sizes = look_up(mask, kv_length, depths, plain=plain)
     options: dict[str, Any] = {
         "num_q_heads": num_q_heads,
         "num_kv_heads": num_kv_heads,

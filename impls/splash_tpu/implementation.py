@@ -9,6 +9,7 @@ from conformance.contract import Accelerator, Arithmetic, Implementation
 from impls.splash_tpu.attention import UNSUPPORTED, attention
 from impls.splash_tpu.block_sizes import BlockSizes, Layouts
 from impls.splash_tpu.call import Precision
+from impls.splash_tpu.tuned import tunable
 from impls.versions import runs_on
 
 # Small, so that lengths of a few hundred have several blocks.
@@ -31,7 +32,7 @@ def implementation(name: str, *, block_sizes: BlockSizes = _JUDGED, precision: P
     backward = "one fused kernel" if block_sizes.fused_backward else "separate kernels for dq and for dk, dv"
     call = functools.partial(attention, block_sizes=block_sizes, precision=precision)
     # What is compiled are the sizes that a caller gets who names none.
-    default_sizes = BlockSizes(fused_backward=block_sizes.fused_backward)
+    default_sizes = BlockSizes(fused_backward=True) if block_sizes.fused_backward else None
     return Implementation(
         name=name,
         call=call,
@@ -51,6 +52,7 @@ def implementation(name: str, *, block_sizes: BlockSizes = _JUDGED, precision: P
         variants={variant: functools.partial(attention, **options) for variant, options in _VARIANTS.items()},
         memory="linear",
         checkpoint_names=("splash_residuals",),
+        tunable=None if block_sizes.fused_backward else tunable(functools.partial(attention, precision=precision)),
     )
 
 

@@ -27,6 +27,7 @@ from impls.upstream.refusals import refuse, refuse_because
 from impls.upstream.splash_masks import BLOCK, lazy_mask, whole_blocks
 from impls.versions import default_products, interpret_or, runs_on
 
+_COMPILED_BLOCK = 512  # As ours by default: with the smallest ones, which are its own default, a call is slow.
 UNSUPPORTED = {"bias": "takes no bias", "indexer": "takes masks that are known when its kernel is made"}
 
 
@@ -43,6 +44,7 @@ def attention(
     scale: float | None = None,
     save_residuals: bool = False,
     fused_backward: bool = False,
+    largest_block: int = BLOCK,
     interpret: Any = None,
 ) -> Any:
     """The canonical call (`conformance.contract`).
@@ -59,6 +61,7 @@ def attention(
       scale: Factor of the logits.
       save_residuals: Return the logsumexp too.
       fused_backward: One kernel for all gradients, instead of one for dq and one for dk and dv.
+      largest_block: Blocks are as long as this, or the next power of two below it that divides a length.
       interpret: As in `pallas_call`; by default true unless the process runs on a TPU.
     """
     refuse(
@@ -92,6 +95,7 @@ def attention(
         soft_cap=None if soft_cap is None else float(soft_cap),
         save_residuals=save_residuals,
         fused_backward=fused_backward,
+        largest_block=largest_block,
         interpret=interpret_or(interpret, "tpu"),
     )
     q, k, v = (x.transpose(0, 2, 1, 3) for x in (q, k, v))
@@ -119,18 +123,19 @@ def _kernel(
     soft_cap: float | None,
     save_residuals: bool,
     fused_backward: bool,
+    largest_block: int,
     interpret: Any,
 ) -> Callable[..., Any]:
     """A kernel for one mask and shape. Cached: it holds the processed mask, and jit knows it by identity."""
     make = splash.make_splash_mqa_single_device if is_mqa else splash.make_splash_mha_single_device
-    dq_block = None if fused_backward else BLOCK
+    q, kv = (math.gcd(length, largest_block) for length in (q_length, kv_length))
     sizes = splash.BlockSizes(
-        block_q=BLOCK,
-        block_kv=BLOCK,
-        block_q_dkv=BLOCK,
-        block_kv_dkv=BLOCK,
-        block_q_dq=dq_block,
-        block_kv_dq=dq_block,
+        block_q=q,
+        block_kv=kv,
+        block_q_dkv=q,
+        block_kv_dkv=kv,
+        block_q_dq=None if fused_backward else q,
+        block_kv_dq=None if fused_backward else kv,
         use_fused_bwd_kernel=fused_backward,
     )
     # Called while tracing, the arrays of the kernel must still be arrays: the next trace gets them from the cache.
@@ -188,7 +193,9 @@ def _implementation(fused_backward: bool) -> Implementation:
             under_interpreter=lambda parameters: functools.partial(
                 attention, fused_backward=fused_backward, interpret=parameters
             ),
-            native=functools.partial(attention, fused_backward=fused_backward, interpret=False),
+            native=functools.partial(
+                attention, fused_backward=fused_backward, largest_block=_COMPILED_BLOCK, interpret=False
+            ),
         ),
     )
 

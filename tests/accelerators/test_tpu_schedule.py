@@ -10,9 +10,10 @@ import pytest
 from jax.experimental import pallas as pl
 
 from conformance import environment
-from conformance.accelerators import compilation, tpu_schedule
+from conformance.accelerators import compilation, tpu_cost
 from conformance.accelerators.targets import TPU, targets_of
 from conformance.accelerators.tpu_schedule import figures_of, read
+from conformance.accelerators.tpus import TPUS
 
 UNITS = "== CAPACITY:\nMXU, VLOAD:FILL, VSTORE:SPILL\n 4 3 1\n== UTILIZATION:\n"
 
@@ -86,7 +87,7 @@ def test_kernels_are_told_by_name_and_of_several_calls_the_longest(tmp_path: Pat
     write(tmp_path, 11, "kernel.1", "custom-call", {9: "4 0 0"})
     write(tmp_path, 12, "kernel.2", "custom-call", {18: "4 0 0"})
     write(tmp_path, 13, "fusion.3", "fusion", USED)
-    found = tpu_schedule.figures(tmp_path)
+    found = tpu_cost.figures(tmp_path, [], "", TPUS[0])
     assert {name.partition(".")[0] for name in found} == {"kernel"}
     assert found["kernel.full_block_cycles"] == 8
 
@@ -94,7 +95,7 @@ def test_kernels_are_told_by_name_and_of_several_calls_the_longest(tmp_path: Pat
 def test_what_is_written_in_another_form_is_left_out(tmp_path: Path) -> None:
     write(tmp_path, 11, "kernel.1", "custom-call", USED, count=7)
     (tmp_path / "5-other.1-01-packed-bundles-post-ra.txt").write_text("0 : { nop }")
-    assert tpu_schedule.figures(tmp_path) == {}
+    assert tpu_cost.figures(tmp_path, [], "", TPUS[0]) == {}
     with pytest.raises(ValueError, match="30 bundles, and 7 lines"):
         read(bundles({}, 30), units({}, 7))
 

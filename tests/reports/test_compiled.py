@@ -9,7 +9,7 @@ from conformance.records import (
     UNJUDGED,
     Record,
 )
-from reports import compiled, html, schedules
+from reports import calls, compiled, html, schedules
 from tests.reports.test_reports import record, run_info
 
 
@@ -95,3 +95,41 @@ def test_cycles_of_kernels_are_a_table_of_the_case_where_blocks_take_longest() -
     for text in ("1,292", "1,409 masked", "134 step", "50% of MXU", "2 loops within, counted once"):
         assert text in section
     assert schedules.schedules([compilation()]) is None
+
+
+CALL = {
+    "fwd.full_block_cycles": 9.0,
+    "fwd.call_cycles": 117_364.0,
+    "fwd.hbm_floor_cycles": 41_493.0,
+    "fwd.steps": 80.0,
+    "fwd.blocks": 72.0,
+    "fwd.masked_blocks": 16.0,
+}
+BOUND = {"dq.full_block_cycles": 9.0, "dq.call_cycles": 50_000.0, "dq.hbm_floor_cycles": 50_000.0}
+
+
+def test_whole_calls_are_in_the_table_and_side_by_side() -> None:
+    other = {"implementation": "other", "case": "train/bf16/long"}
+    records = [
+        compilation(figures=CALL, case="train/bf16/long"),
+        compilation(figures={**CALL, **BOUND}, **other),
+        compilation(figures={**CALL, "dq.full_block_cycles": 9.0}, observable="v6e.forward", **other),
+        compilation(figures=CALL, case="train/bf16/alone"),
+    ]
+    long, alone = calls.calls(records)
+    assert (long.case, long.program, long.targets) == ("train/bf16/long", "forward", ("v5e",))
+    assert [long.cells[contender, "v5e"].total for contender in long.contenders] == [117_364, 167_364]
+    assert [long.cells[contender, "v5e"].bound for contender in long.contenders] == [frozenset(), {"dq"}]
+    assert alone.case == "train/bf16/alone"
+    page = html.render(records, run_info())
+    section = page[page.index('id="compiled"') :].split("<h2")[0]
+    for text in (
+        "117,364 call, HBM 41,493",
+        "72 blocks, 16 masked, in 80 steps",
+        "call not known",
+        "none of which was ever checked on a chip",
+        "v5e, kilocycles",
+        "167, HBM",
+    ):
+        assert text in section
+    assert calls.calls([compilation()]) == ()

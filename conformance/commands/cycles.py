@@ -1,0 +1,83 @@
+"""`cycles`: what our TPU kernels cost by their schedules, against what was recorded; and new figures."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+
+from rich.console import Console
+
+from cases.case import parse
+from cases.inputs import draw
+from conformance import environment
+from conformance.accelerators import speed_bar
+from conformance.accelerators.speed_bar import Bar
+from conformance.accelerators.targets import TPU, CompileTarget, targets_of
+from conformance.calling import registry
+from conformance.calling.execution import Executor
+from conformance.commands.errors import CannotJudge
+from conformance.commands.progress import Steps
+from conformance.driving import compiled
+
+NEW_FIGURES = "new figures are asked for by `python -m conformance cycles --save`"
+
+
+def why_not() -> str | None:
+    """Why there are no schedules here, or None."""
+    if TPU.missing is not None:
+        return TPU.missing
+    if environment.schedules() is None:
+        return "libtpu writes no schedules here: there is a TPU, or JAX was loaded before this project"
+    return None
+
+
+def cycles(arguments: argparse.Namespace) -> int:
+    """`cycles`: compile, show, and compare or keep."""
+    if (reason := why_not()) is not None:
+        raise CannotJudge(reason)
+    known = {target.name: target for target in targets_of("tpu")}
+    if wrong := [name for name in arguments.target if name not in known]:
+        raise CannotJudge(f"no TPU is called {wrong[0]}: known are {', '.join(known)}")
+    bars = [bar for bar in speed_bar.BARS if not arguments.impl or bar.implementation in arguments.impl]
+    if not bars:
+        raise CannotJudge(f"nothing is recorded of {', '.join(arguments.impl)}")
+    recorded = speed_bar.read().get(speed_bar.compiler(), {})
+    shown, found, red = Console(), dict[str, speed_bar.Figures](), 0
+    with Steps(Console(stderr=True)) as steps:
+        for bar in bars:
+            for name in arguments.target or known:
+                place = speed_bar.key(bar, name)
+                steps.say(f"compiling {place}")
+                found[place] = measured(bar, known[name])
+                wrong = speed_bar.slower(recorded.get(place, {}), found[place])
+                red += bool(wrong)
+                shown.print(_line(place, found[place], recorded.get(place)), highlight=False, soft_wrap=True)
+                for line in wrong:
+                    shown.print(f"  ✗ {line}", highlight=False, soft_wrap=True)
+    if arguments.save:
+        speed_bar.write(found)
+        shown.print(f"{len(found)} entries of {speed_bar.compiler()} written to {speed_bar.TABLE}", soft_wrap=True)
+        return 0
+    if not recorded:
+        shown.print(f"nothing is recorded of {speed_bar.compiler()}: {NEW_FIGURES}", soft_wrap=True)
+        return 2
+    return 1 if red else 0
+
+
+def measured(bar: Bar, target: CompileTarget) -> speed_bar.Figures:
+    """The figures of a bar for a generation, static ones. Raises `CannotJudge` if it does not compile."""
+    case = parse(bar.case)
+    executor = Executor(registry.find(bar.implementation))
+    one = compiled.fullest(executor, draw(case), target, gradients=case.phase == "train")
+    if one.outcome != "compiled":
+        raise CannotJudge(f"{bar.implementation} for {target.name}: {one.outcome}: {one.reason}")
+    return speed_bar.estimates(one.figures)
+
+
+def _line(place: str, now: Mapping[str, float], recorded: Mapping[str, float] | None) -> str:
+    """One place on a line: each kernel with its cycles, and what it had."""
+    parts = []
+    for name, value in now.items():
+        before = (recorded or {}).get(name)
+        parts.append(f"{name} {value:,.0f}" + ("" if before is None else f" ({value / before - 1:+.1%})"))
+    return f"{place}: {', '.join(parts) or 'no schedule was read'}"

@@ -1,0 +1,159 @@
+"""Choosing without the accelerator: by cycles that are told, a refused candidate never, the same each time."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cases.case import parse
+from cases.masks import Causal, Full, Mask, Window
+from conformance import cli, tunable
+from conformance.accelerators import compilation, speed_bar
+from conformance.accelerators.targets import targets_of
+from conformance.accelerators.tpus import TPUS
+from conformance.bench import static_tuning
+from conformance.calling import registry
+from conformance.commands import cycles, static_tune
+from impls.splash_tpu import tuned
+from impls.splash_tpu.block_sizes import Blocks, BlockSizes
+from impls.splash_tpu.vmem import Depths
+
+CASE = parse("train/bf16/B1.T2048.S2048.N1.K1.H128.V128/causal/normal/s0")
+V6E = next(target for target in targets_of("tpu") if target.name == "v6e")
+
+
+def cost(sizes: BlockSizes) -> dict[str, float]:
+    """Made-up cycles of each kernel: the fewest for long blocks of queries in the forward pass, for short ones else."""
+    told = {"a_forward": 4000 - sizes.forward.q, "a_dq": 4000 + sizes.dq.q, "a_dkv": 4000.0 + sizes.dkv.q / 100}
+    return {f"{kernel}.call_cycles": float(value) for kernel, value in told.items()}
+
+
+def compiled(executor: Any, problem: Any, target: Any) -> static_tuning.Told:
+    """What stands in for the compiler: it refuses long blocks of keys in dkv, with whatever they come."""
+    sizes: BlockSizes = executor.native.implementation.call.keywords["block_sizes"]
+    return "refused: no room" if sizes.dkv.kv == 1024 else cost(sizes)
+
+
+@pytest.fixture
+def no_chip(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No compiler is asked, and no table is there."""
+    monkeypatch.setattr(compilation, "for_chip", lambda target: contextlib.nullcontext())
+    monkeypatch.setattr(tuned, "_ENTRIES", ())
+
+
+def choose() -> dict[str, static_tuning.StaticChoice]:
+    implementation = registry.find("splash_tpu")
+    declared = implementation.tunable
+    assert declared is not None
+    found = static_tuning.tune(implementation, declared, CASE, V6E, compiled, knobs=declared.knobs)
+    return {choice.knob: choice for choice in found}
+
+
+@pytest.mark.usefixtures("no_chip")
+def test_each_kernel_gets_what_takes_it_the_fewest_cycles() -> None:
+    found = choose()
+    assert found["forward"].setting["q"] == 1024
+    assert found["dq"].setting["q"] == 256
+    assert found["dkv"].setting == found["dkv"].before  # less than 3% fewer is nothing
+    refused = [one for one in found["dkv"].estimates if one.cycles is None]
+    assert {one.setting["kv"] for one in refused} == {1024}
+    assert {one.reason for one in refused} == {"refused: no room"}
+    # What dkv refuses, the others may take.
+    assert all(one.cycles is not None for one in found["forward"].estimates)
+    assert choose() == found
+
+
+@pytest.mark.usefixtures("no_chip")
+def test_the_command_shows_candidates_and_keeps_the_choice_with_its_provenance(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(cycles, "why_not", lambda: None)
+    monkeypatch.setattr(static_tune, "_told", compiled)
+    monkeypatch.setattr(speed_bar, "compiler", lambda: "libtpu 1")
+    path = tmp_path / "t.json"
+    arguments = ["tune", "--static", "--impl=splash_tpu", "--target=v6e", f"--case={CASE.id}", f"--out={path}"]
+    assert cli.main(cli.parser().parse_args(arguments)) == 0
+    (entry,) = tunable.read(path)
+    assert (entry.device, entry.key["span"], entry.settings["forward"]["q"]) == ("TPU v6 lite", 2048, 1024)
+    assert entry.provenance["compiler"] == "libtpu 1"
+    assert entry.provenance["knobs"]["dkv"].endswith("of 6 settings, 3 refused")
+    said = capsys.readouterr().out
+    assert "never checked on a chip" in said
+    assert "v6e dkv q=1024 kv=1024 kv_compute=512: refused: no room" in said
+    assert f"v6e takes forward q=1024 kv=512 kv_compute=512, {CASE.id}" in said
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--impl=splash_tpu"], "there is no TPU to time splash_tpu on: add --static"),
+        (["--impl=block_flash", "--static"], "block_flash says nothing that can be tuned by schedules"),
+        (["--impl=splash_tpu", "--static", "--target=v9"], "no TPU is called v9: known are v4"),
+    ],
+)
+def test_what_cannot_be_tuned_so_is_refused(
+    arguments: list[str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(cycles, "why_not", lambda: None)
+    assert cli.main(cli.parser().parse_args(["tune", *arguments])) == 2
+    assert message in capsys.readouterr().err
+
+
+def entry(span: int, q: int, **key: int) -> tunable.Entry:
+    sizes = {"itemsize": 2, "head_dim": 128, "head_dim_v": 128, "kv_length": 8192, "span": span, **key}
+    blocks = {"q": q, "kv": 1024, "kv_compute": 512}
+    return tunable.Entry(
+        device="chip", key=sizes, settings=dict.fromkeys(tuned.PHASES, blocks), provenance={"case": "x"}
+    )
+
+
+@pytest.mark.parametrize(
+    ("mask", "length", "depth", "itemsize", "plain", "q"),
+    [
+        (Causal(), 8192, 128, 2, True, 1024),
+        (Causal(), 2048, 64, 2, True, 256),  # nearer to the window in what a query sees
+        (Window(1023, 0), 32768, 128, 2, True, 256),
+        (Window(1023, 0) & Causal(), 32768, 128, 2, True, 256),
+        (Full(), 32768, 256, 2, True, 128),
+        (Causal(), 8192, 512, 2, True, 512),  # deeper than anything tuned: the plain default
+        (Causal(), 8192, 128, 4, True, 512),
+        (Causal(), 8192, 256, 2, False, 128),
+    ],
+)
+def test_a_call_takes_what_was_chosen_for_the_likest(
+    mask: Mask, length: int, depth: int, itemsize: int, plain: bool, q: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entries = (entry(8192, 1024), entry(1024, 256), entry(8192, 128, head_dim=256, head_dim_v=256))
+    monkeypatch.setattr(tuned, "_ENTRIES", entries)
+    monkeypatch.setattr(tuned, "device_kind", lambda platform: "chip")
+    found = tuned.look_up(mask, length, Depths(depth, depth, itemsize), plain=plain)
+    assert found.forward.q == q
+    monkeypatch.setattr(tuned, "device_kind", lambda platform: "")
+    assert tuned.look_up(mask, length, Depths(depth, depth, itemsize), plain=plain) == BlockSizes()
+
+
+def test_what_does_not_fit_is_left_at_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stored mask takes VMEM that nothing was tuned with."""
+    monkeypatch.setattr(tuned, "_ENTRIES", (entry(8192, 2048),))
+    monkeypatch.setattr(tuned, "device_kind", lambda platform: "chip")
+    depths = Depths(128, 128, 2)
+    assert tuned.look_up(Causal(), 8192, depths, plain=False).dkv == Blocks()
+
+
+def test_the_table_is_whole() -> None:
+    """Every entry is for a chip that is known, says which figures it rests on, and holds sizes that a kernel takes."""
+    entries = tunable.read(tuned.TABLE)
+    assert {one.device for one in entries} == {tpu.kind for tpu in TPUS}
+    for one in entries:
+        assert set(one.settings) == set(tuned.PHASES)
+        assert [Blocks(**setting) for setting in one.settings.values()]
+        assert one.provenance["compiler"].startswith("libtpu ")
+        assert one.key == dict(registry.find("splash_tpu").tunable.key(parse(one.provenance["case"])))  # type: ignore[union-attr] # it has one
+    assert json.loads(tuned.TABLE.read_text())["entries"] == [
+        dataclasses.asdict(one) for one in sorted(entries, key=lambda one: one.place)
+    ]
