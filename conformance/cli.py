@@ -248,6 +248,13 @@ def _add_run(commands: argparse._SubParsersAction[_CommandParser]) -> None:
         help="for cases that confirm what failures have in common, where there are any (10; 0 for none)",
     )
     how.add_argument(
+        "--diagnose-seconds",
+        type=float,
+        default=20.0,
+        metavar="N",
+        help="for cases by which a kernel that fails is compared with planted bugs (20; 0 for none)",
+    )
+    how.add_argument(
         "--shrink", action="store_true", help="then look for the smallest case of each finding, a minute each at most"
     )
     how.add_argument("--fail-fast", action="store_true", help="stop at the first failure; cheap cases come first")

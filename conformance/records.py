@@ -191,7 +191,8 @@ class RunInfo:
     that asks less of them than the defaults, `few_blocks` how few blocks their lengths allow to ask about
     (`judging.reach`), `extents` how much of each contender was asked. These are kept by the label of a contender, or by
     the name of an implementation; where there is no extent, `level`, `narrowed` and `interrupted` hold for all.
-    `probes` is what was judged to confirm findings, which nothing counts.
+    `probes` is what was judged to confirm findings, which nothing counts, and `diagnoses` what that says in words, by
+    the label of a contender: which planted bugs it is wrong most like.
     """
 
     command: str
@@ -208,6 +209,7 @@ class RunInfo:
     extents: dict[str, Extent] = dataclasses.field(default_factory=dict)
     narrowed: str = ""
     probes: list[Record] = dataclasses.field(default_factory=list)
+    diagnoses: dict[str, list[str]] = dataclasses.field(default_factory=dict)
 
 
 def to_json(record: Record) -> str:

@@ -73,7 +73,14 @@ def _findings(records: Sequence[Record], run: RunInfo) -> list[str]:
     hidden = len(found) - len(shown)
     failures = sum(len(x.records) for x in found) - sum(len(x.records) for _, x in shown)
     more = [f"{hidden:,} more findings, of {failures:,} failures, are in the HTML report."] if hidden else []
-    return ["### Findings", *(_finding(number, one) for number, one in shown), *more]
+    return ["### Findings", *(_finding(number, one) for number, one in shown), *more, *_diagnoses(run)]
+
+
+def _diagnoses(run: RunInfo) -> list[str]:
+    return [
+        "\n".join([f"**{_inline(label)}** is {_inline(lines[0])}", *(f"- {_inline(line)}" for line in lines[1:])])
+        for label, lines in run.diagnoses.items()
+    ]
 
 
 def _finding(number: int, finding: Finding) -> str:

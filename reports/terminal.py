@@ -86,6 +86,11 @@ def _print_findings(records: Sequence[Record], run: RunInfo, console: Console, p
     if hidden := len(found) - len(shown):
         failures = sum(len(x.records) for x in found) - sum(len(x.records) for _, x in shown)
         console.print(Text(f"… and {hidden:,} more findings, of {failures:,} failures\n", style="dim"))
+    for label, lines in run.diagnoses.items():
+        console.print(Text(f"{label}: {lines[0]}", style="bold"), soft_wrap=True)
+        for line in lines[1:]:
+            console.print(Text(f"  {line}"), soft_wrap=True)
+        console.print()
     if found and page:
         console.print(Text(f"all of it: {page}#findings", style="dim"), soft_wrap=True)
     if found and found[0].smallest.reproduce and "--shrink" not in run.command:

@@ -13,7 +13,6 @@ from rich.console import Console
 from cases.case import Case, parse
 from conformance.asking.scopes import GRID
 from conformance.checks import BY_NAME
-from conformance.commands.errors import CannotJudge
 from conformance.contract import Implementation
 from conformance.judging.journal import Journal
 from conformance.judging.probing import shrinking
@@ -32,12 +31,6 @@ _MOST_OTHERS = 3  # suspicions that are told apart
 _ROUNDS = 2  # what was seen may say that something else is to be suspected
 # What took a kernel's process down would take down another.
 _LOST = "the case was asked no further"
-
-
-def reject_negative(seconds: float) -> None:
-    """Refuse a time that is none."""
-    if not seconds >= 0:
-        raise CannotJudge(f"--confirm-seconds must not be negative, got {seconds:g}")
 
 
 def confirm(

@@ -28,6 +28,12 @@ def kernels(arguments: argparse.Namespace) -> Kernels:
     return Kernels(arguments.products, arguments.in_process, arguments.timeout, arguments.memory)
 
 
+def reject_no_time(option: str, seconds: float) -> None:
+    """Refuse a time that is none; no time at all is one."""
+    if not seconds >= 0:
+        raise CannotJudge(f"{option} must not be negative, got {seconds:g}")
+
+
 def reject_negative(seed: int | None) -> None:
     """Refuse a seed that no case can have; none is one that is still to be drawn."""
     if seed is not None and seed < 0:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from conformance.bench import measurements
 from conformance.bench.measurements import Measurement
-from conformance.commands import lookup
+from conformance.commands import diagnose, lookup
 from conformance.commands.errors import CannotJudge
 from conformance.commands.outputs import command_line, writable
 from conformance.judging.evidence import gather
@@ -25,6 +25,7 @@ def render_report(arguments: argparse.Namespace) -> int:
     measured = measurements.merge(*(_measurements(name) for name in timed))
     recorded = [one for name in arguments.records if name not in timed for one in lookup.recorded(name)]
     found, info = gather(recorded, command=command_line(), detection=detection.load())
+    info = diagnose.told(info, found)
     if measured:
         environment = info.environment if recorded else {}
         rendered = {"rendered from": ", ".join(Path(name).name for name in arguments.records)}

@@ -19,7 +19,7 @@ from conformance.apart.kernels import Kernels
 from conformance.asking.turn import EVERYTHING, Turn
 from conformance.calling import registry
 from conformance.checks import BY_NAME, CHECKS, Check
-from conformance.commands import annotate, compare, confirm, lookup
+from conformance.commands import annotate, compare, confirm, diagnose, lookup
 from conformance.commands.errors import CannotJudge
 from conformance.commands.outputs import Outputs, command_line, outputs_of, step_summary, writable
 from conformance.commands.progress import Progress
@@ -92,6 +92,7 @@ def run(arguments: argparse.Namespace) -> int:
         how, reason = FAILED, f"{error}; what was judged before is in it"
         journal.abandon(reason)
     found, info = gather([journal.recorded], command=described.command, detection=detection.load())
+    info = diagnose.told(info, found)
     outputs.write(found, info)
     if reason == _BROKEN_PIPE:
         return 2
@@ -207,6 +208,8 @@ def _probed(
     with interrupts.heeded():
         if arguments.confirm_seconds and arguments.case is None:
             confirm.confirm(journal, implementations, here, arguments.confirm_seconds, console)
+        if arguments.diagnose_seconds and arguments.case is None:
+            diagnose.ask(journal, implementations, here, arguments.diagnose_seconds, console)
         if arguments.shrink:
             for line in confirm.shrink(journal, implementations, here, console):
                 told.append(line)  # one by one: what was found before Ctrl-C is told
@@ -273,7 +276,8 @@ def _reject_contradictions(arguments: argparse.Namespace) -> None:
     if arguments.regressions and (arguments.case is not None or arguments.cases is not None or arguments.level):
         raise CannotJudge("--regressions names its cases: it cannot be combined with --case, --cases or --level")
     lookup.reject_no_workers(arguments.jobs)
-    confirm.reject_negative(arguments.confirm_seconds)
+    lookup.reject_no_time("--confirm-seconds", arguments.confirm_seconds)
+    lookup.reject_no_time("--diagnose-seconds", arguments.diagnose_seconds)
     for seed in arguments.seed:
         lookup.reject_negative(seed)
 
