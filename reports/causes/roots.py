@@ -87,8 +87,8 @@ class _Evidence:
             side[name] = side.get(name, 0) | row
             answered |= 0 if record.verdict == ERROR else row
         return {
-            name: Signal(rows, (answered if _kind(name) == RAISES else green.get(name, 0)) & ~rows)
-            for name, rows in red.items()
+            name: Signal(rows := red.get(name, 0), (answered if _kind(name) == RAISES else green.get(name, 0)) & ~rows)
+            for name in dict.fromkeys((*red, *green))
         }
 
     def _candidates(self) -> dict[Level, Candidate]:
@@ -113,13 +113,14 @@ class _Evidence:
                 signals = {name: signal.but(wrong) for name, signal in signals.items()}
             # The line that raises says which errors are one. Wrong results are first looked at together, since each is
             # asked of a part of the cases only: what remains is wrong in some of them and right in others.
-            groups = [{name: signals[name]} for name in names] if kind == RAISES else [_together(signals), signals]
+            red = {name: signal for name, signal in signals.items() if signal.red}
+            groups = [{name: signals[name]} for name in names] if kind == RAISES else [_together(signals), red]
             for group in groups:
                 before = [root.combination for root in found if RAISES not in (kind, root.kind)]
                 for one in locating.locate(list(self._levels.values()), group, before)[: 1 if kind == RAISES else None]:
                     if kind == CHECK and not one.levels:
                         continue  # that checks fail in every case does not make them fail by one cause
-                    found.append(_Root(kind, locating.clearest(one, signals if kind != RAISES else group), one))
+                    found.append(_Root(kind, locating.clearest(one, red if kind != RAISES else group), one))
         return found
 
     def _open(self, name: str) -> Signal:

@@ -230,3 +230,10 @@ def test_what_is_seen_of_one_level_of_two_confirms_in_part() -> None:
     (finding,) = roots.of(asked, [record(both, verdict=FAIL), record(cap)])
     assert not finding.is_confirmed
     assert words.confirmed(finding) == "confirmed in part: this case fails, and the same without bias passes"
+
+
+def test_a_result_that_only_some_cases_have_is_located_among_all() -> None:
+    found = records(lambda case, result: False)
+    found += [record(case, "gradients", "dsinks", FAIL) for case in cases() if has(case, "sinks", "train")]
+    (finding,) = roots.of(found)
+    assert words.title(finding) == "dsinks is wrong with sinks"
