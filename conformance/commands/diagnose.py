@@ -46,17 +46,22 @@ def told(info: RunInfo, found: Sequence[Record]) -> RunInfo:
     for contender, asked in by_contender(info.probes).items():
         signature = signatures.signature(asked)
         if bank and contender in wrong and signature.wrong:
-            diagnoses[contender.label] = _words(diagnosis.nearest(signature, bank), len(bank))
+            diagnoses[contender.label] = _words(diagnosis.diagnose(signature, bank), len(bank))
     return dataclasses.replace(info, diagnoses=diagnoses)
 
 
-def _words(near: Sequence[Likeness], known: int) -> list[str]:
-    if not near:
-        return [f"like none of {known} planted bugs on the cases by which those are told apart"]
-    return ["wrong most like these planted bugs (1 is by the same numbers everywhere):", *map(_line, near)]
+def _words(faults: Sequence[Sequence[Likeness]], known: int) -> list[str]:
+    if not faults:
+        return [f"wrong like none of {known:,} planted bugs, on the cases by which those are told apart"]
+    first, *others = faults
+    lines = ["wrong most like these planted bugs (1: by the same numbers everywhere)", *map(_line, first)]
+    for other in others:
+        lines += [f"where {first[0].bug.name} shows nothing, most like these", *map(_line, other)]
+        first = other
+    return lines
 
 
 def _line(each: Likeness) -> str:
-    beyond = f"; {each.rest} wrong results beyond it" if each.rest else ""
     bug = each.bug
+    beyond = f"; {each.rest} wrong results beyond it" if each.rest else ""
     return f"{each.likeness:.2f} {bug.name} ({bug.family}; {bug.reference}){beyond}"

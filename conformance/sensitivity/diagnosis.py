@@ -12,12 +12,12 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from conformance.sensitivity.signatures import BY, Element, Known, Signature
 
 MOST = 3
-"""So many bugs are named at most."""
+"""So many bugs are named of a fault, and so many faults are told apart, at most."""
 ALIKE = 0.5
 """What is less like than this is called like none. `tests/sensitivity/test_diagnosis.py` measures what that means."""
 # What the kernel shows beyond the bug, against 1 for what the bug shows beyond the kernel.
@@ -39,6 +39,20 @@ class Likeness:
     likeness: float
     shared: tuple[Element, ...]
     rest: int
+
+
+def diagnose(found: Signature, bank: Sequence[Known]) -> list[list[Likeness]]:
+    """For each fault that can be told apart the bugs that it is most like; at most `MOST` faults.
+
+    The first are those of the kernel as a whole. What the first of them shows is then left out, case by case, and the
+    rest is compared anew: a kernel with two faults is like two bugs.
+    """
+    faults: list[list[Likeness]] = []
+    while len(faults) < MOST and (near := nearest(found, bank)):
+        faults.append(near)
+        shown = {case for case, _ in near[0].bug.signature.wrong}
+        found = Signature({case: sizes for case, sizes in found.sizes.items() if case not in shown})
+    return faults
 
 
 def nearest(found: Signature, bank: Iterable[Known]) -> list[Likeness]:

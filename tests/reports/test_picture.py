@@ -107,7 +107,7 @@ def test_the_page_shows_the_pattern_and_the_picture_of_a_finding_and_of_each_gro
     shown = [failure(case=f"case/{n}", pattern=WORDS, error_map=DRAWN) for n in range(3)]
     page = html.render([*shown, record()], run_info())
     assert page.count(f"pattern: {WORDS}") == 2
-    assert page.count("<summary>where it is wrong</summary>") == 1
+    assert page.count("<summary>where it is wrong</summary>") == 2
     assert page.count('<svg role="img" aria-label="Batch row 1') == 2
     assert "where it is wrong" not in html.render([failure()], run_info())
 

@@ -104,6 +104,18 @@ def test_what_a_bug_would_show_and_the_kernel_does_not_speaks_against_it() -> No
     assert diagnosis.nearest(worse, [bug(Signature({**one.signature.sizes, IDS[1]: {"out": None}}))])
 
 
+def test_a_kernel_with_two_faults_is_like_two_bugs() -> None:
+    right: signatures.Sizes = {"out": None}
+    one = bug(Signature({IDS[0]: {"out": 3.0}, IDS[1]: {"out": 4.0}, IDS[2]: right}), "one", "kind.one")
+    two = bug(Signature({IDS[0]: right, IDS[1]: right, IDS[2]: {"out": 5.0}}), "two", "kind.two")
+    both = Signature({IDS[0]: {"out": 3.0}, IDS[1]: {"out": 4.0}, IDS[2]: {"out": 5.0}})
+    first, second = diagnosis.diagnose(both, [two, one])
+    assert first[0].bug.name == "one"
+    assert [each.bug.name for each in second] == ["two"]
+    assert first[0].rest == 1
+    assert second[0].likeness == pytest.approx(1.0)
+
+
 def test_what_only_one_of_them_was_asked_says_nothing() -> None:
     kernel = Signature({IDS[0]: {"out": 3.0}})
     more = bug(Signature({IDS[0]: {"out": 3.0, "logsumexp": 4.0}, IDS[1]: {"out": 5.0}}))
