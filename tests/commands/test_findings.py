@@ -44,7 +44,8 @@ def there(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def run(*arguments: str) -> int:
-    return cli.main(cli.parser().parse_args(["run", "--in-process", *arguments]))
+    words = ["run", "--in-process", "--diagnose-seconds=0", *arguments]
+    return cli.main(cli.parser().parse_args(words))
 
 
 def probes(path: str) -> list[dict[str, Any]]:
@@ -97,9 +98,16 @@ def test_a_single_case_is_shrunk(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_signal_while_findings_are_confirmed_costs_nothing_that_was_judged(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Prober, "confirm", lambda *arguments: signal.raise_signal(signal.SIGINT))
+    pressed = []
+
+    def press(*arguments: Any) -> None:
+        pressed.append(arguments)
+        signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(Prober, "confirm", press)
     with interruptible():
-        assert run("--impl=kernel.py:wrong", *WHAT, "--cases=train/f32/*sinks*", "--json=stopped.jsonl") == 1
+        assert run("--impl=kernel.py:wrong", *WHAT, "--json=stopped.jsonl", "--diagnose-seconds=5") == 1
+    assert len(pressed) == 1
     (recorded,) = runs.read(Path("stopped.jsonl"))
     assert recorded.is_complete
     assert recorded.probes == ()
@@ -108,3 +116,19 @@ def test_a_signal_while_findings_are_confirmed_costs_nothing_that_was_judged(mon
 def test_time_is_not_negative(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("--impl=kernel.py:wrong", "--confirm-seconds=-1") == 2
     assert "--confirm-seconds must not be negative, got -1" in capsys.readouterr().err
+
+
+def test_a_wrong_kernel_is_compared_with_planted_bugs_in_the_run_and_in_later_reports(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    said = ("--json=compared.jsonl", "--markdown=compared.markdown", "--confirm-seconds=0", "--diagnose-seconds=300")
+    assert run("--impl=kernel.py:wrong", "--impl=kernel.py:right", *WHAT, "--cases=train/f32/*T1.*", *said) == 1
+    told = capsys.readouterr()
+    assert "kernel.py:right compared" not in told.err
+    assert "kernel.py:wrong compared with planted bugs on " in told.err
+    cli.main(cli.parser().parse_args(["report", "compared.jsonl", "--report=compared.html"]))
+    for text in (told.out, Path("compared.markdown").read_text(), Path("compared.html").read_text()):
+        assert "wrong most like these planted bugs" in text
+        assert "sinks-ignored" in text
+    assert {line["record"]["check"] for line in probes("compared.jsonl")} > {"forward", "gradients"}
+    assert {record.check for record in records.read_jsonl(Path("compared.jsonl"))} == {"forward"}

@@ -77,7 +77,7 @@ def test_likeness_is_between_none_and_the_same(one: Signature, two: Signature) -
     assert set(alike.shared) <= set(one.wrong)
     assert alike.rest == len(one.wrong) - len(alike.shared)
     if one.wrong:
-        assert diagnosis.likeness(one, bug(one)).likeness == pytest.approx(1.0)
+        assert diagnosis.likeness(one, bug(one)).likeness == 1.0
 
 
 @given(SIGNATURES, st.lists(SIGNATURES, max_size=6), st.randoms())
@@ -113,13 +113,13 @@ def test_a_kernel_with_two_faults_is_like_two_bugs() -> None:
     assert first[0].bug.name == "one"
     assert [each.bug.name for each in second] == ["two"]
     assert first[0].rest == 1
-    assert second[0].likeness == pytest.approx(1.0)
+    assert second[0].likeness == 1.0
 
 
 def test_what_only_one_of_them_was_asked_says_nothing() -> None:
     kernel = Signature({IDS[0]: {"out": 3.0}})
     more = bug(Signature({IDS[0]: {"out": 3.0, "logsumexp": 4.0}, IDS[1]: {"out": 5.0}}))
-    assert diagnosis.likeness(kernel, more).likeness == pytest.approx(1.0)
+    assert diagnosis.likeness(kernel, more).likeness == 1.0
 
 
 def test_a_right_kernel_has_nothing_wrong() -> None:

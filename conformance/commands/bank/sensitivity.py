@@ -14,11 +14,12 @@ from rich.console import Console
 from rich.table import Table
 
 from conformance import environment
-from conformance.commands import lookup, signed
+from conformance.commands import lookup
+from conformance.commands.bank import signatures
+from conformance.commands.bank.twice import seen_twice
 from conformance.commands.errors import CannotJudge
 from conformance.commands.outputs import command_line, outputs_of
 from conformance.commands.progress import Progress
-from conformance.commands.twice import seen_twice
 from conformance.records import RunInfo
 from conformance.sensitivity import detection, resolution
 from conformance.sensitivity.bank import BankError, PlantedBug, load_bank
@@ -38,7 +39,7 @@ def sensitivity(arguments: argparse.Namespace) -> int:
     last = detection.load()
     bugs = _bugs(bank)
     if arguments.signatures:
-        return signed.measure(bank, bugs, arguments)
+        return signatures.measure(bank, bugs, arguments)
     if arguments.twice:
         return seen_twice(bugs, arguments)
     asked = _asked(bugs, arguments, level, last)

@@ -1,0 +1,1 @@
+"""What is measured of the bank of planted bugs: what the gate catches, twice, and signatures."""
