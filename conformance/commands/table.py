@@ -15,7 +15,7 @@ _PLACES = {
     "compare": "compare:compare",
     "history": "history:history",
     "expect": "expect:expect",
-    "sensitivity": "sensitivity:sensitivity",
+    "sensitivity": "bank.sensitivity:sensitivity",
     "calibrate": "calibrate:calibrate",
     "bench": "bench:bench",
     "tune": "tune:tune",
