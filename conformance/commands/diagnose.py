@@ -16,6 +16,8 @@ from conformance.sensitivity import diagnosis, signatures
 from conformance.sensitivity.diagnosis import Likeness
 from reports.summary import by_contender
 
+_SCALE = "(1: by the same numbers, 0.35: in the same places by others)"
+
 
 def ask(
     journal: Journal, implementations: Sequence[Implementation], runner: Runner, seconds: float, console: Console
@@ -54,7 +56,7 @@ def _words(faults: Sequence[Sequence[Likeness]], known: int) -> list[str]:
     if not faults:
         return [f"wrong like none of {known:,} planted bugs, on the cases by which those are told apart"]
     first, *others = faults
-    lines = ["wrong most like these planted bugs (1: by the same numbers everywhere)", *map(_line, first)]
+    lines = [f"wrong most like these planted bugs {_SCALE}", *map(_line, first)]
     for other in others:
         lines += [f"where {first[0].bug.name} shows nothing, most like these", *map(_line, other)]
         first = other

@@ -18,8 +18,10 @@ from conformance.sensitivity.signatures import BY, Element, Known, Signature
 
 MOST = 3
 """So many bugs are named of a fault, and so many faults are told apart, at most."""
-ALIKE = 0.5
-"""What is less like than this is called like none. `tests/sensitivity/test_diagnosis.py` measures what that means."""
+ALIKE = 0.3
+"""What is less like than this is called like none; `confusions` measures what that lets through."""
+SAME = 0.97
+"""What is as like as this is wrong by the same numbers, but for rounding."""
 # What the kernel shows beyond the bug, against 1 for what the bug shows beyond the kernel.
 _BEYOND = 0.4
 # Two results that are wrong at the same place are alike by so much whatever their sizes, and by the rest if these
@@ -53,6 +55,57 @@ def diagnose(found: Signature, bank: Sequence[Known]) -> list[list[Likeness]]:
         shown = {case for case, _ in near[0].bug.signature.wrong}
         found = Signature({case: sizes for case, sizes in found.sizes.items() if case not in shown})
     return faults
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Confusion:
+    """How the bugs of a family are diagnosed, each by all others of the bank.
+
+    It is right to name a bug of the family or of the kind, or one that is wrong by the same numbers: families overlap,
+    since the derivative of a soft cap is of the backward pass too.
+
+    Attributes:
+      family: of the bugs.
+      bugs: how many of them are wrong on any of the cases.
+      first: of how many it is right what is named first.
+      named: of how many it is right what is named first, second or third.
+      none: how many are called like none.
+      others: the other families that were named first where that was not right, the most frequent ahead.
+    """
+
+    family: str
+    bugs: int
+    first: int
+    named: int
+    none: int
+    others: tuple[str, ...]
+
+
+def confusions(bank: Sequence[Known]) -> list[Confusion]:
+    """What is named for each bug that is wrong on any of the cases if the bug itself were not known, by family."""
+    visible = [bug for bug in bank if bug.signature.wrong]
+    named: dict[str, list[tuple[Known, list[Likeness]]]] = {}
+    for bug in visible:
+        near = nearest(bug.signature, [other for other in visible if other is not bug])
+        named.setdefault(bug.family, []).append((bug, near))
+    return [_confusion(family, found) for family, found in sorted(named.items())]
+
+
+def _confusion(family: str, named: Sequence[tuple[Known, Sequence[Likeness]]]) -> Confusion:
+    right = [[_is_right(bug, each) for each in near] for bug, near in named]
+    wrong = (near[0].bug.family for (_, near), known in zip(named, right, strict=True) if near and not known[0])
+    return Confusion(
+        family=family,
+        bugs=len(named),
+        first=sum(any(known[:1]) for known in right),
+        named=sum(map(any, right)),
+        none=sum(not near for _, near in named),
+        others=tuple(other for other, _ in Counter(wrong).most_common()),
+    )
+
+
+def _is_right(bug: Known, named: Likeness) -> bool:
+    return bug.family == named.bug.family or bug.kind == named.bug.kind or named.likeness >= SAME
 
 
 def nearest(found: Signature, bank: Iterable[Known]) -> list[Likeness]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import re
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -130,6 +132,23 @@ def test_a_right_kernel_has_nothing_wrong() -> None:
     assert found.sizes
     assert found.wrong == {}
     assert diagnosis.nearest(found, signatures.load()) == []
+
+
+ROW = re.compile(r"^\| ([^|]+) \| (\d+) \| (\d+) \| (\d+) \| (\d+) \| ([^|]*) \|$", re.MULTILINE)
+
+
+def test_the_documented_confusions_are_those_of_the_kept_signatures() -> None:
+    bank = signatures.load()
+    found = diagnosis.confusions(bank)
+    rows = [[x.family, *map(str, (x.bugs, x.first, x.named, x.none)), ", ".join(x.others)] for x in found]
+    text = (Path(__file__).parents[2] / "docs" / "findings.md").read_text(encoding="utf-8")
+    table = text.partition("## How often that is right")[2]
+    assert [[cell.strip() for cell in row] for row in ROW.findall(table)] == rows
+    judged = sum(x.bugs - x.none for x in found)
+    assert sum(x.first for x in found) >= 0.6 * judged
+    assert sum(x.named for x in found) >= 0.8 * judged
+    sentence = f"Of {len(bank)} bugs {sum(x.bugs for x in found)} are wrong on some of these cases"
+    assert sentence in text
 
 
 # One of another kernel each, of those that cost little: that they are what is kept shows that cases, bounds and

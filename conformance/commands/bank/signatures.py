@@ -7,10 +7,11 @@ import os
 from collections.abc import Mapping
 
 from rich.console import Console
+from rich.table import Table
 
 from conformance.commands.errors import CannotJudge
 from conformance.commands.progress import Progress
-from conformance.sensitivity import signatures
+from conformance.sensitivity import diagnosis, signatures
 from conformance.sensitivity.bank import PlantedBug
 from conformance.sensitivity.parallel import KernelDied, measure_parallel
 from conformance.sensitivity.signatures import Known
@@ -44,9 +45,22 @@ def measure(bank: str, bugs: Mapping[str, PlantedBug], arguments: argparse.Names
     blind = sum(not each.signature.wrong for each in found.values())
     text = f"{len(found)} of {len(bugs)} planted bugs have signatures; {blind} of them are right on all of its cases"
     Console(soft_wrap=True).print(text, highlight=False)
+    _print_confusions(list(found.values()))
     if left:
         Console(soft_wrap=True).print(f"{len(left)} more are not measured yet: run this again", highlight=False)
     return 1 if left else 0
+
+
+def _print_confusions(bank: list[Known]) -> None:
+    """What is named for each bug if it were not known itself."""
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    table.add_column("family")
+    for name in ("bugs", "first", "named", "like none"):
+        table.add_column(name, justify="right")
+    table.add_column("else first named")
+    for row in diagnosis.confusions(bank):
+        table.add_row(row.family, *map(str, (row.bugs, row.first, row.named, row.none)), ", ".join(row.others))
+    Console(soft_wrap=True).print(table)
 
 
 def kinds_first(bugs: Mapping[str, PlantedBug], names: list[str]) -> list[str]:
