@@ -99,6 +99,9 @@ def _other_shapes(pair: Pair) -> Iterator[Judgement]:
 def _of_size(changes: Sequence[Mapping[str, Any]], pair: Pair) -> Iterator[Judgement]:
     """A call of a size that no case of the grids has, the first that is supported, with its gradients."""
     subject = pair.subject
+    if subject.problem.storage is not None:
+        yield unsupported("out", "the lengths of stored sequences are those of the case")
+        return
     mask = subject.case.mask if subject.case.mask == "causal" else "full"
     refusals = []
     for change in changes:

@@ -36,7 +36,10 @@ def transforms(subject: Subject) -> Iterator[Judgement]:
     """`jit` or not, `vmap`, `grad` of `vmap`, `checkpoint`, `scan`, donation, x64, and a second call mean the same."""
     pair = Pair.of(subject)
     for name, transform in _FORWARD.items():
-        yield from apart(name, functools.partial(transform, pair))
+        if name.startswith("vmap") and subject.implementation.storage == "paged":
+            yield unsupported(f"out.{name}", "a cache in pages is one for all sequences, and is not mapped over")
+        else:
+            yield from apart(name, functools.partial(transform, pair))
     if subject.with_gradients:
         for name, transform in _BACKWARD.items():
             yield from apart(name, functools.partial(transform, pair))
