@@ -16,10 +16,10 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from cases import front_ends, mask_spec, moba, quantized, segments
+from cases import front_ends, mask_spec, moba, quantized
 from cases.case import Case
 from cases.counter_rng import integers, normal
-from cases.masks import Mask
+from cases.masks import Mask, segments
 from cases.operands import OPERANDS
 from cases.serving import storage
 from cases.serving.storage import Storage

@@ -42,3 +42,9 @@ def not_stored(case: Case, kind: Kind) -> str | None:
     if seen is None or (kind == "paged" and not seen.is_causal):
         return f"{case.mask}: no mask that a {kind} call is asked for, which goes by the place in a sequence"
     return None
+
+
+def other_masks(case: Case) -> tuple[str, ...]:
+    """Masks of the same sequences: windows of several sizes, causal, and without a mask."""
+    ends = "-".join(map(str, case.kv_lengths))
+    return *(f"own-l{left}-{ends}" for left in (9, 2, "inf")), f"lengths-{ends}"
