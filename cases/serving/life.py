@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 
@@ -38,7 +39,7 @@ _BUCKET = 32  # packed queries of a step, with padding
 _MAX_SEQS = 4
 _MASKS = ("inf", "7")
 _PAGE = 8
-_FORMS: tuple[dict[str, object], ...] = (
+_FORMS: tuple[dict[str, Any], ...] = (
     {"num_q_heads": 4, "num_kv_heads": 2, "head_dim": 32, "v_head_dim": 32},
     {"num_q_heads": 2, "num_kv_heads": 2},
     {"num_q_heads": 2, "num_kv_heads": 2, "head_dim": 128, "v_head_dim": 128, "dtype": "bf16"},
@@ -54,7 +55,7 @@ def lives(seed: int = 0, supports: Supports = lambda case: None) -> tuple[Case, 
     return tuple(case for case in found if case is not None)
 
 
-def _case(left: str, page: int, seed: int, form: dict[str, object]) -> Case:
+def _case(left: str, page: int, seed: int, form: dict[str, Any]) -> Case:
     ends = "-".join(map(str, LENGTHS))
     return dataclasses.replace(
         Case(

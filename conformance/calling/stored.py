@@ -33,7 +33,7 @@ _STALE = 2.0**6
 
 def given(storage: Storage, behind_mask: BehindMask) -> Mapping[str, np.ndarray]:
     """What a call gets beside the dense operands: the tables, what lies where, and what lies where nothing does."""
-    stale = np.float32(np.nan if behind_mask == "any" else _STALE)
+    stale = np.array(np.nan if behind_mask == "any" else _STALE, np.float32)
     return {**storage.arrays, "stale": stale}
 
 

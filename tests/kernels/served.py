@@ -72,6 +72,84 @@ def packed(
     return _attend(q, k, v, allowed, scale, soft_cap, sinks, save_residuals)
 
 
+def packed_by_sequence(
+    q: jax.Array,  # [total_q, N, H]
+    k: jax.Array,  # [total_kv, K, H]
+    v: jax.Array,  # [total_kv, K, V]
+    *,
+    cu_q_lens: jax.Array,  # [max_seqs + 1]
+    cu_kv_lens: jax.Array,  # [max_seqs + 1]
+    causal: bool = False,
+    window: tuple[int | None, int | None] | None = None,
+    scale: float | None = None,
+    soft_cap: float | None = None,
+    sinks: jax.Array | None = None,  # [N]
+) -> jax.Array:
+    """A loop over the sequences: each one's keys alone, for its own queries. Tables end with the last sequence."""
+    out = jnp.zeros((*q.shape[:2], v.shape[-1]), q.dtype)
+    rows, keys = jnp.arange(len(q)), jnp.arange(len(k))
+    left, right = (None, 0) if causal else (None, None) if window is None else window
+    for b in range(len(cu_q_lens) - 1):
+        mine = (rows >= cu_q_lens[b]) & (rows < cu_q_lens[b + 1])
+        here = (keys >= cu_kv_lens[b]) & (keys < cu_kv_lens[b + 1])
+        # Places counted from the end of the sequence: its last query stands at its last key.
+        i, j = rows - cu_q_lens[b + 1], keys - cu_kv_lens[b + 1]
+        allowed = mine[:, None] & here
+        if right is not None:
+            allowed &= j <= i[:, None] + right
+        if left is not None:
+            allowed &= j >= i[:, None] - left
+        seen = allowed.any(axis=0)[:, None, None]
+        own = jnp.where(mine[:, None, None], q, 0)
+        parts = (jnp.broadcast_to(jnp.where(seen, x, 0), (len(q), *x.shape)) for x in (k, v))
+        found = _attend(own, *parts, allowed, scale, soft_cap, sinks, save_residuals=False)
+        out = jnp.where(mine[:, None, None], found, out)
+    return out
+
+
+def packed_by_vmap(
+    q: jax.Array,  # [total_q, N, H]
+    k: jax.Array,  # [total_kv, K, H]
+    v: jax.Array,  # [total_kv, K, V]
+    *,
+    cu_q_lens: jax.Array,  # [max_seqs + 1]
+    cu_kv_lens: jax.Array,  # [max_seqs + 1]
+    num_seqs: jax.Array,  # [1]
+    causal: bool = False,
+    window: tuple[int | None, int | None] | None = None,
+    scale: float | None = None,
+    soft_cap: float | None = None,
+    sinks: jax.Array | None = None,  # [N]
+    save_residuals: bool = False,
+) -> Any:
+    """Each sequence padded to the length of the pack, one under `vmap`, and its rows put back."""
+    left, right = (None, 0) if causal else (None, None) if window is None else window
+    count = num_seqs[0]
+    numbers = jnp.arange(len(cu_q_lens) - 1)
+
+    def one(b: jax.Array) -> Any:
+        there = b < count
+        q_start, k_start = (jnp.where(there, x[b], 0) for x in (cu_q_lens, cu_kv_lens))
+        q_len, kv_len = (jnp.where(there, x[b + 1] - x[b], 0) for x in (cu_q_lens, cu_kv_lens))
+        i, j = jnp.arange(len(q)), jnp.arange(len(k))
+        position = kv_len - q_len + i
+        allowed = (i < q_len)[:, None] & (j < kv_len)
+        if right is not None:
+            allowed &= j <= position[:, None] + right
+        if left is not None:
+            allowed &= j >= position[:, None] - left
+        seen = allowed.any(axis=0)[:, None, None]
+        own = jnp.where((i < q_len)[:, None, None], q[jnp.minimum(q_start + i, len(q) - 1)], 0)
+        parts = (jnp.where(seen, x[jnp.minimum(k_start + j, len(k) - 1)], 0) for x in (k, v))
+        wide = (jnp.broadcast_to(x, (len(q), *x.shape)) for x in parts)
+        return _attend(own, *wide, allowed, scale, soft_cap, sinks, save_residuals)
+
+    found = jax.vmap(one)(numbers)
+    sequence, place = _placed(q, cu_q_lens, num_seqs)
+    at = jnp.minimum(sequence, len(numbers) - 1), jnp.clip(place, 0, len(q) - 1)
+    return jax.tree.map(lambda x: x[at], found)
+
+
 def _placed(x: jax.Array, starts: jax.Array, num_seqs: jax.Array) -> tuple[jax.Array, jax.Array]:
     """The sequence of each token, beyond all of them for padding, and its place in there."""
     ends = jnp.where(jnp.arange(1, len(starts)) <= num_seqs[0], starts[1:], len(x) + 1)
