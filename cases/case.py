@@ -77,7 +77,7 @@ class Case:
             raise CaseIdError("distribution 'knee' puts logits at the soft cap's knee, so the case needs a soft cap")
         try:
             self.steps  # noqa: B018  raises for what cannot be
-            self._stored  # noqa: B018  likewise
+            self.stored  # noqa: B018  likewise
             mask_spec.parse(self.mask)
             mask_spec.build(self.mask, self.batch, self.num_q_heads, self.q_length, self.kv_length, self.seed)
         except ValueError as error:
@@ -89,7 +89,8 @@ class Case:
         return () if self.front_end is None else front_ends.parse(self.front_end, self.head_dim, self.v_head_dim)
 
     @property
-    def _stored(self) -> storages.Spec | None:
+    def stored(self) -> storages.Spec | None:
+        """How the operands are stored, none if they are dense."""
         found = None if self.storage is None else storages.parse(self.storage, self.batch, self.q_length)
         if found is not None and found.kind == "paged" and self.phase == "train":
             raise ValueError(f"storage {self.storage!r} is a cache, which prefill and decode read; phase is 'train'")
@@ -98,9 +99,7 @@ class Case:
     @functools.cached_property
     def q_lengths(self) -> tuple[int, ...]:
         """How many queries each sequence has: all `T`, unless the storage says less."""
-        return (
-            (self.q_length,) * self.batch if self._stored is None else self._stored.lengths(self.batch, self.q_length)
-        )
+        return (self.q_length,) * self.batch if self.stored is None else self.stored.lengths(self.batch, self.q_length)
 
     @functools.cached_property
     def kv_lengths(self) -> tuple[int, ...]:
@@ -145,11 +144,11 @@ class Case:
             found.append("mha")
         else:
             found.append("mqa" if self.num_kv_heads == 1 else "gqa")
-        found += mask_spec.features(self.mask) if self._stored is None else self._features_of_stored(self._stored)
+        found += mask_spec.features(self.mask) if self.stored is None else self._features_of_stored(self.stored)
         found += [operand.name for operand in REMOVABLE if getattr(self, operand.field) != operand.absent]
         if self.head_dim != self.v_head_dim:
             found.append("v_head_dim")
-        if self.q_length != self.kv_length and self._stored is None:
+        if self.q_length != self.kv_length and self.stored is None:
             found.append("unequal_lengths")
         if self.kv_cache:
             kind, by = self.kv_cache.removeprefix("kv").split("-")

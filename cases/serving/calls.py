@@ -32,8 +32,10 @@ def sides_of_stored(
 
 def not_stored(case: Case, kind: Kind) -> str | None:
     """Why no call that takes its operands as `kind` can be asked for `case`, or None if one can."""
-    if case.storage is None:
+    if case.stored is None:
         return f"dense operands: the call takes {kind} ones"
+    if case.stored.kind != kind:
+        return f"{case.stored.kind} operands: the call takes {kind} ones"
     for operand, there in (("segment_ids", case.segments), ("bias", case.bias), ("kv_cache", case.kv_cache)):
         if there is not None:
             return f"{operand}: a {kind} call has no such operand"

@@ -41,7 +41,7 @@ def _fixed(*lengths: tuple[int, int]) -> Callable[[int], Lengths]:
 _MIXED = Shape("mixed", lambda p: ((13, 13 + 2 * p), (1, p), (1, p + 1), (9, 9)))
 _PAGED = (
     _MIXED,
-    Shape("decode", lambda p: ((1, 3 * p), (1, 2 * p + 1), (1, max(1, p - 1))), phase="decode"),
+    Shape("decode", lambda p: ((1, 3 * p), (0, p), (1, 2 * p + 1), (1, max(1, p - 1))), phase="decode"),
     Shape("prompts", lambda p: ((23, 23), (1, 1), (p + 1 if p < 60 else 40, p + 1))),
     Shape("chunk", lambda p: ((16, 17 + 2 * p),)),
     # One that has come to nothing, one that waits, and one without keys.
@@ -57,6 +57,7 @@ _PACKED = (
     Shape("gaps", _fixed((10, 10), (0, 6), (5, 0), (0, 0), (21, 21)), phase="train"),
     Shape("long", _fixed((1, 1), (2, 2), (90, 90), (3, 3)), phase="train"),
     Shape("prefill", _fixed((13, 45), (1, 32), (1, 33), (9, 9))),
+    Shape("decode", _fixed((1, 20), (0, 7), (1, 1), (1, 33)), phase="decode"),
 )
 _PAGED_SIZES = (
     Shape("borders", _fixed((128, 128), (127, 255), (1, 129), (129, 129)), heads=(2, 1), depths=(32, 32)),
