@@ -108,7 +108,7 @@ def test_without_a_window_windows_are_unsupported() -> None:
 
 
 def test_without_num_seqs_there_is_nothing_behind_the_last_sequence() -> None:
-    seen = {}
+    seen: dict[str, Any] = {}
 
     def attention(q: Any, k: Any, v: Any, *, kv_lens: Any, page_indices: Any, cu_q_lens: Any) -> Any:
         seen.update(kv_lens=kv_lens, cu_q_lens=cu_q_lens)

@@ -101,8 +101,8 @@ def packed_by_sequence(
             allowed &= j >= i[:, None] - left
         seen = allowed.any(axis=0)[:, None, None]
         own = jnp.where(mine[:, None, None], q, 0)
-        parts = (jnp.broadcast_to(jnp.where(seen, x, 0), (len(q), *x.shape)) for x in (k, v))
-        found = _attend(own, *parts, allowed, scale, soft_cap, sinks, save_residuals=False)
+        wide_k, wide_v = (jnp.broadcast_to(jnp.where(seen, x, 0), (len(q), *x.shape)) for x in (k, v))
+        found = _attend(own, wide_k, wide_v, allowed, scale, soft_cap, sinks, save_residuals=False)
         out = jnp.where(mine[:, None, None], found, out)
     return out
 
@@ -141,8 +141,8 @@ def packed_by_vmap(
         seen = allowed.any(axis=0)[:, None, None]
         own = jnp.where((i < q_len)[:, None, None], q[jnp.minimum(q_start + i, len(q) - 1)], 0)
         parts = (jnp.where(seen, x[jnp.minimum(k_start + j, len(k) - 1)], 0) for x in (k, v))
-        wide = (jnp.broadcast_to(x, (len(q), *x.shape)) for x in parts)
-        return _attend(own, *wide, allowed, scale, soft_cap, sinks, save_residuals)
+        wide_k, wide_v = (jnp.broadcast_to(x, (len(q), *x.shape)) for x in parts)
+        return _attend(own, wide_k, wide_v, allowed, scale, soft_cap, sinks, save_residuals)
 
     found = jax.vmap(one)(numbers)
     sequence, place = _placed(q, cu_q_lens, num_seqs)
