@@ -49,6 +49,7 @@ class Storage:
       kv_lens: `[max_seqs]`, how many keys each has; with pages.
       page_indices: `[max_seqs, pages_per_seq]`, its pages in order; with pages.
       cu_kv_lens: `[max_seqs + 1]`, where its keys begin; packed.
+      stale: what memory holds where nobody's operands lie, none for what it may hold at worst.
     """
 
     kind: Kind
@@ -61,6 +62,7 @@ class Storage:
     kv_lens: np.ndarray | None = None
     page_indices: np.ndarray | None = None
     cu_kv_lens: np.ndarray | None = None
+    stale: float | None = None
 
     @functools.cached_property
     def arrays(self) -> Mapping[str, np.ndarray]:

@@ -33,8 +33,8 @@ _STALE = 2.0**6
 
 def given(storage: Storage, behind_mask: BehindMask) -> Mapping[str, np.ndarray]:
     """What a call gets beside the dense operands: the tables, what lies where, and what lies where nothing does."""
-    stale = np.array(np.nan if behind_mask == "any" else _STALE, np.float32)
-    return {**storage.arrays, "stale": stale}
+    worst = np.nan if behind_mask == "any" else _STALE
+    return {**storage.arrays, "stale": np.array(worst if storage.stale is None else storage.stale, np.float32)}
 
 
 def on_dense_operands(implementation: Implementation) -> Implementation:

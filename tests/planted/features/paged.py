@@ -62,6 +62,13 @@ def _first_rows_of_a_page(limit: int) -> PagedSteps:
 
 BUGS: tuple[PlantedBug, ...] = (
     bug(
+        "only-nan-behind-the-length-cleared",
+        PagedSteps(clean_values=lambda x, seen: jnp.where(jnp.isnan(x), 0, x)),
+        kind="tail",
+        reference="inferred from vllm-project/vllm#47305, where NaN in slots that nobody wrote was cleared",
+        shows="out",
+    ),
+    bug(
         "pages-in-order-of-memory",
         PagedSteps(pages=lambda slot, call: _table(call)[:, :1] + slot),
         kind="table ignored",
