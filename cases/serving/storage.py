@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -216,7 +216,7 @@ def packed(
 
 def _queries(
     requests: tuple[Request, ...], sizes: tuple[int, int, int], *, max_seqs: int, total_q: int, seed: int
-) -> dict[str, np.ndarray]:
+) -> dict[str, Any]:
     """What is the same for both kinds: where queries lie."""
     batch, q_length, _ = sizes
     starts = _junk(seed, "cu_q_lens", (max_seqs + 1,))
