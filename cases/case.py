@@ -2,9 +2,9 @@
 
     train/bf16/B2.T128.S128.N4.K2.H64.V64/causal/seg/softcap30/sinks/normal/s7
 
-The parts are: phase, dtype, shape, mask, then whatever of segment ids, soft cap, sinks, bias, scale, quantised cache
-and front end (`cases.front_ends`) the case has, then the value distribution and the seed. Ids use letters, digits and
-`. / _ -` only, so that a shell and pytest's `-k` take them unquoted.
+The parts are: phase, dtype, shape, mask, then whatever of segment ids, soft cap, sinks, bias, scale, quantised cache,
+storage (`cases.serving.spec`) and front end (`cases.front_ends`) the case has, then the value distribution and the
+seed. Ids use letters, digits and `. / _ -` only, so that a shell and pytest's `-k` take them unquoted.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import Any
 
 from cases import front_ends, mask_spec
 from cases.operands import OPTIONAL, REMOVABLE, OptionalOperand
+from cases.serving import spec as storages
 
 PHASES = ("train", "prefill", "decode")
 DTYPES = ("f32", "bf16", "f16")
@@ -52,6 +53,7 @@ class Case:
     bias: str | None = None
     scale: float | None = None
     kv_cache: str | None = None
+    storage: str | None = None
     front_end: str | None = None
     distribution: str = "normal"
     seed: int = 0
@@ -75,6 +77,7 @@ class Case:
             raise CaseIdError("distribution 'knee' puts logits at the soft cap's knee, so the case needs a soft cap")
         try:
             self.steps  # noqa: B018  raises for what cannot be
+            self.stored  # noqa: B018  likewise
             mask_spec.parse(self.mask)
             mask_spec.build(self.mask, self.batch, self.num_q_heads, self.q_length, self.kv_length, self.seed)
         except ValueError as error:
@@ -84,6 +87,25 @@ class Case:
     def steps(self) -> tuple[str, ...]:
         """The steps of the front end, in order."""
         return () if self.front_end is None else front_ends.parse(self.front_end, self.head_dim, self.v_head_dim)
+
+    @property
+    def stored(self) -> storages.Spec | None:
+        """How the operands are stored, none if they are dense."""
+        found = None if self.storage is None else storages.parse(self.storage, self.batch, self.q_length)
+        if found is not None and found.kind == "paged" and self.phase == "train":
+            raise ValueError(f"storage {self.storage!r} is a cache, which prefill and decode read; phase is 'train'")
+        return found
+
+    @functools.cached_property
+    def q_lengths(self) -> tuple[int, ...]:
+        """How many queries each sequence has: all `T`, unless the storage says less."""
+        return (self.q_length,) * self.batch if self.stored is None else self.stored.lengths(self.batch, self.q_length)
+
+    @functools.cached_property
+    def kv_lengths(self) -> tuple[int, ...]:
+        """How many keys each sequence has: those of the mask's lengths, or all `S`."""
+        mask = mask_spec.build(self.mask, self.batch, self.num_q_heads, self.q_length, self.kv_length, self.seed)
+        return storages.kv_lengths(mask, self.batch, self.kv_length)
 
     @property
     def shape(self) -> str:
@@ -99,6 +121,8 @@ class Case:
         parts = [self.phase, self.dtype, self.shape, self.mask]
         values = ((operand, getattr(self, operand.field)) for operand in OPTIONAL)
         parts += [operand.write(value) for operand, value in values if value != operand.absent]
+        if self.storage is not None:
+            parts.append(self.storage)
         if self.front_end is not None:
             parts.append(f"front-{self.front_end}")
         return "/".join([*parts, self.distribution, f"s{self.seed}"])
@@ -120,16 +144,26 @@ class Case:
             found.append("mha")
         else:
             found.append("mqa" if self.num_kv_heads == 1 else "gqa")
-        found += mask_spec.features(self.mask)
+        found += mask_spec.features(self.mask) if self.stored is None else self._features_of_stored(self.stored)
         found += [operand.name for operand in REMOVABLE if getattr(self, operand.field) != operand.absent]
         if self.head_dim != self.v_head_dim:
             found.append("v_head_dim")
-        if self.q_length != self.kv_length:
+        if self.q_length != self.kv_length and self.stored is None:
             found.append("unequal_lengths")
         if self.kv_cache:
             kind, by = self.kv_cache.removeprefix("kv").split("-")
             found += [f"kv_{kind}", f"kv_{by}_scales"]
         return tuple(found)
+
+    def _features_of_stored(self, stored: storages.Spec) -> list[str]:
+        """Of masks the sides alone: that each sequence has its own length goes without saying."""
+        mask = mask_spec.build(self.mask, self.batch, self.num_q_heads, self.q_length, self.kv_length, self.seed)
+        seen = storages.sides(mask, self.q_length, self.kv_length)
+        if seen is None:
+            return [*mask_spec.features(self.mask), stored.kind]
+        if seen.left is None and seen.right in (None, 0):
+            return ["causal" if seen.is_causal else "full", stored.kind]
+        return ["window", stored.kind]
 
 
 FEATURES: dict[str, str] = {
@@ -146,6 +180,7 @@ FEATURES: dict[str, str] = {
     **{operand.name: operand.says for operand in REMOVABLE},
     "v_head_dim": "value depth other than key depth",
     "unequal_lengths": "T != S",
+    **storages.FEATURES,
     "kv_int8": "keys and values stored as int8, with scales",
     "kv_int4": "keys and values stored as int4, with scales",
     "kv_fp8": "keys and values stored as float8_e4m3fn, with scales",
@@ -156,7 +191,9 @@ KV_FEATURES = frozenset(name for name in FEATURES if name.startswith("kv_"))
 OPERAND_FEATURES = frozenset(operand.name for operand in REMOVABLE) | KV_FEATURES
 """Features that a case has for its optional operands."""
 
-OPT_IN = mask_spec.OPT_IN | {operand.name for operand in REMOVABLE if operand.opt_in} | KV_FEATURES
+OPT_IN = (
+    mask_spec.OPT_IN | {operand.name for operand in REMOVABLE if operand.opt_in} | KV_FEATURES | set(storages.KINDS)
+)
 """Features that only an implementation which says so is taken to have: they need an algorithm of their own."""
 
 
@@ -166,7 +203,7 @@ def parse(text: str) -> Case:
     if len(parts) < 6:
         raise CaseIdError(
             f"{text!r} is not a case id: it has {len(parts)} parts, at least 6 are needed: phase/dtype/shape/mask/"
-            f"[{'/'.join(operand.form for operand in OPTIONAL)}/front-STEPS/]distribution/sSEED"
+            f"[{'/'.join(operand.form for operand in OPTIONAL)}/{storages.FORM}/front-STEPS/]distribution/sSEED"
         )
     phase, dtype, shape, mask, *options, distribution, seed = parts
     sizes = _SHAPE.fullmatch(shape)
@@ -203,10 +240,12 @@ def _option(option: str, text: str) -> tuple[str, Any]:
     for operand in OPTIONAL:
         if (value := operand.read(option)) is not None:
             return operand.field, value
+    if storages.reads(option):
+        return "storage", option
     if found := _FRONT_END.fullmatch(option):
         return "front_end", found[1]
     known = [part for operand in OPTIONAL for part in operand.parts]
-    raise CaseIdError(f"{option!r} in {text!r} is none of {', '.join(known)}, front-STEPS")
+    raise CaseIdError(f"{option!r} in {text!r} is none of {', '.join(known)}, {storages.FORM}, front-STEPS")
 
 
 def matches(query: str, case_id: str) -> bool:

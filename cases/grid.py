@@ -26,9 +26,11 @@ STRENGTH = {"quick": 2, "standard": 3, "deep": 4}
 Supports = Callable[[Case], "str | None"]
 """Why a case is not supported, or None if it is."""
 
+# Those of `cases.serving.grids` that are neither shapes nor operands.
+_OF_STORAGE = ("window", "page", "shared")
 # The axes of `singles`, and those of the rich case, in the order in which their levels are tried.
-_OPERAND_AXES = (*(operand.field for operand in REMOVABLE), "mask", "kv_cache", "own_window")
-_RICH_AXES = ("mask", *(operand.field for operand in REMOVABLE), "heads", "depths")
+_OPERAND_AXES = (*(operand.field for operand in REMOVABLE), "mask", "kv_cache", "own_window", *_OF_STORAGE)
+_RICH_AXES = ("mask", *(operand.field for operand in REMOVABLE), "heads", "depths", *_OF_STORAGE)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -19,8 +19,10 @@ import numpy as np
 from cases import front_ends, mask_spec, moba, quantized
 from cases.case import Case
 from cases.counter_rng import integers, normal
-from cases.masks import Mask
+from cases.masks import Mask, segments
 from cases.operands import OPERANDS
+from cases.serving import storage
+from cases.serving.storage import Storage
 
 DTYPES: dict[str, np.dtype] = {
     "f32": np.dtype(np.float32),
@@ -42,7 +44,9 @@ _HUGE_LOGIT = 6.6e4
 class Problem:
     """Operands of one attention call (docs/contract.md, section 1) as NumPy arrays; `scale=None` means `1 / sqrt(H)`.
 
-    With `kv_scales`, those of k and of v, k and v are numbers as a cache stores them (`cases.quantized`).
+    With `kv_scales`, those of k and of v, k and v are numbers as a cache stores them (`cases.quantized`). With
+    `storage` all of it lies elsewhere (`cases.serving.storage`): keys that share a place are one, and a sequence may
+    have fewer than `T` queries.
     """
 
     q: np.ndarray  # [B, T, N, H]
@@ -55,6 +59,12 @@ class Problem:
     bias: np.ndarray | None = None  # broadcastable to [B, N, T, S]
     scale: float | None = None
     kv_scales: tuple[np.ndarray, np.ndarray] | None = None  # [B or 1, S or 1, K]
+    storage: Storage | None = None
+
+    def __post_init__(self) -> None:
+        if self.storage is not None and self.storage.shares:
+            for name in ("k", "v"):
+                object.__setattr__(self, name, self.storage.settled(getattr(self, name)))
 
     @functools.cached_property
     def keys(self) -> np.ndarray:
@@ -83,6 +93,8 @@ class Problem:
         if self.segment_ids is not None:
             q_ids, kv_ids = self.segment_ids
             allowed = allowed & (q_ids[:, None, :, None] == kv_ids[:, None, None, :])
+        if self.storage is not None:
+            allowed = allowed & self.storage.present[:, None, :, None]
         return allowed
 
     @functools.cached_property
@@ -93,8 +105,9 @@ class Problem:
 
     @functools.cached_property
     def dead_keys(self) -> np.ndarray:
-        """Keys that no query may attend to, booleans `[B, S, K]`."""
-        return np.logical_not(self._by_kv_head(self.allowed))
+        """Keys that no query may attend to, of whatever sequence, booleans `[B, S, K]`."""
+        seen = self._by_kv_head(self.allowed)
+        return np.logical_not(seen if self.storage is None else self.storage.anywhere(seen))
 
     @functools.cached_property
     def unread_keys(self) -> np.ndarray:
@@ -179,10 +192,11 @@ def _drawn(case: Case, attempt: int) -> Problem:
         v=v,
         mask=mask,
         kv_scales=scales,
-        segment_ids=_segment_ids(case, moba.resolve(mask, q, k)),
+        segment_ids=segments.draw(case, moba.resolve(mask, q, k)),
         soft_cap=case.soft_cap,
         bias=_bias(case),
         scale=case.scale,
+        storage=storage.draw(case),
     )
 
 
@@ -333,59 +347,3 @@ def _bias(case: Case) -> np.ndarray | None:
         for key, hidden in _HIDDEN.items():
             values[..., key::10] = hidden
     return values.astype(DTYPES[case.dtype] if case.bias == "biaskey" else np.float32)
-
-
-def _segment_ids(case: Case, mask: Mask) -> tuple[np.ndarray, np.ndarray] | None:
-    """Packed sequences, cut anew in every batch row; labels are not monotone.
-
-    `segpad` adds padding on both sides. `segwild` has the labels that a narrower type confuses, and they come back.
-    `segmany` has short sequences, each of a label of its own.
-    """
-    if case.segments is None:
-        return None
-    shorter = min(case.q_length, case.kv_length)
-    kv_ids = np.stack([_packed(case, f"kv{b}", case.kv_length, b) for b in range(case.batch)])
-    if case.q_length == case.kv_length:
-        q_ids = kv_ids.copy()
-    else:
-        q_ids = np.stack([_packed(case, f"q{b}", case.q_length, b) for b in range(case.batch)])
-    if case.segments == "segpad":
-        # Padding of q and padding of kv carry different ids: nobody attends from or to it.
-        kv_ids[:, case.kv_length - max(1, shorter // 6) :] = -2
-        q_ids[:, case.q_length - shorter // 6 :] = -1
-    return _reachable(q_ids, kv_ids, mask.dense(case.q_length, case.kv_length)), kv_ids
-
-
-# Zero is a label like any other. Those beside it are equal to it in 8 and in 16 bits, the largest is equal to the one
-# before it in f32, and one is negative. The first comes back at the end.
-_WILD = (0, 2**31 - 2, 256, 65536, 2**31 - 1, -1, 0)
-
-
-# Positions that a sequence of `segmany` has at most.
-_MOST_IN_SHORT = 12
-
-
-def _packed(case: Case, stream: str, length: int, row: int) -> np.ndarray:
-    """Segment labels, cut at two random places and at two that the last and the first queries are sure to see."""
-    if case.segments == "segmany":
-        lengths = 1 + integers(case.seed, f"lengths-{stream}", (length,), _MOST_IN_SHORT)
-        # Neighbours differ, and none is as large as its place says.
-        return np.repeat(np.arange(length)[::-1] * 3, lengths)[:length].astype(np.int32)
-    labels = np.array(_WILD) if case.segments == "segwild" else np.array([5, 2, 9, 4, 7]) + row
-    third = max(1, length // 3)
-    drawn = integers(case.seed, f"cuts-{stream}", (2,), third) + np.array([third // 2 + 1, third + third // 2])
-    half = min(case.q_length, case.kv_length) // 2
-    cuts = np.sort(np.concatenate([drawn, [max(1, half), length - max(8, half)]]))
-    if case.segments == "segwild":
-        cuts = np.sort(np.concatenate([cuts, [length // 8 + 1, length - max(4, half // 2)]]))
-    return labels[np.searchsorted(cuts, np.arange(length), side="right")].astype(np.int32)
-
-
-def _reachable(q_ids: np.ndarray, kv_ids: np.ndarray, mask: np.ndarray) -> np.ndarray:
-    """Moves queries that may see no key of their segment to the segment of the last key that they may see."""
-    visible = mask.any(axis=1) & (kv_ids != -2)[:, None, :]  # [B, T, S]
-    meets = (visible & (q_ids[:, :, None] == kv_ids[:, None, :])).any(axis=-1)
-    last = visible.shape[-1] - 1 - np.argmax(visible[..., ::-1], axis=-1)
-    nearest = np.take_along_axis(kv_ids, last, axis=1)
-    stays = meets | ~visible.any(axis=-1) | (q_ids == -1)
-    return np.where(stays, q_ids, nearest).astype(np.int32)

@@ -17,7 +17,9 @@ from cases.case import PHASES, Case
 from cases.clues import NO_CLUES, Clues
 from cases.mask_spec import KINDS
 from cases.masks import Mask
-from cases.space import Space, Supports, space
+from cases.serving import strategies as serving
+from cases.serving.spec import Kind
+from cases.space import NothingToDraw, Space, Supports, space
 
 LONGEST = 600
 _USUAL = 300
@@ -44,6 +46,12 @@ _LARGEST_LOGIT = 4000.0
 _COMMON_MASKS = ("full", "causal", "window", "lengths")
 _OTHER_DEPTHS = (80, 96, 160, 192, 256)
 
+# Plain cases of stored operands, which only those support who take their operands so.
+_STORED: dict[Kind, Case] = {
+    "packed": Case(mask="own-linf-128", storage="packed", phase="prefill"),
+    "paged": Case(mask="own-linf-128", storage="paged16", phase="prefill"),
+}
+
 _T = TypeVar("_T")
 
 
@@ -60,7 +68,14 @@ def cases(
     Raises:
       cases.space.NothingToDraw: if no case is supported, however plain.
     """
-    within = dataclasses.replace(space(supports, phases), clues=clues)
+    try:
+        within = dataclasses.replace(space(supports, phases), clues=clues)
+    except NothingToDraw:
+        # One that takes its operands stored takes no others.
+        kind = next((kind for kind, case in _STORED.items() if supports(case) is None), None)
+        if kind is None or supports(Case()) is None:
+            raise
+        return serving.cases(kind, phases).filter(lambda case: supports(case) is None)
     return all_cases(within).filter(lambda case: supports(case) is None)
 
 

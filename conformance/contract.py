@@ -33,6 +33,8 @@ from cases.case import FEATURES, OPT_IN, Case
 from cases.masks import Mask, leaves
 from cases.operands import GRADIENTS, RESIDUALS
 from cases.quantized import STORED
+from cases.serving.calls import not_stored, sides_of_stored
+from cases.serving.spec import Kind
 from conformance.tunable import Tunable
 
 EmptyRows = Literal["zero", "mean", "undefined"]
@@ -160,6 +162,8 @@ class Implementation:
         must be finite.
       validates: True if wrong operands raise `ValueError` or `TypeError` naming the operand (contract, section 7).
       lower_mask: `(mask, B, N, T, S) -> (static keywords, array keywords)`: how the mask reaches `call`.
+      storage: `"paged"` or `"packed"` if `call` takes its operands so (contract, section 8) and no others, by the names
+        of `cases.serving.storage.TABLES`; the mask then reaches it as `causal` or `window`.
       accelerator: the accelerator that the kernel is written for, and how it is run without one.
       refuses_by_signature: True if unsupported features cannot even be asked for, so that there is nothing to refuse.
       variants: other calls that must give the same results, by name: other block sizes, other schedules.
@@ -187,6 +191,7 @@ class Implementation:
     behind_mask: BehindMask = "any"
     validates: bool = False
     lower_mask: Lowering = structured_mask
+    storage: Kind | None = None
     accelerator: Accelerator = Accelerator()
     tunable: Tunable | None = None
     variants: Mapping[str, Callable[..., Any]] = dataclasses.field(default_factory=dict)
@@ -204,6 +209,8 @@ class Implementation:
         if not callable(self.call):
             raise ValueError(f"{self.name}: call must be a function, got a {type(self.call).__name__}")
         reject_unknown_choices(self)
+        if self.storage is not None:
+            self._take_stored(self.storage)
         for field, names, known in (
             ("unsupported", self.unsupported, FEATURES),
             ("offers", self.offers, OPT_IN),
@@ -214,6 +221,13 @@ class Implementation:
             if unknown := sorted(set(names) - set(known)):
                 raise ValueError(f"{self.name}: {field} names {unknown}, known are {sorted(known)}")
 
+    def _take_stored(self, kind: Kind) -> None:
+        if self.empty_rows == "mean":
+            raise ValueError(f"{self.name}: empty_rows 'mean' has no meaning for a {kind} call, which has no S keys")
+        object.__setattr__(self, "offers", self.offers | {kind})
+        if self.lower_mask is structured_mask:
+            object.__setattr__(self, "lower_mask", functools.partial(sides_of_stored, kind=kind))
+
     def supports(self, case: Case) -> str | None:
         """Why the implementation does not support `case`, or None if it does."""
         for feature in case.features:
@@ -221,6 +235,8 @@ class Implementation:
                 return f"{feature}: {self.unsupported[feature]}"
             if feature in OPT_IN and feature not in self.offers:
                 return f"{feature}: not declared ({FEATURES[feature]})"
+        if self.storage is not None and (reason := not_stored(case, self.storage)) is not None:
+            return reason
         return self.supports_case(case) if self.supports_case else None
 
 

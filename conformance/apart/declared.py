@@ -27,6 +27,7 @@ def told(implementation: Implementation) -> dict[str, Any]:
         **{name: sorted(getattr(implementation, name)) for name in _SETS},
         "unsupported": dict(implementation.unsupported),
         "arithmetic": dataclasses.asdict(implementation.arithmetic),
+        "storage": implementation.storage,
         "checkpoint_names": list(implementation.checkpoint_names),
         "variants": list(implementation.variants),
         "parts": implementation.parts is not None,
@@ -44,6 +45,7 @@ def told(implementation: Implementation) -> dict[str, Any]:
             "parameters": sorted(support.parameters),
             "causal": support.causal,
             "narrow": support.narrow,
+            "storage": support.storage,
         }
         if isinstance(support, PlainSupport)
         else None,
@@ -77,7 +79,9 @@ def understood(said: Mapping[str, Any], call: Callable[..., Any], asks: Callable
     supports: Callable[[Case], str | None] | None = asks if said["asks"] else None
     if said["plain"] is not None:
         plain = said["plain"]
-        supports = PlainSupport(frozenset(plain["parameters"]), plain["causal"], bool(plain["narrow"]))
+        supports = PlainSupport(
+            frozenset(plain["parameters"]), plain["causal"], bool(plain["narrow"]), plain["storage"]
+        )
     fields: dict[str, Any] = {name: said[name] for name in _PLAIN}
     fields["description"] = printable(said["description"])
     fields |= {name: frozenset(said[name]) for name in _SETS}
@@ -86,6 +90,7 @@ def understood(said: Mapping[str, Any], call: Callable[..., Any], asks: Callable
         **fields,
         unsupported={feature: printable(reason) for feature, reason in said["unsupported"].items()},
         arithmetic=Arithmetic(**said["arithmetic"]),
+        storage=said["storage"],
         checkpoint_names=tuple(said["checkpoint_names"]),
         variants=dict.fromkeys(said["variants"], call),
         accelerator=Accelerator(**accelerator),

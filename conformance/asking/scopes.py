@@ -12,7 +12,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from cases import sizes
+from cases import axes, sizes
 from cases.accelerator import compiled_cases, interpreted_cases
 from cases.case import Case
 from cases.decoding import decoded_cases
@@ -20,7 +20,10 @@ from cases.ensemble import ensemble_cases
 from cases.far import far_cases
 from cases.front_end_cases import front_end_cases
 from cases.grid import Grid, grid
+from cases.model import Model
 from cases.regressions import REGRESSIONS
+from cases.serving import grids
+from cases.serving.life import lives
 from conformance.accelerators.targets import targets_of
 from conformance.contract import Implementation
 
@@ -36,12 +39,22 @@ class Asked:
     @functools.cached_property
     def grid(self) -> Grid:
         """The grid of what the implementation supports."""
-        return grid(self.level, self.seed, self.implementation.supports)
+        return grid(self.level, self.seed, self.implementation.supports, self._models[0])
 
     @functools.cached_property
     def sizes(self) -> Grid:
         """The grid of the sizes that the implementation supports."""
-        return grid(self.level, self.seed, self.implementation.supports, sizes.MODEL)
+        return grid(self.level, self.seed, self.implementation.supports, self._models[1])
+
+    @property
+    def _models(self) -> tuple[Model, Model]:
+        return models_of(self.implementation)
+
+
+def models_of(implementation: Implementation) -> tuple[Model, Model]:
+    """The models of features and of sizes: those of its storage, if it takes its operands stored."""
+    storage = implementation.storage
+    return (axes.MODEL, sizes.MODEL) if storage is None else grids.MODELS[storage]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -130,7 +143,10 @@ BASE = _scope("base", "the plainest supported case", lambda asked: asked.grid.si
 DECODED = _scope(
     "decoded",
     "a sequence under each mask that has a meaning token by token, of those who support its pieces",
-    lambda asked: decoded_cases(asked.seed, asked.implementation.supports),
+    lambda asked: (
+        *decoded_cases(asked.seed, asked.implementation.supports),
+        *lives(asked.seed, asked.implementation.supports),
+    ),
 )
 FRONT = Scope(
     name="front",

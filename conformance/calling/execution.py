@@ -17,6 +17,7 @@ from cases.operands import GRADIENT_OF, OPERANDS
 from conformance.calling import (
     mask_tree,  # noqa: F401  registers masks with JAX
     mishaps,
+    stored,
 )
 from conformance.calling.sharing import without_repeats
 from conformance.contract import Implementation
@@ -67,7 +68,7 @@ class Executor:
 
     def __init__(self, implementation: Implementation, options: Mapping[str, bool | int] | None = None) -> None:
         """An executor of `implementation`; its programs get these compiler options beside the process's flags."""
-        self.implementation = implementation
+        self.implementation = stored.on_dense_operands(implementation)
         self.options = dict(options or {})
         self._compiled: collections.OrderedDict[Hashable, Compiled] = collections.OrderedDict()
 
@@ -193,6 +194,8 @@ class Executor:
         values = [(operand, getattr(problem, operand.name)) for operand in OPERANDS]
         statics = {**static, **{operand.name: value for operand, value in values if not operand.arrays}}
         arrays = {operand.name: value for operand, value in values if operand.arrays and value is not None}
+        if problem.storage is not None:
+            extra = {**extra, "storage": stored.given(problem.storage, self.implementation.behind_mask)}
         return statics, {**arrays, **extra}
 
 

@@ -9,6 +9,8 @@ has it (`conformance.contract`). A parameter that it lacks is a feature that it 
 `window=(left, right)` instead, for a mask that is one of these or the conjunction of both. Whatever is left of the mask
 arrives in `mask`.
 
+A function that takes its operands packed or in pages has parameters of its own (`conformance.calling.plain_stored`).
+
 A function returns `out`, or `(out, {"logsumexp": ..., "max_logits": ...})` with `save_residuals=True`. An entry that is
 missing is a residual that it does not offer.
 """
@@ -18,6 +20,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import itertools
 from collections.abc import Callable, Hashable, Mapping
 from typing import Any, Literal, TypeVar
 
@@ -28,6 +31,8 @@ from cases.case import OPT_IN, Case
 from cases.inputs import draw
 from cases.masks import Causal, Full, Mask, Window, conjuncts
 from cases.operands import GRADIENT_OF, REMOVABLE, RESIDUALS
+from cases.serving.spec import Kind
+from conformance.calling import plain_stored, stored
 from conformance.contract import (
     Arithmetic,
     BehindMask,
@@ -139,10 +144,13 @@ def from_function(function: Callable[..., Any], name: str, *, products: Products
       NotAnAttentionFunction: if its signature cannot take `q, k, v`, or needs parameters that nobody can fill.
     """
     signature = _signature(function, name)
-    parameters = _options(signature, name)
+    kind = _storage(signature, name)
+    parameters = _options(signature, name, _OPTIONS if kind is None else plain_stored.OPTIONS[kind])
     declaration = _declaration(function)
     has = [operand.name for operand in REMOVABLE if operand.name in parameters]
-    gradients = frozenset(GRADIENT_OF[name] for name in ("q", "k", "v", *has) if name in GRADIENT_OF)
+    # Pages are a cache, which is read.
+    pulled = () if kind == "paged" else ("q", "k", "v", *has)
+    gradients = frozenset(GRADIENT_OF[name] for name in pulled if name in GRADIENT_OF)
     stated = _stated(signature)
     narrow = "input" in (declaration.arithmetic.logits, declaration.arithmetic.softmax)
 
@@ -153,13 +161,15 @@ def from_function(function: Callable[..., Any], name: str, *, products: Products
                 raise NotImplementedError(f"{name} has no parameter {option!r}")
         return function(q, k, v, **{**stated, **keep})
 
+    if kind is not None:
+        vars(call)["__signature__"] = signature  # which says whether it is told how many sequences there are
     implementation = Implementation(
         name=name,
         call=call,
         description=(inspect.getdoc(_innermost(function)) or "").split("\n")[0],
         unsupported={**_missing(parameters), **declaration.unsupported},
         offers=OPT_IN.intersection(has),
-        supports_case=PlainSupport(parameters, declaration.causal, narrow),
+        supports_case=PlainSupport(parameters, declaration.causal, narrow, kind),
         arithmetic=dataclasses.replace(declaration.arithmetic, products=products or declaration.arithmetic.products),
         residuals=frozenset(RESIDUALS if "save_residuals" in parameters else ()),
         differentiable_residuals=frozenset(),
@@ -167,7 +177,8 @@ def from_function(function: Callable[..., Any], name: str, *, products: Products
         empty_rows=declaration.empty_rows,
         memory=declaration.memory,
         behind_mask=declaration.behind_mask,
-        lower_mask=_lowering(parameters, declaration.causal),
+        lower_mask=plain_stored.lowering(parameters, kind) if kind else _lowering(parameters, declaration.causal),
+        storage=kind,
         refuses_by_signature=True,
     )
     residuals = _returned_residuals(implementation) if implementation.residuals else frozenset()
@@ -182,13 +193,19 @@ def _returned_residuals(implementation: Implementation) -> frozenset[str]:
     """
     import jax  # imported late: reading a signature needs none of it
 
-    for case in (Case(dtype=dtype, mask=mask) for dtype in ("f32", "bf16", "f16") for mask in ("full", "causal")):
+    storage = {None: None, "packed": "packed", "paged": "paged16"}[implementation.storage]
+    phase = "train" if storage is None else "prefill"
+    implementation = stored.on_dense_operands(implementation)
+    for dtype, mask in itertools.product(("f32", "bf16", "f16"), ("full", "causal")):
+        case = Case(phase=phase, dtype=dtype, mask=mask, storage=storage)
         if implementation.supports(case) is not None:
             continue
         problem = draw(case)
         static, extra = implementation.lower_mask(
             problem.mask, case.batch, case.num_q_heads, case.q_length, case.kv_length
         )
+        if problem.storage is not None:
+            extra = {**extra, "storage": stored.given(problem.storage, implementation.behind_mask)}
         call = functools.partial(implementation.call, **static, save_residuals=True)
         try:
             returned = jax.eval_shape(call, problem.q, problem.k, problem.v, **extra)
@@ -240,7 +257,15 @@ def _without_types(signature: inspect.Signature) -> inspect.Signature:
     return signature.replace(parameters=bare, return_annotation=signature.empty)
 
 
-def _options(signature: inspect.Signature, name: str) -> frozenset[str]:
+def _storage(signature: inspect.Signature, name: str) -> Kind | None:
+    parameters = [p.name for p in list(signature.parameters.values())[3:]]
+    kind = plain_stored.kind_of(parameters)
+    if kind is not None and (lacks := plain_stored.lacking(parameters, kind)):
+        raise NotAnAttentionFunction(f"{name}{_without_types(signature)} {lacks}")
+    return kind
+
+
+def _options(signature: inspect.Signature, name: str, known: tuple[str, ...]) -> frozenset[str]:
     parameters = list(signature.parameters.values())
     positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     variadic = any(p.kind is p.VAR_POSITIONAL for p in parameters)
@@ -250,20 +275,20 @@ def _options(signature: inspect.Signature, name: str) -> frozenset[str]:
             f"an attention function takes them as its first three arguments"
         )
     for p in positional[:3]:
-        if p.name in _OPTIONS:
+        if p.name in known:
             raise NotAnAttentionFunction(
                 f"{name}{signature} takes {p.name!r} where q, k or v must be: an attention function takes these first"
             )
     for p in parameters:
         required = p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
-        if required and p not in positional[:3] and (p.name not in _OPTIONS or p.kind is p.POSITIONAL_ONLY):
+        if required and p not in positional[:3] and (p.name not in known or p.kind is p.POSITIONAL_ONLY):
             raise NotAnAttentionFunction(
-                f"{name}{signature} needs the argument {p.name!r}, which is none of {', '.join(_OPTIONS)} by keyword: "
+                f"{name}{signature} needs the argument {p.name!r}, which is none of {', '.join(known)} by keyword: "
                 f"give it a default or wrap the function"
             )
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
-        return frozenset(_OPTIONS)
-    return frozenset(p.name for p in parameters if p.name in _OPTIONS and p.kind is not p.POSITIONAL_ONLY)
+        return frozenset(known)
+    return frozenset(p.name for p in parameters if p.name in known and p.kind is not p.POSITIONAL_ONLY)
 
 
 def _missing(parameters: frozenset[str]) -> dict[str, str]:
@@ -282,16 +307,20 @@ class PlainSupport:
       parameters: the options that it has.
       causal: where queries stand for `causal=True` and `window`.
       narrow: whether its logits are in the dtype of the operands.
+      storage: how it takes its operands, none if dense.
     """
 
     parameters: frozenset[str]
     causal: CausalFrom
     narrow: bool
+    storage: Kind | None = None
 
     def __call__(self, case: Case) -> str | None:
         """Why the function does not support `case`, or None if it does."""
         if self.narrow and case.dtype == "f16" and case.distribution == "huge":
             return "huge: logits beyond 65504, the largest number of f16, in which they are declared to be"
+        if self.storage is not None:
+            return plain_stored.unsupported(case, self.parameters, self.storage)
         if case.mask == "full" or "mask" in self.parameters:
             return None
         mask = mask_spec.build(case.mask, case.batch, case.num_q_heads, case.q_length, case.kv_length, case.seed)

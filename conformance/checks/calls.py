@@ -11,6 +11,7 @@ import numpy as np
 
 from cases import mask_spec
 from cases.inputs import Problem, draw
+from cases.serving.calls import other_masks
 from conformance import records
 from conformance.asking.judgement import Judgement, apart, unsupported
 from conformance.asking.subject import Subject
@@ -63,7 +64,8 @@ def _eagerly(pair: Pair, problem: Problem) -> np.ndarray:
 def _other_masks(pair: Pair) -> Iterator[Judgement]:
     """Other masks of the same shapes, outside `jit`, then the first one again."""
     case = pair.subject.case
-    possible = (dataclasses.replace(case, mask=spec) for spec in _OTHER_MASKS)
+    specs = _OTHER_MASKS if case.storage is None else other_masks(case)
+    possible = (dataclasses.replace(case, mask=spec) for spec in specs)
     others = [other for other in possible if pair.subject.implementation.supports(other) is None]
     sizes = (case.batch, case.num_q_heads, case.q_length, case.kv_length, case.seed)
     problems = [dataclasses.replace(pair.problems[0], mask=mask_spec.build(other.mask, *sizes)) for other in others]
@@ -99,6 +101,9 @@ def _other_shapes(pair: Pair) -> Iterator[Judgement]:
 def _of_size(changes: Sequence[Mapping[str, Any]], pair: Pair) -> Iterator[Judgement]:
     """A call of a size that no case of the grids has, the first that is supported, with its gradients."""
     subject = pair.subject
+    if subject.problem.storage is not None:
+        yield unsupported("out", "the lengths of stored sequences are those of the case")
+        return
     mask = subject.case.mask if subject.case.mask == "causal" else "full"
     refusals = []
     for change in changes:

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from cases.decoding import PIECES, part
+from cases.serving.life import Step, steps
 from conformance.asking.judgement import Judgement
 from conformance.asking.subject import Subject
 from conformance.truth.bounds import Bounded
@@ -20,7 +21,13 @@ _STALE = 2.0**6
 
 
 def decoding(subject: Subject) -> Iterator[Judgement]:
-    """Chunks of a prompt, then token by token into a cache that is longer, give the rows of one pass."""
+    """Chunks of a prompt, then token by token into a cache that is longer, give the rows of one pass.
+
+    In pages several sequences live so at once, and later ones take the pages of those that have ended.
+    """
+    if subject.problem.storage is not None:
+        yield from _life(subject)
+        return
     # A row that averages all of v sees what is behind the last key, and rightly: it is left out.
     averages = subject.problem.empty_rows & (subject.implementation.empty_rows == "mean")
     judged_out = subject.judged_out & ~averages.transpose(0, 2, 1)[..., None]
@@ -38,3 +45,30 @@ def decoding(subject: Subject) -> Iterator[Judgement]:
                 rows = (slice(None),) * axis + (slice(start, stop),)
                 expected = Bounded(whole.value[rows], whole.bound[rows])
                 yield subject.judge(name, got[name], expected, judged[rows], label=f"{name}.{place}")
+
+
+def _life(subject: Subject) -> Iterator[Judgement]:
+    """Each step of a server's life gives the rows of one pass, of all its sequences together."""
+    whole = subject.expectation.forward
+    for number, step in enumerate(steps(subject.case, subject.problem)):
+        got = subject.results_of(step.problem)
+        for name, judged in (
+            ("out", subject.judged_out_of(step.problem)),
+            ("logsumexp", ~step.problem.empty_rows),
+            ("max_logits", ~step.problem.empty_rows),
+        ):
+            if name in got:
+                expected = _of_step(whole[name], step, axis=1 if name == "out" else 2, shape=got[name].shape)
+                yield subject.judge(name, got[name], expected, judged, label=f"{name}.step{number}")
+
+
+def _of_step(whole: Bounded, step: Step, *, axis: int, shape: tuple[int, ...]) -> Bounded:
+    """The rows of one pass that a step has, each sequence's last in its place."""
+    value, bound = np.zeros(shape), np.zeros(shape)
+    for row, start, stop in step.queries:
+        behind = step.remaining(row, stop)  # later tokens of the sequence stand behind these in the one pass
+        for into, of in ((value, whole.value), (bound, whole.bound)):
+            last = of.shape[axis] - behind
+            rows = of[row].take(range(last - (stop - start), last), axis - 1)
+            np.moveaxis(into[row], axis - 1, 0)[shape[axis] - (stop - start) :] = np.moveaxis(rows, axis - 1, 0)
+    return Bounded(value, bound)

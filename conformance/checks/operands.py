@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
@@ -11,11 +12,11 @@ import ml_dtypes
 import numpy as np
 
 from cases.inputs import Problem
-from cases.masks import Causal, Full, Window
+from cases.masks import Causal, Full, OwnWindow, Window, conjuncts
 from cases.moba import Moba
 from cases.operands import OPERANDS, OPTIONAL, REMOVABLE
 from conformance import records
-from conformance.asking.judgement import Judgement
+from conformance.asking.judgement import Judgement, unsupported
 from conformance.asking.subject import Subject
 from conformance.driving import alone
 from conformance.truth.bounds import Bounded, expect
@@ -39,6 +40,9 @@ def _dropped(subject: Subject) -> Iterator[tuple[str, Problem]]:
     if isinstance(problem.mask, Moba):
         every = dataclasses.replace(problem.mask, topk=problem.mask.chunks(problem.k.shape[1]))
         yield "gates", dataclasses.replace(problem, mask=every)
+    elif problem.storage is not None:
+        if (unlimited := _without_window(problem)).mask != problem.mask:
+            yield "window", unlimited
     elif problem.mask != Full():
         yield "mask", dataclasses.replace(problem, mask=Full())
     for operand in REMOVABLE:
@@ -46,9 +50,18 @@ def _dropped(subject: Subject) -> Iterator[tuple[str, Problem]]:
             yield operand.name, problem.without(operand.name)
 
 
+def _without_window(problem: Problem) -> Problem:
+    """The problem in which each query sees all keys of its sequence up to its own: the lengths stay."""
+    parts = [dataclasses.replace(x, left=None) if isinstance(x, OwnWindow) else x for x in conjuncts(problem.mask)]
+    return dataclasses.replace(problem, mask=functools.reduce(lambda one, other: one & other, parts))
+
+
 def errors(subject: Subject) -> Iterator[Judgement]:
     """Wrong operands raise an error that names the operand, before any work; what no result would be right for too."""
     if not subject.implementation.validates:
+        return
+    if (kind := subject.implementation.storage) is not None:
+        yield unsupported("operands", f"what is wrong of the operands of a {kind} call has no rule yet")
         return
     refused = {o.name for o in OPTIONAL if o.opt_in and o.name not in subject.implementation.offers}
     for wrong, name, problem in (*_wrong(subject.problem), *_misshapen(subject.problem, refused)):

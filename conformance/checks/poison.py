@@ -22,8 +22,11 @@ _HUGE = {"f32": 2.0**40, "bf16": 2.0**40, "f16": 2.0**8}
 
 
 def poison(subject: Subject) -> Iterator[Judgement]:
-    """Poison in dead keys and values reaches neither outputs nor residuals nor gradients."""
-    if not subject.problem.dead_keys.any():
+    """Poison in dead keys and values reaches neither outputs nor residuals nor gradients.
+
+    Where operands are stored, it also lies where nobody's are: in pages without an owner, behind lengths, in padding.
+    """
+    if not subject.problem.dead_keys.any() and subject.problem.storage is None:
         return
     for name, value in (("nan", np.nan), ("inf", np.inf), ("huge", _HUGE[subject.case.dtype])):
         if subject.implementation.behind_mask == "finite" and not np.isfinite(value):
@@ -43,6 +46,8 @@ def _poisoned(subject: Subject, name: str, value: float) -> Iterator[Judgement]:
         k_scales, v_scales = clean.kv_scales
         k_scales = _poisoned_scales(k_scales, clean.unread_keys, value)
         problem = dataclasses.replace(problem, kv_scales=(k_scales, _poisoned_scales(v_scales, clean.dead_keys, value)))
+    if clean.storage is not None:
+        problem = dataclasses.replace(problem, storage=dataclasses.replace(clean.storage, stale=value))
     # Rows that average all of v see the poison rightly; they are left out, and get no cotangent.
     rows = subject.judged_residuals & ~(clean.empty_rows & (subject.implementation.empty_rows == "mean"))
     judged_out = rows.transpose(0, 2, 1)[..., None]

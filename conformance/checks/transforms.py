@@ -19,6 +19,7 @@ from cases.inputs import Problem
 from cases.masks import Dense
 from cases.moba import depends_on_data
 from cases.operands import GRADIENT_OF, OPTIONAL, RESIDUALS
+from cases.serving.calls import other_masks
 from conformance import records
 from conformance.asking.judgement import Judgement, apart, guarded, unsupported
 from conformance.asking.subject import Subject
@@ -36,7 +37,10 @@ def transforms(subject: Subject) -> Iterator[Judgement]:
     """`jit` or not, `vmap`, `grad` of `vmap`, `checkpoint`, `scan`, donation, x64, and a second call mean the same."""
     pair = Pair.of(subject)
     for name, transform in _FORWARD.items():
-        yield from apart(name, functools.partial(transform, pair))
+        if name.startswith("vmap") and subject.implementation.storage == "paged":
+            yield unsupported(f"out.{name}", "a cache in pages is one for all sequences, and is not mapped over")
+        else:
+            yield from apart(name, functools.partial(transform, pair))
     if subject.with_gradients:
         for name, transform in _BACKWARD.items():
             yield from apart(name, functools.partial(transform, pair))
@@ -207,7 +211,8 @@ def _of_another_kind(subject: Subject) -> Problem | None:
         o.name: number * _NEAR for o in OPTIONAL if not o.arrays and (number := getattr(problem, o.name)) is not None
     }
     changes: dict[str, Any] = dict(numbers)
-    others = [dataclasses.replace(case, mask=spec) for spec in ("window-l9-r0", "full") if spec != case.mask]
+    specs = ("window-l9-r0", "full") if case.storage is None else other_masks(case)
+    others = [dataclasses.replace(case, mask=spec) for spec in specs if spec != case.mask]
     for other in others:
         if subject.implementation.supports(other) is None:
             sizes = (case.batch, case.num_q_heads, case.q_length, case.kv_length, case.seed)

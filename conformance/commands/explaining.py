@@ -7,6 +7,7 @@ import numpy as np
 from cases import mask_spec, regressions
 from cases.case import FEATURES, OPERAND_FEATURES, Case
 from cases.inputs import Problem, draw
+from cases.serving.storage import Storage
 from conformance.asking.subject import Subject
 from conformance.calling.execution import Executor
 from conformance.contract import Arithmetic, Implementation
@@ -56,6 +57,8 @@ def _problem(case: Case, problem: Problem) -> list[str]:
         f"{int(problem.dead_keys.sum())} keys are seen by nobody",
         f"Scale       {problem.effective_scale:.6g}{' (1/sqrt(H))' if case.scale is None else ''}",
     ]
+    if problem.storage is not None:
+        lines += _storage(case, problem.storage)
     if problem.segment_ids is not None:
         kinds = {
             "segpad": ", with padding on both sides",
@@ -76,6 +79,24 @@ def _problem(case: Case, problem: Problem) -> list[str]:
     if more := [FEATURES[name] for name in case.features if name in OPERAND_FEATURES - _TOLD]:
         lines.append(f"With        {'; '.join(more)}")
     return lines
+
+
+def _storage(case: Case, stored: Storage) -> list[str]:
+    """Where the operands of a stored case lie."""
+    sequences = ", ".join(f"{q} of {n}" for q, n in zip(case.q_lengths, case.kv_lengths, strict=True))
+    if stored.page_indices is None:
+        where = f"{len(stored.held)} packed keys"
+    else:
+        pages, size = stored.held.shape
+        shared = "some of them shared" if stored.shares else "none of them shared"
+        where = f"{pages} pages of {size}, {shared}; a table of {stored.page_indices.shape[1]} pages a sequence"
+    rows, total = len(stored.cu_q_lens) - 1, len(stored.q_rows)
+    return [
+        f"Storage     {FEATURES[stored.kind]}",
+        f"            queries of keys: {sequences}; the queries of a sequence are the last of T={case.q_length}",
+        f"            {total} packed queries, {total - sum(case.q_lengths)} of them padding; {where}; "
+        f"tables for {rows} sequences, of which there are {case.batch}",
+    ]
 
 
 def _tolerances(case: Case, tolerances: Tolerances) -> list[str]:

@@ -11,6 +11,7 @@ from cases import sizes
 from cases.case import FEATURES, Case, matches
 from cases.grid import grid
 from cases.regressions import REGRESSIONS
+from conformance.asking.scopes import Asked
 from conformance.calling import registry
 from conformance.checks import CHECKS
 from conformance.commands import lookup
@@ -47,9 +48,11 @@ def list_things(arguments: argparse.Namespace) -> int:
 def _listed_cases(arguments: argparse.Namespace) -> list[Case]:
     level, seed = arguments.level or "quick", arguments.seed or 0
     lookup.reject_negative(seed)
-    supports = lookup.find(arguments.impl).supports if arguments.impl is not None else (lambda case: None)
-    both = (*grid(level, seed, supports).cases, *grid(level, seed, supports, sizes.MODEL).cases)
-    found = dict.fromkeys(both)
+    if arguments.impl is None:
+        found = dict.fromkeys((*grid(level, seed).cases, *grid(level, seed, model=sizes.MODEL).cases))
+    else:
+        asked = Asked(lookup.find(arguments.impl), level, seed)
+        found = dict.fromkeys((*asked.grid.cases, *asked.sizes.cases))
     chosen = [case for case in found if arguments.cases is None or matches(arguments.cases, case.id)]
     if not chosen:
         raise CannotJudge(f"no case of the {level} grid matches {arguments.cases or '*'!r}")

@@ -51,7 +51,7 @@ def usual_lengths(implementation: Implementation, cases: Iterable[Case]) -> list
     They are tried on the first of `cases` by id that has more than one query.
     """
     whole = next((case for case in sorted(cases, key=lambda case: case.id) if case.q_length > 1), None)
-    if whole is None:
+    if whole is None or whole.storage is not None:  # of packed sequences none is a whole number of blocks
         return []
     square = [dataclasses.replace(whole, q_length=n, kv_length=n, mask="full") for n in _USUAL]
     taken = [case.q_length for case in square if implementation.supports(case) is None]

@@ -16,6 +16,7 @@ from cases.operands import OPTIONAL
 
 _SHAPE = re.compile(r"B(\d+)\.T(\d+)\.S(\d+)\.N(\d+)\.K(\d+)\.H(\d+)\.V(\d+)")
 _SIZES = ("batch", "q_length", "kv_length", "num_q_heads", "num_kv_heads", "head_dim", "v_head_dim")
+_STORAGE = re.compile(r"packed|(paged|shared)(\d+)")
 _TERM = re.compile(r"_and_|_or_")
 _WINDOW = re.compile(r"(?:window-l(\d+|inf)-r(\d+|inf)|own-l(\d+|inf))")
 
@@ -84,7 +85,8 @@ def fields_of(case: str) -> Mapping[str, str] | None:
     found = {"phase": phase, "dtype": dtype, "mask": mask, "distribution": distribution, "seed": seed}
     found |= dict(zip(_SIZES, sizes.groups(), strict=True))
     for option in options:
-        name = next((operand.field for operand in OPTIONAL if operand.read(option) is not None), "front_end")
+        other = "storage" if _STORAGE.match(option) else "front_end"
+        name = next((operand.field for operand in OPTIONAL if operand.read(option) is not None), other)
         found[name] = option
     return found
 
@@ -129,6 +131,15 @@ def _kinds(fields: Mapping[str, str]) -> Iterator[Level]:
         yield _level("cache", "in prefill and in decode", "phase", *LENGTHS, odds=_RARER)
     if values != "normal":
         yield _level(f"{values} values", f"with the values of `{values}`", "distribution", odds=_RARE)
+    if (storage := fields.get("storage")) is not None and (found := _STORAGE.match(storage)) is not None:
+        kind = "packed" if found[2] is None else "paged"
+        yield _level(kind, f"where operands are {kind}", "storage", odds=_RARER)
+        if kind == "paged":
+            yield _level(f"pages of {found[2]}", f"with pages of {found[2]}", "storage", odds=_RARE)
+        if found[1] == "shared":
+            yield _level("shared pages", "where sequences share pages", "storage")
+        if "-q" in storage:
+            yield _level("ragged queries", "where sequences have unequal numbers of queries", "storage", odds=_RARER)
     if (front_end := fields.get("front_end")) is not None:
         yield _level("front end", "after a front end", "front_end")
         for step in front_end.removeprefix("front-").split("-"):

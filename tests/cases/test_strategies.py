@@ -13,6 +13,8 @@ from cases.case import DISTRIBUTIONS, FEATURES, PHASES, Case, matches, parse
 from cases.inputs import draw
 from cases.moba import depends_on_data
 from cases.operands import BIASES, SEGMENTS
+from cases.serving.calls import not_stored
+from cases.serving.spec import KINDS, Kind
 from cases.space import NothingToDraw, space
 from cases.strategies import LONGEST, cases
 
@@ -86,7 +88,7 @@ def test_operands_can_be_drawn_for_a_drawn_case(case: Case) -> None:
 def test_every_part_of_the_space_is_reached() -> None:
     found = drawn(50, cases())
     features = {feature for case in found for feature in case.features}
-    assert features == set(FEATURES)
+    assert features == set(FEATURES) - set(KINDS)  # stored problems have grids, and nothing is drawn of them
     for field, values in (("distribution", DISTRIBUTIONS), ("segments", SEGMENTS), ("bias", BIASES)):
         assert set(values) <= {getattr(case, field) for case in found}
     for part in ("_and_", "_or_", "-o-", "inf"):
@@ -160,3 +162,11 @@ def test_a_space_with_nothing_in_it_says_why() -> None:
         cases(lambda case: "no luck")
     with pytest.raises(NothingToDraw, match="no phase to draw from"):
         cases(phases=())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_stored_cases_are_drawn_for_those_who_take_no_others(kind: Kind) -> None:
+    found = drawn(30, cases(lambda case: not_stored(case, kind)))
+    assert {case.storage is not None for case in found} == {True}
+    assert {kind} <= {feature for case in found for feature in case.features}
+    assert all(parse(case.id) == case for case in found)

@@ -1,0 +1,87 @@
+"""Plain functions that take their operands packed or in pages, recognised by the names of their parameters.
+
+    def attention(q, k_pages, v_pages, *, kv_lens, page_indices, cu_q_lens, num_seqs, window=None): ...
+    def attention(q, k, v, *, cu_q_lens, cu_kv_lens, num_seqs, causal=False, window=None): ...
+
+One with `page_indices` is paged, another one with `cu_q_lens` is packed (docs/contract.md, section 8). `num_seqs` may
+be left out: then entries past the last sequence are those of sequences without queries and keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Hashable, Mapping
+from typing import Any
+
+from cases import mask_spec
+from cases.case import Case
+from cases.masks import Mask
+from cases.operands import REMOVABLE
+from cases.serving.calls import sides_of_stored
+from cases.serving.spec import Kind, Sides, sides
+from cases.serving.storage import TABLES
+
+_OPERANDS = tuple(operand.name for operand in REMOVABLE if operand.name not in ("segment_ids", "bias"))
+OPTIONS: Mapping[Kind, tuple[str, ...]] = {
+    kind: (*tables, "causal", "window", *_OPERANDS, "save_residuals") for kind, tables in TABLES.items()
+}
+"""What a function may have beside its first three arguments, by kind."""
+_NEEDED: Mapping[Kind, tuple[str, ...]] = {
+    "paged": ("page_indices", "kv_lens", "cu_q_lens"),
+    "packed": ("cu_q_lens", "cu_kv_lens"),
+}
+_ABOUT = {
+    "page_indices": "the table of pages, [max_seqs, pages_per_seq]",
+    "kv_lens": "how many keys each sequence has, [max_seqs]",
+    "cu_q_lens": "where the queries of each sequence begin, [max_seqs + 1]",
+    "cu_kv_lens": "where the keys of each sequence begin, [max_seqs + 1]",
+}
+
+
+def kind_of(parameters: Collection[str]) -> Kind | None:
+    """How a function with these parameters takes its operands; none if dense."""
+    if "page_indices" in parameters:
+        return "paged"
+    tables = {name for names in TABLES.values() for name in names}
+    return "packed" if tables.intersection(parameters) else None
+
+
+def lacking(parameters: Collection[str], kind: Kind) -> str:
+    """What a function with these parameters lacks to be one of its kind, in words; empty if it lacks nothing."""
+    missing = [f"{name!r} ({_ABOUT[name]})" for name in _NEEDED[kind] if name not in parameters]
+    if not missing:
+        return ""
+    has = [name for name in (*TABLES["paged"], "cu_kv_lens") if name in parameters]
+    called = "pages" if kind == "paged" else "packed sequences"
+    return (
+        f"takes {' and '.join(map(repr, has))} as for {called}, and lacks {' and '.join(missing)}: "
+        f"wrap it, with {called} as docs/contract.md, section 8, has them"
+    )
+
+
+def unsupported(case: Case, parameters: Collection[str], kind: Kind) -> str | None:
+    """Why a function with these parameters has no way to be told the mask of `case`, or None if it has."""
+    mask = mask_spec.build(case.mask, case.batch, case.num_q_heads, case.q_length, case.kv_length, case.seed)
+    seen = sides(mask, case.q_length, case.kv_length)
+    if seen is None or seen == Sides() or "window" in parameters:
+        return None
+    if seen == Sides(None, 0):
+        return None if kind == "paged" or "causal" in parameters else "causal: the function has no parameter 'causal'"
+    return "window: the function has no parameter 'window'"
+
+
+def lowering(
+    parameters: Collection[str], kind: Kind
+) -> Callable[[Mask, int, int, int, int], tuple[Mapping[str, Hashable], Mapping[str, Any]]]:
+    """How a mask reaches a function with these parameters: `causal=True` if it has that, else a window."""
+
+    def lower(
+        mask: Mask, batch: int, num_q_heads: int, q_length: int, kv_length: int
+    ) -> tuple[Mapping[str, Hashable], Mapping[str, Any]]:
+        static, arrays = sides_of_stored(mask, batch, num_q_heads, q_length, kv_length, kind=kind)
+        if kind == "paged" and "causal" in parameters:
+            return {**static, "causal": True}, arrays
+        if "causal" in static and "causal" not in parameters:
+            return {"window": (None, 0)}, arrays
+        return static, arrays
+
+    return lower

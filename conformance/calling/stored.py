@@ -1,0 +1,168 @@
+"""Calls that take their operands packed or in pages, asked about a dense problem.
+
+The dense operands are stored, the call is made in its own convention, and what it returns is put back in its place. All
+of that is traced with the call: programs take the dense operands and the tables, and gradients come back dense. So the
+oracle, the bounds and every check are those of the dense problem (docs/contract.md, section 8).
+
+    paged:  call(q, k_pages, v_pages, *, kv_lens, page_indices, cu_q_lens, num_seqs, window=None, ...)
+    packed: call(q, k, v, *, cu_q_lens, cu_kv_lens, num_seqs, causal=False, window=None, ...)
+
+with q `[total_q, N, H]`, pages `[pages, page_size, K, .]`, packed keys and values `[total_kv, K, .]`, and out
+`[total_q, N, V]`, residuals `[total_q, N]`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from cases.serving.spec import Kind
+from cases.serving.storage import NOBODY, TABLES, Storage
+from conformance.calling import mishaps
+from conformance.contract import Accelerator, BehindMask, Implementation
+
+# What memory may hold that nothing wrote, where it must be finite.
+_STALE = 2.0**6
+
+
+def given(storage: Storage, behind_mask: BehindMask) -> Mapping[str, np.ndarray]:
+    """What a call gets beside the dense operands: the tables, what lies where, and what lies where nothing does."""
+    worst = np.nan if behind_mask == "any" else _STALE
+    return {**storage.arrays, "stale": np.array(worst if storage.stale is None else storage.stale, np.float32)}
+
+
+def on_dense_operands(implementation: Implementation) -> Implementation:
+    """The implementation with each of its calls made on dense operands; itself if it takes no others."""
+    if implementation.storage is None or isinstance(implementation.call, StoredCall):
+        return implementation
+    accelerator, kind = implementation.accelerator, implementation.storage
+    return dataclasses.replace(
+        implementation,
+        call=StoredCall.of(implementation.call, kind),
+        variants={name: StoredCall.of(call, kind) for name, call in implementation.variants.items()},
+        accelerator=_on_dense_operands(accelerator, kind),
+    )
+
+
+def _on_dense_operands(accelerator: Accelerator, kind: Kind) -> Accelerator:
+    native, interpreted = accelerator.native, accelerator.under_interpreter
+
+    def under_interpreter(parameters: Any) -> Callable[..., Any]:
+        assert interpreted is not None
+        return StoredCall.of(interpreted(parameters), kind)
+
+    return dataclasses.replace(
+        accelerator,
+        native=None if native is None else StoredCall.of(native, kind),
+        under_interpreter=None if interpreted is None else under_interpreter,
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class StoredCall:
+    """The canonical call on dense operands, made by one that takes them stored.
+
+    Attributes:
+      call: the call in its own convention.
+      kind: how it takes its operands.
+      counts: whether it is told how many sequences there are. Else entries past the last one are those of sequences
+        without queries and keys.
+    """
+
+    call: Callable[..., Any]
+    kind: Kind
+    counts: bool
+
+    @classmethod
+    def of(cls, call: Callable[..., Any], kind: Kind) -> StoredCall:
+        """The dense form of `call`, which is asked for what its signature has."""
+        parameters = inspect.signature(call).parameters.values()
+        counts = any(p.name == "num_seqs" or p.kind is p.VAR_KEYWORD for p in parameters)
+        return cls(call, kind, counts)
+
+    def __call__(
+        self,
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        *,
+        storage: Mapping[str, jax.Array],
+        save_residuals: bool = False,
+        **options: Any,
+    ) -> Any:
+        """`out [B, T, N, V]`, with residuals `[B, N, T]` if asked.
+
+        Args:
+          q: `[B, T, N, H]`.
+          k: `[B, S, K, H]`.
+          v: `[B, S, K, V]`.
+          storage: what `given` gives.
+          save_residuals: whether residuals are returned too.
+          options: whatever else the call gets.
+
+        Raises:
+          WrongReturn: if the call returns something else than arrays of these shapes.
+        """
+        stale = storage["stale"]
+        stored = _stored(q, storage["q_rows"], stale), *(_stored(x, storage["held"], stale) for x in (k, v))
+        tables = {name: storage[name] for name in TABLES[self.kind]}
+        if not self.counts:
+            tables = _ended(tables)
+        shape = (*stored[0].shape[:2], v.shape[-1])
+        if not save_residuals:
+            out = mishaps.checked(self.call(*stored, **tables, **options))
+            return _back(_shaped("out", out, shape), storage["places"], 0.0)
+        returned = self.call(*stored, **tables, **options, save_residuals=True)
+        out, residuals = mishaps.checked_residuals(returned)
+        # A query that is not there is an empty row, of which the contract says what it is.
+        sinks = options.get("sinks")
+        nothing = {"logsumexp": -jnp.inf if sinks is None else sinks, "max_logits": -jnp.inf}
+        dense = {
+            name: jnp.moveaxis(_back(_shaped(name, x, shape[:2]), storage["places"], nothing.get(name, 0.0)), 1, 2)
+            for name, x in residuals.items()
+        }
+        return _back(_shaped("out", out, shape), storage["places"], 0.0), dense
+
+
+def _stored(x: Any, held: Any, stale: Any) -> jax.Array:
+    """`x [B, L, heads, depth]` where `held [...]` says: `[..., heads, depth]`, with `stale` where nobody is."""
+    flat = jnp.asarray(x).reshape(-1, *x.shape[2:])
+    held = jnp.asarray(held)
+    there = (held != NOBODY)[..., None, None]
+    return jnp.where(there, flat[jnp.maximum(held, 0)], jnp.asarray(stale).astype(flat.dtype))
+
+
+def _back(x: jax.Array, places: Any, otherwise: Any) -> jax.Array:
+    """`x [total_q, N, ...]` at the places of the dense problem, `[B, T, N, ...]`, with `otherwise` where nobody is."""
+    places = jnp.asarray(places)
+    there = (places != NOBODY).reshape(*places.shape, *(1,) * (x.ndim - 1))
+    return jnp.where(there, x[jnp.maximum(places, 0)], jnp.asarray(otherwise).astype(x.dtype))
+
+
+def _shaped(name: str, x: Any, shape: tuple[int, ...]) -> jax.Array:
+    if np.shape(x) != shape:
+        raise mishaps.WrongReturn(
+            f"{name} must have the shape {list(shape)} of the packed queries, got {list(x.shape)}"
+        )
+    return jnp.asarray(x)
+
+
+def _ended(tables: Mapping[str, Any]) -> dict[str, Any]:
+    """The tables for a call that is not told how many sequences there are: the others have neither queries nor keys."""
+    count = jnp.asarray(tables["num_seqs"])[0]
+    ended = {}
+    for name, x in tables.items():
+        table = jnp.asarray(x)
+        if name.startswith("cu_"):
+            ended[name] = jnp.where(jnp.arange(len(table)) <= count, table, table[count])
+        elif name == "kv_lens":
+            ended[name] = jnp.where(jnp.arange(len(table)) < count, table, 0)
+        elif name != "num_seqs":
+            ended[name] = table
+    return ended

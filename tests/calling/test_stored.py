@@ -1,0 +1,203 @@
+"""Functions over pages and over packed sequences: how they are recognised, called and judged."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from cases import inputs
+from cases.case import parse
+from cases.serving.life import lives
+from conformance import declare
+from conformance.calling import stored
+from conformance.calling.execution import Executor
+from conformance.calling.plain import NotAnAttentionFunction, from_function
+from conformance.contract import Implementation
+from conformance.records import ERROR, FAIL, PASS, RED, UNSUPPORTED
+from tests.calling.test_plain import conforms, judge
+from tests.kernels import served
+
+MIXED = "prefill/f32/B4.T21.S64.N4.K2.H16.V16/own-linf-53-16-17-8/shared16-q21-1-1-8/normal/s0"
+WINDOW = "prefill/f32/B4.T21.S64.N4.K2.H16.V16/own-l7-53-16-17-8/shared16-q21-1-1-8/normal/s0"
+TRAIN = "train/f32/B4.T30.S30.N4.K2.H16.V16/own-linf-24-1-17-30/packed-q24-1-17-30/normal/s0"
+FULL = "train/f32/B4.T30.S30.N4.K2.H16.V16/lengths-24-1-17-30/packed-q24-1-17-30/normal/s0"
+CHECKS = ("forward", "residuals", "poison", "independence")
+
+
+def test_a_paged_function_conforms() -> None:
+    assert conforms(served.paged, MIXED, *CHECKS)
+    assert conforms(served.paged, WINDOW, *CHECKS)
+
+
+def test_a_packed_function_conforms_with_gradients() -> None:
+    for case in (TRAIN, FULL):
+        assert conforms(served.packed, case, *CHECKS, "gradients", "gradients_lse", "primal")
+
+
+def zeros(q: Any, k: Any, v: Any, *, kv_lens: Any, page_indices: Any, cu_q_lens: Any) -> Any:
+    return jnp.zeros((*q.shape[:2], v.shape[-1]), q.dtype)
+
+
+def first_page_only(q: Any, k: Any, v: Any, *, page_indices: Any, **tables: Any) -> Any:
+    return served.paged(q, k, v, page_indices=jnp.broadcast_to(page_indices[:, :1], page_indices.shape), **tables)
+
+
+def _with_tables(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function with the signature of the one that it wraps."""
+    vars(function)["__signature__"] = inspect.signature(served.paged)
+    return function
+
+
+@pytest.mark.parametrize("wrong", [zeros, _with_tables(first_page_only)], ids=["zeros", "first_page_only"])
+def test_a_wrong_function_does_not_conform(wrong: Callable[..., Any]) -> None:
+    assert {record.verdict for record in judge(wrong, MIXED)} == {FAIL}
+
+
+def test_nan_in_padding_must_not_leak() -> None:
+    def leaks(
+        q: Any, k: Any, v: Any, *, kv_lens: Any, page_indices: Any, cu_q_lens: Any, num_seqs: Any, save_residuals: bool
+    ) -> Any:
+        tables = {"kv_lens": kv_lens, "page_indices": page_indices, "cu_q_lens": cu_q_lens, "num_seqs": num_seqs}
+        out = served.paged(q, k, v, **tables)
+        return out + 0 * k[..., :1].sum()
+
+    assert {record.verdict for record in judge(leaks, MIXED)} == {FAIL}
+    assert conforms(declare(behind_mask="finite")(leaks), MIXED)
+
+
+def test_kinds_are_read_from_names() -> None:
+    paged, packed = from_function(served.paged, "paged"), from_function(served.packed, "packed")
+    assert (paged.storage, packed.storage) == ("paged", "packed")
+    assert paged.gradients == frozenset()
+    assert packed.gradients == {"dq", "dk", "dv", "dsinks"}
+    assert paged.residuals == {"logsumexp", "max_logits"}
+    assert paged.supports(parse(MIXED)) is None
+    assert "packed" in (paged.supports(parse(TRAIN)) or "")
+
+
+@pytest.mark.parametrize(
+    ("parameters", "message"),
+    [
+        ("q, k, v, *, page_indices, kv_lens", "lacks 'cu_q_lens'"),
+        ("q, k, v, *, page_indices, cu_q_lens", "lacks 'kv_lens'"),
+        ("q, k, v, *, cu_q_lens", "lacks 'cu_kv_lens'"),
+        ("q, k, v, *, kv_lens", "lacks 'cu_q_lens'"),
+        ("q, k, v, *, page_indices, kv_lens, cu_q_lens, block_tables", "needs the argument 'block_tables'"),
+        ("q, k, v, *, page_indices, kv_lens, cu_q_lens, mask", "needs the argument 'mask'"),
+    ],
+)
+def test_what_is_missing_is_named(parameters: str, message: str) -> None:
+    function = eval(f"lambda {parameters}: q")
+    with pytest.raises(NotAnAttentionFunction, match=message):
+        from_function(function, "kernel")
+
+
+def test_without_a_window_windows_are_unsupported() -> None:
+    def attention(q: Any, k: Any, v: Any, *, kv_lens: Any, page_indices: Any, cu_q_lens: Any, num_seqs: Any) -> Any:
+        return served.paged(q, k, v, kv_lens=kv_lens, page_indices=page_indices, cu_q_lens=cu_q_lens, num_seqs=num_seqs)
+
+    assert conforms(attention, MIXED)
+    assert {record.verdict for record in judge(attention, WINDOW)} == {UNSUPPORTED}
+
+
+def test_without_num_seqs_there_is_nothing_behind_the_last_sequence() -> None:
+    seen: dict[str, Any] = {}
+
+    def attention(q: Any, k: Any, v: Any, *, kv_lens: Any, page_indices: Any, cu_q_lens: Any) -> Any:
+        seen.update(kv_lens=kv_lens, cu_q_lens=cu_q_lens)
+        count = jnp.full(1, len(kv_lens), jnp.int32)
+        return served.paged(q, k, v, kv_lens=kv_lens, page_indices=page_indices, cu_q_lens=cu_q_lens, num_seqs=count)
+
+    executor = Executor(from_function(attention, "kernel"))
+    plain, arrays = executor.bind(inputs.draw(parse(MIXED)))
+    plain(arrays)
+    assert np.asarray(seen["kv_lens"]).tolist() == [53, 16, 17, 8, 0]
+    assert np.asarray(seen["cu_q_lens"]).tolist() == [0, 21, 22, 23, 31, 31]
+    assert conforms(attention, MIXED)
+
+
+def test_causal_alone_is_told_a_packed_function_as_a_window_if_it_has_no_causal() -> None:
+    def attention(q: Any, k: Any, v: Any, *, cu_q_lens: Any, cu_kv_lens: Any, num_seqs: Any, window: Any = None) -> Any:
+        tables = {"cu_q_lens": cu_q_lens, "cu_kv_lens": cu_kv_lens, "num_seqs": num_seqs}
+        return served.packed(q, k, v, window=window, **tables)
+
+    assert conforms(attention, TRAIN, "forward", "gradients")
+
+
+def test_an_array_of_another_shape_is_named() -> None:
+    def attention(q: Any, k: Any, v: Any, *, cu_q_lens: Any, cu_kv_lens: Any) -> Any:
+        return q[1:]
+
+    (record,) = judge(attention, FULL)
+    assert record.verdict == ERROR
+    assert "out must have the shape [72, 4, 16] of the packed queries" in record.reason
+
+
+def test_an_implementation_says_how_it_takes_its_operands() -> None:
+    made = Implementation(name="mine", call=served.paged, storage="paged", gradients=frozenset())
+    assert "paged" in made.offers
+    assert made.supports(parse(MIXED)) is None
+    executor = Executor(made)
+    assert isinstance(executor.implementation.call, stored.StoredCall)
+    assert executor.declaring(executor.implementation).implementation.call is executor.implementation.call
+    out = executor.forward(inputs.draw(parse(MIXED))).values["out"]
+    assert out.shape == (4, 21, 4, 16)
+    assert (out[1, :20] == 0).all()
+
+
+def test_a_mean_of_no_keys_has_no_meaning() -> None:
+    with pytest.raises(ValueError, match="mean"):
+        Implementation(name="mine", call=served.paged, storage="paged", empty_rows="mean")
+
+
+def test_a_window_is_not_traced_and_lengths_are() -> None:
+    executor = Executor(from_function(served.paged, "kernel"))
+    problem = inputs.draw(parse(WINDOW))
+    statics, arrays = executor.arguments(problem)
+    assert statics["window"] == (7, 0)
+    other = parse(WINDOW.replace("53-16-17-8", "40-15-20-9"))
+    assert executor.arguments(inputs.draw(other))[0] == statics
+    assert set(arrays["storage"]) == {
+        *("kv_lens", "page_indices", "cu_q_lens", "num_seqs", "q_rows", "places", "held", "stale")
+    }
+
+
+def test_what_nobody_wrote_is_nan_unless_it_must_be_finite() -> None:
+    storage = inputs.draw(parse(MIXED)).storage
+    assert storage is not None
+    assert np.isnan(stored.given(storage, "any")["stale"])
+    assert np.isfinite(stored.given(storage, "finite")["stale"])
+
+
+def test_a_partial_function_is_read_like_another() -> None:
+    assert conforms(functools.partial(served.paged, scale=None), MIXED)
+
+
+def test_absent_queries_are_empty_rows_with_sinks_too() -> None:
+    case = parse(MIXED.replace("/shared16", "/sinks/shared16"))
+    made = dataclasses.replace(from_function(served.paged, "kernel"), empty_rows="zero")
+    problem = inputs.draw(case)
+    residuals = Executor(made).residuals(problem).values
+    assert problem.sinks is not None
+    assert (residuals["logsumexp"][1, :, 0] == problem.sinks).all()
+    assert (residuals["max_logits"][1, :, 0] == -np.inf).all()
+
+
+@pytest.mark.parametrize("check", ["arguments", "forms", "program", "aliasing", "invariance", "transforms"])
+def test_checks_of_single_cases_are_not_red(check: str) -> None:
+    found = judge(served.paged, WINDOW, check)
+    assert not any(record.verdict in RED for record in found)
+
+
+def test_a_servers_life_is_one_pass() -> None:
+    for case in lives():
+        found = judge(served.paged, case.id, "decoding")
+        assert {record.verdict for record in found} == {PASS}
+        assert len(found) == 24
