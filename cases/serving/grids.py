@@ -92,7 +92,7 @@ _FORMS = (
 
 
 def _compatible(levels: Mapping[str, Any]) -> bool:
-    """False for logits at the knee of no cap, and for pages that sequences of no page share."""
+    """False for logits at the knee of no cap."""
     return not (levels.get("distribution") == "knee" and "soft_cap" in levels and levels["soft_cap"] is None)
 
 
