@@ -11,14 +11,12 @@ import logging as python_logging
 import os
 import sys
 from collections.abc import Sequence
-from typing import Any, NoReturn
 
 from absl import app, logging
-from absl.flags import argparse_flags
 
 from conformance import environment, packages
 from conformance.commands import texts
-from conformance.commands.errors import CannotJudge
+from conformance.commands.errors import CannotJudge, CommandParser, Parser
 from conformance.forking import forked
 from conformance.judging import interrupts
 from conformance.judging.levels import GRID_LEVELS, LEVELS
@@ -27,41 +25,20 @@ from conformance.judging.levels import GRID_LEVELS, LEVELS
 _TIMING = frozenset({"bench", "tune"})
 
 
-class _Parser(argparse_flags.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        _refuse(self, message)
-
-
-class _CommandParser(argparse.ArgumentParser):
-    """Parser of a sub-command. An abbreviated option is refused: what is misspelt must not weaken the gate."""
-
-    def __init__(self, **options: Any) -> None:
-        super().__init__(**options, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
-
-    def error(self, message: str) -> NoReturn:
-        _refuse(self, message)
-
-
-def _refuse(refusing: argparse.ArgumentParser, message: str) -> NoReturn:
-    refusing.exit(2, f"error: {message} (see {refusing.prog} --help)\n")
-
-
 def parser() -> argparse.ArgumentParser:
     """The argument parser with its sub-commands."""
-    top = _Parser(  # type: ignore[no-untyped-call] # absl has no annotations
+    top = Parser(  # type: ignore[no-untyped-call] # absl has no annotations
         prog="python -m conformance",
         description=texts.DESCRIPTION,
         epilog=texts.EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=_CommandParser)
+    commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=CommandParser)
     _add_run(commands)
     _add_explore(commands)
     _add_list(commands)
-    about = "say what a case is, and which tolerances judge it and why"
-    explain = commands.add_parser("explain", help=about, description=_sentence(about), epilog=texts.EXPLAIN_EXAMPLES)
-    explain.add_argument("case", metavar="CASE_ID", help="as in a report, a pytest id, or `list cases`")
+    _add_explain(commands)
     about = "render records and measurements of earlier runs, merged, as one HTML page"
     report = commands.add_parser("report", help=about, description=_sentence(about), epilog=texts.REPORT_EXAMPLES)
     report.add_argument("records", nargs="+", metavar="FILE.jsonl", help="what `run`, `bench` or the pytest gate wrote")
@@ -93,7 +70,7 @@ def parser() -> argparse.ArgumentParser:
     return top
 
 
-def _add_bench(commands: argparse._SubParsersAction[_CommandParser]) -> None:
+def _add_bench(commands: argparse._SubParsersAction[CommandParser]) -> None:
     about = "time implementations side by side, and say what memory they take"
     bench = commands.add_parser("bench", help=about, description=texts.BENCH, epilog=texts.BENCH_EXAMPLES)
     what = bench.add_argument_group("what to time")
@@ -109,13 +86,11 @@ def _add_bench(commands: argparse._SubParsersAction[_CommandParser]) -> None:
     what.add_argument(
         "--phase", choices=("forward", "backward", "both"), default="both", help="backward is with its forward (both)"
     )
-    what.add_argument(
-        "--products", choices=("exact", "tf32", "bf16"), help="how a plain function multiplies f32 operands (exact)"
-    )
+    _add_products(what)
     _add_limits(bench, runs=30, seconds=120.0)
 
 
-def _add_tune(commands: argparse._SubParsersAction[_CommandParser]) -> None:
+def _add_tune(commands: argparse._SubParsersAction[CommandParser]) -> None:
     about = "choose an implementation's block sizes by timing them on this machine"
     tune = commands.add_parser("tune", help=about, description=_sentence(about), epilog=texts.TUNE_EXAMPLES)
     what = tune.add_argument_group("what to tune")
@@ -130,7 +105,7 @@ def _add_tune(commands: argparse._SubParsersAction[_CommandParser]) -> None:
     _add_limits(tune, runs=20, seconds=600.0)
 
 
-def _add_limits(adding: _CommandParser, *, runs: int, seconds: float) -> None:
+def _add_limits(adding: CommandParser, *, runs: int, seconds: float) -> None:
     limits = adding.add_argument_group("how long")
     limits.add_argument("--runs", type=int, default=runs, metavar="N", help=f"most rounds of a comparison ({runs})")
     limits.add_argument(
@@ -141,7 +116,7 @@ def _add_limits(adding: _CommandParser, *, runs: int, seconds: float) -> None:
     output.add_argument("--json", metavar="FILE", help="write the measurements here, one JSON object a line")
 
 
-def _add_sensitivity(commands: argparse._SubParsersAction[_CommandParser]) -> None:
+def _add_sensitivity(commands: argparse._SubParsersAction[CommandParser]) -> None:
     about = "measure what the gate catches of a bank of planted bugs, and the smallest error that it sees"
     adding = commands.add_parser(
         "sensitivity", help=about, description=_sentence(about), epilog=texts.SENSITIVITY_EXAMPLES
@@ -161,7 +136,7 @@ def _add_sensitivity(commands: argparse._SubParsersAction[_CommandParser]) -> No
     adding.add_argument("--seconds", type=float, default=60.0, metavar="N", help=about)
 
 
-def _add_calibrate(commands: argparse._SubParsersAction[_CommandParser]) -> None:
+def _add_calibrate(commands: argparse._SubParsersAction[CommandParser]) -> None:
     about = "tabulate what correct implementations reach: the limits follow from it"
     adding = commands.add_parser("calibrate", help=about, description=_sentence(about), epilog=texts.CALIBRATE_EXAMPLES)
     adding.add_argument("records", nargs="*", metavar="FILE.jsonl", help="records of correct implementations")
@@ -181,7 +156,7 @@ def _sentence(text: str) -> str:
     return f"{text[0].upper()}{text[1:]}."
 
 
-def _add_run(commands: argparse._SubParsersAction[_CommandParser]) -> None:
+def _add_run(commands: argparse._SubParsersAction[CommandParser]) -> None:
     run = commands.add_parser("run", help="judge implementations", description=texts.DESCRIPTION, epilog=texts.EXAMPLES)
     what = run.add_argument_group("what to judge")
     what.add_argument(
@@ -278,6 +253,11 @@ def _seed(text: str) -> int | None:
         raise argparse.ArgumentTypeError(f"must be a whole number or random, got {text!r}") from None
 
 
+def _add_products(command: argparse._ActionsContainer) -> None:
+    about = "how a plain function multiplies f32 operands (exact)"
+    command.add_argument("--products", choices=("exact", "tf32", "bf16"), help=about)
+
+
 def _add_processes(command: argparse.ArgumentParser) -> None:
     where = command.add_argument_group("where a kernel of yours runs: in a process of its own, apart from the judge")
     where.add_argument("--timeout", type=float, metavar="SECONDS", help="that one call may take (300)")
@@ -285,7 +265,7 @@ def _add_processes(command: argparse.ArgumentParser) -> None:
     where.add_argument("--in-process", action="store_true", help="run it in the judge's process, for debugging")
 
 
-def _add_explore(commands: argparse._SubParsersAction[_CommandParser]) -> None:
+def _add_explore(commands: argparse._SubParsersAction[CommandParser]) -> None:
     about = "look for a wrong case beyond the grid, and shrink it"
     explore = commands.add_parser("explore", help=about, description=texts.EXPLORE, epilog=texts.EXPLORE_EXAMPLES)
     what = explore.add_argument_group("what to judge")
@@ -296,9 +276,7 @@ def _add_explore(commands: argparse._SubParsersAction[_CommandParser]) -> None:
         help="a registered name (see `list`), module:attribute or file.py:attribute",
     )
     what.add_argument("--cases", metavar="QUERY", help="draw only cases that match")
-    what.add_argument(
-        "--products", choices=("exact", "tf32", "bf16"), help="how a plain function multiplies f32 operands (exact)"
-    )
+    _add_products(what)
     _add_processes(explore)
     limits = explore.add_argument_group("how far to go")
     limits.add_argument("--profile", choices=("explore", "ci"), default="explore", help="see below (explore)")
@@ -310,7 +288,17 @@ def _add_explore(commands: argparse._SubParsersAction[_CommandParser]) -> None:
     output.add_argument("--json", metavar="FILE", help="write the records here, one JSON object a line")
 
 
-def _add_list(commands: argparse._SubParsersAction[_CommandParser]) -> None:
+def _add_explain(commands: argparse._SubParsersAction[CommandParser]) -> None:
+    about = "say what a case is, and which tolerances judge it and why"
+    explain = commands.add_parser("explain", help=about, description=_sentence(about), epilog=texts.EXPLAIN_EXAMPLES)
+    explain.add_argument("case", metavar="CASE_ID", help="as in a report, a pytest id, or `list cases`")
+    about = "print the terms of the bound where this implementation is furthest off, and which its error resembles"
+    explain.add_argument("--impl", metavar="NAME", help=about)
+    _add_products(explain)
+    _add_processes(explain)
+
+
+def _add_list(commands: argparse._SubParsersAction[CommandParser]) -> None:
     about = "list implementations, cases, checks, features or regressions"
     listing = commands.add_parser("list", help=about, description=_sentence(about), epilog=texts.LIST_EXAMPLES)
     listing.add_argument(

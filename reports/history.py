@@ -66,10 +66,11 @@ class Point:
 
     @property
     def verdict(self) -> str:
-        """In a word or two: only a whole run says that something conforms."""
+        """In a word or two: only a whole run of several checks says that something conforms."""
         if self.standing is None:
             return NO_RECORD
-        if self.conformity in (CONFORMS, KNOWN_FAILURES) and not self.is_whole:
+        narrow = not self.is_whole or self.standing.one_check
+        if self.conformity in (CONFORMS, KNOWN_FAILURES) and narrow:
             return self.conformity.replace(CONFORMS, PASSES)
         return self.conformity
 
@@ -218,7 +219,7 @@ def since_text(track: Track) -> str:
 
 
 def _conforms(point: Point) -> bool:
-    return point.is_whole and point.conformity in (CONFORMS, KNOWN_FAILURES)
+    return point.is_whole and point.verdict in (CONFORMS, KNOWN_FAILURES)
 
 
 def changed_text(changed: Changed) -> str:

@@ -56,7 +56,7 @@ def write(path: Path, made: Sequence[Track], entries: Sequence[Entry], notes: Se
 
 def _state(point: Point) -> str:
     """The colour of a verdict: that of a pass only where the run was whole."""
-    if point.conformity in (CONFORMS, KNOWN_FAILURES) and not point.is_whole:
+    if point.conformity in (CONFORMS, KNOWN_FAILURES) and point.verdict != point.conformity:
         return "unsupported"
     return _STATES[point.conformity]
 
@@ -115,7 +115,7 @@ def _table(points: Sequence[Point]) -> Table:
     table.add_column("file", no_wrap=True)
     for point in points:
         passing = point.conformity in (CONFORMS, KNOWN_FAILURES)
-        style = "dim" if passing and not point.is_whole else STYLES[point.conformity]
+        style = "dim" if passing and point.verdict != point.conformity else STYLES[point.conformity]
         words = Text(f"{wording.GLYPHS[point.conformity]} {point.verdict}", style=style)
         facts = (f"  {point.number}", point.entry.time, point.level, point.asked)
         figures = map(Text, (*_figures(point), point.entry.files))

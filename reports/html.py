@@ -11,7 +11,7 @@ from markupsafe import Markup
 
 from conformance.bench.measurements import Measurement
 from conformance.records import ERROR, EXPECTED_FAIL, FAIL, PASS, RED, UNEXPECTED_PASS, VERDICTS, Record, RunInfo
-from reports import findings, measures, summary, wording
+from reports import findings, matrices, measures, summary, wording
 from reports.calls import calls
 from reports.causes import roots, words
 from reports.causes.finding import Finding, kind_of
@@ -114,8 +114,8 @@ def _page(records: Sequence[Record], run: RunInfo, measurements: Sequence[Measur
         "total": summary.count(records),
         "standings": standings,
         "headline": _capital(wording.headline(standings, run)),
-        "features": summary.feature_matrix(records),
-        "checks": summary.check_matrix(records),
+        "features": matrices.feature_matrix(records),
+        "checks": matrices.check_matrix(records),
         "findings": _findings(records, run),
         "differ": findings.flags_differ(records),
         "expected": summary.failure_groups(records, verdicts={EXPECTED_FAIL}, cap=MOST_FAILURES),

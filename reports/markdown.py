@@ -31,7 +31,7 @@ def render(records: Sequence[Record], run: RunInfo) -> str:
 
 
 def _facts(records: Sequence[Record], run: RunInfo) -> str:
-    facts = f"{len(records):,} records, {wording.duration(run.seconds)}, {wording.state_text(run)}"
+    facts = f"{wording.counted(len(records), 'record')}, {wording.duration(run.seconds)}, {wording.state_text(run)}"
     return f"Level {_inline(run.level)}, {facts}."
 
 

@@ -8,14 +8,13 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from conformance.records import (
     ERROR,
     EXPECTED_FAIL,
     FAIL,
     JUDGED,
-    PASS,
     RED,
     UNJUDGED,
     UNSUPPORTED,
@@ -27,8 +26,6 @@ CONFORMS = "conforms"
 KNOWN_FAILURES = "conforms but for known failures"
 DOES_NOT_CONFORM = "does not conform"
 NOT_JUDGED = "could not be judged"
-NO_FEATURE = "(none named)"
-"""The matrix column of records that name no feature, so that no record is missing from the matrix."""
 
 
 @dataclasses.dataclass(frozen=True, order=True)
@@ -108,37 +105,12 @@ class Standing:
     counts: Counts
     worst: Metric | None
     seconds: float
-
-
-@dataclasses.dataclass(frozen=True)
-class Cell:
-    """What one contender did in one column of a matrix."""
-
-    counts: Counts
-    worst: Metric | None
-    reasons: tuple[str, ...]
+    checks: tuple[str, ...] = ()  # those that judged something
 
     @property
-    def state(self) -> str:
-        """The one word that colours the cell: fail, expected, pass, unjudged, unsupported or absent."""
-        if self.counts.red:
-            return "fail"
-        if self.counts[PASS]:
-            return "pass"
-        if self.counts[EXPECTED_FAIL]:
-            return "expected"
-        if self.counts[UNJUDGED]:
-            return "unjudged"
-        return "unsupported" if self.counts[UNSUPPORTED] else "absent"
-
-
-@dataclasses.dataclass(frozen=True)
-class Matrix:
-    """Contenders by columns; a pair without records has no cell."""
-
-    contenders: tuple[Contender, ...]
-    columns: tuple[str, ...]
-    cells: Mapping[tuple[Contender, str], Cell]
+    def one_check(self) -> str:
+        """The check that judged alone; empty where there are several. One question answered is no conformity."""
+        return self.checks[0] if len(self.checks) == 1 else ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -257,7 +229,14 @@ def by_contender(records: Iterable[Record]) -> dict[Contender, list[Record]]:
 def standings(records: Iterable[Record]) -> tuple[Standing, ...]:
     """One standing for each contender, in the order of their names: nothing here ranks them."""
     return tuple(
-        Standing(contender, conformity(group), count(group), worst_metric(group), math.fsum(r.seconds for r in group))
+        Standing(
+            contender,
+            conformity(group),
+            count(group),
+            worst_metric(group),
+            math.fsum(r.seconds for r in group),
+            tuple(dict.fromkeys(record.check for record in group if record.verdict in JUDGED)),
+        )
         for contender, group in by_contender(records).items()
     )
 
@@ -268,27 +247,6 @@ def not_judged(records: Iterable[Record]) -> Iterator[tuple[Contender, str]]:
         reasons = Counter(record.reason for record in group if record.verdict == UNJUDGED and record.reason)
         if reasons and conformity(group) == NOT_JUDGED:
             yield contender, reasons.most_common(1)[0][0]
-
-
-def features_in_order(records: Iterable[Record]) -> tuple[str, ...]:
-    """Features in the order of first appearance, and `NO_FEATURE` last where a record names none."""
-    seen: dict[str, None] = {}
-    unnamed = False
-    for record in records:
-        seen.update(dict.fromkeys(record.features))
-        unnamed = unnamed or not record.features
-    return (*seen, NO_FEATURE) if unnamed else tuple(seen)
-
-
-def feature_matrix(records: Sequence[Record]) -> Matrix:
-    """Contenders by features; a record counts once in the column of each of its features."""
-    return _matrix(records, features_in_order(records), lambda record: set(record.features) or {NO_FEATURE})
-
-
-def check_matrix(records: Sequence[Record]) -> Matrix:
-    """Contenders by checks."""
-    columns = tuple(dict.fromkeys(record.check for record in records))
-    return _matrix(records, columns, lambda record: {record.check})
 
 
 def failure_groups(records: Iterable[Record], *, verdicts: Iterable[str] = RED, cap: int = 200) -> list[FailureGroup]:
@@ -346,20 +304,6 @@ def left_out(records: Iterable[Record]) -> list[LeftOut]:
 
 def _judges_a_part(record: Record) -> bool:
     return record.verdict in JUDGED and "undecided_rows" in record.figures
-
-
-def _matrix(records: Sequence[Record], columns: tuple[str, ...], place: Callable[[Record], Iterable[str]]) -> Matrix:
-    groups: dict[tuple[Contender, str], list[Record]] = {}
-    for record in records:
-        for column in place(record):
-            groups.setdefault((contender_of(record), column), []).append(record)
-    cells = {key: Cell(count(group), worst_metric(group), _reasons(group)) for key, group in groups.items()}
-    return Matrix(tuple(by_contender(records)), columns, cells)
-
-
-def _reasons(records: Iterable[Record], *, cap: int = 3) -> tuple[str, ...]:
-    found = dict.fromkeys(r.reason for r in records if r.reason and r.verdict in (UNSUPPORTED, UNJUDGED))
-    return tuple(found)[:cap]
 
 
 def _worst_first(record: Record) -> tuple[float, tuple[str, ...]]:

@@ -52,7 +52,7 @@ def print_summary(records: Sequence[Record], run: RunInfo, console: Console, pag
         console.print(Text(short, style="yellow"))
     if not summary.count(records).judged:
         console.print(Text("No record was judged, so nothing here says that anything is right.", style="yellow"))
-    facts = f"level {run.level}, {len(records):,} records, {wording.duration(run.seconds)}"
+    facts = f"level {run.level}, {wording.counted(len(records), 'record')}, {wording.duration(run.seconds)}"
     console.print(Text(wording.headline(standings, run), style="bold"))
     console.print(Text(facts, style="dim"))
 

@@ -18,6 +18,7 @@ from conformance.records import (
     Extent,
     Record,
     RunInfo,
+    Worst,
 )
 from reports.findings import BehindMask, Explained, FlagsDiffer
 from reports.summary import (
@@ -132,9 +133,11 @@ def figures(values: Sequence[float]) -> str:
     """A few figures as a list, many as a range."""
     if not values:
         return DASH
-    if len(values) <= 3:
-        return ", ".join(number(value) for value in values)
-    return f"{number(values[0])} to {number(values[-1])}"
+    shown = values if len(values) <= 3 else (values[0], values[-1])
+    digits = 3
+    while digits < 17 and len({number(value, digits=digits) for value in shown}) < len(set(shown)):
+        digits += 2
+    return (", " if len(values) <= 3 else " to ").join(number(value, digits=digits) for value in shown)
 
 
 def metric_text(metric: Metric) -> str:
@@ -155,9 +158,12 @@ def judged_text(record: Record) -> str:
 
 def worst_text(record: Record) -> str:
     """The worst element: where it is, what came, what was expected, and the bound there."""
-    if (worst := record.worst) is None:
-        return ""
-    got, expected = number(worst.got, digits=7), number(worst.expected, digits=7)
+    return "" if record.worst is None else worst_place(record.worst)
+
+
+def worst_place(worst: Worst) -> str:
+    """An element: where it is, what came, what was expected, and the bound there."""
+    got, expected = _told_apart(worst.got, worst.expected)
     return f"at {index(worst.index)}: got {got}, expected {expected}, bound {number(worst.bound)}"
 
 
@@ -189,6 +195,8 @@ def standing_text(standing: Standing, run: RunInfo) -> str:
         words = "passes as far as is known (no run record)"
     elif asked:
         words = f"passes as far as asked ({asked})"
+    elif standing.one_check and not extent.stopped:
+        words = f"passes in what {standing.one_check} alone judged ({counted(standing.counts.judged, 'record')})"
     elif extent.stopped:
         words = "passes"
     if _of(run.declared, standing):
@@ -262,7 +270,7 @@ def declared_text(standing: Standing, run: RunInfo) -> str:
 
 def behind_mask_text(found: BehindMask) -> str:
     """One sentence for all failures of a contender that NaN and infinity behind the mask make."""
-    what = f"{_counted(found.count, 'failure')} in {_counted(found.cases, 'case')} ({', '.join(found.checks)})"
+    what = f"{counted(found.count, 'failure')} in {counted(found.cases, 'case')} ({', '.join(found.checks)})"
     text = f"NaN or infinity behind the mask reaches the results: {what}"
     if not found.remedy:
         return text
@@ -272,7 +280,7 @@ def behind_mask_text(found: BehindMask) -> str:
 
 def explained_text(found: Explained) -> str:
     """What a declaration would explain."""
-    return f"{_counted(found.count, 'failure')} in {', '.join(found.checks)} would pass as declared {found.remedy}"
+    return f"{counted(found.count, 'failure')} in {', '.join(found.checks)} would pass as declared {found.remedy}"
 
 
 def flags_differ_text(found: FlagsDiffer) -> str:
@@ -308,11 +316,23 @@ def value(item: Any) -> str:
     return ", ".join(value(inner) for inner in item) if isinstance(item, list | tuple) else str(item)
 
 
+def _told_apart(got: float, expected: float) -> tuple[str, str]:
+    """Both with seven digits, or as many as it takes for their difference to be read off to a tenth."""
+    off = abs(got - expected)
+    if not 0 < off < math.inf:
+        return number(got, digits=7), number(expected, digits=7)
+    digits = 7
+    while digits < 17 and max(abs(float(f"{x:.{digits}g}") - x) for x in (got, expected)) > off / 20:
+        digits += 1
+    return number(got, digits=digits), number(expected, digits=digits)
+
+
 def _same_text(metric: Metric, digits: int) -> bool:
     return number(metric.value, digits=digits) == number(metric.limit, digits=digits)
 
 
-def _counted(number_of: int, noun: str) -> str:
+def counted(number_of: int, noun: str) -> str:
+    """How many there are of something."""
     return f"1 {noun}" if number_of == 1 else f"{number_of:,} {noun}s"
 
 

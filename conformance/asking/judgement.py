@@ -58,9 +58,9 @@ def by_bound(
     if comparison.problem:
         reasons.append(comparison.problem)
     elif not comparison.ratio <= limit.ratio:
-        reasons.append(f"ratio {comparison.ratio:.3g} exceeds {limit.ratio:g}")
+        reasons.append("ratio {} exceeds {}".format(*told_apart(comparison.ratio, limit.ratio)))
     if use_rms and not comparison.rms <= limit.rms:
-        reasons.append(f"rms {comparison.rms:.3g} exceeds {limit.rms:g}")
+        reasons.append("rms {} exceeds {}".format(*told_apart(comparison.rms, limit.rms)))
     if not comparison.count and not comparison.problem:
         return Judgement(
             observable=label or observable,
@@ -79,6 +79,14 @@ def by_bound(
         worst=comparison.worst,
         reason="; ".join(reasons),
     )
+
+
+def told_apart(value: float, limit: float) -> tuple[str, str]:
+    """Two figures in words, with three digits or as many as it takes to tell them apart."""
+    digits = 3
+    while digits < 17 and value != limit and f"{value:.{digits}g}" == f"{limit:.{digits}g}":
+        digits += 1
+    return f"{value:.{digits}g}", f"{limit:.{digits}g}"
 
 
 def unsupported(observable: str, reason: str) -> Judgement:

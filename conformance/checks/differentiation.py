@@ -18,7 +18,7 @@ from cases.inputs import Cotangent, Problem
 from cases.moba import depends_on_data
 from cases.operands import GRADIENT_OF
 from conformance import records
-from conformance.asking.judgement import Judgement, unsupported
+from conformance.asking.judgement import Judgement, told_apart, unsupported
 from conformance.asking.subject import Subject
 from conformance.driving import transformed
 from conformance.truth.bounds import Bounded, expect
@@ -97,8 +97,10 @@ def _finite_differences(subject: Subject) -> Iterator[Judgement]:
             limit=1.0,
             reason=""
             if error <= allowed
-            else f"moving {_OPERAND[name]} by up to {size:.2g} changes <out, cotangent> by {error:.3g} more or less "
-            f"than the gradient says, {allowed:.3g} is explained by rounding and curvature",
+            else f"moving {_OPERAND[name]} by up to {size:.2g} changes <out, cotangent> by "
+            + "{} more or less than the gradient says, {} is explained by rounding and curvature".format(
+                *told_apart(error, allowed)
+            ),
         )
 
 
@@ -190,8 +192,10 @@ def second_derivatives(subject: Subject) -> Iterator[Judgement]:
             limit=1.0,
             reason=""
             if agrees
-            else f"moving {name} changes <gradients, weights> by {off:.3g} more or less than their derivative says, "
-            f"{allowed:.3g} is explained by rounding and curvature",
+            else f"moving {name} changes <gradients, weights> by "
+            + "{} more or less than their derivative says, {} is explained by rounding and curvature".format(
+                *told_apart(off, allowed)
+            ),
         )
 
 

@@ -15,6 +15,7 @@ from conformance.asking.scopes import Asked
 from conformance.calling import registry
 from conformance.checks import CHECKS
 from conformance.commands import lookup
+from conformance.commands.bound_terms import explain_bounds
 from conformance.commands.errors import CannotJudge
 from conformance.commands.explaining import explain_case
 from conformance.contract import Implementation
@@ -74,6 +75,10 @@ def _described(implementation: Implementation) -> str:
 
 
 def explain(arguments: argparse.Namespace) -> int:
-    """`explain`: what a case is, and what judges it."""
-    print(explain_case(lookup.case(arguments.case), lookup.load_settings().tolerances))
+    """`explain`: what a case is and what judges it, or of what the bounds of an implementation consist there."""
+    case, tolerances = lookup.case(arguments.case), lookup.load_settings().tolerances
+    if arguments.impl is None:
+        print(explain_case(case, tolerances))
+    else:
+        print(explain_bounds(lookup.find(arguments.impl, lookup.kernels(arguments)), case, tolerances))
     return 0

@@ -69,20 +69,23 @@ class _Display:
 class Progress(_Display):
     """Progress of a run whose jobs are counted: a bar."""
 
-    def __init__(self, total: int, console: Console) -> None:
+    def __init__(self, total: int, console: Console, before: Sequence[Sequence[Record]] = ()) -> None:
+        """`before` are the jobs of `total` that an earlier part of the run has judged."""
         columns = (
             TextColumn("judging"),
             BarColumn(),
             MofNCompleteColumn(),
-            TextColumn("{task.fields[red]} red"),
+            TextColumn("jobs, {task.fields[red]} red records"),
             TimeElapsedColumn(),
             TextColumn("left"),
             TimeRemainingColumn(),
         )
         self._bar = Bar(*columns, console=console, transient=True, disable=not console.is_terminal)
-        self._task = self._bar.add_task("judging", total=total, red=0)
         self._total = total
-        self._done = self._red = self._named = 0
+        self._before = self._done = len(before)
+        self._red = {record.key for judged in before for record in judged if record.verdict in RED}
+        self._named = 0
+        self._task = self._bar.add_task("judging", total=total, completed=self._done, red=len(self._red))
         super().__init__(console, self._bar)
 
     def advance(self, judged: Sequence[Record]) -> None:
@@ -92,10 +95,12 @@ class Progress(_Display):
         if red and self._named < _NAMED:
             self._named += 1
             self._name(red[0])
-        self._red += len(red)
-        self._bar.update(self._task, advance=1, red=self._red)
-        left = self._elapsed * (self._total - self._done) / self._done
-        self._now_and_then(f"{self._done} of {self._total} done, {self._red} red, about {left:.0f} s left")
+        self._red |= {record.key for record in red}  # a question asked twice is one record of the summary
+        self._bar.update(self._task, advance=1, red=len(self._red))
+        left = self._elapsed * (self._total - self._done) / (self._done - self._before)
+        records = "record" if len(self._red) == 1 else "records"
+        text = f"{self._done} of {self._total} jobs done, {len(self._red)} red {records}, about {left:.0f} s left"
+        self._now_and_then(text)
 
 
 class Exploring(_Display):

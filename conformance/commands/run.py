@@ -162,10 +162,11 @@ def _judge(
     numbers = {id(job): number for number, job in enumerate(jobs)}
     mine = plan.sharded(jobs, *arguments.shard) if arguments.shard else tuple(jobs)
     waiting = [job for job in mine if numbers[id(job)] not in done]
+    before = [done[numbers[id(job)]] for job in mine if numbers[id(job)] in done]
     if arguments.fail_fast:
         waiting.sort(key=lambda job: not job.short)  # few programs each: a failure shows sooner
     try:
-        with Progress(len(waiting), console) as progress:
+        with Progress(len(waiting) + len(before), console, before) as progress:
 
             def on_job(job: Job, judged: list[Record]) -> None:
                 journal.job(numbers[id(job)], judged)

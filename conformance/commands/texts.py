@@ -52,8 +52,9 @@ exit codes: 0 listed, 2 bad arguments or nothing matches
 EXPLAIN_EXAMPLES = """\
 example:
   python -m conformance explain train/bf16/B2.T128.S128.N4.K2.H64.V64/causal/seg/softcap30/sinks/normal/s7
+  python -m conformance explain train/f32/B1.T128.S128.N2.K2.H64.V64/causal/normal/s0 --impl=kernel.py:attention
 
-exit codes: 0 explained, 2 not a case id
+exit codes: 0 explained, 2 not a case id, or the implementation cannot be asked
 """
 
 REPORT_EXAMPLES = """\

@@ -13,7 +13,7 @@ import jax
 from conformance import records
 from conformance.apart.executor import CannotSay, executor_of
 from conformance.apart.process import Lost
-from conformance.asking.judgement import Judgement, guarded, unsupported
+from conformance.asking.judgement import Judgement, guarded, told_apart, unsupported
 from conformance.asking.subject import Subject
 from conformance.asking.turn import EVERYTHING, pullbacks_of
 from conformance.calling import registry
@@ -167,8 +167,8 @@ def _judged(subject: Subject, checks: Iterable[Check], again: Again) -> Iterator
         null, margin = discrimination.weakest(margins)
         if not margin >= discrimination.REQUIRED_MARGIN:
             reason = (
-                f"the case does not discriminate: the wrong result {null!r} would fall only {margin:.2g} times over "
-                f"the limit, {discrimination.REQUIRED_MARGIN:g} are required"
+                f"the case does not discriminate: the wrong result {null!r} would fall only "
+                "{} times over the limit, {} are required".format(*told_apart(margin, discrimination.REQUIRED_MARGIN))
             )
             weak = Judgement(observable="case", verdict=records.UNJUDGED, reason=reason)
             yield _record(subject, "discrimination", weak, margin, 0.0)

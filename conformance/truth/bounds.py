@@ -61,7 +61,7 @@ from cases.inputs import Cotangent, Problem
 from conformance.contract import Arithmetic
 from conformance.truth.narrow import BackwardExtra, Narrow
 from conformance.truth.oracle import Array, EmptyRows, Gradients, Slab, slabs
-from conformance.truth.roundoff import Roundoff, U, gamma
+from conformance.truth.roundoff import Roundoff, U
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,6 +120,18 @@ def expect(
     """
     u = Roundoff.of(arithmetic, problem, None if inexact is None else inexact.dtype)
     u = u if rounds_out else dataclasses.replace(u, out=U)
+    return expect_within(problem, u, cotangents, empty_rows=empty_rows, inexact=inexact)
+
+
+def expect_within(
+    problem: Problem,
+    u: Roundoff,
+    cotangents: Sequence[Cotangent] = (),
+    *,
+    empty_rows: EmptyRows = "zero",
+    inexact: Inexact | None = None,
+) -> Expectation:
+    """The same for unit roundoffs that are given, whatever an arithmetic would make of them."""
     batch, q_length, num_q_heads, _ = problem.q.shape
     rows = (batch, num_q_heads, q_length)
     shapes = {"out": (batch, q_length, num_q_heads, problem.v.shape[-1]), "logsumexp": rows, "max_logits": rows}
@@ -156,27 +168,31 @@ class _ForwardErrors:
         if operands is not None:
             x = x + slab.scale * (operands.q @ np.abs(slab.k).T + np.abs(slab.q) @ operands.k.T)
         z = np.abs(slab.z)
-        capped = 0.0 if slab.soft_cap is None else 4 * U
-        err_z = slab.cap_derivative * x + (u.logits + capped + U) * z + U * np.abs(slab.z - slab.pivot[..., None])
+        capped = 0.0 if slab.soft_cap is None else 4 * u.cap
+        err_z = (
+            slab.cap_derivative * x
+            + (u.logits + capped + u.exponent) * z
+            + u.exponent * np.abs(slab.z - slab.pivot[..., None])
+        )
         err_z = np.where(slab.allowed, err_z, 0.0)
         fine = err_z
         if u.coarse:
             coarse = slab.scale * _coarse_products(u, np.abs(slab.q @ slab.k.T), slab.q**2 @ (slab.k**2).T)
             off = np.where(slab.allowed, slab.cap_derivative * coarse, 0.0)
             x, err_z = x + coarse, err_z + off
-        err_l = (slab.p * err_z).sum(axis=-1) + gamma(keys)
+        err_l = (slab.p * err_z).sum(axis=-1) + u.gamma(keys)
         err_sink = np.zeros_like(err_l)
         if slab.sinks is not None:
             sink = np.abs(slab.sinks)[:, None]
-            err_l = err_l + slab.p_sink * U * sink
-            shift = np.abs(slab.sinks[:, None] - slab.logsumexp)
-            err_sink = slab.p_sink * np.expm1(np.minimum(err_l + U * (sink + shift + 2), 50.0))
-        err_p = _probability_errors(slab, err_z + err_l[..., None] + 2 * U)
-        rounding = u.probabilities + u.products + u.cache + gamma(keys) + u.over_blocks(keys)
+            err_l = err_l + slab.p_sink * u.exponent * sink
+            below = np.abs(slab.sinks[:, None] - slab.logsumexp)
+            err_sink = slab.p_sink * np.expm1(np.minimum(err_l + u.exponent * (sink + below + 2), 50.0))
+        err_p = _probability_errors(slab, err_z + err_l[..., None] + 2 * u.exponent)
+        rounding = u.probabilities + u.products + u.cache + u.gamma(keys) + u.over_blocks(keys)
         added = rounding * slab.averaging + u.tiny * slab.allowed
         err_out = (err_p + added) @ np.abs(slab.v)
         if u.coarse:
-            fine_p = _probability_errors(slab, fine + (err_l - (slab.p * off).sum(axis=-1))[..., None] + 2 * U)
+            fine_p = _probability_errors(slab, fine + (err_l - (slab.p * off).sum(axis=-1))[..., None] + 2 * u.exponent)
             err_out = np.minimum(err_out, (fine_p + added) @ np.abs(slab.v) + _moved(slab, off))
             err_out = err_out + _coarse_products(u, np.abs(slab.out), slab.averaging**2 @ slab.v**2)
         if (narrow := Narrow.of(slab, u)) is not None:
@@ -216,7 +232,7 @@ def _logit_errors(slab: Slab, u: Roundoff) -> Array:
     magnitude = products if slab.bias is None else products + np.abs(slab.bias)
     spread = slab.scale * np.sqrt(slab.q**2 @ (slab.k**2).T)
     running = 0.75 * np.sqrt(slab.q.shape[-1]) * np.maximum(spread, np.abs(slab.x))
-    return u.products * magnitude + U * np.maximum(magnitude, running) + (u.scaled_q + u.cache) * products
+    return u.products * magnitude + u.depth * np.maximum(magnitude, running) + (u.scaled_q + u.cache) * products
 
 
 def _store_forward(forward: dict[str, Bounded], slab: Slab, errors: _ForwardErrors, u: Roundoff) -> None:
@@ -227,7 +243,7 @@ def _store_forward(forward: dict[str, Bounded], slab: Slab, errors: _ForwardErro
     out.bound[slab.batch, :, slab.heads] = err_out.transpose(1, 0, 2)
     finite = np.isfinite(slab.logsumexp)
     lse_size = np.abs(np.where(finite, slab.logsumexp, 0.0))
-    err_lse = errors.total + U * (lse_size + np.abs(slab.pivot)) + u.residuals * lse_size
+    err_lse = errors.total + u.log * (lse_size + np.abs(slab.pivot)) + u.residuals * lse_size
     lse.value[slab.batch, slab.heads] = slab.logsumexp
     lse.bound[slab.batch, slab.heads] = np.where(finite, err_lse, 0.0)
     seen = np.isfinite(slab.max_logits)
@@ -256,31 +272,31 @@ class _Backward:
         r = dp - d[..., None] + dlse[..., None]
         dz = p * r
         dx = slab.cap_derivative * dz
-        err_dp = (u.products + gamma(v_depth)) * (abs_do @ np.abs(slab.v).T) + u.probabilities * np.abs(dp)
+        err_dp = (u.products + u.gamma(v_depth)) * (abs_do @ np.abs(slab.v).T) + u.probabilities * np.abs(dp)
         if u.coarse:
             err_dp = err_dp + _coarse_products(u, np.abs(dp), do**2 @ (slab.v**2).T)
         if errors.operands is not None:
             err_dp = err_dp + abs_do @ errors.operands.v.T
-        err_d = ((errors.p + (u.probabilities + gamma(keys)) * p) * np.abs(dp) + p * err_dp).sum(axis=-1)
-        err_d += (((u.out + gamma(v_depth)) * np.abs(slab.out) + u.tiny) * abs_do).sum(axis=-1)
-        shift = U * (np.abs(dp) + np.abs(d)[..., None] + np.abs(dlse)[..., None])
+        err_d = ((errors.p + (u.probabilities + u.gamma(keys)) * p) * np.abs(dp) + p * err_dp).sum(axis=-1)
+        err_d += (((u.out + u.gamma(v_depth)) * np.abs(slab.out) + u.tiny) * abs_do).sum(axis=-1)
+        shift = u.backward * (np.abs(dp) + np.abs(d)[..., None] + np.abs(dlse)[..., None])
         err_dx = slab.cap_derivative * (errors.p * np.abs(r) + p * (err_dp + err_d[..., None] + shift))
-        err_dx = err_dx + np.abs(dz) * _cap_derivative_errors(slab, errors)
+        err_dx = err_dx + np.abs(dz) * _cap_derivative_errors(slab, errors, u)
         live = slab.allowed & (do.any(axis=-1) | (dlse != 0))[..., None]
-        err_dx = err_dx + (u.probabilities + u.products + U) * np.abs(dx) + u.tiny * live * (1 + np.abs(r))
-        err_dsink = errors.p_sink * np.abs(d - dlse) + slab.p_sink * (err_d + U * np.abs(dlse))
+        err_dx = err_dx + (u.probabilities + u.products + u.backward) * np.abs(dx) + u.tiny * live * (1 + np.abs(r))
+        err_dsink = errors.p_sink * np.abs(d - dlse) + slab.p_sink * (err_d + u.backward * np.abs(dlse))
         narrow = None if errors.narrow is None else errors.narrow.backward(do, dp, d, dlse)
         if narrow is not None:
             err_dsink = err_dsink + narrow.dsink
         return cls(dx, err_dx, err_dsink, slab.p_sink * (dlse - d), live, narrow)
 
 
-def _cap_derivative_errors(slab: Slab, errors: _ForwardErrors) -> Array | float:
+def _cap_derivative_errors(slab: Slab, errors: _ForwardErrors, u: Roundoff) -> Array | float:
     """err(g), `[G, T, S]`."""
     if slab.tanh is None or slab.soft_cap is None:
         return 0.0
     tanh = np.abs(slab.tanh)
-    return (2 / slab.soft_cap) * tanh * slab.cap_derivative * errors.x + (8 * tanh**2 + 1) * U
+    return (2 / slab.soft_cap) * tanh * slab.cap_derivative * errors.x + (8 * tanh**2 + 1) * u.cap
 
 
 def _add_gradients(
@@ -317,8 +333,8 @@ def _add_gradients(
         rows=rows,
     )
     group, queries = dlse.shape
-    terms = gamma(group * queries) + u.over_blocks(queries)
-    along_keys = gamma(slab.k.shape[0]) + u.over_blocks(slab.k.shape[0])
+    terms = u.gamma(group * queries) + u.over_blocks(queries)
+    along_keys = u.gamma(slab.k.shape[0]) + u.over_blocks(slab.k.shape[0])
     abs_dx = np.abs(back.dx)
     err_dk = slab.scale * ((back.err_dx + terms * abs_dx).transpose(0, 2, 1) @ np.abs(slab.q)).sum(axis=0)
     err_dq = slab.scale * ((back.err_dx + along_keys * abs_dx) @ np.abs(slab.k))
@@ -338,7 +354,7 @@ def _add_gradients(
         err_dq, err_dx = err_dq + back.narrow.dq, err_dx + back.narrow.dx
         err_dk, err_dv = err_dk + back.narrow.dk.sum(axis=0), err_dv + back.narrow.dv.sum(axis=0)
     by_head = (u.out if group > 1 else 0.0) + u.over_heads(group)
-    sink_sum = gamma(queries) * np.abs(back.dsink).sum(axis=-1)
+    sink_sum = u.gamma(queries) * np.abs(back.dsink).sum(axis=-1)
     bounds.add(
         slab,
         dq=err_dq,
@@ -352,7 +368,7 @@ def _add_gradients(
 
 def _finish_gradients(values: Gradients, bounds: Gradients, u: Roundoff) -> dict[str, Bounded]:
     """Add the final rounding; a bound of exactly zero stays zero."""
-    rounding = {"dq": u.out + u.scaled_q, "dk": u.out, "dv": u.out, "dsinks": U, "dbias": u.bias}
+    rounding = {"dq": u.out + u.scaled_q, "dk": u.out, "dv": u.out, "dsinks": u.backward, "dbias": u.bias}
     finished = {}
     for name, value in values.arrays.items():
         bound = bounds.arrays[name]

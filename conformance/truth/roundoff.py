@@ -34,6 +34,13 @@ class Roundoff:
     bias: float
     cache: float
     tiny: float
+    # What is in f32 whatever is declared, by what rounds: one number, so that each can be looked at alone.
+    depth: float = U  # the sum of a logit over the head dimension
+    exponent: float = U  # logits as they are stored, shifted and exponentiated
+    cap: float = U  # the tanh of a soft cap, and its slope
+    sums: float = U  # over keys, queries and the depth of values
+    log: float = U  # of the softmax's denominator
+    backward: float = U  # differences and products of the backward pass
 
     @classmethod
     def of(cls, arithmetic: Arithmetic, problem: Problem, dtype: str | None = None) -> Roundoff:
@@ -61,6 +68,10 @@ class Roundoff:
             cache=0.0 if problem.kv_scales is None else max(U, u_in if arithmetic.cache == "input" else 0.0),
             tiny=_TINY[dtype],
         )
+
+    def gamma(self, terms: int) -> float:
+        """`gamma` as far as sums round."""
+        return self.sums * steps(terms)
 
     def blocks(self, length: int) -> int:
         """How many sums over blocks of `length` keys or queries there are; one if sums stay in f32."""

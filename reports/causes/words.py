@@ -48,7 +48,7 @@ def shares(finding: Finding) -> str:
         return f"fails in {_share(inside)}"
     if finding.levels is None:
         return f"fails in {_share(inside)}, and no feature or pair of features tells which"
-    left_out = f"; {_counted(finding.left_out, 'case')} that fail otherwise left out" if finding.left_out else ""
+    left_out = f"; {wording.counted(finding.left_out, 'case')} that fail otherwise left out" if finding.left_out else ""
     if not finding.levels:
         return f"fails in {_share(inside)}{left_out}"
     others = f", and in {outside.red:,} of {outside.asked:,} others" if outside.asked else ""
@@ -78,7 +78,7 @@ def confirmed(finding: Finding) -> str:
 def explained(finding: Finding) -> str:
     """How many failures it explains, which results are wrong beside those of the title, and what follows."""
     count, cases = len(finding.records), len({record.case for record in finding.records})
-    text = f"explains {_counted(count, 'failure')} in {_counted(cases, 'case')}"
+    text = f"explains {wording.counted(count, 'failure')} in {wording.counted(cases, 'case')}"
     if finding.kind == RAISES:
         return f"{text}, of {_listed(finding.checks)}"
     if finding.kind == CHECK:
@@ -184,7 +184,3 @@ def _listed(names: Iterable[str]) -> str:
 
 def _share(share: Share, such: str = "") -> str:
     return f"{share.red:,} of {share.asked:,} {such}case{'s' * (share.asked != 1)}"
-
-
-def _counted(number: int, noun: str) -> str:
-    return f"1 {noun}" if number == 1 else f"{number:,} {noun}s"

@@ -30,7 +30,7 @@ def record(case: str, verdict: str = PASS) -> Record:
         implementation="kernel",
         platform="cpu",
         case=case,
-        check="forward",
+        check=("forward", "gradients")[CASES.index(case) % 2],  # one check alone never says that a kernel conforms
         observable="out",
         verdict=verdict,
         ratio=1.0 if verdict == PASS else 40.0,

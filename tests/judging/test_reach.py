@@ -74,7 +74,8 @@ def test_what_a_function_refuses_when_it_is_called_was_not_asked_about() -> None
 
 def test_the_verdict_says_so() -> None:
     right = passed(Case())
+    others = dataclasses.replace(right, check="gradients")
     blocks = {"it": "one block of 128 queries"}
     run = RunInfo(command="", level="quick", environment={}, tolerances=[], few_blocks=blocks)
-    said = wording.headline(summary.standings([right]), run)
+    said = wording.headline(summary.standings([right, others]), run)
     assert said == "it (cpu) conforms, asked about one block of 128 queries only."

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 from typing import Any
 
@@ -32,7 +33,8 @@ def record(verdict: str, number: int = 0, name: str = "kernel", **changed: Any) 
 def entry(*verdicts: str, extent: Extent = WHOLE, name: str = "kernel", planned: str = "kernel") -> Entry:
     records = [record(verdict, number, name) for number, verdict in enumerate(verdicts)]
     info = RunInfo(command="", level=extent.level, environment={}, tolerances=[], extents={f"{name} (cpu)": extent})
-    standings = summary.standings(records)
+    several = ("forward", "gradients")  # one check alone never says that a kernel conforms
+    standings = tuple(dataclasses.replace(one, checks=several) for one in summary.standings(records))
     return Entry(
         started="2026-01-02T03:04:05+00:00",
         sources=("a",),

@@ -28,7 +28,7 @@ from conformance.records import (
     RunInfo,
     Worst,
 )
-from reports import html, markdown, measures, summary, terminal, wording
+from reports import html, markdown, matrices, measures, summary, terminal, wording
 
 HOSTILE = '<script>alert("x")</script><img src=https://evil.example/x.png> `</code>` | $\\frac{'
 
@@ -302,10 +302,14 @@ def test_expected_failures_do_not_hide_the_worst_of_the_rest() -> None:
     assert summary.worst_metric([expected]) == summary.Metric("max", 400.0, 4.0)
 
 
-def test_features_keep_their_order_and_lose_no_record() -> None:
+def test_features_have_a_fixed_order_by_kind_and_lose_no_record() -> None:
     records = [record(features=("sinks", "causal")), record(features=()), record(features=("bias", "sinks"))]
-    matrix = summary.feature_matrix(records)
-    assert matrix.columns == ("sinks", "causal", "bias", summary.NO_FEATURE)
+    matrix = matrices.feature_matrix(records)
+    assert matrix.groups == (
+        ("mask", ("causal",)),
+        ("operands", ("sinks", "bias")),
+        ("others", (matrices.NO_FEATURE,)),
+    )
     assert matrix.cells[matrix.contenders[0], "sinks"].counts.total == 2
 
 
@@ -316,7 +320,7 @@ def test_the_matrix_tells_unsupported_from_unjudged() -> None:
         record(features=("causal",)),
         record(features=("causal",), verdict=UNSUPPORTED),
     ]
-    matrix = summary.feature_matrix(records)
+    matrix = matrices.feature_matrix(records)
     states = {feature: matrix.cells[matrix.contenders[0], feature].state for feature in matrix.columns}
     assert states == {"bias": "unsupported", "sinks": "unjudged", "causal": "pass"}
     assert 'title="no bias operand"' in html.render(records, run_info())

@@ -1,0 +1,133 @@
+"""The terms of the bound where an implementation is furthest off on a case, result by result."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import numpy as np
+
+from cases.case import Case
+from conformance.apart.executor import CannotSay, executor_of
+from conformance.asking.subject import Subject
+from conformance.calling.execution import Result
+from conformance.commands.errors import CannotJudge
+from conformance.contract import Implementation
+from conformance.truth import terms
+from conformance.truth.bounds import Bounded, Expectation
+from conformance.truth.comparison import compare
+from conformance.truth.tolerances import Tolerances
+from reports import wording
+from reports.summary import Metric
+
+_ROUNDING = 8.0
+"""How many times its term an error of rounding may be; what is further off is no rounding of that size."""
+
+_NAMED = 3
+_WHOLE = "the whole bound"
+_WORDS = {**terms.SOURCES, _WHOLE: "the bound as a whole, no term alone"}
+
+
+def explain_bounds(implementation: Implementation, case: Case, tolerances: Tolerances) -> str:
+    """How far each result is off at its worst element, and of what the bound there consists.
+
+    Raises:
+      CannotJudge: if it cannot run here, or does not support the case.
+    """
+    subject = Subject(executor_of(implementation), case, tolerances)
+    if (absent := implementation.accelerator.absent) is not None:
+        raise CannotJudge(f"{implementation.name} cannot run here: {absent}")
+    try:
+        reason = implementation.supports(case)
+    except CannotSay as error:
+        raise CannotJudge(str(error)) from error
+    if reason is not None:
+        raise CannotJudge(f"{implementation.name} does not support {case.id}: {reason}")
+    cotangents = {name: subject.cotangents[name] for name in subject.cotangents if name == subject.any_random}
+    with np.errstate(divide="ignore", invalid="ignore"):
+        by_source = terms.expected_by_source(
+            subject.problem, implementation.arithmetic, list(cotangents.values()), empty_rows=subject.empty_rows
+        )
+    lines = [f"{implementation.name} on {case.id}: of what the bound consists at the worst element of each result"]
+    for name, result, bounded, judged, pick in _results(subject):
+        lines += ["", *_told(subject, name, result, bounded, judged, terms.arrays(by_source, pick))]
+    return "\n".join(lines)
+
+
+_Found = tuple[str, Callable[[], Result], Bounded, np.ndarray, Callable[[Expectation], np.ndarray]]
+
+
+def _results(subject: Subject) -> Iterator[_Found]:
+    """Results that are offered: by name, how to get them, what is expected, what is judged, where its bound is."""
+
+    def forward(name: str) -> Callable[[Expectation], np.ndarray]:
+        return lambda expected: expected.forward[name].bound
+
+    def gradient(name: str) -> Callable[[Expectation], np.ndarray]:
+        return lambda expected: expected.gradients[0][name].bound
+
+    truth = subject.expectation.forward
+    yield "out", lambda: subject.forward, truth["out"], subject.judged_out, forward("out")
+    for name in subject.implementation.residuals:
+        yield name, lambda: subject.residuals, truth[name], subject.judged_residuals, forward(name)
+    cotangent = subject.any_random
+    if cotangent in subject.cotangents:
+        everywhere = np.ones((), bool)
+        for name, bounded in subject.expected_gradients(cotangent).items():
+            if name in subject.implementation.gradients:
+                yield name, lambda: subject.gradients(cotangent), bounded, everywhere, gradient(name)
+
+
+def _told(
+    subject: Subject,
+    name: str,
+    result: Callable[[], Result],
+    bounded: Bounded,
+    judged: np.ndarray,
+    by_source: dict[str, np.ndarray],
+) -> list[str]:
+    try:
+        values = result().values
+    except Exception as error:  # whatever a kernel raises is what there is to say of this result
+        return [f"{name}: raised {type(error).__name__}: {wording.shorten(str(error), longest=300)}"]
+    if name not in values:
+        return [f"{name}: was not returned"]
+    comparison = compare(values[name], bounded, judged)
+    worst = comparison.worst
+    if comparison.problem or worst is None:
+        return [f"{name}: {comparison.problem or 'no element is judged'}"]
+    limit = subject.limits.limit(subject.case.dtype, name)
+    place = wording.worst_place(worst)
+    lines = [f"{name}: {wording.metric_text(Metric('max', comparison.ratio, limit.ratio))}", f"  {place}"]
+    found = terms.at(by_source, worst.index, worst.bound)
+    for source, size in found:
+        lines.append(f"  {wording.number(size):>9}  {size / worst.bound:>4.0%}  {terms.SOURCES[source]}")
+    rest = worst.bound - sum(size for _, size in found)
+    if worst.bound and abs(rest) >= 0.01 * worst.bound:
+        why = "more, since errors are not small here" if rest > 0 else "less, since not all are largest at once"
+        lines.append(f"  {wording.number(rest):>9}  {rest / worst.bound:>4.0%}  {why}")
+    if not worst.bound:
+        lines.append("  nothing rounds here: the bound is zero, and the value must be exact")
+    passes = comparison.ratio <= limit.ratio
+    return [*lines, f"  {_resemblance(np.asarray(values[name]), bounded, judged, by_source, passes)}"]
+
+
+def _resemblance(
+    got: np.ndarray, bounded: Bounded, judged: np.ndarray, by_source: dict[str, np.ndarray], passes: bool
+) -> str:
+    """Which term the errors of all elements resemble, in words; of what passes, only a term that is large enough."""
+    error = np.abs(got.astype(np.float64) - bounded.value)
+    counts = np.broadcast_to(judged, error.shape)
+    off = int((error[counts] > 0).sum())
+    if off < terms.ENOUGH:
+        return f"what the error resembles cannot be told: {wording.counted(off, 'element')} off"
+    most = _ROUNDING if passes else np.inf
+    found = terms.resembles(error, by_source | {_WHOLE: bounded.bound}, counts, most=most)
+    if found is None:
+        return "the error resembles no term: over the elements it is not distributed like any"
+    named = ", or ".join(_WORDS[source] for source in found.sources[:_NAMED])
+    size = f"{wording.number(found.times, digits=2)} times"
+    if not found.is_random:
+        return f"the error resembles {named}, but is always about {size} it, which no rounding is"
+    if found.times > _ROUNDING:
+        return f"the error resembles {named}, but is {size} it, as if that were done with fewer bits"
+    return f"the error resembles {named}: {size} it by root mean square"
