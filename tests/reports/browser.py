@@ -1,0 +1,158 @@
+"""Chromium without a window, driven by its DevTools protocol over a pipe: messages are JSON, each ended by a NUL byte.
+
+https://chromedevtools.github.io/devtools-protocol names the methods. Nothing is installed for it but the browser.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
+# The browser reads from 3 and writes to 4.
+_LAUNCH = """
+import os, sys
+for given, wanted, free in ((sys.argv[1], 3, 100), (sys.argv[2], 4, 101)):
+    os.dup2(int(given), free)
+for wanted, free in ((3, 100), (4, 101)):
+    os.dup2(free, wanted)
+os.execv(sys.argv[3], sys.argv[3:])
+"""
+_KEYS = {
+    "Tab": 9,
+    "Enter": 13,
+    "ArrowRight": 39,
+    "ArrowLeft": 37,
+    "ArrowDown": 40,
+    "ArrowUp": 38,
+    "Home": 36,
+    "End": 35,
+}
+
+
+def found() -> str | None:
+    """The browser of this machine, if there is one."""
+    return next(filter(None, map(shutil.which, NAMES)), None)
+
+
+class Tab:
+    """A page of the browser; what goes wrong on it is kept in `errors`."""
+
+    def __init__(self, to: int, back: int) -> None:
+        self._to, self._back, self._buffer, self._number = to, back, b"", 0
+        self.session = ""
+        self.errors: list[str] = []
+
+    def open(
+        self, path: Path, *, width: int = 1280, height: int = 900, script: bool = True, fragment: str = ""
+    ) -> float:
+        """Show a file, and return the seconds from the beginning of its loading until it is drawn."""
+        size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
+        self.call("Emulation.setDeviceMetricsOverride", **size)
+        self.call("Emulation.setScriptExecutionDisabled", value=not script)
+        began = time.monotonic()
+        self.call("Page.navigate", url="about:blank")
+        self._until("Page.loadEventFired")
+        began = time.monotonic()
+        self.call("Page.navigate", url=path.resolve().as_uri() + fragment)
+        self._until("Page.loadEventFired")
+        self.call("Page.captureScreenshot", format="jpeg", quality=1)  # waits for a frame
+        return time.monotonic() - began
+
+    def evaluate(self, expression: str) -> Any:
+        """The value of an expression of JavaScript; of a promise, what it comes to."""
+        told = self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
+        if "exceptionDetails" in told:
+            raise AssertionError(told["exceptionDetails"])
+        return told["result"].get("value")
+
+    def press(self, key: str) -> None:
+        """A key, pressed and let go."""
+        text = {"text": "\r"} if key == "Enter" else {}
+        for kind in ("keyDown" if text else "rawKeyDown", "keyUp"):
+            sent = text if kind == "keyDown" else {}
+            self.call("Input.dispatchKeyEvent", type=kind, key=key, code=key, windowsVirtualKeyCode=_KEYS[key], **sent)
+
+    def type(self, text: str) -> None:
+        """Text into what has the focus."""
+        self.call("Input.insertText", text=text)
+
+    def call(self, method: str, **given: Any) -> dict[str, Any]:
+        """What a method returns."""
+        self._number += 1
+        number, message = self._number, {"id": self._number, "method": method, "params": given}
+        if self.session:
+            message["sessionId"] = self.session
+        os.write(self._to, json.dumps(message).encode() + b"\0") if len(json.dumps(message)) < 60_000 else self._long(
+            message
+        )
+        while True:
+            answer = self._next()
+            if answer.get("id") == number:
+                if "error" in answer:
+                    raise AssertionError(f"{method}: {answer['error']}")
+                return dict(answer["result"])
+
+    def _until(self, event: str) -> None:
+        while self._next().get("method") != event:
+            pass
+
+    def _next(self) -> dict[str, Any]:
+        while b"\0" not in self._buffer:
+            ready, _, _ = select.select([self._back], [], [], 60)
+            part = os.read(self._back, 1 << 20) if ready else b""
+            if not part:
+                raise AssertionError("the browser does not answer")
+            self._buffer += part
+        line, _, self._buffer = self._buffer.partition(b"\0")
+        message = dict(json.loads(line))
+        if message.get("method") == "Runtime.exceptionThrown":
+            self.errors.append(str(message["params"]["exceptionDetails"]))
+        if message.get("method") == "Log.entryAdded" and message["params"]["entry"]["level"] == "error":
+            self.errors.append(str(message["params"]["entry"]))
+        if message.get("method") == "Runtime.consoleAPICalled" and message["params"]["type"] == "error":
+            self.errors.append(str(message["params"]["args"]))
+        return message
+
+
+@contextlib.contextmanager
+def tab(folder: Path) -> Iterator[Tab]:
+    """A browser with a profile of its own in `folder`, closed at the end."""
+    browser = found()
+    assert browser is not None
+    (to_read, to), (back, to_write) = os.pipe(), os.pipe()
+    options = ("--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--remote-debugging-pipe")
+    command = [sys.executable, "-c", _LAUNCH, str(to_read), str(to_write), browser, *options]
+    quiet = subprocess.DEVNULL
+    running = subprocess.Popen(
+        [*command, f"--user-data-dir={folder}"], pass_fds=(to_read, to_write), stdout=quiet, stderr=quiet
+    )
+    os.close(to_read)
+    os.close(to_write)
+    try:
+        made = Tab(to, back)
+        target = made.call("Target.createTarget", url="about:blank")["targetId"]
+        made.session = made.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
+        for domain in ("Page", "Runtime", "Log"):
+            made.call(f"{domain}.enable")
+        yield made
+        made.session = ""
+        with contextlib.suppress(AssertionError, OSError):
+            made.call("Browser.close")
+    finally:
+        os.close(to)
+        os.close(back)
+        try:
+            running.wait(timeout=10)
+        except subprocess.TimeoutExpired:
+            running.kill()
+            running.wait()

@@ -1,0 +1,176 @@
+"""The page in a browser: filters, keys, addresses, no error, nothing that axe-core finds wrong, quick to draw."""
+
+from __future__ import annotations
+
+import importlib.resources
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from conformance.records import RED
+from reports import html
+from tests.reports import browser
+from tests.reports.browser import Tab
+from tests.reports.test_page import some
+from tests.reports.test_reports import failure, many, record, run_info
+
+pytestmark = pytest.mark.skipif(browser.found() is None, reason="no Chromium here: the page was not tried in one")
+
+RECORDS = [*some(), *(record(case=f"more/{i}", features=("sinks",), check="poison") for i in range(120))]
+RED_ONES = sum(one.verdict in RED for one in RECORDS)
+ROWS = "document.querySelectorAll('#rows tbody tr').length"
+TOLD = "document.getElementById('told').textContent"
+# Elements that the tab key stops at and that are seen.
+STOPS = """[...document.querySelectorAll('a[href],button,input,select,summary,[tabindex]')]
+  .filter((e) => e.tabIndex >= 0 && e.checkVisibility({visibilityProperty: true})).length"""
+CHOOSE = """((name, text) => {
+  const select = document.getElementById('filters').elements[name];
+  select.value = [...select.options].find((one) => one.text.includes(text)).value;
+  select.dispatchEvent(new Event('input', {bubbles: true}));
+  return new Promise((done) => setTimeout(done, 200));
+})"""
+
+
+@pytest.fixture(scope="module")
+def tab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tab]:
+    with browser.tab(tmp_path_factory.mktemp("profile")) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("page") / "report.html"
+    html.write(path, RECORDS, run_info())
+    return path
+
+
+def test_filters_search_and_sort(tab: Tab, page: Path) -> None:
+    tab.open(page)
+    assert tab.evaluate(TOLD) == f"{len(RECORDS)} records"
+    assert tab.evaluate(ROWS) == 50
+    tab.evaluate(f"{CHOOSE}('verdict', 'red')")
+    assert tab.evaluate(TOLD) == f"{RED_ONES} records"
+    tab.evaluate(f"{CHOOSE}('contender', 'kernel_1')")
+    mine = [one for one in RECORDS if one.implementation == "kernel_1" and one.verdict in RED]
+    assert tab.evaluate(TOLD) == f"{len(mine)} records"
+    query = tab.evaluate("document.getElementById('query').textContent")
+    assert '.implementation=="kernel_1"' in query
+    tab.evaluate("document.querySelector('#filters [type=reset]').click()")
+    tab.evaluate("document.querySelector('#filters [type=search]').focus()")
+    tab.type("MORE/11")
+    tab.evaluate("new Promise((done) => setTimeout(done, 200))")
+    assert tab.evaluate(TOLD) == f"{sum('more/11' in one.case for one in RECORDS)} records"
+    tab.evaluate("document.querySelector('[data-by=caseId]').click()")
+    cases = tab.evaluate("[...document.querySelectorAll('#rows summary')].map((one) => one.textContent)")
+    assert cases == sorted(cases)
+    assert tab.evaluate("document.querySelector('[data-by=caseId]').parentElement.ariaSort") == "ascending"
+    tab.evaluate("document.querySelector('[data-by=caseId]').click()")
+    assert cases[::-1] == tab.evaluate("[...document.querySelectorAll('#rows summary')].map((one) => one.textContent)")
+    assert tab.errors == []
+
+
+def test_findings_are_searched(tab: Tab, tmp_path: Path) -> None:
+    page = tmp_path / "report.html"
+    html.write(page, [failure(implementation="first"), failure(implementation="second"), record()], run_info())
+    tab.open(page)
+    tab.evaluate("document.querySelector('#find [type=search]').focus()")
+    tab.type("second")
+    shown = "[...document.querySelectorAll('.finding')].filter((one) => !one.hidden).map((one) => one.id)"
+    assert tab.evaluate(shown) == ["finding-2"]
+
+
+def test_a_cell_opens_its_records_by_keys_alone(tab: Tab, page: Path) -> None:
+    tab.open(page)
+    tab.evaluate("document.querySelector('table.matrix a.cell').focus()")
+    first = tab.evaluate("document.activeElement.hash")
+    tab.press("ArrowDown")
+    tab.press("ArrowRight")
+    tab.press("ArrowLeft")
+    tab.press("ArrowUp")
+    assert tab.evaluate("document.activeElement.hash") == first
+    tab.press("End")
+    last = tab.evaluate("document.activeElement.closest('tr').querySelectorAll('a.cell').length")
+    assert tab.evaluate("document.activeElement.hash") != first or last == 1
+    tab.press("Home")
+    tab.press("Enter")
+    tab.evaluate("new Promise((done) => setTimeout(done, 100))")
+    counts = tab.evaluate("[...document.querySelectorAll('table.matrix a.cell')][0].textContent")
+    assert tab.evaluate(TOLD).partition(" ")[0] in counts or tab.evaluate(ROWS) > 0
+    assert tab.evaluate("document.activeElement.id") == "told"
+    shown = tab.evaluate(TOLD)
+    label = tab.evaluate("document.querySelector('table.matrix tbody th').firstChild.textContent")
+    feature = tab.evaluate("document.getElementById('filters').elements.feature.selectedOptions[0].text")
+    wanted = [one for one in RECORDS if one.implementation == label and feature in one.features]
+    assert shown == f"{len(wanted)} record{'s' * (len(wanted) != 1)}"
+    tab.press("Tab")
+    assert tab.evaluate("document.activeElement.closest('#rows') !== null")
+
+
+def test_addresses_of_a_case_a_finding_and_a_cell(tab: Tab, page: Path) -> None:
+    case = "train/f32/drawn"
+    tab.open(page, fragment=f"#case-{case}")
+    assert tab.evaluate(TOLD) == f"1 record of case {case}"
+    tab.open(page, fragment="#finding-1")
+    assert abs(tab.evaluate("document.getElementById('finding-1').getBoundingClientRect().top")) < 100  # pixels
+    tab.open(page, fragment="#records-finding-1")
+    assert tab.evaluate("document.getElementById('filters').elements.finding.value") == "1"
+    tab.evaluate("document.querySelector('#rows summary').click()")
+    tab.evaluate("new Promise((done) => setTimeout(done, 100))")
+    assert "python -m conformance run" in tab.evaluate("document.querySelector('#rows details').textContent")
+    assert tab.errors == []
+
+
+def test_further_records_are_one_click_away(tab: Tab, page: Path) -> None:
+    tab.open(page)
+    while not tab.evaluate("document.getElementById('further').hidden"):
+        before = tab.evaluate(ROWS)
+        tab.evaluate("document.getElementById('further').click()")
+        assert tab.evaluate(ROWS) > before
+    assert tab.evaluate(ROWS) == len(RECORDS)
+
+
+@pytest.mark.parametrize("script", [True, False], ids=["script", "no script"])
+def test_the_page_is_complete_at_420_pixels_and_without_its_script(tab: Tab, page: Path, script: bool) -> None:
+    tab.open(page, width=420, script=script)
+    if not script:
+        tab.call("Emulation.setScriptExecutionDisabled", value=False)  # to look at what is there
+    assert tab.evaluate("document.documentElement.scrollWidth") <= 420
+    wide = "[...document.querySelectorAll('main *')].filter((e) => e.checkVisibility() && !e.closest('.scroll, svg')"
+    assert tab.evaluate(f"{wide} && e.getBoundingClientRect().right > 421).map((e) => e.outerHTML.slice(0, 99))") == []
+    assert tab.evaluate("document.getElementById('explorer').hidden") is not script
+    assert tab.evaluate("document.getElementById('few').hidden") is script
+    cues = "[...document.querySelectorAll('.cue')].filter((e) => !e.hidden).length"
+    assert (tab.evaluate(cues) > 0) is script
+    if script:
+        region = "document.querySelector('table.matrix').closest('.scroll')"
+        assert tab.evaluate(f"!{region}.previousElementSibling.hidden")
+        tab.evaluate(f"{region}.scrollLeft = 1e6; new Promise((done) => setTimeout(done, 200))")
+        assert tab.evaluate(f"{region}.previousElementSibling.hidden")
+
+
+def test_few_stops_of_the_tab_key(tab: Tab, page: Path) -> None:
+    tab.open(page)
+    assert tab.evaluate("document.querySelectorAll('table.matrix a.cell').length") > 30
+    findings = tab.evaluate("document.querySelectorAll('.finding').length")
+    # Beside what findings have: sections, filters, one of each matrix and of the records, what scrolls.
+    assert tab.evaluate(STOPS) <= 50 + 5 * findings
+
+
+@pytest.mark.parametrize("width", [1280, 420])
+def test_axe_finds_nothing_serious(tab: Tab, page: Path, width: int) -> None:
+    axe_core = pytest.importorskip("axe_core_python", reason="axe-core is not installed: the page was not audited")
+    tab.open(page, width=width)
+    tab.evaluate((importlib.resources.files(axe_core) / "axe.min.js").read_text(encoding="utf-8") + ";0")
+    found = "axe.run().then((told) => told.violations.map((one) => [one.id, one.impact, one.nodes[0].html]))"
+    assert tab.evaluate(found) == []
+    tab.evaluate("document.documentElement.removeAttribute('lang'); document.querySelector('p').style.color = '#ccc'")
+    seen = {name for name, *_ in tab.evaluate(found)}
+    assert seen == {"html-has-lang", "color-contrast"}  # it does look
+
+
+def test_a_page_of_20000_records_is_drawn_in_two_seconds(tab: Tab, tmp_path: Path) -> None:
+    html.write(tmp_path / "report.html", many(20_000), run_info())
+    assert tab.open(tmp_path / "report.html") < 2
+    assert tab.evaluate(TOLD) == "20,000 records"
+    assert tab.errors == []

@@ -1,0 +1,160 @@
+"""The structure of the page, asked of its text: addresses, headings, captions, labels; whole without its script."""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import hashlib
+import json
+import re
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from conformance.error_maps import ErrorMap
+from conformance.records import EXPECTED_FAIL, FAIL, PASS, RED, UNSUPPORTED, Record, to_json
+from reports import embedded, html, matrices
+from tests.reports.markup import Element, faults, parsed, without_scripts
+from tests.reports.test_reports import HOSTILE, failure, many, one_of_each, record, run_info
+
+MAP = ErrorMap(axes=("T", "BN"), shape=(16, 2), cells=("20", "30"), blocks=(0, 0), at=(0, 0), along="T")
+
+
+def some() -> list[Record]:
+    """Records of every verdict, with reasons, patterns and an error map, of several implementations."""
+    drawn = dataclasses.replace(failure(case="train/f32/drawn", pattern="only rows from 8 on"), error_map=MAP)
+    expected = [failure(case=f"expected/{i}", verdict=EXPECTED_FAIL, reason=f"known {i}") for i in range(4)]
+    return [*one_of_each(), *many(300), *expected, drawn]
+
+
+def data_of(page: str) -> dict[str, Any]:
+    found = re.search(r'<script type="application/json" id="data">(.*?)</script>', page, re.DOTALL)
+    assert found is not None
+    return dict(json.loads(found[1]))
+
+
+@pytest.mark.parametrize("records", [some(), [], [record()]], ids=["some", "none", "one"])
+def test_the_page_has_no_fault_of_structure(records: list[Record]) -> None:
+    assert faults(html.render(records, run_info())) == []
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ("<caption>", "<caption><b>", "closes"),
+        (' scope="col"', "", "no scope"),
+        ('id="verdict"', 'id="verdicts"', "leads nowhere"),
+        ("<h3", "<h5", "level 5"),
+        ("<label>Search", "Search", "closes"),
+    ],
+)
+def test_a_fault_of_structure_is_seen(old: str, new: str, said: str) -> None:
+    page = html.render(some(), run_info())
+    assert old in page
+    try:
+        found = " ".join(faults(page.replace(old, new).replace("</h3>", "</h5>" if old == "<h3" else "</h3>")))
+    except ValueError as error:
+        found = str(error)
+    assert said in found
+
+
+def test_findings_come_first_then_the_matrices() -> None:
+    headings = [heading.attributes.get("id") for heading in parsed(html.render(some(), run_info())).all("h2")]
+    assert headings[:5] == ["findings", "verdict", "features", "checks", "records"]
+
+
+def test_every_cell_leads_to_its_records_and_every_case_has_an_address() -> None:
+    records = some()
+    root = parsed(html.render(records, run_info()))
+    there = {e.attributes["id"]: e for e in root.all("div", "li") if "id" in e.attributes}
+    for kind, matrix in (("feature", matrices.feature_matrix(records)), ("check", matrices.check_matrix(records))):
+        anchors = embedded.anchors(records)
+        for contender, column in matrix.cells:
+            block = there[anchors[contender, kind, column]]
+            assert block.all("li")
+            assert column in block.words or column == matrices.NO_FEATURE
+    assert {f"case-{one.case}" for one in records} <= set(there)
+
+
+def test_the_data_hold_every_record_once() -> None:
+    records = some()
+    data = data_of(html.render(records, run_info()))
+    rows = [[*row, *[0] * (9 - len(row))] for row in data["rows"]]
+    keys = {
+        (data["contenders"][r[0]][1], data["cases"][r[4]][0], data["checks"][r[1]], data["observables"][r[2]])
+        for r in rows
+    }
+    assert keys == {(r.implementation, r.case, r.check, r.observable) for r in records}
+    assert len(rows) == data["total"] == len(records)
+    verdicts = [data["verdicts"][row[3]][0] for row in rows]
+    red = sum(one.verdict in RED for one in records)
+    assert set(verdicts[:red]) <= RED
+    assert not set(verdicts[red:]) & RED
+    assert {row[6] > 0 for row in rows[:red]} == {True}  # each under its finding
+
+
+def test_what_is_too_much_for_the_page_is_what_passed_furthest_from_its_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(embedded, "MOST_RECORDS", 60)
+    passes = [record(case=f"case/{i}", ratio=i / 100) for i in range(100)]
+    red = [failure(case=f"red/{i}") for i in range(40)]
+    data = data_of(html.render([*passes, *red], run_info()))
+    assert (len(data["rows"]), data["total"]) == (60, 140)
+    shown = [data["cases"][row[4]][0] for row in data["rows"]]
+    assert sorted(shown[:40]) == sorted(one.case for one in red)
+    assert shown[40:] == [f"case/{i}" for i in range(99, 79, -1)]
+
+
+def test_only_the_script_of_the_page_may_run() -> None:
+    page = html.render([failure(reason=HOSTILE, case=HOSTILE)], run_info())
+    scripts = re.findall(r"<script(?: type=\"application/json\" id=\"data\")?>(.*?)</script>", page, re.DOTALL)
+    assert len(scripts) == page.count("<script") == 2
+    assert "alert" not in scripts[1]
+    digest = base64.b64encode(hashlib.sha256(scripts[1].encode()).digest()).decode()
+    policy = next(m for m in parsed(page).all("meta") if "http-equiv" in m.attributes).attributes["content"]
+    assert policy == f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
+    assert not re.search(r"innerHTML|outerHTML|insertAdjacent|document\.write|eval\(|fetch\(|import\(", scripts[1])
+    assert data_of(page)["cases"][0][0] == HOSTILE
+
+
+def test_what_needs_the_script_is_hidden_without_it() -> None:
+    root = parsed(without_scripts(html.render(some(), run_info())))
+    for element in root.all("form", "input", "select", "button"):
+        parts: tuple[Element, ...] = (*element.above, element)
+        assert any("hidden" in part.attributes for part in parts)
+
+
+@pytest.mark.parametrize("kind", ["feature", "check"])
+def test_the_command_finds_the_records_of_a_cell(kind: str, tmp_path: Path) -> None:
+    records = [record(features=("causal",)), record(features=(), check="poison"), record(implementation="other's")]
+    (tmp_path / "r.jsonl").write_text('{"schema": "x/1"}\n' + "".join(to_json(one) + "\n" for one in records))
+    cells = [cell for kinds in embedded.cells(records, "r.jsonl").values() for cell in kinds[kind]]
+    assert len(cells) == 3
+    for cell in cells:
+        assert "jq" in cell.command
+        try:
+            said = subprocess.run(cell.command, shell=True, cwd=tmp_path, capture_output=True, text=True, check=False)
+        except FileNotFoundError:
+            pytest.skip("no shell")
+        if said.returncode == 127:
+            pytest.skip("jq is not installed: the command of a cell was not tried")
+        assert len(said.stdout.splitlines()) == cell.counts.total, said.stderr
+
+
+def test_a_long_run_of_ten_implementations_stays_small() -> None:
+    records = [
+        record(
+            implementation=f"kernel_{i % 10}",
+            case=f"train/bf16/B2.T{i % 1400}.S128.N4.K2.H64.V64/causal/seg/softcap30/sinks/normal/s{i % 1400}",
+            check=("forward", "gradients", "poison", "transforms")[i % 4],
+            observable=("out", "dq", "dk", "dv")[i // 4 % 4],
+            features=("causal", "sinks", "bf16"),
+            verdict=FAIL if i % 50 == 0 else UNSUPPORTED if i % 9 == 0 else PASS,
+            ratio=50.0 if i % 50 == 0 else i % 997 / 300,
+        )
+        for i in range(25_000)
+    ]
+    page = html.render(records, run_info())
+    assert len(page.encode()) < 5_000_000
+    assert len(data_of(page)["rows"]) == embedded.MOST_RECORDS
