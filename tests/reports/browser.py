@@ -92,9 +92,9 @@ class Tab:
         number, message = self._number, {"id": self._number, "method": method, "params": given}
         if self.session:
             message["sessionId"] = self.session
-        os.write(self._to, json.dumps(message).encode() + b"\0") if len(json.dumps(message)) < 60_000 else self._long(
-            message
-        )
+        data = json.dumps(message).encode() + b"\0"
+        while data:
+            data = data[os.write(self._to, data) :]
         while True:
             answer = self._next()
             if answer.get("id") == number:
