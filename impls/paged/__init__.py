@@ -1,0 +1,6 @@
+"""Attention over a cache in pages: prompts, chunks of prompts and single tokens of many sequences in one call."""
+
+from impls.paged.attention import attention
+from impls.paged.implementation import IMPLEMENTATIONS, implementation
+
+__all__ = ["IMPLEMENTATIONS", "attention", "implementation"]

@@ -1,0 +1,143 @@
+"""Attention over a cache in pages: the public call, and what it refuses."""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from conformance.contract import FLOATS
+from impls import merging
+from impls.merging import Part
+from impls.paged import portable
+from impls.paged.plan import Operands, PagedPlan
+
+BLOCK_Q = 32
+"""Queries of a tile by default: a prompt's pages are read once for so many of its queries."""
+BLOCK_KV = 256
+"""Keys that are read together by default, in whole pages. Both sizes are reasoned, not measured."""
+
+
+def attention(
+    q: jax.Array,
+    k_pages: jax.Array,
+    v_pages: jax.Array,
+    *,
+    kv_lens: jax.Array,
+    page_indices: jax.Array,
+    cu_q_lens: jax.Array,
+    num_seqs: jax.Array,
+    window: tuple[int | None, int] | None = None,
+    soft_cap: float | None = None,
+    sinks: jax.Array | None = None,
+    scale: float | None = None,
+    save_residuals: bool = False,
+    block_q: int = BLOCK_Q,
+    block_kv: int = BLOCK_KV,
+) -> Any:
+    """Causal softmax attention of packed queries to keys and values in pages (docs/contract.md, section 8).
+
+    Query `i` of sequence `b` is at position `kv_lens[b] - q_len + i`, and key `j` is row `j % page_size` of page
+    `page_indices[b, j // page_size]`.
+
+    Args:
+      q: queries `[total_q, N, H]`, one sequence behind the other.
+      k_pages: keys `[pages, page_size, K, H]`, `N % K == 0`. Whatever no query sees is never looked at.
+      v_pages: values `[pages, page_size, K, V]`.
+      kv_lens: int32 `[max_seqs]`, keys of each sequence, those of its queries among them.
+      page_indices: int32 `[max_seqs, pages_per_seq]`; entries past a sequence's pages may be anything.
+      cu_q_lens: int32 `[max_seqs + 1]`, where the queries of each sequence begin.
+      num_seqs: int32 `[1]`; entries of tables past so many sequences may be anything.
+      window: `(left, 0)`: the keys that a query sees beside its own.
+      soft_cap: logits become `soft_cap * tanh(logits / soft_cap)`.
+      sinks: `[N]`, one more logit in each query head's softmax denominator.
+      scale: factor of `<q, k>`, default `1 / sqrt(H)`.
+      save_residuals: also return `logsumexp` and `max_logits`.
+      block_q: queries of a tile.
+      block_kv: keys that are read together, rounded up to whole pages.
+
+    Returns:
+      `out [total_q, N, V]` in q's dtype, or `(out, {"logsumexp": ..., "max_logits": ...})`, both f32 `[total_q, N]`. A
+      query that sees no key gets `out = 0`, `logsumexp = -inf` (or its sink) and `max_logits = -inf`, and so do rows
+      past the last sequence.
+
+    Raises:
+      ValueError: an operand or an option is not as above; the message names it.
+      NotImplementedError: differentiation.
+    """
+    _check(q, k_pages, v_pages, sinks, window, block_q, block_kv)
+    _check_tables(kv_lens, page_indices, cu_q_lens, num_seqs)
+    page_size = k_pages.shape[1]
+    plan = PagedPlan(
+        left=None if window is None else window[0],
+        scale=1 / math.sqrt(q.shape[2]) if scale is None else float(scale),
+        soft_cap=None if soft_cap is None else float(soft_cap),
+        block_q=min(block_q, q.shape[0]),
+        block_pages=min(-(-block_kv // page_size), page_indices.shape[1]),
+    )
+    tables = (jnp.asarray(x, jnp.int32) for x in (kv_lens, page_indices, cu_q_lens, num_seqs))
+    part = _attend(plan, Operands(jnp.asarray(q), jnp.asarray(k_pages), jnp.asarray(v_pages), *tables))
+    every = part if sinks is None else merging.merge([part, merging.of_sinks(jnp.asarray(sinks))])
+    found = merging.normalise(every)
+    out = found.out.astype(q.dtype)
+    if not save_residuals:
+        return out
+    return out, {"logsumexp": found.logsumexp, "max_logits": part.max[..., 0]}
+
+
+def _check(q: Any, k: Any, v: Any, sinks: Any, window: Any, block_q: int, block_kv: int) -> None:
+    for name, x, axes in (
+        ("q", q, "[total_q, heads, depth]"),
+        ("k_pages", k, "[pages, page_size, heads, depth]"),
+        ("v_pages", v, "[pages, page_size, heads, depth]"),
+    ):
+        if x.ndim != axes.count(",") + 1 or 0 in x.shape:
+            raise ValueError(f"{name} must have the axes {axes}, none of them of size 0, got shape {x.shape}")
+    if k.shape[:3] != v.shape[:3]:
+        raise ValueError(f"k_pages and v_pages must agree in pages, page size and heads, got {k.shape} and {v.shape}")
+    if q.shape[2] != k.shape[3]:
+        raise ValueError(f"k_pages has head_dim {k.shape[3]}, q has {q.shape[2]}: they must be equal")
+    if q.shape[1] % k.shape[2]:
+        raise ValueError(f"q has {q.shape[1]} heads, which must be a multiple of the {k.shape[2]} heads of the pages")
+    if not (q.dtype == k.dtype == v.dtype and str(q.dtype) in FLOATS):
+        raise ValueError(f"q and pages must have one dtype of {FLOATS}, got {q.dtype}, {k.dtype} and {v.dtype}")
+    if sinks is not None and sinks.shape != (q.shape[1],):
+        raise ValueError(f"sinks must have shape {(q.shape[1],)}, one logit a query head, got {sinks.shape}")
+    if window is not None and (window[1] != 0 or (window[0] is not None and window[0] < 0)):
+        raise ValueError(f"window must be (left, 0) with left at least 0, got {window}")
+    for name, size in (("block_q", block_q), ("block_kv", block_kv)):
+        if size <= 0:
+            raise ValueError(f"{name} must be positive, got {size}")
+
+
+def _check_tables(kv_lens: Any, page_indices: Any, cu_q_lens: Any, num_seqs: Any) -> None:
+    most = kv_lens.shape[0]
+    if page_indices.ndim != 2 or page_indices.shape[0] != most or 0 in page_indices.shape:
+        raise ValueError(f"page_indices must have shape ({most}, pages_per_seq), got {page_indices.shape}")
+    for name, x, shape in (
+        ("kv_lens", kv_lens, (most,)),
+        ("cu_q_lens", cu_q_lens, (most + 1,)),
+        ("num_seqs", num_seqs, (1,)),
+    ):
+        if x.shape != shape:
+            raise ValueError(f"{name} must have shape {shape}, got {x.shape}")
+    for name, x in (("kv_lens", kv_lens), ("page_indices", page_indices), ("cu_q_lens", cu_q_lens)):
+        if not jnp.issubdtype(x.dtype, jnp.integer):
+            raise ValueError(f"{name} must be integers, got {x.dtype}")
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _run(plan: PagedPlan, operands: Operands) -> Part:
+    return portable.attend(plan, operands)
+
+
+@_run.defjvp
+def _no_derivative(plan: PagedPlan, primals: Any, tangents: Any) -> Any:
+    raise NotImplementedError("paged does not support train: pages are read and pass no gradient")
+
+
+# Jitted so that calls outside `jit` compile once for each plan, not once a call.
+_attend = jax.jit(_run, static_argnums=(0,))

@@ -1,0 +1,71 @@
+"""What is fixed before any value is known, the arrays of a call, and which keys its queries see.
+
+Query `i` of a sequence stands at position `kv_len - q_len + i` of it, and sees key `j` if `j <= position`, and with a
+window if `j >= position - left` too (docs/contract.md, section 8). So a query sees one run of keys, and so do queries
+that follow one another.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PagedPlan:
+    """Static part of one call. Equal plans share one compiled function.
+
+    Attributes:
+      left: keys beside its own that a query sees; none for all before it.
+      scale: factor of `<q, k>`.
+      soft_cap: bound of the logits; none if there is none.
+      block_q: queries of a tile, all of one sequence.
+      block_pages: pages that are read together.
+    """
+
+    left: int | None
+    scale: float
+    soft_cap: float | None
+    block_q: int
+    block_pages: int
+
+
+class Operands(NamedTuple):
+    """Arrays of one call."""
+
+    q: jax.Array  # [total_q, N, H]
+    k_pages: jax.Array  # [pages, page_size, K, H]
+    v_pages: jax.Array  # [pages, page_size, K, V]
+    kv_lens: jax.Array  # int32 [max_seqs]
+    page_indices: jax.Array  # int32 [max_seqs, pages_per_seq]
+    cu_q_lens: jax.Array  # int32 [max_seqs + 1]
+    num_seqs: jax.Array  # int32 [1]
+
+
+def run_of_keys(plan: PagedPlan, position: Any) -> tuple[Any, Any]:
+    """First key that the query at `position` sees, and one past the last; a run that ends before it starts is empty."""
+    return 0 if plan.left is None else jnp.maximum(position - plan.left, 0), position + 1
+
+
+def block_range(plan: PagedPlan, position: Any, queries: Any, block: int) -> tuple[Any, Any]:
+    """First block of `block` keys that any of `queries` queries from `position` on sees, and one past the last."""
+    low, _ = run_of_keys(plan, position)
+    _, high = run_of_keys(plan, position + (queries - 1))
+    return low // block, jnp.maximum(high + (block - 1), 0) // block
+
+
+def allowed(plan: PagedPlan, position: Any, j: Any) -> Any:
+    """Whether the query at `position` sees key `j`."""
+    low, high = run_of_keys(plan, position)
+    return (j >= low) & (j < high)
+
+
+def capped(plan: PagedPlan, products: jax.Array) -> jax.Array:
+    """Logits of products `<q, k>`."""
+    x = products * jnp.float32(plan.scale)  # (1)
+    if plan.soft_cap is None:
+        return x
+    return jnp.float32(plan.soft_cap) * jnp.tanh(x * jnp.float32(1 / plan.soft_cap))  # (2)
