@@ -1,0 +1,108 @@
+"""Paged attention, beyond what the gate asks of every kernel: work by what is there, memory, and what is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from impls import paged
+from impls.paged.plan import Operands
+from impls.paged.schedule import tiles_of
+
+
+def operands(q_lens: list[int], kv_lens: list[int], most: int, junk: int) -> Operands:
+    """Tables of some sequences with room for `most`; what lies past them is `junk`."""
+    past = [junk] * (most - len(q_lens))
+    ends = np.cumsum([0, *q_lens]).tolist()
+    return Operands(
+        q=jnp.zeros((max(ends[-1], 1), 2, 4)),
+        k_pages=jnp.zeros((3, 4, 1, 4)),
+        v_pages=jnp.zeros((3, 4, 1, 4)),
+        kv_lens=jnp.asarray([*kv_lens, *past], jnp.int32),
+        page_indices=jnp.full((most, 2), junk, jnp.int32),
+        cu_q_lens=jnp.asarray([*ends, *past], jnp.int32),
+        num_seqs=jnp.asarray([len(q_lens)], jnp.int32),
+    )
+
+
+@settings(max_examples=60)
+@given(
+    st.lists(st.tuples(st.integers(0, 20), st.integers(0, 30)), max_size=5),
+    st.sampled_from([1, 3, 8]),
+    st.sampled_from([-7, 0, 2**30]),
+)
+def test_tiles_are_the_queries_that_are_there(sequences: list[tuple[int, int]], block_q: int, junk: int) -> None:
+    q_lens = [q_len for q_len, _ in sequences]
+    kv_lens = [q_len + before for q_len, before in sequences]
+    tiles = tiles_of(operands(q_lens, kv_lens, 6, junk), block_q)
+    total = int(tiles.total)
+    found = [tuple(int(x[number]) for x in tiles[1:]) for number in range(total)]
+    wanted = [
+        (number, sum(q_lens[:number]) + start, min(block_q, q_len - start), kv_lens[number] - q_len + start)
+        for number, q_len in enumerate(q_lens)
+        for start in range(0, q_len, block_q)
+    ]
+    assert found == wanted
+    assert total <= len(tiles.row)
+
+
+def call(page_size: int = 4, pages_per_seq: int = 2, **changed: Any) -> Any:
+    """Two sequences of one query each over a cache of six pages."""
+    given: dict[str, Any] = {
+        "q": jnp.ones((2, 4, 8)),
+        "k_pages": jnp.ones((6, page_size, 2, 8)),
+        "v_pages": jnp.ones((6, page_size, 2, 8)),
+        "kv_lens": jnp.asarray([3, 5], jnp.int32),
+        "page_indices": jnp.zeros((2, pages_per_seq), jnp.int32),
+        "cu_q_lens": jnp.asarray([0, 1, 2], jnp.int32),
+        "num_seqs": jnp.asarray([2], jnp.int32),
+    } | changed
+    return paged.attention(**given)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"q": jnp.ones((2, 8))}, r"q must have the axes \[total_q, heads, depth\]"),
+        ({"v_pages": jnp.ones((5, 4, 2, 8))}, "k_pages and v_pages must agree"),
+        ({"q": jnp.ones((2, 4, 7))}, "k_pages has head_dim 8, q has 7"),
+        ({"q": jnp.ones((2, 3, 8))}, "q has 3 heads"),
+        ({"q": jnp.ones((2, 4, 8), jnp.bfloat16)}, "q and pages must have one dtype"),
+        ({"sinks": jnp.ones(2)}, "sinks must have shape"),
+        ({"window": (1, 1)}, r"window must be \(left, 0\)"),
+        ({"window": (-1, 0)}, r"window must be \(left, 0\)"),
+        ({"block_q": 0}, "block_q must be positive"),
+        ({"kv_lens": jnp.ones(3, jnp.int32)}, "page_indices must have shape"),
+        ({"cu_q_lens": jnp.ones(2, jnp.int32)}, r"cu_q_lens must have shape \(3,\)"),
+        ({"num_seqs": jnp.int32(2)}, r"num_seqs must have shape \(1,\)"),
+        ({"page_indices": jnp.zeros((2, 2))}, "page_indices must be integers"),
+    ],
+)
+def test_what_is_refused_is_named(changed: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        call(**changed)
+
+
+def test_a_derivative_is_refused() -> None:
+    with pytest.raises(NotImplementedError, match="paged does not support train"):
+        jax.grad(lambda q: call(q=q).sum())(jnp.ones((2, 4, 8)))
+
+
+def test_no_more_than_a_block_of_pages_is_gathered() -> None:
+    def temporary(pages_per_seq: int) -> int:
+        tables = jnp.zeros((2, pages_per_seq), jnp.int32)
+        lowered = jax.jit(lambda tables: call(page_indices=tables, block_kv=16)).lower(tables)
+        analysis = lowered.compile().memory_analysis()
+        assert analysis is not None
+        return int(analysis.temp_size_in_bytes)
+
+    # Tables may be copied, for each of both sequences 1,024 more int32.
+    tables = 2 * 1024 * 4
+    one_page_of_every_entry = 2 * 1024 * 4 * 2 * 8 * 4
+    assert temporary(1040) - temporary(16) <= 4 * tables < one_page_of_every_entry
