@@ -67,7 +67,7 @@ def _results(subject: Subject) -> Iterator[_Found]:
 
     truth = subject.expectation.forward
     yield "out", lambda: subject.forward, truth["out"], subject.judged_out, forward("out")
-    for name in subject.implementation.residuals:
+    for name in (name for name in truth if name in subject.implementation.residuals):
         yield name, lambda: subject.residuals, truth[name], subject.judged_residuals, forward(name)
     cotangent = subject.any_random
     if cotangent in subject.cotangents:
