@@ -25,6 +25,8 @@ _ONE = "B2.T256.S256.N2.K2.H64.V64"
 _GROUPS = "B2.T256.S256.N4.K2.H64.V64"
 _CHUNK = "B1.T64.S320.N2.K2.H64.V64"
 _STEP = "B2.T1.S200.N4.K2.H64.V64"
+_MIXED = "B4.T13.S45.N4.K2.H64.V64"
+_PACKED = "B4.T30.S30.N4.K2.H64.V64"
 
 # Beside `forward` and `gradients`: what is saved beside the results, its gradient, and what lies behind the mask.
 _SAVED = ("residuals",)
@@ -71,11 +73,29 @@ SIGNATURE_CASES: tuple[SignatureCase, ...] = tuple(
         (f"prefill/f32/{_CHUNK}/window-l79-r0-o256/softcap2/normal", ()),
         (f"decode/f32/{_STEP}/lengths-101-200/normal", _BEHIND),
         (f"decode/f32/{_STEP}/own-l6-101-200/sinks/normal", ()),
+        (f"decode/f32/{_STEP}/lengths-0-128/softcap2/normal", _SAVED),
+        (f"decode/bf16/{_STEP}/lengths-101-200/normal", ()),
         ("prefill/f32/B1.T4.S1152.N8.K2.H64.V64/causal-o1148/normal", _SAVED),
         (f"decode/f32/{_STEP}/lengths-101-200/kvint8-token/normal", ()),
         (f"decode/f32/{_STEP}/lengths-101-200/kvint4-head/normal", ()),
         # Chosen chunks.
         ("train/f32/B1.T321.S321.N2.K2.H64.V64/moba-65-3/normal", _SAVED),
+        # In pages: steps that are mixed, single tokens, windows and operands, sequences that have come to nothing.
+        (f"prefill/f32/{_MIXED}/own-linf-45-16-17-9/paged16-q13-1-1-9/normal", _BEHIND),
+        ("decode/f32/B3.T1.S48.N4.K2.H64.V64/own-linf-48-33-15/paged16/normal", _SAVED),
+        (f"prefill/f32/{_MIXED}/own-l7-45-16-17-9/softcap2/paged16-q13-1-1-9/normal", ()),
+        (f"prefill/f32/{_MIXED}/own-linf-45-16-17-9/sinks/scale0.3/shared16-q13-1-1-9/normal", _SAVED),
+        ("prefill/f32/B5.T5.S32.N2.K2.H64.V64/own-linf-18-32-21-0-0/paged16-q1-0-5-0-1/normal", _SAVED),
+        ("prefill/f32/B2.T40.S300.N2.K1.H64.V64/own-linf-300-40/paged64/normal", ()),
+        (f"prefill/bf16/{_MIXED}/own-linf-45-16-17-9/paged16-q13-1-1-9/normal", ()),
+        # Packed: as they are trained, without a mask, and as they are served.
+        (f"train/f32/{_PACKED}/own-linf-24-1-17-30/packed-q24-1-17-30/normal", _LSE),
+        (f"train/f32/{_PACKED}/own-l5-24-1-17-30/softcap2/packed-q24-1-17-30/normal", ()),
+        (f"train/f32/{_PACKED}/own-linf-24-1-17-30/sinks/scale0.3/packed-q24-1-17-30/normal", _SAVED),
+        ("train/f32/B4.T20.S30.N2.K2.H64.V64/lengths-30-7-16-9/packed-q12-20-1-9/normal", _BEHIND),
+        ("train/f32/B5.T21.S21.N2.K2.H64.V64/own-linf-10-6-0-0-21/packed-q10-0-5-0-21/normal", _SAVED),
+        ("prefill/f32/B4.T13.S45.N4.K2.H64.V64/own-linf-45-32-33-9/packed-q13-1-1-9/normal", ()),
+        (f"train/bf16/{_PACKED}/own-linf-24-1-17-30/packed-q24-1-17-30/normal", ()),
     )
 )
 """All of them, in the order in which they are asked."""

@@ -218,16 +218,14 @@ def _add_run(commands: argparse._SubParsersAction[CommandParser]) -> None:
     how.add_argument(
         "--confirm-seconds",
         type=float,
-        default=10.0,
         metavar="N",
-        help="for cases that confirm what failures have in common, where there are any (10; 0 for none)",
+        help="for cases that confirm what failures have in common (a part of a tenth of the run; 0 for none)",
     )
     how.add_argument(
         "--diagnose-seconds",
         type=float,
-        default=20.0,
         metavar="N",
-        help="for cases by which a kernel that fails is compared with planted bugs (20; 0 for none)",
+        help="for cases by which a kernel that fails is compared with planted bugs (the rest of it; 0 for none)",
     )
     how.add_argument(
         "--shrink", action="store_true", help="then look for the smallest case of each finding, a minute each at most"

@@ -323,11 +323,17 @@ class _Gate:
         return runs.COMPLETE, ""
 
     def _finish(self, session: pytest.Session, how: str, reason: str) -> None:
+        from conformance import runs
         from conformance.commands.errors import CannotJudge
         from conformance.judging.journal import CannotWrite
 
         assert self._written is not None
+        assert self._runner is not None
+        option = self._config.getoption
+        seconds = [option(f"--conformance-{name}-seconds") for name in ("confirm", "diagnose")]
         try:
+            if how == runs.COMPLETE:
+                self._written.probe(self._runner, *seconds, beside_workers=self._lent is not None)
             if worse := self._written.finish(how, reason, self._stale):
                 self._add_failure("baseline", worse)
                 session.exitstatus = session.exitstatus or pytest.ExitCode.TESTS_FAILED
@@ -380,8 +386,9 @@ class _Gate:
         terminalreporter.section("attention conformance")
         from conformance.commands.gate import annotated
 
-        counted = gate.table(self._records)
-        for line in (*counted, *gate.places(self._described()), *annotated(self._records, self._written)):
+        found = self._written.told if self._written is not None else ()
+        counted = (*gate.table(self._records), *gate.places(self._described()))
+        for line in (*found, *counted, *annotated(self._records, self._written)):
             terminalreporter.write_line(line)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Sequence
 
 from rich.console import Console
@@ -55,6 +56,13 @@ def print_summary(records: Sequence[Record], run: RunInfo, console: Console, pag
     facts = f"level {run.level}, {wording.counted(len(records), 'record')}, {wording.duration(run.seconds)}"
     console.print(Text(wording.headline(standings, run), style="bold"))
     console.print(Text(facts, style="dim"))
+
+
+def findings_text(records: Sequence[Record], run: RunInfo, page: str = "") -> list[str]:
+    """The findings as `print_summary` has them, as plain lines."""
+    console = Console(file=(text := io.StringIO()), width=_WIDEST)
+    _print_findings(records, run, console, page)
+    return text.getvalue().splitlines()
 
 
 def _table(standings: Sequence[summary.Standing], total: summary.Counts, run: RunInfo) -> Table:

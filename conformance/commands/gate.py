@@ -2,28 +2,35 @@
 
 from __future__ import annotations
 
+import io
 import shlex
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
+from rich.console import Console
+
 from conformance.apart.kernels import Kernels
 from conformance.calling import registry
 from conformance.commands import annotate, compare
 from conformance.commands.errors import CannotJudge
 from conformance.commands.outputs import Outputs, step_summary
+from conformance.commands.probes import budget, diagnose
 from conformance.judging import provenance
 from conformance.judging.evidence import gather
 from conformance.judging.journal import Journal, Unlike, to_go_on
 from conformance.judging.plan import Plan
-from conformance.judging.runner import hardware_records
+from conformance.judging.runner import Runner, hardware_records
 from conformance.judging.settings import Settings
-from conformance.records import Record, RunInfo, printable
+from conformance.records import RED, Record, RunInfo, printable
 from conformance.runs import Recorded, Run
 from conformance.sensitivity import detection
-from reports import changes, summary, wording
+from reports import changes, summary, terminal, wording
 from reports.changes import Comparison
+
+_WIDEST = 400
 
 
 def described(
@@ -98,6 +105,7 @@ class Written:
         self._suite = suite
         self._baseline = baseline
         self.changed: Comparison | None = None
+        self.told: list[str] = []
         self._implementations = {job.implementation.name: job.implementation for job in planned.jobs}
         self._outputs = Outputs(report=report, json=json, markdown=None, step=step_summary())
         self._run = run
@@ -110,6 +118,29 @@ class Written:
             self._journal.add(found)
         else:
             self._journal.job(job, found)
+
+    def probe(self, runner: Runner, confirm: float | None, diagnose: float | None, *, beside_workers: bool) -> None:
+        """Confirm findings and diagnose them by the process that reports; seconds as `budget.Budget` has them.
+
+        Workers have ended their tests by then, and still hold an accelerator: beside them there is neither there.
+
+        Raises:
+          CannotWrite: if the records cannot be written.
+        """
+        on = jax.default_backend()
+        if beside_workers and on != "cpu" and any(record.verdict in RED for record in self._journal.recorded.records):
+            self.told += [f"findings are neither confirmed nor diagnosed: workers hold the {on} (-n 0 does both)"]
+            return
+        said = Console(file=(text := io.StringIO()), width=_WIDEST)
+        spent = time.perf_counter() - self._started
+        kernels, seconds = list(self._implementations.values()), budget.Budget(confirm, diagnose)
+        budget.ask(self._journal, kernels, runner, seconds, spent=spent, console=said)
+        self.told += text.getvalue().splitlines()
+
+    @property
+    def probes(self) -> tuple[Record, ...]:
+        """What was judged to confirm findings and to diagnose."""
+        return self._journal.recorded.probes
 
     def finish(self, how: str, reason: str, more: Sequence[Record]) -> str:
         """End the files, write page and summary; what became worse than in the baseline, if anything.
@@ -124,6 +155,8 @@ class Written:
         self._journal.end(how, reason=reason, seconds=time.perf_counter() - self._started)
         facts: dict[str, Any] = {"command": self._run.command, "detection": detection.load()}
         found, info = gather([self._journal.recorded], **facts)
+        info = diagnose.told(info, found)
+        self.told += terminal.findings_text(found, info, str(self._outputs.report or ""))
         if self._suite is not None:
             for name, value in properties(self._journal.recorded, found, info):
                 self._suite(name, value)
@@ -165,4 +198,6 @@ def properties(recorded: Recorded, found: Sequence[Record], info: RunInfo) -> li
 
 def annotated(found: Sequence[Record], written: Written | None) -> list[str]:
     """The lines that annotate a run of the gate in GitHub Actions."""
-    return annotate.annotated(found, written.changed if written is not None else None)
+    if written is None:
+        return annotate.annotated(found)
+    return annotate.annotated(found, written.changed, written.probes)

@@ -28,9 +28,9 @@ def kernels(arguments: argparse.Namespace) -> Kernels:
     return Kernels(arguments.products, arguments.in_process, arguments.timeout, arguments.memory)
 
 
-def reject_no_time(option: str, seconds: float) -> None:
+def reject_no_time(option: str, seconds: float | None) -> None:
     """Refuse a time that is none; no time at all is one."""
-    if not seconds >= 0:
+    if seconds is not None and not seconds >= 0:
         raise CannotJudge(f"{option} must not be negative, got {seconds:g}")
 
 

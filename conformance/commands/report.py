@@ -8,9 +8,10 @@ from pathlib import Path
 
 from conformance.bench import measurements
 from conformance.bench.measurements import Measurement
-from conformance.commands import diagnose, lookup
+from conformance.commands import lookup
 from conformance.commands.errors import CannotJudge
 from conformance.commands.outputs import command_line, writable
+from conformance.commands.probes import diagnose
 from conformance.judging.evidence import gather
 from conformance.sensitivity import detection
 from reports import html, side_by_side

@@ -19,9 +19,10 @@ from conformance.apart.kernels import Kernels
 from conformance.asking.turn import EVERYTHING, Turn
 from conformance.calling import registry
 from conformance.checks import BY_NAME, CHECKS, Check
-from conformance.commands import annotate, compare, confirm, diagnose, lookup
+from conformance.commands import annotate, compare, lookup
 from conformance.commands.errors import CannotJudge
 from conformance.commands.outputs import Outputs, command_line, outputs_of, step_summary, writable
+from conformance.commands.probes import budget, confirm, diagnose
 from conformance.commands.progress import Progress
 from conformance.contract import Implementation
 from conformance.judging import interrupts, plan, provenance, runner, settings
@@ -136,7 +137,7 @@ def _written_down(
     try:
         how, reason = _judge(arguments, jobs, chosen, journal, console)
         if how == COMPLETE:
-            shrunk += _probed(arguments, implementations, chosen, journal, console)
+            shrunk += _probed(arguments, implementations, chosen, journal, started, console)
     except CannotWrite:
         raise
     except Exception as error:  # an error of ours: it is raised, and what was judged stays
@@ -199,6 +200,7 @@ def _probed(
     implementations: Sequence[Implementation],
     chosen: settings.Settings,
     journal: Journal,
+    started: float,
     console: Console,
 ) -> list[str]:
     """Confirm what was found, and shrink it if asked to: what to say of that. Ctrl-C ends no more than this."""
@@ -206,12 +208,12 @@ def _probed(
         return []
     told: list[str] = []
     here = runner.Runner(chosen, options=lookup.kernels(arguments).options)
-    with interrupts.heeded():
-        if arguments.confirm_seconds and arguments.case is None:
-            confirm.confirm(journal, implementations, here, arguments.confirm_seconds, console)
-        if arguments.diagnose_seconds and arguments.case is None:
-            diagnose.ask(journal, implementations, here, arguments.diagnose_seconds, console)
-        if arguments.shrink:
+    if arguments.case is None:
+        seconds = budget.Budget(arguments.confirm_seconds, arguments.diagnose_seconds)
+        spent = time.perf_counter() - started
+        budget.ask(journal, implementations, here, seconds, spent=spent, console=console)
+    if arguments.shrink:
+        with interrupts.heeded():
             for line in confirm.shrink(journal, implementations, here, console):
                 told.append(line)  # one by one: what was found before Ctrl-C is told
     return told

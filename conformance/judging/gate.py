@@ -53,6 +53,13 @@ def add_options(parser: pytest.Parser) -> None:
     group.addoption(
         "--conformance-baseline", metavar="FILE", help="compare with these records, and fail on a regression"
     )
+    for name, what in (("confirm", "cases that confirm findings"), ("diagnose", "a comparison with planted bugs")):
+        group.addoption(
+            f"--conformance-{name}-seconds",
+            type=float,
+            metavar="N",
+            help=f"for {what}, at the end of a run that is red (of a tenth of it both; 0 for none)",
+        )
     group.addoption(
         "--require-platform", choices=("cpu", "gpu", "tpu"), help="fail if nothing was judged on this platform"
     )
@@ -103,6 +110,9 @@ def reject_no_limits(config: pytest.Config) -> None:
     for option in ("--conformance-timeout", "--conformance-memory"):
         if (given := config.getoption(option)) is not None and not given > 0:
             raise pytest.UsageError(f"{option} must be more than zero, got {given:g}")
+    for option in ("--conformance-confirm-seconds", "--conformance-diagnose-seconds"):
+        if (given := config.getoption(option)) is not None and not given >= 0:
+            raise pytest.UsageError(f"{option} must not be negative, got {given:g}")
 
 
 def kernels(config: pytest.Config) -> Kernels:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 
 from conformance import cli, records, runs
-from conformance.commands import confirm
+from conformance.commands.probes import confirm
 from conformance.judging.probing.confirming import Prober
 from conformance.records import PROBE_SCHEMA
 from tests.processes import interruptible
@@ -60,7 +61,8 @@ def test_a_finding_is_confirmed_and_what_confirms_it_is_not_counted(capsys: pyte
         assert "confirmed: this case fails, and the same without sinks passes" in text
         assert SINKS in text
     assert f"--case={SINKS} --check=forward --in-process --shrink" in told.out
-    assert "of at most 10 (--confirm-seconds=0 asks none)" in told.err
+    assert re.search(r"in \d+ s of at most \d+ \(--confirm-seconds=0 asks none\)", told.err)
+    assert re.search(r"both took [0-9.]+ s, \d+% of the \d+ s before", told.err)
     assert [line["record"]["case"] for line in probes("confirmed.jsonl")] == [SINKS]
 
     assert run("--impl=kernel.py:wrong", *WHAT, "--json=plain.jsonl", "--confirm-seconds=0") == 1

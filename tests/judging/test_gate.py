@@ -34,6 +34,7 @@ def attention(q, k, v, *, causal=False, soft_cap=None):
 def wrong(q, k, v, *, causal=False, soft_cap=None):
     return 1.01 * naive.attention(q, k, v, causal=causal, soft_cap=soft_cap)
 """
+NOTHING_BESIDE = ("--conformance-confirm-seconds=0", "--conformance-diagnose-seconds=0")
 FEW = "--conformance-cases=train/f32/*.T1.*"
 
 
@@ -74,8 +75,8 @@ def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Repository:
 
 
 def gate(repository: Repository, *arguments: str, name: str = "attention", from_nothing: bool = False) -> Run:
-    """A run of the gate on a kernel."""
-    words = ("--pyargs", "conformance", f"--impl=kernel.py:{name}", *arguments)
+    """A run of the gate on a kernel; nothing is asked beside it unless that is said."""
+    words = ("--pyargs", "conformance", f"--impl=kernel.py:{name}", *NOTHING_BESIDE, *arguments)
     return repository.pytest(*words, from_nothing=from_nothing)
 
 
@@ -251,6 +252,7 @@ def test_a_required_platform_that_judged_nothing_fails_the_run(repository: Repos
             "--conformance-timeout must be more than zero, got",
         ),
         (["--impl=kernel.py:attention", "--conformance-memory=-1"], "--conformance-memory must be more than zero, got"),
+        (["--impl=kernel.py:attention", "--conformance-diagnose-seconds=-1"], "must not be negative, got -1"),
     ],
 )
 def test_what_cannot_be_done_is_one_line(arguments: list[str], message: str, repository: Repository) -> None:
@@ -367,9 +369,18 @@ def test_the_suite_of_other_tests_has_no_properties_of_ours(repository: Reposito
     assert ElementTree.parse(repository.path / "j.xml").getroot().findall("testsuite/properties") == []
 
 
-def test_failures_are_annotated_in_github_actions(repository: Repository, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("processes", [(), ("-n", "1")], ids=["alone", "xdist"])
+def test_failures_are_findings_that_are_confirmed_compared_and_annotated(
+    repository: Repository, monkeypatch: pytest.MonkeyPatch, processes: tuple[str, ...]
+) -> None:
     monkeypatch.setenv("GITHUB_ACTIONS", "true")
-    result = gate(repository, FEW, "-k", "forward", "-n", "1", name="wrong")
+    beside = ("--conformance-confirm-seconds=1", "--conformance-diagnose-seconds=1", "--conformance-json=r.jsonl")
+    result = gate(repository, FEW, "-k", "forward", *beside, *processes, name="wrong")
     said = [line for line in result.stdout.lines if line.startswith("::")]
     assert 1 <= len(said) < sum(line.startswith("FAILED") for line in result.stdout.lines)
     assert any(line.startswith("::error title=kernel.py%3Awrong (cpu)%3A out is wrong") for line in said)
+    result.stdout.fnmatch_lines(["kernel.py:wrong compared with planted bugs on * cases in * s of at most 1 *"])
+    result.stdout.fnmatch_lines(["* 1 kernel.py:wrong (cpu): out is wrong *", "kernel.py:wrong (cpu): wrong *"])
+    (recorded,) = runs.read(repository.path / "r.jsonl")
+    assert {record.check for record in recorded.probes} >= {"forward", "gradients"}
+    assert {record.check for record in recorded.records} == {"forward"}

@@ -50,8 +50,8 @@ def confirm(
     if prober.judged:
         spent = time.monotonic() - started
         cases = "1 case more" if prober.judged == 1 else f"{prober.judged} cases more"
-        told = f"findings confirmed by {cases} in {spent:.0f} s of at most {seconds:g} (--confirm-seconds=0 asks none)"
-        console.print(told, style="dim", highlight=False, soft_wrap=True)
+        told = f"findings confirmed by {cases} in {spent:.0f} s of at most {seconds:.0f}"
+        console.print(f"{told} (--confirm-seconds=0 asks none)", style="dim", highlight=False, soft_wrap=True)
 
 
 def shrink(

@@ -1,0 +1,93 @@
+"""Diagnosis at the end of a run: which planted bugs a kernel is wrong most like."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import time
+from collections.abc import Sequence
+
+from rich.console import Console
+
+from conformance.contract import Implementation
+from conformance.judging.job import Job
+from conformance.judging.journal import Journal
+from conformance.judging.runner import Runner
+from conformance.records import ERROR, FAIL, Record, RunInfo
+from conformance.sensitivity import diagnosis, signatures
+from conformance.sensitivity.diagnosis import Likeness
+from reports.causes import roots
+from reports.causes.levels import Level, levels_of
+from reports.summary import by_contender
+
+_WRONG = (FAIL, ERROR)  # what passes unexpectedly is like no bug
+_SCALE = "(1: by the same numbers, 0.35: in the same places by others)"
+
+
+def ask(
+    journal: Journal, implementations: Sequence[Implementation], runner: Runner, seconds: float, console: Console
+) -> None:
+    """Judge the cases of a signature for every kernel with failures, all in so long; none of it is counted."""
+    wrong = {record.implementation for record in journal.recorded.records if record.verdict in _WRONG}
+    asked = [one for one in implementations if one.name in wrong and one.accelerator.absent is None]
+    found = roots.of(journal.recorded.records, journal.recorded.probes) if asked else []
+    until = time.monotonic() + seconds
+    for number, implementation in enumerate(asked):
+        started = time.monotonic()
+        mine = (until - started) / (len(asked) - number)
+        needed = [frozenset(f.levels) for f in found if f.contender.implementation == implementation.name and f.levels]
+        cases = 0
+        for job in telling(list(signatures.jobs(implementation)), needed):
+            if time.monotonic() - started > mine:
+                break
+            journal.probe(runner.judge(job))
+            cases += 1
+        if cases:
+            spent = time.monotonic() - started
+            told = f"{implementation.name} compared with planted bugs on {cases} cases in {spent:.0f} s"
+            console.print(
+                f"{told} of at most {mine:.0f} (--diagnose-seconds=60 for more)",
+                style="dim",
+                highlight=False,
+                soft_wrap=True,
+            )
+
+
+def telling(jobs: Sequence[Job], needed: Sequence[frozenset[Level]]) -> list[Job]:
+    """The jobs in the order in which they tell most: for each finding in turn a case with the levels that it needs.
+
+    Between them come the others in their own order, since what a kernel is right in tells bugs apart too.
+    """
+    heaps = [[job for job in jobs if levels <= levels_of(job.case.id)] for levels in needed]
+    heaps.append(list(jobs))
+    rounds = itertools.chain.from_iterable(itertools.zip_longest(*heaps))
+    return list({id(job): job for job in rounds if job is not None}.values())
+
+
+def told(info: RunInfo, found: Sequence[Record]) -> RunInfo:
+    """What a report says beside records, with the diagnosis of each contender that failed and was asked."""
+    wrong = {contender for contender, _ in by_contender([record for record in found if record.verdict in _WRONG]).items()}
+    bank = signatures.load()
+    diagnoses = {}
+    for contender, asked in by_contender(info.probes).items():
+        signature = signatures.signature(asked)
+        if bank and contender in wrong and signature.wrong:
+            diagnoses[contender.label] = _words(diagnosis.diagnose(signature, bank), len(bank))
+    return dataclasses.replace(info, diagnoses=diagnoses)
+
+
+def _words(faults: Sequence[Sequence[Likeness]], known: int) -> list[str]:
+    if not faults:
+        return [f"wrong like none of {known:,} planted bugs, on the cases by which those are told apart"]
+    first, *others = faults
+    lines = [f"wrong most like these planted bugs {_SCALE}", *map(_line, first)]
+    for other in others:
+        lines += [f"where {first[0].bug.name} shows nothing, most like these", *map(_line, other)]
+        first = other
+    return lines
+
+
+def _line(each: Likeness) -> str:
+    bug = each.bug
+    beyond = f"; {each.rest} wrong results beyond it" if each.rest else ""
+    return f"{each.likeness:.2f} {bug.name} ({bug.family}; {bug.reference}){beyond}"
