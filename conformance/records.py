@@ -192,7 +192,8 @@ class RunInfo:
     (`judging.reach`), `extents` how much of each contender was asked. These are kept by the label of a contender, or by
     the name of an implementation; where there is no extent, `level`, `narrowed` and `interrupted` hold for all.
     `probes` is what was judged to confirm findings, which nothing counts, and `diagnoses` what that says in words, by
-    the label of a contender: which planted bugs it is wrong most like.
+    the label of a contender: which planted bugs it is wrong most like. `files` names the files of the contenders that
+    several runs judged, by their label.
     """
 
     command: str
@@ -210,6 +211,7 @@ class RunInfo:
     narrowed: str = ""
     probes: list[Record] = dataclasses.field(default_factory=list)
     diagnoses: dict[str, list[str]] = dataclasses.field(default_factory=dict)
+    files: dict[str, list[str]] = dataclasses.field(default_factory=dict)
 
 
 def to_json(record: Record) -> str:

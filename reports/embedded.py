@@ -60,8 +60,20 @@ def anchors(records: Sequence[Record]) -> dict[tuple[Contender, str, str], str]:
     return found
 
 
-def cells(records: Sequence[Record], file: str) -> dict[Contender, dict[str, list[CellRecords]]]:
-    """Behind each cell, by contender and kind of matrix; `file` is where all records lie."""
+@dataclasses.dataclass(frozen=True)
+class Files:
+    """Where records lie, as a shell reads it: those of some contenders, by their label, and those of all others."""
+
+    every: str
+    of: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+    def __getitem__(self, contender: Contender) -> str:
+        """Where those of a contender lie."""
+        return self.of.get(contender.label) or self.every
+
+
+def cells(records: Sequence[Record], files: Files) -> dict[Contender, dict[str, list[CellRecords]]]:
+    """Behind each cell, by contender and kind of matrix."""
     there = anchors(records)
     found: dict[Contender, dict[str, list[CellRecords]]] = {}
     for contender, group in summary.by_contender(records).items():
@@ -74,7 +86,7 @@ def cells(records: Sequence[Record], file: str) -> dict[Contender, dict[str, lis
                     column,
                     summary.count(members[column]),
                     tuple(members[column][:FEW]),
-                    command(contender, kind, column, file),
+                    command(contender, kind, column, files[contender]),
                 )
                 for column in columns
                 if column in members
@@ -106,7 +118,7 @@ def case_lines(records: Iterable[Record]) -> tuple[list[CaseLine], int]:
     return shown, len(lines) - len(shown)
 
 
-def data(records: Sequence[Record], findings: Sequence[Sequence[Record]], file: str) -> Markup:
+def data(records: Sequence[Record], findings: Sequence[Sequence[Record]], files: Files) -> Markup:
     """The records as a JSON text that can stand in a page; `findings` are the records of each."""
     of_finding = {record.key: number for number, group in enumerate(findings, 1) for record in group}
     contenders = list(summary.by_contender(records))
@@ -124,11 +136,11 @@ def data(records: Sequence[Record], findings: Sequence[Sequence[Record]], file: 
     longest = max(_SHORTEST, min(_LONGEST, _ALL_REASONS // max(1, reasons)))
     rows = [_row(record, names, of_finding.get(record.key, 0), longest) for record in shown]
     page = {
-        "file": file,
+        "file": files.every,
         "total": len(records),
         "verdicts": [[verdict, wording.GLYPHS[verdict]] for verdict in VERDICTS],
         "red": [VERDICTS.index(verdict) for verdict in sorted(RED)],
-        "contenders": [[c.label, c.implementation, c.platform] for c in contenders],
+        "contenders": [[c.label, c.implementation, c.platform, files[c]] for c in contenders],
         "cases": [[case, [names["features"].of(x) for x in features]] for case, features in names["cases"].values],
         **{name: names[name].values for name in ("checks", "observables", "features", "texts")},
         "rows": rows,

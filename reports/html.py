@@ -130,6 +130,7 @@ def free_table(rows: Sequence[Mapping[str, Any]], *, cap: int = MOST_ROWS) -> Fr
 def _page(records: Sequence[Record], run: RunInfo, measurements: Sequence[Measurement], file: str) -> dict[str, Any]:
     standings = summary.standings(records)
     panels = _findings(records, run)
+    files = embedded.Files(file, {label: " ".join(map(shlex.quote, names)) for label, names in run.files.items()})
     return {
         "run": run,
         "record_count": len(records),
@@ -139,8 +140,8 @@ def _page(records: Sequence[Record], run: RunInfo, measurements: Sequence[Measur
         "features": matrices.feature_matrix(records),
         "checks": matrices.check_matrix(records),
         "findings": panels,
-        "data": embedded.data(records, [panel.finding.records for panel in panels], file),
-        "cells": embedded.cells(records, file),
+        "data": embedded.data(records, [panel.finding.records for panel in panels], files),
+        "cells": embedded.cells(records, files),
         "anchors": embedded.anchors(records),
         **_cases(records),
         "differ": findings.flags_differ(records),

@@ -79,6 +79,7 @@ def gather(
         },
         extents=extents,
         probes=records.merge(*(part.probes for part in parts)),
+        files={part.name: sorted({one.source for one in part.runs if one.source}) for part in parts if part.label},
     )
 
 

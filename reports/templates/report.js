@@ -136,16 +136,18 @@
     const quoted = JSON.stringify;
     const parts = ['(.schema|startswith("attention-conformance/record/"))'];
     if (only !== null) parts.push(`.case==${quoted(only)}`);
+    let file = data.file;
     if (wanted.contender !== "") {
-      const [, implementation, platform] = data.contenders[Number(wanted.contender)];
+      const [, implementation, platform, theirs] = data.contenders[Number(wanted.contender)];
       parts.push(`.implementation==${quoted(implementation)}`, `.platform==${quoted(platform)}`);
+      file = theirs; // merged runs of one kernel are told apart by their files alone
     }
     if (wanted.check !== "") parts.push(`.check==${quoted(data.checks[Number(wanted.check)])}`);
     if (wanted.observable !== "") parts.push(`.observable==${quoted(data.observables[Number(wanted.observable)])}`);
     if (wanted.verdict === "red") parts.push(`(.verdict|IN(${data.red.map((i) => quoted(data.verdicts[i][0])).join(",")}))`);
     else if (wanted.verdict !== "") parts.push(`.verdict==${quoted(data.verdicts[Number(wanted.verdict)][0])}`);
     if (wanted.feature !== "") parts.push(`(.features|index(${quoted(data.features[Number(wanted.feature)])}))`);
-    return `jq -c '${`select(${parts.join(" and ")})`.replaceAll("'", "'\\''")}' ${data.file}`;
+    return `jq -c '${`select(${parts.join(" and ")})`.replaceAll("'", "'\\''")}' ${file}`;
   };
 
   // Addresses: of a cell, a finding's records, a case.

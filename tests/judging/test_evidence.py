@@ -176,7 +176,8 @@ def test_runs_of_different_provenance_never_answer_for_each_other(changes: dict[
 def test_what_differs_tells_runs_apart(name: str, labels: set[str]) -> None:
     one, other = recorded(*ALL, source="a.jsonl"), recorded(*ALL, source="b.jsonl", **OTHERS[name])
     found, info = gather([one, other], command="report")
-    assert {standing.contender.label for standing in summary.standings(found)} == labels
+    assert {standing.contender.label for standing in summary.standings(found)} == labels == set(info.files)
+    assert sorted(info.files.values()) == [["a.jsonl"], ["b.jsonl"]]
     page = unescape(html.render(found, info))
     assert all(label.removeprefix("kernel (").removesuffix(")") in page for label in labels)
 

@@ -129,7 +129,7 @@ def test_what_needs_the_script_is_hidden_without_it() -> None:
 def test_the_command_finds_the_records_of_a_cell(kind: str, tmp_path: Path) -> None:
     records = [record(features=("causal",)), record(features=(), check="poison"), record(implementation="other's")]
     (tmp_path / "r.jsonl").write_text('{"schema": "x/1"}\n' + "".join(to_json(one) + "\n" for one in records))
-    cells = [cell for kinds in embedded.cells(records, "r.jsonl").values() for cell in kinds[kind]]
+    cells = [cell for kinds in embedded.cells(records, embedded.Files("r.jsonl")).values() for cell in kinds[kind]]
     assert len(cells) == 3
     for cell in cells:
         assert "jq" in cell.command
@@ -140,6 +140,17 @@ def test_the_command_finds_the_records_of_a_cell(kind: str, tmp_path: Path) -> N
         if said.returncode == 127:
             pytest.skip("jq is not installed: the command of a cell was not tried")
         assert len(said.stdout.splitlines()) == cell.counts.total, said.stderr
+
+
+def test_merged_runs_of_one_kernel_are_asked_for_by_their_files() -> None:
+    both = [dataclasses.replace(record(), run=f"commit {name}") for name in ("a", "b")]
+    labels = [f"{one.implementation} ({one.platform}, {one.run})" for one in both]
+    files = {label: [f"{name} run.jsonl"] for label, name in zip(labels, "ab", strict=True)}
+    page = html.render(both, dataclasses.replace(run_info(), files=files))
+    assert [row[0] for row in data_of(page)["contenders"]] == labels
+    assert [row[3] for row in data_of(page)["contenders"]] == ["'a run.jsonl'", "'b run.jsonl'"]
+    commands = [one for one in parsed(page).all("code") if one.text.startswith("jq")]
+    assert {one.text.rpartition("' '")[2] for one in commands} >= {"a run.jsonl'", "b run.jsonl'"}
 
 
 def test_a_long_run_of_ten_implementations_stays_small() -> None:
