@@ -14,14 +14,20 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
+from cases.serving.spec import KINDS
 from conformance.sensitivity.signatures import BY, Element, Known, Signature
 
 MOST = 3
 """So many bugs are named of a fault, and so many faults are told apart, at most."""
 ALIKE = 0.3
 """What is less like than this is called like none; `confusions` measures what that lets through."""
+SOMEWHERE, MORE_IN_FEW = 0.4, 0.4
+"""A kernel that is wrong in every case that was asked is in the same places as half the bank. So it must be more like
+than the first, and more by the second over the root of how many cases that were."""
 SAME = 0.97
 """What is as like as this is wrong by the same numbers, but for rounding."""
+# Families that say how operands lie, and not what is wrong: a kernel that takes them so is compared with no others.
+_STORED = frozenset({*KINDS, "quantised caches"})
 # What the kernel shows beyond the bug, against 1 for what the bug shows beyond the kernel.
 _BEYOND = 0.4
 # Two results that are wrong at the same place are alike by so much whatever their sizes, and by the rest if these
@@ -70,6 +76,7 @@ class Confusion:
       first: of how many it is right what is named first.
       named: of how many it is right what is named first, second or third.
       none: how many are called like none.
+      alone: how many have no other of their family, or of their kind where that counts: nothing right can be named.
       others: the other families that were named first where that was not right, the most frequent ahead.
     """
 
@@ -78,6 +85,7 @@ class Confusion:
     first: int
     named: int
     none: int
+    alone: int
     others: tuple[str, ...]
 
 
@@ -88,10 +96,12 @@ def confusions(bank: Sequence[Known]) -> list[Confusion]:
     for bug in visible:
         near = nearest(bug.signature, [other for other in visible if other is not bug])
         named.setdefault(bug.family, []).append((bug, near))
-    return [_confusion(family, found) for family, found in sorted(named.items())]
+    return [_confusion(family, found, visible) for family, found in sorted(named.items())]
 
 
-def _confusion(family: str, named: Sequence[tuple[Known, Sequence[Likeness]]]) -> Confusion:
+def _confusion(
+    family: str, named: Sequence[tuple[Known, Sequence[Likeness]]], visible: Sequence[Known]
+) -> Confusion:
     right = [[_is_right(bug, each) for each in near] for bug, near in named]
     wrong = (near[0].bug.family for (_, near), known in zip(named, right, strict=True) if near and not known[0])
     return Confusion(
@@ -100,22 +110,34 @@ def _confusion(family: str, named: Sequence[tuple[Known, Sequence[Likeness]]]) -
         first=sum(any(known[:1]) for known in right),
         named=sum(map(any, right)),
         none=sum(not near for _, near in named),
+        alone=sum(not any(_is_of_class(bug, other) for other in visible if other is not bug) for bug, _ in named),
         others=tuple(other for other, _ in Counter(wrong).most_common()),
     )
 
 
 def _is_right(bug: Known, named: Likeness) -> bool:
-    return bug.family == named.bug.family or bug.kind == named.bug.kind or named.likeness >= SAME
+    return _is_of_class(bug, named.bug) or named.likeness >= SAME
+
+
+def _is_of_class(bug: Known, other: Known) -> bool:
+    return bug.kind == other.kind or (bug.family == other.family and bug.family not in _STORED)
 
 
 def nearest(found: Signature, bank: Iterable[Known]) -> list[Likeness]:
     """The bugs, each of another kind, that a kernel is wrong most like; none where it is like none of the bank."""
     named: dict[str, Likeness] = {}
+    least = _least(found)
     for each in ranked(found, bank):
-        if each.likeness < ALIKE or len(named) == MOST:
+        if each.likeness < least or len(named) == MOST:
             break
         named.setdefault(each.bug.kind, each)
     return list(named.values())
+
+
+def _least(found: Signature) -> float:
+    """How like a bug must be to be named."""
+    everywhere = all(any(size is not None for size in sizes.values()) for sizes in found.sizes.values())
+    return SOMEWHERE + MORE_IN_FEW / math.sqrt(len(found.sizes)) if everywhere and found.sizes else ALIKE
 
 
 def ranked(found: Signature, bank: Iterable[Known]) -> list[Likeness]:

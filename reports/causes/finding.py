@@ -25,7 +25,13 @@ KINDS = (RAISES, FORWARD, GRADIENTS, BEHIND_MASK, CHECK, UNEXPECTED)
 """What findings are about, in their order: what a later kind says may follow from an earlier one."""
 
 OUT = ("forward/out", "residuals/out", "primal/out", "primal/out_with_residuals")
-PLAIN_CALL = (*OUT, *(f"{check}/{name}" for name in RESIDUALS for check in ("residuals", "primal")))
+STATISTICS = "ensemble"
+"""The check that judges the same results over many elements: what is slightly wrong shows there first."""
+PLAIN_CALL = (
+    *OUT,
+    *(f"{check}/{name}" for name in RESIDUALS for check in ("residuals", "primal")),
+    f"{STATISTICS}/out",
+)
 """The results of the plain call, those first in which a fault of the forward pass shows most plainly."""
 
 _LINE = re.compile(r"\((?P<place>[^()\s][^()]*:\d+): ")
@@ -131,7 +137,12 @@ def kind_of(record: Record) -> str:
         return BEHIND_MASK
     if signal_of(record) in PLAIN_CALL:
         return FORWARD
-    return GRADIENTS if record.check.startswith("gradients") else CHECK
+    return GRADIENTS if of_gradients(signal_of(record)) else CHECK
+
+
+def of_gradients(signal: str) -> bool:
+    """Whether a check and a result are about gradients."""
+    return signal.startswith(("gradients", f"{STATISTICS}/"))
 
 
 def line_that_raises(reason: str) -> re.Match[str] | None:

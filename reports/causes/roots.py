@@ -27,6 +27,7 @@ from reports.causes.finding import (
     Share,
     kind_of,
     line_that_raises,
+    of_gradients,
     result_of,
     signal_of,
 )
@@ -264,7 +265,7 @@ def _kind(signal: str) -> str:
         return RAISES
     if signal in PLAIN_CALL:
         return FORWARD
-    if signal.startswith("gradients"):
+    if of_gradients(signal):
         return GRADIENTS
     return BEHIND_MASK if signal.endswith(BEHIND_MASK) else CHECK
 

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from rich.console import Console
 
+from conformance.commands.probes.presuming import presumed
 from conformance.contract import Implementation
 from conformance.judging.job import Job
 from conformance.judging.journal import Journal
@@ -19,6 +20,7 @@ from conformance.sensitivity.diagnosis import Likeness
 from reports.causes import roots
 from reports.causes.levels import Level, levels_of
 from reports.summary import by_contender
+from reports.wording import counted
 
 _WRONG = (FAIL, ERROR)  # what passes unexpectedly is like no bug
 _SCALE = "(1: by the same numbers, 0.35: in the same places by others)"
@@ -66,21 +68,24 @@ def telling(jobs: Sequence[Job], needed: Sequence[frozenset[Level]]) -> list[Job
 
 def told(info: RunInfo, found: Sequence[Record]) -> RunInfo:
     """What a report says beside records, with the diagnosis of each contender that failed and was asked."""
-    wrong = {contender for contender, _ in by_contender([record for record in found if record.verdict in _WRONG]).items()}
-    bank = signatures.load()
+    asked = by_contender(info.probes)
+    theirs = {contender: group for contender, group in by_contender(found).items() if contender in asked}
+    bank = signatures.load() if asked else []
     diagnoses = {}
-    for contender, asked in by_contender(info.probes).items():
-        signature = signatures.signature(asked)
-        if bank and contender in wrong and signature.wrong:
-            diagnoses[contender.label] = _words(diagnosis.diagnose(signature, bank), len(bank))
+    for contender, records in theirs.items():
+        signature = signatures.signature(asked[contender])
+        if bank and signature.wrong and any(record.verdict in _WRONG for record in records):
+            whole = presumed(signature, records, roots.of(records, asked[contender]))
+            diagnoses[contender.label] = _words(diagnosis.diagnose(whole, bank), len(bank), len(signature.sizes))
     return dataclasses.replace(info, diagnoses=diagnoses)
 
 
-def _words(faults: Sequence[Sequence[Likeness]], known: int) -> list[str]:
+def _words(faults: Sequence[Sequence[Likeness]], known: int, asked: int) -> list[str]:
+    on = f"on {counted(asked, 'case')} of those by which these are told apart"
     if not faults:
-        return [f"wrong like none of {known:,} planted bugs, on the cases by which those are told apart"]
+        return [f"wrong like none of {known:,} planted bugs, {on}"]
     first, *others = faults
-    lines = [f"wrong most like these planted bugs {_SCALE}", *map(_line, first)]
+    lines = [f"wrong most like these planted bugs {_SCALE}, {on}", *map(_line, first)]
     for other in others:
         lines += [f"where {first[0].bug.name} shows nothing, most like these", *map(_line, other)]
         first = other
