@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import re
 from pathlib import Path
@@ -118,6 +119,28 @@ def test_a_kernel_with_two_faults_is_like_two_bugs() -> None:
     assert second[0].likeness == 1.0
 
 
+def test_being_wrong_everywhere_by_other_numbers_is_like_nothing() -> None:
+    sizes = ({"out": 3.0}, {"out": 4.0}, {"out": 5.0}, {"out": 3.5})
+    everywhere = Signature(dict(zip(IDS, sizes, strict=False)))
+    other = bug(Signature({case: {"out": 6.0} for case in IDS[:4]}))
+    assert 0.35 <= diagnosis.likeness(everywhere, other).likeness < 0.4
+    assert diagnosis.nearest(everywhere, [other]) == []
+    # In one place of several it says where to look.
+    somewhere = Signature({IDS[0]: {"out": 3.0}, **{case: {"out": None} for case in IDS[1:4]}})
+    there = bug(Signature({IDS[0]: {"out": 6.0}, **{case: {"out": None} for case in IDS[1:4]}}))
+    assert len(diagnosis.nearest(somewhere, [there])) == 1
+    assert len(diagnosis.nearest(everywhere, [bug(everywhere)])) == 1
+
+
+def test_how_operands_lie_is_no_class_of_what_is_wrong() -> None:
+    sizes: dict[str, signatures.Sizes] = {IDS[0]: {"out": 3.0}, IDS[1]: {"out": None}}
+    known = [bug(Signature({**sizes, IDS[0]: {"out": 3.0 + n}}), f"bug-{n}", f"kind.{n}") for n in range(3)]
+    (row,) = diagnosis.confusions([dataclasses.replace(each, family="paged") for each in known])
+    assert (row.bugs, row.named, row.alone) == (3, 0, 3)
+    (row,) = diagnosis.confusions(known)
+    assert (row.bugs, row.named, row.alone) == (3, 3, 0)
+
+
 def test_what_only_one_of_them_was_asked_says_nothing() -> None:
     kernel = Signature({IDS[0]: {"out": 3.0}})
     more = bug(Signature({IDS[0]: {"out": 3.0, "logsumexp": 4.0}, IDS[1]: {"out": 5.0}}))
@@ -134,19 +157,24 @@ def test_a_right_kernel_has_nothing_wrong() -> None:
     assert diagnosis.nearest(found, signatures.load()) == []
 
 
-ROW = re.compile(r"^\| ([^|]+) \| (\d+) \| (\d+) \| (\d+) \| (\d+) \| ([^|]*) \|$", re.MULTILINE)
+ROW = re.compile(r"^\| ([^|]+) \| (\d+) \| (\d+) \| (\d+) \| (\d+) \| (\d+) \| ([^|]*) \|$", re.MULTILINE)
 
 
 def test_the_documented_confusions_are_those_of_the_kept_signatures() -> None:
     bank = signatures.load()
     found = diagnosis.confusions(bank)
-    rows = [[x.family, *map(str, (x.bugs, x.first, x.named, x.none)), ", ".join(x.others)] for x in found]
+    rows = [[x.family, *map(str, (x.bugs, x.first, x.named, x.none, x.alone)), ", ".join(x.others)] for x in found]
     text = (Path(__file__).parents[2] / "docs" / "findings.md").read_text(encoding="utf-8")
     table = text.partition("## How often that is right")[2]
     assert [[cell.strip() for cell in row] for row in ROW.findall(table)] == rows
-    judged = sum(x.bugs - x.none for x in found)
-    assert sum(x.first for x in found) >= 0.6 * judged
-    assert sum(x.named for x in found) >= 0.8 * judged
+    dense = [x for x in found if x.family not in ("paged", "packed", "quantised caches")]
+    judged = sum(x.bugs - x.none for x in dense)
+    assert sum(x.first for x in dense) >= 0.6 * judged
+    assert sum(x.named for x in dense) >= 0.8 * judged
+    # Of the others a kind must be named, and some have no other of their kind.
+    could = sum(x.bugs - x.alone for x in found if x not in dense)
+    assert sum(x.first for x in found if x not in dense) >= 0.5 * could
+    assert sum(x.named for x in found if x not in dense) >= 0.6 * could
     sentence = f"Of {len(bank)} bugs {sum(x.bugs for x in found)} are wrong on some of these cases"
     assert sentence in text
 

@@ -55,11 +55,11 @@ def _print_confusions(bank: list[Known]) -> None:
     """What is named for each bug if it were not known itself."""
     table = Table(box=None, padding=(0, 2, 0, 0))
     table.add_column("family")
-    for name in ("bugs", "first", "named", "like none"):
+    for name in ("bugs", "first", "named", "like none", "alone"):
         table.add_column(name, justify="right")
     table.add_column("else first named")
     for row in diagnosis.confusions(bank):
-        table.add_row(row.family, *map(str, (row.bugs, row.first, row.named, row.none)), ", ".join(row.others))
+        table.add_row(row.family, *map(str, (row.bugs, row.first, row.named, row.none, row.alone)), ", ".join(row.others))
     Console(soft_wrap=True).print(table)
 
 

@@ -1,0 +1,82 @@
+"""Diagnosis of wrong kernels that are in no bank, each with its class written down before it was judged.
+
+`unseen.json` has them, a kernel a line: as changes of a right one, the families that are right to name (none where the
+fault is of no known class), the levels that it needs, and how wrong it was on the six cases that tell most. The least
+likeness of a kernel that is wrong everywhere was set by the first set. The second was written after that.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cases.signature_cases import SIGNATURE_CASES
+from conformance.apart.kernels import Kernels
+from conformance.commands.probes.diagnose import telling
+from conformance.sensitivity import diagnosis, signatures
+from conformance.sensitivity.examination import without_second_looks
+from conformance.sensitivity.signatures import BY, Known, Signature
+from reports.causes.levels import levels_of
+from tests.reports.causes.faults.kernels import Faulty
+
+UNSEEN: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_name("unseen.json").read_text(encoding="utf-8"))
+ASKED = 6
+LEVELS = {level.name: level for one in SIGNATURE_CASES for level in levels_of(one.case.id)}
+
+
+def with_the_rest(kernel: dict[str, Any]) -> Signature:
+    """What was asked, and as right the cases without the levels that the fault needs, as findings would say."""
+    sizes = dict(kernel["sizes"])
+    if kernel["levels"]:
+        right = dict.fromkeys({name.partition(BY)[0] for found in sizes.values() for name in found})
+        stored = {kernel["base"]} - {"dense"}
+        for one in SIGNATURE_CASES:
+            names = {level.name for level in levels_of(one.case.id)}
+            taken = bool(stored) or not ({"own", "moba"} & names or one.case.kv_cache)
+            if taken and names & {"paged", "packed"} == stored and not set(kernel["levels"]) <= names:
+                sizes.setdefault(one.case.id, right)
+    return Signature(sizes)
+
+
+@pytest.fixture(scope="module")
+def bank() -> list[Known]:
+    return signatures.load()
+
+
+def test_the_class_of_most_is_named(bank: list[Known]) -> None:
+    first, three, none = [], [], []
+    for name, kernel in UNSEEN.items():
+        near = diagnosis.nearest(with_the_rest(kernel), bank)
+        right = [each.bug.family in kernel["classes"] for each in near]
+        if not kernel["classes"]:
+            none += [name] if not near else []
+            continue
+        first += [name] if any(right[:1]) else []
+        three += [name] if any(right) else []
+    known = sum(bool(kernel["classes"]) for kernel in UNSEEN.values())
+        f"of {known} kernels the first is right for {len(first)}, one of three for {len(three)}; like none {len(none)}"
+    )
+    assert len(first) >= 0.6 * known
+    assert len(three) >= 0.8 * known
+    assert len(none) == len(UNSEEN) - known
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", UNSEEN)
+def test_a_kernel_is_as_wrong_as_it_was(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel = UNSEEN[name]
+    monkeypatch.chdir(tmp_path)
+    changes = tuple((before, after) for before, after in kernel["changes"])
+    Path("kernel.py").write_text(Faulty(name, kernel["base"], (), (), changes).source)
+    implementation = Kernels(None, True).find("kernel.py:attention")
+    runner = without_second_looks()
+    needed = [frozenset(LEVELS[level] for level in kernel["levels"] if level in LEVELS)] if kernel["levels"] else []
+    jobs = telling(list(signatures.jobs(implementation)), needed)[:ASKED]
+    now = signatures.signature(record for job in jobs for record in runner.stream(job))
+    then = Signature(kernel["sizes"])
+    assert now.wrong.keys() == then.wrong.keys()
+    old = Known(name=name, family="family", kind="a.kind", reference="inferred from a test", signature=then)
+    assert diagnosis.likeness(now, old).likeness > 0.97
