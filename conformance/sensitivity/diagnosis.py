@@ -99,9 +99,7 @@ def confusions(bank: Sequence[Known]) -> list[Confusion]:
     return [_confusion(family, found, visible) for family, found in sorted(named.items())]
 
 
-def _confusion(
-    family: str, named: Sequence[tuple[Known, Sequence[Likeness]]], visible: Sequence[Known]
-) -> Confusion:
+def _confusion(family: str, named: Sequence[tuple[Known, Sequence[Likeness]]], visible: Sequence[Known]) -> Confusion:
     right = [[_is_right(bug, each) for each in near] for bug, near in named]
     wrong = (near[0].bug.family for (_, near), known in zip(named, right, strict=True) if near and not known[0])
     return Confusion(

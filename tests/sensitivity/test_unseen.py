@@ -57,8 +57,6 @@ def test_the_class_of_most_is_named(bank: list[Known]) -> None:
         first += [name] if any(right[:1]) else []
         three += [name] if any(right) else []
     known = sum(bool(kernel["classes"]) for kernel in UNSEEN.values())
-        f"of {known} kernels the first is right for {len(first)}, one of three for {len(three)}; like none {len(none)}"
-    )
     assert len(first) >= 0.6 * known
     assert len(three) >= 0.8 * known
     assert len(none) == len(UNSEEN) - known

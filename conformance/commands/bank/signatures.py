@@ -59,7 +59,8 @@ def _print_confusions(bank: list[Known]) -> None:
         table.add_column(name, justify="right")
     table.add_column("else first named")
     for row in diagnosis.confusions(bank):
-        table.add_row(row.family, *map(str, (row.bugs, row.first, row.named, row.none, row.alone)), ", ".join(row.others))
+        counts = row.bugs, row.first, row.named, row.none, row.alone
+        table.add_row(row.family, *map(str, counts), ", ".join(row.others))
     Console(soft_wrap=True).print(table)
 
 
