@@ -103,6 +103,26 @@ def clearest(combination: Combination, signals: Mapping[str, Signal]) -> str:
     return next(name for name, gain in gains.items() if gain >= most / 2)
 
 
+def with_alike(levels: Sequence[Candidate], one: Combination, signal: Signal) -> Combination:
+    """The combination, with the others that a signal cannot tell from it: each has one other level in place of one.
+
+    What other results say of more cases does not tell them apart where this one was not asked. A level that all cases
+    have where it was asked, as gradients are asked in training, is none of them.
+    """
+    asked = signal.red | signal.green
+    others = list(one.others)
+    for place, number in enumerate(one.levels):
+        rest = [levels[n].rows for n in one.levels if n != number]
+        for instead, level in enumerate(levels):
+            rows = functools.reduce(lambda rows, more: rows & more, rest, level.rows)
+            numbers = tuple(sorted((*one.levels[:place], instead, *one.levels[place + 1 :])))
+            same = rows & asked == one.rows & asked and level.rows & asked != asked
+            same = same and level.odds <= levels[number].odds
+            if same and len(set(numbers)) == len(one.levels) and numbers not in (*others, tuple(sorted(one.levels))):
+                others.append(numbers)
+    return dataclasses.replace(one, others=tuple(others))
+
+
 def _left_of_others(
     signals: Mapping[str, Signal], found: Sequence[Combination], chosen: Sequence[Combination], one: Combination
 ) -> Iterator[Signal]:

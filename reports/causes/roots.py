@@ -104,6 +104,7 @@ class _Evidence:
     def _located(self) -> list[_Root]:
         """The combinations of each kind in turn: what an earlier one explains is not looked for again."""
         found: list[_Root] = []
+        candidates = list(self._levels.values())
         for kind in (RAISES, FORWARD, GRADIENTS, CHECK):
             names = sorted((name for name in self._signals if _kind(name) == kind), key=_plainest)
             if kind == CHECK and any(root.kind != RAISES for root in found):
@@ -118,10 +119,12 @@ class _Evidence:
             groups = [{name: signals[name]} for name in names] if kind == RAISES else [_together(signals), red]
             for group in groups:
                 before = [root.combination for root in found if RAISES not in (kind, root.kind)]
-                for one in locating.locate(list(self._levels.values()), group, before)[: 1 if kind == RAISES else None]:
+                for one in locating.locate(candidates, group, before)[: 1 if kind == RAISES else None]:
                     if kind == CHECK and not one.levels:
                         continue  # that checks fail in every case does not make them fail by one cause
-                    found.append(_Root(kind, locating.clearest(one, red if kind != RAISES else group), one))
+                    told = red if kind != RAISES else group
+                    name = locating.clearest(one, told)
+                    found.append(_Root(kind, name, locating.with_alike(candidates, one, told[name])))
         return found
 
     def _open(self, name: str) -> Signal:
