@@ -280,7 +280,9 @@ def behind_mask_text(found: BehindMask) -> str:
 
 def explained_text(found: Explained) -> str:
     """What a declaration would explain."""
-    return f"{counted(found.count, 'failure')} in {', '.join(found.checks)} would pass as declared {found.remedy}"
+    of = f" of {found.tried:,} on which it was tried" if found.tried > found.count else ""
+    failures = f"{counted(found.count, 'failure')}{of}"
+    return f"{failures} in {', '.join(found.checks)} would pass as declared {found.remedy}"
 
 
 def flags_differ_text(found: FlagsDiffer) -> str:

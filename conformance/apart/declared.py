@@ -46,6 +46,7 @@ def told(implementation: Implementation) -> dict[str, Any]:
             "causal": support.causal,
             "narrow": support.narrow,
             "storage": support.storage,
+            "others": list(support.others),
         }
         if isinstance(support, PlainSupport)
         else None,
@@ -80,7 +81,11 @@ def understood(said: Mapping[str, Any], call: Callable[..., Any], asks: Callable
     if said["plain"] is not None:
         plain = said["plain"]
         supports = PlainSupport(
-            frozenset(plain["parameters"]), plain["causal"], bool(plain["narrow"]), plain["storage"]
+            frozenset(plain["parameters"]),
+            plain["causal"],
+            bool(plain["narrow"]),
+            plain["storage"],
+            tuple(map(printable, plain["others"])),
         )
     fields: dict[str, Any] = {name: said[name] for name in _PLAIN}
     fields["description"] = printable(said["description"])
