@@ -271,13 +271,22 @@ def pull_back(function: Callable[[Arrays], Any], arrays: Arrays, cotangent: Any)
 
     A value in another floating-point dtype than it should have is a failure of its own. It is differentiated all the
     same: the cotangent is given in that dtype.
+
+    Raises:
+      WrongReturn: if the value has another shape than the cotangent.
     """
     moving = {name: x for name, x in arrays.items() if name in GRADIENT_OF}
     fixed = {name: x for name, x in arrays.items() if name not in GRADIENT_OF}
     primal, pullback = jax.vjp(lambda m: function({**m, **fixed}), moving)
     if jax.tree.structure(primal) == jax.tree.structure(cotangent):  # type: ignore[operator] # untyped upstream
+        jax.tree.map(lambda name, x, dx: mishaps.check_shape(name, x, dx.shape), _named(primal), primal, cotangent)
         cotangent = jax.tree.map(_in_dtype_of, primal, cotangent)
     return primal, pullback(cotangent)[0]
+
+
+def _named(primal: Any) -> Any:
+    """The names of what is differentiated: `out`, or `out` and `logsumexp`."""
+    return ("out", "logsumexp") if isinstance(primal, tuple) else "out"
 
 
 def _in_dtype_of(value: Any, cotangent: Any) -> Any:

@@ -22,6 +22,7 @@ from reports.causes.levels import Level, fields_of, plainness
 
 _NAMED = 5  # checks and results that a line names
 _LONGEST = 120
+_ERROR = re.compile(r"[A-Z]\w*(:|$)")
 _LETTERS = {
     "batch": "B=",
     "q_length": "T=",
@@ -152,7 +153,8 @@ def _what(finding: Finding) -> str:
     if finding.kind == RAISES:
         line = line_that_raises(record.reason)
         message = record.reason[: line.start()].strip() if line else record.reason
-        return f"raises {message if len(message) <= _LONGEST else f'{message[:_LONGEST]}…'}"
+        message = message if len(message) <= _LONGEST else f"{message[:_LONGEST]}…"
+        return f"raises {message}" if _ERROR.match(message) else message  # what returned is wrong is a sentence
     if finding.kind == BEHIND_MASK:
         return "NaN or infinity behind the mask reaches the results"
     if finding.kind == UNEXPECTED:
