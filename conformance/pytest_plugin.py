@@ -120,6 +120,8 @@ class _Gate:
         if self._lent is None:
             self._lent = lent.lend()
         node.workerinput[_NAME] = self._lent
+        if self._planned is not None:
+            gate.tell_worker(node.workerinput, self._planned)
 
     def check_options(self) -> None:
         """Refuse options that cannot be carried out, before anything is collected or judged."""

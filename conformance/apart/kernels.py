@@ -19,12 +19,14 @@ class Kernels:
       in_process: whether all of them run in the judge's process, for debugging.
       seconds: that one call may take, if it is said.
       gib: of memory that a kernel's process may take, if it is said.
+      said: what kernels have said of themselves to a process that has this one judge them too, by name.
     """
 
     products: Products | None = None
     in_process: bool = False
     seconds: float | None = None
     gib: float | None = None
+    said: tuple[tuple[str, str], ...] = ()
 
     @property
     def options(self) -> tuple[str, ...]:
@@ -40,4 +42,5 @@ class Kernels:
         """The implementation called `name`. Raises `registry.ImplementationNotFound` with one line that says why."""
         if self.in_process or registry.is_ours(name) or not registry.may_be_found(name):
             return registry.find(name, products=self.products)
-        return executor.find(name, self.products, Limits.of(self.seconds, self.gib))
+        limits = Limits.of(self.seconds, self.gib)
+        return executor.find(name, self.products, limits, dict(self.said).get(name, ""))
