@@ -77,6 +77,9 @@ def said(implementation: Implementation) -> str:
         ("writes", "PermissionError: [Errno 13] Permission denied"),
         ("writes_to_shared_memory", "PermissionError: [Errno 13] Permission denied"),
         ("writes_to_a_device", "OddError: written"),
+        ("writes_to_a_console", "PermissionError: [Errno 13] Permission denied"),
+        ("sets_the_clock", "PermissionError: [Errno 1] Operation not permitted"),
+        ("switches_jit_off", "Lost: the kernel has replaced jax.jit (jax_disable_jit) in its process"),
         ("connects", "PermissionError: [Errno 13] Permission denied"),
         ("connects_among_files", "PermissionError: [Errno 13] Permission denied"),
         ("limits_the_judge", "PermissionError: [Errno 1] Operation not permitted"),
@@ -310,7 +313,7 @@ def test_a_kernel_that_does_not_load_is_one_line(name: str, tmp_path: Path) -> N
         [1],
         {"declared": {}, "backend": "cpu"},
         {"declared": {}, "backend": "cpu", "count": "one"},
-        {"declared": {}, "backend": "cpu", "count": 1},
+        {"declared": {}, "backend": "cpu", "count": 4},
     ],
     ids=str,
 )
@@ -326,7 +329,7 @@ def test_a_kernel_goes_by_the_name_that_it_is_found_by(tmp_path: Path) -> None:
         "from conformance.calling.plain import from_function\n"
         "from tests.apart.kernels import forges, right\n"
         "told = declared.told(from_function(right, 'dot_product'))\n"
-        "attention = forges({'declared': told, 'backend': 'cpu', 'count': 1})\n"
+        "attention = forges({'declared': told, 'backend': 'cpu', 'count': 4})\n"
     )
     found = Kernels().find(f"{tmp_path}/named.py:attention")
     process_of(found).end()
@@ -347,6 +350,36 @@ def test_what_cannot_say_what_it_supports_is_an_error_of_the_case(what: str, tmp
     (record,) = Runner(Settings()).run([Job(found, CASE, (BY_NAME["forward"],))])
     process_of(found).end()
     assert (record.check, record.verdict) == ("support", records.ERROR)
+
+
+def test_a_kernel_says_of_itself_what_it_said_first() -> None:
+    said = executor.said_by([Kernels().find(f"{HERE}/declares.py:IMPLEMENTATION")])
+    name, text = said[0]
+    with pytest.raises(
+        registry.ImplementationNotFound, match=r"otherwise than when it was first loaded of: .*arithmetic"
+    ):
+        executor.find(name, None, LIMITS, text.replace('"products": "exact"', '"products": "bf16"'))
+    process.end_all()
+
+
+def test_a_kernel_that_hides_devices_is_one_line(tmp_path: Path) -> None:
+    flag = "--xla_force_host_platform_device_count=1"
+    (tmp_path / "hides.py").write_text(
+        f"import os\nos.environ['XLA_FLAGS'] = '{flag}'\nfrom tests.apart.kernels import right as attention\n"
+    )
+    with pytest.raises(registry.ImplementationNotFound, match="its process has 1 of 4 devices"):
+        Kernels().find(f"{tmp_path}/hides.py:attention")
+
+
+def test_a_kernel_is_judged_again_in_a_process_that_has_the_flags_of_its_users(find: Find) -> None:
+    first = executor.executor_of(find("tells_its_flags"))
+    again = first.as_jax_compiles()
+    assert again is not None
+    with pytest.raises(Exception, match="xla_backend_optimization_level=0"):
+        first.forward(draw(CASE))
+    with pytest.raises(Exception, match="flags") as raised:
+        again.forward(draw(CASE))
+    assert "optimization_level" not in str(raised.value)
 
 
 def test_a_folder_of_any_depth_is_removed(find: Find) -> None:
