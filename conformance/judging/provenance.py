@@ -25,6 +25,7 @@ from conformance.judging.declarations import declared
 from conformance.judging.plan import Plan
 from conformance.judging.reach import usual_lengths
 from conformance.runs import Kernel, Planned, Run
+from conformance.truth import tolerances
 
 _HOME = Path(__file__).resolve().parent.parent.parent
 _OURS = ("cases", "conformance", "impls", "reports")
@@ -55,7 +56,7 @@ def recorded_run(
     *,
     command: str,
     level: str,
-    tolerances: Iterable[Mapping[str, Any]],
+    limits: Iterable[Mapping[str, Any]],
     seeds: Sequence[int] = (),
     narrowed: str = "",
     query: Mapping[str, Any] | None = None,
@@ -63,6 +64,7 @@ def recorded_run(
     kernels: Kernels | None = None,
 ) -> Run:
     """What holds for the records of a run that begins now."""
+    table = tuple(limits)
     return Run(
         started=now(),
         command=command,
@@ -72,9 +74,9 @@ def recorded_run(
         query=query or {},
         shard=shard,
         environment=environment.describe() | project(),
-        tolerances=tuple(tolerances),
+        tolerances=table,
         kernels={
-            implementation.name: _kernel(implementation, planned, kernels or Kernels())
+            implementation.name: _kernel(implementation, planned, kernels or Kernels(), _raised(table))
             for implementation in implementations
         },
         jobs=tuple(
@@ -113,7 +115,14 @@ def _commit() -> str:
     return done.stdout.strip() or "unknown"
 
 
-def _kernel(implementation: Implementation, planned: Plan, kernels: Kernels) -> Kernel:
+def _raised(limits: Iterable[Mapping[str, Any]]) -> tuple[str, ...]:
+    """The limits that are larger than ours: whoever is judged by them has less asked of it."""
+    ours = {(row["dtype"], row["observable"]): row["limit"] for row in tolerances.default().rows()}
+    larger = (row for row in limits if row["limit"] > ours.get((row["dtype"], row["observable"]), 0.0))
+    return tuple(f"limit of {row['dtype']}.{row['observable']} {row['limit']:g}" for row in larger)
+
+
+def _kernel(implementation: Implementation, planned: Plan, kernels: Kernels, raised: tuple[str, ...]) -> Kernel:
     package, source = _origin(implementation.name)
     arrays = planned.arrays.get(implementation.name)
     cases = [job.case for job in planned.jobs if job.implementation.name == implementation.name and job.on_grid]
@@ -121,7 +130,7 @@ def _kernel(implementation: Implementation, planned: Plan, kernels: Kernels) -> 
         package=package,
         source=source,
         declared=_declared(implementation),
-        asks_less=tuple(declared(implementation)),
+        asks_less=(*declared(implementation), *raised),
         block_lengths=tuple(usual_lengths(implementation, cases)),
         arrays=arrays.arrays if arrays is not None else (),
         declined=arrays.declined if arrays is not None else 0,

@@ -306,36 +306,6 @@ def test_a_kernel_that_does_not_load_is_one_line(name: str, tmp_path: Path) -> N
     assert "\n" not in str(raised.value)
 
 
-@pytest.mark.parametrize(
-    "said",
-    [
-        None,
-        [1],
-        {"declared": {}, "backend": "cpu"},
-        {"declared": {}, "backend": "cpu", "count": "one"},
-        {"declared": {}, "backend": "cpu", "count": 4},
-    ],
-    ids=str,
-)
-def test_what_is_no_declaration_is_one_line(said: object, tmp_path: Path) -> None:
-    (tmp_path / "forged.py").write_text(f"from tests.apart.kernels import forges\nattention = forges({said!r})\n")
-    with pytest.raises(registry.ImplementationNotFound, match=r"what is no answer|what no implementation can"):
-        Kernels().find(f"{tmp_path}/forged.py:attention")
-
-
-def test_a_kernel_goes_by_the_name_that_it_is_found_by(tmp_path: Path) -> None:
-    (tmp_path / "named.py").write_text(
-        "from conformance.apart import declared\n"
-        "from conformance.calling.plain import from_function\n"
-        "from tests.apart.kernels import forges, right\n"
-        "told = declared.told(from_function(right, 'dot_product'))\n"
-        "attention = forges({'declared': told, 'backend': 'cpu', 'count': 4})\n"
-    )
-    found = Kernels().find(f"{tmp_path}/named.py:attention")
-    process_of(found).end()
-    assert found.name == f"{tmp_path}/named.py:attention"
-
-
 @pytest.mark.parametrize("what", ["raise BrokenPipeError('gone')", "os._exit(0)"])
 def test_what_cannot_say_what_it_supports_is_an_error_of_the_case(what: str, tmp_path: Path) -> None:
     (tmp_path / "mute.py").write_text(
@@ -350,36 +320,6 @@ def test_what_cannot_say_what_it_supports_is_an_error_of_the_case(what: str, tmp
     (record,) = Runner(Settings()).run([Job(found, CASE, (BY_NAME["forward"],))])
     process_of(found).end()
     assert (record.check, record.verdict) == ("support", records.ERROR)
-
-
-def test_a_kernel_says_of_itself_what_it_said_first() -> None:
-    said = executor.said_by([Kernels().find(f"{HERE}/declares.py:IMPLEMENTATION")])
-    name, text = said[0]
-    with pytest.raises(
-        registry.ImplementationNotFound, match=r"otherwise than when it was first loaded of: .*arithmetic"
-    ):
-        executor.find(name, None, LIMITS, text.replace('"products": "exact"', '"products": "bf16"'))
-    process.end_all()
-
-
-def test_a_kernel_that_hides_devices_is_one_line(tmp_path: Path) -> None:
-    flag = "--xla_force_host_platform_device_count=1"
-    (tmp_path / "hides.py").write_text(
-        f"import os\nos.environ['XLA_FLAGS'] = '{flag}'\nfrom tests.apart.kernels import right as attention\n"
-    )
-    with pytest.raises(registry.ImplementationNotFound, match="its process has 1 of 4 devices"):
-        Kernels().find(f"{tmp_path}/hides.py:attention")
-
-
-def test_a_kernel_is_judged_again_in_a_process_that_has_the_flags_of_its_users(find: Find) -> None:
-    first = executor.executor_of(find("tells_its_flags"))
-    again = first.as_jax_compiles()
-    assert again is not None
-    with pytest.raises(Exception, match="xla_backend_optimization_level=0"):
-        first.forward(draw(CASE))
-    with pytest.raises(Exception, match="flags") as raised:
-        again.forward(draw(CASE))
-    assert "optimization_level" not in str(raised.value)
 
 
 def test_a_folder_of_any_depth_is_removed(find: Find) -> None:
