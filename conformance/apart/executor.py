@@ -12,6 +12,7 @@ from conformance import environment
 from conformance.apart import declared
 from conformance.apart.kernel_process import Order
 from conformance.apart.process import KernelProcess, Limits, Lost, NotLoaded
+from conformance.apart.said import MOST_WORDS
 from conformance.calling import mishaps
 from conformance.calling.execution import Executor, P, Returned
 from conformance.calling.registry import ImplementationNotFound
@@ -43,7 +44,7 @@ class Elsewhere:
         except (Exception, Lost) as error:
             why = str(error) if isinstance(error, Lost) else mishaps.told(error)
             raise CannotSay(f"{self.process.name} cannot say whether it supports {case.id}: {why}") from error
-        return None if found is None else printable(str(found))
+        return None if found is None else printable(str(found)[:MOST_WORDS])
 
 
 class ApartExecutor(Executor):

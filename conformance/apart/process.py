@@ -20,7 +20,7 @@ from typing import Any
 from conformance import environment, records
 from conformance.apart import keeper, kernel_process, said, scratch, wire
 from conformance.apart.kernel_process import LENGTH, Load, Order
-from conformance.apart.said import Said
+from conformance.apart.said import MOST_WORDS, Said
 from conformance.calling import mishaps
 from conformance.forking import forked
 from conformance.forking.forked import Forked
@@ -382,9 +382,9 @@ def _returned(message: Any, running: _Running) -> Any:
     raised = message.get("raised") if isinstance(message, dict) else None
     if not (isinstance(raised, dict) and isinstance(raised.get("kinds"), list)):
         raise Lost("the kernel's process answered with what is no answer")
-    error = _exception(str(raised.get("type")), raised["kinds"], str(raised.get("message")))
+    error = _exception(str(raised.get("type")), raised["kinds"], str(raised.get("message"))[:MOST_WORDS])
     why = _CONFINED if isinstance(error, PermissionError) else ""
-    mishaps.tell(error, f"{raised.get('told')}{why}{running.printed()}")
+    mishaps.tell(error, f"{str(raised.get('told'))[:MOST_WORDS]}{why}{running.printed()}")
     raise error
 
 

@@ -15,6 +15,9 @@ import jax
 
 from conformance.records import printable
 
+MOST_WORDS = 10_000
+"""Characters of a message or reason of a kernel's; what is longer is cut, since each of its records has it."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Said:

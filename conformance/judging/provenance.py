@@ -30,6 +30,7 @@ from conformance.truth import tolerances
 _HOME = Path(__file__).resolve().parent.parent.parent
 _OURS = ("cases", "conformance", "impls", "reports")
 _DIGITS = 12  # of a digest: enough to tell sources apart
+_LARGEST = 2**26  # bytes of a file that a digest is of: what is larger is weights, and no source
 # Fields of an implementation that are data, and say what is asked of it.
 _DECLARED = (
     "unsupported",
@@ -180,26 +181,38 @@ def _origin(name: str) -> tuple[str, str]:
 
 
 def _with_neighbours(file: Path) -> list[Path]:
-    """A file and the modules and packages beside it that it imports, directly or not."""
+    """A file and what lies beside it that it imports, or names in a text as what it loads, directly or not."""
     found: dict[Path, None] = {}
     waiting = [file]
     while waiting:
-        if (path := waiting.pop()) in found or not path.is_file():
+        if (path := waiting.pop()) in found or not _is_file(path):
             continue
         found[path] = None
-        for name in sorted(_imported(path)):
+        imported, texts = _named(path) if path.suffix == ".py" else (set(), set())
+        for name in sorted(imported):
             waiting += [file.parent / f"{name}.py", *sorted((file.parent / name).rglob("*.py"))]
+        waiting += [file.parent / text for text in sorted(texts)]
     return list(found)
 
 
-def _imported(file: Path) -> set[str]:
+def _is_file(path: Path) -> bool:
     try:
-        tree = ast.parse(file.read_bytes())
+        return path.is_file() and path.stat().st_size <= _LARGEST
+    except (OSError, ValueError):  # a text that is no path
+        return False
+
+
+def _named(file: Path) -> tuple[set[str], set[str]]:
+    """The modules that a file imports, and its texts that may name files beside it."""
+    try:
+        nodes = list(ast.walk(ast.parse(file.read_bytes())))
     except (SyntaxError, ValueError):
-        return set()
-    modules = [name.name for node in ast.walk(tree) if isinstance(node, ast.Import) for name in node.names]
-    modules += [node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module]
-    return {module.partition(".")[0] for module in modules}
+        return set(), set()
+    modules = [name.name for node in nodes if isinstance(node, ast.Import) for name in node.names]
+    modules += [node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module]
+    texts = {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+    beside = {text for text in texts if text and not text.startswith(("/", "."))}
+    return {module.partition(".")[0] for module in modules}, beside | {f"{text}.py" for text in beside}
 
 
 @functools.cache
