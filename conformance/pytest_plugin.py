@@ -307,7 +307,10 @@ class _Gate:
             self._add_stale()
         for record in self._stale:
             self._add_failure(f"expectations[{record.implementation}-{record.case}]", record.reason)
-        if sentence := gate.nothing_judged(self._records, self._config.getoption("--require-platform")):
+        sentence = gate.nothing_judged(self._records, self._config.getoption("--require-platform"))
+        if not sentence and session.exitstatus == 0:
+            sentence = gate.nothing_asked(self._config, self._planned, self._records)
+        if sentence:
             self._add_failure("something_is_judged", sentence)
         if (self._stale or sentence) and session.exitstatus == 0:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED

@@ -1,6 +1,6 @@
 """Limits: a soft cap that goes to infinity is no cap, a sink to minus infinity no sink, a sink to infinity no keys.
 
-A bias of minus infinity hides a key, and queries of zeros weigh all keys alike.
+And a bias of minus infinity hides a key.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def limits(subject: Subject) -> Iterator[Judgement]:
     """Soft caps of 2**20, and sinks of -1e30 or -inf, give the results without; high sinks take all the weight.
 
     Faint sinks have the gradient that they should, heads do not feel each other's sinks, and logits far beyond the cap
-    are the cap. With a bias of -inf results are those of a mask that hides the same keys. Queries of zeros are right.
+    are the cap. With a bias of -inf results are those of a mask that hides the same keys.
     """
     problem = subject.problem
     if problem.soft_cap is not None:
@@ -66,8 +66,6 @@ def limits(subject: Subject) -> Iterator[Judgement]:
             yield from apart("sinks_apart", functools.partial(right_on, subject, _with_sinks_apart(subject)))
         if subject.with_gradients and "dsinks" in subject.implementation.gradients:
             yield from _faint_sinks(subject)
-    if not depends_on_data(problem.mask):
-        yield from apart("alike", functools.partial(right_on, subject, _alike(problem)))
     if problem.kv_scales is None and not depends_on_data(problem.mask):
         yield from apart("nan", functools.partial(_nan_stays, subject))
     if problem.bias is not None:
@@ -81,12 +79,6 @@ def limits(subject: Subject) -> Iterator[Judgement]:
             yield from apart("emptying_bias", functools.partial(_hiding_bias, subject, plain, _some_rows(plain)))
         if problem.sinks is not None:
             yield from apart("sinks_alone", functools.partial(_sinks_alone, subject, problem.without("soft_cap")))
-
-
-def _alike(problem: Problem) -> Problem:
-    """Queries of zeros, as padding has them, without a bias: every logit is 0, and no key is the largest."""
-    bias = None if problem.bias is None else np.zeros_like(problem.bias)
-    return dataclasses.replace(problem, q=np.zeros_like(problem.q), bias=bias)
 
 
 def _some_keys(problem: Problem) -> np.ndarray:

@@ -174,6 +174,13 @@ def nothing_judged(found: list[Record], required: str | None) -> str:
     return ""
 
 
+def nothing_asked(config: pytest.Config, planned: Plan | None, found: list[Record]) -> str:
+    """What is wrong where no test was run although nobody asked for that: settings may have said so."""
+    if planned is None or found or {"--collect-only", "--collectonly", "--co"} & set(config.invocation_params.args):
+        return ""
+    return "nothing was judged: no test was run (see addopts in the settings of pytest)"
+
+
 def table(found: list[Record]) -> list[str]:
     """Counts of verdicts by implementation and platform, as aligned lines."""
     counts: dict[str, Counter[str]] = {}
