@@ -119,19 +119,22 @@ class ApartExecutor(Executor):
         return self._process.said.count
 
 
-def find(name: str, products: str | None, limits: Limits, first: str = "") -> Implementation:
+def find(
+    name: str, products: str | None, limits: Limits, problem: str | None = None, first: str = ""
+) -> Implementation:
     """The implementation called `name`, in a process of its own: all that is here is what it declares.
 
     Args:
       name: as `--impl` has it.
       products: what `--products` says.
       limits: of one call.
+      problem: the named problem whose operands it takes, if it is said.
       first: what it said of itself to another process that judges it with this one (`said_by`), if there is one.
 
     Raises:
       ImplementationNotFound: with one line that says why.
     """
-    elsewhere = Elsewhere(KernelProcess(name, products, limits, first))
+    elsewhere = Elsewhere(KernelProcess(name, products, limits, problem, first))
     try:
         # It goes by the name that it is found by, whatever it calls itself: that may be another's.
         return declared.understood({**elsewhere.process.said.declared, "name": name}, elsewhere, elsewhere.supports)

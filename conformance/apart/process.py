@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import builtins
 import collections
 import contextlib
 import dataclasses
@@ -18,7 +17,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from conformance import environment, records
-from conformance.apart import keeper, kernel_process, said, scratch, wire
+from conformance.apart import keeper, kernel_process, raised_by, said, scratch, wire
 from conformance.apart.kernel_process import LENGTH, Load, Order
 from conformance.apart.said import MOST_WORDS, Said
 from conformance.calling import mishaps
@@ -85,7 +84,13 @@ class KernelProcess:
     """The process of one kernel. It is started when it is first asked, and again after it was lost."""
 
     def __init__(
-        self, name: str, products: str | None, limits: Limits, first: str = "", environ: Mapping[str, str] | None = None
+        self,
+        name: str,
+        products: str | None,
+        limits: Limits,
+        problem: str | None = None,
+        first: str = "",
+        environ: Mapping[str, str] | None = None,
     ) -> None:
         """For the kernel that goes by `name`; nothing is started yet.
 
@@ -95,7 +100,7 @@ class KernelProcess:
         self.name, self.limits = name, limits
         self._first, self._environ = first, dict(environ or {})
         self._own_flags: KernelProcess | None = None
-        self._products = products
+        self._products, self._problem = products, problem
         self._lives: list[_Running] = []  # the one that there is, if it runs
         self._begun: collections.deque[_Begun] = collections.deque()  # what nobody has asked for yet
         self._said: Said | None = None
@@ -116,7 +121,9 @@ class KernelProcess:
         """Another process of the same kernel, whose programs are compiled as JAX compiles by itself."""
         if self._own_flags is None:
             flags = environment.own_flags()
-            self._own_flags = KernelProcess(self.name, self._products, self.limits, self.said.text, flags)
+            self._own_flags = KernelProcess(
+                self.name, self._products, self.limits, self._problem, self.said.text, flags
+            )
         return self._own_flags
 
     def begin(self, order: Order) -> None:
@@ -184,7 +191,7 @@ class KernelProcess:
         self._lives.append(running)
         try:
             patient = dataclasses.replace(self.limits, seconds=max(self.limits.seconds, _LOADING))
-            found = _returned(running.load(self.name, self._products, patient), running)
+            found = _returned(running.load(self.name, self._products, self._problem, patient), running)
         except Lost as lost:
             self.end()
             raise NotLoaded(f"{self.name} does not load: {lost}") from lost
@@ -243,9 +250,9 @@ class _Running:
         self._listener = threading.Thread(target=self._listen, daemon=True)
         self._listener.start()
 
-    def load(self, name: str, products: str | None, limits: Limits) -> Any:
+    def load(self, name: str, products: str | None, problem: str | None, limits: Limits) -> Any:
         """What it answers to having loaded the kernel."""
-        load = Load(name, products, (os.getcwd(), *sys.path), self._scratch)
+        load = Load(name, products, problem, (os.getcwd(), *sys.path), self._scratch)
         self._write(wire.packed(load), time.monotonic() + limits.seconds)
         self.confined = str(self.hear(limits))  # said before anything of the kernel's runs
         return self.hear(limits)
@@ -382,18 +389,7 @@ def _returned(message: Any, running: _Running) -> Any:
     raised = message.get("raised") if isinstance(message, dict) else None
     if not (isinstance(raised, dict) and isinstance(raised.get("kinds"), list)):
         raise Lost("the kernel's process answered with what is no answer")
-    error = _exception(str(raised.get("type")), raised["kinds"], str(raised.get("message"))[:MOST_WORDS])
+    error = raised_by.exception(str(raised.get("type")), raised["kinds"], str(raised.get("message"))[:MOST_WORDS])
     why = _CONFINED if isinstance(error, PermissionError) else ""
     mishaps.tell(error, f"{str(raised.get('told'))[:MOST_WORDS]}{why}{running.printed()}")
     raise error
-
-
-def _exception(name: str, kinds: list[Any], message: str) -> Exception:
-    """An exception of the same name and built-in type, which no code of the kernel takes part in."""
-    known = (vars(builtins).get(kind) for kind in kinds if isinstance(kind, str))
-    bases = [kind for kind in known if isinstance(kind, type) and issubclass(kind, Exception)]
-    for base in (*bases, RuntimeError):
-        kind = base if base.__name__ == name else type(name[:80] if name.isidentifier() else "KernelError", (base,), {})
-        with contextlib.suppress(TypeError):  # some take more than a message
-            return kind(message)
-    raise AssertionError("RuntimeError takes a message")

@@ -115,7 +115,7 @@ def kernels(config: pytest.Config) -> Kernels:
     option = config.getoption
     limits = option("--conformance-timeout"), option("--conformance-memory")
     said = tuple((name, text) for name, text in getattr(config, "workerinput", {}).get(_SAID, ()))
-    return Kernels(None, option("--conformance-in-process"), *limits, said)
+    return Kernels(None, option("--conformance-in-process"), *limits, said=said)
 
 
 def tell_worker(told: dict[str, object], planned: Plan) -> None:

@@ -61,7 +61,7 @@ def test_a_kernel_says_of_itself_what_it_said_first() -> None:
     with pytest.raises(
         registry.ImplementationNotFound, match=r"otherwise than when it was first loaded of: .*arithmetic"
     ):
-        executor.find(name, None, LIMITS, text.replace('"products": "exact"', '"products": "bf16"'))
+        executor.find(name, None, LIMITS, first=text.replace('"products": "exact"', '"products": "bf16"'))
 
 
 def test_a_kernel_that_hides_devices_is_one_line(tmp_path: Path) -> None:
