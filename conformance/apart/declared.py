@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, get_args
 
 from cases.case import Case
+from conformance.apart.said import MOST_WORDS
 from conformance.calling.execution import Executor
 from conformance.calling.plain import PlainSupport
 from conformance.contract import Accelerator, Arithmetic, BehindMask, EmptyRows, Implementation
@@ -88,12 +89,12 @@ def understood(said: Mapping[str, Any], call: Callable[..., Any], asks: Callable
             tuple(map(printable, plain["others"])),
         )
     fields: dict[str, Any] = {name: said[name] for name in _PLAIN}
-    fields["description"] = printable(said["description"])
+    fields["description"] = printable(said["description"][:MOST_WORDS])
     fields |= {name: frozenset(said[name]) for name in _SETS}
     return Implementation(
         call=call,
         **fields,
-        unsupported={feature: printable(reason) for feature, reason in said["unsupported"].items()},
+        unsupported={feature: printable(reason[:MOST_WORDS]) for feature, reason in said["unsupported"].items()},
         arithmetic=Arithmetic(**said["arithmetic"]),
         storage=said["storage"],
         checkpoint_names=tuple(said["checkpoint_names"]),

@@ -14,6 +14,7 @@ import numpy as np
 
 from cases.inputs import Cotangent, Problem
 from cases.operands import GRADIENT_OF, OPERANDS
+from conformance import environment
 from conformance.calling import (
     mask_tree,  # noqa: F401  registers masks with JAX
     mishaps,
@@ -96,9 +97,10 @@ class Executor:
         else:
             self.begin(_gradients_lse, problem, cotangent.out, cotangent.logsumexp)
 
-    def compiling_by(self, options: Mapping[str, bool | int]) -> Executor:
-        """The executor of the same call with other compiler options."""
-        return Executor(self.implementation, options)
+    def as_jax_compiles(self) -> Executor | None:
+        """The executor of the same call whose programs are compiled as JAX does by itself; none if all are."""
+        options = environment.own_options()
+        return Executor(self.implementation, options) if options else None
 
     def anew(self) -> Executor:
         """The executor of the same call with no options, which has compiled nothing yet."""

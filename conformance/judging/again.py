@@ -25,7 +25,7 @@ import dataclasses
 import math
 from collections.abc import Collection, Iterable
 
-from conformance import environment, records
+from conformance import records
 from conformance.asking.judgement import Judgement, guarded
 from conformance.asking.scopes import DECODED, ENSEMBLE, GRID, INTERPRETED
 from conformance.asking.subject import Subject
@@ -47,8 +47,7 @@ class Again:
 
     def __init__(self, executor: Executor, confirmed: float = CONFIRMED) -> None:
         """For what `executor` runs; `confirmed` failures of a check and result are enough, and 0 are never made."""
-        options = environment.own_options()
-        self._executor = executor.compiling_by(options) if options else None
+        self._executor = executor.as_jax_compiles()
         self._enough = confirmed
         self._confirmed: collections.Counter[tuple[str, str]] = collections.Counter()
         self._remedies: dict[tuple[str, str], Remedy | None] = {}  # by check and dtype

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Iterator
@@ -225,3 +226,6 @@ def test_what_asks_less_than_the_defaults_is_told() -> None:
         "block_sums=64",
         'behind_mask="finite"',
     ]
+    lacking = Implementation(name="it", call=only_three, gradients=frozenset({"dv"}))
+    assert declared(lacking) == ["no dq dk"]
+    assert declared(dataclasses.replace(lacking, unsupported={"train": "it reads a cache"})) == []
