@@ -120,6 +120,8 @@ class _Gate:
         if self._lent is None:
             self._lent = lent.lend()
         node.workerinput[_NAME] = self._lent
+        if self._planned is not None:
+            gate.tell_worker(node.workerinput, self._planned)
 
     def check_options(self) -> None:
         """Refuse options that cannot be carried out, before anything is collected or judged."""
@@ -305,7 +307,10 @@ class _Gate:
             self._add_stale()
         for record in self._stale:
             self._add_failure(f"expectations[{record.implementation}-{record.case}]", record.reason)
-        if sentence := gate.nothing_judged(self._records, self._config.getoption("--require-platform")):
+        sentence = gate.nothing_judged(self._records, self._config.getoption("--require-platform"))
+        if not sentence and session.exitstatus == 0:
+            sentence = gate.nothing_asked(self._config, self._planned, self._records)
+        if sentence:
             self._add_failure("something_is_judged", sentence)
         if (self._stale or sentence) and session.exitstatus == 0:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
@@ -323,17 +328,14 @@ class _Gate:
         return runs.COMPLETE, ""
 
     def _finish(self, session: pytest.Session, how: str, reason: str) -> None:
-        from conformance import runs
         from conformance.commands.errors import CannotJudge
         from conformance.judging.journal import CannotWrite
 
         assert self._written is not None
-        assert self._runner is not None
-        option = self._config.getoption
-        seconds = [option(f"--conformance-{name}-seconds") for name in ("confirm", "diagnose")]
         try:
-            if how == runs.COMPLETE:
-                self._written.probe(self._runner, *seconds, beside_workers=self._lent is not None)
+            if not reason:
+                assert self._runner is not None
+                self._written.probe(self._runner, gate.seconds_beside(self._config), self._lent is not None)
             if worse := self._written.finish(how, reason, self._stale):
                 self._add_failure("baseline", worse)
                 session.exitstatus = session.exitstatus or pytest.ExitCode.TESTS_FAILED
@@ -386,9 +388,8 @@ class _Gate:
         terminalreporter.section("attention conformance")
         from conformance.commands.gate import annotated
 
-        found = self._written.told if self._written is not None else ()
-        counted = (*gate.table(self._records), *gate.places(self._described()))
-        for line in (*found, *counted, *annotated(self._records, self._written)):
+        told, places = self._written.told if self._written else [], gate.places(self._described())
+        for line in (*told, *gate.table(self._records), *places, *annotated(self._records, self._written)):
             terminalreporter.write_line(line)
 
 

@@ -55,7 +55,7 @@ def described(
         narrowed=narrowed,
         query={"pytest": list(arguments)},
         shard=shard,
-        tolerances=settings.tolerances.rows(),
+        limits=settings.tolerances.rows(),
         kernels=kernels,
     )
 
@@ -119,8 +119,8 @@ class Written:
         else:
             self._journal.job(job, found)
 
-    def probe(self, runner: Runner, confirm: float | None, diagnose: float | None, *, beside_workers: bool) -> None:
-        """Confirm findings and diagnose them by the process that reports; seconds as `budget.Budget` has them.
+    def probe(self, runner: Runner, seconds: Sequence[float | None], beside_workers: bool) -> None:
+        """Confirm findings and diagnose them by the process that reports, in the seconds of a `budget.Budget`.
 
         Workers have ended their tests by then, and still hold an accelerator: beside them there is neither there.
 
@@ -133,8 +133,8 @@ class Written:
             return
         said = Console(file=(text := io.StringIO()), width=_WIDEST)
         spent = time.perf_counter() - self._started
-        kernels, seconds = list(self._implementations.values()), budget.Budget(confirm, diagnose)
-        budget.ask(self._journal, kernels, runner, seconds, spent=spent, console=said)
+        kernels, allowed = list(self._implementations.values()), budget.Budget(*seconds)
+        budget.ask(self._journal, kernels, runner, allowed, spent=spent, console=said)
         self.told += text.getvalue().splitlines()
 
     @property
