@@ -386,10 +386,9 @@ class _Gate:
                     terminalreporter.write_line(line)
             return
         terminalreporter.section("attention conformance")
-        from conformance.commands.gate import annotated
+        from conformance.commands.gate import told
 
-        told, places = self._written.told if self._written else [], gate.places(self._described())
-        for line in (*told, *gate.table(self._records), *places, *annotated(self._records, self._written)):
+        for line in told(self._records, gate.places(self._described()), self._written):
             terminalreporter.write_line(line)
 
 

@@ -18,7 +18,7 @@ from conformance.commands import annotate, compare
 from conformance.commands.errors import CannotJudge
 from conformance.commands.outputs import Outputs, step_summary
 from conformance.commands.probes import budget, diagnose
-from conformance.judging import provenance
+from conformance.judging import gate, provenance
 from conformance.judging.evidence import gather
 from conformance.judging.journal import Journal, Unlike, to_go_on
 from conformance.judging.plan import Plan
@@ -196,8 +196,9 @@ def properties(recorded: Recorded, found: Sequence[Record], info: RunInfo) -> li
     return [(printable(name), printable(value)) for name, value in facts.items()]
 
 
-def annotated(found: Sequence[Record], written: Written | None) -> list[str]:
-    """The lines that annotate a run of the gate in GitHub Actions."""
+def told(found: list[Record], places: Sequence[str], written: Written | None) -> list[str]:
+    """What the terminal is told at the end: findings, counts, where kernels ran, what annotates it in GitHub Actions."""
+    counted = [*gate.table(found), *places]
     if written is None:
-        return annotate.annotated(found)
-    return annotate.annotated(found, written.changed, written.probes)
+        return [*counted, *annotate.annotated(found)]
+    return [*written.told, *counted, *annotate.annotated(found, written.changed, written.probes)]
