@@ -197,7 +197,7 @@ def properties(recorded: Recorded, found: Sequence[Record], info: RunInfo) -> li
 
 
 def told(found: list[Record], places: Sequence[str], written: Written | None) -> list[str]:
-    """What the terminal is told at the end: findings, counts, places of kernels, what annotates it in GitHub Actions."""
+    """What the terminal is told at the end: findings, counts, places of kernels, annotations of GitHub Actions."""
     counted = [*gate.table(found), *places]
     if written is None:
         return [*counted, *annotate.annotated(found)]
