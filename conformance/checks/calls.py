@@ -9,11 +9,12 @@ from typing import Any
 
 import numpy as np
 
-from cases import few_operands, mask_spec
+from cases import mask_spec
 from cases.inputs import Problem, draw
 from cases.masks import Dense
 from cases.serving.calls import other_masks
 from conformance import records
+from conformance.asking import few_operands
 from conformance.asking.judgement import Judgement, apart, unsupported
 from conformance.asking.subject import Subject
 from conformance.asking.turn import Turn, pullbacks_of

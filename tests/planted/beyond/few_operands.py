@@ -1,4 +1,4 @@
-"""Bugs of paths that are taken for one operand or none, and of lengths and sizes that cases with several do not have."""
+"""Bugs of paths that are taken for one operand or none, and of sizes that cases with several do not have."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ import numpy as np
 
 from conformance.sensitivity import PlantedBug
 from tests.planted.beyond.combined import Pulled, backward_by, pulled_back
-from tests.planted.planting.triggers import grouped, has, one_query, sixteen_bits, trains
-from tests.planted.planting.triggers import both as all_of
+from tests.planted.planting.triggers import both, grouped, has, one_query, sixteen_bits, trains
 from tests.planted.planting.wrapped import Arrays, Kernel, Statics, correct, planted
 
 _bug = functools.partial(planted, family="few operands")
@@ -171,7 +170,7 @@ BUGS: tuple[PlantedBug, ...] = (
         kind="causal.alignment",
         reference="inferred from mlx#2835 and pytorch#103082, for a path of one fused call",
         shows=_ALL,
-        trigger=all_of(has("causal", "unequal_lengths"), sixteen_bits),
+        trigger=both(has("causal", "unequal_lengths"), sixteen_bits),
     ),
     _bug(
         "plain-causal-backward-of-16-bits-hears-every-second-head",
@@ -179,7 +178,7 @@ BUGS: tuple[PlantedBug, ...] = (
         kind="gqa.sum-missing",
         reference="inferred from levanter#449, for a path without extras",
         shows=("dk", "dv"),
-        trigger=all_of(trains("causal"), sixteen_bits, grouped),
+        trigger=both(trains("causal"), sixteen_bits, grouped),
     ),
     _bug(
         "middle-of-an-odd-number-of-query-blocks-counts-twice",
@@ -195,7 +194,7 @@ BUGS: tuple[PlantedBug, ...] = (
         kind="segments.fast-path",
         reference="inferred from transformers PR 46634 (packing not detected on one path)",
         shows=("dq", "dk", "dv"),
-        trigger=all_of(trains("causal", "segment_ids"), sixteen_bits),
+        trigger=both(trains("causal", "segment_ids"), sixteen_bits),
     ),
     _bug(
         "backward-of-a-window-with-sinks-alone-has-no-sinks",
@@ -203,7 +202,7 @@ BUGS: tuple[PlantedBug, ...] = (
         kind="sink.no-grad",
         reference="inferred from flash-attn#1973 and PR 2706, for the pair that one model has",
         shows=("dq", "dk", "dv", "dsinks"),
-        trigger=all_of(trains("window", "sinks"), sixteen_bits),
+        trigger=both(trains("window", "sinks"), sixteen_bits),
     ),
     _bug(
         "backward-of-a-window-with-soft-cap-alone-has-no-cap",
@@ -211,7 +210,7 @@ BUGS: tuple[PlantedBug, ...] = (
         kind="cap.bwd-missing",
         reference="inferred from flash-attn PR 1033, for the pair that one model has",
         shows=("dq", "dk", "dv"),
-        trigger=all_of(trains("window", "soft_cap"), sixteen_bits),
+        trigger=both(trains("window", "soft_cap"), sixteen_bits),
     ),
     _bug(
         "dbias-of-pairs-is-that-of-the-first-row",
@@ -243,7 +242,7 @@ BUGS: tuple[PlantedBug, ...] = (
         kind="blocks.clamped",
         reference="inferred from loops over `jax.lax.dynamic_slice`, which moves a slice that reaches too far back",
         shows=_ALL,
-        trigger=all_of(has("causal"), lambda case: case.q_length > case.kv_length),
+        trigger=both(has("causal"), lambda case: case.q_length > case.kv_length),
     ),
     _bug(
         "a-lone-query-has-no-window",
@@ -251,7 +250,7 @@ BUGS: tuple[PlantedBug, ...] = (
         kind="window.decode-ignored",
         reference="inferred from mistral.rs#2094 (window not given to the decode kernel)",
         shows=_ALL,
-        trigger=all_of(has("window"), one_query),
+        trigger=both(has("window"), one_query),
     ),
     _bug(
         "few-queries-under-a-window-alone-see-all-that-follows",
@@ -259,7 +258,7 @@ BUGS: tuple[PlantedBug, ...] = (
         kind="window.right",
         reference="inferred from paths for decoding, in which nothing follows",
         shows=_ALL,
-        trigger=all_of(has("window"), lambda case: case.q_length <= 8),
+        trigger=both(has("window"), lambda case: case.q_length <= 8),
     ),
     _bug(
         "one-query-with-a-mask-and-sinks-alone-has-no-sinks",
@@ -267,7 +266,7 @@ BUGS: tuple[PlantedBug, ...] = (
         kind="sink.s1-vs-sN",
         reference="inferred from mlx#3452 (sinks in the path of one query)",
         shows=("out", "logsumexp"),
-        trigger=all_of(has("sinks"), one_query),
+        trigger=both(has("sinks"), one_query),
     ),
     _bug(
         "eager-mask-kept-by-its-first-row",

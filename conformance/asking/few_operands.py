@@ -40,7 +40,7 @@ _USUAL: dict[str, Any] = {
 # before whole blocks.
 _HEADS = (4, 2), (4, 4)
 _DTYPES = ("bf16", "f16", "f32")
-_BLOCKS = ({}, {"q_length": 128, "kv_length": 128})
+_BLOCKS: tuple[dict[str, Any], ...] = ({}, {"q_length": 128, "kv_length": 128})
 
 
 def forms_of(case: Case, call: Mapping[str, Any]) -> Iterator[Case]:
