@@ -148,6 +148,16 @@ def _served_without_sinks(arrays: Arrays, statics: Statics) -> Any:
     return correct(arrays, statics)
 
 
+def _pivot_of_the_group(arrays: Arrays, statics: Statics) -> Any:
+    """One maximum for all heads that share keys: what lies too far below it is nothing in f32."""
+    out, residuals = correct(arrays, {**statics, "save_residuals": True})
+    top = residuals["max_logits"]  # [B, N, T]
+    groups = top.reshape(top.shape[0], arrays["k"].shape[2], -1, top.shape[2])
+    lost = (groups.max(axis=2, keepdims=True) - groups > 104).reshape(top.shape)
+    out = jnp.where(jnp.swapaxes(lost, 1, 2)[..., None], 0, out).astype(out.dtype)
+    return (out, residuals) if statics["save_residuals"] else out
+
+
 _MASKS: dict[Any, Any] = {}
 
 
@@ -267,6 +277,14 @@ BUGS: tuple[PlantedBug, ...] = (
         reference="inferred from mlx#3452 (sinks in the path of one query)",
         shows=("out", "logsumexp"),
         trigger=both(has("sinks"), one_query),
+    ),
+    _bug(
+        "one-pivot-for-the-heads-of-a-group",
+        _pivot_of_the_group,
+        kind="softmax.pivot",
+        reference="inferred from tokamax 05f5a84 (one maximum in place of one for each row)",
+        shows=("out", "dq", "dv"),
+        trigger=both(grouped, lambda case: case.distribution == "levels"),
     ),
     _bug(
         "eager-mask-kept-by-its-first-row",
