@@ -108,13 +108,13 @@ class ApartExecutor(Executor):
         return self._process.said.count
 
 
-def find(name: str, products: str | None, limits: Limits) -> Implementation:
+def find(name: str, products: str | None, limits: Limits, problem: str | None = None) -> Implementation:
     """The implementation called `name`, in a process of its own: all that is here is what it declares.
 
     Raises:
       ImplementationNotFound: with one line that says why.
     """
-    elsewhere = Elsewhere(KernelProcess(name, products, limits))
+    elsewhere = Elsewhere(KernelProcess(name, products, limits, problem))
     try:
         # It goes by the name that it is found by, whatever it calls itself: that may be another's.
         return declared.understood({**elsewhere.process.said.declared, "name": name}, elsewhere, elsewhere.supports)

@@ -93,10 +93,10 @@ _CONFINED = "; a kernel's process writes to a scratch folder alone, and connects
 class KernelProcess:
     """The process of one kernel. It is started when it is first asked, and again after it was lost."""
 
-    def __init__(self, name: str, products: str | None, limits: Limits) -> None:
+    def __init__(self, name: str, products: str | None, limits: Limits, problem: str | None = None) -> None:
         """For the kernel that goes by `name`; nothing is started yet."""
         self.name, self.limits = name, limits
-        self._products = products
+        self._products, self._problem = products, problem
         self._lives: list[_Running] = []  # the one that there is, if it runs
         self._begun: collections.deque[_Begun] = collections.deque()  # what nobody has asked for yet
         self._said: Said | None = None
@@ -178,7 +178,7 @@ class KernelProcess:
         self._lives.append(running)
         try:
             patient = dataclasses.replace(self.limits, seconds=max(self.limits.seconds, _LOADING))
-            found = _returned(running.load(self.name, self._products, patient), running)
+            found = _returned(running.load(self.name, self._products, self._problem, patient), running)
         except Lost as lost:
             self.end()
             raise NotLoaded(f"{self.name} does not load: {lost}") from lost
@@ -239,9 +239,9 @@ class _Running:
         self._listener = threading.Thread(target=self._listen, daemon=True)
         self._listener.start()
 
-    def load(self, name: str, products: str | None, limits: Limits) -> Any:
+    def load(self, name: str, products: str | None, problem: str | None, limits: Limits) -> Any:
         """What it answers to having loaded the kernel."""
-        load = Load(name, products, (os.getcwd(), *sys.path), self._scratch)
+        load = Load(name, products, problem, (os.getcwd(), *sys.path), self._scratch)
         self._write(wire.packed(load), time.monotonic() + limits.seconds)
         self.confined = str(self.hear(limits))  # said before anything of the kernel's runs
         return self.hear(limits)
