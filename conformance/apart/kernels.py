@@ -20,6 +20,7 @@ class Kernels:
       seconds: that one call may take, if it is said.
       gib: of memory that a kernel's process may take, if it is said.
       problem: the named problem whose operands the kernels take, if it is said.
+      said: what kernels have said of themselves to a process that has this one judge them too, by name.
     """
 
     products: Products | None = None
@@ -27,6 +28,7 @@ class Kernels:
     seconds: float | None = None
     gib: float | None = None
     problem: str | None = None
+    said: tuple[tuple[str, str], ...] = ()
 
     @property
     def options(self) -> tuple[str, ...]:
@@ -43,4 +45,5 @@ class Kernels:
         """The implementation called `name`. Raises `registry.ImplementationNotFound` with one line that says why."""
         if self.in_process or registry.is_ours(name) or not registry.may_be_found(name):
             return registry.find(name, products=self.products, problem=self.problem)
-        return executor.find(name, self.products, Limits.of(self.seconds, self.gib), self.problem)
+        limits = Limits.of(self.seconds, self.gib)
+        return executor.find(name, self.products, limits, self.problem, dict(self.said).get(name, ""))

@@ -94,7 +94,7 @@ def _ours() -> Mapping[str, str]:
 
 
 def _registered(name: str, module: str) -> Implementation:
-    for implementation in _import(module).IMPLEMENTATIONS:
+    for implementation in importlib.import_module(module).IMPLEMENTATIONS:
         if implementation.name == name:
             found: Implementation = implementation
             return found
@@ -102,7 +102,9 @@ def _registered(name: str, module: str) -> Implementation:
 
 
 def _entry_points() -> list[importlib.metadata.EntryPoint]:
-    return sorted(importlib.metadata.entry_points(group=ENTRY_POINT_GROUP), key=lambda point: point.name)
+    """What is installed, but for what has a name that is another's: a colon is of modules and files."""
+    found = importlib.metadata.entry_points(group=ENTRY_POINT_GROUP)
+    return sorted((point for point in found if ":" not in point.name), key=lambda point: point.name)
 
 
 def _load(point: importlib.metadata.EntryPoint) -> Any:

@@ -239,7 +239,7 @@ def _described(
         narrowed=_narrowed_to(arguments),
         query={name: getattr(arguments, name) for name in _QUERY},
         shard="/".join(map(str, arguments.shard or ())),
-        tolerances=chosen.tolerances.rows(),
+        limits=chosen.tolerances.rows(),
         kernels=kernels,
     )
 
