@@ -273,14 +273,17 @@ _JUMP = 200.0
 
 
 def _lifted(case: Case, q: np.ndarray, k: np.ndarray, scale: float) -> tuple[np.ndarray, np.ndarray]:
-    """Every query has its logits around one of `_LEVELS`; some queries are zero, and some keys the same as others.
+    """Every query has its logits around one of `_LEVELS`, the next head around the next one, in a group too.
+
+    Some queries are zero, and some keys the same as others.
 
     As in `huge`, one coordinate lifts all logits of a query without touching their differences. For one query in four
     another coordinate lifts the second half of the keys, by more than exp can bear.
     """
-    level = np.take(_LEVELS, np.arange(case.q_length), mode="wrap")
+    heads = np.arange(case.num_q_heads)
+    level = np.take(_LEVELS, np.arange(case.q_length)[:, None] + heads, mode="wrap")  # [T, N]
     mantissa, exponent = np.frexp(level / (scale * _LEVEL_KEY))
-    q[..., 0], k[..., 0] = np.ldexp(np.round(mantissa * 256), exponent - 8)[:, None], _LEVEL_KEY
+    q[..., 0], k[..., 0] = np.ldexp(np.round(mantissa * 256), exponent - 8), _LEVEL_KEY
     q[..., 1], k[..., 1] = 0.0, 0.0
     q[:, 1::4, :, 1] = 2.0 ** math.ceil(math.log2(_JUMP / (scale * _LEVEL_KEY)))
     k[:, case.kv_length // 2 :, :, 1] = _LEVEL_KEY

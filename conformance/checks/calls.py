@@ -11,11 +11,15 @@ import numpy as np
 
 from cases import mask_spec
 from cases.inputs import Problem, draw
+from cases.masks import Dense
 from cases.serving.calls import other_masks
 from conformance import records
+from conformance.asking import few_operands
 from conformance.asking.judgement import Judgement, apart, unsupported
 from conformance.asking.subject import Subject
-from conformance.checks.gradients import right_on
+from conformance.asking.turn import Turn, pullbacks_of
+from conformance.checks.forward import primal
+from conformance.checks.gradients import judge_gradients, right_on
 from conformance.checks.pair import Pair
 from conformance.driving import sequences
 
@@ -69,9 +73,17 @@ def _other_masks(pair: Pair) -> Iterator[Judgement]:
     others = [other for other in possible if pair.subject.implementation.supports(other) is None]
     sizes = (case.batch, case.num_q_heads, case.q_length, case.kv_length, case.seed)
     problems = [dataclasses.replace(pair.problems[0], mask=mask_spec.build(other.mask, *sizes)) for other in others]
+    if others and others[-1].mask == _OTHER_MASKS[-1]:
+        problems.append(dataclasses.replace(pair.problems[0], mask=_alike(problems[-1])))
     for problem in [*problems, pair.problems[0]] if problems else []:
         got = _eagerly(pair, problem)
         yield pair.judge_out_of(got, (problem,), (pair.subject.expect(problem),))
+
+
+def _alike(problem: Problem) -> Dense:
+    """A mask with the first row of the problem's, and as many pairs: other rows come in reverse."""
+    allowed = problem.resolved_mask.dense(problem.q.shape[1], problem.k.shape[1])
+    return Dense(np.concatenate([allowed[:, :, :1], allowed[:, :, :0:-1]], axis=2))
 
 
 def _other_values(pair: Pair) -> Iterator[Judgement]:
@@ -114,6 +126,29 @@ def _of_size(changes: Sequence[Mapping[str, Any]], pair: Pair) -> Iterator[Judge
             yield from right_on(other, other.problem)
             return
         refusals.append(refusal)
+    yield unsupported("out", refusals[0])
+
+
+def _of_few_operands(call: Mapping[str, Any], pair: Pair) -> Iterator[Judgement]:
+    """A call of one operand or none, the first form that is supported; results and gradients out of one program."""
+    subject = pair.subject
+    if subject.problem.storage is not None:
+        yield unsupported("out", "the operands of stored sequences are those of the case")
+        return
+    refusals = []
+    for case in few_operands.forms_of(subject.case, call):
+        if (refusal := subject.implementation.supports(case)) is not None:
+            refusals.append(refusal)
+            continue
+        pulled = pullbacks_of(subject.implementation, case)[-1:]
+        other = dataclasses.replace(subject, case=case, turn=Turn(pulled=pulled, cotangents=(), laws=(), poisons=()))
+        if not other.with_gradients:
+            yield from right_on(other, other.problem)
+            return
+        yield from primal(other)
+        name = other.any_random
+        yield from judge_gradients(other, other.gradients(name), other.expected_gradients(name))
+        return
     yield unsupported("out", refusals[0])
 
 
@@ -168,4 +203,5 @@ _SEQUENCES: dict[str, Callable[[Pair], Iterator[Judgement]]] = {
     "same_ids": _same_ids,
     "a_thousand": _a_thousand,
     **{name: functools.partial(_of_size, changes) for name, changes in _SIZES.items()},
+    **{name: functools.partial(_of_few_operands, call) for name, call in few_operands.CALLS.items()},
 }

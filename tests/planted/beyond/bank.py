@@ -15,6 +15,7 @@ from tests.planted.beyond import (
     derivatives,
     ends,
     fast_paths,
+    few_operands,
     long_caches,
     long_sequences,
     precision,
@@ -42,6 +43,7 @@ _MODULES = (
     combined,
     ends,
     callers,
+    few_operands,
 )
 
 BEYOND: tuple[PlantedBug, ...] = tuple(bug for module in _MODULES for bug in module.BUGS)

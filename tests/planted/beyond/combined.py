@@ -39,7 +39,7 @@ def _statics_of_the_last_call(arrays: Arrays, statics: Statics) -> Any:
 _LAST: dict[str, Statics] = {}
 
 
-def _backward_by(back: Callable[[Arrays, Any, Statics], Pulled]) -> Kernel:
+def backward_by(back: Callable[[Arrays, Any, Statics], Pulled]) -> Kernel:
     """The kernel with `back(arrays, cotangent, statics)` for a backward pass."""
 
     def kernel(arrays: Arrays, statics: Statics) -> Any:
@@ -56,7 +56,7 @@ def _backward_by(back: Callable[[Arrays, Any, Statics], Pulled]) -> Kernel:
     return kernel
 
 
-def _pulled_back(arrays: Arrays, cotangent: Any, statics: Statics) -> Pulled:
+def pulled_back(arrays: Arrays, cotangent: Any, statics: Statics) -> Pulled:
     moving = {name: x for name, x in arrays.items() if name not in _FIXED}
     pulled: Pulled = jax.vjp(lambda m: correct({**arrays, **m}, statics), moving)[1](cotangent)[0]
     return pulled
@@ -65,7 +65,7 @@ def _pulled_back(arrays: Arrays, cotangent: Any, statics: Statics) -> Pulled:
 def _without_cap_outside_jit(arrays: Arrays, cotangent: Any, statics: Statics) -> Pulled:
     """What gets arrays takes a path of its own."""
     traced = any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((arrays, cotangent)))
-    return _pulled_back(arrays, cotangent, statics if traced else {**statics, "soft_cap": None})
+    return pulled_back(arrays, cotangent, statics if traced else {**statics, "soft_cap": None})
 
 
 def _of_shared_keys_by_the_first(arrays: Arrays, cotangent: Any, statics: Statics) -> Pulled:
@@ -73,12 +73,12 @@ def _of_shared_keys_by_the_first(arrays: Arrays, cotangent: Any, statics: Static
 
     @jax.custom_batching.custom_vmap
     def back(arrays: Arrays, cotangent: Any) -> Pulled:
-        return _pulled_back(arrays, cotangent, statics)
+        return pulled_back(arrays, cotangent, statics)
 
     @back.def_vmap
     def rule(axis_size: int, batched: list[Any], arrays: Arrays, cotangent: Any) -> Any:
         axes = jax.tree.map(lambda mapped: 0 if mapped else None, tuple(batched))
-        result = jax.vmap(lambda a, do: _pulled_back(a, do, statics), in_axes=axes)(arrays, cotangent)
+        result = jax.vmap(lambda a, do: pulled_back(a, do, statics), in_axes=axes)(arrays, cotangent)
         shared = not batched[0]["k"] and batched[0]["q"]
         return {**result, "k": result["k"][0]} if shared else result, {
             name: name != "k" or not shared for name in result
@@ -91,16 +91,16 @@ def _of_the_first_key(arrays: Arrays, cotangent: Any, statics: Statics) -> Pulle
     """The sum over keys was meant for the axes before."""
     bias = arrays.get("bias")
     if bias is None or bias.shape[-1] > 1:
-        return _pulled_back(arrays, cotangent, statics)
+        return pulled_back(arrays, cotangent, statics)
     whole = jax.numpy.broadcast_to(bias, (*bias.shape[:-1], arrays["k"].shape[1]))
-    pulled = _pulled_back({**arrays, "bias": whole}, cotangent, statics)
+    pulled = pulled_back({**arrays, "bias": whole}, cotangent, statics)
     return {**pulled, "bias": pulled["bias"][..., :1]}
 
 
 BUGS: tuple[PlantedBug, ...] = (
     _bug(
         "dbias-of-shared-keys-is-that-of-the-first",
-        _backward_by(_of_the_first_key),
+        backward_by(_of_the_first_key),
         kind="grad.broadcast",
         reference="inferred from backward passes that sum `dbias` over batch rows, heads and queries alone",
         shows=("dbias",),
@@ -116,7 +116,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         "eager-backward-drops-soft-cap",
-        _backward_by(_without_cap_outside_jit),
+        backward_by(_without_cap_outside_jit),
         kind="grad.eager",
         reference="inferred from paths that are taken for concrete arrays, in the backward pass alone",
         shows=("dq", "dk"),
@@ -124,7 +124,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         "vmap-gives-shared-keys-the-first-gradient",
-        _backward_by(_of_shared_keys_by_the_first),
+        backward_by(_of_shared_keys_by_the_first),
         kind="vmap.partial-axes",
         reference="inferred from jax issue 38495, for queries that share a prefix",
         shows=("dk",),
