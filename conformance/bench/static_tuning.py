@@ -68,7 +68,7 @@ def tune(
       tunable: its declaration, which has a `native` call.
       case: what is compiled.
       target: for which generation.
-      compiled: compiles a call of the problem with its gradients.
+      compiled: compiles a call of the problem, with its gradients if a knob is of the backward pass.
       knobs: which; all are compiled with their first candidates, then with their second ones, and so on.
       on_step: told what happens now.
     """

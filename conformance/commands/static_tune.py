@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import importlib.metadata
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,7 +13,7 @@ from rich.console import Console
 
 from cases.case import Case
 from conformance import tunable
-from conformance.accelerators import speed_bar
+from conformance.accelerators import compilation, speed_bar
 from conformance.accelerators.targets import CompileTarget, targets_of
 from conformance.accelerators.tpus import TPUS
 from conformance.bench import static_tuning
@@ -48,11 +50,12 @@ def choose(
     if declared.native is None or not all(knob.kernel for knob in knobs):
         raise CannotJudge(f"{implementation.name} says nothing that can be tuned by schedules (Tunable.native)")
     shown, written = Console(), 0
+    told = functools.partial(_told, gradients=any(knob.phase != "forward" for knob in knobs))
     shown.print("Static cycles of a whole call, never checked on a chip.", highlight=False)
     with Steps(Console(stderr=True)) as steps:
         for chip in chips:
             for case in cases:
-                found = static_tuning.tune(implementation, declared, case, chip, _told, knobs=knobs, on_step=steps.say)
+                found = static_tuning.tune(implementation, declared, case, chip, told, knobs=knobs, on_step=steps.say)
                 for choice in found:
                     _show(shown, chip, case, choice)
                 _write(path, _entry(implementation, declared, case, chip, found))
@@ -61,8 +64,8 @@ def choose(
     return 0 if written else 2
 
 
-def _told(executor: Executor, problem: Any, chip: CompileTarget) -> Told:
-    one = compiled.fullest(executor, problem, chip, gradients=True)
+def _told(executor: Executor, problem: Any, chip: CompileTarget, *, gradients: bool) -> Told:
+    one = compiled.fullest(executor, problem, chip, gradients=gradients)
     return one.figures if one.outcome == "compiled" else f"refused: {one.reason}"
 
 
@@ -79,9 +82,12 @@ def _show(shown: Console, chip: CompileTarget, case: Case, choice: StaticChoice)
 def _entry(
     implementation: Implementation, declared: Tunable, case: Case, chip: CompileTarget, found: Sequence[StaticChoice]
 ) -> Entry:
-    settings = {choice.knob: dict(choice.setting) for choice in found}
+    with compilation.for_chip(chip):  # of knobs that were not asked for, what is in force
+        settings = {name: dict(setting) for name, setting in declared.settings(case).items()}
+    settings |= {choice.knob: dict(choice.setting) for choice in found}
     (kind,) = (tpu.kind for tpu in TPUS if tpu.name == chip.name)
     how = f"python -m conformance tune --static --impl={implementation.name} --target={chip.name} --case={case.id}"
+    how += "".join(f" --knob={choice.knob}" for choice in found if len(found) < len(declared.knobs))
     return Entry(
         device=kind,
         key=declared.key(case),
@@ -108,6 +114,11 @@ def _figures(choice: StaticChoice) -> str:
 
 def _write(path: Path, entry: Entry) -> None:
     try:
-        tunable.write(path, tunable.merged(tunable.read(path), [entry]))
+        kept = tunable.read(path)
+        for old in kept:  # what was said of knobs that were not asked for
+            if old.place == entry.place:
+                knobs = {**old.provenance.get("knobs", {}), **entry.provenance["knobs"]}
+                entry = dataclasses.replace(entry, provenance={**entry.provenance, "knobs": knobs})
+        tunable.write(path, tunable.merged(kept, [entry]))
     except (OSError, ValueError) as error:
         raise CannotJudge(f"the table cannot be written: {error}") from error

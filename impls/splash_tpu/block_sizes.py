@@ -8,6 +8,8 @@ from typing import Literal
 LANES = 128
 """Width of a vector register; block lengths are multiples of it."""
 
+_MOST_PARTS = 16
+
 Layout = Literal["head_dim_minor", "sequence_minor"]
 
 
@@ -32,12 +34,15 @@ class Layouts:
 class Blocks:
     """Sizes of one kernel: queries and keys of a block in VMEM, and keys of one step of computing inside it.
 
-    All are multiples of 128; `kv_compute` divides `kv` and is `kv` by default.
+    All are multiples of 128; `kv_compute` divides `kv` and is `kv` by default. Of a block that the mask hides in part,
+    the parts of `part` queries and keys are left out that it hides whole. In long blocks more of the products run under
+    the exponentials of others, and parts keep them from computing what is hidden.
     """
 
     q: int = 512
     kv: int = 512
     kv_compute: int | None = None
+    part: int = 1024
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -54,10 +59,19 @@ class Blocks:
         """Keys of one step of computing."""
         return self.kv if self.kv_compute is None else self.kv_compute
 
+    @property
+    def parts(self) -> tuple[int, int]:
+        """Queries and keys of a part: those of the block where parts do not divide it or are too many for flags."""
+        q = self.part if self.q % self.part == 0 else self.q
+        kv = self.part if self.kv % self.part == 0 and self.part % self.compute == 0 else self.kv
+        few = (self.q // q) * (self.kv // kv) <= _MOST_PARTS
+        return (q, kv) if few else (self.q, self.kv)
+
     def clipped(self, q_length: int, kv_length: int) -> Blocks:
         """No block longer than the whole length in whole lanes."""
         q, kv = min(self.q, whole(q_length, LANES)), min(self.kv, whole(kv_length, LANES))
-        return Blocks(q, kv, self.compute if self.compute < kv and kv % self.compute == 0 else None)
+        compute = self.compute if self.compute < kv and kv % self.compute == 0 else None
+        return Blocks(q, kv, compute, self.part)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,9 +84,11 @@ class BlockSizes:
     fused_backward: bool = False
 
     @classmethod
-    def uniform(cls, q: int, kv: int, kv_compute: int | None = None, *, fused_backward: bool = False) -> BlockSizes:
+    def uniform(
+        cls, q: int, kv: int, kv_compute: int | None = None, part: int = Blocks.part, *, fused_backward: bool = False
+    ) -> BlockSizes:
         """The same sizes in every phase."""
-        blocks = Blocks(q, kv, kv_compute)
+        blocks = Blocks(q, kv, kv_compute, part)
         return cls(forward=blocks, dkv=blocks, dq=blocks, fused_backward=fused_backward)
 
 

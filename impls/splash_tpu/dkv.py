@@ -32,7 +32,19 @@ from impls.splash_tpu.block_sizes import LANES
 from impls.splash_tpu.call import Call
 from impls.splash_tpu.launch import Inputs, Outputs, launch
 from impls.splash_tpu.schedule import Steps
-from impls.splash_tpu.tiles import Masking, Step, allowed, column, logits_of, product, read, when, without_unseen
+from impls.splash_tpu.tiles import (
+    Masking,
+    Part,
+    Step,
+    add_block,
+    allowed,
+    column,
+    logits_of,
+    product,
+    read,
+    when,
+    without_dead,
+)
 
 
 class Scratch(NamedTuple):
@@ -59,10 +71,7 @@ def gradient_of_keys(call: Call, steps: Steps, q_offset: Any, inputs: Inputs, ou
 def _kernel(call: Call, step: Step, q_offset: Any, inputs: Inputs, outputs: Outputs, scratch: Scratch) -> None:
     when(step.first)(lambda: _start(inputs, scratch))
     masking = Masking(step, q_offset, inputs.stored, scratch.kv_ids, inputs.q_ids)
-    if call.kinds.full:
-        when(step.computes, step.unmasked)(lambda: _add(call, inputs, outputs, scratch, masking, masked=False))
-    if call.kinds.masked:
-        when(step.computes, step.masked)(lambda: _add(call, inputs, outputs, scratch, masking, masked=True))
+    add_block(call, step, functools.partial(_add, call, inputs, outputs, scratch, masking))
     when(step.last)(lambda: _finish(call, outputs, scratch))
 
 
@@ -73,23 +82,33 @@ def _start(inputs: Inputs, scratch: Scratch) -> None:
         scratch.kv_ids[...] = column(inputs.kv_ids[...])
 
 
-def _add(call: Call, inputs: Inputs, outputs: Outputs, scratch: Scratch, masking: Masking, *, masked: bool) -> None:
+def _add(
+    call: Call,
+    inputs: Inputs,
+    outputs: Outputs,
+    scratch: Scratch,
+    masking: Masking,
+    part: Part,
+    *,
+    masked: bool,
+) -> None:
     """Add what the queries of one block contribute."""
     layouts, size = call.plan.layouts, call.blocks.compute
-    q, q_depth = read(inputs.q, layouts.q)
-    do = inputs.do[...]
+    q, q_depth = read(inputs.q, layouts.q, part.rows.start, part.size)
+    rows = part.rows
+    do = inputs.do[rows, :]
     dq = None
-    for start in range(0, call.blocks.kv, size):
+    for start in part.starts:
         keys = slice(start, start + size)
         k, k_depth = read(inputs.k, layouts.k, start, size)
         v, v_depth = read(inputs.v, layouts.v, start, size)
         logits, slope = logits_of(call, product(call, k, k_depth, q, q_depth))  # (1), (2): [size, block_q]
-        found = allowed(call, masking, start, masked=masked)
-        p = jnp.exp(logits - inputs.logsumexp[...])  # (8)
+        found = allowed(call, masking, part.rows, start, masked=masked)
+        p = jnp.exp(logits - inputs.logsumexp[:, rows])  # (8)
         if found is not None:
             p = jnp.where(found, p, 0.0)
         scratch.dv[keys, :] += product(call, p.astype(do.dtype), 1, do, 0)  # (9)
-        dx = p * (product(call, v, v_depth, do, 1) - inputs.row_sums[...])  # (10), (12)
+        dx = p * (product(call, v, v_depth, do, 1) - inputs.row_sums[:, rows])  # (10), (12)
         if slope is not None:
             dx = dx * slope  # (13)
         if found is not None:
@@ -97,8 +116,8 @@ def _add(call: Call, inputs: Inputs, outputs: Outputs, scratch: Scratch, masking
         dx = dx.astype(q.dtype)
         scratch.dk[keys, :] += product(call, dx, 1, q, 1 - q_depth)  # (15), not scaled
         if call.fused:  # (14), not scaled
-            part = product(call, dx, 0, without_unseen(call, k, found, layouts.k), 1 - k_depth)
-            dq = part if dq is None else dq + part
+            added = product(call, dx, 0, without_dead(call, k, found, layouts.k), 1 - k_depth)
+            dq = added if dq is None else dq + added
     if dq is not None:
         _add_in_place(call, masking.step, outputs, scratch, dq)
 

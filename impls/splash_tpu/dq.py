@@ -26,15 +26,17 @@ from impls.splash_tpu.launch import Inputs, Outputs, launch
 from impls.splash_tpu.schedule import Steps
 from impls.splash_tpu.tiles import (
     Masking,
+    Part,
     Step,
     across,
+    add_block,
     allowed,
     column,
     logits_of,
     product,
     read,
     when,
-    without_unseen,
+    without_dead,
 )
 
 
@@ -62,10 +64,7 @@ def gradient_of_queries(call: Call, steps: Steps, q_offset: Any, inputs: Inputs,
 def _kernel(call: Call, step: Step, q_offset: Any, inputs: Inputs, outputs: Outputs, scratch: Scratch) -> None:
     when(step.first)(lambda: _start(inputs, scratch))
     masking = Masking(step, q_offset, inputs.stored, scratch.q_ids, inputs.kv_ids)
-    if call.kinds.full:
-        when(step.computes, step.unmasked)(lambda: _add(call, inputs, scratch, masking, masked=False))
-    if call.kinds.masked:
-        when(step.computes, step.masked)(lambda: _add(call, inputs, scratch, masking, masked=True))
+    add_block(call, step, functools.partial(_add, call, inputs, scratch, masking))
     when(step.last)(lambda: _finish(call, outputs, scratch))
 
 
@@ -77,25 +76,26 @@ def _start(inputs: Inputs, scratch: Scratch) -> None:
         scratch.q_ids[...] = column(inputs.q_ids[...])
 
 
-def _add(call: Call, inputs: Inputs, scratch: Scratch, masking: Masking, *, masked: bool) -> None:
+def _add(call: Call, inputs: Inputs, scratch: Scratch, masking: Masking, part: Part, *, masked: bool) -> None:
     """Add what the keys of one block contribute."""
     layouts, size = call.plan.layouts, call.blocks.compute
-    q, q_depth = read(inputs.q, layouts.q)
-    do = inputs.do[...]
-    for start in range(0, call.blocks.kv, size):
+    q, q_depth = read(inputs.q, layouts.q, part.rows.start, part.size)
+    rows = part.rows
+    do = inputs.do[rows, :]
+    for start in part.starts:
         k, k_depth = read(inputs.k, layouts.k, start, size)
         v, v_depth = read(inputs.v, layouts.v, start, size)
         logits, slope = logits_of(call, product(call, q, q_depth, k, k_depth))  # (1), (2): [block_q, size]
-        found = allowed(call, masking, start, masked=masked)
-        p = jnp.exp(logits - across(scratch.logsumexp[...], size))  # (8)
+        found = allowed(call, masking, part.rows, start, masked=masked)
+        p = jnp.exp(logits - across(scratch.logsumexp[rows, :], size))  # (8)
         # (10), (12)
-        dx = p * (product(call, do, 1, v, v_depth) - across(scratch.row_sums[...], size))
+        dx = p * (product(call, do, 1, v, v_depth) - across(scratch.row_sums[rows, :], size))
         if slope is not None:
             dx = dx * slope  # (13)
         if found is not None:
             dx = jnp.where(found, dx, 0.0)
-        k = without_unseen(call, k, found, layouts.k)
-        scratch.dq[...] += product(call, dx.astype(k.dtype), 1, k, 1 - k_depth)  # (14), not scaled
+        k = without_dead(call, k, found, layouts.k)
+        scratch.dq[rows, :] += product(call, dx.astype(k.dtype), 1, k, 1 - k_depth)  # (14), not scaled
 
 
 def _finish(call: Call, outputs: Outputs, scratch: Scratch) -> None:

@@ -19,7 +19,7 @@ _VARIANTS: dict[str, dict[str, Any]] = {
     "fused": {"block_sizes": BlockSizes.uniform(128, 128, fused_backward=True)},
     "default_blocks": {"block_sizes": BlockSizes()},
     "unequal_blocks": {"block_sizes": BlockSizes.uniform(256, 128)},
-    "computed_in_parts": {"block_sizes": BlockSizes.uniform(128, 256, 128)},
+    "computed_in_parts": {"block_sizes": BlockSizes.uniform(256, 256, 128, part=128)},
     "sequence_minor": {
         "block_sizes": _JUDGED,
         "layouts": _SEQUENCE_MINOR,

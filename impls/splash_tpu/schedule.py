@@ -20,8 +20,13 @@ import numpy as np
 from cases.masks import EMPTY, FULL, PARTIAL, Mask
 from impls.splash_tpu.block_sizes import Blocks, whole
 
-FIRST, LAST, COMPUTE, MASKED = 1, 2, 4, 8
-"""Bits of a step's `flags`: first and last of its block of results; it computes; the mask must be applied."""
+FIRST, LAST, COMPUTE, MASKED, PART = 1, 2, 4, 8, 16
+"""Bits of a step's `flags`: first and last of its block of results; it computes; the mask must be applied; and from
+`PART` on, of a masked block, one for each of its parts that the mask does not hide whole."""
+
+
+_SHORT_LISTS = 2**17
+"""Bytes of the lists of a phase that scalar memory of 1 MiB has room for as they are."""
 
 Order = Literal["q", "kv"]
 
@@ -50,12 +55,23 @@ class Steps:
 
 @dataclasses.dataclass(frozen=True)
 class Kinds:
-    """Which kinds of steps the lists have. A kernel has code for no other kind."""
+    """Which kinds of steps the lists have. A kernel has code for no other kind.
+
+    Attributes:
+      full: steps whose pair of blocks the mask leaves whole.
+      masked: steps whose pair of blocks it hides a part of.
+      empty: steps that compute nothing.
+      stored: whether masked blocks are stored.
+      parts: whether the mask hides some parts of masked blocks whole.
+      dead: whether there may be keys that no query may attend to, whose k and v may be NaN.
+    """
 
     full: bool
     masked: bool
     empty: bool
     stored: bool
+    parts: bool
+    dead: bool
 
 
 @functools.lru_cache(maxsize=64)
@@ -74,21 +90,26 @@ def static_steps(
     """
     q_length, kv_length = shape
     local = q_length // shards
-    kinds = np.stack([_kinds(mask, part * local, local, kv_length, blocks) for part in range(shards)])
-    if kv_length % blocks.kv:  # keys beyond the end are masked
-        last = kinds[..., -1]
-        kinds[..., -1] = np.where(last == FULL, PARTIAL, last)
+    found_of = [_kinds(mask, part * local, local, kv_length, blocks) for part in range(shards)]
+    kinds, left = (np.stack([found[number] for found in found_of]) for number in (0, 1))
+    seen = np.any([found[2] for found in found_of], axis=0)  # [b, n, S]
     lists = [
         [_walk(kinds[part, b], order, group) for b in range(kinds.shape[1])] for part in range(shards)
     ]  # [shards][b]: [n, steps, 5]
     longest = max(len(steps) for part in lists for row in part for steps in row)
     table = np.stack([np.stack([np.stack([_extended(s, longest) for s in row]) for row in part]) for part in lists])
     head, q, kv, flags, n = np.moveaxis(table, -1, 0)  # each [shards, b, heads, L]
+    masked = flags & MASKED > 0
+    shard, b = np.indices(q.shape)[:2]
+    left = left[shard, b, n, q, kv]  # [shards, b, heads, L, parts]
+    flags = flags + masked * (left @ (PART << np.arange(left.shape[-1])))
     found = Kinds(
-        full=bool(((flags & COMPUTE > 0) & (flags & MASKED == 0)).any()),
-        masked=bool((flags & MASKED).any()),
+        full=bool(((flags & COMPUTE > 0) & ~masked).any()),
+        masked=bool(masked.any()),
         empty=bool((flags & COMPUTE == 0).any()),
-        stored=bool((flags & MASKED).any()) and not mask.is_computed,
+        stored=bool(masked.any()) and not mask.is_computed,
+        parts=bool((masked & ~left.all(axis=-1)).any()),
+        dead=not seen.all(),
     )
     place = stored = None
     if found.stored:
@@ -99,20 +120,38 @@ def static_steps(
 
 
 @functools.lru_cache(maxsize=8)  # the phases of one kernel ask for the same
-def _kinds(mask: Mask, start: int, q_length: int, kv_length: int, blocks: Blocks) -> np.ndarray:
-    """Block summary `[b, n, q blocks, kv blocks]` of `q_length` queries from `start` on."""
-    rows = []
-    starts = np.arange(0, kv_length, blocks.kv)
+def _kinds(
+    mask: Mask, start: int, q_length: int, kv_length: int, blocks: Blocks
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """What the mask leaves of `q_length` queries from `start` on.
+
+    Returns:
+      a summary of the blocks `[b, n, q blocks, kv blocks]`.
+      booleans `[b, n, q blocks, kv blocks, parts]`: the parts of blocks of which it leaves anything.
+      booleans `[b, n, S]`: the keys that are seen.
+    """
+    kinds, left, seen = [], [], []
+    padded = whole(kv_length, blocks.kv)
+    q_part, kv_part = blocks.parts
     j = np.arange(kv_length, dtype=np.int32)[None, :]
     for row in range(start, start + q_length, blocks.q):
         i = np.arange(row, min(row + blocks.q, start + q_length), dtype=np.int32)[:, None]
         strip = np.asarray(mask.allowed(i, j), bool)
         leading = strip.shape[:2] if strip.ndim == 4 else (1, 1)
         strip = np.broadcast_to(strip, (*leading, len(i), kv_length))
-        some = np.logical_or.reduceat(strip.any(axis=-2), starts, axis=-1)
-        every = np.logical_and.reduceat(strip.all(axis=-2), starts, axis=-1)
-        rows.append(np.where(every, FULL, np.where(some, PARTIAL, EMPTY)))
-    return np.stack(rows, axis=-2)
+        every = np.all(_in_blocks(np.all(strip, axis=-2), padded, blocks.kv), axis=-1)
+        some = np.stack([strip[..., at : at + q_part, :].any(axis=-2) for at in range(0, blocks.q, q_part)], axis=2)
+        seen.append(some.any(axis=2))
+        parts = np.any(_in_blocks(_in_blocks(some, padded, blocks.kv), blocks.kv, kv_part), axis=-1)
+        left.append(np.moveaxis(np.asarray(parts), 2, 3).reshape(*every.shape, -1))
+        kinds.append(np.where(every, FULL, np.where(left[-1].any(axis=-1), PARTIAL, EMPTY)))
+    return np.stack(kinds, axis=2), np.stack(left, axis=2), np.any(seen, axis=0)
+
+
+def _in_blocks(x: Any, padded: int, block: int) -> np.ndarray:
+    """Booleans `[..., length]` as `[..., padded / block, block]`, false beyond the end."""
+    x = np.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, padded - x.shape[-1])])
+    return x.reshape(*x.shape[:-1], -1, block)
 
 
 def _walk(kinds: np.ndarray, order: Order, group: int) -> list[np.ndarray]:
@@ -192,7 +231,14 @@ def _narrow(x: np.ndarray) -> np.ndarray:
 
 
 def downcast(steps: Steps) -> Steps:
-    """The lists in the narrowest integers that hold them: scalar memory is small."""
+    """Long lists in the narrowest integers that hold them: scalar memory is small.
+
+    Short ones stay as they are: to take a byte out of a word needs more scalar instructions, for each array of the
+    kernel, at this step and at the next. So a step of the forward has 330 cycles without a block on v5e, and not 392.
+    """
+    lists = {name: getattr(steps, name) for name in ("q", "kv", "head", "flags", "place")}
+    if sum(x.nbytes for x in lists.values() if isinstance(x, np.ndarray)) <= _SHORT_LISTS:
+        return steps
 
     def narrow(x: Any) -> Any:
         if x is None or not isinstance(x, np.ndarray):
@@ -200,8 +246,7 @@ def downcast(steps: Steps) -> Steps:
         fits = [t for t in (np.int8, np.int16) if x.size == 0 or x.max() <= np.iinfo(t).max]
         return x.astype(fits[0]) if fits else x
 
-    lists = {name: narrow(getattr(steps, name)) for name in ("q", "kv", "head", "flags", "place")}
-    return dataclasses.replace(steps, **lists)
+    return dataclasses.replace(steps, **{name: narrow(x) for name, x in lists.items()})
 
 
 def dynamic_steps(allowed: jax.Array, blocks: Blocks, order: Order, group: int) -> tuple[Steps, Kinds]:
@@ -250,4 +295,4 @@ def dynamic_steps(allowed: jax.Array, blocks: Blocks, order: Order, group: int) 
         place=held[2],
         stored=stored,
     )
-    return steps, Kinds(full=False, masked=True, empty=True, stored=True)
+    return steps, Kinds(full=False, masked=True, empty=True, stored=True, parts=False, dead=True)

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import operator
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -18,7 +19,7 @@ from jax.experimental import pallas as pl
 
 from impls.splash_tpu.block_sizes import LANES, Layout
 from impls.splash_tpu.call import Call
-from impls.splash_tpu.schedule import COMPUTE, FIRST, LAST, MASKED
+from impls.splash_tpu.schedule import COMPUTE, FIRST, LAST, MASKED, PART
 
 
 class Step(NamedTuple):
@@ -34,6 +35,7 @@ class Step(NamedTuple):
     last: Any
     computes: Any  # whether the pair of blocks contributes
     masked: Any  # whether the mask hides part of the pair of blocks
+    part: Callable[[int], Any]  # whether it leaves anything of a part of a masked block, by number
 
     @property
     def unmasked(self) -> Any:
@@ -51,12 +53,13 @@ def meaning(call: Call, flags: Callable[[], jax.Array], length: int) -> dict[str
     """
     kinds = call.kinds
     mixed = kinds.full and kinds.masked
-    bits: Any = flags() if length > 1 or kinds.empty or mixed else None
+    bits: Any = flags() if length > 1 or kinds.empty or mixed or kinds.parts else None
     return {
         "first": True if length == 1 else bits & FIRST > 0,
         "last": True if length == 1 else bits & LAST > 0,
         "computes": bits & COMPUTE > 0 if kinds.empty else True,
         "masked": bits & MASKED > 0 if mixed else kinds.masked,
+        "part": lambda number: bits & (PART << number) > 0 if kinds.parts else True,
     }
 
 
@@ -68,6 +71,43 @@ def when(*conditions: Any) -> Callable[[Callable[[], None]], None]:
     if any(c is False for c in asked):
         return lambda body: None
     return pl.when(functools.reduce(operator.and_, asked))
+
+
+class Part(NamedTuple):
+    """Of a pair of blocks: some of its queries, and the first key of each step of computing."""
+
+    rows: slice
+    starts: range
+
+    @property
+    def size(self) -> int:
+        """Queries."""
+        size: int = self.rows.stop - self.rows.start
+        return size
+
+
+def add_block(call: Call, step: Step, add: Callable[..., None]) -> None:
+    """Add a pair of blocks, and of one that the mask hides in part only the parts of which it leaves anything.
+
+    Args:
+      call: the kernel.
+      step: where it is.
+      add: adds a `Part`, given too whether the mask hides any of it.
+    """
+    blocks = call.blocks
+    whole = Part(slice(0, blocks.q), range(0, blocks.kv, blocks.compute))
+    if call.kinds.full:
+        when(step.computes, step.unmasked)(lambda: add(whole, masked=False))
+    if not call.kinds.masked:
+        return
+    if call.fused or not call.kinds.parts:  # fused, each part would take dq from HBM and back
+        when(step.computes, step.masked)(lambda: add(whole, masked=True))
+        return
+    q, kv = blocks.parts
+    places = itertools.product(range(0, blocks.q, q), range(0, blocks.kv, kv))
+    for number, (row, start) in enumerate(places):
+        part = Part(slice(row, row + q), range(start, start + kv, blocks.compute))
+        when(step.computes, step.masked, step.part(number))(functools.partial(add, part, masked=True))
 
 
 def read(ref: Any, layout: Layout, start: int = 0, size: int | None = None) -> tuple[jax.Array, int]:
@@ -120,26 +160,28 @@ class Masking(NamedTuple):
     other_ids: Any  # [1, m] of the other
 
 
-def allowed(call: Call, masking: Masking, start: int, *, masked: bool) -> jax.Array | None:
+def allowed(call: Call, masking: Masking, rows: slice, start: int, *, masked: bool) -> jax.Array | None:
     """Booleans of one step of computing, none if every pair is allowed: `[q, kv]`, for dk and dv `[kv, q]`.
 
     Args:
       call: the kernel.
       masking: of the pair of blocks.
-      start: first key of the step inside the block.
+      rows: its queries inside the block.
+      start: its first key inside the block.
       masked: whether the mask hides part of the block; segment ids may hide any.
     """
     blocks = call.blocks
-    size = blocks.compute
+    keys = slice(start, start + blocks.compute)
     transposed = call.phase == "dkv"
-    shape = (size, blocks.q) if transposed else (blocks.q, size)
+    size = rows.stop - rows.start
+    shape = (blocks.compute, size) if transposed else (size, blocks.compute)
     found = None
     if masked and masking.stored is not None:
-        stored = masking.stored[start : start + size, :] if transposed else masking.stored[:, start : start + size]
+        stored = masking.stored[keys, rows] if transposed else masking.stored[rows, keys]
         found = stored.astype(jnp.int32) != 0
     elif masked:
         i = lax.broadcasted_iota(jnp.int32, shape, 1 if transposed else 0) + (
-            masking.q_offset() + masking.step.q * blocks.q
+            masking.q_offset() + (masking.step.q * blocks.q + rows.start)
         )
         j = lax.broadcasted_iota(jnp.int32, shape, 0 if transposed else 1) + (masking.step.kv * blocks.kv + start)
         assert call.plan.mask is not None
@@ -148,13 +190,13 @@ def allowed(call: Call, masking: Masking, start: int, *, masked: bool) -> jax.Ar
             found = found & (j < call.plan.kv_length)
     if call.segmented:
         if transposed:
-            same = across(masking.ids[start : start + size, :], blocks.q) == masking.other_ids[...]
+            same = across(masking.ids[keys, :], size) == masking.other_ids[:, rows]
         else:
-            same = across(masking.ids[...], size) == masking.other_ids[:, start : start + size]
+            same = across(masking.ids[rows, :], blocks.compute) == masking.other_ids[:, keys]
         found = same if found is None else found & same
     if found is not None and call.plan.q_length % blocks.q:
         # Rows that only fill the last block see no key: what they would see may hold NaN.
-        row = lax.broadcasted_iota(jnp.int32, shape, 1 if transposed else 0) + masking.step.q * blocks.q
+        row = lax.broadcasted_iota(jnp.int32, shape, 1 if transposed else 0) + (masking.step.q * blocks.q + rows.start)
         found = found & (row < call.plan.q_length)
     return found
 
@@ -169,8 +211,13 @@ def seen_keys(call: Call, found: jax.Array, layout: Layout, depth: int) -> jax.A
     return across(column(row), depth) > 0 if layout == "head_dim_minor" else row > 0
 
 
-def without_unseen(call: Call, x: jax.Array, found: jax.Array | None, layout: Layout) -> jax.Array:
-    """`x` with keys that no query of the tile may attend to set to zero: NaN times a probability of zero is NaN."""
-    if found is None:
+def without_dead(call: Call, x: jax.Array, found: jax.Array | None, layout: Layout) -> jax.Array:
+    """`x` with keys that no query of the tile may attend to set to zero: NaN times a probability of zero is NaN.
+
+    Only where there may be dead keys, which may hold NaN: of a mask known before the call, under which every key is
+    seen by some query, none is dead, and what no query of the tile may attend to is finite. Finding such keys takes a
+    sixth of a masked block of 1024 by 1024 in the forward, 900 cycles of 5,500 on v5e.
+    """
+    if found is None or not (call.kinds.dead or call.segmented):
         return x
     return jnp.where(seen_keys(call, found, layout, x.shape[-1]), x.astype(jnp.float32), 0.0).astype(x.dtype)

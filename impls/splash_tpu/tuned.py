@@ -27,6 +27,8 @@ _ROOM = DEFAULT_SCOPED // 4
 """VMEM left for what a call has beside its blocks: stored masks, ids and caps, with which nothing was tuned."""
 _TRIED = ((512, 512, 512), (1024, 512, 512), (512, 1024, 512), (1024, 1024, 512), (1024, 1024, 1024), (256, 512, 512))
 """Queries and keys of a block, and keys that are computed at a time; by VMEM, but for the last, which hardly wins."""
+_TRIED_FORWARD = ((512, 512, 512), (1024, 1024, 512), (1024, 2048, 512), (2048, 2048, 512))
+"""Of the forward, likewise; masked blocks of the last two leave out parts of 1024 by 1024."""
 
 
 def span(mask: Mask, kv_length: int) -> int:
@@ -100,7 +102,7 @@ def tunable(attention: Any) -> Tunable:
             Knob(
                 name=phase,
                 phase="forward" if phase == "forward" else "forward+backward",
-                candidates=_candidates,
+                candidates=functools.partial(_candidates, phase),
                 kernel=f"_{phase}",
             )
             for phase in PHASES
@@ -124,8 +126,8 @@ def _setting(blocks: Blocks) -> Setting:
     return {"q": blocks.q, "kv": blocks.kv, "kv_compute": blocks.compute}
 
 
-def _candidates(case: Case) -> Iterator[Setting]:
-    for q, kv, compute in _TRIED:
+def _candidates(phase: str, case: Case) -> Iterator[Setting]:
+    for q, kv, compute in _TRIED_FORWARD if phase == "forward" else _TRIED:
         if q <= case.q_length and kv <= case.kv_length:
             yield {"q": q, "kv": kv, "kv_compute": compute}
 

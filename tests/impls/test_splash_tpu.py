@@ -29,12 +29,13 @@ from impls.splash_tpu import (
     tiles,
 )
 from impls.splash_tpu.call import Operands
-from impls.splash_tpu.schedule import COMPUTE, FIRST, LAST, MASKED, Steps, static_steps
+from impls.splash_tpu.schedule import COMPUTE, FIRST, LAST, MASKED, PART, Steps, static_steps
 from impls.splash_tpu.vmem import limit_of
 from tests.judged import assert_attention
 
 SMALL = BlockSizes.uniform(128, 128)
 FUSED = BlockSizes.uniform(128, 128, fused_backward=True)
+IN_PARTS = BlockSizes.uniform(256, 256, 128, 128)
 MASKS = [Causal(), Causal(-200), Window(100, 0), Window(3, 200), Chunked(130), LoadBalancedCausal(2, 512), Full()]
 
 
@@ -139,6 +140,31 @@ def test_steps_counted_are_steps_run(mask: Mask, monkeypatch: pytest.MonkeyPatch
     jax.effects_barrier()
     expected = {(phase, what): 2 * n for phase, work in kernel.work().items() for what, n in work.items()}
     assert run == expected
+
+
+@pytest.mark.parametrize("order", ["q", "kv"])
+@pytest.mark.parametrize("mask", MASKS)
+def test_the_parts_of_masked_blocks_with_an_allowed_pair_are_computed(mask: Mask, order: Any) -> None:
+    steps, kinds = static_steps(mask, (512, 384), Blocks(256, 256, 128, 128), order, 1, 1)
+    parts = np.full((4, 4), EMPTY)
+    parts[:, :3] = mask.blocks(512, 384, 128, 128)[0, 0]
+    computed = np.zeros((4, 4), bool)
+    for q, kv, flags in zip(*(np.asarray(x).ravel() for x in (steps.q, steps.kv, steps.flags)), strict=True):
+        left = [flags & (PART << number) > 0 or not flags & MASKED for number in range(4)]
+        if flags & COMPUTE:
+            computed[2 * q : 2 * q + 2, 2 * kv : 2 * kv + 2] = np.reshape(left, (2, 2))
+    assert (computed == (parts != EMPTY)).all()
+    assert kinds.parts or not (np.asarray(steps.flags) & MASKED).any()
+
+
+@pytest.mark.parametrize("mask", [Causal(), Window(100, 0), Dense(np.tri(512, dtype=bool)), Causal(-200)])
+def test_blocks_of_which_parts_are_left_out_are_right(mask: Mask) -> None:
+    problem, cotangent = problem_of(mask)
+    out, pull = jax.vjp(
+        make_splash(mask, 512, 512, num_q_heads=2, num_kv_heads=1, block_sizes=IN_PARTS),
+        *heads_first(problem.q, problem.k, problem.v),
+    )
+    assert_right(problem, cotangent, out, pull(jnp.asarray(cotangent.out).swapaxes(1, 2)))
 
 
 def test_different_partial_blocks_are_stored_once() -> None:

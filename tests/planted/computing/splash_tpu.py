@@ -20,10 +20,13 @@ def _bug(
     shows: tuple[str, ...],
     trigger: str = "",
     fused: bool = False,
+    in_parts: bool = False,
 ) -> PlantedBug:
     def build() -> Implementation:
         package = changed(_PACKAGE, f"planted_{name.replace('-', '_')}", change)
         sizes = package.BlockSizes.uniform(_BLOCK, _BLOCK, fused_backward=fused)
+        if in_parts:  # blocks of four parts
+            sizes = package.BlockSizes.uniform(2 * _BLOCK, 2 * _BLOCK, _BLOCK, _BLOCK)
         found: Implementation = package.implementation(name, block_sizes=sizes)
         return found
 
@@ -54,6 +57,8 @@ _TRIGGERS = {
         and case.kv_length > case.q_length + _BLOCK
         and case.mask.startswith(("window", "chunked"))
     ),
+    "dead keys": lambda case: case.mask.startswith("lengths") and case.kv_length > _BLOCK,
+    "parts": lambda case: case.mask.startswith(("causal", "window")) and min(_blocks(case)) > 1,
     "shrunk": lambda case: case.mask.startswith(("causal-o", "window", "chunked", "lengths")) and _blocks(case)[1] > 1,
 }
 
@@ -61,9 +66,9 @@ BUGS: tuple[PlantedBug, ...] = (
     _bug(
         "splash-partial-block-skipped",
         Change(
-            "forward",
+            "tiles",
             "when(step.computes, step.masked)(",
-            "when(step.computes, step.masked, step.kv != 1)(",
+            'when(step.computes, step.masked, call.phase != "forward" or step.kv != 1)(',
         ),
         kind="blocks.skip-partial",
         reference="tokamax 620ac16 (skip list)",
@@ -72,7 +77,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         "splash-no-rescale",
-        Change("forward", "scratch.acc[...] * across(decay, call.head_dim_v) + part", "scratch.acc[...] + part"),
+        Change("forward", "acc * across(decay, call.head_dim_v) + added", "acc + added"),
         kind="online.no-rescale",
         reference="inferred from Milakov & Gimelshein 2018",
         shows=("out",),
@@ -124,9 +129,9 @@ BUGS: tuple[PlantedBug, ...] = (
     _bug(
         "splash-dkv-skips-its-last-step",
         Change(
-            "dkv",
+            "tiles",
             "when(step.computes, step.masked)(",
-            "when(step.computes, step.masked, step.last is not True and ~step.last)(",
+            'when(step.computes, step.masked, call.phase != "dkv" or (step.last is not True and ~step.last))(',
         ),
         kind="blocks.skip-last",
         reference="tokamax 602c79a (dq steps of short sequences)",
@@ -151,7 +156,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         "splash-dq-without-row-sums",
-        Change("dq", " - across(scratch.row_sums[...], size))", ")"),
+        Change("dq", " - across(scratch.row_sums[rows, :], size))", ")"),
         kind="backward.no-row-sums",
         reference="inferred from Dao 2023, section 3.1.2",
         shows=("dq",),
@@ -183,5 +188,26 @@ BUGS: tuple[PlantedBug, ...] = (
         reference="inferred from jax paged attention (asynchronous copies of k and v)",
         shows=("races",),
         fused=True,
+    ),
+    _bug(
+        "splash-parts-of-a-block-in-another-order",
+        Change(
+            "tiles",
+            "enumerate(places)",
+            "enumerate(sorted(places, key=operator.itemgetter(1, 0)))",
+        ),
+        kind="blocks.skip-partial",
+        reference="inferred from tokamax 620ac16 (skip list)",
+        shows=("out", "logsumexp", "dq", "dk", "dv"),
+        trigger="parts",
+        in_parts=True,
+    ),
+    _bug(
+        "splash-dead-keys-forgotten",
+        Change("schedule", "dead=not seen.all(),", "dead=False,"),
+        kind="padding",
+        reference="inferred from the contract, section 3 (what may lie behind the mask)",
+        shows=("out", "dq"),
+        trigger="dead keys",
     ),
 )
