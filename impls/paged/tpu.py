@@ -1,4 +1,4 @@
-"""Paged attention for TPUs in Pallas: a grid as long as there are tiles of queries, and pages copied ahead by the kernel.
+"""Paged attention for TPUs in Pallas: a grid step for each tile of queries, and pages that the kernel copies ahead.
 
 Tables, tiles and blocks lie in scalar memory, pages and results in HBM. A step of the grid is one tile of queries, all
 of one sequence (`impls.paged.schedule`), be it a part of a prompt or a single token. So the work follows the queries
