@@ -35,6 +35,8 @@ _NAMES: Mapping[str, tuple[str, ...]] = {
     "impls.upstream.tokamax_splash": ("tokamax_splash_tpu",),
     "impls.upstream.jax_flash_tpu": ("jax_flash_tpu",),
     "impls.upstream.jax_mha_gpu": ("jax_mha_gpu", "jax_mha_gpu_xla_bwd"),
+    "impls.upstream.jax_ragged_paged_tpu": ("jax_ragged_paged_tpu",),
+    "impls.upstream.jax_paged_decode": ("jax_paged_tpu", "jax_paged_gpu"),
 }
 
 MODULES: Mapping[str, str] = {name: module for module, names in _NAMES.items() for name in names}
