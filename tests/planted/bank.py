@@ -14,6 +14,7 @@ from tests.planted.computing import (
     laws,
     online,
     operands,
+    paged_tpu,
     pallas_tpu,
     precision,
     residuals,
@@ -82,6 +83,7 @@ _MODULES = (
     paged_queries,
     paged_softmax,
     packed,
+    paged_tpu,
     splash_tpu,
     refusing,
 )
