@@ -3,8 +3,8 @@
 Its tables are those of the contract. Keys and values of a page lie in one array `[pages, page_size, 2 K, H]`, keys at
 even places. Its window counts the query's own key. It returns no residuals.
 
-Neither of JAX's interpreters takes this kernel: the fast one stops at its stores, the one that looks for races at refs of
-another shape. So it is compiled everywhere, and judged on a TPU.
+Neither of JAX's interpreters takes this kernel: the fast one stops at its stores, the one that looks for races at refs
+of another shape. So it is compiled everywhere, and judged on a TPU.
 """
 
 from __future__ import annotations
