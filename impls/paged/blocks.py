@@ -29,7 +29,7 @@ class Blocks(NamedTuple):
 
     slot: jax.Array  # entry of its sequence's row of the table with which its first block begins
     end: jax.Array  # one past the last entry
-    count: jax.Array  # how many blocks it has
+    length: jax.Array  # how many blocks it has
     before: jax.Array  # how many all tiles before it have
     following: jax.Array  # the next tile that has a block; L if none has
 
@@ -44,7 +44,7 @@ def blocks_of(plan: PagedPlan, operands: Operands, tiles: Tiles) -> Blocks:
     return Blocks(
         slot=jnp.broadcast_to(slot, number.shape).astype(jnp.int32),
         end=end.astype(jnp.int32),
-        count=count,
+        length=count,
         before=jnp.cumsum(count, dtype=jnp.int32) - count,
         following=jnp.append(latest[1:], jnp.int32(len(number))),
     )

@@ -69,14 +69,14 @@ def compute_tile(
     most, group = q_ref.shape[0], q_ref.shape[1] // num_kv_heads
     tile = Tile(number, tiles.queries[number], tiles.position[number], most, group)
     # The first block of all is the one that no tile before could ask for.
-    opens = (blocks.count[number] > 0) & (blocks.before[number] == 0)
+    opens = (blocks.length[number] > 0) & (blocks.before[number] == 0)
     pl.when(opens)(functools.partial(start_block, cache, tiles, blocks, number, jnp.int32(0)))
 
     def take(size: int) -> None:
         heads.q[:, : size * group] = _rows_of(q_ref[:size], num_kv_heads)
 
     def with_block(block: Any, _: None) -> None:
-        ends = block + 1 == blocks.count[number]
+        ends = block + 1 == blocks.length[number]
         # The next block goes where the one before this was, which is computed.
         next_tile = jnp.where(ends, blocks.following[number], number)
         next_block = jnp.where(ends, 0, block + 1)
@@ -88,7 +88,7 @@ def compute_tile(
 
     tile.sized(take)
     _clear(heads)
-    lax.fori_loop(jnp.int32(0), blocks.count[number], with_block, None)
+    lax.fori_loop(jnp.int32(0), blocks.length[number], with_block, None)
     # The rows of the tile before must have left the place where those of this one go.
     pl.when(number > 0)(lambda: await_rows(results, tiles, jnp.maximum(number - 1, 0)))
     tile.sized(functools.partial(_give, tile, heads, results))

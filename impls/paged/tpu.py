@@ -86,10 +86,11 @@ def _scratch(plan: PagedPlan, operands: Operands) -> list[Any]:
 
 def _kernel(plan: PagedPlan, pages_per_seq: int, page_indices: Any, *refs: Any) -> None:
     scalars, refs = refs[: _TILES + _BLOCKS], refs[_TILES + _BLOCKS :]
+    steps: Any = pl.num_programs(0)
     q, k_pages, v_pages, out, statistics, k, v, arrived, *heads, tile_out, tile_statistics, written = refs
     compute_tile(
         plan,
-        Tiles(pl.num_programs(0), *scalars[:_TILES]),
+        Tiles(steps, *scalars[:_TILES]),
         Blocks(*scalars[_TILES:]),
         q,
         Cache(page_indices, k_pages, v_pages, k, v, arrived, pages_per_seq),

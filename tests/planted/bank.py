@@ -14,7 +14,6 @@ from tests.planted.computing import (
     laws,
     online,
     operands,
-    paged_tpu,
     pallas_tpu,
     precision,
     residuals,
@@ -83,7 +82,6 @@ _MODULES = (
     paged_queries,
     paged_softmax,
     packed,
-    paged_tpu,
     splash_tpu,
     refusing,
 )
