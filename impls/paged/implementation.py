@@ -11,7 +11,7 @@ from impls.versions import runs_on
 
 # Tiles and blocks are small and unlike each other, so that prompts have several tiles, and sequences end before, at and
 # behind the ends of blocks.
-_JUDGED = {"block_q": 8, "block_kv": 48}
+_JUDGED: dict[str, Any] = {"block_q": 8, "block_kv": 48}
 _VARIANTS: dict[Backend, dict[str, dict[str, Any]]] = {
     "portable": {
         "default_blocks": {},

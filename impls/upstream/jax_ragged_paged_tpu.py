@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +26,7 @@ LANES = 128
 BLOCK_Q, BLOCK_KV = 32, 512
 """Queries and keys of a block on a TPU, about those of its own table for most shapes."""
 NO_TPU = "needs a TPU: JAX's interpreters of TPU kernels stop at its masked stores and at its reshaped refs"
-_JUDGED = {"block_q": 8, "block_kv": 48}
+_JUDGED: dict[str, Any] = {"block_q": 8, "block_kv": 48}
 UNSUPPORTED = {
     "f16": "the matrix unit multiplies no float16",
     "sinks": "takes no sinks",

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from impls import paged
-from impls.paged.blocks import Blocks, blocks_of
+from impls.paged.blocks import blocks_of
 from impls.paged.plan import Operands, PagedPlan
 from impls.paged.schedule import tiles_of
 
@@ -68,7 +68,7 @@ def test_blocks_have_the_pages_that_a_tile_sees_and_follow_one_another(
     given_ = operands(q_lens, [max(q_len + before - 5, 0) for q_len, before in sequences], 6, 2**30)
     plan = PagedPlan(left=left, scale=1.0, soft_cap=None, block_q=block_q, block_pages=block_pages)
     tiles = tiles_of(given_, block_q)
-    blocks = Blocks(*(np.asarray(x) for x in blocks_of(plan, given_, tiles)))
+    blocks = blocks_of(plan, given_, tiles)
     page_size, total = given_.k_pages.shape[1], int(tiles.total)
     counted = 0
     for number in range(total):
@@ -126,7 +126,7 @@ def test_what_is_refused_is_named(changed: dict[str, Any], message: str) -> None
 
 
 def test_a_tpu_takes_no_float16() -> None:
-    half = {name: x.astype(jnp.float16) for name, x in {"q": jnp.ones((2, 4, 8)), **PAGES}.items()}
+    half: dict[str, Any] = {name: x.astype(jnp.float16) for name, x in {"q": jnp.ones((2, 4, 8)), **PAGES}.items()}
     with pytest.raises(NotImplementedError, match="paged on a TPU does not support f16"):
         call(**half, backend="tpu")
 

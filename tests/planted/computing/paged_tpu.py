@@ -48,7 +48,7 @@ BUGS: tuple[PlantedBug, ...] = (
         ),
         kind="pipeline.missing-wait",
         reference="inferred: the wait for what the tile before had asked for is forgotten",
-        shows="races",
+        shows="races out",
     ),
     _bug(
         "paged-tpu-buffer-of-the-other-parity",
@@ -62,7 +62,7 @@ BUGS: tuple[PlantedBug, ...] = (
         Change("copies", "blocks.before[tile] + block, jnp", "block, jnp"),
         kind="pipeline.parity",
         reference="inferred from jax ragged_paged_attention (buffer index carried between steps)",
-        shows="out logsumexp max_logits races",
+        shows="races out logsumexp max_logits",
     ),
     _bug(
         "paged-tpu-next-pages-by-the-table-of-the-tile-before",
@@ -88,7 +88,7 @@ BUGS: tuple[PlantedBug, ...] = (
         Change("kernel", "pl.when(number > 0)(lambda: await", "pl.when(number < 0)(lambda: await"),
         kind="pipeline.missing-wait",
         reference="inferred: one place for the rows of all tiles, and no wait before it is filled again",
-        shows="races",
+        shows="races out",
     ),
     _bug(
         "paged-tpu-pages-past-the-last-copied",
