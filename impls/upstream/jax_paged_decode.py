@@ -107,7 +107,8 @@ def _implementation(name: str, platform: str) -> Implementation:
         description=f"jax.experimental.pallas.ops.{platform}.paged_attention",
         unsupported=UNSUPPORTED | ({"f16": "the matrix unit multiplies no float16"} if platform == "tpu" else {}),
         supports_case=functools.partial(_limits, platform),
-        arithmetic=Arithmetic(products=default_products(), scaled_q=True),
+        # The kernel for TPUs makes keys and values bf16 once they are in VMEM, whatever they are.
+        arithmetic=Arithmetic(products="bf16" if platform == "tpu" else default_products(), scaled_q=True),
         residuals=frozenset(),
         differentiable_residuals=frozenset(),
         gradients=frozenset(),
