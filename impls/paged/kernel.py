@@ -32,6 +32,8 @@ from impls.ragged.plan import finite
 
 TOGETHER = 32
 """Tokens whose heads are taken apart at a time."""
+HEADS = 4
+"""Heads whose products are computed at a time, so that one fills the pauses of another."""
 
 
 class Heads(NamedTuple):
@@ -110,15 +112,21 @@ def _take_heads_apart(plan: PagedPlan, tile: Tile, cache: Cache, heads: Heads, b
     low, _ = run_of_keys(plan, tile.position)
     _, high = run_of_keys(plan, tile.position + (tile.queries - 1))
 
-    def some(number: Any, _: None) -> None:
-        at = pl.ds(pl.multiple_of(number * together, together), together)
-        k, v = cache.k[buffer, at], cache.v[buffer, at]  # [together, K, .]
-        # What no query sees may be NaN, and 0 * NaN is not 0. That includes pages that were not copied.
-        j = start + number * together + lax.broadcasted_iota(jnp.int32, v.shape, 0)
-        v = jnp.where((j >= low) & (j < high), v.astype(jnp.float32), 0.0).astype(v.dtype)
-        heads.k[:, at], heads.v[:, at] = k.swapaxes(0, 1), v.swapaxes(0, 1)
+    def taken(clear: bool) -> None:
+        def some(number: Any, _: None) -> None:
+            at = pl.ds(pl.multiple_of(number * together, together), together)
+            k, v = cache.k[buffer, at], cache.v[buffer, at]  # [together, K, .]
+            if clear:
+                j = start + number * together + lax.broadcasted_iota(jnp.int32, v.shape, 0)
+                v = jnp.where((j >= low) & (j < high), v.astype(jnp.float32), 0.0).astype(v.dtype)
+            heads.k[:, at], heads.v[:, at] = k.swapaxes(0, 1), v.swapaxes(0, 1)
 
-    lax.fori_loop(jnp.int32(0), jnp.int32(block // together), some, None)
+        lax.fori_loop(jnp.int32(0), jnp.int32(block // together), some, None)
+
+    # What no query sees may be NaN, and 0 * NaN is not 0. That includes pages that were not copied.
+    seen = (start >= low) & (start + block <= high)
+    pl.when(seen)(functools.partial(taken, clear=False))
+    pl.when(jnp.logical_not(seen))(functools.partial(taken, clear=True))
 
 
 def _add(plan: PagedPlan, tile: Tile, heads: Heads, start: Any, size: int) -> None:
@@ -129,7 +137,14 @@ def _add(plan: PagedPlan, tile: Tile, heads: Heads, start: Any, size: int) -> No
     i = jnp.minimum(lax.broadcasted_iota(jnp.int32, shape, 0) // jnp.int32(tile.group), tile.queries - 1)
     sees = allowed(plan, tile.position + i, start + lax.broadcasted_iota(jnp.int32, shape, 1))
 
-    def of_head(h: Any, _: None) -> None:
+    num_kv_heads = heads.k.shape[0]
+    several = HEADS if num_kv_heads % HEADS == 0 else 1
+
+    def of_heads(number: Any, _: None) -> None:
+        for n in range(several):
+            of_head(number * several + n)
+
+    def of_head(h: Any) -> None:
         z = capped(plan, _product(heads.q[h, :rows], heads.k[h], 1))  # (1), (2): [rows, block]
         z = jnp.where(sees, z, -jnp.inf)  # (3)
         before = heads.max[h, :rows]
@@ -141,7 +156,7 @@ def _add(plan: PagedPlan, tile: Tile, heads: Heads, start: Any, size: int) -> No
         heads.sum[h, :rows] = heads.sum[h, :rows] * decay + weights.sum(axis=-1, keepdims=True)  # (5)
         heads.out[h, :rows] = heads.out[h, :rows] * decay[:, :1] + _product(weights.astype(v.dtype), v, 0)  # (6)
 
-    lax.fori_loop(jnp.int32(0), jnp.int32(heads.k.shape[0]), of_head, None)
+    lax.fori_loop(jnp.int32(0), jnp.int32(num_kv_heads // several), of_heads, None)
 
 
 def _give(tile: Tile, heads: Heads, results: Results, size: int) -> None:
