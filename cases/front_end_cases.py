@@ -10,7 +10,16 @@ from cases.grid import Supports
 # Between them the front ends have every step. The first is that of models that norm queries and keys, the second that
 # of models with interleaved rotary, a norm after it, and one projection for k and v.
 _QUICK = ("rms-half-temperature", "interleaved-l2-prescale-shared")
-_MORE = ("half", "interleaved", "partial", "sections", "rms-sections-prescale", "partial-rms", "temperature-l2-partial")
+_MORE = (
+    "half",
+    "interleaved",
+    "partial",
+    "sections",
+    "rms-sections-prescale",
+    "partial-rms",
+    "temperature-l2-partial",
+    "decoupled",
+)
 # (B, T, S, N, K, H, mask), of which the first that is supported is taken. In the first, positions do not start at zero.
 # The others suit implementations that support less.
 _SIZES = (
@@ -21,6 +30,8 @@ _SIZES = (
     (1, 128, 128, 2, 2, 64, "causal"),
     (1, 128, 128, 2, 2, 128, "full"),
 )
+# Of steps that turn a third of the dimensions.
+_THIRDS = ((2, 40, 72, 4, 2, 48, "causal-o32"), (1, 64, 64, 4, 2, 96, "causal"), (1, 128, 128, 2, 2, 96, "causal"))
 
 
 def front_end_cases(level: str, seed: int, supports: Supports = lambda case: None) -> tuple[Case, ...]:
@@ -31,9 +42,13 @@ def front_end_cases(level: str, seed: int, supports: Supports = lambda case: Non
     found = []
     for steps, dtype in wanted:
         alternatives = (dtype, "bf16" if dtype == "f32" else "f32")
-        cases = (_case(steps, other, seed, *sizes) for other in alternatives for sizes in _SIZES)
+        cases = (_case(steps, other, seed, *sizes) for other in alternatives for sizes in _sizes(steps))
         found.append(next((case for case in cases if supports(case) is None), None))
     return tuple(dict.fromkeys(case for case in found if case is not None))
+
+
+def _sizes(steps: str) -> tuple[tuple[int, int, int, int, int, int, str], ...]:
+    return _THIRDS if "decoupled" in steps else _SIZES
 
 
 def _case(steps: str, dtype: str, seed: int, b: int, t: int, s: int, n: int, k: int, h: int, mask: str) -> Case:

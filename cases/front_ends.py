@@ -9,6 +9,8 @@ Steps are joined by `-` and applied to q and to k in that order; `prescale` and 
     half         rotary (arXiv:2104.09864), dimension d turns with d + H/2
     interleaved  rotary, dimension 2d turns with 2d + 1
     partial      rotary of the first half of the dimensions, in halves
+    decoupled    rotary in halves of the last third of the dimensions; of keys that third is the first head's, for all
+                 heads (multi-head latent attention, arXiv:2405.04434)
     sections     rotary in halves, of three position streams: a quarter of the pairs turns by the first, the rest by the
                  other two in equal parts (multi-section rotary, arXiv:2409.12191)
     prescale     q * 1.5, a model's own factor before attention
@@ -24,8 +26,10 @@ import dataclasses
 
 import numpy as np
 
-STEPS = ("rms", "l2", "half", "interleaved", "partial", "sections", "prescale", "temperature", "shared")
+STEPS = ("rms", "l2", "half", "interleaved", "partial", "sections", "decoupled", "prescale", "temperature", "shared")
 QUERIES_ONLY = ("prescale", "temperature")
+SHARE = "share"
+"""The part of `decoupled` that keys have alone; no id names it by itself."""
 EPSILON = 1e-6
 BASE = 10_000.0
 PRE_SCALE = 1.5
@@ -63,6 +67,10 @@ def parse(text: str, head_dim: int, v_head_dim: int) -> tuple[str, ...]:
         raise ValueError(f"front end {text!r} has a step twice")
     if any(step in ("half", "interleaved", "partial", "sections") for step in steps) and head_dim % 8:
         raise ValueError(f"front end {text!r} turns pairs of dimensions, so H must be a multiple of 8, got {head_dim}")
+    if "decoupled" in steps and head_dim % 6:
+        raise ValueError(
+            f"front end {text!r} turns pairs of the last third, so H must be a multiple of 6, got {head_dim}"
+        )
     if "shared" in steps and head_dim != v_head_dim:
         raise ValueError(f"front end {text!r} shares k and v, so V must equal H, got {v_head_dim} and {head_dim}")
     return steps
@@ -81,13 +89,14 @@ def positions(q_length: int, kv_length: int) -> tuple[np.ndarray, np.ndarray]:
 
 def rotation(step: str, head_dim: int) -> Rotation:
     """The pairs of a rotary step."""
-    turned = head_dim // 2 if step == "partial" else head_dim
+    turned = {"partial": head_dim // 2, "decoupled": head_dim // 3}.get(step, head_dim)
     pair = np.arange(turned // 2)
+    start = head_dim - turned if step == "decoupled" else 0
     streams = np.zeros(len(pair), int)
     if step == "sections":
         quarter = len(pair) // 4
         streams = np.where(pair < quarter, 0, 1 + (pair - quarter >= (len(pair) - quarter) // 2))
-    first, second = (2 * pair, 2 * pair + 1) if step == "interleaved" else (pair, pair + len(pair))
+    first, second = (2 * pair, 2 * pair + 1) if step == "interleaved" else (start + pair, start + pair + len(pair))
     return Rotation(first, second, streams, BASE ** (-2.0 * pair / turned))
 
 
@@ -96,11 +105,22 @@ def temperature(place: np.ndarray) -> np.ndarray:
     return 1 + TEMPERATURE_SCALE * np.log1p((place + 1) // TEMPERATURE_FLOOR)
 
 
+def of_keys(steps: tuple[str, ...]) -> tuple[str, ...]:
+    """The steps of keys: `decoupled` is to share its third among the heads (`SHARE`), and then to turn it."""
+    kept = [step for step in steps if step not in QUERIES_ONLY]
+    return tuple(part for step in kept for part in ((SHARE, step) if step == "decoupled" else (step,)))
+
+
+def third(head_dim: int) -> slice:
+    """The dimensions that `decoupled` turns."""
+    return slice(head_dim - head_dim // 3, head_dim)
+
+
 def apply(steps: tuple[str, ...], raw: Raw) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """q, k and v in float64."""
     at_q, at_kv = positions(raw.q.shape[1], raw.k.shape[1])
     q = _one(steps, raw.q.astype(np.float64), at_q, raw.q_norm)
-    k = _one(tuple(step for step in steps if step not in QUERIES_ONLY), raw.k.astype(np.float64), at_kv, raw.k_norm)
+    k = _one(of_keys(steps), raw.k.astype(np.float64), at_kv, raw.k_norm)
     return q, k, (raw.k if raw.v is None else raw.v).astype(np.float64)
 
 
@@ -114,6 +134,9 @@ def _one(steps: tuple[str, ...], x: np.ndarray, at: np.ndarray, norm: np.ndarray
             x = x * PRE_SCALE
         elif step == "temperature":
             x = x * temperature(at[0])[:, None, None]
+        elif step == SHARE:
+            x = x.copy()
+            x[..., third(x.shape[-1])] = x[:, :, :1, third(x.shape[-1])]
         elif step != "shared":
             turn = rotation(step, x.shape[-1])
             angle = (at[turn.streams].T * turn.frequency)[:, None, :]  # [L, 1, P]

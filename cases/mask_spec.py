@@ -62,10 +62,10 @@ class Kind:
       also: other features that it needs.
       build: the mask that the arguments mean at some sizes. Raises `ValueError` if they do not fit them.
       offset: whether its last argument is an offset (`-oN`), which may be any, or must leave queries among the keys.
-      example: a term that fits one batch row of equal lengths of 72 and more (`cases.space`), and its level of the grid
-        if `cases.axes` has no other.
+      example: a term that fits one batch row of equal lengths of 72 and more (`cases.exploring.space`), and its level
+        of the grid if `cases.axes` has no other.
       numbers: the least and the largest number that fits lengths T and S, by what is written before it, for those whose
-        arguments, beside the offset, are numbers that may be drawn independently (`cases.strategies`).
+        arguments, beside the offset, are numbers that may be drawn independently (`cases.exploring.strategies`).
     """
 
     name: str

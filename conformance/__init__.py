@@ -5,6 +5,13 @@ Importing this package is cheap: what needs JAX is loaded when it is first asked
 
 from __future__ import annotations
 
+import sys
+
+# `python -m conformance` has the current folder first on the path, where a user's `numpy.py` or `rich.py` would be
+# taken for the library in the process that judges. Kernels have it on theirs.
+if sys.argv[:1] == ["-m"] and "m conformance " in f"{' '.join(sys.orig_argv)} " and not sys.flags.safe_path:
+    del sys.path[0]
+
 import importlib
 from typing import TYPE_CHECKING, Any
 

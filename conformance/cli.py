@@ -179,6 +179,12 @@ def _add_run(commands: argparse._SubParsersAction[CommandParser]) -> None:
     what.add_argument(
         "--regressions", action="store_true", help="the named regressions instead of the grid (see `list regressions`)"
     )
+    what.add_argument(
+        "--problem",
+        metavar="NAME",
+        help="the cases of a named problem, whose operands --impl takes (see `list problems`)",
+    )
+    what.add_argument("--full-size", action="store_true", help="with --problem: at the sizes that it has elsewhere")
     what.add_argument("--check", action="append", default=[], metavar="NAME", help="only this check; may be repeated")
     what.add_argument(
         "--pullback",
@@ -299,13 +305,13 @@ def _add_explain(commands: argparse._SubParsersAction[CommandParser]) -> None:
 
 
 def _add_list(commands: argparse._SubParsersAction[CommandParser]) -> None:
-    about = "list implementations, cases, checks, features or regressions"
+    about = "list implementations, cases, checks, features, regressions or named problems"
     listing = commands.add_parser("list", help=about, description=_sentence(about), epilog=texts.LIST_EXAMPLES)
     listing.add_argument(
         "what",
         nargs="?",
         default="implementations",
-        choices=("implementations", "cases", "checks", "features", "regressions"),
+        choices=("implementations", "cases", "checks", "features", "regressions", "problems"),
         help="what to list (implementations)",
     )
     listing.add_argument("--impl", metavar="NAME", help="cases: only those that this implementation is judged by")

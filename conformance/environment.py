@@ -124,6 +124,12 @@ def own_options() -> dict[str, bool | int]:
     return {flag.removeprefix("--").partition("=")[0]: own for flag, own in _OWN.items() if flag in flags}
 
 
+def own_flags() -> dict[str, str]:
+    """What the environment of a process must have for it to compile as `own_options` says, without any options."""
+    flags = os.environ.get("XLA_FLAGS", "").split()
+    return {"XLA_FLAGS": " ".join(flag for flag in flags if flag not in _OWN)}
+
+
 def falsifies_timing() -> str | None:
     """Why what is timed in this process says little, or None: XLA was told not to optimise."""
     flags = os.environ.get("XLA_FLAGS", "").split()

@@ -120,6 +120,8 @@ class _Gate:
         if self._lent is None:
             self._lent = lent.lend()
         node.workerinput[_NAME] = self._lent
+        if self._planned is not None:
+            gate.tell_worker(node.workerinput, self._planned)
 
     def check_options(self) -> None:
         """Refuse options that cannot be carried out, before anything is collected or judged."""
@@ -305,7 +307,10 @@ class _Gate:
             self._add_stale()
         for record in self._stale:
             self._add_failure(f"expectations[{record.implementation}-{record.case}]", record.reason)
-        if sentence := gate.nothing_judged(self._records, self._config.getoption("--require-platform")):
+        sentence = gate.nothing_judged(self._records, self._config.getoption("--require-platform"))
+        if not sentence and session.exitstatus == 0:
+            sentence = gate.nothing_asked(self._config, self._planned, self._records)
+        if sentence:
             self._add_failure("something_is_judged", sentence)
         if (self._stale or sentence) and session.exitstatus == 0:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED

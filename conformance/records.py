@@ -39,6 +39,8 @@ RATIO_FAST_COMPILE = "ratio_fast_compile"
 """The figure of what was judged again: its ratio under the flags of the process, which make compiling cheap."""
 FLAGS_DIFFER = "flags_differ"
 """The figure, 1, of what is right under those flags and wrong under JAX's own, or the other way round."""
+DECLARATIONS_TRIED = "declarations_tried"
+"""The figure, 1, of a failure on which declarations that ask less were tried, whether one explains it or not."""
 IN_PROCESS = "in_process"
 """The figure, 1, of what was judged of a user's kernel in the judge's own process, which the kernel could alter."""
 JUDGED = frozenset({PASS, FAIL, EXPECTED_FAIL, UNEXPECTED_PASS})

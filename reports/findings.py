@@ -8,7 +8,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from conformance.records import FLAGS_DIFFER, RED, Record
+from conformance.records import DECLARATIONS_TRIED, FLAGS_DIFFER, RED, Record
 from reports.summary import Contender, by_contender, contender_of
 
 _BEHIND_MASK = 'behind_mask="finite"'
@@ -39,6 +39,7 @@ class Explained:
     contender: Contender
     remedy: str
     count: int
+    tried: int  # of the contender's failures, those on which any declaration was tried
     checks: tuple[str, ...]
 
 
@@ -77,10 +78,17 @@ def behind_mask(records: Iterable[Record]) -> tuple[list[BehindMask], list[Recor
 def explained(records: Iterable[Record]) -> list[Explained]:
     """Red records by contender and by the declaration that would explain them."""
     groups: dict[tuple[Contender, str], list[Record]] = {}
+    tried: Counter[Contender] = Counter()
     for record in records:
-        if record.verdict in RED and record.remedy:
+        if record.verdict not in RED or not (record.remedy or DECLARATIONS_TRIED in record.figures):
+            continue
+        tried[contender_of(record)] += 1
+        if record.remedy:
             groups.setdefault((contender_of(record), record.remedy), []).append(record)
-    return [Explained(*key, count=len(group), checks=_checks(group)) for key, group in sorted(groups.items())]
+    return [
+        Explained(contender, remedy, len(group), tried[contender], _checks(group))
+        for (contender, remedy), group in sorted(groups.items())
+    ]
 
 
 def flags_differ(records: Iterable[Record]) -> list[FlagsDiffer]:

@@ -242,11 +242,14 @@ def standings(records: Iterable[Record]) -> tuple[Standing, ...]:
 
 
 def not_judged(records: Iterable[Record]) -> Iterator[tuple[Contender, str]]:
-    """Contenders that could not be judged, each with the commonest reason why."""
+    """Contenders that could not be judged, each with the commonest reason why; what is unsupported is asked last."""
     for contender, group in by_contender(records).items():
-        reasons = Counter(record.reason for record in group if record.verdict == UNJUDGED and record.reason)
-        if reasons and conformity(group) == NOT_JUDGED:
-            yield contender, reasons.most_common(1)[0][0]
+        if conformity(group) != NOT_JUDGED:
+            continue
+        for verdict in (UNJUDGED, UNSUPPORTED):
+            if reasons := Counter(record.reason for record in group if record.verdict == verdict and record.reason):
+                yield contender, reasons.most_common(1)[0][0]
+                break
 
 
 def failure_groups(records: Iterable[Record], *, verdicts: Iterable[str] = RED, cap: int = 200) -> list[FailureGroup]:

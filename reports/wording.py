@@ -203,10 +203,22 @@ def standing_text(standing: Standing, run: RunInfo) -> str:
         words += " as declared"
     if few := _of(run.few_blocks, standing):
         words += f", asked about {few} only"
+    if mostly := _mostly_declined(standing, run):
+        words += f", {mostly}"
     if extent.stopped:
         words += " so far"
         words += f" ({extent.done:,} of {extent.planned:,} jobs)" if extent.is_partial else ""
     return standing.conformity.replace(CONFORMS, words)
+
+
+def _mostly_declined(standing: Standing, run: RunInfo) -> str:
+    """How many cases were judged of a contender that declines more than that; empty of one that declines fewer."""
+    names = (standing.contender.label, standing.contender.implementation)
+    row = next((row for row in run.coverage if row.get("implementation") in names), {})
+    judged, declined = row.get("cases judged"), row.get("declined")
+    if not (isinstance(judged, int) and isinstance(declined, int) and declined > judged):
+        return ""
+    return f"judged in {counted(judged, 'case')} and declining {declined:,}"
 
 
 def extent_of(standing: Standing, run: RunInfo) -> Extent:
@@ -280,7 +292,9 @@ def behind_mask_text(found: BehindMask) -> str:
 
 def explained_text(found: Explained) -> str:
     """What a declaration would explain."""
-    return f"{counted(found.count, 'failure')} in {', '.join(found.checks)} would pass as declared {found.remedy}"
+    of = f" of {found.tried:,} on which it was tried" if found.tried > found.count else ""
+    failures = f"{counted(found.count, 'failure')}{of}"
+    return f"{failures} in {', '.join(found.checks)} would pass as declared {found.remedy}"
 
 
 def flags_differ_text(found: FlagsDiffer) -> str:

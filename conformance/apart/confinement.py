@@ -23,6 +23,9 @@ _VERSION = 1
 _PATH_BENEATH = 1
 _NO_NEW_PRIVS = 38
 _DIE_WITH_PARENT = 1
+# Of linux/capability.h: the version of the calls, and to read any file and lock memory, as drivers of devices do.
+_CAPABILITIES = 0x20080522
+_KEPT = 1 << 1 | 1 << 2 | 1 << 14
 _KILL = 9
 # Rights of files, by the first version that has them: writing, removing, making, then moving, cutting, and devices.
 _WRITING = {
@@ -38,9 +41,11 @@ _SCOPES = 0b11  # abstract sockets and signals, from version 6 on
 # What JAX, NumPy and drivers read of the system; other processes are there too.
 _PROC = Path("/proc")
 _SYSTEM = ("self", "cpuinfo", "meminfo", "stat", "sys", "driver", "version", "filesystems", "devices", "modules")
-# Devices are written to by everybody: /dev/null, GPUs. Memory that is shared by name lies among them, as files.
+# Devices are written to by everybody: /dev/null, GPUs. Memory that is shared by name lies among them, as files; and so
+# do disks, memory, and terminals, in which a verdict is read.
 _DEVICES, _SHARED_MEMORY = Path("/dev"), Path("/dev/shm")
-_NO_DEVICES = ("shm", "mqueue", "hugepages")
+_NO_DEVICES = ("shm", "mqueue", "hugepages", "pts", "console", "mem", "kmem", "port", "kmsg")
+_TERMINALS = ("tty", "vcs")
 _WRITE_FILE = 1 << 1 | 1 << 14  # and cut it
 
 
@@ -72,10 +77,11 @@ def confine(writable: Sequence[Path]) -> str:
         _allow(system, ruleset, Path("/"), _READ_FOLDER)
         for place in (*(place for place in Path("/").iterdir() if place != _PROC), *(_PROC / one for one in _SYSTEM)):
             _allow(system, ruleset, place, _READING)
-        for device in (place for place in _DEVICES.iterdir() if place.name not in _NO_DEVICES):
+        for device in filter(_is_for_kernels, _DEVICES.iterdir()):
             _allow(system, ruleset, device, writing & _WRITE_FILE | _READING)
         for folder in (*writable, *shared):
             _allow(system, ruleset, folder, writing | _READING)
+        _give_up_capabilities(system)
         if system.prctl(_NO_NEW_PRIVS, 1, 0, 0, 0) or system.syscall(_RESTRICT_SELF, ruleset, 0):
             return f"not confined: {os.strerror(ctypes.get_errno())}"
     finally:
@@ -84,6 +90,17 @@ def confine(writable: Sequence[Path]) -> str:
     left += ["write to shared memory"] if shared else []
     left += [what for what, since in (("bind", 4), ("signal other processes", 6)) if version < since]
     return "confined" + (f", but may {' and '.join(left)}" if left else "")
+
+
+def _is_for_kernels(device: Path) -> bool:
+    return not (device.name in _NO_DEVICES or device.name.startswith(_TERMINALS) or device.is_block_device())
+
+
+def _give_up_capabilities(system: ctypes.CDLL) -> None:
+    """Keep nothing of what root can do but reading files and locking memory: no look into others, no setting clocks."""
+    header, sets = (ctypes.c_uint32 * 2)(_CAPABILITIES, 0), (ctypes.c_uint32 * 6)()
+    system.capget(header, sets)
+    system.capset(header, (ctypes.c_uint32 * 6)(*(one & _KEPT for one in sets[:3])))
 
 
 def _allow(system: ctypes.CDLL, ruleset: int, place: Path, rights: int) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, get_args
 
 from cases.case import Case
+from conformance.apart.said import MOST_WORDS
 from conformance.calling.execution import Executor
 from conformance.calling.plain import PlainSupport
 from conformance.contract import Accelerator, Arithmetic, BehindMask, EmptyRows, Implementation
@@ -46,6 +47,7 @@ def told(implementation: Implementation) -> dict[str, Any]:
             "causal": support.causal,
             "narrow": support.narrow,
             "storage": support.storage,
+            "others": list(support.others),
         }
         if isinstance(support, PlainSupport)
         else None,
@@ -80,15 +82,19 @@ def understood(said: Mapping[str, Any], call: Callable[..., Any], asks: Callable
     if said["plain"] is not None:
         plain = said["plain"]
         supports = PlainSupport(
-            frozenset(plain["parameters"]), plain["causal"], bool(plain["narrow"]), plain["storage"]
+            frozenset(plain["parameters"]),
+            plain["causal"],
+            bool(plain["narrow"]),
+            plain["storage"],
+            tuple(map(printable, plain["others"])),
         )
     fields: dict[str, Any] = {name: said[name] for name in _PLAIN}
-    fields["description"] = printable(said["description"])
+    fields["description"] = printable(said["description"][:MOST_WORDS])
     fields |= {name: frozenset(said[name]) for name in _SETS}
     return Implementation(
         call=call,
         **fields,
-        unsupported={feature: printable(reason) for feature, reason in said["unsupported"].items()},
+        unsupported={feature: printable(reason[:MOST_WORDS]) for feature, reason in said["unsupported"].items()},
         arithmetic=Arithmetic(**said["arithmetic"]),
         storage=said["storage"],
         checkpoint_names=tuple(said["checkpoint_names"]),

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Concatenate
 
 from cases.case import Case
+from conformance import environment
 from conformance.apart import declared
 from conformance.apart.kernel_process import Order
 from conformance.apart.process import KernelProcess, Limits, Lost, NotLoaded
+from conformance.apart.said import MOST_WORDS
 from conformance.calling import mishaps
 from conformance.calling.execution import Executor, P, Returned
 from conformance.calling.registry import ImplementationNotFound
@@ -42,7 +44,7 @@ class Elsewhere:
         except (Exception, Lost) as error:
             why = str(error) if isinstance(error, Lost) else mishaps.told(error)
             raise CannotSay(f"{self.process.name} cannot say whether it supports {case.id}: {why}") from error
-        return None if found is None else printable(str(found))
+        return None if found is None else printable(str(found)[:MOST_WORDS])
 
 
 class ApartExecutor(Executor):
@@ -75,9 +77,18 @@ class ApartExecutor(Executor):
         options = tuple(sorted(self.options.items()))
         return Order(options, self._variant, self._generation, function, given, named)
 
-    def compiling_by(self, options: Mapping[str, bool | int]) -> Executor:
-        """The executor of the same call with other compiler options."""
-        return ApartExecutor(self.implementation, self._process, options, self._variant)
+    def as_jax_compiles(self) -> Executor | None:
+        """The executor of the same call in a process that has no flags but JAX's own, as its users' have.
+
+        A kernel that could tell that it is judged again, by options or by the calls before, could be right then alone.
+        Where processes cannot share an accelerator, options have to do.
+        """
+        options = environment.own_options()
+        if not options:
+            return None
+        if self.backend != "cpu":
+            return ApartExecutor(self.implementation, self._process, options, self._variant)
+        return ApartExecutor(self.implementation, self._process.with_own_flags(), None, self._variant)
 
     def anew(self) -> Executor:
         """The executor of the same call with no options, which has compiled nothing yet."""
@@ -108,13 +119,22 @@ class ApartExecutor(Executor):
         return self._process.said.count
 
 
-def find(name: str, products: str | None, limits: Limits) -> Implementation:
+def find(
+    name: str, products: str | None, limits: Limits, problem: str | None = None, first: str = ""
+) -> Implementation:
     """The implementation called `name`, in a process of its own: all that is here is what it declares.
+
+    Args:
+      name: as `--impl` has it.
+      products: what `--products` says.
+      limits: of one call.
+      problem: the named problem whose operands it takes, if it is said.
+      first: what it said of itself to another process that judges it with this one (`said_by`), if there is one.
 
     Raises:
       ImplementationNotFound: with one line that says why.
     """
-    elsewhere = Elsewhere(KernelProcess(name, products, limits))
+    elsewhere = Elsewhere(KernelProcess(name, products, limits, problem, first))
     try:
         # It goes by the name that it is found by, whatever it calls itself: that may be another's.
         return declared.understood({**elsewhere.process.said.declared, "name": name}, elsewhere, elsewhere.supports)
@@ -128,6 +148,12 @@ def executor_of(implementation: Implementation) -> Executor:
     """The executor of an implementation, wherever it is."""
     call = implementation.call
     return ApartExecutor(implementation, call.process) if isinstance(call, Elsewhere) else Executor(implementation)
+
+
+def said_by(implementations: Iterable[Implementation]) -> tuple[tuple[str, str], ...]:
+    """What each kernel in a process of its own said of itself, by name: it must say so wherever it is judged."""
+    calls = ((implementation.name, implementation.call) for implementation in implementations)
+    return tuple((name, call.process.said.text) for name, call in calls if isinstance(call, Elsewhere))
 
 
 def is_apart(implementation: Implementation) -> bool:

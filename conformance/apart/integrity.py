@@ -1,8 +1,9 @@
 """Whether a kernel has replaced what its process is asked with: functions of JAX, of NumPy, of this project.
 
 Gradients that a kernel's own `jax.vjp` has made are not those of the kernel. This finds what is replaced by name, in
-the modules that anybody replaces something in, what our classes have got or lost, and functions that are left in their
-place with other code. It runs in the kernel's process, so that it cannot find everything.
+the modules that anybody replaces something in, what our classes have got or lost, functions that are left in their
+place with other code, and a `jit` that is switched off. It runs in the kernel's process, so that it cannot find
+everything.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ import sys
 from collections.abc import Iterator, Mapping
 from types import FunctionType, MappingProxyType
 from typing import Any
+
+import jax
 
 _LIBRARIES = ("jax", "jax.lax", "jax.numpy", "jax.tree", "jax.tree_util", "json", "numpy", "pickle", "struct")
 _OURS = ("cases", "conformance")
@@ -26,10 +29,12 @@ class Names:
     Attributes:
       held: what something is called, the namespace that it is in, its name there, and what it is.
       functions: what a function is called, the function, its code and its defaults.
+      disabled: whether `jit` was switched off before, as `JAX_DISABLE_JIT` does.
     """
 
     held: tuple[tuple[str, Mapping[str, Any], str, Any], ...]
     functions: tuple[tuple[str, Any, Any, Any, Any], ...]
+    disabled: bool
 
 
 def names() -> Names:
@@ -53,7 +58,7 @@ def names() -> Names:
                 if isinstance(function, FunctionType):
                     code = (function.__code__, function.__defaults__, function.__kwdefaults__)
                     functions.setdefault(id(function), (called_so, function, *code))
-    return Names(tuple(held), tuple(functions.values()))
+    return Names(tuple(held), tuple(functions.values()), bool(jax.config.jax_disable_jit))  # type: ignore[attr-defined] # made as JAX is loaded
 
 
 def _of_class(called: str, kind: type) -> Iterator[tuple[str, MappingProxyType[str, Any], str, Any]]:
@@ -65,6 +70,8 @@ def _of_class(called: str, kind: type) -> Iterator[tuple[str, MappingProxyType[s
 def replaced(before: Names) -> list[str]:
     """Which of these names mean something else by now."""
     found = [called for called, place, name, value in before.held if place.get(name, _NOTHING) is not value]
+    if jax.config.jax_disable_jit and not before.disabled:  # type: ignore[attr-defined] # what `jit` would have traced is never seen
+        found.append("jax.jit (jax_disable_jit)")
     found += [
         f"{called}.__code__"
         for called, function, code, defaults, named in before.functions

@@ -34,12 +34,14 @@ class Load:
     Attributes:
       name: as `--impl` has it.
       products: what `--products` says.
+      problem: what `--problem` says.
       path: where modules are looked for.
       scratch: the folder that may be written to.
     """
 
     name: str
     products: str | None
+    problem: str | None
     path: tuple[str, ...]
     scratch: str
 
@@ -110,7 +112,7 @@ def _watched() -> integrity.Names:
 
 def _loaded(load: Load) -> tuple[Callable[[Order], Any], dict[str, Any]]:
     """What gives the executor that an order is for, and what the kernel declares."""
-    implementation = registry.find(load.name, products=load.products)  # type: ignore[arg-type] # checked where it was given
+    implementation = registry.find(load.name, products=load.products, problem=load.problem)  # type: ignore[arg-type] # checked before
     executors: dict[Any, Executor] = {}
 
     def kernel(order: Order) -> Executor:

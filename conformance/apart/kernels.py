@@ -19,18 +19,23 @@ class Kernels:
       in_process: whether all of them run in the judge's process, for debugging.
       seconds: that one call may take, if it is said.
       gib: of memory that a kernel's process may take, if it is said.
+      problem: the named problem whose operands the kernels take, if it is said.
+      said: what kernels have said of themselves to a process that has this one judge them too, by name.
     """
 
     products: Products | None = None
     in_process: bool = False
     seconds: float | None = None
     gib: float | None = None
+    problem: str | None = None
+    said: tuple[tuple[str, str], ...] = ()
 
     @property
     def options(self) -> tuple[str, ...]:
         """The options of a command that say the same."""
         numbers = (("timeout", self.seconds), ("memory", self.gib))
         return (
+            *((f"--problem={self.problem}",) if self.problem else ()),
             *((f"--products={self.products}",) if self.products else ()),
             *(("--in-process",) if self.in_process else ()),
             *(f"--{name}={value:g}" for name, value in numbers if value is not None),
@@ -39,5 +44,6 @@ class Kernels:
     def find(self, name: str) -> Implementation:
         """The implementation called `name`. Raises `registry.ImplementationNotFound` with one line that says why."""
         if self.in_process or registry.is_ours(name) or not registry.may_be_found(name):
-            return registry.find(name, products=self.products)
-        return executor.find(name, self.products, Limits.of(self.seconds, self.gib))
+            return registry.find(name, products=self.products, problem=self.problem)
+        limits = Limits.of(self.seconds, self.gib)
+        return executor.find(name, self.products, limits, self.problem, dict(self.said).get(name, ""))

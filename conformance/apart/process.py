@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import builtins
 import collections
 import contextlib
 import dataclasses
@@ -17,9 +16,10 @@ import weakref
 from collections.abc import Mapping
 from typing import Any
 
-from conformance import records
-from conformance.apart import keeper, kernel_process, scratch, wire
+from conformance import environment, records
+from conformance.apart import keeper, kernel_process, raised_by, said, scratch, wire
 from conformance.apart.kernel_process import LENGTH, Load, Order
+from conformance.apart.said import MOST_WORDS, Said
 from conformance.calling import mishaps
 from conformance.forking import forked
 from conformance.forking.forked import Forked
@@ -68,16 +68,6 @@ class NotLoaded(Exception):  # noqa: N818 -- a statement, as the message is
     """The kernel could not be loaded; the message is one line."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Said:
-    """What a kernel declares, where it runs, on how many devices, and how its process is confined."""
-
-    declared: Mapping[str, Any]
-    backend: str
-    count: int
-    confined: str
-
-
 @dataclasses.dataclass(eq=False)
 class _Begun:
     """What was begun, the bytes of the request, and its answer once that is heard."""
@@ -93,10 +83,24 @@ _CONFINED = "; a kernel's process writes to a scratch folder alone, and connects
 class KernelProcess:
     """The process of one kernel. It is started when it is first asked, and again after it was lost."""
 
-    def __init__(self, name: str, products: str | None, limits: Limits) -> None:
-        """For the kernel that goes by `name`; nothing is started yet."""
+    def __init__(
+        self,
+        name: str,
+        products: str | None,
+        limits: Limits,
+        problem: str | None = None,
+        first: str = "",
+        environ: Mapping[str, str] | None = None,
+    ) -> None:
+        """For the kernel that goes by `name`; nothing is started yet.
+
+        `first` is what it said when it was first loaded, if it was, by another process. `environ` is what its
+        environment has in place of what others have there.
+        """
         self.name, self.limits = name, limits
-        self._products = products
+        self._first, self._environ = first, dict(environ or {})
+        self._own_flags: KernelProcess | None = None
+        self._products, self._problem = products, problem
         self._lives: list[_Running] = []  # the one that there is, if it runs
         self._begun: collections.deque[_Begun] = collections.deque()  # what nobody has asked for yet
         self._said: Said | None = None
@@ -112,6 +116,15 @@ class KernelProcess:
             self._start()
         assert self._said is not None
         return self._said
+
+    def with_own_flags(self) -> KernelProcess:
+        """Another process of the same kernel, whose programs are compiled as JAX compiles by itself."""
+        if self._own_flags is None:
+            flags = environment.own_flags()
+            self._own_flags = KernelProcess(
+                self.name, self._products, self.limits, self._problem, self.said.text, flags
+            )
+        return self._own_flags
 
     def begin(self, order: Order) -> None:
         """Have the process start on what it will be asked: the judge finds out meanwhile what to expect."""
@@ -174,11 +187,11 @@ class KernelProcess:
         return dataclasses.replace(self.limits, seconds=seconds)
 
     def _start(self) -> None:
-        running = _Running()
+        running = _Running(self._environ)
         self._lives.append(running)
         try:
             patient = dataclasses.replace(self.limits, seconds=max(self.limits.seconds, _LOADING))
-            found = _returned(running.load(self.name, self._products, patient), running)
+            found = _returned(running.load(self.name, self._products, self._problem, patient), running)
         except Lost as lost:
             self.end()
             raise NotLoaded(f"{self.name} does not load: {lost}") from lost
@@ -186,21 +199,19 @@ class KernelProcess:
             self.end()
             why = _CONFINED if "PermissionError" in str(error) else ""
             raise NotLoaded(records.printable(str(error).strip().split("\n")[0]) + why) from error
-        if self._said is None:
-            self._said = self._understood(found, running.confined)
-
-    def _understood(self, found: Any, confined: str) -> Said:
-        place = (found.get("declared"), found.get("backend"), found.get("count")) if isinstance(found, dict) else ()
-        match place:
-            case (dict(declared), str(backend), int(count)) if count > 0:
-                return Said(declared, backend, count, confined)
-        self.end()
-        raise NotLoaded(f"{self.name} does not load: its process answered with what is no answer")
+        try:
+            self._said = said.understood(found, running.confined, self._first)
+        except ValueError as error:
+            self.end()
+            raise NotLoaded(f"{self.name} does not load: {error}") from error
+        self._first = self._said.text
 
     def end(self) -> None:
         """End the process, and whatever it started."""
         self._begun.clear()
         _end(self._lives)
+        if self._own_flags is not None:
+            self._own_flags.end()
 
 
 _ALL: weakref.WeakSet[KernelProcess] = weakref.WeakSet()
@@ -220,7 +231,7 @@ def _end(lives: list[_Running]) -> None:
 class _Running:
     """One life of a kernel's process."""
 
-    def __init__(self) -> None:
+    def __init__(self, environ: dict[str, str]) -> None:
         self._scratch = scratch.made()
         theirs, self._requests = os.pipe()
         self._answers, answers = os.pipe()
@@ -229,7 +240,7 @@ class _Running:
                 fcntl.fcntl(pipe, fcntl.F_SETPIPE_SZ, _PIPE)
         self._output, output = os.pipe()
         os.set_blocking(self._output, False)
-        environ = forked.told() | dict.fromkeys(_CACHES, self._scratch) | {"PYTHONUNBUFFERED": "1"}
+        environ = forked.told() | dict.fromkeys(_CACHES, self._scratch) | {"PYTHONUNBUFFERED": "1"} | environ
         self._process = Forked(kernel_process.main, passing=(theirs, answers), environ=environ, output=output)
         for pipe in (theirs, answers, output):
             os.close(pipe)
@@ -239,9 +250,9 @@ class _Running:
         self._listener = threading.Thread(target=self._listen, daemon=True)
         self._listener.start()
 
-    def load(self, name: str, products: str | None, limits: Limits) -> Any:
+    def load(self, name: str, products: str | None, problem: str | None, limits: Limits) -> Any:
         """What it answers to having loaded the kernel."""
-        load = Load(name, products, (os.getcwd(), *sys.path), self._scratch)
+        load = Load(name, products, problem, (os.getcwd(), *sys.path), self._scratch)
         self._write(wire.packed(load), time.monotonic() + limits.seconds)
         self.confined = str(self.hear(limits))  # said before anything of the kernel's runs
         return self.hear(limits)
@@ -378,18 +389,7 @@ def _returned(message: Any, running: _Running) -> Any:
     raised = message.get("raised") if isinstance(message, dict) else None
     if not (isinstance(raised, dict) and isinstance(raised.get("kinds"), list)):
         raise Lost("the kernel's process answered with what is no answer")
-    error = _exception(str(raised.get("type")), raised["kinds"], str(raised.get("message")))
+    error = raised_by.exception(str(raised.get("type")), raised["kinds"], str(raised.get("message"))[:MOST_WORDS])
     why = _CONFINED if isinstance(error, PermissionError) else ""
-    mishaps.tell(error, f"{raised.get('told')}{why}{running.printed()}")
+    mishaps.tell(error, f"{str(raised.get('told'))[:MOST_WORDS]}{why}{running.printed()}")
     raise error
-
-
-def _exception(name: str, kinds: list[Any], message: str) -> Exception:
-    """An exception of the same name and built-in type, which no code of the kernel takes part in."""
-    known = (vars(builtins).get(kind) for kind in kinds if isinstance(kind, str))
-    bases = [kind for kind in known if isinstance(kind, type) and issubclass(kind, Exception)]
-    for base in (*bases, RuntimeError):
-        kind = base if base.__name__ == name else type(name[:80] if name.isidentifier() else "KernelError", (base,), {})
-        with contextlib.suppress(TypeError):  # some take more than a message
-            return kind(message)
-    raise AssertionError("RuntimeError takes a message")

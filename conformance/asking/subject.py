@@ -15,6 +15,7 @@ from cases.inputs import Cotangent, Problem, draw, draw_cotangent
 from conformance import records
 from conformance.asking.judgement import Judgement, by_bound
 from conformance.asking.turn import EVERYTHING, Pullback, Turn, parts_of, pullbacks_of
+from conformance.calling import mishaps
 from conformance.calling.execution import Calls, Executor, Result
 from conformance.contract import Implementation
 from conformance.truth.bounds import Bounded, Expectation, Inexact, expect
@@ -235,6 +236,19 @@ class Subject:
             return (self.residuals if self.implementation.residuals else self.forward).values
         run = self.executor.residuals if self.implementation.residuals else self.executor.forward
         return run(problem).values
+
+    def shaped(self, result: Result) -> Result:
+        """The result of a call on operands of the case's shapes, for what is computed of it without comparing.
+
+        Raises:
+          WrongReturn: if it has another shape than it must have.
+        """
+        case = self.case
+        out = case.batch, case.q_length, case.num_q_heads, case.v_head_dim
+        mishaps.check_shape("out", result.values["out"], out)
+        for name in result.values.keys() - {"out"}:
+            mishaps.check_shape(name, result.values[name], (case.batch, case.num_q_heads, case.q_length))
+        return result
 
     def expect(self, problem: Problem, cotangents: Sequence[Cotangent] = ()) -> Expectation:
         """Exact results and bounds on another problem."""

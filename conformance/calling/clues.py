@@ -23,7 +23,7 @@ import numpy as np
 from jax.extend import core
 
 from cases.case import Case
-from cases.clues import Clues
+from cases.exploring.clues import Clues
 from cases.inputs import draw
 from cases.operands import REMOVABLE
 from conformance.calling.execution import Executor, pull_back

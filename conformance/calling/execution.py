@@ -14,6 +14,7 @@ import numpy as np
 
 from cases.inputs import Cotangent, Problem
 from cases.operands import GRADIENT_OF, OPERANDS
+from conformance import environment
 from conformance.calling import (
     mask_tree,  # noqa: F401  registers masks with JAX
     mishaps,
@@ -96,9 +97,10 @@ class Executor:
         else:
             self.begin(_gradients_lse, problem, cotangent.out, cotangent.logsumexp)
 
-    def compiling_by(self, options: Mapping[str, bool | int]) -> Executor:
-        """The executor of the same call with other compiler options."""
-        return Executor(self.implementation, options)
+    def as_jax_compiles(self) -> Executor | None:
+        """The executor of the same call whose programs are compiled as JAX does by itself; none if all are."""
+        options = environment.own_options()
+        return Executor(self.implementation, options) if options else None
 
     def anew(self) -> Executor:
         """The executor of the same call with no options, which has compiled nothing yet."""
@@ -271,13 +273,22 @@ def pull_back(function: Callable[[Arrays], Any], arrays: Arrays, cotangent: Any)
 
     A value in another floating-point dtype than it should have is a failure of its own. It is differentiated all the
     same: the cotangent is given in that dtype.
+
+    Raises:
+      WrongReturn: if the value has another shape than the cotangent.
     """
     moving = {name: x for name, x in arrays.items() if name in GRADIENT_OF}
     fixed = {name: x for name, x in arrays.items() if name not in GRADIENT_OF}
     primal, pullback = jax.vjp(lambda m: function({**m, **fixed}), moving)
     if jax.tree.structure(primal) == jax.tree.structure(cotangent):  # type: ignore[operator] # untyped upstream
+        jax.tree.map(lambda name, x, dx: mishaps.check_shape(name, x, dx.shape), _named(primal), primal, cotangent)
         cotangent = jax.tree.map(_in_dtype_of, primal, cotangent)
     return primal, pullback(cotangent)[0]
+
+
+def _named(primal: Any) -> Any:
+    """The names of what is differentiated: `out`, or `out` and `logsumexp`."""
+    return ("out", "logsumexp") if isinstance(primal, tuple) else "out"
 
 
 def _in_dtype_of(value: Any, cotangent: Any) -> Any:

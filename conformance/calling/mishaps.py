@@ -127,6 +127,17 @@ def checked_residuals(returned: Any) -> tuple[Any, dict[str, Any]]:
     )
 
 
+def check_shape(name: str, returned: Any, shape: tuple[int, ...]) -> None:
+    """Check the shape of what the call returned, where something is computed of it.
+
+    Raises:
+      WrongReturn: if it has another.
+    """
+    if tuple(returned.shape) != shape:
+        must = ", ".join(map(str, shape))
+        raise WrongReturn(f"{name} must be an array [{must}], and the call returned {_described(returned)}")
+
+
 def residual(residuals: Mapping[str, Any], name: str) -> Any:
     """The residual called `name`.
 

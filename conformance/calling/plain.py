@@ -21,7 +21,7 @@ import dataclasses
 import functools
 import inspect
 import itertools
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from typing import Any, Literal, TypeVar
 
 import numpy as np
@@ -146,6 +146,7 @@ def from_function(function: Callable[..., Any], name: str, *, products: Products
     signature = _signature(function, name)
     kind = _storage(signature, name)
     parameters = _options(signature, name, _OPTIONS if kind is None else plain_stored.OPTIONS[kind])
+    others = tuple(name for name in list(signature.parameters)[3:] if name not in parameters)
     declaration = _declaration(function)
     has = [operand.name for operand in REMOVABLE if operand.name in parameters]
     # Pages are a cache, which is read.
@@ -167,9 +168,9 @@ def from_function(function: Callable[..., Any], name: str, *, products: Products
         name=name,
         call=call,
         description=(inspect.getdoc(_innermost(function)) or "").split("\n")[0],
-        unsupported={**_missing(parameters), **declaration.unsupported},
+        unsupported={**_missing(parameters, others), **declaration.unsupported},
         offers=OPT_IN.intersection(has),
-        supports_case=PlainSupport(parameters, declaration.causal, narrow, kind),
+        supports_case=PlainSupport(parameters, declaration.causal, narrow, kind, others),
         arithmetic=dataclasses.replace(declaration.arithmetic, products=products or declaration.arithmetic.products),
         residuals=frozenset(RESIDUALS if "save_residuals" in parameters else ()),
         differentiable_residuals=frozenset(),
@@ -291,12 +292,15 @@ def _options(signature: inspect.Signature, name: str, known: tuple[str, ...]) ->
     return frozenset(p.name for p in parameters if p.name in known and p.kind is not p.POSITIONAL_ONLY)
 
 
-def _missing(parameters: frozenset[str]) -> dict[str, str]:
-    missing = {}
-    for operand in REMOVABLE:
-        if operand.name not in parameters:
-            missing[operand.name] = f"the function has no parameter {operand.name!r}"
-    return missing
+def _missing(parameters: frozenset[str], others: Iterable[str]) -> dict[str, str]:
+    names = [operand.name for operand in REMOVABLE if operand.name not in parameters]
+    return {name: f"the function has no parameter {name!r}{_meant(name, others)}" for name in names}
+
+
+def _meant(name: str, others: Iterable[str]) -> str:
+    """Parameters of other names that may mean `name`, as `is_causal` does, in words; empty if there are none."""
+    alike = [repr(other) for other in others if name in other]
+    return f" (nothing is passed to its {' and '.join(alike)})" if alike else ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -308,12 +312,14 @@ class PlainSupport:
       causal: where queries stand for `causal=True` and `window`.
       narrow: whether its logits are in the dtype of the operands.
       storage: how it takes its operands, none if dense.
+      others: its further parameters, to which nothing is passed.
     """
 
     parameters: frozenset[str]
     causal: CausalFrom
     narrow: bool
     storage: Kind | None = None
+    others: tuple[str, ...] = ()
 
     def __call__(self, case: Case) -> str | None:
         """Why the function does not support `case`, or None if it does."""
@@ -325,8 +331,11 @@ class PlainSupport:
             return None
         mask = mask_spec.build(case.mask, case.batch, case.num_q_heads, case.q_length, case.kv_length, case.seed)
         _, left = _split(mask, self.parameters, _first(self.causal, case.q_length, case.kv_length))
+        if left is None:
+            return None
         kind = mask_spec.features(case.mask)[0]
-        return f"{kind}: the function has no parameter 'mask'" if left else None
+        meant = _meant(kind, self.others) or _meant("mask", self.others)
+        return f"{kind}: the function has no parameter 'mask'{meant}"
 
 
 def _first(causal: CausalFrom, q_length: int, kv_length: int) -> int:

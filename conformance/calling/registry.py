@@ -15,6 +15,7 @@ from typing import Any
 from conformance import packages
 from conformance.calling import mishaps
 from conformance.calling.plain import NotAnAttentionFunction, from_function
+from conformance.calling.problems import from_workload
 from conformance.contract import Implementation, Products
 from conformance.records import printable
 
@@ -34,13 +35,14 @@ def names() -> list[str]:
     return [*ours, *(point.name for point in _entry_points() if point.name not in ours)]
 
 
-def find(name: str, *, products: Products | None = None) -> Implementation:
+def find(name: str, *, products: Products | None = None, problem: str | None = None) -> Implementation:
     """The implementation called `name`.
 
     Args:
       name: a registered name, `module:attribute`, or `file.py:attribute`; the attribute is an `Implementation` or a
         plain attention function.
       products: for plain functions, how they multiply f32 operands.
+      problem: the named problem (`cases.problems`) whose operands the function takes, none for those of attention.
 
     Raises:
       ImplementationNotFound: with one line that says why.
@@ -48,10 +50,12 @@ def find(name: str, *, products: Products | None = None) -> Implementation:
     if not name.isprintable():
         raise ImplementationNotFound(f"{printable(name)}: a name must be text that shows as it is")
     if name in (ours := _ours()):
+        if problem is not None:
+            raise ImplementationNotFound(f"{name} is no function of the operands of {problem}: give yours by its name")
         return _registered(name, ours[name])
     for point in _entry_points():
         if point.name == name:
-            return _as_implementation(_load(point), name, products)
+            return _as_implementation(_load(point), name, products, problem)
     if ":" not in name:
         raise ImplementationNotFound(
             f"unknown implementation {name!r}: registered are {', '.join(names())}; "
@@ -63,7 +67,7 @@ def find(name: str, *, products: Products | None = None) -> Implementation:
     module = _from_file(source) if source.endswith(".py") else _import(source)
     if not hasattr(module, attribute):
         raise ImplementationNotFound(packages.hidden(source) or f"{source} has no attribute {attribute!r}")
-    return _as_implementation(getattr(module, attribute), name, products)
+    return _as_implementation(getattr(module, attribute), name, products, problem)
 
 
 def is_ours(name: str) -> bool:
@@ -90,7 +94,7 @@ def _ours() -> Mapping[str, str]:
 
 
 def _registered(name: str, module: str) -> Implementation:
-    for implementation in _import(module).IMPLEMENTATIONS:
+    for implementation in importlib.import_module(module).IMPLEMENTATIONS:
         if implementation.name == name:
             found: Implementation = implementation
             return found
@@ -98,7 +102,9 @@ def _registered(name: str, module: str) -> Implementation:
 
 
 def _entry_points() -> list[importlib.metadata.EntryPoint]:
-    return sorted(importlib.metadata.entry_points(group=ENTRY_POINT_GROUP), key=lambda point: point.name)
+    """What is installed, but for what has a name that is another's: a colon is of modules and files."""
+    found = importlib.metadata.entry_points(group=ENTRY_POINT_GROUP)
+    return sorted((point for point in found if ":" not in point.name), key=lambda point: point.name)
 
 
 def _load(point: importlib.metadata.EntryPoint) -> Any:
@@ -146,11 +152,13 @@ def _from_file(path: str) -> ModuleType:
     return module
 
 
-def _as_implementation(found: Any, name: str, products: Products | None) -> Implementation:
-    if isinstance(found, Implementation):
+def _as_implementation(found: Any, name: str, products: Products | None, problem: str | None) -> Implementation:
+    if isinstance(found, Implementation) and problem is None:
         # It goes by the name that it is found by: in other processes, and in the command that repeats a judgement.
         return dataclasses.replace(found, name=name)
     try:
+        if problem is not None:
+            return from_workload(found, name, problem, products=products)
         return from_function(found, name, products=products)
     except NotAnAttentionFunction as error:
         raise ImplementationNotFound(printable(str(error))) from error

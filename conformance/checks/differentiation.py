@@ -1,7 +1,8 @@
 """Differentiation: what any pullback must satisfy, without an oracle to say what the gradients are.
 
 It gives zeros for a cotangent of zeros, and the sum of the gradients for a sum of cotangents. It agrees with finite
-differences of the implementation's own forward pass. Second derivatives, which `transforms` asks for, agree with those
+differences of the implementation's own forward pass. A cotangent of ones, which `out.sum()` gives and no draw ever
+does, is held against the oracle. Second derivatives, which `transforms` asks for, agree with those
 of its gradients: a backward pass that is a constant to whoever differentiates it gives zeros in silence.
 """
 
@@ -29,10 +30,11 @@ _STEP = 2.0**-5
 
 
 def differentiation(subject: Subject) -> Iterator[Judgement]:
-    """Zero cotangents give zeros, gradients add up over cotangents, and agree with finite differences (f32)."""
+    """Zero cotangents give zeros, ones what they should; gradients add up, and agree with finite differences (f32)."""
     if not subject.with_gradients:
         return
     yield from _zero(subject)
+    yield from _ones(subject)
     yield from _sum(subject)
     if subject.case.dtype == "f32":
         yield from _finite_differences(subject)
@@ -43,6 +45,16 @@ def _zero(subject: Subject) -> Iterator[Judgement]:
     for name, got in _gradients(subject, cotangent).items():
         zeros = np.zeros(got.shape)
         yield _judge(subject, f"{name}.zero", name, got, Bounded(zeros, zeros))
+
+
+def _ones(subject: Subject) -> Iterator[Judgement]:
+    """The gradients of the sum of `out`: of its judged rows."""
+    like = subject.cotangents[subject.any_random]
+    lse = None if like.logsumexp is None else np.zeros_like(like.logsumexp)
+    cotangent = dataclasses.replace(like, out=subject.judged_out * np.ones_like(like.out), logsumexp=lse)
+    expected = subject.expect(subject.problem, [cotangent]).gradients[0]
+    for name, got in _gradients(subject, cotangent).items():
+        yield _judge(subject, f"{name}.ones", name, got, expected[name])
 
 
 def _sum(subject: Subject) -> Iterator[Judgement]:

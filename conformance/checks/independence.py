@@ -76,8 +76,8 @@ def _gradients(subject: Subject) -> Iterator[Judgement]:
 def _results(subject: Subject, problem: Problem) -> Result:
     """The call with residuals if there are any."""
     if subject.implementation.residuals:
-        return subject.residuals if problem is subject.problem else subject.residuals_of(problem)
-    return subject.forward if problem is subject.problem else subject.executor.forward(problem)
+        return subject.shaped(subject.residuals if problem is subject.problem else subject.residuals_of(problem))
+    return subject.shaped(subject.forward if problem is subject.problem else subject.executor.forward(problem))
 
 
 def _parts(problem: Problem) -> tuple[_Part, _Part]:

@@ -46,8 +46,8 @@ def linearity(subject: Subject) -> Iterator[Judgement]:
         else:
             k_scales, v_scales = problem.kv_scales
             scaled = dataclasses.replace(problem, kv_scales=(k_scales, _times(v_scales, factor)))
-        before = np.where(subject.judged_out, subject.forward.values["out"], 0)
-        after = np.where(subject.judged_out, subject.forward_of(scaled).values["out"], 0)
+        calls = subject.shaped(subject.forward), subject.shaped(subject.forward_of(scaled))
+        before, after = (np.where(subject.judged_out, result.values["out"], 0) for result in calls)
         bound = np.where(subject.judged_out, subject.expectation.forward["out"].bound, 0)
         yield _proportional(subject, "out", before, after, bound, factor)
     if subject.with_gradients:

@@ -45,7 +45,7 @@ def explore(arguments: argparse.Namespace) -> int:
         level=EXPLORE,
         narrowed="explored cases",
         seeds=(budget.seed,),
-        tolerances=chosen.tolerances.rows(),
+        limits=chosen.tolerances.rows(),
         kernels=kernels,
     )
     console = Console(stderr=True)

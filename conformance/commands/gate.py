@@ -48,7 +48,7 @@ def described(
         narrowed=narrowed,
         query={"pytest": list(arguments)},
         shard=shard,
-        tolerances=settings.tolerances.rows(),
+        limits=settings.tolerances.rows(),
         kernels=kernels,
     )
 

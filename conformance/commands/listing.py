@@ -10,6 +10,7 @@ from rich.table import Table
 from cases import sizes
 from cases.case import FEATURES, Case, matches
 from cases.grid import grid
+from cases.problems import PROBLEMS
 from cases.regressions import REGRESSIONS
 from conformance.asking.scopes import Asked
 from conformance.calling import registry
@@ -22,7 +23,7 @@ from conformance.contract import Implementation
 
 
 def list_things(arguments: argparse.Namespace) -> int:
-    """`list`: implementations, cases, checks, features or regressions."""
+    """`list`: implementations, cases, checks, features, regressions or named problems."""
     console = Console(soft_wrap=True)
     for option in ("impl", "level", "cases", "seed"):
         if arguments.what != "cases" and getattr(arguments, option) is not None:
@@ -34,6 +35,10 @@ def list_things(arguments: argparse.Namespace) -> int:
     if arguments.what == "regressions":
         for named in REGRESSIONS:
             print(f"{named.name}: {named.shows} ({named.reference})\n  {named.case.id}")
+        return 0
+    if arguments.what == "problems":
+        for problem in PROBLEMS:
+            print(f"{problem.name}: {problem.about} ({problem.task})\n  {problem.takes}")
         return 0
     table = Table(box=None, padding=(0, 2, 0, 0))
     table.add_column(arguments.what.rstrip("s"), no_wrap=True)

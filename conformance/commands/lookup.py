@@ -7,7 +7,8 @@ import os
 import random
 from pathlib import Path
 
-from cases.case import Case, CaseIdError, parse
+from cases.case import Case, CaseIdError, matches, parse
+from cases.problems import by_name
 from conformance import runs
 from conformance.apart.kernels import Kernels
 from conformance.calling import registry
@@ -25,7 +26,35 @@ def kernels(arguments: argparse.Namespace) -> Kernels:
     for option in ("timeout", "memory"):
         if (given := getattr(arguments, option)) is not None and not given > 0:
             raise CannotJudge(f"--{option} must be more than zero, got {given:g}")
-    return Kernels(arguments.products, arguments.in_process, arguments.timeout, arguments.memory)
+    problem = getattr(arguments, "problem", None)  # of the commands that have it
+    if problem is not None and problem not in by_name():
+        raise CannotJudge(
+            f"unknown problem {problem!r}: known are {', '.join(by_name())} (`list problems` describes them)"
+        )
+    return Kernels(arguments.products, arguments.in_process, arguments.timeout, arguments.memory, problem)
+
+
+def reject_contradictions(arguments: argparse.Namespace) -> None:
+    """Refuse arguments of `run` that do not go together."""
+    if arguments.all and arguments.impl:
+        raise CannotJudge("--all and --impl contradict each other: give one of them")
+    if not arguments.all and not arguments.impl:
+        raise CannotJudge("nothing to judge: give --impl=NAME (see `python -m conformance list`) or --all")
+    if arguments.case is not None and (arguments.cases is not None or arguments.level or arguments.seed):
+        raise CannotJudge("--case names one case, seed included: it cannot be combined with --cases, --level or --seed")
+    if arguments.problem and (arguments.regressions or arguments.level or arguments.seed):
+        raise CannotJudge("--problem names its cases: it cannot be combined with --regressions, --level or --seed")
+    if arguments.full_size and (not arguments.problem or arguments.case is not None):
+        raise CannotJudge("--full-size goes with --problem: it is the size at which its cases are asked")
+    if arguments.pullback and arguments.case is None:
+        raise CannotJudge("--pullback goes with --case: in a run of several, cases take turns")
+    if arguments.regressions and (arguments.case is not None or arguments.cases is not None or arguments.level):
+        raise CannotJudge("--regressions names its cases: it cannot be combined with --case, --cases or --level")
+    reject_no_workers(arguments.jobs)
+    reject_no_time("--confirm-seconds", arguments.confirm_seconds)
+    reject_no_time("--diagnose-seconds", arguments.diagnose_seconds)
+    for seed in arguments.seed:
+        reject_negative(seed)
 
 
 def reject_no_time(option: str, seconds: float) -> None:
@@ -68,6 +97,16 @@ def find(name: str, kernels: Kernels = APART) -> Implementation:
         return kernels.find(name)
     except registry.ImplementationNotFound as error:
         raise CannotJudge(str(error)) from error
+
+
+def problem_cases(arguments: argparse.Namespace) -> list[Case]:
+    """The cases of a named problem, or the one that is named beside it."""
+    if arguments.case is not None:
+        return [case(arguments.case)]
+    found = by_name()[arguments.problem].cases(full_size=arguments.full_size)
+    if not found:
+        raise CannotJudge(f"--full-size: {arguments.problem} has none, since its operands cannot be made exact there")
+    return [case(one.id) for one in found if arguments.cases is None or matches(arguments.cases, one.id)]
 
 
 def case(text: str) -> Case:

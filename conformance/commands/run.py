@@ -42,6 +42,8 @@ _QUERY = (
     "case",
     "cases",
     "regressions",
+    "problem",
+    "full_size",
     "check",
     "pullback",
     "seed",
@@ -61,7 +63,7 @@ def run(arguments: argparse.Namespace) -> int:
     """`run`: judge, report, and say by the exit code whether all conform."""
     started = time.perf_counter()
     before = _taken_up(arguments)
-    _reject_contradictions(arguments)
+    lookup.reject_contradictions(arguments)
     outputs = dataclasses.replace(outputs_of(arguments), step=step_summary())
     baseline = _baseline(arguments, outputs)
     chosen = lookup.load_settings()
@@ -207,9 +209,9 @@ def _probed(
     told: list[str] = []
     here = runner.Runner(chosen, options=lookup.kernels(arguments).options)
     with interrupts.heeded():
-        if arguments.confirm_seconds and arguments.case is None:
+        if arguments.confirm_seconds and arguments.case is None and not arguments.problem:
             confirm.confirm(journal, implementations, here, arguments.confirm_seconds, console)
-        if arguments.diagnose_seconds and arguments.case is None:
+        if arguments.diagnose_seconds and arguments.case is None and not arguments.problem:
             diagnose.ask(journal, implementations, here, arguments.diagnose_seconds, console)
         if arguments.shrink:
             for line in confirm.shrink(journal, implementations, here, console):
@@ -226,16 +228,18 @@ def _described(
 ) -> Run:
     """What holds for all records of the run."""
     level = "one case" if arguments.case is not None else "regressions" if arguments.regressions else arguments.level
+    level = "a named problem" if arguments.problem and arguments.case is None else level
+    named = arguments.case is not None or arguments.regressions or arguments.problem
     return provenance.recorded_run(
         implementations,
         planned,
         command=command_line(),
         level=level or "quick",
-        seeds=() if arguments.case is not None or arguments.regressions else tuple(arguments.seed) or (0,),
+        seeds=() if named else tuple(arguments.seed) or (0,),
         narrowed=_narrowed_to(arguments),
         query={name: getattr(arguments, name) for name in _QUERY},
         shard="/".join(map(str, arguments.shard or ())),
-        tolerances=chosen.tolerances.rows(),
+        limits=chosen.tolerances.rows(),
         kernels=kernels,
     )
 
@@ -265,24 +269,6 @@ def _with_first(first: Path, others: Sequence[Path]) -> list[Path]:
     return [first, *(path for path in others if path.resolve() != first.resolve())]
 
 
-def _reject_contradictions(arguments: argparse.Namespace) -> None:
-    if arguments.all and arguments.impl:
-        raise CannotJudge("--all and --impl contradict each other: give one of them")
-    if not arguments.all and not arguments.impl:
-        raise CannotJudge("nothing to judge: give --impl=NAME (see `python -m conformance list`) or --all")
-    if arguments.case is not None and (arguments.cases is not None or arguments.level or arguments.seed):
-        raise CannotJudge("--case names one case, seed included: it cannot be combined with --cases, --level or --seed")
-    if arguments.pullback and arguments.case is None:
-        raise CannotJudge("--pullback goes with --case: in a run of several, cases take turns")
-    if arguments.regressions and (arguments.case is not None or arguments.cases is not None or arguments.level):
-        raise CannotJudge("--regressions names its cases: it cannot be combined with --case, --cases or --level")
-    lookup.reject_no_workers(arguments.jobs)
-    lookup.reject_no_time("--confirm-seconds", arguments.confirm_seconds)
-    lookup.reject_no_time("--diagnose-seconds", arguments.diagnose_seconds)
-    for seed in arguments.seed:
-        lookup.reject_negative(seed)
-
-
 def _implementations(
     arguments: argparse.Namespace, chosen: settings.Settings, kernels: Kernels
 ) -> list[Implementation]:
@@ -299,6 +285,8 @@ def _checks(arguments: argparse.Namespace) -> tuple[Check, ...]:
 
 def _plan(arguments: argparse.Namespace, implementations: Sequence[Implementation], level: str) -> plan.Plan:
     checks = _checks(arguments)
+    if arguments.problem:
+        return plan.problem(implementations, lookup.problem_cases(arguments), checks)
     if arguments.case is not None:
         case = lookup.case(arguments.case)
         turn = Turn(pulled=(arguments.pullback,)) if arguments.pullback else EVERYTHING
@@ -310,6 +298,8 @@ def _plan(arguments: argparse.Namespace, implementations: Sequence[Implementatio
 
 
 def _nothing_planned(arguments: argparse.Namespace) -> str:
+    if arguments.problem and arguments.cases is not None:
+        return f"no case of {arguments.problem} matches --cases={arguments.cases!r}"
     if arguments.cases is not None:
         return f"no case of the grid matches --cases={arguments.cases!r} (see `python -m conformance list cases`)"
     return f"no case asks for {', '.join(arguments.check) or 'any check'}"
@@ -335,6 +325,8 @@ def _run_jobs(
 
 def _narrowed_to(arguments: argparse.Namespace) -> str:
     """What is judged where it is not all that the level asks; empty if it is."""
+    size = " --full-size" if arguments.full_size else ""
+    problem = f"--problem={arguments.problem}{size}" if arguments.problem else ""
     if arguments.case is not None:
         cases = "one case"
     elif arguments.regressions:
@@ -342,7 +334,7 @@ def _narrowed_to(arguments: argparse.Namespace) -> str:
     else:
         cases = "" if arguments.cases is None else f"--cases={shlex.quote(arguments.cases)}"
     pullback = f"--pullback={arguments.pullback}" if arguments.pullback else ""
-    return " ".join(filter(None, (cases, *(f"--check={name}" for name in arguments.check), pullback)))
+    return " ".join(filter(None, (problem, cases, *(f"--check={name}" for name in arguments.check), pullback)))
 
 
 def _is_whole(arguments: argparse.Namespace) -> bool:

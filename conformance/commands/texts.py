@@ -13,6 +13,7 @@ examples:
   python -m conformance run --impl=kernel.py:attention --cases='train/bf16/*/causal' --level=standard
   python -m conformance run --impl=block_flash --case=train/f32/B1.T128.S128.N2.K2.H64.V64/causal/normal/s0
   python -m conformance run --impl=kernel.py:attention --level=smoke --shrink
+  python -m conformance run --impl=kernel.py:workload --problem=paged_attention
   python -m conformance explore --impl=my_kernels.flash:attention --seconds=300
   python -m conformance list cases --cases='*/softcap*'
   python -m conformance explain train/bf16/B2.T128.S128.N4.K2.H64.V64/causal/seg/softcap30/sinks/normal/s7

@@ -25,7 +25,7 @@ import dataclasses
 import math
 from collections.abc import Collection, Iterable
 
-from conformance import environment, records
+from conformance import records
 from conformance.asking.judgement import Judgement, guarded
 from conformance.asking.scopes import DECODED, ENSEMBLE, GRID, INTERPRETED
 from conformance.asking.subject import Subject
@@ -47,8 +47,7 @@ class Again:
 
     def __init__(self, executor: Executor, confirmed: float = CONFIRMED) -> None:
         """For what `executor` runs; `confirmed` failures of a check and result are enough, and 0 are never made."""
-        options = environment.own_options()
-        self._executor = executor.compiling_by(options) if options else None
+        self._executor = executor.as_jax_compiles()
         self._enough = confirmed
         self._confirmed: collections.Counter[tuple[str, str]] = collections.Counter()
         self._remedies: dict[tuple[str, str], Remedy | None] = {}  # by check and dtype
@@ -77,19 +76,22 @@ class Again:
         self._confirmed.update({(_kind(check), _result(judgement)) for judgement in confirmed})
         if check.scope not in _KEPT or not any(judgement.verdict == records.FAIL for judgement in confirmed):
             return found
-        return _with_remedy(found, self._explained(check, subject))
+        return self._explained(check, subject, found)
 
     def _is_settled(self, check: Check, judgement: Judgement) -> bool:
         result = _result(judgement)
         return max(self._confirmed[kind, result] for kind in (_kind(check), "plain")) >= self._enough
 
-    def _explained(self, check: Check, subject: Subject) -> Remedy | None:
+    def _explained(self, check: Check, subject: Subject, found: list[Judgement]) -> list[Judgement]:
+        """The judgements, those that are wrong with the declaration that explains them, if any was tried."""
         key = check.name, subject.case.dtype
         if key not in self._remedies:
             self._remedies[key] = _tried(check, subject, weaker(subject.implementation, subject.case))
-            return self._remedies[key]
+            return _with_remedy(found, self._remedies[key])
         known = self._remedies[key]
-        return _tried(check, subject, [known]) if known is not None and known.costs_little else None
+        if known is None or not known.costs_little:
+            return found
+        return _with_remedy(found, _tried(check, subject, [known]))
 
 
 def _kind(check: Check) -> str:
@@ -150,7 +152,10 @@ def _tried(check: Check, subject: Subject, declarations: Iterable[Remedy]) -> Re
 
 
 def _with_remedy(found: list[Judgement], remedy: Remedy | None) -> list[Judgement]:
-    if remedy is None:
-        return found
-    wrong = _wrong(found)
-    return [dataclasses.replace(j, remedy=remedy.declaration) if j in wrong else j for j in found]
+    declaration = "" if remedy is None else remedy.declaration
+    return [_with_declaration(j, declaration) if j.verdict in _WRONG else j for j in found]
+
+
+def _with_declaration(wrong: Judgement, declaration: str) -> Judgement:
+    figures = {**wrong.figures, records.DECLARATIONS_TRIED: 1.0}
+    return dataclasses.replace(wrong, remedy=declaration, figures=figures)

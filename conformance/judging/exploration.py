@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from cases.case import Case
-from cases.clues import Clues
+from cases.exploring.clues import Clues
 from cases.operands import REMOVABLE
 from conformance.records import Record
 
@@ -28,7 +28,7 @@ class Exploration:
       reached: how many judged cases had each feature, value distribution and phase.
       clues: the numbers that the implementation shows.
       used: beside how many of them, and on which side, some judged case had a size or a number.
-      beyond: how many pairs of marks (`cases.novelty`) judged cases had that no case of the grids has.
+      beyond: how many pairs of marks (`cases.exploring.novelty`) judged cases had that no case of the grids has.
       seconds: duration.
       interrupted: whether it was stopped by hand.
     """

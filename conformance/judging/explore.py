@@ -25,10 +25,10 @@ import hypothesis
 from hypothesis import configuration
 
 from cases.case import Case, matches
-from cases.clues import Clues
-from cases.novelty import Novelty
-from cases.space import NothingToDraw
-from cases.strategies import cases
+from cases.exploring.clues import Clues
+from cases.exploring.novelty import Novelty
+from cases.exploring.space import NothingToDraw
+from cases.exploring.strategies import cases
 from conformance import records
 from conformance.apart.executor import executor_of
 from conformance.asking.scopes import GRID, Asked
@@ -150,7 +150,7 @@ def explore(
       options: of the command, that repeat how the kernel is found and run.
 
     Raises:
-      cases.space.NothingToDraw: if no plain case is supported and matches.
+      cases.exploring.space.NothingToDraw: if no plain case is supported and matches.
     """
     found = _clues(implementation) if clues is None else clues
     return _Explorer(implementation, settings, budget, query, found, on_case, options).run()

@@ -18,8 +18,11 @@ from conformance.judging.levels import LEVELS
 if TYPE_CHECKING:
     from conformance.apart.kernels import Kernels
     from conformance.judging.job import Job
+    from conformance.judging.plan import Plan
     from conformance.records import Record
     from conformance.runs import Run
+
+_SAID = "attention-conformance-said"
 
 
 def add_options(parser: pytest.Parser) -> None:
@@ -111,7 +114,16 @@ def kernels(config: pytest.Config) -> Kernels:
 
     option = config.getoption
     limits = option("--conformance-timeout"), option("--conformance-memory")
-    return Kernels(None, option("--conformance-in-process"), *limits)
+    said = tuple((name, text) for name, text in getattr(config, "workerinput", {}).get(_SAID, ()))
+    return Kernels(None, option("--conformance-in-process"), *limits, said=said)
+
+
+def tell_worker(told: dict[str, object], planned: Plan) -> None:
+    """Have a worker of pytest-xdist know what kernels said of themselves here: they must say the same there."""
+    from conformance.apart.executor import said_by
+
+    implementations = {job.implementation.name: job.implementation for job in planned.jobs}
+    told[_SAID] = [list(one) for one in said_by(implementations.values())]
 
 
 def reject_unwritable(option: str, place: Path, *, page: bool) -> None:
@@ -160,6 +172,13 @@ def nothing_judged(found: list[Record], required: str | None) -> str:
     if found and not judged:
         return "nothing was judged: every case is unsupported or unjudged"
     return ""
+
+
+def nothing_asked(config: pytest.Config, planned: Plan | None, found: list[Record]) -> str:
+    """What is wrong where no test was run although nobody asked for that: settings may have said so."""
+    if planned is None or found or {"--collect-only", "--collectonly", "--co"} & set(config.invocation_params.args):
+        return ""
+    return "nothing was judged: no test was run (see addopts in the settings of pytest)"
 
 
 def table(found: list[Record]) -> list[str]:

@@ -1,9 +1,10 @@
 """The order of jobs: what says most a second comes first, and `smoke` is where that order begins.
 
-A case says something new by the marks that no case before it had (`cases.novelty`), and by pairs of them. What it costs
-is compiling, nearly all of it: cases that share compiled programs stay together and cost little more than one. The
-next program is the one with most that is new for its cost, as in greedy set cover (Chvatal, 1979, "A Greedy Heuristic
-for the Set-Covering Problem"). Neither the clock nor the machine decides, so that an order is the same everywhere.
+A case says something new by the marks that no case before it had (`cases.exploring.novelty`), and by pairs of them.
+What it costs is compiling, nearly all of it: cases that share compiled programs stay together and cost little more than
+one. The next program is the one with most that is new for its cost, as in greedy set cover (Chvatal, 1979, "A Greedy
+Heuristic for the Set-Covering Problem"). Neither the clock nor the machine decides, so that an order is the same
+everywhere.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import itertools
 from collections.abc import Sequence, Set
 
 from cases.case import Case
-from cases.novelty import Pair, marks, pairs
+from cases.exploring.novelty import Pair, marks, pairs
 from conformance.asking.turn import Turn
 from conformance.judging.job import Job
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from cases.case import parse
+from conformance.apart.executor import said_by
 from conformance.apart.kernels import Kernels
 from conformance.asking.turn import Turn
 from conformance.checks import BY_NAME
@@ -52,6 +53,9 @@ def run_parallel(
       lost: gives the records of a job that kills its process.
       one_by_one: whether a process takes one job at a time, so that the first of them ends soonest.
     """
+    kernels = dataclasses.replace(
+        kernels, said=said_by({job.implementation.name: job.implementation for job in jobs}.values())
+    )
     by_order = {_order(job, kernels): job for job in jobs}
 
     def heard(orders: tuple[_Order, ...], judged: list[list[Record]]) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from cases.case import Case, matches
 from cases.regressions import REGRESSIONS
-from conformance.asking.scopes import GRID, SCOPES, Asked
+from conformance.asking.scopes import FRONT, GRID, SCOPES, Asked
 from conformance.asking.turn import EVERYTHING, Turn
 from conformance.checks import CHECKS, Check
 from conformance.contract import Implementation
@@ -146,6 +146,15 @@ def regressions(implementations: Sequence[Implementation], checks: Iterable[Chec
     """The jobs that judge the named regressions; what an implementation does not support is shown with its reason."""
     asked = tuple(check for check in checks if check.scope is GRID)
     return Plan(tuple(Job(i, regression.case, asked) for i in implementations for regression in REGRESSIONS), ())
+
+
+def problem(implementations: Sequence[Implementation], cases: Sequence[Case], checks: Iterable[Check] = CHECKS) -> Plan:
+    """The jobs that judge cases of a named problem: those with a front end as a whole, the others as the grid is."""
+    chosen = tuple(checks)
+    asked = {scope: tuple(check for check in chosen if check.scope is scope) for scope in (FRONT, GRID)}
+    return Plan(
+        tuple(Job(i, case, asked[FRONT if case.steps else GRID]) for i in implementations for case in cases), ()
+    )
 
 
 def single(

@@ -25,10 +25,12 @@ from conformance.judging.declarations import declared
 from conformance.judging.plan import Plan
 from conformance.judging.reach import usual_lengths
 from conformance.runs import Kernel, Planned, Run
+from conformance.truth import tolerances
 
 _HOME = Path(__file__).resolve().parent.parent.parent
 _OURS = ("cases", "conformance", "impls", "reports")
 _DIGITS = 12  # of a digest: enough to tell sources apart
+_LARGEST = 2**26  # bytes of a file that a digest is of: what is larger is weights, and no source
 # Fields of an implementation that are data, and say what is asked of it.
 _DECLARED = (
     "unsupported",
@@ -55,7 +57,7 @@ def recorded_run(
     *,
     command: str,
     level: str,
-    tolerances: Iterable[Mapping[str, Any]],
+    limits: Iterable[Mapping[str, Any]],
     seeds: Sequence[int] = (),
     narrowed: str = "",
     query: Mapping[str, Any] | None = None,
@@ -63,6 +65,7 @@ def recorded_run(
     kernels: Kernels | None = None,
 ) -> Run:
     """What holds for the records of a run that begins now."""
+    table = tuple(limits)
     return Run(
         started=now(),
         command=command,
@@ -72,9 +75,9 @@ def recorded_run(
         query=query or {},
         shard=shard,
         environment=environment.describe() | project(),
-        tolerances=tuple(tolerances),
+        tolerances=table,
         kernels={
-            implementation.name: _kernel(implementation, planned, kernels or Kernels())
+            implementation.name: _kernel(implementation, planned, kernels or Kernels(), _raised(table))
             for implementation in implementations
         },
         jobs=tuple(
@@ -113,7 +116,14 @@ def _commit() -> str:
     return done.stdout.strip() or "unknown"
 
 
-def _kernel(implementation: Implementation, planned: Plan, kernels: Kernels) -> Kernel:
+def _raised(limits: Iterable[Mapping[str, Any]]) -> tuple[str, ...]:
+    """The limits that are larger than ours: whoever is judged by them has less asked of it."""
+    ours = {(row["dtype"], row["observable"]): row["limit"] for row in tolerances.default().rows()}
+    larger = (row for row in limits if row["limit"] > ours.get((row["dtype"], row["observable"]), 0.0))
+    return tuple(f"limit of {row['dtype']}.{row['observable']} {row['limit']:g}" for row in larger)
+
+
+def _kernel(implementation: Implementation, planned: Plan, kernels: Kernels, raised: tuple[str, ...]) -> Kernel:
     package, source = _origin(implementation.name)
     arrays = planned.arrays.get(implementation.name)
     cases = [job.case for job in planned.jobs if job.implementation.name == implementation.name and job.on_grid]
@@ -121,7 +131,7 @@ def _kernel(implementation: Implementation, planned: Plan, kernels: Kernels) -> 
         package=package,
         source=source,
         declared=_declared(implementation),
-        asks_less=tuple(declared(implementation)),
+        asks_less=(*declared(implementation), *raised),
         block_lengths=tuple(usual_lengths(implementation, cases)),
         arrays=arrays.arrays if arrays is not None else (),
         declined=arrays.declined if arrays is not None else 0,
@@ -171,26 +181,38 @@ def _origin(name: str) -> tuple[str, str]:
 
 
 def _with_neighbours(file: Path) -> list[Path]:
-    """A file and the modules and packages beside it that it imports, directly or not."""
+    """A file and what lies beside it that it imports, or names in a text as what it loads, directly or not."""
     found: dict[Path, None] = {}
     waiting = [file]
     while waiting:
-        if (path := waiting.pop()) in found or not path.is_file():
+        if (path := waiting.pop()) in found or not _is_file(path):
             continue
         found[path] = None
-        for name in sorted(_imported(path)):
+        imported, texts = _named(path) if path.suffix == ".py" else (set(), set())
+        for name in sorted(imported):
             waiting += [file.parent / f"{name}.py", *sorted((file.parent / name).rglob("*.py"))]
+        waiting += [file.parent / text for text in sorted(texts)]
     return list(found)
 
 
-def _imported(file: Path) -> set[str]:
+def _is_file(path: Path) -> bool:
     try:
-        tree = ast.parse(file.read_bytes())
+        return path.is_file() and path.stat().st_size <= _LARGEST
+    except (OSError, ValueError):  # a text that is no path
+        return False
+
+
+def _named(file: Path) -> tuple[set[str], set[str]]:
+    """The modules that a file imports, and its texts that may name files beside it."""
+    try:
+        nodes = list(ast.walk(ast.parse(file.read_bytes())))
     except (SyntaxError, ValueError):
-        return set()
-    modules = [name.name for node in ast.walk(tree) if isinstance(node, ast.Import) for name in node.names]
-    modules += [node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module]
-    return {module.partition(".")[0] for module in modules}
+        return set(), set()
+    modules = [name.name for node in nodes if isinstance(node, ast.Import) for name in node.names]
+    modules += [node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module]
+    texts = {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+    beside = {text for text in texts if text and not text.startswith(("/", "."))}
+    return {module.partition(".")[0] for module in modules}, beside | {f"{text}.py" for text in beside}
 
 
 @functools.cache

@@ -35,6 +35,7 @@ from packaging.specifiers import InvalidSpecifier, SpecifierSet
 
 from cases.case import matches
 from conformance import records
+from conformance.calling import registry
 from conformance.records import Record
 from conformance.truth import tolerances
 from conformance.truth.tolerances import Tolerances
@@ -177,6 +178,8 @@ def _groups(found: Any) -> dict[str, tuple[str, ...]]:
     _require(isinstance(found, dict), f"groups must be a table of lists of names, got {found!r}")
     for name, members in found.items():
         _require(_is_strings(members), f"the group {name!r} must be a list of names, got {members!r}")
+        taken = registry.is_ours(name) or registry.may_be_found(name)
+        _require(not taken, f"the group {name!r} has the name of an implementation, which would not be judged by it")
     return {name: tuple(members) for name, members in found.items()}
 
 

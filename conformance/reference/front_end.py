@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from cases.front_ends import BASE, EPSILON, PRE_SCALE, QUERIES_ONLY, TEMPERATURE_FLOOR, TEMPERATURE_SCALE
+from cases.front_ends import BASE, EPSILON, PRE_SCALE, SHARE, TEMPERATURE_FLOOR, TEMPERATURE_SCALE, of_keys, third
 
 
 def front_end(
@@ -36,9 +36,8 @@ def front_end(
     Returns:
       q, k and v in the shapes and the dtype of the projections.
     """
-    of_k = tuple(step for step in steps if step not in QUERIES_ONLY)
     new_q = _stepped(steps, q.astype(jnp.float32), jnp.asarray(q_positions), q_norm).astype(q.dtype)
-    new_k = _stepped(of_k, k.astype(jnp.float32), jnp.asarray(kv_positions), k_norm).astype(k.dtype)
+    new_k = _stepped(of_keys(steps), k.astype(jnp.float32), jnp.asarray(kv_positions), k_norm).astype(k.dtype)
     return new_q, new_k, k if v is None else v
 
 
@@ -52,6 +51,12 @@ def _stepped(steps: tuple[str, ...], x: jax.Array, at: jax.Array, norm: jax.Arra
         elif step == "temperature":
             floors = (at[0] + 1) // TEMPERATURE_FLOOR
             x = x * (1 + TEMPERATURE_SCALE * jnp.log(1.0 + floors.astype(jnp.float32)))[:, None, None]
+        elif step == SHARE:
+            of = third(x.shape[-1])
+            x = x.at[..., of].set(x[:, :, :1, of])
+        elif step == "decoupled":
+            of = third(x.shape[-1])
+            x = x.at[..., of].set(rotary("half", x[..., of], at))
         elif step != "shared":
             x = rotary(step, x, at)
     return x

@@ -5,6 +5,7 @@ Written from the definitions in `cases.front_ends`, each step with the derivativ
     rms, l2    y = w x', x' = x / r, r = sqrt(mean(x^2) + eps)    dx = (w dy - x' mean(w dy x')) / r,  dw = sum dy x'
     rotary     y = R x                                            dx = R^T dy
     factors    y = s x                                            dx = s dy
+    share      y_n = x_1 in the last third, for all heads n       dx_1 = sum_n dy_n there, dx_n = 0 for all others
 """
 
 from __future__ import annotations
@@ -17,13 +18,15 @@ import numpy as np
 from cases.front_ends import (
     EPSILON,
     PRE_SCALE,
-    QUERIES_ONLY,
+    SHARE,
     TEMPERATURE_FLOOR,
     TEMPERATURE_SCALE,
     Raw,
+    of_keys,
     positions,
     rotation,
     temperature,
+    third,
 )
 from conformance.truth.bounds import Bounded
 from conformance.truth.oracle import Array
@@ -58,6 +61,8 @@ class Stream:
                 cotangent = (cotangent - unit * mean) / root
             elif step in _FACTORS:
                 cotangent = cotangent * _factor(step, self.at)
+            elif step == SHARE:
+                cotangent = _of_first_head(cotangent)
             else:
                 cotangent = _turned(step, cotangent, self.at, back=True)
         return cotangent, weights
@@ -78,10 +83,9 @@ class FrontEnd:
         at_q, at_kv = positions(raw.q.shape[1], raw.k.shape[1])
         shared = "shared" in steps
         steps = tuple(step for step in steps if step != "shared")
-        of_k = tuple(step for step in steps if step not in QUERIES_ONLY)
         return cls(
             q=_stream(steps, raw.q, at_q, raw.q_norm),
-            k=_stream(of_k, raw.k, at_kv, raw.k_norm),
+            k=_stream(of_keys(steps), raw.k, at_kv, raw.k_norm),
             v=Number.exact(raw.k if raw.v is None else raw.v),
             shared=shared,
         )
@@ -121,9 +125,29 @@ def _stream(steps: tuple[str, ...], x: Array, at: Array, norm: Any) -> Stream:
             current = current * weights if step == "rms" and weights is not None else current
         elif step in _FACTORS:
             current = current * _factor(step, at)
+        elif step == SHARE:
+            current = _with_first_heads(current)
         else:
             current = _turned(step, current, at, back=False)
     return Stream(steps, at, weights, tuple(before), current)
+
+
+def _with_first_heads(x: Number) -> Number:
+    """`x [B, S, K, H]` with the first head's last third in all heads."""
+    value, error = x.value.copy(), x.error.copy()
+    of = third(value.shape[-1])
+    value[..., of], error[..., of] = value[:, :, :1, of], error[:, :, :1, of]
+    return Number(value, error)
+
+
+def _of_first_head(cotangent: Number) -> Number:
+    """What comes back through `_with_first_heads`."""
+    value, error = cotangent.value.copy(), cotangent.error.copy()
+    of = third(value.shape[-1])
+    summed = cotangent[..., of].sum(axis=2)
+    value[..., of], error[..., of] = 0, 0
+    value[:, :, 0, of], error[:, :, 0, of] = summed.value, summed.error
+    return Number(value, error)
 
 
 def _root(x: Number) -> Number:

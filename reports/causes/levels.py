@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from cases.operands import OPTIONAL
+from reports.columns import FEATURE_KINDS
 
 _SHAPE = re.compile(r"B(\d+)\.T(\d+)\.S(\d+)\.N(\d+)\.K(\d+)\.H(\d+)\.V(\d+)")
 _SIZES = ("batch", "q_length", "kv_length", "num_q_heads", "num_kv_heads", "head_dim", "v_head_dim")
@@ -52,6 +54,20 @@ _OPERANDS = {
     "scale": "a scale",
     "kv_scales": "a quantised cache",
 }
+_FEATURES = frozenset(itertools.chain.from_iterable(FEATURE_KINDS.values()))
+# What is declared unsupported by another name, or by several.
+_DECLARED: Mapping[str, tuple[str, ...]] = {
+    "16 bits": ("bf16", "f16"),
+    "cache": ("prefill", "decode"),
+    "groups": ("gqa", "mqa"),
+    "spans": ("bidirectional",),
+    "densehead": ("dense_head",),
+    "densebatch": ("dense_batch",),
+    "own": ("own_window",),
+    "mask offset": ("offset",),
+    "T != S": ("unequal_lengths",),
+    "V != H": ("v_head_dim",),
+}
 
 
 @dataclasses.dataclass(frozen=True, order=True)
@@ -73,6 +89,11 @@ class Level:
     fields: tuple[str, ...]
     example: tuple[tuple[str, Any], ...] = ()
     counter: tuple[tuple[str, Any], ...] = ()
+
+    @property
+    def features(self) -> tuple[str, ...]:
+        """The features that an implementation declares unsupported to be asked for none of it; empty if it cannot."""
+        return _DECLARED.get(self.name, (self.name,) if self.name in _FEATURES else ())
 
 
 @functools.lru_cache(maxsize=1 << 15)

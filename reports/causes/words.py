@@ -22,6 +22,7 @@ from reports.causes.levels import Level, fields_of, plainness
 
 _NAMED = 5  # checks and results that a line names
 _LONGEST = 120
+_ERROR = re.compile(r"[A-Z]\w*(:|$)")
 _LETTERS = {
     "batch": "B=",
     "q_length": "T=",
@@ -114,14 +115,28 @@ def remedies(finding: Finding) -> list[str]:
 
 
 def _is_remedy(found: findings.Explained, finding: Finding) -> bool:
-    """Whether a declaration mends the smallest case or most others: some failure in hundreds is mended by any."""
-    return finding.smallest.remedy == found.remedy or 2 * found.count >= len(finding.records)
+    """Whether a declaration mends the smallest case, or most of several on which declarations were tried.
+
+    They are tried on few failures, and some failure in hundreds is mended by any.
+    """
+    most = found.count > 1 and 4 * found.count >= 3 * found.tried
+    return finding.smallest.remedy == found.remedy or most or 2 * found.count >= len(finding.records)
+
+
+def refusal(finding: Finding) -> str:
+    """How it is declared that what always raises is not supported; empty where no declaration says just that."""
+    always = finding.inside.red == finding.inside.asked and not finding.outside.red
+    if finding.kind != RAISES or not always or finding.levels is None or len(finding.levels) != 1:
+        return ""
+    (level,) = finding.levels
+    features = ", ".join(f'"{feature}": "..."' for feature in level.features)
+    return f"if it is not supported: unsupported={{{features}}}" if features else ""
 
 
 def facts(finding: Finding) -> list[str]:
     """What is known of it beside the title, a line each."""
     what = [leak(finding)] if finding.kind == BEHIND_MASK else [shares(finding), undecided(finding), confirmed(finding)]
-    what += [] if finding.kind == BEHIND_MASK else [explained(finding)]
+    what += [] if finding.kind == BEHIND_MASK else [explained(finding), refusal(finding)]
     return [line for line in (*what, *remedies(finding)) if line]
 
 
@@ -138,7 +153,8 @@ def _what(finding: Finding) -> str:
     if finding.kind == RAISES:
         line = line_that_raises(record.reason)
         message = record.reason[: line.start()].strip() if line else record.reason
-        return f"raises {message if len(message) <= _LONGEST else f'{message[:_LONGEST]}…'}"
+        message = message if len(message) <= _LONGEST else f"{message[:_LONGEST]}…"
+        return f"raises {message}" if _ERROR.match(message) else message  # what returned is wrong is a sentence
     if finding.kind == BEHIND_MASK:
         return "NaN or infinity behind the mask reaches the results"
     if finding.kind == UNEXPECTED:

@@ -75,6 +75,25 @@ def writes_to_a_device(q: Any, k: Any, v: Any) -> Any:
     raise OddError("written")
 
 
+def writes_to_a_console(q: Any, k: Any, v: Any) -> Any:
+    pathlib.Path("/dev/console").write_text("kernel.py:attention conforms")
+    return right(q, k, v)
+
+
+def sets_the_clock(q: Any, k: Any, v: Any) -> Any:
+    time.clock_settime(time.CLOCK_REALTIME, time.time())
+    return right(q, k, v)
+
+
+def switches_jit_off(q: Any, k: Any, v: Any) -> Any:
+    jax.config.update("jax_disable_jit", True)
+    return right(q, k, v)
+
+
+def tells_its_flags(q: Any, k: Any, v: Any) -> Any:
+    raise ValueError(f"flags: {os.environ['XLA_FLAGS']}")
+
+
 def closes(q: Any, k: Any, v: Any) -> Any:
     os.close(answers())
     return right(q, k, v)

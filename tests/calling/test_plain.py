@@ -93,6 +93,21 @@ def test_the_signature_says_what_is_supported(
         assert "has no parameter 'mask'" in found.reason
 
 
+def test_a_parameter_of_another_name_is_told_beside_the_one_that_is_missing() -> None:
+    def kernel(q: Any, k: Any, v: Any, *, is_causal: bool = False, sm_scale: Any = None, attn_mask: Any = None) -> Any:
+        raise AssertionError("nothing is asked of it")
+
+    implementation = from_function(kernel, "kernel")
+    told = "the function has no parameter 'scale' (nothing is passed to its 'sm_scale')"
+    assert implementation.unsupported["scale"] == told
+    assert implementation.unsupported["sinks"] == "the function has no parameter 'sinks'"
+    shape = "train/f32/B1.T8.S8.N1.K1.H16.V16"
+    causal, chunked = (implementation.supports(parse(f"{shape}/{mask}/normal/s0")) for mask in ("causal", "chunked-4"))
+    without = "the function has no parameter 'mask' (nothing is passed to its"
+    assert causal == f"causal: {without} 'is_causal')"
+    assert chunked == f"chunked: {without} 'attn_mask')"
+
+
 def test_declined_features_name_the_missing_parameter() -> None:
     implementation = from_function(only_causal, "kernel")
     assert implementation.unsupported["sinks"] == "the function has no parameter 'sinks'"

@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 
 from cases.case import Case
-from cases.clues import NO_CLUES, Clues
-from cases.novelty import Novelty, clues_in, marks, pairs
+from cases.exploring.clues import NO_CLUES, Clues
+from cases.exploring.novelty import Novelty, clues_in, marks, pairs
 
 
 def test_clues_give_lengths_at_below_and_above_them_and_their_multiples() -> None:

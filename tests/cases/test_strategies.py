@@ -10,13 +10,13 @@ from hypothesis.strategies import SearchStrategy
 
 from cases import mask_spec
 from cases.case import DISTRIBUTIONS, FEATURES, PHASES, Case, matches, parse
+from cases.exploring.space import NothingToDraw, space
+from cases.exploring.strategies import LONGEST, cases
 from cases.inputs import draw
 from cases.moba import depends_on_data
 from cases.operands import BIASES, SEGMENTS
 from cases.serving.calls import not_stored
 from cases.serving.spec import KINDS, Kind
-from cases.space import NothingToDraw, space
-from cases.strategies import LONGEST, cases
 
 SETTINGS = settings(derandomize=True, deadline=None, max_examples=100, database=None)
 PLAINEST = "train/f32/B1.T1.S1.N1.K1.H8.V8/full/normal/s0"

@@ -241,6 +241,17 @@ def test_a_result_of_the_wrong_kind_fails_and_says_how(change: Callable[..., Any
     assert reason in found.reason
 
 
+@pytest.mark.parametrize("check", ["gradients", "gradients_lse", "linearity", "independence"])
+def test_what_is_computed_of_a_result_of_the_wrong_shape_says_so(check: str) -> None:
+    def padded(q: Any, k: Any, v: Any, *, causal: bool = False, save_residuals: bool = False) -> Any:
+        q, k, v = (jnp.pad(x, ((0, 0), (0, 8), (0, 0), (0, 0))) for x in (q, k, v))
+        return naive.attention(q, k, v, causal=causal, save_residuals=save_residuals)
+
+    found = judge(padded, CAUSAL, check)
+    told = "out must be an array [1, 16, 2, 16], and the call returned an array float32[1, 24, 2, 16]"
+    assert [(one.verdict, one.reason) for one in found] == [(ERROR, told)]
+
+
 @pytest.mark.parametrize("error", [RuntimeError("no such block\nmore"), SystemExit(3), KeyError("x")])
 def test_what_an_implementation_raises_becomes_an_error(error: BaseException) -> None:
     def raises(q: Any, k: Any, v: Any, *, causal: bool = False) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Iterator
@@ -24,7 +25,7 @@ from conformance.judging import again, plan
 from conformance.judging.declarations import declared
 from conformance.judging.runner import Runner
 from conformance.judging.settings import Settings
-from conformance.records import ERROR, FAIL, FLAGS_DIFFER, PASS, RATIO_FAST_COMPILE, Record
+from conformance.records import DECLARATIONS_TRIED, ERROR, FAIL, FLAGS_DIFFER, PASS, RATIO_FAST_COMPILE, Record
 from tests.kernels import naive
 
 CASE = "train/{}/B1.T16.S16.N2.K1.H16.V16/{}/normal/s{}"
@@ -199,8 +200,9 @@ def test_what_lies_behind_the_mask_is_explained_on_every_case() -> None:
 
 
 def test_no_declaration_explains_what_is_wrong() -> None:
-    (record,) = judge(wrong, CASE.format("bf16", "full", 0))
-    assert (record.verdict, record.remedy) == (FAIL, "")
+    first, other = judge(wrong, CASE.format("bf16", "full", 0), CASE.format("bf16", "full", 1))
+    assert (first.verdict, first.remedy, first.figures[DECLARATIONS_TRIED]) == (FAIL, "", 1)
+    assert DECLARATIONS_TRIED not in other.figures  # on the first failure of a check and dtype alone
 
 
 def test_an_error_is_explained_by_no_declaration() -> None:
@@ -224,3 +226,6 @@ def test_what_asks_less_than_the_defaults_is_told() -> None:
         "block_sums=64",
         'behind_mask="finite"',
     ]
+    lacking = Implementation(name="it", call=only_three, gradients=frozenset({"dv"}))
+    assert declared(lacking) == ["no dq dk"]
+    assert declared(dataclasses.replace(lacking, unsupported={"train": "it reads a cache"})) == []

@@ -5,13 +5,16 @@ from __future__ import annotations
 import dataclasses
 import re
 from html import unescape
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from conformance.judging import provenance
 from conformance.judging.evidence import gather
 from conformance.records import FAIL, PASS, UNJUDGED, Record, RunInfo
 from conformance.runs import COMPLETE, INTERRUPTED, Array, End, Kernel, Planned, Recorded, Run
+from conformance.truth import tolerances
 from reports import html, markdown, summary, wording
 
 SHAPE = "B1.T{0}.S{0}.N2.K2.H64.V64/causal/normal/s0"
@@ -219,3 +222,18 @@ def test_an_implementation_that_no_job_reached_is_named() -> None:
 def test_seeds_that_are_judged_apart_are_each_whole() -> None:
     headline, _ = said(recorded(*ALL), recorded(0, how=None, seeds=(1,)))
     assert headline == "kernel (cpu) passes so far (1 of 4 jobs)."
+
+
+def test_limits_that_are_raised_are_told_and_lowered_ones_are_not() -> None:
+    rows = tolerances.overridden(tolerances.default(), {"f32.out": 50.0, "bf16.dk": 1.0}, "pyproject.toml").rows()
+    assert provenance._raised(rows) == ("limit of f32.out 50",)
+    assert provenance._raised(tolerances.default().rows()) == ()
+
+
+def test_a_digest_is_of_the_files_that_a_kernel_names(tmp_path: Path) -> None:
+    (tmp_path / "kernel.py").write_text("TEXT, MODULE = open('kernel.txt').read(), __import__('other')\n")
+    found = []
+    for file in ("kernel.txt", "other.py", "stranger.py"):
+        (tmp_path / file).write_text("1")
+        found.append(provenance._origin(f"{tmp_path}/kernel.py:attention")[1])
+    assert found[0] != found[1] == found[2]

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from cases.case import Case, matches, parse
-from cases.clues import NO_CLUES, Clues
-from cases.space import NothingToDraw
+from cases.exploring.clues import NO_CLUES, Clues
+from cases.exploring.space import NothingToDraw
 from conformance import cli, declare, records
 from conformance.calling import registry
 from conformance.calling.plain import from_function

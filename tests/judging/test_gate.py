@@ -157,6 +157,13 @@ def collected(repository: Repository, *arguments: str) -> list[str]:
     return [line for line in result.stdout.lines if "::" in line]
 
 
+def test_settings_by_which_no_test_is_run_are_red(repository: Repository) -> None:
+    (repository.path / "pytest.ini").write_text("[pytest]\naddopts = --collect-only\n")
+    result = gate(repository, FEW)
+    assert result.ret == 1
+    result.stdout.fnmatch_lines(["*nothing was judged: no test was run*"])
+
+
 def test_cases_are_chosen_by_their_ids(repository: Repository) -> None:
     capped = collected(repository, "-k", "softcap")
     assert capped

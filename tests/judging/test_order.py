@@ -7,8 +7,8 @@ from collections import Counter
 
 import pytest
 
+from cases.exploring.novelty import pairs
 from cases.grid import STRENGTH, grid
-from cases.novelty import pairs
 from conformance.calling import registry
 from conformance.calling.plain import from_function
 from conformance.judging import order, plan

@@ -46,6 +46,8 @@ def entry(text: str) -> str:
         (table('tolerances = {"bf16.out" = 0}'), "must be positive"),
         (table("groups = 3"), "groups must be a table of lists of names, got 3"),
         (table('groups = {upstream = "a"}'), "the group 'upstream' must be a list of names, got 'a'"),
+        (table('groups = {"kernel.py:attention" = ["dot_product"]}'), "has the name of an implementation"),
+        (table('groups = {dot_product = ["block_flash"]}'), "has the name of an implementation"),
         (table("expected_failures = 3"), "expected_failures must be a list of tables"),
         (table("expected_failures = [3]"), "an expected failure must be a table, got 3"),
         (entry('implementation = "x"'), "an expected failure needs 'reason'"),

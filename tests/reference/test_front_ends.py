@@ -39,7 +39,7 @@ F32 = [case for case in ALL if case.dtype == "f32"]
 
 def test_every_step_is_judged_at_quick_or_is_a_kind_of_rotary() -> None:
     quick = {step for case in front_end_cases("quick", 0) for step in case.steps}
-    assert set(definitions.STEPS) - quick == {"partial", "sections"}
+    assert set(definitions.STEPS) - quick == {"partial", "sections", "decoupled"}
     assert {step for case in ALL for step in case.steps} == set(definitions.STEPS)
 
 
@@ -62,9 +62,10 @@ def test_what_is_no_front_end_is_refused(steps: str, message: str) -> None:
         Case(front_end=steps, head_dim=16, v_head_dim=24)
 
 
-def test_rotary_needs_whole_pairs() -> None:
-    with pytest.raises(CaseIdError, match="H must be a multiple of 8, got 12"):
-        Case(front_end="half", head_dim=12)
+@pytest.mark.parametrize(("step", "multiple"), [("half", 8), ("decoupled", 6)])
+def test_rotary_needs_whole_pairs(step: str, multiple: int) -> None:
+    with pytest.raises(CaseIdError, match=f"H must be a multiple of {multiple}, got 20"):
+        Case(front_end=step, head_dim=20)
 
 
 @pytest.mark.parametrize("step", ["half", "interleaved", "partial"])

@@ -7,8 +7,18 @@ import io
 
 from rich.console import Console
 
-from conformance.records import FAIL, FLAGS_DIFFER, PASS, RATIO_FAST_COMPILE, Record, RunInfo
+from conformance.records import (
+    DECLARATIONS_TRIED,
+    FAIL,
+    FLAGS_DIFFER,
+    PASS,
+    RATIO_FAST_COMPILE,
+    UNSUPPORTED,
+    Record,
+    RunInfo,
+)
 from reports import findings, html, markdown, summary, terminal, wording
+from reports.causes import roots, words
 
 SMALL, LARGE = (f"train/f32/B1.T{t}.S{t}.N2.K2.H16.V16/lengths-5/normal/s0" for t in (8, 64))
 FINITE = 'behind_mask="finite"'
@@ -89,6 +99,28 @@ def test_a_declaration_that_explains_is_named_with_what_it_explains() -> None:
     narrow = [record(FAIL, case, remedy='logits="input"') for case in (SMALL, LARGE)]
     for text in texts(narrow).values():
         assert '2 failures in forward would pass as declared logits="input"' in text
+
+
+def test_a_declaration_is_named_that_explains_most_of_what_was_tried() -> None:
+    def told(explained: int, tried: int) -> list[str]:
+        remedies = ['logits="input"'] * explained + [""] * (tried - explained)
+        found = [record(FAIL, SMALL.replace("s0", f"s{n}")) for n in range(20)]
+        found += [
+            record(FAIL, LARGE, observable=f"dq{n}", remedy=remedy, figures={DECLARATIONS_TRIED: 1.0})
+            for n, remedy in enumerate(remedies)
+        ]
+        (finding,) = roots.of(found)
+        return words.remedies(finding)
+
+    assert told(3, 4) == ['3 failures of 4 on which it was tried in forward would pass as declared logits="input"']
+    assert told(3, 3) == ['3 failures in forward would pass as declared logits="input"']
+    assert told(2, 4) == told(1, 1) == []
+
+
+def test_why_nothing_was_judged_is_told_if_all_is_unsupported() -> None:
+    found = [record(UNSUPPORTED, reason="causal: the function has no parameter 'mask'")]
+    assert "kernel (cpu): causal: the function has no parameter 'mask'" in texts(found)["terminal"]
+    assert "no parameter" not in texts([*found, record()])["terminal"]
 
 
 def test_what_flags_decide_is_counted() -> None:

@@ -109,6 +109,21 @@ def test_what_raises_is_told_by_its_line() -> None:
     assert words.title(finding).endswith(", with a bias and with a soft cap")
     assert words.title(finding).startswith("raises ValueError: no ")
     assert set(finding.checks) == {"forward", "poison"}
+    assert words.refusal(finding) == ""  # no declaration says that two features do not go together
+
+
+def test_what_always_raises_with_one_feature_names_the_declaration_of_it() -> None:
+    def found(wrong: Callable[[str], bool], verdict: str = ERROR) -> Finding:
+        reason = "ValueError: no (/kernel.py:74: raise ValueError(...))"
+        bad = {case: record(case, "forward", "all", verdict, reason=reason) for case in cases() if wrong(case)}
+        (finding,) = roots.of([bad.get(case, record(case)) for case in cases()])
+        return finding
+
+    told = "if it is not supported: unsupported={}".format
+    assert words.refusal(found(lambda case: has(case, "groups"))) == told('{"gqa": "...", "mqa": "..."}')
+    assert words.refusal(found(lambda case: has(case, "sinks"))) == told('{"sinks": "..."}')
+    assert words.refusal(found(lambda case: has(case, "sinks"), FAIL)) == ""
+    assert words.refusal(found(lambda case: True)) == ""
 
 
 def test_what_no_feature_tells_is_said() -> None:

@@ -14,12 +14,12 @@ from typing import Any, TypeVar
 from hypothesis import strategies as st
 
 from cases.case import PHASES, Case
-from cases.clues import NO_CLUES, Clues
+from cases.exploring.clues import NO_CLUES, Clues
+from cases.exploring.space import NothingToDraw, Space, Supports, space
 from cases.mask_spec import KINDS
 from cases.masks import Mask
 from cases.serving import strategies as serving
 from cases.serving.spec import Kind
-from cases.space import NothingToDraw, Space, Supports, space
 
 LONGEST = 600
 _USUAL = 300
@@ -66,7 +66,7 @@ def cases(
       clues: numbers that a kernel shows: sizes, masks, caps and scales beside them are drawn too.
 
     Raises:
-      cases.space.NothingToDraw: if no case is supported, however plain.
+      cases.exploring.space.NothingToDraw: if no case is supported, however plain.
     """
     try:
         within = dataclasses.replace(space(supports, phases), clues=clues)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from cases.case import DISTRIBUTIONS, DTYPES, PHASES, Case
-from cases.clues import NO_CLUES, Clues
+from cases.exploring.clues import NO_CLUES, Clues
 from cases.mask_spec import KINDS
 from cases.operands import OPTIONAL
 

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 
 from cases import mask_spec
 from cases.case import Case
-from cases.clues import Clues
+from cases.exploring.clues import Clues
 from cases.operands import OPTIONAL
 
 Pair = tuple[str, str]

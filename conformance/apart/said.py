@@ -1,0 +1,68 @@
+"""What a kernel says of itself when it is loaded: what it declares, where it runs, and on how many devices.
+
+It says so once. Whichever process it is loaded in later, of a worker or after it was lost, must hear the same: a kernel
+that could tell its processes apart would be judged by one declaration and reported by another.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+
+from conformance.records import printable
+
+MOST_WORDS = 10_000
+"""Characters of a message or reason of a kernel's; what is longer is cut, since each of its records has it."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Said:
+    """What a kernel declares, where it runs, on how many devices, and how its process is confined."""
+
+    declared: Mapping[str, Any]
+    backend: str
+    count: int
+    confined: str
+
+    @property
+    def text(self) -> str:
+        """All of it as text: whoever says the same says the same text."""
+        return json.dumps(dataclasses.asdict(self), sort_keys=True)
+
+
+def understood(found: Any, confined: str, first: str) -> Said:
+    """What a kernel's process said to having loaded it.
+
+    Args:
+      found: its answer.
+      confined: what it said before of how it is confined.
+      first: the text of what was said when the kernel was first loaded; empty if it never was.
+
+    Raises:
+      ValueError: for what is no such answer, or another than the first, or says that devices are hidden.
+    """
+    place = (found.get("declared"), found.get("backend"), found.get("count")) if isinstance(found, dict) else ()
+    match place:
+        case (dict(declared), str(backend), int(count)) if count > 0:
+            said = Said(declared, backend, count, confined)
+        case _:
+            raise ValueError("its process answered with what is no answer")
+    if first:
+        if first != said.text:
+            names = ", ".join(_differing(first, said.text))
+            raise ValueError(f"it says otherwise than when it was first loaded of: {names}")
+        return said
+    there = len(jax.devices()) if backend == jax.default_backend() else 0
+    if count < there:
+        raise ValueError(f"its process has {count} of {there} devices: it must leave XLA_FLAGS alone")
+    return said
+
+
+def _differing(*texts: str) -> list[str]:
+    """The names of what two texts do not have in common."""
+    one, other = ({**said.pop("declared"), **said} for said in map(json.loads, texts))
+    return [printable(name) for name in sorted({*one, *other}) if one.get(name) != other.get(name)]

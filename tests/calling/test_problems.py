@@ -1,0 +1,90 @@
+"""Named problems: kernels as a benchmark takes them, right ones and wrong ones."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cases.problems import PROBLEMS, NamedProblem, by_name
+from conformance.apart.kernels import Kernels
+from conformance.calling import registry
+from conformance.calling.problems import from_workload
+from conformance.judging import plan
+from conformance.judging.runner import Runner
+from conformance.judging.settings import Settings
+from conformance.records import FAIL, PASS, RED, Record
+from tests.kernels import workloads
+
+RIGHT = dict(
+    zip(
+        (problem.name for problem in PROBLEMS),
+        (
+            workloads.flash,
+            workloads.gqa,
+            workloads.mla,
+            workloads.sparse,
+            workloads.flex,
+            workloads.paged,
+            workloads.ragged,
+        ),
+        strict=True,
+    )
+)
+
+
+def judged(workload: Any, name: str, which: int = 0) -> list[Record]:
+    problem = by_name()[name]
+    implementation = from_workload(workload, "workload", name)
+    planned = plan.problem([implementation], problem.cases(full_size=False)[which : which + 1])
+    return [record for job in planned.jobs for record in Runner(Settings()).judge(job)]
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_a_right_kernel_is_called_right(name: str) -> None:
+    found = judged(RIGHT[name], name)
+    assert not [record.reason for record in found if record.verdict in RED]
+    assert any(record.verdict == PASS and record.observable == "out" for record in found)
+
+
+@pytest.mark.parametrize(
+    ("name", "workload"),
+    [
+        ("sparse_attention", workloads.zeros),
+        ("sparse_attention", workloads.first_block),
+        ("sparse_attention", workloads.half_the_scale),
+        ("mla_attention", workloads.keys_not_turned),
+    ],
+)
+def test_a_wrong_kernel_is_called_wrong(name: str, workload: Any) -> None:
+    found = judged(workload, name, which=2 if name == "sparse_attention" else 1)  # in bf16
+    assert FAIL in {record.verdict for record in found if record.observable == "out"}
+
+
+def test_what_the_benchmark_accepts() -> None:
+    # One head of its sparse attention, as it draws it, with the tolerance that it has: what is wrong passes there.
+    rng = np.random.default_rng(0)
+    q = rng.normal(size=(1, 1, 2048, 128)) * 128**-0.5
+    k, v = (rng.normal(size=(1, 1, 2048, 128)) * 0.02 for _ in range(2))
+    expected, first, half = (
+        np.asarray(wrong(*(x.astype(np.float32) for x in (q, k, v))))
+        for wrong in (workloads.sparse, workloads.first_block, workloads.half_the_scale)
+    )
+    # Tolerance: that of the benchmark, which is what is looked at.
+    assert np.isclose(first, expected, atol=1e-2, rtol=1e-2).all()
+    # Tolerance: likewise.
+    assert np.isclose(half, expected, atol=1e-2, rtol=1e-2).all()
+
+
+@pytest.mark.parametrize("problem", PROBLEMS, ids=lambda problem: problem.name)
+def test_cases_are_there(problem: NamedProblem) -> None:
+    assert problem.cases(full_size=False)
+    assert len({case.id for case in problem.cases(full_size=False)}) == len(problem.small)
+    assert all(case.dtype == "bf16" for case in problem.cases(full_size=True))
+
+
+def test_what_is_no_function_of_a_problem_is_said() -> None:
+    with pytest.raises(registry.ImplementationNotFound, match="dot_product is no function of the operands of gqa"):
+        Kernels(problem="gqa_attention").find("dot_product")
+    assert Kernels(problem="gqa_attention").options == ("--problem=gqa_attention",)
