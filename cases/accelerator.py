@@ -54,6 +54,30 @@ def _compiled() -> tuple[Case, ...]:
         _case((1, 2000), (8, 2), (128, 128), "lengths-1999-300", batch=2, phase="decode", sinks=True),
         _case((1, 2048), (8, 8), (64, 64), "window-l255-r0-o2047", phase="decode", dtype="f32", soft_cap=50.0),
         _case((4, 2048), (4, 1), (192, 128), "chunked-512-o2040_and_lengths-2044-2044", batch=2, phase="prefill"),
+        *_stored(),
+    )
+
+
+def _stored() -> tuple[Case, ...]:
+    """Caches in pages of 16 to 128 tokens, with single tokens of many sequences, prompts and both; and packs."""
+    served: dict[str, Any] = {"heads": (64, 8), "depths": (128, 128)}
+    return (
+        _case((1, 4096), **served, mask="causal-o4095", batch=64, phase="decode", storage="paged16"),
+        _case((1, 4096), **served, mask="causal-o4095", batch=64, phase="decode", storage="paged128"),
+        _case(
+            (512, 4096),
+            **served,
+            mask="window-l1023-r0-o3584",
+            batch=4,
+            phase="prefill",
+            storage="paged32-q512-1-1-1",
+            soft_cap=50.0,
+            sinks=True,
+        ),
+        _case((256, 1024), (8, 8), (64, 64), "causal-o768", dtype="f32", batch=2, phase="prefill", storage="paged64"),
+        _case((4, 2000), (10, 1), (80, 48), "causal-o1996", batch=3, phase="prefill", storage="paged5-q4-1-4"),
+        _case(512, (8, 2), (128, 128), "causal", batch=4, storage="packed"),
+        _case(512, (4, 4), (64, 64), "window-l127-r0", dtype="f32", batch=2, storage="packed-q512-100", sinks=True),
     )
 
 
@@ -87,6 +111,34 @@ _INTERPRETED: tuple[tuple[Case, ...], ...] = (
         _case((256, 512), (2, 2), (64, 64), "full", phase="prefill", dtype="f32"),
         _case((1, 512), (2, 1), (64, 64), "full", phase="decode"),
     ),
+    # Prompts, single tokens and a sequence without queries, in pages; then windows that begin within a page. Pages are
+    # copied ahead over several blocks of them, and over the borders of sequences.
+    (
+        _case(
+            (20, 120),
+            (4, 2),
+            (64, 64),
+            "own-linf-120-16-33-50-1",
+            dtype="f32",
+            batch=5,
+            phase="prefill",
+            storage="paged16-q20-1-1-0-1",
+            sinks=True,
+        ),
+    ),
+    (
+        _case(
+            (9, 130),
+            (4, 1),
+            (64, 64),
+            "own-l60-130-77-9",
+            batch=3,
+            phase="prefill",
+            storage="shared16-q1-9-9",
+            soft_cap=30.0,
+        ),
+    ),
+    (_case(100, (4, 2), (64, 64), "lengths-100-37-1_and_causal", dtype="f32", batch=3, storage="packed-q100-37-1"),),
     # Sequences of a cache are batch rows: kernels that take their lengths have a batch axis of their own.
     (_case((1, 500), (4, 2), (64, 64), "lengths-0-1-500-0", batch=4, phase="decode", dtype="f32", sinks=True),),
 )

@@ -200,6 +200,24 @@ def _drawn(case: Case, attempt: int) -> Problem:
     )
 
 
+def hollow(case: Case) -> Problem:
+    """The problem of a case whose operands are stored, with zeros that take no memory for all values but integers."""
+
+    def zeros(*shape: int) -> np.ndarray:
+        return np.broadcast_to(np.zeros((), DTYPES[case.dtype]), shape)
+
+    return Problem(
+        q=zeros(case.batch, case.q_length, case.num_q_heads, case.head_dim),
+        k=zeros(case.batch, case.kv_length, case.num_kv_heads, case.head_dim),
+        v=zeros(case.batch, case.kv_length, case.num_kv_heads, case.v_head_dim),
+        mask=mask_spec.build(case.mask, case.batch, case.num_q_heads, case.q_length, case.kv_length, case.seed),
+        soft_cap=case.soft_cap,
+        sinks=np.zeros(case.num_q_heads, np.float32) if case.sinks else None,
+        scale=case.scale,
+        storage=storage.draw(case),
+    )
+
+
 def draw_raw(case: Case, attempt: int = 0) -> front_ends.Raw:
     """The raw projections from which the front end of `case` makes the operands."""
     dtype = DTYPES[case.dtype]

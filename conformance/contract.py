@@ -129,8 +129,8 @@ class Accelerator:
         call. It is compiled for every generation of the accelerator, on machines without one too.
       under_interpreter: `parameters -> call`: the canonical call run by JAX's interpreter of TPU kernels, or of
         Mosaic GPU kernels, with these `InterpretParams` or `InterpretGPUParams`. It gets cases with one batch row only,
-        since the interpreter of TPU kernels has no `vmap`, and one of decode with lengths, where the kernel has a batch
-        axis of its own.
+        since the interpreter of TPU kernels has no `vmap`; one of decode with lengths, where the kernel has a batch
+        axis of its own; and stored ones, of several sequences.
     """
 
     platform: str | None = None

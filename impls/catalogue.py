@@ -29,12 +29,14 @@ _NAMES: Mapping[str, tuple[str, ...]] = {
     "impls.quantized_kv": ("quantized_kv", "quantized_kv_dequantized"),
     "impls.moba": ("moba", "moba_dense"),
     "impls.ragged": ("ragged", "ragged_tpu", "ragged_gpu"),
-    "impls.paged": ("paged",),
+    "impls.paged": ("paged", "paged_tpu"),
     "impls.upstream.jax_nn": ("jax_nn_xla", "jax_nn_cudnn"),
     "impls.upstream.jax_splash_tpu": ("jax_splash_tpu", "jax_splash_tpu_fused"),
     "impls.upstream.tokamax_splash": ("tokamax_splash_tpu",),
     "impls.upstream.jax_flash_tpu": ("jax_flash_tpu",),
     "impls.upstream.jax_mha_gpu": ("jax_mha_gpu", "jax_mha_gpu_xla_bwd"),
+    "impls.upstream.jax_ragged_paged_tpu": ("jax_ragged_paged_tpu",),
+    "impls.upstream.jax_paged_decode": ("jax_paged_tpu", "jax_paged_gpu"),
 }
 
 MODULES: Mapping[str, str] = {name: module for module, names in _NAMES.items() for name in names}

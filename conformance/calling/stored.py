@@ -109,16 +109,12 @@ class StoredCall:
         Raises:
           WrongReturn: if the call returns something else than arrays of these shapes.
         """
-        stale = storage["stale"]
-        stored = _stored(q, storage["q_rows"], stale), *(_stored(x, storage["held"], stale) for x in (k, v))
-        tables = {name: storage[name] for name in TABLES[self.kind]}
-        if not self.counts:
-            tables = _ended(tables)
-        shape = (*stored[0].shape[:2], v.shape[-1])
+        taken = self.taken(q, k, v, storage)
+        shape = (*taken["q"].shape[:2], v.shape[-1])
         if not save_residuals:
-            out = mishaps.checked(self.call(*stored, **tables, **options))
+            out = mishaps.checked(self.by_keyword(**taken, **options))
             return _back(_shaped("out", out, shape), storage["places"], 0.0)
-        returned = self.call(*stored, **tables, **options, save_residuals=True)
+        returned = self.by_keyword(**taken, **options, save_residuals=True)
         out, residuals = mishaps.checked_residuals(returned)
         # A query that is not there is an empty row, of which the contract says what it is.
         sinks = options.get("sinks")
@@ -128,6 +124,21 @@ class StoredCall:
             for name, x in residuals.items()
         }
         return _back(_shaped("out", out, shape), storage["places"], 0.0), dense
+
+    def taken(self, q: Any, k: Any, v: Any, storage: Mapping[str, Any]) -> dict[str, Any]:
+        """What `by_keyword` takes in place of dense operands: the stored ones, and the tables."""
+        stale = storage["stale"]
+        tables = {name: storage[name] for name in TABLES[self.kind]}
+        return {
+            "q": _stored(q, storage["q_rows"], stale),
+            "k": _stored(k, storage["held"], stale),
+            "v": _stored(v, storage["held"], stale),
+            **(tables if self.counts else _ended(tables)),
+        }
+
+    def by_keyword(self, *, q: Any, k: Any, v: Any, **others: Any) -> Any:
+        """The call in its own convention, with keywords alone."""
+        return self.call(q, k, v, **others)
 
 
 def _stored(x: Any, held: Any, stale: Any) -> jax.Array:

@@ -31,7 +31,7 @@ def compiles(subject: Subject) -> Iterator[Judgement]:
     if missing := {reason for target in targets if (reason := target.toolchain.missing)}:
         yield _unjudged("all", "; ".join(sorted(missing)))
         return
-    found = subject.executor.run(compiled.natively, subject.problem, gradients=subject.with_gradients)
+    found = subject.executor.run(compiled.natively, subject.case, gradients=subject.with_gradients)
     for one in found:
         yield Judgement(
             observable=f"{one['target']}.{one['program']}",

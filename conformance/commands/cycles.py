@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from rich.console import Console
 
 from cases.case import parse
-from cases.inputs import draw
 from conformance import environment
 from conformance.accelerators import speed_bar
 from conformance.accelerators.speed_bar import Bar
@@ -68,7 +67,7 @@ def measured(bar: Bar, target: CompileTarget) -> speed_bar.Figures:
     """The figures of a bar for a generation, static ones. Raises `CannotJudge` if it does not compile."""
     case = parse(bar.case)
     executor = Executor(registry.find(bar.implementation))
-    one = compiled.fullest(executor, draw(case), target, gradients=case.phase == "train")
+    one = compiled.fullest(executor, compiled.problem_of(case), target, gradients=case.phase == "train")
     if one.outcome != "compiled":
         raise CannotJudge(f"{bar.implementation} for {target.name}: {one.outcome}: {one.reason}")
     return speed_bar.estimates(one.figures)

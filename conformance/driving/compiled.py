@@ -9,10 +9,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from cases.inputs import Problem
+from cases.case import Case
+from cases.inputs import Problem, draw, hollow
 from conformance.accelerators.compilation import CompileError, NoCompiler, Refused, compile_for
 from conformance.accelerators.targets import CompileTarget, targets_of
-from conformance.calling.execution import Executor
+from conformance.calling.execution import Arrays, Executor
+from conformance.calling.execution import Compiled as Entries
+from conformance.calling.stored import StoredCall
 
 Programs = dict[str, tuple[Any, tuple[Any, ...]]]
 
@@ -36,13 +39,18 @@ class Compiled:
     figures: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
 
-def natively(executor: Executor, problem: Problem, *, gradients: bool) -> list[dict[str, Any]]:
+def problem_of(case: Case) -> Problem:
+    """The problem of a case that is to be compiled; of stored ones, whose caches are large, the shapes alone."""
+    return draw(case) if case.storage is None else hollow(case)
+
+
+def natively(executor: Executor, case: Case, *, gradients: bool) -> list[dict[str, Any]]:
     """The call, with residuals and with gradients too, compiled for each generation: the fields of `Compiled`.
 
     Where a compiler takes seconds a program, only the plainest and the fullest of these programs are compiled.
     """
     targets = targets_of(executor.implementation.accelerator.platform)
-    programs = _programs(executor.native, problem, gradients=gradients)
+    programs = _programs(executor.native, problem_of(case), gradients=gradients)
     if any(target.toolchain.slow for target in targets):
         first, last = next(iter(programs)), next(reversed(programs))
         programs = {name: programs[name] for name in dict.fromkeys((first, last))}
@@ -63,19 +71,32 @@ def _programs(executor: Executor, problem: Problem, *, gradients: bool) -> Progr
     The plainest comes first, the one that holds most of the others last.
     """
     implementation = executor.implementation
-    compiled, arrays = executor.compiled(problem)
+    compiled, arrays = executor.compiled(problem) if problem.storage is None else _as_stored(executor, problem)
     found: Programs = {"forward": (compiled.forward, (arrays,))}
     if implementation.residuals:
         found["residuals"] = (compiled.residuals, (arrays,))
     if not gradients:
         return found
-    batch, q_length, num_q_heads, _ = problem.q.shape
-    do = _shape((batch, q_length, num_q_heads, problem.v.shape[-1]), problem.q.dtype)
+    *rows, num_q_heads, _ = arrays["q"].shape  # [B, T], or [total_q]
+    do = _shape((*rows, num_q_heads, problem.v.shape[-1]), problem.q.dtype)
     found["gradients"] = (compiled.gradients, (arrays, do))
     if "logsumexp" in implementation.differentiable_residuals:
-        dlse = _shape((batch, num_q_heads, q_length), jnp.float32)
+        dlse = _shape(
+            (*rows[:-1], num_q_heads, rows[-1]) if problem.storage is None else (*rows, num_q_heads), jnp.float32
+        )
         found["gradients_lse"] = (compiled.gradients_lse, (arrays, do, dlse))
     return found
+
+
+def _as_stored(executor: Executor, problem: Problem) -> tuple[Entries, Arrays]:
+    """The call in its own convention, and the shapes of what it takes: nothing is moved before it or after it."""
+    call = executor.implementation.call
+    assert isinstance(call, StoredCall)
+    _, arrays = executor.arguments(problem)
+    dense = {name: arrays[name] for name in ("q", "k", "v", "storage")}
+    others = {name: x for name, x in arrays.items() if name not in dense}
+    plain = dataclasses.replace(executor.implementation, call=call.by_keyword, storage=None)
+    return Executor(plain).compiled(problem)[0], {**jax.eval_shape(call.taken, **dense), **others}
 
 
 def _shape(shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:

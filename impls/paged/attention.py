@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -12,13 +12,17 @@ import jax.numpy as jnp
 from conformance.contract import FLOATS
 from impls import merging
 from impls.merging import Part
-from impls.paged import portable
+from impls.paged import portable, tpu
+from impls.paged.blocks import block_kv_of, block_q_of
 from impls.paged.plan import Operands, PagedPlan
+from impls.versions import interpret_or
 
+Backend = Literal["portable", "tpu"]
 BLOCK_Q = 32
 """Queries of a tile by default: a prompt's pages are read once for so many of its queries."""
 BLOCK_KV = 256
-"""Keys that are read together by default, in whole pages. Both sizes are reasoned, not measured."""
+"""Keys that are read together by default, in whole pages. Both sizes are reasoned, not measured. A TPU's follow from
+its memory (`impls.paged.blocks`)."""
 
 
 def attention(
@@ -35,8 +39,10 @@ def attention(
     sinks: jax.Array | None = None,
     scale: float | None = None,
     save_residuals: bool = False,
-    block_q: int = BLOCK_Q,
-    block_kv: int = BLOCK_KV,
+    backend: Backend = "portable",
+    block_q: int | None = None,
+    block_kv: int | None = None,
+    interpret: Any = None,
 ) -> Any:
     """Causal softmax attention of packed queries to keys and values in pages (docs/contract.md, section 8).
 
@@ -56,8 +62,10 @@ def attention(
       sinks: `[N]`, one more logit in each query head's softmax denominator.
       scale: factor of `<q, k>`, default `1 / sqrt(H)`.
       save_residuals: also return `logsumexp` and `max_logits`.
+      backend: `"portable"` JAX, or a Pallas kernel for `"tpu"`.
       block_q: queries of a tile.
       block_kv: keys that are read together, rounded up to whole pages.
+      interpret: as `pallas_call` takes it; by default true unless the process runs on the back end's platform.
 
     Returns:
       `out [total_q, N, V]` in q's dtype, or `(out, {"logsumexp": ..., "max_logits": ...})`, both f32 `[total_q, N]`. A
@@ -66,11 +74,17 @@ def attention(
 
     Raises:
       ValueError: an operand or an option is not as above; the message names it.
-      NotImplementedError: differentiation.
+      NotImplementedError: differentiation, or float16 on a TPU.
     """
     _check(q, k_pages, v_pages, sinks, window, block_q, block_kv)
     _check_tables(kv_lens, page_indices, cu_q_lens, num_seqs)
-    page_size = k_pages.shape[1]
+    page_size, num_kv_heads = k_pages.shape[1:3]
+    if backend == "tpu":
+        if q.dtype == jnp.float16:
+            raise NotImplementedError("paged on a TPU does not support f16: the matrix unit multiplies no float16")
+        block_q = block_q or block_q_of(*q.shape[:2])
+        block_kv = block_kv or block_kv_of(num_kv_heads, (q.shape[2], v_pages.shape[3]), q.dtype.itemsize)
+    block_q, block_kv = block_q or BLOCK_Q, block_kv or BLOCK_KV
     plan = PagedPlan(
         left=None if window is None else window[0],
         scale=1 / math.sqrt(q.shape[2]) if scale is None else float(scale),
@@ -79,7 +93,8 @@ def attention(
         block_pages=min(-(-block_kv // page_size), page_indices.shape[1]),
     )
     tables = (jnp.asarray(x, jnp.int32) for x in (kv_lens, page_indices, cu_q_lens, num_seqs))
-    part = _attend(plan, Operands(jnp.asarray(q), jnp.asarray(k_pages), jnp.asarray(v_pages), *tables))
+    operands = Operands(jnp.asarray(q), jnp.asarray(k_pages), jnp.asarray(v_pages), *tables)
+    part = _attend(plan, backend, interpret_or(interpret, "tpu"), operands)
     every = part if sinks is None else merging.merge([part, merging.of_sinks(jnp.asarray(sinks))])
     found = merging.normalise(every)
     out = found.out.astype(q.dtype)
@@ -88,7 +103,7 @@ def attention(
     return out, {"logsumexp": found.logsumexp, "max_logits": part.max[..., 0]}
 
 
-def _check(q: Any, k: Any, v: Any, sinks: Any, window: Any, block_q: int, block_kv: int) -> None:
+def _check(q: Any, k: Any, v: Any, sinks: Any, window: Any, *blocks: int | None) -> None:
     for name, x, axes in (
         ("q", q, "[total_q, heads, depth]"),
         ("k_pages", k, "[pages, page_size, heads, depth]"),
@@ -108,8 +123,8 @@ def _check(q: Any, k: Any, v: Any, sinks: Any, window: Any, block_q: int, block_
         raise ValueError(f"sinks must have shape {(q.shape[1],)}, one logit a query head, got {sinks.shape}")
     if window is not None and (window[1] != 0 or (window[0] is not None and window[0] < 0)):
         raise ValueError(f"window must be (left, 0) with left at least 0, got {window}")
-    for name, size in (("block_q", block_q), ("block_kv", block_kv)):
-        if size <= 0:
+    for name, size in zip(("block_q", "block_kv"), blocks, strict=True):
+        if size is not None and size <= 0:
             raise ValueError(f"{name} must be positive, got {size}")
 
 
@@ -129,15 +144,15 @@ def _check_tables(kv_lens: Any, page_indices: Any, cu_q_lens: Any, num_seqs: Any
             raise ValueError(f"{name} must be integers, got {x.dtype}")
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _run(plan: PagedPlan, operands: Operands) -> Part:
-    return portable.attend(plan, operands)
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1, 2))
+def _run(plan: PagedPlan, backend: Backend, interpret: Any, operands: Operands) -> Part:
+    return portable.attend(plan, operands) if backend == "portable" else tpu.attend(plan, operands, interpret=interpret)
 
 
 @_run.defjvp
-def _no_derivative(plan: PagedPlan, primals: Any, tangents: Any) -> Any:
+def _no_derivative(plan: PagedPlan, backend: Backend, interpret: Any, primals: Any, tangents: Any) -> Any:
     raise NotImplementedError("paged does not support train: pages are read and pass no gradient")
 
 
 # Jitted so that calls outside `jit` compile once for each plan, not once a call.
-_attend = jax.jit(_run, static_argnums=(0,))
+_attend = jax.jit(_run, static_argnums=(0, 1, 2))

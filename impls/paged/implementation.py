@@ -1,23 +1,38 @@
-"""What paged attention declares."""
+"""What paged attention declares, on each back end."""
 
 from __future__ import annotations
 
 import functools
+from typing import Any
 
-from conformance.contract import Arithmetic, Implementation
-from impls.paged.attention import attention
+from conformance.contract import Accelerator, Arithmetic, Implementation
+from impls.paged.attention import Backend, attention
+from impls.versions import runs_on
+
+# Tiles and blocks are small and unlike each other, so that prompts have several tiles, and sequences end before, at and
+# behind the ends of blocks.
+_JUDGED: dict[str, Any] = {"block_q": 8, "block_kv": 48}
+_VARIANTS: dict[Backend, dict[str, dict[str, Any]]] = {
+    "portable": {
+        "default_blocks": {},
+        "single_pages": {"block_q": 1, "block_kv": 1},
+        "blocks_of_7": {"block_q": 7, "block_kv": 64},
+    },
+    "tpu": {"default_blocks": {}, "single_pages": {"block_q": 1, "block_kv": 1}},
+}
+_DESCRIPTIONS: dict[Backend, str] = {
+    "portable": "in plain JAX",
+    "tpu": "in Pallas for TPU, pages copied ahead",
+}
 
 
-def implementation(name: str) -> Implementation:
-    """Paged attention in plain JAX, under `name`.
-
-    Tiles and blocks are small and unlike each other, so that prompts have several tiles, and sequences end before, at
-    and behind the ends of blocks.
-    """
+def implementation(name: str, *, backend: Backend = "portable") -> Implementation:
+    """Paged attention on `backend`, under `name`; interpreted unless the process runs on its platform."""
     return Implementation(
         name=name,
-        call=functools.partial(attention, block_q=8, block_kv=48),
-        description="attention over a cache in pages, in plain JAX, prompts and single tokens in one call",
+        call=functools.partial(attention, backend=backend, **_JUDGED),
+        description=f"attention over a cache in pages, {_DESCRIPTIONS[backend]}, prompts and single tokens in one call",
+        unsupported={"f16": "the matrix unit multiplies no float16"} if backend == "tpu" else {},
         arithmetic=Arithmetic(probabilities="input"),
         differentiable_residuals=frozenset(),
         gradients=frozenset(),
@@ -25,12 +40,30 @@ def implementation(name: str) -> Implementation:
         behind_mask="any",
         storage="paged",
         refuses_by_signature=True,
+        accelerator=_accelerator(backend),
         variants={
-            "default_blocks": attention,
-            "single_pages": functools.partial(attention, block_q=1, block_kv=1),
-            "blocks_of_7": functools.partial(attention, block_q=7, block_kv=64),
+            variant: functools.partial(attention, backend=backend, **changed)
+            for variant, changed in _VARIANTS[backend].items()
         },
     )
 
 
-IMPLEMENTATIONS: tuple[Implementation, ...] = (implementation("paged"),)
+def _accelerator(backend: Backend) -> Accelerator:
+    if backend == "portable":
+        return Accelerator()
+    return Accelerator(
+        platform=backend,
+        interpreted=not runs_on(backend),
+        native=functools.partial(attention, backend=backend, interpret=False),
+        under_interpreter=_interpreted_by,
+    )
+
+
+def _interpreted_by(parameters: Any) -> Any:
+    return functools.partial(attention, backend="tpu", **_JUDGED, interpret=parameters)
+
+
+IMPLEMENTATIONS: tuple[Implementation, ...] = (
+    implementation("paged"),
+    implementation("paged_tpu", backend="tpu"),
+)

@@ -164,9 +164,25 @@ def test_case_ids_parse_back_and_every_factor_is_there() -> None:
     features = {feature for case in cases for feature in case.features}
     masks = {"full", "causal", "window", "chunked", "bidirectional", "balanced", "dense_head", "lengths"}
     assert features >= masks | {"mha", "gqa", "mqa", "soft_cap", "sinks", "segment_ids", "bias", "bf16", "f32"}
-    assert features >= {"train", "prefill", "decode", "v_head_dim", "offset"}
+    assert features >= {"train", "prefill", "decode", "v_head_dim", "offset", "paged", "packed"}
     assert {case.head_dim for case in cases} >= {64, 128, 192, 256}
     assert max(case.kv_length for case in cases) == 4096
+
+
+def test_of_a_stored_call_the_call_itself_is_compiled_by_shapes() -> None:
+    implementation = registry.find("paged_tpu")
+    case = compiled_cases(implementation.supports)[0]
+    problem = compiled.problem_of(case)
+    assert problem.k.shape == (64, 4096, 8, 128)
+    assert problem.k.strides == (0, 0, 0, 0)
+    (_, (arrays,)) = compiled._programs(Executor(implementation).native, problem, gradients=False)["forward"]
+    storage = problem.storage
+    assert storage is not None
+    assert arrays["q"].shape == (len(storage.q_rows), 64, 128)
+    assert arrays["k"].shape == arrays["v"].shape == (*storage.held.shape, 8, 128)
+    assert storage.page_indices is not None
+    assert arrays["page_indices"].shape == storage.page_indices.shape
+    assert not {"storage", "places", "held"} & set(arrays)
 
 
 def test_a_message_is_told_in_one_line_without_the_instruction_it_quotes() -> None:

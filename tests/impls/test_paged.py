@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from impls import paged
-from impls.paged.plan import Operands
+from impls.paged.blocks import blocks_of
+from impls.paged.plan import Operands, PagedPlan
 from impls.paged.schedule import tiles_of
 
 
@@ -52,6 +53,38 @@ def test_tiles_are_the_queries_that_are_there(sequences: list[tuple[int, int]], 
     assert total <= len(tiles.row)
 
 
+@settings(max_examples=60)
+@given(
+    st.lists(st.tuples(st.integers(0, 20), st.integers(0, 30)), max_size=5),
+    st.sampled_from([1, 3, 8]),
+    st.sampled_from([1, 2, 5]),
+    st.sampled_from([None, 0, 6]),
+)
+def test_blocks_have_the_pages_that_a_tile_sees_and_follow_one_another(
+    sequences: list[tuple[int, int]], block_q: int, block_pages: int, left: int | None
+) -> None:
+    q_lens = [q_len for q_len, _ in sequences]
+    # Some sequences have fewer keys than queries: the first of these see none.
+    given_ = operands(q_lens, [max(q_len + before - 5, 0) for q_len, before in sequences], 6, 2**30)
+    plan = PagedPlan(left=left, scale=1.0, soft_cap=None, block_q=block_q, block_pages=block_pages)
+    tiles = tiles_of(given_, block_q)
+    blocks = blocks_of(plan, given_, tiles)
+    page_size, total = given_.k_pages.shape[1], int(tiles.total)
+    counted = 0
+    for number in range(total):
+        first = int(tiles.position[number])
+        last = first + int(tiles.queries[number]) - 1
+        seen = {j // page_size for j in range(0 if left is None else max(first - left, 0), last + 1)}
+        copied = set(range(int(blocks.slot[number]), int(blocks.end[number])))
+        assert copied == seen
+        assert blocks.length[number] == -(-len(seen) // block_pages)
+        assert blocks.before[number] == counted
+        counted += int(blocks.length[number])
+        later = [other for other in range(number + 1, total) if blocks.length[other]]
+        assert blocks.following[number] == (later[0] if later else len(blocks.length))
+    assert not blocks.length[total:].any()
+
+
 def call(page_size: int = 4, pages_per_seq: int = 2, **changed: Any) -> Any:
     """Two sequences of one query each over a cache of six pages."""
     given: dict[str, Any] = {
@@ -64,6 +97,9 @@ def call(page_size: int = 4, pages_per_seq: int = 2, **changed: Any) -> Any:
         "num_seqs": jnp.asarray([2], jnp.int32),
     } | changed
     return paged.attention(**given)
+
+
+PAGES = {"k_pages": jnp.ones((6, 4, 2, 8)), "v_pages": jnp.ones((6, 4, 2, 8))}
 
 
 @pytest.mark.parametrize(
@@ -87,6 +123,12 @@ def call(page_size: int = 4, pages_per_seq: int = 2, **changed: Any) -> Any:
 def test_what_is_refused_is_named(changed: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         call(**changed)
+
+
+def test_a_tpu_takes_no_float16() -> None:
+    half: dict[str, Any] = {name: x.astype(jnp.float16) for name, x in {"q": jnp.ones((2, 4, 8)), **PAGES}.items()}
+    with pytest.raises(NotImplementedError, match="paged on a TPU does not support f16"):
+        call(**half, backend="tpu")
 
 
 def test_a_derivative_is_refused() -> None:

@@ -1,0 +1,61 @@
+"""Which pages the TPU kernel copies, and how large its tiles and blocks are.
+
+A block is so many pages of one tile's sequence, one behind the other in its row of the table, beginning with the page
+of the first key that the tile sees. The blocks of all tiles are one list, so that the pages of the next block are on
+their way while one is computed, across the border of two tiles and of two sequences.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from impls.paged.plan import Operands, PagedPlan, block_range
+from impls.paged.schedule import Tiles
+
+LANES = 128
+SUBLANES = 8
+BUFFERS = 2
+"""Blocks of pages that VMEM holds: one is computed, one is on its way."""
+_ROWS = 2048  # queries times heads of a tile: accumulators, logits and queries take about 6 MiB at depth 128
+_KEYS = 2 * 2**20  # bytes of the keys and values of a block, of which there are three: two buffers and heads apart
+
+
+class Blocks(NamedTuple):
+    """Lists of what each tile has copied; int32 `[L]`. A tile past the last has nothing."""
+
+    slot: jax.Array  # entry of its sequence's row of the table with which its first block begins
+    end: jax.Array  # one past the last entry
+    length: jax.Array  # how many blocks it has
+    before: jax.Array  # how many all tiles before it have
+    following: jax.Array  # the next tile that has a block; L if none has
+
+
+def blocks_of(plan: PagedPlan, operands: Operands, tiles: Tiles) -> Blocks:
+    """The blocks of a call: pages of which a tile's queries see no key are in none."""
+    slot, end = block_range(plan, tiles.position, tiles.queries, operands.k_pages.shape[1])
+    number = jnp.arange(len(tiles.row), dtype=jnp.int32)
+    pages = jnp.where(number < tiles.total, jnp.maximum(end - slot, 0), 0)
+    count = (pages + (plan.block_pages - 1)) // plan.block_pages
+    latest = lax.cummin(jnp.where(count > 0, number, len(number)), reverse=True)
+    return Blocks(
+        slot=jnp.broadcast_to(slot, number.shape).astype(jnp.int32),
+        end=end.astype(jnp.int32),
+        length=count,
+        before=jnp.cumsum(count, dtype=jnp.int32) - count,
+        following=jnp.append(latest[1:], jnp.int32(len(number))),
+    )
+
+
+def block_q_of(total_q: int, heads: int) -> int:
+    """Queries of a tile by default: as many as VMEM has room for, at most 128."""
+    return max(1, min(total_q, 128, _ROWS // heads))
+
+
+def block_kv_of(num_kv_heads: int, depths: tuple[int, int], itemsize: int) -> int:
+    """Keys of a block by default: as many as VMEM has room for, from 16 to 512."""
+    h, v = (-(-depth // LANES) * LANES for depth in depths)
+    return max(16, min(512, _KEYS // (num_kv_heads * (h + v) * itemsize)))

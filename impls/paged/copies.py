@@ -1,0 +1,98 @@
+"""Copies between HBM and VMEM: pages to a buffer, ahead of their use, and the rows of a tile back to where they belong.
+
+A copy that is started must be waited for as often as it was started, by the same sizes. So what is copied is said once,
+and starting and waiting both go through it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from impls.paged.blocks import BUFFERS, Blocks
+from impls.paged.schedule import Tiles
+
+Copy = Any
+"""What `pltpu.make_async_copy` gives."""
+
+
+class Cache(NamedTuple):
+    """Refs of the pages, and where a block of them goes."""
+
+    page_indices: Any  # SMEM [max_seqs * pages_per_seq]
+    k_pages: Any  # HBM [pages, page_size, K, H]
+    v_pages: Any  # HBM [pages, page_size, K, V]
+    k: Any  # VMEM [BUFFERS, block, K, H]
+    v: Any  # VMEM [BUFFERS, block, K, V]
+    arrived: Any  # semaphores [2, BUFFERS], of keys and of values
+    pages_per_seq: int
+
+    @property
+    def page_size(self) -> int:
+        """Tokens of a page."""
+        size: int = self.k_pages.shape[1]
+        return size
+
+
+class Results(NamedTuple):
+    """Refs of what a tile gives, `[block_q, N, .]` in VMEM, and of where it goes, `[total_q, N, .]` in HBM."""
+
+    tile: tuple[Any, ...]
+    all: tuple[Any, ...]
+    written: Any  # semaphores, one for each
+
+
+def buffer_of(blocks: Blocks, tile: Any, block: Any) -> Any:
+    """Which buffer holds a block: blocks take turns, counted over all tiles."""
+    return lax.rem(blocks.before[tile] + block, jnp.int32(BUFFERS))
+
+
+def start_block(cache: Cache, tiles: Tiles, blocks: Blocks, tile: Any, block: Any) -> None:
+    """Start the copies of a block's pages, all at once."""
+    _each_page(cache, tiles, blocks, tile, block, lambda copy: copy.start())
+
+
+def await_block(cache: Cache, tiles: Tiles, blocks: Blocks, tile: Any, block: Any) -> None:
+    """Wait until all pages of a block have come."""
+    _each_page(cache, tiles, blocks, tile, block, lambda copy: copy.wait())
+
+
+def _each_page(cache: Cache, tiles: Tiles, blocks: Blocks, tile: Any, block: Any, do: Callable[[Copy], None]) -> None:
+    size, block_pages = cache.page_size, cache.k.shape[1] // cache.page_size
+    buffer = buffer_of(blocks, tile, block)
+    slot = blocks.slot[tile] + block * block_pages
+    entry = tiles.sequence[tile] * cache.pages_per_seq + slot
+
+    def keys_and_values(number: Any, _: None) -> None:
+        page = cache.page_indices[entry + number]
+        for n, (pages, held) in enumerate(((cache.k_pages, cache.k), (cache.v_pages, cache.v))):
+            place = held.at[buffer, pl.ds(number * size, size)]
+            do(pltpu.make_async_copy(pages.at[page], place, cache.arrived.at[n, buffer]))
+
+    # Entries past the last page that a query sees may be anything, and are never looked at.
+    lax.fori_loop(jnp.int32(0), jnp.minimum(blocks.end[tile] - slot, block_pages), keys_and_values, None)
+
+
+def start_rows(results: Results, tiles: Tiles, tile: Any) -> None:
+    """Start the copies of a tile's rows, as many as it has: what is behind them belongs to another sequence."""
+    _each_row(results, tiles, tile, lambda copy: copy.start())
+
+
+def await_rows(results: Results, tiles: Tiles, tile: Any) -> None:
+    """Wait until a tile's rows are where they belong."""
+    _each_row(results, tiles, tile, lambda copy: copy.wait())
+
+
+def _each_row(results: Results, tiles: Tiles, tile: Any, do: Callable[[Copy], None]) -> None:
+    row = tiles.row[tile]
+
+    def every(number: Any, _: None) -> None:
+        for n, (from_tile, to_all) in enumerate(zip(results.tile, results.all, strict=True)):
+            do(pltpu.make_async_copy(from_tile.at[number], to_all.at[row + number], results.written.at[n]))
+
+    lax.fori_loop(jnp.int32(0), tiles.queries[tile], every, None)

@@ -1,0 +1,188 @@
+"""The TPU kernel of paged attention: one step of its grid is one tile of queries, over the blocks of pages it sees.
+
+    (1)  x_ij = scale <q_i, k_j>
+    (2)  z_ij = soft_cap tanh(x_ij / soft_cap)
+    (3)  z_ij = -inf, where i may not attend to j
+    (4)  m_i = max_j z_ij
+    (5)  l_i = sum_j exp(z_ij - m_i)
+    (6)  out_i = sum_j exp(z_ij - m_i) v_j
+
+m, l and the sum of (6) are kept for the keys so far, as in `impls.paged.portable`, and so is what it gives: a part.
+
+Heads of one group are rows of one product with the keys that they share. Rows are a tile's queries times the heads of
+a group, `row = i * G + g`. A tile of one query, as in decoding, is computed with the rows of one query.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from impls.paged.blocks import SUBLANES, Blocks
+from impls.paged.copies import Cache, Results, await_block, await_rows, buffer_of, start_block, start_rows
+from impls.paged.plan import PagedPlan, allowed, capped, run_of_keys
+from impls.paged.schedule import Tiles
+from impls.ragged.plan import finite
+
+TOGETHER = 32
+"""Tokens whose heads are taken apart at a time."""
+HEADS = 4
+"""Heads whose products are computed at a time, so that one fills the pauses of another."""
+
+
+class Heads(NamedTuple):
+    """Refs in VMEM, head by head."""
+
+    q: Any  # [K, rows, H]
+    k: Any  # [K, block, H]
+    v: Any  # [K, block, V]
+    out: Any  # [K, rows, V] f32, the sum of (6)
+    max: Any  # [K, rows, LANES] f32, m
+    sum: Any  # [K, rows, LANES] f32, l
+
+
+class Tile(NamedTuple):
+    """What a step of the grid computes."""
+
+    number: Any
+    queries: Any  # how many it has
+    position: Any  # of the first
+    most: int  # how many it has at most
+    group: int  # heads of one key/value head
+
+    def sized(self, do: Callable[[int], None]) -> None:
+        """Do something for as many queries as there are room for, or for one, where there is but one."""
+        pl.when(self.queries == 1)(functools.partial(do, 1))
+        if self.most > 1:
+            pl.when(self.queries != 1)(functools.partial(do, self.most))
+
+
+def compute_tile(
+    plan: PagedPlan, tiles: Tiles, blocks: Blocks, q_ref: Any, cache: Cache, heads: Heads, results: Results
+) -> None:
+    """The tile of this step of the grid, and the start of what the next one needs."""
+    number, num_kv_heads = pl.program_id(0), heads.q.shape[0]
+    most, group = q_ref.shape[0], q_ref.shape[1] // num_kv_heads
+    tile = Tile(number, tiles.queries[number], tiles.position[number], most, group)
+    # The first block of all is the one that no tile before could ask for.
+    opens = (blocks.length[number] > 0) & (blocks.before[number] == 0)
+    pl.when(opens)(functools.partial(start_block, cache, tiles, blocks, number, jnp.int32(0)))
+
+    def take(size: int) -> None:
+        heads.q[:, : size * group] = _rows_of(q_ref[:size], num_kv_heads)
+
+    def with_block(block: Any, _: None) -> None:
+        ends = block + 1 == blocks.length[number]
+        # The next block goes where the one before this was, which is computed.
+        next_tile = jnp.where(ends, blocks.following[number], number)
+        next_block = jnp.where(ends, 0, block + 1)
+        pl.when(next_tile < tiles.total)(functools.partial(start_block, cache, tiles, blocks, next_tile, next_block))
+        await_block(cache, tiles, blocks, number, block)
+        start = (blocks.slot[number] + block * plan.block_pages) * cache.page_size
+        _take_heads_apart(plan, tile, cache, heads, buffer_of(blocks, number, block), start)
+        tile.sized(functools.partial(_add, plan, tile, heads, start))
+
+    tile.sized(take)
+    _clear(heads)
+    lax.fori_loop(jnp.int32(0), blocks.length[number], with_block, None)
+    # The rows of the tile before must have left the place where those of this one go.
+    pl.when(number > 0)(lambda: await_rows(results, tiles, jnp.maximum(number - 1, 0)))
+    tile.sized(functools.partial(_give, tile, heads, results))
+    start_rows(results, tiles, number)
+    pl.when(number == tiles.total - 1)(functools.partial(await_rows, results, tiles, number))
+
+
+def _clear(heads: Heads) -> None:
+    """A softmax of no keys."""
+    heads.out[...] = jnp.zeros(heads.out.shape, jnp.float32)
+    heads.max[...] = jnp.full(heads.max.shape, -jnp.inf, jnp.float32)
+    heads.sum[...] = jnp.zeros(heads.sum.shape, jnp.float32)
+
+
+def _take_heads_apart(plan: PagedPlan, tile: Tile, cache: Cache, heads: Heads, buffer: Any, start: Any) -> None:
+    """The keys and values of a block, which come with all heads of a token together; the first is key `start`."""
+    block = heads.k.shape[1]
+    together = TOGETHER if block % TOGETHER == 0 else block
+    low, _ = run_of_keys(plan, tile.position)
+    _, high = run_of_keys(plan, tile.position + (tile.queries - 1))
+
+    def taken(clear: bool) -> None:
+        def some(number: Any, _: None) -> None:
+            at = pl.ds(pl.multiple_of(number * together, together), together)
+            k, v = cache.k[buffer, at], cache.v[buffer, at]  # [together, K, .]
+            if clear:
+                j = start + number * together + lax.broadcasted_iota(jnp.int32, v.shape, 0)
+                v = jnp.where((j >= low) & (j < high), v.astype(jnp.float32), 0.0).astype(v.dtype)
+            heads.k[:, at], heads.v[:, at] = k.swapaxes(0, 1), v.swapaxes(0, 1)
+
+        lax.fori_loop(jnp.int32(0), jnp.int32(block // together), some, None)
+
+    # What no query sees may be NaN, and 0 * NaN is not 0. That includes pages that were not copied.
+    seen = (start >= low) & (start + block <= high)
+    pl.when(seen)(functools.partial(taken, clear=False))
+    pl.when(jnp.logical_not(seen))(functools.partial(taken, clear=True))
+
+
+def _add(plan: PagedPlan, tile: Tile, heads: Heads, start: Any, size: int) -> None:
+    """Add the keys of one block, the first of which is key `start`, to the running softmax of `size` queries."""
+    rows = -(-size * tile.group // SUBLANES) * SUBLANES  # those that only fill a register are never given
+    shape = (rows, heads.k.shape[1])
+    # Rows past the tile's queries see what its last query sees.
+    i = jnp.minimum(lax.broadcasted_iota(jnp.int32, shape, 0) // jnp.int32(tile.group), tile.queries - 1)
+    sees = allowed(plan, tile.position + i, start + lax.broadcasted_iota(jnp.int32, shape, 1))
+
+    num_kv_heads = heads.k.shape[0]
+    several = HEADS if num_kv_heads % HEADS == 0 else 1
+
+    def of_heads(number: Any, _: None) -> None:
+        for n in range(several):
+            of_head(number * several + n)
+
+    def of_head(h: Any) -> None:
+        z = capped(plan, _product(heads.q[h, :rows], heads.k[h], 1))  # (1), (2): [rows, block]
+        z = jnp.where(sees, z, -jnp.inf)  # (3)
+        before = heads.max[h, :rows]
+        top = jnp.maximum(before, z.max(axis=-1, keepdims=True))  # (4)
+        shift = finite(top)
+        weights, decay = jnp.exp(z - shift[:, :1]), jnp.exp(before - shift)
+        v = heads.v[h]
+        heads.max[h, :rows] = top
+        heads.sum[h, :rows] = heads.sum[h, :rows] * decay + weights.sum(axis=-1, keepdims=True)  # (5)
+        heads.out[h, :rows] = heads.out[h, :rows] * decay[:, :1] + _product(weights.astype(v.dtype), v, 0)  # (6)
+
+    lax.fori_loop(jnp.int32(0), jnp.int32(num_kv_heads // several), of_heads, None)
+
+
+def _give(tile: Tile, heads: Heads, results: Results, size: int) -> None:
+    """The part of `size` queries, `max` in the first lane of the second array, and `sum` in the others."""
+    rows = size * tile.group
+    lane = lax.broadcasted_iota(jnp.int32, heads.max[:, :rows].shape, 2)
+    statistics = jnp.where(lane == 0, heads.max[:, :rows], heads.sum[:, :rows])
+    for given, x in zip(results.tile, (heads.out[:, :rows], statistics), strict=True):
+        given[:size] = _queries_of(x, size)
+
+
+def _rows_of(q: jax.Array, num_kv_heads: int) -> jax.Array:
+    """`[T, N, H]` to `[K, T * G, H]`."""
+    queries, heads, depth = q.shape
+    grouped = q.reshape(queries, num_kv_heads, heads // num_kv_heads, depth)
+    return grouped.transpose(1, 0, 2, 3).reshape(num_kv_heads, -1, depth)
+
+
+def _queries_of(x: jax.Array, queries: int) -> jax.Array:
+    """`[K, T * G, .]` to `[T, N, .]`."""
+    num_kv_heads, rows, width = x.shape
+    split = x.reshape(num_kv_heads, queries, rows // queries, width)
+    return split.transpose(1, 0, 2, 3).reshape(queries, -1, width)
+
+
+def _product(a: jax.Array, b: jax.Array, axis: int) -> jax.Array:
+    """Sum over the last axis of `a` and over `axis` of `b`, in f32."""
+    precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else lax.Precision.DEFAULT
+    return lax.dot_general(a, b, (((1,), (axis,)), ((), ())), precision=precision, preferred_element_type=jnp.float32)

@@ -1,0 +1,107 @@
+"""Paged attention for TPUs in Pallas: a grid step for each tile of queries, and pages that the kernel copies ahead.
+
+Tables, tiles and blocks lie in scalar memory, pages and results in HBM. A step of the grid is one tile of queries, all
+of one sequence (`impls.paged.schedule`), be it a part of a prompt or a single token. So the work follows the queries
+and the keys that there are, and neither `max_seqs` nor `pages_per_seq`.
+
+The kernel copies by itself what a pipeline cannot: the pages of a block, which lie anywhere (`impls.paged.copies`), and
+as many rows of results as a tile has, for behind them are those of another sequence.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from impls.merging import Part
+from impls.paged.blocks import BUFFERS, LANES, SUBLANES, Blocks, blocks_of
+from impls.paged.copies import Cache, Results
+from impls.paged.kernel import Heads, compute_tile
+from impls.paged.plan import Operands, PagedPlan
+from impls.paged.schedule import Tiles, tiles_of
+from impls.varying import shapes_varying, varying_axes, varying_over
+
+
+def attend(plan: PagedPlan, operands: Operands, *, interpret: Any) -> Part:
+    """The part over every key that a query sees, arrays `[total_q, N, .]`; past the last sequence it is empty."""
+    total, heads, depth = operands.q.shape
+    depth_v = operands.v_pages.shape[3]
+    tiles = tiles_of(operands, plan.block_q)
+    blocks = blocks_of(plan, operands, tiles)
+    # As much longer as a tile that begins with the last query.
+    q = jnp.pad(operands.q, ((0, plan.block_q), (0, 0), (0, 0)))
+    scalars = (operands.page_indices.reshape(-1), *tiles[1:], *blocks)
+    arrays = (q, operands.k_pages, operands.v_pages)
+    scalars, arrays = varying_over((scalars, arrays), varying_axes((scalars, arrays)))
+    kernel = functools.partial(_kernel, plan, operands.page_indices.shape[1])
+    anywhere = pl.BlockSpec(memory_space=pl.ANY)
+    of_tile = tuple(pl.Element(size) for size in (plan.block_q, heads, depth))
+    out, statistics = pl.pallas_call(
+        kernel,
+        out_shape=shapes_varying([_f32((total, heads, width)) for width in (depth_v, LANES)], arrays[0]),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=len(scalars),
+            grid=(tiles.total,),
+            in_specs=[pl.BlockSpec(of_tile, lambda tile, table, sequence, row, *_: (row[tile], 0, 0))] + [anywhere] * 2,
+            out_specs=[anywhere] * 2,
+            scratch_shapes=_scratch(plan, operands),
+        ),
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("arbitrary",)),
+        interpret=interpret,
+        name="paged_attention",
+    )(*scalars, *arrays)
+    there = (jnp.arange(total, dtype=jnp.int32) < operands.cu_q_lens[operands.num_seqs[0]])[:, None, None]
+    return Part(
+        out=jnp.where(there, out, 0.0),
+        max=jnp.where(there, statistics[..., :1], -jnp.inf),
+        sum=jnp.where(there, statistics[..., 1:2], 0.0),
+    )
+
+
+def _scratch(plan: PagedPlan, operands: Operands) -> list[Any]:
+    """Memory of the kernel, in the order of `_kernel`."""
+    _, heads, depth = operands.q.shape
+    _, page_size, num_kv_heads, depth_v = operands.v_pages.shape
+    dtype = operands.q.dtype
+    rows = -(-plan.block_q * (heads // num_kv_heads) // SUBLANES) * SUBLANES
+    block = plan.block_pages * page_size
+    pages = (BUFFERS, block, num_kv_heads)
+    return [
+        pltpu.VMEM((*pages, depth), dtype),
+        pltpu.VMEM((*pages, depth_v), dtype),
+        pltpu.SemaphoreType.DMA((2, BUFFERS)),
+        pltpu.VMEM((num_kv_heads, rows, depth), dtype),
+        pltpu.VMEM((num_kv_heads, block, depth), dtype),
+        pltpu.VMEM((num_kv_heads, block, depth_v), dtype),
+        *(pltpu.VMEM((num_kv_heads, rows, width), jnp.float32) for width in (depth_v, LANES, LANES)),
+        *(pltpu.VMEM((plan.block_q, heads, width), jnp.float32) for width in (depth_v, LANES)),
+        pltpu.SemaphoreType.DMA((2,)),
+    ]
+
+
+def _kernel(plan: PagedPlan, pages_per_seq: int, page_indices: Any, *refs: Any) -> None:
+    scalars, refs = refs[: _TILES + _BLOCKS], refs[_TILES + _BLOCKS :]
+    steps: Any = pl.num_programs(0)
+    q, k_pages, v_pages, out, statistics, k, v, arrived, *heads, tile_out, tile_statistics, written = refs
+    compute_tile(
+        plan,
+        Tiles(steps, *scalars[:_TILES]),
+        Blocks(*scalars[_TILES:]),
+        q,
+        Cache(page_indices, k_pages, v_pages, k, v, arrived, pages_per_seq),
+        Heads(*heads),
+        Results((tile_out, tile_statistics), (out, statistics), written),
+    )
+
+
+_TILES = len(Tiles._fields) - 1
+_BLOCKS = len(Blocks._fields)
+
+
+def _f32(shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.float32)  # type: ignore[no-untyped-call]  # JAX leaves it untyped

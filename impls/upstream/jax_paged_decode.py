@@ -1,0 +1,133 @@
+"""Paged decode attention of `jax.experimental.pallas.ops`, for TPU and for GPU: one query for each sequence.
+
+Queries are `[B, N, H]`, pages `[K, pages, page_size, H]`, and entries of the table must name pages, used or not. Logits
+are not scaled inside: `q * scale` is computed in f32 and rounded to q's dtype, as callers do. There is no window, no
+sink and no residual.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import math
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from cases.case import Case
+from conformance.contract import Accelerator, Arithmetic, Implementation
+from impls.upstream.mask_flags import ONLY_CAUSAL
+from impls.versions import default_products, interpret_or, runs_on, tpu_interpreter
+
+PAGES_TOGETHER = 2
+SPLITS = 2
+"""Programs of a GPU that share a sequence; tables must be as wide as whole blocks of pages for each."""
+UNSUPPORTED = {
+    "prefill": "takes one query for each sequence",
+    "window": ONLY_CAUSAL,
+    "sinks": "takes no sinks",
+    "v_head_dim": "needs values of the same depth as keys",
+}
+
+
+def attention(
+    q: jax.Array,
+    k_pages: jax.Array,
+    v_pages: jax.Array,
+    *,
+    kv_lens: jax.Array,
+    page_indices: jax.Array,
+    cu_q_lens: jax.Array,
+    num_seqs: jax.Array,
+    soft_cap: float | None = None,
+    scale: float | None = None,
+    platform: str = "tpu",
+    interpret: Any = None,
+) -> jax.Array:
+    """The paged call (docs/contract.md, section 8) of at most one query a sequence; `interpret` as in `pallas_call`."""
+    number = jnp.arange(len(kv_lens), dtype=jnp.int32)
+    asks = (number < num_seqs[0]) & (jnp.diff(cu_q_lens) == 1)
+    row = jnp.where(asks, cu_q_lens[:-1], len(q))
+    factor = 1 / math.sqrt(q.shape[2]) if scale is None else scale
+    scaled = (q.astype(jnp.float32) * jnp.float32(factor)).astype(q.dtype)
+    of_sequence = scaled.at[row].get(mode="fill", fill_value=0)
+    lengths = jnp.where(asks, kv_lens, 0)
+    table = jnp.clip(page_indices, 0, len(k_pages) - 1)
+    table = jnp.pad(table, ((0, 0), (0, -table.shape[1] % (PAGES_TOGETHER * SPLITS))))
+    k, v = (x.transpose(2, 0, 1, 3) for x in (k_pages, v_pages))
+    interpret = interpret_or(interpret, platform)
+    if platform == "tpu":
+        with tpu_interpreter(interpret):
+            out = _module("tpu").paged_attention(
+                of_sequence,
+                k,
+                v,
+                lengths,
+                table,
+                attn_logits_soft_cap=soft_cap,
+                pages_per_compute_block=PAGES_TOGETHER,
+            )
+    else:
+        out = _module("gpu").paged_attention(
+            of_sequence,
+            k,
+            v,
+            table,
+            lengths,
+            k_splits=SPLITS,
+            pages_per_compute_block=PAGES_TOGETHER,
+            attn_logits_soft_cap=soft_cap,
+            interpret=bool(interpret),
+        )
+    found: jax.Array = jnp.zeros(q.shape, q.dtype).at[row].set(out, mode="drop")
+    return found
+
+
+def _module(platform: str) -> ModuleType:
+    """The library's own module, loaded when it is called: on import some versions warn."""
+    return importlib.import_module(f"jax.experimental.pallas.ops.{platform}.paged_attention")
+
+
+def _limits(platform: str, case: Case) -> str | None:
+    if any(kv == 0 and q for q, kv in zip(case.q_lengths, case.kv_lengths, strict=True)):
+        return "needs a key for each query"
+    if platform == "gpu" and case.head_dim & (case.head_dim - 1):
+        return f"needs a head depth that is a power of two; H is {case.head_dim}"
+    return None
+
+
+def _implementation(name: str, platform: str) -> Implementation:
+    call: Callable[..., Any] = functools.partial(attention, platform=platform)
+    return Implementation(
+        name=name,
+        call=call,
+        description=f"jax.experimental.pallas.ops.{platform}.paged_attention",
+        unsupported=UNSUPPORTED | ({"f16": "the matrix unit multiplies no float16"} if platform == "tpu" else {}),
+        supports_case=functools.partial(_limits, platform),
+        # The kernel for TPUs makes keys and values bf16 once they are in VMEM, whatever they are.
+        arithmetic=Arithmetic(products="bf16" if platform == "tpu" else default_products(), scaled_q=True),
+        residuals=frozenset(),
+        differentiable_residuals=frozenset(),
+        gradients=frozenset(),
+        empty_rows="undefined",
+        behind_mask="finite",
+        storage="paged",
+        refuses_by_signature=True,
+        accelerator=Accelerator(
+            platform=platform,
+            interpreted=not runs_on(platform),
+            under_interpreter=(lambda parameters: functools.partial(call, interpret=parameters))
+            if platform == "tpu"
+            else None,
+            native=functools.partial(call, interpret=False),
+        ),
+    )
+
+
+IMPLEMENTATIONS: tuple[Implementation, ...] = (
+    _implementation("jax_paged_tpu", "tpu"),
+    _implementation("jax_paged_gpu", "gpu"),
+)

@@ -1,0 +1,102 @@
+"""Ragged paged attention of `jax.experimental.pallas.ops.tpu`: prompts, chunks and single tokens of many sequences.
+
+Its tables are those of the contract. Keys and values of a page lie in one array `[pages, page_size, 2 K, H]`, keys at
+even places. Its window counts the query's own key. It returns no residuals.
+
+Neither of JAX's interpreters takes this kernel: the fast one stops at its stores, the one that looks for races at refs
+of another shape. So it is compiled everywhere, and judged on a TPU.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.pallas.ops.tpu.ragged_paged_attention import kernel as ragged
+
+from cases.case import Case
+from conformance.contract import Accelerator, Arithmetic, Implementation
+from impls.versions import default_products, runs_on
+
+NAME = "jax_ragged_paged_tpu"
+LANES = 128
+BLOCK_Q, BLOCK_KV = 32, 512
+"""Queries and keys of a block on a TPU, about those of its own table for most shapes."""
+NO_TPU = "needs a TPU: JAX's interpreters of TPU kernels stop at its masked stores and at its reshaped refs"
+_JUDGED: dict[str, Any] = {"block_q": 8, "block_kv": 48}
+UNSUPPORTED = {
+    "f16": "the matrix unit multiplies no float16",
+    "sinks": "takes no sinks",
+    "v_head_dim": "needs values of the same depth as keys",
+}
+
+
+def attention(
+    q: jax.Array,
+    k_pages: jax.Array,
+    v_pages: jax.Array,
+    *,
+    kv_lens: jax.Array,
+    page_indices: jax.Array,
+    cu_q_lens: jax.Array,
+    num_seqs: jax.Array,
+    window: tuple[int | None, int] | None = None,
+    soft_cap: float | None = None,
+    scale: float | None = None,
+    block_q: int = BLOCK_Q,
+    block_kv: int = BLOCK_KV,
+) -> jax.Array:
+    """The paged call (docs/contract.md, section 8)."""
+    pages, page_size, num_kv_heads, depth = k_pages.shape
+    both = jnp.stack([k_pages, v_pages], axis=3).reshape(pages, page_size, 2 * num_kv_heads, depth)
+    left = None if window is None else window[0]
+    out: jax.Array = ragged.ragged_paged_attention(
+        q,
+        both,
+        kv_lens,
+        page_indices,
+        cu_q_lens,
+        num_seqs,
+        sm_scale=1 / math.sqrt(depth) if scale is None else float(scale),
+        sliding_window=None if left is None else left + 1,
+        soft_cap=soft_cap,
+        num_kv_pages_per_block=min(-(-block_kv // page_size), page_indices.shape[1]),
+        num_queries_per_block=block_q,
+    )
+    return out
+
+
+def _limits(case: Case) -> str | None:
+    if case.head_dim % LANES:
+        return f"needs a head depth that is a multiple of {LANES}; H is {case.head_dim}"
+    lanes = 2 * case.num_kv_heads // (1 if case.dtype == "f32" else 2)
+    if lanes not in (1, 2, 4) and lanes % 8:
+        return f"needs key/value heads whose tiles are whole; K is {case.num_kv_heads}"
+    longer = [q for q, kv in zip(case.q_lengths, case.kv_lengths, strict=True) if q > kv]
+    return f"needs as many keys as queries in each sequence; one of {longer[0]} queries has fewer" if longer else None
+
+
+IMPLEMENTATIONS: tuple[Implementation, ...] = (
+    Implementation(
+        name=NAME,
+        call=functools.partial(attention, **_JUDGED),
+        description="jax.experimental.pallas.ops.tpu.ragged_paged_attention",
+        unsupported=UNSUPPORTED,
+        supports_case=_limits,
+        arithmetic=Arithmetic(products=default_products()),
+        residuals=frozenset(),
+        differentiable_residuals=frozenset(),
+        gradients=frozenset(),
+        empty_rows="undefined",
+        storage="paged",
+        refuses_by_signature=True,
+        accelerator=Accelerator(
+            platform="tpu",
+            absent=None if runs_on("tpu") else NO_TPU,
+            native=attention,
+        ),
+    ),
+)

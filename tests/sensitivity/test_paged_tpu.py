@@ -1,0 +1,34 @@
+"""Bugs of a paged kernel that copies its pages by itself are seen, by the interpreter that looks for races or by truth.
+
+They are not in the bank: all that the gate asks takes minutes a bug where a kernel is interpreted.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from conformance.checks import BY_NAME
+from conformance.judging import plan
+from conformance.judging.runner import Runner
+from conformance.judging.settings import Settings
+from conformance.records import RED
+from conformance.sensitivity import PlantedBug
+from conformance.sensitivity.examination import shows_as_said
+from tests.planted.computing.paged_tpu import BUGS
+
+_NEAR = 2  # cases of each check, of those that have what a bug is about
+
+
+@pytest.mark.bank
+@pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
+def test_a_bug_of_copies_dies_by_what_it_shows(bug: PlantedBug) -> None:
+    kernel = bug.build()
+    seen: set[str] = set()
+    for check in ("interpreter", "forward"):
+        jobs = plan.plan([kernel], level="quick", checks=[BY_NAME[check]]).jobs
+        for record in Runner(Settings()).run([job for job in jobs if bug.trigger(job.case)][:_NEAR]):
+            if record.verdict in RED:
+                if shows_as_said(bug, record):
+                    return
+                seen.add(f"{record.check}/{record.observable}")
+    pytest.fail(f"survives, or dies by {sorted(seen)} only and not by {bug.shows}")
