@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import re
+from collections.abc import Iterator
 
 import pytest
+from _pytest.mark import ParameterSet
 
 from cases.case import parse
 from cases.regressions import REGRESSIONS, Regression, by_case
@@ -66,9 +69,14 @@ def test_each_discriminates(regression: Regression) -> None:
     assert margin >= REQUIRED_MARGIN, null
 
 
-@pytest.mark.bank
-@pytest.mark.parametrize("name", ["dot_product", "block_flash"])
-@pytest.mark.parametrize("regression", REGRESSIONS, ids=named)
+def _asked() -> Iterator[ParameterSet]:
+    """Each regression and kernel: for the bank the two kernels in turn, and what is left at night."""
+    for number, (regression, name) in enumerate(itertools.product(REGRESSIONS, ("dot_product", "block_flash"))):
+        mark = pytest.mark.bank if (number // 2 + number) % 2 else pytest.mark.nightly
+        yield pytest.param(regression, name, id=f"{regression.name}-{name}", marks=mark)
+
+
+@pytest.mark.parametrize(("regression", "name"), _asked())
 def test_kernels_of_this_project_pass(regression: Regression, name: str, runner: Runner) -> None:
     found = runner.judge(Job(registry.find(name), regression.case, CHECKED))
     wrong = {(r.check, r.observable): r.reason for r in found if r.verdict not in {records.PASS, records.UNSUPPORTED}}

@@ -20,7 +20,7 @@ from tests.kernels.styles import STYLES
 
 Style = Callable[..., Any]
 # Jobs of the quick grid in the default run: spread over it, a different part of it for each style.
-_STRIDE = 28
+_STRIDE = 42
 
 each_style = pytest.mark.parametrize("style", STYLES, ids=lambda style: style.__name__)
 

@@ -105,7 +105,7 @@ def ragged(q: Any, kv_pages: Any, kv_lens: Any, page_indices: Any, cu_q_lens: An
         seen = kv_lens[row] - cu_q_lens[row + 1] + t + 1
         return _token(q[t], k_pages, v_pages, page_indices[row], seen)
 
-    return jax.lax.map(one, jnp.arange(q.shape[0]))
+    return jax.lax.map(one, jnp.arange(q.shape[0]), batch_size=16)
 
 
 def _token(q: Any, k_pages: Any, v_pages: Any, pages: Any, seen: Any) -> Any:

@@ -6,6 +6,7 @@ They are not in the bank: all that the gate asks takes minutes a bug where a ker
 from __future__ import annotations
 
 import pytest
+from _pytest.mark import ParameterSet
 
 from conformance.checks import BY_NAME
 from conformance.judging import plan
@@ -16,11 +17,16 @@ from conformance.sensitivity import PlantedBug
 from conformance.sensitivity.examination import shows_as_said
 from tests.planted.computing.paged_tpu import BUGS
 
+_AT_NIGHT = 3
 _NEAR = 2  # cases of each check, of those that have what a bug is about
 
 
-@pytest.mark.bank
-@pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
+def _asked(number: int, bug: PlantedBug) -> ParameterSet:
+    """A bug for the bank, where each takes seven seconds: every third, and the others at night."""
+    return pytest.param(bug, id=bug.name, marks=pytest.mark.nightly if number % _AT_NIGHT else pytest.mark.bank)
+
+
+@pytest.mark.parametrize("bug", [_asked(*each) for each in enumerate(BUGS)])
 def test_a_bug_of_copies_dies_by_what_it_shows(bug: PlantedBug) -> None:
     kernel = bug.build()
     seen: set[str] = set()
