@@ -197,7 +197,7 @@ def judged(front_end: Callable[..., Any] | None, case: Case) -> list[Record]:
     return Runner(Settings()).judge(job)
 
 
-@pytest.mark.parametrize("case", front_end_cases("quick", 0), ids=str)
+@pytest.mark.parametrize("case", F32, ids=str)
 def test_the_reference_front_end_passes(case: Case) -> None:
     found = judged(None, case)
     names = {record.observable for record in found}
