@@ -76,7 +76,7 @@ def _asked() -> Iterator[ParameterSet]:
         yield pytest.param(regression, name, id=f"{regression.name}-{name}", marks=mark)
 
 
-@pytest.mark.parametrize(("regression", "name"), _asked())
+@pytest.mark.parametrize(("regression", "name"), list(_asked()))
 def test_kernels_of_this_project_pass(regression: Regression, name: str, runner: Runner) -> None:
     found = runner.judge(Job(registry.find(name), regression.case, CHECKED))
     wrong = {(r.check, r.observable): r.reason for r in found if r.verdict not in {records.PASS, records.UNSUPPORTED}}
