@@ -88,7 +88,7 @@ def _full(sizes: str, more: str = "") -> tuple[str, ...]:
     return tuple(f"train/bf16/{sizes}/causal{more}/{values}/s0" for values in ("normal", "dominant"))
 
 
-_HALF_FULL = "-".join(str(257 + i * 73 % 240 * 16) for i in range(48))
+_DECODED_KEYS = "-".join(str(257 + i * 73 % 240 * 16) for i in range(48))
 
 PROBLEMS = (
     NamedProblem(
@@ -139,7 +139,8 @@ PROBLEMS = (
         "sequence], cu_q_lens [seqs + 1] -> [seqs, N, H]",
         small=_DECODED,
         full=tuple(
-            f"decode/bf16/B64.T1.S4096.N64.K8.H128.V128/full/paged16/{values}/s0" for values in ("normal", "dominant")
+            f"decode/bf16/B64.T1.S4096.N64.K8.H128.V128/causal-o4095/paged16/{values}/s0"
+            for values in ("normal", "dominant")
         ),
     ),
     NamedProblem(
@@ -151,7 +152,7 @@ PROBLEMS = (
         small=_MIXED,
         full=(
             f"prefill/bf16/B56.T512.S4095.N64.K8.H128.V128/"
-            f"own-linf-{_HALF_FULL}-1023-1535-2047-2559-3071-3583-4095-4095/"
+            f"own-linf-{_DECODED_KEYS}-1023-1535-2047-2559-3071-3583-4095-4095/"
             f"paged16-q{'1-' * 48}512-512-512-512-512-512-512-464/normal/s0",
         ),
     ),

@@ -82,6 +82,9 @@ def test_cases_are_there(problem: NamedProblem) -> None:
     assert problem.cases(full_size=False)
     assert len({case.id for case in problem.cases(full_size=False)}) == len(problem.small)
     assert all(case.dtype == "bf16" for case in problem.cases(full_size=True))
+    implementation = from_workload(RIGHT[problem.name], "workload", problem.name)
+    for case in (*problem.cases(full_size=False), *problem.cases(full_size=True)):
+        assert implementation.supports(case) is None
 
 
 def test_what_is_no_function_of_a_problem_is_said() -> None:
