@@ -9,8 +9,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import operator
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from cases.case import Case, parse
+from cases.operands import OPTIONAL
 
 _DENSE = (
     "f32/B2.T384.S384.{sizes}/causal{more}/normal/s0",
@@ -78,6 +82,41 @@ class NamedProblem:
     def cases(self, *, full_size: bool) -> tuple[Case, ...]:
         """Its cases."""
         return tuple(parse(text) for text in (self.full if full_size else self.small))
+
+    def declines(self, case: Case) -> str | None:
+        """Why a case is none of this problem, none if it could be: in what all of its own share, they share it too.
+
+        Lengths, heads, depths, dtype and values are free, as far as nothing relates them.
+        """
+        own = [*self.cases(full_size=False), *self.cases(full_size=True)]
+        for name, field in _FIXED.items():
+            if (found := field(case)) not in (values := {field(one) for one in own}):
+                return f"{name}: the problem {self.name} has {' or '.join(sorted(map(str, values)))}, not {found}"
+        for words, holds in _RELATED.items():
+            if all(map(holds, own)) and not holds(case):
+                return f"sizes: the problem {self.name} has {words}"
+        return None
+
+
+def _stored(case: Case) -> tuple[str, int] | None:
+    return None if case.stored is None else (case.stored.kind, case.stored.page_size)
+
+
+_FIXED: Mapping[str, Callable[[Case], Any]] = {
+    "phase": lambda case: case.phase,
+    "mask": lambda case: case.mask.partition("-")[0],
+    **{operand.name: operator.attrgetter(operand.field) for operand in OPTIONAL},
+    "storage": _stored,
+    "front_end": lambda case: case.front_end,
+}
+"""What a problem says once and for all: of a mask its kind, of pages their size."""
+_RELATED: Mapping[str, Callable[[Case], bool]] = {
+    "as many queries as keys": lambda case: case.q_length == case.kv_length,
+    "one query a sequence": lambda case: set(case.q_lengths) == {1},
+    "as many key heads as query heads": lambda case: case.num_q_heads == case.num_kv_heads,
+    "values as deep as keys": lambda case: case.head_dim == case.v_head_dim,
+}
+"""How sizes are related, where they are in all of its cases."""
 
 
 def _dense(patterns: tuple[str, ...], sizes: str, more: str = "") -> tuple[str, ...]:

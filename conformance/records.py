@@ -195,7 +195,7 @@ class RunInfo:
     the name of an implementation; where there is no extent, `level`, `narrowed` and `interrupted` hold for all.
     `probes` is what was judged to confirm findings, which nothing counts, and `diagnoses` what that says in words, by
     the label of a contender: which planted bugs it is wrong most like. `files` names the files of the contenders that
-    several runs judged, by their label.
+    several runs judged, by their label, and `runs` what tells those from others of the same file (`Run.mark`).
     """
 
     command: str
@@ -214,6 +214,7 @@ class RunInfo:
     probes: list[Record] = dataclasses.field(default_factory=list)
     diagnoses: dict[str, list[str]] = dataclasses.field(default_factory=dict)
     files: dict[str, list[str]] = dataclasses.field(default_factory=dict)
+    runs: dict[str, list[str]] = dataclasses.field(default_factory=dict)
 
 
 def to_json(record: Record) -> str:

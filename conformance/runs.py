@@ -93,6 +93,7 @@ class Run:
       jobs: those that are planned, other shards' included.
       whole: how many jobs each implementation has without the query of cases, where that is known.
       resumed: when it was taken up again.
+      id: drawn for this run, so that one run of a file is told from another; empty in older files.
     """
 
     started: str
@@ -108,6 +109,12 @@ class Run:
     jobs: tuple[Planned, ...] = ()
     whole: Mapping[str, int] = dataclasses.field(default_factory=dict)
     resumed: tuple[str, ...] = ()
+    id: str = ""
+
+    @property
+    def mark(self) -> str:
+        """What tells it from the other runs of its file: its id, or when it started, in older files."""
+        return self.id or self.started
 
     def provenance(self, implementation: str) -> dict[str, str]:
         """All that two runs must share for their records of an implementation to be answers to the same questions."""

@@ -28,6 +28,11 @@ FEW = 3
 """Records of each cell that are there without the script."""
 _LONGEST, _SHORTEST = 400, 80  # characters of a reason
 _ALL_REASONS = 800_000  # characters of all of them together
+_OF_RUNS = (
+    'foreach inputs as $x (""; if ($x.schema|startswith("attention-conformance/run/")) then ($x.id//$x.started) '
+    "else . end; select(IN(%s))|$x|%s)"
+)
+"""A program of `jq -n` that asks the records of some runs: the first line of a run says which the others are of."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,10 +67,14 @@ def anchors(records: Sequence[Record]) -> dict[tuple[Contender, str, str], str]:
 
 @dataclasses.dataclass(frozen=True)
 class Files:
-    """Where records lie, as a shell reads it: those of some contenders, by their label, and those of all others."""
+    """Where records lie, as a shell reads it: those of some contenders, by their label, and those of all others.
+
+    `runs` are what tells the runs of a contender from others in its files (`conformance.runs.Run.mark`).
+    """
 
     every: str
     of: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    runs: Mapping[str, Sequence[str]] = dataclasses.field(default_factory=dict)
 
     def __getitem__(self, contender: Contender) -> str:
         """Where those of a contender lie."""
@@ -86,7 +95,7 @@ def cells(records: Sequence[Record], files: Files) -> dict[Contender, dict[str, 
                     column,
                     summary.count(members[column]),
                     tuple(members[column][:FEW]),
-                    command(contender, kind, column, files[contender]),
+                    command(contender, kind, column, files),
                 )
                 for column in columns
                 if column in members
@@ -94,8 +103,11 @@ def cells(records: Sequence[Record], files: Files) -> dict[Contender, dict[str, 
     return found
 
 
-def command(contender: Contender, kind: str, column: str, file: str) -> str:
-    """A command that prints the records of a cell from the JSON lines, one a line (by `jq`)."""
+def command(contender: Contender, kind: str, column: str, files: Files) -> str:
+    """A command that prints the records of a cell from the JSON lines, one a line (by `jq`).
+
+    A record does not say of which run it is, but the lines before it do.
+    """
     wanted = [f".implementation=={_text(contender.implementation)}", f".platform=={_text(contender.platform)}"]
     if kind == "check":
         wanted.append(f".check=={_text(column)}")
@@ -104,7 +116,10 @@ def command(contender: Contender, kind: str, column: str, file: str) -> str:
     else:
         wanted.append(f"(.features|index({_text(column)}))")
     wanted.insert(0, '(.schema|startswith("attention-conformance/record/"))')
-    return f"jq -c {_quoted('select(' + ' and '.join(wanted) + ')')} {file}"
+    asked = f"select({' and '.join(wanted)})"
+    if runs := files.runs.get(contender.label):
+        return f"jq -cn {_quoted(_OF_RUNS % (','.join(map(_text, runs)), asked))} {files[contender]}"
+    return f"jq -c {_quoted(asked)} {files[contender]}"
 
 
 def case_lines(records: Iterable[Record]) -> tuple[list[CaseLine], int]:
@@ -140,7 +155,11 @@ def data(records: Sequence[Record], findings: Sequence[Sequence[Record]], files:
         "total": len(records),
         "verdicts": [[verdict, wording.GLYPHS[verdict]] for verdict in VERDICTS],
         "red": [VERDICTS.index(verdict) for verdict in sorted(RED)],
-        "contenders": [[c.label, c.implementation, c.platform, files[c]] for c in contenders],
+        "contenders": [
+            [c.label, c.implementation, c.platform, files[c], ",".join(map(_text, files.runs.get(c.label, ())))]
+            for c in contenders
+        ],
+        "of_runs": _OF_RUNS,
         "cases": [[case, [names["features"].of(x) for x in features]] for case, features in names["cases"].values],
         **{name: names[name].values for name in ("checks", "observables", "features", "texts")},
         "rows": rows,

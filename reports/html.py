@@ -130,7 +130,8 @@ def free_table(rows: Sequence[Mapping[str, Any]], *, cap: int = MOST_ROWS) -> Fr
 def _page(records: Sequence[Record], run: RunInfo, measurements: Sequence[Measurement], file: str) -> dict[str, Any]:
     standings = summary.standings(records)
     panels = _findings(records, run)
-    files = embedded.Files(file, {label: " ".join(map(shlex.quote, names)) for label, names in run.files.items()})
+    named = {label: " ".join(map(shlex.quote, names)) for label, names in run.files.items()}
+    files = embedded.Files(file, named, run.runs)
     return {
         "run": run,
         "record_count": len(records),

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from conformance.records import EXPECTED_FAIL, PASS, UNJUDGED, UNSUPPORTED, Record
 from reports.columns import CHECK_KINDS, FEATURE_KINDS, grouped
-from reports.summary import Contender, Counts, Metric, by_contender, contender_of, count, worst_metric
+from reports.summary import Contender, Counts, Metric, by_contender, contender_of, count, severity, worst_metric
 
 NO_FEATURE = "(none named)"
 """The matrix column of records that name no feature, so that no record is missing from the matrix."""
+_WORST_FIRST = ("fail", "expected", "pass", "unjudged", "unsupported", "absent")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,14 +36,27 @@ class Cell:
             return "unjudged"
         return "unsupported" if self.counts[UNSUPPORTED] else "absent"
 
+    @property
+    def goodness(self) -> tuple[int, float, int]:
+        """What the cells of a column are sorted by, the worst first: state, largest share of a limit, how many are red.
+
+        What is red without a figure, as where each call raised, is further off than any figure.
+        """
+        share = severity(self.worst.share) if self.worst is not None else math.inf if self.counts.red else -math.inf
+        return _WORST_FIRST.index(self.state), -share, -self.counts.red
+
 
 @dataclasses.dataclass(frozen=True)
 class Matrix:
-    """Contenders by columns, which stand in groups of a kind; a pair without records has no cell."""
+    """Contenders by columns, which stand in groups of a kind; a pair without records has no cell.
+
+    `ranks` are the places of the cells of a column from the worst on; cells that say the same share theirs.
+    """
 
     contenders: tuple[Contender, ...]
     groups: tuple[tuple[str, tuple[str, ...]], ...]
     cells: Mapping[tuple[Contender, str], Cell]
+    ranks: Mapping[tuple[Contender, str], int]
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -81,7 +96,15 @@ def _matrix(
         for column in place(record):
             groups.setdefault((contender_of(record), column), []).append(record)
     cells = {key: Cell(count(group), worst_metric(group), _reasons(group)) for key, group in groups.items()}
-    return Matrix(tuple(by_contender(records)), tuple(kinds), cells)
+    return Matrix(tuple(by_contender(records)), tuple(kinds), cells, _ranks(cells))
+
+
+def _ranks(cells: Mapping[tuple[Contender, str], Cell]) -> dict[tuple[Contender, str], int]:
+    columns: dict[str, set[tuple[int, float, int]]] = {}
+    for (_, column), cell in cells.items():
+        columns.setdefault(column, set()).add(cell.goodness)
+    places = {column: {each: place for place, each in enumerate(sorted(every))} for column, every in columns.items()}
+    return {(contender, column): places[column][cell.goodness] for (contender, column), cell in cells.items()}
 
 
 def _reasons(records: Iterable[Record], *, cap: int = 3) -> tuple[str, ...]:

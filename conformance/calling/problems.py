@@ -14,7 +14,6 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from cases.case import Case
 from cases.front_ends import third
 from cases.problems import by_name
 from conformance.calling.plain import NotAnAttentionFunction, from_function
@@ -45,10 +44,12 @@ def from_workload(found: Any, name: str, problem: str, *, products: Products | N
     attention.__doc__ = found.__doc__
     implementation = from_function(attention, name, products=products)
     # The benchmark asks for results alone: no kernel for it has a backward pass, and none has residuals.
-    implementation = dataclasses.replace(implementation, gradients=frozenset())
+    declines, takes = by_name()[problem].declines, implementation.supports_case
+    implementation = dataclasses.replace(implementation, gradients=frozenset(), supports_case=declines)
     if problem == "mla_attention":
-        return dataclasses.replace(implementation, front_end=_raw, supports_case=_projected)
-    return implementation
+        return dataclasses.replace(implementation, front_end=_raw)
+    assert takes is not None
+    return dataclasses.replace(implementation, supports_case=lambda case: declines(case) or takes(case))
 
 
 def _marks(function: Any) -> Mapping[str, Any]:
@@ -201,14 +202,6 @@ def _in_bounds(page_indices: Any, pages: Any) -> Any:
 def _raw(steps: tuple[str, ...], q: Any, k: Any, v: Any, **_: Any) -> tuple[Any, Any, Any]:
     """Raw projections as they are: what the front end of a latent kernel does, it does by itself."""
     return q, k, v
-
-
-def _projected(case: Case) -> str | None:
-    if case.steps != ("decoupled",):
-        return "front_end: the problem projects and turns queries and keys by itself, as front-decoupled says"
-    if case.q_length != case.kv_length or case.num_q_heads != case.num_kv_heads or case.mask != "causal":
-        return "causal: the problem is self-attention, causal, with as many key heads as query heads"
-    return None
 
 
 def _latent(workload: Workload) -> Workload:

@@ -43,6 +43,16 @@ class _Part:
         return f"{self.implementation} ({', '.join(filter(None, (self.platform, self.label)))})"
 
     @property
+    def contender(self) -> tuple[str, str]:
+        """What other provenances may have judged too."""
+        return self.implementation, self.platform
+
+    @property
+    def sources(self) -> set[str]:
+        """The files that its runs are in."""
+        return {one.source for one in self.runs if one.source}
+
+    @property
     def kernel(self) -> Kernel | None:
         run = self.runs[0].run
         return run.kernels.get(self.implementation) if run is not None else None
@@ -79,8 +89,17 @@ def gather(
         },
         extents=extents,
         probes=records.merge(*(part.probes for part in parts)),
-        files={part.name: sorted({one.source for one in part.runs if one.source}) for part in parts if part.label},
+        files={part.name: sorted(part.sources) for part in parts if part.label},
+        runs={part.name: marks for part in parts if (marks := _marks(part, parts))},
     )
+
+
+def _marks(part: _Part, parts: Iterable[_Part]) -> list[str]:
+    """What its runs are told by from other runs of the same kernel in the same file; nothing if there are none."""
+    others = (other for other in parts if other is not part and other.contender == part.contender)
+    if not any(part.sources & other.sources for other in others):
+        return []
+    return list(dict.fromkeys(one.run.mark if one.run is not None else "" for one in part.runs))
 
 
 def _parts(recorded: Sequence[Recorded]) -> list[_Part]:

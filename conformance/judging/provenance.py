@@ -8,6 +8,7 @@ import datetime
 import functools
 import hashlib
 import importlib.metadata
+import secrets
 import subprocess
 import sys
 import sysconfig
@@ -67,6 +68,7 @@ def recorded_run(
     """What holds for the records of a run that begins now."""
     table = tuple(limits)
     return Run(
+        id=secrets.token_hex(4),
         started=now(),
         command=command,
         level=level,

@@ -136,18 +136,20 @@
     const quoted = JSON.stringify;
     const parts = ['(.schema|startswith("attention-conformance/record/"))'];
     if (only !== null) parts.push(`.case==${quoted(only)}`);
-    let file = data.file;
+    let [file, runs] = [data.file, ""];
     if (wanted.contender !== "") {
-      const [, implementation, platform, theirs] = data.contenders[Number(wanted.contender)];
+      const [, implementation, platform, theirs, marks] = data.contenders[Number(wanted.contender)];
       parts.push(`.implementation==${quoted(implementation)}`, `.platform==${quoted(platform)}`);
-      file = theirs; // merged runs of one kernel are told apart by their files alone
+      [file, runs] = [theirs, marks]; // merged runs of one kernel are told apart by their files, then by their marks
     }
     if (wanted.check !== "") parts.push(`.check==${quoted(data.checks[Number(wanted.check)])}`);
     if (wanted.observable !== "") parts.push(`.observable==${quoted(data.observables[Number(wanted.observable)])}`);
     if (wanted.verdict === "red") parts.push(`(.verdict|IN(${data.red.map((i) => quoted(data.verdicts[i][0])).join(",")}))`);
     else if (wanted.verdict !== "") parts.push(`.verdict==${quoted(data.verdicts[Number(wanted.verdict)][0])}`);
     if (wanted.feature !== "") parts.push(`(.features|index(${quoted(data.features[Number(wanted.feature)])}))`);
-    return `jq -c '${`select(${parts.join(" and ")})`.replaceAll("'", "'\\''")}' ${file}`;
+    const asked = `select(${parts.join(" and ")})`;
+    const program = runs ? data.of_runs.replace("%s", () => runs).replace("%s", () => asked) : asked;
+    return `jq ${runs ? "-cn" : "-c"} '${program.replaceAll("'", "'\\''")}' ${file}`;
   };
 
   // Addresses: of a cell, a finding's records, a case.
@@ -212,49 +214,71 @@
     find.addEventListener("submit", (event) => event.preventDefault());
   }
 
-  // A table of many links is one tab stop, and arrow keys move in it.
-  const rove = (inside, selector) => {
+  // A table of many links is one tab stop, and arrow keys move in it; what sorts its columns is another.
+  const rove = (inside, stops, heads = []) => {
+    const every = stops.join();
+    const lines = () => [heads, ...[...inside.tBodies[0].rows].map((row) => [...row.cells])];
+    const there = (cell) => cell && cell.querySelector(every);
     const step = (link, key) => {
-      const td = link.closest("td");
-      const near = (cell, along) => {
-        while ((cell = along(cell))) {
-          const there = cell.querySelector(selector);
-          if (there) return there;
-        }
-        return null;
-      };
-      const column = td.cellIndex;
-      const inRow = (cell, way) => {
-        const row = cell.parentElement[way];
-        return row ? row.cells[column] : null;
-      };
-      if (key === "ArrowRight") return near(td, (cell) => cell.nextElementSibling);
-      if (key === "ArrowLeft") return near(td, (cell) => cell.previousElementSibling);
-      if (key === "ArrowDown") return near(td, (cell) => inRow(cell, "nextElementSibling"));
-      if (key === "ArrowUp") return near(td, (cell) => inRow(cell, "previousElementSibling"));
-      const row = [...td.parentElement.querySelectorAll(selector)];
-      return key === "Home" ? row[0] : key === "End" ? row[row.length - 1] : null;
+      const grid = lines();
+      const row = grid.findIndex((cells) => cells.includes(link.closest("th, td")));
+      const column = grid[row].indexOf(link.closest("th, td"));
+      const across = { ArrowRight: grid[row].slice(column + 1), ArrowLeft: grid[row].slice(0, column).reverse() };
+      const along = { ArrowDown: grid.slice(row + 1), ArrowUp: grid.slice(0, row).reverse() };
+      if (key in across) return across[key].map(there).find(Boolean);
+      if (key in along) return along[key].map((cells) => there(cells[column])).find(Boolean);
+      const all = grid[row].map(there).filter(Boolean);
+      return key === "Home" ? all[0] : key === "End" ? all[all.length - 1] : null;
     };
     inside.addEventListener("keydown", (event) => {
-      const link = event.target.closest(selector);
+      const link = event.target.closest(every);
       const next = link && step(link, event.key);
       if (!next) return;
       event.preventDefault();
       next.focus();
     });
     inside.addEventListener("focusin", (event) => {
-      const link = event.target.closest(selector);
+      const link = event.target.closest(every);
       if (!link) return;
-      for (const other of inside.querySelectorAll(selector)) other.tabIndex = -1;
+      for (const other of inside.querySelectorAll(stops.find((one) => link.matches(one)))) other.tabIndex = -1;
       link.tabIndex = 0;
     });
+    for (const one of stops) {
+      const first = inside.querySelector(one);
+      if (first) first.tabIndex = 0;
+    }
   };
-  for (const matrix of document.querySelectorAll("table.matrix")) {
-    const first = matrix.querySelector("a.cell");
-    if (first) first.tabIndex = 0;
-    rove(matrix, "a.cell");
-  }
-  rove(table, "summary");
+  // A matrix by one of its columns: the worst first, as its cells are ranked, or implementations by their names.
+  const sortable = (matrix) => {
+    const [above, below] = [...matrix.tHead.rows].map((row) => [...row.cells]);
+    const heads = [above[0], ...below];
+    const rank = (row, column) => row.cells[column].dataset.rank ?? Infinity; // no record: last either way
+    heads.forEach((th, column) => {
+      const button = made("button", th.textContent);
+      button.type = "button";
+      button.tabIndex = -1;
+      button.title = column ? "sort: worst first, then the other way" : "sort by name";
+      th.replaceChildren(button);
+      button.addEventListener("click", () => {
+        const first = column ? "descending" : "ascending";
+        const now = th.getAttribute("aria-sort") !== first ? first : column ? "ascending" : "descending";
+        for (const other of heads) other.removeAttribute("aria-sort");
+        th.setAttribute("aria-sort", now);
+        const sign = now === first ? 1 : -1;
+        const named = (one, other) => (one.cells[0].textContent < other.cells[0].textContent ? -1 : 1);
+        const by = (one, other) => {
+          const [a, b] = [rank(one, column), rank(other, column)];
+          if (a === b) return named(one, other);
+          return a === Infinity ? 1 : b === Infinity ? -1 : sign * (a - b);
+        };
+        const rows = [...matrix.tBodies[0].rows];
+        matrix.tBodies[0].append(...rows.sort(column ? by : (one, other) => sign * named(one, other)));
+      });
+    });
+    return heads;
+  };
+  for (const matrix of document.querySelectorAll("table.matrix")) rove(matrix, ["a.cell", "thead button"], sortable(matrix));
+  rove(table, ["summary"]);
 
   // Only what scrolls is a tab stop, unless something in it is one; and it says that there is more to the right.
   const regions = [...document.querySelectorAll(".scroll")];

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 from typing import Any
 
 import numpy as np
 import pytest
 
+from cases.case import CaseIdError
 from cases.problems import PROBLEMS, NamedProblem, by_name
 from conformance.apart.kernels import Kernels
 from conformance.calling import registry
 from conformance.calling.problems import from_workload
+from conformance.checks import BY_NAME
 from conformance.judging import plan
+from conformance.judging.job import Job
+from conformance.judging.probing import shrinking
 from conformance.judging.runner import Runner
 from conformance.judging.settings import Settings
-from conformance.records import FAIL, PASS, RED, Record
+from conformance.records import FAIL, PASS, RED, UNSUPPORTED, Record
 from tests.kernels import workloads
 
 RIGHT = dict(
@@ -85,6 +91,34 @@ def test_cases_are_there(problem: NamedProblem) -> None:
     implementation = from_workload(RIGHT[problem.name], "workload", problem.name)
     for case in (*problem.cases(full_size=False), *problem.cases(full_size=True)):
         assert implementation.supports(case) is None
+
+
+@pytest.mark.parametrize("problem", PROBLEMS, ids=lambda problem: problem.name)
+def test_of_what_shrinking_draws_a_problem_takes_its_own_cases_alone(problem: NamedProblem) -> None:
+    case = problem.cases(full_size=False)[0]
+    implementation = from_workload(RIGHT[problem.name], "workload", problem.name)
+    taken = []
+    for changes in (changes for plainer in shrinking.alternatives(case) for changes in plainer):
+        with contextlib.suppress(CaseIdError):
+            smaller = dataclasses.replace(case, **changes)
+            if implementation.supports(smaller) is None:
+                taken.append(smaller)
+    assert taken
+    assert all(one.mask == case.mask and one.bias == case.bias and one.scale == case.scale for one in taken)
+    assert all(one.phase == case.phase and one.storage == case.storage for one in taken)
+
+
+def test_shrinking_asks_a_kernel_of_its_problem_alone() -> None:
+    implementation = from_workload(workloads.half_the_scale, "workload", "sparse_attention")
+    case = by_name()["sparse_attention"].cases(full_size=False)[0]
+    runner, forward = Runner(Settings()), (BY_NAME["forward"],)
+    (failing,) = (one for one in runner.judge(Job(implementation, case, forward)) if one.verdict in RED)
+    heard: list[Record] = []
+    shrunk = shrinking.shrink(implementation, runner, case, failing, seconds=4.0, on_case=heard.extend)
+    assert heard
+    assert UNSUPPORTED not in {one.verdict for one in heard}
+    assert (shrunk.case.mask, shrunk.case.scale) == ("causal", 1.0)
+    assert shrunk.case.q_length == shrunk.case.kv_length < case.q_length
 
 
 def test_what_is_no_function_of_a_problem_is_said() -> None:

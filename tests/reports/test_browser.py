@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 
 from conformance.records import RED
-from reports import html
+from reports import html, matrices
+from reports.summary import contender_of
 from tests.reports import browser
 from tests.reports.browser import Tab
-from tests.reports.test_page import some
+from tests.reports.test_page import asked, some, two_runs_in_one_file
 from tests.reports.test_reports import failure, many, record, run_info
 
 pytestmark = pytest.mark.skipif(browser.found() is None, reason="no Chromium here: the page was not tried in one")
@@ -70,6 +71,16 @@ def test_filters_search_and_sort(tab: Tab, page: Path) -> None:
     assert tab.errors == []
 
 
+def test_the_command_tells_runs_of_one_file_apart(tab: Tab, tmp_path: Path) -> None:
+    page, found, info = two_runs_in_one_file(tmp_path)
+    tab.open(page)
+    for label in info.runs:
+        tab.evaluate(f"{CHOOSE}('contender', {label!r})")
+        command = tab.evaluate("document.getElementById('query').textContent")
+        assert len(asked(command, tmp_path)) == sum(contender_of(one).label == label for one in found)
+    assert tab.errors == []
+
+
 def test_findings_are_searched(tab: Tab, tmp_path: Path) -> None:
     page = tmp_path / "report.html"
     html.write(page, [failure(implementation="first"), failure(implementation="second"), record()], run_info())
@@ -105,6 +116,44 @@ def test_a_cell_opens_its_records_by_keys_alone(tab: Tab, page: Path) -> None:
     assert shown == f"{len(wanted)} record{'s' * (len(wanted) != 1)}"
     tab.press("Tab")
     assert tab.evaluate("document.activeElement.closest('#rows') !== null")
+
+
+NAMES = "[...document.querySelector('table.matrix').tBodies[0].rows].map((row) => row.cells[0].firstChild.textContent)"
+
+
+def test_a_matrix_is_sorted_by_a_column_by_keys_alone(tab: Tab, page: Path) -> None:
+    tab.open(page)
+    by_name = tab.evaluate(NAMES)
+    matrix = matrices.feature_matrix(RECORDS)
+    ranks = [[matrix.ranks.get((x, column), 99) for x in matrix.contenders] for column in matrix.columns]
+    number = next(n for n, each in enumerate(ranks) if each != sorted(each))
+    column = matrix.columns[number]
+    cells = {x.implementation: matrix.cells.get((x, column)) for x in matrix.contenders}
+    assert by_name == list(cells)
+    tab.evaluate("document.querySelector('table.matrix thead button').focus()")
+    for key in (*["ArrowRight"] * (number + 1), "Enter"):
+        tab.press(key)
+    head = "document.activeElement.closest('th')"
+    assert tab.evaluate(f"{head}.textContent") == column
+    assert tab.evaluate(f"{head}.ariaSort") == "descending"
+    worst_first = tab.evaluate(NAMES)
+    told = [cell.goodness for name in worst_first if (cell := cells[name])]
+    assert told == sorted(told)
+    assert worst_first != by_name
+    assert [cells[name] for name in worst_first[len(told) :]] == [None] * (len(cells) - len(told))
+    tab.press("Enter")
+    assert tab.evaluate(f"{head}.ariaSort") == "ascending"
+    told = [cell.goodness for name in tab.evaluate(NAMES) if (cell := cells[name])]
+    assert told == sorted(told, reverse=True)
+    # Down from there lies a cell of the column, and the first column sorts by name again.
+    tab.press("ArrowDown")
+    assert tab.evaluate("document.activeElement.matches('a.cell')")
+    tab.press("ArrowUp")
+    for key in ("Home", "Enter"):
+        tab.press(key)
+    assert tab.evaluate(NAMES) == by_name
+    assert tab.evaluate("document.querySelectorAll('table.matrix [aria-sort]').length") == 1
+    assert tab.errors == []
 
 
 def test_addresses_of_a_case_a_finding_and_a_cell(tab: Tab, page: Path) -> None:

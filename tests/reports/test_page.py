@@ -7,14 +7,18 @@ import dataclasses
 import hashlib
 import json
 import re
+import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from conformance import runs
 from conformance.error_maps import ErrorMap
-from conformance.records import EXPECTED_FAIL, FAIL, PASS, RED, UNSUPPORTED, Record, to_json
+from conformance.judging.evidence import gather
+from conformance.records import EXPECTED_FAIL, FAIL, PASS, RED, UNSUPPORTED, Record, RunInfo, to_json
+from conformance.runs import Kernel, Run
 from reports import embedded, html, matrices
 from tests.reports.markup import Element, faults, parsed, without_scripts
 from tests.reports.test_reports import HOSTILE, failure, many, one_of_each, record, run_info
@@ -132,14 +136,7 @@ def test_the_command_finds_the_records_of_a_cell(kind: str, tmp_path: Path) -> N
     cells = [cell for kinds in embedded.cells(records, embedded.Files("r.jsonl")).values() for cell in kinds[kind]]
     assert len(cells) == 3
     for cell in cells:
-        assert "jq" in cell.command
-        try:
-            said = subprocess.run(cell.command, shell=True, cwd=tmp_path, capture_output=True, text=True, check=False)
-        except FileNotFoundError:
-            pytest.skip("no shell")
-        if said.returncode == 127:
-            pytest.skip("jq is not installed: the command of a cell was not tried")
-        assert len(said.stdout.splitlines()) == cell.counts.total, said.stderr
+        assert len(asked(cell.command, tmp_path)) == cell.counts.total
 
 
 def test_merged_runs_of_one_kernel_are_asked_for_by_their_files() -> None:
@@ -151,6 +148,41 @@ def test_merged_runs_of_one_kernel_are_asked_for_by_their_files() -> None:
     assert [row[3] for row in data_of(page)["contenders"]] == ["'a run.jsonl'", "'b run.jsonl'"]
     commands = [one for one in parsed(page).all("code") if one.text.startswith("jq")]
     assert {one.text.rpartition("' '")[2] for one in commands} >= {"a run.jsonl'", "b run.jsonl'"}
+
+
+def two_runs_in_one_file(folder: Path) -> tuple[Path, list[Record], RunInfo]:
+    """A page of two runs of a kernel with another JAX each, and the one file that has both beside it."""
+    one = Run(
+        started="2026-01-01T00:00:00+00:00", command="run", level="quick", kernels={record().implementation: Kernel()}
+    )
+    first = dataclasses.replace(one, id="0a", environment={"jax": "0.10.2"})
+    other = dataclasses.replace(one, environment={"jax": "0.12.0"})  # of before there were ids
+    text = runs.run_line(first) + "\n" + to_json(record()) + "\n" + to_json(failure(case="a/b")) + "\n"
+    (folder / "report.jsonl").write_text(text + runs.run_line(other) + "\n" + to_json(record()) + "\n")
+    found, info = gather(runs.read(folder / "report.jsonl"), command="report")
+    html.write(folder / "report.html", found, info)
+    return folder / "report.html", found, info
+
+
+def test_runs_of_one_kernel_in_one_file_are_told_apart(tmp_path: Path) -> None:
+    page, found, info = two_runs_in_one_file(tmp_path)
+    assert sorted(info.runs.values()) == [["0a"], ["2026-01-01T00:00:00+00:00"]]
+    named = {label: " ".join(files) for label, files in info.files.items()}
+    cells = embedded.cells(found, embedded.Files("report.jsonl", named, info.runs))
+    assert len(cells) == 2
+    for cell in (cell for kinds in cells.values() for cell in kinds["check"]):
+        said = asked(cell.command, tmp_path)
+        assert len(said) == cell.counts.total
+    assert page.read_text().count("jq -cn") == sum(len(kinds[kind]) for kinds in cells.values() for kind in kinds)
+
+
+def asked(command: str, folder: Path) -> list[str]:
+    """The lines that a shell has of a command of `jq`."""
+    if shutil.which("jq") is None:
+        pytest.skip("jq is not installed: the command of a cell was not tried")
+    return subprocess.run(
+        command, shell=True, cwd=folder, capture_output=True, text=True, check=True
+    ).stdout.splitlines()
 
 
 def test_a_long_run_of_ten_implementations_stays_small() -> None:
