@@ -98,7 +98,7 @@ class NamedProblem:
         return None
 
 
-def _stored(case: Case) -> tuple[str, int] | None:
+def _stored(case: Case) -> tuple[str, int | None] | None:
     return None if case.stored is None else (case.stored.kind, case.stored.page_size)
 
 

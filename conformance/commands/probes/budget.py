@@ -12,13 +12,15 @@ from conformance.commands.probes import confirm, diagnose
 from conformance.contract import Implementation
 from conformance.judging import interrupts
 from conformance.judging.journal import Journal
+from conformance.judging.probing.allowance import Allowance
 from conformance.judging.runner import Runner
 from conformance.records import RED
 
-# Of the run so far, both together. In less than the least nothing is told, and more than the most nobody waits for.
-_SHARE, _LEAST, _MOST = 0.1, 6.0, 14.0
+_SHARE, _MOST = 0.1, 15.0
+"""Of the run so far, and seconds, that both together may take at most."""
+_ENDING = 0.05  # of that, to end what is cut off
 _CONFIRMING = 0.4
-"""What confirming may take of that; diagnosis has the rest, and what confirming left."""
+"""After so much of it confirming begins nothing more; diagnosis has the rest."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,6 +29,11 @@ class Budget:
 
     confirm: float | None = None
     diagnose: float | None = None
+
+
+def allowed(spent: float) -> float:
+    """Seconds after which everything is cut off, of a run that took so many."""
+    return (1 - _ENDING) * min(_SHARE * spent, _MOST)
 
 
 def ask(
@@ -50,16 +57,20 @@ def ask(
     """
     if not any(record.verdict in RED for record in journal.recorded.records):
         return
-    allowed = min(max(_SHARE * spent, _LEAST), _MOST)
-    started = time.monotonic()
+    known = journal.recorded.records
+    both, started = allowed(spent), time.monotonic()
     with interrupts.heeded():
-        seconds = _CONFIRMING * allowed if budget.confirm is None else budget.confirm
-        if seconds:
-            confirm.confirm(journal, implementations, runner, seconds, console)
-        left = allowed - (time.monotonic() - started) if budget.confirm is None else (1 - _CONFIRMING) * allowed
-        seconds = max(left, 0.0) if budget.diagnose is None else budget.diagnose
-        if seconds:
-            diagnose.ask(journal, implementations, runner, seconds, console)
+        seconds = _CONFIRMING * both if budget.confirm is None else budget.confirm
+        allowance = Allowance(runner, both if budget.confirm is None else seconds, known)
+        confirm.confirm(journal, implementations, allowance, seconds, console)
+        if not journal.recorded.probes and allowance.declined:
+            told = f"{allowance.seconds:.1f} s are too few to confirm what was found (--confirm-seconds=10 asks more)"
+            console.print(told, style="dim", highlight=False, soft_wrap=True)
+        if budget.diagnose is not None:
+            allowance = Allowance(runner, budget.diagnose, known)
+        elif budget.confirm is not None:
+            allowance = Allowance(runner, (1 - _CONFIRMING) * both, known)
+        diagnose.ask(journal, implementations, allowance, console)
     took = time.monotonic() - started
     if spent and journal.recorded.probes:
         told = f"both took {took:.1f} s, {took / spent:.0%} of the {spent:.0f} s before"

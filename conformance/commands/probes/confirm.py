@@ -16,6 +16,7 @@ from conformance.checks import BY_NAME
 from conformance.contract import Implementation
 from conformance.judging.journal import Journal
 from conformance.judging.probing import shrinking
+from conformance.judging.probing.allowance import Allowance
 from conformance.judging.probing.confirming import Prober, Suspicion
 from conformance.judging.runner import Runner
 from conformance.records import Record
@@ -34,11 +35,14 @@ _LOST = "the case was asked no further"
 
 
 def confirm(
-    journal: Journal, implementations: Sequence[Implementation], runner: Runner, seconds: float, console: Console
+    journal: Journal, implementations: Sequence[Implementation], allowed: Allowance, seconds: float, console: Console
 ) -> None:
-    """Judge what confirms the findings so far, and write it down; none of it is counted."""
+    """Judge what confirms the findings so far, and write it down; none of it is counted.
+
+    After `seconds` no case is begun, and what is under way may take what is `allowed`.
+    """
     started = time.monotonic()
-    prober = Prober(runner, implementations, seconds, journal.probe)
+    prober = Prober(allowed, implementations, seconds, journal.probe)
     for _ in range(_ROUNDS):
         before = prober.judged
         prober.know([*journal.recorded.records, *journal.recorded.probes])
@@ -59,7 +63,7 @@ def shrink(
 ) -> Iterator[str]:
     """Shrink what shows the first findings, and say what the smallest cases are; they are written down as well."""
     kernels = {implementation.name: implementation for implementation in implementations}
-    prober = Prober(runner, implementations, math.inf, journal.probe)
+    prober = Prober(Allowance(runner, math.inf), implementations, math.inf, journal.probe)
     for number, finding in enumerate(roots.of(journal.recorded.records, journal.recorded.probes)[:MOST_SHRUNK], 1):
         smallest = finding.smallest
         if smallest.check not in BY_NAME or BY_NAME[smallest.check].scope is not GRID:

@@ -13,7 +13,7 @@ from conformance.commands.probes.presuming import presumed
 from conformance.contract import Implementation
 from conformance.judging.job import Job
 from conformance.judging.journal import Journal
-from conformance.judging.runner import Runner
+from conformance.judging.probing.allowance import Allowance
 from conformance.records import ERROR, FAIL, Record, RunInfo
 from conformance.sensitivity import diagnosis, signatures
 from conformance.sensitivity.diagnosis import Likeness
@@ -26,26 +26,25 @@ _WRONG = (FAIL, ERROR)  # what passes unexpectedly is like no bug
 _SCALE = "(1: by the same numbers, 0.35: in the same places by others)"
 
 
-def ask(
-    journal: Journal, implementations: Sequence[Implementation], runner: Runner, seconds: float, console: Console
-) -> None:
-    """Judge the cases of a signature for every kernel with failures, all in so long; none of it is counted."""
+def ask(journal: Journal, implementations: Sequence[Implementation], allowed: Allowance, console: Console) -> None:
+    """Judge the cases of a signature for every kernel with failures, all in what is allowed; none of it is counted."""
+    if not allowed.left:
+        return
     wrong = {record.implementation for record in journal.recorded.records if record.verdict in _WRONG}
     asked = [one for one in implementations if one.name in wrong and one.accelerator.absent is None]
     found = roots.of(journal.recorded.records, journal.recorded.probes) if asked else []
-    until = time.monotonic() + seconds
     for number, implementation in enumerate(asked):
+        if not allowed.left:  # a process that was cut off would be started again to say what it supports
+            return
         started = time.monotonic()
-        mine = (until - started) / (len(asked) - number)
+        mine = allowed.left / (len(asked) - number)
         needed = [frozenset(f.levels) for f in found if f.contender.implementation == implementation.name and f.levels]
-        cases, longest = 0, 0.0
+        cases = 0
         for job in telling(list(signatures.jobs(implementation)), needed):
-            began = time.monotonic()
-            if began - started + longest > mine:  # what would not be done in time is not begun
-                break
-            journal.probe(runner.judge(job))
-            longest = max(longest, time.monotonic() - began)
-            cases += 1
+            judged = allowed.judge(job, mine - (time.monotonic() - started))
+            if judged is not None:
+                journal.probe(judged)
+                cases += 1
         if cases:
             spent = time.monotonic() - started
             told = f"{implementation.name} compared with planted bugs on {cases} cases in {spent:.0f} s"

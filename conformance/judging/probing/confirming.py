@@ -19,7 +19,7 @@ from conformance.asking.scopes import BASE, GRID, Asked
 from conformance.checks import BY_NAME
 from conformance.contract import Implementation
 from conformance.judging.job import Job
-from conformance.judging.runner import Runner
+from conformance.judging.probing.allowance import Allowance
 from conformance.records import RED, Record
 
 Fields = tuple[str, ...]
@@ -69,13 +69,13 @@ class Prober:
 
     def __init__(
         self,
-        runner: Runner,
+        allowance: Allowance,
         implementations: Sequence[Implementation],
         seconds: float,
         heard: Callable[[list[Record]], None],
     ) -> None:
-        """`heard` gets the records of each case as it is judged; a case that is under way is finished."""
-        self._runner = runner
+        """`heard` gets the records of each case as it is judged; after `seconds` none is begun."""
+        self._allowance = allowance
         self._implementations = {implementation.name: implementation for implementation in implementations}
         self._until = time.monotonic() + seconds
         self._heard = heard
@@ -120,7 +120,9 @@ class Prober:
         key = suspicion.implementation, suspicion.check, case.id
         if key not in self._verdicts:
             job = Job(self._implementations[suspicion.implementation], case, (BY_NAME[suspicion.check],))
-            found = self._runner.judge(job)
+            found = self._allowance.judge(job)
+            if found is None:
+                return False  # it would have taken too long, and is not known
             self.judged += 1
             self.know(found)
             self._heard(found)

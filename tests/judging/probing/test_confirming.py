@@ -10,6 +10,7 @@ import pytest
 
 from conformance import declare
 from conformance.calling.plain import from_function
+from conformance.judging.probing.allowance import Allowance
 from conformance.judging.probing.confirming import Prober, Suspicion
 from conformance.judging.runner import Runner
 from conformance.judging.settings import Settings
@@ -49,7 +50,7 @@ def probed(
 ) -> dict[str, str]:
     """The cases that were judged, with what came of them."""
     heard: list[Record] = []
-    prober = Prober(Runner(Settings()), [from_function(function, "it")], seconds, heard.extend)
+    prober = Prober(Allowance(Runner(Settings()), math.inf), [from_function(function, "it")], seconds, heard.extend)
     suspicion: dict[str, Any] = {"implementation": "it", "check": "forward", "failing": FAILING, "levels": levels}
     prober.confirm(Suspicion(**{"counters": tuple({} for _ in levels)} | suspicion | more))
     assert prober.judged == len({record.case for record in heard})
@@ -97,7 +98,9 @@ def test_nothing_is_judged_that_there_is_no_time_for_or_that_cannot_be_asked(cha
 
 def test_what_is_known_is_not_judged_again() -> None:
     heard: list[Record] = []
-    prober = Prober(Runner(Settings()), [from_function(without_sinks, "it")], math.inf, heard.extend)
+    prober = Prober(
+        Allowance(Runner(Settings()), math.inf), [from_function(without_sinks, "it")], math.inf, heard.extend
+    )
     suspicion = Suspicion(
         implementation="it", check="forward", failing=FAILING, levels=(("sinks",),), counters=({},)
     )  # fmt: skip
