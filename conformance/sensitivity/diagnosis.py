@@ -5,6 +5,9 @@ Tversky's index of two sets (Tversky, 1977, "Features of similarity"), whose ele
 what both have, for what both or one of them has. What a bug shows and the kernel does not counts in full, for it speaks
 against the bug. What the kernel shows beyond the bug counts less, for a kernel may have several faults. An element that
 both have counts by how close the sizes are: the same wrong numbers have the same ratio.
+
+A backward pass does most things once more than the forward pass does, and each gradient may do them by itself. So what
+is wrong in gradients alone is compared a second time, with what bugs show in these gradients: the same mistake there.
 """
 
 from __future__ import annotations
@@ -30,9 +33,12 @@ SAME = 0.97
 _STORED = frozenset({*KINDS, "quantised caches"})
 # What the kernel shows beyond the bug, against 1 for what the bug shows beyond the kernel.
 _BEYOND = 0.4
-# Two results that are wrong at the same place are alike by so much whatever their sizes, and by the rest if these
-# agree: of that a third is left where the logarithms to base 10 differ by so much.
+# By so much less counts what a bug shows in the gradients that are wrong, if it shows in other results as well.
+_THERE_TOO = 0.75
+# Two results that are wrong at the same place are alike by so much whatever their sizes, by some more if these are of
+# the same order, and by the rest if they agree: a third is left where the logarithms to base 10 differ by so much.
 _SAME_PLACE = 0.35
+_ORDER, _OF_ORDER = 0.1, 0.5
 _SPREAD = 0.1
 
 
@@ -147,14 +153,33 @@ def ranked(found: Signature, bank: Iterable[Known]) -> list[Likeness]:
 def likeness(found: Signature, bug: Known) -> Likeness:
     """How like a planted bug a kernel is wrong, by what both were asked and judged by."""
     mine, other = _comparable(found, bug.signature), _comparable(bug.signature, found)
+    alike = _index(mine, other)
+    wrong = {_result(element) for element in mine}
+    if all(name.startswith("d") for name in wrong):
+        there = {element: size for element, size in other.items() if _result(element) in wrong}
+        alike = max(alike, _THERE_TOO * _index(mine, there))
+    both = sorted(mine.keys() & other.keys())
+    return Likeness(bug, alike, tuple(both), len(found.wrong) - len(both))
+
+
+def _index(mine: Mapping[Element, float], other: Mapping[Element, float]) -> float:
+    """Tversky's index of what is wrong with a kernel and with a bug."""
     weights = _weights(mine.keys() | other.keys())
     both = {element: _closeness(mine[element], other[element]) for element in mine.keys() & other.keys()}
     common = sum(weights[element] * close for element, close in both.items())
     apart = sum(weights[element] * (1 - close) for element, close in both.items())
     alone = sum(weights[element] for element in other.keys() - mine.keys())
-    beyond = sum(weights[element] for element in mine.keys() - other.keys())
-    whole = common + apart + alone + _BEYOND * beyond
-    return Likeness(bug, common / whole if whole else 0.0, tuple(sorted(both)), len(found.wrong) - len(both))
+    # Where the forward pass is wrong the gradients follow: a bug in these gradients alone explains neither.
+    unexplained = {case for case, name in mine.keys() - other.keys() if name == "out"} & {case for case, _ in other}
+    further = mine.keys() - other.keys()
+    beyond = sum(weights[one] * (1 if one[0] in unexplained else _BEYOND) for one in further)
+    whole = common + apart + alone + beyond
+    return common / whole if whole else 0.0
+
+
+def _result(element: Element) -> str:
+    """The result, whichever check found it wrong."""
+    return element[1].partition(BY)[0]
 
 
 def _comparable(one: Signature, other: Signature) -> dict[Element, float]:
@@ -162,7 +187,7 @@ def _comparable(one: Signature, other: Signature) -> dict[Element, float]:
     return {
         (case, name): size
         for (case, name), size in one.wrong.items()
-        if case in other.sizes and name.partition(BY)[0] in {"all", *other.sizes[case]}
+        if case in other.sizes and _result((case, name)) in {"all", *other.sizes[case]}
     }
 
 
@@ -173,4 +198,6 @@ def _weights(elements: Iterable[Element]) -> Mapping[Element, float]:
 
 
 def _closeness(one: float, other: float) -> float:
-    return _SAME_PLACE + (1 - _SAME_PLACE) * math.exp(-abs(one - other) / _SPREAD)
+    apart = abs(one - other)
+    equal = 1 - _SAME_PLACE - _ORDER
+    return _SAME_PLACE + _ORDER * math.exp(-apart / _OF_ORDER) + equal * math.exp(-apart / _SPREAD)

@@ -107,6 +107,20 @@ def test_what_a_bug_would_show_and_the_kernel_does_not_speaks_against_it() -> No
     assert diagnosis.nearest(worse, [bug(Signature({**one.signature.sizes, IDS[1]: {"out": None}}))])
 
 
+def test_a_mistake_in_one_gradient_alone_is_like_the_same_in_all_results() -> None:
+    every = bug(Signature({IDS[0]: {"out": 4.0, "dq": 3.0, "dk": 3.0}, IDS[1]: {"out": None, "dq": None, "dk": None}}))
+    one = Signature({IDS[0]: {"out": None, "dq": None, "dk": 3.0}, IDS[1]: {"out": None, "dq": None, "dk": None}})
+    assert diagnosis.likeness(one, every).likeness == 0.75
+    # By other numbers it is less so, and what the kernel is right in of the same gradient speaks against the bug.
+    louder = Signature({**one.sizes, IDS[0]: {"out": None, "dq": None, "dk": 5.0}})
+    assert 0.25 < diagnosis.likeness(louder, every).likeness < 0.3
+    elsewhere = bug(Signature({**every.signature.sizes, IDS[1]: {"out": 4.0, "dq": 3.0, "dk": 3.0}}))
+    assert diagnosis.likeness(one, elsewhere).likeness < 0.5
+    # Where the forward pass is wrong, the gradients follow, and nothing is left out.
+    forward = Signature({**one.sizes, IDS[0]: {"out": 4.0, "dq": None, "dk": 3.0}})
+    assert diagnosis.likeness(forward, every).likeness == pytest.approx(2 / 3)
+
+
 def test_a_kernel_with_two_faults_is_like_two_bugs() -> None:
     right: signatures.Sizes = {"out": None}
     one = bug(Signature({IDS[0]: {"out": 3.0}, IDS[1]: {"out": 4.0}, IDS[2]: right}), "one", "kind.one")
