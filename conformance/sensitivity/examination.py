@@ -127,11 +127,14 @@ def _red(records: Iterator[Record], questions: Collection[str] | None) -> Iterat
 
 
 def as_seen(jobs: Iterable[Job], seen: Mapping[str, Kill]) -> list[Job]:
-    """The jobs with a check that saw the bug, with no other check, those on a case where one saw it first."""
+    """The jobs with a check that saw the bug, with no other check, those on a case where one saw it first.
+
+    Of these the ones whose check comes first in `CHECKS` are first: the plain questions, which take the fewest programs.
+    """
     cases = {kill.case for kill in seen.values()}
     asked = [(job, tuple(check for check in job.checks if check.name in seen)) for job in jobs]
     narrowed = [dataclasses.replace(job, checks=checks) for job, checks in asked if checks]
-    return sorted(narrowed, key=lambda job: job.case.id not in cases)
+    return sorted(narrowed, key=lambda job: (job.case.id not in cases, CHECKS.index(job.checks[0])))
 
 
 def examine(bug: PlantedBug, level: str) -> Examination:
