@@ -2,8 +2,8 @@
 
 `unseen.json` has them, a kernel a line: as changes of a right one, the families that are right to name (none where the
 fault is of no known class), the levels that it needs, and how wrong it was on the six cases that tell most. The least
-likeness of a kernel that is wrong everywhere was set by the first set. The second was written after that. Those that are
-wrong in gradients alone (`by_hand`) are two sets more: what was changed by the first of them stands in `docs/findings.md`.
+likeness of a kernel that is wrong everywhere was set by the first set. The second was written after that. The third and
+the fourth are wrong in gradients alone (`by_hand`): `docs/findings.md` says what was changed after the third.
 """
 
 from __future__ import annotations
