@@ -174,6 +174,8 @@ def run_line(run: Run) -> str:
     numbers = {checks: number for number, checks in enumerate(asked)}
     jobs = [[names.index(job.implementation), numbers[job.checks], job.case, *job.rows] for job in run.jobs]
     data = {field.name: getattr(run, field.name) for field in dataclasses.fields(run)}
+    if not run.id:  # as in older files, where a reader takes what it lacks for none
+        del data["id"]
     kernels = {name: dataclasses.asdict(kernel) for name, kernel in run.kernels.items()}
     return records.strict({"schema": RUN_SCHEMA} | data | {"kernels": kernels, "asked": asked, "jobs": jobs})
 

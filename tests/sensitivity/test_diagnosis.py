@@ -118,7 +118,7 @@ def test_a_mistake_in_one_gradient_alone_is_like_the_same_in_all_results() -> No
     assert diagnosis.likeness(one, elsewhere).likeness < 0.5
     # Where the forward pass is wrong, the gradients follow, and nothing is left out.
     forward = Signature({**one.sizes, IDS[0]: {"out": 4.0, "dq": None, "dk": 3.0}})
-    assert diagnosis.likeness(forward, every).likeness == pytest.approx(2 / 3)
+    assert 0.66 < diagnosis.likeness(forward, every).likeness < 0.67  # two of three
 
 
 def test_a_kernel_with_two_faults_is_like_two_bugs() -> None:
