@@ -7,7 +7,7 @@ from _pytest.mark import ParameterSet
 
 from conformance.sensitivity import PlantedBug
 from conformance.sensitivity.examination import red_records, shows_as_said
-from tests.planted.beyond import few_operands
+from tests.planted.beyond import exact_sets, few_operands
 from tests.planted.beyond.bank import BEYOND, LEVELS, SEEN, UNSEEN
 
 _SEEN_AT_QUICK = 0.9
@@ -18,7 +18,8 @@ _AT_NIGHT = 4
 
 def _asked(bug: PlantedBug) -> ParameterSet:
     """A bug for the bank; of those that one check sees after many other calls every fourth, and the others at night."""
-    often = bug not in few_operands.BUGS or few_operands.BUGS.index(bug) % _AT_NIGHT == 0
+    late = (*few_operands.BUGS, *exact_sets.BUGS)
+    often = bug not in late or late.index(bug) % _AT_NIGHT == 0
     return pytest.param(bug, id=bug.name, marks=pytest.mark.bank if often else pytest.mark.nightly)
 
 
