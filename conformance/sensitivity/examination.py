@@ -129,7 +129,7 @@ def _red(records: Iterator[Record], questions: Collection[str] | None) -> Iterat
 def as_seen(jobs: Iterable[Job], seen: Mapping[str, Kill]) -> list[Job]:
     """The jobs with a check that saw the bug, with no other check, those on a case where one saw it first.
 
-    Of these the ones whose check comes first in `CHECKS` are first: the plain questions, which take the fewest programs.
+    Of these the ones whose check comes first in `CHECKS` are first: plain questions, which take the fewest programs.
     """
     cases = {kill.case for kill in seen.values()}
     asked = [(job, tuple(check for check in job.checks if check.name in seen)) for job in jobs]
