@@ -1,10 +1,14 @@
-"""Calls with one operand or none, as models make them: a kernel may have a path for just that.
+"""Calls with few operands or none, as models make them: a kernel may have a path for just these.
 
 Nearly all cases of the grids have several operands at once, and those that have one are in f32, or have as many
 key/value heads as query heads. A path that is taken where nothing else is given is not taken there. The calls are those
 of models in training, on whole and on packed sequences, under a window with sinks or with a soft cap, with a bias for
 each pair, and in serving. Beside them there are fewer queries than keys, and more, that are counted from the first key;
 as many batch rows as heads, where a mask or a bias differs between rows; and one query under a window.
+
+A kernel may have a path for every set of operands, too. Of the 32 that five operands have, the grids at `quick` leave
+out most of those of two and three in training: all pairs occur, beside others. Those with a scale or a soft cap have a
+call each, and so has a bias of heads, in groups and not.
 """
 
 from __future__ import annotations
@@ -27,6 +31,19 @@ CALLS: dict[str, dict[str, Any]] = {
     "tall": {"phase": "prefill", "mask": "causal", "bias": "biasbatch", "batch": 4, "q_length": 100},
     "served": {"phase": "decode", "mask": "lengths-1-40-7-31", "sinks": True, "batch": 4, "q_length": 1},
     "lone": {"phase": "decode", "mask": "window-l3-r2", "q_length": 1},
+    "scaled": {"mask": "causal", "scale": 0.3},
+    "scaled_documents": {"mask": "causal", "scale": 0.3, "segments": "seg"},
+    "scaled_capped": {"mask": "causal", "scale": 0.3, "soft_cap": 30.0},
+    "scaled_capped_documents": {"mask": "full", "scale": 0.3, "soft_cap": 30.0, "segments": "seg"},
+    "scaled_sunk": {"mask": "full", "scale": 0.3, "sinks": True},
+    "scaled_sunk_documents": {"mask": "causal", "scale": 0.3, "sinks": True, "segments": "seg"},
+    "scaled_biased": {"mask": "full", "scale": 0.3, "bias": "biashead"},
+    "scaled_biased_documents": {"mask": "causal", "scale": 0.3, "bias": "biashead", "segments": "seg"},
+    "capped_sunk": {"mask": "causal", "soft_cap": 30.0, "sinks": True},
+    "capped_sunk_documents": {"mask": "full", "soft_cap": 30.0, "sinks": True, "segments": "seg"},
+    "capped_biased": {"mask": "causal", "soft_cap": 30.0, "bias": "biaspair"},
+    "biased_heads": {"mask": "causal", "bias": "biashead"},
+    "biased_apart": {"mask": "full", "bias": "biashead", "grouped": False},
 }
 _USUAL: dict[str, Any] = {
     **{operand.field: operand.absent for operand in REMOVABLE},
@@ -36,8 +53,8 @@ _USUAL: dict[str, Any] = {
     "head_dim": 64,
     "v_head_dim": 64,
 }
-# Of each call the first form that is supported: heads in groups before heads by themselves, 16 bits before 32, short
-# before whole blocks.
+# Of each call the first form that is supported: heads in groups before heads by themselves, unless the call says
+# otherwise, 16 bits before 32, short before whole blocks.
 _HEADS = (4, 2), (4, 4)
 _DTYPES = ("bf16", "f16", "f32")
 _BLOCKS: tuple[dict[str, Any], ...] = ({}, {"q_length": 128, "kv_length": 128})
@@ -45,8 +62,10 @@ _BLOCKS: tuple[dict[str, Any], ...] = ({}, {"q_length": 128, "kv_length": 128})
 
 def forms_of(case: Case, call: Mapping[str, Any]) -> Iterator[Case]:
     """`case` made one of `CALLS`, in the forms in which it can be asked, the first one first."""
-    for blocks, (num_q_heads, num_kv_heads), dtype in itertools.product(_BLOCKS, _HEADS, _DTYPES):
+    told = {name: value for name, value in call.items() if name != "grouped"}
+    order = _HEADS if call.get("grouped", True) else _HEADS[::-1]
+    for blocks, (num_q_heads, num_kv_heads), dtype in itertools.product(_BLOCKS, order, _DTYPES):
         heads = {"num_q_heads": num_q_heads, "num_kv_heads": num_kv_heads, "dtype": dtype}
-        changes: dict[str, Any] = {**_USUAL, **heads, **call, **blocks}
+        changes: dict[str, Any] = {**_USUAL, **heads, **told, **blocks}
         if not blocks or changes["q_length"] > 1:
             yield dataclasses.replace(case, **changes)

@@ -11,8 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from cases.inputs import Problem
+from conformance import environment
 from conformance.calling import mishaps
 from conformance.calling.execution import Executor
+
+_ONE_THREAD = {"xla_cpu_multi_thread_eigen": False}
 
 
 def eagerly(executor: Executor, problem: Problem) -> np.ndarray:
@@ -73,9 +76,14 @@ def of_one_array_of_ids(executor: Executor, problem: Problem) -> np.ndarray:
 
 
 def again_and_again(executor: Executor, problem: Problem, count: int) -> int:
-    """How many of `count` calls of one program give other bits than the first."""
+    """How many of `count` calls of one program give other bits than the first.
+
+    It is compiled as JAX does by itself, since so many calls take longer than that. A product is computed by one thread
+    all the same: how several share one is up to XLA.
+    """
     plain, given = executor.bind(problem)
-    program = executor.jit(plain)
+    own = environment.own_options()
+    program = jax.jit(plain, compiler_options={**own, **_ONE_THREAD} if own else executor.options or None)
     arrays = jax.tree.map(jnp.asarray, given)
     first = np.asarray(program(arrays))
     return sum(np.asarray(program(arrays)).tobytes() != first.tobytes() for _ in range(count))

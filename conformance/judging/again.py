@@ -70,7 +70,7 @@ class Again:
             found = _settled(first, second)
             if changed := {judgement.observable for judgement in wrong} - {x.observable for x in _wrong(second)}:
                 # The flags are to blame only for what is wrong again under the same ones, compiled anew.
-                third = _answers(check, subject.run_by(self._executor.anew()))
+                third = _answers(check, subject.run_by(subject.executor.anew()))
                 found = _unsteady(found, first, changed - {x.observable for x in _wrong(third)})
         confirmed = _wrong(found)
         self._confirmed.update({(_kind(check), _result(judgement)) for judgement in confirmed})

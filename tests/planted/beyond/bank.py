@@ -14,6 +14,7 @@ from tests.planted.beyond import (
     combined,
     derivatives,
     ends,
+    exact_sets,
     fast_paths,
     few_operands,
     long_caches,
@@ -44,6 +45,7 @@ _MODULES = (
     ends,
     callers,
     few_operands,
+    exact_sets,
 )
 
 BEYOND: tuple[PlantedBug, ...] = tuple(bug for module in _MODULES for bug in module.BUGS)

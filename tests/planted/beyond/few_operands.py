@@ -56,7 +56,7 @@ def _causal_to_the_end(arrays: Arrays, statics: Statics) -> tuple[Arrays, Static
     return {**arrays, "mask": (jnp.arange(kv_length) <= last)[None, None]}, {**statics, "causal": False}
 
 
-def _without(name: str) -> Callable[[Arrays, Any, Statics], Pulled]:
+def without(name: str) -> Callable[[Arrays, Any, Statics], Pulled]:
     """A backward pass that has not heard of an operand, or of an option."""
 
     def back(arrays: Arrays, cotangent: Any, statics: Statics) -> Pulled:
@@ -200,7 +200,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         "backward-of-packed-causal-sequences-alone-has-no-segments",
-        _alone_backward({"causal", "segment_ids"}, _without("segment_ids")),
+        _alone_backward({"causal", "segment_ids"}, without("segment_ids")),
         kind="segments.fast-path",
         reference="inferred from transformers PR 46634 (packing not detected on one path)",
         shows=("dq", "dk", "dv"),
@@ -208,7 +208,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         "backward-of-a-window-with-sinks-alone-has-no-sinks",
-        _alone_backward({"window", "sinks"}, _without("sinks")),
+        _alone_backward({"window", "sinks"}, without("sinks")),
         kind="sink.no-grad",
         reference="inferred from flash-attn#1973 and PR 2706, for the pair that one model has",
         shows=("dq", "dk", "dv", "dsinks"),
@@ -216,7 +216,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         "backward-of-a-window-with-soft-cap-alone-has-no-cap",
-        _alone_backward({"window", "soft_cap"}, _without("soft_cap")),
+        _alone_backward({"window", "soft_cap"}, without("soft_cap")),
         kind="cap.bwd-missing",
         reference="inferred from flash-attn PR 1033, for the pair that one model has",
         shows=("dq", "dk", "dv"),
