@@ -30,6 +30,7 @@ normalisation once at the end).
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import operator
 from typing import Any, NamedTuple
@@ -37,15 +38,16 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.experimental.pallas import tpu as pltpu
 
+from impls.splash_tpu.bands import Keys, Part
 from impls.splash_tpu.block_sizes import LANES
 from impls.splash_tpu.call import Call
 from impls.splash_tpu.launch import Inputs, Outputs, launch
 from impls.splash_tpu.schedule import Steps
 from impls.splash_tpu.tiles import (
     Masking,
-    Part,
     Step,
     across,
     add_block,
@@ -104,29 +106,45 @@ def _start(inputs: Inputs, scratch: Scratch) -> None:
         scratch.q_ids[...] = column(inputs.q_ids[...])
 
 
-def _add(call: Call, inputs: Inputs, scratch: Scratch, masking: Masking, part: Part, *, masked: bool) -> None:
-    """Add the keys of one block to the running softmax."""
-    layouts, size = call.plan.layouts, call.blocks.compute
-    q, q_depth = read(inputs.q, layouts.q, part.rows.start, part.size)
-    # Values and not references between the steps of computing, so that the products of one may run under the
-    # exponentials of another: the compiler does not reorder what it stores and loads.
-    rows = part.rows
-    maximum, total, acc = scratch.maximum[rows, :], scratch.total[rows, :], scratch.acc[rows, :]
-    for start in part.starts:
-        k, k_depth = read(inputs.k, layouts.k, start, size)
-        v, v_depth = read(inputs.v, layouts.v, start, size)
-        logits, _ = logits_of(call, product(call, q, q_depth, k, k_depth), _LOG_2)  # (1), (2): [block_q, size]
-        found = allowed(call, masking, part.rows, start, masked=masked)
+def _add(call: Call, inputs: Inputs, scratch: Scratch, masking: Masking, parts: tuple[Part, ...]) -> None:
+    """Add the keys of one block to the running softmax.
+
+    Its steps of computing go from part to part, and the products of each are there before the softmax of the one before
+    begins: so the matrix unit works while others do.
+    """
+    layouts = call.plan.layouts
+
+    def products_of(at: int, keys: Keys) -> jax.Array:
+        part = parts[at]
+        q, q_depth = read(inputs.q, layouts.q, part.rows.start, part.size)
+        k, k_depth = read(inputs.k, layouts.k, keys.start, keys.size)
+        return product(call, q, q_depth, k, k_depth)  # [rows, keys]
+
+    # Values and not references between the steps of computing: the compiler does not reorder what it stores and loads.
+    softmax = [tuple(ref[part.rows, :] for ref in (scratch.maximum, scratch.total, scratch.acc)) for part in parts]
+    turns = itertools.zip_longest(*(part.keys for part in parts))
+    steps = [(at, keys) for turn in turns for at, keys in enumerate(turn) if keys is not None]
+    coming = products_of(*steps[0])
+    for number, (at, keys) in enumerate(steps):
+        products, (maximum, total, acc) = coming, softmax[at]
+        if number + 1 < len(steps):
+            coming = products_of(*steps[number + 1])
+        logits, _ = logits_of(call, products, _LOG_2)  # (1), (2)
+        found = allowed(call, masking, parts[at].rows, keys)
         if found is not None:
             logits = jnp.where(found, logits, -jnp.inf)  # (3)
         before, maximum = maximum, jnp.maximum(maximum, logits.max(axis=-1, keepdims=True))  # (4)
-        weights = jnp.exp2(logits - across(maximum, size))
+        weights = jnp.exp2(logits - across(maximum, keys.size))
         decay = jnp.exp2(before - maximum)
         total = total * decay + _by_lane(weights)  # (5)
+        v, v_depth = read(inputs.v, layouts.v, keys.start, keys.size)
         v = without_dead(call, v, found, layouts.v)
         added = product(call, weights.astype(v.dtype), 1, v, 1 - v_depth)
         acc = acc * across(decay, call.head_dim_v) + added  # (6), not divided
-    scratch.maximum[rows, :], scratch.total[rows, :], scratch.acc[rows, :] = maximum, total, acc
+        softmax[at] = maximum, total, acc
+    for part, (maximum, total, acc) in zip(parts, softmax, strict=True):
+        rows = part.rows
+        scratch.maximum[rows, :], scratch.total[rows, :], scratch.acc[rows, :] = maximum, total, acc
 
 
 def _finish(call: Call, inputs: Inputs, outputs: Outputs, scratch: Scratch) -> None:
@@ -159,5 +177,8 @@ def _by_lane(x: jax.Array) -> jax.Array:
 
 
 def _row(x: jax.Array) -> jax.Array:
-    """`[n, 128]`, the same in every lane, as a row `[1, n]`."""
-    return x.T[:1]
+    """`[n, 128]`, the same in every lane, as a row `[1, n]`: its diagonal, which takes no unit that moves lanes."""
+    tile = (LANES, LANES)
+    diagonal = lax.broadcasted_iota(jnp.int32, tile, 0) == lax.broadcasted_iota(jnp.int32, tile, 1)
+    tiles = (x[at : at + LANES] for at in range(0, x.shape[0], LANES))
+    return jnp.concatenate([jnp.where(diagonal, t, 0.0).sum(axis=0, keepdims=True) for t in tiles], axis=1)
