@@ -59,6 +59,7 @@ _TRIGGERS = {
     ),
     "dead keys": lambda case: case.mask.startswith("lengths") and case.kv_length > _BLOCK,
     "parts": lambda case: case.mask.startswith(("causal", "window")) and min(_blocks(case)) > 1,
+    "windows in parts": lambda case: case.mask.startswith("window") and min(_blocks(case)) > 1,
     "shrunk": lambda case: case.mask.startswith(("causal-o", "window", "chunked", "lengths")) and _blocks(case)[1] > 1,
 }
 
@@ -156,7 +157,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         "splash-dq-without-row-sums",
-        Change("dq", " - across(scratch.row_sums[rows, :], size))", ")"),
+        Change("dq", " - across(scratch.row_sums[rows, :], keys.size))", ")"),
         kind="backward.no-row-sums",
         reference="inferred from Dao 2023, section 3.1.2",
         shows=("dq",),
@@ -173,12 +174,13 @@ BUGS: tuple[PlantedBug, ...] = (
         "splash-fused-dq-read-before-it-is-there",
         Change(
             "dkv",
-            "    pltpu.sync_copy(rows, scratch.dq)\n    scratch.dq[...] += dq\n",
+            "    pltpu.sync_copy(block, scratch.dq)\n    for rows, dq in added:\n        scratch.dq[rows, :] += dq\n",
             """
     def late(semaphore):
-        copy = pltpu.make_async_copy(rows, scratch.dq, semaphore)
+        copy = pltpu.make_async_copy(block, scratch.dq, semaphore)
         copy.start()
-        scratch.dq[...] += dq
+        for rows, dq in added:
+            scratch.dq[rows, :] += dq
         copy.wait()
 
     pl.run_scoped(late, pltpu.SemaphoreType.DMA)
@@ -193,13 +195,22 @@ BUGS: tuple[PlantedBug, ...] = (
         "splash-parts-of-a-block-in-another-order",
         Change(
             "tiles",
-            "enumerate(places)",
-            "enumerate(sorted(places, key=operator.itemgetter(1, 0)))",
+            "enumerate(squares(blocks))",
+            "enumerate(sorted(squares(blocks), key=lambda part: part.keys[0].start))",
         ),
         kind="blocks.skip-partial",
         reference="inferred from tokamax 620ac16 (skip list)",
         shows=("out", "logsumexp", "dq", "dk", "dv"),
         trigger="parts",
+        in_parts=True,
+    ),
+    _bug(
+        "splash-left-border-of-known-parts-forgotten",
+        Change("bands", "masked = (band.first is not None and low < band.first) or ", "masked = "),
+        kind="window.left-end",
+        reference="inferred from the parts of blocks whose border is known when the kernel is built",
+        shows=("out", "logsumexp", "dq", "dk", "dv"),
+        trigger="windows in parts",
         in_parts=True,
     ),
     _bug(
