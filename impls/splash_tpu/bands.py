@@ -135,15 +135,21 @@ def cut(blocks: Blocks, band: Band, diagonal: int) -> tuple[Part, ...]:
     return tuple(found)
 
 
-def inside(band: Band, keys: Keys, queries: int, difference: Any) -> Any:
-    """Which pairs of a tile a band allows, `difference` of the places in it of key and query; none if all."""
-    assert keys.diagonal is not None
-    low, high = keys.diagonal - (queries - 1), keys.diagonal + (keys.size - 1)
+def inside(band: Band, keys: Keys, queries: int, difference: Any, diagonal: Any) -> Any:
+    """Which pairs of a tile a band allows, none if all are known to be.
+
+    Args:
+      band: the band.
+      keys: of the tile.
+      queries: how many it has.
+      difference: of the places in the tile of key and query.
+      diagonal: `j - i` of the first of both.
+    """
     found = None
-    if band.first is not None and low < band.first:
-        found = difference >= band.first - keys.diagonal
-    if band.last is not None and high > band.last:
-        before = difference <= band.last - keys.diagonal
+    if band.first is not None and (keys.diagonal is None or keys.diagonal - (queries - 1) < band.first):
+        found = difference >= band.first - diagonal
+    if band.last is not None and (keys.diagonal is None or keys.diagonal + (keys.size - 1) > band.last):
+        before = difference <= band.last - diagonal
         found = before if found is None else found & before
     return found
 

@@ -166,25 +166,12 @@ def allowed(call: Call, masking: Masking, rows: slice, keys: Keys) -> jax.Array 
     transposed = call.phase == "dkv"
     size = rows.stop - rows.start
     shape = (keys.size, size) if transposed else (size, keys.size)
-    of_keys, of_queries = (0, 1) if transposed else (1, 0)
     found = None
     if keys.masked and masking.stored is not None:
         stored = masking.stored[own, rows] if transposed else masking.stored[rows, own]
         found = stored.astype(jnp.int32) != 0
-    elif keys.masked and keys.diagonal is not None:
-        band = band_of(call.plan.mask)
-        assert band is not None
-        place = functools.partial(lax.broadcasted_iota, jnp.int32, shape)
-        found = inside(band, keys, size, place(of_keys) - place(of_queries))
     elif keys.masked:
-        i = lax.broadcasted_iota(jnp.int32, shape, of_queries) + (
-            masking.q_offset() + (masking.step.q * blocks.q + rows.start)
-        )
-        j = lax.broadcasted_iota(jnp.int32, shape, of_keys) + (masking.step.kv * blocks.kv + keys.start)
-        assert call.plan.mask is not None
-        found = call.plan.mask.allowed(i, j)
-        if call.plan.kv_length % blocks.kv:
-            found = found & (j < call.plan.kv_length)
+        found = _computed(call, masking, rows, keys, functools.partial(lax.broadcasted_iota, jnp.int32, shape))
     if call.segmented:
         if transposed:
             same = across(masking.ids[own, :], size) == masking.other_ids[:, rows]
@@ -193,8 +180,32 @@ def allowed(call: Call, masking: Masking, rows: slice, keys: Keys) -> jax.Array 
         found = same if found is None else found & same
     if found is not None and call.plan.q_length % blocks.q:
         # Rows that only fill the last block see no key: what they would see may hold NaN.
-        row = lax.broadcasted_iota(jnp.int32, shape, of_queries) + (masking.step.q * blocks.q + rows.start)
+        row = lax.broadcasted_iota(jnp.int32, shape, 1 if transposed else 0) + (masking.step.q * blocks.q + rows.start)
         found = found & (row < call.plan.q_length)
+    return found
+
+
+def _computed(
+    call: Call, masking: Masking, rows: slice, keys: Keys, place: Callable[[int], jax.Array]
+) -> jax.Array | None:
+    """What the formula of the mask allows, `place` the places in the tile along an axis."""
+    plan, blocks, step = call.plan, call.blocks, masking.step
+    of_keys, of_queries = (0, 1) if call.phase == "dkv" else (1, 0)
+    band = band_of(plan.mask)
+    if keys.diagonal is not None:
+        assert band is not None
+        return inside(band, keys, rows.stop - rows.start, place(of_keys) - place(of_queries), keys.diagonal)
+    first_query = masking.q_offset() + (step.q * blocks.q + rows.start)
+    first_key = step.kv * blocks.kv + keys.start
+    if band is None:
+        assert plan.mask is not None
+        found = plan.mask.allowed(place(of_queries) + first_query, place(of_keys) + first_key)
+    else:
+        difference = place(of_keys) - place(of_queries)
+        found = inside(band, keys, rows.stop - rows.start, difference, first_key - first_query)
+    if plan.kv_length % blocks.kv:
+        exists = place(of_keys) < plan.kv_length - first_key
+        found = exists if found is None else found & exists
     return found
 
 

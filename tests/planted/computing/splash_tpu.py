@@ -141,7 +141,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         "splash-reads-the-tail",
-        Change("tiles", "if call.plan.kv_length % blocks.kv:", "if call.plan.kv_length < 0:"),
+        Change("tiles", "if plan.kv_length % blocks.kv:", "if plan.kv_length < 0:"),
         kind="tails.padding-attended",
         reference="tokamax f896356 (padded keys attended)",
         shows=("out", "logsumexp", "dq"),
