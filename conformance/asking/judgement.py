@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 
 from conformance import records
 from conformance.apart.process import Lost
@@ -12,6 +14,8 @@ from conformance.records import Worst
 from conformance.truth.comparison import Comparison
 from conformance.truth.patterns.failure import Failure
 from conformance.truth.tolerances import RMS_MIN_ELEMENTS, Tolerances
+
+_ONLY: contextvars.ContextVar[Collection[str] | None] = contextvars.ContextVar("only", default=None)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -118,4 +122,15 @@ def guarded(observable: str, judge: Callable[[], Iterable[Judgement]]) -> Iterat
 
 def apart(name: str, judge: Callable[[], Iterable[Judgement]]) -> Iterator[Judgement]:
     """Judgements labelled with `name`, of one of several questions: what it raises says nothing about the others."""
-    return guarded(name, lambda: labelled(name, judge()))
+    only = _ONLY.get()
+    return iter(()) if only is not None and name not in only else guarded(name, lambda: labelled(name, judge()))
+
+
+@contextlib.contextmanager
+def asking_only(names: Collection[str] | None) -> Iterator[None]:
+    """Of the questions that are told `apart`, only those of these names are asked within; all of them if none."""
+    before = _ONLY.set(names)
+    try:
+        yield
+    finally:
+        _ONLY.reset(before)

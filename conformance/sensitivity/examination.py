@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 from cases.case import Case
+from conformance.asking.judgement import asking_only
 from conformance.checks import CHECKS
 from conformance.judging.job import Job
 from conformance.judging.plan import plan
@@ -96,23 +96,45 @@ def without_second_looks() -> Runner:
 def red_records(bug: PlantedBug, level: str, seen: Mapping[str, Kill] | None = None) -> Iterator[Record]:
     """The red records, as they come: whoever has seen enough stops.
 
-    `seen` says which checks saw the bug before, and where. They are asked first, alone and beginning there; then
-    everything is asked as if nothing were known, so that a bug that others see now is found all the same.
+    `seen` says which checks saw the bug before, where, and by which of their questions. Those are asked first, alone
+    and beginning there; then everything is asked as if nothing were known, so that a bug that others see now is found
+    all the same.
     """
     runner = without_second_looks()
     jobs = ordered_jobs(bug, level)
-    for job in itertools.chain(as_seen(jobs, seen or {}), jobs):
-        for record in runner.stream(job):
-            if record.verdict in RED:
-                yield record
+    questions = {question for kill in (seen or {}).values() for question in _questions(kill.observable)}
+    for job in as_seen(jobs, seen or {}):
+        yield from _red(runner.stream(job), questions)
+    for job in jobs:
+        yield from _red(runner.stream(job), None)
+
+
+def _questions(observable: str) -> Iterator[str]:
+    """What may name the question that `observable` answers, one told apart from others: `deep` in `dq.deep`."""
+    parts = observable.split(".")
+    return (".".join(parts[first:]) for first in range(len(parts)))
+
+
+def _red(records: Iterator[Record], questions: Collection[str] | None) -> Iterator[Record]:
+    """The red ones, of all questions or of these; whoever takes them may ask something else meanwhile."""
+    while True:
+        with asking_only(questions):
+            record = next(records, None)
+        if record is None:
+            return
+        if record.verdict in RED:
+            yield record
 
 
 def as_seen(jobs: Iterable[Job], seen: Mapping[str, Kill]) -> list[Job]:
-    """The jobs with a check that saw the bug, with no other check, those on a case where one saw it first."""
+    """The jobs with a check that saw the bug, with no other check, those on a case where one saw it first.
+
+    Of these the ones whose check comes first in `CHECKS` are first: the plain questions, which take the fewest programs.
+    """
     cases = {kill.case for kill in seen.values()}
     asked = [(job, tuple(check for check in job.checks if check.name in seen)) for job in jobs]
     narrowed = [dataclasses.replace(job, checks=checks) for job, checks in asked if checks]
-    return sorted(narrowed, key=lambda job: job.case.id not in cases)
+    return sorted(narrowed, key=lambda job: (job.case.id not in cases, CHECKS.index(job.checks[0])))
 
 
 def examine(bug: PlantedBug, level: str) -> Examination:

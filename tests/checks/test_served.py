@@ -54,7 +54,8 @@ def test_a_right_function_is_called_wrong_by_no_case(function: Callable[..., Any
 def test_what_a_stored_call_is_not_asked_is_shown() -> None:
     asked = Asked(from_function(served.paged, "kernel"), "quick", 0)
     (rich,) = asked.grid.rich
-    found = Runner(Settings()).run(plan.single(asked.implementation, rich).jobs)
+    checks = [BY_NAME[name] for name in ("sharding", "invariance", "transforms")]
+    found = Runner(Settings()).run(plan.single(asked.implementation, rich, checks).jobs)
     shown = {(record.check, record.observable) for record in found if record.verdict == UNSUPPORTED}
     assert {("sharding", "all"), ("invariance", "permuted"), ("transforms", "out.vmap")} <= shown
 

@@ -111,8 +111,8 @@ def ragged(q: Any, kv_pages: Any, kv_lens: Any, page_indices: Any, cu_q_lens: An
 def _token(q: Any, k_pages: Any, v_pages: Any, pages: Any, seen: Any) -> Any:
     """Attention of a query `[N, H]` to the first `seen` keys in these pages."""
     k, v = (x[pages].reshape(-1, *x.shape[2:]) for x in (k_pages, v_pages))
-    there = (jnp.arange(len(k)) < seen)[:, None, None]
-    k, v = (jnp.repeat(jnp.where(there, x, 0), q.shape[0] // x.shape[1], axis=1) for x in (k, v))
-    x = _product("nh,snh->ns", q, k) / math.sqrt(q.shape[-1])
-    p = jax.nn.softmax(jnp.where(there[:, 0, 0], x, -jnp.inf), axis=-1)
-    return _product("ns,snv->nv", p.astype(v.dtype), v).astype(q.dtype)
+    there = jnp.arange(len(k)) < seen
+    k, v = (jnp.where(there[:, None, None], x, 0) for x in (k, v))
+    x = _product("kgh,skh->kgs", q.reshape(k.shape[1], -1, q.shape[-1]), k) / math.sqrt(q.shape[-1])
+    p = jax.nn.softmax(jnp.where(there, x, -jnp.inf), axis=-1)
+    return _product("kgs,skv->kgv", p.astype(v.dtype), v).reshape(*q.shape[:-1], -1).astype(q.dtype)

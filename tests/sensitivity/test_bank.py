@@ -19,14 +19,14 @@ from tests.planted.features import caches
 from tests.planted.planting import moba, served
 from tests.planted.planting.blockwise import implementation
 from tests.planted.planting.steps import BlockSteps
+from tests.sensitivity.by_day import asked
 
 # Part of the short jobs, spread over them, on which the correct kernel must not fail.
 _CORRECT_STRIDE = 10
 _SEEN_AT_QUICK = 0.95
 
 
-@pytest.mark.bank
-@pytest.mark.parametrize("bug", BANK, ids=lambda bug: bug.name)
+@pytest.mark.parametrize("bug", asked(BANK))
 def test_a_planted_bug_dies_by_what_it_shows(bug: PlantedBug) -> None:
     if (reason := bug.unmeasurable()) is not None:
         pytest.skip(reason)

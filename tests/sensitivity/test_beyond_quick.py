@@ -3,26 +3,17 @@
 from __future__ import annotations
 
 import pytest
-from _pytest.mark import ParameterSet
 
 from conformance.sensitivity import PlantedBug
 from conformance.sensitivity.examination import red_records, shows_as_said
-from tests.planted.beyond import few_operands
 from tests.planted.beyond.bank import BEYOND, LEVELS, SEEN, UNSEEN
+from tests.sensitivity.by_day import asked
 
 _SEEN_AT_QUICK = 0.9
 _SEEN_AT_STANDARD = 0.96
 
-_AT_NIGHT = 4
 
-
-def _asked(bug: PlantedBug) -> ParameterSet:
-    """A bug for the bank; of those that one check sees after many other calls every fourth, and the others at night."""
-    often = bug not in few_operands.BUGS or few_operands.BUGS.index(bug) % _AT_NIGHT == 0
-    return pytest.param(bug, id=bug.name, marks=pytest.mark.bank if often else pytest.mark.nightly)
-
-
-@pytest.mark.parametrize("bug", [_asked(bug) for bug in BEYOND if bug.name in SEEN])
+@pytest.mark.parametrize("bug", asked(bug for bug in BEYOND if bug.name in SEEN))
 def test_a_bug_beyond_the_grid_dies_by_what_it_shows(bug: PlantedBug) -> None:
     assert any(shows_as_said(bug, red) for red in red_records(bug, LEVELS[bug.name], SEEN[bug.name]))
 
