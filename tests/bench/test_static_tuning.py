@@ -28,7 +28,7 @@ V6E = next(target for target in targets_of("tpu") if target.name == "v6e")
 
 
 def cost(sizes: BlockSizes) -> dict[str, float]:
-    """Made-up cycles of each kernel: the fewest for long blocks of queries in the forward pass, for short parts in dq."""
+    """Made-up cycles of each kernel: the fewest for long blocks of queries in the forward, for short parts in dq."""
     told = {"a_forward": 4000 - sizes.forward.q, "a_dq": 4000 + sizes.dq.part, "a_dkv": 4000.0 + sizes.dkv.q / 100}
     return {f"{kernel}.call_cycles": float(value) for kernel, value in told.items()}
 
