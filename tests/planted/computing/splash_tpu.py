@@ -59,7 +59,6 @@ _TRIGGERS = {
     ),
     "dead keys": lambda case: case.mask.startswith("lengths") and case.kv_length > _BLOCK,
     "parts": lambda case: case.mask.startswith(("causal", "window")) and min(_blocks(case)) > 1,
-    "windows in parts": lambda case: case.mask.startswith("window") and min(_blocks(case)) > 1,
     "shrunk": lambda case: case.mask.startswith(("causal-o", "window", "chunked", "lengths")) and _blocks(case)[1] > 1,
 }
 
@@ -202,15 +201,6 @@ BUGS: tuple[PlantedBug, ...] = (
         reference="inferred from tokamax 620ac16 (skip list)",
         shows=("out", "logsumexp", "dq", "dk", "dv"),
         trigger="parts",
-        in_parts=True,
-    ),
-    _bug(
-        "splash-left-border-of-known-parts-forgotten",
-        Change("bands", "masked = (band.first is not None and low < band.first) or ", "masked = "),
-        kind="window.left-end",
-        reference="inferred from the parts of blocks whose border is known when the kernel is built",
-        shows=("out", "logsumexp", "dq", "dk", "dv"),
-        trigger="windows in parts",
         in_parts=True,
     ),
     _bug(
