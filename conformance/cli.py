@@ -66,6 +66,10 @@ def parser() -> argparse.ArgumentParser:
     cycles = commands.add_parser("cycles", help=about, description=_sentence(about), epilog=texts.CYCLES_EXAMPLES)
     cycles.add_argument("--impl", action="append", default=[], metavar="NAME", help="only of this; may be repeated")
     cycles.add_argument("--target", action="append", default=[], metavar="NAME", help="only for this generation (v6e)")
+    about = "show implementations side by side on this case, each at its best block sizes; may be repeated"
+    cycles.add_argument("--case", action="append", default=[], metavar="ID", help=about)
+    about = "with --case: kernels of this setting (forward); may be repeated"
+    cycles.add_argument("--knob", action="append", default=[], metavar="NAME", help=about)
     cycles.add_argument("--save", action="store_true", help="keep the figures of today")
     return top
 

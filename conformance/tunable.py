@@ -55,7 +55,7 @@ class Tunable:
       native: the same for the accelerator's compiler (`Accelerator.native`), or none.
       key: what an entry of the table for a case is valid for, as its kernel reads it: `{"max_depth": 64}`.
       cases: cases to tune on unless others are named.
-      table: the file.
+      table: the file, none if nothing reads one: then the settings in force are always the same.
     """
 
     knobs: tuple[Knob, ...]
@@ -63,7 +63,7 @@ class Tunable:
     call: Callable[[KnobSettings], Callable[..., Any]]
     key: Callable[[Case], Mapping[str, int]]
     cases: Callable[[], tuple[Case, ...]]
-    table: Path
+    table: Path | None = None
     native: Callable[[KnobSettings], Callable[..., Any]] | None = None
 
 

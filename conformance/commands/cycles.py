@@ -1,9 +1,9 @@
-"""`cycles`: what our TPU kernels cost by their schedules, against what was recorded; and new figures."""
+"""`cycles`: what our TPU kernels cost by their schedules, against what was recorded or other kernels; new figures."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from rich.console import Console
 
@@ -14,6 +14,7 @@ from conformance.accelerators.speed_bar import Bar
 from conformance.accelerators.targets import TPU, CompileTarget, targets_of
 from conformance.calling import registry
 from conformance.calling.execution import Executor
+from conformance.commands import cycles_beside, lookup
 from conformance.commands.errors import CannotJudge
 from conformance.commands.progress import Steps
 from conformance.driving import compiled
@@ -37,6 +38,8 @@ def cycles(arguments: argparse.Namespace) -> int:
     known = {target.name: target for target in targets_of("tpu")}
     if wrong := [name for name in arguments.target if name not in known]:
         raise CannotJudge(f"no TPU is called {wrong[0]}: known are {', '.join(known)}")
+    if arguments.case:
+        return _beside(arguments, [known[name] for name in arguments.target or known])
     bars = [bar for bar in speed_bar.BARS if not arguments.impl or bar.implementation in arguments.impl]
     if not bars:
         raise CannotJudge(f"nothing is recorded of {', '.join(arguments.impl)}")
@@ -61,6 +64,17 @@ def cycles(arguments: argparse.Namespace) -> int:
         shown.print(f"nothing is recorded of {speed_bar.compiler()}: {NEW_FIGURES}", soft_wrap=True)
         return 2
     return 1 if red else 0
+
+
+def _beside(arguments: argparse.Namespace, targets: Sequence[CompileTarget]) -> int:
+    """Kernels side by side on the cases that are named."""
+    if not arguments.impl or arguments.save:
+        raise CannotJudge("--case compares implementations, which --impl names, and keeps nothing")
+    implementations = [registry.find(name) for name in arguments.impl]
+    cases = [lookup.case(text) for text in arguments.case]
+    with Steps(Console(stderr=True)) as steps:
+        known = cycles_beside.show(Console(), implementations, cases, targets, arguments.knob or ["forward"], steps.say)
+    return 0 if known else 2
 
 
 def measured(bar: Bar, target: CompileTarget) -> speed_bar.Figures:

@@ -126,6 +126,8 @@ examples:
   python -m conformance cycles                                  # against what was recorded
   python -m conformance cycles --impl=splash_tpu --target=v6e
   python -m conformance cycles --save                           # new figures: after a change, or for a new compiler
+  python -m conformance cycles --impl=splash_tpu --impl=jax_splash_tpu --target=v6e \\
+    --case=train/bf16/B1.T8192.S8192.N1.K1.H128.V128/causal/normal/s0    # side by side
 
 Kernels are compiled for TPUs that are not here, and their schedules are read: static estimates of a whole call, none of
 which was ever checked on a chip. More than 5% above the recorded figure of the same compiler is too slow.

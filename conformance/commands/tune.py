@@ -36,6 +36,8 @@ def tune(arguments: argparse.Namespace) -> int:
     implementation = lookup.find(arguments.impl, Kernels(in_process=True))  # which are called in turns
     declared = _tunable(implementation)
     path = declared.table if arguments.out is None else writable(arguments.out, "out")
+    if path is None:
+        raise CannotJudge(f"{implementation.name} reads no table: say by --out where to write one")
     outputs = outputs_of(arguments)
     tolerances = lookup.load_settings().tolerances
     knobs = _knobs(implementation, declared, arguments.knob)

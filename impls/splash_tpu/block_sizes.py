@@ -36,13 +36,14 @@ class Blocks:
 
     All are multiples of 128; `kv_compute` divides `kv` and is `kv` by default. Of a block that the mask hides in part,
     the parts of `part` queries and keys are left out that it hides whole. In long blocks more of the products run under
-    the exponentials of others, and parts keep them from computing what is hidden.
+    the exponentials of others, and parts keep them from computing what is hidden. A part may be shorter than the keys
+    of one step of computing where its place is known when the kernel is built (`impls.splash_tpu.bands`).
     """
 
     q: int = 512
     kv: int = 512
     kv_compute: int | None = None
-    part: int = 1024
+    part: int = 512
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -66,6 +67,12 @@ class Blocks:
         kv = self.part if self.kv % self.part == 0 and self.part % self.compute == 0 else self.kv
         few = (self.q // q) * (self.kv // kv) <= _MOST_PARTS
         return (q, kv) if few else (self.q, self.kv)
+
+    @property
+    def known_parts(self) -> tuple[int, int]:
+        """Likewise, of a block of which it is known when the kernel is built what is hidden: no flags say it."""
+        q, kv = (self.part if length % self.part == 0 else length for length in (self.q, self.kv))
+        return q, kv if kv % self.compute == 0 or self.compute % kv == 0 else self.kv
 
     def clipped(self, q_length: int, kv_length: int) -> Blocks:
         """No block longer than the whole length in whole lanes."""

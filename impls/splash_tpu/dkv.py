@@ -23,18 +23,17 @@ from __future__ import annotations
 import functools
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from impls.splash_tpu.bands import Part
 from impls.splash_tpu.block_sizes import LANES
 from impls.splash_tpu.call import Call
 from impls.splash_tpu.launch import Inputs, Outputs, launch
 from impls.splash_tpu.schedule import Steps
 from impls.splash_tpu.tiles import (
     Masking,
-    Part,
     Step,
     add_block,
     allowed,
@@ -83,51 +82,47 @@ def _start(inputs: Inputs, scratch: Scratch) -> None:
 
 
 def _add(
-    call: Call,
-    inputs: Inputs,
-    outputs: Outputs,
-    scratch: Scratch,
-    masking: Masking,
-    part: Part,
-    *,
-    masked: bool,
+    call: Call, inputs: Inputs, outputs: Outputs, scratch: Scratch, masking: Masking, parts: tuple[Part, ...]
 ) -> None:
     """Add what the queries of one block contribute."""
-    layouts, size = call.plan.layouts, call.blocks.compute
-    q, q_depth = read(inputs.q, layouts.q, part.rows.start, part.size)
-    rows = part.rows
-    do = inputs.do[rows, :]
-    dq = None
-    for start in part.starts:
-        keys = slice(start, start + size)
-        k, k_depth = read(inputs.k, layouts.k, start, size)
-        v, v_depth = read(inputs.v, layouts.v, start, size)
-        logits, slope = logits_of(call, product(call, k, k_depth, q, q_depth))  # (1), (2): [size, block_q]
-        found = allowed(call, masking, part.rows, start, masked=masked)
-        p = jnp.exp(logits - inputs.logsumexp[:, rows])  # (8)
-        if found is not None:
-            p = jnp.where(found, p, 0.0)
-        scratch.dv[keys, :] += product(call, p.astype(do.dtype), 1, do, 0)  # (9)
-        dx = p * (product(call, v, v_depth, do, 1) - inputs.row_sums[:, rows])  # (10), (12)
-        if slope is not None:
-            dx = dx * slope  # (13)
-        if found is not None:
-            dx = jnp.where(found, dx, 0.0)
-        dx = dx.astype(q.dtype)
-        scratch.dk[keys, :] += product(call, dx, 1, q, 1 - q_depth)  # (15), not scaled
-        if call.fused:  # (14), not scaled
-            added = product(call, dx, 0, without_dead(call, k, found, layouts.k), 1 - k_depth)
-            dq = added if dq is None else dq + added
-    if dq is not None:
-        _add_in_place(call, masking.step, outputs, scratch, dq)
+    layouts, of_queries = call.plan.layouts, []
+    for part in parts:
+        rows, dq = part.rows, None
+        q, q_depth = read(inputs.q, layouts.q, rows.start, part.size)
+        do = inputs.do[rows, :]
+        for keys in part.keys:
+            own = slice(keys.start, keys.start + keys.size)
+            k, k_depth = read(inputs.k, layouts.k, keys.start, keys.size)
+            v, v_depth = read(inputs.v, layouts.v, keys.start, keys.size)
+            logits, slope = logits_of(call, product(call, k, k_depth, q, q_depth))  # (1), (2): [keys, rows]
+            found = allowed(call, masking, rows, keys)
+            p = jnp.exp(logits - inputs.logsumexp[:, rows])  # (8)
+            if found is not None:
+                p = jnp.where(found, p, 0.0)
+            scratch.dv[own, :] += product(call, p.astype(do.dtype), 1, do, 0)  # (9)
+            dx = p * (product(call, v, v_depth, do, 1) - inputs.row_sums[:, rows])  # (10), (12)
+            if slope is not None:
+                dx = dx * slope  # (13)
+            if found is not None:
+                dx = jnp.where(found, dx, 0.0)
+            dx = dx.astype(q.dtype)
+            scratch.dk[own, :] += product(call, dx, 1, q, 1 - q_depth)  # (15), not scaled
+            if call.fused:  # (14), not scaled
+                added = product(call, dx, 0, without_dead(call, k, found, layouts.k), 1 - k_depth)
+                dq = added if dq is None else dq + added
+        of_queries.append((rows, dq))
+    if call.fused:
+        _add_in_place(call, masking.step, outputs, scratch, of_queries)
 
 
-def _add_in_place(call: Call, step: Step, outputs: Outputs, scratch: Scratch, dq: jax.Array) -> None:
+def _add_in_place(call: Call, step: Step, outputs: Outputs, scratch: Scratch, added: list[tuple[slice, Any]]) -> None:
+    """Add dq of some queries of the block, which goes to VMEM and back once."""
     size = call.blocks.q
-    rows = outputs.dq.at[step.row, pl.ds(pl.multiple_of(step.q * size, size), size)]
-    pltpu.sync_copy(rows, scratch.dq)
-    scratch.dq[...] += dq
-    pltpu.sync_copy(scratch.dq, rows)
+    block = outputs.dq.at[step.row, pl.ds(pl.multiple_of(step.q * size, size), size)]
+    pltpu.sync_copy(block, scratch.dq)
+    for rows, dq in added:
+        scratch.dq[rows, :] += dq
+    pltpu.sync_copy(scratch.dq, block)
 
 
 def _finish(call: Call, outputs: Outputs, scratch: Scratch) -> None:

@@ -20,13 +20,13 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax.experimental.pallas import tpu as pltpu
 
+from impls.splash_tpu.bands import Part
 from impls.splash_tpu.block_sizes import LANES
 from impls.splash_tpu.call import Call
 from impls.splash_tpu.launch import Inputs, Outputs, launch
 from impls.splash_tpu.schedule import Steps
 from impls.splash_tpu.tiles import (
     Masking,
-    Part,
     Step,
     across,
     add_block,
@@ -76,26 +76,27 @@ def _start(inputs: Inputs, scratch: Scratch) -> None:
         scratch.q_ids[...] = column(inputs.q_ids[...])
 
 
-def _add(call: Call, inputs: Inputs, scratch: Scratch, masking: Masking, part: Part, *, masked: bool) -> None:
+def _add(call: Call, inputs: Inputs, scratch: Scratch, masking: Masking, parts: tuple[Part, ...]) -> None:
     """Add what the keys of one block contribute."""
-    layouts, size = call.plan.layouts, call.blocks.compute
-    q, q_depth = read(inputs.q, layouts.q, part.rows.start, part.size)
-    rows = part.rows
-    do = inputs.do[rows, :]
-    for start in part.starts:
-        k, k_depth = read(inputs.k, layouts.k, start, size)
-        v, v_depth = read(inputs.v, layouts.v, start, size)
-        logits, slope = logits_of(call, product(call, q, q_depth, k, k_depth))  # (1), (2): [block_q, size]
-        found = allowed(call, masking, part.rows, start, masked=masked)
-        p = jnp.exp(logits - across(scratch.logsumexp[rows, :], size))  # (8)
-        # (10), (12)
-        dx = p * (product(call, do, 1, v, v_depth) - across(scratch.row_sums[rows, :], size))
-        if slope is not None:
-            dx = dx * slope  # (13)
-        if found is not None:
-            dx = jnp.where(found, dx, 0.0)
-        k = without_dead(call, k, found, layouts.k)
-        scratch.dq[rows, :] += product(call, dx.astype(k.dtype), 1, k, 1 - k_depth)  # (14), not scaled
+    layouts = call.plan.layouts
+    for part in parts:
+        rows = part.rows
+        q, q_depth = read(inputs.q, layouts.q, rows.start, part.size)
+        do = inputs.do[rows, :]
+        for keys in part.keys:
+            k, k_depth = read(inputs.k, layouts.k, keys.start, keys.size)
+            v, v_depth = read(inputs.v, layouts.v, keys.start, keys.size)
+            logits, slope = logits_of(call, product(call, q, q_depth, k, k_depth))  # (1), (2): [rows, keys]
+            found = allowed(call, masking, rows, keys)
+            p = jnp.exp(logits - across(scratch.logsumexp[rows, :], keys.size))  # (8)
+            # (10), (12)
+            dx = p * (product(call, do, 1, v, v_depth) - across(scratch.row_sums[rows, :], keys.size))
+            if slope is not None:
+                dx = dx * slope  # (13)
+            if found is not None:
+                dx = jnp.where(found, dx, 0.0)
+            k = without_dead(call, k, found, layouts.k)
+            scratch.dq[rows, :] += product(call, dx.astype(k.dtype), 1, k, 1 - k_depth)  # (14), not scaled
 
 
 def _finish(call: Call, outputs: Outputs, scratch: Scratch) -> None:

@@ -20,8 +20,13 @@ time, at depth 128 (libtpu 0.0.42.1). Its products alone take 4,096 cycles on v5
 - l is kept for each lane by itself until the end, so that a step adds registers and moves nothing across lanes.
 - m, l and the sum of (6) are values from one step of computing to the next, not references, and m begins finite, so
   that exponentials need no test for -inf: 4,387 cycles on v5e and 2,721 on v6e, where there were 4,900 and 3,111.
-- The longer a block, the more of its products run under the exponentials of others: 9,557 cycles on v6e for 2048 by
-  2048. Of masked blocks that long whole parts are left out (`impls.splash_tpu.tiles.add_block`).
+- A block is computed in parts of 256 or 512 queries, which take turns, and the products of each step of computing stand
+  before the softmax of the one before. What a window of 1024 keys leaves of a block of 1024 by 1024 takes 2,826 cycles
+  in parts of 256 on v5e and 2,004 in parts of 512 on v6e, where there were 3,612 and 2,362.
+- The longer a block, the more of its products run under the exponentials of others. Of masked blocks that long what is
+  hidden is left out (`impls.splash_tpu.bands`).
+- What leaves as a row is the diagonal of a tile: a transpose takes the unit that moves lanes, and so the end of a block
+  of 1024 queries took 1,470 cycles on v5e, and takes 1,017.
 
 Sources: Milakov & Gimelshein 2018, arXiv:1805.02867 (running maximum and sum); Dao 2023, arXiv:2307.08691 (blocks,
 normalisation once at the end).
@@ -30,6 +35,7 @@ normalisation once at the end).
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import operator
 from typing import Any, NamedTuple
@@ -37,15 +43,16 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.experimental.pallas import tpu as pltpu
 
+from impls.splash_tpu.bands import Keys, Part
 from impls.splash_tpu.block_sizes import LANES
 from impls.splash_tpu.call import Call
 from impls.splash_tpu.launch import Inputs, Outputs, launch
 from impls.splash_tpu.schedule import Steps
 from impls.splash_tpu.tiles import (
     Masking,
-    Part,
     Step,
     across,
     add_block,
@@ -104,29 +111,45 @@ def _start(inputs: Inputs, scratch: Scratch) -> None:
         scratch.q_ids[...] = column(inputs.q_ids[...])
 
 
-def _add(call: Call, inputs: Inputs, scratch: Scratch, masking: Masking, part: Part, *, masked: bool) -> None:
-    """Add the keys of one block to the running softmax."""
-    layouts, size = call.plan.layouts, call.blocks.compute
-    q, q_depth = read(inputs.q, layouts.q, part.rows.start, part.size)
-    # Values and not references between the steps of computing, so that the products of one may run under the
-    # exponentials of another: the compiler does not reorder what it stores and loads.
-    rows = part.rows
-    maximum, total, acc = scratch.maximum[rows, :], scratch.total[rows, :], scratch.acc[rows, :]
-    for start in part.starts:
-        k, k_depth = read(inputs.k, layouts.k, start, size)
-        v, v_depth = read(inputs.v, layouts.v, start, size)
-        logits, _ = logits_of(call, product(call, q, q_depth, k, k_depth), _LOG_2)  # (1), (2): [block_q, size]
-        found = allowed(call, masking, part.rows, start, masked=masked)
+def _add(call: Call, inputs: Inputs, scratch: Scratch, masking: Masking, parts: tuple[Part, ...]) -> None:
+    """Add the keys of one block to the running softmax.
+
+    Its steps of computing go from part to part, and the products of each are there before the softmax of the one before
+    begins: so the matrix unit works while others do.
+    """
+    layouts = call.plan.layouts
+
+    def products_of(at: int, keys: Keys) -> jax.Array:
+        part = parts[at]
+        q, q_depth = read(inputs.q, layouts.q, part.rows.start, part.size)
+        k, k_depth = read(inputs.k, layouts.k, keys.start, keys.size)
+        return product(call, q, q_depth, k, k_depth)  # [rows, keys]
+
+    # Values and not references between the steps of computing: the compiler does not reorder what it stores and loads.
+    softmax = [tuple(ref[part.rows, :] for ref in (scratch.maximum, scratch.total, scratch.acc)) for part in parts]
+    turns = itertools.zip_longest(*(part.keys for part in parts))
+    steps = [(at, keys) for turn in turns for at, keys in enumerate(turn) if keys is not None]
+    coming = products_of(*steps[0])
+    for number, (at, keys) in enumerate(steps):
+        products, (maximum, total, acc) = coming, softmax[at]
+        if number + 1 < len(steps):
+            coming = products_of(*steps[number + 1])
+        logits, _ = logits_of(call, products, _LOG_2)  # (1), (2)
+        found = allowed(call, masking, parts[at].rows, keys)
         if found is not None:
             logits = jnp.where(found, logits, -jnp.inf)  # (3)
         before, maximum = maximum, jnp.maximum(maximum, logits.max(axis=-1, keepdims=True))  # (4)
-        weights = jnp.exp2(logits - across(maximum, size))
+        weights = jnp.exp2(logits - across(maximum, keys.size))
         decay = jnp.exp2(before - maximum)
         total = total * decay + _by_lane(weights)  # (5)
+        v, v_depth = read(inputs.v, layouts.v, keys.start, keys.size)
         v = without_dead(call, v, found, layouts.v)
         added = product(call, weights.astype(v.dtype), 1, v, 1 - v_depth)
         acc = acc * across(decay, call.head_dim_v) + added  # (6), not divided
-    scratch.maximum[rows, :], scratch.total[rows, :], scratch.acc[rows, :] = maximum, total, acc
+        softmax[at] = maximum, total, acc
+    for part, (maximum, total, acc) in zip(parts, softmax, strict=True):
+        rows = part.rows
+        scratch.maximum[rows, :], scratch.total[rows, :], scratch.acc[rows, :] = maximum, total, acc
 
 
 def _finish(call: Call, inputs: Inputs, outputs: Outputs, scratch: Scratch) -> None:
@@ -144,7 +167,11 @@ def _finish(call: Call, inputs: Inputs, outputs: Outputs, scratch: Scratch) -> N
         outputs.out.dtype
     )  # (6)
     # As rows, which take an eighth of the registers.
-    highest, maximum, total = _row(highest), _row(maximum), _row(total)
+    tile = (LANES, LANES)
+    row = functools.partial(_row, lax.broadcasted_iota(jnp.int32, tile, 0) == lax.broadcasted_iota(jnp.int32, tile, 1))
+    total, alone = row(total), maximum is highest
+    highest = row(highest)
+    maximum = highest if alone else row(maximum)
     some = total > 0
     value = jnp.float32(call.plan.mask_value)
     logsumexp = maximum * jnp.float32(_LOG_2) + jnp.log(jnp.where(some, total, 1.0))  # (7)
@@ -158,6 +185,7 @@ def _by_lane(x: jax.Array) -> jax.Array:
     return functools.reduce(operator.add, (x[:, at : at + LANES] for at in range(0, x.shape[1], LANES)))
 
 
-def _row(x: jax.Array) -> jax.Array:
-    """`[n, 128]`, the same in every lane, as a row `[1, n]`."""
-    return x.T[:1]
+def _row(diagonal: jax.Array, x: jax.Array) -> jax.Array:
+    """`[n, 128]`, the same in every lane, as a row `[1, n]`: its diagonal, which takes no unit that moves lanes."""
+    tiles = (x[at : at + LANES] for at in range(0, x.shape[0], LANES))
+    return jnp.concatenate([jnp.where(diagonal, t, 0.0).sum(axis=0, keepdims=True) for t in tiles], axis=1)

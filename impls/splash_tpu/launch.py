@@ -241,7 +241,7 @@ class _Placing:
             opens, closes = g.in_group == 0, g.in_group == self.inner - 1
             found["first"] = opens if found["first"] is True else found["first"] & opens
             found["last"] = closes if found["last"] is True else found["last"] & closes
-        computed = call.kinds.masked and s.place is None
+        computed = call.kinds.masked and s.place is None and not call.kinds.diagonals
         placed = computed or call.fused or call.plan.q_length % call.blocks.q
         q, kv = (self._q(g, s), self._kv(g, s)) if placed else (None, None)
         return Step(q=q, kv=kv, row=self.q_row(g, s), **found)

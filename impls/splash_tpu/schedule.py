@@ -18,11 +18,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from cases.masks import EMPTY, FULL, PARTIAL, Mask
+from impls.splash_tpu.bands import diagonals
 from impls.splash_tpu.block_sizes import Blocks, whole
 
 FIRST, LAST, COMPUTE, MASKED, PART = 1, 2, 4, 8, 16
 """Bits of a step's `flags`: first and last of its block of results; it computes; the mask must be applied; and from
-`PART` on, of a masked block, one for each of its parts that the mask does not hide whole."""
+`PART` on, of a masked block, one for each of its parts that the mask does not hide whole, or one for where it lies, if
+the kernel has code for such places (`impls.splash_tpu.bands`)."""
 
 
 _SHORT_LISTS = 2**17
@@ -64,6 +66,7 @@ class Kinds:
       stored: whether masked blocks are stored.
       parts: whether the mask hides some parts of masked blocks whole.
       dead: whether there may be keys that no query may attend to, whose k and v may be NaN.
+      diagonals: places of masked blocks that the kernel has code for (`impls.splash_tpu.bands`).
     """
 
     full: bool
@@ -72,6 +75,7 @@ class Kinds:
     stored: bool
     parts: bool
     dead: bool
+    diagonals: tuple[int, ...] = ()
 
 
 @functools.lru_cache(maxsize=64)
@@ -102,14 +106,18 @@ def static_steps(
     masked = flags & MASKED > 0
     shard, b = np.indices(q.shape)[:2]
     left = left[shard, b, n, q, kv]  # [shards, b, heads, L, parts]
-    flags = flags + masked * (left @ (PART << np.arange(left.shape[-1])))
+    at = kv * blocks.kv - (q * blocks.q + shard * local)
+    places = diagonals(mask, (local, kv_length), blocks, at[masked])
+    told = (at[..., None] == np.array(places)) if places else left
+    flags = flags + masked * (told @ (PART << np.arange(told.shape[-1])))
     found = Kinds(
         full=bool(((flags & COMPUTE > 0) & ~masked).any()),
         masked=bool(masked.any()),
         empty=bool((flags & COMPUTE == 0).any()),
         stored=bool(masked.any()) and not mask.is_computed,
-        parts=bool((masked & ~left.all(axis=-1)).any()),
+        parts=bool((masked & ~left.all(axis=-1)).any()) and not places,
         dead=not seen.all(),
+        diagonals=places,
     )
     place = stored = None
     if found.stored:

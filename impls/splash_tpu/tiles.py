@@ -7,7 +7,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import operator
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -17,6 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
+from impls.splash_tpu.bands import Keys, Part, band_of, cut, inside, squares, whole
 from impls.splash_tpu.block_sizes import LANES, Layout
 from impls.splash_tpu.call import Call
 from impls.splash_tpu.schedule import COMPUTE, FIRST, LAST, MASKED, PART
@@ -35,7 +35,7 @@ class Step(NamedTuple):
     last: Any
     computes: Any  # whether the pair of blocks contributes
     masked: Any  # whether the mask hides part of the pair of blocks
-    part: Callable[[int], Any]  # whether it leaves anything of a part of a masked block, by number
+    part: Callable[[int], Any]  # by number, whether it leaves anything of a part of a masked block, or where that lies
 
     @property
     def unmasked(self) -> Any:
@@ -53,13 +53,14 @@ def meaning(call: Call, flags: Callable[[], jax.Array], length: int) -> dict[str
     """
     kinds = call.kinds
     mixed = kinds.full and kinds.masked
-    bits: Any = flags() if length > 1 or kinds.empty or mixed or kinds.parts else None
+    told = kinds.parts or len(kinds.diagonals) > 1
+    bits: Any = flags() if length > 1 or kinds.empty or mixed or told else None
     return {
         "first": True if length == 1 else bits & FIRST > 0,
         "last": True if length == 1 else bits & LAST > 0,
         "computes": bits & COMPUTE > 0 if kinds.empty else True,
         "masked": bits & MASKED > 0 if mixed else kinds.masked,
-        "part": lambda number: bits & (PART << number) > 0 if kinds.parts else True,
+        "part": lambda number: bits & (PART << number) > 0 if told else True,
     }
 
 
@@ -73,41 +74,32 @@ def when(*conditions: Any) -> Callable[[Callable[[], None]], None]:
     return pl.when(functools.reduce(operator.and_, asked))
 
 
-class Part(NamedTuple):
-    """Of a pair of blocks: some of its queries, and the first key of each step of computing."""
-
-    rows: slice
-    starts: range
-
-    @property
-    def size(self) -> int:
-        """Queries."""
-        size: int = self.rows.stop - self.rows.start
-        return size
-
-
-def add_block(call: Call, step: Step, add: Callable[..., None]) -> None:
+def add_block(call: Call, step: Step, add: Callable[[tuple[Part, ...]], None]) -> None:
     """Add a pair of blocks, and of one that the mask hides in part only the parts of which it leaves anything.
 
     Args:
       call: the kernel.
       step: where it is.
-      add: adds a `Part`, given too whether the mask hides any of it.
+      add: adds parts of it.
     """
-    blocks = call.blocks
-    whole = Part(slice(0, blocks.q), range(0, blocks.kv, blocks.compute))
-    if call.kinds.full:
-        when(step.computes, step.unmasked)(lambda: add(whole, masked=False))
-    if not call.kinds.masked:
+    blocks, kinds = call.blocks, call.kinds
+    if kinds.full:
+        # Of the forward, several parts are under way at a time.
+        rows = blocks.known_parts[0] if call.phase == "forward" else blocks.q
+        when(step.computes, step.unmasked)(lambda: add(whole(blocks, rows, masked=False)))
+    if not kinds.masked:
         return
-    if call.fused or not call.kinds.parts:  # fused, each part would take dq from HBM and back
-        when(step.computes, step.masked)(lambda: add(whole, masked=True))
-        return
-    q, kv = blocks.parts
-    places = itertools.product(range(0, blocks.q, q), range(0, blocks.kv, kv))
-    for number, (row, start) in enumerate(places):
-        part = Part(slice(row, row + q), range(start, start + kv, blocks.compute))
-        when(step.computes, step.masked, step.part(number))(functools.partial(add, part, masked=True))
+    if kinds.diagonals:
+        band = band_of(call.plan.mask)
+        assert band is not None
+        for number, diagonal in enumerate(kinds.diagonals):
+            here = step.part(number) if len(kinds.diagonals) > 1 else True
+            when(step.computes, step.masked, here)(functools.partial(add, cut(blocks, band, diagonal)))
+    elif call.fused or not kinds.parts:  # fused, each part would take dq from HBM and back
+        when(step.computes, step.masked)(lambda: add(whole(blocks, blocks.q, masked=True)))
+    else:
+        for number, part in enumerate(squares(blocks)):
+            when(step.computes, step.masked, step.part(number))(functools.partial(add, (part,)))
 
 
 def read(ref: Any, layout: Layout, start: int = 0, size: int | None = None) -> tuple[jax.Array, int]:
@@ -160,44 +152,60 @@ class Masking(NamedTuple):
     other_ids: Any  # [1, m] of the other
 
 
-def allowed(call: Call, masking: Masking, rows: slice, start: int, *, masked: bool) -> jax.Array | None:
+def allowed(call: Call, masking: Masking, rows: slice, keys: Keys) -> jax.Array | None:
     """Booleans of one step of computing, none if every pair is allowed: `[q, kv]`, for dk and dv `[kv, q]`.
 
     Args:
       call: the kernel.
       masking: of the pair of blocks.
       rows: its queries inside the block.
-      start: its first key inside the block.
-      masked: whether the mask hides part of the block; segment ids may hide any.
+      keys: its keys, and whether the mask hides any; segment ids may hide any.
     """
     blocks = call.blocks
-    keys = slice(start, start + blocks.compute)
+    own = slice(keys.start, keys.start + keys.size)
     transposed = call.phase == "dkv"
     size = rows.stop - rows.start
-    shape = (blocks.compute, size) if transposed else (size, blocks.compute)
+    shape = (keys.size, size) if transposed else (size, keys.size)
     found = None
-    if masked and masking.stored is not None:
-        stored = masking.stored[keys, rows] if transposed else masking.stored[rows, keys]
+    if keys.masked and masking.stored is not None:
+        stored = masking.stored[own, rows] if transposed else masking.stored[rows, own]
         found = stored.astype(jnp.int32) != 0
-    elif masked:
-        i = lax.broadcasted_iota(jnp.int32, shape, 1 if transposed else 0) + (
-            masking.q_offset() + (masking.step.q * blocks.q + rows.start)
-        )
-        j = lax.broadcasted_iota(jnp.int32, shape, 0 if transposed else 1) + (masking.step.kv * blocks.kv + start)
-        assert call.plan.mask is not None
-        found = call.plan.mask.allowed(i, j)
-        if call.plan.kv_length % blocks.kv:
-            found = found & (j < call.plan.kv_length)
+    elif keys.masked:
+        found = _computed(call, masking, rows, keys, functools.partial(lax.broadcasted_iota, jnp.int32, shape))
     if call.segmented:
         if transposed:
-            same = across(masking.ids[keys, :], size) == masking.other_ids[:, rows]
+            same = across(masking.ids[own, :], size) == masking.other_ids[:, rows]
         else:
-            same = across(masking.ids[rows, :], blocks.compute) == masking.other_ids[:, keys]
+            same = across(masking.ids[rows, :], keys.size) == masking.other_ids[:, own]
         found = same if found is None else found & same
     if found is not None and call.plan.q_length % blocks.q:
         # Rows that only fill the last block see no key: what they would see may hold NaN.
         row = lax.broadcasted_iota(jnp.int32, shape, 1 if transposed else 0) + (masking.step.q * blocks.q + rows.start)
         found = found & (row < call.plan.q_length)
+    return found
+
+
+def _computed(
+    call: Call, masking: Masking, rows: slice, keys: Keys, place: Callable[[int], jax.Array]
+) -> jax.Array | None:
+    """What the formula of the mask allows, `place` the places in the tile along an axis."""
+    plan, blocks, step = call.plan, call.blocks, masking.step
+    of_keys, of_queries = (0, 1) if call.phase == "dkv" else (1, 0)
+    band = band_of(plan.mask)
+    if keys.diagonal is not None:
+        assert band is not None
+        return inside(band, keys, rows.stop - rows.start, place(of_keys) - place(of_queries), keys.diagonal)
+    first_query = masking.q_offset() + (step.q * blocks.q + rows.start)
+    first_key = step.kv * blocks.kv + keys.start
+    if band is None:
+        assert plan.mask is not None
+        found = plan.mask.allowed(place(of_queries) + first_query, place(of_keys) + first_key)
+    else:
+        difference = place(of_keys) - place(of_queries)
+        found = inside(band, keys, rows.stop - rows.start, difference, first_key - first_query)
+    if plan.kv_length % blocks.kv:
+        exists = place(of_keys) < plan.kv_length - first_key
+        found = exists if found is None else found & exists
     return found
 
 

@@ -25,10 +25,10 @@ PHASES = ("forward", "dq", "dkv")
 _ENTRIES = read(TABLE)
 _ROOM = DEFAULT_SCOPED // 4
 """VMEM left for what a call has beside its blocks: stored masks, ids and caps, with which nothing was tuned."""
-_TRIED = ((512, 512, 512), (1024, 512, 512), (512, 1024, 512), (1024, 1024, 512), (1024, 1024, 1024), (256, 512, 512))
-"""Queries and keys of a block, and keys that are computed at a time; by VMEM, but for the last, which hardly wins."""
-_TRIED_FORWARD = ((512, 512, 512), (1024, 1024, 512), (1024, 2048, 512), (2048, 2048, 512))
-"""Of the forward, likewise; masked blocks of the last two leave out parts of 1024 by 1024."""
+_TRIED = ((512, 512, 512, 512), (1024, 512, 512, 512), (1024, 1024, 512, 512), (1024, 1024, 512, 256))
+"""Queries and keys of a block, keys that are computed at a time, and queries and keys of a part; by VMEM."""
+_TRIED_FORWARD = (*_TRIED, (2048, 2048, 512, 512))
+"""Of the forward, likewise."""
 
 
 def span(mask: Mask, kv_length: int) -> int:
@@ -123,13 +123,14 @@ def _settings(case: Case) -> KnobSettings:
 
 
 def _setting(blocks: Blocks) -> Setting:
-    return {"q": blocks.q, "kv": blocks.kv, "kv_compute": blocks.compute}
+    return {"q": blocks.q, "kv": blocks.kv, "kv_compute": blocks.compute, "part": blocks.part}
 
 
 def _candidates(phase: str, case: Case) -> Iterator[Setting]:
-    for q, kv, compute in _TRIED_FORWARD if phase == "forward" else _TRIED:
-        if q <= case.q_length and kv <= case.kv_length:
-            yield {"q": q, "kv": kv, "kv_compute": compute}
+    longest = span(_mask(case), case.kv_length)
+    for q, kv, compute, part in _TRIED_FORWARD if phase == "forward" else _TRIED:
+        if q <= case.q_length and kv <= longest:
+            yield {"q": q, "kv": kv, "kv_compute": compute, "part": part}
 
 
 def _key(case: Case) -> dict[str, int]:

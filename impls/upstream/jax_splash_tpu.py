@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -19,14 +19,16 @@ import numpy as np
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as splash_mask
 
-from cases.case import Case
+from cases.case import Case, parse
 from cases.masks import Mask
 from conformance.contract import Accelerator, Arithmetic, Implementation
+from conformance.tunable import Knob, KnobSettings, Setting, Tunable
 from impls.upstream.mask_flags import case_mask
 from impls.upstream.refusals import refuse, refuse_because
 from impls.upstream.splash_masks import BLOCK, lazy_mask, whole_blocks
 from impls.versions import default_products, interpret_or, runs_on
 
+BlockSizes = splash.BlockSizes
 _COMPILED_BLOCK = 512  # As ours by default: with the smallest ones, which are its own default, a call is slow.
 UNSUPPORTED = {"bias": "takes no bias", "indexer": "takes masks that are known when its kernel is made"}
 
@@ -45,6 +47,7 @@ def attention(
     save_residuals: bool = False,
     fused_backward: bool = False,
     largest_block: int = BLOCK,
+    block_sizes: BlockSizes | None = None,
     interpret: Any = None,
 ) -> Any:
     """The canonical call (`conformance.contract`).
@@ -62,6 +65,7 @@ def attention(
       save_residuals: Return the logsumexp too.
       fused_backward: One kernel for all gradients, instead of one for dq and one for dk and dv.
       largest_block: Blocks are as long as this, or the next power of two below it that divides a length.
+      block_sizes: Of each of its kernels, instead.
       interpret: As in `pallas_call`; by default true unless the process runs on a TPU.
     """
     refuse(
@@ -94,8 +98,7 @@ def attention(
         is_mqa=in_groups,
         soft_cap=None if soft_cap is None else float(soft_cap),
         save_residuals=save_residuals,
-        fused_backward=fused_backward,
-        largest_block=largest_block,
+        block_sizes=block_sizes or _uniform(q_length, kv_length, largest_block, fused_backward=fused_backward),
         interpret=interpret_or(interpret, "tpu"),
     )
     q, k, v = (x.transpose(0, 2, 1, 3) for x in (q, k, v))
@@ -122,14 +125,27 @@ def _kernel(
     is_mqa: bool,
     soft_cap: float | None,
     save_residuals: bool,
-    fused_backward: bool,
-    largest_block: int,
+    block_sizes: BlockSizes,
     interpret: Any,
 ) -> Callable[..., Any]:
     """A kernel for one mask and shape. Cached: it holds the processed mask, and jit knows it by identity."""
     make = splash.make_splash_mqa_single_device if is_mqa else splash.make_splash_mha_single_device
-    q, kv = (math.gcd(length, largest_block) for length in (q_length, kv_length))
-    sizes = splash.BlockSizes(
+    # Called while tracing, the arrays of the kernel must still be arrays: the next trace gets them from the cache.
+    with jax.ensure_compile_time_eval():
+        kernel: Callable[..., Any] = make(
+            splash_mask.MultiHeadMask(_head_masks(mask, q_length, kv_length, num_heads)),
+            block_sizes=block_sizes,
+            save_residuals=save_residuals,
+            attn_logits_soft_cap=soft_cap,
+            interpret=interpret,
+        )
+    return kernel
+
+
+def _uniform(q_length: int, kv_length: int, largest: int, *, fused_backward: bool) -> BlockSizes:
+    """The same blocks in every kernel, as long as `largest` or the next power of two below it that divides a length."""
+    q, kv = (math.gcd(length, largest) for length in (q_length, kv_length))
+    return BlockSizes(
         block_q=q,
         block_kv=kv,
         block_q_dkv=q,
@@ -138,16 +154,6 @@ def _kernel(
         block_kv_dq=None if fused_backward else kv,
         use_fused_bwd_kernel=fused_backward,
     )
-    # Called while tracing, the arrays of the kernel must still be arrays: the next trace gets them from the cache.
-    with jax.ensure_compile_time_eval():
-        kernel: Callable[..., Any] = make(
-            splash_mask.MultiHeadMask(_head_masks(mask, q_length, kv_length, num_heads)),
-            block_sizes=sizes,
-            save_residuals=save_residuals,
-            attn_logits_soft_cap=soft_cap,
-            interpret=interpret,
-        )
-    return kernel
 
 
 def _head_masks(mask: Mask, q_length: int, kv_length: int, num_heads: int) -> list[splash_mask.Mask]:
@@ -168,6 +174,54 @@ def _limit(mask: Mask, q_length: int, kv_length: int) -> str | None:
     if not mask.is_computed and mask.dense(q_length, kv_length).shape[0] > 1:
         return "takes one mask for the whole batch, not one for each batch row (dense_batch, lengths)"
     return None
+
+
+def _tunable(attention: Callable[..., Any]) -> Tunable:
+    """Its blocks, of each of its kernels."""
+
+    def call(settings: KnobSettings, **options: Any) -> Callable[..., Any]:
+        forward, dq, dkv = (settings[name] for name in _KERNELS)
+        sizes = BlockSizes(
+            block_q=forward["q"],
+            block_kv=forward["kv"],
+            block_kv_compute=forward["kv_compute"],
+            block_q_dq=dq["q"],
+            block_kv_dq=dq["kv"],
+            block_q_dkv=dkv["q"],
+            block_kv_dkv=dkv["kv"],
+            block_kv_dkv_compute=dkv["kv_compute"],
+        )
+        return functools.partial(attention, block_sizes=sizes, **options)
+
+    def candidates(case: Case) -> Iterator[Setting]:
+        for q, kv, compute in _TRIED:
+            if case.q_length % q == 0 and case.kv_length % kv == 0:
+                yield {"q": q, "kv": kv, "kv_compute": compute}
+
+    def settings(case: Case) -> KnobSettings:
+        q, kv = (math.gcd(length, _COMPILED_BLOCK) for length in (case.q_length, case.kv_length))
+        return {name: {"q": q, "kv": kv, "kv_compute": kv} for name in _KERNELS}
+
+    return Tunable(
+        knobs=tuple(
+            Knob(
+                name=name,
+                phase="forward" if name == "forward" else "forward+backward",
+                candidates=candidates,
+                kernel=kernel,
+            )
+            for name, kernel in _KERNELS.items()
+        ),
+        settings=settings,
+        call=call,
+        native=functools.partial(call, interpret=False),
+        key=lambda case: {"kv_length": case.kv_length},
+        cases=lambda: (parse("train/bf16/B1.T8192.S8192.N1.K1.H128.V128/causal/normal/s0"),),
+    )
+
+
+_KERNELS = {"forward": "residuals", "dq": "_dq", "dkv": "_dkv"}  # how their names end
+_TRIED = ((512, 512, 512), (1024, 1024, 512), (1024, 1024, 1024), (1024, 2048, 512), (2048, 2048, 512))
 
 
 def _name(fused_backward: bool) -> str:
@@ -197,6 +251,7 @@ def _implementation(fused_backward: bool) -> Implementation:
                 attention, fused_backward=fused_backward, largest_block=_COMPILED_BLOCK, interpret=False
             ),
         ),
+        tunable=None if fused_backward else _tunable(attention),
     )
 
 

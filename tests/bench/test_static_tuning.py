@@ -18,7 +18,7 @@ from conformance.accelerators.targets import targets_of
 from conformance.accelerators.tpus import TPUS
 from conformance.bench import static_tuning
 from conformance.calling import registry
-from conformance.commands import cycles, static_tune
+from conformance.commands import cycles, cycles_beside, static_tune
 from impls.splash_tpu import tuned
 from impls.splash_tpu.block_sizes import Blocks, BlockSizes
 from impls.splash_tpu.vmem import Depths
@@ -28,8 +28,8 @@ V6E = next(target for target in targets_of("tpu") if target.name == "v6e")
 
 
 def cost(sizes: BlockSizes) -> dict[str, float]:
-    """Made-up cycles of each kernel: the fewest for long blocks of queries in the forward pass, for short ones else."""
-    told = {"a_forward": 4000 - sizes.forward.q, "a_dq": 4000 + sizes.dq.q, "a_dkv": 4000.0 + sizes.dkv.q / 100}
+    """Made-up cycles of each kernel: the fewest for long blocks of queries in the forward, for short parts in dq."""
+    told = {"a_forward": 4000 - sizes.forward.q, "a_dq": 4000 + sizes.dq.part, "a_dkv": 4000.0 + sizes.dkv.q / 100}
     return {f"{kernel}.call_cycles": float(value) for kernel, value in told.items()}
 
 
@@ -59,7 +59,7 @@ def choose() -> dict[str, static_tuning.StaticChoice]:
 def test_each_kernel_gets_what_takes_it_the_fewest_cycles() -> None:
     found = choose()
     assert found["forward"].setting["q"] == 2048
-    assert found["dq"].setting["q"] == 256
+    assert found["dq"].setting["part"] == 256
     assert found["dkv"].setting == found["dkv"].before  # less than 3% fewer is nothing
     refused = [one for one in found["dkv"].estimates if one.cycles is None]
     assert {one.setting["kv"] for one in refused} == {1024}
@@ -82,11 +82,11 @@ def test_the_command_shows_candidates_and_keeps_the_choice_with_its_provenance(
     (entry,) = tunable.read(path)
     assert (entry.device, entry.key["span"], entry.settings["forward"]["q"]) == ("TPU v6 lite", 2048, 2048)
     assert entry.provenance["compiler"] == "libtpu 1"
-    assert entry.provenance["knobs"]["dkv"].endswith("of 6 settings, 3 refused")
+    assert entry.provenance["knobs"]["dkv"].endswith("of 4 settings, 2 refused")
     said = capsys.readouterr().out
     assert "never checked on a chip" in said
-    assert "v6e dkv q=1024 kv=1024 kv_compute=512: refused: no room" in said
-    assert f"v6e takes forward q=2048 kv=2048 kv_compute=512, {CASE.id}" in said
+    assert "v6e dkv q=1024 kv=1024 kv_compute=512 part=512: refused: no room" in said
+    assert f"v6e takes forward q=2048 kv=2048 kv_compute=512 part=512, {CASE.id}" in said
     # One kernel by itself: no gradients are compiled, and what was said of the others stays.
     monkeypatch.setattr(tuned, "_ENTRIES", (entry,))
     monkeypatch.setattr(tuned, "device_kind", lambda platform: entry.device)
@@ -166,3 +166,22 @@ def test_the_table_is_whole() -> None:
     assert json.loads(tuned.TABLE.read_text())["entries"] == [
         dataclasses.asdict(one) for one in sorted(entries, key=lambda one: one.place)
     ]
+
+
+@pytest.mark.usefixtures("no_chip")
+def test_kernels_stand_side_by_side_each_at_its_best_blocks(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(cycles, "why_not", lambda: None)
+    monkeypatch.setattr(cycles_beside, "_told", compiled)
+    asked = ["cycles", "--target=v6e", "--knob=forward", "--knob=dkv", f"--case={CASE.id}"]
+    asked += ["--impl=splash_tpu", "--impl=splash_tpu_fused"]
+    assert cli.main(cli.parser().parse_args(asked)) == 0
+    rows = [line.split(" | ")[1:] for line in capsys.readouterr().out.splitlines() if line.startswith("| train")]
+    assert rows == [
+        ["`splash_tpu`", "forward", "2.0 at 2048, 2048, 512, 512 |"],
+        ["`splash_tpu`", "dkv", "4.0 at 512, 512, 512, 512 |"],
+        ["`splash_tpu_fused`", "all kernels", "12.0 |"],  # it has nothing to choose
+    ]
+    assert cli.main(cli.parser().parse_args(["cycles", f"--case={CASE.id}"])) == 2
+    assert "--case compares implementations, which --impl names" in capsys.readouterr().err

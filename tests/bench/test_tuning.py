@@ -238,6 +238,7 @@ def test_kernels_declare_what_may_be_tuned(name: str) -> None:
     """Every candidate has the shape of the setting in force, and the tables that are kept can be read."""
     declared = registry.find(name).tunable
     assert declared is not None
+    assert declared.table is not None
     tunable.read(declared.table)
     for case in declared.cases():
         assert parse(case.id) == case

@@ -140,7 +140,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         "splash-reads-the-tail",
-        Change("tiles", "if call.plan.kv_length % blocks.kv:", "if call.plan.kv_length < 0:"),
+        Change("tiles", "if plan.kv_length % blocks.kv:", "if plan.kv_length < 0:"),
         kind="tails.padding-attended",
         reference="tokamax f896356 (padded keys attended)",
         shows=("out", "logsumexp", "dq"),
@@ -156,7 +156,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         "splash-dq-without-row-sums",
-        Change("dq", " - across(scratch.row_sums[rows, :], size))", ")"),
+        Change("dq", " - across(scratch.row_sums[rows, :], keys.size))", ")"),
         kind="backward.no-row-sums",
         reference="inferred from Dao 2023, section 3.1.2",
         shows=("dq",),
@@ -173,12 +173,13 @@ BUGS: tuple[PlantedBug, ...] = (
         "splash-fused-dq-read-before-it-is-there",
         Change(
             "dkv",
-            "    pltpu.sync_copy(rows, scratch.dq)\n    scratch.dq[...] += dq\n",
+            "    pltpu.sync_copy(block, scratch.dq)\n    for rows, dq in added:\n        scratch.dq[rows, :] += dq\n",
             """
     def late(semaphore):
-        copy = pltpu.make_async_copy(rows, scratch.dq, semaphore)
+        copy = pltpu.make_async_copy(block, scratch.dq, semaphore)
         copy.start()
-        scratch.dq[...] += dq
+        for rows, dq in added:
+            scratch.dq[rows, :] += dq
         copy.wait()
 
     pl.run_scoped(late, pltpu.SemaphoreType.DMA)
@@ -193,8 +194,8 @@ BUGS: tuple[PlantedBug, ...] = (
         "splash-parts-of-a-block-in-another-order",
         Change(
             "tiles",
-            "enumerate(places)",
-            "enumerate(sorted(places, key=operator.itemgetter(1, 0)))",
+            "enumerate(squares(blocks))",
+            "enumerate(sorted(squares(blocks), key=lambda part: part.keys[0].start))",
         ),
         kind="blocks.skip-partial",
         reference="inferred from tokamax 620ac16 (skip list)",
