@@ -322,6 +322,7 @@ def test_what_cannot_say_what_it_supports_is_an_error_of_the_case(what: str, tmp
     assert (record.check, record.verdict) == ("support", records.ERROR)
 
 
+@pytest.mark.long
 def test_a_folder_of_any_depth_is_removed(find: Find) -> None:
     implementation = find("digs")
     executor.executor_of(implementation).forward(draw(CASE))
@@ -338,6 +339,7 @@ def test_what_a_kernel_forks_does_not_answer_for_it(find: Find) -> None:
         assert np.array_equal(apart.forward(problem).values["out"], expected)
 
 
+@pytest.mark.long
 def test_a_kernel_that_does_not_read_is_too_slow(find: Find) -> None:
     apart = executor.executor_of(find("answers_ahead", Limits(seconds=3.0, memory=LIMITS.memory)))
     large = draw(Case(q_length=256, kv_length=256, head_dim=1024, v_head_dim=1024))

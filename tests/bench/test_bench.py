@@ -135,6 +135,7 @@ def rows(phase: str) -> dict[str, Measurement]:
     return {row.implementation: row for row in compared().measurements if row.phase == phase}
 
 
+@pytest.mark.long
 def test_what_is_wrong_is_said_beside_its_speed(product: None) -> None:
     forward, backward = rows(FORWARD), rows(BACKWARD)
     assert {name: row.outcome for name, row in forward.items()} == {

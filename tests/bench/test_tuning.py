@@ -364,6 +364,7 @@ def test_a_mosaic_kernel_is_preferred_where_it_is_right_and_faster_than_the_tune
     assert not sizes.mosaic_dkv.preferred
 
 
+@pytest.mark.long
 def test_a_mosaic_kernel_with_wrong_results_is_never_preferred(monkeypatch: pytest.MonkeyPatch) -> None:
     found, sizes = tuned(monkeypatch, wrong=lambda sizes: sizes.mosaic_forward.preferred)
     assert not sizes.mosaic_forward.preferred
@@ -372,6 +373,7 @@ def test_a_mosaic_kernel_with_wrong_results_is_never_preferred(monkeypatch: pyte
     assert {row.outcome for row in rows if "preferred=True" in row.implementation} == {DIFFERS}
 
 
+@pytest.mark.long
 def test_the_table_decides_which_back_end_computes_a_kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What tuning writes is what the call takes on that kind of GPU, and on no other."""
     found, _ = tuned(monkeypatch, wrong=lambda sizes: False)

@@ -152,6 +152,7 @@ def quick() -> Grid:
     return grid("quick", 0)
 
 
+@pytest.mark.long
 def test_the_quick_grid_contains_every_feasible_pair_of_levels(quick: Grid) -> None:
     present = set().union(*(pairs_of(levels_of(case)) for case in quick.cases))
     expected = feasible_pairs()

@@ -56,6 +56,7 @@ def test_they_are_asked_from_standard_on() -> None:
     assert set(far_cases()) <= set(GRID.cases(dataclasses.replace(asked, level="standard")))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("case", far_cases(), ids=lambda case: case.id)
 def test_each_discriminates(case: Case) -> None:
     null, margin = weakest(margins(Subject(Executor(registry.find("dot_product")), case, default())))

@@ -100,6 +100,7 @@ def test_the_smallest_case_is_the_plainest() -> None:
     assert smallest(lambda case: True) == PLAINEST
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("condition", "expected"),
     [

@@ -51,6 +51,7 @@ def test_a_right_function_is_called_wrong_by_no_case(function: Callable[..., Any
     assert [record for record in judged(function, seed, 1) if record.verdict in RED] == []
 
 
+@pytest.mark.long
 def test_what_a_stored_call_is_not_asked_is_shown() -> None:
     asked = Asked(from_function(served.paged, "kernel"), "quick", 0)
     (rich,) = asked.grid.rich

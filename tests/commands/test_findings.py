@@ -99,6 +99,7 @@ def test_a_single_case_is_shrunk(capsys: pytest.CaptureFixture[str]) -> None:
     assert recorded.is_complete
 
 
+@pytest.mark.long
 def test_a_signal_while_findings_are_confirmed_costs_nothing_that_was_judged(monkeypatch: pytest.MonkeyPatch) -> None:
     pressed = []
 
@@ -120,6 +121,7 @@ def test_time_is_not_negative(capsys: pytest.CaptureFixture[str]) -> None:
     assert "--confirm-seconds must not be negative, got -1" in capsys.readouterr().err
 
 
+@pytest.mark.long
 def test_a_wrong_kernel_is_compared_with_planted_bugs_in_the_run_and_in_later_reports(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

@@ -200,6 +200,7 @@ def test_signals_that_who_asks_ignores_or_blocks_reach_it_all_the_same() -> None
     forked._forget()
 
 
+@pytest.mark.long
 def test_an_origin_that_is_killed_takes_its_own_with_it_and_is_followed_by_another() -> None:
     forked._forget()
     process = Forked(sleeps)

@@ -150,6 +150,7 @@ def judged(case: Case) -> dict[str, Record]:
     return {record.observable: record for record in Runner(Settings()).run(jobs)}
 
 
+@pytest.mark.long
 def test_it_is_right_in_the_interpreter_and_nothing_races() -> None:
     (case,) = interpreted_cases(platform="gpu")
     found = judged(case)

@@ -117,6 +117,7 @@ def test_a_selection_must_have_four_axes() -> None:
         Indexer(jnp.ones((2, 3), bool))  # type: ignore[arg-type]  # of JAX
 
 
+@pytest.mark.long
 def test_a_block_without_a_selected_key_is_not_computed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Outside `jit` a scan is a loop and a branch is taken or not, so that products can be counted."""
     import impls.block_flash.backward as backward

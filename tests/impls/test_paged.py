@@ -37,6 +37,7 @@ def on_host(lists: Any) -> Any:
     return jax.tree.map(np.asarray, lists)
 
 
+@pytest.mark.long
 @settings(max_examples=60)
 @given(
     st.lists(st.tuples(st.integers(0, 20), st.integers(0, 30)), max_size=5),
@@ -58,6 +59,7 @@ def test_tiles_are_the_queries_that_are_there(sequences: list[tuple[int, int]], 
     assert total <= len(tiles.row)
 
 
+@pytest.mark.long
 @settings(max_examples=60)
 @given(
     st.lists(st.tuples(st.integers(0, 20), st.integers(0, 30)), max_size=5),

@@ -66,6 +66,7 @@ def int32(*values: int) -> jax.Array:
     return jnp.asarray(values, jnp.int32)
 
 
+@pytest.mark.long
 @settings(max_examples=80, deadline=None)
 @given(st.lists(st.integers(0, 50), min_size=4, max_size=4), st.sampled_from([1, 7, 16, 50]))
 def test_blocks_follow_the_lengths_and_not_the_size_of_the_cache(lengths: list[int], block: int) -> None:

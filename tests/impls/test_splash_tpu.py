@@ -101,6 +101,7 @@ def test_a_step_that_computes_nothing_fetches_nothing() -> None:
     assert len(np.unique(kv[: idle.max() + 2])) == 1
 
 
+@pytest.mark.long
 def test_work_follows_the_window() -> None:
     kernel = make_splash(Window(1023, 0), 32768, 32768, num_q_heads=1)
     active = int((Window(1023, 0).blocks(32768, 32768, 512, 512) != EMPTY).sum())

@@ -125,6 +125,7 @@ def test_a_right_kernel_is_left_alone_and_what_was_reached_is_told() -> None:
     assert "f32" in told
 
 
+@pytest.mark.long
 def test_a_constant_in_the_source_leads_to_the_lengths_at_which_it_matters() -> None:
     found = explored(long_thirds, examples=24, seed=9)
     assert found.failing is not None
@@ -137,6 +138,7 @@ def test_a_constant_in_the_source_leads_to_the_lengths_at_which_it_matters() -> 
     assert "tried beside them: " in said
 
 
+@pytest.mark.long
 def test_without_clues_such_lengths_are_not_drawn() -> None:
     found = explored(long_thirds, examples=24, seed=1, clues=NO_CLUES)
     assert found.failing is None
@@ -149,6 +151,7 @@ def test_what_the_grid_has_not_combined_is_counted() -> None:
     assert f"{found.beyond} pairs that the grid has not combined" in explore.told(found, 0)
 
 
+@pytest.mark.long
 def test_the_same_seed_draws_the_same_cases() -> None:
     def cases_of(seed: int) -> list[str]:
         return sorted({record.case for record in explored(right, examples=5, seed=seed).records})
@@ -172,6 +175,7 @@ def test_a_query_that_is_hardly_ever_drawn_keeps_time_too() -> None:
     assert found.failing is None
 
 
+@pytest.mark.long
 def test_an_expected_failure_is_no_find_and_its_passing_neither() -> None:
     def settings(check: str) -> Settings:
         return Settings(expected_failures=(ExpectedFailure(implementation="it", reason="known", check=[check]),))
@@ -186,6 +190,7 @@ def test_an_expected_failure_is_no_find_and_its_passing_neither() -> None:
     assert explored(right, examples=3, settings=settings("forward")).failing is None
 
 
+@pytest.mark.long
 def test_a_crash_is_a_find() -> None:
     def crashes(q: Any, k: Any, v: Any, *, scale: Any = None) -> Any:
         if scale is not None:
@@ -198,6 +203,7 @@ def test_a_crash_is_a_find() -> None:
     assert any("no such tile" in record.reason for record in found.records)
 
 
+@pytest.mark.long
 def test_time_is_kept_while_drawing() -> None:
     started = time.monotonic()
     found = explored(right, seconds=2.0)
@@ -205,6 +211,7 @@ def test_time_is_kept_while_drawing() -> None:
     assert found.failing is None
 
 
+@pytest.mark.long
 def test_time_is_kept_while_shrinking(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(explore, "_UNLIMITED_SHRINK", 0.0)
     found = explored(window_when_lengths_differ, examples=60)
@@ -334,6 +341,7 @@ def test_help_teaches(capsys: pytest.CaptureFixture[str]) -> None:
         assert part in said
 
 
+@pytest.mark.long
 def test_an_interrupt_keeps_what_was_judged(folder: Path) -> None:
     command = ["-m", "conformance", "explore", "--impl=kernel.py:loud", "--in-process"]
     command += ["--seed=0", "--json=r.jsonl", "--seconds=300"]
@@ -344,6 +352,7 @@ def test_an_interrupt_keeps_what_was_judged(folder: Path) -> None:
     assert records.read_jsonl(folder / "r.jsonl")
 
 
+@pytest.mark.long
 def test_implementations_of_this_project_can_be_explored() -> None:
     found = explore.explore(registry.find("dot_product"), Settings(), Budget(seconds=None, examples=3, seed=0))
     assert found.failing is None

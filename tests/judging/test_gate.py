@@ -190,6 +190,7 @@ def test_a_check_is_chosen_by_its_name_and_asked_alone(repository: Repository) -
     assert collected(repository, "-k", "forms") != collected(repository)
 
 
+@pytest.mark.long
 def test_a_gate_goes_on_with_a_file(repository: Repository, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(repository.path / "step.md"))
     assert gate(repository, FEW, "--conformance-json=whole.jsonl").ret == 0
@@ -224,6 +225,7 @@ def test_a_plain_run_that_does_not_judge_says_what_does(repository: Repository) 
     assert "not judged" not in repository.pytest("-q", "test_other.py").stdout.str()
 
 
+@pytest.mark.long
 def test_the_report_and_its_records_are_the_same_from_two_processes(repository: Repository) -> None:
     assert gate(repository, FEW, "--conformance-report=one.html", "--require-platform=cpu").ret == 0
     two = repository.pytest(
@@ -288,6 +290,7 @@ some = {some}
 """
 
 
+@pytest.mark.long
 def test_expected_failures_do_not_fail_and_unexpected_passes_do(repository: Repository) -> None:
     repository.settings(EXPECTED.format(name="wrong", some="true"))
     assert repository.pytest("--pyargs", "conformance", FEW).ret == 0
@@ -316,6 +319,7 @@ narrow = dataclasses.replace(from_function(attention, "narrow"), supports_case=o
 """
 
 
+@pytest.mark.long
 def test_an_expected_failure_that_a_whole_run_does_not_see_is_a_failure_of_the_run(repository: Repository) -> None:
     kernel = repository.path / "kernel.py"
     kernel.write_text(f"import dataclasses\n{KERNEL}{FEW_SUPPORTED}")
@@ -335,6 +339,7 @@ def test_other_test_runs_do_not_load_jax(repository: Repository) -> None:
     assert repository.pytest("test_other.py", from_nothing=True).ret == 0
 
 
+@pytest.mark.long
 def test_a_gate_is_compared_with_a_baseline(repository: Repository) -> None:
     assert gate(repository, FEW, "-k", "forward", "--conformance-json=before.jsonl").ret == 0
     again = gate(repository, FEW, "-k", "forward", "--conformance-baseline=before.jsonl")

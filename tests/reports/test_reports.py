@@ -234,6 +234,7 @@ def test_the_page_is_the_same_twice() -> None:
     assert html.render(records, run_info()) == html.render(records, run_info())
 
 
+@pytest.mark.long
 def test_a_long_run_stays_small_and_quick(tmp_path: Path) -> None:
     records = many(20_000)
     start = time.process_time()

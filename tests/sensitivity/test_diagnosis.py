@@ -174,6 +174,7 @@ def test_a_right_kernel_has_nothing_wrong() -> None:
 ROW = re.compile(r"^\| ([^|]+) \| (\d+) \| (\d+) \| (\d+) \| (\d+) \| (\d+) \| ([^|]*) \|$", re.MULTILINE)
 
 
+@pytest.mark.long
 def test_the_documented_confusions_are_those_of_the_kept_signatures() -> None:
     bank = signatures.load()
     found = diagnosis.confusions(bank)
@@ -198,6 +199,7 @@ def test_the_documented_confusions_are_those_of_the_kept_signatures() -> None:
 SAMPLE = ("cap-ignored", "decode-last-block-dropped", "moba-gate-of-the-largest-key")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", SAMPLE)
 def test_a_sample_has_the_signature_that_is_kept(name: str) -> None:
     (planted,) = (each for each in BANK if each.name == name)

@@ -41,6 +41,7 @@ def resolved() -> dict[tuple[str, str, str], Resolution]:
     return by_name(resolve(cases=few, ensemble=False))
 
 
+@pytest.mark.long
 def test_a_scale_error_of_30_roundoffs_is_seen_in_f32() -> None:
     found = by_name(resolve(dtypes=["f32"]))
     # The gradient shows it to who returns no residuals.

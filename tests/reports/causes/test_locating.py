@@ -89,6 +89,7 @@ def alone(fault: Fault, others: Sequence[Fault]) -> int:
     return rows.bit_count()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("share", "least"), [(0.0, 38), (0.1, 32)])
 def test_three_faults_at_once_are_three_findings_nearly_always(share: float, least: int) -> None:
     drawn = random.Random(0)
