@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from _pytest.mark import ParameterSet
 
 from cases.case import Case, parse
 from cases.inputs import draw
@@ -198,8 +199,14 @@ def test_every_feature_arrives_and_matters_as_the_oracle_says(name: str) -> None
     assert red(FORCED[name], "arguments") == []
 
 
-@pytest.mark.bank
-@pytest.mark.parametrize("name", [name for name in FORCED if name != "auto_dot_product"])
+def _routes() -> list[ParameterSet]:
+    """Those to a kernel of each kind for the bank, and the others at night."""
+    routes = [name for name in FORCED if name != "auto_dot_product"]
+    by_day = {"auto_splash_tpu": pytest.mark.bank, "auto_ragged": pytest.mark.bank}
+    return [pytest.param(name, marks=by_day.get(name, pytest.mark.nightly)) for name in routes]
+
+
+@pytest.mark.parametrize("name", _routes())
 def test_every_feature_arrives_by_every_route(name: str) -> None:
     assert red(FORCED[name], "arguments") == []
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from typing import Any
 
 import hypothesis.strategies as st
@@ -11,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from _pytest.mark import ParameterSet
 from hypothesis import given, settings
 
 from cases.case import parse
@@ -162,9 +164,14 @@ def test_results_and_gradients_are_right(name: str, case_id: str) -> None:
     assert red(JUDGED[name], case_id, *GRID, turn=ONE_CALL) == []
 
 
-@pytest.mark.bank
-@pytest.mark.parametrize("name", JUDGED)
-@pytest.mark.parametrize("case_id", MORE)
+def _in_turn() -> list[ParameterSet]:
+    """Each case with one of the two in turn for the bank, and with the other at night."""
+    pairs = enumerate(itertools.product(MORE, JUDGED))
+    marks = (pytest.mark.bank, pytest.mark.nightly)
+    return [pytest.param(*pair, marks=marks[(number // 2 + number) % 2]) for number, pair in pairs]
+
+
+@pytest.mark.parametrize(("case_id", "name"), _in_turn())
 def test_results_and_gradients_are_right_on_more_cases(name: str, case_id: str) -> None:
     assert red(JUDGED[name], case_id, *GRID, turn=ONE_CALL) == []
 

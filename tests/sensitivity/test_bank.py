@@ -22,7 +22,7 @@ from tests.planted.planting.steps import BlockSteps
 from tests.sensitivity.by_day import asked
 
 # Part of the short jobs, spread over them, on which the correct kernel must not fail.
-_CORRECT_STRIDE = 10
+_CORRECT_STRIDE = 30
 _SEEN_AT_QUICK = 0.95
 
 

@@ -174,7 +174,7 @@ def test_a_right_kernel_has_nothing_wrong() -> None:
 ROW = re.compile(r"^\| ([^|]+) \| (\d+) \| (\d+) \| (\d+) \| (\d+) \| (\d+) \| ([^|]*) \|$", re.MULTILINE)
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_the_documented_confusions_are_those_of_the_kept_signatures() -> None:
     bank = signatures.load()
     found = diagnosis.confusions(bank)
@@ -200,7 +200,7 @@ SAMPLE = ("cap-ignored", "decode-last-block-dropped", "moba-gate-of-the-largest-
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", SAMPLE)
+@pytest.mark.parametrize("name", [pytest.param(SAMPLE[0], marks=pytest.mark.nightly), *SAMPLE[1:]])
 def test_a_sample_has_the_signature_that_is_kept(name: str) -> None:
     (planted,) = (each for each in BANK if each.name == name)
     (kept,) = (each for each in signatures.load() if each.name == name)
