@@ -21,8 +21,8 @@ from tests.planted.planting.blockwise import implementation
 from tests.planted.planting.steps import BlockSteps
 from tests.sensitivity.by_day import asked
 
-# Part of the short jobs, spread over them, on which the correct kernel must not fail.
-_CORRECT_STRIDE = 30
+# Part of the short jobs, spread over them, on which the correct kernel must not fail; at night more of them.
+_CORRECT_STRIDES = [30, pytest.param(10, marks=pytest.mark.nightly)]
 _SEEN_AT_QUICK = 0.95
 
 
@@ -54,9 +54,10 @@ CORRECT = {
 }
 
 
+@pytest.mark.parametrize("stride", _CORRECT_STRIDES)
 @pytest.mark.parametrize("kernel", CORRECT.values(), ids=CORRECT.keys())
-def test_a_kernel_without_a_bug_passes(kernel: Implementation) -> None:
-    jobs = [job for job in plan.plan([kernel], level="quick").jobs if job.short][::_CORRECT_STRIDE]
+def test_a_kernel_without_a_bug_passes(kernel: Implementation, stride: int) -> None:
+    jobs = [job for job in plan.plan([kernel], level="quick").jobs if job.short][::stride]
     found = runner.Runner(settings.Settings()).run(jobs)
     assert [record for record in found if record.verdict in RED] == []
     assert any(record.ratio is not None for record in found)

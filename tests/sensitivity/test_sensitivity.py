@@ -30,8 +30,8 @@ from tests.planted.planting.plain import (
     stop,
 )
 
-# What stands this far apart in the grid, spread over it: on it the correct kernels must not fail.
-_CORRECT_STRIDE = 30
+# What stands this far apart in the grid: on it the correct kernels must not fail; at night on more of it.
+_CORRECT_STRIDES = [30, pytest.param(10, marks=pytest.mark.nightly)]
 
 
 def _gradient_off_by(operand: int, relative: float) -> Step:
@@ -106,10 +106,11 @@ def test_a_planted_bug_fails_at_quick(name: str) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("stride", _CORRECT_STRIDES)
 @pytest.mark.parametrize("back", [None, BackwardSteps()], ids=["differentiated", "vjp"])
-def test_the_kernel_without_a_bug_passes(back: BackwardSteps | None) -> None:
+def test_the_kernel_without_a_bug_passes(back: BackwardSteps | None, stride: int) -> None:
     kernel = implementation("correct", back=back)
     supported = [job for job in plan.plan([kernel], level="quick").jobs if kernel.supports(job.case) is None]
-    found = runner.Runner(settings.Settings()).run(supported[::_CORRECT_STRIDE])
+    found = runner.Runner(settings.Settings()).run(supported[::stride])
     assert [record for record in found if record.verdict in RED] == []
     assert any(record.ratio is not None for record in found)
