@@ -83,7 +83,9 @@ def test_the_console_script_stands_a_module_called_conformance_too(jobs: str, fo
     assert done.returncode == 0, said(done)
 
 
-@pytest.mark.parametrize("processes", ["0", pytest.param("2", marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "processes", [pytest.param("0", marks=pytest.mark.long), pytest.param("2", marks=pytest.mark.nightly)]
+)
 def test_the_gate_finds_its_own_packages(processes: str, folder: Path) -> None:
     (folder / "conftest.py").write_text("")  # its folder is where Python looks first
     gate = ("-m", "pytest", "-p", "no:cacheprovider", "--pyargs", "conformance", "-n", processes)
@@ -113,6 +115,7 @@ def test_a_module_that_a_conftest_has_loaded_is_named_before_anything_is_judged(
     assert "rename yours" in line
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("asks", ASKS)
 def test_a_kernel_whose_neighbour_asks_for_a_hidden_module_is_told_which(asks: str, folder: Path) -> None:
     (folder / "helpers.py").write_text(f"{asks}\nSCALE = 1.0\n")

@@ -41,6 +41,7 @@ def kernel(**options: Any) -> Implementation:
     return pallas_tpu.implementation("kernel", **options)
 
 
+@pytest.mark.long
 def test_a_correct_kernel_passes_with_every_seed() -> None:
     found = {record.observable: record.verdict for record in judge(kernel())}
     assert found == {f"out.seed{seed}": PASS for seed in range(interpreters.SEEDS)} | {"races.forward": PASS}
@@ -69,6 +70,7 @@ def test_a_block_out_of_bounds_fails_in_the_interpreters_words() -> None:
     assert "\n" not in reason
 
 
+@pytest.mark.long
 def test_a_sequential_dimension_declared_parallel_is_wrong_in_some_order() -> None:
     found = failures(judge(kernel(semantics=("parallel",) * 3)))
     assert found
@@ -86,6 +88,7 @@ def test_two_cores_that_write_one_block_race() -> None:
     assert "races, the first: write of" in found["races.forward"]
 
 
+@pytest.mark.long
 def test_a_kernel_that_failed_leaves_nothing_behind() -> None:
     judge(kernel(reads_ahead=True))
     jax.effects_barrier()  # raises what a computation left

@@ -150,6 +150,7 @@ def test_a_call_that_hangs_is_ended_and_what_it_printed_is_shown(find: Find) -> 
     assert sentence == "TooSlow: the call did not return within 4 s (--timeout) (it printed: waiting for ever)"
 
 
+@pytest.mark.long
 def test_a_call_that_takes_too_much_memory_is_ended(find: Find) -> None:
     sentence = said(find("grows", dataclasses.replace(LIMITS, memory=3 * 2**29)))
     assert "1.5 GiB are allowed (--memory)" in sentence
@@ -202,6 +203,7 @@ def test_what_a_kernel_started_and_let_go_of_ends_with_it(find: Find, monkeypatc
     assert not left_behind(seconds)
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not keeper.IS_THERE, reason="only Linux gives orphans to who asks for them")
 def test_what_starts_another_and_ends_over_and_over_ends_with_its_kernel(
     find: Find, monkeypatch: pytest.MonkeyPatch
@@ -214,6 +216,7 @@ def test_what_starts_another_and_ends_over_and_over_ends_with_its_kernel(
     assert not any(left_behind(number) for _ in range(10))  # one that is between two is not seen at once
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not keeper.IS_THERE, reason="only Linux gives orphans to who asks for them")
 def test_what_a_kernel_started_ends_with_a_judge_that_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
     seconds = f"2000.{os.getpid()}"
@@ -348,6 +351,7 @@ def test_a_kernel_that_does_not_read_is_too_slow(find: Find) -> None:
         apart.forward(large)
 
 
+@pytest.mark.long
 def test_a_process_that_never_begins_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     forked._forget()
     forked.make_ready()

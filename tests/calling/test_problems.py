@@ -44,10 +44,17 @@ def judged(workload: Any, name: str, which: int = 0) -> list[Record]:
     problem = by_name()[name]
     implementation = from_workload(workload, "workload", name)
     planned = plan.problem([implementation], problem.cases(full_size=False)[which : which + 1])
-    return [record for job in planned.jobs for record in Runner(Settings()).judge(job)]
+    runner = Runner(Settings(), confirmed=0)  # a failure at first sight is enough to know of
+    return [record for job in planned.jobs for record in runner.judge(job)]
 
 
-@pytest.mark.parametrize("name", RIGHT)
+# The longest by far, which a plain run of the tests leaves out.
+_LONG = "ragged_paged_attention"
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.long if name == _LONG else ()) for name in RIGHT]
+)
 def test_a_right_kernel_is_called_right(name: str) -> None:
     found = judged(RIGHT[name], name)
     assert not [record.reason for record in found if record.verdict in RED]
@@ -58,8 +65,8 @@ def test_a_right_kernel_is_called_right(name: str) -> None:
     ("name", "workload"),
     [
         ("sparse_attention", workloads.zeros),
-        ("sparse_attention", workloads.first_block),
-        ("sparse_attention", workloads.half_the_scale),
+        pytest.param("sparse_attention", workloads.first_block, marks=pytest.mark.long),
+        pytest.param("sparse_attention", workloads.half_the_scale, marks=pytest.mark.long),
         ("mla_attention", workloads.keys_not_turned),
     ],
 )
@@ -108,6 +115,7 @@ def test_of_what_shrinking_draws_a_problem_takes_its_own_cases_alone(problem: Na
     assert all(one.phase == case.phase and one.storage == case.storage for one in taken)
 
 
+@pytest.mark.long
 def test_shrinking_asks_a_kernel_of_its_problem_alone() -> None:
     implementation = from_workload(workloads.half_the_scale, "workload", "sparse_attention")
     case = by_name()["sparse_attention"].cases(full_size=False)[0]

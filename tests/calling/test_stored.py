@@ -107,6 +107,7 @@ def test_without_a_window_windows_are_unsupported() -> None:
     assert {record.verdict for record in judge(attention, WINDOW)} == {UNSUPPORTED}
 
 
+@pytest.mark.long
 def test_without_num_seqs_there_is_nothing_behind_the_last_sequence() -> None:
     seen: dict[str, Any] = {}
 

@@ -195,6 +195,7 @@ def test_the_grid_depends_on_nothing_but_level_and_seed(quick: Grid) -> None:
     assert [c.id.removesuffix("s1") for c in other.cases] == [c.id.removesuffix("s0") for c in quick.cases]
 
 
+@pytest.mark.long
 def test_standard_has_the_cases_of_quick() -> None:
     def square(case: Case) -> str | None:
         return None if case.q_length == case.kv_length == 128 and case.bias is None else "one length only"
@@ -311,6 +312,7 @@ def test_a_rare_axis_stays_out_of_the_arrays_of_those_that_have_none_of_it() -> 
     assert len({case.program for case in without.cases}) < others
 
 
+@pytest.mark.long
 def test_the_longest_lengths_are_judged_both_ways_round() -> None:
     def masks_at(level: str, q: int, kv: int) -> set[str]:
         cases = grid(level, 0, declining(*RARE)).cases

@@ -85,6 +85,7 @@ def test_operands_can_be_drawn_for_a_drawn_case(case: Case) -> None:
     assert problem.v.shape == (case.batch, case.kv_length, case.num_kv_heads, case.v_head_dim)
 
 
+@pytest.mark.long
 def test_every_part_of_the_space_is_reached() -> None:
     found = drawn(50, cases())
     features = {feature for case in found for feature in case.features}
@@ -96,6 +97,7 @@ def test_every_part_of_the_space_is_reached() -> None:
     assert any(max(case.q_length, case.kv_length) > 300 for case in found)
 
 
+@pytest.mark.long
 def test_the_smallest_case_is_the_plainest() -> None:
     assert smallest(lambda case: True) == PLAINEST
 
@@ -165,6 +167,7 @@ def test_a_space_with_nothing_in_it_says_why() -> None:
         cases(phases=())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", KINDS)
 def test_stored_cases_are_drawn_for_those_who_take_no_others(kind: Kind) -> None:
     found = drawn(30, cases(lambda case: not_stored(case, kind)))

@@ -100,7 +100,13 @@ def with_lse(change: Callable[[jax.Array], jax.Array]) -> Callable[..., Any]:
 _PORTABLE = [check.name for check in CHECKS if check.scope not in (DECLINED, INTERPRETED, COMPILED)]
 
 
-@pytest.mark.parametrize("check", _PORTABLE)
+# Those of hundreds of calls, and of many programs, which other tests of these checks ask in short.
+_LONG = ("calls", "transforms")
+
+
+@pytest.mark.parametrize(
+    "check", [pytest.param(check, marks=pytest.mark.long if check in _LONG else ()) for check in _PORTABLE]
+)
 def test_a_correct_implementation_passes(check: str) -> None:
     found = judge(registry.find(CLAIMS.get(check, "dot_product")), CASE_OF.get(check, CAUSAL), check)
     assert found

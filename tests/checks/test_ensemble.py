@@ -60,6 +60,7 @@ def test_correct_kernels_pass_far_from_the_limits(kernel: Any, dtype: str) -> No
     assert max(ratio(record) for name, record in found.items() if name.endswith("bias")) < 0.015
 
 
+@pytest.mark.long
 def test_correct_kernels_pass_with_other_seeds() -> None:
     for seed in (1, 2):
         found = judge(from_function(naive.attention, "kernel"), "bf16", seed)
@@ -79,6 +80,7 @@ def test_truncation_is_a_bias_of_minus_one(observable: str, dtype: str) -> None:
     assert all(name.startswith(observable) for name in found)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dtype", DIGITS)
 @pytest.mark.parametrize(
     ("step", "shows"),

@@ -28,6 +28,8 @@ FUNCTIONS: tuple[Callable[..., Any], ...] = (
     served.packed_by_sequence,
     served.packed_by_vmap,
 )
+# Two forms of `served.packed`, which are slower to compile.
+_LONG = (served.packed_by_sequence, served.packed_by_vmap)
 # One short job in so many is run here; all of them, with three seeds, take minutes.
 _STRIDE = 60
 
@@ -37,7 +39,10 @@ def judged(function: Callable[..., Any], seed: int, stride: int) -> list[Record]
     return Runner(Settings()).run([job for job in jobs if job.short][::stride])
 
 
-@pytest.mark.parametrize("function", FUNCTIONS, ids=lambda function: function.__name__)
+@pytest.mark.parametrize(
+    "function",
+    [pytest.param(each, id=each.__name__, marks=pytest.mark.long if each in _LONG else ()) for each in FUNCTIONS],
+)
 def test_a_right_function_is_not_called_wrong(function: Callable[..., Any]) -> None:
     found = judged(function, seed=3, stride=_STRIDE)
     assert [record for record in found if record.verdict in RED] == []
@@ -80,6 +85,7 @@ def test_independence_knows_who_shares_a_page() -> None:
     assert {record.verdict for record in found if record.check == "independence"} == {PASS}
 
 
+@pytest.mark.long
 def test_a_life_sees_pages_of_another_request() -> None:
     case = lives()[0]
     assert set(_decoded(case, paged("kernel"))) == {PASS}

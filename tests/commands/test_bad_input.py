@@ -275,6 +275,7 @@ def test_settings_that_are_no_toml_are_one_line(folder: Path, capsys: pytest.Cap
     assert "pyproject.toml" in line
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["[bold]x.py", "[red]x.py", "sp ace.py"])
 def test_a_name_is_no_markup(name: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (folder / name).write_text(KERNELS)
@@ -295,6 +296,7 @@ def judged_by(shell: str, folder: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(["sh", "-c", script], cwd=folder, capture_output=True, text=True, check=False)
 
 
+@pytest.mark.long
 def test_with_all_its_outputs_closed_a_run_leaves_right_records(tmp_path: Path) -> None:
     assert judged_by("$RUN <&- >&- 2>&-", tmp_path).returncode == 0
     assert {record.verdict for record in records.read_jsonl(tmp_path / "r.jsonl")} == {records.PASS}

@@ -279,12 +279,14 @@ def without_seconds(path: Path) -> list[records.Record]:
     return records.merge(dataclasses.replace(record, seconds=0.0) for record in records.read_jsonl(path))
 
 
+@pytest.mark.long
 def test_records_do_not_depend_on_the_number_of_processes(folder: Path) -> None:
     for jobs in ("1", "2"):
         assert run("run", "--impl=kernels.py:right", f"--cases={FEW}", f"--jobs={jobs}", f"--json={jobs}.jsonl") == 0
     assert without_seconds(folder / "1.jsonl") == without_seconds(folder / "2.jsonl")
 
 
+@pytest.mark.long
 def test_a_kernel_that_kills_its_process_costs_only_its_own_case(folder: Path) -> None:
     some = "train/f32/*.T48.*"  # with a soft cap and without
     assert run("run", "--impl=kernels.py:dies", f"--cases={some}", "--jobs=2", "--json=r.jsonl") == 1
@@ -310,6 +312,7 @@ def test_the_first_failure_ends_a_run_that_is_to_fail_fast(
     assert "does not conform" in said.out
 
 
+@pytest.mark.long
 def test_without_a_failure_a_run_that_is_to_fail_fast_is_like_any_other(folder: Path) -> None:
     for name, more in (("plain", ()), ("fast", ("--fail-fast",))):
         assert run("run", "--impl=kernels.py:right", f"--cases={FEW}", "--jobs=1", f"--json={name}.jsonl", *more) == 0
@@ -319,7 +322,7 @@ def test_without_a_failure_a_run_that_is_to_fail_fast_is_like_any_other(folder: 
     )
 
 
-@pytest.mark.parametrize("jobs", [1, pytest.param(2, marks=pytest.mark.long)])
+@pytest.mark.parametrize("jobs", [pytest.param(1, marks=pytest.mark.nightly), pytest.param(2, marks=pytest.mark.long)])
 def test_an_interrupted_run_keeps_what_it_has(jobs: int, folder: Path) -> None:
     command = ["-m", "conformance", "run", "--impl=kernels.py:slow", "--in-process"]
     command += [f"--jobs={jobs}", "--report=r.html"]

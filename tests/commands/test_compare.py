@@ -96,6 +96,7 @@ def test_what_cannot_be_compared_is_one_clear_line(folder: Path, capsys: pytest.
         assert message in line
 
 
+@pytest.mark.long
 def test_entries_of_what_fails_make_it_an_expected_failure(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     capsys.readouterr()
     assert run("expect", "after.jsonl", "before.jsonl", "--impl=after.py:attention") == 0
@@ -106,6 +107,7 @@ def test_entries_of_what_fails_make_it_an_expected_failure(folder: Path, capsys:
     assert run("expect", "before.jsonl") == 0
 
 
+@pytest.mark.long
 def test_shards_are_the_whole_run_and_one_that_is_missing_is_missed(folder: Path) -> None:
     few = ("run", "--impl=before.py:attention", "--cases=train/f32/*.T1.*", "--check=forward", "--jobs=1")
     assert run(*few, "--json=whole.jsonl") == 0
@@ -127,6 +129,7 @@ def test_shards_are_the_whole_run_and_one_that_is_missing_is_missed(folder: Path
     assert run(*few, "--shard=3/2") == 2
 
 
+@pytest.mark.long
 def test_passes_and_failures_of_two_kernels_of_one_name_stand_beside_each_other(folder: Path) -> None:
     (folder / "before.py").write_text(KERNEL.format(factor="1.01"))
     assert judge("before", "--json=broken.jsonl") == 1
@@ -138,6 +141,7 @@ def test_passes_and_failures_of_two_kernels_of_one_name_stand_beside_each_other(
     assert {PASS, FAIL} == {r.verdict for name in names for r in records.read_jsonl(folder / name)}
 
 
+@pytest.mark.long
 def test_a_step_of_github_gets_its_summary(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(folder / "step.md"))
     assert judge("before") == 0

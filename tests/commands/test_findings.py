@@ -53,6 +53,7 @@ def probes(path: str) -> list[dict[str, Any]]:
     return [line for line in map(json.loads, Path(path).read_text().splitlines()) if line["schema"] == PROBE_SCHEMA]
 
 
+@pytest.mark.long
 def test_a_finding_is_confirmed_and_what_confirms_it_is_not_counted(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("--impl=kernel.py:wrong", *WHAT, "--json=confirmed.jsonl", "--markdown=confirmed.markdown") == 1
     told = capsys.readouterr()

@@ -101,7 +101,7 @@ def is_killed_and_gone_on_with(
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("number", SIGNALS, ids=lambda number: number.name)
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL], ids=lambda number: number.name)
 def test_a_killed_run_loses_nothing_and_can_be_gone_on_with(
     number: signal.Signals, undisturbed: tuple[Path, float, list[Record]], tmp_path: Path
 ) -> None:
@@ -125,6 +125,7 @@ sys.exit(cli.main(cli.parser().parse_args(sys.argv[2:])))
 """
 
 
+@pytest.mark.long
 def test_a_disk_that_fills_up_leaves_whole_lines_and_one_clear_line(
     undisturbed: tuple[Path, float, list[Record]], tmp_path: Path
 ) -> None:
@@ -160,7 +161,7 @@ def test_a_disk_that_is_full_is_told_before_anything_is_judged(
     [
         (["--resume=absent.jsonl"], "absent.jsonl cannot be read"),
         (["--resume=old.jsonl"], "--resume=old.jsonl has no run record"),
-        (["--resume=r.jsonl", "--impl=kernel.py:right"], "narrowed was --cases="),
+        pytest.param(["--resume=r.jsonl", "--impl=kernel.py:right"], "narrowed was --cases=", marks=pytest.mark.long),
         (["--resume=changed.jsonl"], "jax was 0.0.1 there and is"),
     ],
 )

@@ -17,7 +17,7 @@ from tests.processes import interruptible
     ("command", "what"),
     [
         ("run", ["--case=train/f32/B1.T16.S16.N2.K2.H16.V16/causal/normal/s0", "--check=forward"]),
-        ("explore", ["--examples=1"]),
+        pytest.param("explore", ["--examples=1"], marks=pytest.mark.long),
     ],
     ids=["run", "explore"],
 )

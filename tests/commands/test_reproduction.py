@@ -35,7 +35,14 @@ def drawn(folder: Path) -> Drawn:
     return functools.cache(functools.partial(failures, folder=folder, run=by_itself))
 
 
-@pytest.mark.parametrize("found", ALWAYS, ids=lambda found: found.name)
+# Each takes seconds; a plain run of the tests asks the two that are judged soonest.
+_SOON = ("raises", "hangs")
+
+
+@pytest.mark.parametrize(
+    "found",
+    [pytest.param(each, id=each.name, marks=() if each.name in _SOON else pytest.mark.long) for each in ALWAYS],
+)
 def test_a_command_repeats_turn_options_and_name(found: Found, folder: Path) -> None:
     (record,) = failures(found, folder, here)
     assert not differences(record, again(record, folder, here)), record.reproduce

@@ -161,6 +161,7 @@ def test_what_is_loaded_under_another_environment_is_loaded_anew(monkeypatch: py
     forked._forget()
 
 
+@pytest.mark.long
 def test_what_was_forked_before_the_environment_changed_lives_on(
     sleeping: Forked, monkeypatch: pytest.MonkeyPatch
 ) -> None:

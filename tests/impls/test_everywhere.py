@@ -111,6 +111,7 @@ def test_a_second_derivative_that_a_kernel_lacks_is_refused_in_a_sentence(name: 
         second(name)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["block_flash", "dot_product", "moba_dense"])
 def test_a_second_derivative_is_computed_by_the_others(name: str) -> None:
     assert np.isfinite(second(name)).all()

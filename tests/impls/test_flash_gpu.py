@@ -65,6 +65,7 @@ def visited(found: FlashGpuPlan, axis: Any = "q") -> dict[str, int]:
     return {"full": int(visits.table[..., 1].sum()), "partial": int(visits.table[..., 3].sum())}
 
 
+@pytest.mark.long
 def test_a_window_visits_a_number_of_blocks_that_is_linear_in_the_length() -> None:
     length, block, left = 32768, 256, 1023
     found = plan(Window(left, 0), length, block)
@@ -137,6 +138,7 @@ def test_nothing_beyond_the_arrays_is_read() -> None:
         assert_attention(got, problem, cotangent)
 
 
+@pytest.mark.long
 def test_memory_is_linear_in_the_length() -> None:
     def temporaries(length: int) -> int:
         def loss(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
@@ -150,6 +152,7 @@ def test_memory_is_linear_in_the_length() -> None:
     assert (four - two) / 2048 < 1.1 * (two - one) / 1024
 
 
+@pytest.mark.long
 def test_an_unused_gradient_of_the_bias_costs_nothing() -> None:
     case = parse("train/f32/B1.T40.S40.N2.K2.H16.V16/causal/biashead/normal/s0")
     problem = draw(case)

@@ -87,7 +87,7 @@ def _measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(block_sizes, "TABLE", (entry,))
 
 
-@pytest.mark.parametrize("depth", [64, 128])
+@pytest.mark.parametrize("depth", [pytest.param(64, marks=pytest.mark.long), 128])
 def test_what_nobody_measured_is_not_the_default(depth: int) -> None:
     assert kernels("NVIDIA H200", depth=depth) == [0, 3]
     assert kernels("NVIDIA H200", depth=depth, backend="mosaic") == [3, 0]
@@ -168,6 +168,7 @@ def judges_careless(pipe: int) -> None:
     os.write(pipe, b"red" if FAIL in {record.verdict for record in judged(case).values()} else b"green")
 
 
+@pytest.mark.long
 def test_a_slot_filled_before_it_is_let_go_of_is_a_race() -> None:
     """Who does not wait can also be a whole round ahead: others then wait for ever, here as on a chip."""
     for _ in range(3):
@@ -184,6 +185,7 @@ def test_a_slot_filled_before_it_is_let_go_of_is_a_race() -> None:
     pytest.fail("it hung each time, so that nobody could say whether it races")
 
 
+@pytest.mark.long
 def test_what_no_query_may_attend_to_does_not_spread() -> None:
     rng = np.random.default_rng(0)
     q, k, v = (jnp.asarray(rng.normal(size=(1, 60, 1, 64)), jnp.float16) for _ in range(3))
@@ -225,7 +227,15 @@ def test_the_list_of_blocks_is_that_of_the_schedule(mask: Mask) -> None:
         assert sorted(mine[full:]) == np.nonzero(kinds[0, 0, program] == 1)[0].tolist()
 
 
-@pytest.mark.parametrize(("cuda", "mosaic"), [(12060, 3), (12080, 0), (12090, 0), (13000, 3)])
+@pytest.mark.parametrize(
+    ("cuda", "mosaic"),
+    [
+        pytest.param(12060, 3, marks=pytest.mark.long),
+        (12080, 0),
+        (12090, 0),
+        pytest.param(13000, 3, marks=pytest.mark.long),
+    ],
+)
 @pytest.mark.usefixtures("_measured")
 def test_releases_of_cuda_that_miscompile_masks_are_avoided(
     monkeypatch: pytest.MonkeyPatch, cuda: int, mosaic: int

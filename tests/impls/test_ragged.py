@@ -128,6 +128,7 @@ def arrays(batch: int, kv_length: int, q_length: int = 1, heads: tuple[int, int]
     return {name: jnp.asarray(rng.normal(size=shape), jnp.float32) for name, shape in shapes.items()}
 
 
+@pytest.mark.long
 def test_the_interpreter_fetches_and_computes_what_the_schedule_says(monkeypatch: pytest.MonkeyPatch) -> None:
     """Counted where the TPU interpreter copies blocks, and where the kernel reads them."""
     module = importlib.import_module("jax._src.pallas.mosaic.interpret.interpret_pallas_call")
@@ -167,6 +168,7 @@ def per_row(mask: Mask, lengths: list[int], positions: list[int], queries: int, 
     return Dense(np.stack(rows)[:, None])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("backend", OPTIONS)
 @pytest.mark.parametrize("mask", [Window(20, 0), Chunked(24) & Window(30, 2)], ids=repr)
 def test_a_window_moves_with_the_position_of_each_sequence(backend: Backend, mask: Mask) -> None:

@@ -158,6 +158,7 @@ def test_the_parts_of_masked_blocks_with_an_allowed_pair_are_computed(mask: Mask
     assert kinds.parts or not (np.asarray(steps.flags) & MASKED).any()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mask", [Causal(), Window(100, 0), Dense(np.tri(512, dtype=bool)), Causal(-200)])
 def test_blocks_of_which_parts_are_left_out_are_right(mask: Mask) -> None:
     problem, cotangent = problem_of(mask)
@@ -200,6 +201,7 @@ def test_shards_of_queries_compute_their_rows(mask: Mask, sizes: BlockSizes) -> 
         kernel(q, k, v)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("sizes", [SMALL, FUSED], ids=["separate", "fused"])
 @pytest.mark.parametrize(("kv_heads", "by_head"), [(2, True), (2, False), (1, True)])
 def test_shards_of_heads_and_queries_together(kv_heads: int, by_head: bool, sizes: BlockSizes) -> None:

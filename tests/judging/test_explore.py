@@ -138,7 +138,7 @@ def test_a_constant_in_the_source_leads_to_the_lengths_at_which_it_matters() -> 
     assert "tried beside them: " in said
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_without_clues_such_lengths_are_not_drawn() -> None:
     found = explored(long_thirds, examples=24, seed=1, clues=NO_CLUES)
     assert found.failing is None
@@ -160,6 +160,7 @@ def test_the_same_seed_draws_the_same_cases() -> None:
     assert cases_of(3) != cases_of(4)
 
 
+@pytest.mark.long
 def test_only_cases_that_match_are_drawn() -> None:
     found = explored(right, examples=4, query="*/causal")
     assert found.judged
@@ -168,6 +169,7 @@ def test_only_cases_that_match_are_drawn() -> None:
         explored(right, examples=4, query="train/f99")
 
 
+@pytest.mark.long
 def test_a_query_that_is_hardly_ever_drawn_keeps_time_too() -> None:
     started = time.monotonic()
     found = explored(right, seconds=1.0, query=Case().id)
@@ -203,7 +205,7 @@ def test_a_crash_is_a_find() -> None:
     assert any("no such tile" in record.reason for record in found.records)
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_time_is_kept_while_drawing() -> None:
     started = time.monotonic()
     found = explored(right, seconds=2.0)
@@ -279,6 +281,7 @@ def run(*arguments: str) -> int:
         return stop.code if isinstance(stop.code, int) else -1
 
 
+@pytest.mark.long
 def test_the_command_finds_reports_and_says_how_to_replay(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -352,7 +355,7 @@ def test_an_interrupt_keeps_what_was_judged(folder: Path) -> None:
     assert records.read_jsonl(folder / "r.jsonl")
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_implementations_of_this_project_can_be_explored() -> None:
     found = explore.explore(registry.find("dot_product"), Settings(), Budget(seconds=None, examples=3, seed=0))
     assert found.failing is None

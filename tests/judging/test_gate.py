@@ -84,6 +84,7 @@ def without_seconds(path: Path) -> list[records.Record]:
     return records.merge(dataclasses.replace(record, seconds=0.0) for record in records.read_jsonl(path))
 
 
+@pytest.mark.long
 def test_a_right_kernel_passes_and_what_it_lacks_is_skipped_with_the_reason(repository: Repository) -> None:
     result = gate(repository, "--conformance-cases=train/f32/B1*", "-rs", "-k", "T1 or sinks", from_nothing=True)
     assert result.ret == 0
@@ -175,6 +176,7 @@ def test_cases_are_chosen_by_their_ids(repository: Repository) -> None:
     assert all("-cpu-" in name for name in both)
 
 
+@pytest.mark.long
 def test_a_check_is_chosen_by_its_name_and_asked_alone(repository: Repository) -> None:
     result = gate(repository, FEW, "-k", "forward and kernel", "--conformance-json=r.jsonl", "--junitxml=j.xml")
     assert result.ret == 0
@@ -353,7 +355,7 @@ def test_a_gate_is_compared_with_a_baseline(repository: Repository) -> None:
     assert "--conformance-baseline: absent.jsonl cannot be read" in "".join(refused.errlines)
 
 
-@pytest.mark.parametrize("processes", [(), ("-n", "1")], ids=["alone", "xdist"])
+@pytest.mark.parametrize("processes", [(), pytest.param(("-n", "1"), marks=pytest.mark.long)], ids=["alone", "xdist"])
 def test_the_suite_of_a_junit_file_says_what_holds_for_the_run(
     repository: Repository, processes: tuple[str, ...]
 ) -> None:
@@ -381,7 +383,7 @@ def test_the_suite_of_other_tests_has_no_properties_of_ours(repository: Reposito
     assert ElementTree.parse(repository.path / "j.xml").getroot().findall("testsuite/properties") == []
 
 
-@pytest.mark.parametrize("processes", [(), ("-n", "1")], ids=["alone", "xdist"])
+@pytest.mark.parametrize("processes", [(), pytest.param(("-n", "1"), marks=pytest.mark.long)], ids=["alone", "xdist"])
 def test_failures_are_findings_that_are_confirmed_compared_and_annotated(
     repository: Repository, monkeypatch: pytest.MonkeyPatch, processes: tuple[str, ...]
 ) -> None:

@@ -220,6 +220,7 @@ def test_axe_finds_nothing_serious(tab: Tab, tmp_path: Path, width: int) -> None
     assert seen == {"html-has-lang", "color-contrast"}  # it does look
 
 
+@pytest.mark.long
 def test_a_page_of_20000_records_is_drawn_in_two_seconds(tab: Tab, tmp_path: Path) -> None:
     html.write(tmp_path / "report.html", many(20_000), run_info())
     assert tab.open(tmp_path / "report.html") < 2

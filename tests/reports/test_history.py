@@ -180,6 +180,7 @@ def test_names_are_text_and_no_markup() -> None:
     assert "\\|\\*" in history_page.markdown([found], [found.points[0].entry], [])
 
 
+@pytest.mark.long
 def test_the_same_runs_give_the_same_page() -> None:
     found = track(entry(PASS), entry(FAIL), changed=CHANGED)
     entries = [point.entry for point in found.points]

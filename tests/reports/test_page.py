@@ -185,6 +185,7 @@ def asked(command: str, folder: Path) -> list[str]:
     ).stdout.splitlines()
 
 
+@pytest.mark.long
 def test_a_long_run_of_ten_implementations_stays_small() -> None:
     records = [
         record(

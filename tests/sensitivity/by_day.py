@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 from collections.abc import Iterable
 
 import pytest
@@ -10,15 +9,13 @@ from _pytest.mark import ParameterSet
 
 from conformance.sensitivity import PlantedBug
 
-_OF_A_KIND = 2
-
 
 def asked(bugs: Iterable[PlantedBug]) -> list[ParameterSet]:
-    """The bugs as parameters: two of a kind for the bank, and those that differ from them in detail at night."""
-    seen: collections.Counter[str] = collections.Counter()
+    """The bugs as parameters: the first of a kind for the bank, and those that differ from it in detail at night."""
+    seen: set[str] = set()
     parameters = []
     for bug in bugs:
-        seen[bug.kind] += 1
-        mark = pytest.mark.bank if seen[bug.kind] <= _OF_A_KIND else pytest.mark.nightly
+        mark = pytest.mark.nightly if bug.kind in seen else pytest.mark.bank
+        seen.add(bug.kind)
         parameters.append(pytest.param(bug, id=bug.name, marks=mark))
     return parameters

@@ -128,6 +128,7 @@ def run(*arguments: str) -> int:
     return cli.main(cli.parser().parse_args(list(arguments)))
 
 
+@pytest.mark.long
 def test_the_command_shows_which_checks_see_a_bug(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     page = tmp_path / "page.html"
     bank = "tests.sensitivity.test_detection:BANK"

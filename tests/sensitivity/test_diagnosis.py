@@ -161,6 +161,7 @@ def test_what_only_one_of_them_was_asked_says_nothing() -> None:
     assert diagnosis.likeness(kernel, more).likeness == 1.0
 
 
+@pytest.mark.long
 def test_a_right_kernel_has_nothing_wrong() -> None:
     implementation = registry.find("dot_product")
     runner = Runner(Settings())

@@ -99,6 +99,7 @@ def test_what_is_perturbed_is_right_before(dtype: str) -> None:
             assert compare(values[name], bounded).ratio < 3
 
 
+@pytest.mark.long
 def test_the_ensemble_sees_a_hundred_times_smaller_gradient_errors_in_bf16() -> None:
     [case] = few("bf16")
     found = by_name(resolve(dtypes=["bf16"], cases=lambda dtype: [case]))

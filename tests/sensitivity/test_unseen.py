@@ -50,7 +50,9 @@ def bank() -> list[Known]:
 GRADIENTS = {name: kernel for name, kernel in UNSEEN.items() if kernel["base"] == "by_hand"}
 
 
-@pytest.mark.parametrize("unseen", [UNSEEN, GRADIENTS], ids=["all", "gradients"])
+@pytest.mark.parametrize(
+    "unseen", [pytest.param(UNSEEN, id="all", marks=pytest.mark.long), pytest.param(GRADIENTS, id="gradients")]
+)
 def test_the_class_of_most_is_named(bank: list[Known], unseen: dict[str, dict[str, Any]]) -> None:
     first, three, none = [], [], []
     for name, kernel in unseen.items():

@@ -218,6 +218,7 @@ def test_findings_do_not_hang_on_the_order_of_records(found: list[Record], drawn
     assert told[0] == told[1]
 
 
+@pytest.mark.long
 def test_thousands_of_records_take_about_a_second() -> None:
     found = [
         dataclasses.replace(one, observable=f"{one.observable}.{n}")
