@@ -49,6 +49,7 @@ def ratio(record: Record) -> float:
     return record.ratio
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dtype", DIGITS)
 @pytest.mark.parametrize("kernel", [naive.attention, blocked.attention, low_precision.kernel(Roundings())])
 def test_correct_kernels_pass_far_from_the_limits(kernel: Any, dtype: str) -> None:

@@ -46,7 +46,9 @@ def test_kernels_in_tf32_pass_where_they_declare_it(kernel: Kernel, case: str) -
     assert {record.verdict for record in judge(kernel(), case).values()} == {PASS}
 
 
-@pytest.mark.parametrize("case", TF32_CASES)
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=pytest.mark.long if n else ()) for n, case in enumerate(TF32_CASES)]
+)
 def test_an_output_two_percent_too_large_is_more_than_tf32_explains(case: str) -> None:
     assert judge(in_tf32("wrong", out=1.02), case)["forward.out"].verdict == FAIL
 
