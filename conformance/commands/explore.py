@@ -22,7 +22,7 @@ from reports import terminal
 
 def explore(arguments: argparse.Namespace) -> int:
     """`explore`: look for a wrong case beyond the grid."""
-    from conformance.judging import explore as exploring  # imported late: no other command needs Hypothesis
+    from conformance.judging import explore as exploring  # imported late: only this and `--shrink` need Hypothesis
 
     if arguments.seed is not None:
         lookup.reject_negative(arguments.seed)

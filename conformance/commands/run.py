@@ -22,7 +22,7 @@ from conformance.checks import BY_NAME, CHECKS, Check
 from conformance.commands import annotate, compare, lookup
 from conformance.commands.errors import CannotJudge
 from conformance.commands.outputs import Outputs, command_line, outputs_of, step_summary, writable
-from conformance.commands.probes import budget, confirm, diagnose
+from conformance.commands.probes import budget, diagnose
 from conformance.commands.progress import Progress
 from conformance.contract import Implementation
 from conformance.judging import interrupts, plan, provenance, runner, settings
@@ -215,8 +215,10 @@ def _probed(
         spent = time.perf_counter() - started
         budget.ask(journal, implementations, here, seconds, spent=spent, console=console)
     if arguments.shrink:
+        from conformance.commands.probes import shrink  # imported late: nothing else here needs Hypothesis
+
         with interrupts.heeded():
-            for line in confirm.shrink(journal, implementations, here, console):
+            for line in shrink.shrink(journal, implementations, here, console):
                 told.append(line)  # one by one: what was found before Ctrl-C is told
     return told
 
