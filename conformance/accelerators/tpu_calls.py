@@ -107,9 +107,13 @@ def _walk(jaxpr: Any, env: dict[Any, Any]) -> Iterator[tuple[Any, Mapping[Any, A
                 if known is not None:
                     env[outer] = known
             continue
-        for body, consts in inner:
-            yield from _walk(body, {v: _Known(value) for v, value in zip(body.constvars, consts, strict=True)})
-        if not inner:
+        within_loops = [
+            found
+            for body, consts in inner
+            for found in _walk(body, {v: _Known(value) for v, value in zip(body.constvars, consts, strict=True)})
+        ]
+        yield from within_loops
+        if not within_loops:
             env.update((v, _Later(equation, env, number)) for number, v in enumerate(equation.outvars))
 
 
@@ -125,27 +129,30 @@ def _programs(value: Any) -> Iterator[tuple[Any, Sequence[Any]]]:
 
 def _call(equation: Any, env: Mapping[Any, Any]) -> PallasCall:
     mapping = equation.params["grid_mapping"]
-    fetched = equation.invars[mapping.num_dynamic_grid_bounds :][: mapping.num_index_operands]
+    bounds = mapping.num_dynamic_grid_bounds  # operands as well, ahead of the others
     lists = {}
-    for number, v in enumerate(fetched):
+    for number, v in enumerate(equation.invars[: bounds + mapping.num_index_operands]):
         try:
             lists[number] = np.asarray(_value(v, env))
         except Unknown:
             continue
-    steady = mapping.num_dynamic_grid_bounds == 0 and len(lists) == len(fetched)
-    crossing = _crossing(mapping, list(lists.values())) if steady else None
-    return PallasCall(str(equation.params["name"]), tuple(mapping.grid) if steady else (), lists, crossing)
+    name = str(equation.params["name"])
+    if len(lists) < bounds + mapping.num_index_operands:
+        return PallasCall(name, (), lists, None)
+    known = [int(lists[number]) for number in range(bounds)]
+    grid = tuple(size if isinstance(size, int) else known.pop(0) for size in mapping.grid)
+    return PallasCall(name, grid, lists, _crossing(mapping, grid, list(lists.values())[bounds:]))
 
 
-def _crossing(mapping: Any, lists: Sequence[np.ndarray]) -> int | None:
+def _crossing(mapping: Any, grid: tuple[int, ...], lists: Sequence[np.ndarray]) -> int | None:
     """Bytes of the blocks that cross: each block when it follows another one, as Pallas fetches and writes them."""
-    steps = math.prod(mapping.grid)
+    steps = math.prod(grid)
     if not steps or steps > _MOST_STEPS:
         return None
     total = 0
     for block in mapping.block_mappings:
         told = f"{block.index_map_jaxpr} {block.block_shape}"
-        crossings = _crossings(_Way(told, tuple(mapping.grid), tuple(map(np.ndarray.tobytes, lists)), block, lists))
+        crossings = _crossings(_Way(told, grid, tuple(map(np.ndarray.tobytes, lists)), block, lists))
         if crossings is None:
             return None
         sizes = [getattr(size, "block_size", 1) for size in block.block_shape]

@@ -94,6 +94,9 @@ def laid_out(kernel: str, lists: Mapping[int, np.ndarray], program: str) -> dict
     for number, name in enumerate(_OPERAND.findall(line[1])):
         if number not in lists:
             continue
+        if lists[number].ndim == 0:  # how long an axis of the grid is
+            found[number] = [int(lists[number])]
+            continue
         made = re.search(rf"%{re.escape(name)} = \w+\[([\d,]*)\](\{{[^}}]*\}})", program)
         values = lists[number]
         if made is not None and made[1] == ",".join(map(str, values.shape)):

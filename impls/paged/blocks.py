@@ -15,12 +15,17 @@ from jax import lax
 
 from impls.paged.plan import Operands, PagedPlan, block_range
 from impls.paged.schedule import Tiles
+from impls.splash_tpu.vmem import DEFAULT_SCOPED, limit_of
 
 LANES = 128
 SUBLANES = 8
 BUFFERS = 2
 """Blocks of pages that VMEM holds: one is computed, one is on its way."""
-_ROWS = 2048  # queries times heads of a tile: accumulators, logits and queries take about 6 MiB at depth 128
+# Queries times heads of a tile: accumulators, logits and queries take about 6 MiB at depth 128, and twice that where
+# there is room. So pages are copied, and their heads taken apart, half as often.
+_ROWS, _MORE_ROWS = 2048, 4096
+MOST_VMEM = 2 * DEFAULT_SCOPED
+"""What the kernel takes at most, on a chip that has twice that."""
 _KEYS = 2 * 2**20  # bytes of the keys and values of a block, of which there are three: two buffers and heads apart
 
 
@@ -50,9 +55,15 @@ def blocks_of(plan: PagedPlan, operands: Operands, tiles: Tiles) -> Blocks:
     )
 
 
+def vmem_of_chip() -> int:
+    """Bytes of VMEM that the kernel may take on the chip that it is traced for."""
+    return MOST_VMEM if limit_of(None).bytes >= 2 * MOST_VMEM else DEFAULT_SCOPED
+
+
 def block_q_of(total_q: int, heads: int) -> int:
     """Queries of a tile by default: as many as VMEM has room for, at most 128."""
-    return max(1, min(total_q, 128, _ROWS // heads))
+    rows = _MORE_ROWS if vmem_of_chip() == MOST_VMEM else _ROWS
+    return max(1, min(total_q, 128, rows // heads))
 
 
 def block_kv_of(num_kv_heads: int, depths: tuple[int, int], itemsize: int) -> int:

@@ -17,6 +17,8 @@ from jax.experimental.pallas import tpu as pltpu
 from impls.paged.blocks import BUFFERS, Blocks
 from impls.paged.schedule import Tiles
 
+TOGETHER = 4
+"""Pages whose copies are started together: the scalars of one are computed while those of another are."""
 Copy = Any
 """What `pltpu.make_async_copy` gives."""
 
@@ -74,8 +76,15 @@ def _each_page(cache: Cache, tiles: Tiles, blocks: Blocks, tile: Any, block: Any
             place = held.at[buffer, pl.ds(number * size, size)]
             do(pltpu.make_async_copy(pages.at[page], place, cache.arrived.at[n, buffer]))
 
+    def several(number: Any, _: None) -> None:
+        for n in range(TOGETHER):
+            keys_and_values(number * TOGETHER + n, None)
+
     # Entries past the last page that a query sees may be anything, and are never looked at.
-    lax.fori_loop(jnp.int32(0), jnp.minimum(blocks.end[tile] - slot, block_pages), keys_and_values, None)
+    pages = jnp.minimum(blocks.end[tile] - slot, block_pages)
+    together = pages // TOGETHER if block_pages >= TOGETHER else jnp.int32(0)
+    lax.fori_loop(jnp.int32(0), together, several, None)
+    lax.fori_loop(together * TOGETHER, pages, keys_and_values, None)
 
 
 def start_rows(results: Results, tiles: Tiles, tile: Any) -> None:

@@ -16,20 +16,26 @@ a group, `row = i * G + g`. A tile of one query, as in decoding, is computed wit
 from __future__ import annotations
 
 import functools
+import math
+import operator
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 
-from impls.paged.blocks import SUBLANES, Blocks
+from impls.paged.blocks import LANES, SUBLANES, Blocks
 from impls.paged.copies import Cache, Results, await_block, await_rows, buffer_of, start_block, start_rows
 from impls.paged.plan import PagedPlan, allowed, capped, run_of_keys
 from impls.paged.schedule import Tiles
-from impls.ragged.plan import finite
+from impls.splash_tpu.tiles import across
 
+_LOG_2 = math.log(2)
+_NOTHING = float(np.finfo(np.float32).min)
+"""The maximum of no logits: finite, so that `exp(-inf - maximum)` is 0 and not NaN, and nothing is asked for that."""
 TOGETHER = 32
 """Tokens whose heads are taken apart at a time."""
 HEADS = 4
@@ -43,8 +49,8 @@ class Heads(NamedTuple):
     k: Any  # [K, block, H]
     v: Any  # [K, block, V]
     out: Any  # [K, rows, V] f32, the sum of (6)
-    max: Any  # [K, rows, LANES] f32, m
-    sum: Any  # [K, rows, LANES] f32, l
+    max: Any  # [K, rows, LANES] f32, m in units of log 2
+    sum: Any  # [K, rows, LANES] f32, whose lanes add up to l
 
 
 class Tile(NamedTuple):
@@ -89,7 +95,7 @@ def compute_tile(
         tile.sized(functools.partial(_add, plan, tile, heads, start))
 
     tile.sized(take)
-    _clear(heads)
+    tile.sized(functools.partial(_clear, tile, heads))
     lax.fori_loop(jnp.int32(0), blocks.length[number], with_block, None)
     # The rows of the tile before must have left the place where those of this one go.
     pl.when(number > 0)(lambda: await_rows(results, tiles, jnp.maximum(number - 1, 0)))
@@ -98,11 +104,16 @@ def compute_tile(
     pl.when(number == tiles.total - 1)(functools.partial(await_rows, results, tiles, number))
 
 
-def _clear(heads: Heads) -> None:
-    """A softmax of no keys."""
-    heads.out[...] = jnp.zeros(heads.out.shape, jnp.float32)
-    heads.max[...] = jnp.full(heads.max.shape, -jnp.inf, jnp.float32)
-    heads.sum[...] = jnp.zeros(heads.sum.shape, jnp.float32)
+def _clear(tile: Tile, heads: Heads, size: int) -> None:
+    """A softmax of no keys, of the rows of `size` queries."""
+    rows = _rows(size, tile.group)
+    for ref, value in ((heads.out, 0.0), (heads.max, _NOTHING), (heads.sum, 0.0)):
+        ref[:, :rows] = jnp.full((ref.shape[0], rows, ref.shape[2]), value, jnp.float32)
+
+
+def _rows(size: int, group: int) -> int:
+    """Rows that are computed for so many queries; those that only fill a register are never given."""
+    return -(-size * group // SUBLANES) * SUBLANES
 
 
 def _take_heads_apart(plan: PagedPlan, tile: Tile, cache: Cache, heads: Heads, buffer: Any, start: Any) -> None:
@@ -131,39 +142,66 @@ def _take_heads_apart(plan: PagedPlan, tile: Tile, cache: Cache, heads: Heads, b
 
 def _add(plan: PagedPlan, tile: Tile, heads: Heads, start: Any, size: int) -> None:
     """Add the keys of one block, the first of which is key `start`, to the running softmax of `size` queries."""
-    rows = -(-size * tile.group // SUBLANES) * SUBLANES  # those that only fill a register are never given
-    shape = (rows, heads.k.shape[1])
-    # Rows past the tile's queries see what its last query sees.
-    i = jnp.minimum(lax.broadcasted_iota(jnp.int32, shape, 0) // jnp.int32(tile.group), tile.queries - 1)
-    sees = allowed(plan, tile.position + i, start + lax.broadcasted_iota(jnp.int32, shape, 1))
+    rows, block = _rows(size, tile.group), heads.k.shape[1]
+    shape = (rows, block)
 
-    num_kv_heads = heads.k.shape[0]
+    def seen_in_part() -> None:
+        # Rows past the tile's queries see what its last query sees.
+        i = jnp.minimum(lax.broadcasted_iota(jnp.int32, shape, 0) // jnp.int32(tile.group), tile.queries - 1)
+        sees = allowed(plan, tile.position + i, start + lax.broadcasted_iota(jnp.int32, shape, 1))
+        _add_heads(plan, heads, rows, lambda z: jnp.where(sees, z, -jnp.inf))  # (3)
+
+    low, _ = run_of_keys(plan, tile.position + (tile.queries - 1))
+    _, high = run_of_keys(plan, tile.position)
+    seen = (start >= low) & (start + block <= high)  # by every query
+    pl.when(seen)(functools.partial(_add_heads, plan, heads, rows, lambda z: z))
+    pl.when(jnp.logical_not(seen))(seen_in_part)
+
+
+def _add_heads(plan: PagedPlan, heads: Heads, rows: int, masked: Callable[[jax.Array], jax.Array]) -> None:
+    """The same head by head. The products of each are there before the softmax of the one before begins."""
+    num_kv_heads, block, depth_v = heads.v.shape
     several = HEADS if num_kv_heads % HEADS == 0 else 1
 
-    def of_heads(number: Any, _: None) -> None:
-        for n in range(several):
-            of_head(number * several + n)
+    def products_of(h: Any) -> jax.Array:
+        return _product(heads.q[h, :rows], heads.k[h], 1)  # [rows, block]
 
-    def of_head(h: Any) -> None:
-        z = capped(plan, _product(heads.q[h, :rows], heads.k[h], 1))  # (1), (2): [rows, block]
-        z = jnp.where(sees, z, -jnp.inf)  # (3)
-        before = heads.max[h, :rows]
-        top = jnp.maximum(before, z.max(axis=-1, keepdims=True))  # (4)
-        shift = finite(top)
-        weights, decay = jnp.exp(z - shift[:, :1]), jnp.exp(before - shift)
-        v = heads.v[h]
-        heads.max[h, :rows] = top
-        heads.sum[h, :rows] = heads.sum[h, :rows] * decay + weights.sum(axis=-1, keepdims=True)  # (5)
-        heads.out[h, :rows] = heads.out[h, :rows] * decay[:, :1] + _product(weights.astype(v.dtype), v, 0)  # (6)
+    def of_heads(number: Any, _: None) -> None:
+        these = [number * several + n for n in range(several)]
+        # Values and not references between heads: the compiler does not reorder what it stores and loads.
+        softmax = [tuple(ref[h, :rows] for ref in (heads.max, heads.sum, heads.out)) for h in these]
+        coming = products_of(these[0])
+        for n, h in enumerate(these):
+            products, (before, total, acc) = coming, softmax[n]
+            if n + 1 < several:
+                coming = products_of(these[n + 1])
+            z = masked(capped(plan, products, _LOG_2))  # (1), (2), (3)
+            top = jnp.maximum(before, z.max(axis=-1, keepdims=True))  # (4)
+            weights, decay = jnp.exp2(z - across(top, block)), jnp.exp2(before - top)
+            v = heads.v[h]
+            acc = acc * across(decay, depth_v) + _product(weights.astype(v.dtype), v, 0)  # (6)
+            softmax[n] = top, total * decay + _by_lane(weights), acc  # (5)
+        for h, found in zip(these, softmax, strict=True):
+            heads.max[h, :rows], heads.sum[h, :rows], heads.out[h, :rows] = found
 
     lax.fori_loop(jnp.int32(0), jnp.int32(num_kv_heads // several), of_heads, None)
+
+
+def _by_lane(weights: jax.Array) -> jax.Array:
+    """Sums over the keys, `[rows, LANES]`, whose lanes add up to them: whole registers are added, and no lane moves."""
+    block = weights.shape[1]
+    if block % LANES:
+        first = lax.broadcasted_iota(jnp.int32, (weights.shape[0], LANES), 1) == 0
+        return jnp.where(first, weights.sum(axis=-1, keepdims=True), 0.0)
+    return functools.reduce(operator.add, (weights[:, at : at + LANES] for at in range(0, block, LANES)))
 
 
 def _give(tile: Tile, heads: Heads, results: Results, size: int) -> None:
     """The part of `size` queries, `max` in the first lane of the second array, and `sum` in the others."""
     rows = size * tile.group
-    lane = lax.broadcasted_iota(jnp.int32, heads.max[:, :rows].shape, 2)
-    statistics = jnp.where(lane == 0, heads.max[:, :rows], heads.sum[:, :rows])
+    top, total = heads.max[:, :rows], heads.sum[:, :rows].sum(axis=-1, keepdims=True)
+    top = jnp.where(top == _NOTHING, -jnp.inf, top * jnp.float32(_LOG_2))
+    statistics = jnp.where(lax.broadcasted_iota(jnp.int32, top.shape, 2) == 0, top, total)
     for given, x in zip(results.tile, (heads.out[:, :rows], statistics), strict=True):
         given[:size] = _queries_of(x, size)
 

@@ -92,7 +92,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         "paged-tpu-pages-past-the-last-copied",
-        Change("copies", "jnp.minimum(blocks.end[tile] - slot, block_pages), keys", "jnp.int32(block_pages), keys"),
+        Change("copies", "jnp.minimum(blocks.end[tile] - slot, block_pages)", "jnp.int32(block_pages)"),
         kind="table.past-the-end",
         reference="vllm-project/flash-attention#42, page numbers read for the whole tile",
         shows="forward out logsumexp max_logits",
@@ -106,7 +106,11 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         "paged-tpu-softmax-of-the-tile-before-kept",
-        Change("kernel", "    _clear(heads)\n", "    pl.when(number == 0)(lambda: _clear(heads))\n"),
+        Change(
+            "kernel",
+            "    tile.sized(functools.partial(_clear, tile, heads))\n",
+            "    pl.when(number == 0)(lambda: tile.sized(functools.partial(_clear, tile, heads)))\n",
+        ),
         kind="init.masked-store",
         reference="vllm-project/tpu-inference PR 3426, state carried between stages",
         shows="out logsumexp max_logits",
