@@ -20,7 +20,7 @@ from cases import front_ends, mask_spec, moba, quantized
 from cases.case import Case
 from cases.counter_rng import integers, normal
 from cases.masks import Mask, segments
-from cases.operands import OPERANDS
+from cases.operands import OPERANDS, PLACED
 from cases.serving import storage
 from cases.serving.storage import Storage
 
@@ -59,6 +59,7 @@ class Problem:
     bias: np.ndarray | None = None  # broadcastable to [B, N, T, S]
     scale: float | None = None
     kv_scales: tuple[np.ndarray, np.ndarray] | None = None  # [B or 1, S or 1, K]
+    alibi_slopes: np.ndarray | None = None  # [N]
     storage: Storage | None = None
 
     def __post_init__(self) -> None:
@@ -80,6 +81,20 @@ class Problem:
     def effective_scale(self) -> float:
         """The factor that multiplies `<q, k>`."""
         return 1 / math.sqrt(self.q.shape[-1]) if self.scale is None else self.scale
+
+    @functools.cached_property
+    def alibi(self) -> np.ndarray | None:
+        """What ALiBi adds to scaled logits, `-slope_n |i + S - T - j|`, `[N, T, S]` in float64; none without slopes."""
+        if self.alibi_slopes is None:
+            return None
+        q_length, kv_length = self.q.shape[1], self.k.shape[1]
+        distance = np.abs(np.arange(q_length)[:, None] + (kv_length - q_length) - np.arange(kv_length))
+        return -self.alibi_slopes.astype(np.float64)[:, None, None] * distance
+
+    @property
+    def placed(self) -> bool:
+        """Whether an operand goes by where queries and keys stand: some of them alone are another problem."""
+        return any(getattr(self, operand.name) is not None for operand in PLACED)
 
     @functools.cached_property
     def resolved_mask(self) -> Mask:
@@ -196,6 +211,7 @@ def _drawn(case: Case, attempt: int) -> Problem:
         soft_cap=case.soft_cap,
         bias=_bias(case),
         scale=case.scale,
+        alibi_slopes=_alibi_slopes(case),
         storage=storage.draw(case),
     )
 
@@ -368,3 +384,20 @@ def _bias(case: Case) -> np.ndarray | None:
         for key, hidden in _HIDDEN.items():
             values[..., key::10] = hidden
     return values.astype(DTYPES[case.dtype] if case.bias == "biaskey" else np.float32)
+
+
+# By how much the logit of the furthest key falls, in the first head and in the one past the last.
+_FALLS = (6.0, 1.5)
+
+
+def _alibi_slopes(case: Case) -> np.ndarray | None:
+    """Slopes that fall from head to head as those of models do (Press et al., arXiv:2108.12409), and no powers of two.
+
+    They are as steep as the lengths and the logits' own spread bear: the furthest key still has a visible weight.
+    """
+    if not case.alibi:
+        return None
+    heads = np.arange(case.num_q_heads) / case.num_q_heads
+    falls = _FALLS[0] * (_FALLS[1] / _FALLS[0]) ** heads * 2 ** (normal(case.seed, "alibi", heads.shape) / 8)
+    steepest = max(1.0, _logit_spread(case) / 2) / max(case.q_length, case.kv_length)
+    return (falls * steepest).astype(np.float32)

@@ -12,7 +12,7 @@ FEATURE_KINDS: Mapping[str, tuple[str, ...]] = {
         *("full", "causal", "window", "chunked", "bidirectional", "balanced", "lengths", "dense", "dense_head"),
         *("dense_batch", "indexer", "moba", "own_window", "offset", "segment_ids"),
     ),
-    "operands": ("soft_cap", "sinks", "bias", "scale"),
+    "operands": ("soft_cap", "sinks", "bias", "scale", "alibi_slopes"),
     "shape": ("v_head_dim", "unequal_lengths"),
     "storage": ("packed", "paged"),
     "quantised cache": ("kv_int8", "kv_int4", "kv_fp8", "kv_token_scales", "kv_head_scales"),

@@ -34,7 +34,11 @@ def invariance(subject: Subject) -> Iterator[Judgement]:
 
 
 def _with_every_key(subject: Subject) -> Iterator[Judgement]:
-    """The ways that have a meaning only where the mask treats all keys alike."""
+    """The ways that have a meaning only where mask and operands treat all keys alike."""
+    if subject.problem.placed:
+        for name in ("permuted", "merged"):
+            yield unsupported(name, "an operand of this case goes by where keys stand")
+        return
     if (reason := subject.implementation.supports(dataclasses.replace(subject.case, mask="full"))) is not None:
         yield unsupported("permuted", reason)
         yield unsupported("merged", reason)

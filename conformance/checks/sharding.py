@@ -39,6 +39,9 @@ def sharding(subject: Subject) -> Iterator[Judgement]:
         yield Judgement(observable="all", verdict=records.UNJUDGED, reason=reason)
         return
     for name in get_args(sharded.Over):
+        if name == "sequence" and subject.problem.placed:
+            yield unsupported(name, "an operand of this case goes by where queries stand, which a device does not know")
+            continue
         try:
             case = _divisible(subject.case)
             case = case if name != "sequence" else _balanced(case)
