@@ -75,6 +75,7 @@ class OptionalOperand(Operand):
       says: what it is, as the description of the feature `name`; empty if its features go by its value.
       opt_in: whether an implementation has it only if it says so; the call of the others has no such parameter.
       stored: whether a call that takes its operands packed or in pages may have it (docs/contract.md, section 8).
+      quiet: whether calls without it take turns and are ordered as if there were no such operand.
       placed: whether it goes by where queries and keys stand, which no axis of its arrays says: some of the queries or
         keys alone are then another problem.
       vmap: the name of the transform that gives it a batch axis of its own (`kv` if k and v get one with it).
@@ -87,6 +88,7 @@ class OptionalOperand(Operand):
     says: str = ""
     opt_in: bool = False
     stored: bool = False
+    quiet: bool = False
     placed: bool = False
     vmap: str = ""
 
@@ -197,6 +199,7 @@ OPTIONAL = (
         levels=(True,),
         says="ALiBi: logits fall with the distance of query and key, by a slope for each query head",
         opt_in=True,
+        quiet=True,
         placed=True,
         vmap="alibi_slopes",
     ),
@@ -211,5 +214,7 @@ OBSERVABLES = ("out", *RESIDUALS, *GRADIENTS)
 """What a call gives, with its residuals and its gradients, in the contract's order."""
 REMOVABLE = tuple(operand for operand in OPTIONAL if operand.says)
 """Those that a problem has a meaning without: stored keys and values have none without their scales."""
+QUIET = frozenset(operand.field for operand in OPTIONAL if operand.quiet)
+"""Fields of those whose absence says nothing of a case: kernels that lack one are judged as before there was one."""
 PLACED = tuple(operand for operand in OPTIONAL if operand.placed)
 """Those that go by where queries and keys stand."""
