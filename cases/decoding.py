@@ -16,7 +16,7 @@ from cases import mask_spec
 from cases.case import Case
 from cases.grid import Supports
 from cases.inputs import Problem
-from cases.operands import PLACED
+from cases.operands import OPTIONAL
 
 LENGTH = 40
 PIECES = ((0, 18), (18, 36), (36, 37), (38, 39))
@@ -47,7 +47,7 @@ def piece(case: Case, start: int, stop: int) -> Case:
 
     A mask that is an array is not in the id: `part` has its rows.
     """
-    placed = any(getattr(case, operand.field) != operand.absent for operand in PLACED)
+    placed = any(getattr(case, operand.field) != operand.absent for operand in OPTIONAL if operand.placed)
     return dataclasses.replace(
         case,
         phase="decode" if stop - start == 1 else "prefill",

@@ -94,7 +94,7 @@ class Problem:
     @property
     def placed(self) -> bool:
         """Whether an operand goes by where queries and keys stand: some of them alone are another problem."""
-        return any(getattr(self, operand.name) is not None for operand in PLACED)
+        return any(getattr(self, name) is not None for name in PLACED)
 
     @functools.cached_property
     def resolved_mask(self) -> Mask:
@@ -148,9 +148,9 @@ class Problem:
         seen = np.broadcast_to(np.any(pairs, axis=2), (batch, self.q.shape[2], kv_length))
         return np.moveaxis(np.any(seen.reshape(batch, num_kv_heads, -1, kv_length), axis=2), 1, 2)
 
-    def without(self, operand: str) -> Problem:
-        """The same problem without an optional operand."""
-        changed: dict[str, Any] = {operand: None}
+    def without(self, *operands: str) -> Problem:
+        """The same problem without these optional operands."""
+        changed: dict[str, Any] = dict.fromkeys(operands)
         return dataclasses.replace(self, **changed)
 
     def along(self, letter: str, change: Callable[[np.ndarray, int], np.ndarray]) -> Problem:
@@ -391,13 +391,9 @@ _FALLS = (6.0, 1.5)
 
 
 def _alibi_slopes(case: Case) -> np.ndarray | None:
-    """Slopes that fall from head to head as those of models do (Press et al., arXiv:2108.12409), and no powers of two.
-
-    They are as steep as the lengths and the logits' own spread bear: the furthest key still has a visible weight.
-    """
+    """Less from head to head, and no powers of two; so steep that the furthest key still has a visible weight."""
     if not case.alibi:
         return None
     heads = np.arange(case.num_q_heads) / case.num_q_heads
     falls = _FALLS[0] * (_FALLS[1] / _FALLS[0]) ** heads * 2 ** (normal(case.seed, "alibi", heads.shape) / 8)
-    steepest = max(1.0, _logit_spread(case) / 2) / max(case.q_length, case.kv_length)
-    return (falls * steepest).astype(np.float32)
+    return (falls * max(1.0, _logit_spread(case) / 2) / max(case.q_length, case.kv_length)).astype(np.float32)

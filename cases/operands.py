@@ -216,5 +216,5 @@ REMOVABLE = tuple(operand for operand in OPTIONAL if operand.says)
 """Those that a problem has a meaning without: stored keys and values have none without their scales."""
 QUIET = frozenset(operand.field for operand in OPTIONAL if operand.quiet)
 """Fields of those whose absence says nothing of a case: kernels that lack one are judged as before there was one."""
-PLACED = tuple(operand for operand in OPTIONAL if operand.placed)
+PLACED = tuple(operand.name for operand in OPTIONAL if operand.placed)
 """Those that go by where queries and keys stand."""
