@@ -75,7 +75,7 @@ class OptionalOperand(Operand):
       says: what it is, as the description of the feature `name`; empty if its features go by its value.
       opt_in: whether an implementation has it only if it says so; the call of the others has no such parameter.
       stored: whether a call that takes its operands packed or in pages may have it (docs/contract.md, section 8).
-      quiet: whether calls without it take turns and are ordered as if there were no such operand.
+      quiet: whether calls without it take turns, are ordered and are explored as if there were no such operand.
       placed: whether it goes by where queries and keys stand, which no axis of its arrays says: some of the queries or
         keys alone are then another problem.
       vmap: the name of the transform that gives it a batch axis of its own (`kv` if k and v get one with it).
