@@ -137,6 +137,7 @@ AXES: tuple[Axis, ...] = (
     Axis("kv_cache", (None, *KV_CACHES), rare=True),
     # Keys before the last that a token sees of its own sequence: all of them, within a block, more than one block.
     Axis("own_window", (None, "inf", 6, 70), rare=True),
+    Axis("alibi", (False, True), rich=True, rare=True),
 )
 
 NAMES = tuple(axis.name for axis in AXES)

@@ -3,8 +3,8 @@
     train/bf16/B2.T128.S128.N4.K2.H64.V64/causal/seg/softcap30/sinks/normal/s7
 
 The parts are: phase, dtype, shape, mask, then whatever of segment ids, soft cap, sinks, bias, scale, quantised cache,
-storage (`cases.serving.spec`) and front end (`cases.front_ends`) the case has, then the value distribution and the
-seed. Ids use letters, digits and `. / _ -` only, so that a shell and pytest's `-k` take them unquoted.
+ALiBi, storage (`cases.serving.spec`) and front end (`cases.front_ends`) the case has, then the value distribution and
+the seed. Ids use letters, digits and `. / _ -` only, so that a shell and pytest's `-k` take them unquoted.
 """
 
 from __future__ import annotations
@@ -53,6 +53,7 @@ class Case:
     bias: str | None = None
     scale: float | None = None
     kv_cache: str | None = None
+    alibi: bool = False
     storage: str | None = None
     front_end: str | None = None
     distribution: str = "normal"

@@ -1,12 +1,14 @@
 """Cases of a sequence that is computed piece by piece: chunks of a prompt, then single tokens.
 
 The cache has the length of the whole sequence from the start, and more of it is filled with every piece. The last key
-is never filled, so that the end of the cache is not that of the sequence.
+is never filled, so that the end of the cache is not that of the sequence. Where an operand goes by how far a key is
+from the end of the cache, a piece gets what is filled of it alone.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import numpy as np
 
@@ -14,6 +16,7 @@ from cases import mask_spec
 from cases.case import Case
 from cases.grid import Supports
 from cases.inputs import Problem
+from cases.operands import OPTIONAL
 
 LENGTH = 40
 PIECES = ((0, 18), (18, 36), (36, 37), (38, 39))
@@ -21,8 +24,9 @@ PIECES = ((0, 18), (18, 36), (36, 37), (38, 39))
 
 # The masks that say which keys a token sees before there are later tokens: a formula of its position; chunks, one of
 # which ends where the first token is decoded; packed sequences; rows of an array; a selection made at run time; spans
-# of a prompt, each within one piece; the chunks that a token's gates choose. Then some with a quantised cache.
-_DECODED: tuple[dict[str, str], ...] = (
+# of a prompt, each within one piece; the chunks that a token's gates choose. Then some with a quantised cache, and one
+# whose logits fall with the distance.
+_DECODED: tuple[dict[str, Any], ...] = (
     {"mask": "causal"},
     {"mask": "window-l9-r0"},
     {"mask": "chunked-12"},
@@ -33,6 +37,7 @@ _DECODED: tuple[dict[str, str], ...] = (
     {"mask": "moba-8-3"},
     {"mask": "causal", "kv_cache": "kvint8-token"},
     {"mask": "window-l9-r0", "kv_cache": "kvfp8-head"},
+    {"mask": "causal", "alibi": True},
 )
 _HEADS = ((4, 2), (2, 2))
 
@@ -42,10 +47,12 @@ def piece(case: Case, start: int, stop: int) -> Case:
 
     A mask that is an array is not in the id: `part` has its rows.
     """
+    placed = any(getattr(case, operand.field) != operand.absent for operand in OPTIONAL if operand.placed)
     return dataclasses.replace(
         case,
         phase="decode" if stop - start == 1 else "prefill",
         q_length=stop - start,
+        kv_length=stop if placed else case.kv_length,
         mask=mask_spec.moved(case.mask, start),
     )
 
@@ -60,13 +67,18 @@ def part(whole: Problem, start: int, stop: int, *, stale: float) -> Problem:
       stale: what is behind the last key; the largest number there is where memory holds integers.
     """
     cut = whole.along("T", lambda x, axis: x.take(range(start, stop), axis))
+    mask = whole.mask.of_queries(start, stop, (whole.q.shape[1], whole.k.shape[1]))
+    if whole.placed:
+        # Operands that count from the end of the cache get as much of it as is filled.
+        cut = cut.along("S", lambda x, axis: x.take(range(stop), axis))
+        return dataclasses.replace(cut, mask=mask)
     cut = cut.along("S", lambda x, axis: _filled(x, axis, stop, stale))
     if whole.segment_ids is not None and cut.segment_ids is not None:
         q_ids, kv_ids = whole.segment_ids
         # What is not filled gets the last token's segment: a kernel that takes it for filled attends to it.
         kv_ids = np.where(np.arange(kv_ids.shape[1]) < stop, kv_ids, q_ids[:, stop - 1, None])
         cut = dataclasses.replace(cut, segment_ids=(cut.segment_ids[0], kv_ids))
-    return dataclasses.replace(cut, mask=whole.mask.of_queries(start, stop, (whole.q.shape[1], whole.k.shape[1])))
+    return dataclasses.replace(cut, mask=mask)
 
 
 def decoded_cases(seed: int = 0, supports: Supports = lambda case: None) -> tuple[Case, ...]:
@@ -74,7 +86,7 @@ def decoded_cases(seed: int = 0, supports: Supports = lambda case: None) -> tupl
     return tuple(case for fields in _DECODED if (case := _case(fields, seed, supports)) is not None)
 
 
-def _case(fields: dict[str, str], seed: int, supports: Supports) -> Case | None:
+def _case(fields: dict[str, Any], seed: int, supports: Supports) -> Case | None:
     for num_q_heads, num_kv_heads in _HEADS:
         case = Case(
             phase="prefill",
@@ -83,10 +95,8 @@ def _case(fields: dict[str, str], seed: int, supports: Supports) -> Case | None:
             kv_length=LENGTH,
             num_q_heads=num_q_heads,
             num_kv_heads=num_kv_heads,
-            mask=fields["mask"],
-            segments=fields.get("segments"),
-            kv_cache=fields.get("kv_cache"),
             seed=seed,
+            **fields,
         )
         if all(supports(part) is None for part in (case, *(piece(case, *at) for at in PIECES))):
             return case

@@ -20,7 +20,7 @@ from cases import axes, covering
 from cases.case import Case
 from cases.covering import Coverage, Partial, Row
 from cases.model import Model
-from cases.operands import REMOVABLE
+from cases.operands import QUIET, REMOVABLE
 
 STRENGTH = {"quick": 2, "standard": 3, "deep": 4}
 Supports = Callable[[Case], "str | None"]
@@ -46,6 +46,7 @@ class Grid:
       declined: one case for each level that is not supported.
       coverage: of the feasible combinations, how many some case has.
       varied: the axes that are covered, by their place in the model.
+      weighed: the axes by whose levels cases take turns.
     """
 
     level: str
@@ -56,6 +57,7 @@ class Grid:
     declined: tuple[Case, ...]
     coverage: Coverage
     varied: tuple[int, ...]
+    weighed: tuple[int, ...]
 
     def covered_by(self, cases: Collection[Case]) -> int:
         """How many combinations those of `cases` have that are cases of the grid."""
@@ -79,6 +81,7 @@ def grid(level: str, seed: int, supports: Supports = lambda case: None, model: M
     cases: dict[Case, Row] = {}
     for row in rows:
         cases.setdefault(_case(row, seed, model), row)
+    varied = _varied(matrix, model)
     return Grid(
         level=level,
         cases=tuple(cases),
@@ -87,7 +90,8 @@ def grid(level: str, seed: int, supports: Supports = lambda case: None, model: M
         rich=support.rich(),
         declined=_unique(support.declined()),
         coverage=coverage,
-        varied=_varied(matrix, model),
+        varied=varied,
+        weighed=tuple(a for a, axis in enumerate(model.axes) if a in varied or axis.name not in QUIET),
     )
 
 

@@ -20,7 +20,7 @@ from cases import front_ends, mask_spec, moba, quantized
 from cases.case import Case
 from cases.counter_rng import integers, normal
 from cases.masks import Mask, segments
-from cases.operands import OPERANDS
+from cases.operands import OPERANDS, PLACED
 from cases.serving import storage
 from cases.serving.storage import Storage
 
@@ -59,6 +59,7 @@ class Problem:
     bias: np.ndarray | None = None  # broadcastable to [B, N, T, S]
     scale: float | None = None
     kv_scales: tuple[np.ndarray, np.ndarray] | None = None  # [B or 1, S or 1, K]
+    alibi_slopes: np.ndarray | None = None  # [N]
     storage: Storage | None = None
 
     def __post_init__(self) -> None:
@@ -80,6 +81,20 @@ class Problem:
     def effective_scale(self) -> float:
         """The factor that multiplies `<q, k>`."""
         return 1 / math.sqrt(self.q.shape[-1]) if self.scale is None else self.scale
+
+    @functools.cached_property
+    def alibi(self) -> np.ndarray | None:
+        """What ALiBi adds to scaled logits, `-slope_n |i + S - T - j|`, `[N, T, S]` in float64; none without slopes."""
+        if self.alibi_slopes is None:
+            return None
+        q_length, kv_length = self.q.shape[1], self.k.shape[1]
+        distance = np.abs(np.arange(q_length)[:, None] + (kv_length - q_length) - np.arange(kv_length))
+        return -self.alibi_slopes.astype(np.float64)[:, None, None] * distance
+
+    @property
+    def placed(self) -> bool:
+        """Whether an operand goes by where queries and keys stand: some of them alone are another problem."""
+        return any(getattr(self, name) is not None for name in PLACED)
 
     @functools.cached_property
     def resolved_mask(self) -> Mask:
@@ -133,9 +148,9 @@ class Problem:
         seen = np.broadcast_to(np.any(pairs, axis=2), (batch, self.q.shape[2], kv_length))
         return np.moveaxis(np.any(seen.reshape(batch, num_kv_heads, -1, kv_length), axis=2), 1, 2)
 
-    def without(self, operand: str) -> Problem:
-        """The same problem without an optional operand."""
-        changed: dict[str, Any] = {operand: None}
+    def without(self, *operands: str) -> Problem:
+        """The same problem without these optional operands."""
+        changed: dict[str, Any] = dict.fromkeys(operands)
         return dataclasses.replace(self, **changed)
 
     def along(self, letter: str, change: Callable[[np.ndarray, int], np.ndarray]) -> Problem:
@@ -196,6 +211,7 @@ def _drawn(case: Case, attempt: int) -> Problem:
         soft_cap=case.soft_cap,
         bias=_bias(case),
         scale=case.scale,
+        alibi_slopes=_alibi_slopes(case),
         storage=storage.draw(case),
     )
 
@@ -368,3 +384,16 @@ def _bias(case: Case) -> np.ndarray | None:
         for key, hidden in _HIDDEN.items():
             values[..., key::10] = hidden
     return values.astype(DTYPES[case.dtype] if case.bias == "biaskey" else np.float32)
+
+
+# By how much the logit of the furthest key falls, in the first head and in the one past the last.
+_FALLS = (6.0, 1.5)
+
+
+def _alibi_slopes(case: Case) -> np.ndarray | None:
+    """Less from head to head, and no powers of two; so steep that the furthest key still has a visible weight."""
+    if not case.alibi:
+        return None
+    heads = np.arange(case.num_q_heads) / case.num_q_heads
+    falls = _FALLS[0] * (_FALLS[1] / _FALLS[0]) ** heads * 2 ** (normal(case.seed, "alibi", heads.shape) / 8)
+    return (falls * max(1.0, _logit_spread(case) / 2) / max(case.q_length, case.kv_length)).astype(np.float32)

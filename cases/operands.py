@@ -74,6 +74,10 @@ class OptionalOperand(Operand):
       number: what a case id writes of a number; none where it writes a level as it is.
       says: what it is, as the description of the feature `name`; empty if its features go by its value.
       opt_in: whether an implementation has it only if it says so; the call of the others has no such parameter.
+      stored: whether a call that takes its operands packed or in pages may have it (docs/contract.md, section 8).
+      quiet: whether calls without it take turns, are ordered and are explored as if there were no such operand.
+      placed: whether it goes by where queries and keys stand, which no axis of its arrays says: some of the queries or
+        keys alone are then another problem.
       vmap: the name of the transform that gives it a batch axis of its own (`kv` if k and v get one with it).
     """
 
@@ -83,6 +87,9 @@ class OptionalOperand(Operand):
     number: re.Pattern[str] | None = None
     says: str = ""
     opt_in: bool = False
+    stored: bool = False
+    quiet: bool = False
+    placed: bool = False
     vmap: str = ""
 
     @property
@@ -140,6 +147,7 @@ OPTIONAL = (
         levels=(30.0,),
         number=re.compile(r"(?:soft)?cap(\d+(?:\.\d+)?)"),
         says="soft cap of the logits",
+        stored=True,
     ),
     OptionalOperand(
         name="sinks",
@@ -149,6 +157,7 @@ OPTIONAL = (
         form="sinks",
         levels=(True,),
         says="one learned sink logit for each query head",
+        stored=True,
         vmap="sinks",
     ),
     OptionalOperand(
@@ -170,6 +179,7 @@ OPTIONAL = (
         levels=(0.3,),
         number=re.compile(r"scale(\d+(?:\.\d+)?)"),
         says="a scale other than 1/sqrt(H)",
+        stored=True,
     ),
     OptionalOperand(
         name="kv_scales",
@@ -180,6 +190,18 @@ OPTIONAL = (
         levels=KV_CACHES,
         opt_in=True,
         vmap="kv",
+    ),
+    OptionalOperand(
+        name="alibi_slopes",
+        arrays=(("N",),),
+        field="alibi",
+        form="alibi",
+        levels=(True,),
+        says="ALiBi: logits fall with the distance of query and key, by a slope for each query head",
+        opt_in=True,
+        quiet=True,
+        placed=True,
+        vmap="alibi_slopes",
     ),
 )
 OPERANDS: tuple[Operand, ...] = (*REQUIRED, *OPTIONAL)
@@ -192,3 +214,7 @@ OBSERVABLES = ("out", *RESIDUALS, *GRADIENTS)
 """What a call gives, with its residuals and its gradients, in the contract's order."""
 REMOVABLE = tuple(operand for operand in OPTIONAL if operand.says)
 """Those that a problem has a meaning without: stored keys and values have none without their scales."""
+QUIET = frozenset(operand.field for operand in OPTIONAL if operand.quiet)
+"""Fields of those whose absence says nothing of a case: kernels that lack one are judged as before there was one."""
+PLACED = tuple(operand.name for operand in OPTIONAL if operand.placed)
+"""Those that go by where queries and keys stand."""

@@ -7,7 +7,7 @@ The canonical call (docs/contract.md, section 1):
 with the operands of `cases.operands`, which has their shapes, and `mask` a `cases.masks.Mask`. It returns
 `out [B, T, N, V]` in q's dtype, or `(out, residuals)` with `save_residuals=True`, where residuals maps `"logsumexp"`
 and `"max_logits"` to f32 `[B, N, T]`. An operand that has to be offered is a parameter only where it is: `kv_scales`,
-with k and v in int8, int4 or float8_e4m3fn, where a quantised cache is offered.
+with k and v in int8, int4 or float8_e4m3fn, where a quantised cache is offered, and `alibi_slopes`.
 
 An implementation may also offer attention that is not normalised, as a part to be merged with others (contract,
 section 4):
@@ -255,11 +255,12 @@ def validate_operands(
     bias: Any = None,
     scale: float | None = None,
     kv_scales: tuple[Any, Any] | None = None,
+    alibi_slopes: Any = None,
     dtypes: Collection[str] = FLOATS,
 ) -> None:
     """Check the operands of the canonical call; with `kv_scales`, k and v are as a cache stores them.
 
-    `dtypes` are the names of those that q, k, v, sinks and bias may have.
+    `dtypes` are the names of those that q, k, v, sinks, bias and slopes may have.
 
     Raises:
       TypeError: naming an operand that is no array, or no number that is known before tracing, and what to do.
@@ -297,11 +298,12 @@ def validate_operands(
                 raise ValueError(f"segment_ids of {name} must be integers, of dtype int32, got {ids.dtype}")
     _validate_number("soft_cap", soft_cap, none="no cap")
     _validate_number("scale", scale, none="1/sqrt(head_dim)")
-    if sinks is not None:
-        _validate_array("sinks", sinks)
-        if np.shape(sinks) != (num_q_heads,):
-            raise ValueError(f"sinks must have shape {(num_q_heads,)}, one logit a query head, got {np.shape(sinks)}")
-        _validate_dtype("sinks", sinks, dtypes)
+    for name, x, one in (("sinks", sinks, "logit"), ("alibi_slopes", alibi_slopes, "slope")):
+        if x is not None:
+            _validate_array(name, x)
+            if np.shape(x) != (num_q_heads,):
+                raise ValueError(f"{name} must have shape {(num_q_heads,)}, one {one} a query head, got {np.shape(x)}")
+            _validate_dtype(name, x, dtypes)
     if bias is not None:
         _validate_array("bias", bias)
         full = (batch, num_q_heads, q_length, kv_length)

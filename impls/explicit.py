@@ -14,8 +14,10 @@ from typing import Any, TypeVar, cast
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from cases.operands import OPTIONAL
+
 _Call = TypeVar("_Call", bound=Callable[..., Any])
-_ARRAYS = ("segment_ids", "sinks", "bias", "kv_scales", "lengths", "positions")
+_ARRAYS = (*(operand.name for operand in OPTIONAL if operand.arrays), "lengths", "positions")
 
 
 def takes_explicit(call: _Call) -> _Call:

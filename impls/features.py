@@ -31,7 +31,7 @@ def asked(q: Any, k: Any, v: Any, mask: Mask, options: Mapping[str, Any]) -> tup
     found = [_DTYPES.get(dtype, dtype)]
     found.append("mha" if num_q_heads == num_kv_heads else "mqa" if num_kv_heads == 1 else "gqa")
     found += mask.features
-    found += [name for name in OPTIONAL if options.get(name) is not None]
+    found += [operand.name for operand in REMOVABLE if options.get(operand.name) is not None]
     if (scales := options.get("kv_scales")) is not None:
         found.append(_STORED[np.dtype(k.dtype).name])
         found.append("kv_token_scales" if any(np.shape(x)[1] > 1 for x in scales) else "kv_head_scales")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
+from cases.operands import REMOVABLE
+
 FEATURE_KINDS: Mapping[str, tuple[str, ...]] = {
     "dtype": ("f32", "bf16", "f16"),
     "phase": ("train", "prefill", "decode"),
@@ -12,7 +14,7 @@ FEATURE_KINDS: Mapping[str, tuple[str, ...]] = {
         *("full", "causal", "window", "chunked", "bidirectional", "balanced", "lengths", "dense", "dense_head"),
         *("dense_batch", "indexer", "moba", "own_window", "offset", "segment_ids"),
     ),
-    "operands": ("soft_cap", "sinks", "bias", "scale"),
+    "operands": tuple(operand.name for operand in REMOVABLE if operand.name != "segment_ids"),
     "shape": ("v_head_dim", "unequal_lengths"),
     "storage": ("packed", "paged"),
     "quantised cache": ("kv_int8", "kv_int4", "kv_fp8", "kv_token_scales", "kv_head_scales"),

@@ -44,7 +44,8 @@ def marks(case: Case) -> frozenset[str]:
     for operand in OPTIONAL:
         value = getattr(case, operand.field)
         if value == operand.absent:
-            found.add(f"no {operand.name}")
+            if not operand.quiet:
+                found.add(f"no {operand.name}")
         elif operand.number is not None:
             found.add(f"{operand.name} 1e{math.floor(math.log10(value))}")
         else:

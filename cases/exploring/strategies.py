@@ -18,6 +18,7 @@ from cases.exploring.clues import NO_CLUES, Clues
 from cases.exploring.space import NothingToDraw, Space, Supports, space
 from cases.mask_spec import KINDS
 from cases.masks import Mask
+from cases.operands import QUIET
 from cases.serving import strategies as serving
 from cases.serving.spec import Kind
 
@@ -95,6 +96,8 @@ def all_cases(draw: st.DrawFn, within: Space) -> Case:
     operands: dict[str, Any] = {}
     for field, levels in within.operands.items():
         if field == "kv_cache" and phase == "train":  # a cache is read
+            continue
+        if field in QUIET and len(levels) == 1:  # who lacks it is drawn what there was before it
             continue
         level = draw(_seldom(levels))
         operands[field] = draw(_number(field, within)) if level is not None and field in _NUMBERS else level

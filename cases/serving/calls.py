@@ -8,6 +8,7 @@ from typing import Any
 from cases import mask_spec
 from cases.case import Case
 from cases.masks import Mask
+from cases.operands import OPTIONAL
 from cases.serving.spec import Kind, Sides, sides
 
 
@@ -36,9 +37,9 @@ def not_stored(case: Case, kind: Kind) -> str | None:
         return f"dense operands: the call takes {kind} ones"
     if case.stored.kind != kind:
         return f"{case.stored.kind} operands: the call takes {kind} ones"
-    for operand, there in (("segment_ids", case.segments), ("bias", case.bias), ("kv_cache", case.kv_cache)):
-        if there is not None:
-            return f"{operand}: a {kind} call has no such operand"
+    for operand in OPTIONAL:
+        if not operand.stored and getattr(case, operand.field) != operand.absent:
+            return f"{operand.name}: a {kind} call has no such operand"
     mask = mask_spec.build(case.mask, case.batch, case.num_q_heads, case.q_length, case.kv_length, case.seed)
     seen = sides(mask, case.q_length, case.kv_length)
     if seen is None or (kind == "paged" and not seen.is_causal):

@@ -288,7 +288,7 @@ def _options(signature: inspect.Signature, name: str, known: tuple[str, ...]) ->
                 f"give it a default or wrap the function"
             )
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
-        return frozenset(known)
+        return frozenset(known) - OPT_IN  # who takes whatever there is has not said that it knows these
     return frozenset(p.name for p in parameters if p.name in known and p.kind is not p.POSITIONAL_ONLY)
 
 

@@ -20,7 +20,7 @@ from cases.serving.calls import sides_of_stored
 from cases.serving.spec import Kind, Sides, sides
 from cases.serving.storage import TABLES
 
-_OPERANDS = tuple(operand.name for operand in REMOVABLE if operand.name not in ("segment_ids", "bias"))
+_OPERANDS = tuple(operand.name for operand in REMOVABLE if operand.stored)
 OPTIONS: Mapping[Kind, tuple[str, ...]] = {
     kind: (*tables, "causal", "window", *_OPERANDS, "save_residuals") for kind, tables in TABLES.items()
 }

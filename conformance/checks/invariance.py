@@ -14,7 +14,7 @@ import numpy as np
 
 from cases.inputs import Problem
 from cases.masks import Full, conjuncts
-from cases.operands import RESIDUALS
+from cases.operands import PLACED, RESIDUALS
 from conformance.asking.judgement import Judgement, unsupported
 from conformance.asking.subject import Subject
 from conformance.truth.bounds import Bounded, Expectation
@@ -34,12 +34,12 @@ def invariance(subject: Subject) -> Iterator[Judgement]:
 
 
 def _with_every_key(subject: Subject) -> Iterator[Judgement]:
-    """The ways that have a meaning only where the mask treats all keys alike."""
+    """The ways that have a meaning only where mask and operands treat all keys alike; others are left out."""
     if (reason := subject.implementation.supports(dataclasses.replace(subject.case, mask="full"))) is not None:
         yield unsupported("permuted", reason)
         yield unsupported("merged", reason)
         return
-    problem = dataclasses.replace(subject.problem, mask=Full())
+    problem = dataclasses.replace(subject.problem.without(*PLACED), mask=Full())
     whole = subject.results_of(problem)
     expected = subject.expect(problem)
     yield from _compared(subject, "permuted", subject.results_of(_permuted(problem)), whole, expected)

@@ -116,7 +116,7 @@ def _pieces(problem: Problem) -> list[Problem]:
     """
     kv_length = problem.k.shape[1]
     cut = problem.mask.key_step or (kv_length + 1) // 2
-    if problem.bias is not None or problem.segment_ids is not None or cut >= kv_length:
+    if problem.bias is not None or problem.segment_ids is not None or problem.placed or cut >= kv_length:
         return []
     before, after = problem.mask.of_keys(0, cut), problem.mask.of_keys(cut, kv_length)
     if before is None or after is None:

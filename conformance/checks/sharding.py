@@ -17,7 +17,7 @@ import numpy as np
 
 from cases.case import Case, CaseIdError
 from cases.inputs import Cotangent, Problem, draw, draw_cotangent
-from cases.operands import GRADIENT_OF
+from cases.operands import GRADIENT_OF, OPTIONAL
 from conformance import records
 from conformance.asking.judgement import Judgement, apart, unsupported
 from conformance.asking.subject import Subject
@@ -105,7 +105,9 @@ def _divisible(case: Case) -> Case:
 
 
 def _balanced(case: Case) -> Case:
-    return dataclasses.replace(case, mask=f"balanced-{DEVICES}")
+    """Without operands that go by where queries stand: a device does not know where its own do."""
+    absent: dict[str, Any] = {operand.field: operand.absent for operand in OPTIONAL if operand.placed}
+    return dataclasses.replace(case, mask=f"balanced-{DEVICES}", **absent)
 
 
 def _judge(subject: Subject, case: Case, axis: sharded.Over) -> Iterator[Judgement]:

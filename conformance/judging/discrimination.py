@@ -91,7 +91,7 @@ def _forward_nulls(problem: Problem) -> Iterator[tuple[str, oracle.Forward]]:
         yield "zeros", oracle.Forward(zeros, truth_lse, truth_lse)
     if problem.allowed.sum(axis=-1).max() > 1:
         same_keys = problem.resolved_mask
-        plain: dict[str, Any] = {operand.name: None for operand in REMOVABLE if operand.gradient}
+        plain: dict[str, Any] = {operand.name: None for operand in REMOVABLE if operand.name != "segment_ids"}
         flat = dataclasses.replace(problem, mask=same_keys, q=np.zeros_like(problem.q), **plain)
         yield "mean_of_v", oracle.forward(flat)
     for name, changed in _altered(problem):

@@ -28,7 +28,12 @@ Alternative = TypeVar("Alternative")
 
 def taken(implementation: Implementation, found: Grid, seed: int) -> dict[Case, Turn]:
     """The turn of each case of the grid: the plainest is asked everything. With another seed, other turns are taken."""
-    rows = {case: row for case, row in zip(found.cases, found.rows, strict=True) if case not in found.singles[:1]}
+    plainest = found.singles[:1]
+    rows = {
+        case: tuple(row[axis] for axis in found.weighed)
+        for case, row in zip(found.cases, found.rows, strict=True)
+        if case not in plainest
+    }
     choices = _Choices(rows, seed)
     pulled = choices.of(PULLBACKS, lambda case: pullbacks_of(implementation, case), share=True)
     merges = choices.of(_QUARTERS, lambda case: _QUARTERS if implementation.parts else (), share=True)

@@ -28,6 +28,7 @@ def reference_attention(
     sinks: jax.Array | None = None,
     bias: jax.Array | None = None,
     scale: float | None = None,
+    alibi_slopes: jax.Array | None = None,
     save_residuals: bool = False,
     backward: Backward = "vanilla",
 ) -> Any:
@@ -43,6 +44,7 @@ def reference_attention(
       sinks: `[N]`, one logit a query head that joins the softmax denominator.
       bias: broadcastable to `[B, N, T, S]`, added after scaling.
       scale: `1 / sqrt(H)` by default.
+      alibi_slopes: `[N]`, constants: logits lose `slope * |i + S - T - j|` after scaling.
       save_residuals: also return `{"logsumexp", "max_logits"}`, both `[B, N, T]`; only `logsumexp` is differentiable.
       backward: `"vanilla"` differentiates the forward pass; `"flash"` recomputes the probabilities from the saved
         `logsumexp` and takes `D = <out, do>` from the saved, rounded `out` (arXiv:2205.14135, appendix B).
@@ -54,7 +56,7 @@ def reference_attention(
       ValueError: naming the operand that is wrong.
     """
     options: dict[str, Any] = {"segment_ids": segment_ids, "soft_cap": soft_cap, "sinks": sinks, "bias": bias}
-    validate_operands(q, k, v, **options, scale=scale, dtypes=(*FLOATS, "float64"))
+    validate_operands(q, k, v, **options, scale=scale, alibi_slopes=alibi_slopes, dtypes=(*FLOATS, "float64"))
     if backward not in ("vanilla", "flash"):
         raise ValueError(f"backward must be 'vanilla' or 'flash', got {backward!r}")
     allowed = jnp.asarray((mask or Full()).dense(q.shape[1], k.shape[1]))
@@ -62,13 +64,13 @@ def reference_attention(
         allowed = allowed & (segment_ids[0][:, None, :, None] == segment_ids[1][:, None, None, :])
     factor = q.shape[-1] ** -0.5 if scale is None else scale
     function = _vanilla if backward == "vanilla" else _flash
-    out, lse, top = function((q, k, v, sinks, bias), allowed, soft_cap, factor)
+    out, lse, top = function((q, k, v, sinks, bias, alibi_slopes), allowed, soft_cap, factor)
     if not save_residuals:
         return out
     return out, {"logsumexp": lse, "max_logits": jax.lax.stop_gradient(top)}
 
 
-_Operands = tuple[jax.Array, jax.Array, jax.Array, jax.Array | None, jax.Array | None]
+_Operands = tuple[jax.Array, jax.Array, jax.Array, jax.Array | None, jax.Array | None, jax.Array | None]
 
 
 def _accumulator(x: jax.Array) -> Any:
@@ -93,12 +95,15 @@ def _dot(spec: str, *operands: jax.Array) -> jax.Array:
 
 def _logits(operands: _Operands, soft_cap: float | None, scale: float) -> tuple[jax.Array, Any]:
     """Capped logits `[B, N, T, S]`, not masked, and the cap's derivative."""
-    q, k, _, _, bias = operands
+    q, k, _, _, bias, slopes = operands
     dtype = _accumulator(q)
     x = scale * _dot("bkgth,bskh->bkgts", _grouped(q.astype(dtype), k.shape[2]), k.astype(dtype))
     x = x.reshape(q.shape[0], q.shape[2], q.shape[1], k.shape[1])
     if bias is not None:
         x = x + bias.astype(dtype)
+    if slopes is not None:
+        distance = jnp.abs(jnp.arange(x.shape[2])[:, None] + (x.shape[3] - x.shape[2]) - jnp.arange(x.shape[3]))
+        x = x - jax.lax.stop_gradient(slopes).astype(dtype)[:, None, None] * distance.astype(dtype)
     if soft_cap is None:
         return x, 1.0
     tanh = jnp.tanh(x / soft_cap)
@@ -108,11 +113,11 @@ def _logits(operands: _Operands, soft_cap: float | None, scale: float) -> tuple[
 def _vanilla(
     operands: _Operands, allowed: jax.Array, soft_cap: float | None, scale: float
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    q, k, v, sinks, bias = operands
+    q, k, v, sinks, bias, slopes = operands
     allowed = jnp.broadcast_to(allowed, (q.shape[0], q.shape[2], q.shape[1], k.shape[1]))
     # Hidden NaN would reach dq through 0 * NaN when this is differentiated.
     k, v = _hidden_to_zero(k, allowed), _hidden_to_zero(v, allowed)
-    z, _ = _logits((q, k, v, sinks, bias), soft_cap, scale)
+    z, _ = _logits((q, k, v, sinks, bias, slopes), soft_cap, scale)
     top = jnp.max(z, axis=-1, where=allowed, initial=-jnp.inf)
     sink = None if sinks is None else sinks.astype(z.dtype)[:, None]
     pivot = jax.lax.stop_gradient(top if sink is None else jnp.maximum(top, sink))
@@ -152,7 +157,7 @@ def _flash_forward(operands: _Operands, allowed: jax.Array, soft_cap: float | No
 def _flash_backward(soft_cap: float | None, scale: float, saved: Any, cotangents: Any) -> Any:
     operands, allowed, out, lse = saved
     do, dlse, _ = cotangents
-    q, k, v, sinks, bias = operands
+    q, k, v, sinks, bias, _ = operands
     z, derivative = _logits(operands, soft_cap, scale)
     dtype, kv_heads = z.dtype, k.shape[2]
     allowed = jnp.broadcast_to(allowed, z.shape)
@@ -176,7 +181,7 @@ def _flash_backward(soft_cap: float | None, scale: float, saved: Any, cotangents
     if bias is not None:
         axes = tuple(axis for axis in range(4) if bias.shape[axis] == 1)
         dbias = dx.sum(axis=axes, keepdims=True).astype(bias.dtype)
-    gradients = (dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), dsinks, dbias)
+    gradients = (dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), dsinks, dbias, None)
     return gradients, None
 
 

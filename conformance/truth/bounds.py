@@ -5,9 +5,10 @@ Beside each exact observable `y` stands `E(y)`, how far a correct implementation
 cancellation, and one constant a dtype judges them all. Notation as in docs/contract.md, section 2: `x` logits, `z`
 capped, `p` probabilities, `D`, `dp`, `g = dz/dx`. docs/numerics.md goes through it term by term.
 
-The derivation, with `s|x| = scale sum_d |q||k| + |bias|` and `u` the f32 unit roundoff:
+The derivation, with `s|x| = scale sum_d |q||k| + |bias| + |alibi|` and `u` the f32 unit roundoff:
 
-    err(x)   = u_prod s|x| + u max(s|x|, 3/4 sqrt(H) max(sqrt(sum_d (scale q k)^2), |x|)) + u_q scale |q||k|
+    err(x)   = u_prod s|x| + u max(s|x|, 3/4 sqrt(H) max(sqrt(sum_d (scale q k)^2), |x|)) + u |alibi|
+               + u_q scale |q||k|
     err(z)   = g err(x) + u_logits |z| + 4u |z| (capped) + u (|z| + |z - m|)
     err(l)   = sum_j p err(z) + p_sink u |sink| + gamma(S)                                            (relative)
     err(p)   = p expm1(err(z) + err(l) + 2u), never more than max(p, 1 - p)
@@ -230,9 +231,12 @@ def _logit_errors(slab: Slab, u: Roundoff) -> Array:
     """err(x), `[G, T, S]`, but for products of operands that are rounded to fewer bits."""
     products = slab.scale * (np.abs(slab.q) @ np.abs(slab.k).T)
     magnitude = products if slab.bias is None else products + np.abs(slab.bias)
+    alibi = 0.0 if slab.alibi is None else np.abs(slab.alibi)
+    magnitude = magnitude + alibi
     spread = slab.scale * np.sqrt(slab.q**2 @ (slab.k**2).T)
     running = 0.75 * np.sqrt(slab.q.shape[-1]) * np.maximum(spread, np.abs(slab.x))
-    return u.products * magnitude + u.depth * np.maximum(magnitude, running) + (u.scaled_q + u.cache) * products
+    rounded = u.products * magnitude + u.depth * (np.maximum(magnitude, running) + alibi)
+    return rounded + (u.scaled_q + u.cache) * products
 
 
 def _store_forward(forward: dict[str, Bounded], slab: Slab, errors: _ForwardErrors, u: Roundoff) -> None:

@@ -39,6 +39,7 @@ class Slab:
     v: Array  # [S, V]
     allowed: Array  # [G, T, S]
     bias: Array | None  # [G, T, S]
+    alibi: Array | None  # what ALiBi adds, [G, T, S]
     sinks: Array | None  # [G]
     soft_cap: float | None
     scale: float
@@ -48,7 +49,9 @@ class Slab:
     def x(self) -> Array:
         """Logits before the soft cap, `[G, T, S]`."""
         x = self.scale * (self.q @ self.k.T)
-        return x if self.bias is None else x + self.bias
+        for added in (self.bias, self.alibi):
+            x = x if added is None else x + added
+        return x
 
     @functools.cached_property
     def tanh(self) -> Array | None:
@@ -118,8 +121,8 @@ class Slab:
 
     def only(self, rows: Array) -> Slab:
         """The slab with these queries alone."""
-        bias = None if self.bias is None else self.bias[:, rows]
-        return dataclasses.replace(self, q=self.q[:, rows], allowed=self.allowed[:, rows], bias=bias)
+        bias, alibi = (None if added is None else added[:, rows] for added in (self.bias, self.alibi))
+        return dataclasses.replace(self, q=self.q[:, rows], allowed=self.allowed[:, rows], bias=bias, alibi=alibi)
 
     def dp(self, do: Array) -> Array:
         """`<do_i, v_j>`, `[G, T, S]`."""
@@ -168,6 +171,7 @@ def slabs(problem: Problem, empty_rows: EmptyRows = "zero") -> Iterator[Slab]:
                 v=v[b, :, h],
                 allowed=allowed[b, heads],
                 bias=None if bias is None else bias[b, heads],
+                alibi=None if problem.alibi is None else problem.alibi[heads],
                 sinks=None if problem.sinks is None else np.maximum(problem.sinks[heads].astype(np.float64), _NO_SINK),
                 soft_cap=problem.soft_cap,
                 scale=problem.effective_scale,

@@ -28,6 +28,7 @@ def attention(
     bias: jax.Array | None = None,
     scale: float | None = None,
     kv_scales: tuple[jax.Array, jax.Array] | None = None,
+    alibi_slopes: jax.Array | None = None,
     save_residuals: bool = False,
     phase: Phase | None = None,
     kernel: str | None = None,
@@ -51,6 +52,7 @@ def attention(
       bias: broadcastable to `[B, N, T, S]`.
       scale: factor of `<q, k>`, default `1 / sqrt(H)`.
       kv_scales: of quantised keys and values, f32 `[B or 1, S or 1, K]`.
+      alibi_slopes: `[N]`, constants: logits lose `slope * |i + S - T - j|`.
       save_residuals: also return `logsumexp` and `max_logits`.
       phase: what the call is part of, by default what the lengths suggest.
       kernel: the name of the kernel to take whatever the rest says; it refuses what it lacks.
@@ -65,11 +67,17 @@ def attention(
       ValueError: an operand, the mask or an option is not as above; the message names it.
       NotImplementedError: no kernel that may be taken supports the call; the message says what each lacks.
     """
-    options = {"segment_ids": segment_ids, "soft_cap": soft_cap, "sinks": sinks, "bias": bias, "scale": scale}
+    options: dict[str, Any] = {
+        "segment_ids": segment_ids,
+        "soft_cap": soft_cap,
+        "sinks": sinks,
+        "bias": bias,
+        "scale": scale,
+    }
     assert tuple(options) == OPTIONAL
-    if kv_scales is not None:  # only kernels that offer a quantised cache know this operand
-        options["kv_scales"] = kv_scales
-    validate_operands(q, k, v, **options)  # type: ignore[arg-type]  # each has its own type above
+    offered = {"kv_scales": kv_scales, "alibi_slopes": alibi_slopes}  # only kernels that offer these know them
+    options |= {name: x for name, x in offered.items() if x is not None}
+    validate_operands(q, k, v, **options)
     if not isinstance(mask, Mask):
         raise ValueError(f"mask must be a cases.masks.Mask, got {type(mask).__name__}; wrap booleans in Dense")
     found, candidate = route(

@@ -33,6 +33,7 @@ def attention(
     sinks: jax.Array | None = None,
     bias: jax.Array | None = None,
     scale: float | None = None,
+    alibi_slopes: jax.Array | None = None,
     save_residuals: bool = False,
     block_q: int | None = None,
     block_kv: int | None = None,
@@ -43,9 +44,9 @@ def attention(
     formula; blocks that the mask leaves empty are never computed, while segment ids only mask inside blocks. Query
     heads share key/value heads (Ainslie et al. 2023, arXiv:2305.13245) without copies of k and v.
 
-    Every operand is differentiable in reverse mode, and `logsumexp` is; `max_logits` has gradient zero. The residuals
-    of the backward are tagged `"out"` and `"logsumexp"` for `jax.checkpoint` policies. A query that may attend to
-    nothing gets `out = 0`, `logsumexp = -inf` (or its sink) and `max_logits = -inf`, and passes no gradient.
+    Every operand but the slopes is differentiable in reverse mode, and `logsumexp` is; `max_logits` has gradient zero.
+    The residuals of the backward are tagged `"out"` and `"logsumexp"` for `jax.checkpoint` policies. A query that may
+    attend to nothing gets `out = 0`, `logsumexp = -inf` (or its sink) and `max_logits = -inf`, and passes no gradient.
 
     Args:
       q: queries `[B, T, N, H]`.
@@ -58,6 +59,8 @@ def attention(
       sinks: `[N]`, one more logit in each query head's softmax denominator.
       bias: broadcastable to `[B, N, T, S]`, added after the scale and before the soft cap.
       scale: factor of `<q, k>`, default `1 / sqrt(H)`.
+      alibi_slopes: `[N]`, constants: logits lose `slope * |i + S - T - j|` where the bias is added (Press et al. 2021,
+        arXiv:2108.12409), by formula in each block; a last query stands at the last key.
       save_residuals: also return `logsumexp` and `max_logits`.
       block_q: queries a block, at most all of them; the last block is padded inside. By default what was measured for
         the device and the lengths (`block_sizes.TABLE`), else 128.
@@ -69,7 +72,8 @@ def attention(
     Raises:
       ValueError: an operand, the mask or a block size is not as above; the message names it.
     """
-    validate_operands(q, k, v, segment_ids=segment_ids, soft_cap=soft_cap, sinks=sinks, bias=bias, scale=scale)
+    options: dict[str, Any] = {"soft_cap": soft_cap, "sinks": sinks, "bias": bias, "alibi_slopes": alibi_slopes}
+    validate_operands(q, k, v, segment_ids=segment_ids, scale=scale, **options)
     batch, q_length, num_q_heads, head_dim = q.shape
     kv_length, num_kv_heads = k.shape[1:3]
     validate_mask(mask, batch, num_q_heads, q_length, kv_length)
@@ -89,7 +93,7 @@ def attention(
         soft_cap=None if soft_cap is None else float(soft_cap),
         masked_at_run_time=segment_ids is not None or selected is not None,
     )
-    operands = jax.tree.map(jnp.asarray, Operands(q, k, v, bias, sinks, segment_ids, selected))
+    operands = jax.tree.map(jnp.asarray, Operands(q, k, v, bias, alibi_slopes, sinks, segment_ids, selected))
     outputs = _attend(plan, varying_over(operands, varying_axes(operands)))
     if not save_residuals:
         return outputs.out

@@ -71,7 +71,7 @@ def backward(
     d_out: jax.Array,
     d_logsumexp: jax.Array,
 ) -> Operands:
-    """Gradients of the operands, each in its operand's shape and dtype; none for segment ids.
+    """Gradients of the operands, each in its operand's shape and dtype; none for slopes and segment ids.
 
     `out` and `d_out` are `[B, T, N, V]`, `logsumexp` and `d_logsumexp` f32 `[B, N, T]`.
     """
@@ -129,6 +129,7 @@ def backward(
         k=join_keys(plan, (sums.k * plan.scale).astype(operands.k.dtype)),  # (15)
         v=join_keys(plan, sums.v.astype(operands.v.dtype)),
         bias=_bias_gradient(sums.bias, operands.bias),
+        alibi_slopes=None,
         sinks=_sink_gradient(operands.sinks, shift, row_sums),
         segment_ids=None,
         selected=None,

@@ -1,6 +1,6 @@
 """Operands cut in blocks, and the logits of one pair of blocks, which both passes compute.
 
-    (1)  x_ij = scale <q_i, k_j> + bias_ij
+    (1)  x_ij = scale <q_i, k_j> + bias_ij - alibi_slope |i + S - T - j|
     (2)  z_ij = soft_cap tanh(x_ij / soft_cap)
     (3)  z_ij = -inf, where i may not attend to j
 
@@ -30,6 +30,7 @@ class Operands(NamedTuple):
     k: jax.Array  # [B, S, K, H]
     v: jax.Array  # [B, S, K, V]
     bias: jax.Array | None  # [B or 1, N or 1, T or 1, S or 1]
+    alibi_slopes: jax.Array | None  # [N]
     sinks: jax.Array | None  # [N]
     segment_ids: tuple[jax.Array, jax.Array] | None  # [B, T], [B, S]
     selected: jax.Array | None  # booleans [b, n, T, S]
@@ -42,6 +43,7 @@ class Blocks(NamedTuple):
     k: jax.Array  # [kv blocks, B, K, block_kv, H]
     v: jax.Array  # [kv blocks, B, K, block_kv, V]
     bias: jax.Array | None  # [b, k, g, t, s], padded
+    alibi_slopes: jax.Array | None  # [1, K, G, 1, 1] f32
     q_ids: jax.Array | None  # [q blocks, B, block_q]
     kv_ids: jax.Array | None  # [kv blocks, B, block_kv]
     selected: jax.Array | None  # [b, k, g, t, s], padded
@@ -61,11 +63,13 @@ class Pair(NamedTuple):
 def cut(plan: BlockFlashPlan, operands: Operands) -> Blocks:
     """The operands in blocks, padded with zeros."""
     q_ids, kv_ids = (None, None) if operands.segment_ids is None else operands.segment_ids
+    slopes = operands.alibi_slopes
     return Blocks(
         q=cut_queries(plan, operands.q),
         k=_cut_keys(plan, operands.k),
         v=_cut_keys(plan, operands.v),
         bias=None if operands.bias is None else pad_pairs(plan, operands.bias),
+        alibi_slopes=None if slopes is None else slopes.astype(jnp.float32).reshape(1, plan.num_kv_heads, -1, 1, 1),
         q_ids=None if q_ids is None else _cut_axis(q_ids, 1, plan.block_q),
         kv_ids=None if kv_ids is None else _cut_axis(kv_ids, 1, plan.block_kv),
         selected=None if operands.selected is None else pad_pairs(plan, operands.selected),
@@ -158,6 +162,10 @@ def compute_pair(plan: BlockFlashPlan, blocks: Blocks, pair: Places) -> Pair:
     logits = product("bkgth,bksh->bkgts", q, k) * plan.scale  # (1)
     if blocks.bias is not None:
         logits = logits + lax.dynamic_slice(blocks.bias, *bias_corner(plan, blocks.bias, pair)).astype(jnp.float32)
+    if blocks.alibi_slopes is not None:
+        i, j = _places(plan, pair)
+        distance = jnp.abs(i + (plan.kv_length - plan.q_length) - j).astype(jnp.float32)
+        logits = logits - blocks.alibi_slopes * distance
     slope = None
     if plan.soft_cap is not None:
         tanh = jnp.tanh(logits / plan.soft_cap)
@@ -181,13 +189,19 @@ def unless_empty(
     return found
 
 
+def _places(plan: BlockFlashPlan, pair: Places) -> tuple[jax.Array, jax.Array]:
+    """Places of the queries `[1, 1, block_q, 1]` and the keys `[1, 1, 1, block_kv]` of a pair, along their axes."""
+    i = pair.q.astype(jnp.int32) * plan.block_q + jnp.arange(plan.block_q, dtype=jnp.int32).reshape(1, 1, -1, 1)
+    j = pair.kv.astype(jnp.int32) * plan.block_kv + jnp.arange(plan.block_kv, dtype=jnp.int32).reshape(1, 1, 1, -1)
+    return i, j
+
+
 def _allowed(plan: BlockFlashPlan, blocks: Blocks, pair: Places) -> jax.Array | None:
     """Booleans `[b, k, g, block_q, block_kv]` of a pair, none if all its pairs of positions are allowed."""
     schedule = plan.schedule
     if not schedule.masked:
         return None
-    i = pair.q.astype(jnp.int32) * plan.block_q + jnp.arange(plan.block_q, dtype=jnp.int32).reshape(1, 1, -1, 1)
-    j = pair.kv.astype(jnp.int32) * plan.block_kv + jnp.arange(plan.block_kv, dtype=jnp.int32).reshape(1, 1, 1, -1)
+    i, j = _places(plan, pair)
     stored = schedule.stored
     allowed = formula(plan.mask, i, j) if stored is None else take(jnp.asarray(stored), pair.stored)
     if plan.padded:

@@ -1,6 +1,6 @@
 """Dot-product attention from its formula, with all logits in memory.
 
-    (1)  x_ij = scale <q_i, k_j> + bias_ij
+    (1)  x_ij = scale <q_i, k_j> + bias_ij - alibi_slope |i + S - T - j|
     (2)  z_ij = soft_cap tanh(x_ij / soft_cap)
     (3)  z_ij = -inf, where i may not attend to j
     (4)  m_i = max(max_j z_ij, sink)
@@ -45,6 +45,7 @@ def attention(
     sinks: jax.Array | None = None,
     bias: jax.Array | None = None,
     scale: float | None = None,
+    alibi_slopes: jax.Array | None = None,
     save_residuals: bool = False,
     float32_logits: bool = True,
     float32_qk_product: bool = True,
@@ -52,8 +53,8 @@ def attention(
 ) -> Any:
     """Softmax attention, `out_i = sum_j softmax_j(cap(scale <q_i, k_j> + bias_ij)) v_j` over the allowed `j`.
 
-    Every operand is differentiable, and `logsumexp` is; `max_logits` has gradient zero. A query that may attend to
-    nothing gets `out = 0`, `logsumexp = -inf` (or its sink) and `max_logits = -inf`, and passes no gradient.
+    Every operand but the slopes is differentiable, and `logsumexp` is; `max_logits` has gradient zero. A query that may
+    attend to nothing gets `out = 0`, `logsumexp = -inf` (or its sink) and `max_logits = -inf`, and passes no gradient.
 
     Args:
       q: queries `[B, T, N, H]`.
@@ -65,6 +66,8 @@ def attention(
       sinks: `[N]`, one more logit in each query head's softmax denominator.
       bias: broadcastable to `[B, N, T, S]`, added after the scale and before the soft cap.
       scale: factor of `<q, k>`, default `1 / sqrt(H)`.
+      alibi_slopes: `[N]`, constants: logits lose `slope * |i + S - T - j|` where the bias is added (Press et al. 2021,
+        arXiv:2108.12409; queries are counted from the end, as Dao's flash-attention has it).
       save_residuals: also return `logsumexp` and `max_logits`.
       float32_logits: softmax in f32. With this and `float32_qk_product` off, logits are rounded to the operands' dtype;
         in f16 that limits them to 65504.
@@ -78,7 +81,8 @@ def attention(
     Raises:
       ValueError: an operand, the mask or an option is not as above; the message names it.
     """
-    validate_operands(q, k, v, segment_ids=segment_ids, soft_cap=soft_cap, sinks=sinks, bias=bias, scale=scale)
+    options: dict[str, Any] = {"soft_cap": soft_cap, "sinks": sinks, "bias": bias, "alibi_slopes": alibi_slopes}
+    validate_operands(q, k, v, segment_ids=segment_ids, scale=scale, **options)
     validate_mask(mask, q.shape[0], q.shape[2], q.shape[1], k.shape[1])
     if compute_axis_order not in PRODUCTS:
         raise ValueError(f"compute_axis_order must be one of {tuple(PRODUCTS)}, got {compute_axis_order}")
@@ -88,10 +92,8 @@ def attention(
         k,
         v,
         allowed=allowed_pairs(mask, segment_ids, q.shape[1], k.shape[1], k.shape[2]),
-        soft_cap=soft_cap,
-        sinks=sinks,
-        bias=bias,
         scale=scale,
+        **options,
         save_residuals=save_residuals,
         float32_logits=float32_logits,
         float32_qk_product=float32_qk_product,
@@ -114,6 +116,7 @@ def attend(
     float32_qk_product: bool = True,
     compute_axis_order: AxisOrder = (0, 1, 2, 3),
     kv_scales: tuple[jax.Array, jax.Array] | None = None,
+    alibi_slopes: jax.Array | None = None,
 ) -> Any:
     """`attention` of valid operands, with mask and segment ids as booleans.
 
@@ -136,6 +139,8 @@ def attend(
         logits = logits * k_scales
     if bias is not None:
         logits = logits + _split_heads(jnp.asarray(bias, jnp.float32), num_kv_heads)
+    if alibi_slopes is not None:
+        logits = logits - _falls(alibi_slopes, logits.shape)
     logits = _capped(logits, allowed, soft_cap)  # (2)
     if not (float32_logits or float32_qk_product):
         logits = _rounded(logits, dtype)
@@ -159,6 +164,15 @@ def attend(
 
 def _product(equation: str, a: jax.Array, b: jax.Array) -> jax.Array:
     return jnp.einsum(equation, a, b, precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
+
+
+def _falls(slopes: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """By how much logits `[B, K, G, T, S]` fall with the distance, `[K, G, T, S]`; a last query is at the last key."""
+    *_, num_kv_heads, group, q_length, kv_length = shape
+    i, j = jnp.arange(q_length, dtype=jnp.int32)[:, None], jnp.arange(kv_length, dtype=jnp.int32)
+    distance = jnp.abs(i + (kv_length - q_length) - j).astype(jnp.float32)
+    slopes = lax.stop_gradient(jnp.asarray(slopes, jnp.float32))
+    return slopes.reshape(num_kv_heads, group, 1, 1) * distance
 
 
 def _capped(logits: jax.Array, allowed: jax.Array | None, soft_cap: float | None) -> jax.Array:

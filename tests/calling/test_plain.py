@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -133,6 +134,10 @@ def test_ignored_keywords_fail() -> None:
         return naive.attention(q, k, v)
 
     assert not conforms(ignores, CAUSAL)
+    # What has to be offered is not: nobody who takes whatever there is has said that he knows it.
+    taken = from_function(ignores, "ignores")
+    assert taken.supports(parse(CAUSAL)) is None
+    assert "alibi_slopes" in str(taken.supports(dataclasses.replace(parse(CAUSAL), alibi=True)))
 
 
 def returning(*names: str) -> Callable[..., Any]:

@@ -6,17 +6,20 @@ import collections
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cases import turns
+from cases import axes, turns
 from cases.axes import NAMES
 from cases.case import Case
+from cases.exploring.novelty import marks
 from cases.grid import Grid, grid
+from cases.model import Model
+from cases.operands import OPTIONAL, QUIET
 from cases.turns import assign
 from conformance.apart.kernels import Kernels
 from conformance.asking.scopes import Asked
@@ -259,6 +262,22 @@ def test_a_case_takes_only_what_there_is(name: str) -> None:
         assert bool(turn.pulled) == bool(pullbacks_of(SUPPORTS[name], case))
         assert set(turn.cotangents) <= set(parts_of(case, turn.pulled))
         assert bool(turn.cotangents) == bool(parts_of(case, turn.pulled))
+
+
+@pytest.mark.parametrize("name", ["everything", "no gradient of logsumexp"])
+def test_who_lacks_a_quiet_operand_has_the_cases_and_turns_that_there_were_before_it(name: str) -> None:
+    def assemble(levels: Mapping[str, Any], seed: int) -> Case:
+        return axes.assemble({**levels, **dict.fromkeys(QUIET, False)}, seed)
+
+    earlier = Model(tuple(axis for axis in axes.AXES if axis.name not in QUIET), axes.compatible, assemble)
+    before, (now, _) = grid("quick", 0, SUPPORTS[name].supports, earlier), turned(name)
+    assert before.cases == now.cases
+    assert before.singles == now.singles
+    assert set(before.declined) < set(now.declined)
+    assert taken(SUPPORTS[name], before, 0) == taken(SUPPORTS[name], now, 0)
+    quiet = {f"no {operand.name}" for operand in OPTIONAL if operand.quiet}
+    assert quiet
+    assert not any(quiet & marks(case) for case in now.cases)
 
 
 def test_another_seed_takes_the_other_turns() -> None:

@@ -103,6 +103,7 @@ def test_every_mask_that_has_a_decode_form_is_decoded() -> None:
     assert all(any(kind in case.mask for case in cases) for kind in kinds)
     assert any(case.segments for case in cases)
     assert {case.kv_cache for case in cases} == {None, "kvint8-token", "kvfp8-head"}
+    assert any(case.alibi for case in cases)
     assert all(parse(case.id) == case and case.seed == 3 for case in cases)
     assert [piece(cases[1], *at).mask for at in PIECES] == [f"window-l9-r0{o}" for o in ("", "-o18", "-o36", "-o38")]
     assert [piece(cases[0], *at).phase for at in PIECES] == ["prefill", "prefill", "decode", "decode"]
@@ -114,15 +115,19 @@ def test_a_piece_has_the_rows_of_the_whole_and_nothing_behind_them(case: Case) -
     whole = draw(case)
     for start, stop in PIECES:
         some = part(whole, start, stop, stale=64.0)
-        np.testing.assert_array_equal(some.allowed, whole.allowed[..., start:stop, :])
+        kv_length = some.k.shape[1]
+        np.testing.assert_array_equal(some.allowed, whole.allowed[..., start:stop, :kv_length])
         assert not some.allowed[..., stop:].any()
         np.testing.assert_array_equal(some.keys[:, :stop], whole.keys[:, :stop])
-        assert (some.keys[:, stop:] != whole.keys[:, stop:]).mean() > 0.9
+        if whole.alibi is not None:
+            np.testing.assert_array_equal(some.alibi, whole.alibi[:, start:stop, :stop])
+        else:
+            assert (some.keys[:, stop:] != whole.keys[:, stop:]).mean() > 0.9
         assert set(features_of(some)) <= set(piece(case, start, stop).features)
 
 
 def features_of(problem: Problem) -> tuple[str, ...]:
-    options = {name: getattr(problem, name) for name in (*OPTIONAL, "kv_scales")}
+    options = {name: getattr(problem, name) for name in (*OPTIONAL, "kv_scales", "alibi_slopes")}
     return asked(problem.q, problem.k, problem.v, problem.mask, options)
 
 

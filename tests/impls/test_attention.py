@@ -255,6 +255,15 @@ def test_named_residuals_spare_the_forward_pass_under_remat() -> None:
     assert scans(policies.save_only_these_names("out", "logsumexp")) == 2
 
 
+@pytest.mark.parametrize("call", [dot_product.attention, block_flash.attention])
+def test_slopes_are_constants(call: Callable[..., Any]) -> None:
+    problem = draw(parse("train/f32/B1.T16.S24.N2.K1.H8.V8/full/alibi/normal/s0"))
+    q, k, v = (jnp.asarray(x) for x in (problem.q, problem.k, problem.v))
+    assert problem.alibi_slopes is not None
+    gradient = jax.grad(lambda slopes: call(q, k, v, alibi_slopes=slopes).sum())(jnp.asarray(problem.alibi_slopes))
+    np.testing.assert_array_equal(gradient, np.zeros(2))
+
+
 def count_scans(jaxpr: Any) -> int:
     """Scans in `jaxpr` and in all that it calls."""
     inner = [getattr(value, "jaxpr", value) for eqn in jaxpr.eqns for value in eqn.params.values()]

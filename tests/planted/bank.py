@@ -24,6 +24,7 @@ from tests.planted.computing import (
     transforms,
 )
 from tests.planted.features import (
+    alibi,
     bias,
     caches,
     context,
@@ -51,6 +52,7 @@ _MODULES = (
     sinks,
     scale,
     bias,
+    alibi,
     masks,
     windows,
     segments,

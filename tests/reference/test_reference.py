@@ -23,10 +23,10 @@ from conformance.truth.tolerances import default
 from tests.judged import assert_right, bounds_of_float64
 
 CASES = (
-    "train/f32/B2.T24.S32.N4.K2.H8.V6/causal-o8/seg/softcap2/sinks/bias/scale0.3/normal/s1",
+    "train/f32/B2.T24.S32.N4.K2.H8.V6/causal-o8/seg/softcap2/sinks/bias/scale0.3/alibi/normal/s1",
     "train/f32/B2.T24.S32.N2.K2.H8.V8/densehead-d40/biaskey/large/s2",
     "train/bf16/B3.T24.S24.N4.K1.H8.V8/causal_and_lengths-0-9-24/sinks/heavy/s3",
-    "train/bf16/B1.T30.S30.N2.K2.H8.V8/window-l4-r2/softcap5/biashead/knee/s4",
+    "train/bf16/B1.T30.S30.N2.K2.H8.V8/window-l4-r2/softcap5/biashead/alibi/knee/s4",
 )
 
 
@@ -117,6 +117,7 @@ def operands() -> dict[str, Any]:
         ({"soft_cap": 0.0}, "soft_cap must be positive .* got 0.0"),
         ({"scale": -1.0}, "scale must be positive .* got -1.0"),
         ({"sinks": jnp.zeros(2)}, r"sinks must have shape \(4,\), .* got \(2,\)"),
+        ({"alibi_slopes": jnp.zeros(2)}, r"alibi_slopes must have shape \(4,\), .* got \(2,\)"),
         ({"bias": jnp.zeros((4, 5))}, r"bias must have 4 axes broadcastable to \(2, 4, 4, 5\), got shape \(4, 5\)"),
         ({"bias": jnp.zeros((2, 4, 4, 4))}, r"bias must .* got shape \(2, 4, 4, 4\)"),
         ({"segment_ids": (jnp.zeros((2, 5)), jnp.zeros((2, 5)))}, r"segment_ids of q must have shape \(2, 4\)"),

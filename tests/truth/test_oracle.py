@@ -24,15 +24,15 @@ from tests.judged import LIMIT, TOLERANCES, assert_right, bounds_of_float64, exp
 CASES = (
     "train/f32/B1.T9.S9.N2.K2.H4.V4/full/normal/s1",
     "train/f32/B2.T12.S15.N4.K2.H6.V5/causal-o3/sinks/normal/s2",
-    "train/f32/B2.T12.S15.N4.K2.H6.V5/densehead-d40/softcap2/large/s3",
+    "train/f32/B2.T12.S15.N4.K2.H6.V5/densehead-d40/softcap2/alibi/large/s3",
     "train/f32/B2.T12.S15.N4.K1.H6.V3/densebatch-d40/segpad/softcap2/sinks/bias/scale0.3/knee/s4",
     "train/f32/B2.T12.S15.N6.K2.H3.V5/dense-d40/sinks/biashead/heavy/s5",
-    "train/f32/B2.T12.S15.N4.K2.H3.V5/lengths-0-9/biaskey/cancel/s6",
+    "train/f32/B2.T12.S15.N4.K2.H3.V5/lengths-0-9/biaskey/alibi/cancel/s6",
     "train/f32/B2.T1.S15.N4.K2.H3.V5/window-l4-r0-o9/seg/sinks/dominant/s7",
     "train/f32/B1.T8.S8.N2.K1.H4.V4/causal/huge/s8",
 )
 TINY = (
-    "train/f32/B1.T3.S4.N2.K1.H2.V3/causal-o1/softcap2/sinks/bias/scale0.7/normal/s1",
+    "train/f32/B1.T3.S4.N2.K1.H2.V3/causal-o1/softcap2/sinks/bias/scale0.7/alibi/normal/s1",
     "train/f32/B2.T2.S3.N2.K2.H2.V1/lengths-0-2/seg/sinks/biaskey/large/s2",
     "train/f32/B1.T3.S3.N2.K1.H2.V2/dense-d60/biashead/normal/s3",
 )
@@ -77,10 +77,13 @@ def literal_forward(problem: Problem, operands: dict[str, Any]) -> tuple[jax.Arr
     scale = problem.scale or depth**-0.5
     allowed = np.broadcast_to(problem.allowed, full)
     bias = jnp.broadcast_to(operands.get("bias", jnp.zeros((1, 1, 1, 1))), full)
+    before_the_last = (np.arange(q_length)[::-1, None], np.arange(k.shape[1])[::-1])  # both end at the same place
+    distance = abs(before_the_last[0] - before_the_last[1])
+    slopes = np.zeros(heads) if problem.alibi_slopes is None else problem.alibi_slopes.astype(np.float64)
     outs, lses = [], []
     for n in range(heads):
         kv = n // (heads // k.shape[2])
-        x = scale * jnp.einsum("bth,bsh->bts", q[:, :, n], k[:, :, kv]) + bias[:, n]
+        x = scale * jnp.einsum("bth,bsh->bts", q[:, :, n], k[:, :, kv]) + bias[:, n] - slopes[n] * distance
         z = x if problem.soft_cap is None else problem.soft_cap * jnp.tanh(x / problem.soft_cap)
         columns = jnp.where(allowed[:, n], z, -1e300)
         if "sinks" in operands:
