@@ -38,6 +38,10 @@ def _several(case: Case) -> bool:
     return _packed(case) and case.batch > 1
 
 
+def _several_trained(case: Case) -> bool:
+    return _trained(case) and case.batch > 1
+
+
 def _border(starts: Array, call: Call, length: int) -> tuple[Array, Array]:
     """The first token of a sequence is looked up on the wrong side of the border."""
     token = jnp.arange(length)
@@ -116,6 +120,75 @@ def _dk_of_last_sequence_lost(dq: Array, dk: Array, dv: Array, starts: Array, kv
     last = jnp.take(kv_lens, count - 1)
     lost = (jnp.arange(len(dk)) >= end - last) & (last < end)
     return dq, *(jnp.where(lost[:, None, None], 0, x) for x in (dk, dv))
+
+
+def _gradients_of_padding_not_written(
+    dq: Array, dk: Array, dv: Array, starts: Array, kv_lens: Array, count: Array
+) -> Any:
+    """Rows that no sequence has keep what memory held."""
+    ends = starts[count], kv_lens.sum(), kv_lens.sum()
+    return tuple(
+        jnp.where((jnp.arange(len(x)) < end)[:, None, None], x, jnp.nan)
+        for x, end in zip((dq, dk, dv), ends, strict=True)
+    )
+
+
+def _dk_of_the_last_key_goes_on(dq: Array, dk: Array, dv: Array, starts: Array, kv_lens: Array, count: Array) -> Any:
+    """The last block of dk and dv is written whole: behind the last key stands what that one has."""
+    row = jnp.minimum(jnp.arange(len(dk)), jnp.maximum(kv_lens.sum() - 1, 0))
+    return dq, dk[row], dv[row]
+
+
+def _dk_of_first_keys_to_the_neighbour(
+    dq: Array, dk: Array, dv: Array, starts: Array, kv_lens: Array, count: Array
+) -> Any:
+    """The first key of a sequence gives its gradient to the last one of the sequence before."""
+    first = jnp.cumsum(kv_lens) - kv_lens
+    moved = jnp.where((kv_lens > 0) & (first > 0), first, len(dk))
+    return dq, *(
+        x.at[moved]
+        .set(0, mode="drop")
+        .at[jnp.where(moved < len(x), moved - 1, len(x))]
+        .add(x[jnp.minimum(moved, len(x) - 1)], mode="drop")
+        for x in (dk, dv)
+    )
+
+
+_BLOCK = 16
+
+
+def _run_ends_before_its_last_block(sequence: Array, of_key: Array, at: Array, call: Call) -> Array:
+    """A block of queries has keys up to the block in which its last sequence ends, and not that block."""
+    last = jnp.arange(len(sequence)) // _BLOCK * _BLOCK + _BLOCK - 1
+    row = jnp.minimum(sequence[jnp.minimum(last, call.cu_q_lens[call.count] - 1)], call.rows - 1)
+    end = jnp.cumsum(call.kv_lens)[row] // _BLOCK * _BLOCK
+    return jnp.arange(len(of_key)) < end[:, None]
+
+
+def _corners_alone(sequence: Array, of_key: Array, at: Array, call: Call) -> Array:
+    """A pair of blocks is left out where neither the first two nor the last two tokens are of one sequence."""
+    i, j = (jnp.arange(len(x)) // _BLOCK * _BLOCK for x in (sequence, of_key))
+    i_end, j_end = (jnp.minimum(start + _BLOCK, len(x)) - 1 for start, x in ((i, sequence), (j, of_key)))
+    return (sequence[i][:, None] == of_key[j]) | (sequence[i_end][:, None] == of_key[j_end])
+
+
+def _keys_by_lengths_of_queries(sequence: Array, of_key: Array, at: Array, call: Call) -> Array:
+    return sequence[:, None] == sequences(call.cu_q_lens, call, len(of_key))[0]
+
+
+def _near_the_diagonal(sequence: Array, of_key: Array, at: Array, call: Call) -> Array:
+    """Blocks of 64 tokens far from the diagonal are taken to be of other sequences."""
+    i, j = jnp.arange(len(sequence)) // 64, jnp.arange(len(of_key)) // 64
+    return jnp.abs(i[:, None] - j) <= 1
+
+
+def _all_rows_of_the_table(sequence: Array, of_key: Array, at: Array, call: Call) -> Array:
+    """The pack ends where the last entry of the table says, which nobody wrote where there are fewer sequences."""
+    return jnp.broadcast_to((jnp.arange(len(sequence)) < call.cu_q_lens[-1])[:, None], (len(sequence), len(of_key)))
+
+
+def _keys_to_the_longest_queries(sequence: Array, of_key: Array, at: Array, call: Call) -> Array:
+    return jnp.broadcast_to(at < call.q_lens.max(), (len(sequence), len(at)))
 
 
 def _unmasked_way_back(x: Array, allowed: Array, v: Array, sinks: Array | None) -> tuple[Array, Array, Array]:
@@ -297,6 +370,78 @@ BUGS: tuple[PlantedBug, ...] = (
         kind="gradients",
         reference="native-sparse-attention-triton#27",
         shows="dk dv",
+        trigger=_trained,
+    ),
+    _bug(
+        "gradients-of-padding-not-written",
+        PackedSteps(gradients=_derived(_gradients_of_padding_not_written)),
+        kind="gradients of padding",
+        reference="pytorch/pytorch#176793, Dao-AILab/flash-attention#2324",
+        shows="padding",
+        trigger=_trained,
+    ),
+    _bug(
+        "dk-of-the-last-key-in-padding",
+        PackedSteps(gradients=_derived(_dk_of_the_last_key_goes_on)),
+        kind="gradients of padding",
+        reference="inferred from fla-org/flash-linear-attention#892, where rows behind the sequences reach the weights",
+        shows="padding",
+        trigger=_trained,
+    ),
+    _bug(
+        "dk-of-first-keys-to-the-neighbour",
+        PackedSteps(gradients=_derived(_dk_of_first_keys_to_the_neighbour)),
+        kind="borders on the way back",
+        reference="tile-ai/tilelang#2010, dk and dv written across a border",
+        shows="dk dv",
+        trigger=_several_trained,
+    ),
+    _bug(
+        "last-block-of-keys-skipped-on-the-way-back",
+        PackedSteps(pairs_back=_run_ends_before_its_last_block),
+        kind="blocks on the way back",
+        reference="inferred from tile-ai/tilelang#2010, blocks counted without the length of the sequence",
+        shows="dq dk dv",
+        trigger=_trained,
+    ),
+    _bug(
+        "blocks-by-their-corners-on-the-way-back",
+        PackedSteps(pairs_back=_corners_alone),
+        kind="blocks on the way back",
+        reference="inferred",
+        shows="dq dk dv",
+        trigger=_several_trained,
+    ),
+    _bug(
+        "blocks-near-the-diagonal-on-the-way-back",
+        PackedSteps(pairs_back=_near_the_diagonal),
+        kind="blocks on the way back",
+        reference="inferred",
+        shows="dq dk dv",
+        trigger=_several_trained,
+    ),
+    _bug(
+        "lengths-of-queries-for-keys-on-the-way-back",
+        PackedSteps(pairs_back=_keys_by_lengths_of_queries),
+        kind="borders on the way back",
+        reference="inferred from NVIDIA/cudnn-frontend#737, where offsets are made of lengths",
+        shows="dq dk dv",
+        trigger=_several_trained,
+    ),
+    _bug(
+        "keys-to-the-longest-queries-on-the-way-back",
+        PackedSteps(pairs_back=_keys_to_the_longest_queries),
+        kind="borders on the way back",
+        reference="pytorch/pytorch#186142, the backward pass takes another longest length",
+        shows="dq dk dv",
+        trigger=_trained,
+    ),
+    _bug(
+        "number-of-sequences-ignored-on-the-way-back",
+        PackedSteps(pairs_back=_all_rows_of_the_table),
+        kind="borders on the way back",
+        reference="inferred from Dao-AILab/flash-attention#2333, which reads lengths past the last sequence",
+        shows="dq dk dv",
         trigger=_trained,
     ),
     _bug(
