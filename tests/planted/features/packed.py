@@ -42,6 +42,21 @@ def _several_trained(case: Case) -> bool:
     return _trained(case) and case.batch > 1
 
 
+def _whole_back(case: Case) -> bool:
+    """Sequences longer than a block of 16 that have gradients, without a window."""
+    return _several_trained(case) and not has("window")(case) and case.q_length > 16
+
+
+def _long_back(case: Case) -> bool:
+    """Sequences with gradients that are longer than two blocks of 64."""
+    return _several_trained(case) and case.q_length > 128
+
+
+def _unequal_back(case: Case) -> bool:
+    """Sequences with gradients that have more keys than queries."""
+    return _several_trained(case) and case.kv_length > case.q_length
+
+
 def _border(starts: Array, call: Call, length: int) -> tuple[Array, Array]:
     """The first token of a sequence is looked up on the wrong side of the border."""
     token = jnp.arange(length)
@@ -410,7 +425,7 @@ BUGS: tuple[PlantedBug, ...] = (
         kind="blocks on the way back",
         reference="inferred",
         shows="dq dk dv",
-        trigger=_several_trained,
+        trigger=_whole_back,
     ),
     _bug(
         "blocks-near-the-diagonal-on-the-way-back",
@@ -418,7 +433,7 @@ BUGS: tuple[PlantedBug, ...] = (
         kind="blocks on the way back",
         reference="inferred",
         shows="dq dk dv",
-        trigger=_several_trained,
+        trigger=_long_back,
     ),
     _bug(
         "lengths-of-queries-for-keys-on-the-way-back",
@@ -426,7 +441,7 @@ BUGS: tuple[PlantedBug, ...] = (
         kind="borders on the way back",
         reference="inferred from NVIDIA/cudnn-frontend#737, where offsets are made of lengths",
         shows="dq dk dv",
-        trigger=_several_trained,
+        trigger=_unequal_back,
     ),
     _bug(
         "keys-to-the-longest-queries-on-the-way-back",
@@ -434,7 +449,7 @@ BUGS: tuple[PlantedBug, ...] = (
         kind="borders on the way back",
         reference="pytorch/pytorch#186142, the backward pass takes another longest length",
         shows="dq dk dv",
-        trigger=_trained,
+        trigger=_unequal_back,
     ),
     _bug(
         "number-of-sequences-ignored-on-the-way-back",
