@@ -59,11 +59,15 @@ def pairs(lengths: Lengths, left: int | None, right: int | None, shape: tuple[in
     return seen
 
 
+def on_host(ranges: Ranges) -> Any:
+    """The same as arrays of NumPy, which are looked at one by one."""
+    return jax.tree.map(np.asarray, ranges)
+
+
 def blocks_of(seen: np.ndarray) -> np.ndarray:
     """Which pairs of blocks hold a pair."""
     whole = np.pad(seen, [(0, -size % BLOCK) for size in seen.shape])
-    found: np.ndarray = whole.reshape(len(whole) // BLOCK, BLOCK, -1, BLOCK).any(axis=(1, 3))
-    return found
+    return np.asarray(whole.reshape(len(whole) // BLOCK, BLOCK, -1, BLOCK).any(axis=(1, 3)))
 
 
 @settings(max_examples=40, deadline=None)
@@ -75,17 +79,18 @@ def blocks_of(seen: np.ndarray) -> np.ndarray:
 )
 def test_ranges_are_what_each_query_sees(lengths: Lengths, left: int | None, right: int | None, junk: int) -> None:
     of_pack = plan(48, 48, left, right)
-    ranges = Ranges(*map(np.asarray, ranges_of(of_pack, tables(lengths, 6, junk))))
+    ranges = on_host(ranges_of(of_pack, tables(lengths, 6, junk)))
     seen = pairs(lengths, left, right, (48, 48))
     low, high = (x.reshape(-1, 1) for x in ranges[:2])
     np.testing.assert_array_equal((np.arange(48) >= low) & (np.arange(48) < high), seen)
     held = blocks_of(seen)
+    numbers: Any = np.arange(12, dtype=np.int32)
     for i in range(12):
         rows = ranges.low[i], ranges.high[i]
-        found = [bool(holds_a_pair(of_pack, *rows, np.int32(j))) for j in range(12)]
+        found = [bool(holds_a_pair(of_pack, *rows, j)) for j in numbers]
         assert found == held[i].tolist()
         assert set(np.flatnonzero(held[i])) <= set(range(ranges.first[i], ranges.end[i]))
-    np.testing.assert_array_equal(allowed(of_pack, *(x[1] for x in ranges[:2]), np.int32(1))[0, 0, 0], seen[4:8, 4:8])
+    np.testing.assert_array_equal(allowed(of_pack, ranges.low[1], ranges.high[1], numbers[1])[0, 0, 0], seen[4:8, 4:8])
 
 
 def computed(monkeypatch: pytest.MonkeyPatch, lengths: Lengths, **options: Any) -> Counter[str]:
@@ -101,11 +106,11 @@ def computed(monkeypatch: pytest.MonkeyPatch, lengths: Lengths, **options: Any) 
         monkeypatch.setattr(packed_passes, name, counting)
     total_q, total_kv = (sum(column) + 3 for column in zip(*lengths, strict=True))
     q, k, v = (jnp.ones((total, 1, 2)) for total in (total_q, total_kv, total_kv))
-    where = tables(lengths, len(lengths) + 1)._asdict()
+    where: dict[str, Any] = {**tables(lengths, len(lengths) + 1)._asdict(), **options}
 
     def loss(*given: jax.Array) -> Any:
         # A scale that no other call has: what was traced before counts nothing.
-        return packed_attention(*given, **where, **options, scale=0.37, block_q=BLOCK, block_kv=BLOCK).sum()
+        return packed_attention(*given, **where, scale=0.37, block_q=BLOCK, block_kv=BLOCK).sum()
 
     jax.block_until_ready(jax.grad(loss, (0, 1, 2))(q, k, v))
     jax.effects_barrier()
