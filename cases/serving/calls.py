@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Hashable, Mapping
 from typing import Any
 
@@ -9,7 +10,7 @@ from cases import mask_spec
 from cases.case import Case
 from cases.masks import Mask
 from cases.operands import OPTIONAL
-from cases.serving.spec import Kind, Sides, sides
+from cases.serving.spec import Kind, Sides, sides, write
 
 
 def sides_of_stored(
@@ -45,6 +46,15 @@ def not_stored(case: Case, kind: Kind) -> str | None:
     if seen is None or (kind == "paged" and not seen.is_causal):
         return f"{case.mask}: no mask that a {kind} call is asked for, which goes by the place in a sequence"
     return None
+
+
+def of_length(case: Case, length: int) -> Case:
+    """A case like this one with a single sequence, which has so many queries and keys; itself dense if `case` is."""
+    changed: dict[str, Any] = {"batch": 1, "q_length": length, "kv_length": length}
+    if case.stored is not None:
+        storage = write(case.stored.kind, case.stored.page_size, (length,), shared=case.stored.shared)
+        changed |= {"storage": storage, "mask": f"own-linf-{length}"}
+    return dataclasses.replace(case, **changed)
 
 
 def other_masks(case: Case) -> tuple[str, ...]:

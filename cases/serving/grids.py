@@ -68,7 +68,14 @@ _PAGED_SIZES = (
     Shape("deep", _fixed((5, 21), (1, 64)), heads=(3, 1), depths=(192, 128)),
 )
 _PACKED_SIZES = (
-    Shape("borders", _fixed((128, 128), (127, 127), (1, 1), (129, 129)), phase="train", heads=(2, 1), depths=(32, 32)),
+    # Around whole blocks, long ones among short, and queries and keys of a sequence up to 129 tokens apart.
+    Shape(
+        "borders",
+        _fixed((128, 128), (2, 131), (131, 2), (1, 1), (127, 129)),
+        phase="train",
+        heads=(2, 1),
+        depths=(32, 32),
+    ),
     Shape("many", _fixed(*((1 + 5 * n % 23, 1 + 5 * n % 23) for n in range(17))), phase="train", heads=(2, 2)),
     Shape("heads", _fixed((33, 33), (40, 40)), phase="train", heads=(32, 4), depths=(32, 32)),
     Shape("odd_heads", _fixed((6, 20), (50, 3), (9, 9)), phase="train", heads=(10, 2), depths=(80, 80)),

@@ -263,8 +263,8 @@ def _compile(implementation: Implementation, statics: Mapping[str, Any], jit: Ca
         residuals=jit(with_residuals),
         part=jit(part),
         calls=jit(without_repeats(calls)),
-        gradients=jit(lambda arrays, do: pull_back(plain, arrays, do)),
-        gradients_lse=jit(lambda arrays, do, dlse: pull_back(with_lse, arrays, (do, dlse))),
+        gradients=jit(lambda arrays, do: pull_back(plain, stored.with_padding(arrays), do)),
+        gradients_lse=jit(lambda arrays, do, dlse: pull_back(with_lse, stored.with_padding(arrays), (do, dlse))),
     )
 
 
@@ -277,8 +277,9 @@ def pull_back(function: Callable[[Arrays], Any], arrays: Arrays, cotangent: Any)
     Raises:
       WrongReturn: if the value has another shape than the cotangent.
     """
-    moving = {name: x for name, x in arrays.items() if name in GRADIENT_OF}
-    fixed = {name: x for name, x in arrays.items() if name not in GRADIENT_OF}
+    moves = {*GRADIENT_OF, "padding"}
+    moving = {name: x for name, x in arrays.items() if name in moves}
+    fixed = {name: x for name, x in arrays.items() if name not in moves}
     primal, pullback = jax.vjp(lambda m: function({**m, **fixed}), moving)
     if jax.tree.structure(primal) == jax.tree.structure(cotangent):  # type: ignore[operator] # untyped upstream
         jax.tree.map(lambda name, x, dx: mishaps.check_shape(name, x, dx.shape), _named(primal), primal, cotangent)
@@ -296,7 +297,8 @@ def _in_dtype_of(value: Any, cotangent: Any) -> Any:
 
 
 def _renamed(gradients: Arrays) -> dict[str, Any]:
-    return {GRADIENT_OF[name]: x for name, x in gradients.items()}
+    of_padding = {f"{GRADIENT_OF[name]}.padding": x for name, x in gradients.get("padding", {}).items()}
+    return {**{GRADIENT_OF[name]: x for name, x in gradients.items() if name != "padding"}, **of_padding}
 
 
 def _on_host(values: Arrays) -> Values:

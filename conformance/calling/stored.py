@@ -37,6 +37,19 @@ def given(storage: Storage, behind_mask: BehindMask) -> Mapping[str, np.ndarray]
     return {**storage.arrays, "stale": np.array(worst if storage.stale is None else storage.stale, np.float32)}
 
 
+def with_padding(arrays: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Arrays of a call, and zeros that are added where nobody's operands lie: their gradients are those of padding.
+
+    Pages are not differentiated, and dense operands have no such places: they stay as they are.
+    """
+    storage = arrays.get("storage")
+    if storage is None or "cu_kv_lens" not in storage:
+        return arrays
+    held = {"q": storage["q_rows"], "k": storage["held"], "v": storage["held"]}
+    zeros = {name: jnp.zeros((*rows.shape, *arrays[name].shape[2:]), arrays[name].dtype) for name, rows in held.items()}
+    return {**arrays, "padding": zeros}
+
+
 def on_dense_operands(implementation: Implementation) -> Implementation:
     """The implementation with each of its calls made on dense operands; itself if it takes no others."""
     if implementation.storage is None or isinstance(implementation.call, StoredCall):
@@ -93,6 +106,7 @@ class StoredCall:
         v: jax.Array,
         *,
         storage: Mapping[str, jax.Array],
+        padding: Mapping[str, jax.Array] | None = None,
         save_residuals: bool = False,
         **options: Any,
     ) -> Any:
@@ -103,13 +117,14 @@ class StoredCall:
           k: `[B, S, K, H]`.
           v: `[B, S, K, V]`.
           storage: what `given` gives.
+          padding: what `with_padding` adds, if gradients of padding are asked for.
           save_residuals: whether residuals are returned too.
           options: whatever else the call gets.
 
         Raises:
           WrongReturn: if the call returns something else than arrays of these shapes.
         """
-        taken = self.taken(q, k, v, storage)
+        taken = self.taken(q, k, v, storage, padding)
         shape = (*taken["q"].shape[:2], v.shape[-1])
         if not save_residuals:
             out = mishaps.checked(self.by_keyword(**taken, **options))
@@ -125,14 +140,16 @@ class StoredCall:
         }
         return _back(_shaped("out", out, shape), storage["places"], 0.0), dense
 
-    def taken(self, q: Any, k: Any, v: Any, storage: Mapping[str, Any]) -> dict[str, Any]:
+    def taken(
+        self, q: Any, k: Any, v: Any, storage: Mapping[str, Any], padding: Mapping[str, Any] | None = None
+    ) -> dict[str, Any]:
         """What `by_keyword` takes in place of dense operands: the stored ones, and the tables."""
-        stale = storage["stale"]
+        added = padding or {}
         tables = {name: storage[name] for name in TABLES[self.kind]}
         return {
-            "q": _stored(q, storage["q_rows"], stale),
-            "k": _stored(k, storage["held"], stale),
-            "v": _stored(v, storage["held"], stale),
+            "q": _stored(q, storage["q_rows"], storage["stale"], added.get("q")),
+            "k": _stored(k, storage["held"], storage["stale"], added.get("k")),
+            "v": _stored(v, storage["held"], storage["stale"], added.get("v")),
             **(tables if self.counts else _ended(tables)),
         }
 
@@ -141,12 +158,16 @@ class StoredCall:
         return self.call(q, k, v, **others)
 
 
-def _stored(x: Any, held: Any, stale: Any) -> jax.Array:
-    """`x [B, L, heads, depth]` where `held [...]` says: `[..., heads, depth]`, with `stale` where nobody is."""
+def _stored(x: Any, held: Any, stale: Any, padding: Any = None) -> jax.Array:
+    """`x [B, L, heads, depth]` where `held [...]` says: `[..., heads, depth]`, with `stale` where nobody is.
+
+    `padding [..., heads, depth]` is added there.
+    """
     flat = jnp.asarray(x).reshape(-1, *x.shape[2:])
     held = jnp.asarray(held)
     there = (held != NOBODY)[..., None, None]
-    return jnp.where(there, flat[jnp.maximum(held, 0)], jnp.asarray(stale).astype(flat.dtype))
+    elsewhere = jnp.asarray(stale).astype(flat.dtype)
+    return jnp.where(there, flat[jnp.maximum(held, 0)], elsewhere if padding is None else elsewhere + padding)
 
 
 def _back(x: jax.Array, places: Any, otherwise: Any) -> jax.Array:

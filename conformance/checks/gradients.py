@@ -7,9 +7,12 @@ from collections.abc import Iterator, Mapping
 import numpy as np
 
 from cases.inputs import Cotangent, Problem, draw_cotangent
+from cases.serving.storage import NOBODY
+from conformance import records
 from conformance.asking.judgement import Judgement, labelled, unsupported
 from conformance.asking.subject import Subject
 from conformance.calling.execution import Result
+from conformance.records import Worst
 from conformance.truth import oracle
 from conformance.truth.bounds import Bounded
 
@@ -66,6 +69,33 @@ def judge_gradients(
             yield unsupported(name, f"the gradient {name} is not offered")
             continue
         yield subject.judge(name, result.values[name], bounded, flash=flash[name] if flash else None)
+    yield from _judge_padding(subject, result)
+
+
+def _judge_padding(subject: Subject, result: Result) -> Iterator[Judgement]:
+    """Judge the gradients of packed tokens past the last sequence: each is exactly zero.
+
+    They reach the weights of the projections, which sum over all tokens of the pack.
+    """
+    storage = subject.problem.storage
+    if storage is None or not ((storage.q_rows == NOBODY).any() or (storage.held == NOBODY).any()):
+        return
+    found = {name: result.values.get(f"{name}.padding") for name in ("dq", "dk", "dv")}
+    offered = {name: x for name, x in found.items() if x is not None and name in subject.implementation.gradients}
+    for name, x in offered.items():
+        wrong = np.argwhere(x != 0)  # NaN is not 0 either
+        if len(wrong):
+            index = tuple(int(n) for n in wrong[0])
+            yield Judgement(
+                observable="padding",
+                verdict=records.FAIL,
+                worst=Worst(index, float(x[index]), 0.0, 0.0),
+                reason=f"{len(wrong)} values of {name} of tokens past the last sequence are not zero; "
+                "the index is that of the packed tensor",
+            )
+            return
+    if offered:
+        yield Judgement(observable="padding", verdict=records.PASS)
 
 
 def _flash_from_saved(subject: Subject, cotangent: str, result: Result) -> dict[str, np.ndarray]:

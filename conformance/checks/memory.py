@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator
 
 from cases.case import CaseIdError
 from cases.inputs import draw
+from cases.serving.calls import of_length
 from conformance import records
 from conformance.asking.judgement import Judgement, unsupported
 from conformance.asking.subject import Subject
@@ -25,7 +25,7 @@ def memory(subject: Subject) -> Iterator[Judgement]:
     sizes = []
     for length in _LENGTHS:
         try:
-            case = dataclasses.replace(subject.case, batch=1, q_length=length, kv_length=length)
+            case = of_length(subject.case, length)
         except CaseIdError as error:
             yield unsupported("temporaries", f"this case has no longer form: {error}")
             return

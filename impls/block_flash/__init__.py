@@ -2,5 +2,6 @@
 
 from impls.block_flash.attention import attention
 from impls.block_flash.implementation import IMPLEMENTATIONS, implementation
+from impls.block_flash.packed import packed_attention
 
-__all__ = ["IMPLEMENTATIONS", "attention", "implementation"]
+__all__ = ["IMPLEMENTATIONS", "attention", "implementation", "packed_attention"]

@@ -28,6 +28,7 @@ from jax import lax
 
 from impls.block_flash.blocks import (
     Operands,
+    Pair,
     bias_corner,
     compute_pair,
     cut,
@@ -45,7 +46,7 @@ from impls.block_flash.schedule import BlockFlashPlan, Places
 from impls.varying import varying_axes, varying_over
 
 
-class _Parts(NamedTuple):
+class Parts(NamedTuple):
     """What one pair of blocks adds, f32."""
 
     dq: jax.Array  # [B, K, G, block_q, H]
@@ -82,22 +83,10 @@ def backward(
     row_sums = row_sums - d_logsumexp
     d_outs, shifts, rows = cut_queries(plan, d_out), cut_rows(plan, shift), cut_rows(plan, row_sums)
 
-    def parts(pair: Places) -> _Parts:
+    def parts(pair: Places) -> Parts:
         block = compute_pair(plan, blocks, pair)
-        dtype = block.q.dtype
-        do = take(d_outs, pair.q)
-        p = jnp.exp(block.logits - take(shifts, pair.q)[..., None])  # (8)
-        dv = product("bkgts,bkgtv->bksv", p.astype(dtype), do)  # (9)
-        dp = product("bkgtv,bksv->bkgts", do, block.v)  # (10)
-        dx = p * (dp - take(rows, pair.q)[..., None])  # (12)
-        if block.slope is not None:
-            dx = dx * block.slope  # (13)
-        if block.allowed is not None:
-            dx = jnp.where(block.allowed, dx, 0.0)
-        rounded = dx.astype(dtype)
-        dq = product("bkgts,bksh->bkgth", rounded, block.k)  # (14), not scaled
-        dk = product("bkgts,bkgth->bksh", rounded, block.q)  # (15), not scaled
-        return _Parts(dq, dk, dv, None if blocks.bias is None else dx)
+        found = parts_of(block, take(d_outs, pair.q), take(shifts, pair.q), take(rows, pair.q))
+        return found if blocks.bias is not None else found._replace(dx=None)
 
     def step(sums: _Gradients, pair: Places) -> tuple[_Gradients, None]:
         found = unless_empty(plan, blocks, pair, functools.partial(parts, pair), nothing)
@@ -114,7 +103,7 @@ def backward(
         v=_zeros(blocks.v),
         bias=None if blocks.bias is None else _zeros(blocks.bias),
     )
-    nothing = _Parts(
+    nothing = Parts(
         dq=jnp.zeros(blocks.q.shape[1:], jnp.float32),
         dk=jnp.zeros(blocks.k.shape[1:], jnp.float32),
         dv=jnp.zeros(blocks.v.shape[1:], jnp.float32),
@@ -130,10 +119,27 @@ def backward(
         v=join_keys(plan, sums.v.astype(operands.v.dtype)),
         bias=_bias_gradient(sums.bias, operands.bias),
         alibi_slopes=None,
-        sinks=_sink_gradient(operands.sinks, shift, row_sums),
+        sinks=sink_gradient(operands.sinks, shift, row_sums),
         segment_ids=None,
         selected=None,
     )
+
+
+def parts_of(block: Pair, do: jax.Array, shift: jax.Array, row_sums: jax.Array) -> Parts:
+    """What a pair of blocks adds, of `do [B, K, G, block_q, V]`, `logsumexp` and (11) - dlse `[B, K, G, block_q]`."""
+    dtype = block.q.dtype
+    p = jnp.exp(block.logits - shift[..., None])  # (8)
+    dv = product("bkgts,bkgtv->bksv", p.astype(dtype), do)  # (9)
+    dp = product("bkgtv,bksv->bkgts", do, block.v)  # (10)
+    dx = p * (dp - row_sums[..., None])  # (12)
+    if block.slope is not None:
+        dx = dx * block.slope  # (13)
+    if block.allowed is not None:
+        dx = jnp.where(block.allowed, dx, 0.0)
+    rounded = dx.astype(dtype)
+    dq = product("bkgts,bksh->bkgth", rounded, block.k)  # (14), not scaled
+    dk = product("bkgts,bkgth->bksh", rounded, block.q)  # (15), not scaled
+    return Parts(dq, dk, dv, dx)
 
 
 def _zeros(x: jax.Array) -> jax.Array:
@@ -156,7 +162,7 @@ def _bias_gradient(total: jax.Array | None, bias: jax.Array | None) -> jax.Array
     return total[:, :, : bias.shape[2], : bias.shape[3]].astype(bias.dtype)
 
 
-def _sink_gradient(sinks: jax.Array | None, shift: jax.Array, row_sums: jax.Array) -> jax.Array | None:
+def sink_gradient(sinks: jax.Array | None, shift: jax.Array, row_sums: jax.Array) -> jax.Array | None:
     """Gradient `[N]`; `row_sums [B, N, T]` is `D - dlse`."""
     if sinks is None:
         return None

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from impls.block_flash.schedule import BlockFlashPlan, Places, formula
+from impls.block_flash.schedule import BlockFlashPlan, Places, Sizes, formula
 
 Result = TypeVar("Result")
 
@@ -66,8 +66,8 @@ def cut(plan: BlockFlashPlan, operands: Operands) -> Blocks:
     slopes = operands.alibi_slopes
     return Blocks(
         q=cut_queries(plan, operands.q),
-        k=_cut_keys(plan, operands.k),
-        v=_cut_keys(plan, operands.v),
+        k=cut_keys(plan, operands.k),
+        v=cut_keys(plan, operands.v),
         bias=None if operands.bias is None else pad_pairs(plan, operands.bias),
         alibi_slopes=None if slopes is None else slopes.astype(jnp.float32).reshape(1, plan.num_kv_heads, -1, 1, 1),
         q_ids=None if q_ids is None else _cut_axis(q_ids, 1, plan.block_q),
@@ -76,34 +76,35 @@ def cut(plan: BlockFlashPlan, operands: Operands) -> Blocks:
     )
 
 
-def cut_queries(plan: BlockFlashPlan, x: jax.Array) -> jax.Array:
+def cut_queries(plan: Sizes, x: jax.Array) -> jax.Array:
     """`[B, T, N, D]` to `[q blocks, B, K, G, block_q, D]`."""
     x = x.reshape(*x.shape[:2], plan.num_kv_heads, -1, x.shape[3])
     return _cut_axis(x, 1, plan.block_q).transpose(0, 1, 3, 4, 2, 5)
 
 
-def join_queries(plan: BlockFlashPlan, x: jax.Array) -> jax.Array:
+def join_queries(plan: Sizes, x: jax.Array) -> jax.Array:
     """Inverse of `cut_queries`."""
     x = x.transpose(1, 0, 4, 2, 3, 5)  # [B, q blocks, block_q, K, G, D]
     return x.reshape(x.shape[0], -1, plan.num_q_heads, x.shape[5])[:, : plan.q_length]
 
 
-def cut_rows(plan: BlockFlashPlan, x: jax.Array) -> jax.Array:
+def cut_rows(plan: Sizes, x: jax.Array) -> jax.Array:
     """`[B, N, T]` to `[q blocks, B, K, G, block_q]`."""
     return _cut_axis(x.reshape(x.shape[0], plan.num_kv_heads, -1, x.shape[2]), 3, plan.block_q)
 
 
-def join_rows(plan: BlockFlashPlan, x: jax.Array) -> jax.Array:
+def join_rows(plan: Sizes, x: jax.Array) -> jax.Array:
     """Inverse of `cut_rows`."""
     x = jnp.moveaxis(x, 0, 3)  # [B, K, G, q blocks, block_q]
     return x.reshape(x.shape[0], plan.num_q_heads, -1)[..., : plan.q_length]
 
 
-def _cut_keys(plan: BlockFlashPlan, x: jax.Array) -> jax.Array:
+def cut_keys(plan: Sizes, x: jax.Array) -> jax.Array:
+    """`[B, S, K, D]` to `[kv blocks, B, K, block_kv, D]`."""
     return _cut_axis(x, 1, plan.block_kv).transpose(0, 1, 3, 2, 4)
 
 
-def join_keys(plan: BlockFlashPlan, x: jax.Array) -> jax.Array:
+def join_keys(plan: Sizes, x: jax.Array) -> jax.Array:
     """`[kv blocks, B, K, block_kv, D]` to `[B, S, K, D]`."""
     x = x.transpose(1, 0, 3, 2, 4)  # [B, kv blocks, block_kv, K, D]
     return x.reshape(x.shape[0], -1, *x.shape[3:])[:, : plan.kv_length]
@@ -154,18 +155,39 @@ def product(equation: str, a: jax.Array, b: jax.Array) -> jax.Array:
 def compute_pair(plan: BlockFlashPlan, blocks: Blocks, pair: Places) -> Pair:
     """Logits of one pair of blocks, `pair` being one entry of the schedule."""
     q, k, v = take(blocks.q, pair.q), take(blocks.k, pair.kv), take(blocks.v, pair.kv)
-    allowed = _allowed(plan, blocks, pair)
+    bias = None
+    if blocks.bias is not None:
+        bias = lax.dynamic_slice(blocks.bias, *bias_corner(plan, blocks.bias, pair))
+    taken = None
+    if blocks.alibi_slopes is not None:
+        i, j = _places(plan, pair)
+        distance = jnp.abs(i + (plan.kv_length - plan.q_length) - j).astype(jnp.float32)
+        taken = blocks.alibi_slopes * distance
+    return pair_of(plan, q, k, v, _allowed(plan, blocks, pair), bias, taken)
+
+
+def pair_of(
+    plan: Sizes,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    allowed: jax.Array | None,
+    bias: jax.Array | None = None,
+    taken: jax.Array | None = None,
+) -> Pair:
+    """Logits of a block of queries and a block of keys, all as in `Pair`.
+
+    `bias` is added and `taken` taken off, both `[b, k, g, block_q, block_kv]`.
+    """
     if allowed is not None:
         # What nobody attends to may be NaN, and 0 * NaN is not 0.
         seen = allowed.any(axis=(2, 3))[..., None]  # [b, k, block_kv, 1]
         k, v = (jnp.where(seen, x, jnp.zeros((), x.dtype)) for x in (k, v))
     logits = product("bkgth,bksh->bkgts", q, k) * plan.scale  # (1)
-    if blocks.bias is not None:
-        logits = logits + lax.dynamic_slice(blocks.bias, *bias_corner(plan, blocks.bias, pair)).astype(jnp.float32)
-    if blocks.alibi_slopes is not None:
-        i, j = _places(plan, pair)
-        distance = jnp.abs(i + (plan.kv_length - plan.q_length) - j).astype(jnp.float32)
-        logits = logits - blocks.alibi_slopes * distance
+    if bias is not None:
+        logits = logits + bias.astype(jnp.float32)
+    if taken is not None:
+        logits = logits - taken
     slope = None
     if plan.soft_cap is not None:
         tanh = jnp.tanh(logits / plan.soft_cap)

@@ -7,7 +7,7 @@ From the logits z of `impls.block_flash.blocks`:
     (6)  out_i = sum_j exp(z_ij - m_i) v_j / l_i
     (7)  logsumexp_i = m_i + log(l_i)
 
-`maximum`, `total` and `out` of `_Running` are m, l and the sum of (6) for the keys so far, without the sink. A block
+`maximum`, `total` and `out` of `Running` are m, l and the sum of (6) for the keys so far, without the sink. A block
 that raises m multiplies the others by `decay = exp(old m - new m)`.
 
 Sources: Milakov & Gimelshein 2018, arXiv:1805.02867 (running maximum and sum); Dao et al. 2022, arXiv:2205.14135 and
@@ -17,7 +17,7 @@ Dao 2023, arXiv:2307.08691 (blocks, normalisation once at the end).
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +25,7 @@ from jax import lax
 
 from impls.block_flash.blocks import (
     Operands,
+    Pair,
     compute_pair,
     cut,
     join_queries,
@@ -34,7 +35,7 @@ from impls.block_flash.blocks import (
     take,
     unless_empty,
 )
-from impls.block_flash.schedule import BlockFlashPlan, Places
+from impls.block_flash.schedule import BlockFlashPlan, Places, Sizes
 from impls.varying import varying_axes, varying_over
 
 
@@ -46,7 +47,7 @@ class Outputs(NamedTuple):
     max_logits: jax.Array  # [B, N, T] f32
 
 
-class _Running(NamedTuple):
+class Running(NamedTuple):
     """The softmax of the keys so far, f32."""
 
     maximum: jax.Array  # [q blocks, B, K, G, block_q]
@@ -64,41 +65,49 @@ def forward(plan: BlockFlashPlan, operands: Operands) -> Outputs:
     blocks = cut(plan, operands)
     rows = blocks.q.shape[:-1]
 
-    def add(old: _Running, pair: Places) -> _Running:
-        block = compute_pair(plan, blocks, pair)
-        maximum = jnp.maximum(old.maximum, block.logits.max(axis=-1))  # (4)
-        shift = finite_or_zero(maximum)
-        weights = jnp.exp(block.logits - shift[..., None])
-        decay = jnp.exp(old.maximum - shift)
-        update = product("bkgts,bksv->bkgtv", weights.astype(block.v.dtype), block.v)
-        return _Running(
-            maximum,
-            total=old.total * decay + weights.sum(axis=-1),  # (5)
-            out=old.out * decay[..., None] + update,  # (6), not divided
-        )
+    def add(old: Running, pair: Places) -> Running:
+        return with_block(old, compute_pair(plan, blocks, pair))
 
-    def step(running: _Running, pair: Places) -> tuple[_Running, None]:
-        old = _Running(*(take(x, pair.q) for x in running))
+    def step(running: Running, pair: Places) -> tuple[Running, None]:
+        old = Running(*(take(x, pair.q) for x in running))
         new = unless_empty(plan, blocks, pair, functools.partial(add, old, pair), old)
-        return _Running(*(put(x, y, pair.q) for x, y in zip(running, new, strict=True))), None
+        return Running(*(put(x, y, pair.q) for x, y in zip(running, new, strict=True))), None
 
-    running = _Running(
-        maximum=jnp.full(rows, -jnp.inf, jnp.float32),
-        total=jnp.zeros(rows, jnp.float32),
-        out=jnp.zeros((*rows, blocks.v.shape[-1]), jnp.float32),
-    )
-    running = varying_over(running, varying_axes(operands))
+    running = varying_over(nothing_yet(rows, blocks.v.shape[-1]), varying_axes(operands))
     pairs = plan.schedule.pairs
     if len(pairs.q):
         running, _ = lax.scan(step, running, jax.tree.map(jnp.asarray, pairs))
-    return _finish(plan, running, operands)
+    return finish(plan, running, operands.sinks, operands.q.dtype)
 
 
-def _finish(plan: BlockFlashPlan, running: _Running, operands: Operands) -> Outputs:
-    """Add the sink to (4) and (5), then divide."""
+def nothing_yet(rows: tuple[int, ...], depth: int) -> Running:
+    """The softmax of no keys, of `rows` and values of this depth."""
+    return Running(
+        maximum=jnp.full(rows, -jnp.inf, jnp.float32),
+        total=jnp.zeros(rows, jnp.float32),
+        out=jnp.zeros((*rows, depth), jnp.float32),
+    )
+
+
+def with_block(old: Running, block: Pair) -> Running:
+    """The softmax of a block of queries `[B, K, G, block_q]` with one more block of keys."""
+    maximum = jnp.maximum(old.maximum, block.logits.max(axis=-1))  # (4)
+    shift = finite_or_zero(maximum)
+    weights = jnp.exp(block.logits - shift[..., None])
+    decay = jnp.exp(old.maximum - shift)
+    update = product("bkgts,bksv->bkgtv", weights.astype(block.v.dtype), block.v)
+    return Running(
+        maximum,
+        total=old.total * decay + weights.sum(axis=-1),  # (5)
+        out=old.out * decay[..., None] + update,  # (6), not divided
+    )
+
+
+def finish(plan: Sizes, running: Running, sinks: jax.Array | None, dtype: Any) -> Outputs:
+    """Add the sinks `[N]` to (4) and (5), then divide; `out` is of this dtype."""
     maximum, total, out = running
-    if operands.sinks is not None:
-        sink = operands.sinks.astype(jnp.float32).reshape(1, 1, plan.num_kv_heads, -1, 1)
+    if sinks is not None:
+        sink = sinks.astype(jnp.float32).reshape(1, 1, plan.num_kv_heads, -1, 1)
         maximum = jnp.maximum(maximum, sink)  # (4)
         shift = finite_or_zero(maximum)
         decay = jnp.exp(running.maximum - shift)
@@ -108,7 +117,7 @@ def _finish(plan: BlockFlashPlan, running: _Running, operands: Operands) -> Outp
     total = jnp.where(some, total, 1.0)
     logsumexp = jnp.where(some, maximum + jnp.log(total), -jnp.inf)  # (7)
     return Outputs(
-        out=join_queries(plan, (out / total[..., None]).astype(operands.q.dtype)),  # (6)
+        out=join_queries(plan, (out / total[..., None]).astype(dtype)),  # (6)
         logsumexp=join_rows(plan, logsumexp),
         max_logits=join_rows(plan, running.maximum),
     )

@@ -7,6 +7,7 @@ import functools
 from conformance.contract import Arithmetic, Implementation
 from impls.block_flash.attention import attention
 from impls.block_flash.block_sizes import tunable
+from impls.block_flash.packed import packed_attention
 
 # Smaller and larger than each other, neither dividing the other nor the usual lengths.
 _OTHER_BLOCKS = ((32, 48), (80, 24))
@@ -35,4 +36,33 @@ def implementation(name: str, *, block_q: int | None = None, block_kv: int | Non
     )
 
 
-IMPLEMENTATIONS: tuple[Implementation, ...] = (implementation("block_flash"),)
+def packed_implementation(name: str, *, block_q: int, block_kv: int) -> Implementation:
+    """Block flash attention over packed sequences with these block sizes, under `name`."""
+    return Implementation(
+        name=name,
+        call=functools.partial(packed_attention, block_q=block_q, block_kv=block_kv),
+        description="block-sparse flash attention in plain JAX over packed sequences, by their borders, with gradients",
+        arithmetic=Arithmetic(probabilities="input"),
+        gradients=frozenset({"dq", "dk", "dv", "dsinks"}),
+        empty_rows="zero",
+        behind_mask="any",
+        storage="packed",
+        refuses_by_signature=True,
+        variants={
+            "default_blocks": packed_attention,
+            **{
+                f"blocks_{q}_{kv}": functools.partial(packed_attention, block_q=q, block_kv=kv)
+                for q, kv in _OTHER_BLOCKS
+                if (q, kv) != (block_q, block_kv)
+            },
+        },
+        memory="linear",
+        checkpoint_names=("out", "logsumexp"),
+    )
+
+
+# The blocks of the packed form are small and unlike each other, so that sequences begin and end within blocks.
+IMPLEMENTATIONS: tuple[Implementation, ...] = (
+    implementation("block_flash"),
+    packed_implementation("block_flash_packed", block_q=16, block_kv=24),
+)

@@ -12,10 +12,9 @@ from cases.masks import EMPTY, FULL, And, Lengths, Mask, Or, leaves
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class BlockFlashPlan:
-    """Static part of one attention problem. Equal plans share one compiled function, so it is compared by value."""
+class Sizes:
+    """Sizes, blocks, and what becomes of logits, the same for dense and for packed operands."""
 
-    mask: Mask
     num_q_heads: int
     num_kv_heads: int
     q_length: int
@@ -24,7 +23,6 @@ class BlockFlashPlan:
     block_kv: int
     scale: float
     soft_cap: float | None
-    masked_at_run_time: bool  # by segment ids or a selection of keys
 
     def __post_init__(self) -> None:
         """Reject blocks that hold nothing."""
@@ -46,6 +44,14 @@ class BlockFlashPlan:
     def padded(self) -> bool:
         """Whether a block of either axis goes beyond its length."""
         return bool(self.q_length % self.block_q or self.kv_length % self.block_kv)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BlockFlashPlan(Sizes):
+    """Static part of one attention problem. Equal plans share one compiled function, so it is compared by value."""
+
+    mask: Mask
+    masked_at_run_time: bool  # by segment ids or a selection of keys
 
     @functools.cached_property
     def schedule(self) -> Schedule:

@@ -8,6 +8,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -28,6 +29,7 @@ MIXED = "prefill/f32/B4.T21.S64.N4.K2.H16.V16/own-linf-53-16-17-8/shared16-q21-1
 WINDOW = "prefill/f32/B4.T21.S64.N4.K2.H16.V16/own-l7-53-16-17-8/shared16-q21-1-1-8/normal/s0"
 TRAIN = "train/f32/B4.T30.S30.N4.K2.H16.V16/own-linf-24-1-17-30/packed-q24-1-17-30/normal/s0"
 FULL = "train/f32/B4.T30.S30.N4.K2.H16.V16/lengths-24-1-17-30/packed-q24-1-17-30/normal/s0"
+PADDED = "train/f32/B2.T9.S8.N2.K1.H16.V16/lengths-8-5/packed-q9-4/normal/s0"
 CHECKS = ("forward", "residuals", "poison", "independence")
 
 
@@ -168,6 +170,26 @@ def test_a_window_is_not_traced_and_lengths_are() -> None:
     assert set(arrays["storage"]) == {
         *("kv_lens", "page_indices", "cu_q_lens", "num_seqs", "q_rows", "places", "held", "stale")
     }
+
+
+@pytest.mark.parametrize(("operand", "gradient"), [("q", "dq"), ("k", "dk"), ("v", "dv")])
+def test_gradients_of_padding_are_zero(operand: str, gradient: str) -> None:
+    """A gradient that comes back for tokens past the last sequence is told, and nothing else is."""
+
+    @jax.custom_vjp
+    def same(x: Any) -> Any:
+        return x
+
+    same.defvjp(lambda x: (x, x), lambda x, dx: (jnp.where(jnp.isnan(x), 1e-30, dx).astype(x.dtype),))
+
+    def attention(q: Any, k: Any, v: Any, *, cu_q_lens: Any, cu_kv_lens: Any, num_seqs: Any) -> Any:
+        given = {"q": q, "k": k, "v": v}
+        given[operand] = same(given[operand])
+        return served.packed(**given, cu_q_lens=cu_q_lens, cu_kv_lens=cu_kv_lens, num_seqs=num_seqs)
+
+    found = {record.observable: record for record in judge(attention, PADDED, "gradients")}
+    assert {name for name, record in found.items() if record.verdict != PASS} == {"padding"}
+    assert f"of {gradient} of tokens past the last sequence" in found["padding"].reason
 
 
 def test_what_nobody_wrote_is_nan_unless_it_must_be_finite() -> None:

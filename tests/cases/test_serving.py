@@ -13,7 +13,7 @@ from cases.case import Case, CaseIdError, parse
 from cases.grid import grid
 from cases.masks import Causal, Full, Lengths, Mask, OwnWindow, Window
 from cases.serving import spec, storage
-from cases.serving.calls import not_stored, other_masks, sides_of_stored
+from cases.serving.calls import not_stored, of_length, other_masks, sides_of_stored
 from cases.serving.grids import MODELS
 from cases.serving.life import LENGTHS, STEPS, lives, steps
 from cases.serving.spec import Sides, sides
@@ -187,6 +187,15 @@ def test_what_no_stored_call_is_asked_for() -> None:
     assert all(not_stored(dataclasses.replace(PACKED, mask=mask), "packed") is None for mask in other_masks(PACKED))
 
 
+@pytest.mark.parametrize("case", [MIXED, PACKED, dataclasses.replace(MIXED, storage=None, mask="causal")], ids=str)
+def test_a_case_of_another_length_is_stored_alike(case: Case) -> None:
+    longer = parse(of_length(case, 512).id)
+    assert (longer.batch, longer.q_length, longer.kv_lengths) == (1, 512, (512,))
+    kinds = [None if x.stored is None else (x.stored.kind, x.stored.page_size) for x in (longer, case)]
+    assert kinds[0] == kinds[1]
+    assert case.storage is not None or longer.mask == case.mask
+
+
 @pytest.mark.parametrize("kind", spec.KINDS)
 @pytest.mark.parametrize("place", [0, 1])
 def test_grids_cover_all_pairs_and_their_ids_parse(kind: str, place: int) -> None:
@@ -207,6 +216,19 @@ def test_the_paged_grid_has_what_serving_has() -> None:
     assert any(1 in case.q_lengths and max(case.q_lengths) > 1 for case in cases)
     assert any(len(of(case).cu_q_lens) - 1 > case.batch for case in cases)
     assert any(len(of(case).cu_q_lens) - 1 == case.batch for case in cases)
+
+
+def test_the_packed_grid_has_what_training_has() -> None:
+    cases = [
+        case for model in MODELS["packed"] for case in grid("quick", 0, model=model).cases if case.phase == "train"
+    ]
+    lengths = [(of(case), case.q_lengths, case.kv_lengths) for case in cases]
+    assert any(0 in q and 0 in kv for _, q, kv in lengths)
+    assert any(1 in q and 1 in kv for _, q, kv in lengths)
+    assert any(max(kv) > 10 * np.median(kv) for _, _, kv in lengths)
+    assert any(np.abs(stored.cu_q_lens - stored.cu_kv_lens)[: len(q)].max() > 128 for stored, q, _ in lengths)
+    assert any(len(stored.cu_q_lens) - 1 > len(q) for stored, q, _ in lengths)
+    assert any((stored.q_rows == storage.NOBODY).any() for stored, _, _ in lengths)
 
 
 def test_in_a_life_sequences_take_pages_of_others() -> None:

@@ -36,6 +36,7 @@ from tests.planted.features import (
     merging,
     moba,
     packed,
+    packed_gradients,
     paged,
     paged_queries,
     paged_softmax,
@@ -84,6 +85,7 @@ _MODULES = (
     paged_queries,
     paged_softmax,
     packed,
+    packed_gradients,
     splash_tpu,
     refusing,
 )

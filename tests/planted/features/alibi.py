@@ -15,7 +15,7 @@ _alibi = has("alibi_slopes")
 
 # The passages of `impls.block_flash.blocks` that are changed.
 _DISTANCE = "jnp.abs(i + (plan.kv_length - plan.q_length) - j).astype(jnp.float32)"
-_ADDED = "logits - blocks.alibi_slopes * distance"
+_TAKEN = "taken = blocks.alibi_slopes * distance"
 _SLOPES = "slopes.astype(jnp.float32).reshape(1, plan.num_kv_heads, -1, 1, 1)"
 _ASKED = "    if blocks.alibi_slopes is not None:\n"
 _CAP = (
@@ -23,9 +23,9 @@ _CAP = (
     "        logits, slope = plan.soft_cap * tanh, 1 - tanh * tanh  # (2)\n"
 )
 _CAP_FIRST = (
-    "        taken = 0.0 if blocks.alibi_slopes is None else blocks.alibi_slopes * distance\n"
-    "        tanh = jnp.tanh((logits + taken) / plan.soft_cap)\n"
-    "        logits, slope = plan.soft_cap * tanh - taken, 1 - tanh * tanh\n"
+    "        later = 0.0 if taken is None else taken\n"
+    "        tanh = jnp.tanh((logits + later) / plan.soft_cap)\n"
+    "        logits, slope = plan.soft_cap * tanh - later, 1 - tanh * tanh\n"
 )
 
 
@@ -64,8 +64,8 @@ def _distance(name: str, formula: str, *, kind: str, reference: str, trigger: Tr
 BUGS: tuple[PlantedBug, ...] = (
     _bug(
         "alibi-sign-reversed",
-        _ADDED,
-        "logits + blocks.alibi_slopes * distance",
+        _TAKEN,
+        "taken = -blocks.alibi_slopes * distance",
         kind="alibi.sign",
         reference="attention-gym PR 86",
     ),
@@ -141,8 +141,8 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         "alibi-scaled",
-        _ADDED,
-        "logits - plan.scale * blocks.alibi_slopes * distance",
+        _TAKEN,
+        "taken = plan.scale * blocks.alibi_slopes * distance",
         kind="alibi.scaled",
         reference="inferred from TransformerEngine PR 3391 (slopes in units of the scale)",
     ),

@@ -1,41 +1,16 @@
-"""Bugs of packed sequences: their borders, what is padding, where queries stand, and their gradients."""
+"""Bugs of packed sequences: their borders, what is padding, and where queries stand."""
 
 from __future__ import annotations
-
-import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from cases.case import Case
 from conformance.sensitivity import PlantedBug
-from tests.planted.planting.served import Call, PackedSteps, packed, sequences, softmax
-from tests.planted.planting.triggers import Trigger, grouped, has
+from tests.planted.planting.packed_bug import bug, in_packs, several, trained
+from tests.planted.planting.served import Call, PackedSteps, sequences, softmax
+from tests.planted.planting.triggers import grouped, has
 
 Array = jax.Array
-
-_packed = has("packed")
-_trained = has("packed", "train")
-_ALL = "out logsumexp max_logits dq dk dv"
-
-
-def _bug(
-    name: str, steps: PackedSteps, *, kind: str, reference: str, shows: str = _ALL, trigger: Trigger = _packed
-) -> PlantedBug:
-    return PlantedBug(
-        name=name,
-        family="packed",
-        kind=kind,
-        reference=reference,
-        shows=tuple(shows.split()),
-        build=functools.partial(packed, name, steps),
-        trigger=trigger,
-    )
-
-
-def _several(case: Case) -> bool:
-    return _packed(case) and case.batch > 1
 
 
 def _border(starts: Array, call: Call, length: int) -> tuple[Array, Array]:
@@ -60,88 +35,9 @@ def _one_query_each(call: Call) -> tuple[Array, Array]:
     return jnp.where(single, jnp.minimum(token, call.rows), sequence), jnp.where(single, 0, place)
 
 
-def _nan_unless(x: Array, there: Array) -> Array:
-    return jnp.where(there, x, jnp.nan)
-
-
-def _derived(change: Any) -> Any:
-    """An identity of q, k and v whose gradients are changed by `change(dq, dk, dv, call)`."""
-
-    def gradients(q: Array, k: Array, v: Array, call: Call) -> Any:
-        @jax.custom_vjp
-        def same(q: Array, k: Array, v: Array, starts: Array, kv_lens: Array, count: Array) -> Any:
-            return q, k, v
-
-        def forward(*given: Array) -> Any:
-            return given[:3], given[3:]
-
-        def backward(saved: Any, pulled: Any) -> Any:
-            return *change(*pulled, *saved), None, None, None
-
-        same.defvjp(forward, backward)
-        return same(q, k, v, call.cu_q_lens, call.kv_lens, call.count)
-
-    return gradients
-
-
-def _dq_of_empty_is_nan(dq: Array, dk: Array, dv: Array, starts: Array, kv_lens: Array, count: Array) -> Any:
-    """Queries of sequences without keys get NaN."""
-    token = jnp.arange(len(dq))[:, None]
-    here = (token >= starts[:-1]) & (token < starts[1:]) & (jnp.arange(len(kv_lens)) < count)
-    empty = (here & (kv_lens == 0)).any(axis=1)
-    return jnp.where(empty[:, None, None], jnp.nan, dq), dk, dv
-
-
-def _dk_of_no_queries(dq: Array, dk: Array, dv: Array, starts: Array, kv_lens: Array, count: Array) -> Any:
-    """Keys of sequences without queries keep what memory held."""
-    ends = jnp.cumsum(kv_lens)
-    token = jnp.arange(len(dk))[:, None]
-    here = (token >= ends - kv_lens) & (token < ends)
-    lost = (here & ((starts[1:] - starts[:-1]) == 0) & (jnp.arange(len(kv_lens)) < count)).any(axis=1)
-    return dq, *(jnp.where(lost[:, None, None], 64.0, x).astype(x.dtype) for x in (dk, dv))
-
-
-def _last_tokens_lost(dq: Array, dk: Array, dv: Array, starts: Array, kv_lens: Array, count: Array) -> Any:
-    """The last key of each sequence gets no gradient."""
-    last = jnp.zeros(len(dk), bool).at[jnp.cumsum(kv_lens) - 1].set(kv_lens > 0, mode="drop")
-    return dq, *(jnp.where(last[:, None, None], 0, x) for x in (dk, dv))
-
-
-def _heads_of_dk_swapped(dq: Array, dk: Array, dv: Array, starts: Array, kv_lens: Array, count: Array) -> Any:
-    return dq, dk[:, ::-1], dv[:, ::-1]
-
-
-def _dk_of_last_sequence_lost(dq: Array, dk: Array, dv: Array, starts: Array, kv_lens: Array, count: Array) -> Any:
-    end = kv_lens.sum()
-    last = jnp.take(kv_lens, count - 1)
-    lost = (jnp.arange(len(dk)) >= end - last) & (last < end)
-    return dq, *(jnp.where(lost[:, None, None], 0, x) for x in (dk, dv))
-
-
-def _unmasked_way_back(x: Array, allowed: Array, v: Array, sinks: Array | None) -> tuple[Array, Array, Array]:
-    """Weights are zeroed once they are computed: on the way back what is masked is infinite times zero."""
-    out, lse, top = softmax(x, allowed, v, sinks)
-    spoilt = jnp.where(allowed, jnp.exp(x - jax.lax.stop_gradient(x) - 0 * x) * 0, 0)
-    return (
-        out
-        + jnp.where(allowed, jnp.sqrt(jnp.where(allowed, 0 * x * x, 0.0)), 0).sum(axis=-1)[..., None]
-        + (spoilt.sum(axis=-1)[..., None]),
-        lse,
-        top,
-    )
-
-
 def _shared_shift(x: Array, allowed: Array, v: Array, sinks: Array | None) -> tuple[Array, Array, Array]:
     out, lse, top = softmax(x, allowed, v, sinks)
     return out * (1 + 0 * x.max()), lse, top
-
-
-def _sinks_of_padding(sinks: Array | None, call: Call) -> Array | None:
-    """On the way back a sink also gets what rows of padding have, one part in `total_q` for each."""
-    if sinks is None:
-        return None
-    missing = 1.0 + (len(call.q) - call.cu_q_lens[call.count]) / len(call.q)
-    return jax.lax.stop_gradient(sinks * (1 - missing)) + sinks * missing
 
 
 def _interleaved(x: Array, count: int) -> Array:
@@ -149,169 +45,113 @@ def _interleaved(x: Array, count: int) -> Array:
 
 
 BUGS: tuple[PlantedBug, ...] = (
-    _bug(
+    bug(
         "keys-found-by-the-starts-of-queries",
         PackedSteps(starts=lambda q, kv, count: (q, q)),
         kind="borders",
         reference="inferred from NVIDIA/cudnn-frontend#737, where offsets are made of lengths",
     ),
-    _bug(
+    bug(
         "packed-query-at-a-border-to-its-neighbour",
         PackedSteps(sequence=lambda call: _border(call.cu_q_lens, call, len(call.q))),
         kind="borders",
         reference="inferred",
-        trigger=_several,
+        trigger=several,
     ),
-    _bug(
+    bug(
         "packed-key-at-a-border-to-its-neighbour",
         PackedSteps(of_key=_border),
         kind="borders",
         reference="inferred",
-        trigger=_several,
+        trigger=several,
     ),
-    _bug(
+    bug(
         "starts-off-by-one",
         PackedSteps(starts=lambda q, kv, count: (q, kv.at[1].add(-1))),
         kind="borders",
         reference="inferred",
-        trigger=_several,
+        trigger=several,
     ),
-    _bug(
+    bug(
         "padding-keys-to-the-last-sequence",
         PackedSteps(of_key=_last_takes_the_rest),
         kind="padding",
         reference="NVIDIA/Megatron-LM#5541",
     ),
-    _bug(
+    bug(
         "packed-one-query-for-every-sequence",
         PackedSteps(sequence=_one_query_each),
         kind="borders",
         reference="Dao-AILab/flash-attention#1537",
-        trigger=_several,
+        trigger=several,
     ),
-    _bug(
+    bug(
         "borders-ignored",
         PackedSteps(same=lambda sequence, of_key: (of_key < of_key.max() + 1)[None]),
         kind="borders",
         reference="inferred from pytorch/pytorch#194168, where all rows are one sequence's",
-        trigger=_several,
+        trigger=several,
     ),
-    _bug(
+    bug(
         "packed-causal-from-the-start",
         PackedSteps(position=lambda place, q, kv, token: place),
         kind="alignment",
         reference="sparkinfer#3",
     ),
-    _bug(
+    bug(
         "position-by-row-of-the-pack",
         PackedSteps(position=lambda place, q, kv, token: kv - q + token),
         kind="alignment",
         reference="inferred",
-        trigger=_several,
+        trigger=several,
     ),
-    _bug(
+    bug(
         "packed-causal-without-the-own-key",
         PackedSteps(sides=lambda left, right: (left, None if right is None else right - 1)),
         kind="alignment",
         reference="flashinfer-ai/flashinfer#348",
         trigger=has("packed", "causal"),
     ),
-    _bug(
+    bug(
         "packed-window-one-key-long",
         PackedSteps(sides=lambda left, right: (None if left is None else left + 1, right)),
         kind="window",
         reference="ml-explore/mlx-lm#390",
         trigger=has("packed", "window"),
     ),
-    _bug(
+    bug(
         "packed-window-ignored",
         PackedSteps(sides=lambda left, right: (None, right)),
         kind="window",
         reference="mistral.rs#2094",
         trigger=has("packed", "window"),
     ),
-    _bug(
+    bug(
         "padding-queries-on-the-way-back",
         PackedSteps(clean=lambda q, sequence, call: q),
         kind="padding",
         reference="sgl-project/sglang#18659, NaN of padding in rows that count",
         shows="dk",
-        trigger=_trained,
+        trigger=trained,
     ),
-    _bug(
+    bug(
         "padding-keys-kept",
         PackedSteps(clean_keys=lambda x, seen: x),
         kind="padding",
         reference="Dao-AILab/flash-attention#1947",
-        trigger=_packed,
+        trigger=in_packs,
     ),
-    _bug(
+    bug(
         "packed-padding-reaches-real-rows",
         PackedSteps(attend=_shared_shift, clean=lambda q, sequence, call: q),
         kind="padding",
         reference="sgl-project/sglang#18659",
     ),
-    _bug(
-        "masked-weights-on-the-way-back",
-        PackedSteps(attend=_unmasked_way_back),
-        kind="gradients",
-        reference="Dao-AILab/flash-attention#1947",
-        shows="dq dk",
-        trigger=_trained,
-    ),
-    _bug(
-        "dq-without-keys-is-nan",
-        PackedSteps(gradients=_derived(_dq_of_empty_is_nan)),
-        kind="gradients",
-        reference="Dao-AILab/flash-attention#443",
-        shows="dq",
-        trigger=_trained,
-    ),
-    _bug(
-        "dk-without-queries-not-written",
-        PackedSteps(gradients=_derived(_dk_of_no_queries)),
-        kind="gradients",
-        reference="Dao-AILab/flash-attention#2421",
-        shows="dk dv",
-        trigger=_trained,
-    ),
-    _bug(
-        "dk-of-last-keys-lost",
-        PackedSteps(gradients=_derived(_last_tokens_lost)),
-        kind="gradients",
-        reference="NVIDIA/TransformerEngine#3331, keys lost at the end of a sequence",
-        shows="dk dv",
-        trigger=_trained,
-    ),
-    _bug(
-        "dk-of-the-last-sequence-lost",
-        PackedSteps(gradients=_derived(_dk_of_last_sequence_lost)),
-        kind="gradients",
-        reference="inferred from NVIDIA/TransformerEngine#2186, where a piece of the pack has wrong gradients",
-        shows="dk dv",
-        trigger=_several,
-    ),
-    _bug(
-        "dk-by-another-map-of-heads",
-        PackedSteps(gradients=_derived(_heads_of_dk_swapped)),
-        kind="gradients",
-        reference="native-sparse-attention-triton#27",
-        shows="dk dv",
-        trigger=_trained,
-    ),
-    _bug(
-        "dsinks-with-padding",
-        PackedSteps(sinks=_sinks_of_padding),
-        kind="gradients",
-        reference="inferred",
-        shows="dsinks",
-        trigger=has("packed", "train", "sinks"),
-    ),
-    _bug(
+    bug(
         "packed-heads-interleaved",
         PackedSteps(heads=_interleaved),
         kind="heads",
         reference="native-sparse-attention-triton#27",
-        trigger=lambda case: _packed(case) and grouped(case),
+        trigger=lambda case: in_packs(case) and grouped(case),
     ),
 )

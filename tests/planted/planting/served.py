@@ -208,6 +208,7 @@ class PackedSteps:
     sinks: Step = lambda sinks, call: sinks
     attend: Step = softmax
     gradients: Step = lambda q, k, v, call: (q, k, v)  # identities whose derivative may be another
+    pairs_back: Step | None = None  # (sequence, of_key, at, call) -> which pairs the way back takes, if not all
 
 
 def packed_by(steps: PackedSteps) -> Callable[..., Any]:
@@ -258,11 +259,29 @@ def packed_by(steps: PackedSteps) -> Callable[..., Any]:
         x = jnp.einsum("tnh,snh->tns", q, k, preferred_element_type=jnp.float32) * call.scale
         x = _capped(x, allowed, call)
         wide = jnp.broadcast_to(v, (len(q), *v.shape))
+        if steps.pairs_back is not None:
+            x, wide = _taken_back(x, wide, steps.pairs_back(sequence, of_key, at, call))
         out, lse, top = steps.attend(x, allowed[:, None, :], wide, steps.sinks(sinks, call))
         out = out.astype(q.dtype)
         return (out, {"logsumexp": lse, "max_logits": top}) if save_residuals else out
 
     return attention
+
+
+@jax.custom_vjp
+def _taken_back(x: Array, v: Array, kept: Array) -> tuple[Array, Array]:
+    """Logits `[total_q, N, S]` and values `[total_q, S, N, V]`, of which pairs not `kept [total_q, S]` pass nothing."""
+    return x, v
+
+
+_taken_back.defvjp(
+    lambda x, v, kept: ((x, v), kept),
+    lambda kept, pulled: (
+        jnp.where(kept[:, None, :], pulled[0], 0),
+        jnp.where(kept[:, :, None, None], pulled[1], 0),
+        None,
+    ),
+)
 
 
 def packed(name: str, steps: PackedSteps = PackedSteps()) -> Implementation:
