@@ -23,7 +23,7 @@ FURTHER: Mapping[Kind, Mapping[str, Mapping[str, Any]]] = {
             "q_length": 17,
             "kv_length": 20,
             "mask": "own-linf-20-3-9",
-            "storage": "packed-q6-17-9",
+            "storage": "packed-q7-17-8",
         },
         "forty": {
             "batch": 40,

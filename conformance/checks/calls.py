@@ -66,11 +66,11 @@ _SIZES: dict[str, tuple[dict[str, Any], ...]] = {
 def calls(subject: Subject) -> Iterator[Judgement]:
     """Calls that follow each other with other masks, values, shapes and types, or a thousand times the same, agree."""
     pair = Pair.of(subject)
-    kind = subject.implementation.storage
-    further = {} if kind is None else FURTHER[kind]
-    stored = {name: functools.partial(_of_further_sequences, changes) for name, changes in further.items()}
-    for name, sequence in {**_SEQUENCES, **stored}.items():
+    for name, sequence in _SEQUENCES.items():
         yield from apart(name, functools.partial(sequence, pair))
+    kind = subject.implementation.storage
+    for name, changes in FURTHER[kind].items() if kind is not None else ():
+        yield from apart(name, functools.partial(_of_further_sequences, changes, pair))
 
 
 def _eagerly(pair: Pair, problem: Problem) -> np.ndarray:

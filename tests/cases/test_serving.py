@@ -13,7 +13,7 @@ from cases.case import Case, CaseIdError, parse
 from cases.grid import grid
 from cases.masks import Causal, Full, Lengths, Mask, OwnWindow, Window
 from cases.serving import spec, storage
-from cases.serving.calls import not_stored, other_masks, sides_of_stored
+from cases.serving.calls import FURTHER, not_stored, other_masks, sides_of_stored
 from cases.serving.grids import MODELS
 from cases.serving.life import LENGTHS, STEPS, lives, steps
 from cases.serving.spec import Sides, sides
@@ -185,6 +185,22 @@ def test_what_no_stored_call_is_asked_for() -> None:
     assert "bias" in (not_stored(dataclasses.replace(MIXED, bias="bias"), "paged") or "")
     assert "causal" in (not_stored(dataclasses.replace(MIXED, mask="causal"), "paged") or "")
     assert all(not_stored(dataclasses.replace(PACKED, mask=mask), "packed") is None for mask in other_masks(PACKED))
+
+
+@pytest.mark.parametrize("kind", spec.KINDS)
+def test_further_sequences_are_what_they_say(kind: spec.Kind) -> None:
+    base = MIXED if kind == "paged" else PACKED
+    cases = {name: dataclasses.replace(base, **changes) for name, changes in FURTHER[kind].items()}
+    assert all(parse(case.id) == case and not_stored(case, kind) is None for case in cases.values())
+    assert cases["forty"].batch == 40
+    if kind == "paged":
+        assert len(of(cases["forty"]).held) > 256
+        return
+    chunk, alike = cases["one_chunk"], cases["as_many_in_all"]
+    assert sides(inputs.draw(chunk).mask, chunk.q_length, chunk.kv_length) == Sides(None, 3)
+    counts = spec.parse(alike.storage or "", alike.batch, alike.q_length).q_lengths
+    assert sum(counts) == sum(alike.kv_lengths)
+    assert all(q != kv for q, kv in zip(counts, alike.kv_lengths, strict=True))
 
 
 @pytest.mark.parametrize("kind", spec.KINDS)

@@ -69,7 +69,7 @@ def without(name: str) -> Callable[[Arrays, Any, Statics], Pulled]:
     return back
 
 
-def rows_of(cotangent: Any, keep: Callable[[int], np.ndarray], axis: int) -> Any:
+def rows_of(cotangent: Any, keep: Callable[[int], Any], axis: int) -> Any:
     """The cotangent of those rows alone: `axis` is that of `out`, and of a residual `[B, N, T]` the one it has."""
 
     def kept(x: Any) -> Any:

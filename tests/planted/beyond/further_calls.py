@@ -16,13 +16,15 @@ from tests.planted.beyond.combined import Pulled, backward_by, pulled_back
 from tests.planted.beyond.few_operands import rows_of
 from tests.planted.computing.transforms import batched_by, mapped
 from tests.planted.planting.served import Call, PackedSteps, PagedSteps, packed, paged
-from tests.planted.planting.triggers import both, has, trains
+from tests.planted.planting.triggers import both, has, sixteen_bits, trains
 from tests.planted.planting.wrapped import Arrays, Kernel, Statics, correct, planted
 
 _FAMILY = "further calls"
 _bug = functools.partial(planted, family=_FAMILY)
 _FEW = 16
 _TILE = 128
+_BLOCK = 64
+_MANY = 8
 _TABLE = 32
 
 Array = jax.Array
@@ -59,6 +61,23 @@ def _queries_by_fours(arrays: Arrays, cotangent: Any, statics: Statics) -> Pulle
     last = (-(-length // _TILE) - 1) * _TILE
     heard = pulled_back(arrays, rows_of(cotangent, lambda rows: np.arange(rows) < last, 1), statics)
     return {**found, "k": heard["k"], "v": heard["v"]}
+
+
+def _low_sums_of_many_blocks(arrays: Arrays, cotangent: Any, statics: Statics) -> Pulled:
+    """Over more than eight blocks of queries what keys and values hear is kept in the operands' dtype."""
+    found = pulled_back(arrays, cotangent, statics)
+    blocks = -(-arrays["q"].shape[1] // _BLOCK)
+    if blocks <= _MANY:
+        return found
+
+    def add(held: tuple[Array, Array], number: Array) -> tuple[tuple[Array, Array], None]:
+        of_one = rows_of(cotangent, lambda rows: jnp.arange(rows) // _BLOCK == number, 1)
+        heard = pulled_back(arrays, of_one, statics)
+        return (held[0] + heard["k"], held[1] + heard["v"]), None
+
+    none = jnp.zeros_like(arrays["k"]), jnp.zeros_like(arrays["v"])
+    (dk, dv), _ = jax.lax.scan(add, none, jnp.arange(blocks))
+    return {**found, "k": dk, "v": dv}
 
 
 def _narrow_heads_in_pairs(arrays: Arrays, statics: Statics) -> Any:
@@ -177,6 +196,14 @@ BUGS: tuple[PlantedBug, ...] = (
         reference="inferred from jax b8b9f2bc33 (bounds rounded down), for the loop over queries",
         shows=("dk", "dv"),
         trigger=both(trains(), lambda case: _of_fours(case.q_length, _TILE)),
+    ),
+    _bug(
+        "dk-and-dv-kept-low-over-more-than-eight-blocks-of-queries",
+        backward_by(_low_sums_of_many_blocks),
+        kind="accumulation.low",
+        reference="inferred from tile-ai/TileOPs PR 1511, for sums of the backward pass",
+        shows=("dk", "dv"),
+        trigger=both(trains(), sixteen_bits, lambda case: case.q_length > _MANY * _BLOCK),
     ),
     _bug(
         "narrow-heads-in-pairs-with-an-odd-one",
