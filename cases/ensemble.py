@@ -19,15 +19,17 @@ _SIZES = (
 )
 
 
-# Where a kernel may take another path: under a window, with heads that share keys, and for one query over a cache.
+# Where a kernel may take another path: under a window, with heads that share keys, for one query over a cache, and
+# where gradients of keys are summed over more than eight blocks of queries, of 64 or of 128.
 _ELSEWHERE = (
     ("train", 512, 512, 4, 2, "window-l80-r0"),
     ("decode", 1, 1024, 32, 4, "full"),
+    ("train", 1152, 64, 2, 2, "full"),
 )
 
 
 def ensemble_cases(seed: int, supports: Supports = lambda case: None) -> tuple[Case, ...]:
-    """The plain cases, and in bf16 one under a window and one of decoding, as far as they are supported."""
+    """The plain cases, and in bf16 one under a window, one of decoding, one of many queries, as far as supported."""
     elsewhere = (_case(where[0], "bf16", seed, *where[1:]) for where in _ELSEWHERE)
     return (*plain_cases(seed, supports), *(case for case in elsewhere if supports(case) is None))
 

@@ -12,6 +12,43 @@ from cases.masks import Mask
 from cases.operands import OPTIONAL
 from cases.serving.spec import Kind, Sides, sides, write
 
+_CHUNK = {"batch": 1, "q_length": 24, "kv_length": 40, "mask": "window-linf-r3-o16"}
+_FORTY = tuple(1 + 5 * n % 13 for n in range(40))
+_ENDS = "-".join(map(str, _FORTY))
+FURTHER: Mapping[Kind, Mapping[str, Mapping[str, Any]]] = {
+    "packed": {
+        # One sequence alone, a chunk of it, whose window is open to the left and sees three keys to the right.
+        "one_chunk": {**_CHUNK, "storage": "packed"},
+        # As many keys as queries in all, and in none of the sequences.
+        "as_many_in_all": {
+            "batch": 3,
+            "q_length": 17,
+            "kv_length": 20,
+            "mask": "own-linf-20-3-9",
+            "storage": "packed-q7-17-8",
+        },
+        "forty": {
+            "batch": 40,
+            "q_length": 13,
+            "kv_length": 13,
+            "mask": f"own-linf-{_ENDS}",
+            "storage": f"packed-q{_ENDS}",
+        },
+    },
+    "paged": {
+        # Forty sequences, and more than 255 pages.
+        "forty": {
+            "phase": "decode",
+            "batch": 40,
+            "q_length": 1,
+            "kv_length": 13,
+            "mask": f"own-linf-{_ENDS}",
+            "storage": "paged1",
+        },
+    },
+}
+"""Sequences that no case of the grids has, by kind of storage and name: the fields of a case that differ."""
+
 
 def sides_of_stored(
     mask: Mask, batch: int, num_q_heads: int, q_length: int, kv_length: int, *, kind: Kind

@@ -156,7 +156,7 @@ FRONT = Scope(
 )
 ENSEMBLE = _scope(
     "ensemble",
-    "one plain, long case in bf16 and one in f16; in bf16 one under a window, and one of decoding",
+    "one plain, long case in bf16 and one in f16; in bf16 one under a window, one of decoding and one of many queries",
     lambda asked: ensemble_cases(asked.seed, asked.implementation.supports),
 )
 INTERPRETED = _scope(

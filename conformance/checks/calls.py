@@ -12,7 +12,7 @@ import numpy as np
 from cases import mask_spec
 from cases.inputs import Problem, draw
 from cases.masks import Dense
-from cases.serving.calls import other_masks
+from cases.serving.calls import FURTHER, other_masks
 from conformance import records
 from conformance.asking import few_operands
 from conformance.asking.judgement import Judgement, apart, unsupported
@@ -41,8 +41,12 @@ _CALLS_INTERPRETED = 10
 
 # Beyond what the grids have: more batch rows and heads of each kind than 8, more than 16 heads in a group, more than 40
 # heads, a depth beyond 256, fewer keys than any tile, one key, a cache of 512, and tens of sequences in a row, over 512
-# positions each way. Each in the first lengths that an implementation takes.
+# positions each way. An odd number of heads of a usual depth, each with keys of its own. Blocks that leave three if
+# they are taken by fours: seven of 64 each way, eleven of 128 of keys and of queries. And a step whose queries' windows
+# begin on both sides of key 512, where blocks of any usual size meet. Each in the first lengths that an implementation
+# takes.
 _SHORT: tuple[dict[str, Any], ...] = tuple({"q_length": n, "kv_length": n} for n in (16, 128))
+_UNCUT: dict[str, Any] = {"batch": 1, "segments": None}
 _SIZES: dict[str, tuple[dict[str, Any], ...]] = {
     # Segments would leave the query one key.
     "few": tuple({"batch": b, "q_length": 1, "kv_length": 5, "segments": None} for b in (9, 1)),
@@ -51,6 +55,11 @@ _SIZES: dict[str, tuple[dict[str, Any], ...]] = {
     "many": tuple({"num_q_heads": n, "num_kv_heads": k, **short} for n, k in ((153, 9), (45, 45)) for short in _SHORT),
     "packed": ({"batch": 1, "segments": "segmany", "q_length": 512, "kv_length": 512},),
     "deep": tuple({"head_dim": h, "v_head_dim": v, **short} for h, v in ((320, 288), (512, 512)) for short in _SHORT),
+    "odd": tuple({"num_q_heads": 3, "num_kv_heads": 3, "head_dim": 64, "v_head_dim": 64, **short} for short in _SHORT),
+    "seven": ({**_UNCUT, "q_length": 448, "kv_length": 448},),
+    "eleven": tuple({**_UNCUT, "mask": "full", "q_length": n, "kv_length": 1408} for n in (16, 128)),
+    "eleven_of_queries": tuple({**_UNCUT, "mask": "full", "q_length": 1408, "kv_length": n} for n in (16, 128)),
+    "border": ({**_UNCUT, "phase": "prefill", "mask": "window-l638-r0-o1148", "q_length": 4, "kv_length": 1152},),
 }
 
 
@@ -59,6 +68,9 @@ def calls(subject: Subject) -> Iterator[Judgement]:
     pair = Pair.of(subject)
     for name, sequence in _SEQUENCES.items():
         yield from apart(name, functools.partial(sequence, pair))
+    kind = subject.implementation.storage
+    for name, changes in FURTHER[kind].items() if kind is not None else ():
+        yield from apart(name, functools.partial(_of_further_sequences, changes, pair))
 
 
 def _eagerly(pair: Pair, problem: Problem) -> np.ndarray:
@@ -91,6 +103,17 @@ def _other_values(pair: Pair) -> Iterator[Judgement]:
     first, other = pair.problems
     for problem, expected in ((first, 0), (other, 1), (first, 0)):
         yield pair.judge_out_of(_eagerly(pair, problem), (problem,), (pair.expected[expected],))
+
+
+def _other_bias(pair: Pair) -> Iterator[Judgement]:
+    """A bias of batch rows and heads, outside `jit`: that of the case is the same for all rows."""
+    case = dataclasses.replace(pair.subject.case, bias="biasbatch")
+    refusal = pair.subject.implementation.supports(case)
+    if pair.problems[0].bias is None or refusal is not None:
+        yield unsupported("out", refusal or "the case has no bias")
+        return
+    problem = dataclasses.replace(pair.problems[0], bias=draw(case).bias)
+    yield pair.judge_out_of(_eagerly(pair, problem), (problem,), (pair.subject.expect(problem),))
 
 
 def _other_shapes(pair: Pair) -> Iterator[Judgement]:
@@ -127,6 +150,16 @@ def _of_size(changes: Sequence[Mapping[str, Any]], pair: Pair) -> Iterator[Judge
             return
         refusals.append(refusal)
     yield unsupported("out", refusals[0])
+
+
+def _of_further_sequences(changes: Mapping[str, Any], pair: Pair) -> Iterator[Judgement]:
+    """A call of stored sequences of other lengths, or of more of them, than a case of the grids has."""
+    case = dataclasses.replace(pair.subject.case, **changes)
+    if (refusal := pair.subject.implementation.supports(case)) is not None:
+        yield unsupported("out", refusal)
+        return
+    other = dataclasses.replace(pair.subject, case=case)
+    yield from right_on(other, other.problem)
 
 
 def _of_few_operands(call: Mapping[str, Any], pair: Pair) -> Iterator[Judgement]:
@@ -197,6 +230,7 @@ def _a_thousand(pair: Pair) -> Iterator[Judgement]:
 _SEQUENCES: dict[str, Callable[[Pair], Iterator[Judgement]]] = {
     "other_masks": _other_masks,
     "other_values": _other_values,
+    "other_bias": _other_bias,
     "other_shapes": _other_shapes,
     "numpy": _numpy,
     "thread": _in_a_thread,

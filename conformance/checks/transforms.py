@@ -15,7 +15,7 @@ import numpy as np
 
 from cases import mask_spec
 from cases.counter_rng import normal
-from cases.inputs import Problem
+from cases.inputs import Problem, draw
 from cases.masks import Dense
 from cases.moba import depends_on_data
 from cases.operands import GRADIENT_OF, OPTIONAL, RESIDUALS
@@ -31,6 +31,8 @@ from conformance.truth.roundoff import UNIT_ROUNDOFF
 
 # A number this many times as large is another one, and the same where its first two digits are all that counts.
 _NEAR = 1 + 2.0**-6
+# Makes the scale of the grids, 0.3, one that is above 1 and no power of two.
+_ABOVE_ONE = 5.0
 
 
 def transforms(subject: Subject) -> Iterator[Judgement]:
@@ -82,6 +84,23 @@ def _vmap_over(names: Sequence[str], pair: Pair) -> Iterator[Judgement]:
     changed: dict[str, Any] = {name: getattr(other, name) for name in mapped}
     mixed = dataclasses.replace(problem, **changed)
     yield pair.judge_out_of(got, (problem, mixed), (pair.expected[0], pair.subject.expect(mixed)))
+
+
+def _vmap_queries(pair: Pair) -> Iterator[Judgement]:
+    """Queries alone have the mapped axis, and batch rows differ in what they share: in bias and mask too."""
+    yield from _vmap_over(("q",), dataclasses.replace(pair, problems=_of_unlike_rows(pair)))
+
+
+def _of_unlike_rows(pair: Pair) -> tuple[Problem, Problem]:
+    """The problems with a bias and a mask that differ between batch rows, as far as they are supported."""
+    problem, other = pair.problems
+    changes: dict[str, Any] = {}
+    for field, level in (("bias", "biasbatch"), ("mask", "densebatch-d60")):
+        changed: dict[str, Any] = {field: level}
+        case = dataclasses.replace(pair.subject.case, **changed)
+        if getattr(problem, field) is not None and pair.subject.implementation.supports(case) is None:
+            changes[field] = getattr(draw(case), field)
+    return dataclasses.replace(problem, **changes), dataclasses.replace(other, **changes)
 
 
 def _vmap_masks(pair: Pair) -> Iterator[Judgement]:
@@ -138,12 +157,13 @@ def _second_call(pair: Pair) -> Iterator[Judgement]:
 
 
 def _other_statics(pair: Pair) -> Iterator[Judgement]:
-    """Another soft cap and another scale in the same process, then the first ones again."""
+    """Another soft cap and another scale in the same process, one above 1, then the first ones again."""
     problem = pair.problems[0]
+    factors = {"scale": _ABOVE_ONE}
     numbers = {o.name: number for o in OPTIONAL if not o.arrays and (number := getattr(problem, o.name)) is not None}
-    changes: list[dict[str, Any]] = [{name: number / 2} for name, number in numbers.items()]
-    halved = [dataclasses.replace(problem, **change) for change in changes]
-    for other in [*halved, problem] if halved else []:
+    changes: list[dict[str, Any]] = [{name: number * factors.get(name, 0.5)} for name, number in numbers.items()]
+    others = [dataclasses.replace(problem, **change) for change in changes]
+    for other in [*others, problem] if others else []:
         got = pair.subject.executor.run(sequences.compiled, other)
         yield pair.judge_out_of(got, (other,), (pair.subject.expect(other),))
 
@@ -182,6 +202,12 @@ def _eager_gradients(pair: Pair) -> Iterator[Judgement]:
     """
     dos = [cotangent.out for cotangent in pair.cotangents]
     found = pair.subject.executor.run(transformed.gradients_outside_jit, pair.problems, dos)
+    yield from pair.judge_gradients(found)
+
+
+def _eager_gradient_of_queries(pair: Pair) -> Iterator[Judgement]:
+    """The gradient of q alone outside `jit`: keys and values that nobody differentiates are arrays, and no tracers."""
+    found = pair.subject.executor.run(transformed.gradient_outside_jit, pair.problems[0], pair.cotangents[0].out)
     yield from pair.judge_gradients(found)
 
 
@@ -302,7 +328,7 @@ def _mapped() -> dict[str, list[str]]:
 _FORWARD: dict[str, Callable[[Pair], Iterator[Judgement]]] = {
     "eager": _eager,
     "vmap": _vmap,
-    "vmap_q": functools.partial(_vmap_over, ("q",)),
+    "vmap_q": _vmap_queries,
     **{f"vmap_{name}": functools.partial(_vmap_over, operands) for name, operands in _mapped().items()},
     "vmap_masks": _vmap_masks,
     "donated": _donated,
@@ -320,6 +346,7 @@ _BACKWARD: dict[str, Callable[[Pair], Iterator[Judgement]]] = {
     "two_kinds": _two_kinds,
     "shared": _shared,
     "eager": _eager_gradients,
+    "eager_queries": _eager_gradient_of_queries,
     "one_gradient": _one_gradient,
     "x64": _x64_backward,
     "forward_mode": _forward_mode,

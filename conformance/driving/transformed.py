@@ -136,6 +136,14 @@ def gradients_outside_jit(executor: Executor, problems: Sequence[Problem], dos: 
     return _on_host(pullback(cotangents[0])[0])
 
 
+def gradient_outside_jit(executor: Executor, problem: Problem, do: np.ndarray) -> Values:
+    """The gradient of q outside `jit`, where all else is JAX arrays and no tracers."""
+    plain, given = executor.bind(problem)
+    arrays = jax.tree.map(jnp.asarray, given)
+    out, pullback = jax.vjp(lambda q: plain({**arrays, "q": q}), arrays["q"])
+    return _on_host({"q": pullback(jnp.asarray(do).astype(out.dtype))[0]})
+
+
 def mapped_pullback(executor: Executor, problem: Problem, dos: np.ndarray) -> Values:
     """The gradients of one problem for stacked cotangents: its pullback, mapped over them alone."""
     plain, arrays = executor.bind(problem)

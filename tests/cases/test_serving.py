@@ -13,7 +13,7 @@ from cases.case import Case, CaseIdError, parse
 from cases.grid import grid
 from cases.masks import Causal, Full, Lengths, Mask, OwnWindow, Window
 from cases.serving import spec, storage
-from cases.serving.calls import not_stored, of_length, other_masks, sides_of_stored
+from cases.serving.calls import FURTHER, not_stored, of_length, other_masks, sides_of_stored
 from cases.serving.grids import MODELS
 from cases.serving.life import LENGTHS, STEPS, lives, steps
 from cases.serving.spec import Sides, sides
@@ -194,6 +194,22 @@ def test_a_case_of_another_length_is_stored_alike(case: Case) -> None:
     kinds = [None if x.stored is None else (x.stored.kind, x.stored.page_size) for x in (longer, case)]
     assert kinds[0] == kinds[1]
     assert case.storage is not None or longer.mask == case.mask
+
+
+@pytest.mark.parametrize("kind", spec.KINDS)
+def test_further_sequences_are_what_they_say(kind: spec.Kind) -> None:
+    base = MIXED if kind == "paged" else PACKED
+    cases = {name: dataclasses.replace(base, **changes) for name, changes in FURTHER[kind].items()}
+    assert all(parse(case.id) == case and not_stored(case, kind) is None for case in cases.values())
+    assert cases["forty"].batch == 40
+    if kind == "paged":
+        assert len(of(cases["forty"]).held) > 256
+        return
+    chunk, alike = cases["one_chunk"], cases["as_many_in_all"]
+    assert sides(inputs.draw(chunk).mask, chunk.q_length, chunk.kv_length) == Sides(None, 3)
+    counts = spec.parse(alike.storage or "", alike.batch, alike.q_length).q_lengths
+    assert sum(counts) == sum(alike.kv_lengths)
+    assert all(q != kv for q, kv in zip(counts, alike.kv_lengths, strict=True))
 
 
 @pytest.mark.parametrize("kind", spec.KINDS)

@@ -133,13 +133,14 @@ def test_there_is_a_case_for_what_is_supported() -> None:
     assert cases(bf16="no", f16="no") == []
 
 
-def test_windows_and_decoding_are_asked_about_where_they_are_supported() -> None:
+def test_windows_decoding_and_many_queries_are_asked_about_where_they_are_supported() -> None:
     kernel = registry.find("dot_product")
     assert [case.id for case in ensemble_cases(3, kernel.supports)[2:]] == [
         "train/bf16/B1.T512.S512.N4.K2.H64.V64/window-l80-r0/normal/s3",
         "decode/bf16/B1.T1.S1024.N32.K4.H64.V64/full/normal/s3",
+        "train/bf16/B1.T1152.S64.N2.K2.H64.V64/full/normal/s3",
     ]
-    lacking = dataclasses.replace(kernel, unsupported={"window": "no", "decode": "no"})
+    lacking = dataclasses.replace(kernel, unsupported={"window": "no", "decode": "no", "unequal_lengths": "no"})
     assert len(ensemble_cases(3, lacking.supports)) == 2
 
 

@@ -17,6 +17,7 @@ from tests.planted.beyond import (
     exact_sets,
     fast_paths,
     few_operands,
+    further_calls,
     long_caches,
     long_sequences,
     precision,
@@ -46,6 +47,7 @@ _MODULES = (
     callers,
     few_operands,
     exact_sets,
+    further_calls,
 )
 
 BEYOND: tuple[PlantedBug, ...] = tuple(bug for module in _MODULES for bug in module.BUGS)

@@ -69,7 +69,7 @@ def without(name: str) -> Callable[[Arrays, Any, Statics], Pulled]:
     return back
 
 
-def _rows(cotangent: Any, keep: Callable[[int], np.ndarray], axis: int) -> Any:
+def rows_of(cotangent: Any, keep: Callable[[int], Any], axis: int) -> Any:
     """The cotangent of those rows alone: `axis` is that of `out`, and of a residual `[B, N, T]` the one it has."""
 
     def kept(x: Any) -> Any:
@@ -86,7 +86,7 @@ def _rows(cotangent: Any, keep: Callable[[int], np.ndarray], axis: int) -> Any:
 def _of_even_heads(arrays: Arrays, cotangent: Any, statics: Statics) -> Pulled:
     """Keys and values hear of every second query head."""
     found = pulled_back(arrays, cotangent, statics)
-    heard = pulled_back(arrays, _rows(cotangent, lambda heads: np.arange(heads) % 2 == 0, 2), statics)
+    heard = pulled_back(arrays, rows_of(cotangent, lambda heads: np.arange(heads) % 2 == 0, 2), statics)
     return {**found, "k": heard["k"], "v": heard["v"]}
 
 
@@ -96,14 +96,14 @@ def _middle_twice(arrays: Arrays, cotangent: Any, statics: Statics) -> Pulled:
     blocks = -(-arrays["q"].shape[1] // _BLOCK)
     if not statics["causal"] or blocks == 1 or blocks % 2 == 0:
         return found
-    again = pulled_back(arrays, _rows(cotangent, lambda rows: np.arange(rows) // _BLOCK == blocks // 2, 1), statics)
+    again = pulled_back(arrays, rows_of(cotangent, lambda rows: np.arange(rows) // _BLOCK == blocks // 2, 1), statics)
     return {**found, "k": found["k"] + again["k"], "v": found["v"] + again["v"]}
 
 
 def _dbias_of_the_first_row(arrays: Arrays, cotangent: Any, statics: Statics) -> Pulled:
     found = pulled_back(arrays, cotangent, statics)
     if "bias" in arrays and arrays["bias"].shape[:2] == (1, 1):
-        of_first = pulled_back(arrays, _rows(cotangent, lambda rows: np.arange(rows) == 0, 0), statics)
+        of_first = pulled_back(arrays, rows_of(cotangent, lambda rows: np.arange(rows) == 0, 0), statics)
         found = {**found, "bias": of_first["bias"]}
     return found
 

@@ -16,7 +16,7 @@ from tests.planted.planting.wrapped import Arrays, Kernel, Statics, correct, pla
 _bug = functools.partial(planted, family="transforms")
 
 
-def _batched_by(rule: Any) -> Kernel:
+def batched_by(rule: Any) -> Kernel:
     """The correct kernel with a batching rule of its own: `rule(arrays, batched, axis_size, statics) -> result`."""
 
     def kernel(arrays: Arrays, statics: Statics) -> Any:
@@ -45,13 +45,13 @@ def _batched_by(rule: Any) -> Kernel:
     return kernel
 
 
-def _mapped(arrays: Arrays, batched: Any, statics: Statics) -> Any:
+def mapped(arrays: Arrays, batched: Any, statics: Statics) -> Any:
     axes = jax.tree.map(lambda is_batched: 0 if is_batched else None, batched)
     return jax.vmap(lambda a: correct(a, statics), in_axes=(axes,))(arrays)
 
 
 def _drops(option: str) -> Kernel:
-    return _batched_by(lambda arrays, batched, size, statics: _mapped(arrays, batched, {**statics, option: None}))
+    return batched_by(lambda arrays, batched, size, statics: mapped(arrays, batched, {**statics, option: None}))
 
 
 def _shares_first(operand: str) -> Kernel:
@@ -61,9 +61,9 @@ def _shares_first(operand: str) -> Kernel:
         if operand in arrays and all(jax.tree.leaves(batched[operand])):
             arrays = {**arrays, operand: jax.tree.map(lambda x: x[0], arrays[operand])}
             batched = {**batched, operand: jax.tree.map(lambda _: False, batched[operand])}
-        return _mapped(arrays, batched, statics)
+        return mapped(arrays, batched, statics)
 
-    return _batched_by(rule)
+    return batched_by(rule)
 
 
 def _folds_unbatched_in_wrong_order(arrays: Arrays, batched: Any, size: int, statics: Statics) -> Any:
@@ -73,7 +73,7 @@ def _folds_unbatched_in_wrong_order(arrays: Arrays, batched: Any, size: int, sta
         flags = jax.tree.leaves(batched[name])
         if name in ("sinks", "mask") or (name == "bias" and x.shape[-4] == 1):
             if any(flags):
-                return _mapped(arrays, batched, statics)
+                return mapped(arrays, batched, statics)
             folded[name] = x
         elif all(flags):
             folded[name] = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), x)
@@ -174,7 +174,7 @@ def _writes_into_q(arrays: Arrays, statics: Statics) -> Any:
 
 def _in_wrong_order(arrays: Arrays, batched: Any, size: int, statics: Statics) -> Any:
     """The mapped axis comes back the wrong way round."""
-    return jax.tree.map(lambda x: x[::-1], _mapped(arrays, batched, statics))
+    return jax.tree.map(lambda x: x[::-1], mapped(arrays, batched, statics))
 
 
 _LOST = "jax ccabd21084"
@@ -197,14 +197,14 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         "vmap-folds-unbatched-operands-in-wrong-order",
-        _batched_by(_folds_unbatched_in_wrong_order),
+        batched_by(_folds_unbatched_in_wrong_order),
         kind="vmap.partial-axes",
         reference="jax 3b20cce354, issue 38495",
         shows=("out",),
     ),
     _bug(
         "vmap-returns-results-in-wrong-order",
-        _batched_by(_in_wrong_order),
+        batched_by(_in_wrong_order),
         kind="vmap.shape-restore",
         reference="jax 3f7a31a830",
         shows=("out",),
