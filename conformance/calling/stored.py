@@ -145,13 +145,17 @@ class StoredCall:
     ) -> dict[str, Any]:
         """What `by_keyword` takes in place of dense operands: the stored ones, and the tables."""
         added = padding or {}
-        tables = {name: storage[name] for name in TABLES[self.kind]}
         return {
             "q": _stored(q, storage["q_rows"], storage["stale"], added.get("q")),
             "k": _stored(k, storage["held"], storage["stale"], added.get("k")),
             "v": _stored(v, storage["held"], storage["stale"], added.get("v")),
-            **(tables if self.counts else _ended(tables)),
+            **self.tables(storage),
         }
+
+    def tables(self, storage: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The tables that it takes."""
+        tables = {name: storage[name] for name in TABLES[self.kind]}
+        return tables if self.counts else _ended(tables)
 
     def by_keyword(self, *, q: Any, k: Any, v: Any, **others: Any) -> Any:
         """The call in its own convention, with keywords alone."""

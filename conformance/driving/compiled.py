@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from cases.case import Case
 from cases.inputs import Problem, draw, hollow
@@ -59,10 +60,20 @@ def natively(executor: Executor, case: Case, *, gradients: bool) -> list[dict[st
 
 
 def fullest(executor: Executor, problem: Problem, target: CompileTarget, *, gradients: bool) -> Compiled:
-    """The call compiled for one generation, with its gradients if they are asked for."""
+    """The call compiled for one generation, with its gradients if they are asked for.
+
+    Of a stored call the tables are constants of the program, so that it is known which way a kernel goes.
+    """
     programs = _programs(executor.native, problem, gradients=gradients)
     name = "gradients" if gradients else "forward"
-    return _compiled(target, name, *programs[name])
+    function, (arrays, *cotangents) = programs[name]
+    call = executor.implementation.call
+    if not isinstance(call, StoredCall) or problem.storage is None:
+        return _compiled(target, name, function, (arrays, *cotangents))
+    tables = {key: np.asarray(x) for key, x in call.tables(executor.arguments(problem)[1]["storage"]).items()}
+    others = {key: x for key, x in arrays.items() if key not in tables}
+    known = jax.jit(lambda arrays, *given: function({**arrays, **tables}, *given))
+    return _compiled(target, name, known, (others, *cotangents))
 
 
 def _programs(executor: Executor, problem: Problem, *, gradients: bool) -> Programs:
