@@ -24,7 +24,7 @@ _SIZES = (
 _ELSEWHERE = (
     ("train", 512, 512, 4, 2, "window-l80-r0"),
     ("decode", 1, 1024, 32, 4, "full"),
-    ("train", 1152, 64, 2, 2, "full"),
+    ("train", 1152, 256, 2, 2, "full"),
 )
 
 

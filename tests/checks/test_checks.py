@@ -29,6 +29,7 @@ from conformance.records import ERROR, FAIL, PASS, RED, UNSUPPORTED, Record
 from tests.kernels import naive
 
 CAUSAL = "train/f32/B1.T16.S16.N2.K2.H16.V16/causal/normal/s0"
+BIASED = "train/f32/B1.T16.S16.N2.K2.H16.V16/causal/bias/normal/s0"
 CAPPED = "train/f32/B1.T16.S16.N2.K2.H16.V16/full/softcap30/normal/s0"
 SINKS = "train/f32/B1.T16.S16.N2.K2.H16.V16/full/sinks/normal/s0"
 SHORT = "train/f32/B1.T16.S16.N2.K2.H16.V16/lengths-9/normal/s0"
@@ -41,7 +42,7 @@ DECODE = "decode/f32/B3.T1.S40.N4.K2.H16.V24/lengths-0-17-40/sinks/normal/s0"
 DECODED = next(case.id for case in decoded_cases() if "window" in case.mask)
 
 CASE_OF = {"poison": SHORT, "arguments": CAPPED, "limits": SINKS, "ensemble": ENSEMBLE}
-CASE_OF |= {"parts": DECODE, "decoding": DECODED, "front_end": FRONT, "forms": CAPPED}
+CASE_OF |= {"calls": BIASED, "parts": DECODE, "decoding": DECODED, "front_end": FRONT, "forms": CAPPED}
 # What only some claim: linear memory, parts that can be merged.
 CLAIMS = {"memory": "block_flash", "parts": "ragged"}
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from conformance import cli, records, runs
-from conformance.commands.probes import confirm
+from conformance.commands.probes import confirm, shrink
 from conformance.judging.probing.confirming import Prober
 from conformance.records import PROBE_SCHEMA
 from tests.processes import interruptible
@@ -84,7 +84,7 @@ def test_a_kernel_that_is_right_costs_nothing_more(monkeypatch: pytest.MonkeyPat
         raise AssertionError("nothing is red")
 
     monkeypatch.setattr(confirm, "confirm", never)
-    monkeypatch.setattr(confirm, "shrink", never)
+    monkeypatch.setattr(shrink, "shrink", never)
     assert run("--impl=kernel.py:right", *WHAT, "--cases=train/f32/*T1.*", "--shrink") == 0
 
 

@@ -42,6 +42,8 @@ class Digits:
         if self.problem.bias is not None:
             place = zip((b, n, i, j), self.problem.bias.shape, strict=True)
             x += self.operands["bias"][tuple(at if size > 1 else 0 for at, size in place)]
+        if self.problem.alibi_slopes is not None:
+            x -= float(self.problem.alibi_slopes[n]) * abs(i + self.kv_length - self.q_length - j)
         cap = self.problem.soft_cap
         return x if cap is None else cap * mpmath.tanh(x / cap)
 
