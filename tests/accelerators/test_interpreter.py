@@ -60,6 +60,7 @@ def test_the_fast_interpreter_does_not_see_what_is_planted_here(options: dict[st
     assert not any(record.verdict in RED for record in judge(kernel(**options), check="forward"))
 
 
+@pytest.mark.long
 def test_memory_that_nothing_wrote_is_nan() -> None:
     assert set(failures(judge(kernel(clears=False)))) >= {"out.seed0"}
 

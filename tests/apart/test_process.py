@@ -264,6 +264,7 @@ def test_the_judge_does_not_import_the_kernel_and_declares_nothing_for_it(find: 
         implementation.call(1, 2, 3)
 
 
+@pytest.mark.long
 def test_an_implementation_that_says_by_a_function_what_it_supports_is_asked_there() -> None:
     found = executor.find(f"{HERE}/declares.py:IMPLEMENTATION", None, LIMITS)
     try:

@@ -224,6 +224,7 @@ def declining(*features: str) -> Callable[[Case], str | None]:
     return supports
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("features", "declined_levels"),
     [

@@ -128,6 +128,7 @@ def only(query: str) -> Callable[[Case], str | None]:
     return lambda case: None if matches(query, case.id) else "does not match"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "query",
     ["train/bf16/*/causal", "*/densehead-d*/softcap*", "decode", "prefill/f16", "*/segpad", "*/scale*", "*/knee/*"],

@@ -57,6 +57,7 @@ def test_a_kernel_that_became_wrong_is_a_regression_and_one_that_became_right_is
     assert run("compare", "before.jsonl", "before.jsonl") == 0
 
 
+@pytest.mark.long
 def test_a_baseline_is_compared_in_one_step(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert judge("after", "--baseline=before.jsonl", "--json=now.jsonl") == 1
     assert "Regression: 1 new failure." in capsys.readouterr().out

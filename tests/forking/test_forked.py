@@ -216,6 +216,7 @@ def test_an_origin_that_is_killed_takes_its_own_with_it_and_is_followed_by_anoth
         one.let_go()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM], ids=lambda number: number.name)
 def test_they_end_with_who_asked_for_them(number: signal.Signals) -> None:
     asking = subprocess.Popen([sys.executable, "-c", ASKS], stdout=subprocess.PIPE, text=True, start_new_session=True)

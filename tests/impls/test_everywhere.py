@@ -57,6 +57,7 @@ def test_explicit_shardings_are_taken_and_given_back(name: str, spec: tuple[str 
     assert_right({"out": out}, expected_of(problem))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", KERNELS)
 def test_a_batch_size_may_be_left_open_in_an_export(name: str) -> None:
     (batch,) = export.symbolic_shape("b")

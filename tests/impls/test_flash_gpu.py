@@ -128,6 +128,7 @@ def test_every_block_of_the_mask_is_visited_once(axis: Any) -> None:
         np.testing.assert_array_equal(got, want.astype(int))
 
 
+@pytest.mark.long
 def test_nothing_beyond_the_arrays_is_read() -> None:
     """The interpreter pads with NaN what a block has beyond its array: a tile that reads it without a guard shows."""
     case = parse("train/f32/B1.T33.S41.N2.K1.H17.V19/causal-o8/seg/sinks/biashead/normal/s4")

@@ -301,6 +301,7 @@ def test_the_command_finds_reports_and_says_how_to_replay(
     assert {path.name for path in folder.iterdir()} <= {"kernel.py", "__pycache__", "r.jsonl", "r.html", "step.md"}
 
 
+@pytest.mark.long
 def test_the_command_finds_nothing_wrong_in_a_right_kernel(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run("--impl=kernel.py:right", "--seed=1", "--examples=4", "--seconds=300") == 0
     said = capsys.readouterr()
