@@ -272,7 +272,7 @@ def pull_back(function: Callable[[Arrays], Any], arrays: Arrays, cotangent: Any)
     """The value, and the gradients of the differentiable operands for a cotangent of it.
 
     A value in another floating-point dtype than it should have is a failure of its own. It is differentiated all the
-    same: the cotangent is given in that dtype.
+    same: the cotangent is given in that dtype. Of padding (`stored.with_padding`) there are gradients too, where it is.
 
     Raises:
       WrongReturn: if the value has another shape than the cotangent.

@@ -73,7 +73,7 @@ def packed_attention(
       ValueError: an operand or an option is not as above; the message names it.
       NotImplementedError: a second derivative in reverse mode.
     """
-    _check(q, k, v, sinks, soft_cap, scale)
+    _check(q, k, v, sinks, soft_cap, scale, block_q, block_kv)
     tables = {"cu_q_lens": cu_q_lens, "cu_kv_lens": cu_kv_lens, "num_seqs": num_seqs}
     _check_tables(**tables)
     left, right = _sides(causal, window)
@@ -97,7 +97,7 @@ def packed_attention(
     return outputs.out[0], {"logsumexp": outputs.logsumexp[0].T, "max_logits": outputs.max_logits[0].T}
 
 
-def _check(q: Any, k: Any, v: Any, sinks: Any, soft_cap: Any, scale: Any) -> None:
+def _check(q: Any, k: Any, v: Any, sinks: Any, soft_cap: Any, scale: Any, *blocks: int | None) -> None:
     for name, x, axes in (
         ("q", q, "[total_q, heads, depth]"),
         ("k", k, "[total_kv, heads, depth]"),
@@ -115,6 +115,9 @@ def _check(q: Any, k: Any, v: Any, sinks: Any, soft_cap: Any, scale: Any) -> Non
         raise ValueError(f"q, k and v must have one dtype of {FLOATS}, got {q.dtype}, {k.dtype} and {v.dtype}")
     if sinks is not None and sinks.shape != (q.shape[1],):
         raise ValueError(f"sinks must have shape {(q.shape[1],)}, one logit a query head, got {sinks.shape}")
+    for name, size in zip(("block_q", "block_kv"), blocks, strict=True):
+        if size is not None and size <= 0:
+            raise ValueError(f"{name} must be positive, got {size}")
     for name, number in (("soft_cap", soft_cap), ("scale", scale)):
         if number is not None and not (number > 0 and math.isfinite(number)):
             raise ValueError(f"{name} must be positive and finite, got {number}")

@@ -36,13 +36,10 @@ from __future__ import annotations
 
 import functools
 import itertools
-import math
-import operator
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.experimental.pallas import tpu as pltpu
 
@@ -52,11 +49,14 @@ from impls.splash_tpu.call import Call
 from impls.splash_tpu.launch import Inputs, Outputs, launch
 from impls.splash_tpu.schedule import Steps
 from impls.splash_tpu.tiles import (
+    LOG_2,
+    NOTHING,
     Masking,
     Step,
     across,
     add_block,
     allowed,
+    by_lane,
     column,
     logits_of,
     product,
@@ -64,10 +64,6 @@ from impls.splash_tpu.tiles import (
     when,
     without_dead,
 )
-
-_LOG_2 = math.log(2)
-_NOTHING = float(np.finfo(np.float32).min)
-"""The maximum of no logits: finite, so that `exp(-inf - maximum)` is 0 and not NaN, and nothing is asked for that."""
 
 
 class Scratch(NamedTuple):
@@ -104,7 +100,7 @@ def _kernel(call: Call, step: Step, q_offset: Any, inputs: Inputs, outputs: Outp
 
 def _start(inputs: Inputs, scratch: Scratch) -> None:
     """An empty softmax."""
-    scratch.maximum[...] = jnp.full(scratch.maximum.shape, _NOTHING, jnp.float32)
+    scratch.maximum[...] = jnp.full(scratch.maximum.shape, NOTHING, jnp.float32)
     scratch.total[...] = jnp.zeros(scratch.total.shape, jnp.float32)
     scratch.acc[...] = jnp.zeros(scratch.acc.shape, jnp.float32)
     if scratch.q_ids is not None:
@@ -134,14 +130,14 @@ def _add(call: Call, inputs: Inputs, scratch: Scratch, masking: Masking, parts: 
         products, (maximum, total, acc) = coming, softmax[at]
         if number + 1 < len(steps):
             coming = products_of(*steps[number + 1])
-        logits, _ = logits_of(call, products, _LOG_2)  # (1), (2)
+        logits, _ = logits_of(call, products, LOG_2)  # (1), (2)
         found = allowed(call, masking, parts[at].rows, keys)
         if found is not None:
             logits = jnp.where(found, logits, -jnp.inf)  # (3)
         before, maximum = maximum, jnp.maximum(maximum, logits.max(axis=-1, keepdims=True))  # (4)
         weights = jnp.exp2(logits - across(maximum, keys.size))
         decay = jnp.exp2(before - maximum)
-        total = total * decay + _by_lane(weights)  # (5)
+        total = total * decay + by_lane(weights)  # (5)
         v, v_depth = read(inputs.v, layouts.v, keys.start, keys.size)
         v = without_dead(call, v, found, layouts.v)
         added = product(call, weights.astype(v.dtype), 1, v, 1 - v_depth)
@@ -158,7 +154,7 @@ def _finish(call: Call, inputs: Inputs, outputs: Outputs, scratch: Scratch) -> N
     total = jnp.broadcast_to(scratch.total[...].sum(axis=-1, keepdims=True), highest.shape)
     maximum = highest
     if inputs.sinks is not None:
-        sinks = inputs.sinks[...] * jnp.float32(1 / _LOG_2)
+        sinks = inputs.sinks[...] * jnp.float32(1 / LOG_2)
         maximum = jnp.maximum(highest, sinks)  # (4)
         decay = jnp.exp2(highest - maximum)
         total = total * decay + jnp.exp2(sinks - maximum)  # (5)
@@ -174,15 +170,10 @@ def _finish(call: Call, inputs: Inputs, outputs: Outputs, scratch: Scratch) -> N
     maximum = highest if alone else row(maximum)
     some = total > 0
     value = jnp.float32(call.plan.mask_value)
-    logsumexp = maximum * jnp.float32(_LOG_2) + jnp.log(jnp.where(some, total, 1.0))  # (7)
+    logsumexp = maximum * jnp.float32(LOG_2) + jnp.log(jnp.where(some, total, 1.0))  # (7)
     outputs.logsumexp[...] = jnp.where(some, logsumexp, value)
     if outputs.max_logits is not None:
-        outputs.max_logits[...] = jnp.where(highest == _NOTHING, value, highest * jnp.float32(_LOG_2))
-
-
-def _by_lane(x: jax.Array) -> jax.Array:
-    """Sums `[n, 128]` of every 128th column: plain additions, where a sum over lanes takes the unit that moves them."""
-    return functools.reduce(operator.add, (x[:, at : at + LANES] for at in range(0, x.shape[1], LANES)))
+        outputs.max_logits[...] = jnp.where(highest == NOTHING, value, highest * jnp.float32(LOG_2))
 
 
 def _row(diagonal: jax.Array, x: jax.Array) -> jax.Array:
