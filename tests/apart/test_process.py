@@ -145,6 +145,7 @@ def test_what_goes_wrong_with_what_was_begun_is_told_when_it_is_asked(find: Find
     assert f"{raised.type.__name__}: {raised.value}".startswith(sentence)
 
 
+@pytest.mark.long
 def test_a_call_that_hangs_is_ended_and_what_it_printed_is_shown(find: Find) -> None:
     sentence = said(find("hangs", dataclasses.replace(LIMITS, seconds=4.0)))
     assert sentence == "TooSlow: the call did not return within 4 s (--timeout) (it printed: waiting for ever)"

@@ -213,7 +213,10 @@ def test_absent_queries_are_empty_rows_with_sinks_too() -> None:
     assert (residuals["max_logits"][1, :, 0] == -np.inf).all()
 
 
-@pytest.mark.parametrize("check", ["arguments", "forms", "program", "aliasing", "invariance", "transforms"])
+@pytest.mark.parametrize(
+    "check",
+    ["arguments", "forms", "program", pytest.param("aliasing", marks=pytest.mark.long), "invariance", "transforms"],
+)
 def test_checks_of_single_cases_are_not_red(check: str) -> None:
     found = judge(served.paged, WINDOW, check)
     assert not any(record.verdict in RED for record in found)

@@ -102,7 +102,7 @@ _PORTABLE = [check.name for check in CHECKS if check.scope not in (DECLINED, INT
 
 
 # Those of hundreds of calls, and of many programs, which other tests of these checks ask in short.
-_LONG = ("calls", "transforms")
+_LONG = ("calls", "errors", "transforms")
 
 
 @pytest.mark.parametrize(

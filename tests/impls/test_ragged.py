@@ -22,7 +22,7 @@ from cases.inputs import Problem as Operands
 from cases.inputs import draw
 from cases.masks import Causal, Chunked, Dense, Full, Indexer, Lengths, LoadBalancedCausal, Mask, OwnWindow, Window
 from conformance.truth.bounds import expect
-from impls import merging, ragged
+from impls import ragged
 from impls.merging import Part
 from impls.ragged import tpu
 from impls.ragged.attention import Backend
@@ -197,68 +197,6 @@ def test_a_window_moves_with_the_position_of_each_sequence(backend: Backend, mas
 def sinks_of(problem: Operands) -> jax.Array:
     assert problem.sinks is not None
     return jnp.asarray(problem.sinks)
-
-
-MASKS = {
-    "causal": Causal(),
-    "window": Window(11, 0),
-    "chunked": Chunked(16),
-    "window and chunked": Window(11, 0) & Chunked(16),
-}
-
-
-def whole_sequence(mask: Mask) -> tuple[Operands, dict[str, Any]]:
-    problem = dataclasses.replace(draw(parse("train/f32/B2.T50.S50.N4.K2.H16.V24/causal/sinks/normal/s1")), mask=mask)
-    return problem, dict(expect(problem, IMPLEMENTATIONS["ragged"].arithmetic).forward)
-
-
-@pytest.mark.parametrize("backend", OPTIONS)
-@pytest.mark.parametrize("name", MASKS)
-def test_chunks_of_a_prompt_then_every_token_are_one_causal_pass(backend: Backend, name: str) -> None:
-    """A cache longer than the sequence, filled as tokens come; one program for chunks and one for tokens."""
-    problem, truth = whole_sequence(MASKS[name])
-
-    @functools.partial(jax.jit, static_argnames="queries")
-    def step(q: jax.Array, k: jax.Array, v: jax.Array, start: Any, queries: int) -> jax.Array:
-        filled = jnp.arange(60)[:, None, None] < start + queries
-        cache = (jnp.where(filled, jnp.pad(x, ((0, 0), (0, 10), (0, 0), (0, 0))), jnp.nan) for x in (k, v))
-        lengths = jnp.full(2, start + queries, jnp.int32)
-        return ragged.attention(
-            jax.lax.dynamic_slice_in_dim(q, start, queries, axis=1),
-            *cache,
-            mask=MASKS[name],
-            lengths=lengths,
-            positions=lengths - queries,
-            sinks=sinks_of(problem),
-            backend=backend,
-            **OPTIONS[backend],
-        )
-
-    starts = [(0, 12), (12, 12), *((n, 1) for n in range(24, 50))]
-    pieces = [step(problem.q, problem.k, problem.v, jnp.int32(n), queries=count) for n, count in starts]
-    assert_right({"out": np.concatenate(pieces, axis=1)}, truth)
-
-
-@pytest.mark.parametrize("backend", OPTIONS)
-def test_a_prompts_cache_and_what_was_generated_since_merge_to_one_pass(backend: Backend) -> None:
-    """Two caches with lengths of their own, either of which may be empty; the sink is counted with one of them."""
-    problem = draw(parse("decode/f32/B4.T1.S60.N4.K2.H16.V24/full/sinks/large/s2"))
-    prompt, since = [0, 32, 7, 0], [28, 0, 21, 0]
-    total = [a + b for a, b in zip(prompt, since, strict=True)]
-    x: dict[str, Any] = {"backend": backend, **OPTIONS[backend]}
-    # Keys of the whole sequence, wherever they are kept.
-    caches = [np.full((4, size, *a.shape[2:]), np.nan, np.float32) for size in (32, 28) for a in (problem.k, problem.v)]
-    for row, (a, b) in enumerate(zip(prompt, since, strict=True)):
-        for number, array in enumerate((problem.k, problem.v)):
-            caches[number][row, :a] = array[row, :a]
-            caches[2 + number][row, :b] = array[row, a : a + b]
-    q, k_prompt, v_prompt, k_since, v_since = map(jnp.asarray, (problem.q, *caches))
-    first = ragged.parts(q, k_prompt, v_prompt, lengths=int32(*prompt), **x)
-    second = ragged.parts(q, k_since, v_since, lengths=int32(*since), sinks=sinks_of(problem), **x)
-    truth = expect(dataclasses.replace(problem, mask=Lengths(tuple(total))), IMPLEMENTATIONS["ragged"].arithmetic)
-    for parts in ([first, second], [second, first]):
-        found = merging.normalise(merging.merge(parts))
-        assert_right({"out": found.out, "logsumexp": np.asarray(found.logsumexp).swapaxes(1, 2)}, truth.forward)
 
 
 @pytest.mark.parametrize("backend", OPTIONS)

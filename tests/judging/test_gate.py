@@ -1,83 +1,22 @@
-"""The pytest gate, as a kernel author runs it from a repository of their own.
-
-Every run is a process of its own, without pytester: its fixture unloads the modules that a test loads, and JAX and
-multiprocessing do not stand being loaded twice. Runs in several processes are started as everybody starts them, and so
-are those that load no JAX; the others begin with it.
-"""
+"""The pytest gate, as a kernel author runs it from a repository of their own."""
 
 from __future__ import annotations
 
 import dataclasses
-import os
 import re
-import shlex
-import subprocess
-import sys
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
 import pytest
 
-from conformance import cli, records, runs
-from conformance.records import FAIL, PASS, UNSUPPORTED
-from tests.processes import PATIENCE, forked_pytest
-
-KERNEL = """
-from tests.kernels import naive
-from conformance import declare
-
-@declare(behind_mask="finite")
-def attention(q, k, v, *, causal=False, soft_cap=None):
-    return naive.attention(q, k, v, causal=causal, soft_cap=soft_cap)
-
-@declare(behind_mask="finite")
-def wrong(q, k, v, *, causal=False, soft_cap=None):
-    return 1.01 * naive.attention(q, k, v, causal=causal, soft_cap=soft_cap)
-"""
-NOTHING_BESIDE = ("--conformance-confirm-seconds=0", "--conformance-diagnose-seconds=0")
-FEW = "--conformance-cases=train/f32/*.T1.*"
-
-
-@dataclasses.dataclass(frozen=True)
-class Run:
-    """What a run of pytest said."""
-
-    ret: int
-    stdout: pytest.LineMatcher
-    errlines: list[str]
-
-
-@dataclasses.dataclass(frozen=True)
-class Repository:
-    """A kernel author's repository."""
-
-    path: Path
-
-    def pytest(self, *arguments: str, from_nothing: bool = False) -> Run:
-        words = ("-p", "no:cacheprovider", *arguments)
-        plain = {**os.environ, "PYTEST_ADDOPTS": ""}  # what the run of the tests was given is not for this one
-        if from_nothing or "-n" in arguments:
-            command = [sys.executable, "-m", "pytest", *words]
-            done = subprocess.run(command, capture_output=True, text=True, check=False, env=plain, timeout=PATIENCE)
-        else:
-            done = forked_pytest(words, plain)
-        return Run(done.returncode, pytest.LineMatcher(done.stdout.splitlines()), done.stderr.splitlines())
-
-    def settings(self, text: str) -> None:
-        (self.path / "pyproject.toml").write_text(text)
+from conformance import records, runs
+from conformance.records import PASS, UNSUPPORTED
+from tests.judging.gated import FEW, KERNEL, Repository, gate, with_kernel
 
 
 @pytest.fixture
 def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Repository:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "kernel.py").write_text(KERNEL)
-    return Repository(tmp_path)
-
-
-def gate(repository: Repository, *arguments: str, name: str = "attention", from_nothing: bool = False) -> Run:
-    """A run of the gate on a kernel; nothing is asked beside it unless that is said."""
-    words = ("--pyargs", "conformance", f"--impl=kernel.py:{name}", *NOTHING_BESIDE, *arguments)
-    return repository.pytest(*words, from_nothing=from_nothing)
+    return with_kernel(tmp_path, monkeypatch)
 
 
 def without_seconds(path: Path) -> list[records.Record]:
@@ -109,49 +48,6 @@ def test_a_kernel_may_run_in_the_judges_process_and_the_command_says_so(reposito
     result.stdout.fnmatch_lines(["kernel.py:wrong ran in the judge's own process (--in-process), which it could alter"])
     found = records.read_jsonl(repository.path / "r")
     assert all(records.IN_PROCESS in record.figures for record in found)
-
-
-def test_a_kernel_that_hangs_costs_as_long_as_is_said(repository: Repository) -> None:
-    hangs = "import time\ndef hangs(q, k, v, *, causal=False):\n    time.sleep(1000)\n"
-    (repository.path / "kernel.py").write_text(KERNEL + hangs)
-    limits = ("--conformance-timeout=1.5", "--conformance-memory=8")
-    result = gate(repository, FEW, "-k=T1 and forward", "--maxfail=1", *limits, name="hangs")
-    assert result.ret == 1
-    result.stdout.fnmatch_lines(
-        [
-            "  why        the call did not return within 1.5 s (--timeout)*",
-            "  reproduce  python -m conformance run * --timeout=1.5 --memory=8",
-        ]
-    )
-
-
-def test_a_failure_says_what_where_and_how_to_repeat_it(
-    repository: Repository, capsys: pytest.CaptureFixture[str]
-) -> None:
-    result = gate(repository, FEW, "--maxfail=1", "--conformance-report=r.html", name="wrong")
-    assert result.ret == 1
-    assert FAIL in {record.verdict for record in records.read_jsonl(repository.path / "r.jsonl")}
-    result.stdout.fnmatch_lines(
-        [
-            "kernel.py:wrong (cpu): forward out fail",
-            "  case       train/f32/*",
-            "  why        ratio * exceeds *",
-            "  worst      at [[]0, 0, *[]]: got *, expected *, bound *, ratio * (limit 4)",
-            "  pattern    1.01 times the right value",
-            "  reproduce  python -m conformance run --impl=kernel.py:wrong --case=train/f32/* --check=forward",
-            "FAILED *::test_conforms[[]kernel.py:wrong-cpu-train/f32/*",
-        ]
-    )
-    said = result.stdout.str()
-    assert not re.search(r"test_gate\.py:\d", said)  # nothing of the harness's own frames
-    assert "Traceback" not in said
-    assert "full-trace" not in said
-    command = next(line for line in said.splitlines() if line.startswith("  reproduce"))
-    words = shlex.split(command)[1:]
-    assert words[:3] == ["python", "-m", "conformance"]
-    capsys.readouterr()
-    assert cli.main(cli.parser().parse_args(words[3:])) == 1
-    assert "does not conform" in capsys.readouterr().out
 
 
 def collected(repository: Repository, *arguments: str) -> list[str]:
@@ -282,58 +178,6 @@ def test_bad_settings_are_one_line(repository: Repository) -> None:
     assert "unknown keys ['implementatons']" in "".join(result.errlines)
 
 
-EXPECTED = """
-[tool.attention_conformance]
-implementations = ["kernel.py:{name}"]
-[[tool.attention_conformance.expected_failures]]
-implementation = "kernel.py:{name}"
-reason = "known"
-some = {some}
-"""
-
-
-@pytest.mark.long
-def test_expected_failures_do_not_fail_and_unexpected_passes_do(repository: Repository) -> None:
-    repository.settings(EXPECTED.format(name="wrong", some="true"))
-    assert repository.pytest("--pyargs", "conformance", FEW).ret == 0
-    repository.settings(EXPECTED.format(name="attention", some="false"))
-    result = repository.pytest("--pyargs", "conformance", FEW)
-    assert result.ret == 1
-    result.stdout.fnmatch_lines(["*passes, but is listed in pyproject.toml as an expected failure: known"])
-
-
-def test_part_of_the_grid_says_nothing_about_stale_entries(repository: Repository) -> None:
-    repository.settings(EXPECTED.format(name="attention", some="true"))
-    result = repository.pytest("--pyargs", "conformance", FEW)
-    assert result.ret == 0
-    assert "expectations" not in result.stdout.str()
-
-
-# Few cases, so that the whole grid is soon judged.
-FEW_SUPPORTED = """
-from conformance.calling.plain import from_function
-
-def one_query(case):
-    plain = (case.q_length, case.dtype, case.distribution, case.head_dim) == (1, "f32", "normal", 64)
-    return None if plain else "one query in f32 is all"
-
-narrow = dataclasses.replace(from_function(attention, "narrow"), supports_case=one_query)
-"""
-
-
-@pytest.mark.long
-def test_an_expected_failure_that_a_whole_run_does_not_see_is_a_failure_of_the_run(repository: Repository) -> None:
-    kernel = repository.path / "kernel.py"
-    kernel.write_text(f"import dataclasses\n{KERNEL}{FEW_SUPPORTED}")
-    repository.settings(EXPECTED.format(name="narrow", some="true"))
-    result = repository.pytest("--pyargs", "conformance", "--impl=kernel.py:narrow", "-n", "2", "--junitxml=j.xml")
-    assert result.ret == 1
-    sentence = "nothing failed that pyproject.toml expects to fail: known"
-    result.stdout.fnmatch_lines([sentence, "FAILED *::expectations[[]kernel.py:narrow-[*]] - nothing failed that *"])
-    assert re.search(r"1 failed, \d+ passed", result.stdout.lines[-1])
-    assert sentence in (repository.path / "j.xml").read_text()
-
-
 def test_other_test_runs_do_not_load_jax(repository: Repository) -> None:
     (repository.path / "test_other.py").write_text(
         "import sys\ndef test_nothing_heavy():\n    assert 'jax' not in sys.modules\n"
@@ -381,20 +225,3 @@ def test_the_suite_of_other_tests_has_no_properties_of_ours(repository: Reposito
     (repository.path / "test_other.py").write_text("def test_it():\n    pass\n")
     assert repository.pytest("test_other.py", "--junitxml=j.xml").ret == 0
     assert ElementTree.parse(repository.path / "j.xml").getroot().findall("testsuite/properties") == []
-
-
-@pytest.mark.parametrize("processes", [(), pytest.param(("-n", "1"), marks=pytest.mark.long)], ids=["alone", "xdist"])
-def test_failures_are_findings_that_are_confirmed_compared_and_annotated(
-    repository: Repository, monkeypatch: pytest.MonkeyPatch, processes: tuple[str, ...]
-) -> None:
-    monkeypatch.setenv("GITHUB_ACTIONS", "true")
-    beside = ("--conformance-confirm-seconds=3", "--conformance-diagnose-seconds=8", "--conformance-json=r.jsonl")
-    result = gate(repository, FEW, "-k", "forward", *beside, *processes, name="wrong")
-    said = [line for line in result.stdout.lines if line.startswith("::")]
-    assert 1 <= len(said) < sum(line.startswith("FAILED") for line in result.stdout.lines)
-    assert any(line.startswith("::error title=kernel.py%3Awrong (cpu)%3A out is wrong") for line in said)
-    result.stdout.fnmatch_lines(["kernel.py:wrong compared with planted bugs on * cases in * s of at most 8 *"])
-    result.stdout.fnmatch_lines(["* 1 kernel.py:wrong (cpu): out is wrong *", "kernel.py:wrong (cpu): wrong *"])
-    (recorded,) = runs.read(repository.path / "r.jsonl")
-    assert {record.check for record in recorded.probes} >= {"forward", "gradients"}
-    assert {record.check for record in recorded.records} == {"forward"}

@@ -54,8 +54,13 @@ CORRECT = {
 }
 
 
+def _marks(name: str) -> list[pytest.MarkDecorator]:
+    """The one with the most cases takes as long as all others."""
+    return [pytest.mark.long] if name == "blockwise" else []
+
+
 @pytest.mark.parametrize("stride", _CORRECT_STRIDES)
-@pytest.mark.parametrize("kernel", CORRECT.values(), ids=CORRECT.keys())
+@pytest.mark.parametrize("kernel", [pytest.param(one, id=name, marks=_marks(name)) for name, one in CORRECT.items()])
 def test_a_kernel_without_a_bug_passes(kernel: Implementation, stride: int) -> None:
     jobs = [job for job in plan.plan([kernel], level="quick").jobs if job.short][::stride]
     found = runner.Runner(settings.Settings()).run(jobs)
