@@ -1,7 +1,7 @@
 """Copies between HBM and VMEM: pages to a buffer, ahead of their use, and the rows of a tile back to where they belong.
 
-A copy that is started must be waited for as often as it was started, by the same sizes. So what is copied is said once,
-and starting and waiting both go through it.
+What is started must be waited for, in bytes. So what is copied is said once, and starting and waiting both go through
+it, but for blocks whose pages are all there: one wait for all of their bytes.
 """
 
 from __future__ import annotations
@@ -60,8 +60,20 @@ def start_block(cache: Cache, tiles: Tiles, blocks: Blocks, tile: Any, block: An
 
 
 def await_block(cache: Cache, tiles: Tiles, blocks: Blocks, tile: Any, block: Any) -> None:
-    """Wait until all pages of a block have come."""
-    _each_page(cache, tiles, blocks, tile, block, lambda copy: copy.wait())
+    """Wait until all pages of a block have come: at once where it is whole, for a semaphore counts bytes."""
+    buffer, block_pages = buffer_of(blocks, tile, block), cache.k.shape[1] // cache.page_size
+    whole = blocks.end[tile] - (blocks.slot[tile] + block * block_pages) >= block_pages
+
+    def at_once() -> None:
+        for n, held in enumerate((cache.k, cache.v)):
+            there = held.at[buffer]
+            pltpu.make_async_copy(there, there, cache.arrived.at[n, buffer]).wait()
+
+    pl.when(whole)(at_once)
+
+    @pl.when(jnp.logical_not(whole))
+    def page_by_page() -> None:
+        _each_page(cache, tiles, blocks, tile, block, lambda copy: copy.wait())
 
 
 def _each_page(cache: Cache, tiles: Tiles, blocks: Blocks, tile: Any, block: Any, do: Callable[[Copy], None]) -> None:

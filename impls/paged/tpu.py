@@ -19,7 +19,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from impls.merging import Part
-from impls.paged.blocks import BUFFERS, LANES, SUBLANES, Blocks, blocks_of, vmem_of_chip
+from impls.paged.blocks import BUFFERS, LANES, SUBLANES, Blocks, blocks_of, room_of_chip
 from impls.paged.copies import Cache, Results
 from impls.paged.kernel import Heads, compute_tile
 from impls.paged.plan import Operands, PagedPlan
@@ -51,7 +51,7 @@ def attend(plan: PagedPlan, operands: Operands, *, interpret: Any) -> Part:
             out_specs=[anywhere] * 2,
             scratch_shapes=_scratch(plan, operands),
         ),
-        compiler_params=pltpu.CompilerParams(dimension_semantics=("arbitrary",), vmem_limit_bytes=vmem_of_chip()),
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("arbitrary",), vmem_limit_bytes=room_of_chip().vmem),
         interpret=interpret,
         name="paged_attention",
     )(*scalars, *arrays)

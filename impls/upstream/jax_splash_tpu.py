@@ -220,7 +220,7 @@ def _tunable(attention: Callable[..., Any]) -> Tunable:
     )
 
 
-_KERNELS = {"forward": "residuals", "dq": "_dq", "dkv": "_dkv"}  # how their names end
+_KERNELS = {"forward": "residuals", "dq": "_dq_no_residuals", "dkv": "_dkv_no_residuals"}  # how their names end
 _TRIED = ((512, 512, 512), (1024, 1024, 512), (1024, 1024, 1024), (1024, 2048, 512), (2048, 2048, 512))
 
 
