@@ -292,9 +292,11 @@ def _options(signature: inspect.Signature, name: str, known: tuple[str, ...]) ->
                 f"{name}{signature} needs the argument {p.name!r}, which is none of {', '.join(known)} by keyword: "
                 f"give it a default or wrap the function"
             )
+    named = frozenset(p.name for p in parameters if p.name in known and p.kind is not p.POSITIONAL_ONLY)
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
-        return frozenset(known) - OPT_IN - {"mask_mod"}  # who takes whatever there is has not said that it knows these
-    return frozenset(p.name for p in parameters if p.name in known and p.kind is not p.POSITIONAL_ONLY)
+        # Who takes whatever there is has not said that it knows these, unless it names them.
+        return named | (frozenset(known) - OPT_IN - {"mask_mod"})
+    return named
 
 
 def _missing(parameters: frozenset[str], others: Iterable[str]) -> dict[str, str]:

@@ -114,6 +114,11 @@ def test_who_takes_whatever_there_is_gets_no_functions() -> None:
     assert seen
     assert set(seen[-1]) == {"mask", "soft_cap"}
 
+    def names_them(q: Any, k: Any, v: Any, *, score_mod: Any = None, alibi_slopes: Any = None, **options: Any) -> Any:
+        return q
+
+    assert from_function(names_them, "kernel").offers == {"score_mod", "alibi_slopes"}
+
 
 def test_a_function_that_must_have_them_is_given_none_where_there_is_nothing() -> None:
     seen: list[Any] = []
