@@ -120,7 +120,7 @@ def _phase(phase: str) -> dict[str, Any]:
 
 
 def _impossible(changed: Mapping[str, Any]) -> bool:
-    """Whether no case can have all of these: one query to balance, no cap at a knee or two caps, a cache in training."""
+    """Whether no case can have all of these: one query to balance, a knee without a cap, two caps, training a cache."""
     if changed.get("kv_cache") and changed.get("phase", "train") == "train":
         return True
     if changed.get("score") == CAPPING and changed.get("soft_cap") is not None:
