@@ -15,6 +15,8 @@ from cases.mask_spec import KINDS, Kind
 from cases.model import Axis, Lengths, Model
 from cases.operands import OPTIONAL
 from cases.quantized import KV_CACHES
+from cases.scores import CAPPING
+from cases.scores import LEVELS as SCORES
 
 
 def _offset(value: int) -> str:
@@ -138,6 +140,7 @@ AXES: tuple[Axis, ...] = (
     # Keys before the last that a token sees of its own sequence: all of them, within a block, more than one block.
     Axis("own_window", (None, "inf", 6, 70), rare=True),
     Axis("alibi", (False, True), rich=True, rare=True),
+    Axis("score", (None, *SCORES), rich=SCORES[0], rare=True),
 )
 
 NAMES = tuple(axis.name for axis in AXES)
@@ -176,6 +179,8 @@ def compatible(levels: Mapping[str, Any]) -> bool:
             return False  # it is a window in each of those lengths
         if lengths is not None and lengths.phase == "train":
             return False
+    if levels.get("score") == CAPPING and (levels.get("soft_cap") is not None or levels.get("distribution") == "huge"):
+        return False  # one cap, and logits that it does not flatten
     if levels.get("distribution") == "knee" and "soft_cap" in levels and levels["soft_cap"] is None:
         return False
     if levels.get("distribution") == "huge":

@@ -3,8 +3,9 @@
     train/bf16/B2.T128.S128.N4.K2.H64.V64/causal/seg/softcap30/sinks/normal/s7
 
 The parts are: phase, dtype, shape, mask, then whatever of segment ids, soft cap, sinks, bias, scale, quantised cache,
-ALiBi, storage (`cases.serving.spec`) and front end (`cases.front_ends`) the case has, then the value distribution and
-the seed. Ids use letters, digits and `. / _ -` only, so that a shell and pytest's `-k` take them unquoted.
+ALiBi, score (`cases.scores`), storage (`cases.serving.spec`) and front end (`cases.front_ends`) the case has, then the
+value distribution and the seed. Ids use letters, digits and `. / _ -` only, so that a shell and pytest's `-k` take them
+unquoted.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import math
 import re
 from typing import Any
 
-from cases import front_ends, mask_spec
+from cases import front_ends, mask_spec, scores
 from cases.operands import OPTIONAL, REMOVABLE, OptionalOperand
 from cases.serving import spec as storages
 
@@ -54,6 +55,7 @@ class Case:
     scale: float | None = None
     kv_cache: str | None = None
     alibi: bool = False
+    score: str | None = None
     storage: str | None = None
     front_end: str | None = None
     distribution: str = "normal"
@@ -67,6 +69,8 @@ class Case:
             _fits(operand, getattr(self, operand.field))
         if self.kv_cache is not None and self.phase == "train":
             raise CaseIdError(f"{self.kv_cache} is a cache, which prefill and decode read; phase is 'train'")
+        if self.score == scores.CAPPING and self.soft_cap is not None:
+            raise CaseIdError(f"{self.score} is a soft cap: the case has another, {self.soft_cap}")
         sizes = (self.batch, self.q_length, self.kv_length, self.num_q_heads, self.num_kv_heads)
         if min(*sizes, self.head_dim, self.v_head_dim) < 1:
             raise CaseIdError(f"every size must be at least 1, got {self.shape}")

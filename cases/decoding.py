@@ -24,8 +24,8 @@ PIECES = ((0, 18), (18, 36), (36, 37), (38, 39))
 
 # The masks that say which keys a token sees before there are later tokens: a formula of its position; chunks, one of
 # which ends where the first token is decoded; packed sequences; rows of an array; a selection made at run time; spans
-# of a prompt, each within one piece; the chunks that a token's gates choose. Then some with a quantised cache, and one
-# whose logits fall with the distance.
+# of a prompt, each within one piece; the chunks that a token's gates choose. Then some with a quantised cache, one
+# whose logits fall with the distance, and one with a score of batch row, head and distance.
 _DECODED: tuple[dict[str, Any], ...] = (
     {"mask": "causal"},
     {"mask": "window-l9-r0"},
@@ -38,6 +38,7 @@ _DECODED: tuple[dict[str, Any], ...] = (
     {"mask": "causal", "kv_cache": "kvint8-token"},
     {"mask": "window-l9-r0", "kv_cache": "kvfp8-head"},
     {"mask": "causal", "alibi": True},
+    {"mask": "causal", "score": "score-rows"},
 )
 _HEADS = ((4, 2), (2, 2))
 

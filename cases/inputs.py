@@ -16,11 +16,12 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from cases import front_ends, mask_spec, moba, quantized
+from cases import added, front_ends, mask_spec, moba, quantized
 from cases.case import Case
 from cases.counter_rng import integers, normal
 from cases.masks import Mask, segments
 from cases.operands import OPERANDS, PLACED
+from cases.scores import CAPPING, Score
 from cases.serving import storage
 from cases.serving.storage import Storage
 
@@ -60,12 +61,16 @@ class Problem:
     scale: float | None = None
     kv_scales: tuple[np.ndarray, np.ndarray] | None = None  # [B or 1, S or 1, K]
     alibi_slopes: np.ndarray | None = None  # [N]
+    score_mod: Score | None = None
     storage: Storage | None = None
 
     def __post_init__(self) -> None:
         if self.storage is not None and self.storage.shares:
             for name in ("k", "v"):
                 object.__setattr__(self, name, self.storage.settled(getattr(self, name)))
+        if self.score_mod is not None:  # it goes by where the last query stands
+            moved = self.score_mod.between(self.q.shape[1], self.k.shape[1])
+            object.__setattr__(self, "score_mod", moved)
 
     @functools.cached_property
     def keys(self) -> np.ndarray:
@@ -90,6 +95,27 @@ class Problem:
         q_length, kv_length = self.q.shape[1], self.k.shape[1]
         distance = np.abs(np.arange(q_length)[:, None] + (kv_length - q_length) - np.arange(kv_length))
         return -self.alibi_slopes.astype(np.float64)[:, None, None] * distance
+
+    @functools.cached_property
+    def score(self) -> np.ndarray | None:
+        """What a score by formula adds to scaled logits, `[B, N, T, S]` in float64; none if it adds nothing."""
+        return None if self.score_mod is None or self.score_mod.caps else self._dense_score(self.score_mod)
+
+    @functools.cached_property
+    def soft_caps(self) -> float | np.ndarray | None:
+        """The soft cap, `[B, N, T, S]` in float64 where it is a formula; none without one.
+
+        Raises:
+          ValueError: if there are two.
+        """
+        if self.score_mod is None or not self.score_mod.caps:
+            return self.soft_cap
+        if self.soft_cap is not None:
+            raise ValueError(f"score_mod is a soft cap, and the problem has another, {self.soft_cap}")
+        return self._dense_score(self.score_mod)
+
+    def _dense_score(self, score: Score) -> np.ndarray:
+        return score.dense(self.q.shape[0], self.q.shape[2], self.q.shape[1], self.k.shape[1])
 
     @property
     def placed(self) -> bool:
@@ -197,6 +223,7 @@ def _drawn(case: Case, attempt: int) -> Problem:
         operands = _queries_keys_values(case, attempt)
     q, k, v = (x.astype(dtype) for x in operands)
     mask = mask_spec.build(case.mask, case.batch, case.num_q_heads, case.q_length, case.kv_length, case.seed)
+    spread = _logit_spread(case)
     scales = None
     if case.kv_cache is not None:
         (k, k_scales), (v, v_scales) = (quantized.quantize(x, case.kv_cache) for x in (k, v))
@@ -209,9 +236,10 @@ def _drawn(case: Case, attempt: int) -> Problem:
         kv_scales=scales,
         segment_ids=segments.draw(case, moba.resolve(mask, q, k)),
         soft_cap=case.soft_cap,
-        bias=_bias(case),
+        bias=added.bias(case, spread, dtype),
         scale=case.scale,
-        alibi_slopes=_alibi_slopes(case),
+        alibi_slopes=added.alibi_slopes(case, spread),
+        score_mod=added.score(case, spread),
         storage=storage.draw(case),
     )
 
@@ -348,6 +376,8 @@ def _sinks(case: Case, allowed: np.ndarray) -> np.ndarray:
     keys = math.log(max(1.0, int(allowed.sum()) / rows))
     spread = _logit_spread(case)
     typical = keys + spread**2 / 2 if spread < math.sqrt(2 * keys) else spread * math.sqrt(2 * keys)
+    if case.score == CAPPING:
+        typical = min(typical, max(2.0, spread))  # about where it bends
     if case.soft_cap is not None:
         # A cap below log(keys) leaves many keys of like weight; a higher one, the few largest.
         many = case.soft_cap < keys
@@ -357,43 +387,3 @@ def _sinks(case: Case, allowed: np.ndarray) -> np.ndarray:
         typical += scale * math.prod(_huge_coordinate(scale))
     rounded = round(typical * 16) / 16
     return (rounded + normal(case.seed, "sinks", (case.num_q_heads,))).astype(np.float32)
-
-
-# Which axes of `[B, N, T, S]` a bias goes along; it is 1 long on the others.
-_BIAS_AXES = {
-    "bias": "BNTS",
-    "biashead": "NTS",
-    "biaskey": "BS",
-    "biasbatch": "BTS",
-    "biaspair": "TS",
-    "biasslope": "NS",
-    "biasinf": "BTS",
-}
-# A bias that is a mask: of ten keys one is hidden by minus infinity, and one as people write it who fear infinities.
-_HIDDEN = {3: -np.inf, 7: -1e9}
-
-
-def _bias(case: Case) -> np.ndarray | None:
-    """Bias as large as the logits' own spread; `biaskey` comes in the operands' dtype, the others in f32."""
-    if case.bias is None:
-        return None
-    sizes = {"B": case.batch, "N": case.num_q_heads, "T": case.q_length, "S": case.kv_length}
-    shape = tuple(size if axis in _BIAS_AXES[case.bias] else 1 for axis, size in sizes.items())
-    values = normal(case.seed, "bias", shape) * max(1.0, _logit_spread(case) / 2)
-    if case.bias == "biasinf":
-        for key, hidden in _HIDDEN.items():
-            values[..., key::10] = hidden
-    return values.astype(DTYPES[case.dtype] if case.bias == "biaskey" else np.float32)
-
-
-# By how much the logit of the furthest key falls, in the first head and in the one past the last.
-_FALLS = (6.0, 1.5)
-
-
-def _alibi_slopes(case: Case) -> np.ndarray | None:
-    """Less from head to head, and no powers of two; so steep that the furthest key still has a visible weight."""
-    if not case.alibi:
-        return None
-    heads = np.arange(case.num_q_heads) / case.num_q_heads
-    falls = _FALLS[0] * (_FALLS[1] / _FALLS[0]) ** heads * 2 ** (normal(case.seed, "alibi", heads.shape) / 8)
-    return (falls * max(1.0, _logit_spread(case) / 2) / max(case.q_length, case.kv_length)).astype(np.float32)

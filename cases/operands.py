@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from cases import scores
 from cases.quantized import KV_CACHES
 
 SEGMENTS = ("seg", "segpad", "segwild", "segmany")
@@ -29,7 +30,8 @@ class Operand:
 
     Attributes:
       name: the keyword of the call, and the field of `cases.inputs.Problem`.
-      arrays: the axes of its array, or of each array of a pair; empty if it is a number that the call is compiled for.
+      arrays: the axes of its array, or of each array of a pair; empty if it is a number or a function that the call is
+        compiled for.
       broadcasts: whether an axis of length 1 stands for all there are.
       gradient: the name of its gradient, empty if it has none.
     """
@@ -96,6 +98,11 @@ class OptionalOperand(Operand):
     def is_flag(self) -> bool:
         """Whether a case has it or not, and there is nothing else to say."""
         return self.levels == (True,)
+
+    @property
+    def is_function(self) -> bool:
+        """Whether it is a function of batch row, query head and places: some of these alone are another problem."""
+        return not self.arrays and self.number is None
 
     @property
     def absent(self) -> Any:
@@ -202,6 +209,17 @@ OPTIONAL = (
         quiet=True,
         placed=True,
         vmap="alibi_slopes",
+    ),
+    OptionalOperand(
+        name="score_mod",
+        arrays=(),
+        field="score",
+        form="score-NAME",
+        levels=scores.LEVELS,
+        says="scaled logits changed by a function of batch row, query head and places",
+        opt_in=True,
+        quiet=True,
+        placed=True,
     ),
 )
 OPERANDS: tuple[Operand, ...] = (*REQUIRED, *OPTIONAL)

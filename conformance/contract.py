@@ -7,7 +7,8 @@ The canonical call (docs/contract.md, section 1):
 with the operands of `cases.operands`, which has their shapes, and `mask` a `cases.masks.Mask`. It returns
 `out [B, T, N, V]` in q's dtype, or `(out, residuals)` with `save_residuals=True`, where residuals maps `"logsumexp"`
 and `"max_logits"` to f32 `[B, N, T]`. An operand that has to be offered is a parameter only where it is: `kv_scales`,
-with k and v in int8, int4 or float8_e4m3fn, where a quantised cache is offered, and `alibi_slopes`.
+with k and v in int8, int4 or float8_e4m3fn, where a quantised cache is offered, `alibi_slopes`, and `score_mod`, a
+function `(score, b, n, i, j) -> score`.
 
 An implementation may also offer attention that is not normalised, as a part to be merged with others (contract,
 section 4):
@@ -29,8 +30,9 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import numpy as np
 
+from cases import mask_spec
 from cases.case import FEATURES, OPT_IN, Case
-from cases.masks import Mask, leaves
+from cases.masks import Full, Mask, MaskFunction, has_formula, leaves
 from cases.operands import GRADIENTS, RESIDUALS
 from cases.quantized import STORED
 from cases.serving.calls import not_stored, sides_of_stored
@@ -114,6 +116,17 @@ def structured_mask(
     if any(leaf.traced for leaf in leaves(mask)):
         return {}, {"mask": mask}
     return {"mask": mask}, {}
+
+
+def mask_function(
+    mask: Mask, batch: int, num_q_heads: int, q_length: int, kv_length: int
+) -> tuple[Mapping[str, Hashable], Mapping[str, Any]]:
+    """The lowering for calls that take `mask_mod(b, n, i, j) -> booleans` (contract, section 3); none of a full mask.
+
+    A mask that is no formula of places is unsupported.
+    """
+    del batch, num_q_heads, q_length, kv_length
+    return ({} if isinstance(mask, Full) else {"mask_mod": MaskFunction(mask)}), {}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -237,6 +250,9 @@ class Implementation:
                 return f"{feature}: not declared ({FEATURES[feature]})"
         if self.storage is not None and (reason := not_stored(case, self.storage)) is not None:
             return reason
+        sizes = (case.batch, case.num_q_heads, case.q_length, case.kv_length, case.seed)
+        if self.lower_mask is mask_function and not has_formula(mask_spec.build(case.mask, *sizes)):
+            return f"{mask_spec.features(case.mask)[0]}: an array, and mask_mod is a function of places"
         return self.supports_case(case) if self.supports_case else None
 
 
@@ -256,6 +272,7 @@ def validate_operands(
     scale: float | None = None,
     kv_scales: tuple[Any, Any] | None = None,
     alibi_slopes: Any = None,
+    score_mod: Any = None,
     dtypes: Collection[str] = FLOATS,
 ) -> None:
     """Check the operands of the canonical call; with `kv_scales`, k and v are as a cache stores them.
@@ -298,6 +315,8 @@ def validate_operands(
                 raise ValueError(f"segment_ids of {name} must be integers, of dtype int32, got {ids.dtype}")
     _validate_number("soft_cap", soft_cap, none="no cap")
     _validate_number("scale", scale, none="1/sqrt(head_dim)")
+    if score_mod is not None and not callable(score_mod):
+        raise TypeError(f"score_mod must be a function (score, b, n, i, j) -> score, got {type(score_mod).__name__}")
     for name, x, one in (("sinks", sinks, "logit"), ("alibi_slopes", alibi_slopes, "slope")):
         if x is not None:
             _validate_array(name, x)

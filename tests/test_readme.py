@@ -97,6 +97,19 @@ def test_a_kernel_wrapped_as_the_readme_says_conforms(tmp_path: Path, monkeypatc
     assert "sinks" in attention.unsupported
 
 
+def test_the_kernel_of_functions_in_the_contract_conforms(tmp_path: Path) -> None:
+    source = next(text for text in blocks(PAGES["docs/contract.md"], "python") if text.startswith("# functions.py"))
+    (tmp_path / "functions.py").write_text(source)
+    attention = registry.find(f"{tmp_path}/functions.py:attention")
+    for options in ("lengths-7-16/score-cap", "causal/softcap2/score-rows"):
+        case = parse(f"train/f32/B2.T12.S16.N4.K2.H16.V8/{options}/normal/s0")
+        checks = [check for check in CHECKS if check.name in ("forward", "gradients", "arguments", "poison")]
+        found = Runner(settings.Settings()).run(plan.single(attention, case, checks).jobs)
+        assert [record for record in found if record.verdict in RED] == []
+        assert {"out", "dq", "dk", "dv"} <= {record.observable for record in found if record.verdict == PASS}
+    assert "segment_ids" in attention.unsupported
+
+
 # As the README has it: the order of bias, soft cap and mask, and what lies behind the mask.
 @pytest.mark.parametrize("wrong", ["cap before bias", "mask before cap", "reads behind the mask"])
 def test_what_the_readme_warns_of_fails(wrong: str, tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from cases.case import DISTRIBUTIONS, DTYPES, PHASES, Case
 from cases.exploring.clues import NO_CLUES, Clues
 from cases.mask_spec import KINDS
 from cases.operands import OPTIONAL
+from cases.scores import CAPPING
 
 Supports = Callable[[Case], "str | None"]
 """Why a case is not wanted, or None if it is."""
@@ -119,8 +120,10 @@ def _phase(phase: str) -> dict[str, Any]:
 
 
 def _impossible(changed: Mapping[str, Any]) -> bool:
-    """Whether no case can have all of these: one query to balance, a knee without a cap, training from a cache."""
+    """Whether no case can have all of these: one query to balance, a knee without a cap, two caps, training a cache."""
     if changed.get("kv_cache") and changed.get("phase", "train") == "train":
+        return True
+    if changed.get("score") == CAPPING and changed.get("soft_cap") is not None:
         return True
     one_query = changed.get("q_length") == 1 and changed.get("mask") == MASKS["balanced"]
     return one_query or (changed.get("distribution") == "knee" and changed.get("soft_cap") is None)

@@ -19,6 +19,7 @@ from cases.exploring.space import NothingToDraw, Space, Supports, space
 from cases.mask_spec import KINDS
 from cases.masks import Mask
 from cases.operands import QUIET
+from cases.scores import CAPPING
 from cases.serving import strategies as serving
 from cases.serving.spec import Kind
 
@@ -103,10 +104,13 @@ def all_cases(draw: st.DrawFn, within: Space) -> Case:
         operands[field] = draw(_number(field, within)) if level is not None and field in _NUMBERS else level
     if operands["bias"] == "biasinf" and not _may_hide(operands, mask):
         operands["bias"] = "bias"
+    if operands["soft_cap"] is not None and operands.get("score") == CAPPING:
+        operands["score"] = None  # one cap
     capped = operands["soft_cap"] is not None
-    huge = not capped and not operands["sinks"] and phase == "train" and max(q_length, kv_length) <= _LONGEST_HUGE
+    flat = capped or operands.get("score") == CAPPING
+    huge = not flat and not operands["sinks"] and phase == "train" and max(q_length, kv_length) <= _LONGEST_HUGE
     # Each level of those logits has a query; where a cap is flat, or beside a sink, there is nothing to see.
-    leveled = not capped and not operands["sinks"] and phase == "train" and q_length >= _MANY_QUERIES
+    leveled = not flat and not operands["sinks"] and phase == "train" and q_length >= _MANY_QUERIES
     fitting = {"knee": capped, "huge": huge, "levels": leveled}
     return Case(
         phase=phase,

@@ -14,5 +14,6 @@ their absolute position (`offset = S - T` aligns the last query with the last ke
 
 from cases.masks.base import *  # noqa: F403  each module lists what it offers, in `__all__`
 from cases.masks.formulas import *  # noqa: F403  likewise
+from cases.masks.functions import *  # noqa: F403  likewise
 from cases.masks.numbers import *  # noqa: F403  likewise
 from cases.masks.rows import *  # noqa: F403  likewise

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from cases.case import OPT_IN
 from cases.inputs import Cotangent, Problem
 from cases.operands import GRADIENT_OF, OPERANDS
 from conformance import environment
@@ -194,7 +195,9 @@ class Executor:
         batch, q_length, num_q_heads, _ = problem.q.shape
         static, extra = self.implementation.lower_mask(problem.mask, batch, num_q_heads, q_length, problem.k.shape[1])
         values = [(operand, getattr(problem, operand.name)) for operand in OPERANDS]
-        statics = {**static, **{operand.name: value for operand, value in values if not operand.arrays}}
+        # Who does not offer a function has no parameter for it.
+        numbers = {o.name: x for o, x in values if not o.arrays and not (x is None and o.name in OPT_IN)}
+        statics = {**static, **numbers}
         arrays = {operand.name: value for operand, value in values if operand.arrays and value is not None}
         if problem.storage is not None:
             extra = {**extra, "storage": stored.given(problem.storage, self.implementation.behind_mask)}

@@ -6,8 +6,10 @@ A function may have any other optional operand too, by its name (`cases.operands
 has it (`conformance.contract`). A parameter that it lacks is a feature that it does not support.
 
 `mask` arrives as booleans broadcastable to `[B, N, T, S]`. A function with the parameters gets `causal=True` and
-`window=(left, right)` instead, for a mask that is one of these or the conjunction of both. Whatever is left of the mask
-arrives in `mask`.
+`window=(left, right)` instead, for a mask that is one of these or the conjunction of both. Of what is left of the mask,
+one with `mask_mod` gets what is a formula of places as a function `(b, n, i, j) -> booleans`. Whatever is left then
+arrives in `mask`. One with `score_mod` gets scores by formula as a function `(score, b, n, i, j) -> score`, and in it
+the soft cap, if it has no parameter for that.
 
 A function that takes its operands packed or in pages has parameters of its own (`conformance.calling.plain_stored`).
 
@@ -29,8 +31,9 @@ import numpy as np
 from cases import mask_spec
 from cases.case import OPT_IN, Case
 from cases.inputs import draw
-from cases.masks import Causal, Full, Mask, Window, conjuncts
+from cases.masks import Causal, Full, Mask, MaskFunction, Window, conjuncts, has_formula
 from cases.operands import GRADIENT_OF, REMOVABLE, RESIDUALS
+from cases.scores import ThenCapped
 from cases.serving.spec import Kind
 from conformance.calling import plain_stored, stored
 from conformance.contract import (
@@ -43,7 +46,7 @@ from conformance.contract import (
     reject_unknown_choices,
 )
 
-_OPTIONS = ("causal", "window", "mask", *(operand.name for operand in REMOVABLE), "save_residuals")
+_OPTIONS = ("causal", "window", "mask_mod", "mask", *(operand.name for operand in REMOVABLE), "save_residuals")
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 _ATTRIBUTE = "__attention_conformance__"
 
@@ -156,6 +159,8 @@ def from_function(function: Callable[..., Any], name: str, *, products: Products
     narrow = "input" in (declaration.arithmetic.logits, declaration.arithmetic.softmax)
 
     def call(q: Any, k: Any, v: Any, **options: Any) -> Any:
+        if "score_mod" in parameters and "soft_cap" not in parameters and options.get("soft_cap") is not None:
+            options["score_mod"] = ThenCapped(options.get("score_mod"), options.pop("soft_cap"))
         keep = {n: value for n, value in options.items() if value is not None and value is not False}
         for option in keep:
             if option not in parameters:
@@ -287,13 +292,16 @@ def _options(signature: inspect.Signature, name: str, known: tuple[str, ...]) ->
                 f"{name}{signature} needs the argument {p.name!r}, which is none of {', '.join(known)} by keyword: "
                 f"give it a default or wrap the function"
             )
+    named = frozenset(p.name for p in parameters if p.name in known and p.kind is not p.POSITIONAL_ONLY)
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
-        return frozenset(known) - OPT_IN  # who takes whatever there is has not said that it knows these
-    return frozenset(p.name for p in parameters if p.name in known and p.kind is not p.POSITIONAL_ONLY)
+        # Who takes whatever there is has not said that it knows these, unless it names them.
+        return named | (frozenset(known) - OPT_IN - {"mask_mod"})
+    return named
 
 
 def _missing(parameters: frozenset[str], others: Iterable[str]) -> dict[str, str]:
-    names = [operand.name for operand in REMOVABLE if operand.name not in parameters]
+    has = parameters | ({"soft_cap"} if "score_mod" in parameters else set())
+    names = [operand.name for operand in REMOVABLE if operand.name not in has]
     return {name: f"the function has no parameter {name!r}{_meant(name, others)}" for name in names}
 
 
@@ -335,7 +343,8 @@ class PlainSupport:
             return None
         kind = mask_spec.features(case.mask)[0]
         meant = _meant(kind, self.others) or _meant("mask", self.others)
-        return f"{kind}: the function has no parameter 'mask'{meant}"
+        said = "mask_mod is a function of places, this mask an array, and " if "mask_mod" in self.parameters else ""
+        return f"{kind}: {said}the function has no parameter 'mask'{meant}"
 
 
 def _first(causal: CausalFrom, q_length: int, kv_length: int) -> int:
@@ -344,8 +353,12 @@ def _first(causal: CausalFrom, q_length: int, kv_length: int) -> int:
 
 
 def _split(mask: Mask, parameters: frozenset[str], first: int) -> tuple[dict[str, Hashable], Mask | None]:
-    """`causal` and `window`, if the function has them and the mask is made of them; and what is left of the mask."""
+    """What of the mask the function has parameters for, by their names, and what is left of it.
+
+    They are `causal` and `window` if the mask is made of them, and `mask_mod` for the rest that is a formula.
+    """
     static: dict[str, Hashable] = {}
+    functions: Mask | None = None
     left: Mask | None = None
     for part in conjuncts(mask):
         if isinstance(part, Full):
@@ -354,8 +367,12 @@ def _split(mask: Mask, parameters: frozenset[str], first: int) -> tuple[dict[str
             static["causal"] = True
         elif isinstance(part, Window) and part.offset == first and "window" in parameters and "window" not in static:
             static["window"] = (part.left, part.right)
+        elif "mask_mod" in parameters and has_formula(part):
+            functions = part if functions is None else functions & part
         else:
             left = part if left is None else left & part
+    if functions is not None:
+        static["mask_mod"] = MaskFunction(functions)
     return static, left
 
 

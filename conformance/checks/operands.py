@@ -64,6 +64,9 @@ def errors(subject: Subject) -> Iterator[Judgement]:
         yield unsupported("operands", f"what is wrong of the operands of a {kind} call has no rule yet")
         return
     refused = {o.name for o in OPTIONAL if o.opt_in and o.name not in subject.implementation.offers}
+    if "score_mod" not in refused:
+        number = _Wrong("score_mod_number", ("score_mod",), _given(subject.problem, score_mod=2.0))
+        yield _judge_error(subject, number, (ValueError, TypeError))
     for wrong, name, problem in (*_wrong(subject.problem), *_misshapen(subject.problem, refused)):
         yield _judge_error(subject, _Wrong(wrong, (name,), _given(problem)), (ValueError,))
     for asked in (

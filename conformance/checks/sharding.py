@@ -41,7 +41,7 @@ def sharding(subject: Subject) -> Iterator[Judgement]:
     for name in get_args(sharded.Over):
         try:
             case = _divisible(subject.case)
-            case = case if name != "sequence" else _balanced(case)
+            case = _balanced(case) if name == "sequence" else _without_functions(case)
         except CaseIdError as error:
             yield unsupported(name, f"this case cannot be shared by {DEVICES} devices: {error}")
             continue
@@ -102,6 +102,12 @@ def _divisible(case: Case) -> Case:
     """The case with a batch and key/value heads that four devices can share."""
     group = case.num_q_heads // case.num_kv_heads
     return dataclasses.replace(case, batch=DEVICES, num_kv_heads=DEVICES, num_q_heads=DEVICES * group)
+
+
+def _without_functions(case: Case) -> Case:
+    """Without functions of batch row and query head: a device does not know which of them are its own."""
+    absent: dict[str, Any] = {operand.field: operand.absent for operand in OPTIONAL if operand.is_function}
+    return dataclasses.replace(case, **absent)
 
 
 def _balanced(case: Case) -> Case:

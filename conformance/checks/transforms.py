@@ -160,7 +160,7 @@ def _other_statics(pair: Pair) -> Iterator[Judgement]:
     """Another soft cap and another scale in the same process, one above 1, then the first ones again."""
     problem = pair.problems[0]
     factors = {"scale": _ABOVE_ONE}
-    numbers = {o.name: number for o in OPTIONAL if not o.arrays and (number := getattr(problem, o.name)) is not None}
+    numbers = {o.name: number for o in OPTIONAL if o.number and (number := getattr(problem, o.name)) is not None}
     changes: list[dict[str, Any]] = [{name: number * factors.get(name, 0.5)} for name, number in numbers.items()]
     others = [dataclasses.replace(problem, **change) for change in changes]
     for other in [*others, problem] if others else []:
@@ -234,7 +234,7 @@ def _of_another_kind(subject: Subject) -> Problem | None:
     """The problem under another mask, and with a scale and soft cap near its own, as far as it has them."""
     case, problem = subject.case, subject.problem
     numbers = {
-        o.name: number * _NEAR for o in OPTIONAL if not o.arrays and (number := getattr(problem, o.name)) is not None
+        o.name: number * _NEAR for o in OPTIONAL if o.number and (number := getattr(problem, o.name)) is not None
     }
     changes: dict[str, Any] = dict(numbers)
     specs = ("window-l9-r0", "full") if case.storage is None else other_masks(case)

@@ -5,7 +5,7 @@ Beside each exact observable `y` stands `E(y)`, how far a correct implementation
 cancellation, and one constant a dtype judges them all. Notation as in docs/contract.md, section 2: `x` logits, `z`
 capped, `p` probabilities, `D`, `dp`, `g = dz/dx`. docs/numerics.md goes through it term by term.
 
-The derivation, with `s|x| = scale sum_d |q||k| + |bias| + |alibi|` and `u` the f32 unit roundoff:
+The derivation, with `s|x| = scale sum_d |q||k| + |bias| + |alibi| + |score|` and `u` the f32 unit roundoff:
 
     err(x)   = u_prod s|x| + u max(s|x|, 3/4 sqrt(H) max(sqrt(sum_d (scale q k)^2), |x|)) + u |alibi|
                + u_q scale |q||k|
@@ -232,7 +232,7 @@ def _logit_errors(slab: Slab, u: Roundoff) -> Array:
     products = slab.scale * (np.abs(slab.q) @ np.abs(slab.k).T)
     magnitude = products if slab.bias is None else products + np.abs(slab.bias)
     alibi = 0.0 if slab.alibi is None else np.abs(slab.alibi)
-    magnitude = magnitude + alibi
+    magnitude = magnitude + alibi + (0.0 if slab.score is None else np.abs(slab.score))
     spread = slab.scale * np.sqrt(slab.q**2 @ (slab.k**2).T)
     running = 0.75 * np.sqrt(slab.q.shape[-1]) * np.maximum(spread, np.abs(slab.x))
     rounded = u.products * magnitude + u.depth * (np.maximum(magnitude, running) + alibi)

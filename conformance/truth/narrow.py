@@ -48,11 +48,14 @@ class Narrow:
         """The errors that `u` means for the slab; none where the softmax is in f32."""
         if not u.softmax:
             return None
-        biased = slab.x if slab.alibi is None else slab.x - slab.alibi
+        scored = slab.x if slab.score is None else slab.x - slab.score
+        biased = scored if slab.alibi is None else scored - slab.alibi
         unbiased = biased if slab.bias is None else biased - slab.bias
         before_cap = 2 * np.abs(unbiased) + (0 if slab.bias is None else np.abs(biased))
         if slab.alibi is not None:  # the distance, its product with the slope, and the sum
-            before_cap = before_cap + 2 * np.abs(slab.alibi) + np.abs(slab.x)
+            before_cap = before_cap + 2 * np.abs(slab.alibi) + np.abs(scored)
+        if slab.score is not None:  # its whole number, and the sum
+            before_cap = before_cap + np.abs(slab.score) + np.abs(slab.x)
         capped = 0.0 if slab.soft_cap is None else 4.0
         off = slab.cap_derivative * before_cap + (1 + capped) * np.abs(slab.z)
         off = np.where(slab.allowed, u.softmax * (off + np.abs(slab.z - slab.pivot[..., None]) + 1), 0.0)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Iterator, Mapping
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -40,8 +40,9 @@ class Slab:
     allowed: Array  # [G, T, S]
     bias: Array | None  # [G, T, S]
     alibi: Array | None  # what ALiBi adds, [G, T, S]
+    score: Array | None  # what a score by formula adds, [G, T, S]
     sinks: Array | None  # [G]
-    soft_cap: float | None
+    soft_cap: float | Array | None  # [G, T, S] by formula
     scale: float
     empty_rows: EmptyRows
 
@@ -49,7 +50,7 @@ class Slab:
     def x(self) -> Array:
         """Logits before the soft cap, `[G, T, S]`."""
         x = self.scale * (self.q @ self.k.T)
-        for added in (self.bias, self.alibi):
+        for added in (self.bias, self.alibi, self.score):
             x = x if added is None else x + added
         return x
 
@@ -121,8 +122,10 @@ class Slab:
 
     def only(self, rows: Array) -> Slab:
         """The slab with these queries alone."""
-        bias, alibi = (None if added is None else added[:, rows] for added in (self.bias, self.alibi))
-        return dataclasses.replace(self, q=self.q[:, rows], allowed=self.allowed[:, rows], bias=bias, alibi=alibi)
+        names = ("q", "allowed", "bias", "alibi", "score", "soft_cap")
+        found = {name: getattr(self, name) for name in names}
+        cut: dict[str, Any] = {name: x[:, rows] for name, x in found.items() if isinstance(x, np.ndarray)}
+        return dataclasses.replace(self, **cut)
 
     def dp(self, do: Array) -> Array:
         """`<do_i, v_j>`, `[G, T, S]`."""
@@ -150,7 +153,8 @@ def slabs(problem: Problem, empty_rows: EmptyRows = "zero") -> Iterator[Slab]:
     full = (batch, num_q_heads, problem.q.shape[1], problem.k.shape[1])
     allowed = np.broadcast_to(problem.allowed, full)
     bias = None if problem.bias is None else np.broadcast_to(problem.bias.astype(np.float64), full)
-    if bias is not None and problem.soft_cap is None:
+    caps = problem.soft_caps
+    if bias is not None and caps is None:
         # A cap would make it finite. Without one it hides the key, and nothing of it is left to be rounded.
         hidden = np.isneginf(bias)
         allowed, bias = allowed & ~hidden, np.where(hidden, 0.0, bias)
@@ -172,8 +176,9 @@ def slabs(problem: Problem, empty_rows: EmptyRows = "zero") -> Iterator[Slab]:
                 allowed=allowed[b, heads],
                 bias=None if bias is None else bias[b, heads],
                 alibi=None if problem.alibi is None else problem.alibi[heads],
+                score=None if problem.score is None else problem.score[b, heads],
                 sinks=None if problem.sinks is None else np.maximum(problem.sinks[heads].astype(np.float64), _NO_SINK),
-                soft_cap=problem.soft_cap,
+                soft_cap=caps[b, heads] if isinstance(caps, np.ndarray) else caps,
                 scale=problem.effective_scale,
                 empty_rows=empty_rows,
             )

@@ -93,8 +93,8 @@ def spread(problem: Problem, arithmetic: Arithmetic, cotangent: Cotangent | None
     u = Roundoff.of(arithmetic, problem)
     if dtype not in _PRECISION:
         raise ValueError(f"the spread of errors is derived for {', '.join(_PRECISION)}, got operands in {dtype}")
-    if problem.soft_cap is not None or problem.sinks is not None or problem.bias is not None:
-        raise ValueError("the spread of errors is derived without soft cap, sinks and bias; the problem has one")
+    if any(x is not None for x in (problem.soft_cap, problem.sinks, problem.bias, problem.score_mod)):
+        raise ValueError("the spread of errors is derived without soft cap, sinks, bias and score; the problem has one")
     if u.scaled_q:
         # Errors of q * scale are shared by all keys of a row: another derivation, that powers of two do not need.
         raise ValueError(f"with scaled_q the scale must be a power of two, got {problem.effective_scale}")

@@ -29,6 +29,7 @@ def attention(
     scale: float | None = None,
     kv_scales: tuple[jax.Array, jax.Array] | None = None,
     alibi_slopes: jax.Array | None = None,
+    score_mod: Callable[..., jax.Array] | None = None,
     save_residuals: bool = False,
     phase: Phase | None = None,
     kernel: str | None = None,
@@ -53,6 +54,7 @@ def attention(
       scale: factor of `<q, k>`, default `1 / sqrt(H)`.
       kv_scales: of quantised keys and values, f32 `[B or 1, S or 1, K]`.
       alibi_slopes: `[N]`, constants: logits lose `slope * |i + S - T - j|`.
+      score_mod: `(score, b, n, i, j) -> score`, of scaled logits before the soft cap.
       save_residuals: also return `logsumexp` and `max_logits`.
       phase: what the call is part of, by default what the lengths suggest.
       kernel: the name of the kernel to take whatever the rest says; it refuses what it lacks.
@@ -75,7 +77,8 @@ def attention(
         "scale": scale,
     }
     assert tuple(options) == OPTIONAL
-    offered = {"kv_scales": kv_scales, "alibi_slopes": alibi_slopes}  # only kernels that offer these know them
+    # Only kernels that offer these know them.
+    offered = {"kv_scales": kv_scales, "alibi_slopes": alibi_slopes, "score_mod": score_mod}
     options |= {name: x for name, x in offered.items() if x is not None}
     validate_operands(q, k, v, **options)
     if not isinstance(mask, Mask):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -34,6 +35,7 @@ def attention(
     bias: jax.Array | None = None,
     scale: float | None = None,
     alibi_slopes: jax.Array | None = None,
+    score_mod: Callable[..., jax.Array] | None = None,
     save_residuals: bool = False,
     block_q: int | None = None,
     block_kv: int | None = None,
@@ -61,6 +63,8 @@ def attention(
       scale: factor of `<q, k>`, default `1 / sqrt(H)`.
       alibi_slopes: `[N]`, constants: logits lose `slope * |i + S - T - j|` where the bias is added (Press et al. 2021,
         arXiv:2108.12409), by formula in each block; a last query stands at the last key.
+      score_mod: `(score, b, n, i, j) -> score`, of scaled logits before the soft cap, called for each pair of blocks
+        with places along the axes; it is differentiated by its first argument.
       save_residuals: also return `logsumexp` and `max_logits`.
       block_q: queries a block, at most all of them; the last block is padded inside. By default what was measured for
         the device and the lengths (`block_sizes.TABLE`), else 128.
@@ -73,7 +77,7 @@ def attention(
       ValueError: an operand, the mask or a block size is not as above; the message names it.
     """
     options: dict[str, Any] = {"soft_cap": soft_cap, "sinks": sinks, "bias": bias, "alibi_slopes": alibi_slopes}
-    validate_operands(q, k, v, segment_ids=segment_ids, scale=scale, **options)
+    validate_operands(q, k, v, segment_ids=segment_ids, scale=scale, score_mod=score_mod, **options)
     batch, q_length, num_q_heads, head_dim = q.shape
     kv_length, num_kv_heads = k.shape[1:3]
     validate_mask(mask, batch, num_q_heads, q_length, kv_length)
@@ -92,6 +96,7 @@ def attention(
         scale=1 / math.sqrt(head_dim) if scale is None else float(scale),
         soft_cap=None if soft_cap is None else float(soft_cap),
         masked_at_run_time=segment_ids is not None or selected is not None,
+        score_mod=score_mod,
     )
     operands = jax.tree.map(jnp.asarray, Operands(q, k, v, bias, alibi_slopes, sinks, segment_ids, selected))
     outputs = _attend(plan, varying_over(operands, varying_axes(operands)))

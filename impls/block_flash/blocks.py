@@ -1,6 +1,6 @@
 """Operands cut in blocks, and the logits of one pair of blocks, which both passes compute.
 
-    (1)  x_ij = scale <q_i, k_j> + bias_ij - alibi_slope |i + S - T - j|
+    (1)  x_ij = score_mod(scale <q_i, k_j> + bias_ij - alibi_slope |i + S - T - j|, b, n, i, j)
     (2)  z_ij = soft_cap tanh(x_ij / soft_cap)
     (3)  z_ij = -inf, where i may not attend to j
 
@@ -11,6 +11,7 @@ head `k`.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import NamedTuple, TypeVar
 
@@ -57,7 +58,7 @@ class Pair(NamedTuple):
     v: jax.Array  # [B, K, block_kv, V]
     allowed: jax.Array | None  # [b, k, g, block_q, block_kv], none if all are
     logits: jax.Array  # [B, K, G, block_q, block_kv] f32, -inf where not allowed
-    slope: jax.Array | None  # derivative of (2), same shape, none without a soft cap
+    slope: jax.Array | None  # derivative of score_mod and (2), same shape, none without both
 
 
 def cut(plan: BlockFlashPlan, operands: Operands) -> Blocks:
@@ -163,7 +164,13 @@ def compute_pair(plan: BlockFlashPlan, blocks: Blocks, pair: Places) -> Pair:
         i, j = _places(plan, pair)
         distance = jnp.abs(i + (plan.kv_length - plan.q_length) - j).astype(jnp.float32)
         taken = blocks.alibi_slopes * distance
-    return pair_of(plan, q, k, v, _allowed(plan, blocks, pair), bias, taken)
+    score = None
+    if plan.score_mod is not None:
+        i, j = _places(plan, pair)
+        b = jnp.arange(q.shape[0], dtype=jnp.int32).reshape(-1, 1, 1, 1, 1)
+        n = jnp.arange(plan.num_q_heads, dtype=jnp.int32).reshape(plan.num_kv_heads, -1, 1, 1)
+        score = functools.partial(plan.score_mod, b=b, n=n, i=i, j=j)
+    return pair_of(plan, q, k, v, _allowed(plan, blocks, pair), bias, taken, score)
 
 
 def pair_of(
@@ -174,10 +181,11 @@ def pair_of(
     allowed: jax.Array | None,
     bias: jax.Array | None = None,
     taken: jax.Array | None = None,
+    score: Callable[[jax.Array], jax.Array] | None = None,
 ) -> Pair:
     """Logits of a block of queries and a block of keys, all as in `Pair`.
 
-    `bias` is added and `taken` taken off, both `[b, k, g, block_q, block_kv]`.
+    `bias` is added and `taken` taken off, both `[b, k, g, block_q, block_kv]`. `score` is what becomes of a logit then.
     """
     if allowed is not None:
         # What nobody attends to may be NaN, and 0 * NaN is not 0.
@@ -188,10 +196,15 @@ def pair_of(
         logits = logits + bias.astype(jnp.float32)
     if taken is not None:
         logits = logits - taken
-    slope = None
+    scored = slope = None
+    if score is not None:
+        logits, pullback = jax.vjp(score, logits)
+        scored = pullback(jnp.ones_like(logits))[0]
     if plan.soft_cap is not None:
         tanh = jnp.tanh(logits / plan.soft_cap)
         logits, slope = plan.soft_cap * tanh, 1 - tanh * tanh  # (2)
+    if scored is not None:
+        slope = scored if slope is None else scored * slope
     if allowed is not None:
         logits = jnp.where(allowed, logits, -jnp.inf)  # (3)
     return Pair(q, k, v, allowed, logits, slope)

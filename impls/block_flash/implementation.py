@@ -20,7 +20,7 @@ def implementation(name: str, *, block_q: int | None = None, block_kv: int | Non
         name=name,
         call=functools.partial(attention, block_q=block_q, block_kv=block_kv),
         description=f"block-sparse flash attention in plain JAX, {blocks}, any backend",
-        offers=frozenset({"alibi_slopes"}),
+        offers=frozenset({"alibi_slopes", "score_mod"}),
         arithmetic=Arithmetic(probabilities="input"),
         empty_rows="zero",
         behind_mask="any",

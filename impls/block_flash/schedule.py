@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -52,6 +53,7 @@ class BlockFlashPlan(Sizes):
 
     mask: Mask
     masked_at_run_time: bool  # by segment ids or a selection of keys
+    score_mod: Callable[..., Any] | None = None  # (score, b, n, i, j) -> score
 
     @functools.cached_property
     def schedule(self) -> Schedule:

@@ -1,6 +1,6 @@
 """Dot-product attention from its formula, with all logits in memory.
 
-    (1)  x_ij = scale <q_i, k_j> + bias_ij - alibi_slope |i + S - T - j|
+    (1)  x_ij = score_mod(scale <q_i, k_j> + bias_ij - alibi_slope |i + S - T - j|, b, n, i, j)
     (2)  z_ij = soft_cap tanh(x_ij / soft_cap)
     (3)  z_ij = -inf, where i may not attend to j
     (4)  m_i = max(max_j z_ij, sink)
@@ -15,6 +15,7 @@ Inside, heads are split in key/value heads and groups: query head `n = k * G + g
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -26,6 +27,7 @@ from conformance.contract import validate_mask, validate_operands
 
 SegmentIds = tuple[jax.Array, jax.Array]
 AxisOrder = tuple[int, int, int, int]
+ScoreMod = Callable[..., jax.Array]
 
 # Axis order to the two products, and to the axes that bring the second one back to [B, T, K, G, V].
 PRODUCTS: dict[AxisOrder, tuple[str, str]] = {
@@ -46,6 +48,7 @@ def attention(
     bias: jax.Array | None = None,
     scale: float | None = None,
     alibi_slopes: jax.Array | None = None,
+    score_mod: ScoreMod | None = None,
     save_residuals: bool = False,
     float32_logits: bool = True,
     float32_qk_product: bool = True,
@@ -68,6 +71,7 @@ def attention(
       scale: factor of `<q, k>`, default `1 / sqrt(H)`.
       alibi_slopes: `[N]`, constants: logits lose `slope * |i + S - T - j|` where the bias is added (Press et al. 2021,
         arXiv:2108.12409; queries are counted from the end, as Dao's flash-attention has it).
+      score_mod: `(score, b, n, i, j) -> score`, of scaled logits before the soft cap, with places along the axes.
       save_residuals: also return `logsumexp` and `max_logits`.
       float32_logits: softmax in f32. With this and `float32_qk_product` off, logits are rounded to the operands' dtype;
         in f16 that limits them to 65504.
@@ -82,6 +86,7 @@ def attention(
       ValueError: an operand, the mask or an option is not as above; the message names it.
     """
     options: dict[str, Any] = {"soft_cap": soft_cap, "sinks": sinks, "bias": bias, "alibi_slopes": alibi_slopes}
+    options["score_mod"] = score_mod
     validate_operands(q, k, v, segment_ids=segment_ids, scale=scale, **options)
     validate_mask(mask, q.shape[0], q.shape[2], q.shape[1], k.shape[1])
     if compute_axis_order not in PRODUCTS:
@@ -117,6 +122,7 @@ def attend(
     compute_axis_order: AxisOrder = (0, 1, 2, 3),
     kv_scales: tuple[jax.Array, jax.Array] | None = None,
     alibi_slopes: jax.Array | None = None,
+    score_mod: ScoreMod | None = None,
 ) -> Any:
     """`attention` of valid operands, with mask and segment ids as booleans.
 
@@ -141,6 +147,8 @@ def attend(
         logits = logits + _split_heads(jnp.asarray(bias, jnp.float32), num_kv_heads)
     if alibi_slopes is not None:
         logits = logits - _falls(alibi_slopes, logits.shape)
+    if score_mod is not None:
+        logits = _scored(logits, allowed, score_mod)
     logits = _capped(logits, allowed, soft_cap)  # (2)
     if not (float32_logits or float32_qk_product):
         logits = _rounded(logits, dtype)
@@ -173,6 +181,16 @@ def _falls(slopes: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     distance = jnp.abs(i + (kv_length - q_length) - j).astype(jnp.float32)
     slopes = lax.stop_gradient(jnp.asarray(slopes, jnp.float32))
     return slopes.reshape(num_kv_heads, group, 1, 1) * distance
+
+
+def _scored(logits: jax.Array, allowed: jax.Array | None, score_mod: ScoreMod) -> jax.Array:
+    """Logits `[B, K, G, T, S]` as the function has them."""
+    batch, num_kv_heads, group, q_length, kv_length = logits.shape
+    if allowed is not None:
+        logits = jnp.where(allowed, logits, 0.0)  # as below
+    n = jnp.arange(num_kv_heads * group).reshape(num_kv_heads, group, 1, 1)
+    b, i, j = jnp.arange(batch).reshape(-1, 1, 1, 1, 1), jnp.arange(q_length)[:, None], jnp.arange(kv_length)
+    return score_mod(logits, b, n, i, j)
 
 
 def _capped(logits: jax.Array, allowed: jax.Array | None, soft_cap: float | None) -> jax.Array:

@@ -30,7 +30,7 @@ def implementation(name: str, **options: Any) -> Implementation:
         call=functools.partial(attention, **options),
         description=", ".join(["plain dot-product attention, any backend", *changed]),
         arithmetic=Arithmetic(logits="input" if rounds_logits else "f32", probabilities="input"),
-        offers=frozenset({"alibi_slopes"}),
+        offers=frozenset({"alibi_slopes", "score_mod"}),
         supports_case=_logits_fit_f16 if rounds_logits else None,
         empty_rows="zero",
         behind_mask="any",

@@ -53,6 +53,7 @@ _OPERANDS = {
     "bias": "a bias",
     "scale": "a scale",
     "kv_scales": "a quantised cache",
+    "score_mod": "a score by formula",
 }
 _FEATURES = frozenset(itertools.chain.from_iterable(FEATURE_KINDS.values()))
 # What is declared unsupported by another name, or by several.

@@ -267,7 +267,8 @@ def test_a_case_takes_only_what_there_is(name: str) -> None:
 @pytest.mark.parametrize("name", ["everything", "no gradient of logsumexp"])
 def test_who_lacks_a_quiet_operand_has_the_cases_and_turns_that_there_were_before_it(name: str) -> None:
     def assemble(levels: Mapping[str, Any], seed: int) -> Case:
-        return axes.assemble({**levels, **dict.fromkeys(QUIET, False)}, seed)
+        absent = {operand.field: operand.absent for operand in OPTIONAL if operand.quiet}
+        return axes.assemble({**levels, **absent}, seed)
 
     earlier = Model(tuple(axis for axis in axes.AXES if axis.name not in QUIET), axes.compatible, assemble)
     before, (now, _) = grid("quick", 0, SUPPORTS[name].supports, earlier), turned(name)

@@ -104,6 +104,7 @@ def test_every_mask_that_has_a_decode_form_is_decoded() -> None:
     assert any(case.segments for case in cases)
     assert {case.kv_cache for case in cases} == {None, "kvint8-token", "kvfp8-head"}
     assert any(case.alibi for case in cases)
+    assert any(case.score for case in cases)
     assert all(parse(case.id) == case and case.seed == 3 for case in cases)
     assert [piece(cases[1], *at).mask for at in PIECES] == [f"window-l9-r0{o}" for o in ("", "-o18", "-o36", "-o38")]
     assert [piece(cases[0], *at).phase for at in PIECES] == ["prefill", "prefill", "decode", "decode"]
@@ -121,13 +122,15 @@ def test_a_piece_has_the_rows_of_the_whole_and_nothing_behind_them(case: Case) -
         np.testing.assert_array_equal(some.keys[:, :stop], whole.keys[:, :stop])
         if whole.alibi is not None:
             np.testing.assert_array_equal(some.alibi, whole.alibi[:, start:stop, :stop])
+        elif whole.score is not None:
+            np.testing.assert_array_equal(some.score, whole.score[..., start:stop, :stop])
         else:
             assert (some.keys[:, stop:] != whole.keys[:, stop:]).mean() > 0.9
         assert set(features_of(some)) <= set(piece(case, start, stop).features)
 
 
 def features_of(problem: Problem) -> tuple[str, ...]:
-    options = {name: getattr(problem, name) for name in (*OPTIONAL, "kv_scales", "alibi_slopes")}
+    options = {name: getattr(problem, name) for name in (*OPTIONAL, "kv_scales", "alibi_slopes", "score_mod")}
     return asked(problem.q, problem.k, problem.v, problem.mask, options)
 
 

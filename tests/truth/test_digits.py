@@ -14,7 +14,7 @@ import pytest
 from cases.inputs import Problem
 from conformance.truth import oracle
 from tests.judged import assert_right
-from tests.truth.test_oracle import NAMES, TINY, around, cotangents, elements, problem_of, rounding
+from tests.truth.test_oracle import NAMES, TINY, around, cotangents, elements, number_of, problem_of, rounding
 
 Number = Any
 """An mpmath number: mpmath has no types."""
@@ -44,6 +44,9 @@ class Digits:
             x += self.operands["bias"][tuple(at if size > 1 else 0 for at, size in place)]
         if self.problem.alibi_slopes is not None:
             x -= float(self.problem.alibi_slopes[n]) * abs(i + self.kv_length - self.q_length - j)
+        if (score := self.problem.score_mod) is not None:
+            number = float(number_of(score, b, n, i + self.kv_length - self.q_length - j))
+            x = number * mpmath.tanh(x / number) if score.caps else x + number
         cap = self.problem.soft_cap
         return x if cap is None else cap * mpmath.tanh(x / cap)
 

@@ -16,6 +16,7 @@ import pytest
 from cases.case import parse
 from cases.inputs import Cotangent, Problem, draw, draw_cotangent
 from cases.masks import Dense, Full
+from cases.scores import Alibi, Cap, Relative, Rows, Score
 from conformance.truth import oracle
 from conformance.truth.bounds import Bounded
 from tests.judged import LIMIT, TOLERANCES, assert_right, bounds_of_float64, expected_of, failures
@@ -30,11 +31,17 @@ CASES = (
     "train/f32/B2.T12.S15.N4.K2.H3.V5/lengths-0-9/biaskey/alibi/cancel/s6",
     "train/f32/B2.T1.S15.N4.K2.H3.V5/window-l4-r0-o9/seg/sinks/dominant/s7",
     "train/f32/B1.T8.S8.N2.K1.H4.V4/causal/huge/s8",
+    "train/f32/B2.T12.S15.N4.K2.H6.V5/causal-o3/softcap2/sinks/biashead/score-relative/normal/s9",
+    "train/f32/B2.T12.S15.N4.K1.H6.V3/lengths-0-9/alibi/score-alibi/large/s1",
+    "train/f32/B3.T15.S12.N4.K2.H3.V5/densehead-d40/score-rows/normal/s2",
+    "train/f32/B2.T12.S15.N4.K2.H3.V5/causal-o3/sinks/bias/score-cap/large/s3",
 )
 TINY = (
     "train/f32/B1.T3.S4.N2.K1.H2.V3/causal-o1/softcap2/sinks/bias/scale0.7/alibi/normal/s1",
     "train/f32/B2.T2.S3.N2.K2.H2.V1/lengths-0-2/seg/sinks/biaskey/large/s2",
     "train/f32/B1.T3.S3.N2.K1.H2.V2/dense-d60/biashead/normal/s3",
+    "train/f32/B2.T3.S4.N2.K1.H2.V1/causal-o1/score-rows/softcap2/normal/s4",
+    "train/f32/B1.T3.S4.N2.K1.H2.V2/full/sinks/score-cap/large/s5",
 )
 NAMES = {"dq": "q", "dk": "k", "dv": "v", "dsinks": "sinks", "dbias": "bias"}
 Gradients = dict[str, np.ndarray]
@@ -69,6 +76,20 @@ def around(values: Gradients, rounded: dict[str, Bounded]) -> dict[str, Bounded]
     return {name: Bounded(value, rounded[name].bound) for name, value in values.items()}
 
 
+def number_of(score: Score, b: Any, n: Any, behind: Any) -> Any:
+    """What a score adds, or the soft cap that it is, where the key is so far behind the query, counted from the end."""
+    match score:
+        case Relative(step=step, reach=reach):
+            return step * np.clip(behind, -reach, reach)
+        case Alibi(step=step):
+            return -step * (n + 1) * np.abs(behind)
+        case Rows(step=step):
+            return step * ((behind + 3 * n + 5 * b) % 8)
+        case Cap(step=step):
+            return step * (64 + np.minimum(np.abs(behind), 64))
+    raise AssertionError(score)
+
+
 def literal_forward(problem: Problem, operands: dict[str, Any]) -> tuple[jax.Array, jax.Array]:
     """`out` and `logsumexp` by the contract, one head at a time; empty rows give 0 and, without sink, 0."""
     q, k, v = operands["q"], operands["k"], operands["v"]
@@ -84,6 +105,10 @@ def literal_forward(problem: Problem, operands: dict[str, Any]) -> tuple[jax.Arr
     for n in range(heads):
         kv = n // (heads // k.shape[2])
         x = scale * jnp.einsum("bth,bsh->bts", q[:, :, n], k[:, :, kv]) + bias[:, n] - slopes[n] * distance
+        if problem.score_mod is not None:
+            behind = before_the_last[1] - before_the_last[0]
+            number = number_of(problem.score_mod, np.arange(batch)[:, None, None], n, behind)
+            x = number * jnp.tanh(x / number) if problem.score_mod.caps else x + number
         z = x if problem.soft_cap is None else problem.soft_cap * jnp.tanh(x / problem.soft_cap)
         columns = jnp.where(allowed[:, n], z, -1e300)
         if "sinks" in operands:

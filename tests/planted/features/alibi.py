@@ -5,6 +5,8 @@ The distance, where the queries stand, which head has which slope, and where in 
 
 from __future__ import annotations
 
+import dataclasses
+
 from conformance.contract import Implementation
 from conformance.sensitivity import PlantedBug
 from tests.planted.planting.source_change import Change, changed
@@ -43,7 +45,7 @@ def _bug(
     def build() -> Implementation:
         package = changed("impls.block_flash", f"planted_{name.replace('-', '_')}", Change(module, before, after))
         found: Implementation = package.implementation(name)
-        return found
+        return dataclasses.replace(found, offers=frozenset({"alibi_slopes"}))  # of nothing else is there a bug
 
     return PlantedBug(
         name=name,
