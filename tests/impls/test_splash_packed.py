@@ -13,7 +13,6 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from cases.case import parse
 from cases.inputs import draw, draw_cotangent
 from conformance.calling.execution import Executor
 from impls.packs import keys_of_queries
@@ -23,6 +22,7 @@ from impls.splash_tpu.packed_steps import packed_steps
 from impls.splash_tpu.schedule import COMPUTE, FIRST, LAST, MASKED, PART, Order, Steps
 from tests.impls.test_packed import Lengths, pairs, tables
 from tests.judged import assert_attention
+from tests.planted.computing.splash_packed import CASE
 
 TOTAL = 520, 700  # queries and keys of a pack, which fill no whole number of blocks
 WHOLE, IN_PARTS = Blocks(128, 128), Blocks(256, 256, 128, 128)
@@ -130,7 +130,6 @@ def test_blocks_without_a_pair_are_not_computed(monkeypatch: pytest.MonkeyPatch)
     assert run == dict.fromkeys(("forward", "dq", "dkv"), 2 * int(held.sum()))
 
 
-CASE = parse("train/f32/B4.T200.S260.N4.K2.H32.V16/own-l90-128-260-190-5/softcap5/sinks/packed-q130-0-200-3/normal/s0")
 SIZES = {
     "whole": BlockSizes.uniform(128, 128),
     "in parts": BlockSizes.uniform(256, 256, 128, 128),
