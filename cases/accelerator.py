@@ -138,7 +138,20 @@ _INTERPRETED: tuple[tuple[Case, ...], ...] = (
             soft_cap=30.0,
         ),
     ),
-    (_case(100, (4, 2), (64, 64), "lengths-100-37-1_and_causal", dtype="f32", batch=3, storage="packed-q100-37-1"),),
+    (_case(100, (4, 2), (64, 64), "own-linf-100-37-1", dtype="f32", batch=3, storage="packed-q100-37-1"),),
+    # Packs of several blocks each way: borders inside blocks, windows, and blocks that hold no pair of a sequence.
+    (
+        _case(
+            (200, 300),
+            (2, 1),
+            (64, 64),
+            "own-l90-300-130-40",
+            batch=3,
+            storage="packed-q200-130-40",
+            soft_cap=30.0,
+            sinks=True,
+        ),
+    ),
     # Sequences of a cache are batch rows: kernels that take their lengths have a batch axis of their own.
     (_case((1, 500), (4, 2), (64, 64), "lengths-0-1-500-0", batch=4, phase="decode", dtype="f32", sinks=True),),
 )

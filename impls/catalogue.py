@@ -11,7 +11,7 @@ from collections.abc import Mapping
 _NAMES: Mapping[str, tuple[str, ...]] = {
     "impls.dot_product": ("dot_product",),
     "impls.block_flash": ("block_flash", "block_flash_packed"),
-    "impls.splash_tpu": ("splash_tpu", "splash_tpu_fused"),
+    "impls.splash_tpu": ("splash_tpu", "splash_tpu_fused", "splash_tpu_packed"),
     "impls.flash_gpu": ("flash_gpu", "flash_gpu_tf32", "flash_gpu_mosaic"),
     "impls.context_parallel": ("block_flash_allgather", "block_flash_ring"),
     "impls.auto": (

@@ -10,17 +10,14 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from conformance.contract import FLOATS
 from impls.block_flash.block_sizes import look_up
 from impls.block_flash.forward import Outputs
 from impls.block_flash.packed_passes import PackedOperands, backward, forward
-from impls.block_flash.ranges import PackedPlan, Tables
+from impls.block_flash.ranges import PackedPlan
 from impls.once import once_in_reverse
+from impls.packs import Side, Tables, check_operands, sides_of, tables_of
 
 _NAME = "block_flash_packed"
-# No token stands at 2**30 or beyond, so a side that reaches as far is open.
-_OPEN = 2**30
-Side = int | None
 
 
 def packed_attention(
@@ -73,10 +70,9 @@ def packed_attention(
       ValueError: an operand or an option is not as above; the message names it.
       NotImplementedError: a second derivative in reverse mode.
     """
-    _check(q, k, v, sinks, soft_cap, scale, block_q, block_kv)
-    tables = {"cu_q_lens": cu_q_lens, "cu_kv_lens": cu_kv_lens, "num_seqs": num_seqs}
-    _check_tables(**tables)
-    left, right = _sides(causal, window)
+    check_operands(q, k, v, sinks, soft_cap, scale)
+    tables = tables_of(cu_q_lens, cu_kv_lens, num_seqs)
+    left, right = sides_of(causal, window)
     sizes = look_up(len(q), len(k))
     plan = PackedPlan(
         num_q_heads=q.shape[1],
@@ -91,60 +87,10 @@ def packed_attention(
         right=right,
     )
     operands = jax.tree.map(jnp.asarray, PackedOperands(q, k, v, sinks))
-    outputs = _attend(plan, operands, Tables(**{name: jnp.asarray(x, jnp.int32) for name, x in tables.items()}))
+    outputs = _attend(plan, operands, tables)
     if not save_residuals:
         return outputs.out[0]
     return outputs.out[0], {"logsumexp": outputs.logsumexp[0].T, "max_logits": outputs.max_logits[0].T}
-
-
-def _check(q: Any, k: Any, v: Any, sinks: Any, soft_cap: Any, scale: Any, *blocks: int | None) -> None:
-    for name, x, axes in (
-        ("q", q, "[total_q, heads, depth]"),
-        ("k", k, "[total_kv, heads, depth]"),
-        ("v", v, "[total_kv, heads, depth]"),
-    ):
-        if x.ndim != 3 or 0 in x.shape:
-            raise ValueError(f"{name} must have the axes {axes}, none of them of size 0, got shape {x.shape}")
-    if k.shape[:2] != v.shape[:2]:
-        raise ValueError(f"k and v must agree in length and heads, got {k.shape} and {v.shape}")
-    if q.shape[2] != k.shape[2]:
-        raise ValueError(f"k has head_dim {k.shape[2]}, q has {q.shape[2]}: they must be equal")
-    if q.shape[1] % k.shape[1]:
-        raise ValueError(f"q has {q.shape[1]} heads, which must be a multiple of the {k.shape[1]} heads of k")
-    if not (q.dtype == k.dtype == v.dtype and str(q.dtype) in FLOATS):
-        raise ValueError(f"q, k and v must have one dtype of {FLOATS}, got {q.dtype}, {k.dtype} and {v.dtype}")
-    if sinks is not None and sinks.shape != (q.shape[1],):
-        raise ValueError(f"sinks must have shape {(q.shape[1],)}, one logit a query head, got {sinks.shape}")
-    for name, size in zip(("block_q", "block_kv"), blocks, strict=True):
-        if size is not None and size <= 0:
-            raise ValueError(f"{name} must be positive, got {size}")
-    for name, number in (("soft_cap", soft_cap), ("scale", scale)):
-        if number is not None and not (number > 0 and math.isfinite(number)):
-            raise ValueError(f"{name} must be positive and finite, got {number}")
-
-
-def _check_tables(cu_q_lens: Any, cu_kv_lens: Any, num_seqs: Any) -> None:
-    shape = cu_q_lens.shape
-    if len(shape) != 1 or shape[0] < 2:
-        raise ValueError(f"cu_q_lens must have shape (max_seqs + 1,), got {shape}")
-    for name, x, wanted in (("cu_kv_lens", cu_kv_lens, shape), ("num_seqs", num_seqs, (1,))):
-        if x.shape != wanted:
-            raise ValueError(f"{name} must have shape {wanted}, got {x.shape}")
-    for name, x in (("cu_q_lens", cu_q_lens), ("cu_kv_lens", cu_kv_lens), ("num_seqs", num_seqs)):
-        if not jnp.issubdtype(x.dtype, jnp.integer):
-            raise ValueError(f"{name} must be integers, got {x.dtype}")
-
-
-def _sides(causal: bool, window: tuple[Side, Side] | None) -> tuple[Side, Side]:
-    left, right = (None, None) if window is None else window
-    if any(side is not None and side < 0 for side in (left, right)):
-        raise ValueError(f"window must be (left, right), each at least 0 or None, got {window}")
-    right = 0 if causal else right
-    return _bounded(left), _bounded(right)
-
-
-def _bounded(side: Side) -> Side:
-    return None if side is None or side >= _OPEN else int(side)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

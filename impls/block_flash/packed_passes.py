@@ -28,7 +28,8 @@ from impls.block_flash.blocks import (
     take,
 )
 from impls.block_flash.forward import Outputs, Running, finish, finite_or_zero, nothing_yet, with_block
-from impls.block_flash.ranges import PackedPlan, Tables, allowed, holds_a_pair, ranges_of
+from impls.block_flash.ranges import PackedPlan, allowed, holds_a_pair, ranges_of
+from impls.packs import Tables
 from impls.varying import varying_axes, varying_over
 
 

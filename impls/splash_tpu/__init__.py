@@ -17,8 +17,9 @@ cases run on the chip: `pytest -k tpu`. What only a chip can say, and what is do
 
 from impls.splash_tpu.attention import attention
 from impls.splash_tpu.block_sizes import Blocks, BlockSizes, Layouts
-from impls.splash_tpu.implementation import IMPLEMENTATIONS, implementation
+from impls.splash_tpu.implementation import IMPLEMENTATIONS, implementation, packed_implementation
 from impls.splash_tpu.kernel import Splash, make_splash, make_splash_dynamic
+from impls.splash_tpu.packed import packed_attention
 
 __all__ = [
     "IMPLEMENTATIONS",
@@ -30,4 +31,6 @@ __all__ = [
     "implementation",
     "make_splash",
     "make_splash_dynamic",
+    "packed_attention",
+    "packed_implementation",
 ]

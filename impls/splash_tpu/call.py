@@ -84,6 +84,8 @@ class Operands:
     sinks: Any  # [N] f32 or none
     q_ids: Any  # int32 [B, T] or none
     kv_ids: Any  # int32 [B, S] or none
+    low: Any = None  # int32 [B, T], the first key that a query sees, where that is known at run time only
+    high: Any = None  # int32 [B, T], one past the last, likewise
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,6 +99,7 @@ class Call:
     head_dim_v: int
     dtype: Any
     segmented: bool
+    ranged: bool
     scale: float
 
     @property
@@ -144,5 +147,6 @@ def make_call(phase: Phase, plan: SplashPlan, operands: Operands) -> Call:
         head_dim_v=operands.v.shape[3],
         dtype=operands.q.dtype,
         segmented=operands.q_ids is not None,
+        ranged=operands.low is not None,
         scale=head_dim**-0.5 if plan.scale is None else plan.scale,
     )

@@ -69,7 +69,7 @@ def gradient_of_keys(call: Call, steps: Steps, q_offset: Any, inputs: Inputs, ou
 
 def _kernel(call: Call, step: Step, q_offset: Any, inputs: Inputs, outputs: Outputs, scratch: Scratch) -> None:
     when(step.first)(lambda: _start(inputs, scratch))
-    masking = Masking(step, q_offset, inputs.stored, scratch.kv_ids, inputs.q_ids)
+    masking = Masking(step, q_offset, inputs.stored, scratch.kv_ids, inputs.q_ids, inputs.low, inputs.high)
     add_block(call, step, functools.partial(_add, call, inputs, outputs, scratch, masking))
     when(step.last)(lambda: _finish(call, outputs, scratch))
 

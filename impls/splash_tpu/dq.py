@@ -32,6 +32,7 @@ from impls.splash_tpu.tiles import (
     add_block,
     allowed,
     column,
+    columns_of_queries,
     logits_of,
     product,
     read,
@@ -47,23 +48,31 @@ class Scratch(NamedTuple):
     logsumexp: Any  # [block_q, 128] f32
     row_sums: Any  # [block_q, 128] f32
     q_ids: Any  # [block_q, 128] int32, none without segments
+    low: Any  # [block_q, 128] int32, the first key that a query sees, none where masks are no such ranges
+    high: Any  # [block_q, 128] int32, one past the last
 
 
 def gradient_of_queries(call: Call, steps: Steps, q_offset: Any, inputs: Inputs, outputs: Outputs) -> Outputs:
     """`dq [B * N, T, H]`, on operands padded to whole blocks."""
     block_q = call.blocks.q
+
+    def columns(dtype: Any) -> Any:
+        return pltpu.VMEM((block_q, LANES), dtype)
+
     scratch = Scratch(
         dq=pltpu.VMEM((block_q, call.head_dim), jnp.float32),
-        logsumexp=pltpu.VMEM((block_q, LANES), jnp.float32),
-        row_sums=pltpu.VMEM((block_q, LANES), jnp.float32),
-        q_ids=pltpu.VMEM((block_q, LANES), jnp.int32) if call.segmented else None,
+        logsumexp=columns(jnp.float32),
+        row_sums=columns(jnp.float32),
+        q_ids=columns(jnp.int32) if call.segmented else None,
+        low=columns(jnp.int32) if call.ranged else None,
+        high=columns(jnp.int32) if call.ranged else None,
     )
     return launch(call, functools.partial(_kernel, call), steps, q_offset, inputs, outputs, scratch)
 
 
 def _kernel(call: Call, step: Step, q_offset: Any, inputs: Inputs, outputs: Outputs, scratch: Scratch) -> None:
     when(step.first)(lambda: _start(inputs, scratch))
-    masking = Masking(step, q_offset, inputs.stored, scratch.q_ids, inputs.kv_ids)
+    masking = Masking(step, q_offset, inputs.stored, scratch.q_ids, inputs.kv_ids, scratch.low, scratch.high)
     add_block(call, step, functools.partial(_add, call, inputs, scratch, masking))
     when(step.last)(lambda: _finish(call, outputs, scratch))
 
@@ -72,8 +81,7 @@ def _start(inputs: Inputs, scratch: Scratch) -> None:
     scratch.dq[...] = jnp.zeros(scratch.dq.shape, jnp.float32)
     scratch.logsumexp[...] = column(inputs.logsumexp[...])
     scratch.row_sums[...] = column(inputs.row_sums[...])
-    if scratch.q_ids is not None:
-        scratch.q_ids[...] = column(inputs.q_ids[...])
+    columns_of_queries(inputs, scratch)
 
 
 def _add(call: Call, inputs: Inputs, scratch: Scratch, masking: Masking, parts: tuple[Part, ...]) -> None:

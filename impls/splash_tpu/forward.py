@@ -57,7 +57,7 @@ from impls.splash_tpu.tiles import (
     add_block,
     allowed,
     by_lane,
-    column,
+    columns_of_queries,
     logits_of,
     product,
     read,
@@ -73,6 +73,8 @@ class Scratch(NamedTuple):
     total: Any  # [block_q, 128], whose lanes add up to the total
     acc: Any  # [block_q, V]
     q_ids: Any  # [block_q, 128] int32, none without segments
+    low: Any  # [block_q, 128] int32, the first key that a query sees, none where masks are no such ranges
+    high: Any  # [block_q, 128] int32, one past the last
 
 
 def forward(call: Call, steps: Steps, q_offset: Any, inputs: Inputs, outputs: Outputs) -> Outputs:
@@ -87,13 +89,15 @@ def forward(call: Call, steps: Steps, q_offset: Any, inputs: Inputs, outputs: Ou
         total=vmem(LANES),
         acc=vmem(call.head_dim_v),
         q_ids=vmem(LANES, jnp.int32) if call.segmented else None,
+        low=vmem(LANES, jnp.int32) if call.ranged else None,
+        high=vmem(LANES, jnp.int32) if call.ranged else None,
     )
     return launch(call, functools.partial(_kernel, call), steps, q_offset, inputs, outputs, scratch)
 
 
 def _kernel(call: Call, step: Step, q_offset: Any, inputs: Inputs, outputs: Outputs, scratch: Scratch) -> None:
     when(step.first)(lambda: _start(inputs, scratch))
-    masking = Masking(step, q_offset, inputs.stored, scratch.q_ids, inputs.kv_ids)
+    masking = Masking(step, q_offset, inputs.stored, scratch.q_ids, inputs.kv_ids, scratch.low, scratch.high)
     add_block(call, step, functools.partial(_add, call, inputs, scratch, masking))
     when(step.last)(lambda: _finish(call, inputs, outputs, scratch))
 
@@ -103,8 +107,7 @@ def _start(inputs: Inputs, scratch: Scratch) -> None:
     scratch.maximum[...] = jnp.full(scratch.maximum.shape, NOTHING, jnp.float32)
     scratch.total[...] = jnp.zeros(scratch.total.shape, jnp.float32)
     scratch.acc[...] = jnp.zeros(scratch.acc.shape, jnp.float32)
-    if scratch.q_ids is not None:
-        scratch.q_ids[...] = column(inputs.q_ids[...])
+    columns_of_queries(inputs, scratch)
 
 
 def _add(call: Call, inputs: Inputs, scratch: Scratch, masking: Masking, parts: tuple[Part, ...]) -> None:

@@ -9,6 +9,7 @@ from conformance.contract import Accelerator, Arithmetic, Implementation
 from impls.splash_tpu.attention import UNSUPPORTED, attention
 from impls.splash_tpu.block_sizes import BlockSizes, Layouts
 from impls.splash_tpu.call import Precision
+from impls.splash_tpu.packed import packed_attention
 from impls.splash_tpu.tuned import tunable
 from impls.versions import runs_on
 
@@ -25,6 +26,8 @@ _VARIANTS: dict[str, dict[str, Any]] = {
         "layouts": _SEQUENCE_MINOR,
     },
 }
+
+_VARIANTS_OF_PACKS = ("fused", "default_blocks", "unequal_blocks", "computed_in_parts")
 
 
 def implementation(name: str, *, block_sizes: BlockSizes = _JUDGED, precision: Precision = "exact") -> Implementation:
@@ -56,7 +59,36 @@ def implementation(name: str, *, block_sizes: BlockSizes = _JUDGED, precision: P
     )
 
 
+def packed_implementation(name: str, *, block_sizes: BlockSizes = _JUDGED) -> Implementation:
+    """Splash attention over packed sequences with these block sizes, under `name`."""
+    call = functools.partial(packed_attention, block_sizes=block_sizes)
+    return Implementation(
+        name=name,
+        call=call,
+        description="block-sparse flash attention in Pallas for TPU over packed sequences, by their borders",
+        unsupported={"f16": UNSUPPORTED["f16"]},
+        gradients=frozenset({"dq", "dk", "dv", "dsinks"}),
+        empty_rows="zero",
+        behind_mask="any",
+        storage="packed",
+        refuses_by_signature=True,
+        accelerator=Accelerator(
+            platform="tpu",
+            interpreted=not runs_on("tpu"),
+            native=functools.partial(packed_attention, interpret=False),
+            under_interpreter=lambda parameters: functools.partial(call, interpret=parameters),
+        ),
+        variants={
+            variant: functools.partial(packed_attention, block_sizes=_VARIANTS[variant]["block_sizes"])
+            for variant in _VARIANTS_OF_PACKS
+        },
+        memory="linear",
+        checkpoint_names=("splash_residuals",),
+    )
+
+
 IMPLEMENTATIONS: tuple[Implementation, ...] = (
     implementation("splash_tpu"),
     implementation("splash_tpu_fused", block_sizes=BlockSizes.uniform(128, 128, fused_backward=True)),
+    packed_implementation("splash_tpu_packed"),
 )

@@ -23,7 +23,7 @@ from impls.splash_tpu.schedule import COMPUTE, Order, Steps, downcast, dynamic_s
 from impls.varying import varying_axes, varying_over
 from impls.versions import interpret_or
 
-_ORDERS: dict[Phase, Order] = {"forward": "q", "dq": "q", "dkv": "kv"}
+ORDERS: dict[Phase, Order] = {"forward": "q", "dq": "q", "dkv": "kv"}
 
 
 @jax.tree_util.register_pytree_node_class
@@ -64,7 +64,7 @@ class Splash:
         operands = Operands(q, k, v, sinks, q_ids, kv_ids)
         self._check(operands)
         operands = varying_over(operands, varying_axes(operands))
-        out, logsumexp, max_logits = _attend(self.plan, self.lists, operands)
+        out, logsumexp, max_logits = attend(self.plan, self.lists, operands)
         if not save_residuals:
             return out
         residuals = {"logsumexp": logsumexp}
@@ -225,7 +225,7 @@ def make_splash(
             num_q_heads // num_kv_heads,
             q_shards,
         )
-        for phase, order in _ORDERS.items()
+        for phase, order in ORDERS.items()
     }
     steps = {phase: downcast(s) if downcast_smem_data else s for phase, (s, _) in found.items()}
     lists = Lists(
@@ -277,7 +277,7 @@ def make_splash_dynamic(
         phase: dynamic_steps(
             allowed, getattr(sizes, phase).clipped(q_length, kv_length), order, num_q_heads // num_kv_heads
         )
-        for phase, order in _ORDERS.items()
+        for phase, order in ORDERS.items()
         if phase != "dq" or not sizes.fused_backward
     }
     steps = {phase: s for phase, (s, _) in found.items()}
@@ -309,5 +309,5 @@ def _splash_backward(plan: SplashPlan, saved: Any, cotangents: Any) -> Any:
 
 _splash.defvjp(_splash_forward, _splash_backward)
 
-# Jitted so that calls outside `jit` compile once for each kernel, not once a call.
-_attend = jax.jit(_splash, static_argnums=0)
+# Differentiable in reverse mode. Jitted so that calls outside `jit` compile once for each kernel, not once a call.
+attend = jax.jit(_splash, static_argnums=0)

@@ -36,6 +36,8 @@ class Inputs(NamedTuple):
     v: Any  # [B * K, S, V], likewise
     q_ids: Any = None  # int32 [B, 1, T]
     kv_ids: Any = None  # int32 [B, 1, S]
+    low: Any = None  # int32 [B, 1, T], the first key that a query sees, if masks are such ranges
+    high: Any = None  # int32 [B, 1, T], one past the last
     sinks: Any = None  # f32 [N, 1, 128]
     do: Any = None  # [B * N, T, V]
     logsumexp: Any = None  # f32 [B * N, 1, T]
@@ -102,6 +104,7 @@ def launch(
         stored_mask=inputs.stored is not None,
         limit=limit,
         fused=call.fused,
+        ranged=call.ranged,
     )
     place = _Placing(call, steps)
     scalars = _Scalars(
@@ -167,7 +170,8 @@ class _Placing:
         # With one list for all heads the query heads of a group follow one another at each step.
         self.inner = self.group if self.by_kv and not self.heads_listed else 1
         self.heads = call.plan.num_kv_heads if self.by_kv else call.plan.num_q_heads
-        self.grid = (call.batch * self.heads, self.length) + ((self.inner,) if self.inner > 1 else ())
+        steps_taken = self.length if steps.total is None else steps.total
+        self.grid = (call.batch * self.heads, steps_taken) + ((self.inner,) if self.inner > 1 else ())
 
     def program_in_group(self) -> Any:
         return pl.program_id(2) if self.inner > 1 else 0
@@ -215,7 +219,7 @@ class _Placing:
             return self._tile(x, blocks.kv, layout, of_queries=False)
         if name in ("logsumexp", "row_sums", "max_logits"):
             return self._spec((None, 1, blocks.q), lambda g, s: (self.q_row(g, s), 0, self._q(g, s)))
-        if name == "q_ids":
+        if name in ("q_ids", "low", "high"):
             return self._spec((None, 1, blocks.q), lambda g, s: (self._batch(g), 0, self._q(g, s)))
         if name == "kv_ids":
             return self._spec((None, 1, blocks.kv), lambda g, s: (self._batch(g), 0, self._kv(g, s)))
@@ -268,7 +272,7 @@ class _Placing:
 
 
 def _cost(call: Call, place: _Placing, arrays: list[Any]) -> pl.CostEstimate | None:
-    """Of all steps, counting those that compute nothing as if they did; none where the batch size is left open."""
+    """Of all steps, counting those that compute nothing as if they did; none where sizes are known at run time only."""
     if not all(isinstance(size, int | np.integer) for size in place.grid):
         return None
     pairs = math.prod(place.grid) * call.blocks.q * call.blocks.kv

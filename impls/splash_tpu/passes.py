@@ -129,12 +129,18 @@ def _inputs(call: Call, operands: Operands, steps: Steps) -> Inputs:
     sinks = operands.sinks
     if sinks is not None:
         sinks = jnp.broadcast_to(sinks.astype(jnp.float32)[:, None, None], (len(sinks), 1, LANES))
+
+    def row(x: jax.Array | None, length: int) -> jax.Array | None:
+        return None if x is None else _padded(x, 1, length)[:, None]
+
     return Inputs(
         q=tiles(operands.q, call.q_padded, layouts.q),
         k=tiles(operands.k, call.kv_padded, layouts.k),
         v=tiles(operands.v, call.kv_padded, layouts.v),
-        q_ids=None if operands.q_ids is None else _padded(operands.q_ids, 1, call.q_padded)[:, None],
-        kv_ids=None if operands.kv_ids is None else _padded(operands.kv_ids, 1, call.kv_padded)[:, None],
+        q_ids=row(operands.q_ids, call.q_padded),
+        kv_ids=row(operands.kv_ids, call.kv_padded),
+        low=row(operands.low, call.q_padded),
+        high=row(operands.high, call.q_padded),
         sinks=sinks,
         stored=steps.stored,
     )

@@ -45,6 +45,7 @@ class Steps:
       flags: what to do (`FIRST`, `LAST`, `COMPUTE`, `MASKED`).
       place: index of the step's block in `stored`, none if the mask is a formula.
       stored: mask blocks int8 `[X, block_q, block_kv]`, transposed for the order `"kv"`.
+      total: how many steps of the lists there are, if that is known at run time only (`impls.splash_tpu.packed_steps`).
     """
 
     q: Any
@@ -53,6 +54,7 @@ class Steps:
     flags: Any
     place: Any
     stored: Any
+    total: Any = None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -130,6 +130,13 @@ def column(row: jax.Array) -> jax.Array:
     return jnp.broadcast_to(row, (LANES, row.shape[1])).T
 
 
+def columns_of_queries(inputs: Any, scratch: Any) -> None:
+    """What says which keys a query sees, as columns, as far as the kernel has it: ids, and ends of ranges."""
+    for name in ("q_ids", "low", "high"):
+        if (kept := getattr(scratch, name)) is not None:
+            kept[...] = column(getattr(inputs, name)[...])
+
+
 def across(x: jax.Array, lanes: int) -> jax.Array:
     """`[n, 128]`, the same in every lane, as `[n, lanes]`: the same registers over again, and no work.
 
@@ -161,6 +168,8 @@ class Masking(NamedTuple):
     stored: Any
     ids: Any  # [n, 128] of the axis that is the rows of the tile
     other_ids: Any  # [1, m] of the other
+    low: Any = None  # of the queries, `[n, 128]` where they are the rows of the tile, else `[1, n]`
+    high: Any = None  # likewise
 
 
 def allowed(call: Call, masking: Masking, rows: slice, keys: Keys) -> jax.Array | None:
@@ -177,6 +186,8 @@ def allowed(call: Call, masking: Masking, rows: slice, keys: Keys) -> jax.Array 
     transposed = call.phase == "dkv"
     size = rows.stop - rows.start
     shape = (keys.size, size) if transposed else (size, keys.size)
+    if call.ranged:
+        return _in_ranges(call, masking, rows, keys, shape) if keys.masked else None
     found = None
     if keys.masked and masking.stored is not None:
         stored = masking.stored[own, rows] if transposed else masking.stored[rows, own]
@@ -218,6 +229,18 @@ def _computed(
         exists = place(of_keys) < plan.kv_length - first_key
         found = exists if found is None else found & exists
     return found
+
+
+def _in_ranges(call: Call, masking: Masking, rows: slice, keys: Keys, shape: tuple[int, int]) -> jax.Array:
+    """The pairs of a key that lies in the range of the query's. What only fills a block is in no range, or has none."""
+    first = masking.step.kv * call.blocks.kv + keys.start
+    if call.phase == "dkv":
+        low, high = (ref[:, rows] - first for ref in (masking.low, masking.high))
+        place = lax.broadcasted_iota(jnp.int32, shape, 0)
+    else:
+        low, high = (across(ref[rows, :] - first, keys.size) for ref in (masking.low, masking.high))
+        place = lax.broadcasted_iota(jnp.int32, shape, 1)
+    return (place >= low) & (place < high)
 
 
 def seen_keys(call: Call, found: jax.Array, layout: Layout, depth: int) -> jax.Array:

@@ -48,7 +48,9 @@ class Depths:
     itemsize: int
 
 
-def vmem_bytes(phase: str, blocks: Blocks, depths: Depths, *, stored_mask: bool, fused: bool = False) -> int:
+def vmem_bytes(
+    phase: str, blocks: Blocks, depths: Depths, *, stored_mask: bool, fused: bool = False, ranged: bool = False
+) -> int:
     """VMEM that a kernel takes, estimated.
 
     Operand and result blocks are counted twice, since the next ones are fetched while these are used; scratch once;
@@ -60,38 +62,45 @@ def vmem_bytes(phase: str, blocks: Blocks, depths: Depths, *, stored_mask: bool,
       depths: of the operands.
       stored_mask: whether mask blocks are fetched.
       fused: whether the kernel of dk and dv gives dq too.
+      ranged: whether each query has a range of keys, which has a column more than segment ids.
     """
     h, v = whole(depths.head_dim, LANES), whole(depths.head_dim_v, LANES)
     q_row, kv_row, f32 = h * depths.itemsize, (h + v) * depths.itemsize, 4
     fetched = blocks.q * q_row + blocks.kv * kv_row + (blocks.q * blocks.kv if stored_mask else 0)
+    columns = (4 if ranged else 3) * LANES
     if phase == "forward":
         fetched += blocks.q * v * depths.itemsize  # out
-        scratch = blocks.q * (v + 3 * LANES) * f32
+        scratch = blocks.q * (v + columns) * f32
     elif phase == "dq":
         fetched += blocks.q * (v + h) * depths.itemsize  # do, dq
-        scratch = blocks.q * (h + 3 * LANES) * f32
+        scratch = blocks.q * (h + columns) * f32
     else:
         fetched += blocks.q * v * depths.itemsize + blocks.kv * kv_row  # do; dk, dv
         scratch = blocks.kv * (h + v + LANES) * f32 + (2 * blocks.q * h * f32 if fused else 0)
     return 2 * fetched + scratch + 3 * blocks.q * blocks.compute * f32
 
 
-def check_vmem(
-    phase: str, blocks: Blocks, depths: Depths, *, stored_mask: bool, limit: Limit, fused: bool = False
-) -> int:
+def check_vmem(phase: str, blocks: Blocks, depths: Depths, *, limit: Limit, **kind: bool) -> int:
     """Refuse blocks that do not fit; the estimate in bytes of those that do.
+
+    Args:
+      phase: as for `vmem_bytes`.
+      blocks: likewise.
+      depths: likewise.
+      limit: what it may take.
+      kind: `stored_mask`, `fused` and `ranged`, likewise.
 
     Raises:
       ValueError: the estimate is over the limit; the message says which sizes would fit.
     """
-    need = vmem_bytes(phase, blocks, depths, stored_mask=stored_mask, fused=fused)
+    need = vmem_bytes(phase, blocks, depths, **kind)
     if need <= limit.bytes:
         return need
     sizes = [size for size in _SIZES if size <= max(blocks.q, blocks.kv)]
     fitting = [
         f"{q} x {kv}"
         for q, kv in itertools.product(sizes, sizes)
-        if vmem_bytes(phase, Blocks(q, kv), depths, stored_mask=stored_mask, fused=fused) <= limit.bytes
+        if vmem_bytes(phase, Blocks(q, kv), depths, **kind) <= limit.bytes
     ]
     remedy = f"these would fit (q x kv): {', '.join(fitting[:4])}" if fitting else "no block size would fit"
     raise ValueError(

@@ -21,7 +21,8 @@ from conformance.calling.execution import Executor
 from impls import block_flash
 from impls.block_flash import packed_passes
 from impls.block_flash.packed import packed_attention
-from impls.block_flash.ranges import PackedPlan, Ranges, Tables, allowed, holds_a_pair, ranges_of
+from impls.block_flash.ranges import PackedPlan, Ranges, allowed, holds_a_pair, ranges_of
+from impls.packs import Tables
 from tests.judged import assert_attention
 
 BLOCK = 4
