@@ -68,17 +68,17 @@ def written_into(
 
 
 def _called(call: Any, arrays: Arrays, kept: Values, tokens: tuple[str, ...]) -> tuple[dict[str, Any], str]:
-    def made(given: dict[str, Any]) -> dict[str, Any]:
+    def made(arrays: Arrays, given: dict[str, Any]) -> dict[str, Any]:
         of_tokens = {name: x for name, x in given.items() if name in tokens}
         of_pages = {name: x for name, x in given.items() if name not in tokens}
         jax.block_until_ready(call(arrays, of_tokens, of_pages))  # type: ignore[no-untyped-call] # untyped upstream
         return given
 
     try:
-        return made({name: np.array(x, copy=True) for name, x in kept.items()}), ""
-    except Exception as refusal:  # type checkers raise errors of their own, and NumPy arrays have no `at`
+        return made(arrays, {name: np.array(x, copy=True) for name, x in kept.items()}), ""
+    except Exception as refusal:  # type checkers raise errors of their own
         reason = f"given JAX arrays, since NumPy arrays are refused ({type(refusal).__name__})"
-        return made({name: jnp.array(x) for name, x in kept.items()}), reason
+        return made(jax.tree.map(jnp.array, arrays), {name: jnp.array(x) for name, x in kept.items()}), reason
 
 
 def _differs(before: np.ndarray, after: Any) -> bool:
