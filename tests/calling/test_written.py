@@ -179,6 +179,7 @@ def test_pages_are_handed_on_through_a_life() -> None:
     assert {found[name].verdict for name in ("v_pages.step0", "out.step1")} == {FAIL}
 
 
+@pytest.mark.long
 def test_pages_that_are_taken_from_the_caller_are_told() -> None:
     donating = jax.jit(paged.attention_with_update, donate_argnames=("k_pages", "v_pages"))
 
