@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from impls.paged.attention import attention
+from impls.paged.attention import attention, check_operands, check_tables
 
 _LAST = 2**31 - 1  # of int32: no token is there
 
@@ -60,6 +60,8 @@ def attention_with_update(
         "cu_q_lens": cu_q_lens,
         "num_seqs": num_seqs,
     }
+    check_operands(q, k_pages, v_pages, None, None, None, None)
+    check_tables(**tables)
     page, row = _slots(len(q), k_pages, **{name: jnp.asarray(x, jnp.int32) for name, x in tables.items()})
     k_pages, v_pages = _written("k", k, k_pages, page, row), _written("v", v, v_pages, page, row)
     found = attention(q, k_pages, v_pages, **tables, save_residuals=save_residuals, **options)
