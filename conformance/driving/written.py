@@ -101,15 +101,13 @@ def _call(
 ) -> tuple[Any, Any, Any]:
     storage = arrays["storage"]
     others = {name: x for name, x in arrays.items() if name not in ("q", "storage")}
+    q = call.packed(arrays["q"], storage)
     out, residuals, after = call.writing(
-        q=call.packed(arrays["q"], storage),
-        **tokens,
-        **pools,
-        **call.tables(storage),
-        **others,
-        **statics,
-        save_residuals=save_residuals,
+        q=q, **tokens, **pools, **call.tables(storage), **others, **statics, save_residuals=save_residuals
     )
+    mishaps.check_shape("out", out, (*q.shape[:2], tokens["v"].shape[-1]))
     if residuals is not None:
         out, residuals = mishaps.checked_residuals((out, residuals))
+        for name, x in residuals.items():
+            mishaps.check_shape(name, x, q.shape[:2])
     return out, residuals, after

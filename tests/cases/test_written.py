@@ -61,7 +61,7 @@ def test_what_no_server_writes_is_not_asked(case: Case, reason: str) -> None:
 
 @pytest.mark.parametrize("case", [MIXED, SHARED], ids=str)
 def test_tokens_are_the_last_keys_of_their_sequences(case: Case) -> None:
-    problem, storage = stored(case)
+    _, storage = stored(case)
     where = slots(storage)
     keys = [
         b * case.kv_length + j
@@ -72,7 +72,6 @@ def test_tokens_are_the_last_keys_of_their_sequences(case: Case) -> None:
     assert (storage.held[where.page, where.row][where.there] == where.key[where.there]).all()
     assert where.there.tolist() == (storage.q_rows != NOBODY).tolist()
     assert not where.there.all()  # there is padding, which goes nowhere
-    del problem
 
 
 @pytest.mark.parametrize("finite", [False, True])
