@@ -177,6 +177,8 @@ class Implementation:
       lower_mask: `(mask, B, N, T, S) -> (static keywords, array keywords)`: how the mask reaches `call`.
       storage: `"paged"` or `"packed"` if `call` takes its operands so (contract, section 8) and no others, by the names
         of `cases.serving.storage.TABLES`; the mask then reaches it as `causal` or `window`.
+      writes_pages: True if a `"paged"` call gets the keys and values of its queries' tokens beside the pages, writes
+        them there, and returns the pages too: `call(q, k, v, k_pages, v_pages, ...)`.
       accelerator: the accelerator that the kernel is written for, and how it is run without one.
       refuses_by_signature: True if unsupported features cannot even be asked for, so that there is nothing to refuse.
       variants: other calls that must give the same results, by name: other block sizes, other schedules.
@@ -205,6 +207,7 @@ class Implementation:
     validates: bool = False
     lower_mask: Lowering = structured_mask
     storage: Kind | None = None
+    writes_pages: bool = False
     accelerator: Accelerator = Accelerator()
     tunable: Tunable | None = None
     variants: Mapping[str, Callable[..., Any]] = dataclasses.field(default_factory=dict)
@@ -224,6 +227,8 @@ class Implementation:
         reject_unknown_choices(self)
         if self.storage is not None:
             self._take_stored(self.storage)
+        if self.writes_pages and self.storage != "paged":
+            raise ValueError(f"{self.name}: writes_pages needs storage 'paged', got {self.storage!r}")
         for field, names, known in (
             ("unsupported", self.unsupported, FEATURES),
             ("offers", self.offers, OPT_IN),
@@ -248,7 +253,8 @@ class Implementation:
                 return f"{feature}: {self.unsupported[feature]}"
             if feature in OPT_IN and feature not in self.offers:
                 return f"{feature}: not declared ({FEATURES[feature]})"
-        if self.storage is not None and (reason := not_stored(case, self.storage)) is not None:
+        writes = self.writes_pages
+        if self.storage is not None and (reason := not_stored(case, self.storage, writes=writes)) is not None:
             return reason
         sizes = (case.batch, case.num_q_heads, case.q_length, case.kv_length, case.seed)
         if self.lower_mask is mask_function and not has_formula(mask_spec.build(case.mask, *sizes)):

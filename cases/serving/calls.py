@@ -11,6 +11,7 @@ from cases.case import Case
 from cases.masks import Mask
 from cases.operands import OPTIONAL
 from cases.serving.spec import Kind, Sides, sides, write
+from cases.serving.written import not_written
 
 _CHUNK = {"batch": 1, "q_length": 24, "kv_length": 40, "mask": "window-linf-r3-o16"}
 _FORTY = tuple(1 + 5 * n % 13 for n in range(40))
@@ -69,8 +70,11 @@ def sides_of_stored(
     return ({"causal": True} if seen == Sides(None, 0) else {"window": (seen.left, seen.right)}), {}
 
 
-def not_stored(case: Case, kind: Kind) -> str | None:
-    """Why no call that takes its operands as `kind` can be asked for `case`, or None if one can."""
+def not_stored(case: Case, kind: Kind, *, writes: bool = False) -> str | None:
+    """Why no call that takes its operands as `kind` can be asked for `case`, or None if one can.
+
+    With `writes` it also writes the new tokens of each sequence into pages.
+    """
     if case.stored is None:
         return f"dense operands: the call takes {kind} ones"
     if case.stored.kind != kind:
@@ -82,7 +86,7 @@ def not_stored(case: Case, kind: Kind) -> str | None:
     seen = sides(mask, case.q_length, case.kv_length)
     if seen is None or (kind == "paged" and not seen.is_causal):
         return f"{case.mask}: no mask that a {kind} call is asked for, which goes by the place in a sequence"
-    return None
+    return not_written(case) if writes else None
 
 
 def of_length(case: Case, length: int) -> Case:

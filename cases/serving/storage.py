@@ -122,8 +122,7 @@ def draw(case: Case) -> Storage | None:
         return packed(rows, sizes, max_seqs=max_seqs, total_q=sum(q_lengths) + padding, padding=padding, seed=case.seed)
     size = spec.page_size
     counts = [-(-n // size) for n in kv_lengths]
-    # Whole pages alone, and half of those that both sequences fill.
-    alike = [(min(n, kv_lengths[0]) // size + 1) // 2 if spec.shared and b else 0 for b, n in enumerate(kv_lengths)]
+    alike = pages_alike(spec, kv_lengths)
     pool = sum(counts) + _UNUSED_PAGES
     order = np.argsort(integers(case.seed, "pages", (pool,), 2**32), kind="stable").tolist()
     first = tuple(order.pop() for _ in range(counts[0]))
@@ -142,6 +141,12 @@ def draw(case: Case) -> Storage | None:
     return paged(
         rows, sizes, held, max_seqs=max_seqs, total_q=sum(q_lengths) + padding, pages_per_seq=width, seed=case.seed
     )
+
+
+def pages_alike(spec: specs.Spec, kv_lengths: tuple[int, ...]) -> list[int]:
+    """How many pages each sequence has from the first one: whole ones alone, half of those that both fill."""
+    size = spec.page_size or 1
+    return [(min(n, kv_lengths[0]) // size + 1) // 2 if spec.shared and b else 0 for b, n in enumerate(kv_lengths)]
 
 
 def write(held: np.ndarray, request: Request, kv_length: int, start: int = 0) -> None:

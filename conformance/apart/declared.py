@@ -14,10 +14,16 @@ from conformance.contract import Accelerator, Arithmetic, BehindMask, EmptyRows,
 from conformance.records import printable
 
 _SETS = ("offers", "residuals", "differentiable_residuals", "gradients")
-_PLAIN = ("name", "description", "empty_rows", "behind_mask", "validates", "memory", "refuses_by_signature", "devices")
+_PLAIN = (
+    *("name", "description", "empty_rows", "behind_mask", "validates", "memory", "refuses_by_signature", "devices"),
+    "writes_pages",
+)
 _WORDS: Mapping[str, Any] = {"empty_rows": EmptyRows, "behind_mask": BehindMask}
 
-_KINDS = {"description": str, "devices": int, "validates": bool, "refuses_by_signature": bool, "unsupported": dict}
+_KINDS = {
+    **{"description": str, "devices": int, "unsupported": dict},
+    **dict.fromkeys(("validates", "refuses_by_signature", "writes_pages"), bool),
+}
 
 
 def told(implementation: Implementation) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from cases.model import Model
 from cases.regressions import REGRESSIONS
 from cases.serving import grids
 from cases.serving.life import lives
+from cases.serving.written_grids import WRITTEN
 from conformance.accelerators.targets import targets_of
 from conformance.contract import Implementation
 
@@ -54,6 +55,8 @@ class Asked:
 def models_of(implementation: Implementation) -> tuple[Model, Model]:
     """The models of features and of sizes: those of its storage, if it takes its operands stored."""
     storage = implementation.storage
+    if implementation.writes_pages:
+        return WRITTEN
     return (axes.MODEL, sizes.MODEL) if storage is None else grids.MODELS[storage]
 
 

@@ -200,7 +200,7 @@ class Executor:
         statics = {**static, **numbers}
         arrays = {operand.name: value for operand, value in values if operand.arrays and value is not None}
         if problem.storage is not None:
-            extra = {**extra, "storage": stored.given(problem.storage, self.implementation.behind_mask)}
+            extra = {**extra, "storage": stored.given_to(self.implementation, problem.storage)}
         return statics, {**arrays, **extra}
 
 

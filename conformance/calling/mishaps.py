@@ -127,6 +127,23 @@ def checked_residuals(returned: Any) -> tuple[Any, dict[str, Any]]:
     )
 
 
+def checked_pages(returned: Any, *, save_residuals: bool) -> tuple[Any, ...]:
+    """What a call that writes pages returned, if it is `out`, the residuals if they are asked for, and the pages.
+
+    Raises:
+      WrongReturn: if it is anything else.
+    """
+    arrays = (0, 2, 3) if save_residuals else (0, 1, 2)
+    fits = isinstance(returned, tuple) and len(returned) == len(arrays) + save_residuals
+    fits = fits and all(isinstance(returned[n], jax.Array | np.ndarray | np.generic) for n in arrays)
+    if fits:
+        return tuple(returned)
+    must = "(out, k_pages, v_pages)"
+    if save_residuals:
+        must = "(out, {'logsumexp': ..., 'max_logits': ...}, k_pages, v_pages) with save_residuals=True"
+    raise WrongReturn(f"a call that writes pages must return {must}, and returned {_described(returned)}")
+
+
 def check_shape(name: str, returned: Any, shape: tuple[int, ...]) -> None:
     """Check the shape of what the call returned, where something is computed of it.
 

@@ -148,7 +148,9 @@ def from_function(function: Callable[..., Any], name: str, *, products: Products
     """
     signature = _signature(function, name)
     kind = _storage(signature, name)
-    parameters = _options(signature, name, _OPTIONS if kind is None else plain_stored.OPTIONS[kind])
+    writes = kind == "paged" and plain_stored.writes(signature)
+    known = _OPTIONS if kind is None else plain_stored.OPTIONS[kind]
+    parameters = _options(signature, name, plain_stored.options_of(signature) if writes else known)
     others = tuple(name for name in list(signature.parameters)[3:] if name not in parameters)
     declaration = _declaration(function)
     has = [operand.name for operand in REMOVABLE if operand.name in parameters]
@@ -158,13 +160,15 @@ def from_function(function: Callable[..., Any], name: str, *, products: Products
     stated = _stated(signature)
     narrow = "input" in (declaration.arithmetic.logits, declaration.arithmetic.softmax)
 
-    def call(q: Any, k: Any, v: Any, **options: Any) -> Any:
+    def call(q: Any, k: Any, v: Any, *pages: Any, **options: Any) -> Any:
         if "score_mod" in parameters and "soft_cap" not in parameters and options.get("soft_cap") is not None:
             options["score_mod"] = ThenCapped(options.get("score_mod"), options.pop("soft_cap"))
         keep = {n: value for n, value in options.items() if value is not None and value is not False}
         for option in keep:
             if option not in parameters:
                 raise NotImplementedError(f"{name} has no parameter {option!r}")
+        if writes:
+            return plain_stored.written_by(function, signature, (q, k, v, *pages), {**stated, **keep})
         return function(q, k, v, **{**stated, **keep})
 
     if kind is not None:
@@ -185,6 +189,7 @@ def from_function(function: Callable[..., Any], name: str, *, products: Products
         behind_mask=declaration.behind_mask,
         lower_mask=plain_stored.lowering(parameters, kind) if kind else _lowering(parameters, declaration.causal),
         storage=kind,
+        writes_pages=writes,
         refuses_by_signature=True,
     )
     residuals = _returned_residuals(implementation) if implementation.residuals else frozenset()
@@ -211,7 +216,7 @@ def _returned_residuals(implementation: Implementation) -> frozenset[str]:
             problem.mask, case.batch, case.num_q_heads, case.q_length, case.kv_length
         )
         if problem.storage is not None:
-            extra = {**extra, "storage": stored.given(problem.storage, implementation.behind_mask)}
+            extra = {**extra, "storage": stored.given_to(implementation, problem.storage)}
         call = functools.partial(implementation.call, **static, save_residuals=True)
         try:
             returned = jax.eval_shape(call, problem.q, problem.k, problem.v, **extra)

@@ -3,12 +3,16 @@
     def attention(q, k_pages, v_pages, *, kv_lens, page_indices, cu_q_lens, num_seqs, window=None): ...
     def attention(q, k, v, *, cu_q_lens, cu_kv_lens, num_seqs, causal=False, window=None): ...
 
+    def attention(q, k, v, k_pages, v_pages, *, kv_lens, page_indices, cu_q_lens, num_seqs, window=None): ...
+
 One with `page_indices` is paged, another one with `cu_q_lens` is packed (docs/contract.md, section 8). `num_seqs` may
-be left out: then entries past the last sequence are those of sequences without queries and keys.
+be left out: then entries past the last sequence are those of sequences without queries and keys. A paged one with all
+of `k`, `v`, `k_pages` and `v_pages` writes pages, and gets these by their names, in whatever order they stand.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Collection, Hashable, Mapping
 from typing import Any
 
@@ -19,6 +23,7 @@ from cases.operands import REMOVABLE
 from cases.serving.calls import sides_of_stored
 from cases.serving.spec import Kind, Sides, sides
 from cases.serving.storage import TABLES
+from cases.serving.written import POOLS
 
 _OPERANDS = tuple(operand.name for operand in REMOVABLE if operand.stored)
 OPTIONS: Mapping[Kind, tuple[str, ...]] = {
@@ -35,6 +40,29 @@ _ABOUT = {
     "cu_q_lens": "where the queries of each sequence begin, [max_seqs + 1]",
     "cu_kv_lens": "where the keys of each sequence begin, [max_seqs + 1]",
 }
+
+
+_WRITTEN = ("k", "v", *POOLS)
+
+
+def writes(signature: inspect.Signature) -> bool:
+    """Whether a paged function with this signature writes pages: beside these it has the tokens to be written."""
+    names = list(signature.parameters)
+    return set(_WRITTEN) <= set(names) and set(names[1:3]) < set(_WRITTEN)
+
+
+def options_of(signature: inspect.Signature) -> tuple[str, ...]:
+    """What a function that writes pages may have beside its first three arguments."""
+    return (*OPTIONS["paged"], *(name for name in _WRITTEN if name not in list(signature.parameters)[:3]))
+
+
+def written_by(
+    function: Callable[..., Any], signature: inspect.Signature, operands: tuple[Any, ...], options: Mapping[str, Any]
+) -> Any:
+    """What a function that writes pages returns for q, k, v, k_pages and v_pages, in this order, and for options."""
+    by_name = dict(zip(_WRITTEN, operands[1:], strict=True))
+    first = [by_name.pop(name) for name in list(signature.parameters)[1:3]]
+    return function(operands[0], *first, **by_name, **options)
 
 
 def kind_of(parameters: Collection[str]) -> Kind | None:

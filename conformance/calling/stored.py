@@ -7,13 +7,17 @@ oracle, the bounds and every check are those of the dense problem (docs/contract
     paged:  call(q, k_pages, v_pages, *, kv_lens, page_indices, cu_q_lens, num_seqs, window=None, ...)
     packed: call(q, k, v, *, cu_q_lens, cu_kv_lens, num_seqs, causal=False, window=None, ...)
 
-with q `[total_q, N, H]`, pages `[pages, page_size, K, .]`, packed keys and values `[total_kv, K, .]`, and out
+One that writes pages is `call(q, k, v, k_pages, v_pages, *, kv_lens, ...)`. Here its pages are made for the call and
+dropped behind it; what it wrote into pages that are kept is asked for by `conformance.driving.written`.
+
+Shapes are q `[total_q, N, H]`, pages `[pages, page_size, K, .]`, packed keys and values `[total_kv, K, .]`, and out
 `[total_q, N, V]`, residuals `[total_q, N]`.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -24,6 +28,7 @@ import numpy as np
 
 from cases.serving.spec import Kind
 from cases.serving.storage import NOBODY, TABLES, Storage
+from cases.serving.written import held_before, slots
 from conformance.calling import mishaps
 from conformance.contract import Accelerator, BehindMask, Implementation
 
@@ -31,10 +36,22 @@ from conformance.contract import Accelerator, BehindMask, Implementation
 _STALE = 2.0**6
 
 
-def given(storage: Storage, behind_mask: BehindMask) -> Mapping[str, np.ndarray]:
-    """What a call gets beside the dense operands: the tables, what lies where, and what lies where nothing does."""
+def given(storage: Storage, behind_mask: BehindMask, *, writes: bool = False) -> Mapping[str, np.ndarray]:
+    """What a call gets beside the dense operands: the tables, what lies where, and what lies where nothing does.
+
+    One that writes pages gets also which dense key the token of each packed query is, and pages without these.
+    """
     worst = np.nan if behind_mask == "any" else _STALE
-    return {**storage.arrays, "stale": np.array(worst if storage.stale is None else storage.stale, np.float32)}
+    stale = np.array(worst if storage.stale is None else storage.stale, np.float32)
+    if not writes:
+        return {**storage.arrays, "stale": stale}
+    where = slots(storage)
+    return {**storage.arrays, "held": held_before(storage, where), "tokens": where.key, "stale": stale}
+
+
+def given_to(implementation: Implementation, storage: Storage) -> Mapping[str, np.ndarray]:
+    """Likewise, for a call as `implementation` declares it."""
+    return given(storage, implementation.behind_mask, writes=implementation.writes_pages)
 
 
 def with_padding(arrays: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -54,25 +71,25 @@ def on_dense_operands(implementation: Implementation) -> Implementation:
     """The implementation with each of its calls made on dense operands; itself if it takes no others."""
     if implementation.storage is None or isinstance(implementation.call, StoredCall):
         return implementation
-    accelerator, kind = implementation.accelerator, implementation.storage
+    made = functools.partial(StoredCall.of, kind=implementation.storage, writes=implementation.writes_pages)
     return dataclasses.replace(
         implementation,
-        call=StoredCall.of(implementation.call, kind),
-        variants={name: StoredCall.of(call, kind) for name, call in implementation.variants.items()},
-        accelerator=_on_dense_operands(accelerator, kind),
+        call=made(implementation.call),
+        variants={name: made(call) for name, call in implementation.variants.items()},
+        accelerator=_on_dense_operands(implementation.accelerator, made),
     )
 
 
-def _on_dense_operands(accelerator: Accelerator, kind: Kind) -> Accelerator:
+def _on_dense_operands(accelerator: Accelerator, made: Callable[[Callable[..., Any]], StoredCall]) -> Accelerator:
     native, interpreted = accelerator.native, accelerator.under_interpreter
 
     def under_interpreter(parameters: Any) -> Callable[..., Any]:
         assert interpreted is not None
-        return StoredCall.of(interpreted(parameters), kind)
+        return made(interpreted(parameters))
 
     return dataclasses.replace(
         accelerator,
-        native=None if native is None else StoredCall.of(native, kind),
+        native=None if native is None else made(native),
         under_interpreter=None if interpreted is None else under_interpreter,
     )
 
@@ -86,18 +103,20 @@ class StoredCall:
       kind: how it takes its operands.
       counts: whether it is told how many sequences there are. Else entries past the last one are those of sequences
         without queries and keys.
+      writes: whether it writes the tokens of its queries into pages.
     """
 
     call: Callable[..., Any]
     kind: Kind
     counts: bool
+    writes: bool = False
 
     @classmethod
-    def of(cls, call: Callable[..., Any], kind: Kind) -> StoredCall:
+    def of(cls, call: Callable[..., Any], kind: Kind, *, writes: bool = False) -> StoredCall:
         """The dense form of `call`, which is asked for what its signature has."""
         parameters = inspect.signature(call).parameters.values()
         counts = any(p.name == "num_seqs" or p.kind is p.VAR_KEYWORD for p in parameters)
-        return cls(call, kind, counts)
+        return cls(call, kind, counts, writes)
 
     def __call__(
         self,
@@ -144,13 +163,20 @@ class StoredCall:
         self, q: Any, k: Any, v: Any, storage: Mapping[str, Any], padding: Mapping[str, Any] | None = None
     ) -> dict[str, Any]:
         """What `by_keyword` takes in place of dense operands: the stored ones, and the tables."""
-        added = padding or {}
+        added, stale = padding or {}, storage["stale"]
+        pages = {"k_pages": (k, "held"), "v_pages": (v, "held")} if self.writes else {}
+        tokens = "tokens" if self.writes else "held"
         return {
-            "q": _stored(q, storage["q_rows"], storage["stale"], added.get("q")),
-            "k": _stored(k, storage["held"], storage["stale"], added.get("k")),
-            "v": _stored(v, storage["held"], storage["stale"], added.get("v")),
+            "q": self.packed(q, storage, added.get("q")),
+            "k": _stored(k, storage[tokens], stale, added.get("k")),
+            "v": _stored(v, storage[tokens], stale, added.get("v")),
+            **{name: _stored(x, storage[held], stale) for name, (x, held) in pages.items()},
             **self.tables(storage),
         }
+
+    def packed(self, q: Any, storage: Mapping[str, Any], padding: Any = None) -> jax.Array:
+        """The queries as they are packed, `[total_q, N, H]`."""
+        return _stored(q, storage["q_rows"], storage["stale"], padding)
 
     def tables(self, storage: Mapping[str, Any]) -> Mapping[str, Any]:
         """The tables that it takes."""
@@ -158,8 +184,24 @@ class StoredCall:
         return tables if self.counts else _ended(tables)
 
     def by_keyword(self, *, q: Any, k: Any, v: Any, **others: Any) -> Any:
-        """The call in its own convention, with keywords alone."""
-        return self.call(q, k, v, **others)
+        """The call in its own convention, with keywords alone; without the pages that it returns."""
+        if not self.writes:
+            return self.call(q, k, v, **others)
+        out, residuals, _ = self.writing(q=q, k=k, v=v, **others)
+        return out if residuals is None else (out, residuals)
+
+    def writing(
+        self, *, q: Any, k: Any, v: Any, k_pages: Any, v_pages: Any, save_residuals: bool = False, **others: Any
+    ) -> tuple[Any, Any, dict[str, Any]]:
+        """What a call that writes pages returns: `out`, the residuals or none, and the pages by name.
+
+        Raises:
+          WrongReturn: if it returns something else.
+        """
+        asked = {"save_residuals": True} if save_residuals else {}
+        returned = self.call(q, k, v, k_pages, v_pages, **others, **asked)
+        *first, keys, values = mishaps.checked_pages(returned, save_residuals=save_residuals)
+        return first[0], first[1] if save_residuals else None, {"k_pages": keys, "v_pages": values}
 
 
 def _stored(x: Any, held: Any, stale: Any, padding: Any = None) -> jax.Array:

@@ -9,9 +9,10 @@ from typing import Any
 from cases.inputs import Problem, draw
 from cases.operands import REMOVABLE
 from conformance import records
+from conformance.asking import pages
 from conformance.asking.judgement import Judgement, labelled
 from conformance.asking.subject import Subject
-from conformance.driving import alone
+from conformance.driving import alone, written
 
 # Half of it is a flag, and the other half an array, for who takes both.
 _MASK = "causal_and_dense-d40"
@@ -23,7 +24,7 @@ def aliasing(subject: Subject) -> Iterator[Judgement]:
     Outside `jit` a library that checks types may refuse NumPy arrays, into which alone it could write. It is given JAX
     arrays then, which must still be there after the call. A mask that is an array is one of the operands. Without
     mask and optional operands a call may go another way, so that is asked too, with values as deep as queries, whose
-    memory fits `out` then.
+    memory fits `out` then. Pages that a call writes are new ones: those that it was given are the caller's still.
     """
     yield from _aliasing(subject, subject.problem)
     absent: dict[str, Any] = {operand.field: operand.absent for operand in REMOVABLE}
@@ -35,13 +36,26 @@ def aliasing(subject: Subject) -> Iterator[Judgement]:
     for name, case in (("plain", plain), ("mask", masked)):
         if subject.implementation.supports(case) is None:
             yield from labelled(name, _aliasing(subject, draw(case)))
+    if subject.implementation.writes_pages:
+        yield from labelled("pages", _of_pages(subject))
 
 
 def _aliasing(subject: Subject, problem: Problem) -> Iterator[Judgement]:
     for how in ("eager", "jit"):
-        changed, reason = subject.executor.run(alone.written_into, problem, compiled=how == "jit")
-        yield Judgement(
-            observable=f"operands.{how}",
-            verdict=records.FAIL if changed else records.PASS,
-            reason=f"the call writes into its operands: {', '.join(changed)}" if changed else reason,
-        )
+        yield _judged(how, *subject.executor.run(alone.written_into, problem, compiled=how == "jit"))
+
+
+def _of_pages(subject: Subject) -> Iterator[Judgement]:
+    """The pages that a call writes, and the new keys and values, as the caller has them."""
+    what = pages.writing_of(subject)
+    for how in ("eager", "jit"):
+        asked = subject.problem, what.tokens, what.before
+        yield _judged(how, *subject.executor.run(written.written_into, *asked, compiled=how == "jit"))
+
+
+def _judged(how: str, changed: list[str], reason: str) -> Judgement:
+    return Judgement(
+        observable=f"operands.{how}",
+        verdict=records.FAIL if changed else records.PASS,
+        reason=f"the call writes into its operands: {', '.join(changed)}" if changed else reason,
+    )

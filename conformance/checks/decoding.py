@@ -6,14 +6,18 @@ own last token. The rest of the cache is NaN, or a large number where NaN behind
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import numpy as np
 
 from cases.decoding import PIECES, part
+from cases.inputs import Problem
 from cases.serving.life import Step, steps
-from conformance.asking.judgement import Judgement
+from cases.serving.written import POOLS, Writing, writing
+from conformance.asking import pages
+from conformance.asking.judgement import Judgement, labelled
 from conformance.asking.subject import Subject
+from conformance.driving import written as driven
 from conformance.truth.bounds import Bounded
 
 # What memory may hold that nothing wrote, where it must be finite.
@@ -23,7 +27,8 @@ _STALE = 2.0**6
 def decoding(subject: Subject) -> Iterator[Judgement]:
     """Chunks of a prompt, then token by token into a cache that is longer, give the rows of one pass.
 
-    In pages several sequences live so at once, and later ones take the pages of those that have ended.
+    In pages several sequences live so at once, and later ones take the pages of those that have ended. A call that
+    writes pages gets at each step those that it returned at the step before.
     """
     if subject.problem.storage is not None:
         yield from _life(subject)
@@ -50,8 +55,14 @@ def decoding(subject: Subject) -> Iterator[Judgement]:
 def _life(subject: Subject) -> Iterator[Judgement]:
     """Each step of a server's life gives the rows of one pass, of all its sequences together."""
     whole = subject.expectation.forward
-    for number, step in enumerate(steps(subject.case, subject.problem)):
-        got = subject.results_of(step.problem)
+    life = tuple(steps(subject.case, subject.problem))
+    written = _written(subject, life) if subject.implementation.writes_pages else ()
+    for number, step in enumerate(life):
+        if written:
+            what, got = written[number]
+            yield from labelled(f"step{number}", pages.judged(what, got))
+        else:
+            got = subject.results_of(step.problem)
         for name, judged in (
             ("out", subject.judged_out_of(step.problem)),
             ("logsumexp", ~step.problem.empty_rows),
@@ -60,6 +71,32 @@ def _life(subject: Subject) -> Iterator[Judgement]:
             if name in got:
                 expected = _of_step(whole[name], step, axis=1 if name == "out" else 2, shape=got[name].shape)
                 yield subject.judge(name, got[name], expected, judged, label=f"{name}.step{number}")
+
+
+def _written(subject: Subject, life: tuple[Step, ...]) -> tuple[tuple[Writing, Mapping[str, np.ndarray]], ...]:
+    """What each step of a call that writes pages must write, and what it returned, results in their dense places."""
+    finite = subject.implementation.behind_mask == "finite"
+    expected: list[Writing] = []
+    for step in life:
+        before = expected[-1].after if expected else None
+        expected.append(writing(step.problem, subject.case.seed, finite=finite, before=before))
+    problems, tokens = [step.problem for step in life], [what.tokens for what in expected]
+    found = subject.executor.run(driven.step_by_step, problems, tokens, expected[0].before)
+    return tuple(
+        (what, {**_dense(got, step.problem), **{name: got[name] for name in POOLS}})
+        for what, got, step in zip(expected, found, life, strict=True)
+    )
+
+
+def _dense(got: Mapping[str, np.ndarray], problem: Problem) -> dict[str, np.ndarray]:
+    """Packed results `[total_q, N, ...]` as `out [B, T, N, V]` and residuals `[B, N, T]`, zeros where nobody is."""
+    assert problem.storage is not None
+    places = problem.storage.places
+    dense = {}
+    for name in got.keys() - set(POOLS):
+        x = np.where((places >= 0).reshape(*places.shape, *(1,) * (got[name].ndim - 1)), got[name][places], 0)
+        dense[name] = x.astype(got[name].dtype) if name == "out" else np.moveaxis(x, 1, 2)
+    return dense
 
 
 def _of_step(whole: Bounded, step: Step, *, axis: int, shape: tuple[int, ...]) -> Bounded:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from cases.operands import RESIDUALS
+from conformance.asking import pages
 from conformance.asking.judgement import Judgement, unsupported
 from conformance.asking.subject import Subject
 from conformance.calling.execution import Result
@@ -20,12 +21,16 @@ def forward(subject: Subject) -> Iterator[Judgement]:
     With a quantised cache, right means: for the keys and values that the cache stands for. A figure beside the verdict
     says how far `out` is from attention to the keys and values before they were stored. It is a multiple of what
     rounding and storing explain.
+
+    Where the call writes pages, `k_pages` and `v_pages` are what they must be, bit for bit.
     """
     judgement = judge_out(subject, subject.forward)
     if (before := subject.before_storing) is not None:
         comparison = compare(subject.forward.values["out"], before.forward["out"], subject.judged_out)
         judgement = dataclasses.replace(judgement, figures={"ratio_before_storing": comparison.ratio})
     yield judgement
+    if subject.implementation.writes_pages:
+        yield from pages.pages(subject, save_residuals=False)
 
 
 def residuals(subject: Subject) -> Iterator[Judgement]:
@@ -41,6 +46,8 @@ def residuals(subject: Subject) -> Iterator[Judgement]:
     for name in RESIDUALS:
         if name in offered:
             yield judge_residual(subject, name, result)
+    if subject.implementation.writes_pages:
+        yield from pages.pages(subject, save_residuals=True)
 
 
 def primal(subject: Subject) -> Iterator[Judgement]:

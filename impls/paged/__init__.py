@@ -2,5 +2,6 @@
 
 from impls.paged.attention import attention
 from impls.paged.implementation import IMPLEMENTATIONS, implementation
+from impls.paged.update import attention_with_update
 
-__all__ = ["IMPLEMENTATIONS", "attention", "implementation"]
+__all__ = ["IMPLEMENTATIONS", "attention", "attention_with_update", "implementation"]

@@ -76,8 +76,8 @@ def attention(
       ValueError: an operand or an option is not as above; the message names it.
       NotImplementedError: differentiation, or float16 on a TPU.
     """
-    _check(q, k_pages, v_pages, sinks, window, block_q, block_kv)
-    _check_tables(kv_lens, page_indices, cu_q_lens, num_seqs)
+    check_operands(q, k_pages, v_pages, sinks, window, block_q, block_kv)
+    check_tables(kv_lens, page_indices, cu_q_lens, num_seqs)
     page_size, num_kv_heads = k_pages.shape[1:3]
     if backend == "tpu":
         if q.dtype == jnp.float16:
@@ -103,7 +103,8 @@ def attention(
     return out, {"logsumexp": found.logsumexp, "max_logits": part.max[..., 0]}
 
 
-def _check(q: Any, k: Any, v: Any, sinks: Any, window: Any, *blocks: int | None) -> None:
+def check_operands(q: Any, k: Any, v: Any, sinks: Any, window: Any, *blocks: int | None) -> None:
+    """Raise `ValueError` naming an operand or an option that is not as `attention` says; k and v are pages."""
     for name, x, axes in (
         ("q", q, "[total_q, heads, depth]"),
         ("k_pages", k, "[pages, page_size, heads, depth]"),
@@ -128,7 +129,8 @@ def _check(q: Any, k: Any, v: Any, sinks: Any, window: Any, *blocks: int | None)
             raise ValueError(f"{name} must be positive, got {size}")
 
 
-def _check_tables(kv_lens: Any, page_indices: Any, cu_q_lens: Any, num_seqs: Any) -> None:
+def check_tables(kv_lens: Any, page_indices: Any, cu_q_lens: Any, num_seqs: Any) -> None:
+    """Raise `ValueError` naming a table that is not as `attention` says."""
     most = kv_lens.shape[0]
     if page_indices.ndim != 2 or page_indices.shape[0] != most or 0 in page_indices.shape:
         raise ValueError(f"page_indices must have shape ({most}, pages_per_seq), got {page_indices.shape}")

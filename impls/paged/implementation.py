@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any
 
 from conformance.contract import Accelerator, Arithmetic, Implementation
 from impls.paged.attention import Backend, attention
+from impls.paged.update import attention_with_update
 from impls.versions import runs_on
 
 # Tiles and blocks are small and unlike each other, so that prompts have several tiles, and sequences end before, at and
@@ -48,6 +50,20 @@ def implementation(name: str, *, backend: Backend = "portable") -> Implementatio
     )
 
 
+def _updating(name: str) -> Implementation:
+    """The same in plain JAX, which writes the new keys and values into pages first."""
+    return dataclasses.replace(
+        implementation(name),
+        call=functools.partial(attention_with_update, **_JUDGED),
+        description="attention over a cache in pages, in plain JAX, new keys and values written into the pages first",
+        writes_pages=True,
+        variants={
+            variant: functools.partial(attention_with_update, **changed)
+            for variant, changed in _VARIANTS["portable"].items()
+        },
+    )
+
+
 def _accelerator(backend: Backend) -> Accelerator:
     if backend == "portable":
         return Accelerator()
@@ -66,4 +82,5 @@ def _interpreted_by(parameters: Any) -> Any:
 IMPLEMENTATIONS: tuple[Implementation, ...] = (
     implementation("paged"),
     implementation("paged_tpu", backend="tpu"),
+    _updating("paged_update"),
 )

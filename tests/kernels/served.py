@@ -41,6 +41,51 @@ def paged(
     return _attend(q, k[sequence], v[sequence], allowed, scale, soft_cap, sinks, save_residuals)
 
 
+def writing(
+    q: jax.Array,  # [total_q, N, H]
+    k: jax.Array,  # [total_q, K, H]
+    v: jax.Array,  # [total_q, K, V]
+    k_pages: jax.Array,  # [pages, page_size, K, H]
+    v_pages: jax.Array,  # [pages, page_size, K, V]
+    *,
+    kv_lens: jax.Array,  # [max_seqs]
+    page_indices: jax.Array,  # [max_seqs, pages_per_seq]
+    cu_q_lens: jax.Array,  # [max_seqs + 1]
+    num_seqs: jax.Array,  # [1]
+    window: tuple[int, int] | None = None,
+    scale: float | None = None,
+    soft_cap: float | None = None,
+    sinks: jax.Array | None = None,  # [N]
+    save_residuals: bool = False,
+) -> Any:
+    """New keys and values are put in their rows of the pages, one after the other, before `paged` reads these."""
+    sequence, place = _placed(q, cu_q_lens, num_seqs)
+    size = k_pages.shape[1]
+
+    def with_token(token: jax.Array, pools: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        b = sequence[token]
+        j = kv_lens[b] - cu_q_lens[b + 1] + cu_q_lens[b] + place[token]
+        at = (page_indices[b, j // size], j % size, 0, 0)
+        put = jax.lax.dynamic_update_slice
+        return put(pools[0], k[token][None, None], at), put(pools[1], v[token][None, None], at)
+
+    pools = jax.lax.fori_loop(0, cu_q_lens[num_seqs[0]], with_token, (k_pages, v_pages))
+    found = paged(
+        q,
+        *pools,
+        kv_lens=kv_lens,
+        page_indices=page_indices,
+        cu_q_lens=cu_q_lens,
+        num_seqs=num_seqs,
+        window=window,
+        scale=scale,
+        soft_cap=soft_cap,
+        sinks=sinks,
+        save_residuals=save_residuals,
+    )
+    return (*(found if save_residuals else (found,)), *pools)
+
+
 def packed(
     q: jax.Array,  # [total_q, N, H]
     k: jax.Array,  # [total_kv, K, H]

@@ -16,7 +16,7 @@ from conformance.sensitivity.examination import red_records, shows_as_said
 from tests.kernels import pallas_tpu
 from tests.planted.bank import BANK, SEEN
 from tests.planted.features import caches
-from tests.planted.planting import flex, moba, served
+from tests.planted.planting import flex, moba, page_writes, served
 from tests.planted.planting.blockwise import implementation
 from tests.planted.planting.steps import BlockSteps
 from tests.sensitivity.by_day import asked
@@ -50,6 +50,7 @@ CORRECT = {
     "moba-block-sparse": moba.implementation("correct", moba.block_sparse()),
     "caches": caches.implementation("correct"),
     "paged": served.paged("correct"),
+    "writing": page_writes.writing("correct"),
     "packed": served.packed("correct"),
     "functions": flex.implementation("correct"),
 }
