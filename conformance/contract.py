@@ -34,7 +34,7 @@ from cases.masks import Mask, leaves
 from cases.operands import GRADIENTS, RESIDUALS
 from cases.quantized import STORED
 from cases.serving.calls import not_stored, sides_of_stored
-from cases.serving.spec import Kind
+from cases.serving.spec import LATENT, Kind
 from conformance.tunable import Tunable
 
 EmptyRows = Literal["zero", "mean", "undefined"]
@@ -162,8 +162,9 @@ class Implementation:
         must be finite.
       validates: True if wrong operands raise `ValueError` or `TypeError` naming the operand (contract, section 7).
       lower_mask: `(mask, B, N, T, S) -> (static keywords, array keywords)`: how the mask reaches `call`.
-      storage: `"paged"` or `"packed"` if `call` takes its operands so (contract, section 8) and no others, by the names
-        of `cases.serving.storage.TABLES`; the mask then reaches it as `causal` or `window`.
+      storage: `"paged"`, `"packed"`, `"latent_pages"` or `"latent"` if `call` takes its operands so and no others
+        (contract, section 8), by the names of `cases.serving.storage.TABLES`; the mask then reaches it as `causal` or
+        `window`, but with `"latent"`, as `lower_mask` says. The gradient of a latent is `dk`, and there is no `dv`.
       accelerator: the accelerator that the kernel is written for, and how it is run without one.
       refuses_by_signature: True if unsupported features cannot even be asked for, so that there is nothing to refuse.
       variants: other calls that must give the same results, by name: other block sizes, other schedules.
@@ -222,6 +223,11 @@ class Implementation:
                 raise ValueError(f"{self.name}: {field} names {unknown}, known are {sorted(known)}")
 
     def _take_stored(self, kind: Kind) -> None:
+        if kind in LATENT:
+            object.__setattr__(self, "gradients", self.gradients - {"dv"})
+        if kind == "latent":
+            object.__setattr__(self, "offers", self.offers | {kind})
+            return
         if self.empty_rows == "mean":
             raise ValueError(f"{self.name}: empty_rows 'mean' has no meaning for a {kind} call, which has no S keys")
         object.__setattr__(self, "offers", self.offers | {kind})

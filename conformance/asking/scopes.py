@@ -22,7 +22,7 @@ from cases.front_end_cases import front_end_cases
 from cases.grid import Grid, grid
 from cases.model import Model
 from cases.regressions import REGRESSIONS
-from cases.serving import grids
+from cases.serving import grids, latent_grids
 from cases.serving.life import lives
 from conformance.accelerators.targets import targets_of
 from conformance.contract import Implementation
@@ -54,7 +54,8 @@ class Asked:
 def models_of(implementation: Implementation) -> tuple[Model, Model]:
     """The models of features and of sizes: those of its storage, if it takes its operands stored."""
     storage = implementation.storage
-    return (axes.MODEL, sizes.MODEL) if storage is None else grids.MODELS[storage]
+    stored = {**grids.MODELS, **latent_grids.MODELS}
+    return (axes.MODEL, sizes.MODEL) if storage is None else stored[storage]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -31,7 +31,7 @@ from cases.case import OPT_IN, Case
 from cases.inputs import draw
 from cases.masks import Causal, Full, Mask, Window, conjuncts
 from cases.operands import GRADIENT_OF, REMOVABLE, RESIDUALS
-from cases.serving.spec import Kind
+from cases.serving.spec import IN_PAGES, LATENT, Kind
 from conformance.calling import plain_stored, stored
 from conformance.contract import (
     Arithmetic,
@@ -145,24 +145,29 @@ def from_function(function: Callable[..., Any], name: str, *, products: Products
     """
     signature = _signature(function, name)
     kind = _storage(signature, name)
-    parameters = _options(signature, name, _OPTIONS if kind is None else plain_stored.OPTIONS[kind])
-    others = tuple(name for name in list(signature.parameters)[3:] if name not in parameters)
+    operands = plain_stored.OPERANDS.get(kind, ("q", "k", "v"))
+    parameters = _options(signature, name, _OPTIONS if kind is None else plain_stored.OPTIONS[kind], operands)
+    others = tuple(name for name in list(signature.parameters)[len(operands) :] if name not in parameters)
     declaration = _declaration(function)
     has = [operand.name for operand in REMOVABLE if operand.name in parameters]
     # Pages are a cache, which is read.
-    pulled = () if kind == "paged" else ("q", "k", "v", *has)
+    pulled = () if kind in IN_PAGES else ("q", "k", "v", *has)
     gradients = frozenset(GRADIENT_OF[name] for name in pulled if name in GRADIENT_OF)
     stated = _stated(signature)
     narrow = "input" in (declaration.arithmetic.logits, declaration.arithmetic.softmax)
 
-    def call(q: Any, k: Any, v: Any, **options: Any) -> Any:
+    def by_position(*operands: Any, **options: Any) -> Any:
         keep = {n: value for n, value in options.items() if value is not None and value is not False}
         for option in keep:
             if option not in parameters:
                 raise NotImplementedError(f"{name} has no parameter {option!r}")
-        return function(q, k, v, **{**stated, **keep})
+        return function(*operands, **{**stated, **keep})
+
+    def call(q: Any, k: Any, v: Any, **options: Any) -> Any:
+        return by_position(q, k, v, **options)
 
     if kind is not None:
+        call = by_position
         vars(call)["__signature__"] = signature  # which says whether it is told how many sequences there are
     implementation = Implementation(
         name=name,
@@ -178,7 +183,9 @@ def from_function(function: Callable[..., Any], name: str, *, products: Products
         empty_rows=declaration.empty_rows,
         memory=declaration.memory,
         behind_mask=declaration.behind_mask,
-        lower_mask=plain_stored.lowering(parameters, kind) if kind else _lowering(parameters, declaration.causal),
+        lower_mask=_lowering(parameters, declaration.causal)
+        if kind in (None, "latent")
+        else plain_stored.lowering(parameters, kind),
         storage=kind,
         refuses_by_signature=True,
     )
@@ -194,11 +201,20 @@ def _returned_residuals(implementation: Implementation) -> frozenset[str]:
     """
     import jax  # imported late: reading a signature needs none of it
 
-    storage = {None: None, "packed": "packed", "paged": "paged16"}[implementation.storage]
+    kind = implementation.storage
+    storage = {"paged": "paged16", "latent_pages": "latent16"}.get(kind, kind)  # type: ignore[arg-type] # of none, none
     phase = "train" if storage is None else "prefill"
+    num_kv_heads, v_head_dim = (1, 48) if kind in LATENT else (2, 64)
     implementation = stored.on_dense_operands(implementation)
     for dtype, mask in itertools.product(("f32", "bf16", "f16"), ("full", "causal")):
-        case = Case(phase=phase, dtype=dtype, mask=mask, storage=storage)
+        case = Case(
+            phase=phase,
+            dtype=dtype,
+            mask=mask,
+            storage=storage,
+            num_kv_heads=num_kv_heads,
+            v_head_dim=v_head_dim,
+        )
         if implementation.supports(case) is not None:
             continue
         problem = draw(case)
@@ -259,30 +275,33 @@ def _without_types(signature: inspect.Signature) -> inspect.Signature:
 
 
 def _storage(signature: inspect.Signature, name: str) -> Kind | None:
-    parameters = [p.name for p in list(signature.parameters.values())[3:]]
+    parameters = list(signature.parameters)
     kind = plain_stored.kind_of(parameters)
     if kind is not None and (lacks := plain_stored.lacking(parameters, kind)):
         raise NotAnAttentionFunction(f"{name}{_without_types(signature)} {lacks}")
     return kind
 
 
-def _options(signature: inspect.Signature, name: str, known: tuple[str, ...]) -> frozenset[str]:
+def _options(
+    signature: inspect.Signature, name: str, known: tuple[str, ...], operands: tuple[str, ...]
+) -> frozenset[str]:
     parameters = list(signature.parameters.values())
     positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     variadic = any(p.kind is p.VAR_POSITIONAL for p in parameters)
-    if len(positional) < 3 and not variadic:
+    count = len(operands)
+    if len(positional) < count and not variadic:
         raise NotAnAttentionFunction(
-            f"{name}{_without_types(signature)} does not take q, k, v: "
-            f"an attention function takes them as its first three arguments"
+            f"{name}{_without_types(signature)} does not take {', '.join(operands)}: "
+            f"an attention function takes them as its first {'three' if count == 3 else 'two'} arguments"
         )
-    for p in positional[:3]:
+    for p in positional[:count]:
         if p.name in known:
             raise NotAnAttentionFunction(
                 f"{name}{signature} takes {p.name!r} where q, k or v must be: an attention function takes these first"
             )
     for p in parameters:
         required = p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
-        if required and p not in positional[:3] and (p.name not in known or p.kind is p.POSITIONAL_ONLY):
+        if required and p not in positional[:count] and (p.name not in known or p.kind is p.POSITIONAL_ONLY):
             raise NotAnAttentionFunction(
                 f"{name}{signature} needs the argument {p.name!r}, which is none of {', '.join(known)} by keyword: "
                 f"give it a default or wrap the function"
@@ -325,7 +344,7 @@ class PlainSupport:
         """Why the function does not support `case`, or None if it does."""
         if self.narrow and case.dtype == "f16" and case.distribution == "huge":
             return "huge: logits beyond 65504, the largest number of f16, in which they are declared to be"
-        if self.storage is not None:
+        if self.storage is not None and self.storage != "latent":
             return plain_stored.unsupported(case, self.parameters, self.storage)
         if case.mask == "full" or "mask" in self.parameters:
             return None

@@ -8,12 +8,13 @@ oracle, the bounds and every check are those of the dense problem (docs/contract
     packed: call(q, k, v, *, cu_q_lens, cu_kv_lens, num_seqs, causal=False, window=None, ...)
 
 with q `[total_q, N, H]`, pages `[pages, page_size, K, .]`, packed keys and values `[total_kv, K, .]`, and out
-`[total_q, N, V]`, residuals `[total_q, N]`.
+`[total_q, N, V]`, residuals `[total_q, N]`. Those with a latent are in `conformance.calling.latent`.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -24,7 +25,8 @@ import numpy as np
 
 from cases.serving.spec import Kind
 from cases.serving.storage import NOBODY, TABLES, Storage
-from conformance.calling import mishaps
+from conformance.calling import latent, mishaps
+from conformance.calling.latent import LatentCall
 from conformance.contract import Accelerator, BehindMask, Implementation
 
 # What memory may hold that nothing wrote, where it must be finite.
@@ -52,15 +54,19 @@ def with_padding(arrays: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def on_dense_operands(implementation: Implementation) -> Implementation:
     """The implementation with each of its calls made on dense operands; itself if it takes no others."""
-    if implementation.storage is None or isinstance(implementation.call, StoredCall):
+    if implementation.storage is None or isinstance(implementation.call, StoredCall | LatentCall):
         return implementation
     accelerator, kind = implementation.accelerator, implementation.storage
     return dataclasses.replace(
         implementation,
-        call=StoredCall.of(implementation.call, kind),
-        variants={name: StoredCall.of(call, kind) for name, call in implementation.variants.items()},
+        call=_on_dense(implementation.call, kind),
+        variants={name: _on_dense(call, kind) for name, call in implementation.variants.items()},
         accelerator=_on_dense_operands(accelerator, kind),
     )
+
+
+def _on_dense(call: Callable[..., Any], kind: Kind) -> StoredCall | LatentCall:
+    return LatentCall(call) if kind == "latent" else StoredCall.of(call, kind)
 
 
 def _on_dense_operands(accelerator: Accelerator, kind: Kind) -> Accelerator:
@@ -68,11 +74,11 @@ def _on_dense_operands(accelerator: Accelerator, kind: Kind) -> Accelerator:
 
     def under_interpreter(parameters: Any) -> Callable[..., Any]:
         assert interpreted is not None
-        return StoredCall.of(interpreted(parameters), kind)
+        return _on_dense(interpreted(parameters), kind)
 
     return dataclasses.replace(
         accelerator,
-        native=None if native is None else StoredCall.of(native, kind),
+        native=None if native is None else _on_dense(native, kind),
         under_interpreter=None if interpreted is None else under_interpreter,
     )
 
@@ -126,10 +132,11 @@ class StoredCall:
         """
         taken = self.taken(q, k, v, storage, padding)
         shape = (*taken["q"].shape[:2], v.shape[-1])
+        by_keyword = self.of_depth(v.shape[-1])
         if not save_residuals:
-            out = mishaps.checked(self.by_keyword(**taken, **options))
+            out = mishaps.checked(by_keyword(**taken, **options))
             return _back(_shaped("out", out, shape), storage["places"], 0.0)
-        returned = self.by_keyword(**taken, **options, save_residuals=True)
+        returned = by_keyword(**taken, **options, save_residuals=True)
         out, residuals = mishaps.checked_residuals(returned)
         # A query that is not there is an empty row, of which the contract says what it is.
         sinks = options.get("sinks")
@@ -145,6 +152,12 @@ class StoredCall:
     ) -> dict[str, Any]:
         """What `by_keyword` takes in place of dense operands: the stored ones, and the tables."""
         added = padding or {}
+        if self.kind == "latent_pages":
+            return {
+                "q": _stored(q, storage["q_rows"], storage["stale"]),
+                "latent_pages": _stored(k, storage["held"], storage["stale"])[..., 0, :],
+                **self.tables(storage),
+            }
         return {
             "q": _stored(q, storage["q_rows"], storage["stale"], added.get("q")),
             "k": _stored(k, storage["held"], storage["stale"], added.get("k")),
@@ -157,9 +170,18 @@ class StoredCall:
         tables = {name: storage[name] for name in TABLES[self.kind]}
         return tables if self.counts else _ended(tables)
 
+    def of_depth(self, value_dim: int) -> Callable[..., Any]:
+        """The call in its own convention, with keywords alone, for values of this depth."""
+        if self.kind == "latent_pages":
+            return functools.partial(self._by_latent, value_dim)
+        return self.by_keyword
+
     def by_keyword(self, *, q: Any, k: Any, v: Any, **others: Any) -> Any:
-        """The call in its own convention, with keywords alone."""
+        """The call of keys and values in its own convention, with keywords alone."""
         return self.call(q, k, v, **others)
+
+    def _by_latent(self, value_dim: int, *, q: Any, latent_pages: Any, **others: Any) -> Any:
+        return self.call(q, latent_pages, **latent.told(q, value_dim, others))
 
 
 def _stored(x: Any, held: Any, stale: Any, padding: Any = None) -> jax.Array:

@@ -2,5 +2,6 @@
 
 from impls.paged.attention import attention
 from impls.paged.implementation import IMPLEMENTATIONS, implementation
+from impls.paged.latent import latent_attention
 
-__all__ = ["IMPLEMENTATIONS", "attention", "implementation"]
+__all__ = ["IMPLEMENTATIONS", "attention", "implementation", "latent_attention"]
