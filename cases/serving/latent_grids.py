@@ -2,23 +2,41 @@
 
 Depths are those of a latent: the rank and the rotary part together, of which the rank is the values. The scale goes by
 the heads that the latent stands for: 0.144 is that of 32 + 16 dimensions, 0.072 that of 128 + 64. Neither is that of
-the latent. One shape of each model of sizes has the ranks and the heads of DeepSeek V3 (arXiv:2412.19437).
+the latent. One shape of each model of sizes has the rank and the heads of DeepSeek V3 (arXiv:2412.19437), and kernels
+that take no others are asked about these alone.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from cases.case import Case
 from cases.model import Axis, Model
 from cases.serving import grids
 from cases.serving.grids import Shape
 
+
+class _Pair(NamedTuple):
+    """A level of heads `(N, K)` or depths `(H, V)`."""
+
+    first: int
+    second: int
+    instead_of: tuple[int, ...] | None = None  # only for what does not support that level
+
+
 _REAL = (576, 512)
-_DEPTHS = Axis("depths", ((80, 64), (192, 128), (40, 32), (64, 64)), rich=(80, 64))
-_HEADS = Axis("heads", ((4, 1), (16, 1), (1, 1), (6, 1)), rich=(4, 1))
+_DEPTHS = Axis(
+    "depths",
+    (_Pair(80, 64), _Pair(192, 128), _Pair(40, 32), _Pair(64, 64), _Pair(*_REAL, _Pair(80, 64))),
+    rich=_Pair(80, 64),
+)
+_HEADS = Axis(
+    "heads",
+    (_Pair(4, 1), _Pair(16, 1), _Pair(1, 1), _Pair(6, 1), _Pair(128, 1, _Pair(4, 1))),
+    rich=_Pair(4, 1),
+)
 _SCALE = Axis("scale", (0.144, 0.072, 0.3), rich=0.072)
 # Beside these a pair of keys that are all but the same has values that are, too, and nothing cancels.
 _VALUES = Axis("distribution", ("normal", "large", "dominant", "heavy", "small", "ties", "knee"), cheap=True)

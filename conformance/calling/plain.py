@@ -277,6 +277,11 @@ def _without_types(signature: inspect.Signature) -> inspect.Signature:
 def _storage(signature: inspect.Signature, name: str) -> Kind | None:
     parameters = list(signature.parameters)
     kind = plain_stored.kind_of(parameters)
+    if "latent_pages" in parameters and kind != "latent_pages":
+        raise NotAnAttentionFunction(
+            f"{name}{_without_types(signature)} must take 'latent_pages' as its second argument, behind q: "
+            "wrap it, as docs/contract.md, section 8, does"
+        )
     if kind is not None and (lacks := plain_stored.lacking(parameters, kind)):
         raise NotAnAttentionFunction(f"{name}{_without_types(signature)} {lacks}")
     return kind

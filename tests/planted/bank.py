@@ -32,6 +32,7 @@ from tests.planted.features import (
     empty_rows,
     front,
     heads,
+    latent,
     masks,
     merging,
     moba,
@@ -86,6 +87,7 @@ _MODULES = (
     paged_softmax,
     packed,
     packed_gradients,
+    latent,
     splash_tpu,
     refusing,
 )

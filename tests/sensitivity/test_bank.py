@@ -16,7 +16,7 @@ from conformance.sensitivity.examination import red_records, shows_as_said
 from tests.kernels import pallas_tpu
 from tests.planted.bank import BANK, SEEN
 from tests.planted.features import caches
-from tests.planted.planting import moba, served
+from tests.planted.planting import latent, moba, served
 from tests.planted.planting.blockwise import implementation
 from tests.planted.planting.steps import BlockSteps
 from tests.sensitivity.by_day import asked
@@ -51,6 +51,8 @@ CORRECT = {
     "caches": caches.implementation("correct"),
     "paged": served.paged("correct"),
     "packed": served.packed("correct"),
+    "latent": latent.dense_latent("correct"),
+    "latent-pages": latent.paged_latent("correct"),
 }
 
 
