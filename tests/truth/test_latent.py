@@ -118,7 +118,7 @@ class Model:
     @classmethod
     def drawn(cls, seed: int) -> Model:
         """Integers from -2 to 2, divided by 4."""
-        random = np.random.default_rng(seed)
+        generator = np.random.default_rng(seed)
         shapes = (
             (B, T, N, NOPE + ROTARY),
             (B, S, RANK),
@@ -127,7 +127,7 @@ class Model:
             (N, DEPTH_V, RANK),
             (B, T, N, DEPTH_V),
         )
-        return cls(*(random.integers(-2, 3, shape) / 4.0 for shape in shapes))
+        return cls(*(generator.integers(-2, 3, shape) / 4.0 for shape in shapes))
 
 
 MASK = Causal(S - T) & Lengths((S, S - 2))
