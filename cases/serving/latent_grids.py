@@ -23,13 +23,13 @@ class _Pair(NamedTuple):
 
     first: int
     second: int
-    instead_of: tuple[int, ...] | None = None  # only for what does not support that level
+    instead_of: Any = None  # only for what does not support that level
 
 
 _REAL = (576, 512)
 _DEPTHS = Axis(
     "depths",
-    (_Pair(80, 64), _Pair(192, 128), _Pair(40, 32), _Pair(64, 64), _Pair(*_REAL, _Pair(80, 64))),
+    (_Pair(80, 64), _Pair(192, 128), _Pair(40, 32), _Pair(64, 64), _Pair(576, 512, _Pair(80, 64))),
     rich=_Pair(80, 64),
 )
 _HEADS = Axis(

@@ -25,7 +25,7 @@ from conformance.judging.runner import Runner
 from conformance.judging.settings import Settings
 from conformance.records import FAIL, PASS, RED, UNSUPPORTED
 from tests.calling.test_plain import conforms, judge
-from tests.kernels import latents
+from tests.kernels import latents, naive
 from tests.test_readme import PAGES, blocks
 
 MIXED = "prefill/f32/B4.T9.S37.N4.K1.H24.V16/own-linf-37-16-17-8/scale0.3/latentshared16-q9-1-1-8/normal/s0"
@@ -58,7 +58,7 @@ def test_a_wrong_function_does_not_conform(wrong: Any) -> None:
 def test_values_that_pass_no_gradient_are_seen_by_the_gradient_of_the_latent_alone() -> None:
     def attention(q: Any, latent: Any, *, value_dim: int, scale: float, mask: Any = None) -> Any:
         k = latent[:, :, None]
-        return latents.naive.attention(q, k, jax.lax.stop_gradient(k[..., :value_dim]), scale=scale, mask=mask)
+        return naive.attention(q, k, jax.lax.stop_gradient(k[..., :value_dim]), scale=scale, mask=mask)
 
     found = {record.observable: record.verdict for record in judge(attention, TRAIN, "forward", "gradients")}
     assert found == {"out": PASS, "dq": PASS, "dk": FAIL}

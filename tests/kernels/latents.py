@@ -28,9 +28,20 @@ def in_pages(
 ) -> Any:
     """Attention to one head of keys, whose first coordinates are its values."""
     pages = latent_pages[:, :, None]
-    tables = {"kv_lens": kv_lens, "page_indices": page_indices, "cu_q_lens": cu_q_lens, "num_seqs": num_seqs}
-    operands = {"window": window, "scale": scale, "soft_cap": soft_cap, "sinks": sinks}
-    return served.paged(q, pages, pages[..., :value_dim], **tables, **operands, save_residuals=save_residuals)
+    return served.paged(
+        q,
+        pages,
+        pages[..., :value_dim],
+        kv_lens=kv_lens,
+        page_indices=page_indices,
+        cu_q_lens=cu_q_lens,
+        num_seqs=num_seqs,
+        window=window,
+        scale=scale,
+        soft_cap=soft_cap,
+        sinks=sinks,
+        save_residuals=save_residuals,
+    )
 
 
 @declare(behind_mask="finite")
@@ -66,6 +77,6 @@ def mla_ragged_paged_attention(
 ) -> jax.Array:
     """A kernel in the manner of published ones: rank and rotary part are operands of their own."""
     q, latent = (jnp.concatenate(pair, axis=-1) for pair in ((q_nope, q_pe), (kv_c, k_pe)))
-    rank, named = q_nope.shape[-1], {"kv_lens": lens, "page_indices": tables, "cu_q_lens": starts, "num_seqs": count}
-    out: jax.Array = in_pages(q, latent, value_dim=rank, scale=sm_scale, **named)
+    named: Any = {"kv_lens": lens, "page_indices": tables, "cu_q_lens": starts, "num_seqs": count}
+    out: jax.Array = in_pages(q, latent, value_dim=q_nope.shape[-1], scale=sm_scale, **named)
     return out
