@@ -82,7 +82,13 @@ class _Sizes:
 
 
 # How an id writes them, by what a level means; `o` is where the first query stands if the last is at the last key.
-_MASKS = {"causal": "causal-o{o}", "full": "full", "window": "window-l9-r0-o{o}", "lengths": "lengths-{lengths}"}
+_MASKS = {
+    "causal": "causal-o{o}",
+    "full": "full",
+    "window": "window-l9-r0-o{o}",
+    "lengths": "lengths-{lengths}",
+    "array": "dense-d40",
+}
 
 
 def _dense(levels: Mapping[str, Any], seed: int) -> Case:
@@ -104,6 +110,7 @@ def _dense(levels: Mapping[str, Any], seed: int) -> Case:
         segments=levels["segments"],
         soft_cap=levels["soft_cap"],
         sinks=levels["sinks"],
+        bias=levels["bias"],
         scale=levels["scale"],
         storage="latent",
         distribution=levels["distribution"],
@@ -115,8 +122,8 @@ def _dense_model(*own: Axis, strongest: int = 4) -> Model:
     usual = {axis.name: axis for axis in grids.MODELS["paged"][0].axes}
     shared = (_VALUES, usual["dtype"], usual["soft_cap"], usual["sinks"], _SCALE)
     segments = Axis("segments", (None, "seg"), rich="seg")
-    mask = Axis("mask", tuple(_MASKS), rich="window")
-    return Model((*own, mask, segments, *shared), grids.MODELS["paged"][0].compatible, _dense, strongest)
+    mask, bias = Axis("mask", tuple(_MASKS), rich="window"), Axis("bias", (None, "bias", "biashead"), rich="biashead")
+    return Model((*own, mask, segments, *shared, bias), grids.MODELS["paged"][0].compatible, _dense, strongest)
 
 
 MODELS: Mapping[str, tuple[Model, Model]] = {
