@@ -97,8 +97,11 @@ class Case:
     def stored(self) -> storages.Spec | None:
         """How the operands are stored, none if they are dense."""
         found = None if self.storage is None else storages.parse(self.storage, self.batch, self.q_length)
-        if found is not None and found.kind == "paged" and self.phase == "train":
+        if found is not None and found.kind in storages.IN_PAGES and self.phase == "train":
             raise ValueError(f"storage {self.storage!r} is a cache, which prefill and decode read; phase is 'train'")
+        if found is not None and found.kind in storages.LATENT:
+            more = self.kv_cache if self.front_end is None else f"front-{self.front_end}"
+            storages.check_latent(str(self.storage), self.num_kv_heads, self.head_dim, self.v_head_dim, more=more)
         return found
 
     @functools.cached_property
@@ -149,11 +152,16 @@ class Case:
             found.append("mha")
         else:
             found.append("mqa" if self.num_kv_heads == 1 else "gqa")
-        found += mask_spec.features(self.mask) if self.stored is None else self._features_of_stored(self.stored)
+        # Latents that are not packed have the masks of dense operands.
+        packed = self.stored is not None and self.stored.kind != "latent"
+        if self.stored is not None and packed:
+            found += self._features_of_stored(self.stored)
+        else:
+            found += [*mask_spec.features(self.mask), *(() if self.stored is None else (self.stored.kind,))]
         found += [operand.name for operand in REMOVABLE if getattr(self, operand.field) != operand.absent]
         if self.head_dim != self.v_head_dim:
             found.append("v_head_dim")
-        if self.q_length != self.kv_length and self.stored is None:
+        if self.q_length != self.kv_length and not packed:
             found.append("unequal_lengths")
         if self.kv_cache:
             kind, by = self.kv_cache.removeprefix("kv").split("-")

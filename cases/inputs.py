@@ -16,13 +16,14 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from cases import added, front_ends, mask_spec, moba, quantized
+from cases import added, distributions, front_ends, mask_spec, moba, quantized
 from cases.case import Case
-from cases.counter_rng import integers, normal
+from cases.counter_rng import normal
 from cases.masks import Mask, segments
 from cases.operands import OPERANDS, PLACED
 from cases.scores import CAPPING, Score
 from cases.serving import storage
+from cases.serving.spec import LATENT
 from cases.serving.storage import Storage
 
 DTYPES: dict[str, np.dtype] = {
@@ -47,7 +48,8 @@ class Problem:
 
     With `kv_scales`, those of k and of v, k and v are numbers as a cache stores them (`cases.quantized`). With
     `storage` all of it lies elsewhere (`cases.serving.storage`): keys that share a place are one, and a sequence may
-    have fewer than `T` queries.
+    have fewer than `T` queries. With `tied` there are no values beside the keys: v is the first `V` coordinates of k,
+    whatever v was given, and the gradient of k is that of both.
     """
 
     q: np.ndarray  # [B, T, N, H]
@@ -63,6 +65,7 @@ class Problem:
     alibi_slopes: np.ndarray | None = None  # [N]
     score_mod: Score | None = None
     storage: Storage | None = None
+    tied: bool = False
 
     def __post_init__(self) -> None:
         if self.storage is not None and self.storage.shares:
@@ -71,6 +74,8 @@ class Problem:
         if self.score_mod is not None:  # it goes by where the last query stands
             moved = self.score_mod.between(self.q.shape[1], self.k.shape[1])
             object.__setattr__(self, "score_mod", moved)
+        if self.tied:
+            object.__setattr__(self, "v", self.k[..., : self.v.shape[-1]])
 
     @functools.cached_property
     def keys(self) -> np.ndarray:
@@ -241,7 +246,12 @@ def _drawn(case: Case, attempt: int) -> Problem:
         alibi_slopes=added.alibi_slopes(case, spread),
         score_mod=added.score(case, spread),
         storage=storage.draw(case),
+        tied=_tied(case),
     )
+
+
+def _tied(case: Case) -> bool:
+    return case.stored is not None and case.stored.kind in LATENT
 
 
 def hollow(case: Case) -> Problem:
@@ -259,6 +269,7 @@ def hollow(case: Case) -> Problem:
         sinks=np.zeros(case.num_q_heads, np.float32) if case.sinks else None,
         scale=case.scale,
         storage=storage.draw(case),
+        tied=_tied(case),
     )
 
 
@@ -299,9 +310,9 @@ def _queries_keys_values(case: Case, attempt: int) -> tuple[np.ndarray, np.ndarr
     magnitude = math.sqrt(_logit_spread(case) / (scale * math.sqrt(case.head_dim)))
     q, k = q * magnitude, k * magnitude
     if case.distribution == "heavy":
-        q, k, v = (_heavy_tailed(case, name, x) for name, x in (("q", q), ("k", k), ("v", v)))
+        q, k, v = (distributions.heavy_tailed(case, name, x) for name, x in (("q", q), ("k", k), ("v", v)))
     elif case.distribution == "dominant":
-        k = _dominant_keys(case, q, k, scale)
+        k = distributions.dominant_keys(case, q, k, scale)
     elif case.distribution == "cancel":
         odd = k[:, 1::2].shape[1]
         k[:, 1::2] = k[:, 0::2][:, :odd]
@@ -311,7 +322,7 @@ def _queries_keys_values(case: Case, attempt: int) -> tuple[np.ndarray, np.ndarr
         k[:, 2:3] = 0.0
         k = k[:, np.arange(case.kv_length) % min(3, case.kv_length)]
     elif case.distribution == "levels":
-        q, k = _lifted(case, q, k, scale)
+        q, k = distributions.lifted(case, q, k, scale)
     elif case.distribution == "huge":
         # One coordinate, the same in every key, lifts all logits of a query without touching their differences, and
         # lowers those of the next.
@@ -325,49 +336,6 @@ def _huge_coordinate(scale: float) -> tuple[float, float]:
     k = 2.0**11
     mantissa, exponent = math.frexp(_HUGE_LOGIT / (scale * k))
     return k, math.ldexp(math.ceil(mantissa * 256), exponent - 8)
-
-
-# Logits at which kernels clip, mask or start: where exp overflows and underflows in f32 and f16, what stands for minus
-# infinity in some (-1e4), and zero.
-_LEVELS = (0.0, 81.0, -81.0, 90.0, -90.0, 105.0, -105.0, 130.0, -130.0, 1100.0, -1100.0, 1.1e4, -1.1e4)
-_LEVEL_KEY = 16.0
-_JUMP = 200.0
-
-
-def _lifted(case: Case, q: np.ndarray, k: np.ndarray, scale: float) -> tuple[np.ndarray, np.ndarray]:
-    """Every query has its logits around one of `_LEVELS`, the next head around the next one, in a group too.
-
-    Some queries are zero, and some keys the same as others.
-
-    As in `huge`, one coordinate lifts all logits of a query without touching their differences. For one query in four
-    another coordinate lifts the second half of the keys, by more than exp can bear.
-    """
-    heads = np.arange(case.num_q_heads)
-    level = np.take(_LEVELS, np.arange(case.q_length)[:, None] + heads, mode="wrap")  # [T, N]
-    mantissa, exponent = np.frexp(level / (scale * _LEVEL_KEY))
-    q[..., 0], k[..., 0] = np.ldexp(np.round(mantissa * 256), exponent - 8), _LEVEL_KEY
-    q[..., 1], k[..., 1] = 0.0, 0.0
-    q[:, 1::4, :, 1] = 2.0 ** math.ceil(math.log2(_JUMP / (scale * _LEVEL_KEY)))
-    k[:, case.kv_length // 2 :, :, 1] = _LEVEL_KEY
-    q[:, :: len(_LEVELS)] = 0.0
-    k[:, 4::5] = k[:, 3::5][:, : k[:, 4::5].shape[1]]
-    return q, k
-
-
-def _heavy_tailed(case: Case, name: str, x: np.ndarray) -> np.ndarray:
-    """A normal times a power of two: 1 half the time, then 2, 4, 8 ever more rarely, as real activations have."""
-    draws = integers(case.seed, f"{name}-tail", x.shape, 64)
-    exponent = (draws >= 32).astype(int) + (draws >= 52) + (draws >= 62)
-    return x * 2.0 ** (exponent - 1)
-
-
-def _dominant_keys(case: Case, q: np.ndarray, k: np.ndarray, scale: float) -> np.ndarray:
-    """A few keys that win most rows, the strongest last, so that a running maximum keeps rising."""
-    direction = integers(case.seed, "direction", (case.head_dim,), 2) * 2.0 - 1.0
-    q += direction
-    for rank, position in enumerate((0, case.kv_length // 2, case.kv_length - 1)):
-        k[:, position] += direction * ((5.0 + rank) / (scale * case.head_dim))
-    return k
 
 
 def _sinks(case: Case, allowed: np.ndarray) -> np.ndarray:

@@ -36,7 +36,7 @@ from cases.masks import Full, Mask, MaskFunction, has_formula, leaves
 from cases.operands import GRADIENTS, RESIDUALS
 from cases.quantized import STORED
 from cases.serving.calls import not_stored, sides_of_stored
-from cases.serving.spec import Kind
+from cases.serving.spec import LATENT, Kind
 from conformance.tunable import Tunable
 
 EmptyRows = Literal["zero", "mean", "undefined"]
@@ -175,10 +175,10 @@ class Implementation:
         must be finite.
       validates: True if wrong operands raise `ValueError` or `TypeError` naming the operand (contract, section 7).
       lower_mask: `(mask, B, N, T, S) -> (static keywords, array keywords)`: how the mask reaches `call`.
-      storage: `"paged"` or `"packed"` if `call` takes its operands so (contract, section 8) and no others, by the names
-        of `cases.serving.storage.TABLES`; the mask then reaches it as `causal` or `window`.
-      writes_pages: True if a `"paged"` call gets the keys and values of its queries' tokens beside the pages, writes
-        them there, and returns the pages too: `call(q, k, v, k_pages, v_pages, ...)`.
+      storage: `"paged"`, `"packed"`, `"latent_pages"` or `"latent"` if `call` takes its operands so (contract, section
+        8) and no others. The mask reaches all but `"latent"` as `causal` or `window`. A latent's gradient is `dk`.
+      writes_pages: True if a `"paged"` call is `call(q, k, v, k_pages, v_pages, ...)`: it writes the keys and values of
+        its queries' tokens into the pages, and returns these too.
       accelerator: the accelerator that the kernel is written for, and how it is run without one.
       refuses_by_signature: True if unsupported features cannot even be asked for, so that there is nothing to refuse.
       variants: other calls that must give the same results, by name: other block sizes, other schedules.
@@ -225,10 +225,7 @@ class Implementation:
         if not callable(self.call):
             raise ValueError(f"{self.name}: call must be a function, got a {type(self.call).__name__}")
         reject_unknown_choices(self)
-        if self.storage is not None:
-            self._take_stored(self.storage)
-        if self.writes_pages and self.storage != "paged":
-            raise ValueError(f"{self.name}: writes_pages needs storage 'paged', got {self.storage!r}")
+        self._take_stored(self.storage)
         for field, names, known in (
             ("unsupported", self.unsupported, FEATURES),
             ("offers", self.offers, OPT_IN),
@@ -239,10 +236,17 @@ class Implementation:
             if unknown := sorted(set(names) - set(known)):
                 raise ValueError(f"{self.name}: {field} names {unknown}, known are {sorted(known)}")
 
-    def _take_stored(self, kind: Kind) -> None:
+    def _take_stored(self, kind: Kind | None) -> None:
+        if self.writes_pages and kind != "paged":
+            raise ValueError(f"{self.name}: writes_pages needs storage 'paged', got {kind!r}")
+        if kind in LATENT:
+            object.__setattr__(self, "gradients", self.gradients - {"dv"})
+        if kind is not None:
+            object.__setattr__(self, "offers", self.offers | {kind})
+        if kind is None or kind == "latent":
+            return
         if self.empty_rows == "mean":
             raise ValueError(f"{self.name}: empty_rows 'mean' has no meaning for a {kind} call, which has no S keys")
-        object.__setattr__(self, "offers", self.offers | {kind})
         if self.lower_mask is structured_mask:
             object.__setattr__(self, "lower_mask", functools.partial(sides_of_stored, kind=kind))
 
@@ -253,8 +257,10 @@ class Implementation:
                 return f"{feature}: {self.unsupported[feature]}"
             if feature in OPT_IN and feature not in self.offers:
                 return f"{feature}: not declared ({FEATURES[feature]})"
-        writes = self.writes_pages
-        if self.storage is not None and (reason := not_stored(case, self.storage, writes=writes)) is not None:
+        if (
+            self.storage is not None
+            and (reason := not_stored(case, self.storage, writes=self.writes_pages)) is not None
+        ):
             return reason
         sizes = (case.batch, case.num_q_heads, case.q_length, case.kv_length, case.seed)
         if self.lower_mask is mask_function and not has_formula(mask_spec.build(case.mask, *sizes)):
@@ -308,15 +314,13 @@ def validate_operands(
     elif not q.dtype == k.dtype == v.dtype:
         raise ValueError(f"q, k and v must have one dtype, got {q.dtype}, {k.dtype} and {v.dtype}")
     _validate_dtype("q" if kv_scales is not None else "q, k and v", q, dtypes)
-    batch, q_length, num_q_heads, _ = q.shape
-    kv_length = k.shape[1]
+    (batch, q_length, num_q_heads, _), kv_length = q.shape, k.shape[1]
     if segment_ids is not None:
         _validate_pair("segment_ids", segment_ids)
         for name, ids, length in zip(("q", "kv"), segment_ids, (q_length, kv_length), strict=True):
             _validate_array(f"segment_ids of {name}", ids)
             if np.shape(ids) != (batch, length):
                 raise ValueError(f"segment_ids of {name} must have shape {(batch, length)}, got {np.shape(ids)}")
-        for name, ids in zip(("q", "kv"), segment_ids, strict=True):
             if not np.issubdtype(ids.dtype, np.integer):
                 raise ValueError(f"segment_ids of {name} must be integers, of dtype int32, got {ids.dtype}")
     _validate_number("soft_cap", soft_cap, none="no cap")
@@ -332,8 +336,7 @@ def validate_operands(
     if bias is not None:
         _validate_array("bias", bias)
         full = (batch, num_q_heads, q_length, kv_length)
-        fits = np.ndim(bias) == 4 and all(n in (1, m) for n, m in zip(np.shape(bias), full, strict=True))
-        if not fits:
+        if np.ndim(bias) != 4 or not all(n in (1, m) for n, m in zip(np.shape(bias), full, strict=True)):
             raise ValueError(f"bias must have 4 axes broadcastable to {full}, got shape {np.shape(bias)}")
         _validate_dtype("bias", bias, dtypes)
 

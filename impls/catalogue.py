@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 _NAMES: Mapping[str, tuple[str, ...]] = {
     "impls.dot_product": ("dot_product",),
-    "impls.block_flash": ("block_flash", "block_flash_packed"),
+    "impls.block_flash": ("block_flash", "block_flash_packed", "block_flash_latent"),
     "impls.splash_tpu": ("splash_tpu", "splash_tpu_fused", "splash_tpu_packed"),
     "impls.flash_gpu": ("flash_gpu", "flash_gpu_tf32", "flash_gpu_mosaic"),
     "impls.context_parallel": ("block_flash_allgather", "block_flash_ring"),
@@ -29,7 +29,7 @@ _NAMES: Mapping[str, tuple[str, ...]] = {
     "impls.quantized_kv": ("quantized_kv", "quantized_kv_dequantized"),
     "impls.moba": ("moba", "moba_dense"),
     "impls.ragged": ("ragged", "ragged_tpu", "ragged_gpu"),
-    "impls.paged": ("paged", "paged_tpu", "paged_update"),
+    "impls.paged": ("paged", "paged_tpu", "paged_update", "paged_latent"),
     "impls.upstream.jax_nn": ("jax_nn_xla", "jax_nn_cudnn"),
     "impls.upstream.jax_splash_tpu": ("jax_splash_tpu", "jax_splash_tpu_fused"),
     "impls.upstream.tokamax_splash": ("tokamax_splash_tpu",),

@@ -20,8 +20,9 @@ from cases.mask_spec import KINDS
 from cases.masks import Mask
 from cases.operands import QUIET
 from cases.scores import CAPPING
+from cases.serving import latent_strategies as latents
 from cases.serving import strategies as serving
-from cases.serving.spec import Kind
+from cases.serving.spec import LATENT, Kind
 
 LONGEST = 600
 _USUAL = 300
@@ -52,6 +53,10 @@ _OTHER_DEPTHS = (80, 96, 160, 192, 256)
 _STORED: dict[Kind, Case] = {
     "packed": Case(mask="own-linf-128", storage="packed", phase="prefill"),
     "paged": Case(mask="own-linf-128", storage="paged16", phase="prefill"),
+    "latent": Case(num_kv_heads=1, v_head_dim=48, scale=0.144, storage="latent"),
+    "latent_pages": Case(
+        mask="own-linf-128", num_kv_heads=1, v_head_dim=48, scale=0.144, storage="latent16", phase="prefill"
+    ),
 }
 
 _T = TypeVar("_T")
@@ -77,7 +82,8 @@ def cases(
         kind = next((kind for kind, case in _STORED.items() if supports(case) is None), None)
         if kind is None or supports(Case()) is None:
             raise
-        return serving.cases(kind, phases).filter(lambda case: supports(case) is None)
+        drawn = latents.cases(kind, phases) if kind in LATENT else serving.cases(kind, phases)
+        return drawn.filter(lambda case: supports(case) is None)
     return all_cases(within).filter(lambda case: supports(case) is None)
 
 

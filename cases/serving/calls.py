@@ -10,7 +10,7 @@ from cases import mask_spec
 from cases.case import Case
 from cases.masks import Mask
 from cases.operands import OPTIONAL
-from cases.serving.spec import Kind, Sides, sides, write
+from cases.serving.spec import IN_PAGES, Kind, Sides, sides, write
 from cases.serving.written import not_written
 
 _CHUNK = {"batch": 1, "q_length": 24, "kv_length": 40, "mask": "window-linf-r3-o16"}
@@ -47,6 +47,17 @@ FURTHER: Mapping[Kind, Mapping[str, Mapping[str, Any]]] = {
             "storage": "paged1",
         },
     },
+    "latent": {},
+    "latent_pages": {
+        "forty": {
+            "phase": "decode",
+            "batch": 40,
+            "q_length": 1,
+            "kv_length": 13,
+            "mask": f"own-linf-{_ENDS}",
+            "storage": "latent1",
+        },
+    },
 }
 """Sequences that no case of the grids has, by kind of storage and name: the fields of a case that differ."""
 
@@ -63,9 +74,9 @@ def sides_of_stored(
     """
     del batch, num_q_heads
     seen = sides(mask, q_length, kv_length)
-    if seen is None or (kind == "paged" and not seen.is_causal):
+    if seen is None or (kind in IN_PAGES and not seen.is_causal):
         raise NotImplementedError(f"mask: a {kind} call has no such mask")
-    if seen == Sides() or (kind == "paged" and seen.left is None):
+    if seen == Sides() or (kind in IN_PAGES and seen.left is None):
         return {}, {}
     return ({"causal": True} if seen == Sides(None, 0) else {"window": (seen.left, seen.right)}), {}
 
@@ -79,12 +90,14 @@ def not_stored(case: Case, kind: Kind, *, writes: bool = False) -> str | None:
         return f"dense operands: the call takes {kind} ones"
     if case.stored.kind != kind:
         return f"{case.stored.kind} operands: the call takes {kind} ones"
+    if kind == "latent":  # dense but for its values: what else there is, it may have
+        return None
     for operand in OPTIONAL:
         if not operand.stored and getattr(case, operand.field) != operand.absent:
             return f"{operand.name}: a {kind} call has no such operand"
     mask = mask_spec.build(case.mask, case.batch, case.num_q_heads, case.q_length, case.kv_length, case.seed)
     seen = sides(mask, case.q_length, case.kv_length)
-    if seen is None or (kind == "paged" and not seen.is_causal):
+    if seen is None or (kind in IN_PAGES and not seen.is_causal):
         return f"{case.mask}: no mask that a {kind} call is asked for, which goes by the place in a sequence"
     return not_written(case) if writes else None
 
@@ -92,7 +105,7 @@ def not_stored(case: Case, kind: Kind, *, writes: bool = False) -> str | None:
 def of_length(case: Case, length: int) -> Case:
     """A case like this one with a single sequence, which has so many queries and keys; itself dense if `case` is."""
     changed: dict[str, Any] = {"batch": 1, "q_length": length, "kv_length": length}
-    if case.stored is not None:
+    if case.stored is not None and case.stored.kind != "latent":
         storage = write(case.stored.kind, case.stored.page_size, (length,), shared=case.stored.shared)
         changed |= {"storage": storage, "mask": f"own-linf-{length}"}
     return dataclasses.replace(case, **changed)
@@ -100,5 +113,7 @@ def of_length(case: Case, length: int) -> Case:
 
 def other_masks(case: Case) -> tuple[str, ...]:
     """Masks of the same sequences: windows of several sizes, causal, and without a mask."""
+    if case.storage == "latent":
+        return "window-l9-r0", "window-l2-r0", "causal", "full"
     ends = "-".join(map(str, case.kv_lengths))
     return *(f"own-l{left}-{ends}" for left in (9, 2, "inf")), f"lengths-{ends}"

@@ -43,6 +43,8 @@ _FORMS: tuple[dict[str, Any], ...] = (
     {"num_q_heads": 4, "num_kv_heads": 2, "head_dim": 32, "v_head_dim": 32},
     {"num_q_heads": 2, "num_kv_heads": 2},
     {"num_q_heads": 2, "num_kv_heads": 2, "head_dim": 128, "v_head_dim": 128, "dtype": "bf16"},
+    {"num_q_heads": 4, "num_kv_heads": 1, "head_dim": 80, "v_head_dim": 64, "scale": 0.144, "storage": "latent"},
+    {"num_q_heads": 16, "num_kv_heads": 1, "head_dim": 576, "v_head_dim": 512, "scale": 0.072, "storage": "latent"},
 )
 
 
@@ -57,6 +59,7 @@ def lives(seed: int = 0, supports: Supports = lambda case: None) -> tuple[Case, 
 
 def _case(left: str, page: int, seed: int, form: dict[str, Any]) -> Case:
     ends = "-".join(map(str, LENGTHS))
+    pages = form.get("storage", "paged")
     return dataclasses.replace(
         Case(
             phase="prefill",
@@ -64,10 +67,9 @@ def _case(left: str, page: int, seed: int, form: dict[str, Any]) -> Case:
             q_length=max(LENGTHS),
             kv_length=max(LENGTHS),
             mask=f"own-l{left}-{ends}",
-            storage=f"paged{page}-q{ends}",
             seed=seed,
         ),
-        **form,
+        **{**form, "storage": f"{pages}{page}-q{ends}"},
     )
 
 
@@ -120,6 +122,7 @@ def _step(
     left: int | None,
 ) -> Problem:
     """The problem of one step: the queries of each request are the last of `_MOST`."""
+    assert whole.storage is not None
     q = np.zeros((case.batch, _MOST, *whole.q.shape[2:]), whole.q.dtype)
     ends = [0] * case.batch
     for row, start, stop in step:
@@ -134,6 +137,7 @@ def _step(
         total_q=_BUCKET,
         pages_per_seq=width,
         seed=case.seed,
+        kind=whole.storage.kind,
     )
     mask = OwnWindow(left, tuple(n - _MOST for n in ends)) & Lengths(tuple(ends))
     return dataclasses.replace(whole, q=q, mask=mask, storage=stored)

@@ -1,10 +1,14 @@
 """How a case id writes the storage of its operands, and what a kernel of each kind can be asked for.
 
     packed            paged16            shared16            paged16-q5-1-16
+    latent            latent16           latentshared16      latent16-q5-1-16
 
 `packed` has queries, keys and values of all sequences behind each other. `paged16` has packed queries, and keys and
 values in pages of 16 tokens. In `shared16` sequences also begin alike, and share the pages of that. The numbers behind
 `-q` are how many of the `T` queries each sequence has, its last ones; without them every sequence has all.
+
+`latent` has one key for all query heads, whose first `V` coordinates are the value (multi-head latent attention in its
+absorbed form, arXiv:2405.04434); with a number behind it, such latents lie in pages.
 """
 
 from __future__ import annotations
@@ -15,18 +19,30 @@ from typing import Literal
 
 from cases.masks import Causal, Full, Lengths, Mask, OwnWindow, Window, conjuncts
 
-Kind = Literal["packed", "paged"]
-KINDS: tuple[Kind, ...] = ("packed", "paged")
+Kind = Literal["packed", "paged", "latent", "latent_pages"]
+KINDS: tuple[Kind, ...] = ("packed", "paged", "latent", "latent_pages")
+IN_PAGES: tuple[Kind, ...] = ("paged", "latent_pages")
+LATENT: tuple[Kind, ...] = ("latent", "latent_pages")
+"""Kinds whose values are the first coordinates of the keys: there is no array of values."""
 FEATURES: dict[str, str] = {
     "packed": "sequences packed behind each other, with cumulative lengths",
     "paged": "packed queries, and keys and values in pages that a table names",
+    "latent": "one latent for all query heads, whose first coordinates are the values",
+    "latent_pages": "packed queries, and such latents in pages that a table names",
 }
 """Features by kind of storage."""
-FORM = "packed|pagedP|sharedP[-qL-...]"
+FORM = "packed|pagedP|sharedP|latent|latentP|latentsharedP[-qL-...]"
 """How a case id writes it, in messages."""
 LARGEST_PAGE = 4096
 
-_SPEC = re.compile(r"(packed|(?:paged|shared)([1-9]\d*))(?:-q(\d+(?:-\d+)*))?")
+_SPEC = re.compile(r"(packed|latent|(?:paged|shared|latent|latentshared)([1-9]\d*))(?:-q(\d+(?:-\d+)*))?")
+# How an id begins, by kind and by whether sequences begin alike.
+_PAGES = {
+    ("paged", False): "paged",
+    ("paged", True): "shared",
+    ("latent_pages", False): "latent",
+    ("latent_pages", True): "latentshared",
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,7 +50,7 @@ class Spec:
     """What a case id says of the storage.
 
     Attributes:
-      kind: `"packed"` or `"paged"`.
+      kind: one of `KINDS`.
       page_size: how many tokens a page has, none without pages.
       shared: whether sequences begin alike, and share pages.
       q_lengths: how many queries each sequence has; empty if all have `T`.
@@ -74,12 +90,33 @@ def parse(text: str, batch: int, q_length: int) -> Spec:
     size = int(found[2]) if found[2] else None
     if size is not None and size > LARGEST_PAGE:
         raise ValueError(f"storage {text!r} has pages of more than {LARGEST_PAGE} tokens")
-    return Spec("packed" if size is None else "paged", size, found[1].startswith("shared"), lengths)
+    latent = found[1].startswith("latent")
+    if latent and size is None and lengths:
+        raise ValueError(f"storage {text!r} has all T={q_length} queries in every row: only packed ones have lengths")
+    kind: Kind = ("latent" if latent else "packed") if size is None else "latent_pages" if latent else "paged"
+    return Spec(kind, size, "shared" in found[1], lengths)
+
+
+def check_latent(text: str, num_kv_heads: int, head_dim: int, v_head_dim: int, *, more: str | None) -> None:
+    """Refuse sizes that no latent has; `more` is what the case has beside it that has no form with a latent, if any.
+
+    Raises:
+      ValueError: saying what must be.
+    """
+    if num_kv_heads != 1:
+        raise ValueError(f"storage {text!r} is one latent for all query heads, so K must be 1, got {num_kv_heads}")
+    if v_head_dim > head_dim:
+        raise ValueError(
+            f"storage {text!r} has its values in the first of {head_dim} coordinates, so V must be at most that, "
+            f"got {v_head_dim}"
+        )
+    if more is not None:
+        raise ValueError(f"storage {text!r} and {more!r} have no form together")
 
 
 def write(kind: Kind, page_size: int | None, q_lengths: tuple[int, ...], *, shared: bool = False) -> str:
     """The part of a case id for these; `parse` reads it."""
-    first = kind if page_size is None else f"{'shared' if shared else 'paged'}{page_size}"
+    first = kind if page_size is None else f"{_PAGES[kind, shared]}{page_size}"
     return first if len(set(q_lengths)) == 1 else "-".join((f"{first}-q{q_lengths[0]}", *map(str, q_lengths[1:])))
 
 

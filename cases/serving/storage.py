@@ -26,6 +26,8 @@ NOBODY = -1
 TABLES: dict[Kind, tuple[str, ...]] = {
     "packed": ("cu_q_lens", "cu_kv_lens", "num_seqs"),
     "paged": ("kv_lens", "page_indices", "cu_q_lens", "num_seqs"),
+    "latent": (),
+    "latent_pages": ("kv_lens", "page_indices", "cu_q_lens", "num_seqs"),
 }
 """The operands of a call beside q, k and v, by kind."""
 # What stands in entries that nobody may use: beyond every page, before the first, and what a page could be.
@@ -39,7 +41,7 @@ class Storage:
     """Where everything lies, all int32.
 
     Attributes:
-      kind: `"packed"` or `"paged"`.
+      kind: `"packed"`, `"paged"` or `"latent_pages"`.
       q_rows: `[total_q]`, the dense query `b * T + i` that each packed query is, or `NOBODY`.
       places: `[B, T]`, the packed query that each dense one is, or `NOBODY`.
       held: `[pages, page_size]` or `[total_kv]`, the dense key `b * S + j` that lies there, or `NOBODY`.
@@ -107,10 +109,12 @@ class Request:
 
 
 def draw(case: Case) -> Storage | None:
-    """The storage of a case, drawn from its seed; shapes go by the case alone. None if its operands are dense."""
+    """The storage of a case, drawn from its seed; shapes go by the case alone. None if no table says where they lie."""
     if case.storage is None:
         return None
     spec = specs.parse(case.storage, case.batch, case.q_length)
+    if spec.kind == "latent":
+        return None
     q_lengths, kv_lengths = spec.lengths(case.batch, case.q_length), case.kv_lengths
     max_seqs = case.batch + (case.batch + case.q_length) % 3
     padding = (0, 3, 13)[(case.q_length + case.kv_length) % 3]
@@ -139,7 +143,14 @@ def draw(case: Case) -> Storage | None:
         write(held, request, case.kv_length)
     width = max(1, -(-case.kv_length // size)) + (size + case.kv_length) % 3
     return paged(
-        rows, sizes, held, max_seqs=max_seqs, total_q=sum(q_lengths) + padding, pages_per_seq=width, seed=case.seed
+        rows,
+        sizes,
+        held,
+        max_seqs=max_seqs,
+        total_q=sum(q_lengths) + padding,
+        pages_per_seq=width,
+        seed=case.seed,
+        kind=spec.kind,
     )
 
 
@@ -165,6 +176,7 @@ def paged(
     total_q: int,
     pages_per_seq: int,
     seed: int,
+    kind: Kind = "paged",
 ) -> Storage:
     """The storage of `requests` in pages.
 
@@ -176,6 +188,7 @@ def paged(
       total_q: how many packed queries there are, with padding.
       pages_per_seq: how many entries a row of the table has.
       seed: of what stands in entries that nobody may use.
+      kind: what lies in the pages.
     """
     batch, _, kv_length = sizes
     size = held.shape[1]
@@ -191,7 +204,7 @@ def paged(
         j = np.arange(request.keys)
         owner[request.row, : request.keys] = held[np.array(request.pages, int)[j // size], j % size]
     return Storage(
-        kind="paged",
+        kind=kind,
         **_queries(requests, sizes, max_seqs=max_seqs, total_q=total_q, seed=seed),
         held=held,
         owner=owner,

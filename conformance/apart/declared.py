@@ -9,7 +9,7 @@ from typing import Any, get_args
 from cases.case import Case
 from conformance.apart.said import MOST_WORDS
 from conformance.calling.execution import Executor
-from conformance.calling.plain import PlainSupport
+from conformance.calling.plain_support import PlainSupport
 from conformance.contract import Accelerator, Arithmetic, BehindMask, EmptyRows, Implementation
 from conformance.records import printable
 

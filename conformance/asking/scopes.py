@@ -22,7 +22,7 @@ from cases.front_end_cases import front_end_cases
 from cases.grid import Grid, grid
 from cases.model import Model
 from cases.regressions import REGRESSIONS
-from cases.serving import grids
+from cases.serving import grids, latent_grids
 from cases.serving.life import lives
 from cases.serving.written_grids import WRITTEN
 from conformance.accelerators.targets import targets_of
@@ -57,7 +57,8 @@ def models_of(implementation: Implementation) -> tuple[Model, Model]:
     storage = implementation.storage
     if implementation.writes_pages:
         return WRITTEN
-    return (axes.MODEL, sizes.MODEL) if storage is None else grids.MODELS[storage]
+    stored = {**grids.MODELS, **latent_grids.MODELS}
+    return (axes.MODEL, sizes.MODEL) if storage is None else stored[storage]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -23,19 +23,16 @@ import dataclasses
 import functools
 import inspect
 import itertools
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal, TypeVar
 
-import numpy as np
-
-from cases import mask_spec
 from cases.case import OPT_IN, Case
 from cases.inputs import draw
-from cases.masks import Causal, Full, Mask, MaskFunction, Window, conjuncts, has_formula
 from cases.operands import GRADIENT_OF, REMOVABLE, RESIDUALS
 from cases.scores import ThenCapped
-from cases.serving.spec import Kind
-from conformance.calling import plain_stored, stored
+from cases.serving.spec import IN_PAGES, LATENT, Kind
+from conformance.calling import plain_stored, plain_support, stored
+from conformance.calling.plain_support import meant
 from conformance.contract import (
     Arithmetic,
     BehindMask,
@@ -149,18 +146,19 @@ def from_function(function: Callable[..., Any], name: str, *, products: Products
     signature = _signature(function, name)
     kind = _storage(signature, name)
     writes = kind == "paged" and plain_stored.writes(signature)
+    operands = plain_stored.OPERANDS.get(kind, ("q", "k", "v"))
     known = _OPTIONS if kind is None else plain_stored.OPTIONS[kind]
-    parameters = _options(signature, name, plain_stored.options_of(signature) if writes else known)
-    others = tuple(name for name in list(signature.parameters)[3:] if name not in parameters)
+    parameters = _options(signature, name, plain_stored.options_of(signature) if writes else known, operands)
+    others = tuple(name for name in list(signature.parameters)[len(operands) :] if name not in parameters)
     declaration = _declaration(function)
     has = [operand.name for operand in REMOVABLE if operand.name in parameters]
     # Pages are a cache, which is read.
-    pulled = () if kind == "paged" else ("q", "k", "v", *has)
+    pulled = () if kind in IN_PAGES else ("q", "k", "v", *has)
     gradients = frozenset(GRADIENT_OF[name] for name in pulled if name in GRADIENT_OF)
     stated = _stated(signature)
     narrow = "input" in (declaration.arithmetic.logits, declaration.arithmetic.softmax)
 
-    def call(q: Any, k: Any, v: Any, *pages: Any, **options: Any) -> Any:
+    def by_position(*operands: Any, **options: Any) -> Any:
         if "score_mod" in parameters and "soft_cap" not in parameters and options.get("soft_cap") is not None:
             options["score_mod"] = ThenCapped(options.get("score_mod"), options.pop("soft_cap"))
         keep = {n: value for n, value in options.items() if value is not None and value is not False}
@@ -168,10 +166,14 @@ def from_function(function: Callable[..., Any], name: str, *, products: Products
             if option not in parameters:
                 raise NotImplementedError(f"{name} has no parameter {option!r}")
         if writes:
-            return plain_stored.written_by(function, signature, (q, k, v, *pages), {**stated, **keep})
-        return function(q, k, v, **{**stated, **keep})
+            return plain_stored.written_by(function, signature, operands, {**stated, **keep})
+        return function(*operands, **{**stated, **keep})
+
+    def call(q: Any, k: Any, v: Any, **options: Any) -> Any:
+        return by_position(q, k, v, **options)
 
     if kind is not None:
+        call = by_position
         vars(call)["__signature__"] = signature  # which says whether it is told how many sequences there are
     implementation = Implementation(
         name=name,
@@ -179,7 +181,7 @@ def from_function(function: Callable[..., Any], name: str, *, products: Products
         description=(inspect.getdoc(_innermost(function)) or "").split("\n")[0],
         unsupported={**_missing(parameters, others), **declaration.unsupported},
         offers=OPT_IN.intersection(has),
-        supports_case=PlainSupport(parameters, declaration.causal, narrow, kind, others),
+        supports_case=plain_support.PlainSupport(parameters, declaration.causal, narrow, kind, others),
         arithmetic=dataclasses.replace(declaration.arithmetic, products=products or declaration.arithmetic.products),
         residuals=frozenset(RESIDUALS if "save_residuals" in parameters else ()),
         differentiable_residuals=frozenset(),
@@ -187,7 +189,9 @@ def from_function(function: Callable[..., Any], name: str, *, products: Products
         empty_rows=declaration.empty_rows,
         memory=declaration.memory,
         behind_mask=declaration.behind_mask,
-        lower_mask=plain_stored.lowering(parameters, kind) if kind else _lowering(parameters, declaration.causal),
+        lower_mask=plain_support.lowering(parameters, declaration.causal)
+        if kind in (None, "latent")
+        else plain_stored.lowering(parameters, kind),
         storage=kind,
         writes_pages=writes,
         refuses_by_signature=True,
@@ -204,11 +208,20 @@ def _returned_residuals(implementation: Implementation) -> frozenset[str]:
     """
     import jax  # imported late: reading a signature needs none of it
 
-    storage = {None: None, "packed": "packed", "paged": "paged16"}[implementation.storage]
+    kind = implementation.storage
+    storage = {"paged": "paged16", "latent_pages": "latent16"}.get(kind, kind)  # type: ignore[arg-type] # of none, none
     phase = "train" if storage is None else "prefill"
+    num_kv_heads, v_head_dim = (1, 48) if kind in LATENT else (2, 64)
     implementation = stored.on_dense_operands(implementation)
     for dtype, mask in itertools.product(("f32", "bf16", "f16"), ("full", "causal")):
-        case = Case(phase=phase, dtype=dtype, mask=mask, storage=storage)
+        case = Case(
+            phase=phase,
+            dtype=dtype,
+            mask=mask,
+            storage=storage,
+            num_kv_heads=num_kv_heads,
+            v_head_dim=v_head_dim,
+        )
         if implementation.supports(case) is not None:
             continue
         problem = draw(case)
@@ -269,30 +282,38 @@ def _without_types(signature: inspect.Signature) -> inspect.Signature:
 
 
 def _storage(signature: inspect.Signature, name: str) -> Kind | None:
-    parameters = [p.name for p in list(signature.parameters.values())[3:]]
+    parameters = list(signature.parameters)
     kind = plain_stored.kind_of(parameters)
+    if "latent_pages" in parameters and kind != "latent_pages":
+        raise NotAnAttentionFunction(
+            f"{name}{_without_types(signature)} must take 'latent_pages' as its second argument, behind q: "
+            "wrap it, as docs/contract.md, section 8, does"
+        )
     if kind is not None and (lacks := plain_stored.lacking(parameters, kind)):
         raise NotAnAttentionFunction(f"{name}{_without_types(signature)} {lacks}")
     return kind
 
 
-def _options(signature: inspect.Signature, name: str, known: tuple[str, ...]) -> frozenset[str]:
+def _options(
+    signature: inspect.Signature, name: str, known: tuple[str, ...], operands: tuple[str, ...]
+) -> frozenset[str]:
     parameters = list(signature.parameters.values())
     positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     variadic = any(p.kind is p.VAR_POSITIONAL for p in parameters)
-    if len(positional) < 3 and not variadic:
+    count = len(operands)
+    if len(positional) < count and not variadic:
         raise NotAnAttentionFunction(
-            f"{name}{_without_types(signature)} does not take q, k, v: "
-            f"an attention function takes them as its first three arguments"
+            f"{name}{_without_types(signature)} does not take {', '.join(operands)}: "
+            f"an attention function takes them as its first {'three' if count == 3 else 'two'} arguments"
         )
-    for p in positional[:3]:
+    for p in positional[:count]:
         if p.name in known:
             raise NotAnAttentionFunction(
                 f"{name}{signature} takes {p.name!r} where q, k or v must be: an attention function takes these first"
             )
     for p in parameters:
         required = p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
-        if required and p not in positional[:3] and (p.name not in known or p.kind is p.POSITIONAL_ONLY):
+        if required and p not in positional[:count] and (p.name not in known or p.kind is p.POSITIONAL_ONLY):
             raise NotAnAttentionFunction(
                 f"{name}{signature} needs the argument {p.name!r}, which is none of {', '.join(known)} by keyword: "
                 f"give it a default or wrap the function"
@@ -307,87 +328,4 @@ def _options(signature: inspect.Signature, name: str, known: tuple[str, ...]) ->
 def _missing(parameters: frozenset[str], others: Iterable[str]) -> dict[str, str]:
     has = parameters | ({"soft_cap"} if "score_mod" in parameters else set())
     names = [operand.name for operand in REMOVABLE if operand.name not in has]
-    return {name: f"the function has no parameter {name!r}{_meant(name, others)}" for name in names}
-
-
-def _meant(name: str, others: Iterable[str]) -> str:
-    """Parameters of other names that may mean `name`, as `is_causal` does, in words; empty if there are none."""
-    alike = [repr(other) for other in others if name in other]
-    return f" (nothing is passed to its {' and '.join(alike)})" if alike else ""
-
-
-@dataclasses.dataclass(frozen=True)
-class PlainSupport:
-    """Which masks and values a plain function supports, by what its signature and its declarations say.
-
-    Attributes:
-      parameters: the options that it has.
-      causal: where queries stand for `causal=True` and `window`.
-      narrow: whether its logits are in the dtype of the operands.
-      storage: how it takes its operands, none if dense.
-      others: its further parameters, to which nothing is passed.
-    """
-
-    parameters: frozenset[str]
-    causal: CausalFrom
-    narrow: bool
-    storage: Kind | None = None
-    others: tuple[str, ...] = ()
-
-    def __call__(self, case: Case) -> str | None:
-        """Why the function does not support `case`, or None if it does."""
-        if self.narrow and case.dtype == "f16" and case.distribution == "huge":
-            return "huge: logits beyond 65504, the largest number of f16, in which they are declared to be"
-        if self.storage is not None:
-            return plain_stored.unsupported(case, self.parameters, self.storage)
-        if case.mask == "full" or "mask" in self.parameters:
-            return None
-        mask = mask_spec.build(case.mask, case.batch, case.num_q_heads, case.q_length, case.kv_length, case.seed)
-        _, left = _split(mask, self.parameters, _first(self.causal, case.q_length, case.kv_length))
-        if left is None:
-            return None
-        kind = mask_spec.features(case.mask)[0]
-        meant = _meant(kind, self.others) or _meant("mask", self.others)
-        said = "mask_mod is a function of places, this mask an array, and " if "mask_mod" in self.parameters else ""
-        return f"{kind}: {said}the function has no parameter 'mask'{meant}"
-
-
-def _first(causal: CausalFrom, q_length: int, kv_length: int) -> int:
-    """The key at which the first query stands for `causal=True` and `window`."""
-    return 0 if causal == "start" else kv_length - q_length
-
-
-def _split(mask: Mask, parameters: frozenset[str], first: int) -> tuple[dict[str, Hashable], Mask | None]:
-    """What of the mask the function has parameters for, by their names, and what is left of it.
-
-    They are `causal` and `window` if the mask is made of them, and `mask_mod` for the rest that is a formula.
-    """
-    static: dict[str, Hashable] = {}
-    functions: Mask | None = None
-    left: Mask | None = None
-    for part in conjuncts(mask):
-        if isinstance(part, Full):
-            continue
-        if part == Causal(first) and "causal" in parameters and "causal" not in static:
-            static["causal"] = True
-        elif isinstance(part, Window) and part.offset == first and "window" in parameters and "window" not in static:
-            static["window"] = (part.left, part.right)
-        elif "mask_mod" in parameters and has_formula(part):
-            functions = part if functions is None else functions & part
-        else:
-            left = part if left is None else left & part
-    if functions is not None:
-        static["mask_mod"] = MaskFunction(functions)
-    return static, left
-
-
-def _lowering(
-    parameters: frozenset[str], causal: CausalFrom
-) -> Callable[[Mask, int, int, int, int], tuple[Mapping[str, Hashable], Mapping[str, np.ndarray]]]:
-    def lower(
-        mask: Mask, batch: int, num_q_heads: int, q_length: int, kv_length: int
-    ) -> tuple[Mapping[str, Hashable], Mapping[str, np.ndarray]]:
-        static, left = _split(mask, parameters, _first(causal, q_length, kv_length))
-        return static, ({} if left is None else {"mask": left.dense(q_length, kv_length)})
-
-    return lower
+    return {name: f"the function has no parameter {name!r}{meant(name, others)}" for name in names}

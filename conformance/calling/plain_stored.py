@@ -2,18 +2,21 @@
 
     def attention(q, k_pages, v_pages, *, kv_lens, page_indices, cu_q_lens, num_seqs, window=None): ...
     def attention(q, k, v, *, cu_q_lens, cu_kv_lens, num_seqs, causal=False, window=None): ...
+    def attention(q, latent_pages, *, value_dim, scale, kv_lens, page_indices, cu_q_lens, num_seqs, window=None): ...
+    def attention(q, latent, *, value_dim, scale, causal=False, window=None, mask=None, segment_ids=None): ...
 
     def attention(q, k, v, k_pages, v_pages, *, kv_lens, page_indices, cu_q_lens, num_seqs, window=None): ...
 
-One with `page_indices` is paged, another one with `cu_q_lens` is packed (docs/contract.md, section 8). `num_seqs` may
-be left out: then entries past the last sequence are those of sequences without queries and keys. A paged one with all
-of `k`, `v`, `k_pages` and `v_pages` writes pages, and gets these by their names, in whatever order they stand.
+One with a latent in place of keys and values is recognised by that name, another one with `page_indices` is paged, and
+another one with `cu_q_lens` is packed (docs/contract.md, section 8). `num_seqs` may be left out: then entries past the
+last sequence are those of sequences without queries and keys. A paged one with all of `k`, `v`, `k_pages` and `v_pages`
+writes pages, and gets these by their names, in whatever order they stand.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection, Hashable, Mapping
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from typing import Any
 
 from cases import mask_spec
@@ -21,24 +24,40 @@ from cases.case import Case
 from cases.masks import Mask
 from cases.operands import REMOVABLE
 from cases.serving.calls import sides_of_stored
-from cases.serving.spec import Kind, Sides, sides
+from cases.serving.spec import IN_PAGES, LATENT, Kind, Sides, sides
 from cases.serving.storage import TABLES
 from cases.serving.written import POOLS
 
 _OPERANDS = tuple(operand.name for operand in REMOVABLE if operand.stored)
+_OF_LATENT = ("value_dim", *(operand.name for operand in REMOVABLE if not operand.opt_in))
 OPTIONS: Mapping[Kind, tuple[str, ...]] = {
-    kind: (*tables, "causal", "window", *_OPERANDS, "save_residuals") for kind, tables in TABLES.items()
+    "packed": (*TABLES["packed"], "causal", "window", *_OPERANDS, "save_residuals"),
+    "paged": (*TABLES["paged"], "causal", "window", *_OPERANDS, "save_residuals"),
+    "latent_pages": (*TABLES["latent_pages"], "value_dim", "causal", "window", *_OPERANDS, "save_residuals"),
+    "latent": ("causal", "window", "mask", *_OF_LATENT, "save_residuals"),
 }
-"""What a function may have beside its first three arguments, by kind."""
+"""What a function may have beside its operands, by kind."""
+OPERANDS: Mapping[Kind | None, tuple[str, ...]] = {"latent": ("q", "latent"), "latent_pages": ("q", "latent_pages")}
+"""The first arguments of a function, by kind, where they are not `q, k, v`."""
 _NEEDED: Mapping[Kind, tuple[str, ...]] = {
     "paged": ("page_indices", "kv_lens", "cu_q_lens"),
     "packed": ("cu_q_lens", "cu_kv_lens"),
+    "latent_pages": ("page_indices", "kv_lens", "cu_q_lens", "value_dim", "scale"),
+    "latent": ("value_dim", "scale"),
 }
 _ABOUT = {
     "page_indices": "the table of pages, [max_seqs, pages_per_seq]",
     "kv_lens": "how many keys each sequence has, [max_seqs]",
     "cu_q_lens": "where the queries of each sequence begin, [max_seqs + 1]",
     "cu_kv_lens": "where the keys of each sequence begin, [max_seqs + 1]",
+    "value_dim": "how many of a latent's coordinates, the first ones, are the values",
+    "scale": "the factor of logits, which goes by the depth of the expanded heads",
+}
+_CALLED: Mapping[Kind, str] = {
+    "paged": "pages",
+    "packed": "packed sequences",
+    "latent_pages": "latents in pages",
+    "latent": "latents",
 }
 
 
@@ -65,8 +84,12 @@ def written_by(
     return function(operands[0], *first, **by_name, **options)
 
 
-def kind_of(parameters: Collection[str]) -> Kind | None:
-    """How a function with these parameters takes its operands; none if dense."""
+def kind_of(parameters: Sequence[str]) -> Kind | None:
+    """How a function with these parameters, in their order, takes its operands; none if dense."""
+    for kind in LATENT:
+        if parameters[1:2] == [OPERANDS[kind][1]]:
+            return kind
+    parameters = parameters[3:]
     if "page_indices" in parameters:
         return "paged"
     tables = {name for names in TABLES.values() for name in names}
@@ -78,8 +101,9 @@ def lacking(parameters: Collection[str], kind: Kind) -> str:
     missing = [f"{name!r} ({_ABOUT[name]})" for name in _NEEDED[kind] if name not in parameters]
     if not missing:
         return ""
-    has = [name for name in (*TABLES["paged"], "cu_kv_lens") if name in parameters]
-    called = "pages" if kind == "paged" else "packed sequences"
+    told = OPERANDS[kind][1:] if kind in LATENT else (*TABLES["paged"], "cu_kv_lens")
+    has = [name for name in told if name in parameters]
+    called = _CALLED[kind]
     return (
         f"takes {' and '.join(map(repr, has))} as for {called}, and lacks {' and '.join(missing)}: "
         f"wrap it, with {called} as docs/contract.md, section 8, has them"
@@ -93,7 +117,7 @@ def unsupported(case: Case, parameters: Collection[str], kind: Kind) -> str | No
     if seen is None or seen == Sides() or "window" in parameters:
         return None
     if seen == Sides(None, 0):
-        return None if kind == "paged" or "causal" in parameters else "causal: the function has no parameter 'causal'"
+        return None if kind in IN_PAGES or "causal" in parameters else "causal: the function has no parameter 'causal'"
     return "window: the function has no parameter 'window'"
 
 
@@ -106,7 +130,7 @@ def lowering(
         mask: Mask, batch: int, num_q_heads: int, q_length: int, kv_length: int
     ) -> tuple[Mapping[str, Hashable], Mapping[str, Any]]:
         static, arrays = sides_of_stored(mask, batch, num_q_heads, q_length, kv_length, kind=kind)
-        if kind == "paged" and "causal" in parameters:
+        if kind in IN_PAGES and "causal" in parameters:
             return {**static, "causal": True}, arrays
         if "causal" in static and "causal" not in parameters:
             return {"window": (None, 0)}, arrays

@@ -8,7 +8,8 @@ oracle, the bounds and every check are those of the dense problem (docs/contract
     packed: call(q, k, v, *, cu_q_lens, cu_kv_lens, num_seqs, causal=False, window=None, ...)
 
 One that writes pages is `call(q, k, v, k_pages, v_pages, *, kv_lens, ...)`. Here its pages are made for the call and
-dropped behind it; what it wrote into pages that are kept is asked for by `conformance.driving.written`.
+dropped behind it; what it wrote into pages that are kept is asked for by `conformance.driving.written`. Those with a
+latent are in `conformance.calling.latent`.
 
 Shapes are q `[total_q, N, H]`, pages `[pages, page_size, K, .]`, packed keys and values `[total_kv, K, .]`, and out
 `[total_q, N, V]`, residuals `[total_q, N]`.
@@ -29,7 +30,8 @@ import numpy as np
 from cases.serving.spec import Kind
 from cases.serving.storage import NOBODY, TABLES, Storage
 from cases.serving.written import held_before, slots
-from conformance.calling import mishaps
+from conformance.calling import latent, mishaps
+from conformance.calling.latent import LatentCall
 from conformance.contract import Accelerator, BehindMask, Implementation
 
 # What memory may hold that nothing wrote, where it must be finite.
@@ -69,9 +71,9 @@ def with_padding(arrays: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def on_dense_operands(implementation: Implementation) -> Implementation:
     """The implementation with each of its calls made on dense operands; itself if it takes no others."""
-    if implementation.storage is None or isinstance(implementation.call, StoredCall):
+    if implementation.storage is None or isinstance(implementation.call, StoredCall | LatentCall):
         return implementation
-    made = functools.partial(StoredCall.of, kind=implementation.storage, writes=implementation.writes_pages)
+    made = functools.partial(_on_dense, kind=implementation.storage, writes=implementation.writes_pages)
     return dataclasses.replace(
         implementation,
         call=made(implementation.call),
@@ -80,7 +82,13 @@ def on_dense_operands(implementation: Implementation) -> Implementation:
     )
 
 
-def _on_dense_operands(accelerator: Accelerator, made: Callable[[Callable[..., Any]], StoredCall]) -> Accelerator:
+def _on_dense(call: Callable[..., Any], kind: Kind, writes: bool) -> StoredCall | LatentCall:
+    return LatentCall(call) if kind == "latent" else StoredCall.of(call, kind, writes=writes)
+
+
+def _on_dense_operands(
+    accelerator: Accelerator, made: Callable[[Callable[..., Any]], StoredCall | LatentCall]
+) -> Accelerator:
     native, interpreted = accelerator.native, accelerator.under_interpreter
 
     def under_interpreter(parameters: Any) -> Callable[..., Any]:
@@ -145,10 +153,11 @@ class StoredCall:
         """
         taken = self.taken(q, k, v, storage, padding)
         shape = (*taken["q"].shape[:2], v.shape[-1])
+        by_keyword = self.of_depth(v.shape[-1])
         if not save_residuals:
-            out = mishaps.checked(self.by_keyword(**taken, **options))
+            out = mishaps.checked(by_keyword(**taken, **options))
             return _back(_shaped("out", out, shape), storage["places"], 0.0)
-        returned = self.by_keyword(**taken, **options, save_residuals=True)
+        returned = by_keyword(**taken, **options, save_residuals=True)
         out, residuals = mishaps.checked_residuals(returned)
         # A query that is not there is an empty row, of which the contract says what it is.
         sinks = options.get("sinks")
@@ -164,6 +173,12 @@ class StoredCall:
     ) -> dict[str, Any]:
         """What `by_keyword` takes in place of dense operands: the stored ones, and the tables."""
         added, stale = padding or {}, storage["stale"]
+        if self.kind == "latent_pages":
+            return {
+                "q": self.packed(q, storage, None),
+                "latent_pages": _stored(k, storage["held"], stale)[..., 0, :],
+                **self.tables(storage),
+            }
         pages = {"k_pages": (k, "held"), "v_pages": (v, "held")} if self.writes else {}
         tokens = "tokens" if self.writes else "held"
         return {
@@ -183,8 +198,14 @@ class StoredCall:
         tables = {name: storage[name] for name in TABLES[self.kind]}
         return tables if self.counts else _ended(tables)
 
+    def of_depth(self, value_dim: int) -> Callable[..., Any]:
+        """The call in its own convention, with keywords alone, for values of this depth."""
+        if self.kind == "latent_pages":
+            return functools.partial(self._by_latent, value_dim)
+        return self.by_keyword
+
     def by_keyword(self, *, q: Any, k: Any, v: Any, **others: Any) -> Any:
-        """The call in its own convention, with keywords alone; without the pages that it returns."""
+        """The call of keys and values in its own convention, with keywords alone; without the pages that it returns."""
         if not self.writes:
             return self.call(q, k, v, **others)
         out, residuals, _ = self.writing(q=q, k=k, v=v, **others)
@@ -202,6 +223,9 @@ class StoredCall:
         returned = self.call(q, k, v, k_pages, v_pages, **others, **asked)
         *first, keys, values = mishaps.checked_pages(returned, save_residuals=save_residuals)
         return first[0], first[1] if save_residuals else None, {"k_pages": keys, "v_pages": values}
+
+    def _by_latent(self, value_dim: int, *, q: Any, latent_pages: Any, **others: Any) -> Any:
+        return self.call(q, latent_pages, **latent.told(q, value_dim, others))
 
 
 def _stored(x: Any, held: Any, stale: Any, padding: Any = None) -> jax.Array:

@@ -136,7 +136,7 @@ def _other_shapes(pair: Pair) -> Iterator[Judgement]:
 def _of_size(changes: Sequence[Mapping[str, Any]], pair: Pair) -> Iterator[Judgement]:
     """A call of a size that no case of the grids has, the first that is supported, with its gradients."""
     subject = pair.subject
-    if subject.problem.storage is not None:
+    if subject.case.storage is not None:
         yield unsupported("out", "the lengths of stored sequences are those of the case")
         return
     mask = subject.case.mask if subject.case.mask == "causal" else "full"
@@ -165,7 +165,7 @@ def _of_further_sequences(changes: Mapping[str, Any], pair: Pair) -> Iterator[Ju
 def _of_few_operands(call: Mapping[str, Any], pair: Pair) -> Iterator[Judgement]:
     """A call of one operand or none, the first form that is supported; results and gradients out of one program."""
     subject = pair.subject
-    if subject.problem.storage is not None:
+    if subject.case.storage is not None:
         yield unsupported("out", "the operands of stored sequences are those of the case")
         return
     refusals = []

@@ -40,7 +40,9 @@ def linearity(subject: Subject) -> Iterator[Judgement]:
         return
     factor = _FACTOR[subject.case.dtype]
     problem = subject.problem
-    if float(np.abs(problem.values).max()) * factor < _LARGEST[subject.case.dtype]:
+    # Values that are coordinates of the keys are in the logits too.
+    fits = float(np.abs(problem.values).max()) * factor < _LARGEST[subject.case.dtype]
+    if fits and not problem.tied:
         if problem.kv_scales is None:
             scaled = dataclasses.replace(problem, v=_times(problem.v, factor))
         else:

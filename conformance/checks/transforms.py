@@ -20,6 +20,7 @@ from cases.masks import Dense
 from cases.moba import depends_on_data
 from cases.operands import GRADIENT_OF, OPTIONAL, RESIDUALS
 from cases.serving.calls import other_masks
+from cases.serving.spec import IN_PAGES
 from conformance import records
 from conformance.asking.judgement import Judgement, apart, guarded, unsupported
 from conformance.asking.subject import Subject
@@ -39,7 +40,7 @@ def transforms(subject: Subject) -> Iterator[Judgement]:
     """`jit` or not, `vmap`, `grad` of `vmap`, `checkpoint`, `scan`, donation, x64, and a second call mean the same."""
     pair = Pair.of(subject)
     for name, transform in _FORWARD.items():
-        if name.startswith("vmap") and subject.implementation.storage == "paged":
+        if name.startswith("vmap") and subject.implementation.storage in IN_PAGES:
             yield unsupported(f"out.{name}", "a cache in pages is one for all sequences, and is not mapped over")
         else:
             yield from apart(name, functools.partial(transform, pair))
@@ -78,6 +79,8 @@ def _vmap_over(names: Sequence[str], pair: Pair) -> Iterator[Judgement]:
     """Only some operands have the mapped axis; the others are shared."""
     problem, other = pair.problems
     mapped = [name for name in names if getattr(problem, name) is not None]
+    if problem.tied:  # values alone cannot have it: they are coordinates of the keys
+        mapped = [name for name in mapped if name != "v"]
     if not mapped:
         return
     got = pair.subject.executor.run(transformed.vmap_over, pair.problems, mapped)

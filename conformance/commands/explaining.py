@@ -57,6 +57,8 @@ def _problem(case: Case, problem: Problem) -> list[str]:
         f"{int(problem.dead_keys.sum())} keys are seen by nobody",
         f"Scale       {problem.effective_scale:.6g}{' (1/sqrt(H))' if case.scale is None else ''}",
     ]
+    if problem.tied:
+        lines.append(f"Latent      the first {case.v_head_dim} of {case.head_dim} coordinates of k are v")
     if problem.storage is not None:
         lines += _storage(case, problem.storage)
     if problem.segment_ids is not None:

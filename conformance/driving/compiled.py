@@ -106,7 +106,8 @@ def _as_stored(executor: Executor, problem: Problem) -> tuple[Entries, Arrays]:
     _, arrays = executor.arguments(problem)
     dense = {name: arrays[name] for name in ("q", "k", "v", "storage")}
     others = {name: x for name, x in arrays.items() if name not in dense}
-    plain = dataclasses.replace(executor.implementation, call=call.by_keyword, storage=None)
+    by_keyword = call.of_depth(problem.v.shape[-1])
+    plain = dataclasses.replace(executor.implementation, call=by_keyword, storage=None)
     return Executor(plain).compiled(problem)[0], {**jax.eval_shape(call.taken, **dense), **others}
 
 

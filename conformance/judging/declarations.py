@@ -60,9 +60,11 @@ def declared(implementation: Implementation) -> list[str]:
     ]
     if implementation.behind_mask == "finite":
         found.append(_written("behind_mask", "finite"))
-    reads_a_cache = implementation.storage is not None or any(name.startswith("kv_") for name in implementation.offers)
+    stored = implementation.storage not in (None, "latent")  # packed or a cache
+    reads_a_cache = stored or any(name.startswith("kv_") for name in implementation.offers)
     if not reads_a_cache and "train" not in implementation.unsupported:
-        lacking = [name for name in ("dq", "dk", "dv") if name not in implementation.gradients]
+        own = ("dq", "dk") if implementation.storage == "latent" else ("dq", "dk", "dv")
+        lacking = [name for name in own if name not in implementation.gradients]
         found += [f"no {' '.join(lacking)}"] if lacking else []
     return found
 

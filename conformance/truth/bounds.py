@@ -27,6 +27,7 @@ The derivation, with `s|x| = scale sum_d |q||k| + |bias| + |alibi| + |score|` an
     err(ds)  = err(p_sink) |D - dlse| + p_sink (err(D) + u |dlse|)                                    (of one row)
     E(dsink) = 2 sqrt(sum_{b,i} err(ds)^2) + gamma(BT) sum_{b,i} |p_sink (D - dlse)| + u |dsink|
     E(dbias) = sum [err(dx) + gamma(n) |dx|] over the broadcast axes + u_bias |dbias|
+    E(dk)    = E(dk) + E(dv) + u_out |dk + dv|         of keys whose first coordinates are the values
 
 What this adds to the usual first-order bound, and why:
 
@@ -61,7 +62,7 @@ import numpy as np
 from cases.inputs import Cotangent, Problem
 from conformance.contract import Arithmetic
 from conformance.truth.narrow import BackwardExtra, Narrow
-from conformance.truth.oracle import Array, EmptyRows, Gradients, Slab, slabs
+from conformance.truth.oracle import Array, EmptyRows, Gradients, Slab, padded, slabs
 from conformance.truth.roundoff import Roundoff, U
 
 
@@ -145,7 +146,7 @@ def expect_within(
             _add_gradients(values, bounds, slab, errors, cotangent, u, inexact)
     return Expectation(
         forward,
-        tuple(_finish_gradients(values, bounds, u) for values, bounds in totals),
+        tuple(_finish_gradients(values, bounds, u, tied=problem.tied) for values, bounds in totals),
     )
 
 
@@ -370,11 +371,21 @@ def _add_gradients(
     )
 
 
-def _finish_gradients(values: Gradients, bounds: Gradients, u: Roundoff) -> dict[str, Bounded]:
+def _finish_gradients(values: Gradients, bounds: Gradients, u: Roundoff, *, tied: bool) -> dict[str, Bounded]:
     """Add the final rounding; a bound of exactly zero stays zero."""
     rounding = {"dq": u.out + u.scaled_q, "dk": u.out, "dv": u.out, "dsinks": u.backward, "dbias": u.bias}
     finished = {}
     for name, value in values.arrays.items():
         bound = bounds.arrays[name]
         finished[name] = Bounded(value, bound + rounding[name] * np.abs(value) + u.tiny * (bound > 0))
+    if tied:
+        finished["dk"] = _sum_of(finished["dk"], finished.pop("dv"), u)
     return finished
+
+
+def _sum_of(dk: Bounded, dv: Bounded, u: Roundoff) -> Bounded:
+    """The gradient of keys whose first coordinates are the values: each part may be rounded before they are added."""
+    depth, keys = dv.value.shape[-1], dk.value.shape[-1]
+    value = dk.value + padded(dv.value, keys)
+    added = np.arange(keys) < depth  # elsewhere there is nothing to add
+    return Bounded(value, dk.bound + padded(dv.bound, keys) + u.out * np.abs(value) * added)

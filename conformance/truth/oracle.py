@@ -208,6 +208,9 @@ def backward(
 ) -> dict[str, Array]:
     """Gradients `dq dk dv` and, where the problem has the operand, `dsinks dbias`, in float64.
 
+    Where values are the first coordinates of the keys (`Problem.tied`), `dk` is the gradient of both, and there is no
+    `dv`.
+
     Args:
       problem: the operands.
       do: cotangent of `out`, `[B, T, N, V]`.
@@ -246,7 +249,15 @@ def backward(
             dsinks=(p_sink * (dlse_slab - d)).sum(axis=-1),
             dx=dx,
         )
-    return dict(gradients.arrays)
+    found = dict(gradients.arrays)
+    if problem.tied:
+        found["dk"] = found["dk"] + padded(found.pop("dv"), problem.k.shape[-1])
+    return found
+
+
+def padded(dv: Array, depth: int) -> Array:
+    """Gradients of values that are the first coordinates of keys, `[B, S, K, V]`, as they reach these `depth` ones."""
+    return np.pad(dv, ((0, 0), (0, 0), (0, 0), (0, depth - dv.shape[-1])))
 
 
 @dataclasses.dataclass(frozen=True)

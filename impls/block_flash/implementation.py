@@ -7,6 +7,7 @@ import functools
 from conformance.contract import Arithmetic, Implementation
 from impls.block_flash.attention import attention
 from impls.block_flash.block_sizes import tunable
+from impls.block_flash.latent import latent_attention
 from impls.block_flash.packed import packed_attention
 
 # Smaller and larger than each other, neither dividing the other nor the usual lengths.
@@ -61,8 +62,27 @@ def packed_implementation(name: str, *, block_q: int, block_kv: int) -> Implemen
     )
 
 
+def latent_implementation(name: str) -> Implementation:
+    """Block flash attention to one latent for all heads, under `name`."""
+    return Implementation(
+        name=name,
+        call=latent_attention,
+        description="latent attention in its absorbed form, block-sparse in plain JAX, with gradients",
+        arithmetic=Arithmetic(probabilities="input"),
+        empty_rows="zero",
+        behind_mask="any",
+        storage="latent",
+        variants={
+            f"blocks_{q}_{kv}": functools.partial(latent_attention, block_q=q, block_kv=kv) for q, kv in _OTHER_BLOCKS
+        },
+        memory="linear",
+        checkpoint_names=("out", "logsumexp"),
+    )
+
+
 # The blocks of the packed form are small and unlike each other, so that sequences begin and end within blocks.
 IMPLEMENTATIONS: tuple[Implementation, ...] = (
     implementation("block_flash"),
     packed_implementation("block_flash_packed", block_q=16, block_kv=24),
+    latent_implementation("block_flash_latent"),
 )

@@ -2,6 +2,7 @@
 
 from impls.paged.attention import attention
 from impls.paged.implementation import IMPLEMENTATIONS, implementation
+from impls.paged.latent import latent_attention
 from impls.paged.update import attention_with_update
 
-__all__ = ["IMPLEMENTATIONS", "attention", "attention_with_update", "implementation"]
+__all__ = ["IMPLEMENTATIONS", "attention", "attention_with_update", "implementation", "latent_attention"]

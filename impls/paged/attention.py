@@ -94,10 +94,17 @@ def attention(
     )
     tables = (jnp.asarray(x, jnp.int32) for x in (kv_lens, page_indices, cu_q_lens, num_seqs))
     operands = Operands(jnp.asarray(q), jnp.asarray(k_pages), jnp.asarray(v_pages), *tables)
-    part = _attend(plan, backend, interpret_or(interpret, "tpu"), operands)
+    return results(plan, backend, interpret_or(interpret, "tpu"), operands, sinks, save_residuals=save_residuals)
+
+
+def results(
+    plan: PagedPlan, backend: Backend, interpret: Any, operands: Operands, sinks: Any, *, save_residuals: bool
+) -> Any:
+    """What the public call returns, of operands that have been checked."""
+    part = _attend(plan, backend, interpret, operands)
     every = part if sinks is None else merging.merge([part, merging.of_sinks(jnp.asarray(sinks))])
     found = merging.normalise(every)
-    out = found.out.astype(q.dtype)
+    out = found.out.astype(operands.q.dtype)
     if not save_residuals:
         return out
     return out, {"logsumexp": found.logsumexp, "max_logits": part.max[..., 0]}
@@ -130,7 +137,11 @@ def check_operands(q: Any, k: Any, v: Any, sinks: Any, window: Any, *blocks: int
 
 
 def check_tables(kv_lens: Any, page_indices: Any, cu_q_lens: Any, num_seqs: Any) -> None:
-    """Raise `ValueError` naming a table that is not as `attention` says."""
+    """Refuse tables that no pages are found by.
+
+    Raises:
+      ValueError: a table is not as the public call has it; the message names it.
+    """
     most = kv_lens.shape[0]
     if page_indices.ndim != 2 or page_indices.shape[0] != most or 0 in page_indices.shape:
         raise ValueError(f"page_indices must have shape ({most}, pages_per_seq), got {page_indices.shape}")

@@ -67,7 +67,8 @@ def await_block(cache: Cache, tiles: Tiles, blocks: Blocks, tile: Any, block: An
     def at_once() -> None:
         for n, held in enumerate((cache.k, cache.v)):
             there = held.at[buffer]
-            pltpu.make_async_copy(there, there, cache.arrived.at[n, buffer]).wait()
+            copy: Copy = pltpu.make_async_copy(there, there, cache.arrived.at[n, buffer])
+            copy.wait()
 
     pl.when(whole)(at_once)
 

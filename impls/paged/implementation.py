@@ -8,6 +8,7 @@ from typing import Any
 
 from conformance.contract import Accelerator, Arithmetic, Implementation
 from impls.paged.attention import Backend, attention
+from impls.paged.latent import latent_attention
 from impls.paged.update import attention_with_update
 from impls.versions import runs_on
 
@@ -79,8 +80,29 @@ def _interpreted_by(parameters: Any) -> Any:
     return functools.partial(attention, backend="tpu", **_JUDGED, interpret=parameters)
 
 
+def _of_latents(name: str) -> Implementation:
+    return Implementation(
+        name=name,
+        call=functools.partial(latent_attention, **_JUDGED),
+        description="latent attention in its absorbed form over latents in pages, in plain JAX",
+        arithmetic=Arithmetic(probabilities="input"),
+        differentiable_residuals=frozenset(),
+        gradients=frozenset(),
+        empty_rows="zero",
+        behind_mask="any",
+        storage="latent_pages",
+        refuses_by_signature=True,
+        memory="linear",
+        variants={
+            variant: functools.partial(latent_attention, **changed)
+            for variant, changed in _VARIANTS["portable"].items()
+        },
+    )
+
+
 IMPLEMENTATIONS: tuple[Implementation, ...] = (
     implementation("paged"),
     implementation("paged_tpu", backend="tpu"),
     _updating("paged_update"),
+    _of_latents("paged_latent"),
 )

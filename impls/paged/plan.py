@@ -24,6 +24,7 @@ class PagedPlan:
       soft_cap: bound of the logits; none if there is none.
       block_q: queries of a tile, all of one sequence.
       block_pages: pages that are read together.
+      value_dim: how many coordinates of a key, the first ones, are its value; none where values have their own pages.
     """
 
     left: int | None
@@ -31,6 +32,7 @@ class PagedPlan:
     soft_cap: float | None
     block_q: int
     block_pages: int
+    value_dim: int | None = None
 
 
 class Operands(NamedTuple):
@@ -38,7 +40,7 @@ class Operands(NamedTuple):
 
     q: jax.Array  # [total_q, N, H]
     k_pages: jax.Array  # [pages, page_size, K, H]
-    v_pages: jax.Array  # [pages, page_size, K, V]
+    v_pages: jax.Array | None  # [pages, page_size, K, V], none if values are a part of the keys
     kv_lens: jax.Array  # int32 [max_seqs]
     page_indices: jax.Array  # int32 [max_seqs, pages_per_seq]
     cu_q_lens: jax.Array  # int32 [max_seqs + 1]

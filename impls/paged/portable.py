@@ -34,8 +34,9 @@ def attend(plan: PagedPlan, operands: Operands) -> Part:
     total, heads = operands.q.shape[:2]
     # As much longer as a tile that begins with the last query: slices are never moved to fit.
     rows = (total + plan.block_q, heads)
+    depth_v = plan.value_dim if operands.v_pages is None else operands.v_pages.shape[-1]
     nothing = Part(
-        out=jnp.zeros((*rows, operands.v_pages.shape[-1]), jnp.float32),
+        out=jnp.zeros((*rows, depth_v), jnp.float32),
         max=jnp.full((*rows, 1), -jnp.inf, jnp.float32),
         sum=jnp.zeros((*rows, 1), jnp.float32),
     )
@@ -84,7 +85,8 @@ def _add(
     # Entries past the sequence's pages may be any integers; what they name is never seen.
     named = lax.dynamic_slice_in_dim(pages, number * plan.block_pages, plan.block_pages)
     named = jnp.clip(named, 0, len(operands.k_pages) - 1)
-    k, v = (x[named].reshape(-1, *x.shape[2:]) for x in (operands.k_pages, operands.v_pages))  # [block, K, .]
+    k = _rows_in(operands.k_pages, named)  # [block, K, H]
+    v = k[..., : plan.value_dim] if operands.v_pages is None else _rows_in(operands.v_pages, named)
     j = number * len(k) + jnp.arange(len(k), dtype=jnp.int32)
     t = jnp.arange(q.shape[1], dtype=jnp.int32) // (q.shape[1] // plan.block_q)
     sees = allowed(plan, (position + t)[:, None], j) & (t < queries)[:, None]  # [R, block]
@@ -99,6 +101,11 @@ def _add(
         max=top,
         sum=old.sum * decay + weights.sum(axis=-1, keepdims=True),  # (5)
     )
+
+
+def _rows_in(pages: jax.Array, named: jax.Array) -> jax.Array:
+    """The tokens of the named pages, one behind the other, `[tokens, K, .]`."""
+    return pages[named].reshape(-1, *pages.shape[2:])
 
 
 def _rows_of(q: jax.Array, num_kv_heads: int) -> jax.Array:

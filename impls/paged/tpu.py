@@ -29,6 +29,7 @@ from impls.varying import shapes_varying, varying_axes, varying_over
 
 def attend(plan: PagedPlan, operands: Operands, *, interpret: Any) -> Part:
     """The part over every key that a query sees, arrays `[total_q, N, .]`; past the last sequence it is empty."""
+    assert operands.v_pages is not None  # there is no kernel for latents yet
     total, heads, depth = operands.q.shape
     depth_v = operands.v_pages.shape[3]
     tiles = tiles_of(operands, plan.block_q)
@@ -65,6 +66,7 @@ def attend(plan: PagedPlan, operands: Operands, *, interpret: Any) -> Part:
 
 def _scratch(plan: PagedPlan, operands: Operands) -> list[Any]:
     """Memory of the kernel, in the order of `_kernel`."""
+    assert operands.v_pages is not None
     _, heads, depth = operands.q.shape
     _, page_size, num_kv_heads, depth_v = operands.v_pages.shape
     dtype = operands.q.dtype

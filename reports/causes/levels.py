@@ -18,7 +18,8 @@ from reports.columns import FEATURE_KINDS
 
 _SHAPE = re.compile(r"B(\d+)\.T(\d+)\.S(\d+)\.N(\d+)\.K(\d+)\.H(\d+)\.V(\d+)")
 _SIZES = ("batch", "q_length", "kv_length", "num_q_heads", "num_kv_heads", "head_dim", "v_head_dim")
-_STORAGE = re.compile(r"packed|(paged|shared)(\d+)")
+_STORAGE = re.compile(r"(packed|paged|shared|latentshared|latent)(\d*)")
+_STORED = {"packed": "operands are packed", "paged": "operands are paged", "latent": "values are a part of the keys"}
 _TERM = re.compile(r"_and_|_or_")
 _WINDOW = re.compile(r"(?:window-l(\d+|inf)-r(\d+|inf)|own-l(\d+|inf))")
 
@@ -154,11 +155,11 @@ def _kinds(fields: Mapping[str, str]) -> Iterator[Level]:
     if values != "normal":
         yield _level(f"{values} values", f"with the values of `{values}`", "distribution", odds=_RARE)
     if (storage := fields.get("storage")) is not None and (found := _STORAGE.match(storage)) is not None:
-        kind = "packed" if found[2] is None else "paged"
-        yield _level(kind, f"where operands are {kind}", "storage", odds=_RARER)
-        if kind == "paged":
+        kind = "paged" if found[1] == "shared" else found[1].removesuffix("shared")
+        yield _level(kind, f"where {_STORED[kind]}", "storage", odds=_RARER)
+        if found[2]:
             yield _level(f"pages of {found[2]}", f"with pages of {found[2]}", "storage", odds=_RARE)
-        if found[1] == "shared":
+        if found[1].endswith("shared"):
             yield _level("shared pages", "where sequences share pages", "storage")
         if "-q" in storage:
             yield _level("ragged queries", "where sequences have unequal numbers of queries", "storage", odds=_RARER)

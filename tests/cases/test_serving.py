@@ -12,7 +12,7 @@ from cases import inputs
 from cases.case import Case, CaseIdError, parse
 from cases.grid import grid
 from cases.masks import Causal, Full, Lengths, Mask, OwnWindow, Window
-from cases.serving import spec, storage
+from cases.serving import latent_grids, spec, storage
 from cases.serving.calls import FURTHER, not_stored, of_length, other_masks, sides_of_stored
 from cases.serving.grids import MODELS
 from cases.serving.life import LENGTHS, STEPS, lives, steps
@@ -21,6 +21,7 @@ from cases.serving.spec import Sides, sides
 MIXED = parse("prefill/f32/B4.T21.S64.N4.K2.H16.V16/own-linf-53-16-17-8/paged16-q21-1-1-8/normal/s0")
 SHARED = dataclasses.replace(MIXED, storage="shared4-q21-1-1-8")
 PACKED = parse("train/f32/B3.T12.S30.N2.K2.H16.V16/own-l5-30-7-0/packed-q12-9-2/normal/s0")
+LATENT = dataclasses.replace(MIXED, num_kv_heads=1, head_dim=24, scale=0.3, storage="latent16-q21-1-1-8")
 
 
 def of(case: Case) -> storage.Storage:
@@ -29,7 +30,9 @@ def of(case: Case) -> storage.Storage:
     return found
 
 
-@pytest.mark.parametrize("case", [MIXED, SHARED, PACKED, dataclasses.replace(PACKED, storage="packed")], ids=str)
+@pytest.mark.parametrize(
+    "case", [MIXED, SHARED, PACKED, dataclasses.replace(PACKED, storage="packed"), LATENT], ids=str
+)
 def test_an_id_with_storage_parses_back(case: Case) -> None:
     assert parse(case.id) == case
 
@@ -187,7 +190,9 @@ def test_what_no_stored_call_is_asked_for() -> None:
     assert all(not_stored(dataclasses.replace(PACKED, mask=mask), "packed") is None for mask in other_masks(PACKED))
 
 
-@pytest.mark.parametrize("case", [MIXED, PACKED, dataclasses.replace(MIXED, storage=None, mask="causal")], ids=str)
+@pytest.mark.parametrize(
+    "case", [MIXED, PACKED, LATENT, dataclasses.replace(MIXED, storage=None, mask="causal")], ids=str
+)
 def test_a_case_of_another_length_is_stored_alike(case: Case) -> None:
     longer = parse(of_length(case, 512).id)
     assert (longer.batch, longer.q_length, longer.kv_lengths) == (1, 512, (512,))
@@ -196,13 +201,13 @@ def test_a_case_of_another_length_is_stored_alike(case: Case) -> None:
     assert case.storage is not None or longer.mask == case.mask
 
 
-@pytest.mark.parametrize("kind", spec.KINDS)
+@pytest.mark.parametrize("kind", [kind for kind in spec.KINDS if FURTHER[kind]])
 def test_further_sequences_are_what_they_say(kind: spec.Kind) -> None:
-    base = MIXED if kind == "paged" else PACKED
+    base = {"paged": MIXED, "packed": PACKED, "latent_pages": LATENT}[kind]
     cases = {name: dataclasses.replace(base, **changes) for name, changes in FURTHER[kind].items()}
     assert all(parse(case.id) == case and not_stored(case, kind) is None for case in cases.values())
     assert cases["forty"].batch == 40
-    if kind == "paged":
+    if kind != "packed":
         assert len(of(cases["forty"]).held) > 256
         return
     chunk, alike = cases["one_chunk"], cases["as_many_in_all"]
@@ -215,7 +220,7 @@ def test_further_sequences_are_what_they_say(kind: spec.Kind) -> None:
 @pytest.mark.parametrize("kind", spec.KINDS)
 @pytest.mark.parametrize("place", [0, 1])
 def test_grids_cover_all_pairs_and_their_ids_parse(kind: str, place: int) -> None:
-    found = grid("quick", 0, model=MODELS[kind][place])
+    found = grid("quick", 0, model={**MODELS, **latent_grids.MODELS}[kind][place])
     assert found.coverage.covered == found.coverage.feasible
     assert all(parse(case.id) == case for case in found.cases)
     assert {case.storage is not None for case in found.cases} == {True}

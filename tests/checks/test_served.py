@@ -19,7 +19,7 @@ from conformance.judging import plan
 from conformance.judging.runner import Runner
 from conformance.judging.settings import Settings
 from conformance.records import PASS, RED, UNSUPPORTED, Record
-from tests.kernels import served
+from tests.kernels import latents, served
 from tests.planted.planting.served import PagedSteps, paged
 
 FUNCTIONS: tuple[Callable[..., Any], ...] = (
@@ -27,9 +27,11 @@ FUNCTIONS: tuple[Callable[..., Any], ...] = (
     served.packed,
     served.packed_by_sequence,
     served.packed_by_vmap,
+    latents.in_pages,
+    latents.dense,
 )
-# Two forms of `served.packed`, which are slower to compile.
-_LONG = (served.packed_by_sequence, served.packed_by_vmap)
+# Two forms of `served.packed`, which are slower to compile, and of `served.paged` one with another operand.
+_LONG = (served.packed_by_sequence, served.packed_by_vmap, latents.in_pages, latents.dense)
 # One short job in so many is run here; all of them, with three seeds, take minutes.
 _STRIDE = 60
 

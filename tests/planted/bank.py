@@ -34,6 +34,7 @@ from tests.planted.features import (
     front,
     functions,
     heads,
+    latent,
     masks,
     merging,
     moba,
@@ -90,6 +91,7 @@ _MODULES = (
     page_writes,
     packed,
     packed_gradients,
+    latent,
     splash_tpu,
     refusing,
 )

@@ -16,7 +16,7 @@ from conformance.sensitivity.examination import red_records, shows_as_said
 from tests.kernels import pallas_tpu
 from tests.planted.bank import BANK, SEEN
 from tests.planted.features import caches
-from tests.planted.planting import flex, moba, page_writes, served
+from tests.planted.planting import flex, latent, moba, page_writes, served
 from tests.planted.planting.blockwise import implementation
 from tests.planted.planting.steps import BlockSteps
 from tests.sensitivity.by_day import asked
@@ -53,6 +53,8 @@ CORRECT = {
     "writing": page_writes.writing("correct"),
     "packed": served.packed("correct"),
     "functions": flex.implementation("correct"),
+    "latent": latent.dense_latent("correct"),
+    "latent-pages": latent.paged_latent("correct"),
 }
 
 

@@ -1,0 +1,93 @@
+"""Kernels over one latent for all heads, in pages and dense, made of steps that a planted bug replaces one of."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from cases.case import Case
+from conformance.contract import Implementation
+from conformance.sensitivity import PlantedBug
+from impls import dot_product
+from tests.planted.planting.served import PagedSteps, paged_by
+from tests.planted.planting.triggers import Trigger, has
+
+Array = jax.Array
+Step = Callable[..., Any]
+
+in_pages = has("latent_pages")
+trained = has("latent", "train")
+
+
+def turned(case: Case) -> bool:
+    """The latent has a rotary part beside its values."""
+    return case.head_dim > case.v_head_dim
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LatentSteps:
+    """Steps of attention to a latent `[..., H]`, in order; the defaults are correct."""
+
+    queries: Step = lambda q, value_dim: q
+    keys: Step = lambda latent, value_dim: latent
+    values: Step = lambda latent, value_dim: latent[..., :value_dim]
+    scale: Step = lambda scale, depth, value_dim: scale
+    pages: PagedSteps = dataclasses.field(default_factory=PagedSteps)
+
+
+def paged_latent(name: str, steps: LatentSteps = LatentSteps()) -> Implementation:
+    """The kernel over latents in pages made of `steps` as the gate takes it."""
+    attend = paged_by(steps.pages)
+
+    def attention(q: Array, latent_pages: Array, *, value_dim: int, scale: float, **options: Any) -> Any:
+        keys, values = (step(latent_pages, value_dim)[:, :, None] for step in (steps.keys, steps.values))
+        scale = steps.scale(scale, q.shape[-1], value_dim)
+        return attend(steps.queries(q, value_dim), keys, values, scale=scale, **options)
+
+    return Implementation(
+        name=name,
+        call=attention,
+        storage="latent_pages",
+        gradients=frozenset(),
+        differentiable_residuals=frozenset(),
+        empty_rows="zero",
+        unsupported={"train": "a cache is read, not differentiated"},
+        refuses_by_signature=True,
+    )
+
+
+def dense_latent(name: str, steps: LatentSteps = LatentSteps()) -> Implementation:
+    """The kernel over dense latents made of `steps`, with gradients, as the gate takes it."""
+
+    def attention(q: Array, latent: Array, *, value_dim: int, scale: float, **options: Any) -> Any:
+        keys, values = (step(latent, value_dim)[:, :, None] for step in (steps.keys, steps.values))
+        scale = steps.scale(scale, q.shape[-1], value_dim)
+        return dot_product.attention(steps.queries(q, value_dim), keys, values, scale=scale, **options)
+
+    return Implementation(name=name, call=attention, storage="latent", empty_rows="zero")
+
+
+def bug(
+    name: str,
+    steps: LatentSteps,
+    *,
+    kind: str,
+    reference: str,
+    shows: str = "out logsumexp max_logits",
+    trigger: Trigger | None = None,
+) -> PlantedBug:
+    """A kernel over latents of which `steps` has one step that is wrong, dense where it `shows` by a gradient."""
+    dense = shows.startswith("d")
+    return PlantedBug(
+        name=name,
+        family="latent",
+        kind=kind,
+        reference=reference,
+        shows=tuple(shows.split()),
+        build=functools.partial(dense_latent if dense else paged_latent, name, steps),
+        trigger=trigger or (trained if dense else in_pages),
+    )
