@@ -12,7 +12,8 @@ cases run on the chip: `pytest -k tpu`. What only a chip can say, and what is do
   gate runs blocks of 128 so that its short cases have several, and others as variants.
 - Two cores of v4 and v5p share the heads of all batch rows (`"parallel"`); with one head and one row, one idles.
 - Scalar memory, 1 MiB a core, holds the lists of steps, three to five bytes a step: lengths beyond 32768 want blocks
-  beyond 128.
+  beyond 128. Over packed sequences a step takes twelve, and lists have room for every pair of blocks, unless a window
+  bounds them on both sides: without one, packs beyond 32768 tokens want blocks beyond 128.
 """
 
 from impls.splash_tpu.attention import attention

@@ -109,8 +109,8 @@ def _attend(plan: SplashPlan, sides: tuple[Side, Side], arrays: Any, tables: Tab
     low, high = keys_of_queries(tables, sides, plan.q_length)
     # A query of nobody may be NaN, and on the way back 0 * NaN is not 0.
     q = jnp.where((low < high)[:, None, None], q, jnp.zeros((), q.dtype))
-    heads_first = (x.swapaxes(0, 1)[None] for x in (q, k, v))
-    operands = Operands(*heads_first, sinks, None, None, low[None], high[None])
+    q, k, v = (x.swapaxes(0, 1)[None] for x in (q, k, v))
+    operands = Operands(q, k, v, sinks, None, None, low[None], high[None])
     operands = varying_over(operands, varying_axes(operands))
     return attend(plan, _lists(plan, sides, low, high), operands)
 

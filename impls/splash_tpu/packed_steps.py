@@ -39,7 +39,8 @@ def packed_steps(
     """
     left, full = _kinds(low, high, kv_length, blocks)
     holds = left.any(axis=-1)
-    most = _most_steps(holds.shape, blocks, seen)
+    num_q, num_kv = holds.shape
+    most = _most_steps(num_q, num_kv, blocks, seen)
     if order == "kv":
         left, full, holds = left.swapaxes(0, 1), full.T, holds.T
     visited = holds.at[:, 0].set(holds[:, 0] | ~holds.any(axis=1))
@@ -81,13 +82,12 @@ def _kinds(low: jax.Array, high: jax.Array, kv_length: int, blocks: Blocks) -> t
     return by_block(some), by_block(every).all(axis=-1)
 
 
-def _most_steps(shape: tuple[int, int], blocks: Blocks, seen: int | None) -> int:
+def _most_steps(num_q: int, num_kv: int, blocks: Blocks, seen: int | None) -> int:
     """How many steps there can be for so many blocks of queries and of keys.
 
     Ranges only move ahead, so a block of keys is seen by queries that follow one another. It counts once, and once more
     for every end of a block of queries among these; over such an end reach no more than the keys of one query.
     """
-    num_q, num_kv = shape
     if seen is None:
         return num_q * num_kv
     touched = -(-(seen - 1) // blocks.kv) + 1
