@@ -177,8 +177,7 @@ class Implementation:
       lower_mask: `(mask, B, N, T, S) -> (static keywords, array keywords)`: how the mask reaches `call`.
       storage: `"paged"`, `"packed"`, `"latent_pages"` or `"latent"` if `call` takes its operands so (contract, section
         8) and no others. The mask reaches all but `"latent"` as `causal` or `window`. A latent's gradient is `dk`.
-      writes_pages: True if a `"paged"` call is `call(q, k, v, k_pages, v_pages, ...)`: it writes the keys and values of
-        its queries' tokens into the pages, and returns these too.
+      writes_pages: True if a `"paged"` call is `call(q, k, v, k_pages, v_pages, ...)`, and returns the pages as well.
       accelerator: the accelerator that the kernel is written for, and how it is run without one.
       refuses_by_signature: True if unsupported features cannot even be asked for, so that there is nothing to refuse.
       variants: other calls that must give the same results, by name: other block sizes, other schedules.
@@ -257,11 +256,8 @@ class Implementation:
                 return f"{feature}: {self.unsupported[feature]}"
             if feature in OPT_IN and feature not in self.offers:
                 return f"{feature}: not declared ({FEATURES[feature]})"
-        if (
-            self.storage is not None
-            and (reason := not_stored(case, self.storage, writes=self.writes_pages)) is not None
-        ):
-            return reason
+        if stored := self.storage and not_stored(case, self.storage, writes=self.writes_pages):
+            return stored
         sizes = (case.batch, case.num_q_heads, case.q_length, case.kv_length, case.seed)
         if self.lower_mask is mask_function and not has_formula(mask_spec.build(case.mask, *sizes)):
             return f"{mask_spec.features(case.mask)[0]}: an array, and mask_mod is a function of places"
