@@ -14,7 +14,6 @@ from tests.planted.computing import (
     laws,
     online,
     operands,
-    page_writes,
     pallas_tpu,
     precision,
     residuals,
@@ -34,21 +33,24 @@ from tests.planted.features import (
     front,
     functions,
     heads,
-    latent,
     masks,
     merging,
     moba,
-    packed,
-    packed_gradients,
-    paged,
-    paged_queries,
-    paged_softmax,
     refusing,
     scale,
     segments,
     sinks,
     soft_cap,
     windows,
+)
+from tests.planted.serving import (
+    latent,
+    packed,
+    packed_gradients,
+    page_writes,
+    paged,
+    paged_queries,
+    paged_softmax,
 )
 
 _MODULES = (
