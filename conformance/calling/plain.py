@@ -187,6 +187,9 @@ def from_function(function: Callable[..., Any], name: str, *, products: Products
     return dataclasses.replace(implementation, residuals=residuals, differentiable_residuals=differentiable)
 
 
+_PHASES: tuple[dict[str, Any], ...] = ({"phase": "train"}, {"phase": "prefill"}, {"phase": "decode", "q_length": 1})
+
+
 def _returned_residuals(implementation: Implementation) -> frozenset[str]:
     """The residuals in what the call returns, seen by tracing it once on a plain case that is supported.
 
@@ -195,10 +198,11 @@ def _returned_residuals(implementation: Implementation) -> frozenset[str]:
     import jax  # imported late: reading a signature needs none of it
 
     storage = {None: None, "packed": "packed", "paged": "paged16"}[implementation.storage]
-    phase = "train" if storage is None else "prefill"
     implementation = stored.on_dense_operands(implementation)
-    for dtype, mask in itertools.product(("f32", "bf16", "f16"), ("full", "causal")):
-        case = Case(phase=phase, dtype=dtype, mask=mask, storage=storage)
+    # What is not for training, or for nothing but steps, is not supported on the first of these.
+    phases = _PHASES if storage is None else _PHASES[1:]
+    for phase, dtype, mask in itertools.product(phases, ("f32", "bf16", "f16"), ("full", "causal")):
+        case = Case(**phase, dtype=dtype, mask=mask, storage=storage)
         if implementation.supports(case) is not None:
             continue
         problem = draw(case)
