@@ -41,7 +41,7 @@ _CALLS_INTERPRETED = 10
 
 # Beyond what the grids have: more batch rows and heads of each kind than 8, more than 16 heads in a group, more than 40
 # heads, a depth beyond 256, fewer keys than any tile, one key, a cache of 512, one that no split divides (1037 is 17
-# times 61, and long caches of the grids are whole numbers of 8), and tens of sequences in a row, over 512 positions each
+# times 61, and long caches of the grids are multiples of 8), and tens of sequences in a row, over 512 positions each
 # way. An odd number of heads of a usual depth, each with keys of its own. Blocks that leave three if they are taken by
 # fours: seven of 64 each way, eleven of 128 of keys and of queries. And a step whose queries' windows begin on both
 # sides of key 512, where blocks of any usual size meet. Each in the first lengths that an implementation takes.
