@@ -52,7 +52,7 @@ _SIZES: dict[str, tuple[dict[str, Any], ...]] = {
     "few": tuple({"batch": b, "q_length": 1, "kv_length": 5, "segments": None} for b in (9, 1)),
     "one": ({"q_length": 1, "kv_length": 1, "segments": None},),
     "cache": ({"phase": "decode", "q_length": 1, "kv_length": 512, "mask": "full", "segments": None},),
-    "rest": ({"phase": "decode", "q_length": 1, "kv_length": 1037, "mask": "full", "segments": None},),
+    "rest": ({"phase": "decode", "batch": 1, "q_length": 1, "kv_length": 1037, "mask": "full", "segments": None},),
     "many": tuple({"num_q_heads": n, "num_kv_heads": k, **short} for n, k in ((153, 9), (45, 45)) for short in _SHORT),
     "packed": ({"batch": 1, "segments": "segmany", "q_length": 512, "kv_length": 512},),
     "deep": tuple({"head_dim": h, "v_head_dim": v, **short} for h, v in ((320, 288), (512, 512)) for short in _SHORT),
