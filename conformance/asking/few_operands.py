@@ -27,6 +27,8 @@ CALLS: dict[str, dict[str, Any]] = {
     "sunk": {"mask": "window-l9-r0", "sinks": True},
     "capped": {"mask": "window-l9-r0", "soft_cap": 30.0},
     "biased": {"mask": "full", "bias": "biaspair"},
+    # Keys ahead of the query: more than a block of 64, and no whole number of blocks.
+    "ahead": {"phase": "prefill", "mask": "window-l9-r75", "batch": 1, "q_length": 160, "kv_length": 160},
     "first": {"phase": "prefill", "mask": "causal", "q_length": 16},
     "tall": {"phase": "prefill", "mask": "causal", "bias": "biasbatch", "batch": 4, "q_length": 100},
     "served": {"phase": "decode", "mask": "lengths-1-40-7-31", "sinks": True, "batch": 4, "q_length": 1},

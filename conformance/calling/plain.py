@@ -201,6 +201,9 @@ def from_function(function: Callable[..., Any], name: str, *, products: Products
     return dataclasses.replace(implementation, residuals=residuals, differentiable_residuals=differentiable)
 
 
+_PHASES: tuple[dict[str, Any], ...] = ({"phase": "train"}, {"phase": "prefill"}, {"phase": "decode", "q_length": 1})
+
+
 def _returned_residuals(implementation: Implementation) -> frozenset[str]:
     """The residuals in what the call returns, seen by tracing it once on a plain case that is supported.
 
@@ -210,18 +213,13 @@ def _returned_residuals(implementation: Implementation) -> frozenset[str]:
 
     kind = implementation.storage
     storage = {"paged": "paged16", "latent_pages": "latent16"}.get(kind, kind)  # type: ignore[arg-type] # of none, none
-    phase = "train" if storage is None else "prefill"
     num_kv_heads, v_head_dim = (1, 48) if kind in LATENT else (2, 64)
+    shape: dict[str, Any] = {"storage": storage, "num_kv_heads": num_kv_heads, "v_head_dim": v_head_dim}
     implementation = stored.on_dense_operands(implementation)
-    for dtype, mask in itertools.product(("f32", "bf16", "f16"), ("full", "causal")):
-        case = Case(
-            phase=phase,
-            dtype=dtype,
-            mask=mask,
-            storage=storage,
-            num_kv_heads=num_kv_heads,
-            v_head_dim=v_head_dim,
-        )
+    # What is not for training, or for nothing but steps, is not supported on the first of these.
+    phases = _PHASES if storage is None else _PHASES[1:]
+    for phase, dtype, mask in itertools.product(phases, ("f32", "bf16", "f16"), ("full", "causal")):
+        case = Case(**phase, **shape, dtype=dtype, mask=mask)
         if implementation.supports(case) is not None:
             continue
         problem = draw(case)

@@ -40,11 +40,11 @@ _CALLS = 1000
 _CALLS_INTERPRETED = 10
 
 # Beyond what the grids have: more batch rows and heads of each kind than 8, more than 16 heads in a group, more than 40
-# heads, a depth beyond 256, fewer keys than any tile, one key, a cache of 512, and tens of sequences in a row, over 512
-# positions each way. An odd number of heads of a usual depth, each with keys of its own. Blocks that leave three if
-# they are taken by fours: seven of 64 each way, eleven of 128 of keys and of queries. And a step whose queries' windows
-# begin on both sides of key 512, where blocks of any usual size meet. Each in the first lengths that an implementation
-# takes.
+# heads, a depth beyond 256, fewer keys than any tile, one key, a cache of 512, one that no split divides (1037 is 17
+# times 61, and long caches of the grids are multiples of 8), and tens of sequences in a row, over 512 positions each
+# way. An odd number of heads of a usual depth, each with keys of its own. Blocks that leave three if they are taken by
+# fours: seven of 64 each way, eleven of 128 of keys and of queries. And a step whose queries' windows begin on both
+# sides of key 512, where blocks of any usual size meet. Each in the first lengths that an implementation takes.
 _SHORT: tuple[dict[str, Any], ...] = tuple({"q_length": n, "kv_length": n} for n in (16, 128))
 _UNCUT: dict[str, Any] = {"batch": 1, "segments": None}
 _SIZES: dict[str, tuple[dict[str, Any], ...]] = {
@@ -52,6 +52,7 @@ _SIZES: dict[str, tuple[dict[str, Any], ...]] = {
     "few": tuple({"batch": b, "q_length": 1, "kv_length": 5, "segments": None} for b in (9, 1)),
     "one": ({"q_length": 1, "kv_length": 1, "segments": None},),
     "cache": ({"phase": "decode", "q_length": 1, "kv_length": 512, "mask": "full", "segments": None},),
+    "rest": ({"phase": "decode", "batch": 1, "q_length": 1, "kv_length": 1037, "mask": "full", "segments": None},),
     "many": tuple({"num_q_heads": n, "num_kv_heads": k, **short} for n, k in ((153, 9), (45, 45)) for short in _SHORT),
     "packed": ({"batch": 1, "segments": "segmany", "q_length": 512, "kv_length": 512},),
     "deep": tuple({"head_dim": h, "v_head_dim": v, **short} for h, v in ((320, 288), (512, 512)) for short in _SHORT),

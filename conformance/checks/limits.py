@@ -32,6 +32,8 @@ _FAINT_SINK = 30.0
 _LOUD = 2.0**8
 # Below what kernels write for minus infinity by hand, and little enough that logits keep four bits of their fraction.
 _LOW_ROWS = -(2.0**20)
+# Below -1e4, and a number that products in every dtype can have.
+_LOW_BY_QUERIES = 2.0**14
 # That of Gemma 2.
 _USUAL_CAP = 50.0
 # So far below any cap that its tanh is -1 in every arithmetic.
@@ -79,6 +81,9 @@ def limits(subject: Subject) -> Iterator[Judgement]:
             yield from apart("emptying_bias", functools.partial(_hiding_bias, subject, plain, _some_rows(plain)))
         if problem.sinks is not None:
             yield from apart("sinks_alone", functools.partial(_sinks_alone, subject, problem.without("soft_cap")))
+    elif problem.kv_scales is None and not depends_on_data(problem.mask):
+        plain = problem.without("soft_cap").without("sinks")
+        yield from apart("low_rows", functools.partial(_low_rows_by_queries, subject, plain))
 
 
 def _some_keys(problem: Problem) -> np.ndarray:
@@ -154,6 +159,16 @@ def _low_rows(subject: Subject, problem: Problem) -> Iterator[Judgement]:
     rows = np.indices(problem.bias.shape)[2] % 3 == 0
     bias = np.where(rows, low, problem.bias).astype(problem.bias.dtype)
     yield from right_on(subject, dataclasses.replace(problem, bias=bias))
+
+
+def _low_rows_by_queries(subject: Subject, problem: Problem) -> Iterator[Judgement]:
+    """Likewise of those that take no bias: the first of the depths lowers the logits of a third of the rows."""
+    scale = problem.q.shape[-1] ** -0.5 if problem.scale is None else problem.scale
+    root = 2.0 ** np.round(np.log2(_LOW_BY_QUERIES / scale) / 2)
+    q, k = problem.q.copy(), problem.k.copy()
+    q[..., 0], k[..., 0] = 0, root
+    q[:, ::3, :, 0] = -root
+    yield from right_on(subject, dataclasses.replace(problem, q=q, k=k))
 
 
 def _capped_bias(subject: Subject) -> Iterator[Judgement]:

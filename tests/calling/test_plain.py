@@ -168,6 +168,12 @@ def test_residuals_are_traced_on_a_case_that_is_supported() -> None:
     assert from_function(picky, "kernel").residuals == {"logsumexp"}
 
 
+@pytest.mark.parametrize("refused", [("train",), ("train", "prefill")])
+def test_residuals_are_traced_where_training_is_not_supported(refused: tuple[str, ...]) -> None:
+    served = declare(unsupported=dict.fromkeys(refused, "for serving"))(returning("logsumexp"))
+    assert from_function(served, "kernel").residuals == {"logsumexp"}
+
+
 def test_residuals_returned_in_another_form_are_an_error_that_says_what_is_needed() -> None:
     def pair(q: Any, k: Any, v: Any, *, causal: bool = False, save_residuals: Any = False) -> Any:
         out, residuals = naive.attention(q, k, v, causal=causal, save_residuals=True)

@@ -25,6 +25,7 @@ from tests.planted.beyond import (
     segment_ids,
     sizes,
     state,
+    unseen,
     values,
     whole_blocks,
 )
@@ -48,6 +49,7 @@ _MODULES = (
     few_operands,
     exact_sets,
     further_calls,
+    unseen,
 )
 
 BEYOND: tuple[PlantedBug, ...] = tuple(bug for module in _MODULES for bug in module.BUGS)
