@@ -11,8 +11,8 @@ from tests.planted.planting.packed_bug import trained
 from tests.planted.planting.source_change import Change, changed
 
 _BLOCK = 128
-CASE = parse("train/f32/B4.T200.S400.N4.K2.H32.V16/own-l270-400-260-190-5/softcap5/sinks/packed-q130-0-200-3/normal/s0")
-"""Several blocks of 128 each way: a full one, borders inside others, a window, and keys that no query sees."""
+CASE = parse("train/f32/B4.T200.S402.N4.K2.H32.V16/own-l275-402-260-190-5/softcap5/sinks/packed-q130-0-200-3/normal/s0")
+"""Several blocks of 128 each way: a full one, borders inside others, a window, keys that no query sees, and padding."""
 
 
 def _several_blocks(case: Case) -> bool:
