@@ -25,6 +25,8 @@ LEVELS: dict[str, tuple[Any, ...]] = {axis.name: axis.levels for axis in AXES}
 FIELDS = ("distribution", "dtype", *(operand.field for operand in OPTIONAL))
 RARE = tuple(OPT_IN - {"moba"})  # features that the levels of rare axes ask for
 CONSTRAINED = ("lengths", "mask", "heads", "distribution", "soft_cap", "sinks", "kv_cache", "own_window")
+# An axis that excludes levels of two of these alone: enumerated with them, it would take five times as long.
+CONSTRAINED_BY_SCORE = ("distribution", "soft_cap", "score")
 
 
 @st.composite
@@ -127,21 +129,26 @@ def pairs_of(levels: dict[str, Any]) -> set[tuple[tuple[str, Any], ...]]:
 
 
 @functools.cache
+def pairs_among(axes: tuple[str, ...]) -> set[tuple[tuple[str, Any], ...]]:
+    """Pairs of levels of these axes that stand in one row, beside the first level of every other axis."""
+    plain = {name: LEVELS[name][0] for name in NAMES}
+    rows = (dict(zip(axes, row, strict=True)) for row in itertools.product(*(LEVELS[name] for name in axes)))
+    fitting = (row for row in rows if compatible({**plain, **row}))
+    return {pair for row in fitting for pair in itertools.combinations([(n, row[n]) for n in axes], 2)}
+
+
+@functools.cache
 def feasible_pairs() -> set[tuple[tuple[str, Any], ...]]:
     """All pairs of levels that a full row may contain, by enumeration of the axes that exclude one another.
 
     Stand-ins are in none: what supports all levels, or all but few, needs none.
     """
-    plain = {name: LEVELS[name][0] for name in NAMES}
-    rows = [
-        dict(zip(CONSTRAINED, row, strict=True))
-        for row in itertools.product(*(LEVELS[name] for name in CONSTRAINED))
-        if compatible({**plain, **dict(zip(CONSTRAINED, row, strict=True))})
-    ]
-    among = {pair for row in rows for pair in itertools.combinations([(n, row[n]) for n in CONSTRAINED], 2)}
+    among = pairs_among(CONSTRAINED) | pairs_among(CONSTRAINED_BY_SCORE)
     single = {item for pair in among for item in pair}
-    free = {(name, level) for name in NAMES if name not in CONSTRAINED for level in LEVELS[name]}
+    free = {(name, level) for name in NAMES if name not in {name for name, _ in single} for level in LEVELS[name]}
     rest = {(x, y) for x in free for y in free | single if x[0] != y[0]}
+    scores = {item for item in single if item[0] == "score"}
+    rest |= {(x, y) for x in scores for y in single if y[0] not in CONSTRAINED_BY_SCORE}
     stand_ins = {("lengths", level) for level in LEVELS["lengths"] if level.instead_of is not None}
     pairs = {pair for pair in among | rest if not stand_ins & {*pair}}
     return {tuple(sorted(pair, key=lambda item: NAMES.index(item[0]))) for pair in pairs}
@@ -177,7 +184,7 @@ def test_the_constraints_touch_only_the_axes_that_the_count_enumerates() -> None
             compatible(
                 Watched({"lengths": lengths, "mask": mask, "distribution": distribution, "soft_cap": None, "sinks": 0})
             )
-    assert set(used) <= set(CONSTRAINED)
+    assert set(used) <= {*CONSTRAINED, *CONSTRAINED_BY_SCORE}
 
 
 def test_every_case_of_a_grid_has_an_id_of_its_own_that_parses(quick: Grid) -> None:

@@ -210,7 +210,7 @@ def test_ulp_is_the_distance_to_the_next_number(dtype: str) -> None:
 
 def test_what_the_model_does_not_cover_is_said() -> None:
     capped = draw(parse("train/bf16/B1.T8.S8.N1.K1.H16.V16/full/softcap2/normal/s0"))
-    with pytest.raises(ValueError, match="without soft cap, sinks and bias"):
+    with pytest.raises(ValueError, match="without soft cap, sinks, bias and score"):
         spread(capped, Arithmetic())
     with pytest.raises(ValueError, match="bf16, f16, got operands in f32"):
         spread(draw(parse("train/f32/B1.T8.S8.N1.K1.H16.V16/full/normal/s0")), Arithmetic())
