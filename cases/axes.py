@@ -179,10 +179,10 @@ def compatible(levels: Mapping[str, Any]) -> bool:
             return False  # it is a window in each of those lengths
         if lengths is not None and lengths.phase == "train":
             return False
-    if levels.get("score") == CAPPING:
-        # One cap, so no logits at the knee of another, and none that it flattens.
-        if levels.get("soft_cap") is not None or levels.get("distribution") in ("knee", "huge"):
-            return False
+    if levels.get("score") == CAPPING and levels.get("soft_cap") is not None:
+        return False  # one cap
+    if levels.get("score") == CAPPING and levels.get("distribution") in ("knee", "huge"):
+        return False  # no logits at the knee of another cap, and none that it flattens
     if levels.get("distribution") == "knee" and "soft_cap" in levels and levels["soft_cap"] is None:
         return False
     if levels.get("distribution") == "huge":
