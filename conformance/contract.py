@@ -317,6 +317,7 @@ def validate_operands(
             _validate_array(f"segment_ids of {name}", ids)
             if np.shape(ids) != (batch, length):
                 raise ValueError(f"segment_ids of {name} must have shape {(batch, length)}, got {np.shape(ids)}")
+        for name, ids in zip(("q", "kv"), segment_ids, strict=True):
             if not np.issubdtype(ids.dtype, np.integer):
                 raise ValueError(f"segment_ids of {name} must be integers, of dtype int32, got {ids.dtype}")
     _validate_number("soft_cap", soft_cap, none="no cap")

@@ -31,6 +31,9 @@ SAME = 0.97
 """What is as like as this is wrong by the same numbers, but for rounding."""
 # Families that say how operands lie, and not what is wrong: a kernel that takes them so is compared with no others.
 _STORED = frozenset({*KINDS, "quantised caches"})
+# Families of what is around a kernel: how devices share a sequence, which kernel a call is given to, and what tries to be
+# called right. By their numbers they are like whatever they get wrong, and that is what there is to name.
+_AROUND = frozenset({"context parallelism", "dispatch", "gaming"})
 # What the kernel shows beyond the bug, against 1 for what the bug shows beyond the kernel.
 _BEYOND = 0.4
 # By so much less counts what a bug shows in the gradients that are wrong, if it shows in other results as well.
@@ -96,8 +99,11 @@ class Confusion:
 
 
 def confusions(bank: Sequence[Known]) -> list[Confusion]:
-    """What is named for each bug that is wrong on any of the cases if the bug itself were not known, by family."""
-    visible = [bug for bug in bank if bug.signature.wrong]
+    """What is named for each bug that is wrong on any of the cases if the bug itself were not known, by family.
+
+    Bugs around a kernel are neither asked nor named.
+    """
+    visible = [bug for bug in bank if bug.signature.wrong and bug.family not in _AROUND]
     named: dict[str, list[tuple[Known, list[Likeness]]]] = {}
     for bug in visible:
         near = nearest(bug.signature, [other for other in visible if other is not bug])
@@ -145,8 +151,8 @@ def _least(found: Signature) -> float:
 
 
 def ranked(found: Signature, bank: Iterable[Known]) -> list[Likeness]:
-    """The bugs that share anything with a kernel's signature, the most alike first."""
-    compared = (likeness(found, bug) for bug in bank)
+    """The bugs of kernels that share anything with a kernel's signature, the most alike first."""
+    compared = (likeness(found, bug) for bug in bank if bug.family not in _AROUND)
     return sorted((each for each in compared if each.shared), key=lambda each: (-each.likeness, each.bug.name))
 
 
