@@ -31,8 +31,8 @@ SAME = 0.97
 """What is as like as this is wrong by the same numbers, but for rounding."""
 # Families that say how operands lie, and not what is wrong: a kernel that takes them so is compared with no others.
 _STORED = frozenset({*KINDS, "quantised caches"})
-# Families of what is around a kernel: how devices share a sequence, which kernel a call is given to, and what tries to be
-# called right. By their numbers they are like whatever they get wrong, and that is what there is to name.
+# Families of what is around a kernel: how devices share a sequence, which kernel a call is given to, and what tries to
+# be called right. By their numbers they are like whatever they get wrong, and that is what there is to name.
 _AROUND = frozenset({"context parallelism", "dispatch", "gaming"})
 # What the kernel shows beyond the bug, against 1 for what the bug shows beyond the kernel.
 _BEYOND = 0.4
