@@ -54,11 +54,11 @@ class Asked:
 
 def models_of(implementation: Implementation) -> tuple[Model, Model]:
     """The models of features and of sizes: those of its storage, if it takes its operands stored."""
-    storage = implementation.storage
+    if implementation.storage is None:
+        return axes.MODEL, sizes.MODEL
     if implementation.writes_pages:
         return WRITTEN
-    stored = {**grids.MODELS, **latent_grids.MODELS}
-    return (axes.MODEL, sizes.MODEL) if storage is None else stored[storage]
+    return {**grids.MODELS, **latent_grids.MODELS}[implementation.storage]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

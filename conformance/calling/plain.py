@@ -212,7 +212,7 @@ def _returned_residuals(implementation: Implementation) -> frozenset[str]:
     import jax  # imported late: reading a signature needs none of it
 
     kind = implementation.storage
-    storage = {"paged": "paged16", "latent_pages": "latent16"}.get(kind, kind)  # type: ignore[arg-type] # of none, none
+    storage = {"paged": "paged16", "latent_pages": "latent16"}.get(kind or "", kind)
     num_kv_heads, v_head_dim = (1, 48) if kind in LATENT else (2, 64)
     shape: dict[str, Any] = {"storage": storage, "num_kv_heads": num_kv_heads, "v_head_dim": v_head_dim}
     implementation = stored.on_dense_operands(implementation)

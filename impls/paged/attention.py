@@ -127,8 +127,13 @@ def check_operands(q: Any, k: Any, v: Any, sinks: Any, window: Any, *blocks: int
         raise ValueError(f"q has {q.shape[1]} heads, which must be a multiple of the {k.shape[2]} heads of the pages")
     if not (q.dtype == k.dtype == v.dtype and str(q.dtype) in FLOATS):
         raise ValueError(f"q and pages must have one dtype of {FLOATS}, got {q.dtype}, {k.dtype} and {v.dtype}")
-    if sinks is not None and sinks.shape != (q.shape[1],):
-        raise ValueError(f"sinks must have shape {(q.shape[1],)}, one logit a query head, got {sinks.shape}")
+    check_options(q.shape[1], sinks, window, *blocks)
+
+
+def check_options(num_q_heads: int, sinks: Any, window: Any, *blocks: int | None) -> None:
+    """Raise `ValueError` naming an option of a call over pages that is not as `attention` says."""
+    if sinks is not None and sinks.shape != (num_q_heads,):
+        raise ValueError(f"sinks must have shape {(num_q_heads,)}, one logit a query head, got {sinks.shape}")
     if window is not None and (window[1] != 0 or (window[0] is not None and window[0] < 0)):
         raise ValueError(f"window must be (left, 0) with left at least 0, got {window}")
     for name, size in zip(("block_q", "block_kv"), blocks, strict=True):

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from conformance.contract import FLOATS
-from impls.paged.attention import BLOCK_KV, BLOCK_Q, check_tables, results
+from impls.paged.attention import BLOCK_KV, BLOCK_Q, check_options, check_tables, results
 from impls.paged.plan import Operands, PagedPlan
 
 
@@ -90,10 +90,4 @@ def _check(q: Any, latent: Any, value_dim: int, scale: float, sinks: Any, window
         raise ValueError(f"value_dim must be from 1 to the depth of latent_pages, {latent.shape[2]}, got {value_dim}")
     if not math.isfinite(scale):
         raise ValueError(f"scale must be finite, got {scale}")
-    if sinks is not None and sinks.shape != (q.shape[1],):
-        raise ValueError(f"sinks must have shape {(q.shape[1],)}, one logit a query head, got {sinks.shape}")
-    if window is not None and (window[1] != 0 or (window[0] is not None and window[0] < 0)):
-        raise ValueError(f"window must be (left, 0) with left at least 0, got {window}")
-    for name, size in zip(("block_q", "block_kv"), blocks, strict=True):
-        if size <= 0:
-            raise ValueError(f"{name} must be positive, got {size}")
+    check_options(q.shape[1], sinks, window, *blocks)

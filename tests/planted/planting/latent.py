@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +12,7 @@ from cases.case import Case
 from conformance.contract import Implementation
 from conformance.sensitivity import PlantedBug
 from impls import dot_product
+from tests.planted.planting import stored_bug
 from tests.planted.planting.served import PagedSteps, paged_by
 from tests.planted.planting.triggers import Trigger, has
 
@@ -82,12 +82,13 @@ def bug(
 ) -> PlantedBug:
     """A kernel over latents of which `steps` has one step that is wrong, dense where it `shows` by a gradient."""
     dense = shows.startswith("d")
-    return PlantedBug(
-        name=name,
+    return stored_bug.bug(
+        name,
+        steps,
         family="latent",
+        build=dense_latent if dense else paged_latent,
         kind=kind,
         reference=reference,
-        shows=tuple(shows.split()),
-        build=functools.partial(dense_latent if dense else paged_latent, name, steps),
+        shows=shows,
         trigger=trigger or (trained if dense else in_pages),
     )

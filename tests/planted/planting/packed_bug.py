@@ -5,9 +5,9 @@ from __future__ import annotations
 import functools
 
 from cases.case import Case
-from conformance.sensitivity import PlantedBug
-from tests.planted.planting.served import PackedSteps, packed
-from tests.planted.planting.triggers import Trigger, has
+from tests.planted.planting import stored_bug
+from tests.planted.planting.served import packed
+from tests.planted.planting.triggers import has
 
 in_packs = has("packed")
 trained = has("packed", "train")
@@ -18,22 +18,7 @@ def several(case: Case) -> bool:
     return in_packs(case) and case.batch > 1
 
 
-def bug(
-    name: str,
-    steps: PackedSteps,
-    *,
-    kind: str,
-    reference: str,
-    shows: str = "out logsumexp max_logits dq dk dv",
-    trigger: Trigger = in_packs,
-) -> PlantedBug:
-    """A packed kernel of which `steps` has one step that is wrong; `shows` has names of observables."""
-    return PlantedBug(
-        name=name,
-        family="packed",
-        kind=kind,
-        reference=reference,
-        shows=tuple(shows.split()),
-        build=functools.partial(packed, name, steps),
-        trigger=trigger,
-    )
+bug = functools.partial(
+    stored_bug.bug, family="packed", build=packed, shows="out logsumexp max_logits dq dk dv", trigger=in_packs
+)
+"""A packed kernel of which one of `PackedSteps` is wrong."""

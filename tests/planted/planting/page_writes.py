@@ -11,10 +11,9 @@ import jax
 import jax.numpy as jnp
 
 from conformance.contract import Implementation
-from conformance.sensitivity import PlantedBug
+from tests.planted.planting import stored_bug
 from tests.planted.planting.paged_bug import in_pages
 from tests.planted.planting.served import Call, PagedSteps, paged, paged_by, sequences
-from tests.planted.planting.triggers import Trigger
 
 Array = jax.Array
 Step = Callable[..., Any]
@@ -108,22 +107,5 @@ def writing(name: str, steps: WriteSteps = WriteSteps()) -> Implementation:
     return dataclasses.replace(paged(name), call=writing_by(steps), writes_pages=True)
 
 
-def bug(
-    name: str,
-    steps: WriteSteps,
-    *,
-    kind: str,
-    reference: str,
-    shows: str = "k_pages v_pages out",
-    trigger: Trigger = in_pages,
-) -> PlantedBug:
-    """A call that writes pages of which `steps` has one step that is wrong; `shows` has names of observables."""
-    return PlantedBug(
-        name=name,
-        family="paged",
-        kind=kind,
-        reference=reference,
-        shows=tuple(shows.split()),
-        build=functools.partial(writing, name, steps),
-        trigger=trigger,
-    )
+bug = functools.partial(stored_bug.bug, family="paged", build=writing, shows="k_pages v_pages out", trigger=in_pages)
+"""A call that writes pages of which one of `WriteSteps` is wrong."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 import functools
 
 from cases.case import Case
-from conformance.sensitivity import PlantedBug
-from tests.planted.planting.served import PagedSteps, paged
-from tests.planted.planting.triggers import Trigger, has
+from tests.planted.planting import stored_bug
+from tests.planted.planting.served import paged
+from tests.planted.planting.triggers import has
 
 in_pages = has("paged")
 
@@ -22,22 +22,5 @@ def windowed(case: Case) -> bool:
     return in_pages(case) and "window" in case.features
 
 
-def bug(
-    name: str,
-    steps: PagedSteps,
-    *,
-    kind: str,
-    reference: str,
-    shows: str = "out logsumexp max_logits",
-    trigger: Trigger = in_pages,
-) -> PlantedBug:
-    """A paged kernel of which `steps` has one step that is wrong; `shows` has names of observables."""
-    return PlantedBug(
-        name=name,
-        family="paged",
-        kind=kind,
-        reference=reference,
-        shows=tuple(shows.split()),
-        build=functools.partial(paged, name, steps),
-        trigger=trigger,
-    )
+bug = functools.partial(stored_bug.bug, family="paged", build=paged, shows="out logsumexp max_logits", trigger=in_pages)
+"""A paged kernel of which one of `PagedSteps` is wrong."""
