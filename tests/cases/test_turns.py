@@ -284,10 +284,11 @@ def test_who_lacks_a_quiet_operand_has_the_cases_and_turns_that_there_were_befor
 def test_another_seed_takes_the_other_turns() -> None:
     (_, zero), (_, one) = turned("everything", 0), turned("everything", 1)
     laws = [(zero[case].laws, one[dataclasses.replace(case, seed=1)].laws) for case in zero]
-    # The first choice, where nothing was chosen before, is the very opposite; later ones see other choices.
+    # The first choice, where nothing was chosen before, is the very opposite. Later ones see other choices: of two that
+    # are drawn anew half would differ, and of a grid with another kind of mask 54 of 146 do.
     pulled = [(zero[case].pulled, one[dataclasses.replace(case, seed=1)].pulled) for case in zero]
     assert all(before != after for before, after in pulled if before)
-    assert sum(before != after for before, after in laws) > len(laws) / 2
+    assert sum(before != after for before, after in laws) > len(laws) / 4
 
 
 def jobs_of(name: str, level: str = "quick", **narrowed: Any) -> dict[Case, Turn]:

@@ -1,6 +1,6 @@
 """Bad command lines, bad files and bad kernels: one clear line or one record each, no traceback, the right exit code.
 
-`test_cli` has the command lines that are misspelt; here is what is spelt well and wrong all the same.
+`test_misspelt` has the command lines that are misspelt; here is what is spelt well and wrong all the same.
 """
 
 from __future__ import annotations

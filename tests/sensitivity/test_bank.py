@@ -59,8 +59,8 @@ CORRECT = {
 
 
 def _marks(name: str) -> list[pytest.MarkDecorator]:
-    """The one with the most cases takes as long as all others."""
-    return [pytest.mark.long] if name == "blockwise" else []
+    """Those that take seconds."""
+    return [pytest.mark.long] if name in ("blockwise", "writing", "functions", "moba-block-sparse") else []
 
 
 @pytest.mark.parametrize("stride", _CORRECT_STRIDES)
