@@ -93,6 +93,14 @@ def test_blocks_have_the_pages_that_a_tile_sees_and_follow_one_another(
     assert not blocks.length[total:].any()
 
 
+TABLES: dict[str, Any] = {
+    "kv_lens": jnp.asarray([3, 5], jnp.int32),
+    "page_indices": jnp.zeros((2, 2), jnp.int32),
+    "cu_q_lens": jnp.asarray([0, 1, 2], jnp.int32),
+    "num_seqs": jnp.asarray([2], jnp.int32),
+}
+
+
 def call(page_size: int = 4, pages_per_seq: int = 2, **changed: Any) -> Any:
     """Two sequences of one query each over a cache of six pages."""
     given: dict[str, Any] = {
@@ -131,6 +139,39 @@ PAGES = {"k_pages": jnp.ones((6, 4, 2, 8)), "v_pages": jnp.ones((6, 4, 2, 8))}
 def test_what_is_refused_is_named(changed: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         call(**changed)
+
+
+BYTES: dict[str, Any] = {name: x.astype(jnp.int8) for name, x in PAGES.items()}
+SCALES: dict[str, Any] = {"k_scales": jnp.ones((6, 4, 2)), "v_scales": jnp.ones((6, 4, 2))}
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        (BYTES, r"q and pages must have one dtype .* or k_scales and v_scales, f32 \[pages, page_size, heads\]"),
+        ({**BYTES, "k_scales": SCALES["k_scales"]}, r"v_scales must be given .*, f32 \[6, 4, 2\], got none"),
+        ({**BYTES, "v_scales": SCALES["v_scales"]}, "k_scales must be given"),
+        (
+            SCALES,
+            "k_pages and v_pages must have one dtype of .*int8.* got float32 and float32: quantise them, or leave",
+        ),
+        (
+            {**BYTES, **SCALES, "v_scales": jnp.ones((6, 4, 1))},
+            r"v_scales must have shape \(6, 4, 2\), .* got \(6, 4, 1\)",
+        ),
+        ({**BYTES, **SCALES, "k_scales": jnp.ones((6, 4, 2), jnp.int8)}, "k_scales must be float32, got int8: cast"),
+    ],
+)
+def test_what_is_wrong_of_scales_is_named(changed: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        call(**changed)
+
+
+def test_scales_are_for_pages_that_are_read_off_a_tpu() -> None:
+    with pytest.raises(NotImplementedError, match="paged on a TPU does not support k_scales"):
+        call(**BYTES, **SCALES, backend="tpu")
+    with pytest.raises(NotImplementedError, match="k_scales: .* pages with scales are read alone"):
+        paged.attention_with_update(jnp.ones((2, 4, 8)), *(jnp.ones((2, 2, 8)),) * 2, **BYTES, **SCALES, **TABLES)
 
 
 def test_a_tpu_takes_no_float16() -> None:
