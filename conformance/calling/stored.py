@@ -12,8 +12,8 @@ One that writes pages is `call(q, k, v, k_pages, v_pages, *, kv_lens, ...)`. Her
 dropped behind it; what it wrote into pages that are kept is asked for by `conformance.driving.written`. Those with a
 latent are in `conformance.calling.latent`.
 
-Shapes are q `[total_q, N, H]`, pages `[pages, page_size, K, .]`, scales of pages `[pages, page_size, K]`, packed keys and values `[total_kv, K, .]`, and out
-`[total_q, N, V]`, residuals `[total_q, N]`.
+Shapes are q `[total_q, N, H]`, pages `[pages, page_size, K, .]`, scales of pages `[pages, page_size, K]`, packed keys
+and values `[total_kv, K, .]`, and out `[total_q, N, V]`, residuals `[total_q, N]`.
 """
 
 from __future__ import annotations
