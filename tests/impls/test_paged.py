@@ -171,7 +171,8 @@ def test_scales_are_for_pages_that_are_read_off_a_tpu() -> None:
     with pytest.raises(NotImplementedError, match="paged on a TPU does not support k_scales"):
         call(**BYTES, **SCALES, backend="tpu")
     with pytest.raises(NotImplementedError, match=r"k_scales: .* pages with scales are read alone"):
-        paged.attention_with_update(jnp.ones((2, 4, 8)), *(jnp.ones((2, 2, 8)),) * 2, **BYTES, **SCALES, **TABLES)
+        new = jnp.ones((2, 2, 8))
+        paged.attention_with_update(jnp.ones((2, 4, 8)), k=new, v=new, **BYTES, **SCALES, **TABLES)
 
 
 def test_a_tpu_takes_no_float16() -> None:
