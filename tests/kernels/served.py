@@ -60,7 +60,8 @@ def scaled(
 ) -> Any:
     """All pages made what they mean, if they have scales, before `paged` reads them."""
     if k_scales is not None and v_scales is not None:
-        k_pages, v_pages = k_pages * k_scales[..., None], v_pages * v_scales[..., None]
+        k_pages = k_pages.astype(jnp.float32) * k_scales[..., None]
+        v_pages = v_pages.astype(jnp.float32) * v_scales[..., None]
     return paged(
         q,
         k_pages,
