@@ -18,7 +18,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from cases.case import Case
+from cases.case import SCALED_FEATURES, Case
 from conformance.contract import Accelerator, Arithmetic, Implementation
 from impls.upstream.mask_flags import ONLY_CAUSAL
 from impls.versions import default_products, interpret_or, runs_on, tpu_interpreter
@@ -32,6 +32,8 @@ UNSUPPORTED = {
     "sinks": "takes no sinks",
     "v_head_dim": "needs values of the same depth as keys",
 }
+
+_ONLY_TPU = {"f16": "the matrix unit multiplies no float16", "kv_fp8": "its pages with scales are int8"}
 
 
 def attention(
@@ -119,10 +121,16 @@ def _implementation(name: str, platform: str) -> Implementation:
         name=name,
         call=call,
         description=f"jax.experimental.pallas.ops.{platform}.paged_attention",
-        unsupported=UNSUPPORTED | ({"f16": "the matrix unit multiplies no float16"} if platform == "tpu" else {}),
+        unsupported=UNSUPPORTED | (_ONLY_TPU if platform == "tpu" else {}),
+        offers=SCALED_FEATURES,
         supports_case=functools.partial(_limits, platform),
-        # The kernel for TPUs makes keys and values bf16 once they are in VMEM, whatever they are.
-        arithmetic=Arithmetic(products="bf16" if platform == "tpu" else default_products(), scaled_q=True),
+        # The kernel for TPUs makes keys and values bf16 once they are in VMEM, whatever they are. Those with scales are
+        # f32 there, and a chip's products at default precision round them.
+        arithmetic=Arithmetic(
+            products="bf16" if platform == "tpu" else default_products(),
+            scaled_q=True,
+            cache="input" if platform == "tpu" else "f32",
+        ),
         residuals=frozenset(),
         differentiable_residuals=frozenset(),
         gradients=frozenset(),

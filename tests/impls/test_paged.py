@@ -170,8 +170,8 @@ def test_what_is_wrong_of_scales_is_named(changed: dict[str, Any], message: str)
 def test_scales_are_for_pages_that_are_read_off_a_tpu() -> None:
     with pytest.raises(NotImplementedError, match="paged on a TPU does not support k_scales"):
         call(**BYTES, **SCALES, backend="tpu")
+    new = jnp.ones((2, 2, 8))
     with pytest.raises(NotImplementedError, match=r"k_scales: .* pages with scales are read alone"):
-        new = jnp.ones((2, 2, 8))
         paged.attention_with_update(jnp.ones((2, 4, 8)), k=new, v=new, **BYTES, **SCALES, **TABLES)
 
 
