@@ -11,6 +11,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cases.case import parse
+from conformance.calling import registry
+from conformance.checks import BY_NAME
+from conformance.judging import plan
+from conformance.judging.runner import Runner
+from conformance.judging.settings import Settings
+from conformance.records import PASS, RED
 from impls import paged
 from impls.paged.blocks import blocks_of
 from impls.paged.plan import Operands, PagedPlan
@@ -139,6 +146,23 @@ PAGES = {"k_pages": jnp.ones((6, 4, 2, 8)), "v_pages": jnp.ones((6, 4, 2, 8))}
 def test_what_is_refused_is_named(changed: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         call(**changed)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        "prefill/f32/B4.T13.S45.N4.K2.H64.V48/own-l15-45-16-17-9/softcap30/sinks/kvint8-token/shared16-q13-1-1-9/normal/s0",
+        pytest.param(
+            "decode/bf16/B4.T1.S70.N6.K1.H80.V80/own-linf-70-33-1-0/scale0.3/kvfp8-token/paged5/dominant/s0",
+            marks=pytest.mark.long,
+        ),
+    ],
+)
+def test_pages_with_scales_conform(case: str) -> None:
+    checks = [BY_NAME[name] for name in ("forward", "residuals", "poison", "independence")]
+    found = Runner(Settings()).run(plan.single(registry.find("paged_quantized"), parse(case), checks).jobs)
+    assert {record.check for record in found if record.verdict == PASS} == {check.name for check in checks}
+    assert [record for record in found if record.verdict in RED] == []
 
 
 BYTES: dict[str, Any] = {name: x.astype(jnp.int8) for name, x in PAGES.items()}
