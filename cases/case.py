@@ -201,6 +201,8 @@ FEATURES: dict[str, str] = {
     "kv_head_scales": "a scale of stored keys and values for each head",
 }
 KV_FEATURES = frozenset(name for name in FEATURES if name.startswith("kv_"))
+SCALED_FEATURES = frozenset({"kv_int8", "kv_fp8", "kv_token_scales"})
+"""Those of quantised keys and values that pages may have (`cases.quantized.PAGED_CACHES`)."""
 OPERAND_FEATURES = frozenset(operand.name for operand in REMOVABLE) | KV_FEATURES
 """Features that a case has for its optional operands."""
 

@@ -71,6 +71,8 @@ class Problem:
         if self.storage is not None and self.storage.shares:
             for name in ("k", "v"):
                 object.__setattr__(self, name, self.storage.settled(getattr(self, name)))
+            if self.kv_scales is not None:
+                object.__setattr__(self, "kv_scales", tuple(map(self.storage.settled, self.kv_scales)))
         if self.score_mod is not None:  # it goes by where the last query stands
             moved = self.score_mod.between(self.q.shape[1], self.k.shape[1])
             object.__setattr__(self, "score_mod", moved)
@@ -257,13 +259,17 @@ def _tied(case: Case) -> bool:
 def hollow(case: Case) -> Problem:
     """The problem of a case whose operands are stored, with zeros that take no memory for all values but integers."""
 
-    def zeros(*shape: int) -> np.ndarray:
-        return np.broadcast_to(np.zeros((), DTYPES[case.dtype]), shape)
+    def zeros(*shape: int, dtype: Any = DTYPES[case.dtype]) -> np.ndarray:
+        return np.broadcast_to(np.zeros((), dtype), shape)
 
+    tokens = (case.batch, case.kv_length, case.num_kv_heads)
+    held = DTYPES[case.dtype] if case.kv_cache is None else quantized.stored_dtype(case.kv_cache)
+    scales = zeros(*tokens, dtype=np.float32)
     return Problem(
         q=zeros(case.batch, case.q_length, case.num_q_heads, case.head_dim),
-        k=zeros(case.batch, case.kv_length, case.num_kv_heads, case.head_dim),
-        v=zeros(case.batch, case.kv_length, case.num_kv_heads, case.v_head_dim),
+        k=zeros(*tokens, case.head_dim, dtype=held),
+        v=zeros(*tokens, case.v_head_dim, dtype=held),
+        kv_scales=None if case.kv_cache is None else (scales, scales),
         mask=mask_spec.build(case.mask, case.batch, case.num_q_heads, case.q_length, case.kv_length, case.seed),
         soft_cap=case.soft_cap,
         sinks=np.zeros(case.num_q_heads, np.float32) if case.sinks else None,

@@ -18,6 +18,8 @@ STORED: dict[str, np.dtype] = {
 GRANULARITIES = ("token", "head")
 KV_CACHES = tuple(f"kv{kind}-{by}" for kind in STORED for by in GRANULARITIES)
 """How a case id names them: `kvint8-token`."""
+PAGED_CACHES = ("kvint8-token", "kvfp8-token")
+"""Those that lie in pages: what published kernels take (JAX's `paged_attention`), a scale of each token and head."""
 _LARGEST = {"int8": 127.0, "int4": 7.0, "fp8": 448.0}
 _BY_DTYPE = {dtype: _LARGEST[kind] for kind, dtype in STORED.items()}
 
@@ -25,6 +27,11 @@ _BY_DTYPE = {dtype: _LARGEST[kind] for kind, dtype in STORED.items()}
 def largest(dtype: np.dtype) -> float | None:
     """The largest stored number of a dtype, none if it is not one of `STORED`."""
     return _BY_DTYPE.get(np.dtype(dtype))
+
+
+def stored_dtype(cache: str) -> np.dtype:
+    """The dtype of what `cache` stores."""
+    return STORED[cache.removeprefix("kv").split("-")[0]]
 
 
 def quantize(x: np.ndarray, cache: str) -> tuple[np.ndarray, np.ndarray]:

@@ -19,6 +19,7 @@ from cases.exploring.space import NothingToDraw, Space, Supports, space
 from cases.mask_spec import KINDS
 from cases.masks import Mask
 from cases.operands import QUIET
+from cases.quantized import PAGED_CACHES
 from cases.scores import CAPPING
 from cases.serving import latent_strategies as latents
 from cases.serving import strategies as serving
@@ -79,12 +80,19 @@ def cases(
         within = dataclasses.replace(space(supports, phases), clues=clues)
     except NothingToDraw:
         # One that takes its operands stored takes no others.
-        kind = next((kind for kind, case in _STORED.items() if supports(case) is None), None)
+        kind = next((kind for kind, case in _STORED.items() if _caches(case, supports)), None)
         if kind is None or supports(Case()) is None:
             raise
-        drawn = latents.cases(kind, phases) if kind in LATENT else serving.cases(kind, phases)
+        caches = _caches(_STORED[kind], supports)
+        drawn = latents.cases(kind, phases) if kind in LATENT else serving.cases(kind, phases, caches)
         return drawn.filter(lambda case: supports(case) is None)
     return all_cases(within).filter(lambda case: supports(case) is None)
+
+
+def _caches(case: Case, supports: Supports) -> serving.Caches:
+    """What pages may hold that is supported in a plain case; empty if the case is not, whatever they hold."""
+    caches = (None, *PAGED_CACHES) if case.storage == "paged16" else (None,)
+    return tuple(cache for cache in caches if supports(dataclasses.replace(case, kv_cache=cache)) is None)
 
 
 @st.composite

@@ -30,6 +30,8 @@ TABLES: dict[Kind, tuple[str, ...]] = {
     "latent_pages": ("kv_lens", "page_indices", "cu_q_lens", "num_seqs"),
 }
 """The operands of a call beside q, k and v, by kind."""
+SCALES = ("k_scales", "v_scales")
+"""What a call gets with pages that have scales: those of each row of a page and head, f32 `[pages, page_size, K]`."""
 # What stands in entries that nobody may use: beyond every page, before the first, and what a page could be.
 _JUNK = (2**31 - 1, -1, -(2**31), 0, 1, 2**20)
 # Pages to which no table refers.

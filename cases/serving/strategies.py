@@ -5,6 +5,7 @@ Cases shrink towards one sequence of one token in a page of one.
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 from hypothesis import strategies as st
@@ -13,6 +14,7 @@ from cases.case import Case
 from cases.serving import spec
 from cases.serving.spec import Kind
 
+Caches = tuple[str | None, ...]
 _PHASES: dict[Kind, tuple[str, ...]] = {"paged": ("prefill", "decode"), "packed": ("train", "prefill", "decode")}
 _LONGEST = 150
 _MOST_QUERIES = 40
@@ -25,10 +27,22 @@ _SCALES = (None, None, 1.0, 0.3)
 _VALUES = ("normal", "small", "large", "heavy", "dominant", "cancel", "ties")
 
 
-def cases(kind: Kind, phases: tuple[str, ...]) -> st.SearchStrategy[Case]:
-    """Cases of these phases whose operands are stored as `kind`, `st.nothing()` if it has none of them."""
+def cases(kind: Kind, phases: tuple[str, ...], caches: Caches = (None,)) -> st.SearchStrategy[Case]:
+    """Cases of these phases whose operands are stored as `kind`, `st.nothing()` if it has none of them.
+
+    Pages hold what one of `caches` does, none of these if they are in the dtype of the operands.
+    """
     own = tuple(phase for phase in _PHASES[kind] if phase in phases)
-    return stored_cases(kind, own) if own else st.nothing()
+    if not own:
+        return st.nothing()
+    drawn = stored_cases(kind, own)
+    return drawn if caches == (None,) else scaled_cases(drawn, caches)
+
+
+@st.composite
+def scaled_cases(draw: st.DrawFn, drawn: st.SearchStrategy[Case], caches: Caches) -> Case:
+    """Those of `drawn`, with one of `caches`."""
+    return dataclasses.replace(draw(drawn), kv_cache=draw(st.sampled_from(caches)))
 
 
 @st.composite

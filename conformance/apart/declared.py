@@ -54,6 +54,7 @@ def told(implementation: Implementation) -> dict[str, Any]:
             "narrow": support.narrow,
             "storage": support.storage,
             "others": list(support.others),
+            "scaled": support.scaled,
         }
         if isinstance(support, PlainSupport)
         else None,
@@ -93,6 +94,7 @@ def understood(said: Mapping[str, Any], call: Callable[..., Any], asks: Callable
             bool(plain["narrow"]),
             plain["storage"],
             tuple(map(printable, plain["others"])),
+            bool(plain["scaled"]),
         )
     fields: dict[str, Any] = {name: said[name] for name in _PLAIN}
     fields["description"] = printable(said["description"][:MOST_WORDS])

@@ -14,7 +14,7 @@ from typing import Any
 
 from cases import axes, sizes
 from cases.accelerator import compiled_cases, interpreted_cases
-from cases.case import Case
+from cases.case import KV_FEATURES, Case
 from cases.decoding import decoded_cases
 from cases.ensemble import ensemble_cases
 from cases.far import far_cases
@@ -24,6 +24,7 @@ from cases.model import Model
 from cases.regressions import REGRESSIONS
 from cases.serving import grids, latent_grids
 from cases.serving.life import lives
+from cases.serving.scaled_grids import SCALED
 from cases.serving.written_grids import WRITTEN
 from conformance.accelerators.targets import targets_of
 from conformance.contract import Implementation
@@ -58,6 +59,8 @@ def models_of(implementation: Implementation) -> tuple[Model, Model]:
         return axes.MODEL, sizes.MODEL
     if implementation.writes_pages:
         return WRITTEN
+    if implementation.storage == "paged" and implementation.offers & KV_FEATURES:
+        return SCALED
     return {**grids.MODELS, **latent_grids.MODELS}[implementation.storage]
 
 

@@ -10,7 +10,8 @@
 One with a latent in place of keys and values is recognised by that name, another one with `page_indices` is paged, and
 another one with `cu_q_lens` is packed (docs/contract.md, section 8). `num_seqs` may be left out: then entries past the
 last sequence are those of sequences without queries and keys. A paged one with all of `k`, `v`, `k_pages` and `v_pages`
-writes pages, and gets these by their names, in whatever order they stand.
+writes pages, and gets these by their names, in whatever order they stand. A paged one with `k_scales` and `v_scales`
+takes pages with scales, and no others unless both may be left out.
 """
 
 from __future__ import annotations
@@ -25,14 +26,14 @@ from cases.masks import Mask
 from cases.operands import REMOVABLE
 from cases.serving.calls import sides_of_stored
 from cases.serving.spec import IN_PAGES, LATENT, Kind, Sides, sides
-from cases.serving.storage import TABLES
+from cases.serving.storage import SCALES, TABLES
 from cases.serving.written import POOLS
 
 _OPERANDS = tuple(operand.name for operand in REMOVABLE if operand.stored)
 _OF_LATENT = ("value_dim", *(operand.name for operand in REMOVABLE if not operand.opt_in))
 OPTIONS: Mapping[Kind, tuple[str, ...]] = {
     "packed": (*TABLES["packed"], "causal", "window", *_OPERANDS, "save_residuals"),
-    "paged": (*TABLES["paged"], "causal", "window", *_OPERANDS, "save_residuals"),
+    "paged": (*TABLES["paged"], *SCALES, "causal", "window", *_OPERANDS, "save_residuals"),
     "latent_pages": (*TABLES["latent_pages"], "value_dim", "causal", "window", *_OPERANDS, "save_residuals"),
     "latent": ("causal", "window", "mask", *_OF_LATENT, "save_residuals"),
 }
@@ -50,6 +51,8 @@ _ABOUT = {
     "kv_lens": "how many keys each sequence has, [max_seqs]",
     "cu_q_lens": "where the queries of each sequence begin, [max_seqs + 1]",
     "cu_kv_lens": "where the keys of each sequence begin, [max_seqs + 1]",
+    "k_scales": "the scales of k_pages, [pages, page_size, K]",
+    "v_scales": "the scales of v_pages, [pages, page_size, K]",
     "value_dim": "how many of a latent's coordinates, the first ones, are the values",
     "scale": "the factor of logits, which goes by the depth of the expanded heads",
 }
@@ -71,8 +74,9 @@ def writes(signature: inspect.Signature) -> bool:
 
 
 def options_of(signature: inspect.Signature) -> tuple[str, ...]:
-    """What a function that writes pages may have beside its first three arguments."""
-    return (*OPTIONS["paged"], *(name for name in _WRITTEN if name not in list(signature.parameters)[:3]))
+    """What a function that writes pages may have beside its first three arguments; none is asked for scales."""
+    read = (name for name in OPTIONS["paged"] if name not in SCALES)
+    return (*read, *(name for name in _WRITTEN if name not in list(signature.parameters)[:3]))
 
 
 def written_by(
@@ -98,10 +102,11 @@ def kind_of(parameters: Sequence[str]) -> Kind | None:
 
 def lacking(parameters: Collection[str], kind: Kind) -> str:
     """What a function with these parameters lacks to be one of its kind, in words; empty if it lacks nothing."""
-    missing = [f"{name!r} ({_ABOUT[name]})" for name in _NEEDED[kind] if name not in parameters]
+    scales = SCALES if kind == "paged" and set(SCALES) & set(parameters) else ()
+    missing = [f"{name!r} ({_ABOUT[name]})" for name in (*_NEEDED[kind], *scales) if name not in parameters]
     if not missing:
         return ""
-    told = OPERANDS[kind][1:] if kind in LATENT else (*TABLES["paged"], "cu_kv_lens")
+    told = OPERANDS[kind][1:] if kind in LATENT else (*TABLES["paged"], "cu_kv_lens", *SCALES)
     has = [name for name in told if name in parameters]
     called = _CALLED[kind]
     return (
@@ -110,8 +115,24 @@ def lacking(parameters: Collection[str], kind: Kind) -> str:
     )
 
 
-def unsupported(case: Case, parameters: Collection[str], kind: Kind) -> str | None:
-    """Why a function with these parameters has no way to be told the mask of `case`, or None if it has."""
+def takes_scales(parameters: Collection[str], kind: Kind | None) -> bool:
+    """Whether a function with these parameters takes pages with scales."""
+    return kind == "paged" and set(SCALES) <= set(parameters)
+
+
+def needs_scales(signature: inspect.Signature, kind: Kind | None) -> bool:
+    """Whether a function with this signature takes no other pages."""
+    own = [signature.parameters[name] for name in SCALES if name in signature.parameters]
+    return kind == "paged" and any(p.default is p.empty for p in own)
+
+
+def unsupported(case: Case, parameters: Collection[str], kind: Kind, *, scaled: bool = False) -> str | None:
+    """Why a function with these parameters cannot be asked for `case`, or None if it can.
+
+    It must have a way to be told the mask. With `scaled` it takes no pages without scales.
+    """
+    if scaled and case.kv_cache is None:
+        return "k_scales: the function needs k_scales and v_scales, and these pages have none"
     mask = mask_spec.build(case.mask, case.batch, case.num_q_heads, case.q_length, case.kv_length, case.seed)
     seen = sides(mask, case.q_length, case.kv_length)
     if seen is None or seen == Sides() or "window" in parameters:

@@ -5,14 +5,15 @@ of that is traced with the call: programs take the dense operands and the tables
 oracle, the bounds and every check are those of the dense problem (docs/contract.md, section 8).
 
     paged:  call(q, k_pages, v_pages, *, kv_lens, page_indices, cu_q_lens, num_seqs, window=None, ...)
+    scaled: call(q, k_pages, v_pages, *, k_scales, v_scales, kv_lens, page_indices, cu_q_lens, num_seqs, ...)
     packed: call(q, k, v, *, cu_q_lens, cu_kv_lens, num_seqs, causal=False, window=None, ...)
 
 One that writes pages is `call(q, k, v, k_pages, v_pages, *, kv_lens, ...)`. Here its pages are made for the call and
 dropped behind it; what it wrote into pages that are kept is asked for by `conformance.driving.written`. Those with a
 latent are in `conformance.calling.latent`.
 
-Shapes are q `[total_q, N, H]`, pages `[pages, page_size, K, .]`, packed keys and values `[total_kv, K, .]`, and out
-`[total_q, N, V]`, residuals `[total_q, N]`.
+Shapes are q `[total_q, N, H]`, pages `[pages, page_size, K, .]`, scales of pages `[pages, page_size, K]`, packed keys
+and values `[total_kv, K, .]`, and out `[total_q, N, V]`, residuals `[total_q, N]`.
 """
 
 from __future__ import annotations
@@ -27,8 +28,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from cases import quantized
 from cases.serving.spec import Kind
-from cases.serving.storage import NOBODY, TABLES, Storage
+from cases.serving.storage import NOBODY, SCALES, TABLES, Storage
 from cases.serving.written import held_before, slots
 from conformance.calling import latent, mishaps
 from conformance.calling.latent import LatentCall
@@ -134,6 +136,7 @@ class StoredCall:
         *,
         storage: Mapping[str, jax.Array],
         padding: Mapping[str, jax.Array] | None = None,
+        kv_scales: tuple[jax.Array, jax.Array] | None = None,
         save_residuals: bool = False,
         **options: Any,
     ) -> Any:
@@ -145,13 +148,14 @@ class StoredCall:
           v: `[B, S, K, V]`.
           storage: what `given` gives.
           padding: what `with_padding` adds, if gradients of padding are asked for.
+          kv_scales: those of k and of v, `[B, S, K]`, where pages have scales.
           save_residuals: whether residuals are returned too.
           options: whatever else the call gets.
 
         Raises:
           WrongReturn: if the call returns something else than arrays of these shapes.
         """
-        taken = self.taken(q, k, v, storage, padding)
+        taken = self.taken(q, k, v, storage, padding, kv_scales)
         shape = (*taken["q"].shape[:2], v.shape[-1])
         by_keyword = self.of_depth(v.shape[-1])
         if not save_residuals:
@@ -169,7 +173,13 @@ class StoredCall:
         return _back(_shaped("out", out, shape), storage["places"], 0.0), dense
 
     def taken(
-        self, q: Any, k: Any, v: Any, storage: Mapping[str, Any], padding: Mapping[str, Any] | None = None
+        self,
+        q: Any,
+        k: Any,
+        v: Any,
+        storage: Mapping[str, Any],
+        padding: Mapping[str, Any] | None = None,
+        kv_scales: tuple[Any, Any] | None = None,
     ) -> dict[str, Any]:
         """What `by_keyword` takes in place of dense operands: the stored ones, and the tables."""
         added, stale = padding or {}, storage["stale"]
@@ -181,11 +191,13 @@ class StoredCall:
             }
         pages = {"k_pages": (k, "held"), "v_pages": (v, "held")} if self.writes else {}
         tokens = "tokens" if self.writes else "held"
+        scales = {} if kv_scales is None else dict(zip(SCALES, kv_scales, strict=True))
         return {
             "q": self.packed(q, storage, added.get("q")),
             "k": _stored(k, storage[tokens], stale, added.get("k")),
             "v": _stored(v, storage[tokens], stale, added.get("v")),
             **{name: _stored(x, storage[held], stale) for name, (x, held) in pages.items()},
+            **{name: _stored(x[..., None], storage["held"], stale)[..., 0] for name, x in scales.items()},
             **self.tables(storage),
         }
 
@@ -236,8 +248,17 @@ def _stored(x: Any, held: Any, stale: Any, padding: Any = None) -> jax.Array:
     flat = jnp.asarray(x).reshape(-1, *x.shape[2:])
     held = jnp.asarray(held)
     there = (held != NOBODY)[..., None, None]
-    elsewhere = jnp.asarray(stale).astype(flat.dtype)
+    elsewhere = _in_dtype(jnp.asarray(stale), flat.dtype)
     return jnp.where(there, flat[jnp.maximum(held, 0)], elsewhere if padding is None else elsewhere + padding)
+
+
+def _in_dtype(stale: jax.Array, dtype: Any) -> jax.Array:
+    """What memory holds in a dtype: the largest number for what a dtype of quantised pages does not have."""
+    top = quantized.largest(dtype)
+    if top is None:
+        return stale.astype(dtype)
+    bad = jnp.nan if dtype == quantized.STORED["fp8"] else top
+    return jnp.where(jnp.isnan(stale), bad, jnp.clip(stale, -top, top)).astype(dtype)
 
 
 def _back(x: jax.Array, places: Any, otherwise: Any) -> jax.Array:

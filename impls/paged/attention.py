@@ -18,6 +18,8 @@ from impls.paged.plan import Operands, PagedPlan
 from impls.versions import interpret_or
 
 Backend = Literal["portable", "tpu"]
+SCALED = ("int8", "float8_e4m3fn")
+"""The dtypes of pages that have scales."""
 BLOCK_Q = 32
 """Queries of a tile by default: a prompt's pages are read once for so many of its queries."""
 BLOCK_KV = 256
@@ -34,6 +36,8 @@ def attention(
     page_indices: jax.Array,
     cu_q_lens: jax.Array,
     num_seqs: jax.Array,
+    k_scales: jax.Array | None = None,
+    v_scales: jax.Array | None = None,
     window: tuple[int | None, int] | None = None,
     soft_cap: float | None = None,
     sinks: jax.Array | None = None,
@@ -57,6 +61,8 @@ def attention(
       page_indices: int32 `[max_seqs, pages_per_seq]`; entries past a sequence's pages may be anything.
       cu_q_lens: int32 `[max_seqs + 1]`, where the queries of each sequence begin.
       num_seqs: int32 `[1]`; entries of tables past so many sequences may be anything.
+      k_scales: f32 `[pages, page_size, K]`, with pages in int8 or float8_e4m3fn: keys are `k_pages * k_scales`.
+      v_scales: likewise of the values. Scales of what no query sees may be anything.
       window: `(left, 0)`: the keys that a query sees beside its own.
       soft_cap: logits become `soft_cap * tanh(logits / soft_cap)`.
       sinks: `[N]`, one more logit in each query head's softmax denominator.
@@ -74,12 +80,14 @@ def attention(
 
     Raises:
       ValueError: an operand or an option is not as above; the message names it.
-      NotImplementedError: differentiation, or float16 on a TPU.
+      NotImplementedError: differentiation, float16 on a TPU, or scales there.
     """
-    check_operands(q, k_pages, v_pages, sinks, window, block_q, block_kv)
+    check_operands(q, k_pages, v_pages, sinks, window, block_q, block_kv, scales=(k_scales, v_scales))
     check_tables(kv_lens, page_indices, cu_q_lens, num_seqs)
     page_size, num_kv_heads = k_pages.shape[1:3]
     if backend == "tpu":
+        if k_scales is not None:
+            raise NotImplementedError("paged on a TPU does not support k_scales: pages are in the dtype of q")
         if q.dtype == jnp.float16:
             raise NotImplementedError("paged on a TPU does not support f16: the matrix unit multiplies no float16")
         block_q = block_q or block_q_of(*q.shape[:2])
@@ -93,7 +101,8 @@ def attention(
         block_pages=min(-(-block_kv // page_size), page_indices.shape[1]),
     )
     tables = (jnp.asarray(x, jnp.int32) for x in (kv_lens, page_indices, cu_q_lens, num_seqs))
-    operands = Operands(jnp.asarray(q), jnp.asarray(k_pages), jnp.asarray(v_pages), *tables)
+    scales = (None if x is None else jnp.asarray(x) for x in (k_scales, v_scales))
+    operands = Operands(jnp.asarray(q), jnp.asarray(k_pages), jnp.asarray(v_pages), *tables, *scales)
     return results(plan, backend, interpret_or(interpret, "tpu"), operands, sinks, save_residuals=save_residuals)
 
 
@@ -110,7 +119,9 @@ def results(
     return out, {"logsumexp": found.logsumexp, "max_logits": part.max[..., 0]}
 
 
-def check_operands(q: Any, k: Any, v: Any, sinks: Any, window: Any, *blocks: int | None) -> None:
+def check_operands(
+    q: Any, k: Any, v: Any, sinks: Any, window: Any, *blocks: int | None, scales: tuple[Any, Any] = (None, None)
+) -> None:
     """Raise `ValueError` naming an operand or an option that is not as `attention` says; k and v are pages."""
     for name, x, axes in (
         ("q", q, "[total_q, heads, depth]"),
@@ -125,9 +136,31 @@ def check_operands(q: Any, k: Any, v: Any, sinks: Any, window: Any, *blocks: int
         raise ValueError(f"k_pages has head_dim {k.shape[3]}, q has {q.shape[2]}: they must be equal")
     if q.shape[1] % k.shape[2]:
         raise ValueError(f"q has {q.shape[1]} heads, which must be a multiple of the {k.shape[2]} heads of the pages")
-    if not (q.dtype == k.dtype == v.dtype and str(q.dtype) in FLOATS):
-        raise ValueError(f"q and pages must have one dtype of {FLOATS}, got {q.dtype}, {k.dtype} and {v.dtype}")
+    if str(q.dtype) not in FLOATS:
+        raise ValueError(f"q must have a dtype of {FLOATS}, got {q.dtype}: cast with astype")
+    if any(x is not None for x in scales):
+        _check_scales(k, v, *scales)
+    elif not q.dtype == k.dtype == v.dtype:
+        also = "" if str(k.dtype) not in SCALED else ", or k_scales and v_scales, f32 [pages, page_size, heads]"
+        raise ValueError(f"q and pages must have one dtype of {FLOATS}, got {q.dtype}, {k.dtype} and {v.dtype}{also}")
     check_options(q.shape[1], sinks, window, *blocks)
+
+
+def _check_scales(k: Any, v: Any, k_scales: Any, v_scales: Any) -> None:
+    if not (k.dtype == v.dtype and str(k.dtype) in SCALED):
+        raise ValueError(
+            f"k_pages and v_pages must have one dtype of {SCALED} with scales, got {k.dtype} and {v.dtype}: "
+            "quantise them, or leave k_scales and v_scales out"
+        )
+    for name, x in (("k_scales", k_scales), ("v_scales", v_scales)):
+        if x is None:
+            raise ValueError(f"{name} must be given with the other's scales, f32 {list(k.shape[:3])}, got none")
+        if x.shape != k.shape[:3]:
+            raise ValueError(
+                f"{name} must have shape {k.shape[:3]}, one for each row of a page and head, got {x.shape}"
+            )
+        if x.dtype != jnp.float32:
+            raise ValueError(f"{name} must be float32, got {x.dtype}: cast with astype")
 
 
 def check_options(num_q_heads: int, sinks: Any, window: Any, *blocks: int | None) -> None:

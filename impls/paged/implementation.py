@@ -6,6 +6,7 @@ import dataclasses
 import functools
 from typing import Any
 
+from cases.case import SCALED_FEATURES, Case
 from conformance.contract import Accelerator, Arithmetic, Implementation
 from impls.paged.attention import Backend, attention
 from impls.paged.latent import latent_attention
@@ -65,6 +66,20 @@ def _updating(name: str) -> Implementation:
     )
 
 
+def _scaled(name: str) -> Implementation:
+    """The same in plain JAX over pages with scales, and no others: `paged` is asked for these."""
+    return dataclasses.replace(
+        implementation(name),
+        description="attention over a cache in int8 or fp8 pages with a scale of each token and head, in plain JAX",
+        offers=SCALED_FEATURES,
+        supports_case=_only_scaled,
+    )
+
+
+def _only_scaled(case: Case) -> str | None:
+    return None if case.kv_cache else "k_scales: pages without scales, which are those of paged"
+
+
 def _accelerator(backend: Backend) -> Accelerator:
     if backend == "portable":
         return Accelerator()
@@ -105,4 +120,5 @@ IMPLEMENTATIONS: tuple[Implementation, ...] = (
     implementation("paged_tpu", backend="tpu"),
     _updating("paged_update"),
     _of_latents("paged_latent"),
+    _scaled("paged_quantized"),
 )

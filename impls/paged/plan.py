@@ -45,6 +45,8 @@ class Operands(NamedTuple):
     page_indices: jax.Array  # int32 [max_seqs, pages_per_seq]
     cu_q_lens: jax.Array  # int32 [max_seqs + 1]
     num_seqs: jax.Array  # int32 [1]
+    k_scales: jax.Array | None = None  # f32 [pages, page_size, K], none if pages are what they mean
+    v_scales: jax.Array | None = None
 
 
 def run_of_keys(plan: PagedPlan, position: Any) -> tuple[Any, Any]:

@@ -85,8 +85,9 @@ def _add(
     # Entries past the sequence's pages may be any integers; what they name is never seen.
     named = lax.dynamic_slice_in_dim(pages, number * plan.block_pages, plan.block_pages)
     named = jnp.clip(named, 0, len(operands.k_pages) - 1)
-    k = _rows_in(operands.k_pages, named)  # [block, K, H]
-    v = k[..., : plan.value_dim] if operands.v_pages is None else _rows_in(operands.v_pages, named)
+    k = _rows_in(operands.k_pages, named, operands.k_scales)  # [block, K, H]
+    v = k[..., : plan.value_dim] if operands.v_pages is None else _rows_in(operands.v_pages, named, operands.v_scales)
+    q = q.astype(k.dtype)
     j = number * len(k) + jnp.arange(len(k), dtype=jnp.int32)
     t = jnp.arange(q.shape[1], dtype=jnp.int32) // (q.shape[1] // plan.block_q)
     sees = allowed(plan, (position + t)[:, None], j) & (t < queries)[:, None]  # [R, block]
@@ -103,9 +104,12 @@ def _add(
     )
 
 
-def _rows_in(pages: jax.Array, named: jax.Array) -> jax.Array:
-    """The tokens of the named pages, one behind the other, `[tokens, K, .]`."""
-    return pages[named].reshape(-1, *pages.shape[2:])
+def _rows_in(pages: jax.Array, named: jax.Array, scales: jax.Array | None) -> jax.Array:
+    """The tokens of the named pages, one behind the other, `[tokens, K, .]`; what they mean in f32, with scales."""
+    rows = pages[named]
+    if scales is not None:
+        rows = rows.astype(jnp.float32) * scales[named][..., None]
+    return rows.reshape(-1, *pages.shape[2:])
 
 
 def _rows_of(q: jax.Array, num_kv_heads: int) -> jax.Array:

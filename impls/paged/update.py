@@ -52,8 +52,10 @@ def attention_with_update(
 
     Raises:
       ValueError: an operand or an option is not as above; the message names it.
-      NotImplementedError: differentiation.
+      NotImplementedError: differentiation, or pages with scales, which are read alone.
     """
+    if options.get("k_scales") is not None or options.get("v_scales") is not None:
+        raise NotImplementedError("k_scales: new keys are written as they are given; pages with scales are read alone")
     tables: dict[str, Any] = {
         "kv_lens": kv_lens,
         "page_indices": page_indices,

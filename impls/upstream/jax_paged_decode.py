@@ -2,7 +2,8 @@
 
 Queries are `[B, N, H]`, pages `[K, pages, page_size, H]`, and entries of the table must name pages, used or not. Logits
 are not scaled inside: `q * scale` is computed in f32 and rounded to q's dtype, as callers do. There is no window, no
-sink and no residual.
+sink and no residual. Pages may be int8 with scales `[K, pages, page_size]`; the kernel for TPUs takes these with one
+more axis, and divides them by 127.5.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from cases.case import Case
+from cases.case import SCALED_FEATURES, Case
 from conformance.contract import Accelerator, Arithmetic, Implementation
 from impls.upstream.mask_flags import ONLY_CAUSAL
 from impls.versions import default_products, interpret_or, runs_on, tpu_interpreter
@@ -32,6 +33,8 @@ UNSUPPORTED = {
     "v_head_dim": "needs values of the same depth as keys",
 }
 
+_ONLY_TPU = {"f16": "the matrix unit multiplies no float16", "kv_fp8": "its pages with scales are int8"}
+
 
 def attention(
     q: jax.Array,
@@ -42,6 +45,8 @@ def attention(
     page_indices: jax.Array,
     cu_q_lens: jax.Array,
     num_seqs: jax.Array,
+    k_scales: jax.Array | None = None,
+    v_scales: jax.Array | None = None,
     soft_cap: float | None = None,
     scale: float | None = None,
     platform: str = "tpu",
@@ -58,8 +63,11 @@ def attention(
     table = jnp.clip(page_indices, 0, len(k_pages) - 1)
     table = jnp.pad(table, ((0, 0), (0, -table.shape[1] % (PAGES_TOGETHER * SPLITS))))
     k, v = (x.transpose(2, 0, 1, 3) for x in (k_pages, v_pages))
+    scales = None if k_scales is None or v_scales is None else (x.transpose(2, 0, 1) for x in (k_scales, v_scales))
     interpret = interpret_or(interpret, platform)
     if platform == "tpu":
+        if scales is not None:
+            k, v = (_quantized(x, of_x) for x, of_x in zip((k, v), scales, strict=True))
         with tpu_interpreter(interpret):
             out = _module("tpu").paged_attention(
                 of_sequence,
@@ -71,6 +79,7 @@ def attention(
                 pages_per_compute_block=PAGES_TOGETHER,
             )
     else:
+        by_name = {} if scales is None else dict(zip(("k_scales_pages", "v_scales_pages"), scales, strict=True))
         out = _module("gpu").paged_attention(
             of_sequence,
             k,
@@ -81,9 +90,16 @@ def attention(
             pages_per_compute_block=PAGES_TOGETHER,
             attn_logits_soft_cap=soft_cap,
             interpret=bool(interpret),
+            **by_name,
         )
     found: jax.Array = jnp.zeros(q.shape, q.dtype).at[row].set(out, mode="drop")
     return found
+
+
+def _quantized(pages: jax.Array, scales: jax.Array) -> Any:
+    """Pages `[K, pages, page_size, H]` and their scales as the kernel for TPUs takes them."""
+    module = importlib.import_module("jax.experimental.pallas.ops.tpu.paged_attention.quantization_utils")
+    return module.QuantizedTensor(pages, scales[..., None] * jnp.float32(module.MAX_INT8))
 
 
 def _module(platform: str) -> ModuleType:
@@ -105,10 +121,16 @@ def _implementation(name: str, platform: str) -> Implementation:
         name=name,
         call=call,
         description=f"jax.experimental.pallas.ops.{platform}.paged_attention",
-        unsupported=UNSUPPORTED | ({"f16": "the matrix unit multiplies no float16"} if platform == "tpu" else {}),
+        unsupported=UNSUPPORTED | (_ONLY_TPU if platform == "tpu" else {}),
+        offers=SCALED_FEATURES,
         supports_case=functools.partial(_limits, platform),
-        # The kernel for TPUs makes keys and values bf16 once they are in VMEM, whatever they are.
-        arithmetic=Arithmetic(products="bf16" if platform == "tpu" else default_products(), scaled_q=True),
+        # The kernel for TPUs makes keys and values bf16 once they are in VMEM, whatever they are. Those with scales are
+        # f32 there, and a chip's products at default precision round them.
+        arithmetic=Arithmetic(
+            products="bf16" if platform == "tpu" else default_products(),
+            scaled_q=True,
+            cache="input" if platform == "tpu" else "f32",
+        ),
         residuals=frozenset(),
         differentiable_residuals=frozenset(),
         gradients=frozenset(),

@@ -185,6 +185,19 @@ def test_of_a_stored_call_the_call_itself_is_compiled_by_shapes() -> None:
     assert not {"storage", "places", "held"} & set(arrays)
 
 
+def test_of_pages_with_scales_these_are_compiled_too() -> None:
+    case = parse("decode/bf16/B4.T1.S64.N8.K2.H128.V128/causal-o63/kvint8-token/paged16/normal/s0")
+    problem = compiled.problem_of(case)
+    native = Executor(registry.find("jax_paged_tpu")).native
+    (_, (arrays,)) = compiled._programs(native, problem, gradients=False)["forward"]
+    assert problem.storage is not None
+    held = problem.storage.held.shape
+    assert (arrays["k"].shape, arrays["k"].dtype, arrays["v"].dtype) == ((*held, 2, 128), jnp.int8, jnp.int8)
+    scales = arrays["k_scales"], arrays["v_scales"]
+    assert [(x.shape, x.dtype) for x in scales] == [((*held, 2), jnp.float32)] * 2
+    assert "kv_scales" not in arrays
+
+
 def test_a_message_is_told_in_one_line_without_the_instruction_it_quotes() -> None:
     instruction = '%k.1 = f32[8]{0} custom-call(%x), frontend_attributes={kernel_metadata={}}, metadata={op_name="f"}'
     error = RuntimeError(

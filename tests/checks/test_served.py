@@ -24,14 +24,15 @@ from tests.planted.planting.served import PagedSteps, paged
 
 FUNCTIONS: tuple[Callable[..., Any], ...] = (
     served.paged,
+    served.scaled,
     served.packed,
     served.packed_by_sequence,
     served.packed_by_vmap,
     latents.in_pages,
     latents.dense,
 )
-# Two forms of `served.packed`, which are slower to compile, and of `served.paged` one with another operand.
-_LONG = (served.packed_by_sequence, served.packed_by_vmap, latents.in_pages, latents.dense)
+# Two forms of `served.packed`, which are slower to compile, and of `served.paged` those with another operand.
+_LONG = (served.scaled, served.packed_by_sequence, served.packed_by_vmap, latents.in_pages, latents.dense)
 # One short job in so many is run here; all of them, with three seeds, take minutes.
 _STRIDE = 60
 

@@ -11,6 +11,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cases.case import parse
+from conformance.calling import registry
+from conformance.checks import BY_NAME
+from conformance.judging import plan
+from conformance.judging.runner import Runner
+from conformance.judging.settings import Settings
+from conformance.records import PASS, RED
 from impls import paged
 from impls.paged.blocks import blocks_of
 from impls.paged.plan import Operands, PagedPlan
@@ -93,6 +100,14 @@ def test_blocks_have_the_pages_that_a_tile_sees_and_follow_one_another(
     assert not blocks.length[total:].any()
 
 
+TABLES: dict[str, Any] = {
+    "kv_lens": jnp.asarray([3, 5], jnp.int32),
+    "page_indices": jnp.zeros((2, 2), jnp.int32),
+    "cu_q_lens": jnp.asarray([0, 1, 2], jnp.int32),
+    "num_seqs": jnp.asarray([2], jnp.int32),
+}
+
+
 def call(page_size: int = 4, pages_per_seq: int = 2, **changed: Any) -> Any:
     """Two sequences of one query each over a cache of six pages."""
     given: dict[str, Any] = {
@@ -131,6 +146,61 @@ PAGES = {"k_pages": jnp.ones((6, 4, 2, 8)), "v_pages": jnp.ones((6, 4, 2, 8))}
 def test_what_is_refused_is_named(changed: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         call(**changed)
+
+
+MIXED = "prefill/f32/B4.T13.S45.N4.K2.H64.V48/own-l15-45-16-17-9/softcap30/sinks/kvint8-token/shared16-q13-1-1-9"
+DECODE = "decode/bf16/B4.T1.S70.N6.K1.H80.V80/own-linf-70-33-1-0/scale0.3/kvfp8-token/paged5"
+OF_JAX = "decode/f32/B3.T1.S48.N4.K2.H64.V64/own-linf-48-33-15/softcap30/kvint8-token/paged16"
+
+
+@pytest.mark.parametrize(
+    ("name", "case", "asked"),
+    [
+        ("paged_quantized", MIXED, "forward residuals poison independence"),
+        pytest.param("paged_quantized", DECODE, "forward residuals poison independence", marks=pytest.mark.long),
+        ("jax_paged_tpu", OF_JAX, "forward poison independence"),
+        pytest.param("jax_paged_gpu", OF_JAX.replace("int8", "fp8"), "forward poison", marks=pytest.mark.long),
+    ],
+)
+def test_pages_with_scales_conform(name: str, case: str, asked: str) -> None:
+    checks = [BY_NAME[check] for check in asked.split()]
+    found = Runner(Settings()).run(plan.single(registry.find(name), parse(f"{case}/normal/s0"), checks).jobs)
+    assert {record.check for record in found if record.verdict == PASS} == set(asked.split())
+    assert [record for record in found if record.verdict in RED] == []
+
+
+BYTES: dict[str, Any] = {name: x.astype(jnp.int8) for name, x in PAGES.items()}
+SCALES: dict[str, Any] = {"k_scales": jnp.ones((6, 4, 2)), "v_scales": jnp.ones((6, 4, 2))}
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        (BYTES, r"q and pages must have one dtype .* or k_scales and v_scales, f32 \[pages, page_size, heads\]"),
+        ({**BYTES, "k_scales": SCALES["k_scales"]}, r"v_scales must be given .*, f32 \[6, 4, 2\], got none"),
+        ({**BYTES, "v_scales": SCALES["v_scales"]}, "k_scales must be given"),
+        (
+            SCALES,
+            "k_pages and v_pages must have one dtype of .*int8.* got float32 and float32: quantise them, or leave",
+        ),
+        (
+            {**BYTES, **SCALES, "v_scales": jnp.ones((6, 4, 1))},
+            r"v_scales must have shape \(6, 4, 2\), .* got \(6, 4, 1\)",
+        ),
+        ({**BYTES, **SCALES, "k_scales": jnp.ones((6, 4, 2), jnp.int8)}, "k_scales must be float32, got int8: cast"),
+    ],
+)
+def test_what_is_wrong_of_scales_is_named(changed: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        call(**changed)
+
+
+def test_scales_are_for_pages_that_are_read_off_a_tpu() -> None:
+    with pytest.raises(NotImplementedError, match="paged on a TPU does not support k_scales"):
+        call(**BYTES, **SCALES, backend="tpu")
+    new = jnp.ones((2, 2, 8))
+    with pytest.raises(NotImplementedError, match=r"k_scales: .* pages with scales are read alone"):
+        paged.attention_with_update(jnp.ones((2, 4, 8)), k=new, v=new, **BYTES, **SCALES, **TABLES)
 
 
 def test_a_tpu_takes_no_float16() -> None:

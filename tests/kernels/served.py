@@ -41,6 +41,43 @@ def paged(
     return _attend(q, k[sequence], v[sequence], allowed, scale, soft_cap, sinks, save_residuals)
 
 
+def scaled(
+    q: jax.Array,  # [total_q, N, H]
+    k_pages: jax.Array,  # [pages, page_size, K, H]
+    v_pages: jax.Array,  # [pages, page_size, K, V]
+    *,
+    kv_lens: jax.Array,  # [max_seqs]
+    page_indices: jax.Array,  # [max_seqs, pages_per_seq]
+    cu_q_lens: jax.Array,  # [max_seqs + 1]
+    num_seqs: jax.Array,  # [1]
+    k_scales: jax.Array | None = None,  # [pages, page_size, K]
+    v_scales: jax.Array | None = None,  # [pages, page_size, K]
+    window: tuple[int, int] | None = None,
+    scale: float | None = None,
+    soft_cap: float | None = None,
+    sinks: jax.Array | None = None,  # [N]
+    save_residuals: bool = False,
+) -> Any:
+    """All pages made what they mean, if they have scales, before `paged` reads them."""
+    if k_scales is not None and v_scales is not None:
+        k_pages = k_pages.astype(jnp.float32) * k_scales[..., None]
+        v_pages = v_pages.astype(jnp.float32) * v_scales[..., None]
+    return paged(
+        q,
+        k_pages,
+        v_pages,
+        kv_lens=kv_lens,
+        page_indices=page_indices,
+        cu_q_lens=cu_q_lens,
+        num_seqs=num_seqs,
+        window=window,
+        scale=scale,
+        soft_cap=soft_cap,
+        sinks=sinks,
+        save_residuals=save_residuals,
+    )
+
+
 def writing(
     q: jax.Array,  # [total_q, N, H]
     k: jax.Array,  # [total_q, K, H]

@@ -50,6 +50,7 @@ CORRECT = {
     "moba-block-sparse": moba.implementation("correct", moba.block_sparse()),
     "caches": caches.implementation("correct"),
     "paged": served.paged("correct"),
+    "scaled": served.scaled("correct"),
     "writing": page_writes.writing("correct"),
     "packed": served.packed("correct"),
     "functions": flex.implementation("correct"),

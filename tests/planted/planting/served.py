@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from cases.case import SCALED_FEATURES, Case
 from conformance.contract import Implementation
 
 Array = jax.Array
@@ -106,8 +107,16 @@ class PagedSteps:
     allowed: Step = lambda allowed, call: allowed
     clean: Step = lambda x, seen: jnp.where(seen[..., None, None], x, 0)  # of keys
     clean_values: Step = lambda x, seen: jnp.where(seen[..., None, None], x, 0)
+    # Of pages with scales: those of k and v [pages, page_size, K], where a key's lies, and what stored numbers mean.
+    scales: Step = lambda k_scales, v_scales: (k_scales, v_scales)
+    of_scales: Step = lambda pages, row, slot, call: (pages, row)
+    scale: Step = _gathered  # (scales, pages, row) -> [max_seqs, S, K]
+    clean_scales: Step = lambda x, seen: jnp.where(seen[..., None], x, 0)
+    meant: Step = lambda x, scales: x.astype(jnp.float32) * scales[..., None]  # of keys
+    meant_values: Step = lambda x, scales: x.astype(jnp.float32) * scales[..., None]
     heads: Step = lambda x, count: jnp.repeat(x, count // x.shape[2], axis=2)
     cap: Step = _capped  # (x, allowed, call)
+    after_cap: Step = lambda x, k_scales: x  # k_scales [total_q, N, S]
     sinks: Step = lambda sinks, call: sinks
     attend: Step = softmax
     output: Step = lambda out, call: out
@@ -126,6 +135,8 @@ def paged_by(steps: PagedSteps) -> Callable[..., Any]:
         page_indices: Array,
         cu_q_lens: Array,
         num_seqs: Array,
+        k_scales: Array | None = None,
+        v_scales: Array | None = None,
         window: tuple[int, int] | None = None,
         scale: float | None = None,
         soft_cap: float | None = None,
@@ -158,21 +169,36 @@ def paged_by(steps: PagedSteps) -> Callable[..., Any]:
         allowed = steps.causal(j, position) & steps.window(j, position, call, place) & (j < ends[at][:, None])
         allowed = steps.allowed(allowed & (sequence < call.count)[:, None], call)
         seen = jnp.zeros(pages.shape, bool).at[at].max(allowed)
-        k = steps.clean(steps.keys(k_pages, pages, row), seen)[at]
-        v = steps.clean_values(steps.values(v_pages, pages, row), seen)[at]
-        out, lse, top = _attended(steps, q, k, v, allowed, call, sinks)
+        k = steps.clean(steps.keys(k_pages, pages, row), seen)
+        v = steps.clean_values(steps.values(v_pages, pages, row), seen)
+        scales = None
+        if k_scales is not None:
+            where = steps.of_scales(pages, row, slot, call)
+            own = steps.scales(k_scales, v_scales)
+            scales, of_values = (steps.clean_scales(steps.scale(x, *where), seen) for x in own)
+            k, v, scales = steps.meant(k, scales), steps.meant_values(v, of_values), scales[at]
+        out, lse, top = _attended(steps, q, k[at], v[at], allowed, call, sinks, scales)
         return (out, {"logsumexp": lse, "max_logits": top}) if save_residuals else out
 
     return attention
 
 
 def _attended(
-    steps: PagedSteps, q: Array, k: Array, v: Array, allowed: Array, call: Call, sinks: Array | None
+    steps: PagedSteps,
+    q: Array,
+    k: Array,
+    v: Array,
+    allowed: Array,
+    call: Call,
+    sinks: Array | None,
+    k_scales: Array | None = None,
 ) -> tuple[Array, Array, Array]:
     k, v = (steps.heads(x, q.shape[1]) for x in (k, v))
     x = jnp.einsum("tnh,tsnh->tns", q, k, preferred_element_type=jnp.float32) * call.scale
     allowed = allowed[:, None, :]
     x = steps.cap(x, allowed, call)
+    if k_scales is not None:
+        x = steps.after_cap(x, steps.heads(k_scales, q.shape[1]).swapaxes(1, 2))
     out, lse, top = steps.attend(x, allowed, v, steps.sinks(sinks, call))
     return steps.output(out, call).astype(q.dtype), steps.logsumexp(lse, allowed), top
 
@@ -189,6 +215,15 @@ def paged(name: str, steps: PagedSteps = PagedSteps()) -> Implementation:
         unsupported={"train": "a cache is read, not differentiated"},
         refuses_by_signature=True,
     )
+
+
+def scaled(name: str, steps: PagedSteps = PagedSteps()) -> Implementation:
+    """The same over pages with scales, and no others."""
+    return dataclasses.replace(paged(name, steps), offers=SCALED_FEATURES, supports_case=_only_scaled)
+
+
+def _only_scaled(case: Case) -> str | None:
+    return None if case.kv_cache else "k_scales: pages without scales"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

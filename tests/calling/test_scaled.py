@@ -1,0 +1,213 @@
+"""Functions over pages with scales: how they are recognised, what they get, and how they are judged."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+from cases import inputs
+from cases.case import Case, parse
+from cases.serving.life import lives
+from cases.serving.storage import NOBODY
+from conformance.asking.scopes import Asked
+from conformance.calling.execution import Executor
+from conformance.calling.plain import NotAnAttentionFunction, from_function
+from conformance.calling.stored import StoredCall
+from conformance.checks import BY_NAME
+from conformance.judging import plan
+from conformance.judging.runner import Runner
+from conformance.judging.settings import Settings
+from conformance.records import FAIL, PASS, RED, UNSUPPORTED
+from tests.calling.test_plain import conforms, judge
+from tests.kernels import served
+
+INT8 = "prefill/f32/B4.T21.S64.N4.K2.H16.V16/own-linf-53-16-17-8/kvint8-token/shared16-q21-1-1-8/normal/s0"
+FP8 = INT8.replace("int8", "fp8").replace("f32", "bf16")
+PLAIN = INT8.replace("/kvint8-token", "")
+CHECKS = ("forward", "residuals", "poison", "independence")
+
+
+def scaled_alone(
+    q: Any,
+    k_pages: Any,
+    v_pages: Any,
+    *,
+    k_scales: Any,
+    v_scales: Any,
+    kv_lens: Any,
+    page_indices: Any,
+    cu_q_lens: Any,
+    num_seqs: Any,
+) -> Any:
+    """Takes no pages without scales."""
+    tables = {"kv_lens": kv_lens, "page_indices": page_indices, "cu_q_lens": cu_q_lens, "num_seqs": num_seqs}
+    return served.scaled(q, k_pages, v_pages, k_scales=k_scales, v_scales=v_scales, **tables)
+
+
+@pytest.mark.parametrize("case", [INT8, pytest.param(FP8, marks=pytest.mark.long)])
+def test_a_function_of_scaled_pages_conforms(case: str) -> None:
+    assert conforms(served.scaled, case, *CHECKS)
+
+
+def test_who_may_be_called_without_scales_takes_both_sorts_of_pages() -> None:
+    both, alone, none = (from_function(f, "kernel") for f in (served.scaled, scaled_alone, served.paged))
+    scaled, plain = parse(INT8), parse(PLAIN)
+    assert (both.supports(scaled), both.supports(plain)) == (None, None)
+    assert alone.supports(scaled) is None
+    assert alone.supports(plain) == "k_scales: the function needs k_scales and v_scales, and these pages have none"
+    assert (none.supports(scaled) or "").startswith("kv_int8: not declared")
+    assert none.supports(plain) is None
+    assert both.residuals == {"logsumexp", "max_logits"}
+    assert alone.residuals == frozenset()
+
+
+def test_residuals_of_one_that_needs_scales_are_found() -> None:
+    def with_logsumexp(
+        q: Any,
+        k_pages: Any,
+        v_pages: Any,
+        *,
+        k_scales: Any,
+        v_scales: Any,
+        kv_lens: Any,
+        page_indices: Any,
+        cu_q_lens: Any,
+        save_residuals: bool = False,
+    ) -> Any:
+        assert k_scales.shape == v_scales.shape == k_pages.shape[:3]
+        return q, {"logsumexp": q[..., 0]}
+
+    assert from_function(with_logsumexp, "kernel").residuals == {"logsumexp"}
+
+
+@pytest.mark.parametrize(
+    ("parameters", "message"),
+    [
+        ("q, k, v, *, page_indices, kv_lens, cu_q_lens, k_scales", r"lacks 'v_scales' \(the scales of v_pages, \["),
+        ("q, k, v, *, page_indices, kv_lens, cu_q_lens, v_scales=None", "lacks 'k_scales'"),
+        (
+            "q, k, v, *, page_indices, kv_lens, cu_q_lens, kv_scales",
+            "needs the argument 'kv_scales'.*k_scales, v_scales",
+        ),
+        ("q, k, v, k_pages, v_pages, *, page_indices, kv_lens, cu_q_lens, k_scales, v_scales", "needs .* 'k_scales'"),
+    ],
+)
+def test_what_is_missing_is_named(parameters: str, message: str) -> None:
+    function = eval(f"lambda {parameters}: q")
+    with pytest.raises(NotAnAttentionFunction, match=message):
+        from_function(function, "kernel")
+
+
+def test_who_takes_whatever_there_is_has_not_said_that_it_knows_scales() -> None:
+    def attention(q: Any, k: Any, v: Any, *, page_indices: Any, kv_lens: Any, cu_q_lens: Any, **options: Any) -> Any:
+        return q
+
+    assert "kv_int8" not in from_function(attention, "kernel").offers
+
+
+def test_other_caches_have_no_pages() -> None:
+    both = from_function(served.scaled, "kernel")
+    for cache, reason in (("kvint8-head", "kv_head_scales: not declared"), ("kvint4-token", "kv_int4: not declared")):
+        assert (both.supports(parse(INT8.replace("kvint8-token", cache))) or "").startswith(reason)
+    packed = parse("prefill/f32/B1.T8.S8.N2.K2.H16.V16/own-linf-8/kvint8-token/packed/normal/s0")
+    assert from_function(served.packed, "kernel").supports(packed) is not None
+    assert from_function(served.writing, "kernel").supports(parse(INT8)) is not None
+
+
+def taken(case: str, *, stale: float) -> tuple[inputs.Problem, dict[str, np.ndarray]]:
+    problem = inputs.draw(parse(case))
+    executor = Executor(from_function(served.scaled, "kernel"))
+    _, arrays = executor.arguments(problem)
+    storage = {**arrays["storage"], "stale": np.float32(stale)}
+    call = executor.implementation.call
+    assert isinstance(call, StoredCall)
+    found = call.taken(arrays["q"], arrays["k"], arrays["v"], storage, None, arrays["kv_scales"])
+    return problem, {name: np.asarray(x) for name, x in found.items()}
+
+
+@pytest.mark.parametrize(("case", "dtype"), [(INT8, np.int8), (FP8, ml_dtypes.float8_e4m3fn)])
+def test_scales_lie_where_their_keys_do(case: str, dtype: Any) -> None:
+    problem, found = taken(case, stale=np.nan)
+    assert problem.storage is not None
+    assert problem.kv_scales is not None
+    held = problem.storage.held
+    assert found["k"].dtype == found["v"].dtype == np.dtype(dtype)
+    for pages, scales, means in (("k", "k_scales", problem.keys), ("v", "v_scales", problem.values)):
+        assert found[scales].shape == (*held.shape, problem.k.shape[2])
+        assert np.isnan(found[scales][held == NOBODY]).all()
+        meant = found[pages].astype(np.float64) * found[scales].astype(np.float64)[..., None]
+        there = held != NOBODY
+        assert np.array_equal(meant[there], means.reshape(-1, *means.shape[2:])[held[there]])
+
+
+@pytest.mark.parametrize(
+    ("case", "stale", "bad"),
+    [(INT8, np.nan, 127), (INT8, 64.0, 64), (INT8, np.inf, 127), (FP8, np.nan, np.nan), (FP8, 2.0**40, 448)],
+)
+def test_dead_rows_of_pages_hold_the_worst_that_their_dtype_has(case: str, stale: float, bad: float) -> None:
+    problem, found = taken(case, stale=stale)
+    assert problem.storage is not None
+    nobody = problem.storage.held == NOBODY
+    assert np.array_equal(np.unique(found["k"][nobody].astype(np.float64)), [bad], equal_nan=True)
+    assert np.array_equal(np.unique(found["k_scales"][nobody]), [np.float32(stale)], equal_nan=True)
+
+
+def changed(change: Callable[[Any, Any], Any]) -> Callable[..., Any]:
+    """A function of scaled pages that gets other scales."""
+
+    @functools.wraps(scaled_alone)
+    def attention(q: Any, k_pages: Any, v_pages: Any, *, k_scales: Any, v_scales: Any, **tables: Any) -> Any:
+        k_scales, v_scales = change(k_scales, v_scales)
+        return scaled_alone(q, k_pages, v_pages, k_scales=k_scales, v_scales=v_scales, **tables)
+
+    return attention
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda k, v: (k, k),
+        lambda k, v: (jnp.roll(k, 1, axis=1), v),
+        lambda k, v: (k, jnp.nan_to_num(v) * 0 + v[..., :1]),
+    ],
+    ids=["of_k_for_v", "of_another_row", "of_the_first_head"],
+)
+def test_wrong_scales_are_seen(change: Callable[[Any, Any], Any]) -> None:
+    assert conforms(changed(lambda k, v: (k, v)), INT8)
+    assert {record.verdict for record in judge(changed(change), INT8)} == {FAIL}
+
+
+def test_the_grid_of_others_knows_nothing_of_scales() -> None:
+    def caches(function: Callable[..., Any]) -> set[str | None]:
+        asked = Asked(from_function(function, "kernel"), "quick", 0)
+        cases: tuple[Case, ...] = (*asked.grid.cases, *asked.sizes.cases, *asked.grid.declined, *asked.grid.singles)
+        return {case.kv_cache for case in (*cases, *lives(0, asked.implementation.supports))}
+
+    assert caches(served.paged) == {None}
+    assert caches(served.scaled) == {None, "kvint8-token", "kvfp8-token"}
+
+
+@pytest.mark.long
+def test_scales_live_as_pages_do() -> None:
+    implementation = from_function(served.scaled, "kernel")
+    case = next(case for case in lives(0, implementation.supports) if case.kv_cache)
+    found = Runner(Settings()).run(plan.single(implementation, case, [BY_NAME["decoding"]]).jobs)
+    assert {record.verdict for record in found} == {PASS}
+
+
+@pytest.mark.long
+def test_checks_of_few_cases_take_scales() -> None:
+    """Each check that is asked of one case or two, of the one with every operand."""
+    implementation = from_function(served.scaled, "kernel")
+    case = parse(INT8.replace("kvint8-token", "softcap30/sinks/kvint8-token"))
+    checks = [BY_NAME[name] for name in ("arguments", "transforms", "calls", "aliasing", "forms", "limits")]
+    found = Runner(Settings()).run(plan.single(implementation, case, checks).jobs)
+    assert [record for record in found if record.verdict in RED] == []
+    assert {record.check for record in found if record.verdict == PASS} >= {"arguments", "transforms", "aliasing"}
+    assert {record.verdict for record in found} <= {PASS, UNSUPPORTED}
