@@ -130,7 +130,14 @@ def _is_right(bug: Known, named: Likeness) -> bool:
 
 
 def _is_of_class(bug: Known, other: Known) -> bool:
-    return bug.kind == other.kind or (bug.family == other.family and bug.family not in _STORED)
+    if bug.family in _STORED:
+        return _sort(bug) == _sort(other)
+    return bug.kind == other.kind or bug.family == other.family
+
+
+def _sort(bug: Known) -> str:
+    """Its kind, or of a kind that is written in two parts the first: `kvscale.twice` is about scales."""
+    return bug.kind.partition(".")[0]
 
 
 def nearest(found: Signature, bank: Iterable[Known]) -> list[Likeness]:
