@@ -183,14 +183,11 @@ def test_the_documented_confusions_are_those_of_the_kept_signatures() -> None:
     text = (Path(__file__).parents[2] / "docs" / "findings.md").read_text(encoding="utf-8")
     table = text.partition("## How often that is right")[2]
     assert [[cell.strip() for cell in row] for row in ROW.findall(table)] == rows
-    dense = [x for x in found if x.family not in ("paged", "packed", "quantised caches")]
-    judged = sum(x.bugs - x.none for x in dense)
-    assert sum(x.first for x in dense) >= 0.6 * judged
-    assert sum(x.named for x in dense) >= 0.8 * judged
-    # Of the others a kind must be named, and some have no other of their kind.
-    could = sum(x.bugs - x.alone for x in found if x not in dense)
-    assert sum(x.first for x in found if x not in dense) >= 0.5 * could
-    assert sum(x.named for x in found if x not in dense) >= 0.6 * could
+    stored = [x for x in found if x.family in ("paged", "packed", "latent", "quantised caches")]
+    for families, three in (([x for x in found if x not in stored], 0.8), (stored, 0.75)):
+        called = sum(x.bugs - x.none for x in families)
+        assert sum(x.first for x in families) >= 0.6 * called
+        assert sum(x.named for x in families) >= three * called
     sentence = f"Of {len(bank)} bugs {sum(x.bugs for x in found)} are wrong on some of these cases"
     assert sentence in text
 
