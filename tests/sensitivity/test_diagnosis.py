@@ -148,9 +148,12 @@ def test_being_wrong_everywhere_by_other_numbers_is_like_nothing() -> None:
 
 def test_how_operands_lie_is_no_class_of_what_is_wrong() -> None:
     sizes: dict[str, signatures.Sizes] = {IDS[0]: {"out": 3.0}, IDS[1]: {"out": None}}
-    known = [bug(Signature({**sizes, IDS[0]: {"out": 3.0 + n}}), f"bug-{n}", f"kind.{n}") for n in range(3)]
-    (row,) = diagnosis.confusions([dataclasses.replace(each, family="paged") for each in known])
+    known = [bug(Signature({**sizes, IDS[0]: {"out": 3.0 + n}}), f"bug-{n}", f"kind {n}") for n in range(3)]
+    paged = [dataclasses.replace(each, family="paged") for each in known]
+    (row,) = diagnosis.confusions(paged)
     assert (row.bugs, row.named, row.alone) == (3, 0, 3)
+    (row,) = diagnosis.confusions([dataclasses.replace(each, kind=f"scales.{each.kind}") for each in paged])
+    assert (row.bugs, row.named, row.alone) == (3, 3, 0)
     (row,) = diagnosis.confusions(known)
     assert (row.bugs, row.named, row.alone) == (3, 3, 0)
 
