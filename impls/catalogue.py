@@ -29,7 +29,7 @@ _NAMES: Mapping[str, tuple[str, ...]] = {
     "impls.quantized_kv": ("quantized_kv", "quantized_kv_dequantized"),
     "impls.moba": ("moba", "moba_dense"),
     "impls.ragged": ("ragged", "ragged_tpu", "ragged_gpu"),
-    "impls.paged": ("paged", "paged_tpu", "paged_update", "paged_latent", "paged_quantized"),
+    "impls.paged": ("paged", "paged_tpu", "paged_gpu", "paged_update", "paged_latent", "paged_quantized"),
     "impls.upstream.jax_nn": ("jax_nn_xla", "jax_nn_cudnn"),
     "impls.upstream.jax_splash_tpu": ("jax_splash_tpu", "jax_splash_tpu_fused"),
     "impls.upstream.tokamax_splash": ("tokamax_splash_tpu",),

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
 
 from conformance.contract import FLOATS
 from impls import merging
+from impls.flash_gpu.block_sizes import SMALLEST
 from impls.merging import Part
-from impls.paged import portable, tpu
+from impls.paged import gpu, portable, tpu
 from impls.paged.blocks import block_kv_of, block_q_of
 from impls.paged.plan import Operands, PagedPlan
 from impls.versions import interpret_or
 
-Backend = Literal["portable", "tpu"]
+Backend = Literal["portable", "tpu", "gpu"]
 SCALED = ("int8", "float8_e4m3fn")
 """The dtypes of pages that have scales."""
 BLOCK_Q = 32
@@ -25,6 +26,8 @@ BLOCK_Q = 32
 BLOCK_KV = 256
 """Keys that are read together by default, in whole pages. Both sizes are reasoned, not measured. A TPU's follow from
 its memory (`impls.paged.blocks`)."""
+BLOCK_KV_GPU = 64
+"""The same on a GPU, wherever pages end: what Triton pipelines in shared memory. Reasoned, not measured."""
 
 
 def attention(
@@ -46,6 +49,7 @@ def attention(
     backend: Backend = "portable",
     block_q: int | None = None,
     block_kv: int | None = None,
+    num_programs: int | None = None,
     interpret: Any = None,
 ) -> Any:
     """Causal softmax attention of packed queries to keys and values in pages (docs/contract.md, section 8).
@@ -68,9 +72,11 @@ def attention(
       sinks: `[N]`, one more logit in each query head's softmax denominator.
       scale: factor of `<q, k>`, default `1 / sqrt(H)`.
       save_residuals: also return `logsumexp` and `max_logits`.
-      backend: `"portable"` JAX, or a Pallas kernel for `"tpu"`.
+      backend: `"portable"` JAX, or a Pallas kernel for `"tpu"` or `"gpu"`.
       block_q: queries of a tile.
-      block_kv: keys that are read together, rounded up to whole pages.
+      block_kv: keys that are read together, rounded up to whole pages; for a GPU a power of two of at least 16.
+      num_programs: how many programs of a GPU share the keys of all sequences, for each key/value head; by default as
+        many as fill it.
       interpret: as `pallas_call` takes it; by default true unless the process runs on the back end's platform.
 
     Returns:
@@ -80,18 +86,22 @@ def attention(
 
     Raises:
       ValueError: an operand or an option is not as above; the message names it.
-      NotImplementedError: differentiation, float16 on a TPU, or scales there.
+      NotImplementedError: differentiation, float16 on a TPU, or scales on a TPU or GPU.
     """
     check_operands(q, k_pages, v_pages, sinks, window, block_q, block_kv, scales=(k_scales, v_scales))
     check_tables(kv_lens, page_indices, cu_q_lens, num_seqs)
+    _check_backend(backend, block_kv, num_programs)
     page_size, num_kv_heads = k_pages.shape[1:3]
+    if backend != "portable" and k_scales is not None:
+        raise NotImplementedError(f"paged on a {backend.upper()} does not support k_scales: pages are in the dtype of q")
     if backend == "tpu":
-        if k_scales is not None:
-            raise NotImplementedError("paged on a TPU does not support k_scales: pages are in the dtype of q")
         if q.dtype == jnp.float16:
             raise NotImplementedError("paged on a TPU does not support f16: the matrix unit multiplies no float16")
         block_q = block_q or block_q_of(*q.shape[:2])
         block_kv = block_kv or block_kv_of(num_kv_heads, (q.shape[2], v_pages.shape[3]), q.dtype.itemsize)
+    if backend == "gpu":
+        block_q = block_q or gpu.block_q_of(q.shape[0], len(kv_lens), q.shape[1] // num_kv_heads)
+        block_kv = block_kv or BLOCK_KV_GPU
     block_q, block_kv = block_q or BLOCK_Q, block_kv or BLOCK_KV
     plan = PagedPlan(
         left=None if window is None else window[0],
@@ -99,11 +109,13 @@ def attention(
         soft_cap=None if soft_cap is None else float(soft_cap),
         block_q=min(block_q, q.shape[0]),
         block_pages=min(-(-block_kv // page_size), page_indices.shape[1]),
+        block_keys=block_kv if backend == "gpu" else 0,
+        programs=num_programs,
     )
     tables = (jnp.asarray(x, jnp.int32) for x in (kv_lens, page_indices, cu_q_lens, num_seqs))
     scales = (None if x is None else jnp.asarray(x) for x in (k_scales, v_scales))
     operands = Operands(jnp.asarray(q), jnp.asarray(k_pages), jnp.asarray(v_pages), *tables, *scales)
-    return results(plan, backend, interpret_or(interpret, "tpu"), operands, sinks, save_residuals=save_residuals)
+    return results(plan, backend, interpret_or(interpret, backend), operands, sinks, save_residuals=save_residuals)
 
 
 def results(
@@ -195,9 +207,22 @@ def check_tables(kv_lens: Any, page_indices: Any, cu_q_lens: Any, num_seqs: Any)
             raise ValueError(f"{name} must be integers, got {x.dtype}")
 
 
+def _check_backend(backend: Backend, block_kv: int | None, num_programs: int | None) -> None:
+    if backend not in get_args(Backend):
+        raise ValueError(f"backend must be one of {', '.join(get_args(Backend))}, got {backend!r}")
+    if backend == "gpu" and block_kv is not None and (block_kv < SMALLEST or block_kv & (block_kv - 1)):
+        raise ValueError(f"block_kv must be a power of two of at least {SMALLEST} on a GPU, got {block_kv}")
+    if num_programs is not None and num_programs <= 0:
+        raise ValueError(f"num_programs must be positive or None (automatic), got {num_programs}")
+
+
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1, 2))
 def _run(plan: PagedPlan, backend: Backend, interpret: Any, operands: Operands) -> Part:
-    return portable.attend(plan, operands) if backend == "portable" else tpu.attend(plan, operands, interpret=interpret)
+    if backend == "portable":
+        return portable.attend(plan, operands)
+    if backend == "tpu":
+        return tpu.attend(plan, operands, interpret=interpret)
+    return gpu.attend(plan, operands, interpret=bool(interpret))
 
 
 @_run.defjvp

@@ -16,6 +16,12 @@ from impls.versions import runs_on
 # Tiles and blocks are small and unlike each other, so that prompts have several tiles, and sequences end before, at and
 # behind the ends of blocks.
 _JUDGED: dict[str, Any] = {"block_q": 8, "block_kv": 48}
+# A GPU's blocks begin and end within pages, and more programs than there are heads share the keys of each.
+_JUDGED_ON: dict[Backend, dict[str, Any]] = {
+    "portable": _JUDGED,
+    "tpu": _JUDGED,
+    "gpu": {"block_q": 8, "block_kv": 32, "num_programs": 7},
+}
 _VARIANTS: dict[Backend, dict[str, dict[str, Any]]] = {
     "portable": {
         "default_blocks": {},
@@ -23,10 +29,12 @@ _VARIANTS: dict[Backend, dict[str, dict[str, Any]]] = {
         "blocks_of_7": {"block_q": 7, "block_kv": 64},
     },
     "tpu": {"default_blocks": {}, "single_pages": {"block_q": 1, "block_kv": 1}},
+    "gpu": {"default_blocks": {}, "one_program": {"block_q": 3, "block_kv": 16, "num_programs": 1}},
 }
 _DESCRIPTIONS: dict[Backend, str] = {
     "portable": "in plain JAX",
     "tpu": "in Pallas for TPU, pages copied ahead",
+    "gpu": "in Pallas for GPU (Triton), keys shared by programs and merged",
 }
 
 
@@ -34,7 +42,7 @@ def implementation(name: str, *, backend: Backend = "portable") -> Implementatio
     """Paged attention on `backend`, under `name`; interpreted unless the process runs on its platform."""
     return Implementation(
         name=name,
-        call=functools.partial(attention, backend=backend, **_JUDGED),
+        call=functools.partial(attention, backend=backend, **_JUDGED_ON[backend]),
         description=f"attention over a cache in pages, {_DESCRIPTIONS[backend]}, prompts and single tokens in one call",
         unsupported={"f16": "the matrix unit multiplies no float16"} if backend == "tpu" else {},
         arithmetic=Arithmetic(probabilities="input"),
@@ -44,6 +52,7 @@ def implementation(name: str, *, backend: Backend = "portable") -> Implementatio
         behind_mask="any",
         storage="paged",
         refuses_by_signature=True,
+        memory="linear" if backend == "gpu" else None,
         accelerator=_accelerator(backend),
         variants={
             variant: functools.partial(attention, backend=backend, **changed)
@@ -87,7 +96,7 @@ def _accelerator(backend: Backend) -> Accelerator:
         platform=backend,
         interpreted=not runs_on(backend),
         native=functools.partial(attention, backend=backend, interpret=False),
-        under_interpreter=_interpreted_by,
+        under_interpreter=_interpreted_by if backend == "tpu" else None,
     )
 
 
@@ -118,6 +127,7 @@ def _of_latents(name: str) -> Implementation:
 IMPLEMENTATIONS: tuple[Implementation, ...] = (
     implementation("paged"),
     implementation("paged_tpu", backend="tpu"),
+    implementation("paged_gpu", backend="gpu"),
     _updating("paged_update"),
     _of_latents("paged_latent"),
     _scaled("paged_quantized"),

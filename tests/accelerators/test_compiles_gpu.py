@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import pytest
 from rich.console import Console
 
+from cases.accelerator import compiled_cases
 from cases.case import Case, parse
 from cases.masks import Full
 from conformance.accelerators import targets
@@ -77,6 +78,18 @@ def test_our_decode_kernel_compiles_for_every_gpu_and_leaves_the_cache_where_it_
     }
     for record in found.values():
         # One part for each of 32 splits, and their sum; not a copy of the 18 MB of keys.
+        assert record.figures["temporary_bytes"] < 4 * 2**20
+
+
+@needs_compiler
+def test_our_paged_kernel_compiles_for_every_gpu_and_leaves_the_pages_where_they_are() -> None:
+    (case, *_) = compiled_cases(registry.find("paged_gpu").supports)
+    found = judge(registry.find("paged_gpu"), case)
+    programs = ("forward", "residuals")
+    assert {name: record.verdict for name, record in found.items()} == {
+        f"{gpu.name}.{program}": PASS for gpu in GPUS for program in programs
+    }
+    for record in found.values():
         assert record.figures["temporary_bytes"] < 4 * 2**20
 
 

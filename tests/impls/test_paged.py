@@ -22,6 +22,7 @@ from impls import paged
 from impls.paged.blocks import blocks_of
 from impls.paged.plan import Operands, PagedPlan
 from impls.paged.schedule import tiles_of
+from impls.paged.shares import shares_of
 
 
 def operands(q_lens: list[int], kv_lens: list[int], most: int, junk: int) -> Operands:
@@ -100,6 +101,44 @@ def test_blocks_have_the_pages_that_a_tile_sees_and_follow_one_another(
     assert not blocks.length[total:].any()
 
 
+@pytest.mark.long
+@settings(max_examples=60)
+@given(
+    st.lists(st.tuples(st.integers(0, 20), st.integers(0, 30)), max_size=5),
+    st.sampled_from([1, 3, 8]),
+    st.sampled_from([1, 4, 7]),
+    st.sampled_from([1, 3, 40]),
+    st.sampled_from([None, 0, 6]),
+)
+def test_shares_are_the_blocks_that_tiles_see_each_once_and_of_one_size(
+    sequences: list[tuple[int, int]], block_q: int, block: int, programs: int, left: int | None
+) -> None:
+    q_lens = [q_len for q_len, _ in sequences]
+    # Some sequences have fewer keys than queries: the first of these see none.
+    given_ = operands(q_lens, [max(q_len + before - 5, 0) for q_len, before in sequences], 6, 2**30)
+    plan = PagedPlan(left=left, scale=1.0, soft_cap=None, block_q=block_q, block_pages=1)
+    tiles = tiles_of(given_, block_q)
+    shares = on_host(shares_of(plan, tiles, block=block, programs=programs))
+    tiles = on_host(tiles)
+    total = int(tiles.total)
+    sizes: list[int] = []
+    for number in range(total):
+        first = int(tiles.position[number])
+        last = first + int(tiles.queries[number]) - 1
+        seen = {j // block for j in range(0 if left is None else max(first - left, 0), last + 1)}
+        mine = range(shares.before[number], shares.before[number] + shares.count[number])
+        assert all(shares.tile[share] == number for share in mine)
+        found = [list(range(shares.first[share], shares.end[share])) for share in mine]
+        assert sum(found, []) == sorted(seen)
+        sizes += [len(blocks) for blocks in found[:-1]]
+        assert not found or 0 < len(found[-1]) <= max(sizes, default=len(found[-1]))
+    assert len(set(sizes)) <= 1
+    assert shares.count.sum() <= programs + total
+    assert not shares.count[total:].any()
+    past = slice(int(shares.count.sum()), None)
+    assert (shares.end[past] <= shares.first[past]).all()
+
+
 TABLES: dict[str, Any] = {
     "kv_lens": jnp.asarray([3, 5], jnp.int32),
     "page_indices": jnp.zeros((2, 2), jnp.int32),
@@ -137,6 +176,9 @@ PAGES = {"k_pages": jnp.ones((6, 4, 2, 8)), "v_pages": jnp.ones((6, 4, 2, 8))}
         ({"window": (1, 1)}, r"window must be \(left, 0\)"),
         ({"window": (-1, 0)}, r"window must be \(left, 0\)"),
         ({"block_q": 0}, "block_q must be positive"),
+        ({"backend": "cpu"}, "backend must be one of portable, tpu, gpu"),
+        ({"block_kv": 48, "backend": "gpu"}, "block_kv must be a power of two of at least 16"),
+        ({"num_programs": 0, "backend": "gpu"}, "num_programs must be positive"),
         ({"kv_lens": jnp.ones(3, jnp.int32)}, "page_indices must have shape"),
         ({"cu_q_lens": jnp.ones(2, jnp.int32)}, r"cu_q_lens must have shape \(3,\)"),
         ({"num_seqs": jnp.int32(2)}, r"num_seqs must have shape \(1,\)"),

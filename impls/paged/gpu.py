@@ -1,0 +1,280 @@
+"""Paged attention for GPUs in Pallas (Triton): a program for each share of a tile's keys, and one that merges them.
+
+A program owns a tile of queries, all of one sequence (`impls.paged.schedule`), for the heads of one key/value head, and
+a share of the blocks of keys that they see (`impls.paged.shares`). It looks the page of each key up in the table and
+reads the key where it lies. So nothing of the cache is copied, and work follows the queries and the keys that there are.
+
+With (1) and (2) from `impls.paged.plan`, over the keys of a share, with no sink and no division:
+
+    (3)  z_ij = -inf, where i may not attend to j
+    (4)  m_i = max_j z_ij
+    (5)  l_i = sum_j exp(z_ij - m_i)
+    (6)  out_i = sum_j exp(z_ij - m_i) v_j
+
+The parts of a tile are merged by a second kernel, in the order of their keys: the same bits in every call. It writes
+the rows to where they belong.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plt
+
+from impls.flash_gpu.block_sizes import padded
+from impls.flash_gpu.exponentials import exp
+from impls.flash_gpu.operands import array_of
+from impls.flash_gpu.triton.tiles import positions
+from impls.merging import Part
+from impls.paged.plan import Operands, PagedPlan, allowed, capped, run_of_keys
+from impls.paged.schedule import tiles_of
+from impls.paged.shares import shares_of
+from impls.ragged.plan import finite
+from impls.varying import varying_axes, varying_over
+from impls.versions import triton_call
+
+MOST_ROWS = 64
+"""Rows of a tile: as many as keep the accumulator in registers. More heads of a group are other programs."""
+
+# Two programs for each multiprocessor of GPUs that have 108 to 148 of them.
+_PROGRAMS = 256
+
+Arrays = dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Launch:
+    """Sizes of a call. A column is the heads of a tile: those of one key/value head, or a part of them."""
+
+    plan: PagedPlan
+    block: int  # keys of a block
+    rows: int  # of a tile
+    heads: int  # query heads of a column
+    num_q_heads: int
+    num_kv_heads: int
+    page_size: int
+    pages_per_seq: int
+    depth: int
+    v_depth: int
+
+    @property
+    def group(self) -> int:
+        return self.num_q_heads // self.num_kv_heads
+
+    @property
+    def parts(self) -> int:
+        """Columns of a key/value head."""
+        return -(-self.group // self.heads)
+
+    @property
+    def columns(self) -> int:
+        return self.num_kv_heads * self.parts
+
+    def place(self, column: Any) -> tuple[Any, Any]:
+        """Key/value head, and part of its heads, of a column."""
+        return lax.div(column, jnp.int32(self.parts)), lax.rem(column, jnp.int32(self.parts))
+
+
+class _Rows(NamedTuple):
+    """The rows of a tile in one column, `[rows]`: query by query, its heads one behind the other."""
+
+    query: jax.Array  # which of the tile's queries
+    there: jax.Array  # whether query and head exist
+    packed: jax.Array  # row in an array `[total_q * N, .]`; none is that of two
+
+
+def block_q_of(total_q: int, num_seqs: int, group: int) -> int:
+    """Queries of a tile by default: as many as fill its rows, or one where every sequence has one."""
+    return 1 if total_q <= num_seqs else max(1, MOST_ROWS // group)
+
+
+def attend(plan: PagedPlan, operands: Operands, *, interpret: bool) -> Part:
+    """The part over every key that a query sees, arrays `[total_q, N, .]`; past the last sequence it is empty."""
+    assert operands.v_pages is not None  # there is no kernel for latents yet
+    launch = _launch(plan, operands)
+    total, heads = operands.q.shape[:2]
+    tiles = tiles_of(operands, plan.block_q)
+    shares = shares_of(plan, tiles, block=launch.block, programs=plan.programs or -(-_PROGRAMS // launch.columns))
+    real = jnp.arange(len(tiles.row), dtype=jnp.int32) < tiles.total
+    arrays: Arrays = {
+        **{name: x for name, x in {**tiles._asdict(), **shares._asdict()}.items() if name != "total"},
+        "queries": jnp.where(real, tiles.queries, 0),
+        "page_indices": operands.page_indices.reshape(-1),
+        "q": operands.q.reshape(total * heads, -1),
+        "k": operands.k_pages.reshape(-1, launch.depth),
+        "v": operands.v_pages.reshape(-1, launch.v_depth),
+    }
+    # `shard_map` checks over which mesh axes arrays differ: outputs must name the operands' axes.
+    arrays = varying_over(arrays, varying_axes(arrays))
+    longest = len(shares.tile)
+    found = _call(launch, _share, "paged_shares", arrays, longest, longest * launch.columns * launch.rows, interpret)
+    lists = {name: arrays[name] for name in ("row", "queries", "before", "count")}
+    merged = _call(launch, _merge, "paged_merge", {**lists, **found}, len(tiles.row), total * heads, interpret)
+    real_rows = (jnp.arange(total, dtype=jnp.int32) < operands.cu_q_lens[operands.num_seqs[0]])[:, None, None]
+    return Part(
+        out=jnp.where(real_rows, merged["out"].reshape(total, heads, -1), 0.0),
+        max=jnp.where(real_rows, merged["max"].reshape(total, heads, 1), -jnp.inf),
+        sum=jnp.where(real_rows, merged["sum"].reshape(total, heads, 1), 0.0),
+    )
+
+
+def _launch(plan: PagedPlan, operands: Operands) -> _Launch:
+    _, num_q_heads, depth = operands.q.shape
+    _, page_size, num_kv_heads, v_depth = operands.v_pages.shape  # type: ignore[union-attr]  # `attend` asserts it
+    heads = min(num_q_heads // num_kv_heads, MOST_ROWS)
+    pages_per_seq = operands.page_indices.shape[1]
+    return _Launch(
+        plan=plan,
+        block=min(plan.block_keys, padded(pages_per_seq * page_size)),
+        rows=padded(plan.block_q * heads),
+        heads=heads,
+        num_q_heads=num_q_heads,
+        num_kv_heads=num_kv_heads,
+        page_size=page_size,
+        pages_per_seq=pages_per_seq,
+        depth=depth,
+        v_depth=v_depth,
+    )
+
+
+def _call(launch: _Launch, kernel: Any, name: str, arrays: Arrays, programs: int, rows: int, interpret: bool) -> Arrays:
+    """`out`, `max` and `sum` of `rows` rows, by `programs` programs for each column; every array is seen whole."""
+    varying = jax.typeof(next(iter(arrays.values()))).manual_axis_type
+
+    def whole(x: Any) -> pl.BlockSpec:
+        return pl.BlockSpec(x.shape, lambda program, column: (jnp.int32(0),) * x.ndim)
+
+    shapes = {
+        "out": array_of((rows, launch.v_depth), jnp.float32, varying),
+        "max": array_of((rows,), jnp.float32, varying),
+        "sum": array_of((rows,), jnp.float32, varying),
+    }
+    found: Arrays = triton_call(
+        functools.partial(kernel, launch),
+        name=name,
+        grid=(programs, launch.columns),
+        in_specs=jax.tree.map(whole, arrays),
+        out_shapes=shapes,
+        out_specs=jax.tree.map(whole, shapes),
+        num_warps=4,
+        num_stages=2,
+        interpret=interpret,
+    )(arrays)
+    return found
+
+
+def _share(launch: _Launch, inputs: Arrays, outputs: Arrays) -> None:
+    """The part over one share of the blocks of one tile."""
+    plan, (share, column) = launch.plan, (pl.program_id(0), pl.program_id(1))
+    tile, first, end = (inputs[name][share] for name in ("tile", "first", "end"))
+    sequence, row, position = (inputs[name][tile] for name in ("sequence", "row", "position"))
+    queries = jnp.where(end > first, inputs["queries"][tile], 0)
+    rows = _rows_of(launch, column, row, queries)
+    head, _ = launch.place(column)
+    q = _gather(inputs["q"], rows.packed, rows.there, launch.depth)
+    i = (position + rows.query)[:, None]
+    low, _ = run_of_keys(plan, position)
+    _, high = run_of_keys(plan, position + queries - 1)
+
+    def visit(number: Any, old: Part) -> Part:
+        j = positions(number * launch.block, launch.block)
+        # Every key of the run is seen by a query, and no other is read: those may be NaN, and 0 * NaN is not 0.
+        seen = (j >= low) & (j < high)
+        slot = sequence * launch.pages_per_seq + lax.div(j, jnp.int32(launch.page_size))
+        page = plt.load(inputs["page_indices"].at[slot], mask=seen, other=0)
+        token = page * launch.page_size + lax.rem(j, jnp.int32(launch.page_size))
+        k = _gather(inputs["k"], token * launch.num_kv_heads + head, seen, launch.depth)
+        v = _gather(inputs["v"], token * launch.num_kv_heads + head, seen, launch.v_depth)
+        z = jnp.where(allowed(plan, i, j[None, :]), capped(plan, _product(q, k, 1)), -jnp.inf)  # (1), (2), (3)
+        top = jnp.maximum(old.max, jnp.max(z, axis=1))  # (4)
+        weights, decay = exp(z - finite(top)[:, None]), exp(old.max - finite(top))
+        return Part(
+            out=old.out * decay[:, None] + _product(weights.astype(v.dtype), v, 0),  # (6)
+            max=top,
+            sum=old.sum * decay + jnp.sum(weights, axis=1),  # (5)
+        )
+
+    part = lax.fori_loop(first, end, visit, _nothing(launch))
+    _store(outputs, _rows_of_share(launch, share, column), rows.there, part, launch.v_depth)
+
+
+def _merge(launch: _Launch, inputs: Arrays, outputs: Arrays) -> None:
+    """The part over all shares of one tile, written to its rows; empty where it has none."""
+    tile, column = pl.program_id(0), pl.program_id(1)
+    row, queries, before, count = (inputs[name][tile] for name in ("row", "queries", "before", "count"))
+    rows = _rows_of(launch, column, row, queries)
+
+    def add(number: Any, old: Part) -> Part:
+        place = _rows_of_share(launch, before + number, column)
+        new = Part(
+            out=_gather(inputs["out"], place, rows.there, launch.v_depth),
+            max=plt.load(inputs["max"].at[place], mask=rows.there, other=-jnp.inf),
+            sum=plt.load(inputs["sum"].at[place], mask=rows.there, other=0),
+        )
+        top = jnp.maximum(old.max, new.max)
+        decay, weight = exp(old.max - finite(top)), exp(new.max - finite(top))
+        return Part(
+            out=old.out * decay[:, None] + new.out * weight[:, None],
+            max=top,
+            sum=old.sum * decay + new.sum * weight,
+        )
+
+    _store(outputs, rows.packed, rows.there, lax.fori_loop(jnp.int32(0), count, add, _nothing(launch)), launch.v_depth)
+
+
+def _rows_of(launch: _Launch, column: Any, row: Any, queries: Any) -> _Rows:
+    """The rows of a tile that begins with the packed query `row`."""
+    number = positions(0, launch.rows)
+    query, inside = lax.div(number, jnp.int32(launch.heads)), lax.rem(number, jnp.int32(launch.heads))
+    head, part = launch.place(column)
+    of_group = part * launch.heads + inside
+    return _Rows(
+        query=query,
+        there=(query < queries) & (of_group < launch.group),
+        packed=(row + query) * launch.num_q_heads + head * launch.group + of_group,
+    )
+
+
+def _rows_of_share(launch: _Launch, share: Any, column: Any) -> jax.Array:
+    """Where the rows of a share lie, one behind the other."""
+    return positions((share * launch.columns + column) * launch.rows, launch.rows)
+
+
+def _nothing(launch: _Launch) -> Part:
+    return Part(
+        out=jnp.zeros((launch.rows, padded(launch.v_depth)), jnp.float32),
+        max=jnp.full((launch.rows,), -jnp.inf, jnp.float32),
+        sum=jnp.zeros((launch.rows,), jnp.float32),
+    )
+
+
+def _at(ref: Any, rows: jax.Array, there: jax.Array, depth: int) -> tuple[Any, jax.Array]:
+    """Rows of `[., depth]` anywhere, as wide as a tile must be, and which of their elements exist."""
+    d = positions(0, padded(depth))[None, :]
+    return ref.at[rows[:, None], d], there[:, None] & (d < depth)
+
+
+def _gather(ref: Any, rows: jax.Array, there: jax.Array, depth: int) -> jax.Array:
+    at, exist = _at(ref, rows, there, depth)
+    found: jax.Array = plt.load(at, mask=exist, other=0)
+    return found
+
+
+def _store(outputs: Arrays, rows: jax.Array, there: jax.Array, part: Part, depth: int) -> None:
+    at, exist = _at(outputs["out"], rows, there, depth)
+    plt.store(at, part.out, mask=exist)
+    plt.store(outputs["max"].at[rows], part.max, mask=there)
+    plt.store(outputs["sum"].at[rows], part.sum, mask=there)
+
+
+def _product(a: jax.Array, b: jax.Array, axis: int) -> jax.Array:
+    """Sum over the last axis of `a` and over `axis` of `b`, in f32."""
+    precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else lax.Precision.DEFAULT
+    dimensions = (((1,), (axis,)), ((), ()))
+    return lax.dot_general(a, b, dimensions, precision=precision, preferred_element_type=jnp.float32)

@@ -1,0 +1,161 @@
+"""Bugs of a paged kernel whose programs share the keys of a sequence, each one passage of ours changed."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+from cases.case import Case
+from conformance.contract import Implementation
+from conformance.sensitivity import PlantedBug
+from tests.planted.planting.paged_bug import in_pages, several, windowed
+from tests.planted.planting.source_change import Change, changed
+
+
+def _grouped(case: Case) -> bool:
+    """Several groups of several heads."""
+    return in_pages(case) and 1 < case.num_kv_heads < case.num_q_heads
+
+
+def _with_sinks(case: Case) -> bool:
+    return in_pages(case) and "sinks" in case.features
+
+
+def _build(name: str, change: Change) -> Implementation:
+    package = changed("impls.paged", f"planted_{name.replace('-', '_')}", change)
+    found: Implementation = package.implementation(name, backend="gpu")
+    return found
+
+
+def _bug(
+    name: str,
+    change: Change,
+    *,
+    kind: str,
+    reference: str,
+    shows: str = "out logsumexp max_logits",
+    trigger: Callable[[Case], bool] = in_pages,
+) -> PlantedBug:
+    return PlantedBug(
+        name=name,
+        family="paged gpu",
+        kind=kind,
+        reference=reference,
+        shows=tuple(shows.split()),
+        build=functools.partial(_build, name, change),
+        trigger=trigger,
+    )
+
+
+BUGS: tuple[PlantedBug, ...] = (
+    _bug(
+        "paged-gpu-parts-merged-without-their-scale",
+        Change("gpu", "old.out * decay[:, None] + new.out * weight[:, None]", "old.out + new.out"),
+        kind="merge.rescale",
+        reference="inferred from vllm-project/vllm paged attention v2 (parts reduced by their maxima)",
+        shows="out",
+    ),
+    _bug(
+        "paged-gpu-sums-of-parts-added-as-they-are",
+        Change("gpu", "old.sum * decay + new.sum * weight", "old.sum + new.sum"),
+        kind="merge.rescale",
+        reference="inferred from vllm-project/vllm paged attention v2 (parts reduced by their maxima)",
+        shows="out logsumexp",
+    ),
+    _bug(
+        "paged-gpu-empty-part-gives-nan",
+        Change(
+            "gpu",
+            "exp(old.max - finite(top)), exp(new.max - finite(top))",
+            "exp(old.max - top), exp(new.max - top)",
+        ),
+        kind="merge.empty",
+        reference="inferred: -inf minus -inf, where a query sees no key of the first share",
+        trigger=windowed,
+        shows="out logsumexp",
+    ),
+    _bug(
+        "paged-gpu-first-part-merged-again",
+        Change("gpu", "_rows_of_share(launch, before + number, column)", "_rows_of_share(launch, before, column)"),
+        kind="merge.place",
+        reference="inferred: the place of a part without its number",
+    ),
+    _bug(
+        "paged-gpu-share-ends-a-block-late",
+        Change("shares", "jnp.minimum(begin + size, end[tile])", "jnp.minimum(begin + size + 1, end[tile])"),
+        kind="split.border",
+        reference="inferred: the last block of a share counted by both of its neighbours",
+        shows="out logsumexp",
+    ),
+    _bug(
+        "paged-gpu-share-without-its-last-block",
+        Change("shares", "jnp.minimum(begin + size, end[tile])", "jnp.minimum(begin + size, end[tile] - 1)"),
+        kind="split.border",
+        reference="inferred from jax ops/gpu/paged_attention.py (end of a partition)",
+    ),
+    _bug(
+        "paged-gpu-shares-of-a-window-from-the-first-key",
+        Change("shares", "begin = first[tile] + (share", "begin = (share"),
+        kind="window.skip",
+        reference="vllm-project/tpu-inference PR 1954, a window's first block taken for another",
+        trigger=windowed,
+    ),
+    _bug(
+        "paged-gpu-window-by-page",
+        Change(
+            "gpu",
+            "allowed(plan, i, j[None, :])",
+            "(j[None, :] <= i) & (plan.left is None or lax.div(j[None, :], jnp.int32(launch.page_size))"
+            " >= lax.div(i - (plan.left or 0), jnp.int32(launch.page_size)))",
+        ),
+        kind="window.page",
+        reference="inferred from vllm-project/vllm (pages outside a window are freed, and none is cut)",
+        trigger=windowed,
+        shows="out logsumexp",
+    ),
+    _bug(
+        "paged-gpu-pages-in-order-of-memory",
+        Change("gpu", "page = plt.load(inputs", "page = lax.div(j, jnp.int32(launch.page_size)) + 0 * plt.load(inputs"),
+        kind="table ignored",
+        reference="flashinfer-ai/flashinfer#3219, where results depend on where pages lie",
+    ),
+    _bug(
+        "paged-gpu-table-of-the-sequence-before",
+        Change("gpu", "slot = sequence * launch", "slot = jnp.maximum(sequence - 1, 0) * launch"),
+        kind="row of the table",
+        reference="jax 10dbfcf747 (paged attention, length of another row)",
+        trigger=several,
+    ),
+    _bug(
+        "paged-gpu-tail-of-the-last-page-read",
+        Change("gpu", "seen = (j >= low) & (j < high)", "seen = j >= low"),
+        kind="tail",
+        reference="vllm-project/vllm#936, vllm-project/vllm#47305",
+        shows="out",
+    ),
+    _bug(
+        "paged-gpu-queries-of-a-tile-at-one-position",
+        Change("gpu", "i = (position + rows.query)[:, None]", "i = (position + queries - 1 + 0 * rows.query)[:, None]"),
+        kind="causal.position",
+        reference="inferred: a prompt's queries taken for tokens of one step",
+    ),
+    _bug(
+        "paged-gpu-heads-interleaved",
+        Change("gpu", "head * launch.group + of_group", "of_group * launch.num_kv_heads + head"),
+        kind="heads.order",
+        reference="inferred: query heads of a key/value head by remainder",
+        trigger=_grouped,
+    ),
+    _bug(
+        "paged-gpu-sink-in-each-of-two-parts",
+        Change(
+            "attention",
+            "merging.merge([part, merging.of_sinks(jnp.asarray(sinks))])",
+            "merging.merge([part, *[merging.of_sinks(jnp.asarray(sinks))] * 2])",
+        ),
+        kind="sinks.split",
+        reference="inferred: a sink joins the sum of every split, and not that of the whole",
+        trigger=_with_sinks,
+        shows="out logsumexp",
+    ),
+)
