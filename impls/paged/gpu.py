@@ -2,7 +2,7 @@
 
 A program owns a tile of queries, all of one sequence (`impls.paged.schedule`), for the heads of one key/value head, and
 a share of the blocks of keys that they see (`impls.paged.shares`). It looks the page of each key up in the table and
-reads the key where it lies. So nothing of the cache is copied, and work follows the queries and the keys that there are.
+reads the key where it lies. So nothing of the cache is copied, and the work follows the queries and the keys.
 
 With (1) and (2) from `impls.paged.plan`, over the keys of a share, with no sink and no division:
 
@@ -114,7 +114,7 @@ def attend(plan: PagedPlan, operands: Operands, *, interpret: bool) -> Part:
     arrays = varying_over(arrays, varying_axes(arrays))
     longest = len(shares.tile)
     found = _call(launch, _share, "paged_shares", arrays, longest, longest * launch.columns * launch.rows, interpret)
-    lists = {name: arrays[name] for name in ("row", "queries", "before", "count")}
+    lists = {name: arrays[name] for name in ("row", "queries", "before", "own")}
     merged = _call(launch, _merge, "paged_merge", {**lists, **found}, len(tiles.row), total * heads, interpret)
     real_rows = (jnp.arange(total, dtype=jnp.int32) < operands.cu_q_lens[operands.num_seqs[0]])[:, None, None]
     return Part(
@@ -207,7 +207,7 @@ def _share(launch: _Launch, inputs: Arrays, outputs: Arrays) -> None:
 def _merge(launch: _Launch, inputs: Arrays, outputs: Arrays) -> None:
     """The part over all shares of one tile, written to its rows; empty where it has none."""
     tile, column = pl.program_id(0), pl.program_id(1)
-    row, queries, before, count = (inputs[name][tile] for name in ("row", "queries", "before", "count"))
+    row, queries, before, count = (inputs[name][tile] for name in ("row", "queries", "before", "own"))
     rows = _rows_of(launch, column, row, queries)
 
     def add(number: Any, old: Part) -> Part:

@@ -16,11 +16,11 @@ from impls.versions import runs_on
 # Tiles and blocks are small and unlike each other, so that prompts have several tiles, and sequences end before, at and
 # behind the ends of blocks.
 _JUDGED: dict[str, Any] = {"block_q": 8, "block_kv": 48}
-# A GPU's blocks begin and end within pages, and more programs than there are heads share the keys of each.
+# A GPU's blocks begin and end within pages. Programs are as many as it takes for long sequences to have several shares.
 _JUDGED_ON: dict[Backend, dict[str, Any]] = {
     "portable": _JUDGED,
     "tpu": _JUDGED,
-    "gpu": {"block_q": 8, "block_kv": 32, "num_programs": 7},
+    "gpu": {"block_q": 8, "block_kv": 32, "num_programs": 40},
 }
 _VARIANTS: dict[Backend, dict[str, dict[str, Any]]] = {
     "portable": {

@@ -26,7 +26,7 @@ class Shares(NamedTuple):
     first: jax.Array  # [W], number of the first block in its sequence
     end: jax.Array  # [W], one past the last
     before: jax.Array  # [L], shares of all tiles before it
-    count: jax.Array  # [L], its own; none where its queries see no key
+    own: jax.Array  # [L], how many it has; none where its queries see no key
 
 
 def shares_of(plan: PagedPlan, tiles: Tiles, *, block: int, programs: int) -> Shares:
@@ -46,5 +46,5 @@ def shares_of(plan: PagedPlan, tiles: Tiles, *, block: int, programs: int) -> Sh
         first=begin.astype(jnp.int32),
         end=jnp.where(share < ends[-1], jnp.minimum(begin + size, end[tile]), begin).astype(jnp.int32),
         before=ends - count,
-        count=count,
+        own=count,
     )

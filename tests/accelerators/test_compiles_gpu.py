@@ -89,8 +89,10 @@ def test_our_paged_kernel_compiles_for_every_gpu_and_leaves_the_pages_where_they
     assert {name: record.verdict for name, record in found.items()} == {
         f"{gpu.name}.{program}": PASS for gpu in GPUS for program in programs
     }
+    keys = case.batch * case.kv_length * case.num_kv_heads * case.head_dim * 2
     for record in found.values():
-        assert record.figures["temporary_bytes"] < 4 * 2**20
+        # A part for each share, and their sum; not a copy of the keys.
+        assert record.figures["temporary_bytes"] < keys / 8
 
 
 @needs_compiler

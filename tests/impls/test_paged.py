@@ -126,16 +126,16 @@ def test_shares_are_the_blocks_that_tiles_see_each_once_and_of_one_size(
         first = int(tiles.position[number])
         last = first + int(tiles.queries[number]) - 1
         seen = {j // block for j in range(0 if left is None else max(first - left, 0), last + 1)}
-        mine = range(shares.before[number], shares.before[number] + shares.count[number])
+        mine = range(shares.before[number], shares.before[number] + shares.own[number])
         assert all(shares.tile[share] == number for share in mine)
         found = [list(range(shares.first[share], shares.end[share])) for share in mine]
-        assert sum(found, []) == sorted(seen)
+        assert [block for blocks in found for block in blocks] == sorted(seen)
         sizes += [len(blocks) for blocks in found[:-1]]
         assert not found or 0 < len(found[-1]) <= max(sizes, default=len(found[-1]))
     assert len(set(sizes)) <= 1
-    assert shares.count.sum() <= programs + total
-    assert not shares.count[total:].any()
-    past = slice(int(shares.count.sum()), None)
+    assert shares.own.sum() <= programs + total
+    assert not shares.own[total:].any()
+    past = slice(int(shares.own.sum()), None)
     assert (shares.end[past] <= shares.first[past]).all()
 
 

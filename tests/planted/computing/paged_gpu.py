@@ -17,6 +17,15 @@ def _grouped(case: Case) -> bool:
     return in_pages(case) and 1 < case.num_kv_heads < case.num_q_heads
 
 
+def _shared(case: Case) -> bool:
+    """Sequences of several blocks of keys, which several programs share."""
+    return in_pages(case) and case.kv_length > 128
+
+
+def _shared_windows(case: Case) -> bool:
+    return _shared(case) and windowed(case)
+
+
 def _with_sinks(case: Case) -> bool:
     return in_pages(case) and "sinks" in case.features
 
@@ -54,6 +63,7 @@ BUGS: tuple[PlantedBug, ...] = (
         kind="merge.rescale",
         reference="inferred from vllm-project/vllm paged attention v2 (parts reduced by their maxima)",
         shows="out",
+        trigger=_shared,
     ),
     _bug(
         "paged-gpu-sums-of-parts-added-as-they-are",
@@ -61,6 +71,7 @@ BUGS: tuple[PlantedBug, ...] = (
         kind="merge.rescale",
         reference="inferred from vllm-project/vllm paged attention v2 (parts reduced by their maxima)",
         shows="out logsumexp",
+        trigger=_shared,
     ),
     _bug(
         "paged-gpu-empty-part-gives-nan",
@@ -71,7 +82,7 @@ BUGS: tuple[PlantedBug, ...] = (
         ),
         kind="merge.empty",
         reference="inferred: -inf minus -inf, where a query sees no key of the first share",
-        trigger=windowed,
+        trigger=_shared_windows,
         shows="out logsumexp",
     ),
     _bug(
@@ -79,6 +90,7 @@ BUGS: tuple[PlantedBug, ...] = (
         Change("gpu", "_rows_of_share(launch, before + number, column)", "_rows_of_share(launch, before, column)"),
         kind="merge.place",
         reference="inferred: the place of a part without its number",
+        trigger=_shared,
     ),
     _bug(
         "paged-gpu-share-ends-a-block-late",
@@ -86,6 +98,7 @@ BUGS: tuple[PlantedBug, ...] = (
         kind="split.border",
         reference="inferred: the last block of a share counted by both of its neighbours",
         shows="out logsumexp",
+        trigger=_shared,
     ),
     _bug(
         "paged-gpu-share-without-its-last-block",
