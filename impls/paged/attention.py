@@ -93,7 +93,8 @@ def attention(
     _check_backend(backend, block_kv, num_programs)
     page_size, num_kv_heads = k_pages.shape[1:3]
     if backend != "portable" and k_scales is not None:
-        raise NotImplementedError(f"paged on a {backend.upper()} does not support k_scales: pages are in the dtype of q")
+        where = backend.upper()
+        raise NotImplementedError(f"paged on a {where} does not support k_scales: pages are in the dtype of q")
     if backend == "tpu":
         if q.dtype == jnp.float16:
             raise NotImplementedError("paged on a TPU does not support f16: the matrix unit multiplies no float16")
