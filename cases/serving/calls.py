@@ -64,6 +64,8 @@ FURTHER: Mapping[Kind, Mapping[str, Mapping[str, Any]]] = {
             "storage": "latent1",
         },
         "border": {**_BORDER, "storage": "latent16-q2-4-1"},
+        # A rank and a rotary part that no vector divides.
+        "uneven": {**_BORDER, "storage": "latent16-q2-4-1", "head_dim": 45, "v_head_dim": 35},
     },
 }
 """Sequences that no case of the grids has, by kind of storage and name: the fields of a case that differ."""

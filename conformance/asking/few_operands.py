@@ -47,6 +47,11 @@ CALLS: dict[str, dict[str, Any]] = {
     "biased_heads": {"mask": "causal", "bias": "biashead"},
     "biased_apart": {"mask": "full", "bias": "biashead", "grouped": False},
 }
+SLOPED: dict[str, dict[str, Any]] = {
+    "sloped": {"mask": "causal", "alibi": True},
+    "sloped_sunk": {"mask": "causal", "alibi": True, "sinks": True},
+}
+"""Of kernels that offer ALiBi: under a causal mask it is a number for each key, as far as weights go, but for sinks."""
 _USUAL: dict[str, Any] = {
     **{operand.field: operand.absent for operand in REMOVABLE},
     "batch": 2,

@@ -70,6 +70,9 @@ def calls(subject: Subject) -> Iterator[Judgement]:
     pair = Pair.of(subject)
     for name, sequence in _SEQUENCES.items():
         yield from apart(name, functools.partial(sequence, pair))
+    if "alibi_slopes" in subject.implementation.offers:
+        for name, call in few_operands.SLOPED.items():
+            yield from apart(name, functools.partial(_of_few_operands, call, pair))
     kind = subject.implementation.storage
     for name, changes in FURTHER[kind].items() if kind is not None else ():
         yield from apart(name, functools.partial(_of_further_sequences, changes, pair))

@@ -36,6 +36,7 @@ _LOW_ROWS = -(2.0**20)
 _LOW_BY_QUERIES = 2.0**14
 # Lowers logits until the weights of their keys are what kernels leave out as nothing: exp(-32) is 2**-46.
 _FAINT_KEYS = 32.0
+_QUIET = 2.0**-4
 # That of Gemma 2.
 _USUAL_CAP = 50.0
 # So far below any cap that its tanh is -1 in every arithmetic.
@@ -179,16 +180,17 @@ def _low_rows_by_queries(subject: Subject, problem: Problem) -> Iterator[Judgeme
 def _with_faint_keys(problem: Problem) -> Problem:
     """The problem with next to no weight for the second half of the keys, whose values are as much larger.
 
-    The first of the depths lowers their logits, by powers of two. All of a row are of one segment, so that both halves
-    are seen by the same queries.
+    The first of the depths lowers their logits, by powers of two, and what else is in them is made small, so that all
+    of them are below the others. All of a row are of one segment, so that both halves are seen by the same queries.
     """
     root, half = 2.0 ** np.round(np.log2(_FAINT_KEYS / problem.effective_scale) / 2), problem.k.shape[1] // 2
     low = 2.0 ** np.round(np.log2(_FAINT_KEYS / problem.effective_scale / root))
-    q, k, v = problem.q.copy(), problem.k.copy(), problem.v.copy()
+    q, k, v = problem.q * problem.q.dtype.type(_QUIET), problem.k.copy(), problem.v.copy()
     q[..., 0], k[..., 0], k[:, half:, :, 0] = root, 0, -low
     v[:, half:] *= v.dtype.type(2.0 ** np.round(root * low * problem.effective_scale / np.log(2)))
     ids = None if problem.segment_ids is None else tuple(np.zeros_like(x) for x in problem.segment_ids)
-    return dataclasses.replace(problem, q=q, k=k, v=v, segment_ids=ids)
+    bias = None if problem.bias is None else problem.bias * problem.bias.dtype.type(_QUIET)
+    return dataclasses.replace(problem, q=q, k=k, v=v, segment_ids=ids, bias=bias)
 
 
 def _capped_bias(subject: Subject) -> Iterator[Judgement]:

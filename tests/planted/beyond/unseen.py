@@ -8,7 +8,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from conformance import declare
+from conformance.calling.plain import from_function
+from conformance.contract import Implementation
 from conformance.sensitivity import PlantedBug
+from tests.kernels import naive
+from tests.planted.planting.latent import LatentSteps, in_pages, paged_latent
 from tests.planted.planting.served import Call, PackedSteps, PagedSteps, packed, paged, sequences, softmax
 from tests.planted.planting.triggers import both, has, one_query
 from tests.planted.planting.wrapped import Arrays, Statics, correct, planted
@@ -115,6 +120,50 @@ def _pages_of_the_last_query(j: Array, position: Array, call: Call, place: Array
     two = call.q_lens[jnp.minimum(sequence, call.rows - 1)] == 2
     page = (position - place + 1 - call.left) // call.page_size * call.page_size
     return (j >= position[:, None] - call.left) & ((j >= page[:, None]) | ~two[:, None])
+
+
+def _slopes_by_keys(q: Any, k: Any, v: Any, *, alibi_slopes: Any = None, **given: Any) -> Any:
+    """Under a causal mask alone slopes are a number for each key: the same weights, if there were no sinks."""
+    if alibi_slopes is None:
+        return naive.attention(q, k, v, **given)
+    q_length, kv_length = q.shape[1], k.shape[1]
+    place = jnp.arange(q_length)[:, None] + kv_length - q_length
+    if given["sinks"] is not None and all(given[name] is None for name in ("bias", "soft_cap", "mask", "window")):
+        place = jnp.full_like(place, kv_length)
+    slopes = -alibi_slopes[:, None, None] * jnp.abs(place - jnp.arange(kv_length))
+    bias = slopes[None] if given["bias"] is None else given["bias"] + slopes
+    return naive.attention(q, k, v, **{**given, "bias": bias})
+
+
+def _with_slopes(name: str) -> Implementation:
+    @declare(behind_mask="finite")
+    def attention(
+        q: Any,
+        k: Any,
+        v: Any,
+        *,
+        causal: bool = False,
+        window: Any = None,
+        mask: Any = None,
+        segment_ids: Any = None,
+        soft_cap: Any = None,
+        sinks: Any = None,
+        bias: Any = None,
+        scale: Any = None,
+        alibi_slopes: Any = None,
+        save_residuals: bool = False,
+    ) -> Any:
+        given = {"causal": causal, "window": window, "mask": mask, "segment_ids": segment_ids, "soft_cap": soft_cap}
+        given |= {"sinks": sinks, "bias": bias, "scale": scale, "save_residuals": save_residuals}
+        return _slopes_by_keys(q, k, v, alibi_slopes=alibi_slopes, **given)
+
+    return from_function(attention, name)
+
+
+def _whole_vectors(x: Array, value_dim: int) -> Array:
+    """The product over depth goes by eight coordinates at a time, and leaves the rest out."""
+    del value_dim
+    return jnp.where(jnp.arange(x.shape[-1]) < x.shape[-1] // 8 * 8, x, 0)
 
 
 def _wide_right(case: Any) -> bool:
@@ -226,5 +275,23 @@ BUGS: tuple[PlantedBug, ...] = (
             paged, "step-of-two-begins-at-the-page-of-its-last-query", PagedSteps(window=_pages_of_the_last_query)
         ),
         trigger=has("paged"),
+    ),
+    PlantedBug(
+        name="slopes-by-keys-beside-sinks",
+        family=_FAMILY,
+        kind="alibi.sinks",
+        reference="inferred from kernels that add slope * j, since what a row shares cancels in the softmax",
+        shows=_ALL,
+        build=functools.partial(_with_slopes, "slopes-by-keys-beside-sinks"),
+        trigger=has("alibi_slopes", "sinks", "causal"),
+    ),
+    PlantedBug(
+        name="latent-depth-in-whole-vectors",
+        family=_FAMILY,
+        kind="latent.depth",
+        reference="sgl-project/sglang issue 15522 (a block over the border of latent and rotary part), for a rest of depth",
+        shows=_PAGES,
+        build=functools.partial(paged_latent, "latent-depth-in-whole-vectors", LatentSteps(queries=_whole_vectors)),
+        trigger=in_pages,
     ),
 )
