@@ -188,7 +188,9 @@ def _with_faint_keys(problem: Problem) -> Problem:
     q, k, v = problem.q * problem.q.dtype.type(_QUIET), problem.k.copy(), problem.v.copy()
     q[..., 0], k[..., 0], k[:, half:, :, 0] = root, 0, -low
     v[:, half:] *= v.dtype.type(2.0 ** np.round(root * low * problem.effective_scale / np.log(2)))
-    ids = None if problem.segment_ids is None else tuple(np.zeros_like(x) for x in problem.segment_ids)
+    ids = problem.segment_ids
+    if ids is not None:
+        ids = np.zeros_like(ids[0]), np.zeros_like(ids[1])
     bias = None if problem.bias is None else problem.bias * problem.bias.dtype.type(_QUIET)
     return dataclasses.replace(problem, q=q, k=k, v=v, segment_ids=ids, bias=bias)
 

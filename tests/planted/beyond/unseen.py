@@ -289,7 +289,7 @@ BUGS: tuple[PlantedBug, ...] = (
         name="latent-depth-in-whole-vectors",
         family=_FAMILY,
         kind="latent.depth",
-        reference="sgl-project/sglang issue 15522 (a block over the border of latent and rotary part), for a rest of depth",
+        reference="sgl-project/sglang issue 15522 (a block over the border of the rotary part), for a rest",
         shows=_PAGES,
         build=functools.partial(paged_latent, "latent-depth-in-whole-vectors", LatentSteps(queries=_whole_vectors)),
         trigger=in_pages,
