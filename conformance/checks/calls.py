@@ -21,7 +21,7 @@ from conformance.asking.turn import Turn, pullbacks_of
 from conformance.checks.forward import primal
 from conformance.checks.gradients import judge_gradients, right_on
 from conformance.checks.pair import Pair
-from conformance.driving import sequences
+from conformance.driving import alone, sequences
 
 # Two of a kind that is numbers, one of them 0, two of one that is an array, a window that is as good as causal, and
 # arrays beside a window, beside both flags, and of batch rows and heads together.
@@ -31,7 +31,7 @@ _OTHER_MASKS = (
     "window-linf-r0",
     "dense-d60",
     "dense-d30",
-    "window-l30-r20_and_dense-d60",
+    "window-l9-r20_and_dense-d60",
     "causal_and_window-l30-r0_and_dense-d60",
     "densehead-d60_and_densebatch-d60",
 )
@@ -119,13 +119,16 @@ def _other_values(pair: Pair) -> Iterator[Judgement]:
 
 
 def _other_bias(pair: Pair) -> Iterator[Judgement]:
-    """A bias of batch rows and heads, outside `jit`: that of the case is the same for all rows."""
+    """A bias of batch rows and heads, outside `jit`, with zeros in its first row: that of the case is for all rows."""
     case = dataclasses.replace(pair.subject.case, bias="biasbatch")
     refusal = pair.subject.implementation.supports(case)
     if pair.problems[0].bias is None or refusal is not None:
         yield unsupported("out", refusal or "the case has no bias")
         return
-    problem = dataclasses.replace(pair.problems[0], bias=draw(case).bias)
+    bias = draw(case).bias
+    assert bias is not None
+    bias[:, :, 0] = 0
+    problem = dataclasses.replace(pair.problems[0], bias=bias)
     yield pair.judge_out_of(_eagerly(pair, problem), (problem,), (pair.subject.expect(problem),))
 
 
@@ -203,14 +206,25 @@ def _numpy(pair: Pair) -> Iterator[Judgement]:
 
     The first result is looked at after the second call, which must not change it.
     """
-    problem, other = pair.problems
+    problem, other = _with_mask_arrays(pair)
     refused, found = pair.subject.executor.run(sequences.numpy_operands, problem, other)
     if refused:
         yield unsupported("out", refused)
         return
-    first, second = found
-    yield pair.judge_out(first)
-    yield pair.judge_out_of(second, (other,), pair.expected[1:])
+    for got, meant in zip(found, (problem, other), strict=True):
+        yield pair.judge_out_of(got, (meant,), (pair.subject.expect(meant),))
+
+
+def _with_mask_arrays(pair: Pair) -> tuple[Problem, Problem]:
+    """The two problems, with masks that are arrays where such a mask reaches the call as one."""
+    case, subject = pair.subject.case, pair.subject
+    sizes = (case.batch, case.num_q_heads, case.q_length, case.kv_length, case.seed)
+    one, other = (
+        dataclasses.replace(problem, mask=mask_spec.build(spec, *sizes))
+        for problem, spec in zip(pair.problems, ("dense-d60", "dense-d30"), strict=True)
+    )
+    refused = case.storage is not None or subject.implementation.supports(dataclasses.replace(case, mask="dense-d60"))
+    return pair.problems if refused or not subject.executor.run(alone.flags, one)["mask"] else (one, other)
 
 
 def _in_a_thread(pair: Pair) -> Iterator[Judgement]:
