@@ -56,6 +56,14 @@ def _last_block_ahead_floored(arrays: Arrays, statics: Statics) -> Any:
     return _seen(arrays, statics, jnp.arange(arrays["k"].shape[1]) < ends)
 
 
+def _open_window_ends_with_the_queries(arrays: Arrays, statics: Statics) -> Any:
+    """Under a window that is open ahead, key blocks end with the block of the last query."""
+    if statics["window"] is None or statics["window"][1] is not None:
+        return correct(arrays, statics)
+    end = -(-arrays["q"].shape[1] // _BLOCK) * _BLOCK
+    return _seen(arrays, statics, (jnp.arange(arrays["k"].shape[1]) < end)[None])
+
+
 def _pivot_from_a_number(x: Array, allowed: Array, v: Array, sinks: Array | None) -> tuple[Array, Array, Array]:
     """The pivot begins with a number, and what lies below it underflows."""
     low = jnp.max(x, axis=-1, keepdims=True, where=allowed, initial=-jnp.inf) < 2 * _FIRST_PIVOT
@@ -293,5 +301,14 @@ BUGS: tuple[PlantedBug, ...] = (
         shows=_PAGES,
         build=functools.partial(paged_latent, "latent-depth-in-whole-vectors", LatentSteps(queries=_whole_vectors)),
         trigger=in_pages,
+    ),
+    planted(
+        "open-window-ends-with-the-queries",
+        _open_window_ends_with_the_queries,
+        family=_FAMILY,
+        kind="window.block-skip",
+        reference="flashinfer-ai/flashinfer issue 4972 (the first tile of a window), for its end",
+        shows=_PAGES,
+        trigger=lambda case: "-rinf" in case.mask,
     ),
 )
