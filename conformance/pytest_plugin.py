@@ -21,7 +21,7 @@ import pytest
 
 from conformance import packages
 from conformance.forking import lent
-from conformance.judging import gate
+from conformance.judging import ending, gate
 
 if TYPE_CHECKING:
     from conformance.commands.compare import Side
@@ -39,9 +39,10 @@ _ATTRIBUTE = "attention_conformance_records"
 _FOUND: pytest.StashKey[tuple[int | None, list[Record]]] = pytest.StashKey()
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
+def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:
     """Options of the gate; all but `--impl` and `--require-platform` carry its name."""
     gate.add_options(parser)
+    pluginmanager.register(ending.Ending(_NAME))  # here, since any `conftest.py` is imported before what follows
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -149,8 +150,12 @@ class _Gate:
     def is_asked_for(self) -> bool:
         """Whether this run is to judge, as far as its arguments say."""
         option = self._config.getoption
-        named = any("conformance" in Path(argument.split("::")[0]).parts for argument in self._config.args)
-        return bool(named or option("--impl") or option("--conformance-cases") is not None)
+        return ending.is_asked_for(self._config.args, option("--impl"), option("--conformance-cases"))
+
+    @property
+    def found(self) -> list[Record]:
+        """The records of all processes, as far as they have come."""
+        return self._records
 
     def _plan(self) -> Plan:
         if self._planned is None:
@@ -302,7 +307,7 @@ class _Gate:
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
         if hasattr(self._config, "workerinput"):
             return
-        how, reason = self._ended(session)
+        how, reason = ending.how_it_ended(session)
         if self._records and not reason:
             self._add_stale()
         for record in self._stale:
@@ -316,16 +321,6 @@ class _Gate:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
         if self._written is not None:
             self._finish(session, how, reason)
-
-    @staticmethod
-    def _ended(session: pytest.Session) -> tuple[str, str]:
-        """How the run ended, and why if not by itself."""
-        from conformance import runs
-
-        stopped = session.shouldfail or session.shouldstop
-        if stopped or session.exitstatus not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
-            return runs.INTERRUPTED, str(stopped) if isinstance(stopped, str) else "it was stopped"
-        return runs.COMPLETE, ""
 
     def _finish(self, session: pytest.Session, how: str, reason: str) -> None:
         from conformance.commands.errors import CannotJudge

@@ -15,6 +15,11 @@ from cases.serving.spec import IN_PAGES, Kind, Sides, sides, write
 from cases.serving.written import not_written
 
 _CHUNK = {"batch": 1, "q_length": 24, "kv_length": 40, "mask": "window-linf-r3-o16"}
+# Of two and of four queries, whose windows begin on both sides of a page's first row.
+_BORDER: dict[str, Any] = {
+    **{"phase": "prefill", "batch": 3, "q_length": 4, "kv_length": 80},
+    **{"mask": "own-l31-48-64-80", "soft_cap": None},  # each key has some weight
+}
 _FORTY = tuple(1 + 5 * n % 13 for n in range(40))
 _ENDS = "-".join(map(str, _FORTY))
 FURTHER: Mapping[Kind, Mapping[str, Mapping[str, Any]]] = {
@@ -47,6 +52,7 @@ FURTHER: Mapping[Kind, Mapping[str, Mapping[str, Any]]] = {
             "mask": f"own-linf-{_ENDS}",
             "storage": "paged1",
         },
+        "border": {**_BORDER, "storage": "paged16-q2-4-1"},
     },
     "latent": {},
     "latent_pages": {
@@ -58,6 +64,9 @@ FURTHER: Mapping[Kind, Mapping[str, Mapping[str, Any]]] = {
             "mask": f"own-linf-{_ENDS}",
             "storage": "latent1",
         },
+        "border": {**_BORDER, "storage": "latent16-q2-4-1"},
+        # A rank and a rotary part that no vector divides.
+        "uneven": {**_BORDER, "storage": "latent16-q2-4-1", "head_dim": 45, "v_head_dim": 35},
     },
 }
 """Sequences that no case of the grids has, by kind of storage and name: the fields of a case that differ."""

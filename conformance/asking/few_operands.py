@@ -29,6 +29,8 @@ CALLS: dict[str, dict[str, Any]] = {
     "biased": {"mask": "full", "bias": "biaspair"},
     # Keys ahead of the query: more than a block of 64, and no whole number of blocks.
     "ahead": {"phase": "prefill", "mask": "window-l9-r75", "batch": 1, "q_length": 160, "kv_length": 160},
+    # All keys ahead, and more of them than queries by more than a block.
+    "open": {"phase": "prefill", "mask": "window-l9-rinf", "batch": 1, "q_length": 40, "kv_length": 160},
     "first": {"phase": "prefill", "mask": "causal", "q_length": 16},
     "tall": {"phase": "prefill", "mask": "causal", "bias": "biasbatch", "batch": 4, "q_length": 100},
     "served": {"phase": "decode", "mask": "lengths-1-40-7-31", "sinks": True, "batch": 4, "q_length": 1},
@@ -47,6 +49,11 @@ CALLS: dict[str, dict[str, Any]] = {
     "biased_heads": {"mask": "causal", "bias": "biashead"},
     "biased_apart": {"mask": "full", "bias": "biashead", "grouped": False},
 }
+SLOPED: dict[str, dict[str, Any]] = {
+    "sloped": {"mask": "causal", "alibi": True},
+    "sloped_sunk": {"mask": "causal", "alibi": True, "sinks": True},
+}
+"""Of kernels that offer ALiBi: under a causal mask it is a number for each key, as far as weights go, but for sinks."""
 _USUAL: dict[str, Any] = {
     **{operand.field: operand.absent for operand in REMOVABLE},
     "batch": 2,

@@ -79,7 +79,8 @@ def _unique(numbers: Iterable[Any]) -> list[Any]:
         if isinstance(x, (bool, np.bool_)) or not isinstance(x, (int, float, np.integer, np.floating)):
             continue
         size = abs(x.item() if isinstance(x, np.generic) else x)
-        if math.isfinite(size) and size not in _COMMON and (isinstance(size, float) or size <= _LARGEST):
+        usable = math.isfinite(size) if isinstance(size, float) else size <= _LARGEST
+        if usable and size not in _COMMON:
             found.setdefault(size)
     return list(found)
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from cases import mask_spec
 from cases.inputs import Problem, draw
-from cases.masks import Dense
+from cases.masks import Causal, Dense, Mask
 from cases.serving.calls import FURTHER, other_masks
 from conformance import records
 from conformance.asking import few_operands
@@ -21,17 +21,17 @@ from conformance.asking.turn import Turn, pullbacks_of
 from conformance.checks.forward import primal
 from conformance.checks.gradients import judge_gradients, right_on
 from conformance.checks.pair import Pair
-from conformance.driving import sequences
+from conformance.driving import alone, sequences
 
-# Two of a kind that is numbers, two of one that is an array, a window that is as good as causal, and arrays beside a
-# window, beside both flags, and of batch rows and heads together.
+# Two of a kind that is numbers, one of them 0, two of one that is an array, a window that is as good as causal, and
+# arrays beside a window, beside both flags, and of batch rows and heads together.
 _OTHER_MASKS = (
     "window-l9-r0",
-    "window-l3-r2",
+    "window-l0-r2",
     "window-linf-r0",
     "dense-d60",
     "dense-d30",
-    "window-l30-r20_and_dense-d60",
+    "window-l9-r20_and_dense-d60",
     "causal_and_window-l30-r0_and_dense-d60",
     "densehead-d60_and_densebatch-d60",
 )
@@ -39,12 +39,13 @@ _OTHER_MASKS = (
 _CALLS = 1000
 _CALLS_INTERPRETED = 10
 
-# Beyond what the grids have: more batch rows and heads of each kind than 8, more than 16 heads in a group, more than 40
-# heads, a depth beyond 256, fewer keys than any tile, one key, a cache of 512, one that no split divides (1037 is 17
-# times 61, and long caches of the grids are multiples of 8), and tens of sequences in a row, over 512 positions each
-# way. An odd number of heads of a usual depth, each with keys of its own. Blocks that leave three if they are taken by
-# fours: seven of 64 each way, eleven of 128 of keys and of queries. And a step whose queries' windows begin on both
-# sides of key 512, where blocks of any usual size meet. Each in the first lengths that an implementation takes.
+# Beyond what the grids have: more batch rows and heads of each kind than 8, more than 16 heads in a group, more than
+# 40 heads, a depth beyond 256, fewer keys than any tile, one key, a cache of 512, one that no split divides (1583 is
+# a prime, of which more than half of 1024 is left; long caches of the grids are multiples of 8) and of which each key
+# has some weight, and tens of sequences in a row, over 512 positions each way. An odd number of heads of a usual
+# depth, each with its own keys. Blocks that leave three if they are taken by fours: seven of 64 each way, eleven of 128
+# of keys and of queries. And a step whose queries' windows begin on both sides of key 512, where blocks of any usual
+# size meet. Each in the first lengths that an implementation takes.
 _SHORT: tuple[dict[str, Any], ...] = tuple({"q_length": n, "kv_length": n} for n in (16, 128))
 _UNCUT: dict[str, Any] = {"batch": 1, "segments": None}
 _SIZES: dict[str, tuple[dict[str, Any], ...]] = {
@@ -52,7 +53,7 @@ _SIZES: dict[str, tuple[dict[str, Any], ...]] = {
     "few": tuple({"batch": b, "q_length": 1, "kv_length": 5, "segments": None} for b in (9, 1)),
     "one": ({"q_length": 1, "kv_length": 1, "segments": None},),
     "cache": ({"phase": "decode", "q_length": 1, "kv_length": 512, "mask": "full", "segments": None},),
-    "rest": ({"phase": "decode", "batch": 1, "q_length": 1, "kv_length": 1037, "mask": "full", "segments": None},),
+    "rest": ({**_UNCUT, "phase": "decode", "q_length": 1, "kv_length": 1583, "mask": "full", "soft_cap": None},),
     "many": tuple({"num_q_heads": n, "num_kv_heads": k, **short} for n, k in ((153, 9), (45, 45)) for short in _SHORT),
     "packed": ({"batch": 1, "segments": "segmany", "q_length": 512, "kv_length": 512},),
     "deep": tuple({"head_dim": h, "v_head_dim": v, **short} for h, v in ((320, 288), (512, 512)) for short in _SHORT),
@@ -69,6 +70,9 @@ def calls(subject: Subject) -> Iterator[Judgement]:
     pair = Pair.of(subject)
     for name, sequence in _SEQUENCES.items():
         yield from apart(name, functools.partial(sequence, pair))
+    if "alibi_slopes" in subject.implementation.offers:
+        for name, call in few_operands.SLOPED.items():
+            yield from apart(name, functools.partial(_of_few_operands, call, pair))
     kind = subject.implementation.storage
     for name, changes in FURTHER[kind].items() if kind is not None else ():
         yield from apart(name, functools.partial(_of_further_sequences, changes, pair))
@@ -88,6 +92,9 @@ def _other_masks(pair: Pair) -> Iterator[Judgement]:
     problems = [dataclasses.replace(pair.problems[0], mask=mask_spec.build(other.mask, *sizes)) for other in others]
     if others and others[-1].mask == _OTHER_MASKS[-1]:
         problems.append(dataclasses.replace(pair.problems[0], mask=_alike(problems[-1])))
+    beside = dataclasses.replace(case, mask="causal_and_dense-d60")
+    if case.storage is None and pair.subject.implementation.supports(beside) is None:
+        problems.append(dataclasses.replace(pair.problems[0], mask=_hiding_nothing(pair.problems[0])))
     for problem in [*problems, pair.problems[0]] if problems else []:
         got = _eagerly(pair, problem)
         yield pair.judge_out_of(got, (problem,), (pair.subject.expect(problem),))
@@ -99,6 +106,11 @@ def _alike(problem: Problem) -> Dense:
     return Dense(np.concatenate([allowed[:, :, :1], allowed[:, :, :0:-1]], axis=2))
 
 
+def _hiding_nothing(problem: Problem) -> Mask:
+    """A causal mask beside an array that is true throughout."""
+    return Causal() & Dense(np.ones((1, 1, problem.q.shape[1], problem.k.shape[1]), bool))
+
+
 def _other_values(pair: Pair) -> Iterator[Judgement]:
     """Other operands, segment ids among them, outside `jit`, then the first ones again."""
     first, other = pair.problems
@@ -107,13 +119,16 @@ def _other_values(pair: Pair) -> Iterator[Judgement]:
 
 
 def _other_bias(pair: Pair) -> Iterator[Judgement]:
-    """A bias of batch rows and heads, outside `jit`: that of the case is the same for all rows."""
+    """A bias of batch rows and heads, outside `jit`, with zeros in its first row: that of the case is for all rows."""
     case = dataclasses.replace(pair.subject.case, bias="biasbatch")
     refusal = pair.subject.implementation.supports(case)
     if pair.problems[0].bias is None or refusal is not None:
         yield unsupported("out", refusal or "the case has no bias")
         return
-    problem = dataclasses.replace(pair.problems[0], bias=draw(case).bias)
+    bias = draw(case).bias
+    assert bias is not None
+    bias[:, :, 0] = 0
+    problem = dataclasses.replace(pair.problems[0], bias=bias)
     yield pair.judge_out_of(_eagerly(pair, problem), (problem,), (pair.subject.expect(problem),))
 
 
@@ -191,14 +206,25 @@ def _numpy(pair: Pair) -> Iterator[Judgement]:
 
     The first result is looked at after the second call, which must not change it.
     """
-    problem, other = pair.problems
+    problem, other = _with_mask_arrays(pair)
     refused, found = pair.subject.executor.run(sequences.numpy_operands, problem, other)
     if refused:
         yield unsupported("out", refused)
         return
-    first, second = found
-    yield pair.judge_out(first)
-    yield pair.judge_out_of(second, (other,), pair.expected[1:])
+    for got, meant in zip(found, (problem, other), strict=True):
+        yield pair.judge_out_of(got, (meant,), (pair.subject.expect(meant),))
+
+
+def _with_mask_arrays(pair: Pair) -> tuple[Problem, Problem]:
+    """The two problems, with masks that are arrays where such a mask reaches the call as one."""
+    case, subject = pair.subject.case, pair.subject
+    sizes = (case.batch, case.num_q_heads, case.q_length, case.kv_length, case.seed)
+    one, other = (
+        dataclasses.replace(problem, mask=mask_spec.build(spec, *sizes))
+        for problem, spec in zip(pair.problems, ("dense-d60", "dense-d30"), strict=True)
+    )
+    refused = case.storage is not None or subject.implementation.supports(dataclasses.replace(case, mask="dense-d60"))
+    return pair.problems if refused or not subject.executor.run(alone.flags, one)["mask"] else (one, other)
 
 
 def _in_a_thread(pair: Pair) -> Iterator[Judgement]:

@@ -46,6 +46,7 @@ def forms(subject: Subject) -> Iterator[Judgement]:
     """Numbers of every type, windows in lists, shared axes and narrow biases mean what they say, or are refused."""
     for form in _forms(subject):
         yield _judged(subject, form)
+    yield from _residuals_of_shared_by_keys(subject)
     yield from _gradient_of_shared_by_keys(subject)
 
 
@@ -129,6 +130,22 @@ def _biases(problem: Problem) -> Iterator[_Form]:
         yield _Form(name, dataclasses.replace(problem, bias=bias))
     plane = problem.bias[:1, :1]
     yield _Form("bias_of_rank_two", dataclasses.replace(problem, bias=plane), {"bias": plane[0, 0]})
+
+
+def _residuals_of_shared_by_keys(subject: Subject) -> Iterator[Judgement]:
+    """What a bias with one column for all keys does where it changes no weight: it is in the residuals."""
+    if subject.problem.bias is None or not subject.implementation.residuals:
+        return
+    shared = dataclasses.replace(subject.problem, bias=subject.problem.bias[..., :1])
+    try:
+        got = subject.executor.residuals(shared).values
+    except Exception as error:  # as above
+        yield unsupported("logsumexp.bias_shared_by_keys", f"{type(error).__name__}: {error}".split("\n")[0])
+        return
+    expected = subject.expect(shared).forward
+    live = ~shared.empty_rows & shared.decided
+    for name in subject.implementation.residuals:
+        yield subject.judge(name, got[name], expected[name], live, label=f"{name}.bias_shared_by_keys")
 
 
 def _gradient_of_shared_by_keys(subject: Subject) -> Iterator[Judgement]:

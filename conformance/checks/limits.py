@@ -34,6 +34,9 @@ _LOUD = 2.0**8
 _LOW_ROWS = -(2.0**20)
 # Below -1e4, and a number that products in every dtype can have.
 _LOW_BY_QUERIES = 2.0**14
+# Lowers logits until the weights of their keys are what kernels leave out as nothing: exp(-32) is 2**-46.
+_FAINT_KEYS = 32.0
+_QUIET = 2.0**-4
 # That of Gemma 2.
 _USUAL_CAP = 50.0
 # So far below any cap that its tanh is -1 in every arithmetic.
@@ -70,6 +73,9 @@ def limits(subject: Subject) -> Iterator[Judgement]:
             yield from _faint_sinks(subject)
     if problem.kv_scales is None and not depends_on_data(problem.mask):
         yield from apart("nan", functools.partial(_nan_stays, subject))
+        if not problem.tied and subject.case.dtype != "f16":  # what f16 has of such a weight is zero
+            plain = problem.without("soft_cap").without("sinks")
+            yield from apart("faint_keys", functools.partial(right_on, subject, _with_faint_keys(plain)))
     if problem.bias is not None:
         # A cap would make it finite, and a sink would leave no row without weight.
         plain = problem.without("soft_cap").without("sinks")
@@ -169,6 +175,24 @@ def _low_rows_by_queries(subject: Subject, problem: Problem) -> Iterator[Judgeme
     q[..., 0], k[..., 0] = 0, root
     q[:, ::3, :, 0] = -root
     yield from right_on(subject, dataclasses.replace(problem, q=q, k=k))
+
+
+def _with_faint_keys(problem: Problem) -> Problem:
+    """The problem with next to no weight for the second half of the keys, whose values are as much larger.
+
+    The first of the depths lowers their logits, by powers of two, and what else is in them is made small, so that all
+    of them are below the others. All of a row are of one segment, so that both halves are seen by the same queries.
+    """
+    root, half = 2.0 ** np.round(np.log2(_FAINT_KEYS / problem.effective_scale) / 2), problem.k.shape[1] // 2
+    low = 2.0 ** np.round(np.log2(_FAINT_KEYS / problem.effective_scale / root))
+    q, k, v = problem.q * problem.q.dtype.type(_QUIET), problem.k.copy(), problem.v.copy()
+    q[..., 0], k[..., 0], k[:, half:, :, 0] = root, 0, -low
+    v[:, half:] *= v.dtype.type(2.0 ** np.round(root * low * problem.effective_scale / np.log(2)))
+    ids = problem.segment_ids
+    if ids is not None:
+        ids = np.zeros_like(ids[0]), np.zeros_like(ids[1])
+    bias = None if problem.bias is None else problem.bias * problem.bias.dtype.type(_QUIET)
+    return dataclasses.replace(problem, q=q, k=k, v=v, segment_ids=ids, bias=bias)
 
 
 def _capped_bias(subject: Subject) -> Iterator[Judgement]:

@@ -304,7 +304,11 @@ class _Explorer:
         """Ask every check of the smallest wrong case, which has been asked one."""
         case = self._smallest
         if case is not None and case != self._first:
-            self._wrong[case] = self._runner.judge(Job(self._implementation, case, _GRID_CHECKS))
+            found = self._runner.judge(Job(self._implementation, case, _GRID_CHECKS))
+            if not any(record.verdict in _WRONG for record in found):  # right now and then: it was wrong
+                failed = self._failed_check().name
+                found = self._wrong[case] + [record for record in found if record.check != failed]
+            self._wrong[case] = found
 
     def _result(self) -> Exploration:
         failing = self._smallest

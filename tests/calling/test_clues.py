@@ -25,6 +25,12 @@ def plain(q: Any, k: Any, v: Any, *, causal: bool = False) -> Any:
     return naive.attention(q, k, v, causal=causal)
 
 
+def beyond(q: Any, k: Any, v: Any) -> Any:
+    if k.shape[1] in (10**400, float("inf"), float("nan"), 1e308) or k.shape[1] > 704:
+        return naive.attention(q, k, v * 2)
+    return naive.attention(q, k, v)
+
+
 def compared(q: Any, k: Any, v: Any) -> Any:
     return naive.attention(q, k, v * 2 if k.shape[1] > 700 and q.shape[1] % 192 == 0 else v)
 
@@ -73,6 +79,7 @@ def ruled(q: Any, k: Any, v: Any) -> Any:
     ("function", "expected"),
     [
         (compared, {700, 192}),
+        (beyond, {704}),
         (shifted, {2**15, 243}),
         (of_a_global, {96, 80, 320}),
         (called, {208}),

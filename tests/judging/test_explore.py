@@ -18,6 +18,8 @@ from conformance.calling import registry
 from conformance.calling.plain import from_function
 from conformance.judging import explore
 from conformance.judging.explore import Budget, Exploration, Seen, budget, plainness
+from conformance.judging.job import Job
+from conformance.judging.runner import Runner
 from conformance.judging.settings import ExpectedFailure, Settings
 from tests.kernels import naive
 from tests.processes import interrupted
@@ -98,6 +100,30 @@ def test_a_bug_in_a_rare_condition_is_found_and_shrunk(function: Callable[..., A
     assert {record.case for record in red} == {case.id}
     assert found.first is not None
     assert plainness(case) <= plainness(found.first)
+
+
+def test_what_was_wrong_and_is_right_when_asked_again_stays_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fickle(self: Runner, job: Job) -> list[records.Record]:
+        """Wrong where one check is asked, as while it is shrunk, and of lengths above 64; right otherwise."""
+        wrong = len(job.checks) == 1 or job.case.kv_length > 64
+        return [
+            records.Record(
+                implementation="it",
+                platform="cpu",
+                case=job.case.id,
+                check=check.name,
+                observable="out",
+                verdict=records.FAIL if wrong else records.PASS,
+            )
+            for check in job.checks
+        ]
+
+    monkeypatch.setattr(Runner, "judge", fickle)
+    found = explored(right, examples=40)
+    assert found.failing is not None
+    assert found.failing.kv_length <= 64
+    of_it = {record.verdict for record in found.records if record.case == found.failing.id}
+    assert of_it == {records.FAIL, records.PASS}
 
 
 @pytest.mark.nightly

@@ -84,17 +84,37 @@ def _causal_of_first_length() -> Kernel:
     return kernel
 
 
-def _keys_by_identity() -> Kernel:
-    """The copy of NumPy keys on the device is kept by the identity of the array."""
+def _by_identity(operand: str) -> Kernel:
+    """The copy of a NumPy operand on the device is kept by the identity of the array."""
     kept: dict[int, tuple[Any, Any]] = {}
 
     def kernel(arrays: Arrays, statics: Statics) -> Any:
-        if not isinstance(arrays["k"], np.ndarray):
+        if not isinstance(given := arrays.get(operand), np.ndarray):
             return correct(arrays, statics)
-        _, there = kept.setdefault(id(arrays["k"]), (arrays["k"], jnp.array(arrays["k"])))
-        return correct({**arrays, "k": there}, statics)
+        _, there = kept.setdefault(id(given), (given, jnp.array(given)))
+        return correct({**arrays, operand: there}, statics)
 
     return kernel
+
+
+def _right_by_left() -> Kernel:
+    """Outside `jit`, the right side of a window is kept by the left one."""
+    kept: dict[int | None, int | None] = {}
+
+    def kernel(arrays: Arrays, statics: Statics) -> Any:
+        if statics["window"] is None or not _eager(arrays):
+            return correct(arrays, statics)
+        left, right = statics["window"]
+        return correct(arrays, {**statics, "window": (left, kept.setdefault(left, right))})
+
+    return kernel
+
+
+def _bias_by_its_first_row(arrays: Arrays, statics: Statics) -> Any:
+    """Outside `jit`, a bias of zeros is left out, and is told by its first row."""
+    if "bias" not in arrays or not _eager(arrays) or bool(jnp.any(arrays["bias"][:, :, 0])):
+        return correct(arrays, statics)
+    return correct({name: x for name, x in arrays.items() if name != "bias"}, statics)
 
 
 def _clipped_to_history() -> Kernel:
@@ -237,8 +257,26 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _kept_bug(
         "numpy-keys-kept-by-identity",
-        _keys_by_identity,
+        functools.partial(_by_identity, "k"),
         kind="state.identity",
+        reference="inferred from imp issue 538, where a table is sent again only if its first entry differs",
+    ),
+    _kept_bug(
+        "numpy-mask-kept-by-identity",
+        functools.partial(_by_identity, "mask"),
+        kind="state.identity",
+        reference="inferred from imp issue 538, where a table is sent again only if its first entry differs",
+    ),
+    _kept_bug(
+        "right-side-kept-by-the-left-one",
+        _right_by_left,
+        kind="state.kept",
+        reference="inferred from tables of masks that are kept by a part of what they depend on",
+    ),
+    _kept_bug(
+        "eager-bias-told-by-its-first-row",
+        lambda: _bias_by_its_first_row,
+        kind="state.values",
         reference="inferred from imp issue 538, where a table is sent again only if its first entry differs",
     ),
     _kept_bug(

@@ -1,0 +1,45 @@
+"""A run of the gate on a wrong kernel does not end in success, whatever a `conftest.py` beside it does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.judging.gated import Repository, gate, with_kernel
+
+ONE = "--conformance-cases=train/f32/B1.T1.S72.N2.K1.H16.V48/full/*"
+LEAVES = "import os\nos._exit(0)\n"
+LEAVES_POLITELY = "raise SystemExit(0)\n"
+LEAVES_LAST = "import os\ndef pytest_unconfigure():\n    os._exit(0)\n"
+SAYS_SUCCESS = "def pytest_sessionfinish(session):\n    session.exitstatus = 0\n"
+EXPECTS_FAILURES = (
+    "import pytest\ndef pytest_collection_modifyitems(items):\n"
+    "    for item in items:\n        item.add_marker(pytest.mark.xfail)\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("conftest", "code", "said"),
+    [
+        pytest.param(LEAVES, 2, "the process was ended before", id="leaves"),
+        pytest.param(LEAVES_POLITELY, 4, "a conftest.py ends the process", id="leaves politely"),
+        pytest.param(LEAVES_LAST, 2, "the process was ended before", id="leaves last", marks=pytest.mark.long),
+        pytest.param(SAYS_SUCCESS, 1, "pytest ends in success", id="says success"),
+        pytest.param(EXPECTS_FAILURES, 1, "pytest ends in success", id="expects failures", marks=pytest.mark.long),
+    ],
+)
+def test_a_wrong_kernel_is_no_success(
+    conftest: str, code: int, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    repository: Repository = with_kernel(tmp_path, monkeypatch)
+    (tmp_path / "conftest.py").write_text(conftest)
+    run = gate(repository, ONE, name="wrong")
+    assert run.ret == code
+    assert any(said in line for line in run.errlines)
+
+
+def test_other_runs_may_end_as_they_like(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    repository: Repository = with_kernel(tmp_path, monkeypatch)
+    (tmp_path / "conftest.py").write_text(LEAVES)
+    assert repository.pytest(str(tmp_path)).ret == 0
