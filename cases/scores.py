@@ -87,12 +87,16 @@ class Rows(Score):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Cap(Score):
-    """A soft cap that grows with the distance, to twice as much."""
+    """A soft cap that grows with how far the key is behind the query, from half as much ahead of it to twice as much.
+
+    Its derivative is what else a backward pass needs of a score, and says which of the places is the query's.
+    """
 
     caps: ClassVar[bool] = True
 
     def _whole(self, library: Any, b: Any, n: Any, i: Any, j: Any) -> Any:
-        return _REACH + library.minimum(abs(i + self.offset - j), _REACH)
+        behind = library.maximum(i + self.offset - j, -(_REACH // 2))
+        return _REACH + library.minimum(behind, _REACH)
 
 
 @dataclasses.dataclass(frozen=True)

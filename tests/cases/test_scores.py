@@ -57,7 +57,7 @@ def meant(score: Score, x: float, b: int, n: int, i: int, j: int) -> float:
         case scores.Rows(step=step):
             return x + step * ((behind + 3 * n + 5 * b) % 8)
         case scores.Cap(step=step):
-            cap = step * (64 + min(abs(behind), 64))
+            cap = step * (64 + max(-32, min(behind, 64)))
             return cap * math.tanh(x / cap)
     raise AssertionError(score)
 

@@ -86,7 +86,7 @@ def number_of(score: Score, b: Any, n: Any, behind: Any) -> Any:
         case Rows(step=step):
             return step * ((behind + 3 * n + 5 * b) % 8)
         case Cap(step=step):
-            return step * (64 + np.minimum(np.abs(behind), 64))
+            return step * (64 + np.clip(behind, -32, 64))
     raise AssertionError(score)
 
 

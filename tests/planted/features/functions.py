@@ -186,6 +186,14 @@ BUGS: tuple[PlantedBug, ...] = (
         trigger=both(has("train"), _bent),
     ),
     _bug(
+        "score-derivative-of-query-and-key-swapped",
+        FlexSteps(slope_places=_turned),
+        kind="functions.backward",
+        reference="inferred from pytorch PR 130076, in the backward pass alone, whose arguments are written out anew",
+        shows="dq dk",
+        trigger=both(has("train"), _bent),
+    ),
+    _bug(
         "mask-of-queries-counted-from-the-end",
         FlexSteps(mask_places=_from_the_end),
         kind="functions.offset",

@@ -71,11 +71,15 @@ def masked(score: Callable[[Array], Array], products: Array, ok: Array | None) -
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FlexSteps:
-    """The steps; `score_places` and `mask_places` change the places that the functions get."""
+    """The steps; `score_places` and `mask_places` change the places that the functions get.
+
+    `slope_places` changes those that the derivative of the score goes by.
+    """
 
     places: Step = places
     score_places: Step = lambda at, start, call: at
     mask_places: Step = lambda at, start, call: at
+    slope_places: Step = lambda at, start, call: at
     scored: Step = scored
     allowed: Step = allowed
     masked: Step = masked
@@ -91,12 +95,14 @@ def logits(q: Array, k: Array, start: Array, call: Call, steps: FlexSteps) -> tu
     at = steps.places(start, q.shape[0], call)
     ok = steps.allowed(steps.mask_places(at, start, call), call)
 
-    def score(x: Array) -> Array:
-        found: Array = steps.scored(x, steps.score_places(at, start, call), call)
+    scored_at = steps.score_places(at, start, call)
+
+    def score(x: Array, at: Places = scored_at) -> Array:
+        found: Array = steps.scored(x, at, call)
         return found
 
     z = steps.masked(score, products, ok)
-    _, pullback = jax.vjp(score, products)
+    _, pullback = jax.vjp(lambda x: score(x, steps.slope_places(scored_at, start, call)), products)
     slope = steps.slope(pullback(jnp.ones_like(products))[0], call)
     return z, slope if ok is None else jnp.where(ok, slope, 0.0)
 
