@@ -37,7 +37,7 @@ def tabulate(
         "schema": SCHEMA,
         "level": level,
         "environment": {name: environment[name] for name in ("jax", "python", "backend") if name in environment},
-        "bugs": [_row(e) for e in sorted(examined, key=lambda e: (e.family, e.bug))],
+        "bugs": [_row(e) for e in sorted(examined, key=lambda e: e.bug)],
         "checks": [dataclasses.asdict(power) | {"seconds": round(power.seconds, 1)} for power in powers(examined)],
         "resolution": [dataclasses.asdict(resolution) for resolution in resolutions],
     }
