@@ -134,9 +134,14 @@ def _coming(call: Call, step: Step, outputs: Outputs, scratch: Scratch, number: 
 
 
 def _going(call: Call, step: Step, outputs: Outputs, scratch: Scratch, number: Any) -> Any:
-    """And back. To wait for it asks only for the size and the number, so any step may."""
+    """And back."""
     place = number % 2
     return pltpu.make_async_copy(scratch.dq.at[place], _block_of(call, step, outputs), scratch.went.at[place])
+
+
+def _wait_until_gone(call: Call, step: Step, outputs: Outputs, scratch: Scratch, number: Any) -> None:
+    """Of an earlier step too: what is waited for hangs on the number and the size, not on which block it is."""
+    _going(call, step, outputs, scratch, number).wait()
 
 
 def _block_of(call: Call, step: Step, outputs: Outputs) -> Any:
@@ -147,7 +152,7 @@ def _block_of(call: Call, step: Step, outputs: Outputs) -> Any:
 def _fetch(call: Call, step: Step, outputs: Outputs, scratch: Scratch) -> None:
     """Begin to copy dq of the block from HBM, once the block before the last has left its place."""
     number = scratch.added[0]
-    when(number >= 2)(lambda: _going(call, step, outputs, scratch, number).wait())
+    when(number >= 2)(functools.partial(_wait_until_gone, call, step, outputs, scratch, number))
     _coming(call, step, outputs, scratch, number).start()
 
 
@@ -166,7 +171,7 @@ def _end_copies(call: Call, step: Step, outputs: Outputs, scratch: Scratch) -> N
     """Wait for what the last two blocks of dq have on their way."""
     count = scratch.added[0]
     for number in (count - 1, count - 2):
-        when(number >= 0)(lambda number=number: _going(call, step, outputs, scratch, number).wait())
+        when(number >= 0)(functools.partial(_wait_until_gone, call, step, outputs, scratch, number))
 
 
 def _finish(call: Call, step: Step, outputs: Outputs, scratch: Scratch) -> None:
