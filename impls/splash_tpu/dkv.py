@@ -15,7 +15,9 @@ Tiles are `[keys, queries]`: so (9) and (15) are plain products, and a value for
 that share a key/value head add up in the same scratch.
 
 Fused, dq is summed in f32 in HBM. Each step copies its query block of dq to VMEM, adds to it, and copies it back. That
-takes memory linear in the length; a partial dq for each key block would not.
+takes memory linear in the length; a partial dq for each key block would not. The block comes while the products of its
+step are computed, and goes while those of the next step are: so there are two places for it. Steps of one key block
+have different blocks of dq, and before the next key block every copy has ended.
 """
 
 from __future__ import annotations
@@ -52,7 +54,10 @@ class Scratch(NamedTuple):
     dk: Any  # [block_kv, H]
     dv: Any  # [block_kv, V]
     kv_ids: Any  # [block_kv, 128] int32, the same in every lane; none without segments
-    dq: Any  # [block_q, H] on its way from HBM and back, none if not fused
+    dq: Any  # [2, block_q, H] on its way from HBM and back, none if not fused, as what follows
+    came: Any  # [2] semaphores of copies from HBM
+    went: Any  # [2] and to it
+    added: Any  # [1] int32, blocks of dq so far, of this key block
 
 
 def gradient_of_keys(call: Call, steps: Steps, q_offset: Any, inputs: Inputs, outputs: Outputs) -> Outputs:
@@ -62,7 +67,10 @@ def gradient_of_keys(call: Call, steps: Steps, q_offset: Any, inputs: Inputs, ou
         dk=pltpu.VMEM((blocks.kv, call.head_dim), jnp.float32),
         dv=pltpu.VMEM((blocks.kv, call.head_dim_v), jnp.float32),
         kv_ids=pltpu.VMEM((blocks.kv, LANES), jnp.int32) if call.segmented else None,
-        dq=pltpu.VMEM((blocks.q, call.head_dim), jnp.float32) if call.fused else None,
+        dq=pltpu.VMEM((2, blocks.q, call.head_dim), jnp.float32) if call.fused else None,
+        came=pltpu.SemaphoreType.DMA((2,)) if call.fused else None,
+        went=pltpu.SemaphoreType.DMA((2,)) if call.fused else None,
+        added=pltpu.SMEM((1,), jnp.int32) if call.fused else None,
     )
     return launch(call, functools.partial(_kernel, call), steps, q_offset, inputs, outputs, scratch)
 
@@ -71,12 +79,14 @@ def _kernel(call: Call, step: Step, q_offset: Any, inputs: Inputs, outputs: Outp
     when(step.first)(lambda: _start(inputs, scratch))
     masking = Masking(step, q_offset, inputs.stored, scratch.kv_ids, inputs.q_ids, inputs.low, inputs.high)
     add_block(call, step, functools.partial(_add, call, inputs, outputs, scratch, masking))
-    when(step.last)(lambda: _finish(call, outputs, scratch))
+    when(step.last)(lambda: _finish(call, step, outputs, scratch))
 
 
 def _start(inputs: Inputs, scratch: Scratch) -> None:
     scratch.dk[...] = jnp.zeros(scratch.dk.shape, jnp.float32)
     scratch.dv[...] = jnp.zeros(scratch.dv.shape, jnp.float32)
+    if scratch.added is not None:
+        scratch.added[0] = 0
     if scratch.kv_ids is not None:
         scratch.kv_ids[...] = column(inputs.kv_ids[...])
 
@@ -86,6 +96,8 @@ def _add(
 ) -> None:
     """Add what the queries of one block contribute."""
     layouts, of_queries = call.plan.layouts, []
+    if call.fused:
+        _fetch(call, masking.step, outputs, scratch)
     for part in parts:
         rows, dq = part.rows, None
         q, q_depth = read(inputs.q, layouts.q, rows.start, part.size)
@@ -115,16 +127,55 @@ def _add(
         _add_in_place(call, masking.step, outputs, scratch, of_queries)
 
 
+def _coming(call: Call, step: Step, outputs: Outputs, scratch: Scratch, number: Any) -> Any:
+    """The copy of the query block of dq from HBM to the place of the block of that number."""
+    place = number % 2
+    return pltpu.make_async_copy(_block_of(call, step, outputs), scratch.dq.at[place], scratch.came.at[place])
+
+
+def _going(call: Call, step: Step, outputs: Outputs, scratch: Scratch, number: Any) -> Any:
+    """And back."""
+    place = number % 2
+    return pltpu.make_async_copy(scratch.dq.at[place], _block_of(call, step, outputs), scratch.went.at[place])
+
+
+def _wait_until_gone(call: Call, step: Step, outputs: Outputs, scratch: Scratch, number: Any) -> None:
+    """Of an earlier step too: what is waited for hangs on the number and the size, not on which block it is."""
+    _going(call, step, outputs, scratch, number).wait()
+
+
+def _block_of(call: Call, step: Step, outputs: Outputs) -> Any:
+    size = call.blocks.q
+    return outputs.dq.at[step.row, pl.ds(pl.multiple_of(step.q * size, size), size)]
+
+
+def _fetch(call: Call, step: Step, outputs: Outputs, scratch: Scratch) -> None:
+    """Begin to copy dq of the block from HBM, once the block before the last has left its place."""
+    number = scratch.added[0]
+    when(number >= 2)(functools.partial(_wait_until_gone, call, step, outputs, scratch, number))
+    _coming(call, step, outputs, scratch, number).start()
+
+
 def _add_in_place(call: Call, step: Step, outputs: Outputs, scratch: Scratch, added: list[tuple[slice, Any]]) -> None:
     """Add dq of some queries of the block, which goes to VMEM and back once."""
-    size = call.blocks.q
-    block = outputs.dq.at[step.row, pl.ds(pl.multiple_of(step.q * size, size), size)]
-    pltpu.sync_copy(block, scratch.dq)
+    number = scratch.added[0]
+    _coming(call, step, outputs, scratch, number).wait()
+    block = scratch.dq.at[number % 2]
     for rows, dq in added:
-        scratch.dq[rows, :] += dq
-    pltpu.sync_copy(scratch.dq, block)
+        block[rows, :] += dq
+    _going(call, step, outputs, scratch, number).start()
+    scratch.added[0] = number + 1
 
 
-def _finish(call: Call, outputs: Outputs, scratch: Scratch) -> None:
+def _end_copies(call: Call, step: Step, outputs: Outputs, scratch: Scratch) -> None:
+    """Wait for what the last two blocks of dq have on their way."""
+    count = scratch.added[0]
+    for number in (count - 1, count - 2):
+        when(number >= 0)(functools.partial(_wait_until_gone, call, step, outputs, scratch, number))
+
+
+def _finish(call: Call, step: Step, outputs: Outputs, scratch: Scratch) -> None:
+    if call.fused:
+        _end_copies(call, step, outputs, scratch)
     outputs.dk[...] = (scratch.dk[...] * jnp.float32(call.scale)).astype(outputs.dk.dtype)  # (15)
     outputs.dv[...] = scratch.dv[...].astype(outputs.dv.dtype)

@@ -173,16 +173,13 @@ BUGS: tuple[PlantedBug, ...] = (
         "splash-fused-dq-read-before-it-is-there",
         Change(
             "dkv",
-            "    pltpu.sync_copy(block, scratch.dq)\n    for rows, dq in added:\n        scratch.dq[rows, :] += dq\n",
+            "    _coming(call, step, outputs, scratch, number).wait()\n    block = scratch.dq.at[number % 2]\n"
+            "    for rows, dq in added:\n        block[rows, :] += dq\n",
             """
-    def late(semaphore):
-        copy = pltpu.make_async_copy(block, scratch.dq, semaphore)
-        copy.start()
-        for rows, dq in added:
-            scratch.dq[rows, :] += dq
-        copy.wait()
-
-    pl.run_scoped(late, pltpu.SemaphoreType.DMA)
+    block = scratch.dq.at[number % 2]
+    for rows, dq in added:
+        block[rows, :] += dq
+    _coming(call, step, outputs, scratch, number).wait()
 """,
         ),
         kind="race.dma-before-wait",
