@@ -42,7 +42,8 @@ _FOUND: pytest.StashKey[tuple[int | None, list[Record]]] = pytest.StashKey()
 def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:
     """Options of the gate; all but `--impl` and `--require-platform` carry its name."""
     gate.add_options(parser)
-    pluginmanager.register(ending.Ending(_NAME))  # here, since any `conftest.py` is imported before what follows
+    # Here, since any `conftest.py` is imported before what follows.
+    pluginmanager.register(ending.Ending(_NAME), ending.NAME)
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -206,17 +206,17 @@ def _numpy(pair: Pair) -> Iterator[Judgement]:
 
     The first result is looked at after the second call, which must not change it.
     """
-    problem, other = _with_mask_arrays(pair)
-    refused, found = pair.subject.executor.run(sequences.numpy_operands, problem, other)
-    if refused:
-        yield unsupported("out", refused)
-        return
-    for got, meant in zip(found, (problem, other), strict=True):
-        yield pair.judge_out_of(got, (meant,), (pair.subject.expect(meant),))
+    for problem, other in (pair.problems, *_with_mask_arrays(pair)):
+        refused, found = pair.subject.executor.run(sequences.numpy_operands, problem, other)
+        if refused:
+            yield unsupported("out", refused)
+            return
+        for got, meant in zip(found, (problem, other), strict=True):
+            yield pair.judge_out_of(got, (meant,), (pair.subject.expect(meant),))
 
 
-def _with_mask_arrays(pair: Pair) -> tuple[Problem, Problem]:
-    """The two problems, with masks that are arrays where such a mask reaches the call as one."""
+def _with_mask_arrays(pair: Pair) -> list[tuple[Problem, Problem]]:
+    """The two problems with masks that are arrays, where such a mask reaches the call as one."""
     case, subject = pair.subject.case, pair.subject
     sizes = (case.batch, case.num_q_heads, case.q_length, case.kv_length, case.seed)
     one, other = (
@@ -224,7 +224,7 @@ def _with_mask_arrays(pair: Pair) -> tuple[Problem, Problem]:
         for problem, spec in zip(pair.problems, ("dense-d60", "dense-d30"), strict=True)
     )
     refused = case.storage is not None or subject.implementation.supports(dataclasses.replace(case, mask="dense-d60"))
-    return pair.problems if refused or not subject.executor.run(alone.flags, one)["mask"] else (one, other)
+    return [] if refused or not subject.executor.run(alone.flags, one)["mask"] else [(one, other)]
 
 
 def _in_a_thread(pair: Pair) -> Iterator[Judgement]:

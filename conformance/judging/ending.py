@@ -13,6 +13,8 @@ import pytest
 if TYPE_CHECKING:
     from conformance.records import Record
 
+NAME = "attention-conformance-ending"
+"""That of the plugin."""
 _SAYS = "attention conformance:"
 
 
@@ -29,19 +31,24 @@ class Ending:
     A `conftest.py` may end the process, knowingly or by what it imports, and then nothing is reported at all. It may
     also have red tests reported as something else. Both are told from success here. Whoever means harm in the judge's
     process has other ways, and those are not closed.
+
+    Attributes:
+      stopped: why a plugin stopped the run, empty if none did.
     """
 
     def __init__(self, judging: str) -> None:
         """`judging` is the name of the plugin that has the records."""
         self._judging = judging
-        self._watching = self._ended = False
+        self._watching = self._began = self._ended = False
         self._code = int(pytest.ExitCode.INTERRUPTED)
+        self.stopped = ""
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_load_initial_conftests(self, early_config: pytest.Config) -> Generator[None]:
         """Before any `conftest.py` is imported."""
         given = early_config.known_args_namespace
-        if not is_asked_for(given.file_or_dir, given.impl, given.conformance_cases):
+        asked = given.file_or_dir or early_config.getini("testpaths")
+        if not is_asked_for(asked, given.impl, given.conformance_cases):
             return (yield)
         self._watch()
         try:
@@ -50,18 +57,51 @@ class Ending:
             sentence = f"a conftest.py ends the process (SystemExit: {error}), and nothing is judged"
             raise pytest.UsageError(sentence) from error
 
+    def pytest_sessionstart(self) -> None:
+        """Pytest itself runs tests: no other took its place."""
+        self._began = True
+
+    def pytest_keyboard_interrupt(self, excinfo: pytest.ExceptionInfo[BaseException]) -> None:
+        """Ctrl-C, or `pytest.exit`, which may ask for the exit code of a success."""
+        self.stopped = str(excinfo.value) or type(excinfo.value).__name__
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        """All is judged: others may end the process from here on, by the code that this run has earned."""
+        self._code = self._earned(session.config, int(session.exitstatus))
+        self._ended = True
+
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_cmdline_main(self, config: pytest.Config) -> Generator[None, int, int]:
         """The last word: hooks of others may have changed the exit code, and what tests report."""
-        code = yield
-        if self._watching:
-            judging: _Judging | None = config.pluginmanager.get_plugin(self._judging)
-            code = self._code = _honest(int(code), judging.found if judging is not None else ())
-            self._ended = True
-        return code
+        try:
+            code = int((yield))
+        except SystemExit as error:  # out of a hook that is called at the end
+            if not self._watching:
+                raise
+            left = error.code if isinstance(error.code, int) else int(pytest.ExitCode.INTERRUPTED)
+            code = left or int(pytest.ExitCode.INTERRUPTED)
+        option = config.option
+        if self._watching and not (self._began or code or option.help or option.version or option.markers):
+            sys.stderr.write(f"{_SAYS} something else than pytest ran in its place, and nothing is judged\n")
+            code = int(pytest.ExitCode.INTERRUPTED)
+        self._code = self._earned(config, code)
+        self._ended = True
+        return self._code
+
+    def _earned(self, config: pytest.Config, code: int) -> int:
+        """The exit code of a run that gave `code`: nothing that was stopped or is red is a success."""
+        if self.stopped and not code and self._watching:
+            sys.stderr.write(f"{_SAYS} the run was stopped: {self.stopped}\n")
+            code = int(pytest.ExitCode.INTERRUPTED)
+        judging: _Judging | None = config.pluginmanager.get_plugin(self._judging)
+        return _honest(code, judging.found if judging is not None else ())
 
     def _watch(self) -> None:
-        """From now on `os._exit(0)` ends this process as the gate ended; its children exit as they like."""
+        """From now on `os._exit(0)` ends this process as the gate ended; its children exit as they like.
+
+        That stays so when pytest is done: what was registered with `atexit` comes last of all.
+        """
         self._watching = True
         process, leave = os.getpid(), os._exit
         errors = os.dup(2)  # pytest captures the usual one
@@ -86,7 +126,8 @@ def how_it_ended(session: pytest.Session) -> tuple[str, str]:
     """How the run ended, and why if not by itself."""
     from conformance import runs
 
-    stopped = session.shouldfail or session.shouldstop
+    ending: Ending | None = session.config.pluginmanager.get_plugin(NAME)
+    stopped = session.shouldfail or session.shouldstop or (ending is not None and ending.stopped)
     if stopped or session.exitstatus not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
         return runs.INTERRUPTED, str(stopped) if isinstance(stopped, str) else "it was stopped"
     return runs.COMPLETE, ""

@@ -13,6 +13,17 @@ LEAVES = "import os\nos._exit(0)\n"
 LEAVES_POLITELY = "raise SystemExit(0)\n"
 LEAVES_LAST = "import os\ndef pytest_unconfigure():\n    os._exit(0)\n"
 SAYS_SUCCESS = "def pytest_sessionfinish(session):\n    session.exitstatus = 0\n"
+LEAVES_POLITELY_LAST = "def pytest_unconfigure():\n    raise SystemExit(0)\n"
+TAKES_ITS_PLACE = "def pytest_cmdline_main(config):\n    return 0\n"
+STOPS = """
+import pytest
+class Stops:
+    def pytest_runtest_logfinish(self):
+        pytest.exit("enough", returncode=0)
+def pytest_configure(config):
+    config.pluginmanager.register(Stops())
+"""
+ENDS_AS_IT_ENDED = "import os\ndef pytest_sessionfinish(session, exitstatus):\n    os._exit(exitstatus)\n"
 EXPECTS_FAILURES = (
     "import pytest\ndef pytest_collection_modifyitems(items):\n"
     "    for item in items:\n        item.add_marker(pytest.mark.xfail)\n"
@@ -24,7 +35,9 @@ EXPECTS_FAILURES = (
     [
         pytest.param(LEAVES, 2, "the process was ended before", id="leaves"),
         pytest.param(LEAVES_POLITELY, 4, "a conftest.py ends the process", id="leaves politely"),
-        pytest.param(LEAVES_LAST, 2, "the process was ended before", id="leaves last", marks=pytest.mark.long),
+        pytest.param(LEAVES_LAST, 1, "", id="leaves last", marks=pytest.mark.long),
+        pytest.param(LEAVES_POLITELY_LAST, 2, "", id="leaves politely last", marks=pytest.mark.long),
+        pytest.param(TAKES_ITS_PLACE, 2, "ran in its place", id="takes its place"),
         pytest.param(SAYS_SUCCESS, 1, "pytest ends in success", id="says success"),
         pytest.param(EXPECTS_FAILURES, 1, "pytest ends in success", id="expects failures", marks=pytest.mark.long),
     ],
@@ -36,7 +49,24 @@ def test_a_wrong_kernel_is_no_success(
     (tmp_path / "conftest.py").write_text(conftest)
     run = gate(repository, ONE, name="wrong")
     assert run.ret == code
-    assert any(said in line for line in run.errlines)
+    assert not said or any(said in line for line in run.errlines)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("conftest", [LEAVES_LAST, ENDS_AS_IT_ENDED], ids=["leaves last", "ends as it ended"])
+def test_a_right_kernel_is_a_success(conftest: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    repository: Repository = with_kernel(tmp_path, monkeypatch)
+    (tmp_path / "conftest.py").write_text(conftest)
+    assert gate(repository, ONE).ret == 0
+
+
+@pytest.mark.long
+def test_a_run_that_was_stopped_is_no_success(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    repository: Repository = with_kernel(tmp_path, monkeypatch)
+    (tmp_path / "conftest.py").write_text(STOPS)
+    run = gate(repository, "--conformance-cases=train/f32/B1.T1.S72.*")
+    assert run.ret == 2
+    assert any("was stopped: enough" in line for line in run.errlines)
 
 
 def test_other_runs_may_end_as_they_like(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -187,10 +187,15 @@ def test_the_documented_confusions_are_those_of_the_kept_signatures() -> None:
     table = text.partition("## How often that is right")[2]
     assert [[cell.strip() for cell in row] for row in ROW.findall(table)] == rows
     stored = [x for x in found if x.family in ("paged", "packed", "latent", "quantised caches")]
-    for families, three in (([x for x in found if x not in stored], 0.8), (stored, 0.75)):
-        called = sum(x.bugs - x.none for x in families)
-        assert sum(x.first for x in families) >= 0.6 * called
-        assert sum(x.named for x in families) >= three * called
+    dense = [x for x in found if x not in stored]
+    # Of those that are called like some bug, and of all: to name fewer must not pass for being right more often.
+    for families, three, of_all in ((dense, 0.8, (0.6, 0.75)), (stored, 0.75, (0.5, 0.55))):
+        called, every = sum(x.bugs - x.none for x in families), sum(x.bugs for x in families)
+        first, named = sum(x.first for x in families), sum(x.named for x in families)
+        assert first >= 0.6 * called
+        assert named >= three * called
+        assert first >= of_all[0] * every
+        assert named >= of_all[1] * every
     sentence = f"Of {len(bank)} bugs {sum(x.bugs for x in found)} are wrong on some of these cases"
     assert sentence in text
 
