@@ -230,6 +230,15 @@ _STATE: dict[str, Witness] = {
     "window-kept-by-lengths": asked(_case("full"), ask.masks_in_turn(Window(8, 0), Window(20, 3), Window(8, 0))),
     "causal-mask-of-the-first-length": asked(_case("causal"), ask.after(q_length=64, kv_length=64)),
     "numpy-keys-kept-by-identity": asked(_case("full"), ask.refilled),
+    "numpy-mask-kept-by-identity": asked(_case("causal_and_dense-d60"), "calls"),
+    "right-side-kept-by-the-left-one": asked(
+        _case("full"), ask.masks_in_turn(Window(8, 0), Window(8, 3), Window(8, 0))
+    ),
+    "eager-bias-told-by-its-first-row": asked(
+        _BIASED,
+        ask.in_turn(ask.other_operand("bias")),
+        change=replaced(bias=_bias_with(0.0, slice(None), slice(None), 0)),
+    ),
     "values-clipped-to-the-last-call": asked(_case("full"), ask.louder),
     "kernel-of-the-first-dtype": asked(_case("full"), ask.after(dtype="bf16")),
     "writes-into-mask": asked(_case("causal_and_dense-d60"), "aliasing"),
