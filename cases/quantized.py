@@ -20,6 +20,8 @@ KV_CACHES = tuple(f"kv{kind}-{by}" for kind in STORED for by in GRANULARITIES)
 """How a case id names them: `kvint8-token`."""
 PAGED_CACHES = ("kvint8-token", "kvfp8-token")
 """Those that lie in pages: what published kernels take (JAX's `paged_attention`), a scale of each token and head."""
+PAGES_HOLD = (None, *PAGED_CACHES)
+"""What pages may hold, none for keys and values in the dtype of the operands."""
 _LARGEST = {"int8": 127.0, "int4": 7.0, "fp8": 448.0}
 _BY_DTYPE = {dtype: _LARGEST[kind] for kind, dtype in STORED.items()}
 

@@ -19,7 +19,7 @@ from cases.exploring.space import NothingToDraw, Space, Supports, space
 from cases.mask_spec import KINDS
 from cases.masks import Mask
 from cases.operands import QUIET
-from cases.quantized import PAGED_CACHES
+from cases.quantized import PAGES_HOLD
 from cases.scores import CAPPING
 from cases.serving import latent_strategies as latents
 from cases.serving import strategies as serving
@@ -91,7 +91,7 @@ def cases(
 
 def _caches(case: Case, supports: Supports) -> serving.Caches:
     """What pages may hold that is supported in a plain case; empty if the case is not, whatever they hold."""
-    caches = (None, *PAGED_CACHES) if case.storage == "paged16" else (None,)
+    caches = PAGES_HOLD if case.storage == "paged16" else (None,)
     return tuple(cache for cache in caches if supports(dataclasses.replace(case, kv_cache=cache)) is None)
 
 

@@ -19,7 +19,7 @@ from cases.counter_rng import integers
 from cases.grid import Supports
 from cases.inputs import Problem
 from cases.masks import Lengths, OwnWindow, conjuncts
-from cases.quantized import PAGED_CACHES
+from cases.quantized import PAGES_HOLD
 from cases.serving import storage
 from cases.serving.storage import NOBODY, Request
 
@@ -40,7 +40,6 @@ _MOST = 13  # queries of a request in a step
 _BUCKET = 32  # packed queries of a step, with padding
 _MAX_SEQS = 4
 _MASKS = ("inf", "7")
-_CACHES = (None, *PAGED_CACHES)
 _PAGE = 8
 _FORMS: tuple[dict[str, Any], ...] = (
     {"num_q_heads": 4, "num_kv_heads": 2, "head_dim": 32, "v_head_dim": 32},
@@ -54,7 +53,7 @@ _FORMS: tuple[dict[str, Any], ...] = (
 def lives(seed: int = 0, supports: Supports = lambda case: None) -> tuple[Case, ...]:
     """One case without a window and one with, in the first form that is supported, of each sort of pages."""
     found = []
-    for cache, left in itertools.product(_CACHES, _MASKS):
+    for cache, left in itertools.product(PAGES_HOLD, _MASKS):
         forms = (form for form in _FORMS if cache is None or "storage" not in form)
         cases = (_case(left, page, seed, {**form, "kv_cache": cache}) for form in forms for page in (_PAGE, 16, 32))
         found.append(next((case for case in cases if supports(case) is None), None))

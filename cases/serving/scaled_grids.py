@@ -11,10 +11,10 @@ from typing import Any
 
 from cases.case import Case
 from cases.model import Axis, Model
-from cases.quantized import PAGED_CACHES
+from cases.quantized import PAGES_HOLD
 from cases.serving.grids import MODELS
 
-_CACHES = Axis("kv_cache", (None, *PAGED_CACHES), rare=True)
+_CACHES = Axis("kv_cache", PAGES_HOLD, rare=True)
 
 
 def _with_scales(model: Model) -> Model:

@@ -29,7 +29,7 @@ from typing import Any, Literal, TypeVar
 from cases.case import OPT_IN, SCALED_FEATURES, Case
 from cases.inputs import draw
 from cases.operands import GRADIENT_OF, REMOVABLE, RESIDUALS
-from cases.quantized import PAGED_CACHES
+from cases.quantized import PAGES_HOLD
 from cases.scores import ThenCapped
 from cases.serving.spec import IN_PAGES, LATENT, Kind
 from cases.serving.storage import SCALES
@@ -222,7 +222,7 @@ def _returned_residuals(implementation: Implementation) -> frozenset[str]:
     implementation = stored.on_dense_operands(implementation)
     # What is not for training, or for nothing but steps, is not supported on the first of these.
     phases = _PHASES if storage is None else _PHASES[1:]
-    caches = (None, *PAGED_CACHES) if kind == "paged" else (None,)
+    caches = PAGES_HOLD if kind == "paged" else (None,)
     asked = itertools.product(caches, phases, ("f32", "bf16", "f16"), ("full", "causal"))
     for cache, phase, dtype, mask in asked:
         case = Case(**phase, **shape, dtype=dtype, mask=mask, kv_cache=cache)

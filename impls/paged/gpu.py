@@ -97,7 +97,7 @@ def block_q_of(total_q: int, num_seqs: int, group: int) -> int:
 def attend(plan: PagedPlan, operands: Operands, *, interpret: bool) -> Part:
     """The part over every key that a query sees, arrays `[total_q, N, .]`; past the last sequence it is empty."""
     assert operands.v_pages is not None  # there is no kernel for latents yet
-    launch = _launch(plan, operands)
+    launch = _launch(plan, operands, operands.v_pages.shape[3])
     total, heads = operands.q.shape[:2]
     tiles = tiles_of(operands, plan.block_q)
     shares = shares_of(plan, tiles, block=launch.block, programs=plan.programs or -(-_PROGRAMS // launch.columns))
@@ -124,9 +124,9 @@ def attend(plan: PagedPlan, operands: Operands, *, interpret: bool) -> Part:
     )
 
 
-def _launch(plan: PagedPlan, operands: Operands) -> _Launch:
-    _, num_q_heads, depth = operands.q.shape
-    _, page_size, num_kv_heads, v_depth = operands.v_pages.shape  # type: ignore[union-attr]  # `attend` asserts it
+def _launch(plan: PagedPlan, operands: Operands, v_depth: int) -> _Launch:
+    _, num_q_heads, _ = operands.q.shape
+    _, page_size, num_kv_heads, depth = operands.k_pages.shape
     heads = min(num_q_heads // num_kv_heads, MOST_ROWS)
     pages_per_seq = operands.page_indices.shape[1]
     return _Launch(

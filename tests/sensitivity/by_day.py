@@ -10,6 +10,12 @@ from _pytest.mark import ParameterSet
 from conformance.sensitivity import PlantedBug
 
 
+def every(stride: int, bugs: Iterable[PlantedBug]) -> list[ParameterSet]:
+    """The bugs as parameters where each takes seconds: every `stride`-th for the bank, and the others at night."""
+    marks = (pytest.mark.nightly, pytest.mark.bank)
+    return [pytest.param(bug, id=bug.name, marks=marks[number % stride == 0]) for number, bug in enumerate(bugs)]
+
+
 def asked(bugs: Iterable[PlantedBug]) -> list[ParameterSet]:
     """The bugs as parameters: the first of a kind for the bank, and those that differ from it in detail at night."""
     seen: set[str] = set()

@@ -7,35 +7,26 @@ that the gate asks takes minutes a bug.
 from __future__ import annotations
 
 import pytest
-from _pytest.mark import ParameterSet
 
 from conformance.checks import BY_NAME
 from conformance.judging import plan
 from conformance.records import RED
 from conformance.sensitivity import PlantedBug
-from conformance.sensitivity.examination import shows_as_said, without_second_looks
+from conformance.sensitivity.examination import without_second_looks
 from impls import splash_tpu
 from tests.planted.computing.splash_packed import BUGS, CASE
+from tests.sensitivity.by_day import every
+from tests.sensitivity.interpreted import assert_dies_by_what_it_shows
 
 _CHECKS = ("forward", "residuals", "gradients")
 
 
-def _asked(number: int, bug: PlantedBug) -> ParameterSet:
-    """A bug for the bank, where each takes ten seconds: the first, and the others at night."""
-    return pytest.param(bug, id=bug.name, marks=pytest.mark.nightly if number else pytest.mark.bank)
-
-
-@pytest.mark.parametrize("bug", [_asked(*each) for each in enumerate(BUGS)])
+@pytest.mark.parametrize("bug", every(len(BUGS), BUGS))
 def test_a_bug_of_packs_dies_by_what_it_shows(bug: PlantedBug) -> None:
-    kernel, seen = bug.build(), set[str]()
+    kernel = bug.build()
     assert bug.trigger(CASE)
-    for check in _CHECKS:
-        for record in without_second_looks().run(plan.single(kernel, CASE, [BY_NAME[check]]).jobs):
-            if record.verdict in RED:
-                if shows_as_said(bug, record):
-                    return
-                seen.add(f"{record.check}/{record.observable}")
-    pytest.fail(f"survives, or dies by {sorted(seen)} only and not by {bug.shows}")
+    jobs = (job for check in _CHECKS for job in plan.single(kernel, CASE, [BY_NAME[check]]).jobs)
+    assert_dies_by_what_it_shows(bug, jobs)
 
 
 @pytest.mark.nightly

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 
 from cases.case import Case
 from conformance.contract import Implementation
 from conformance.sensitivity import PlantedBug
+from tests.planted.planting import stored_bug
 from tests.planted.planting.paged_bug import in_pages, several, windowed
 from tests.planted.planting.source_change import Change, changed
 
@@ -36,25 +36,9 @@ def _build(name: str, change: Change) -> Implementation:
     return found
 
 
-def _bug(
-    name: str,
-    change: Change,
-    *,
-    kind: str,
-    reference: str,
-    shows: str = "out logsumexp max_logits",
-    trigger: Callable[[Case], bool] = in_pages,
-) -> PlantedBug:
-    return PlantedBug(
-        name=name,
-        family="paged gpu",
-        kind=kind,
-        reference=reference,
-        shows=tuple(shows.split()),
-        build=functools.partial(_build, name, change),
-        trigger=trigger,
-    )
-
+_bug = functools.partial(
+    stored_bug.bug, family="paged gpu", build=_build, shows="out logsumexp max_logits", trigger=in_pages
+)
 
 BUGS: tuple[PlantedBug, ...] = (
     _bug(

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 
-from cases.case import Case
 from conformance.contract import Implementation
 from conformance.sensitivity import PlantedBug
+from tests.planted.planting import stored_bug
 from tests.planted.planting.paged_bug import in_pages, several, windowed
 from tests.planted.planting.source_change import Change, changed
 
@@ -18,25 +17,7 @@ def _build(name: str, change: Change) -> Implementation:
     return found
 
 
-def _bug(
-    name: str,
-    change: Change,
-    *,
-    kind: str,
-    reference: str,
-    shows: str,
-    trigger: Callable[[Case], bool] = in_pages,
-) -> PlantedBug:
-    return PlantedBug(
-        name=name,
-        family="paged tpu",
-        kind=kind,
-        reference=reference,
-        shows=tuple(shows.split()),
-        build=functools.partial(_build, name, change),
-        trigger=trigger,
-    )
-
+_bug = functools.partial(stored_bug.bug, family="paged tpu", build=_build, trigger=in_pages)
 
 BUGS: tuple[PlantedBug, ...] = (
     _bug(

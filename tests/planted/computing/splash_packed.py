@@ -7,6 +7,7 @@ import functools
 from cases.case import Case, parse
 from conformance.contract import Implementation
 from conformance.sensitivity import PlantedBug
+from tests.planted.planting import stored_bug
 from tests.planted.planting.packed_bug import trained
 from tests.planted.planting.source_change import Change, changed
 
@@ -20,7 +21,7 @@ def _several_blocks(case: Case) -> bool:
     return trained(case) and case.q_length > _BLOCK
 
 
-def _build(name: str, change: Change, in_parts: bool) -> Implementation:
+def _build(name: str, change: Change, in_parts: bool = False) -> Implementation:
     package = changed("impls.splash_tpu", f"planted_{name.replace('-', '_')}", change)
     sizes = package.BlockSizes.uniform(_BLOCK, _BLOCK)
     if in_parts:  # blocks of four parts
@@ -29,25 +30,13 @@ def _build(name: str, change: Change, in_parts: bool) -> Implementation:
     return found
 
 
-def _bug(
-    name: str,
-    change: Change,
-    *,
-    kind: str,
-    reference: str,
-    shows: str = "out logsumexp max_logits dq dk dv",
-    in_parts: bool = False,
-) -> PlantedBug:
-    return PlantedBug(
-        name=name,
-        family="splash packed",
-        kind=kind,
-        reference=reference,
-        shows=tuple(shows.split()),
-        build=functools.partial(_build, name, change, in_parts),
-        trigger=_several_blocks,
-    )
-
+_bug = functools.partial(
+    stored_bug.bug,
+    family="splash packed",
+    build=_build,
+    shows="out logsumexp max_logits dq dk dv",
+    trigger=_several_blocks,
+)
 
 BUGS: tuple[PlantedBug, ...] = (
     _bug(
@@ -110,6 +99,6 @@ BUGS: tuple[PlantedBug, ...] = (
         Change("packed_steps", "-1, kv_parts).swapaxes(1, 2)", "-1, kv_parts).swapaxes(1, 2).swapaxes(2, 3)"),
         kind="blocks.skip-partial",
         reference="inferred from tokamax 620ac16 (skip list)",
-        in_parts=True,
+        build=functools.partial(_build, in_parts=True),
     ),
 )
