@@ -60,8 +60,9 @@ CORRECT = {
 
 
 def _marks(name: str) -> list[pytest.MarkDecorator]:
-    """Those that take seconds."""
-    return [pytest.mark.long] if name in ("blockwise", "writing", "functions", "moba-block-sparse") else []
+    """Those that take a second and more."""
+    slow = ("blockwise", "writing", "functions", "moba-block-sparse", "packed")
+    return [pytest.mark.long] if name in slow else []
 
 
 @pytest.mark.parametrize("stride", _CORRECT_STRIDES)
