@@ -96,8 +96,7 @@ def attention(
         where = backend.upper()
         raise NotImplementedError(f"paged on a {where} does not support k_scales: pages are in the dtype of q")
     if backend == "tpu":
-        if q.dtype == jnp.float16:
-            raise NotImplementedError("paged on a TPU does not support f16: the matrix unit multiplies no float16")
+        refuse_f16(q)
         block_q = block_q or block_q_of(*q.shape[:2])
         block_kv = block_kv or block_kv_of(num_kv_heads, (q.shape[2], v_pages.shape[3]), q.dtype.itemsize)
     if backend == "gpu":
@@ -185,6 +184,12 @@ def check_options(num_q_heads: int, sinks: Any, window: Any, *blocks: int | None
     for name, size in zip(("block_q", "block_kv"), blocks, strict=True):
         if size is not None and size <= 0:
             raise ValueError(f"{name} must be positive, got {size}")
+
+
+def refuse_f16(q: Any) -> None:
+    """Raise `NotImplementedError` where a TPU is asked for float16."""
+    if q.dtype == jnp.float16:
+        raise NotImplementedError("paged on a TPU does not support f16: the matrix unit multiplies no float16")
 
 
 def check_tables(kv_lens: Any, page_indices: Any, cu_q_lens: Any, num_seqs: Any) -> None:

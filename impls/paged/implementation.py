@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Literal
 
 from cases.case import SCALED_FEATURES, Case
 from conformance.contract import Accelerator, Arithmetic, Implementation
@@ -89,37 +90,33 @@ def _only_scaled(case: Case) -> str | None:
     return None if case.kv_cache else "k_scales: pages without scales, which are those of paged"
 
 
-def _accelerator(backend: Backend) -> Accelerator:
+def _accelerator(backend: Backend, call: Callable[..., Any] = attention) -> Accelerator:
     if backend == "portable":
         return Accelerator()
     return Accelerator(
         platform=backend,
         interpreted=not runs_on(backend),
-        native=functools.partial(attention, backend=backend, interpret=False),
-        under_interpreter=_interpreted_by if backend == "tpu" else None,
+        native=functools.partial(call, backend=backend, interpret=False),
+        under_interpreter=functools.partial(_interpreted_by, call) if backend == "tpu" else None,
     )
 
 
-def _interpreted_by(parameters: Any) -> Any:
-    return functools.partial(attention, backend="tpu", **_JUDGED, interpret=parameters)
+def _interpreted_by(call: Callable[..., Any], parameters: Any) -> Any:
+    return functools.partial(call, backend="tpu", **_JUDGED, interpret=parameters)
 
 
-def _of_latents(name: str) -> Implementation:
-    return Implementation(
-        name=name,
-        call=functools.partial(latent_attention, **_JUDGED),
-        description="latent attention in its absorbed form over latents in pages, in plain JAX",
-        arithmetic=Arithmetic(probabilities="input"),
-        differentiable_residuals=frozenset(),
-        gradients=frozenset(),
-        empty_rows="zero",
-        behind_mask="any",
+def latents(name: str, *, backend: Literal["portable", "tpu"] = "portable") -> Implementation:
+    """Latent attention over pages on `backend`, under `name`."""
+    return dataclasses.replace(
+        implementation(name, backend=backend),
+        call=functools.partial(latent_attention, backend=backend, **_JUDGED),
+        description=f"latent attention in its absorbed form over latents in pages, {_DESCRIPTIONS[backend]}",
         storage="latent_pages",
-        refuses_by_signature=True,
-        memory="linear",
+        memory="linear" if backend == "portable" else None,
+        accelerator=_accelerator(backend, latent_attention),
         variants={
-            variant: functools.partial(latent_attention, **changed)
-            for variant, changed in _VARIANTS["portable"].items()
+            variant: functools.partial(latent_attention, backend=backend, **changed)
+            for variant, changed in _VARIANTS[backend].items()
         },
     )
 
@@ -129,6 +126,7 @@ IMPLEMENTATIONS: tuple[Implementation, ...] = (
     implementation("paged_tpu", backend="tpu"),
     implementation("paged_gpu", backend="gpu"),
     _updating("paged_update"),
-    _of_latents("paged_latent"),
+    latents("paged_latent"),
+    latents("paged_latent_tpu", backend="tpu"),
     _scaled("paged_quantized"),
 )

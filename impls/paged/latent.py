@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 
 from conformance.contract import FLOATS
-from impls.paged.attention import BLOCK_KV, BLOCK_Q, check_options, check_tables, results
+from impls.paged.attention import BLOCK_KV, BLOCK_Q, check_options, check_tables, refuse_f16, results
+from impls.paged.blocks import block_kv_of, block_q_of
 from impls.paged.plan import Operands, PagedPlan
+from impls.versions import interpret_or
 
 
 def latent_attention(
@@ -27,8 +29,10 @@ def latent_attention(
     soft_cap: float | None = None,
     sinks: jax.Array | None = None,
     save_residuals: bool = False,
-    block_q: int = BLOCK_Q,
-    block_kv: int = BLOCK_KV,
+    backend: Literal["portable", "tpu"] = "portable",
+    block_q: int | None = None,
+    block_kv: int | None = None,
+    interpret: Any = None,
 ) -> Any:
     """Causal attention of packed queries to one latent for all heads, in pages (docs/contract.md, section 8).
 
@@ -49,8 +53,13 @@ def latent_attention(
       soft_cap: logits become `soft_cap * tanh(logits / soft_cap)`.
       sinks: `[N]`, one more logit in each query head's softmax denominator.
       save_residuals: also return `logsumexp` and `max_logits`.
+      backend: `"portable"` JAX, or the Pallas kernel for `"tpu"`. On a TPU pages lie as XLA lays out an array of
+        their shape where `H` is a multiple of 128. Other pages are copied first, all of them, unless they were made row
+        by row (`jax.experimental.layout`): a latent of 512 + 64 is best stored 640 wide, with zeros behind it as behind
+        q, which takes no more memory.
       block_q: queries of a tile.
       block_kv: latents that are read together, rounded up to whole pages.
+      interpret: as `pallas_call` takes it; by default true unless the process runs on a TPU.
 
     Returns:
       `out [total_q, N, value_dim]` in q's dtype, or `(out, {"logsumexp": ..., "max_logits": ...})`, both f32
@@ -58,10 +67,17 @@ def latent_attention(
 
     Raises:
       ValueError: an operand or an option is not as above; the message names it.
-      NotImplementedError: differentiation.
+      NotImplementedError: differentiation, or float16 on a TPU.
     """
     _check(q, latent_pages, value_dim, scale, sinks, window, block_q, block_kv)
     check_tables(kv_lens, page_indices, cu_q_lens, num_seqs)
+    if backend not in ("portable", "tpu"):
+        raise ValueError(f"backend must be portable or tpu, got {backend!r}")
+    if backend == "tpu":
+        refuse_f16(q)
+        block_q = block_q or block_q_of(*q.shape[:2], latent=True)
+        block_kv = block_kv or block_kv_of(1, latent_pages.shape[2:], q.dtype.itemsize)
+    block_q, block_kv = block_q or BLOCK_Q, block_kv or BLOCK_KV
     plan = PagedPlan(
         left=None if window is None else window[0],
         scale=float(scale),
@@ -72,10 +88,10 @@ def latent_attention(
     )
     tables = (jnp.asarray(x, jnp.int32) for x in (kv_lens, page_indices, cu_q_lens, num_seqs))
     operands = Operands(jnp.asarray(q), jnp.asarray(latent_pages)[:, :, None], None, *tables)
-    return results(plan, "portable", False, operands, sinks, save_residuals=save_residuals)
+    return results(plan, backend, interpret_or(interpret, backend), operands, sinks, save_residuals=save_residuals)
 
 
-def _check(q: Any, latent: Any, value_dim: int, scale: float, sinks: Any, window: Any, *blocks: int) -> None:
+def _check(q: Any, latent: Any, value_dim: int, scale: float, sinks: Any, window: Any, *blocks: int | None) -> None:
     for name, x, axes in (
         ("q", q, "[total_q, heads, depth]"),
         ("latent_pages", latent, "[pages, page_size, depth]"),
