@@ -77,6 +77,7 @@ def _stored() -> tuple[Case, ...]:
         _case((256, 1024), (8, 8), (64, 64), "causal-o768", dtype="f32", batch=2, phase="prefill", storage="paged64"),
         _case((4, 2000), (10, 1), (80, 48), "causal-o1996", batch=3, phase="prefill", storage="paged5-q4-1-4"),
         *_of_latents(),
+        *_with_scales(),
         _case(512, (8, 2), (128, 128), "causal", batch=4, storage="packed"),
         _case(512, (4, 4), (64, 64), "window-l127-r0", dtype="f32", batch=2, storage="packed-q512-100", sinks=True),
     )
@@ -100,6 +101,45 @@ def _of_latents() -> tuple[Case, ...]:
         ),
         _case((64, 512), (8, 1), (80, 64), "causal-o448", dtype="f32", batch=2, phase="prefill", storage="latent32"),
         _case((4, 2000), (10, 1), (80, 48), "causal-o1996", batch=3, phase="prefill", storage="latent5-q4-1-4"),
+    )
+
+
+def _with_scales() -> tuple[Case, ...]:
+    """Pages with scales. Each has a sequence of several queries: kernels of one query a sequence have others."""
+    grouped: dict[str, Any] = {"heads": (64, 8), "depths": (128, 128), "phase": "prefill"}
+    return (
+        _case((4, 4096), **grouped, mask="causal-o4092", batch=4, storage="paged16-q4-1-1-1", kv_cache="kvint8-token"),
+        _case(
+            (256, 2048),
+            **grouped,
+            mask="window-l511-r0-o1792",
+            batch=2,
+            storage="paged64-q256-1",
+            soft_cap=50.0,
+            sinks=True,
+            kv_cache="kvfp8-token",
+        ),
+        _case(
+            (64, 512),
+            (8, 2),
+            (64, 64),
+            "causal-o448",
+            dtype="f32",
+            batch=2,
+            phase="prefill",
+            storage="paged32",
+            kv_cache="kvfp8-token",
+        ),
+        _case(
+            (4, 2000),
+            (10, 1),
+            (80, 48),
+            "causal-o1996",
+            batch=3,
+            phase="prefill",
+            storage="paged5-q4-1-4",
+            kv_cache="kvint8-token",
+        ),
     )
 
 
@@ -160,7 +200,34 @@ _INTERPRETED: tuple[tuple[Case, ...], ...] = (
             soft_cap=30.0,
         ),
     ),
-    # The same two of latents.
+    # The same two with scales, and of latents.
+    (
+        _case(
+            (20, 120),
+            (4, 2),
+            (64, 64),
+            "own-linf-120-16-33-50-1",
+            dtype="f32",
+            batch=5,
+            phase="prefill",
+            storage="paged16-q20-1-1-0-1",
+            kv_cache="kvint8-token",
+            sinks=True,
+        ),
+    ),
+    (
+        _case(
+            (9, 130),
+            (4, 2),
+            (64, 64),
+            "own-l60-130-77-9",
+            batch=3,
+            phase="prefill",
+            storage="shared16-q1-9-9",
+            kv_cache="kvfp8-token",
+            soft_cap=30.0,
+        ),
+    ),
     (
         _case(
             (20, 120),

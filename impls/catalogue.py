@@ -37,6 +37,7 @@ _NAMES: Mapping[str, tuple[str, ...]] = {
         "paged_latent",
         "paged_latent_tpu",
         "paged_quantized",
+        "paged_quantized_tpu",
     ),
     "impls.upstream.jax_nn": ("jax_nn_xla", "jax_nn_cudnn"),
     "impls.upstream.jax_splash_tpu": ("jax_splash_tpu", "jax_splash_tpu_fused"),

@@ -7,10 +7,13 @@ import functools
 from collections.abc import Callable
 from typing import Any, Literal
 
+import jax
+
 from cases.case import SCALED_FEATURES, Case
 from conformance.contract import Accelerator, Arithmetic, Implementation
 from impls.paged.attention import Backend, attention
 from impls.paged.latent import latent_attention
+from impls.paged.scales import side_by_side
 from impls.paged.update import attention_with_update
 from impls.versions import runs_on
 
@@ -90,6 +93,29 @@ def _only_scaled(case: Case) -> str | None:
     return None if case.kv_cache else "k_scales: pages without scales, which are those of paged"
 
 
+def quantized_tpu(name: str) -> Implementation:
+    """The TPU kernel over pages with scales, and no others, under `name`."""
+    return dataclasses.replace(
+        implementation(name, backend="tpu"),
+        call=functools.partial(_over_scales, backend="tpu", **_JUDGED),
+        description="attention over int8 or fp8 pages with a scale of each token and head, in Pallas for TPU",
+        offers=SCALED_FEATURES,
+        supports_case=_only_scaled,
+        accelerator=_accelerator("tpu", _over_scales),
+        variants={
+            variant: functools.partial(_over_scales, backend="tpu", **changed)
+            for variant, changed in _VARIANTS["tpu"].items()
+        },
+    )
+
+
+def _over_scales(
+    q: Any, k_pages: Any, v_pages: Any, *, k_scales: jax.Array, v_scales: jax.Array, **options: Any
+) -> Any:
+    """The call of the contract. A server keeps scales in the kernel's layout: to change it touches all pages."""
+    return attention(q, k_pages, v_pages, page_scales=side_by_side(k_scales, v_scales), **options)
+
+
 def _accelerator(backend: Backend, call: Callable[..., Any] = attention) -> Accelerator:
     if backend == "portable":
         return Accelerator()
@@ -129,4 +155,5 @@ IMPLEMENTATIONS: tuple[Implementation, ...] = (
     latents("paged_latent"),
     latents("paged_latent_tpu", backend="tpu"),
     _scaled("paged_quantized"),
+    quantized_tpu("paged_quantized_tpu"),
 )

@@ -55,6 +55,7 @@ class Heads(NamedTuple):
     sum: Any  # [K, rows, LANES] f32, whose lanes add up to l
     k: Any = None  # [K, block, H], none for latents
     v: Any = None  # [K, block, V]
+    scales: Any = None  # [W, block] f32, of the keys of each head and of the values of each, none without scales
 
 
 class Units(NamedTuple):
@@ -64,6 +65,9 @@ class Units(NamedTuple):
     rows: int  # of each
     place: Callable[[Any], tuple[Any, Any]]  # by number, head and rows in the arrays of `Heads`
     keys: Callable[[Any], tuple[jax.Array, jax.Array]]  # by number, [block, H] and [block, V]
+    # Multiply by the scale of each key of a unit, and by that of each value, along the last axis.
+    of_keys: Callable[[Any, Any], Any] = lambda number, x: x
+    of_values: Callable[[Any, Any], Any] = lambda number, x: x
 
 
 class Tile(NamedTuple):
@@ -142,7 +146,8 @@ def _take_heads_apart(plan: PagedPlan, tile: Tile, cache: Cache, heads: Heads, b
     def taken(clear: bool) -> None:
         def some(number: Any, _: None) -> None:
             at = pl.ds(pl.multiple_of(number * together, together), together)
-            k, v = (held[buffer, at] for held in cache.held)  # [together, K, .]
+            # Stored numbers with scales are exact in the dtype of q: int8 and fp8 have fewer bits than bf16.
+            k, v = (_like(held[buffer, at], heads.k.dtype) for held in cache.held[:2])  # [together, K, .]
             if clear:
                 j = start + number * together + lax.broadcasted_iota(jnp.int32, v.shape, 0)
                 v = jnp.where((j >= low) & (j < high), v.astype(jnp.float32), 0.0).astype(v.dtype)
@@ -150,10 +155,23 @@ def _take_heads_apart(plan: PagedPlan, tile: Tile, cache: Cache, heads: Heads, b
 
         lax.fori_loop(jnp.int32(0), jnp.int32(block // together), some, None)
 
+    if heads.scales is not None:
+        _take_scales(cache, heads, buffer, start, (low, high))
     # What no query sees may be NaN, and 0 * NaN is not 0. That includes pages that were not copied.
     seen = (start >= low) & (start + block <= high)
     pl.when(seen)(functools.partial(taken, clear=False))
     pl.when(jnp.logical_not(seen))(functools.partial(taken, clear=True))
+
+
+def _like(x: jax.Array, dtype: Any) -> jax.Array:
+    return x if x.dtype == dtype else x.astype(jnp.float32).astype(dtype)
+
+
+def _take_scales(cache: Cache, heads: Heads, buffer: Any, start: Any, seen: tuple[Any, Any]) -> None:
+    """The scales of a block, turned so that its tokens are the lanes, as they are of logits and weights."""
+    scales = cache.held[2][buffer].reshape(cache.block, -1).T  # [W, block]
+    j = start + lax.broadcasted_iota(jnp.int32, scales.shape, 1)
+    heads.scales[...] = jnp.where((j >= seen[0]) & (j < seen[1]), scales, 0.0)
 
 
 def _clear_latents(plan: PagedPlan, tile: Tile, cache: Cache, heads: Heads, buffer: Any, start: Any) -> None:
@@ -178,7 +196,14 @@ def _clear_latents(plan: PagedPlan, tile: Tile, cache: Cache, heads: Heads, buff
 def _units(plan: PagedPlan, cache: Cache, heads: Heads, buffer: Any, rows: int) -> Units:
     """The heads of a block that was taken apart, or the rows of a tile of latents."""
     if heads.k is not None:
-        return Units(heads.k.shape[0], rows, lambda h: (h, slice(rows)), lambda h: (heads.k[h], heads.v[h]))
+        total = heads.k.shape[0]
+        units = Units(total, rows, lambda h: (h, slice(rows)), lambda h: (heads.k[h], heads.v[h]))
+        if heads.scales is None:
+            return units
+        return units._replace(
+            of_keys=lambda h, x: x * heads.scales[pl.ds(h, 1), :],
+            of_values=lambda h, x: x * heads.scales[pl.ds(total + h, 1), :],
+        )
     some = min(rows, ROWS)
 
     def latents(number: Any) -> tuple[jax.Array, jax.Array]:
@@ -235,11 +260,14 @@ def _add_units(
             products, (before, total, acc) = coming, softmax[n]
             if n + 1 < several:
                 coming = products_of(these[n + 1])
-            z = masked(this, capped(plan, products, LOG_2))  # (1), (2), (3)
+            z = capped(plan, products, LOG_2, functools.partial(units.of_keys, this))  # (1), (2)
+            z = masked(this, z)  # (3)
             top = jnp.maximum(before, z.max(axis=-1, keepdims=True))  # (4)
             weights, decay = jnp.exp2(z - across(top, block)), jnp.exp2(before - top)
             values = units.keys(this)[1]
-            acc = acc * across(decay, depth_v) + _product(weights.astype(values.dtype), values, 0)  # (6)
+            acc = acc * across(decay, depth_v) + _product(
+                units.of_values(this, weights).astype(values.dtype), values, 0
+            )  # (6)
             softmax[n] = top, total * decay + _sums(weights), acc  # (5)
         for this, found in zip(these, softmax, strict=True):
             place = units.place(this)

@@ -8,6 +8,7 @@ that follow one another.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -51,6 +52,7 @@ class Operands(NamedTuple):
     num_seqs: jax.Array  # int32 [1]
     k_scales: jax.Array | None = None  # f32 [pages, page_size, K], none if pages are what they mean
     v_scales: jax.Array | None = None
+    page_scales: jax.Array | None = None  # f32 [pages, page_size, W], both side by side (`impls.paged.scales`)
 
 
 def run_of_keys(plan: PagedPlan, position: Any) -> tuple[Any, Any]:
@@ -71,8 +73,11 @@ def allowed(plan: PagedPlan, position: Any, j: Any) -> Any:
     return (j >= low) & (j < high)
 
 
-def capped(plan: PagedPlan, products: jax.Array, unit: float = 1.0) -> jax.Array:
-    """Logits of products `<q, k>`, counted in `unit`."""
+def capped(
+    plan: PagedPlan, products: jax.Array, unit: float = 1.0, of_keys: Callable[[Any], Any] = lambda scale: scale
+) -> jax.Array:
+    """Logits of products `<q, k>`, counted in `unit`; `of_keys` multiplies the scale by that of each key."""
     if plan.soft_cap is None:
-        return products * jnp.float32(plan.scale / unit)  # (1)
-    return jnp.float32(plan.soft_cap / unit) * jnp.tanh(products * jnp.float32(plan.scale / plan.soft_cap))  # (1), (2)
+        return products * of_keys(jnp.float32(plan.scale / unit))  # (1)
+    bent = jnp.tanh(products * of_keys(jnp.float32(plan.scale / plan.soft_cap)))
+    return jnp.float32(plan.soft_cap / unit) * bent  # (1), (2)

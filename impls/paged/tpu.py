@@ -77,7 +77,8 @@ def _pages(operands: Operands) -> tuple[jax.Array, ...]:
     """What is copied page by page. A latent has no axis of heads, so that its tokens fill tiles."""
     if operands.v_pages is None:
         return (operands.k_pages[:, :, 0],)
-    return operands.k_pages, operands.v_pages
+    scales = () if operands.page_scales is None else (operands.page_scales,)
+    return operands.k_pages, operands.v_pages, *scales
 
 
 def _scratch(plan: PagedPlan, operands: Operands) -> list[Any]:
@@ -92,8 +93,13 @@ def _scratch(plan: PagedPlan, operands: Operands) -> list[Any]:
         held = [pltpu.VMEM((BUFFERS, plan.block_pages, page_size, depth), dtype)]
         apart = []
     else:
-        held = [pltpu.VMEM((BUFFERS, block, num_kv_heads, width), dtype) for width in (depth, depth_v)]
+        stored = operands.k_pages.dtype
+        held = [pltpu.VMEM((BUFFERS, block, num_kv_heads, width), stored) for width in (depth, depth_v)]
         apart = [pltpu.VMEM((num_kv_heads, block, width), dtype) for width in (depth, depth_v)]
+    if operands.page_scales is not None:
+        lanes = operands.page_scales.shape[2]
+        held.append(pltpu.VMEM((BUFFERS, plan.block_pages, page_size, lanes), jnp.float32))
+        apart.append(pltpu.VMEM((lanes, block), jnp.float32))
     return [
         *held,
         pltpu.SemaphoreType.DMA((len(held), BUFFERS)),
