@@ -26,6 +26,8 @@ _JUDGED_ON: dict[Backend, dict[str, Any]] = {
     "tpu": _JUDGED,
     "gpu": {"block_q": 8, "block_kv": 32, "num_programs": 40},
 }
+# Units of a latent hold a part of a query's heads, or several queries'.
+_JUDGED_LATENTS: dict[Backend, dict[str, Any]] = {"portable": _JUDGED, "tpu": {**_JUDGED, "block_rows": 16}}
 _VARIANTS: dict[Backend, dict[str, dict[str, Any]]] = {
     "portable": {
         "default_blocks": {},
@@ -116,30 +118,33 @@ def _over_scales(
     return attention(q, k_pages, v_pages, page_scales=side_by_side(k_scales, v_scales), **options)
 
 
-def _accelerator(backend: Backend, call: Callable[..., Any] = attention) -> Accelerator:
+def _accelerator(
+    backend: Backend, call: Callable[..., Any] = attention, judged: dict[str, Any] = _JUDGED
+) -> Accelerator:
     if backend == "portable":
         return Accelerator()
     return Accelerator(
         platform=backend,
         interpreted=not runs_on(backend),
         native=functools.partial(call, backend=backend, interpret=False),
-        under_interpreter=functools.partial(_interpreted_by, call) if backend == "tpu" else None,
+        under_interpreter=functools.partial(_interpreted_by, call, judged) if backend == "tpu" else None,
     )
 
 
-def _interpreted_by(call: Callable[..., Any], parameters: Any) -> Any:
-    return functools.partial(call, backend="tpu", **_JUDGED, interpret=parameters)
+def _interpreted_by(call: Callable[..., Any], judged: dict[str, Any], parameters: Any) -> Any:
+    return functools.partial(call, backend="tpu", **judged, interpret=parameters)
 
 
 def latents(name: str, *, backend: Literal["portable", "tpu"] = "portable") -> Implementation:
     """Latent attention over pages on `backend`, under `name`."""
+    judged = _JUDGED_LATENTS[backend]
     return dataclasses.replace(
         implementation(name, backend=backend),
-        call=functools.partial(latent_attention, backend=backend, **_JUDGED),
+        call=functools.partial(latent_attention, backend=backend, **judged),
         description=f"latent attention in its absorbed form over latents in pages, {_DESCRIPTIONS[backend]}",
         storage="latent_pages",
         memory="linear" if backend == "portable" else None,
-        accelerator=_accelerator(backend, latent_attention),
+        accelerator=_accelerator(backend, latent_attention, judged),
         variants={
             variant: functools.partial(latent_attention, backend=backend, **changed)
             for variant, changed in _VARIANTS[backend].items()

@@ -42,8 +42,6 @@ TOGETHER = 32
 """Tokens whose heads are taken apart at a time."""
 HEADS = 4
 """Heads whose products are computed at a time, so that one fills the pauses of another."""
-ROWS = 256
-"""Rows of a latent that are computed like a head: two of the largest matrix unit's sides."""
 
 
 class Heads(NamedTuple):
@@ -114,7 +112,7 @@ def compute_tile(
         tile.sized(functools.partial(_add, plan, tile, cache, heads, buffer, start))
 
     tile.sized(take)
-    tile.sized(functools.partial(_clear, tile, heads))
+    tile.sized(functools.partial(_clear, plan, tile, heads))
     lax.fori_loop(jnp.int32(0), blocks.length[number], with_block, None)
     # The rows of the tile before must have left the place where those of this one go.
     pl.when(number > 0)(lambda: await_rows(results, tiles, jnp.maximum(number - 1, 0)))
@@ -123,17 +121,17 @@ def compute_tile(
     pl.when(number == tiles.total - 1)(functools.partial(await_rows, results, tiles, number))
 
 
-def _clear(tile: Tile, heads: Heads, size: int) -> None:
+def _clear(plan: PagedPlan, tile: Tile, heads: Heads, size: int) -> None:
     """A softmax of no keys, of the rows of `size` queries."""
-    rows = rows_of(size, tile.group, latent=heads.k is None)
+    rows = rows_of(plan, size, tile.group)
     for ref, value in ((heads.out, 0.0), (heads.max, NOTHING), (heads.sum, 0.0)):
         ref[:, :rows] = jnp.full((ref.shape[0], rows, ref.shape[2]), value, jnp.float32)
 
 
-def rows_of(size: int, group: int, *, latent: bool) -> int:
+def rows_of(plan: PagedPlan, size: int, group: int) -> int:
     """Rows that are computed for so many queries; those that only fill a register, or a unit, are never given."""
-    rows = -(-size * group // SUBLANES) * SUBLANES
-    return -(-rows // ROWS) * ROWS if latent and rows > ROWS else rows
+    rows, some = -(-size * group // SUBLANES) * SUBLANES, plan.block_rows
+    return -(-rows // some) * some if 0 < some < rows else rows
 
 
 def _take_heads_apart(plan: PagedPlan, tile: Tile, cache: Cache, heads: Heads, buffer: Any, start: Any) -> None:
@@ -204,7 +202,7 @@ def _units(plan: PagedPlan, cache: Cache, heads: Heads, buffer: Any, rows: int) 
             of_keys=lambda h, x: x * heads.scales[pl.ds(h, 1), :],
             of_values=lambda h, x: x * heads.scales[pl.ds(total + h, 1), :],
         )
-    some = min(rows, ROWS)
+    some = min(rows, plan.block_rows)
 
     def latents(number: Any) -> tuple[jax.Array, jax.Array]:
         del number
@@ -216,7 +214,7 @@ def _units(plan: PagedPlan, cache: Cache, heads: Heads, buffer: Any, rows: int) 
 
 def _add(plan: PagedPlan, tile: Tile, cache: Cache, heads: Heads, buffer: Any, start: Any, size: int) -> None:
     """Add the keys of one block, the first of which is key `start`, to the running softmax of `size` queries."""
-    rows, block = rows_of(size, tile.group, latent=heads.k is None), cache.block
+    rows, block = rows_of(plan, size, tile.group), cache.block
     units = _units(plan, cache, heads, buffer, rows)
     shape = (units.rows, block)
 

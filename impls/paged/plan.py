@@ -26,6 +26,7 @@ class PagedPlan:
       block_q: queries of a tile, all of one sequence.
       block_pages: pages that are read together.
       value_dim: how many coordinates of a key, the first ones, are its value; none where values have their own pages.
+      block_rows: queries times heads of a latent that are computed at a time on a TPU.
       block_keys: keys that are read together on a GPU, wherever pages end; a power of two.
       programs: how many programs share all keys on a GPU, for each key/value head; none for as many as fill it.
     """
@@ -36,6 +37,7 @@ class PagedPlan:
     block_q: int
     block_pages: int
     value_dim: int | None = None
+    block_rows: int = 0
     block_keys: int = 0
     programs: int | None = None
 

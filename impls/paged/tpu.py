@@ -86,7 +86,7 @@ def _scratch(plan: PagedPlan, operands: Operands) -> list[Any]:
     _, heads, depth = operands.q.shape
     _, page_size, num_kv_heads, _ = operands.k_pages.shape
     dtype = operands.q.dtype
-    rows = rows_of(plan.block_q, heads // num_kv_heads, latent=operands.v_pages is None)
+    rows = rows_of(plan, plan.block_q, heads // num_kv_heads)
     block = plan.block_pages * page_size
     depth_v = _depth_v(plan, operands)
     if operands.v_pages is None:
