@@ -76,8 +76,70 @@ def _stored() -> tuple[Case, ...]:
         ),
         _case((256, 1024), (8, 8), (64, 64), "causal-o768", dtype="f32", batch=2, phase="prefill", storage="paged64"),
         _case((4, 2000), (10, 1), (80, 48), "causal-o1996", batch=3, phase="prefill", storage="paged5-q4-1-4"),
+        *_of_latents(),
+        *_with_scales(),
         _case(512, (8, 2), (128, 128), "causal", batch=4, storage="packed"),
         _case(512, (4, 4), (64, 64), "window-l127-r0", dtype="f32", batch=2, storage="packed-q512-100", sinks=True),
+    )
+
+
+def _of_latents() -> tuple[Case, ...]:
+    """Latents in pages, of the rank and the heads of DeepSeek V3 too, as wide as they are and in whole lanes."""
+    real: dict[str, Any] = {"heads": (128, 1), "scale": 0.072}
+    return (
+        _case((1, 4096), depths=(576, 512), mask="causal-o4095", batch=64, phase="decode", storage="latent16", **real),
+        _case(
+            (256, 2048),
+            depths=(640, 512),
+            mask="window-l511-r0-o1792",
+            batch=2,
+            phase="prefill",
+            storage="latent64-q256-1",
+            soft_cap=50.0,
+            sinks=True,
+            **real,
+        ),
+        _case((64, 512), (8, 1), (80, 64), "causal-o448", dtype="f32", batch=2, phase="prefill", storage="latent32"),
+        _case((4, 2000), (10, 1), (80, 48), "causal-o1996", batch=3, phase="prefill", storage="latent5-q4-1-4"),
+    )
+
+
+def _with_scales() -> tuple[Case, ...]:
+    """Pages with scales. Each has a sequence of several queries: kernels of one query a sequence have others."""
+    grouped: dict[str, Any] = {"heads": (64, 8), "depths": (128, 128), "phase": "prefill"}
+    return (
+        _case((4, 4096), **grouped, mask="causal-o4092", batch=4, storage="paged16-q4-1-1-1", kv_cache="kvint8-token"),
+        _case(
+            (256, 2048),
+            **grouped,
+            mask="window-l511-r0-o1792",
+            batch=2,
+            storage="paged64-q256-1",
+            soft_cap=50.0,
+            sinks=True,
+            kv_cache="kvfp8-token",
+        ),
+        _case(
+            (64, 512),
+            (8, 2),
+            (64, 64),
+            "causal-o448",
+            dtype="f32",
+            batch=2,
+            phase="prefill",
+            storage="paged32",
+            kv_cache="kvfp8-token",
+        ),
+        _case(
+            (4, 2000),
+            (10, 1),
+            (80, 48),
+            "causal-o1996",
+            batch=3,
+            phase="prefill",
+            storage="paged5-q4-1-4",
+            kv_cache="kvint8-token",
+        ),
     )
 
 
@@ -135,6 +197,61 @@ _INTERPRETED: tuple[tuple[Case, ...], ...] = (
             batch=3,
             phase="prefill",
             storage="shared16-q1-9-9",
+            soft_cap=30.0,
+        ),
+    ),
+    # The same two with scales, and of latents.
+    (
+        _case(
+            (20, 120),
+            (4, 2),
+            (64, 64),
+            "own-linf-120-16-33-50-1",
+            dtype="f32",
+            batch=5,
+            phase="prefill",
+            storage="paged16-q20-1-1-0-1",
+            kv_cache="kvint8-token",
+            sinks=True,
+        ),
+    ),
+    (
+        _case(
+            (9, 130),
+            (4, 2),
+            (64, 64),
+            "own-l60-130-77-9",
+            batch=3,
+            phase="prefill",
+            storage="shared16-q1-9-9",
+            kv_cache="kvfp8-token",
+            soft_cap=30.0,
+        ),
+    ),
+    (
+        _case(
+            (20, 120),
+            (6, 1),
+            (80, 64),
+            "own-linf-120-16-33-50-1",
+            dtype="f32",
+            batch=5,
+            phase="prefill",
+            storage="latent16-q20-1-1-0-1",
+            scale=0.144,
+            sinks=True,
+        ),
+    ),
+    (
+        _case(
+            (9, 130),
+            (4, 1),
+            (80, 64),
+            "own-l60-130-77-9",
+            batch=3,
+            phase="prefill",
+            storage="latentshared16-q1-9-9",
+            scale=0.144,
             soft_cap=30.0,
         ),
     ),

@@ -14,6 +14,7 @@ from impls import merging
 from impls.flash_gpu.block_sizes import SMALLEST
 from impls.merging import Part
 from impls.paged import gpu, portable, tpu
+from impls.paged import scales as side_by_side
 from impls.paged.blocks import block_kv_of, block_q_of
 from impls.paged.plan import Operands, PagedPlan
 from impls.versions import interpret_or
@@ -41,6 +42,7 @@ def attention(
     num_seqs: jax.Array,
     k_scales: jax.Array | None = None,
     v_scales: jax.Array | None = None,
+    page_scales: jax.Array | None = None,
     window: tuple[int | None, int] | None = None,
     soft_cap: float | None = None,
     sinks: jax.Array | None = None,
@@ -67,6 +69,8 @@ def attention(
       num_seqs: int32 `[1]`; entries of tables past so many sequences may be anything.
       k_scales: f32 `[pages, page_size, K]`, with pages in int8 or float8_e4m3fn: keys are `k_pages * k_scales`.
       v_scales: likewise of the values. Scales of what no query sees may be anything.
+      page_scales: on a TPU in place of both, in the layout of `impls.paged.scales.side_by_side`, f32
+        `[pages, page_size, W]`.
       window: `(left, 0)`: the keys that a query sees beside its own.
       soft_cap: logits become `soft_cap * tanh(logits / soft_cap)`.
       sinks: `[N]`, one more logit in each query head's softmax denominator.
@@ -86,18 +90,18 @@ def attention(
 
     Raises:
       ValueError: an operand or an option is not as above; the message names it.
-      NotImplementedError: differentiation, float16 on a TPU, or scales on a TPU or GPU.
+      NotImplementedError: differentiation, float16 on a TPU, scales in another layout than the back end's, or any on a
+        GPU.
     """
-    check_operands(q, k_pages, v_pages, sinks, window, block_q, block_kv, scales=(k_scales, v_scales))
+    check_operands(
+        q, k_pages, v_pages, sinks, window, block_q, block_kv, scales=(k_scales, v_scales), page_scales=page_scales
+    )
     check_tables(kv_lens, page_indices, cu_q_lens, num_seqs)
     _check_backend(backend, block_kv, num_programs)
     page_size, num_kv_heads = k_pages.shape[1:3]
-    if backend != "portable" and k_scales is not None:
-        where = backend.upper()
-        raise NotImplementedError(f"paged on a {where} does not support k_scales: pages are in the dtype of q")
+    _refuse_scales(backend, k_scales, page_scales)
     if backend == "tpu":
-        if q.dtype == jnp.float16:
-            raise NotImplementedError("paged on a TPU does not support f16: the matrix unit multiplies no float16")
+        refuse_f16(q)
         block_q = block_q or block_q_of(*q.shape[:2])
         block_kv = block_kv or block_kv_of(num_kv_heads, (q.shape[2], v_pages.shape[3]), q.dtype.itemsize)
     if backend == "gpu":
@@ -114,7 +118,7 @@ def attention(
         programs=num_programs,
     )
     tables = (jnp.asarray(x, jnp.int32) for x in (kv_lens, page_indices, cu_q_lens, num_seqs))
-    scales = (None if x is None else jnp.asarray(x) for x in (k_scales, v_scales))
+    scales = (None if x is None else jnp.asarray(x) for x in (k_scales, v_scales, page_scales))
     operands = Operands(jnp.asarray(q), jnp.asarray(k_pages), jnp.asarray(v_pages), *tables, *scales)
     return results(plan, backend, interpret_or(interpret, backend), operands, sinks, save_residuals=save_residuals)
 
@@ -133,7 +137,14 @@ def results(
 
 
 def check_operands(
-    q: Any, k: Any, v: Any, sinks: Any, window: Any, *blocks: int | None, scales: tuple[Any, Any] = (None, None)
+    q: Any,
+    k: Any,
+    v: Any,
+    sinks: Any,
+    window: Any,
+    *blocks: int | None,
+    scales: tuple[Any, Any] = (None, None),
+    page_scales: Any = None,
 ) -> None:
     """Raise `ValueError` naming an operand or an option that is not as `attention` says; k and v are pages."""
     for name, x, axes in (
@@ -151,20 +162,27 @@ def check_operands(
         raise ValueError(f"q has {q.shape[1]} heads, which must be a multiple of the {k.shape[2]} heads of the pages")
     if str(q.dtype) not in FLOATS:
         raise ValueError(f"q must have a dtype of {FLOATS}, got {q.dtype}: cast with astype")
-    if any(x is not None for x in scales):
-        _check_scales(k, v, *scales)
+    if page_scales is not None:
+        _check_stored(k, v)
+        side_by_side.check(page_scales, k)
+    elif any(x is not None for x in scales):
+        _check_stored(k, v)
+        _check_scales(k, *scales)
     elif not q.dtype == k.dtype == v.dtype:
         also = "" if str(k.dtype) not in SCALED else ", or k_scales and v_scales, f32 [pages, page_size, heads]"
         raise ValueError(f"q and pages must have one dtype of {FLOATS}, got {q.dtype}, {k.dtype} and {v.dtype}{also}")
     check_options(q.shape[1], sinks, window, *blocks)
 
 
-def _check_scales(k: Any, v: Any, k_scales: Any, v_scales: Any) -> None:
+def _check_stored(k: Any, v: Any) -> None:
     if not (k.dtype == v.dtype and str(k.dtype) in SCALED):
         raise ValueError(
             f"k_pages and v_pages must have one dtype of {SCALED} with scales, got {k.dtype} and {v.dtype}: "
             "quantise them, or leave k_scales and v_scales out"
         )
+
+
+def _check_scales(k: Any, k_scales: Any, v_scales: Any) -> None:
     for name, x in (("k_scales", k_scales), ("v_scales", v_scales)):
         if x is None:
             raise ValueError(f"{name} must be given with the other's scales, f32 {list(k.shape[:3])}, got none")
@@ -185,6 +203,12 @@ def check_options(num_q_heads: int, sinks: Any, window: Any, *blocks: int | None
     for name, size in zip(("block_q", "block_kv"), blocks, strict=True):
         if size is not None and size <= 0:
             raise ValueError(f"{name} must be positive, got {size}")
+
+
+def refuse_f16(q: Any) -> None:
+    """Raise `NotImplementedError` where a TPU is asked for float16."""
+    if q.dtype == jnp.float16:
+        raise NotImplementedError("paged on a TPU does not support f16: the matrix unit multiplies no float16")
 
 
 def check_tables(kv_lens: Any, page_indices: Any, cu_q_lens: Any, num_seqs: Any) -> None:
@@ -215,6 +239,16 @@ def _check_backend(backend: Backend, block_kv: int | None, num_programs: int | N
         raise ValueError(f"block_kv must be a power of two of at least {SMALLEST} on a GPU, got {block_kv}")
     if num_programs is not None and num_programs <= 0:
         raise ValueError(f"num_programs must be positive or None (automatic), got {num_programs}")
+
+
+def _refuse_scales(backend: Backend, k_scales: Any, page_scales: Any) -> None:
+    """Scales in a layout that the back end does not read."""
+    if backend == "tpu" and k_scales is not None:
+        raise NotImplementedError("paged on a TPU does not support k_scales: page_scales=side_by_side(...) has both")
+    if backend == "gpu" and (k_scales is not None or page_scales is not None):
+        raise NotImplementedError("paged on a GPU does not support k_scales: pages are in the dtype of q")
+    if backend == "portable" and page_scales is not None:
+        raise NotImplementedError("paged in plain JAX does not support page_scales: give k_scales and v_scales")
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1, 2))

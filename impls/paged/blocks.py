@@ -7,6 +7,7 @@ their way while one is computed, across the border of two tiles and of two seque
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -21,6 +22,8 @@ LANES = 128
 SUBLANES = 8
 BUFFERS = 2
 """Blocks of pages that VMEM holds: one is computed, one is on its way."""
+LATENT_ROWS = 2048
+"""Queries times heads of a tile of latents: from there on its products take longer than its pages to come."""
 
 
 class Room(NamedTuple):
@@ -70,12 +73,16 @@ def room_of_chip() -> Room:
     return Room(vmem=DEFAULT_SCOPED, rows=3072, keys=2**20)
 
 
-def block_q_of(total_q: int, heads: int) -> int:
-    """Queries of a tile by default: as many as VMEM has room for, at most 128."""
-    return max(1, min(total_q, 128, room_of_chip().rows // heads))
+def block_q_of(total_q: int, heads: int, *, latent: bool = False) -> int:
+    """Queries of a tile by default: as many as VMEM has room for, at most 128.
+
+    A row of a latent of 512 + 64 takes 9.3 KiB, less than three times what a row at depth 128 takes.
+    """
+    rows = min(room_of_chip().rows // 3, LATENT_ROWS) if latent else room_of_chip().rows
+    return max(1, min(total_q, 128, rows // heads))
 
 
-def block_kv_of(num_kv_heads: int, depths: tuple[int, int], itemsize: int) -> int:
-    """Keys of a block by default: as many as VMEM has room for, from 16 to 512."""
-    h, v = (-(-depth // LANES) * LANES for depth in depths)
-    return max(16, min(512, room_of_chip().keys // (num_kv_heads * (h + v) * itemsize)))
+def block_kv_of(num_kv_heads: int, depths: Sequence[int], itemsize: int) -> int:
+    """Keys of a block by default: as many as VMEM has room for, from 16 to 512; of a latent there is but one depth."""
+    width = sum(-(-depth // LANES) * LANES for depth in depths)
+    return max(16, min(512, room_of_chip().keys // (num_kv_heads * width * itemsize)))

@@ -24,21 +24,30 @@ Copy = Any
 
 
 class Cache(NamedTuple):
-    """Refs of the pages, and where a block of them goes."""
+    """Refs of the pages, and where a block of them goes: keys, and values where they have pages of their own.
+
+    Tokens of a page that has its heads apart lie one behind the other in a buffer, `[BUFFERS, block, K, .]`. A page of
+    latents lies there as it is, `[BUFFERS, block_pages, page_size, .]`: tiles hold rows of it, and a copy must begin
+    with a tile, which not every token does.
+    """
 
     page_indices: Any  # SMEM [max_seqs * pages_per_seq]
-    k_pages: Any  # HBM [pages, page_size, K, H]
-    v_pages: Any  # HBM [pages, page_size, K, V]
-    k: Any  # VMEM [BUFFERS, block, K, H]
-    v: Any  # VMEM [BUFFERS, block, K, V]
-    arrived: Any  # semaphores [2, BUFFERS], of keys and of values
+    pages: tuple[Any, ...]  # HBM [pages, page_size, ...]
+    held: tuple[Any, ...]  # VMEM
+    arrived: Any  # semaphores [len(held), BUFFERS]
     pages_per_seq: int
+    block_pages: int
 
     @property
     def page_size(self) -> int:
         """Tokens of a page."""
-        size: int = self.k_pages.shape[1]
+        size: int = self.pages[0].shape[1]
         return size
+
+    @property
+    def block(self) -> int:
+        """Tokens of a block."""
+        return self.block_pages * self.page_size
 
 
 class Results(NamedTuple):
@@ -61,11 +70,11 @@ def start_block(cache: Cache, tiles: Tiles, blocks: Blocks, tile: Any, block: An
 
 def await_block(cache: Cache, tiles: Tiles, blocks: Blocks, tile: Any, block: Any) -> None:
     """Wait until all pages of a block have come: at once where it is whole, for a semaphore counts bytes."""
-    buffer, block_pages = buffer_of(blocks, tile, block), cache.k.shape[1] // cache.page_size
+    buffer, block_pages = buffer_of(blocks, tile, block), cache.block_pages
     whole = blocks.end[tile] - (blocks.slot[tile] + block * block_pages) >= block_pages
 
     def at_once() -> None:
-        for n, held in enumerate((cache.k, cache.v)):
+        for n, held in enumerate(cache.held):
             there = held.at[buffer]
             copy: Copy = pltpu.make_async_copy(there, there, cache.arrived.at[n, buffer])
             copy.wait()
@@ -78,15 +87,16 @@ def await_block(cache: Cache, tiles: Tiles, blocks: Blocks, tile: Any, block: An
 
 
 def _each_page(cache: Cache, tiles: Tiles, blocks: Blocks, tile: Any, block: Any, do: Callable[[Copy], None]) -> None:
-    size, block_pages = cache.page_size, cache.k.shape[1] // cache.page_size
+    size, block_pages = cache.page_size, cache.block_pages
     buffer = buffer_of(blocks, tile, block)
     slot = blocks.slot[tile] + block * block_pages
     entry = tiles.sequence[tile] * cache.pages_per_seq + slot
 
     def keys_and_values(number: Any, _: None) -> None:
         page = cache.page_indices[entry + number]
-        for n, (pages, held) in enumerate(((cache.k_pages, cache.k), (cache.v_pages, cache.v))):
-            place = held.at[buffer, pl.ds(number * size, size)]
+        for n, (pages, held) in enumerate(zip(cache.pages, cache.held, strict=True)):
+            whole = len(held.shape) > len(pages.shape)
+            place = held.at[buffer, number] if whole else held.at[buffer, pl.ds(number * size, size)]
             do(pltpu.make_async_copy(pages.at[page], place, cache.arrived.at[n, buffer]))
 
     def several(number: Any, _: None) -> None:

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Literal
+
+import jax
 
 from cases.case import SCALED_FEATURES, Case
 from conformance.contract import Accelerator, Arithmetic, Implementation
 from impls.paged.attention import Backend, attention
 from impls.paged.latent import latent_attention
+from impls.paged.scales import side_by_side
 from impls.paged.update import attention_with_update
 from impls.versions import runs_on
 
@@ -22,6 +26,8 @@ _JUDGED_ON: dict[Backend, dict[str, Any]] = {
     "tpu": _JUDGED,
     "gpu": {"block_q": 8, "block_kv": 32, "num_programs": 40},
 }
+# Units of a latent hold a part of a query's heads, or several queries'.
+_JUDGED_LATENTS: dict[Backend, dict[str, Any]] = {"portable": _JUDGED, "tpu": {**_JUDGED, "block_rows": 16}}
 _VARIANTS: dict[Backend, dict[str, dict[str, Any]]] = {
     "portable": {
         "default_blocks": {},
@@ -89,37 +95,59 @@ def _only_scaled(case: Case) -> str | None:
     return None if case.kv_cache else "k_scales: pages without scales, which are those of paged"
 
 
-def _accelerator(backend: Backend) -> Accelerator:
+def quantized_tpu(name: str) -> Implementation:
+    """The TPU kernel over pages with scales, and no others, under `name`."""
+    return dataclasses.replace(
+        implementation(name, backend="tpu"),
+        call=functools.partial(_over_scales, backend="tpu", **_JUDGED),
+        description="attention over int8 or fp8 pages with a scale of each token and head, in Pallas for TPU",
+        offers=SCALED_FEATURES,
+        supports_case=_only_scaled,
+        accelerator=_accelerator("tpu", _over_scales),
+        variants={
+            variant: functools.partial(_over_scales, backend="tpu", **changed)
+            for variant, changed in _VARIANTS["tpu"].items()
+        },
+    )
+
+
+def _over_scales(
+    q: Any, k_pages: Any, v_pages: Any, *, k_scales: jax.Array, v_scales: jax.Array, **options: Any
+) -> Any:
+    """The call of the contract. A server keeps scales in the kernel's layout: to change it touches all pages."""
+    return attention(q, k_pages, v_pages, page_scales=side_by_side(k_scales, v_scales), **options)
+
+
+def _accelerator(
+    backend: Backend, call: Callable[..., Any] = attention, judged: dict[str, Any] = _JUDGED
+) -> Accelerator:
     if backend == "portable":
         return Accelerator()
     return Accelerator(
         platform=backend,
         interpreted=not runs_on(backend),
-        native=functools.partial(attention, backend=backend, interpret=False),
-        under_interpreter=_interpreted_by if backend == "tpu" else None,
+        native=functools.partial(call, backend=backend, interpret=False),
+        under_interpreter=functools.partial(_interpreted_by, call, judged) if backend == "tpu" else None,
     )
 
 
-def _interpreted_by(parameters: Any) -> Any:
-    return functools.partial(attention, backend="tpu", **_JUDGED, interpret=parameters)
+def _interpreted_by(call: Callable[..., Any], judged: dict[str, Any], parameters: Any) -> Any:
+    return functools.partial(call, backend="tpu", **judged, interpret=parameters)
 
 
-def _of_latents(name: str) -> Implementation:
-    return Implementation(
-        name=name,
-        call=functools.partial(latent_attention, **_JUDGED),
-        description="latent attention in its absorbed form over latents in pages, in plain JAX",
-        arithmetic=Arithmetic(probabilities="input"),
-        differentiable_residuals=frozenset(),
-        gradients=frozenset(),
-        empty_rows="zero",
-        behind_mask="any",
+def latents(name: str, *, backend: Literal["portable", "tpu"] = "portable") -> Implementation:
+    """Latent attention over pages on `backend`, under `name`."""
+    judged = _JUDGED_LATENTS[backend]
+    return dataclasses.replace(
+        implementation(name, backend=backend),
+        call=functools.partial(latent_attention, backend=backend, **judged),
+        description=f"latent attention in its absorbed form over latents in pages, {_DESCRIPTIONS[backend]}",
         storage="latent_pages",
-        refuses_by_signature=True,
-        memory="linear",
+        memory="linear" if backend == "portable" else None,
+        accelerator=_accelerator(backend, latent_attention, judged),
         variants={
-            variant: functools.partial(latent_attention, **changed)
-            for variant, changed in _VARIANTS["portable"].items()
+            variant: functools.partial(latent_attention, backend=backend, **changed)
+            for variant, changed in _VARIANTS[backend].items()
         },
     )
 
@@ -129,6 +157,8 @@ IMPLEMENTATIONS: tuple[Implementation, ...] = (
     implementation("paged_tpu", backend="tpu"),
     implementation("paged_gpu", backend="gpu"),
     _updating("paged_update"),
-    _of_latents("paged_latent"),
+    latents("paged_latent"),
+    latents("paged_latent_tpu", backend="tpu"),
     _scaled("paged_quantized"),
+    quantized_tpu("paged_quantized_tpu"),
 )

@@ -12,6 +12,9 @@ m, l and the sum of (6) are kept for the keys so far, as in `impls.paged.portabl
 Heads of one group are rows of one product with the keys that they share. Rows are a tile's queries times the heads of
 a group, `row = i * G + g`. A tile of one query, as in decoding, is computed with the rows of one query.
 
+All heads are one group of a latent, and its first coordinates are the values. So a block of latents is read where it
+was copied to, for keys and for values, and nothing is taken apart. Its rows are many, and are computed some at a time.
+
 z and m are counted in units of log 2, and l is kept for each lane by itself until the end, as in
 `impls.splash_tpu.forward`. That, values instead of references between heads, and no mask where every query sees the
 whole block: by the compiler's schedule on v5e, four heads over 512 keys take 841 cycles for one query, where they took
@@ -45,11 +48,24 @@ class Heads(NamedTuple):
     """Refs in VMEM, head by head."""
 
     q: Any  # [K, rows, H]
-    k: Any  # [K, block, H]
-    v: Any  # [K, block, V]
     out: Any  # [K, rows, V] f32, the sum of (6)
     max: Any  # [K, rows, LANES] f32, m in units of log 2
     sum: Any  # [K, rows, LANES] f32, whose lanes add up to l
+    k: Any = None  # [K, block, H], none for latents
+    v: Any = None  # [K, block, V]
+    scales: Any = None  # [W, block] f32, of the keys of each head and of the values of each, none without scales
+
+
+class Units(NamedTuple):
+    """What is computed one after the other of a block, each with its keys: heads, or rows of a latent."""
+
+    total: int
+    rows: int  # of each
+    place: Callable[[Any], tuple[Any, Any]]  # by number, head and rows in the arrays of `Heads`
+    keys: Callable[[Any], tuple[jax.Array, jax.Array]]  # by number, [block, H] and [block, V]
+    # Multiply by the scale of each key of a unit, and by that of each value, along the last axis.
+    of_keys: Callable[[Any, Any], Any] = lambda number, x: x
+    of_values: Callable[[Any, Any], Any] = lambda number, x: x
 
 
 class Tile(NamedTuple):
@@ -90,11 +106,13 @@ def compute_tile(
         pl.when(next_tile < tiles.total)(functools.partial(start_block, cache, tiles, blocks, next_tile, next_block))
         await_block(cache, tiles, blocks, number, block)
         start = (blocks.slot[number] + block * plan.block_pages) * cache.page_size
-        _take_heads_apart(plan, tile, cache, heads, buffer_of(blocks, number, block), start)
-        tile.sized(functools.partial(_add, plan, tile, heads, start))
+        buffer = buffer_of(blocks, number, block)
+        take_block = _clear_latents if heads.k is None else _take_heads_apart
+        take_block(plan, tile, cache, heads, buffer, start)
+        tile.sized(functools.partial(_add, plan, tile, cache, heads, buffer, start))
 
     tile.sized(take)
-    tile.sized(functools.partial(_clear, tile, heads))
+    tile.sized(functools.partial(_clear, plan, tile, heads))
     lax.fori_loop(jnp.int32(0), blocks.length[number], with_block, None)
     # The rows of the tile before must have left the place where those of this one go.
     pl.when(number > 0)(lambda: await_rows(results, tiles, jnp.maximum(number - 1, 0)))
@@ -103,21 +121,22 @@ def compute_tile(
     pl.when(number == tiles.total - 1)(functools.partial(await_rows, results, tiles, number))
 
 
-def _clear(tile: Tile, heads: Heads, size: int) -> None:
+def _clear(plan: PagedPlan, tile: Tile, heads: Heads, size: int) -> None:
     """A softmax of no keys, of the rows of `size` queries."""
-    rows = _rows(size, tile.group)
+    rows = rows_of(plan, size, tile.group)
     for ref, value in ((heads.out, 0.0), (heads.max, NOTHING), (heads.sum, 0.0)):
         ref[:, :rows] = jnp.full((ref.shape[0], rows, ref.shape[2]), value, jnp.float32)
 
 
-def _rows(size: int, group: int) -> int:
-    """Rows that are computed for so many queries; those that only fill a register are never given."""
-    return -(-size * group // SUBLANES) * SUBLANES
+def rows_of(plan: PagedPlan, size: int, group: int) -> int:
+    """Rows that are computed for so many queries; those that only fill a register, or a unit, are never given."""
+    rows, some = -(-size * group // SUBLANES) * SUBLANES, plan.block_rows
+    return -(-rows // some) * some if 0 < some < rows else rows
 
 
 def _take_heads_apart(plan: PagedPlan, tile: Tile, cache: Cache, heads: Heads, buffer: Any, start: Any) -> None:
     """The keys and values of a block, which come with all heads of a token together; the first is key `start`."""
-    block = heads.k.shape[1]
+    block = cache.block
     together = TOGETHER if block % TOGETHER == 0 else block
     low, _ = run_of_keys(plan, tile.position)
     _, high = run_of_keys(plan, tile.position + (tile.queries - 1))
@@ -125,7 +144,8 @@ def _take_heads_apart(plan: PagedPlan, tile: Tile, cache: Cache, heads: Heads, b
     def taken(clear: bool) -> None:
         def some(number: Any, _: None) -> None:
             at = pl.ds(pl.multiple_of(number * together, together), together)
-            k, v = cache.k[buffer, at], cache.v[buffer, at]  # [together, K, .]
+            # Stored numbers with scales are exact in the dtype of q: int8 and fp8 have fewer bits than bf16.
+            k, v = (_like(held[buffer, at], heads.k.dtype) for held in cache.held[:2])  # [together, K, .]
             if clear:
                 j = start + number * together + lax.broadcasted_iota(jnp.int32, v.shape, 0)
                 v = jnp.where((j >= low) & (j < high), v.astype(jnp.float32), 0.0).astype(v.dtype)
@@ -133,57 +153,125 @@ def _take_heads_apart(plan: PagedPlan, tile: Tile, cache: Cache, heads: Heads, b
 
         lax.fori_loop(jnp.int32(0), jnp.int32(block // together), some, None)
 
+    if heads.scales is not None:
+        _take_scales(cache, heads, buffer, start, (low, high))
     # What no query sees may be NaN, and 0 * NaN is not 0. That includes pages that were not copied.
     seen = (start >= low) & (start + block <= high)
     pl.when(seen)(functools.partial(taken, clear=False))
     pl.when(jnp.logical_not(seen))(functools.partial(taken, clear=True))
 
 
-def _add(plan: PagedPlan, tile: Tile, heads: Heads, start: Any, size: int) -> None:
+def _like(x: jax.Array, dtype: Any) -> jax.Array:
+    return x if x.dtype == dtype else x.astype(jnp.float32).astype(dtype)
+
+
+def _take_scales(cache: Cache, heads: Heads, buffer: Any, start: Any, seen: tuple[Any, Any]) -> None:
+    """The scales of a block, turned so that its tokens are the lanes, as they are of logits and weights."""
+    scales = cache.held[2][buffer].reshape(cache.block, -1).T  # [W, block]
+    j = start + lax.broadcasted_iota(jnp.int32, scales.shape, 1)
+    heads.scales[...] = jnp.where((j >= seen[0]) & (j < seen[1]), scales, 0.0)
+
+
+def _clear_latents(plan: PagedPlan, tile: Tile, cache: Cache, heads: Heads, buffer: Any, start: Any) -> None:
+    """Zeros for the latents of a block that no query sees, as for such values; the others stay where they are."""
+    del heads
+    (held,) = cache.held
+    size = cache.page_size
+    low, _ = run_of_keys(plan, tile.position)
+    _, high = run_of_keys(plan, tile.position + (tile.queries - 1))
+
+    @pl.when((start < low) | (start + cache.block > high))
+    def cleared() -> None:
+        def page(number: Any, _: None) -> None:
+            latent = held[buffer, number]  # [page_size, H]
+            j = start + number * size + lax.broadcasted_iota(jnp.int32, latent.shape, 0)
+            seen = (j >= low) & (j < high)
+            held[buffer, number] = jnp.where(seen, latent.astype(jnp.float32), 0.0).astype(latent.dtype)
+
+        lax.fori_loop(jnp.int32(0), jnp.int32(cache.block_pages), page, None)
+
+
+def _units(plan: PagedPlan, cache: Cache, heads: Heads, buffer: Any, rows: int) -> Units:
+    """The heads of a block that was taken apart, or the rows of a tile of latents."""
+    if heads.k is not None:
+        total = heads.k.shape[0]
+        units = Units(total, rows, lambda h: (h, slice(rows)), lambda h: (heads.k[h], heads.v[h]))
+        if heads.scales is None:
+            return units
+        return units._replace(
+            of_keys=lambda h, x: x * heads.scales[pl.ds(h, 1), :],
+            of_values=lambda h, x: x * heads.scales[pl.ds(total + h, 1), :],
+        )
+    some = min(rows, plan.block_rows)
+
+    def latents(number: Any) -> tuple[jax.Array, jax.Array]:
+        del number
+        k = cache.held[0][buffer].reshape(cache.block, -1)
+        return k, k[:, : plan.value_dim]
+
+    return Units(rows // some, some, lambda n: (0, pl.ds(pl.multiple_of(n * some, some), some)), latents)
+
+
+def _add(plan: PagedPlan, tile: Tile, cache: Cache, heads: Heads, buffer: Any, start: Any, size: int) -> None:
     """Add the keys of one block, the first of which is key `start`, to the running softmax of `size` queries."""
-    rows, block = _rows(size, tile.group), heads.k.shape[1]
-    shape = (rows, block)
+    rows, block = rows_of(plan, size, tile.group), cache.block
+    units = _units(plan, cache, heads, buffer, rows)
+    shape = (units.rows, block)
+
+    def sees(first: Any) -> jax.Array:
+        # Rows past the tile's queries see what its last query sees.
+        i = (first + lax.broadcasted_iota(jnp.int32, shape, 0)) // jnp.int32(tile.group)
+        j = start + lax.broadcasted_iota(jnp.int32, shape, 1)
+        return allowed(plan, tile.position + jnp.minimum(i, tile.queries - 1), j)
 
     def seen_in_part() -> None:
-        # Rows past the tile's queries see what its last query sees.
-        i = jnp.minimum(lax.broadcasted_iota(jnp.int32, shape, 0) // jnp.int32(tile.group), tile.queries - 1)
-        sees = allowed(plan, tile.position + i, start + lax.broadcasted_iota(jnp.int32, shape, 1))
-        _add_heads(plan, heads, rows, lambda z: jnp.where(sees, z, -jnp.inf))  # (3)
+        of_all = sees(0) if units.rows == rows else None
+
+        def masked(number: Any, z: jax.Array) -> jax.Array:
+            return jnp.where(sees(number * units.rows) if of_all is None else of_all, z, -jnp.inf)  # (3)
+
+        _add_units(plan, heads, units, block, masked)
 
     low, _ = run_of_keys(plan, tile.position + (tile.queries - 1))
     _, high = run_of_keys(plan, tile.position)
     seen = (start >= low) & (start + block <= high)  # by every query
-    pl.when(seen)(functools.partial(_add_heads, plan, heads, rows, lambda z: z))
+    pl.when(seen)(functools.partial(_add_units, plan, heads, units, block, lambda n, z: z))
     pl.when(jnp.logical_not(seen))(seen_in_part)
 
 
-def _add_heads(plan: PagedPlan, heads: Heads, rows: int, masked: Callable[[jax.Array], jax.Array]) -> None:
-    """The same head by head. The products of each are there before the softmax of the one before begins."""
-    num_kv_heads, block, depth_v = heads.v.shape
-    several = HEADS if num_kv_heads % HEADS == 0 else 1
+def _add_units(
+    plan: PagedPlan, heads: Heads, units: Units, block: int, masked: Callable[[Any, jax.Array], jax.Array]
+) -> None:
+    """The same unit by unit. The products of each are there before the softmax of the one before begins."""
+    depth_v = heads.out.shape[2]
+    several = HEADS if units.total % HEADS == 0 else 1
 
-    def products_of(h: Any) -> jax.Array:
-        return _product(heads.q[h, :rows], heads.k[h], 1)  # [rows, block]
+    def products_of(number: Any) -> jax.Array:
+        return _product(heads.q[units.place(number)], units.keys(number)[0], 1)  # [rows, block]
 
-    def of_heads(number: Any, _: None) -> None:
+    def of_units(number: Any, _: None) -> None:
         these = [number * several + n for n in range(several)]
-        # Values and not references between heads: the compiler does not reorder what it stores and loads.
-        softmax = [tuple(ref[h, :rows] for ref in (heads.max, heads.sum, heads.out)) for h in these]
+        # Values and not references between units: the compiler does not reorder what it stores and loads.
+        softmax = [tuple(ref[units.place(this)] for ref in (heads.max, heads.sum, heads.out)) for this in these]
         coming = products_of(these[0])
-        for n, h in enumerate(these):
+        for n, this in enumerate(these):
             products, (before, total, acc) = coming, softmax[n]
             if n + 1 < several:
                 coming = products_of(these[n + 1])
-            z = masked(capped(plan, products, LOG_2))  # (1), (2), (3)
+            z = capped(plan, products, LOG_2, functools.partial(units.of_keys, this))  # (1), (2)
+            z = masked(this, z)  # (3)
             top = jnp.maximum(before, z.max(axis=-1, keepdims=True))  # (4)
             weights, decay = jnp.exp2(z - across(top, block)), jnp.exp2(before - top)
-            v = heads.v[h]
-            acc = acc * across(decay, depth_v) + _product(weights.astype(v.dtype), v, 0)  # (6)
+            values = units.keys(this)[1]
+            acc = acc * across(decay, depth_v) + _product(
+                units.of_values(this, weights).astype(values.dtype), values, 0
+            )  # (6)
             softmax[n] = top, total * decay + _sums(weights), acc  # (5)
-        for h, found in zip(these, softmax, strict=True):
-            heads.max[h, :rows], heads.sum[h, :rows], heads.out[h, :rows] = found
+        for this, found in zip(these, softmax, strict=True):
+            place = units.place(this)
+            heads.max[place], heads.sum[place], heads.out[place] = found
 
-    lax.fori_loop(jnp.int32(0), jnp.int32(num_kv_heads // several), of_heads, None)
+    lax.fori_loop(jnp.int32(0), jnp.int32(units.total // several), of_units, None)
 
 
 def _sums(weights: jax.Array) -> jax.Array:

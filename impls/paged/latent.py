@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 
 from conformance.contract import FLOATS
-from impls.paged.attention import BLOCK_KV, BLOCK_Q, check_options, check_tables, results
+from impls.paged.attention import BLOCK_KV, BLOCK_Q, check_options, check_tables, refuse_f16, results
+from impls.paged.blocks import block_kv_of, block_q_of
 from impls.paged.plan import Operands, PagedPlan
+from impls.versions import interpret_or
+
+BLOCK_ROWS = 256
+"""The side of the largest matrix unit. By the compiler's schedule, 512 queries of each of four sequences of 4,096
+latents in pages of 64 take 22,660 kilocycles on v5e and 11,769 on v6e with 128, 22,322 and 9,023 with 256, and 21,328
+and 8,077 with 512, which was not compiled for the others."""
 
 
 def latent_attention(
@@ -27,8 +34,11 @@ def latent_attention(
     soft_cap: float | None = None,
     sinks: jax.Array | None = None,
     save_residuals: bool = False,
-    block_q: int = BLOCK_Q,
-    block_kv: int = BLOCK_KV,
+    backend: Literal["portable", "tpu"] = "portable",
+    block_q: int | None = None,
+    block_kv: int | None = None,
+    block_rows: int = BLOCK_ROWS,
+    interpret: Any = None,
 ) -> Any:
     """Causal attention of packed queries to one latent for all heads, in pages (docs/contract.md, section 8).
 
@@ -49,8 +59,13 @@ def latent_attention(
       soft_cap: logits become `soft_cap * tanh(logits / soft_cap)`.
       sinks: `[N]`, one more logit in each query head's softmax denominator.
       save_residuals: also return `logsumexp` and `max_logits`.
+      backend: `"portable"` JAX, or the Pallas kernel for `"tpu"`. It reads pages where they lie if they lie row by
+        row, as XLA lays them out where `H` is a multiple of 128 and `page_size` one of 8. Others are copied first, all
+        of them. So 512 + 64 are best stored 640 wide, with zeros behind them as behind q, which takes no more memory.
       block_q: queries of a tile.
       block_kv: latents that are read together, rounded up to whole pages.
+      block_rows: queries times heads that are computed at a time on a TPU, a multiple of 16.
+      interpret: as `pallas_call` takes it; by default true unless the process runs on a TPU.
 
     Returns:
       `out [total_q, N, value_dim]` in q's dtype, or `(out, {"logsumexp": ..., "max_logits": ...})`, both f32
@@ -58,10 +73,19 @@ def latent_attention(
 
     Raises:
       ValueError: an operand or an option is not as above; the message names it.
-      NotImplementedError: differentiation.
+      NotImplementedError: differentiation, or float16 on a TPU.
     """
     _check(q, latent_pages, value_dim, scale, sinks, window, block_q, block_kv)
     check_tables(kv_lens, page_indices, cu_q_lens, num_seqs)
+    if backend not in ("portable", "tpu"):
+        raise ValueError(f"backend must be portable or tpu, got {backend!r}")
+    if block_rows <= 0 or block_rows % 16:
+        raise ValueError(f"block_rows must be a positive multiple of 16, got {block_rows}")
+    if backend == "tpu":
+        refuse_f16(q)
+        block_q = block_q or block_q_of(*q.shape[:2], latent=True)
+        block_kv = block_kv or block_kv_of(1, latent_pages.shape[2:], q.dtype.itemsize)
+    block_q, block_kv = block_q or BLOCK_Q, block_kv or BLOCK_KV
     plan = PagedPlan(
         left=None if window is None else window[0],
         scale=float(scale),
@@ -69,13 +93,14 @@ def latent_attention(
         block_q=min(block_q, q.shape[0]),
         block_pages=min(-(-block_kv // latent_pages.shape[1]), page_indices.shape[1]),
         value_dim=value_dim,
+        block_rows=block_rows,
     )
     tables = (jnp.asarray(x, jnp.int32) for x in (kv_lens, page_indices, cu_q_lens, num_seqs))
     operands = Operands(jnp.asarray(q), jnp.asarray(latent_pages)[:, :, None], None, *tables)
-    return results(plan, "portable", False, operands, sinks, save_residuals=save_residuals)
+    return results(plan, backend, interpret_or(interpret, backend), operands, sinks, save_residuals=save_residuals)
 
 
-def _check(q: Any, latent: Any, value_dim: int, scale: float, sinks: Any, window: Any, *blocks: int) -> None:
+def _check(q: Any, latent: Any, value_dim: int, scale: float, sinks: Any, window: Any, *blocks: int | None) -> None:
     for name, x, axes in (
         ("q", q, "[total_q, heads, depth]"),
         ("latent_pages", latent, "[pages, page_size, depth]"),

@@ -8,6 +8,7 @@ that follow one another.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -25,6 +26,7 @@ class PagedPlan:
       block_q: queries of a tile, all of one sequence.
       block_pages: pages that are read together.
       value_dim: how many coordinates of a key, the first ones, are its value; none where values have their own pages.
+      block_rows: queries times heads of a latent that are computed at a time on a TPU.
       block_keys: keys that are read together on a GPU, wherever pages end; a power of two.
       programs: how many programs share all keys on a GPU, for each key/value head; none for as many as fill it.
     """
@@ -35,6 +37,7 @@ class PagedPlan:
     block_q: int
     block_pages: int
     value_dim: int | None = None
+    block_rows: int = 0
     block_keys: int = 0
     programs: int | None = None
 
@@ -51,6 +54,7 @@ class Operands(NamedTuple):
     num_seqs: jax.Array  # int32 [1]
     k_scales: jax.Array | None = None  # f32 [pages, page_size, K], none if pages are what they mean
     v_scales: jax.Array | None = None
+    page_scales: jax.Array | None = None  # f32 [pages, page_size, W], both side by side (`impls.paged.scales`)
 
 
 def run_of_keys(plan: PagedPlan, position: Any) -> tuple[Any, Any]:
@@ -71,8 +75,11 @@ def allowed(plan: PagedPlan, position: Any, j: Any) -> Any:
     return (j >= low) & (j < high)
 
 
-def capped(plan: PagedPlan, products: jax.Array, unit: float = 1.0) -> jax.Array:
-    """Logits of products `<q, k>`, counted in `unit`."""
+def capped(
+    plan: PagedPlan, products: jax.Array, unit: float = 1.0, of_keys: Callable[[Any], Any] = lambda scale: scale
+) -> jax.Array:
+    """Logits of products `<q, k>`, counted in `unit`; `of_keys` multiplies the scale by that of each key."""
     if plan.soft_cap is None:
-        return products * jnp.float32(plan.scale / unit)  # (1)
-    return jnp.float32(plan.soft_cap / unit) * jnp.tanh(products * jnp.float32(plan.scale / plan.soft_cap))  # (1), (2)
+        return products * of_keys(jnp.float32(plan.scale / unit))  # (1)
+    bent = jnp.tanh(products * of_keys(jnp.float32(plan.scale / plan.soft_cap)))
+    return jnp.float32(plan.soft_cap / unit) * bent  # (1), (2)

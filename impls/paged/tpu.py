@@ -19,9 +19,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from impls.merging import Part
-from impls.paged.blocks import BUFFERS, LANES, SUBLANES, Blocks, blocks_of, room_of_chip
+from impls.paged.blocks import BUFFERS, LANES, Blocks, blocks_of, room_of_chip
 from impls.paged.copies import Cache, Results
-from impls.paged.kernel import Heads, compute_tile
+from impls.paged.kernel import Heads, compute_tile, rows_of
 from impls.paged.plan import Operands, PagedPlan
 from impls.paged.schedule import Tiles, tiles_of
 from impls.varying import shapes_varying, varying_axes, varying_over
@@ -29,17 +29,16 @@ from impls.varying import shapes_varying, varying_axes, varying_over
 
 def attend(plan: PagedPlan, operands: Operands, *, interpret: Any) -> Part:
     """The part over every key that a query sees, arrays `[total_q, N, .]`; past the last sequence it is empty."""
-    assert operands.v_pages is not None  # there is no kernel for latents yet
     total, heads, depth = operands.q.shape
-    depth_v = operands.v_pages.shape[3]
+    depth_v = _depth_v(plan, operands)
     tiles = tiles_of(operands, plan.block_q)
     blocks = blocks_of(plan, operands, tiles)
     # As much longer as a tile that begins with the last query.
     q = jnp.pad(operands.q, ((0, plan.block_q), (0, 0), (0, 0)))
     scalars = (operands.page_indices.reshape(-1), *tiles[1:], *blocks)
-    arrays = (q, operands.k_pages, operands.v_pages)
+    arrays = (q, *_pages(operands))
     scalars, arrays = varying_over((scalars, arrays), varying_axes((scalars, arrays)))
-    kernel = functools.partial(_kernel, plan, operands.page_indices.shape[1])
+    kernel = functools.partial(_kernel, plan, operands.page_indices.shape[1], len(arrays) - 1)
     anywhere = pl.BlockSpec(memory_space=pl.ANY)
     of_tile = tuple(pl.Element(size) for size in (plan.block_q, heads, depth))
     out, statistics = pl.pallas_call(
@@ -48,7 +47,10 @@ def attend(plan: PagedPlan, operands: Operands, *, interpret: Any) -> Part:
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(scalars),
             grid=(tiles.total,),
-            in_specs=[pl.BlockSpec(of_tile, lambda tile, table, sequence, row, *_: (row[tile], 0, 0))] + [anywhere] * 2,
+            in_specs=[
+                pl.BlockSpec(of_tile, lambda tile, table, sequence, row, *_: (row[tile], 0, 0)),
+                *[anywhere] * len(arrays[1:]),
+            ],
             out_specs=[anywhere] * 2,
             scratch_shapes=_scratch(plan, operands),
         ),
@@ -64,38 +66,62 @@ def attend(plan: PagedPlan, operands: Operands, *, interpret: Any) -> Part:
     )
 
 
+def _depth_v(plan: PagedPlan, operands: Operands) -> int:
+    if operands.v_pages is not None:
+        return int(operands.v_pages.shape[3])
+    assert plan.value_dim is not None
+    return plan.value_dim
+
+
+def _pages(operands: Operands) -> tuple[jax.Array, ...]:
+    """What is copied page by page. A latent has no axis of heads, so that its tokens fill tiles."""
+    if operands.v_pages is None:
+        return (operands.k_pages[:, :, 0],)
+    scales = () if operands.page_scales is None else (operands.page_scales,)
+    return operands.k_pages, operands.v_pages, *scales
+
+
 def _scratch(plan: PagedPlan, operands: Operands) -> list[Any]:
     """Memory of the kernel, in the order of `_kernel`."""
-    assert operands.v_pages is not None
     _, heads, depth = operands.q.shape
-    _, page_size, num_kv_heads, depth_v = operands.v_pages.shape
+    _, page_size, num_kv_heads, _ = operands.k_pages.shape
     dtype = operands.q.dtype
-    rows = -(-plan.block_q * (heads // num_kv_heads) // SUBLANES) * SUBLANES
+    rows = rows_of(plan, plan.block_q, heads // num_kv_heads)
     block = plan.block_pages * page_size
-    pages = (BUFFERS, block, num_kv_heads)
+    depth_v = _depth_v(plan, operands)
+    if operands.v_pages is None:
+        held = [pltpu.VMEM((BUFFERS, plan.block_pages, page_size, depth), dtype)]
+        apart = []
+    else:
+        stored = operands.k_pages.dtype
+        held = [pltpu.VMEM((BUFFERS, block, num_kv_heads, width), stored) for width in (depth, depth_v)]
+        apart = [pltpu.VMEM((num_kv_heads, block, width), dtype) for width in (depth, depth_v)]
+    if operands.page_scales is not None:
+        lanes = operands.page_scales.shape[2]
+        held.append(pltpu.VMEM((BUFFERS, plan.block_pages, page_size, lanes), jnp.float32))
+        apart.append(pltpu.VMEM((lanes, block), jnp.float32))
     return [
-        pltpu.VMEM((*pages, depth), dtype),
-        pltpu.VMEM((*pages, depth_v), dtype),
-        pltpu.SemaphoreType.DMA((2, BUFFERS)),
+        *held,
+        pltpu.SemaphoreType.DMA((len(held), BUFFERS)),
         pltpu.VMEM((num_kv_heads, rows, depth), dtype),
-        pltpu.VMEM((num_kv_heads, block, depth), dtype),
-        pltpu.VMEM((num_kv_heads, block, depth_v), dtype),
         *(pltpu.VMEM((num_kv_heads, rows, width), jnp.float32) for width in (depth_v, LANES, LANES)),
+        *apart,
         *(pltpu.VMEM((plan.block_q, heads, width), jnp.float32) for width in (depth_v, LANES)),
         pltpu.SemaphoreType.DMA((2,)),
     ]
 
 
-def _kernel(plan: PagedPlan, pages_per_seq: int, page_indices: Any, *refs: Any) -> None:
-    scalars, refs = refs[: _TILES + _BLOCKS], refs[_TILES + _BLOCKS :]
+def _kernel(plan: PagedPlan, pages_per_seq: int, copied: int, page_indices: Any, *refs: Any) -> None:
+    scalars, (q, *arrays) = refs[: _TILES + _BLOCKS], refs[_TILES + _BLOCKS :]
+    pages, (out, statistics, *scratch) = arrays[:copied], arrays[copied:]
+    held, (arrived, *heads, tile_out, tile_statistics, written) = scratch[:copied], scratch[copied:]
     steps: Any = pl.num_programs(0)
-    q, k_pages, v_pages, out, statistics, k, v, arrived, *heads, tile_out, tile_statistics, written = refs
     compute_tile(
         plan,
         Tiles(steps, *scalars[:_TILES]),
         Blocks(*scalars[_TILES:]),
         q,
-        Cache(page_indices, k_pages, v_pages, k, v, arrived, pages_per_seq),
+        Cache(page_indices, tuple(pages), tuple(held), arrived, pages_per_seq, plan.block_pages),
         Heads(*heads),
         Results((tile_out, tile_statistics), (out, statistics), written),
     )

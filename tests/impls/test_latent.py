@@ -40,6 +40,8 @@ def judged(name: str, case: str, *checks: str) -> list[Record]:
             "forward residuals independence memory",
             marks=pytest.mark.long,
         ),
+        ("paged_latent_tpu", f"{MIXED}/dominant/s0", "forward residuals poison"),
+        pytest.param("paged_latent_tpu", REAL, "forward poison", marks=pytest.mark.long),
         ("block_flash_latent", TRAIN, "forward gradients gradients_lse poison"),
     ],
 )
@@ -86,6 +88,8 @@ def call(**changed: Any) -> Any:
         ({"sinks": jnp.ones(3)}, "sinks must have shape"),
         ({"window": (2, 1)}, r"window must be \(left, 0\)"),
         ({"block_kv": 0}, "block_kv must be positive"),
+        ({"backend": "gpu"}, "backend must be portable or tpu"),
+        ({"block_rows": 24}, "block_rows must be a positive multiple of 16"),
         ({"kv_lens": jnp.ones(3, jnp.int32)}, "page_indices must have shape"),
     ],
 )

@@ -200,6 +200,8 @@ OF_JAX = "decode/f32/B3.T1.S48.N4.K2.H64.V64/own-linf-48-33-15/softcap30/kvint8-
     [
         ("paged_quantized", MIXED, "forward residuals poison independence"),
         pytest.param("paged_quantized", DECODE, "forward residuals poison independence", marks=pytest.mark.long),
+        ("paged_quantized_tpu", MIXED, "forward residuals poison"),
+        pytest.param("paged_quantized_tpu", DECODE, "forward residuals poison", marks=pytest.mark.long),
         ("jax_paged_tpu", OF_JAX, "forward poison independence"),
         pytest.param("jax_paged_gpu", OF_JAX.replace("int8", "fp8"), "forward poison", marks=pytest.mark.long),
     ],
@@ -230,6 +232,11 @@ SCALES: dict[str, Any] = {"k_scales": jnp.ones((6, 4, 2)), "v_scales": jnp.ones(
             r"v_scales must have shape \(6, 4, 2\), .* got \(6, 4, 1\)",
         ),
         ({**BYTES, **SCALES, "k_scales": jnp.ones((6, 4, 2), jnp.int8)}, "k_scales must be float32, got int8: cast"),
+        (
+            {**BYTES, "page_scales": jnp.ones((6, 4, 64))},
+            r"page_scales must have shape \[6, 4, a multiple of 128\], .* got \(6, 4, 64\)",
+        ),
+        ({**BYTES, "page_scales": jnp.ones((6, 4, 128), jnp.int8)}, "page_scales must be float32, got int8: cast"),
     ],
 )
 def test_what_is_wrong_of_scales_is_named(changed: dict[str, Any], message: str) -> None:
@@ -237,9 +244,11 @@ def test_what_is_wrong_of_scales_is_named(changed: dict[str, Any], message: str)
         call(**changed)
 
 
-def test_scales_are_for_pages_that_are_read_off_a_tpu() -> None:
+def test_scales_are_taken_in_the_layout_of_the_back_end_and_of_pages_that_are_read() -> None:
     with pytest.raises(NotImplementedError, match="paged on a TPU does not support k_scales"):
         call(**BYTES, **SCALES, backend="tpu")
+    with pytest.raises(NotImplementedError, match="paged in plain JAX does not support page_scales"):
+        call(**BYTES, page_scales=paged.side_by_side(**SCALES))
     new = jnp.ones((2, 2, 8))
     with pytest.raises(NotImplementedError, match=r"k_scales: .* pages with scales are read alone"):
         paged.attention_with_update(jnp.ones((2, 4, 8)), k=new, v=new, **BYTES, **SCALES, **TABLES)
