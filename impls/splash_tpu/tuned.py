@@ -55,9 +55,9 @@ def span(mask: Mask, kv_length: int) -> int:
 def look_up(mask: Mask, kv_length: int, depths: Depths, *, plain: bool) -> BlockSizes:
     """The block sizes of each phase for the chip that is traced for, those of the likest call in the table.
 
-    The backward is fused where the table says that of the likest call. Nothing was tuned with segments, a cap or a
-    stored mask: such calls have separate kernels, which leave out more of what is hidden. In an interpreter, where
-    there is no chip, blocks are 512 by 512, and the backward is fused where it is on any chip.
+    The backward is fused where the table says that of the likest call, whatever else the call has: with segments, caps
+    and stored masks the fused kernel gains as much, in the same blocks of 512 by 512. In an interpreter, where there is
+    no chip, blocks are 512 by 512, and the backward is fused where it is on any chip.
 
     Args:
       mask: of the call.
@@ -69,21 +69,20 @@ def look_up(mask: Mask, kv_length: int, depths: Depths, *, plain: bool) -> Block
     keys = span(mask, kv_length)
     if not kind:
         likest = (_likest(device, keys, kv_length, depths) for device in sorted({entry.device for entry in _ENTRIES}))
-        return BlockSizes(fused_backward=plain and any(_is_fused(one) for one in likest if one is not None))
+        return BlockSizes(fused_backward=any(_is_fused(one) for one in likest if one is not None))
     settings = _likest(kind, keys, kv_length, depths)
     if settings is None:
         return BlockSizes()
     limit = limit_of(None).bytes if plain else DEFAULT_SCOPED - _ROOM
 
-    def fits(phase: str, blocks: Blocks, *, fused: bool = False) -> bool:
-        return vmem_bytes(phase, blocks, depths, stored_mask=not plain, fused=fused) <= limit
+    def fitting(kernel: str) -> Blocks:
+        blocks, fused = Blocks(**settings[kernel]), kernel == "fused"
+        phase = "dkv" if fused else kernel
+        fits = vmem_bytes(phase, blocks, depths, stored_mask=not plain, fused=fused) <= limit
+        return blocks if fits else Blocks()
 
-    def fitting(phase: str) -> Blocks:
-        blocks = Blocks(**settings[phase])
-        return blocks if fits(phase, blocks) else Blocks()
-
-    if plain and _is_fused(settings) and fits("dkv", Blocks(**settings["fused"]), fused=True):
-        return BlockSizes(fitting("forward"), Blocks(**settings["fused"]), fused_backward=True)
+    if _is_fused(settings):
+        return BlockSizes(fitting("forward"), fitting("fused"), fused_backward=True)
     return BlockSizes(fitting("forward"), fitting("dkv"), fitting("dq"))
 
 

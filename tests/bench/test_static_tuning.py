@@ -96,7 +96,7 @@ def test_one_kernel_is_taken_for_two_where_all_of_it_is_far_shorter(
     (choice,) = choose("backward").values()
     assert choice.setting == {"fused": fused}
     separate, other = choice.estimates
-    assert (separate.cycles, separate.beside) == (pytest.approx(8517.12), 0)  # dq has the part that is in force
+    assert separate.whole == pytest.approx(8517.12)  # dq has the part that is in force
     # dq is cleared in f32, read, and written in bf16; each of four key blocks waits for one of its four blocks.
     crossing = 2048 * 128 * (4 + 4 + 2) + 4 * 512 * 128 * 4
     assert other.beside == pytest.approx(crossing / (1638 / 1.75), rel=1e-3)
@@ -198,28 +198,34 @@ def test_what_does_not_fit_is_left_at_the_default(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize(
-    ("mask", "depth", "itemsize", "plain", "kind", "fused"),
+    ("mask", "depth", "itemsize", "plain", "kind", "fused", "part"),
     [
-        (Causal(), 128, 2, True, "chip", True),
-        (Window(1023, 0), 128, 2, True, "chip", False),
-        (Causal(), 128, 2, False, "chip", False),  # segments, a cap or a stored mask, with which nothing was tuned
-        (Causal(), 128, 4, True, "chip", False),
-        (Causal(), 256, 2, True, "chip", False),  # it does not fit
-        (Causal(), 128, 2, True, "other chip", False),
-        (Causal(), 128, 2, True, "", True),  # interpreted, as on a chip
-        (Window(1023, 0), 128, 2, True, "", False),
-        (Causal(), 128, 2, False, "", False),
+        (Causal(), 128, 2, True, "chip", True, 128),  # blocks of its own
+        (Window(1023, 0), 128, 2, True, "chip", False, 512),
+        (Causal(), 128, 2, False, "chip", True, 512),  # with segments or a stored mask these do not fit
+        (Causal(), 64, 2, False, "chip", True, 128),
+        (Causal(), 128, 4, True, "chip", False, 512),  # nothing was tuned in f32
+        (Causal(), 128, 2, True, "other chip", False, 512),
+        (Causal(), 128, 2, True, "", True, 512),  # interpreted, as on a chip
+        (Window(1023, 0), 128, 2, True, "", False, 512),
+        (Causal(), 128, 4, True, "", False, 512),
     ],
 )
 def test_the_backward_is_fused_where_the_table_says_so(
-    mask: Mask, depth: int, itemsize: int, plain: bool, kind: str, fused: bool, monkeypatch: pytest.MonkeyPatch
+    mask: Mask,
+    depth: int,
+    itemsize: int,
+    plain: bool,
+    kind: str,
+    fused: bool,
+    part: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    large = entry(8192, 4096, fused=1, head_dim=256, head_dim_v=256)
-    monkeypatch.setattr(tuned, "_ENTRIES", (entry(8192, 1024, fused=1), entry(1024, 256), large))
+    shallow = entry(8192, 512, fused=1, head_dim=64, head_dim_v=64)
+    monkeypatch.setattr(tuned, "_ENTRIES", (entry(8192, 1024, fused=1), entry(1024, 256), shallow))
     monkeypatch.setattr(tuned, "device_kind", lambda platform: kind)
     found = tuned.look_up(mask, 8192, Depths(depth, depth, itemsize), plain=plain)
-    assert found.fused_backward is fused
-    assert not (fused and kind) or found.dkv.part == 128  # it has blocks of its own
+    assert (found.fused_backward, found.dkv.part) == (fused, part)
 
 
 def test_the_table_is_whole() -> None:
