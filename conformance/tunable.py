@@ -22,6 +22,24 @@ KnobSettings = Mapping[str, Setting]
 """A choice for every knob."""
 
 
+@dataclasses.dataclass(frozen=True)
+class Traffic:
+    """Bytes between HBM and a device that the blocks of a kernel do not show.
+
+    Attributes:
+      within: of copies that it makes by itself while it computes: they add to the least time of its call.
+      beside: of what is done before it and after it, and of copies for which it only waits: a time of their own.
+    """
+
+    within: int = 0
+    beside: int = 0
+
+
+def no_traffic(_case: Case, _setting: Setting) -> Traffic:
+    """Of a kernel whose blocks show all that crosses."""
+    return Traffic()
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Knob:
     """Something that is chosen by itself, the others held: the tile and launch of one kernel.
@@ -35,6 +53,9 @@ class Knob:
         empty.
       given: how other knobs are set while this one is timed. They switch off every other kernel that could run in place
         of the one that this knob is of.
+      traffic: what else crosses for its kernel, for a case and a setting.
+      ways: of a knob that chooses among kernels, its candidates in order, and the names of the knobs whose kernels run
+        then. Without the accelerator the first is taken unless another takes clearly fewer cycles in all.
     """
 
     name: str
@@ -42,6 +63,8 @@ class Knob:
     candidates: Callable[[Case], Iterable[Setting]]
     kernel: str = ""
     given: KnobSettings = dataclasses.field(default_factory=dict)
+    traffic: Callable[[Case, Setting], Traffic] = no_traffic
+    ways: tuple[tuple[Setting, tuple[str, ...]], ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

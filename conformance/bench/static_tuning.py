@@ -4,6 +4,10 @@ Every candidate is compiled, and the call of its kernel counted (`conformance.ac
 deterministic, and was never checked on a chip. The first candidate is taken that needs not clearly more cycles than
 the one with the fewest: the setting in force comes before all, and then they come as the implementation names them. One
 that does not compile, or of whose call the cycles are not known, is shown and never chosen.
+
+To the cycles of a call comes the time in which HBM gives and takes what else crosses for its kernel (`Knob.traffic`),
+and a call is never shorter than all that crosses in it. Where several kernels give the same results, the first way is
+taken unless another is shorter by more than `FAR`: these sums say less than two schedules of one kernel do.
 """
 
 from __future__ import annotations
@@ -15,13 +19,16 @@ from cases.case import Case
 from cases.inputs import draw
 from conformance.accelerators import compilation
 from conformance.accelerators.targets import CompileTarget
+from conformance.accelerators.tpus import TPUS
 from conformance.bench.tuning import label
 from conformance.calling.execution import Executor
 from conformance.contract import Implementation
-from conformance.tunable import Knob, KnobSettings, Setting, Tunable
+from conformance.tunable import Knob, KnobSettings, Setting, Traffic, Tunable
 
 CLEARLY = 0.03
 """By which part cycles differ and say nothing: so much the scheduling itself wavers."""
+FAR = 0.05
+"""By which part one way must be shorter than another."""
 
 Told = Mapping[str, float] | str
 """What compiling gave: figures, or why there are none."""
@@ -30,11 +37,17 @@ Compile = Callable[[Executor, object, CompileTarget], Told]
 
 @dataclasses.dataclass(frozen=True)
 class Estimate:
-    """A candidate: cycles of the call of its kernel, or why there are none."""
+    """A candidate: cycles of the call of its kernel, or why there are none; and of what is done beside it."""
 
     setting: Setting
     cycles: float | None
     reason: str = ""
+    beside: float = 0.0
+
+    @property
+    def whole(self) -> float:
+        """Cycles of both, infinite where those of the call are not known."""
+        return float("inf") if self.cycles is None else self.cycles + self.beside
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,9 +59,9 @@ class StaticChoice:
     before: Setting
     estimates: tuple[Estimate, ...]
 
-    def cycles(self, setting: Setting) -> float | None:
+    def of(self, setting: Setting) -> Estimate:
         """Of a candidate."""
-        return next(one.cycles for one in self.estimates if dict(one.setting) == dict(setting))
+        return next(one for one in self.estimates if dict(one.setting) == dict(setting))
 
 
 def tune(
@@ -69,14 +82,21 @@ def tune(
       case: what is compiled.
       target: for which generation.
       compiled: compiles a call of the problem, with its gradients if a knob is of the backward pass.
-      knobs: which; all are compiled with their first candidates, then with their second ones, and so on.
+      knobs: which; kernels that one call has are compiled with their first candidates, then with their second ones, and
+        so on. Of a knob that chooses among kernels, those that are not asked for have the setting in force.
       on_step: told what happens now.
     """
     native = tunable.native
     assert native is not None
     with compilation.for_chip(target):
         base = {name: dict(setting) for name, setting in tunable.settings(case).items()}
-    tried = {knob.name: _different([base[knob.name], *knob.candidates(case)]) for knob in knobs}
+    asked = {knob.name for knob in knobs}
+    needed = asked | {name for knob in knobs for _, names in knob.ways for name in names}
+    kernels = [knob for knob in tunable.knobs if knob.kernel and knob.name in needed]
+    tried = {
+        knob.name: _different([base[knob.name], *(knob.candidates(case) if knob.name in asked else ())])
+        for knob in kernels
+    }
     problem, known = draw(case), dict[str, Told]()
 
     def ask(settings: KnobSettings) -> Told:
@@ -88,32 +108,63 @@ def tune(
             known[name] = compiled(Executor(variant), problem, target)
         return known[name]
 
-    found: dict[str, list[Estimate]] = {knob.name: [] for knob in knobs}
-    for turn in range(max(map(len, tried.values()), default=0)):
-        asked = [(knob, tried[knob.name][turn]) for knob in knobs if turn < len(tried[knob.name])]
-        together = ask(base | {knob.name: setting for knob, setting in asked})
-        for knob, setting in asked:
-            # What does not compile together may do so alone.
-            told = ask(base | {knob.name: setting}) if isinstance(together, str) else together
-            found[knob.name].append(_estimate(knob, setting, told))
-    return [_chosen(knob.name, found[knob.name]) for knob in knobs]
+    found: dict[str, list[Estimate]] = {knob.name: [] for knob in kernels}
+    for together in _of_one_call(kernels):
+        given = next((knob.given for knob in together if knob.given), {})
+        for turn in range(max(len(tried[knob.name]) for knob in together)):
+            now = [(knob, tried[knob.name][turn]) for knob in together if turn < len(tried[knob.name])]
+            told = ask({**base, **given, **{knob.name: setting for knob, setting in now}})
+            for knob, setting in now:
+                # What does not compile together may do so alone.
+                own = ask({**base, **given, knob.name: setting}) if isinstance(told, str) else told
+                found[knob.name].append(_estimate(knob, setting, own, knob.traffic(case, setting), target))
+    choices = {name: _chosen(name, estimates) for name, estimates in found.items()}
+    choices |= {knob.name: _way(knob, base[knob.name], choices) for knob in knobs if knob.ways}
+    return [choices[knob.name] for knob in knobs]
+
+
+def _of_one_call(knobs: Sequence[Knob]) -> list[list[Knob]]:
+    """Kernels by what else is set for them; one for which nothing is goes with the first of them."""
+    found: dict[str, list[Knob]] = {}
+    for knob in sorted(knobs, key=lambda knob: not knob.given):
+        found.setdefault(str(knob.given) if knob.given else next(iter(found), ""), []).append(knob)
+    return list(found.values())
 
 
 def _different(settings: Sequence[Setting]) -> list[Setting]:
     return [one for place, one in enumerate(settings) if dict(one) not in [dict(other) for other in settings[:place]]]
 
 
-def _estimate(knob: Knob, setting: Setting, told: Told) -> Estimate:
+def _estimate(knob: Knob, setting: Setting, told: Told, traffic: Traffic, target: CompileTarget) -> Estimate:
     if isinstance(told, str):
         return Estimate(setting, None, told)
-    ends = f"{knob.kernel}.call_cycles"
-    cycles = next((value for name, value in told.items() if name.endswith(ends)), None)
-    return Estimate(setting, cycles, "" if cycles is not None else "the cycles of its call are not known")
+    kernel = next((name.rpartition(".")[0] for name in told if name.endswith(f"{knob.kernel}.call_cycles")), None)
+    if kernel is None:
+        return Estimate(setting, None, "the cycles of its call are not known")
+    if traffic == Traffic():
+        return Estimate(setting, told[f"{kernel}.call_cycles"])
+    (bytes_a_cycle,) = (tpu.bytes_a_cycle for tpu in TPUS if tpu.name == target.name)
+    floor = told[f"{kernel}.hbm_floor_cycles"] + traffic.within / bytes_a_cycle
+    return Estimate(setting, max(told[f"{kernel}.call_cycles"], floor), beside=traffic.beside / bytes_a_cycle)
 
 
 def _chosen(knob: str, estimates: Sequence[Estimate]) -> StaticChoice:
     """Of the candidates that take the fewest cycles, or not clearly more, the first: what is in force, if it is one."""
-    before, known = estimates[0].setting, [one.cycles for one in estimates if one.cycles is not None]
-    within = (1 + CLEARLY) * min(known, default=0.0)
-    few = (one.setting for one in estimates if one.cycles is not None and one.cycles <= within)
+    before, least = estimates[0].setting, min(one.whole for one in estimates)
+    few = (one.setting for one in estimates if one.cycles is not None and one.whole <= (1 + CLEARLY) * least)
     return StaticChoice(knob, next(few, before), before, tuple(estimates))
+
+
+def _way(knob: Knob, before: Setting, choices: Mapping[str, StaticChoice]) -> StaticChoice:
+    """Of several sets of kernels, each at its choice, the first unless another is far shorter."""
+    estimates = []
+    for setting, names in knob.ways:
+        parts = [choices[name].of(choices[name].setting) for name in names]
+        reasons = [f"{name}: {part.reason}" for name, part in zip(names, parts, strict=True) if part.cycles is None]
+        cycles = None if reasons else sum(part.cycles or 0.0 for part in parts)
+        estimates.append(Estimate(setting, cycles, "; ".join(reasons), sum(part.beside for part in parts)))
+    taken = estimates[0]
+    for other in estimates[1:]:
+        if other.whole < (1 - FAR) * taken.whole:
+            taken = other
+    return StaticChoice(knob.name, taken.setting if taken.cycles is not None else before, before, tuple(estimates))

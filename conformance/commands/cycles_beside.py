@@ -81,7 +81,8 @@ def rows(
         yield Row(case, implementation.name, ALL, best)
         return
     declared = implementation.tunable
-    asked = [] if declared is None else [knob for knob in declared.knobs if knob.name in knobs and knob.kernel]
+    known = () if declared is None else declared.knobs
+    asked = [knob for knob in known if knob.name in knobs and (knob.kernel or knob.ways)]
     told: Compile = functools.partial(_told, gradients=any(name != "forward" for name in knobs))
     found = [_best(implementation, case, target, asked, told, on_step) for target in targets]
     for number, name in enumerate([knob.name for knob in asked] or [ALL]):
@@ -103,11 +104,7 @@ def _best(
     choices = static_tuning.tune(
         implementation, implementation.tunable, case, target, told, knobs=knobs, on_step=on_step
     )
-    return [min(choice.estimates, key=_cycles) for choice in choices]
-
-
-def _cycles(one: Estimate) -> float:
-    return float("inf") if one.cycles is None else one.cycles
+    return [min(choice.estimates, key=lambda one: one.whole) for choice in choices]
 
 
 def _as_it_is(told: Told) -> Estimate:
@@ -126,6 +123,8 @@ def _told(executor: Executor, problem: object, target: CompileTarget, *, gradien
 def _cell(one: Estimate, baseline: Estimate) -> str:
     if one.cycles is None:
         return one.reason
-    ratio = "" if one is baseline or not baseline.cycles else f" ({one.cycles / baseline.cycles:.2f})"
-    blocks = ", ".join(str(value) for value in one.setting.values())
-    return f"{one.cycles / 1000:,.1f}{ratio}" + (f" at {blocks}" if blocks else "")
+    ratio = "" if one is baseline or not baseline.cycles else f" ({one.whole / baseline.whole:.2f})"
+    beside = f" + {one.beside / 1000:,.1f}" if one.beside else ""
+    named = len(one.setting) == 1  # a number alone says nothing
+    chosen = ", ".join(f"{name}={value}" if named else str(value) for name, value in one.setting.items())
+    return f"{one.cycles / 1000:,.1f}{beside}{ratio}" + (f" at {chosen}" if chosen else "")

@@ -17,7 +17,7 @@ from conformance.accelerators import compilation, speed_bar
 from conformance.accelerators.targets import CompileTarget, targets_of
 from conformance.accelerators.tpus import TPUS
 from conformance.bench import static_tuning
-from conformance.bench.static_tuning import StaticChoice, Told
+from conformance.bench.static_tuning import Estimate, StaticChoice, Told
 from conformance.bench.tuning import label
 from conformance.calling.execution import Executor
 from conformance.commands import cycles
@@ -47,7 +47,7 @@ def choose(
     path: Path,
 ) -> int:
     """Choose for each chip and case, show every candidate, and write the table as it goes."""
-    if declared.native is None or not all(knob.kernel for knob in knobs):
+    if declared.native is None or not all(knob.kernel or knob.ways for knob in knobs):
         raise CannotJudge(f"{implementation.name} says nothing that can be tuned by schedules (Tunable.native)")
     shown, written = Console(), 0
     told = functools.partial(_told, gradients=any(knob.phase != "forward" for knob in knobs))
@@ -72,7 +72,7 @@ def _told(executor: Executor, problem: Any, chip: CompileTarget, *, gradients: b
 def _show(shown: Console, chip: CompileTarget, case: Case, choice: StaticChoice) -> None:
     for one in choice.estimates:
         name = f"{chip.name} {label(choice.knob, one.setting)}"
-        text = one.reason if one.cycles is None else f"{one.cycles:,.0f} cycles"
+        text = one.reason if one.cycles is None else _cycles(one)
         shown.print(f"  {name}: {text}", highlight=False, soft_wrap=True)
     verb = "keeps" if dict(choice.setting) == dict(choice.before) else "takes"
     text = f"{chip.name} {verb} {label(choice.knob, choice.setting)}, {case.id}"
@@ -105,11 +105,16 @@ def _entry(
 
 def _figures(choice: StaticChoice) -> str:
     """The figures of a choice: of what was chosen, of what it replaced, and how many were tried."""
-    now, before = choice.cycles(choice.setting), choice.cycles(choice.before)
+    now, before = choice.of(choice.setting), choice.of(choice.before)
     refused = sum(one.cycles is None for one in choice.estimates)
-    told = ["no cycles known" if cycles is None else f"{cycles:,.0f} cycles" for cycles in (now, before)]
-    before_it = f"where {label(choice.knob, choice.before)} has {told[1]}"
-    return f"{told[0]}, {before_it}; of {len(choice.estimates)} settings, {refused} refused"
+    before_it = f"where {label(choice.knob, choice.before)} has {_cycles(before)}"
+    return f"{_cycles(now)}, {before_it}; of {len(choice.estimates)} settings, {refused} refused"
+
+
+def _cycles(one: Estimate) -> str:
+    if one.cycles is None:
+        return "no cycles known"
+    return f"{one.cycles:,.0f} cycles" + (f" and {one.beside:,.0f} of HBM beside them" if one.beside else "")
 
 
 def _write(path: Path, entry: Entry) -> None:

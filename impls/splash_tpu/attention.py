@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -59,7 +60,8 @@ def attention(
       bias: refused.
       scale: factor of `<q, k>`, default `1 / sqrt(H)`.
       save_residuals: also return `logsumexp` and `max_logits`.
-      block_sizes: of each phase, by default those of the table for the chip that is traced for (`tuned.look_up`).
+      block_sizes: of each phase, by default those of the table for the chip that is traced for (`tuned.look_up`), which
+        also says whether the backward is fused where they leave it open.
       layouts: which axis of q, k and v is innermost in memory.
       precision: `"exact"` products of f32 operands, or rounded to `"bf16"`.
       interpret: as `pallas_call` takes it; by default true unless the process runs on a TPU.
@@ -79,10 +81,12 @@ def attention(
     batch, q_length, num_q_heads, _ = q.shape
     kv_length, num_kv_heads = k.shape[1:3]
     validate_mask(mask, batch, num_q_heads, q_length, kv_length)
-    if block_sizes is None:
+    if block_sizes is None or block_sizes.fused_backward is None:
         depths = Depths(q.shape[3], v.shape[3], q.dtype.itemsize)
         plain = mask.is_computed and segment_ids is None and soft_cap is None
-        block_sizes = look_up(mask, kv_length, depths, plain=plain)
+        kept = look_up(mask, kv_length, depths, plain=plain)
+        own = kept if block_sizes is None else block_sizes
+        block_sizes = dataclasses.replace(own, fused_backward=kept.fused_backward)
     options: dict[str, Any] = {
         "num_q_heads": num_q_heads,
         "num_kv_heads": num_kv_heads,

@@ -83,16 +83,25 @@ class Blocks:
 
 @dataclasses.dataclass(frozen=True)
 class BlockSizes:
-    """Block sizes of each phase; with `fused_backward` one kernel gives all gradients and `dq` is not used."""
+    """Block sizes of each phase; with `fused_backward` one kernel gives all gradients and `dq` is not used.
+
+    None leaves that to the table (`impls.splash_tpu.tuned`) in the canonical call; elsewhere it is as false.
+    """
 
     forward: Blocks = Blocks()
     dkv: Blocks = Blocks()
     dq: Blocks = Blocks()
-    fused_backward: bool = False
+    fused_backward: bool | None = False
 
     @classmethod
     def uniform(
-        cls, q: int, kv: int, kv_compute: int | None = None, part: int = Blocks.part, *, fused_backward: bool = False
+        cls,
+        q: int,
+        kv: int,
+        kv_compute: int | None = None,
+        part: int = Blocks.part,
+        *,
+        fused_backward: bool | None = False,
     ) -> BlockSizes:
         """The same sizes in every phase."""
         blocks = Blocks(q, kv, kv_compute, part)

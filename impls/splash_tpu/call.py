@@ -133,7 +133,7 @@ class Call:
     @property
     def fused(self) -> bool:
         """Whether the kernel of dk and dv gives dq too."""
-        return self.plan.block_sizes.fused_backward and self.phase == "dkv"
+        return bool(self.plan.block_sizes.fused_backward) and self.phase == "dkv"
 
 
 def make_call(phase: Phase, plan: SplashPlan, operands: Operands) -> Call:

@@ -175,7 +175,7 @@ def _end_copies(call: Call, step: Step, outputs: Outputs, scratch: Scratch) -> N
 
 
 def _finish(call: Call, step: Step, outputs: Outputs, scratch: Scratch) -> None:
-    if call.fused:
-        _end_copies(call, step, outputs, scratch)
     outputs.dk[...] = (scratch.dk[...] * jnp.float32(call.scale)).astype(outputs.dk.dtype)  # (15)
     outputs.dv[...] = scratch.dv[...].astype(outputs.dv.dtype)
+    if call.fused:  # while these were rounded, the last block of dq was on its way
+        _end_copies(call, step, outputs, scratch)

@@ -13,8 +13,8 @@ from impls.splash_tpu.packed import packed_attention
 from impls.splash_tpu.tuned import tunable
 from impls.versions import runs_on
 
-# Small, so that lengths of a few hundred have several blocks.
-_JUDGED = BlockSizes.uniform(128, 128)
+# Small, so that lengths of a few hundred have several blocks; the backward is what a caller gets who names none.
+_JUDGED = BlockSizes.uniform(128, 128, fused_backward=None)
 _SEQUENCE_MINOR = Layouts("sequence_minor", "sequence_minor", "sequence_minor")
 _VARIANTS: dict[str, dict[str, Any]] = {
     "fused": {"block_sizes": BlockSizes.uniform(128, 128, fused_backward=True)},
@@ -32,7 +32,7 @@ _VARIANTS_OF_PACKS = ("fused", "default_blocks", "unequal_blocks", "computed_in_
 
 def implementation(name: str, *, block_sizes: BlockSizes = _JUDGED, precision: Precision = "exact") -> Implementation:
     """Splash attention with these block sizes, under `name`."""
-    backward = "one fused kernel" if block_sizes.fused_backward else "separate kernels for dq and for dk, dv"
+    backward = "one fused kernel" if block_sizes.fused_backward else "one kernel, or two for dq and for dk, dv"
     call = functools.partial(attention, block_sizes=block_sizes, precision=precision)
     # What is compiled are the sizes that a caller gets who names none.
     default_sizes = BlockSizes(fused_backward=True) if block_sizes.fused_backward else None

@@ -8,27 +8,33 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from cases.case import Case
 from cases.mask_spec import build
 from cases.masks import And, Chunked, Mask, Or, Window
-from conformance.tunable import Entry, Knob, KnobSettings, Setting, Tunable, read
-from impls.splash_tpu.block_sizes import Blocks, BlockSizes
+from conformance.tunable import Entry, Knob, KnobSettings, Setting, Traffic, Tunable, no_traffic, read
+from impls.splash_tpu.block_sizes import Blocks, BlockSizes, whole
+from impls.splash_tpu.schedule import COMPUTE, static_steps
 from impls.splash_tpu.vmem import DEFAULT_SCOPED, Depths, limit_of, vmem_bytes
 from impls.versions import device_kind
 
 TABLE = Path(__file__).with_name("block_sizes.json")
-PHASES = ("forward", "dq", "dkv")
+KERNELS = ("forward", "dq", "dkv", "fused")
+"""Kernels that have blocks: the last gives in one call what the two before it give."""
+WAYS = (({"fused": 0}, ("dq", "dkv")), ({"fused": 1}, ("fused",)))
+"""Of the backward pass, and their kernels."""
 _ENTRIES = read(TABLE)
 _ROOM = DEFAULT_SCOPED // 4
 """VMEM left for what a call has beside its blocks: stored masks, ids and caps, with which nothing was tuned."""
 _TRIED = ((512, 512, 512, 512), (1024, 512, 512, 512), (1024, 1024, 512, 512), (1024, 1024, 512, 256))
 """Queries and keys of a block, keys that are computed at a time, and queries and keys of a part; by VMEM."""
-_TRIED_FORWARD = (*_TRIED, (2048, 2048, 512, 512))
-"""Of the forward, likewise."""
+_MORE = {"forward": ((2048, 2048, 512, 512),)}
+"""Of one kernel, after these."""
+_TRIED_FUSED = ((1024, 1024, 512, 512), (1024, 1024, 512, 256), (1024, 2048, 512, 512), (1024, 512, 512, 512))
+"""Of the fused kernel. Each key block takes dq from HBM and back, so the shortest is for chips with little VMEM."""
 
 
 def span(mask: Mask, kv_length: int) -> int:
@@ -49,6 +55,10 @@ def span(mask: Mask, kv_length: int) -> int:
 def look_up(mask: Mask, kv_length: int, depths: Depths, *, plain: bool) -> BlockSizes:
     """The block sizes of each phase for the chip that is traced for, those of the likest call in the table.
 
+    The backward is fused where the table says that of the likest call, whatever else the call has: with segments, caps
+    and stored masks the fused kernel gains as much, in the same blocks of 512 by 512. In an interpreter, where there is
+    no chip, blocks are 512 by 512, and the backward is fused where it is on any chip.
+
     Args:
       mask: of the call.
       kv_length: S.
@@ -56,6 +66,28 @@ def look_up(mask: Mask, kv_length: int, depths: Depths, *, plain: bool) -> Block
       plain: whether the call has no segments and no cap, and computes its mask.
     """
     kind = device_kind("tpu")
+    keys = span(mask, kv_length)
+    if not kind:
+        likest = (_likest(device, keys, kv_length, depths) for device in sorted({entry.device for entry in _ENTRIES}))
+        return BlockSizes(fused_backward=any(_is_fused(one) for one in likest if one is not None))
+    settings = _likest(kind, keys, kv_length, depths)
+    if settings is None:
+        return BlockSizes()
+    limit = limit_of(None).bytes if plain else DEFAULT_SCOPED - _ROOM
+
+    def fitting(kernel: str) -> Blocks:
+        blocks, fused = Blocks(**settings[kernel]), kernel == "fused"
+        phase = "dkv" if fused else kernel
+        fits = vmem_bytes(phase, blocks, depths, stored_mask=not plain, fused=fused) <= limit
+        return blocks if fits else Blocks()
+
+    if _is_fused(settings):
+        return BlockSizes(fitting("forward"), fitting("fused"), fused_backward=True)
+    return BlockSizes(fitting("forward"), fitting("dkv"), fitting("dq"))
+
+
+def _likest(kind: str, keys: int, kv_length: int, depths: Depths) -> KnobSettings | None:
+    """The settings of the likest call in the table: of the least depth that is enough, then in `keys`, then in S."""
     fitting = [
         entry
         for entry in _ENTRIES
@@ -64,9 +96,6 @@ def look_up(mask: Mask, kv_length: int, depths: Depths, *, plain: bool) -> Block
         and entry.key["head_dim"] >= depths.head_dim
         and entry.key["head_dim_v"] >= depths.head_dim_v
     ]
-    if not fitting:
-        return BlockSizes()
-    keys = span(mask, kv_length)
 
     def unlike(entry: Entry) -> tuple[float, ...]:
         return (
@@ -75,38 +104,23 @@ def look_up(mask: Mask, kv_length: int, depths: Depths, *, plain: bool) -> Block
             abs(math.log2(entry.key["kv_length"] / kv_length)),
         )
 
-    settings = min(fitting, key=unlike).settings
-    limit = limit_of(None).bytes if plain else DEFAULT_SCOPED - _ROOM
-
-    def fitting_blocks(phase: str) -> Blocks:
-        blocks = Blocks(**settings[phase])
-        fits = vmem_bytes(phase, blocks, depths, stored_mask=not plain) <= limit
-        return blocks if fits else Blocks()
-
-    return _of_phases(fitting_blocks)
+    return min(fitting, key=unlike).settings if fitting else None
 
 
-def _of_phases(blocks: Callable[[str], Blocks]) -> BlockSizes:
-    return BlockSizes(forward=blocks("forward"), dq=blocks("dq"), dkv=blocks("dkv"))
+def _is_fused(settings: KnobSettings) -> bool:
+    return settings["backward"]["fused"] == 1
 
 
 def tunable(attention: Any) -> Tunable:
     """What may be tuned of the canonical call, which takes `block_sizes`."""
 
     def call(settings: KnobSettings, **options: Any) -> Any:
-        sizes = _of_phases(lambda phase: Blocks(**settings[phase]))
+        forward, dq, dkv, fused = (Blocks(**settings[kernel]) for kernel in KERNELS)
+        sizes = BlockSizes(forward, fused, fused_backward=True) if _is_fused(settings) else BlockSizes(forward, dkv, dq)
         return functools.partial(attention, block_sizes=sizes, **options)
 
     return Tunable(
-        knobs=tuple(
-            Knob(
-                name=phase,
-                phase="forward" if phase == "forward" else "forward+backward",
-                candidates=functools.partial(_candidates, phase),
-                kernel=f"_{phase}",
-            )
-            for phase in PHASES
-        ),
+        knobs=(*map(_knob, KERNELS), _BACKWARD),
         settings=_settings,
         call=call,
         native=functools.partial(call, interpret=False),
@@ -116,19 +130,60 @@ def tunable(attention: Any) -> Tunable:
     )
 
 
+def _knob(kernel: str) -> Knob:
+    return Knob(
+        name=kernel,
+        phase="forward" if kernel == "forward" else "forward+backward",
+        candidates=functools.partial(_candidates, kernel),
+        kernel="_dq_dkv" if kernel == "fused" else f"_{kernel}",
+        given=next(({"backward": way} for way, kernels in WAYS if kernel in kernels), {}),
+        traffic=_traffic if kernel == "fused" else no_traffic,
+    )
+
+
+_BACKWARD = Knob(
+    name="backward",
+    phase="forward+backward",
+    candidates=lambda case: tuple(way for way, _ in WAYS),
+    ways=WAYS,
+)
+
+
+def _traffic(case: Case, setting: Setting) -> Traffic:
+    """Of dq, which the fused kernel adds up in f32 in HBM.
+
+    Each block that is computed takes a block of dq and gives it back, where the operand and the result count once each.
+    Beside it dq is cleared, scaled and rounded. What a key block's last block of dq takes to go is waited for.
+    """
+    blocks = Blocks(**setting).clipped(case.q_length, case.kv_length)
+    steps, _ = static_steps(
+        _mask(case), (case.q_length, case.kv_length), blocks, "kv", case.num_q_heads // case.num_kv_heads, 1
+    )
+    heads = case.batch * case.num_q_heads
+    lists = steps.q.shape[1] * steps.q.shape[2]  # for batch rows, and for heads
+    computed = int((steps.flags & COMPUTE > 0).sum()) * (heads if steps.head is None else case.batch) // lists
+    block = blocks.q * case.head_dim * 4
+    whole_dq = heads * whole(case.q_length, blocks.q) * case.head_dim
+    waits = case.batch * case.num_kv_heads * (whole(case.kv_length, blocks.kv) // blocks.kv)
+    return Traffic(
+        within=2 * (computed * block - whole_dq * 4),
+        beside=whole_dq * (4 + 4 + _itemsize(case)) + waits * block,
+    )
+
+
 def _settings(case: Case) -> KnobSettings:
     depths = Depths(case.head_dim, case.v_head_dim, _itemsize(case))
-    sizes = look_up(_mask(case), case.kv_length, depths, plain=True)
-    return {phase: _setting(getattr(sizes, phase)) for phase in PHASES}
+    kept = _likest(device_kind("tpu"), span(_mask(case), case.kv_length), case.kv_length, depths)
+    return kept or {**dict.fromkeys(KERNELS, _setting(Blocks())), "backward": WAYS[0][0]}
 
 
 def _setting(blocks: Blocks) -> Setting:
     return {"q": blocks.q, "kv": blocks.kv, "kv_compute": blocks.compute, "part": blocks.part}
 
 
-def _candidates(phase: str, case: Case) -> Iterator[Setting]:
+def _candidates(kernel: str, case: Case) -> Iterator[Setting]:
     longest = span(_mask(case), case.kv_length)
-    for q, kv, compute, part in _TRIED_FORWARD if phase == "forward" else _TRIED:
+    for q, kv, compute, part in _TRIED_FUSED if kernel == "fused" else (*_TRIED, *_MORE.get(kernel, ())):
         if q <= case.q_length and kv <= longest:
             yield {"q": q, "kv": kv, "kv_compute": compute, "part": part}
 

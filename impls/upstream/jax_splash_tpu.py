@@ -22,7 +22,7 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ma
 from cases.case import Case, parse
 from cases.masks import Mask
 from conformance.contract import Accelerator, Arithmetic, Implementation
-from conformance.tunable import Knob, KnobSettings, Setting, Tunable
+from conformance.tunable import Knob, KnobSettings, Setting, Traffic, Tunable, no_traffic
 from impls.upstream.mask_flags import case_mask
 from impls.upstream.refusals import refuse, refuse_because
 from impls.upstream.splash_masks import BLOCK, lazy_mask, whole_blocks
@@ -177,19 +177,21 @@ def _limit(mask: Mask, q_length: int, kv_length: int) -> str | None:
 
 
 def _tunable(attention: Callable[..., Any]) -> Tunable:
-    """Its blocks, of each of its kernels."""
+    """Its blocks, of each of its kernels, and whether the backward is one of them or two."""
 
     def call(settings: KnobSettings, **options: Any) -> Callable[..., Any]:
-        forward, dq, dkv = (settings[name] for name in _KERNELS)
+        is_fused = settings["backward"]["fused"] == 1
+        forward, dq, dkv = (settings[name] for name in ("forward", "dq", "fused" if is_fused else "dkv"))
         sizes = BlockSizes(
             block_q=forward["q"],
             block_kv=forward["kv"],
             block_kv_compute=forward["kv_compute"],
-            block_q_dq=dq["q"],
-            block_kv_dq=dq["kv"],
+            block_q_dq=None if is_fused else dq["q"],
+            block_kv_dq=None if is_fused else dq["kv"],
             block_q_dkv=dkv["q"],
             block_kv_dkv=dkv["kv"],
             block_kv_dkv_compute=dkv["kv_compute"],
+            use_fused_bwd_kernel=is_fused,
         )
         return functools.partial(attention, block_sizes=sizes, **options)
 
@@ -200,18 +202,26 @@ def _tunable(attention: Callable[..., Any]) -> Tunable:
 
     def settings(case: Case) -> KnobSettings:
         q, kv = (math.gcd(length, _COMPILED_BLOCK) for length in (case.q_length, case.kv_length))
-        return {name: {"q": q, "kv": kv, "kv_compute": kv} for name in _KERNELS}
+        return {**{name: {"q": q, "kv": kv, "kv_compute": kv} for name in _KERNELS}, "backward": _WAYS[0][0]}
 
+    def knob(name: str) -> Knob:
+        return Knob(
+            name=name,
+            phase="forward" if name == "forward" else "forward+backward",
+            candidates=candidates,
+            kernel=_KERNELS[name],
+            given=next(({"backward": way} for way, names in _WAYS if name in names), {}),
+            traffic=_traffic if name == "fused" else no_traffic,
+        )
+
+    backward = Knob(
+        name="backward",
+        phase="forward+backward",
+        candidates=lambda case: tuple(way for way, _ in _WAYS),
+        ways=_WAYS,
+    )
     return Tunable(
-        knobs=tuple(
-            Knob(
-                name=name,
-                phase="forward" if name == "forward" else "forward+backward",
-                candidates=candidates,
-                kernel=kernel,
-            )
-            for name, kernel in _KERNELS.items()
-        ),
+        knobs=(*map(knob, _KERNELS), backward),
         settings=settings,
         call=call,
         native=functools.partial(call, interpret=False),
@@ -220,7 +230,19 @@ def _tunable(attention: Callable[..., Any]) -> Tunable:
     )
 
 
-_KERNELS = {"forward": "residuals", "dq": "_dq_no_residuals", "dkv": "_dkv_no_residuals"}  # how their names end
+def _traffic(case: Case, setting: Setting) -> Traffic:
+    """Of dq, of which the fused kernel writes a part for each key block: these are read, and their sum is written."""
+    whole = case.batch * case.num_q_heads * case.q_length * case.head_dim * (4 if case.dtype == "f32" else 2)
+    return Traffic(beside=(case.kv_length // setting["kv"] + 1) * whole)
+
+
+_KERNELS = {  # how their names end
+    "forward": "residuals",
+    "dq": "_dq_no_residuals",
+    "dkv": "_dkv_no_residuals",
+    "fused": "_dkv_no_residuals",
+}
+_WAYS = (({"fused": 0}, ("dq", "dkv")), ({"fused": 1}, ("fused",)))
 _TRIED = ((512, 512, 512), (1024, 1024, 512), (1024, 1024, 1024), (1024, 2048, 512), (2048, 2048, 512))
 
 

@@ -25,18 +25,27 @@ from impls.splash_tpu.vmem import Depths
 
 CASE = parse("train/bf16/B1.T2048.S2048.N1.K1.H128.V128/causal/normal/s0")
 V6E = next(target for target in targets_of("tpu") if target.name == "v6e")
+BYTES_A_CYCLE = next(tpu.bytes_a_cycle for tpu in TPUS if tpu.name == "v6e")
+
+
+FUSED = {"cycles": 6000.0, "floor": 100.0}
+"""Made-up figures of the fused kernel, whatever its blocks."""
 
 
 def cost(sizes: BlockSizes) -> dict[str, float]:
     """Made-up cycles of each kernel: the fewest for long blocks of queries in the forward, for short parts in dq."""
-    told = {"a_forward": 4000 - sizes.forward.q, "a_dq": 4000 + sizes.dq.part, "a_dkv": 4000.0 + sizes.dkv.q / 100}
-    return {f"{kernel}.call_cycles": float(value) for kernel, value in told.items()}
+    told = {"a_forward.call": 4000.0 - sizes.forward.q}
+    if sizes.fused_backward:
+        told |= {"a_dq_dkv.call": FUSED["cycles"], "a_dq_dkv.hbm_floor": FUSED["floor"]}
+    else:
+        told |= {"a_dq.call": 4000.0 + sizes.dq.part, "a_dkv.call": 4000.0 + sizes.dkv.q / 100}
+    return {f"{figure}_cycles": value for figure, value in told.items()}
 
 
 def compiled(executor: Any, problem: Any, target: Any, *, gradients: bool = True) -> static_tuning.Told:
     """What stands in for the compiler: it refuses long blocks of keys in dkv, with whatever they come."""
     sizes: BlockSizes = executor.native.implementation.call.keywords["block_sizes"]
-    told = "refused: no room" if sizes.dkv.kv == 1024 else cost(sizes)
+    told = "refused: no room" if sizes.dkv.kv == 1024 and not sizes.fused_backward else cost(sizes)
     return told if gradients or isinstance(told, str) else {name: told[name] for name in told if "forward" in name}
 
 
@@ -47,11 +56,12 @@ def no_chip(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tuned, "_ENTRIES", ())
 
 
-def choose() -> dict[str, static_tuning.StaticChoice]:
+def choose(*names: str) -> dict[str, static_tuning.StaticChoice]:
     implementation = registry.find("splash_tpu")
     declared = implementation.tunable
     assert declared is not None
-    found = static_tuning.tune(implementation, declared, CASE, V6E, compiled, knobs=declared.knobs)
+    knobs = [knob for knob in declared.knobs if not names or knob.name in names]
+    found = static_tuning.tune(implementation, declared, CASE, V6E, compiled, knobs=knobs)
     return {choice.knob: choice for choice in found}
 
 
@@ -70,6 +80,39 @@ def test_each_kernel_gets_what_takes_it_the_fewest_cycles() -> None:
 
 
 @pytest.mark.usefixtures("no_chip")
+@pytest.mark.parametrize(
+    ("cycles", "floor", "fused"),
+    [
+        (3000.0, 100.0, 1),
+        (6000.0, 100.0, 0),  # fewer than 8,517, but not with what crosses beside it
+        (3000.0, 9000.0, 0),  # its call is never shorter than all that crosses in it
+        (4300.0, 100.0, 0),  # 3% shorter, which says nothing
+    ],
+)
+def test_one_kernel_is_taken_for_two_where_all_of_it_is_far_shorter(
+    cycles: float, floor: float, fused: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(FUSED, "cycles", cycles)
+    monkeypatch.setitem(FUSED, "floor", floor)
+    (choice,) = choose("backward").values()
+    assert choice.setting == {"fused": fused}
+    separate, other = choice.estimates
+    assert round(separate.whole, 2) == 8517.12  # dq has the part that is in force
+    # dq is cleared in f32, read, and written in bf16; each of four key blocks waits for one of its four blocks.
+    crossing = 2048 * 128 * (4 + 4 + 2) + 4 * 512 * 128 * 4
+    assert other.beside == crossing / BYTES_A_CYCLE
+
+
+@pytest.mark.usefixtures("no_chip")
+def test_dq_that_comes_and_goes_counts_towards_the_least_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ten pairs of blocks are computed, of four by four; the whole of dq counts in the floor of the blocks already."""
+    monkeypatch.setitem(FUSED, "floor", 9000.0)
+    (choice,) = choose("fused").values()
+    crossing = 2 * (10 * 512 * 128 * 4 - 2048 * 128 * 4)
+    assert choice.estimates[0].cycles == 9000 + crossing / BYTES_A_CYCLE
+
+
+@pytest.mark.usefixtures("no_chip")
 def test_the_command_shows_candidates_and_keeps_the_choice_with_its_provenance(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -83,6 +126,8 @@ def test_the_command_shows_candidates_and_keeps_the_choice_with_its_provenance(
     assert (entry.device, entry.key["span"], entry.settings["forward"]["q"]) == ("TPU v6 lite", 2048, 2048)
     assert entry.provenance["compiler"] == "libtpu 1"
     assert entry.provenance["knobs"]["dkv"].endswith("of 4 settings, 2 refused")
+    assert entry.settings["backward"] == {"fused": 0}
+    assert "6,000 cycles and" in entry.provenance["knobs"]["fused"]
     said = capsys.readouterr().out
     assert "never checked on a chip" in said
     assert "v6e dkv q=1024 kv=1024 kv_compute=512 part=512: refused: no room" in said
@@ -113,12 +158,11 @@ def test_what_cannot_be_tuned_so_is_refused(
     assert message in capsys.readouterr().err
 
 
-def entry(span: int, q: int, **key: int) -> tunable.Entry:
+def entry(span: int, q: int, fused: int = 0, **key: int) -> tunable.Entry:
     sizes = {"itemsize": 2, "head_dim": 128, "head_dim_v": 128, "kv_length": 8192, "span": span, **key}
     blocks = {"q": q, "kv": 1024, "kv_compute": 512}
-    return tunable.Entry(
-        device="chip", key=sizes, settings=dict.fromkeys(tuned.PHASES, blocks), provenance={"case": "x"}
-    )
+    settings = {**dict.fromkeys(tuned.KERNELS, blocks), "fused": {**blocks, "part": 128}, "backward": {"fused": fused}}
+    return tunable.Entry(device="chip", key=sizes, settings=settings, provenance={"case": "x"})
 
 
 @pytest.mark.parametrize(
@@ -154,13 +198,45 @@ def test_what_does_not_fit_is_left_at_the_default(monkeypatch: pytest.MonkeyPatc
     assert tuned.look_up(Causal(), 8192, depths, plain=False).dkv == Blocks()
 
 
+@pytest.mark.parametrize(
+    ("mask", "depth", "itemsize", "plain", "kind", "fused", "part"),
+    [
+        (Causal(), 128, 2, True, "chip", True, 128),  # blocks of its own
+        (Window(1023, 0), 128, 2, True, "chip", False, 512),
+        (Causal(), 128, 2, False, "chip", True, 512),  # with segments or a stored mask these do not fit
+        (Causal(), 64, 2, False, "chip", True, 128),
+        (Causal(), 128, 4, True, "chip", False, 512),  # nothing was tuned in f32
+        (Causal(), 128, 2, True, "other chip", False, 512),
+        (Causal(), 128, 2, True, "", True, 512),  # interpreted, as on a chip
+        (Window(1023, 0), 128, 2, True, "", False, 512),
+        (Causal(), 128, 4, True, "", False, 512),
+    ],
+)
+def test_the_backward_is_fused_where_the_table_says_so(
+    mask: Mask,
+    depth: int,
+    itemsize: int,
+    plain: bool,
+    kind: str,
+    fused: bool,
+    part: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    shallow = entry(8192, 512, fused=1, head_dim=64, head_dim_v=64)
+    monkeypatch.setattr(tuned, "_ENTRIES", (entry(8192, 1024, fused=1), entry(1024, 256), shallow))
+    monkeypatch.setattr(tuned, "device_kind", lambda platform: kind)
+    found = tuned.look_up(mask, 8192, Depths(depth, depth, itemsize), plain=plain)
+    assert (found.fused_backward, found.dkv.part) == (fused, part)
+
+
 def test_the_table_is_whole() -> None:
     """Every entry is for a chip that is known, says which figures it rests on, and holds sizes that a kernel takes."""
     entries = tunable.read(tuned.TABLE)
     assert {one.device for one in entries} == {tpu.kind for tpu in TPUS}
     for one in entries:
-        assert set(one.settings) == set(tuned.PHASES)
-        assert [Blocks(**setting) for setting in one.settings.values()]
+        assert set(one.settings) == {*tuned.KERNELS, "backward"}
+        assert [Blocks(**one.settings[kernel]) for kernel in tuned.KERNELS]
+        assert one.settings["backward"] in [way for way, _ in tuned.WAYS]
         assert one.provenance["compiler"].startswith("libtpu ")
         assert one.key == dict(registry.find("splash_tpu").tunable.key(parse(one.provenance["case"])))  # type: ignore[union-attr] # it has one
     assert json.loads(tuned.TABLE.read_text())["entries"] == [
@@ -174,14 +250,17 @@ def test_kernels_stand_side_by_side_each_at_its_best_blocks(
 ) -> None:
     monkeypatch.setattr(cycles, "why_not", lambda: None)
     monkeypatch.setattr(cycles_beside, "_told", compiled)
-    asked = ["cycles", "--target=v6e", "--knob=forward", "--knob=dkv", f"--case={CASE.id}"]
+    asked = ["cycles", "--target=v6e", f"--case={CASE.id}"]
+    asked += [f"--knob={name}" for name in ("forward", "dkv", "fused", "backward")]
     asked += ["--impl=splash_tpu", "--impl=splash_tpu_fused"]
     assert cli.main(cli.parser().parse_args(asked)) == 0
     rows = [line.split(" | ")[1:] for line in capsys.readouterr().out.splitlines() if line.startswith("| train")]
     assert rows == [
         ["`splash_tpu`", "forward", "2.0 at 2048, 2048, 512, 512 |"],
         ["`splash_tpu`", "dkv", "4.0 at 512, 512, 512, 512 |"],
-        ["`splash_tpu_fused`", "all kernels", "12.0 |"],  # it has nothing to choose
+        ["`splash_tpu`", "fused", "6.0 + 3.4 at 1024, 2048, 512, 512 |"],
+        ["`splash_tpu`", "backward", "8.5 at fused=0 |"],
+        ["`splash_tpu_fused`", "all kernels", "9.5 |"],  # it has nothing to choose
     ]
     assert cli.main(cli.parser().parse_args(["cycles", f"--case={CASE.id}"])) == 2
     assert "--case compares implementations, which --impl names" in capsys.readouterr().err

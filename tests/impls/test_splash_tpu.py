@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import re
 from collections import Counter
 from collections.abc import Iterable
 from typing import Any
@@ -16,6 +18,8 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType, PartitionSpec, 
 from cases.case import Case
 from cases.inputs import Cotangent, Problem, draw, draw_cotangent
 from cases.masks import EMPTY, PARTIAL, Causal, Chunked, Dense, Full, LoadBalancedCausal, Mask, Window
+from conformance.accelerators.tpus import TPUS
+from conformance.calling import registry
 from impls.splash_tpu import (
     Blocks,
     BlockSizes,
@@ -33,6 +37,7 @@ from impls.splash_tpu.schedule import COMPUTE, FIRST, LAST, MASKED, PART, Steps,
 from impls.splash_tpu.vmem import limit_of
 from tests.judged import assert_attention
 
+KINDS = [tpu.kind for tpu in TPUS]
 SMALL = BlockSizes.uniform(128, 128)
 FUSED = BlockSizes.uniform(128, 128, fused_backward=True)
 IN_PARTS = BlockSizes.uniform(256, 256, 128, 128)
@@ -314,6 +319,42 @@ def test_the_limit_is_that_of_the_chip_that_is_traced_for(kind: str, mib: int) -
     with use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
         assert limit_of(None).bytes == mib * 2**20
     assert limit_of(None).bytes == 16 * 2**20
+
+
+def kernels_of(call: Any, dtype: Any, mask: Mask, depth: int = 64, length: int = 256, **options: Any) -> set[str]:
+    """What the backward pass of a call is made of."""
+    x = jnp.zeros((1, length, 2, depth), dtype)
+    traced = jax.make_jaxpr(jax.grad(lambda q: call(q, x, x, mask=mask, **options).astype(jnp.float32).sum()))(x)
+    return set(re.findall(r"splash_mha_(d\w+)", str(traced)))
+
+
+ONE, TWO = {"dq_dkv"}, {"dq", "dkv"}
+
+
+@pytest.mark.parametrize(
+    ("kind", "mask", "depth", "kernels"),
+    [
+        *((kind, mask, 128, ONE) for kind in KINDS for mask in (Causal(), Full(), Window(1023, 0))),
+        ("TPU v6 lite", Window(1023, 0), 256, TWO),  # less than 5% shorter: dq takes long to come and go
+        ("TPU v5 lite", Causal(), 512, TWO),  # deeper than anything that was tuned
+    ],
+)
+def test_which_backward_a_call_takes_that_names_no_blocks(kind: str, mask: Mask, depth: int, kernels: set[str]) -> None:
+    device = AbstractDevice(device_kind=kind, platform="tpu", num_cores=1)
+    with jax.enable_x64(False), use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
+        assert kernels_of(attention, jnp.bfloat16, mask, depth, length=4096) == kernels
+        assert kernels_of(attention, jnp.float32, mask, depth, length=512) == TWO
+
+
+@pytest.mark.parametrize("options", [{}, {"soft_cap": 5.0}, {"segment_ids": (np.zeros((1, 256), np.int32),) * 2}])
+def test_the_gate_judges_the_backward_that_a_chip_would_run(options: dict[str, Any]) -> None:
+    """One kernel in bf16, and two in f32: of both it sees every feature."""
+    judged = registry.find("splash_tpu").call
+    for mask in (Causal(), Window(40, 0), Dense(np.tri(256, dtype=bool)[None, None])):
+        assert kernels_of(judged, jnp.bfloat16, mask, **options) == ONE
+        assert kernels_of(judged, jnp.float32, mask, **options) == TWO
+    named = functools.partial(attention, block_sizes=SMALL)
+    assert kernels_of(named, jnp.bfloat16, Causal(), **options) == TWO  # sizes that say so are obeyed
 
 
 @pytest.mark.parametrize(
