@@ -20,7 +20,8 @@ KINDS: tuple[Kind, Kind] = ("full", "partial")
 class FlashGpuPlan:
     """Static part of one attention problem. Equal plans share one compiled function, so it is compared by value.
 
-    `mosaic` names the kernels that run on Mosaic GPU; the others run on Triton.
+    `packed` says that its only batch row is a pack of sequences, whose ranges (`impls.flash_gpu.ranges`) take the place
+    of the mask. `mosaic` names the kernels that run on Mosaic GPU; the others run on Triton.
     """
 
     mask: Mask
@@ -36,7 +37,13 @@ class FlashGpuPlan:
     exact: bool
     sizes: BlockSizes
     interpret: Any
+    packed: bool = False
     mosaic: frozenset[Kernel] = frozenset()
+
+    @property
+    def name(self) -> str:
+        """How messages name the call."""
+        return "flash_gpu_packed" if self.packed else "flash_gpu"
 
     @property
     def group(self) -> int:

@@ -37,6 +37,7 @@ from impls.flash_gpu.triton.tiles import (
     Pair,
     allowed,
     hide,
+    keys_seen,
     load_rows,
     load_values,
     logits,
@@ -68,11 +69,13 @@ class _Queries(NamedTuple):
     row_sums: jax.Array  # [block_q]
 
 
-def _load_queries(plan: FlashGpuPlan, inputs: Arrays, start: Any, size: int, head: Any, at: Any) -> _Queries:
+def _load_queries(
+    plan: FlashGpuPlan, inputs: Arrays, start: Any, size: int, head: Any, at: Any, there: Any = None
+) -> _Queries:
     length = plan.q_length
     return _Queries(
-        load_rows(inputs["q"], start, size, length, plan.head_dim, head=head, at=at),
-        load_rows(inputs["d_out"], start, size, length, plan.v_head_dim, head=head, at=at),
+        load_rows(inputs["q"], start, size, length, plan.head_dim, head=head, at=at, there=there),
+        load_rows(inputs["d_out"], start, size, length, plan.v_head_dim, head=head, at=at, there=there),
         load_values(inputs["shift"], start, size, length, head=head, at=at),
         load_values(inputs["row_sums"], start, size, length, head=head, at=at),
     )
@@ -122,7 +125,7 @@ def _dq_kernel(launch: Launch, inputs: Arrays, outputs: Arrays) -> None:
         return dq + product(plan, dx.astype(k.dtype), k, over=(1, 0))  # (14), not scaled
 
     dq = jnp.zeros((block_q, plan.head_tile), jnp.float32)
-    dq = walk(launch, inputs, 0, visit, dq)
+    dq = walk(launch, inputs, row, 0, visit, dq)
     store_rows(outputs["dq"], q_start, dq * jnp.float32(plan.scale), plan.q_length, plan.head_dim)  # (14)
 
 
@@ -156,7 +159,12 @@ def _dkv_kernel(launch: Launch, inputs: Arrays, outputs: Arrays) -> None:
 
     def visit(head: Any, masked: bool, block: Any, sums: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         pair = Pair(batch, head, block * block_q, kv_start, block_q, block_kv, keys_first=True)
-        rows = _load_queries(plan, inputs, pair.q_start, block_q, head, at=pair.q_at)
+        there = None
+        if plan.packed and masked:
+            # Queries of nobody may be NaN, and they are factors of these products.
+            low, high = keys_seen(plan, inputs, pair.q_start, block_q, pair.q_at)
+            there = low < high
+        rows = _load_queries(plan, inputs, pair.q_start, block_q, head, at=pair.q_at, there=there)
         p, dx = pair_gradient(plan, inputs, pair, rows, k, v, allowed(plan, inputs, pair) if masked else None)
         dk, dv = sums
         # k and v are no factors of these two products, so NaN in keys behind the mask does not spread: their p and dx
@@ -166,7 +174,7 @@ def _dkv_kernel(launch: Launch, inputs: Arrays, outputs: Arrays) -> None:
         return dk, dv
 
     def visit_head(head: Any, sums: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        return walk(launch, inputs, head, functools.partial(visit, head), sums)
+        return walk(launch, inputs, row, head, functools.partial(visit, head), sums)
 
     sums = tuple(jnp.zeros((block_kv, columns), jnp.float32) for columns in (plan.head_tile, plan.v_head_tile))
     if launch.heads == 1:
@@ -222,4 +230,4 @@ def _dbias_kernel(launch: Launch, inputs: Arrays, outputs: Arrays) -> None:
         plt.store(outputs["dx"].at[pl.ds(jnp.int32(0), dx.shape[0]), pl.ds(pair.kv_start, block_kv)], dx)
         return carry
 
-    walk(launch, inputs, 0, visit, jnp.int32(0))
+    walk(launch, inputs, row, 0, visit, jnp.int32(0))

@@ -20,6 +20,7 @@ from jax.experimental import pallas as pl
 
 from impls.flash_gpu.block_sizes import Tiles
 from impls.flash_gpu.operands import Operands, array_of
+from impls.flash_gpu.ranges import Ranges, stretches_of_keys, stretches_of_queries
 from impls.flash_gpu.schedule import Axis, FlashGpuPlan
 from impls.varying import varying_axes, varying_over
 from impls.versions import triton_call
@@ -91,7 +92,7 @@ class Launch:
         return lax.div(head, jnp.int32(self.plan.group)) if self.axis == "q" else head
 
     def inputs(self, operands: Operands) -> tuple[Arrays, Specs]:
-        """Operands, mask and schedule by name, and the part of each that a program sees."""
+        """Operands, mask or ranges, and schedule by name, and the part of each that a program sees."""
         plan = self.plan
         arrays: Arrays = {"q": operands.q, "k": operands.k, "v": operands.v}
         specs: Specs = {
@@ -105,6 +106,12 @@ class Launch:
             arrays["q_ids"], arrays["kv_ids"] = operands.segment_ids
             specs["q_ids"] = pl.BlockSpec((None, self.q_seen), lambda i, n, b: (b, self.q_block(i)))
             specs["kv_ids"] = pl.BlockSpec((None, self.kv_seen), lambda i, n, b: (b, self.kv_block(i)))
+        schedule, seen = self._masked() if operands.ranges is None else self._packed(operands.ranges)
+        return arrays | schedule, specs | seen
+
+    def _masked(self) -> tuple[Arrays, Specs]:
+        """What a mask that is known before says."""
+        plan, arrays, specs = self.plan, Arrays(), Specs()
         for name, array in plan.mask_arrays.items():
             arrays[name] = jnp.asarray(array)
             specs[name] = _whole(array) if array.ndim == 1 else self.pairs(array.shape)
@@ -114,6 +121,17 @@ class Launch:
             if blocks is not None:
                 arrays[f"{kind}_blocks"], specs[f"{kind}_blocks"] = jnp.asarray(blocks), _whole(blocks)
         return arrays, specs
+
+    def _packed(self, ranges: Ranges) -> tuple[Arrays, Specs]:
+        """What the sequences of a pack say, which are known at run time only."""
+        find = stretches_of_queries if self.axis == "q" else stretches_of_keys
+        stretches = find(ranges, self.tiles, self.plan.kv_length)
+        queries = pl.BlockSpec((self.q_seen,), lambda i, n, b: (self.q_block(i),))
+        program = pl.BlockSpec((None,), lambda i, n, b: (i,))
+        return (
+            {"low": ranges.low, "high": ranges.high, **stretches._asdict()},
+            {"low": queries, "high": queries, **dict.fromkeys(stretches._fields, program)},
+        )
 
     def query_rows(self, columns: int) -> Any:
         """Rows of the queries and heads that a program sees, of an array `[B, T, N, .]`."""
