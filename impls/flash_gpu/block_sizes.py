@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 from conformance import tunable
 
+Axis = Literal["q", "kv"]
 Kernel = Literal["forward", "dq", "dkv"]
 KERNELS: tuple[Kernel, ...] = ("forward", "dq", "dkv")
 

@@ -9,9 +9,8 @@ from typing import Any, Literal
 import numpy as np
 
 from cases.masks import EMPTY, FULL, PARTIAL, Dense, Lengths, Mask, leaves
-from impls.flash_gpu.block_sizes import BlockSizes, Kernel, Tiles, padded
+from impls.flash_gpu.block_sizes import Axis, BlockSizes, Kernel, Tiles, padded
 
-Axis = Literal["q", "kv"]
 Kind = Literal["full", "partial"]
 KINDS: tuple[Kind, Kind] = ("full", "partial")
 

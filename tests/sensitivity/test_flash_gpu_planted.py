@@ -71,9 +71,9 @@ def last_head_only(patch: pytest.MonkeyPatch) -> None:
 def stale_dq(patch: pytest.MonkeyPatch) -> None:
     correct = walk
 
-    def wrong(launch: Any, inputs: Any, row: Any, head: Any, step: Any, carry: Any) -> Any:
+    def wrong(launch: Any, inputs: Any, head: Any, step: Any, carry: Any) -> Any:
         stale = jnp.full_like(carry, 0.01) if getattr(carry, "ndim", 0) == 2 else carry  # dk and dv are a pair
-        return correct(launch, inputs, row, head, step, stale)
+        return correct(launch, inputs, head, step, stale)
 
     patch.setattr(backward, "walk", wrong)
 

@@ -125,7 +125,7 @@ def _dq_kernel(launch: Launch, inputs: Arrays, outputs: Arrays) -> None:
         return dq + product(plan, dx.astype(k.dtype), k, over=(1, 0))  # (14), not scaled
 
     dq = jnp.zeros((block_q, plan.head_tile), jnp.float32)
-    dq = walk(launch, inputs, row, 0, visit, dq)
+    dq = walk(launch, inputs, 0, visit, dq)
     store_rows(outputs["dq"], q_start, dq * jnp.float32(plan.scale), plan.q_length, plan.head_dim)  # (14)
 
 
@@ -162,7 +162,7 @@ def _dkv_kernel(launch: Launch, inputs: Arrays, outputs: Arrays) -> None:
         there = None
         if plan.packed and masked:
             # Queries of nobody may be NaN, and they are factors of these products.
-            low, high = keys_seen(plan, inputs, pair.q_start, block_q, pair.q_at)
+            low, high = keys_seen(plan, inputs, pair)
             there = low < high
         rows = _load_queries(plan, inputs, pair.q_start, block_q, head, at=pair.q_at, there=there)
         p, dx = pair_gradient(plan, inputs, pair, rows, k, v, allowed(plan, inputs, pair) if masked else None)
@@ -174,7 +174,7 @@ def _dkv_kernel(launch: Launch, inputs: Arrays, outputs: Arrays) -> None:
         return dk, dv
 
     def visit_head(head: Any, sums: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        return walk(launch, inputs, row, head, functools.partial(visit, head), sums)
+        return walk(launch, inputs, head, functools.partial(visit, head), sums)
 
     sums = tuple(jnp.zeros((block_kv, columns), jnp.float32) for columns in (plan.head_tile, plan.v_head_tile))
     if launch.heads == 1:
@@ -230,4 +230,4 @@ def _dbias_kernel(launch: Launch, inputs: Arrays, outputs: Arrays) -> None:
         plt.store(outputs["dx"].at[pl.ds(jnp.int32(0), dx.shape[0]), pl.ds(pair.kv_start, block_kv)], dx)
         return carry
 
-    walk(launch, inputs, row, 0, visit, jnp.int32(0))
+    walk(launch, inputs, 0, visit, jnp.int32(0))

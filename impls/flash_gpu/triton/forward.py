@@ -98,7 +98,7 @@ def _kernel(launch: Launch, inputs: Arrays, outputs: Arrays) -> None:
         total=jnp.zeros((block_q,), jnp.float32),
         out=jnp.zeros((block_q, plan.v_head_tile), jnp.float32),
     )
-    running = walk(launch, inputs, row, 0, visit, running)
+    running = walk(launch, inputs, 0, visit, running)
     store_values(outputs["max_logits"], q_start, running.maximum, plan.q_length)
     running = with_sink(running, inputs["sinks"][0]) if "sinks" in inputs else running
     some = running.total != 0

@@ -18,10 +18,10 @@ import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 
-from impls.flash_gpu.block_sizes import Tiles
+from impls.flash_gpu.block_sizes import Axis, Tiles
 from impls.flash_gpu.operands import Operands, array_of
-from impls.flash_gpu.ranges import Ranges, stretches_of_keys, stretches_of_queries
-from impls.flash_gpu.schedule import Axis, FlashGpuPlan
+from impls.flash_gpu.ranges import Ranges, visits_of
+from impls.flash_gpu.schedule import KINDS, FlashGpuPlan, Kind
 from impls.varying import varying_axes, varying_over
 from impls.versions import triton_call
 
@@ -53,6 +53,11 @@ class Launch:
         if self.axis == "q":
             return -(-plan.q_length // self.tiles.block_q), plan.num_q_heads, self.batch
         return -(-plan.kv_length // self.tiles.block_kv), plan.num_kv_heads, self.batch
+
+    @property
+    def kinds(self) -> tuple[Kind, ...]:
+        """Which kinds of blocks there may be; of packs of every kind, for nothing is known before."""
+        return KINDS if self.plan.packed else tuple(self.plan.visits(self.tiles, self.axis).lists)
 
     @property
     def heads(self) -> int:
@@ -106,12 +111,14 @@ class Launch:
             arrays["q_ids"], arrays["kv_ids"] = operands.segment_ids
             specs["q_ids"] = pl.BlockSpec((None, self.q_seen), lambda i, n, b: (b, self.q_block(i)))
             specs["kv_ids"] = pl.BlockSpec((None, self.kv_seen), lambda i, n, b: (b, self.kv_block(i)))
-        schedule, seen = self._masked() if operands.ranges is None else self._packed(operands.ranges)
-        return arrays | schedule, specs | seen
+        more, seen = self._of_mask() if operands.ranges is None else self._of_ranges(operands.ranges)
+        return arrays | more, specs | seen
 
-    def _masked(self) -> tuple[Arrays, Specs]:
-        """What a mask that is known before says."""
-        plan, arrays, specs = self.plan, Arrays(), Specs()
+    def _of_mask(self) -> tuple[Arrays, Specs]:
+        """What is known before any value is."""
+        plan = self.plan
+        arrays: Arrays = {}
+        specs: Specs = {}
         for name, array in plan.mask_arrays.items():
             arrays[name] = jnp.asarray(array)
             specs[name] = _whole(array) if array.ndim == 1 else self.pairs(array.shape)
@@ -122,15 +129,18 @@ class Launch:
                 arrays[f"{kind}_blocks"], specs[f"{kind}_blocks"] = jnp.asarray(blocks), _whole(blocks)
         return arrays, specs
 
-    def _packed(self, ranges: Ranges) -> tuple[Arrays, Specs]:
-        """What the sequences of a pack say, which are known at run time only."""
-        find = stretches_of_queries if self.axis == "q" else stretches_of_keys
-        stretches = find(ranges, self.tiles, self.plan.kv_length)
-        queries = pl.BlockSpec((self.q_seen,), lambda i, n, b: (self.q_block(i),))
-        program = pl.BlockSpec((None,), lambda i, n, b: (i,))
+    def _of_ranges(self, ranges: Ranges) -> tuple[Arrays, Specs]:
+        """What the sequences of a pack say."""
+        visits = visits_of(ranges, self.tiles, self.axis, self.plan.kv_length)
+        table, queries = visits.table[None, None], pl.BlockSpec((self.q_seen,), lambda i, n, b: (self.q_block(i),))
         return (
-            {"low": ranges.low, "high": ranges.high, **stretches._asdict()},
-            {"low": queries, "high": queries, **dict.fromkeys(stretches._fields, program)},
+            {"low": ranges.low, "high": ranges.high, "visits": table, "partial_blocks": visits.partial},
+            {
+                "low": queries,
+                "high": queries,
+                "visits": self._programs(table.shape),
+                "partial_blocks": _whole(visits.partial),
+            },
         )
 
     def query_rows(self, columns: int) -> Any:
@@ -212,5 +222,5 @@ class Launch:
         )(arrays)
 
 
-def _whole(array: np.ndarray) -> Any:
+def _whole(array: np.ndarray | jax.Array) -> Any:
     return pl.BlockSpec(array.shape, lambda i, n, b: tuple(jnp.int32(0) for _ in array.shape))

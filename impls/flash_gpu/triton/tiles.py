@@ -22,7 +22,6 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
 from cases.masks import And, Dense, Lengths, Mask, Or
-from impls.flash_gpu.ranges import Stretch
 from impls.flash_gpu.schedule import KINDS, FlashGpuPlan, leaf_name
 from impls.flash_gpu.triton.launch import Arrays, Launch
 
@@ -130,63 +129,17 @@ def load_pairs(ref: Any, plan: FlashGpuPlan, pair: Pair) -> jax.Array:
     return tile.T if pair.keys_first else tile
 
 
-def walk(
-    launch: Launch, inputs: Arrays, row: Any, head: Any, step: Callable[[bool, Any, Carry], Carry], carry: Carry
-) -> Carry:
-    """Fold `step(masked, block, carry)` over the blocks that this program visits; a kind that none has is no code.
-
-    `row` is the program's own block, and `head` the one of its heads that the blocks are for.
-    """
-    if launch.plan.packed:
-        return _walk_pack(launch, inputs, row, step, carry)
-    visits, table = launch.plan.visits(launch.tiles, launch.axis), inputs["visits"]
+def walk(launch: Launch, inputs: Arrays, head: Any, step: Callable[[bool, Any, Carry], Carry], carry: Carry) -> Carry:
+    """Fold `step(masked, block, carry)` over the blocks that this program visits; a kind that none has is no code."""
+    table = inputs["visits"]
     place = head if table.shape[0] > 1 else jnp.int32(0)
-    for kind in visits.lists:
+    for kind in launch.kinds:
         column = 2 * KINDS.index(kind)
         first, count = table[place, column], table[place, column + 1]
         listed = inputs.get(f"{kind}_blocks")
         visit = functools.partial(_visit, functools.partial(step, kind == "partial"), first, listed)
         carry = lax.fori_loop(jnp.int32(0), count, visit, carry)
     return carry
-
-
-def _walk_pack(
-    launch: Launch, inputs: Arrays, row: Any, step: Callable[[bool, Any, Carry], Carry], carry: Carry
-) -> Carry:
-    """The same for a pack: full blocks, then those on both sides of them, as far as they hold a pair."""
-    first, end, full_first, full_end = (inputs[name][...] for name in Stretch._fields)
-    full = full_end - full_first
-    carry = lax.fori_loop(full_first, full_end, functools.partial(step, False), carry)
-
-    def visit(t: Any, carry: Carry) -> Carry:
-        block = first + t
-        block = jnp.where(block < full_first, block, block + full)
-        visited: Carry = lax.cond(
-            _holds_a_pair(launch, inputs, row, block),
-            functools.partial(step, True, block),
-            lambda carry: carry,
-            carry,
-        )
-        return visited
-
-    return lax.fori_loop(jnp.int32(0), end - first - full, visit, carry)
-
-
-def _holds_a_pair(launch: Launch, inputs: Arrays, row: Any, block: Any) -> Any:
-    """Whether some query of a pair of blocks, the program's own and one of the other axis, sees some key of it."""
-    plan, tiles = launch.plan, launch.tiles
-    q_block, kv_block = (row, block) if launch.axis == "q" else (block, row)
-    at = 0 if launch.axis == "q" else q_block * tiles.block_q
-    low, high = keys_seen(plan, inputs, q_block * tiles.block_q, tiles.block_q, at)
-    start = kv_block * tiles.block_kv
-    # Triton reduces numbers, not booleans.
-    return jnp.max(((low < start + tiles.block_kv) & (high > start)).astype(jnp.int32)) > 0
-
-
-def keys_seen(plan: FlashGpuPlan, inputs: Arrays, start: Any, size: int, at: Any) -> tuple[jax.Array, jax.Array]:
-    """The first key that each of `size` queries of a pack sees, and one past the last; both 0 for one that is not."""
-    low, high = (load_values(inputs[name], start, size, plan.q_length, at=at) for name in ("low", "high"))
-    return low, high
 
 
 def _visit(step: Callable[[Any, Carry], Carry], first: Any, listed: Any, t: Any, carry: Carry) -> Carry:
@@ -197,7 +150,7 @@ def allowed(plan: FlashGpuPlan, inputs: Arrays, pair: Pair) -> jax.Array:
     """Booleans of the tile of `pair`: mask and segments, or ranges, and that query and key exist."""
     j = pair.keys(positions(pair.kv_start, pair.block_kv))
     if plan.packed:
-        low, high = keys_seen(plan, inputs, pair.q_start, pair.block_q, pair.q_at)
+        low, high = keys_seen(plan, inputs, pair)
         return (j >= pair.queries(low)) & (j < pair.queries(high))
     i = pair.queries(positions(pair.q_start, pair.block_q))
     found = _formula(plan.mask, plan, inputs, pair, i, j, itertools.count())
@@ -210,6 +163,14 @@ def allowed(plan: FlashGpuPlan, inputs: Arrays, pair: Pair) -> jax.Array:
         kv_ids = load_values(inputs["kv_ids"], pair.kv_start, pair.block_kv, plan.kv_length, at=pair.kv_at)
         found = found & (pair.queries(q_ids) == pair.keys(kv_ids))
     return found
+
+
+def keys_seen(plan: FlashGpuPlan, inputs: Arrays, pair: Pair) -> tuple[jax.Array, jax.Array]:
+    """The first key that each query of a pack's tile sees, and one past the last; both 0 for one that sees none."""
+    low, high = (
+        load_values(inputs[name], pair.q_start, pair.block_q, plan.q_length, at=pair.q_at) for name in ("low", "high")
+    )
+    return low, high
 
 
 def _formula(mask: Mask, plan: FlashGpuPlan, inputs: Arrays, pair: Pair, i: Any, j: Any, places: Iterator[int]) -> Any:
