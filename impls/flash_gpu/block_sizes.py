@@ -222,14 +222,14 @@ _TABLE: tuple[Entry, ...] = (
 TABLE = (*_measured(), *_TABLE)
 
 
-def look_up(device_kind: str, depth: int, itemsize: int) -> Entry:
+def look_up(device_kind: str, depth: int, itemsize: int, table: tuple[Entry, ...] = TABLE) -> Entry:
     """The narrowest entry for this kind of device, head depth (the larger of keys' and values') and bytes of the dtype.
 
     Entries for a smaller dtype come before those for a smaller depth; of two for the same, the one of this device.
     """
     fitting = (
         entry
-        for entry in TABLE
+        for entry in table
         if entry.device in device_kind and depth <= entry.max_depth and itemsize <= entry.max_itemsize
     )
     return min(fitting, key=lambda entry: (entry.max_itemsize, entry.max_depth, not entry.device))

@@ -10,8 +10,9 @@ import jax.numpy as jnp
 
 from cases.masks import Full
 from impls.flash_gpu.attention import Products, attend
-from impls.flash_gpu.block_sizes import BlockSizes, look_up
+from impls.flash_gpu.block_sizes import BlockSizes
 from impls.flash_gpu.operands import Operands
+from impls.flash_gpu.packed_sizes import look_up_packed
 from impls.flash_gpu.ranges import ranges_of
 from impls.flash_gpu.schedule import FlashGpuPlan
 from impls.packs import Side, check_operands, sides_of, tables_of
@@ -60,7 +61,7 @@ def packed_attention(
       sinks: `[N]`, one more logit in each query head's softmax denominator.
       scale: factor of `<q, k>`, default `1 / sqrt(H)`.
       save_residuals: also return `logsumexp` and `max_logits`.
-      block_sizes: Triton's tiles and launch of each kernel, by default as for dense operands; cut to the lengths.
+      block_sizes: Triton's tiles and launch of each kernel, by default those of `packed_sizes`; cut to the lengths.
       products: how f32 operands multiply on the GPU, exactly or rounded to tf32.
       interpret: run in Pallas's interpreter, by default wherever the process does not compute on a GPU.
 
@@ -79,7 +80,7 @@ def packed_attention(
         raise ValueError(f"products must be 'exact' or 'tf32', got {products!r}")
     (q_length, num_q_heads, head_dim), (kv_length, num_kv_heads, v_head_dim) = q.shape, v.shape
     depth = max(head_dim, v_head_dim)
-    sizes = look_up(device_kind("gpu"), depth, q.dtype.itemsize).sizes if block_sizes is None else block_sizes
+    sizes = look_up_packed(device_kind("gpu"), depth, q.dtype.itemsize) if block_sizes is None else block_sizes
     plan = FlashGpuPlan(
         mask=Full(),
         num_q_heads=num_q_heads,

@@ -77,12 +77,10 @@ def _of_queries(ranges: Ranges, tiles: Tiles, kv_length: int) -> tuple[_Stretch,
     """The blocks of keys between the borders of each block of queries, and the full ones."""
     missing = -len(ranges.low) % tiles.block_q
     low, high = (jnp.pad(x, (0, missing)).reshape(-1, tiles.block_q) for x in (ranges.low, ranges.high))
-    some = low < high
-    # A query that sees nothing bounds nothing, and leaves no block full.
-    end = _blocks(high.max(axis=1), tiles.block_kv)
-    full_first = jnp.where(some.all(axis=1), _blocks(low.max(axis=1), tiles.block_kv), end)
-    found = _Stretch(jnp.where(some, low, kv_length).min(axis=1) // tiles.block_kv, end)
-    return found, _Stretch(full_first, high.min(axis=1) // tiles.block_kv)
+    # A query that sees nothing bounds nothing. Since it ends at 0, no block is full for it.
+    first = jnp.where(low < high, low, kv_length).min(axis=1) // tiles.block_kv
+    found = _Stretch(first, _blocks(high.max(axis=1), tiles.block_kv))
+    return found, _Stretch(_blocks(low.max(axis=1), tiles.block_kv), high.min(axis=1) // tiles.block_kv)
 
 
 def _listed(
