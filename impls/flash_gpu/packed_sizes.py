@@ -1,7 +1,7 @@
 """Triton's tiles for packed sequences: smaller than those for dense operands.
 
-Masks of a pack are known at run time only, so every kernel has the code for them. With the tiles for dense operands that
-takes more registers than a thread has. Smaller tiles also compute less of what sequences do not share.
+Masks of a pack are known at run time only, so every kernel has the code for them. With the tiles for dense operands
+that takes more registers than a thread has. Smaller tiles also compute less of what sequences do not share.
 """
 
 from __future__ import annotations
