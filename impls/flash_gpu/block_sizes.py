@@ -222,11 +222,16 @@ _TABLE: tuple[Entry, ...] = (
 TABLE = (*_measured(), *_TABLE)
 
 
-def look_up(device_kind: str, depth: int, itemsize: int, table: tuple[Entry, ...] = TABLE) -> Entry:
+def look_up(device_kind: str, depth: int, itemsize: int) -> Entry:
     """The narrowest entry for this kind of device, head depth (the larger of keys' and values') and bytes of the dtype.
 
     Entries for a smaller dtype come before those for a smaller depth; of two for the same, the one of this device.
     """
+    return narrowest(TABLE, device_kind, depth, itemsize)
+
+
+def narrowest(table: tuple[Entry, ...], device_kind: str, depth: int, itemsize: int) -> Entry:
+    """The entry of any such table that `look_up` would give."""
     fitting = (
         entry
         for entry in table

@@ -6,7 +6,7 @@ that takes more registers than a thread has. Smaller tiles also compute less of 
 
 from __future__ import annotations
 
-from impls.flash_gpu.block_sizes import BlockSizes, Entry, Tiles, look_up
+from impls.flash_gpu.block_sizes import BlockSizes, Entry, Tiles, narrowest
 
 _COMPILED = "compiled for A100, H100 and B200 without spilled registers (`ptxas` of CUDA 13.0), timed on none of them"
 _ANY = 1 << 30
@@ -41,4 +41,4 @@ PACKED_TABLE = _OF_16_BITS + _OF_32_BITS
 
 def look_up_packed(device_kind: str, depth: int, itemsize: int) -> BlockSizes:
     """The tiles for this kind of device, head depth (the larger of keys' and values') and bytes of the dtype."""
-    return look_up(device_kind, depth, itemsize, PACKED_TABLE).sizes
+    return narrowest(PACKED_TABLE, device_kind, depth, itemsize).sizes
