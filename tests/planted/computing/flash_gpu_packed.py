@@ -157,9 +157,9 @@ BUGS: tuple[PlantedBug, ...] = (
         "flash-gpu-packed-sink-once-a-block",
         Change(
             "triton.forward",
-            "return update(plan, running, z, hide(v, None if may is None else seen(may)))",
-            "new = update(plan, running, z, hide(v, None if may is None else seen(may)))\n"
-            '        return with_sink(new, inputs["sinks"][0]) if "sinks" in inputs else new',
+            "return update(",
+            'sink = inputs["sinks"][0] if "sinks" in inputs else -jnp.inf\n'
+            "        return (lambda *given, **known: with_sink(update(*given, **known), sink))(",
         ),
         kind="sinks.split",
         reference="inferred: a sink joins the sum of every block, and not that of the whole",
@@ -190,7 +190,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         "flash-gpu-packed-values-of-nobody-kept",
-        Change("triton.forward", "hide(v, None if may is None else seen(may))", "hide(v, None)"),
+        Change("triton.forward", "hide(v, ", "(lambda x, _: x)(v, "),
         kind="padding",
         reference="pytorch/pytorch#176793, Dao-AILab/flash-attention#2324",
         shows="out",
