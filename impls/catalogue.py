@@ -12,7 +12,7 @@ _NAMES: Mapping[str, tuple[str, ...]] = {
     "impls.dot_product": ("dot_product",),
     "impls.block_flash": ("block_flash", "block_flash_packed", "block_flash_latent"),
     "impls.splash_tpu": ("splash_tpu", "splash_tpu_fused", "splash_tpu_packed"),
-    "impls.flash_gpu": ("flash_gpu", "flash_gpu_tf32", "flash_gpu_mosaic"),
+    "impls.flash_gpu": ("flash_gpu", "flash_gpu_tf32", "flash_gpu_mosaic", "flash_gpu_packed"),
     "impls.context_parallel": ("block_flash_allgather", "block_flash_ring"),
     "impls.auto": (
         "auto",

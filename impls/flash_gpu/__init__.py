@@ -1,13 +1,23 @@
 """Flash attention for GPUs in Pallas: block skipping, any length and depth, hand-written backward.
 
 The modules in the order in which they build on each other: `block_sizes` (tiles, and the table of them), `schedule`
-(the plan of a call, and which tiles are visited), `operands` (arrays in and out), `triton` and `mosaic` (the kernels),
-`backends` (which of the two computes which kernel), `passes` (forward and backward), `attention` (the public call),
-`tuning` and `implementation` (what is declared).
+(the plan of a call, and which tiles are visited), `packed_sizes` and `ranges` (these for packed sequences), `operands`
+(arrays in and out), `triton` and `mosaic` (the kernels), `backends` (which of the two computes which kernel), `passes`
+(forward and backward), `attention` and `packed` (the public calls), `tuning` and `implementation` (what is declared).
 """
 
 from impls.flash_gpu.attention import attention
 from impls.flash_gpu.block_sizes import BlockSizes, Ring, Tiles
-from impls.flash_gpu.implementation import IMPLEMENTATIONS, implementation
+from impls.flash_gpu.implementation import IMPLEMENTATIONS, implementation, packed_implementation
+from impls.flash_gpu.packed import packed_attention
 
-__all__ = ["IMPLEMENTATIONS", "BlockSizes", "Ring", "Tiles", "attention", "implementation"]
+__all__ = [
+    "IMPLEMENTATIONS",
+    "BlockSizes",
+    "Ring",
+    "Tiles",
+    "attention",
+    "implementation",
+    "packed_attention",
+    "packed_implementation",
+]

@@ -111,7 +111,7 @@ def attention(
     )
     operands = jax.tree.map(jnp.asarray, Operands(q, k, v, bias, sinks, segment_ids))
     plan = dataclasses.replace(plan, mosaic=choose(backend, plan, operands))
-    outputs = _attend(plan, varying_over(operands, varying_axes(operands)))
+    outputs = attend(plan, varying_over(operands, varying_axes(operands)))
     if not save_residuals:
         return outputs.out
     return outputs.out, {"logsumexp": outputs.logsumexp, "max_logits": outputs.max_logits}
@@ -123,7 +123,7 @@ def _flash(plan: FlashGpuPlan, operands: Operands) -> Outputs:
 
 
 def _flash_forward(plan: FlashGpuPlan, operands: Operands) -> tuple[Outputs, tuple[Operands, jax.Array, jax.Array]]:
-    outputs = once("flash_gpu", functools.partial(forward_pass, plan), operands)
+    outputs = once(plan.name, functools.partial(forward_pass, plan), operands)
     out = checkpoint_name(outputs.out, "out")  # type: ignore[no-untyped-call]  # JAX leaves it untyped
     logsumexp = checkpoint_name(outputs.logsumexp, "logsumexp")  # type: ignore[no-untyped-call]  # likewise
     return Outputs(out, logsumexp, outputs.max_logits), (operands, out, logsumexp)
@@ -133,10 +133,10 @@ def _flash_backward(
     plan: FlashGpuPlan, residuals: tuple[Operands, jax.Array, jax.Array], cotangents: Outputs
 ) -> tuple[Operands]:
     pull_back = functools.partial(backward_pass, plan)
-    return (once("flash_gpu", pull_back, *residuals, cotangents.out, cotangents.logsumexp),)
+    return (once(plan.name, pull_back, *residuals, cotangents.out, cotangents.logsumexp),)
 
 
 _flash.defvjp(_flash_forward, _flash_backward)
 
 # Jitted so that calls outside `jit` compile once for each plan, not once a call.
-_attend = jax.jit(_flash, static_argnums=0)
+attend = jax.jit(_flash, static_argnums=0)

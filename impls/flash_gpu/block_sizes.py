@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 from conformance import tunable
 
+Axis = Literal["q", "kv"]
 Kernel = Literal["forward", "dq", "dkv"]
 KERNELS: tuple[Kernel, ...] = ("forward", "dq", "dkv")
 
@@ -226,9 +227,14 @@ def look_up(device_kind: str, depth: int, itemsize: int) -> Entry:
 
     Entries for a smaller dtype come before those for a smaller depth; of two for the same, the one of this device.
     """
+    return narrowest(TABLE, device_kind, depth, itemsize)
+
+
+def narrowest(table: tuple[Entry, ...], device_kind: str, depth: int, itemsize: int) -> Entry:
+    """The entry of any such table that `look_up` would give."""
     fitting = (
         entry
-        for entry in TABLE
+        for entry in table
         if entry.device in device_kind and depth <= entry.max_depth and itemsize <= entry.max_itemsize
     )
     return min(fitting, key=lambda entry: (entry.max_itemsize, entry.max_depth, not entry.device))

@@ -15,6 +15,7 @@ from conformance.contract import Accelerator, Arithmetic, Implementation
 from impls.flash_gpu.attention import UNSUPPORTED, Products, attention
 from impls.flash_gpu.backends import limits, misfits
 from impls.flash_gpu.block_sizes import BlockSizes, Ring, Tiles, look_up
+from impls.flash_gpu.packed import packed_attention
 from impls.flash_gpu.tuning import tunable
 from impls.versions import device_kind, runs_on
 
@@ -33,6 +34,12 @@ INTERPRETED = BlockSizes(
     dkv=Tiles(block_q=64, block_kv=64),
 )
 _OTHER_BLOCKS = ((32, 32), (16, 128))
+# Smaller still, so that sequences of a pack begin and end within blocks and beyond them.
+_INTERPRETED_PACKS = BlockSizes(
+    forward=Tiles(block_q=16, block_kv=32),
+    dq=Tiles(block_q=32, block_kv=16),
+    dkv=Tiles(block_q=16, block_kv=16),
+)
 _LONGER_RING = Ring(block=64, num_stages=3)
 _OTHER_RINGS = dataclasses.replace(
     INTERPRETED, mosaic_forward=_LONGER_RING, mosaic_dq=_LONGER_RING, mosaic_dkv=_LONGER_RING
@@ -93,6 +100,36 @@ def mosaic_implementation(name: str) -> Implementation:
     )
 
 
+def packed_implementation(
+    name: str, *, block_sizes: BlockSizes | None = None, on_gpu: bool | None = None
+) -> Implementation:
+    """Flash attention over packed sequences with these tiles under `name`, interpreted unless it runs on a GPU."""
+    on_gpu = runs_on("gpu") if on_gpu is None else on_gpu
+    sizes = _INTERPRETED_PACKS if block_sizes is None and not on_gpu else block_sizes
+    return Implementation(
+        name=name,
+        call=functools.partial(packed_attention, block_sizes=sizes),
+        description="flash attention for GPUs in Pallas (Triton) over packed sequences, by their borders",
+        arithmetic=Arithmetic(probabilities="input"),
+        gradients=frozenset({"dq", "dk", "dv", "dsinks"}),
+        storage="packed",
+        refuses_by_signature=True,
+        accelerator=Accelerator(
+            platform="gpu",
+            interpreted=not on_gpu,
+            native=functools.partial(packed_attention, interpret=False),
+        ),
+        variants={
+            "default_blocks": packed_attention,
+            **{
+                f"blocks_{q}_{kv}": functools.partial(packed_attention, block_sizes=same_tiles(q, kv))
+                for q, kv in _OTHER_BLOCKS
+            },
+        },
+        **{**_common(), "validates": False},
+    )
+
+
 def _common() -> dict[str, Any]:
     return {
         "empty_rows": "zero",
@@ -113,4 +150,5 @@ IMPLEMENTATIONS: tuple[Implementation, ...] = (
     implementation("flash_gpu"),
     implementation("flash_gpu_tf32", products="tf32"),
     mosaic_implementation("flash_gpu_mosaic"),
+    packed_implementation("flash_gpu_packed"),
 )

@@ -6,9 +6,11 @@ from typing import Any, NamedTuple
 
 import jax
 
+from impls.flash_gpu.ranges import Ranges
+
 
 class Operands(NamedTuple):
-    """Arrays of the canonical call, in its shapes."""
+    """Arrays of the canonical call, in its shapes. A pack is one batch row."""
 
     q: jax.Array  # [B, T, N, H]
     k: jax.Array  # [B, S, K, H]
@@ -16,6 +18,7 @@ class Operands(NamedTuple):
     bias: jax.Array | None  # [B or 1, N or 1, T or 1, S or 1]
     sinks: jax.Array | None  # [N]
     segment_ids: tuple[jax.Array, jax.Array] | None  # [B, T], [B, S]
+    ranges: Ranges | None = None  # of a pack
 
 
 class Outputs(NamedTuple):

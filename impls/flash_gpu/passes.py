@@ -34,12 +34,17 @@ def backward_pass(
     d_out: jax.Array,
     d_logsumexp: jax.Array,
 ) -> Operands:
-    """Gradients of the operands, each in its operand's shape and dtype; none for segment ids.
+    """Gradients of the operands, each in its operand's shape and dtype; none for segment ids and ranges.
 
     `out` and `d_out` are `[B, T, N, V]`, `logsumexp` and `d_logsumexp` f32 `[B, N, T]`.
     """
     weighted = (out.astype(jnp.float32) * d_out.astype(jnp.float32)).sum(axis=-1)  # (11)
-    rows = Rows(d_out, finite_or_zero(logsumexp), weighted.transpose(0, 2, 1) - d_logsumexp)
+    row_sums = weighted.transpose(0, 2, 1) - d_logsumexp
+    if operands.ranges is not None:
+        # Whatever the cotangents of queries of nobody are, the sinks have no gradient by them.
+        real = jnp.arange(plan.q_length, dtype=jnp.int32) < operands.ranges.tokens
+        row_sums = jnp.where(real, row_sums, 0.0)
+    rows = Rows(d_out, finite_or_zero(logsumexp), row_sums)
     dk, dv = (mosaic_backward if "dkv" in plan.mosaic else triton_backward).gradient_of_keys(plan, operands, rows)
     return Operands(
         q=(mosaic_backward if "dq" in plan.mosaic else triton_backward).gradient_of_queries(plan, operands, rows),

@@ -9,9 +9,8 @@ from typing import Any, Literal
 import numpy as np
 
 from cases.masks import EMPTY, FULL, PARTIAL, Dense, Lengths, Mask, leaves
-from impls.flash_gpu.block_sizes import BlockSizes, Kernel, Tiles, padded
+from impls.flash_gpu.block_sizes import Axis, BlockSizes, Kernel, Tiles, padded
 
-Axis = Literal["q", "kv"]
 Kind = Literal["full", "partial"]
 KINDS: tuple[Kind, Kind] = ("full", "partial")
 
@@ -20,7 +19,8 @@ KINDS: tuple[Kind, Kind] = ("full", "partial")
 class FlashGpuPlan:
     """Static part of one attention problem. Equal plans share one compiled function, so it is compared by value.
 
-    `mosaic` names the kernels that run on Mosaic GPU; the others run on Triton.
+    `packed` says that its only batch row is a pack of sequences, whose ranges (`impls.flash_gpu.ranges`) take the place
+    of the mask. `mosaic` names the kernels that run on Mosaic GPU; the others run on Triton.
     """
 
     mask: Mask
@@ -36,7 +36,13 @@ class FlashGpuPlan:
     exact: bool
     sizes: BlockSizes
     interpret: Any
+    packed: bool = False
     mosaic: frozenset[Kernel] = frozenset()
+
+    @property
+    def name(self) -> str:
+        """How messages name the call."""
+        return "flash_gpu_packed" if self.packed else "flash_gpu"
 
     @property
     def group(self) -> int:

@@ -9,8 +9,8 @@ from typing import Any
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from impls.flash_gpu.block_sizes import Kernel, Ring, Tiles
-from impls.flash_gpu.schedule import Axis, FlashGpuPlan
+from impls.flash_gpu.block_sizes import Axis, Kernel, Ring, Tiles
+from impls.flash_gpu.schedule import FlashGpuPlan
 
 ROWS = 64
 """Rows of a product of one warpgroup."""

@@ -37,6 +37,7 @@ from impls.flash_gpu.triton.tiles import (
     Pair,
     allowed,
     hide,
+    keys_seen,
     load_rows,
     load_values,
     logits,
@@ -68,11 +69,13 @@ class _Queries(NamedTuple):
     row_sums: jax.Array  # [block_q]
 
 
-def _load_queries(plan: FlashGpuPlan, inputs: Arrays, start: Any, size: int, head: Any, at: Any) -> _Queries:
+def _load_queries(
+    plan: FlashGpuPlan, inputs: Arrays, start: Any, size: int, head: Any, at: Any, there: Any = None
+) -> _Queries:
     length = plan.q_length
     return _Queries(
-        load_rows(inputs["q"], start, size, length, plan.head_dim, head=head, at=at),
-        load_rows(inputs["d_out"], start, size, length, plan.v_head_dim, head=head, at=at),
+        load_rows(inputs["q"], start, size, length, plan.head_dim, head=head, at=at, there=there),
+        load_rows(inputs["d_out"], start, size, length, plan.v_head_dim, head=head, at=at, there=there),
         load_values(inputs["shift"], start, size, length, head=head, at=at),
         load_values(inputs["row_sums"], start, size, length, head=head, at=at),
     )
@@ -156,7 +159,12 @@ def _dkv_kernel(launch: Launch, inputs: Arrays, outputs: Arrays) -> None:
 
     def visit(head: Any, masked: bool, block: Any, sums: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         pair = Pair(batch, head, block * block_q, kv_start, block_q, block_kv, keys_first=True)
-        rows = _load_queries(plan, inputs, pair.q_start, block_q, head, at=pair.q_at)
+        there = None
+        if plan.packed and masked:
+            # Queries of nobody may be NaN, and they are factors of these products.
+            low, high = keys_seen(plan, inputs, pair)
+            there = low < high
+        rows = _load_queries(plan, inputs, pair.q_start, block_q, head, at=pair.q_at, there=there)
         p, dx = pair_gradient(plan, inputs, pair, rows, k, v, allowed(plan, inputs, pair) if masked else None)
         dk, dv = sums
         # k and v are no factors of these two products, so NaN in keys behind the mask does not spread: their p and dx

@@ -18,9 +18,10 @@ import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 
-from impls.flash_gpu.block_sizes import Tiles
+from impls.flash_gpu.block_sizes import Axis, Tiles
 from impls.flash_gpu.operands import Operands, array_of
-from impls.flash_gpu.schedule import Axis, FlashGpuPlan
+from impls.flash_gpu.ranges import Ranges, visits_of
+from impls.flash_gpu.schedule import KINDS, FlashGpuPlan, Kind
 from impls.varying import varying_axes, varying_over
 from impls.versions import triton_call
 
@@ -52,6 +53,11 @@ class Launch:
         if self.axis == "q":
             return -(-plan.q_length // self.tiles.block_q), plan.num_q_heads, self.batch
         return -(-plan.kv_length // self.tiles.block_kv), plan.num_kv_heads, self.batch
+
+    @property
+    def kinds(self) -> tuple[Kind, ...]:
+        """Which kinds of blocks there may be; of packs of every kind, for nothing is known before."""
+        return KINDS if self.plan.packed else tuple(self.plan.visits(self.tiles, self.axis).lists)
 
     @property
     def heads(self) -> int:
@@ -91,7 +97,7 @@ class Launch:
         return lax.div(head, jnp.int32(self.plan.group)) if self.axis == "q" else head
 
     def inputs(self, operands: Operands) -> tuple[Arrays, Specs]:
-        """Operands, mask and schedule by name, and the part of each that a program sees."""
+        """Operands, mask or ranges, and schedule by name, and the part of each that a program sees."""
         plan = self.plan
         arrays: Arrays = {"q": operands.q, "k": operands.k, "v": operands.v}
         specs: Specs = {
@@ -105,6 +111,14 @@ class Launch:
             arrays["q_ids"], arrays["kv_ids"] = operands.segment_ids
             specs["q_ids"] = pl.BlockSpec((None, self.q_seen), lambda i, n, b: (b, self.q_block(i)))
             specs["kv_ids"] = pl.BlockSpec((None, self.kv_seen), lambda i, n, b: (b, self.kv_block(i)))
+        more, seen = self._of_mask() if operands.ranges is None else self._of_ranges(operands.ranges)
+        return arrays | more, specs | seen
+
+    def _of_mask(self) -> tuple[Arrays, Specs]:
+        """What is known before any value is."""
+        plan = self.plan
+        arrays: Arrays = {}
+        specs: Specs = {}
         for name, array in plan.mask_arrays.items():
             arrays[name] = jnp.asarray(array)
             specs[name] = _whole(array) if array.ndim == 1 else self.pairs(array.shape)
@@ -114,6 +128,20 @@ class Launch:
             if blocks is not None:
                 arrays[f"{kind}_blocks"], specs[f"{kind}_blocks"] = jnp.asarray(blocks), _whole(blocks)
         return arrays, specs
+
+    def _of_ranges(self, ranges: Ranges) -> tuple[Arrays, Specs]:
+        """What the sequences of a pack say."""
+        visits = visits_of(ranges, self.tiles, self.axis, self.plan.kv_length)
+        table, queries = visits.table[None, None], pl.BlockSpec((self.q_seen,), lambda i, n, b: (self.q_block(i),))
+        return (
+            {"low": ranges.low, "high": ranges.high, "visits": table, "partial_blocks": visits.partial},
+            {
+                "low": queries,
+                "high": queries,
+                "visits": self._programs(table.shape),
+                "partial_blocks": _whole(visits.partial),
+            },
+        )
 
     def query_rows(self, columns: int) -> Any:
         """Rows of the queries and heads that a program sees, of an array `[B, T, N, .]`."""
@@ -194,5 +222,5 @@ class Launch:
         )(arrays)
 
 
-def _whole(array: np.ndarray) -> Any:
+def _whole(array: np.ndarray | jax.Array) -> Any:
     return pl.BlockSpec(array.shape, lambda i, n, b: tuple(jnp.int32(0) for _ in array.shape))

@@ -72,11 +72,19 @@ def positions(start: Any, size: int) -> jax.Array:
     return start + jnp.arange(size, dtype=jnp.int32)
 
 
-def load_rows(ref: Any, start: Any, size: int, length: int, depth: int, head: Any = None, at: Any = None) -> jax.Array:
-    """Tile `[size, depth of the tile]` of rows `start, ...` of `[length, (heads,) depth]`, at `at` in `ref`."""
+def load_rows(
+    ref: Any, start: Any, size: int, length: int, depth: int, head: Any = None, at: Any = None, there: Any = None
+) -> jax.Array:
+    """Tile `[size, depth of the tile]` of rows `start, ...` of `[length, (heads,) depth]`, at `at` in `ref`.
+
+    Of rows that are not `there`, booleans `[size]`, nothing is read either.
+    """
     at = start if at is None else at
     rows = ref.at[pl.ds(at, size), :] if head is None else ref.at[pl.ds(at, size), jnp.int32(head), :]
     mask = inside(start, size, length, ref.shape[-1], depth)
+    if there is not None:
+        there = jnp.broadcast_to(there[:, None], (size, ref.shape[-1]))
+        mask = there if mask is None else mask & there
     return plt.load(rows) if mask is None else plt.load(rows, mask=mask, other=0)
 
 
@@ -123,9 +131,9 @@ def load_pairs(ref: Any, plan: FlashGpuPlan, pair: Pair) -> jax.Array:
 
 def walk(launch: Launch, inputs: Arrays, head: Any, step: Callable[[bool, Any, Carry], Carry], carry: Carry) -> Carry:
     """Fold `step(masked, block, carry)` over the blocks that this program visits; a kind that none has is no code."""
-    visits, table = launch.plan.visits(launch.tiles, launch.axis), inputs["visits"]
+    table = inputs["visits"]
     place = head if table.shape[0] > 1 else jnp.int32(0)
-    for kind in visits.lists:
+    for kind in launch.kinds:
         column = 2 * KINDS.index(kind)
         first, count = table[place, column], table[place, column + 1]
         listed = inputs.get(f"{kind}_blocks")
@@ -139,9 +147,12 @@ def _visit(step: Callable[[Any, Carry], Carry], first: Any, listed: Any, t: Any,
 
 
 def allowed(plan: FlashGpuPlan, inputs: Arrays, pair: Pair) -> jax.Array:
-    """Booleans of the tile of `pair`: mask, segments, and that query and key exist."""
-    i = pair.queries(positions(pair.q_start, pair.block_q))
+    """Booleans of the tile of `pair`: mask and segments, or ranges, and that query and key exist."""
     j = pair.keys(positions(pair.kv_start, pair.block_kv))
+    if plan.packed:
+        low, high = keys_seen(plan, inputs, pair)
+        return (j >= pair.queries(low)) & (j < pair.queries(high))
+    i = pair.queries(positions(pair.q_start, pair.block_q))
     found = _formula(plan.mask, plan, inputs, pair, i, j, itertools.count())
     if plan.q_length % pair.block_q:
         found = found & (i < plan.q_length)  # or keys would count as seen that only a missing query sees
@@ -152,6 +163,14 @@ def allowed(plan: FlashGpuPlan, inputs: Arrays, pair: Pair) -> jax.Array:
         kv_ids = load_values(inputs["kv_ids"], pair.kv_start, pair.block_kv, plan.kv_length, at=pair.kv_at)
         found = found & (pair.queries(q_ids) == pair.keys(kv_ids))
     return found
+
+
+def keys_seen(plan: FlashGpuPlan, inputs: Arrays, pair: Pair) -> tuple[jax.Array, jax.Array]:
+    """The first key that each query of a pack's tile sees, and one past the last; both 0 for one that sees none."""
+    low, high = (
+        load_values(inputs[name], pair.q_start, pair.block_q, plan.q_length, at=pair.q_at) for name in ("low", "high")
+    )
+    return low, high
 
 
 def _formula(mask: Mask, plan: FlashGpuPlan, inputs: Arrays, pair: Pair, i: Any, j: Any, places: Iterator[int]) -> Any:

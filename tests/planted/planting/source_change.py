@@ -45,11 +45,17 @@ class _Copies(importlib.abc.MetaPathFinder):
         if top not in self.known:
             return None
         original, folder, change = self.known[top]
-        file = folder / f"{inner or '__init__'}.py"
+        file = _file_of(folder, inner)
         if not file.is_file():
             return None
         loader = _Loader(file, original, top, change if change.module == inner else None)
-        return importlib.util.spec_from_loader(fullname, loader, is_package=not inner)
+        return importlib.util.spec_from_loader(fullname, loader, is_package=file.name == "__init__.py")
+
+
+def _file_of(folder: Path, module: str) -> Path:
+    """Of a module of a package in `folder`, which may be a package within it."""
+    inside = folder.joinpath(*module.split("."))
+    return inside / "__init__.py" if inside.is_dir() else inside.with_suffix(".py")
 
 
 class _Loader(importlib.abc.SourceLoader):
@@ -76,13 +82,13 @@ sys.meta_path.insert(0, _COPIES)
 
 @functools.cache
 def changed(package: str, name: str, change: Change) -> ModuleType:
-    """`package`, a flat one that imports itself by `from`, with the change, as a package called `name`.
+    """`package`, one that imports itself by `from`, with the change, as a package called `name`.
 
     Raises:
       ValueError: the passage to change is not there once, or the package has no such module.
     """
     folder = Path(str(importlib.import_module(package).__file__)).parent
-    if not (folder / f"{change.module}.py").is_file():
+    if not _file_of(folder, change.module).is_file():
         raise ValueError(f"{package} has no module {change.module}")
     _COPIES.known[name] = (package, folder, change)
     return importlib.import_module(name)
