@@ -1,0 +1,237 @@
+"""How fast a GPU kernel can be at most, by the instructions of its loops: a bound, which no chip has been asked about.
+
+What a turn of a loop runs (`conformance.accelerators.sass`) takes each unit of a multiprocessor some cycles. The unit
+that takes longest bounds the loop. Waits, the latency of memory and whatever the units do not overlap are not in it.
+
+Where throughputs come from: CUDA C++ programming guide, "Throughput of native arithmetic instructions", of compute
+capability 8.0, 9.0 and 10.0. Of f32 it has as many lanes as `conformance.accelerators.gpus` says, of integers,
+comparisons, selections, shifts and conversions 64, of special functions 16. Four schedulers issue an instruction of a
+warp each cycle; shared memory has 32 banks of 4 bytes (same guide, "Compute capabilities"). Tensor cores: `gpus`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+
+from conformance.accelerators.gpus import Gpu
+from conformance.accelerators.sass import Instruction, Loop
+
+_WARP = 32
+_SCHEDULERS = 4
+_BANKS = 128  # bytes a cycle
+_LANES = {"mufu": 16, "alu": 64, "convert": 64}
+_F32 = ("FADD", "FMUL", "FFMA", "FADD2", "FMUL2", "FFMA2", "FADD32I", "FMUL32I", "FFMA32I")
+_INTEGER_PRODUCTS = ("IMAD", "IMUL", "IDP")  # by half of the lanes of f32
+_ALU = (
+    *("FMNMX", "FMNMX3", "FSEL", "FSET", "FSETP", "FCHK", "ISETP", "SEL", "IADD", "IADD3", "VIADD", "IMNMX", "VIMNMX"),
+    *("LOP", "LOP3", "PLOP3", "PRMT", "SHF", "SHL", "SHR", "LEA", "IABS", "SGXT", "BMSK", "P2R", "R2P", "VIADDMNMX"),
+)
+_CONVERT = ("F2F", "F2FP", "F2I", "I2F", "I2FP", "F2IP", "FRND")
+_SHARED = ("LDS", "STS", "LDSM", "STSM")
+_GLOBAL = ("LDG", "STG", "LDGSTS", "RED", "REDG", "ATOMG", "UTMALDG", "UTMASTG", "UBLKCP")
+_SPILL = ("LDL", "STL")
+_BARRIERS = ("BAR", "SYNCS", "WARPSYNC", "DEPBAR", "LDGDEPBAR", "WARPGROUP", "MEMBAR", "FENCE", "UTCBAR")
+UNITS = ("issue", "tensor", "mufu", "f32", "alu", "convert", "shared")
+"""What may bound a loop."""
+LEAST = "pair_cycles"
+"""The figure that says what a kernel's full blocks take at least."""
+PAIRS = 1000
+"""Cycles are told for so many pairs of a query and a key of one head."""
+# Products of a loop over blocks, as how many sum over the depth of keys and of values: of the forward pass (q k, p v);
+# of the gradient of q (q k, do v, dx k); of k and v (q k, do v, dx q, p do); of all three.
+_KINDS = ((1, 1), (2, 1), (2, 2), (3, 2))
+_MOST_EXPONENTIALS = 1.5
+
+
+@dataclasses.dataclass(frozen=True)
+class Bound:
+    """Of one turn of a warp through a loop.
+
+    Attributes:
+      kind: how many of its products sum over the depth of keys, and over that of values.
+      pairs: of a query and a key.
+      cycles: of each unit, for `PAIRS` of them.
+      counts: instructions by what they do.
+    """
+
+    kind: tuple[int, int]
+    pairs: float
+    cycles: Mapping[str, float]
+    counts: Mapping[str, float]
+
+    @property
+    def unit(self) -> str:
+        """The one that bounds it."""
+        return max(self.cycles, key=self.cycles.__getitem__)
+
+    @property
+    def least(self) -> float:
+        """Cycles that `PAIRS` pairs take at least."""
+        return self.cycles[self.unit]
+
+
+def bounds(loop: Loop, gpu: Gpu, warps: int, depths: tuple[int, int]) -> tuple[Bound, Bound] | None:
+    """Of the cheapest and of the dearest way through a loop; none if it is not known how many pairs it computes.
+
+    Args:
+      loop: of a kernel.
+      gpu: whose throughputs.
+      warps: of a block, by which a product that is the whole block's is divided.
+      depths: of keys and of values.
+    """
+    found = [_bound(way, loop.idle, gpu, warps, depths) for way in (loop.cheapest, loop.dearest)]
+    return (found[0], found[1]) if found[0] and found[1] else None
+
+
+def _bound(
+    way: Sequence[Instruction], idle: Sequence[Instruction], gpu: Gpu, warps: int, depths: tuple[int, int]
+) -> Bound | None:
+    products = sum(one.product.multiplications / (one.product.warps or warps) for one in way if one.product)
+    counts = counted(way)
+    known = pairs_of(products, counts["mufu_exp2"], depths)
+    if known is None:
+        return None
+    kind, pairs = known
+    if any(one.product and not one.product.warps for one in way):
+        # One warp asks for the products of a block; the others pass that part by.
+        others = counted(idle)
+        counts = {name: (counts[name] + (warps - 1) * others[name]) / warps for name in counts}
+    tensor = sum(
+        one.product.multiplications * one.product.bits / 16 / (one.product.warps or warps)
+        for one in way
+        if one.product
+    )
+    cycles = {
+        "issue": counts["instructions"] / _SCHEDULERS,
+        "tensor": tensor / gpu.products_per_core,
+        "mufu": counts["mufu"] * _WARP / _LANES["mufu"],
+        "f32": max(
+            (counts["f32"] + counts["integer_products"]) * _WARP / gpu.fpus_per_core,
+            counts["integer_products"] * _WARP / 64,
+        ),
+        "alu": counts["alu"] * _WARP / _LANES["alu"],
+        "convert": counts["convert"] * _WARP / _LANES["convert"],
+        "shared": (sum(map(_bytes, way)) + _bytes_of_products(way, warps)) / _BANKS,
+    }
+    return Bound(kind, pairs, {unit: cycles[unit] * PAIRS / pairs for unit in UNITS}, counts)
+
+
+def counted(way: Iterable[Instruction]) -> dict[str, float]:
+    """Instructions by what they do: all that take a turn of a scheduler, and those of each unit."""
+    way = list(way)
+    names = Counter(one.name for one in way)
+    groups = {
+        "f32": _F32,
+        "integer_products": _INTEGER_PRODUCTS,
+        "alu": _ALU,
+        "convert": _CONVERT,
+        "shared": _SHARED,
+        "global": _GLOBAL,
+        "spill": _SPILL,
+        "barrier": _BARRIERS,
+    }
+    return {
+        "instructions": float(len(way)),
+        "tensor": float(sum(one.product is not None for one in way)),
+        "mufu": float(names["MUFU"]),
+        "mufu_exp2": float(sum(one.opcode.startswith("MUFU.EX2") for one in way)),
+        **{group: float(sum(names[name] for name in members)) for group, members in groups.items()},
+    }
+
+
+def pairs_of(products: float, exponentials: float, depths: tuple[int, int]) -> tuple[tuple[int, int], float] | None:
+    """How many pairs a turn of a warp computes, by what its tensor cores multiply; and how many products of a pair.
+
+    A pair takes as many multiplications as its products sum over. Which products a loop has, and whether it fills a
+    depth up to a multiple of 64 or to a power of two, is told by its exponentials: one for each pair, and in the
+    forward pass some more for each row. So it is the largest number that leaves each pair an exponential.
+
+    Args:
+      products: numbers that are multiplied, of one warp.
+      exponentials: `MUFU.EX2`, each of a whole warp.
+      depths: of keys and of values.
+
+    Returns:
+      the kind of the loop and its pairs; none if no number fits.
+    """
+    filled = [sorted({-(-depth // 64) * 64, 1 << (depth - 1).bit_length()}) for depth in depths]
+    choices = (
+        (products / (of_keys * keys + of_values * values), (of_keys, of_values))
+        for (of_keys, of_values), keys, values in itertools.product(_KINDS, *filled)
+    )
+    there = exponentials * _WARP
+    fitting = [(pairs, kind) for pairs, kind in choices if pairs <= there <= _MOST_EXPONENTIALS * pairs]
+    if not fitting:
+        return None
+    pairs, kind = max(fitting)
+    return kind, pairs
+
+
+def _bytes(one: Instruction) -> int:
+    """What an instruction of a warp reads or writes of shared memory."""
+    if one.name in ("LDSM", "STSM"):
+        matrices = one.opcode.rpartition(".")[2]
+        return 128 * (int(matrices) if matrices.isdigit() else 1)
+    if one.name in ("LDS", "STS"):
+        wide = next((bits for bits in (128, 64) if f".{bits}" in one.opcode), 32)
+        return _WARP * wide // 8
+    return 0
+
+
+def _bytes_of_products(way: Iterable[Instruction], warps: int) -> float:
+    return sum(one.product.shared_bytes / (one.product.warps or warps) for one in way if one.product)
+
+
+def occupancy(gpu: Gpu, *, threads: int, registers: float, shared_bytes: float) -> float:
+    """The part of a multiprocessor's 64 warps that fit at once, by registers, shared memory and blocks.
+
+    Limits of compute capability 8.0, 9.0 and 10.0 (CUDA C++ programming guide, "Compute capabilities"): 65,536
+    registers, given to a warp by 256 at a time; 32 blocks; a KiB of shared memory of each block is the system's.
+    """
+    warps = -(-threads // _WARP)
+    of_warp = -(-int(registers) * _WARP // 256) * 256
+    blocks = min(
+        _BLOCKS,
+        _WARPS // warps,
+        _REGISTERS // of_warp // warps if of_warp else _BLOCKS,
+        gpu.shared_memory_per_core // (int(shared_bytes) + 1024),
+    )
+    return blocks * warps / _WARPS
+
+
+_BLOCKS, _WARPS, _REGISTERS = 32, 64, 65536
+
+
+def kernel_figures(loops: Sequence[Loop], gpu: Gpu, warps: int, depths: tuple[int, int]) -> dict[str, float]:
+    """The figures of a kernel out of its loops; those of instructions and cycles only where its pairs are known.
+
+    Loops of one kind, of blocks without a mask and of blocks with one, compute pairs of which each is in one of them.
+    The cheapest way is told as that of full blocks, the dearest as that of masked ones. Those of different kinds each
+    compute all pairs, so they add up.
+    """
+    of_kind: dict[tuple[int, int], list[Bound]] = {}
+    for loop in loops:
+        found = bounds(loop, gpu, warps, depths)
+        if found is None:
+            return {}
+        of_kind.setdefault(found[0].kind, []).extend(found)
+    full = [min(of_one, key=_order) for of_one in of_kind.values()]
+    masked = [max(of_one, key=_order) for of_one in of_kind.values()]
+    figures = {
+        LEAST: sum(one.least for one in full),
+        "masked_pair_cycles": sum(one.least for one in masked),
+        **{f"{unit}_cycles": sum(one.cycles[unit] for one in full) for unit in UNITS},
+        "masked_issue_cycles": sum(one.cycles["issue"] for one in masked),
+        "pairs": sum(one.pairs for one in full),
+        "spill_slots": max(one.counts["spill"] for one in (*full, *masked)),
+    }
+    for name in ("instructions", "tensor", "mufu", "f32", "alu", "convert", "shared", "global", "barrier"):
+        figures[f"{name}_count" if name != "instructions" else name] = sum(one.counts[name] for one in full)
+    return {name: round(value, 3) for name, value in figures.items()}
+
+
+def _order(one: Bound) -> tuple[float, float]:
+    return one.least, one.cycles["issue"]
