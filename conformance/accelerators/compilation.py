@@ -69,8 +69,8 @@ def compile_for(
       `temporary_bytes`, the HBM that the compiler adds for temporaries, zero if it finds room for them elsewhere;
       `live_bytes` of them at once, wherever they are (`conformance.accelerators.liveness`); `vmem_bytes` of the
       program's kernels on a TPU; `shared_bytes`, `registers` and `spilled_bytes` on a GPU, where it is told, and of
-      each kernel the cycles that its instructions take at least (`conformance.accelerators.gpu_figures`); on a TPU the cycles of each kernel's parts and of its call
-      (`conformance.accelerators.tpu_cost`).
+      each kernel the cycles that its instructions take at least (`conformance.accelerators.gpu_figures`); on a TPU the
+      cycles of each kernel's parts and of its call (`conformance.accelerators.tpu_cost`).
 
     Raises:
       NoCompiler: if this machine cannot compile for the target.

@@ -34,10 +34,24 @@ _SHARED = ("LDS", "STS", "LDSM", "STSM")
 _GLOBAL = ("LDG", "STG", "LDGSTS", "RED", "REDG", "ATOMG", "UTMALDG", "UTMASTG", "UBLKCP")
 _SPILL = ("LDL", "STL")
 _BARRIERS = ("BAR", "SYNCS", "WARPSYNC", "DEPBAR", "LDGDEPBAR", "WARPGROUP", "MEMBAR", "FENCE", "UTCBAR")
+_GROUPS = {
+    "mufu": ("MUFU",),
+    "f32": _F32,
+    "integer_products": _INTEGER_PRODUCTS,
+    "alu": _ALU,
+    "convert": _CONVERT,
+    "shared": _SHARED,
+    "global": _GLOBAL,
+    "spill": _SPILL,
+    "barrier": _BARRIERS,
+}
 UNITS = ("issue", "tensor", "mufu", "f32", "alu", "convert", "shared")
 """What may bound a loop."""
+_EXPONENTIALS = "exponentials"
 LEAST = "pair_cycles"
 """The figure that says what a kernel's full blocks take at least."""
+SHAPE = "tensor_"
+"""Begins the figures that count instructions of the tensor cores, each by its shape."""
 PAIRS = 1000
 """Cycles are told for so many pairs of a query and a key of one head."""
 # Products of a loop over blocks, as how many sum over the depth of keys and of values: of the forward pass (q k, p v);
@@ -91,29 +105,27 @@ def _bound(
 ) -> Bound | None:
     products = sum(one.product.multiplications / (one.product.warps or warps) for one in way if one.product)
     counts = counted(way)
-    known = pairs_of(products, counts["mufu_exp2"], depths)
+    known = pairs_of(products, counts[_EXPONENTIALS], depths)
     if known is None:
         return None
     kind, pairs = known
     if any(one.product and not one.product.warps for one in way):
         # One warp asks for the products of a block; the others pass that part by.
         others = counted(idle)
-        counts = {name: (counts[name] + (warps - 1) * others[name]) / warps for name in counts}
+        counts = {name: (count + (warps - 1) * others.get(name, 0.0)) / warps for name, count in counts.items()}
     tensor = sum(
-        one.product.multiplications * one.product.bits / 16 / (one.product.warps or warps)
-        for one in way
-        if one.product
+        one.product.multiplications * one.product.bits / 16 / (one.product.warps or warps) for one in way if one.product
     )
     cycles = {
         "issue": counts["instructions"] / _SCHEDULERS,
         "tensor": tensor / gpu.products_per_core,
-        "mufu": counts["mufu"] * _WARP / _LANES["mufu"],
+        "mufu": counts["mufu_instructions"] * _WARP / _LANES["mufu"],
         "f32": max(
-            (counts["f32"] + counts["integer_products"]) * _WARP / gpu.fpus_per_core,
-            counts["integer_products"] * _WARP / 64,
+            (counts["f32_instructions"] + counts["integer_products_instructions"]) * _WARP / gpu.fpus_per_core,
+            counts["integer_products_instructions"] * _WARP / 64,
         ),
-        "alu": counts["alu"] * _WARP / _LANES["alu"],
-        "convert": counts["convert"] * _WARP / _LANES["convert"],
+        "alu": counts["alu_instructions"] * _WARP / _LANES["alu"],
+        "convert": counts["convert_instructions"] * _WARP / _LANES["convert"],
         "shared": (sum(map(_bytes, way)) + _bytes_of_products(way, warps)) / _BANKS,
     }
     return Bound(kind, pairs, {unit: cycles[unit] * PAIRS / pairs for unit in UNITS}, counts)
@@ -123,22 +135,11 @@ def counted(way: Iterable[Instruction]) -> dict[str, float]:
     """Instructions by what they do: all that take a turn of a scheduler, and those of each unit."""
     way = list(way)
     names = Counter(one.name for one in way)
-    groups = {
-        "f32": _F32,
-        "integer_products": _INTEGER_PRODUCTS,
-        "alu": _ALU,
-        "convert": _CONVERT,
-        "shared": _SHARED,
-        "global": _GLOBAL,
-        "spill": _SPILL,
-        "barrier": _BARRIERS,
-    }
     return {
         "instructions": float(len(way)),
-        "tensor": float(sum(one.product is not None for one in way)),
-        "mufu": float(names["MUFU"]),
-        "mufu_exp2": float(sum(one.opcode.startswith("MUFU.EX2") for one in way)),
-        **{group: float(sum(names[name] for name in members)) for group, members in groups.items()},
+        **Counter(one.product.name for one in way if one.product),
+        _EXPONENTIALS: float(sum(one.opcode.startswith("MUFU.EX2") for one in way)),
+        **{f"{group}_instructions": float(sum(names[name] for name in members)) for group, members in _GROUPS.items()},
     }
 
 
@@ -157,10 +158,10 @@ def pairs_of(products: float, exponentials: float, depths: tuple[int, int]) -> t
     Returns:
       the kind of the loop and its pairs; none if no number fits.
     """
-    filled = [sorted({-(-depth // 64) * 64, 1 << (depth - 1).bit_length()}) for depth in depths]
+    of_keys, of_values = ({-(-depth // 64) * 64, 1 << (depth - 1).bit_length()} for depth in depths)
     choices = (
-        (products / (of_keys * keys + of_values * values), (of_keys, of_values))
-        for (of_keys, of_values), keys, values in itertools.product(_KINDS, *filled)
+        (products / (kind[0] * keys + kind[1] * values), kind)
+        for kind, keys, values in itertools.product(_KINDS, of_keys, of_values)
     )
     there = exponentials * _WARP
     fitting = [(pairs, kind) for pairs, kind in choices if pairs <= there <= _MOST_EXPONENTIALS * pairs]
@@ -195,14 +196,14 @@ def occupancy(gpu: Gpu, *, threads: int, registers: float, shared_bytes: float) 
     of_warp = -(-int(registers) * _WARP // 256) * 256
     blocks = min(
         _BLOCKS,
-        _WARPS // warps,
+        WARPS // warps,
         _REGISTERS // of_warp // warps if of_warp else _BLOCKS,
         gpu.shared_memory_per_core // (int(shared_bytes) + 1024),
     )
-    return blocks * warps / _WARPS
+    return blocks * warps / WARPS
 
 
-_BLOCKS, _WARPS, _REGISTERS = 32, 64, 65536
+_BLOCKS, WARPS, _REGISTERS = 32, 64, 65536
 
 
 def kernel_figures(loops: Sequence[Loop], gpu: Gpu, warps: int, depths: tuple[int, int]) -> dict[str, float]:
@@ -226,10 +227,12 @@ def kernel_figures(loops: Sequence[Loop], gpu: Gpu, warps: int, depths: tuple[in
         **{f"{unit}_cycles": sum(one.cycles[unit] for one in full) for unit in UNITS},
         "masked_issue_cycles": sum(one.cycles["issue"] for one in masked),
         "pairs": sum(one.pairs for one in full),
-        "spill_slots": max(one.counts["spill"] for one in (*full, *masked)),
+        "spill_slots": max(one.counts["spill_instructions"] for one in (*full, *masked)),
     }
-    for name in ("instructions", "tensor", "mufu", "f32", "alu", "convert", "shared", "global", "barrier"):
-        figures[f"{name}_count" if name != "instructions" else name] = sum(one.counts[name] for one in full)
+    for name in ("instructions", *(f"{group}_instructions" for group in _GROUPS)):
+        figures[name] = sum(one.counts[name] for one in full)
+    shapes = dict.fromkeys(name for one in full for name in one.counts if name.startswith(SHAPE))
+    figures |= {name: sum(one.counts.get(name, 0.0) for one in full) for name in shapes}
     return {name: round(value, 3) for name, value in figures.items()}
 
 

@@ -1,8 +1,8 @@
 """What the kernels of a GPU program take of a multiprocessor, and the least cycles that they can take.
 
 XLA leaves the assembler text of its own kernels, Triton's among them, in a folder. The compiler of Mosaic GPU kernels
-prints it. `ptxas`, NVIDIA's assembler, says with `--verbose` how many registers a kernel has and how many it spills, and
-`nvdisasm`, the disassembler, what instructions it became.
+prints it. `ptxas`, NVIDIA's assembler, says with `--verbose` how many registers a kernel has and how many it spills,
+and `nvdisasm`, the disassembler, what instructions it became.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def figures(
       (`conformance.accelerators.gpu_bound`).
     """
     launched = [found for text in folder.glob("*.thunk_sequence.txt") for found in _launched(text.read_text())]
-    lines, kernels = list(said), []
+    lines, kernels = list(said), list[tuple[str, dict[str, float]]]()
     for source in sources(folder, said):
         heard, code = _assembled(source, programs, gpu.architecture)
         lines += heard
@@ -79,9 +79,17 @@ def figures(
         "spilled_bytes": list(_numbers(_SPILLED, lines)),
     }
     most = {name: float(max(sizes)) for name, sizes in found.items() if sizes}
-    for name, told in sorted(kernels, key=lambda kernel: kernel[1].get(gpu_bound.LEAST, 0.0)):
-        most |= {f"{name}.{figure}": value for figure, value in told.items()}
-    return most
+    return most | {f"{name}.{figure}": value for name, told in _named(kernels) for figure, value in told.items()}
+
+
+def _named(kernels: Iterable[tuple[str, dict[str, float]]]) -> Iterator[tuple[str, dict[str, float]]]:
+    """Kernels that differ, under names that differ: the second of a name is `<name>_2`."""
+    known: dict[str, list[dict[str, float]]] = {}
+    for name, told in kernels:
+        alike = known.setdefault(name, [])
+        if told not in alike:
+            alike.append(told)
+            yield (name if len(alike) == 1 else f"{name}_{len(alike)}"), told
 
 
 def sources(folder: Path, said: Sequence[str]) -> list[Path]:

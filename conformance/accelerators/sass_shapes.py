@@ -43,6 +43,11 @@ class Product:
     second_in_shared_memory: bool = False
 
     @property
+    def name(self) -> str:
+        """As figures name it: by the shape."""
+        return f"tensor_{self.m}x{self.n}x{self.k}"
+
+    @property
     def multiplications(self) -> int:
         """In all."""
         return self.m * self.n * self.k
@@ -63,12 +68,16 @@ def product_of(opcode: str, operands: str, constants: MutableMapping[str, int]) 
       constants: values of uniform registers, as far as they are known.
     """
     if shape := _WARP.match(opcode):
-        return Product(*map(int, shape.groups()), bits=_bits(opcode), warps=1)
+        m, n, k = map(int, shape.groups())
+        return Product(m, n, k, _bits(opcode), warps=1)
     if shape := _GROUP.match(opcode):
+        m, n, k = map(int, shape.groups())
         sources = operands.split(",")[1:3]
         return Product(
-            *map(int, shape.groups()),
-            bits=_bits(opcode),
+            m,
+            n,
+            k,
+            _bits(opcode),
             warps=WARPS_OF_A_GROUP,
             first_in_shared_memory="gdesc" in sources[0],
             second_in_shared_memory=True,
