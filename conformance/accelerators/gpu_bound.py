@@ -48,16 +48,42 @@ _GROUPS = {
 UNITS = ("issue", "tensor", "mufu", "f32", "alu", "convert", "shared")
 """What may bound a loop."""
 _EXPONENTIALS = "exponentials"
+_ROUNDED = "rounded"  # numbers of f32, to 16 bits
 LEAST = "pair_cycles"
 """The figure that says what a kernel's full blocks take at least."""
 SHAPE = "tensor_"
 """Begins the figures that count instructions of the tensor cores, each by its shape."""
 PAIRS = 1000
 """Cycles are told for so many pairs of a query and a key of one head."""
-# Products of a loop over blocks, as how many sum over the depth of keys and of values: of the forward pass (q k, p v);
-# of the gradient of q (q k, do v, dx k); of k and v (q k, do v, dx q, p do); of all three.
-_KINDS = ((1, 1), (2, 1), (2, 2), (3, 2))
-_MOST_EXPONENTIALS = 1.5
+
+
+@dataclasses.dataclass(frozen=True)
+class Kind:
+    """Which products a loop over blocks has.
+
+    Attributes:
+      name: of what they are for.
+      of_pairs: how many give each pair a number, as how many sum over the depth of keys and over that of values.
+      of_sums: likewise, how many add to sums that the loop carries.
+      operands: numbers of a pair that these take, each rounded to the dtype of the tensor cores.
+      more: exponentials beside that of each pair, as a part of these, at most.
+    """
+
+    name: str
+    of_pairs: tuple[int, int]
+    of_sums: tuple[int, int]
+    operands: int
+    more: float
+
+
+KINDS = (
+    Kind("forward", (1, 0), (0, 1), 1, 0.5),  # q k; p v. Rows are scaled anew, which takes an exponential each
+    Kind("dq", (1, 1), (1, 0), 1, 0.02),  # q k, do v; dx k
+    Kind("dkv", (1, 1), (1, 1), 2, 0.02),  # q k, do v; dx q, p do
+    Kind("all", (1, 1), (2, 1), 2, 0.02),  # all three gradients
+)
+_REPEATED = (1, 2, 4)
+"""How often a pair may be computed: warps that share the sums may each compute what they need for it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,13 +91,13 @@ class Bound:
     """Of one turn of a warp through a loop.
 
     Attributes:
-      kind: how many of its products sum over the depth of keys, and over that of values.
-      pairs: of a query and a key.
+      kind: which products it has.
+      pairs: of a query and a key; those that several warps compute are shared among them.
       cycles: of each unit, for `PAIRS` of them.
       counts: instructions by what they do.
     """
 
-    kind: tuple[int, int]
+    kind: str
     pairs: float
     cycles: Mapping[str, float]
     counts: Mapping[str, float]
@@ -105,7 +131,7 @@ def _bound(
 ) -> Bound | None:
     products = sum(one.product.multiplications / (one.product.warps or warps) for one in way if one.product)
     counts = counted(way)
-    known = pairs_of(products, counts[_EXPONENTIALS], depths)
+    known = pairs_of(products, counts[_EXPONENTIALS], counts[_ROUNDED], depths)
     if known is None:
         return None
     kind, pairs = known
@@ -138,37 +164,43 @@ def counted(way: Iterable[Instruction]) -> dict[str, float]:
     return {
         "instructions": float(len(way)),
         **Counter(one.product.name for one in way if one.product),
+        _ROUNDED: 2.0 * sum(one.opcode.startswith("F2FP") and "PACK" in one.opcode for one in way),
         _EXPONENTIALS: float(sum(one.opcode.startswith("MUFU.EX2") for one in way)),
         **{f"{group}_instructions": float(sum(names[name] for name in members)) for group, members in _GROUPS.items()},
     }
 
 
-def pairs_of(products: float, exponentials: float, depths: tuple[int, int]) -> tuple[tuple[int, int], float] | None:
-    """How many pairs a turn of a warp computes, by what its tensor cores multiply; and how many products of a pair.
+def pairs_of(products: float, exponentials: float, rounded: float, depths: tuple[int, int]) -> tuple[str, float] | None:
+    """How many pairs a turn of a warp computes, and which products it has.
 
-    A pair takes as many multiplications as its products sum over. Which products a loop has, and whether it fills a
-    depth up to a multiple of 64 or to a power of two, is told by its exponentials: one for each pair, and in the
-    forward pass some more for each row. So it is the largest number that leaves each pair an exponential.
+    A pair takes as many multiplications as its products sum over. Which products these are, whether a depth is filled
+    up to a multiple of 64 or to a power of two, and whether several warps compute the same pairs, is told by two more
+    things that the code says: an exponential for each pair, in the forward pass some more for rows; and numbers that
+    are rounded for a product, one of each pair or two. What says that no warp repeats another goes before the rest, and
+    then the most pairs.
 
     Args:
       products: numbers that are multiplied, of one warp.
       exponentials: `MUFU.EX2`, each of a whole warp.
+      rounded: numbers of each thread that are rounded to 16 bits; 0 where the operands have more.
       depths: of keys and of values.
 
     Returns:
       the kind of the loop and its pairs; none if no number fits.
     """
-    of_keys, of_values = ({-(-depth // 64) * 64, 1 << (depth - 1).bit_length()} for depth in depths)
-    choices = (
-        (products / (kind[0] * keys + kind[1] * values), kind)
-        for kind, keys, values in itertools.product(_KINDS, of_keys, of_values)
-    )
     there = exponentials * _WARP
-    fitting = [(pairs, kind) for pairs, kind in choices if pairs <= there <= _MOST_EXPONENTIALS * pairs]
+    filled = [{-(-depth // 64) * 64, 1 << (depth - 1).bit_length()} for depth in depths]
+    fitting = []
+    for kind, times, keys, values in itertools.product(KINDS, _REPEATED, *filled):
+        of_pairs, of_sums = (per[0] * keys + per[1] * values for per in (kind.of_pairs, kind.of_sums))
+        pairs = products / (of_pairs + of_sums / times)
+        operands = rounded * _WARP / pairs
+        if pairs <= there <= (1 + kind.more) * pairs and (not rounded or round(operands) == kind.operands):
+            fitting.append((-times, pairs, kind.name))
     if not fitting:
         return None
-    pairs, kind = max(fitting)
-    return kind, pairs
+    times, pairs, name = max(fitting)
+    return name, pairs / -times
 
 
 def _bytes(one: Instruction) -> int:
@@ -213,7 +245,7 @@ def kernel_figures(loops: Sequence[Loop], gpu: Gpu, warps: int, depths: tuple[in
     The cheapest way is told as that of full blocks, the dearest as that of masked ones. Those of different kinds each
     compute all pairs, so they add up.
     """
-    of_kind: dict[tuple[int, int], list[Bound]] = {}
+    of_kind: dict[str, list[Bound]] = {}
     for loop in loops:
         found = bounds(loop, gpu, warps, depths)
         if found is None:

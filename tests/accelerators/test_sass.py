@@ -154,36 +154,40 @@ WARP = 64 * 64 // 4
 
 
 @pytest.mark.parametrize(
-    ("products", "more", "depths", "kind", "filled"),
+    ("kind", "products", "more", "rounded", "depths"),
     [
-        (2, 2, (64, 64), (1, 1), (64, 64)),  # the forward pass, which rescales rows
-        (3, 0, (64, 64), (2, 1), (64, 64)),
-        (4, 0, (64, 64), (2, 2), (64, 64)),
-        (5, 0, (128, 128), (3, 2), (128, 128)),
-        (2, 2, (80, 80), (1, 1), (128, 128)),  # filled up to what the tensor cores take
-        (2, 2, (192, 128), (1, 1), (256, 128)),
-        (2, 2, (192, 128), (1, 1), (192, 128)),
-        (4, 0, (192, 128), (2, 2), (192, 128)),
+        ("forward", 64 + 64, 2, 1, (64, 64)),  # which rescales rows
+        ("forward", 128 + 128, 16, 1, (128, 128)),  # as many as there are pairs in two rows of 16 keys
+        ("dq", 64 + 64 + 64, 0, 1, (64, 64)),
+        ("dkv", 2 * 64 + 2 * 64, 0, 2, (64, 64)),
+        ("all", 3 * 128 + 2 * 128, 0, 2, (128, 128)),
+        ("forward", 128 + 128, 2, 1, (80, 80)),  # filled up to what the tensor cores take
+        ("forward", 256 + 128, 2, 1, (192, 128)),
+        ("forward", 192 + 128, 2, 1, (192, 128)),
+        ("dq", 256 + 128 + 256, 0, 1, (192, 128)),
+        ("dkv", 2 * 192 + 2 * 128, 0, 2, (192, 128)),
+        ("dq", 3 * 64, 0, 0, (64, 64)),  # of f32, nothing of which is rounded to 16 bits
     ],
 )
-def test_pairs_come_of_products_and_exponentials(
-    products: int, more: int, depths: tuple[int, int], kind: tuple[int, int], filled: tuple[int, int]
+def test_pairs_come_of_products_and_of_what_is_computed_of_each(
+    kind: str, products: int, more: int, rounded: int, depths: tuple[int, int]
 ) -> None:
-    assert sum(kind) == products
-    multiplied = WARP * (kind[0] * filled[0] + kind[1] * filled[1])
-    assert gpu_bound.pairs_of(multiplied, WARP / 32 + more, depths) == (kind, WARP)
+    found = gpu_bound.pairs_of(WARP * products, WARP / 32 + more, rounded * WARP / 32, depths)
+    assert found == (kind, WARP)
 
 
-def test_where_two_kinds_take_as_much_the_pairs_are_the_same() -> None:
-    """2 * 256 + 128 is 2 * 192 + 2 * 128."""
-    kind, pairs = gpu_bound.pairs_of(WARP * 640, WARP / 32, (192, 128)) or (None, 0.0)
-    assert kind in ((2, 1), (2, 2))
-    assert pairs == WARP
+@pytest.mark.parametrize(
+    ("times", "kind", "sums", "rounded"), [(2, "dkv", 256, 2), (2, "dq", 128, 1), (4, "dkv", 256, 2)]
+)
+def test_pairs_that_several_warps_compute_are_shared_among_them(times: int, kind: str, sums: int, rounded: int) -> None:
+    """Two warpgroups that each own half of the columns of dk and dv need p and dx of all pairs, and compute them twice."""
+    found = gpu_bound.pairs_of(WARP * (256 + sums / times), WARP / 32, rounded * WARP / 32, (128, 128))
+    assert found == (kind, WARP / times)
 
 
 def test_where_exponentials_are_not_those_of_the_pairs_nobody_knows() -> None:
-    assert gpu_bound.pairs_of(WARP * 128, 0, (64, 64)) is None
-    assert gpu_bound.pairs_of(WARP * 128, 2 * WARP / 32, (64, 64)) is None
+    assert gpu_bound.pairs_of(WARP * 128, 0, WARP / 32, (64, 64)) is None
+    assert gpu_bound.pairs_of(WARP * 128, 3 * WARP / 32, WARP / 32, (64, 64)) is None
 
 
 def forward(*more: str) -> sass.Loop:
@@ -198,7 +202,7 @@ def test_the_bound_is_that_of_the_unit_which_takes_longest() -> None:
     assert found is not None
     full, masked = found
     assert full == masked
-    assert (full.pairs, full.kind, full.unit) == (WARP, (1, 1), "mufu")
+    assert (full.pairs, full.kind, full.unit) == (WARP, "forward", "mufu")
     thousand = 1000 / WARP
     assert full.cycles["mufu"] == near(34 * 32 / 16 * thousand)
     # 2 * 64 multiplications a pair, 2,048 a cycle.
