@@ -43,6 +43,14 @@ class FlashGpuPlan:
         """Query heads that share one key/value head."""
         return self.num_q_heads // self.num_kv_heads
 
+    def unit(self, *, biased: bool) -> float:
+        """In which logits are kept: they are so many times what the kernels have.
+
+        The scale, if nothing but the mask comes after it: then the largest logit is that of the largest product, and
+        the exponential multiplies by the scale.
+        """
+        return self.scale if self.soft_cap is None and not biased and self.scale > 0 else 1.0
+
     @property
     def head_tile(self) -> int:
         """Columns of a tile of q or k."""

@@ -180,7 +180,7 @@ def test_pairs_come_of_products_and_of_what_is_computed_of_each(
     ("times", "kind", "sums", "rounded"), [(2, "dkv", 256, 2), (2, "dq", 128, 1), (4, "dkv", 256, 2)]
 )
 def test_pairs_that_several_warps_compute_are_shared_among_them(times: int, kind: str, sums: int, rounded: int) -> None:
-    """Two warpgroups that each own half of the columns of dk and dv need p and dx of all pairs, and compute them twice."""
+    """Two warpgroups that each own half of the columns of dk and dv compute p and dx of all pairs, both of them."""
     found = gpu_bound.pairs_of(WARP * (256 + sums / times), WARP / 32, rounded * WARP / 32, (128, 128))
     assert found == (kind, WARP / times)
 

@@ -26,7 +26,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from impls.flash_gpu.exponentials import exp
+from impls.flash_gpu.exponentials import LOG2_E
 from impls.flash_gpu.mosaic.forward import allowed_keys, bring_keys
 from impls.flash_gpu.mosaic.launch import Place, common_inputs, launch, padded
 from impls.flash_gpu.mosaic.shape import COMPUTING, ROWS, Shape, shape_of, tile
@@ -34,6 +34,7 @@ from impls.flash_gpu.mosaic.tiles import (
     Span,
     accumulate,
     allowed,
+    factor_of,
     hidden_rows,
     logits_of,
     over_keys,
@@ -48,6 +49,7 @@ def _inputs(plan: FlashGpuPlan, shape: Shape, operands: Operands, rows: Rows) ->
     inputs = common_inputs(plan, shape, operands)
     length = inputs["q"].shape[1]
     inputs["d_out"] = padded(rows.d_out, {1: length, 3: shape.v_head_dim})
+    rows = rows._replace(shift=rows.shift * jnp.float32(LOG2_E))
     return inputs | {name: padded(getattr(rows, name), {2: length}) for name in ("shift", "row_sums")}
 
 
@@ -140,7 +142,7 @@ def _dq(place: Place) -> jax.Array:
         plgpu.barrier_wait(scratch["k_here"].at[slot])
         k = scratch["k_tile"].at[slot]
         z, slope = logits_of(plan, product(plan, q, k, transposed=True))  # (1), (2)
-        p = exp(z - over_keys(shift, z.shape[1]))  # (8)
+        p = jnp.exp2(z * factor_of(plan) - over_keys(shift, z.shape[1]))  # (8)
         plgpu.barrier_wait(scratch["v_here"].at[slot])
         dp = product(plan, d_out, scratch["v_tile"].at[slot], transposed=True)  # (10)
         dx = p * (dp - over_keys(row_sums, z.shape[1]))  # (12)
@@ -225,7 +227,7 @@ def _sums_of_group(place: Place, group: Any, total: Any) -> tuple[jax.Array, jax
         plgpu.barrier_wait(scratch["q_here"].at[slot])
         q, d_out = scratch["q_tile"].at[slot], scratch["d_out_tile"].at[slot]
         z, slope = logits_of(plan, product(plan, k, q, transposed=True))  # (1), (2)
-        p = exp(z - over_queries(scratch["shift_tile"].at[slot][...], ROWS))  # (8)
+        p = jnp.exp2(z * factor_of(plan) - over_queries(scratch["shift_tile"].at[slot][...], ROWS))  # (8)
         dp = product(plan, v, d_out, transposed=True)  # (10)
         dx = p * (dp - over_queries(scratch["row_sums_tile"].at[slot][...], ROWS))  # (12)
         dx = dx if slope is None else dx * slope  # (13)

@@ -89,6 +89,7 @@ def launch(
         warpgroups=COMPUTING + 1,
         outputs=outputs,
         scratch=scratch,
+        approximate=plan.soft_cap is None,  # whose tangent must be exact; nothing else but powers of two is left
         interpret=plan.interpret,
     )(*inputs.values())
     # Under `shard_map`, outputs differ over the same mesh axes as the operands. The call itself does not mark them so.

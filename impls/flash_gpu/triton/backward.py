@@ -3,7 +3,7 @@
 Dao 2023, arXiv:2307.08691, algorithm 2, extended by the cotangent `dlse` of `logsumexp`, soft cap, bias and sinks. With
 the logits z of `impls.flash_gpu.triton.tiles`:
 
-    (8)  p_ij = exp(z_ij - logsumexp_i)
+    (8)  p_ij = exp(z_ij - logsumexp_i) = 2 ** (c y_ij - log2(e) logsumexp_i), with z = unit y and c = unit log2(e)
     (9)  dv_j = sum_i p_ij dout_i
     (10) dp_ij = <dout_i, v_j>
     (12) dz_ij = p_ij (dp_ij - D_i + dlse_i)
@@ -29,7 +29,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
-from impls.flash_gpu.exponentials import exp
+from impls.flash_gpu.exponentials import LOG2_E, fused_exp2
 from impls.flash_gpu.operands import Operands, Rows, array_of
 from impls.flash_gpu.schedule import FlashGpuPlan
 from impls.flash_gpu.triton.launch import Arrays, Launch, Specs
@@ -44,13 +44,14 @@ from impls.flash_gpu.triton.tiles import (
     program,
     seen,
     store_rows,
+    unit_of,
     walk,
 )
 
 
 def _inputs(launch: Launch, operands: Operands, rows: Rows) -> tuple[Arrays, Specs]:
     arrays, specs = launch.inputs(operands)
-    arrays |= rows._asdict()
+    arrays |= rows._asdict() | {"shift": rows.shift * jnp.float32(LOG2_E)}
     specs |= {
         "d_out": launch.query_rows(launch.plan.v_head_tile),
         "shift": launch.query_scalars(),
@@ -64,7 +65,7 @@ class _Queries(NamedTuple):
 
     q: jax.Array  # [block_q, H]
     d_out: jax.Array  # [block_q, V]
-    shift: jax.Array  # [block_q]
+    shift: jax.Array  # [block_q], in base 2
     row_sums: jax.Array  # [block_q]
 
 
@@ -83,7 +84,8 @@ def pair_gradient(
 ) -> tuple[jax.Array, jax.Array]:
     """p and dx of a tile, f32."""
     z, slope = logits(plan, inputs, pair, rows.q, k, may)
-    p = exp(z - pair.queries(rows.shift))  # (8)
+    factor = unit_of(plan, inputs) * LOG2_E
+    p = fused_exp2(z, pair.queries(rows.shift), factor=factor, interpret=plan.interpret)  # (8)
     operands = (v, rows.d_out) if pair.keys_first else (rows.d_out, v)
     dp = product(plan, *operands, over=(1, 1))  # (10)
     dx = p * (dp - pair.queries(rows.row_sums))  # (12)
