@@ -55,7 +55,9 @@ def choose(backend: Backend | None, plan: FlashGpuPlan, operands: Operands) -> f
     found = {kernel for kernel in KERNELS if backend == "mosaic" or plan.sizes.ring(kernel).preferred}
     for kernel in sorted(found):
         ring = plan.sizes.ring(kernel)
-        misfit = reason or misfits(kernel, ring, plan.head_dim, plan.v_head_dim, segmented=plan.segmented)
+        misfit = reason or misfits(
+            kernel, ring, plan.head_dim, plan.v_head_dim, segmented=plan.segmented, dead_keys=plan.has_dead_keys
+        )
         if misfit is None:
             continue
         if backend == "mosaic" and not _left_to_triton(kernel, plan.head_dim, plan.v_head_dim):
@@ -84,13 +86,19 @@ def limits(kind: str | None, dtype: Any, mask: Mask, *, biased: bool) -> str | N
     return None
 
 
-def misfits(kernel: Kernel, ring: Ring, head_dim: int, v_head_dim: int, *, segmented: bool) -> str | None:
-    """Why a kernel with this ring does not fit a GPU at these head depths, or None if it does."""
+def misfits(
+    kernel: Kernel, ring: Ring, head_dim: int, v_head_dim: int, *, segmented: bool, dead_keys: bool = True
+) -> str | None:
+    """Why a kernel with this ring does not fit a GPU at these head depths, or None if it does.
+
+    Keys that nobody attends to take room of their own (`dead_keys`).
+    """
     depths = f"head depths {head_dim} and {v_head_dim}"
     if _left_to_triton(kernel, head_dim, v_head_dim):
         return f"the backward pass at {depths}, which is for Triton beyond {DEEPEST_BACKWARD}"
     scratch = mosaic_forward.scratch_of if kernel == "forward" else mosaic_backward.scratch_of
-    need = shared_bytes(scratch(Shape.of(kernel, ring, head_dim, v_head_dim), jnp.bfloat16, segmented=segmented))
+    shape = Shape.of(kernel, ring, head_dim, v_head_dim)
+    need = shared_bytes(scratch(shape, jnp.bfloat16, segmented=segmented, dead_keys=dead_keys))
     if need > SHARED_MEMORY:
         return (
             f"{depths} with {ring.num_stages} tiles of {ring.block} in flight ({kernel}): they take {need} bytes of "

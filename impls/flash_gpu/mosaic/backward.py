@@ -53,7 +53,7 @@ def _inputs(plan: FlashGpuPlan, shape: Shape, operands: Operands, rows: Rows) ->
     return inputs | {name: padded(getattr(rows, name), {2: length}) for name in ("shift", "row_sums")}
 
 
-def scratch_of(shape: Shape, dtype: Any, *, segmented: bool) -> dict[str, Any]:
+def scratch_of(shape: Shape, dtype: Any, *, segmented: bool, dead_keys: bool) -> dict[str, Any]:
     """Shared memory and barriers of a program, by name: tiles of what it owns, and of what it visits.
 
     Gradients leave in the tiles of what they are gradients of, which nobody reads any more by then.
@@ -76,7 +76,7 @@ def scratch_of(shape: Shape, dtype: Any, *, segmented: bool) -> dict[str, Any]:
     }
     if segmented:
         scratch |= {"q_ids_tile": plgpu.SMEM(queries, jnp.int32), "kv_ids_tile": plgpu.SMEM(keys, jnp.int32)}
-    if shape.axis == "q":
+    if shape.axis == "q" and dead_keys:
         scratch["k_seen"] = tile(dtype, COMPUTING, shape.visited, shape.head_dim)
     return scratch
 
@@ -104,7 +104,7 @@ def gradient_of_queries(plan: FlashGpuPlan, operands: Operands, rows: Rows) -> j
         inputs,
         name="flash_gpu_mosaic_dq",
         outputs=(array_of(inputs["q"].shape, dtype),),
-        scratch=scratch_of(shape, dtype, segmented=plan.segmented),
+        scratch=scratch_of(shape, dtype, segmented=plan.segmented, dead_keys=plan.has_dead_keys),
     )
     return dq[:, : plan.q_length, :, : plan.head_dim]
 
@@ -150,10 +150,11 @@ def _dq(place: Place) -> jax.Array:
         if masked:
             may = allowed_keys(place, at, slot)
             dx = jnp.where(may(False), dx, 0.0)
-            k_seen = scratch["k_seen"].at[mine]
-            k_seen[...] = hidden_rows(k[...], may(True))
-            plgpu.commit_smem()  # type: ignore[no-untyped-call] # untyped upstream
-            k = k_seen
+            if plan.has_dead_keys:
+                k_seen = scratch["k_seen"].at[mine]
+                k_seen[...] = hidden_rows(k[...], may(True))
+                plgpu.commit_smem()  # type: ignore[no-untyped-call] # untyped upstream
+                k = k_seen
         dq = accumulate(plan, dq, dx.astype(k.dtype), k)  # (14), not scaled
         place.let_go(slot)
         return dq
@@ -177,7 +178,7 @@ def gradient_of_keys(plan: FlashGpuPlan, operands: Operands, rows: Rows) -> tupl
         inputs,
         name="flash_gpu_mosaic_dkv",
         outputs=(array_of(inputs["k"].shape, dtype), array_of(inputs["v"].shape, dtype)),
-        scratch=scratch_of(shape, dtype, segmented=plan.segmented),
+        scratch=scratch_of(shape, dtype, segmented=plan.segmented, dead_keys=plan.has_dead_keys),
     )
     return dk[:, : plan.kv_length, :, : plan.head_dim], dv[:, : plan.kv_length, :, : plan.v_head_dim]
 

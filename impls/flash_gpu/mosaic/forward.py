@@ -58,7 +58,7 @@ def forward(plan: FlashGpuPlan, operands: Operands) -> Outputs:
         inputs,
         name="flash_gpu_mosaic_forward",
         outputs=(array_of((*inputs["q"].shape[:3], shape.v_head_dim), dtype), rows, rows),
-        scratch=scratch_of(shape, dtype, segmented=plan.segmented),
+        scratch=scratch_of(shape, dtype, segmented=plan.segmented, dead_keys=plan.has_dead_keys),
     )
     out, total, maximum = out[:, :q_length, :, : plan.v_head_dim], total[:, :, :q_length], maximum[:, :, :q_length]
     # Here, and not in the kernel, whose logarithm would be the GPU's own.
@@ -70,14 +70,13 @@ def forward(plan: FlashGpuPlan, operands: Operands) -> Outputs:
     return Outputs(out, jnp.where(some, logsumexp, -jnp.inf), maximum * jnp.float32(LN_2))
 
 
-def scratch_of(shape: Shape, dtype: Any, *, segmented: bool) -> dict[str, Any]:
+def scratch_of(shape: Shape, dtype: Any, *, segmented: bool, dead_keys: bool) -> dict[str, Any]:
     """Shared memory and barriers of a program, by name."""
     ids = int(segmented)
     scratch: dict[str, Any] = {
         "q_tile": tile(dtype, COMPUTING, ROWS, shape.head_dim),
         "k_tile": tile(dtype, shape.slots, shape.visited, shape.head_dim),
         "v_tile": tile(dtype, shape.slots, shape.visited, shape.v_head_dim),
-        "v_seen": tile(dtype, COMPUTING, shape.visited, shape.v_head_dim),
         "total_tile": plgpu.SMEM((COMPUTING, ROWS), jnp.float32),
         "max_tile": plgpu.SMEM((COMPUTING, ROWS), jnp.float32),
         "q_here": plgpu.Barrier(num_arrivals=1 + ids, num_barriers=COMPUTING),
@@ -87,6 +86,8 @@ def scratch_of(shape: Shape, dtype: Any, *, segmented: bool) -> dict[str, Any]:
     }
     if shape.head_dim != shape.v_head_dim:
         scratch["out_tile"] = tile(dtype, COMPUTING, ROWS, shape.v_head_dim)
+    if dead_keys:
+        scratch["v_seen"] = tile(dtype, COMPUTING, shape.visited, shape.v_head_dim)
     if segmented:
         scratch["q_ids_tile"] = plgpu.SMEM((COMPUTING, ROWS), jnp.int32)
         scratch["kv_ids_tile"] = plgpu.SMEM((shape.slots, shape.visited), jnp.int32)
@@ -169,7 +170,7 @@ def _softmax(place: Place) -> Softmax:
         softmax, weights = weigh(plan, softmax, z)  # (4), (5)
         plgpu.barrier_wait(scratch["v_here"].at[slot])
         v = scratch["v_tile"].at[slot]
-        if may is not None:
+        if may is not None and plan.has_dead_keys:
             v_seen = scratch["v_seen"].at[mine]
             v_seen[...] = hidden_rows(v[...], may(True))
             plgpu.commit_smem()  # type: ignore[no-untyped-call] # untyped upstream

@@ -120,7 +120,7 @@ def _dq_kernel(launch: Launch, inputs: Arrays, outputs: Arrays) -> None:
         v = load_rows(inputs["v"], pair.kv_start, block_kv, plan.kv_length, plan.v_head_dim)
         may = allowed(plan, inputs, pair) if masked else None
         _, dx = pair_gradient(plan, inputs, pair, rows, k, v, may)
-        k = hide(k, None if may is None else seen(may))
+        k = hide(k, seen(may) if may is not None and plan.has_dead_keys else None)
         return dq + product(plan, dx.astype(k.dtype), k, over=(1, 0))  # (14), not scaled
 
     dq = jnp.zeros((block_q, plan.head_tile), jnp.float32)

@@ -92,8 +92,9 @@ def _kernel(launch: Launch, inputs: Arrays, outputs: Arrays) -> None:
         k = load_rows(inputs["k"], pair.kv_start, block_kv, plan.kv_length, plan.head_dim)
         v = load_rows(inputs["v"], pair.kv_start, block_kv, plan.kv_length, plan.v_head_dim)
         may = allowed(plan, inputs, pair) if masked else None
+        hides = may is not None and plan.has_dead_keys
         y, _ = logits(plan, inputs, pair, q, k, may)
-        return update(plan, running, y, hide(v, None if may is None else seen(may)), unit)
+        return update(plan, running, y, hide(v, seen(may) if hides else None), unit)
 
     running = Running(
         maximum=jnp.full((block_q,), -jnp.inf, jnp.float32),
