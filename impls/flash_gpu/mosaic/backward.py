@@ -10,7 +10,8 @@ With (1) and (2) from `impls.flash_gpu.mosaic.tiles`:
     (14) dq_i = scale sum_j dx_ij k_j
     (15) dk_j = scale sum_i dx_ij q_i
 
-Where a pair may not attend, p and dx are set to 0 instead of z to -inf. `D - dlse` comes from `impls.flash_gpu.passes`,
+Where a pair may not attend, z is set to -inf, which makes p and dx 0. Where a key may be nobody's, and its value NaN, p
+and dx are set to 0 instead. `D - dlse` comes from `impls.flash_gpu.passes`,
 as `row_sums`. One kernel owns blocks of queries and computes (14). One owns blocks of keys and computes (9) and (15),
 which it sums over the query heads of its group.
 """
@@ -142,19 +143,20 @@ def _dq(place: Place) -> jax.Array:
         plgpu.barrier_wait(scratch["k_here"].at[slot])
         k = scratch["k_tile"].at[slot]
         z, slope = logits_of(plan, product(plan, q, k, transposed=True))  # (1), (2)
+        may = allowed_keys(place, at, slot) if masked else None
+        if may is not None and not plan.has_dead_keys:
+            z = jnp.where(may(False), z, -jnp.inf)
         p = jnp.exp2(z * factor_of(plan) - over_keys(shift, z.shape[1]))  # (8)
         plgpu.barrier_wait(scratch["v_here"].at[slot])
         dp = product(plan, d_out, scratch["v_tile"].at[slot], transposed=True)  # (10)
         dx = p * (dp - over_keys(row_sums, z.shape[1]))  # (12)
         dx = dx if slope is None else dx * slope  # (13)
-        if masked:
-            may = allowed_keys(place, at, slot)
+        if may is not None and plan.has_dead_keys:
             dx = jnp.where(may(False), dx, 0.0)
-            if plan.has_dead_keys:
-                k_seen = scratch["k_seen"].at[mine]
-                k_seen[...] = hidden_rows(k[...], may(True))
-                plgpu.commit_smem()  # type: ignore[no-untyped-call] # untyped upstream
-                k = k_seen
+            k_seen = scratch["k_seen"].at[mine]
+            k_seen[...] = hidden_rows(k[...], may(True))
+            plgpu.commit_smem()  # type: ignore[no-untyped-call] # untyped upstream
+            k = k_seen
         dq = accumulate(plan, dq, dx.astype(k.dtype), k)  # (14), not scaled
         place.let_go(slot)
         return dq
@@ -228,13 +230,15 @@ def _sums_of_group(place: Place, group: Any, total: Any) -> tuple[jax.Array, jax
         plgpu.barrier_wait(scratch["q_here"].at[slot])
         q, d_out = scratch["q_tile"].at[slot], scratch["d_out_tile"].at[slot]
         z, slope = logits_of(plan, product(plan, k, q, transposed=True))  # (1), (2)
+        may = _allowed_queries(place, at, slot) if masked else None
+        if may is not None and not plan.has_dead_keys:
+            z = jnp.where(may, z, -jnp.inf)
         p = jnp.exp2(z * factor_of(plan) - over_queries(scratch["shift_tile"].at[slot][...], ROWS))  # (8)
         dp = product(plan, v, d_out, transposed=True)  # (10)
         dx = p * (dp - over_queries(scratch["row_sums_tile"].at[slot][...], ROWS))  # (12)
         dx = dx if slope is None else dx * slope  # (13)
-        if masked:
+        if may is not None and plan.has_dead_keys:
             # k and v are no factors of (9) and (15), so NaN in keys behind the mask does not spread.
-            may = _allowed_queries(place, at, slot)
             p, dx = jnp.where(may, p, 0.0), jnp.where(may, dx, 0.0)
         dk, dv = sums
         dv = accumulate(plan, dv, p.astype(d_out.dtype), d_out)  # (9)

@@ -167,7 +167,7 @@ def _softmax(place: Place) -> Softmax:
         may = allowed_keys(place, at, slot) if masked else None
         if may is not None:
             z = jnp.where(may(False), z, -jnp.inf)  # (3)
-        softmax, weights = weigh(plan, softmax, z)  # (4), (5)
+        softmax, weights = weigh(plan, softmax, z, masked=masked)  # (4), (5)
         plgpu.barrier_wait(scratch["v_here"].at[slot])
         v = scratch["v_tile"].at[slot]
         if may is not None and plan.has_dead_keys:

@@ -151,7 +151,8 @@ class Place:
 
     def slot(self, at: Any) -> Any:
         """The slot of a step."""
-        return lax.rem(at, jnp.int32(self.shape.slots))
+        slots = self.shape.slots
+        return at & jnp.int32(slots - 1) if slots & (slots - 1) == 0 else lax.rem(at, jnp.int32(slots))
 
     def fetch(self, total: Any, bring: Callable[[Any, Any], None]) -> None:
         """`bring(step, slot)` for each step, into a slot that both computing warpgroups have let go of."""

@@ -152,10 +152,13 @@ def factor_of(plan: FlashGpuPlan) -> jax.Array:
     return jnp.float32(plan.unit(biased=False) * LOG2_E)
 
 
-def weigh(plan: FlashGpuPlan, old: Softmax, y: jax.Array) -> tuple[Softmax, jax.Array]:
-    """The softmax with one more tile of logits, and the weights of the tile, which are not yet in its `out`."""
+def weigh(plan: FlashGpuPlan, old: Softmax, y: jax.Array, *, masked: bool) -> tuple[Softmax, jax.Array]:
+    """The softmax with one more tile of logits, and the weights of the tile, which are not yet in its `out`.
+
+    Only in a masked tile may a row have no logit.
+    """
     maximum = jnp.maximum(old.maximum, jnp.max(y, axis=1) * factor_of(plan))  # (4)
-    shift = finite_or_zero(maximum)
+    shift = finite_or_zero(maximum) if masked else maximum
     weights = jnp.exp2(y * factor_of(plan) - over_keys(shift, y.shape[1]))
     decay = jnp.exp2(old.maximum - shift)
     out = old.out * over_keys(decay, old.out.shape[1])

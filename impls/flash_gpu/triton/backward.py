@@ -91,7 +91,8 @@ def pair_gradient(
     dx = p * (dp - pair.queries(rows.row_sums))  # (12)
     if slope is not None:
         dx = dx * slope  # (13)
-    return p, dx if may is None else jnp.where(may, dx, 0.0)
+    # Of a hidden pair p is 0, and so is dx, unless its key is nobody's and has NaN for a value.
+    return p, jnp.where(may, dx, 0.0) if may is not None and plan.has_dead_keys else dx
 
 
 def gradient_of_queries(plan: FlashGpuPlan, operands: Operands, rows: Rows) -> jax.Array:

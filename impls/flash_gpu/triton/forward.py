@@ -94,7 +94,8 @@ def _kernel(launch: Launch, inputs: Arrays, outputs: Arrays) -> None:
         may = allowed(plan, inputs, pair) if masked else None
         hides = may is not None and plan.has_dead_keys
         y, _ = logits(plan, inputs, pair, q, k, may)
-        return update(plan, running, y, hide(v, seen(may) if hides else None), unit)
+        v = hide(v, seen(may) if hides else None)
+        return update(plan, running, y, v, unit, some=not masked and "bias" not in inputs)
 
     running = Running(
         maximum=jnp.full((block_q,), -jnp.inf, jnp.float32),
@@ -111,11 +112,14 @@ def _kernel(launch: Launch, inputs: Arrays, outputs: Arrays) -> None:
     store_rows(outputs["out"], q_start, running.out / total[:, None], plan.q_length, plan.v_head_dim)  # (6)
 
 
-def update(plan: FlashGpuPlan, old: Running, y: jax.Array, v: jax.Array, unit: float) -> Running:
-    """The running softmax with one more tile of logits `unit y [block_q, block_kv]` and of values `[block_kv, V]`."""
+def update(plan: FlashGpuPlan, old: Running, y: jax.Array, v: jax.Array, unit: float, *, some: bool) -> Running:
+    """The running softmax with one more tile of logits `unit y [block_q, block_kv]` and of values `[block_kv, V]`.
+
+    `some` says that each row has a logit which is a number.
+    """
     factor = unit * LOG2_E
     maximum = jnp.maximum(old.maximum, jnp.max(y, axis=1) * jnp.float32(factor))  # (4)
-    shift = finite_or_zero(maximum)
+    shift = maximum if some else finite_or_zero(maximum)
     weights = fused_exp2(y, shift[:, None], factor=factor, interpret=plan.interpret)
     decay = jnp.exp2(old.maximum - shift)
     out = old.out * decay[:, None] + product(plan, weights.astype(v.dtype), v, over=(1, 0))  # (6), not divided
