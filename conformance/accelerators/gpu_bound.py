@@ -189,14 +189,15 @@ def pairs_of(products: float, exponentials: float, rounded: float, depths: tuple
       the kind of the loop and its pairs; none if no number fits.
     """
     there = exponentials * _WARP
-    filled = [{-(-depth // 64) * 64, 1 << (depth - 1).bit_length()} for depth in depths]
+    of_keys, of_values = ({-(-depth // 64) * 64, 1 << (depth - 1).bit_length()} for depth in depths)
     fitting = []
-    for kind, times, keys, values in itertools.product(KINDS, _REPEATED, *filled):
-        of_pairs, of_sums = (per[0] * keys + per[1] * values for per in (kind.of_pairs, kind.of_sums))
-        pairs = products / (of_pairs + of_sums / times)
-        operands = rounded * _WARP / pairs
-        if pairs <= there <= (1 + kind.more) * pairs and (not rounded or round(operands) == kind.operands):
-            fitting.append((-times, pairs, kind.name))
+    for kind, times in itertools.product(KINDS, _REPEATED):
+        for keys, values in itertools.product(of_keys, of_values):
+            of_pairs, of_sums = (per[0] * keys + per[1] * values for per in (kind.of_pairs, kind.of_sums))
+            pairs = products / (of_pairs + of_sums / times)
+            operands = round(rounded * _WARP / pairs)
+            if pairs <= there <= (1 + kind.more) * pairs and (not rounded or operands == kind.operands):
+                fitting.append((-times, pairs, kind.name))
     if not fitting:
         return None
     times, pairs, name = max(fitting)

@@ -9,12 +9,13 @@ of races. But the interpreter runs neither `wgmma` nor TMA.
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any, Literal
 
 import jax.numpy as jnp
 
 from cases.masks import Dense, Full, Mask, leaves
-from impls.flash_gpu.block_sizes import KERNELS, Kernel, Ring
+from impls.flash_gpu.block_sizes import KERNELS, RING_BLOCKS, BlockSizes, Kernel, Ring
 from impls.flash_gpu.mosaic import backward as mosaic_backward
 from impls.flash_gpu.mosaic import forward as mosaic_forward
 from impls.flash_gpu.mosaic.shape import SHARED_MEMORY, Shape, shared_bytes
@@ -105,6 +106,19 @@ def misfits(
             f"shared memory, of which a block has {SHARED_MEMORY}"
         )
     return None
+
+
+def fitted(plan: FlashGpuPlan) -> BlockSizes:
+    """The plan's sizes, with the smallest tiles in place of those of a Mosaic GPU kernel that do not fit."""
+
+    def fitting(kernel: Kernel) -> Ring:
+        ring, depths = plan.sizes.ring(kernel), (plan.head_dim, plan.v_head_dim)
+        misfit = misfits(kernel, ring, *depths, segmented=plan.segmented, dead_keys=plan.has_dead_keys)
+        return ring if misfit is None else dataclasses.replace(ring, block=RING_BLOCKS[0])
+
+    return dataclasses.replace(
+        plan.sizes, mosaic_forward=fitting("forward"), mosaic_dq=fitting("dq"), mosaic_dkv=fitting("dkv")
+    )
 
 
 def _left_to_triton(kernel: Kernel, head_dim: int, v_head_dim: int) -> bool:

@@ -54,7 +54,7 @@ class FlashGpuPlan:
     @property
     def has_dead_keys(self) -> bool:
         """Whether there may be keys that no query attends to, which may hold NaN; segments may leave any key so."""
-        return self.segmented or _has_dead_keys(self.mask, self.q_length, self.kv_length)
+        return self.segmented or has_dead_keys(self.mask, self.q_length, self.kv_length)
 
     @property
     def head_tile(self) -> int:
@@ -140,7 +140,7 @@ def _kinds(mask: Mask, q_length: int, kv_length: int, block_q: int, block_kv: in
 
 
 @functools.lru_cache(maxsize=256)
-def _has_dead_keys(mask: Mask, q_length: int, kv_length: int) -> bool:
+def has_dead_keys(mask: Mask, q_length: int, kv_length: int) -> bool:
     """Whether some head of some batch row has a key that none of its queries attends to; strip by strip of queries."""
     j = np.arange(kv_length)[None, :]
     seen = np.zeros((1, 1, kv_length), bool)

@@ -92,9 +92,8 @@ def _kernel(launch: Launch, inputs: Arrays, outputs: Arrays) -> None:
         k = load_rows(inputs["k"], pair.kv_start, block_kv, plan.kv_length, plan.head_dim)
         v = load_rows(inputs["v"], pair.kv_start, block_kv, plan.kv_length, plan.v_head_dim)
         may = allowed(plan, inputs, pair) if masked else None
-        hides = may is not None and plan.has_dead_keys
         y, _ = logits(plan, inputs, pair, q, k, may)
-        v = hide(v, seen(may) if hides else None)
+        v = hide(v, seen(may) if may is not None and plan.has_dead_keys else None)
         return update(plan, running, y, v, unit, some=not masked and "bias" not in inputs)
 
     running = Running(
