@@ -44,6 +44,7 @@ _NAMES: Mapping[str, tuple[str, ...]] = {
     "impls.upstream.tokamax_splash": ("tokamax_splash_tpu",),
     "impls.upstream.jax_flash_tpu": ("jax_flash_tpu",),
     "impls.upstream.jax_mha_gpu": ("jax_mha_gpu", "jax_mha_gpu_xla_bwd"),
+    "impls.upstream.mosaic_gpu": ("jax_mosaic_gpu", "tokamax_mosaic_gpu"),
     "impls.upstream.jax_ragged_paged_tpu": ("jax_ragged_paged_tpu",),
     "impls.upstream.jax_paged_decode": ("jax_paged_tpu", "jax_paged_gpu"),
 }

@@ -76,12 +76,16 @@ def mosaic_call(
     warpgroups: int,
     outputs: tuple[Any, ...],
     scratch: Mapping[str, Any],
+    approximate: bool,
     interpret: Any,
 ) -> Callable[..., tuple[Any, ...]]:
     """A Mosaic GPU kernel: `body(*inputs, *outputs, **scratch)` in every warpgroup of every program of the grid.
 
     A program finds its place by `lax.axis_index` of the grid's names and of `"warpgroup"`. In all versions the compiler
     infers how values lie in registers (warpgroup semantics), which is the default from jax 0.11 on only.
+
+    `approximate` takes the GPU's own instructions for functions: of powers of two those that give 0 for what would be
+    subnormal, of tangents and logarithms such as have too large an error for an exact kernel.
     """
     run: Callable[..., tuple[Any, ...]] = plgpu.kernel(
         body,
@@ -92,7 +96,7 @@ def mosaic_call(
         num_threads=warpgroups,
         thread_name="warpgroup",
         kernel_name=name,
-        compiler_params=plgpu.CompilerParams(lowering_semantics=LoweringSemantics.Warpgroup),
+        compiler_params=plgpu.CompilerParams(lowering_semantics=LoweringSemantics.Warpgroup, approx_math=approximate),
         interpret=gpu_interpreter() if interpret is True else interpret,
     )
     return run

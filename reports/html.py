@@ -15,14 +15,15 @@ from markupsafe import Markup
 from conformance.bench.measurements import Measurement
 from conformance.records import ERROR, EXPECTED_FAIL, FAIL, PASS, RED, UNEXPECTED_PASS, VERDICTS, Record, RunInfo
 from reports import embedded, findings, matrices, measures, summary, wording
-from reports.calls import calls
 from reports.causes import roots, words
 from reports.causes.finding import Finding, kind_of
 from reports.compiled import compiled
 from reports.detection import detection
 from reports.figure import distribution_svg
+from reports.kernels.bounds import bounds
+from reports.kernels.calls import calls
+from reports.kernels.schedules import schedules
 from reports.page import environment
-from reports.schedules import schedules
 from reports.side_by_side import comparisons
 
 FEW = 5
@@ -153,6 +154,7 @@ def _page(records: Sequence[Record], run: RunInfo, measurements: Sequence[Measur
         "compiled": compiled(records),
         "schedules": schedules(records),
         "calls": calls(records),
+        "bounds": bounds(records),
         "comparisons": comparisons(measurements),
         "detection": detection(run.detection),
         "coverage": free_table(run.coverage),

@@ -23,7 +23,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxlib.mlir import ir
 
 from conformance import environment
-from conformance.accelerators import gpu_figures, tpu_calls, tpu_cost
+from conformance.accelerators import gpu_figures, targets, tpu_calls, tpu_cost
 from conformance.accelerators.gpus import GPUS
 from conformance.accelerators.liveness import live_bytes
 from conformance.accelerators.targets import CompileTarget
@@ -53,21 +53,24 @@ class CompileError(Exception):
     """The program does not compile; the message is what the compiler says first."""
 
 
-def compile_for(target: CompileTarget, function: Any, operands: tuple[Any, ...]) -> Mapping[str, float]:
+def compile_for(
+    target: CompileTarget, function: Any, operands: tuple[Any, ...], depths: tuple[int, int] | None = None
+) -> Mapping[str, float]:
     """Compile a program for one chip of `target`, and give its figures.
 
     Args:
       target: what to compile for.
       function: a jitted function.
       operands: its operands, arrays or anything with a shape and a dtype, in any tree.
+      depths: of keys and of values, if it is attention: by them pairs of a GPU kernel's loops are told.
 
     Returns:
       `compile_seconds` (tracing and lowering included); `argument_bytes`, `output_bytes` and `code_bytes` in HBM;
       `temporary_bytes`, the HBM that the compiler adds for temporaries, zero if it finds room for them elsewhere;
       `live_bytes` of them at once, wherever they are (`conformance.accelerators.liveness`); `vmem_bytes` of the
-      program's kernels on a TPU; `shared_bytes`, `registers` and `spilled_bytes` on a GPU, where it is told
-      (`conformance.accelerators.gpu_figures`); on a TPU the cycles of each kernel's parts and of its call
-      (`conformance.accelerators.tpu_cost`).
+      program's kernels on a TPU; `shared_bytes`, `registers` and `spilled_bytes` on a GPU, where it is told, and of
+      each kernel the cycles that its instructions take at least (`conformance.accelerators.gpu_figures`); on a TPU the
+      cycles of each kernel's parts and of its call (`conformance.accelerators.tpu_cost`).
 
     Raises:
       NoCompiler: if this machine cannot compile for the target.
@@ -89,7 +92,7 @@ def compile_for(target: CompileTarget, function: Any, operands: tuple[Any, ...])
             with tempfile.TemporaryDirectory() as folder:
                 compiled, said = _compiled(lowered, target, folder)
                 seconds = time.perf_counter() - start
-                told = _told(traced, lowered, compiled, target, Path(folder), said)
+                told = _told(traced, lowered, compiled, target, Path(folder), said, depths)
         except CompileError:
             raise
         except Exception as error:  # the compiler's errors are of many types
@@ -144,9 +147,15 @@ def _clear(folder: Path | None) -> None:
 
 
 def _told(
-    traced: Any, lowered: Any, compiled: Any, target: CompileTarget, folder: Path, said: list[str]
+    traced: Any,
+    lowered: Any,
+    compiled: Any,
+    target: CompileTarget,
+    folder: Path,
+    said: list[str],
+    depths: tuple[int, int] | None,
 ) -> dict[str, float]:
-    """What the kernels of a GPU's program take, and the cycles of a TPU's."""
+    """What the kernels of a GPU's program take, or the cycles of a TPU's."""
     if target.toolchain.platform == "tpu":
         schedules = environment.schedules()
         tpu = next((tpu for tpu in TPUS if tpu.name == target.name), None)
@@ -156,12 +165,13 @@ def _told(
         found = tpu_cost.figures(schedules, calls, compiled.as_text() or "", tpu)
         _clear(schedules)
         return found
-    programs = target.toolchain.programs and target.toolchain.programs()
+    toolkit = target.toolchain.programs and target.toolchain.programs()
     gpu = next((gpu for gpu in GPUS if gpu.name == target.name), None)
-    if programs is None or gpu is None:
+    if toolkit is None or gpu is None:
         return {}
     shared = gpu_figures.mosaic_shared_bytes(lowered.compiler_ir("stablehlo"))
-    return gpu_figures.figures(folder, said, shared, programs / "bin/ptxas", gpu.architecture)
+    programs = gpu_figures.Programs(toolkit / "bin/ptxas", targets.disassembler())
+    return gpu_figures.figures(folder, said, shared, programs, gpu, depths)
 
 
 def _keep_apart(module: Any) -> bool:

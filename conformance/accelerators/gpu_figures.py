@@ -1,65 +1,176 @@
-"""What the kernels of a GPU program take of a multiprocessor: shared memory, registers, and what they spill of these.
+"""What the kernels of a GPU program take of a multiprocessor, and the least cycles that they can take.
 
-XLA and the compiler of Mosaic GPU kernels each write down a part of it; `ptxas`, NVIDIA's assembler, says the rest with
-`--verbose`.
+XLA leaves the assembler text of its own kernels, Triton's among them, in a folder. The compiler of Mosaic GPU kernels
+prints it. `ptxas`, NVIDIA's assembler, says with `--verbose` how many registers a kernel has and how many it spills,
+and `nvdisasm`, the disassembler, what instructions it became.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import subprocess
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from jaxlib.mlir import ir
 
-# Makes the compiler of Mosaic GPU kernels print what `ptxas --verbose` says of each.
-VERBOSE = {"MOSAIC_GPU_DUMP_PTXAS": "1"}
+from conformance.accelerators import gpu_bound, sass
+from conformance.accelerators.gpus import Gpu
+
+# Makes the compiler of Mosaic GPU kernels print each, and what `ptxas --verbose` says of it.
+VERBOSE = {"MOSAIC_GPU_DUMP_PTXAS": "1", "MOSAIC_GPU_DUMP_PTX": "1"}
 HASH = "kernel_hash"
 """Under which a Mosaic GPU kernel comes with what it is known by to its compiler."""
 _MODULE = "module"
-_LAUNCH = "gpu.launch"
-_SHARED = re.compile(r"shared_memory: (\d+) bytes")
+_LAUNCH, _FUNCTION = "gpu.launch", "func.func"
+_OF_MOSAIC = "_mosaic_gpu"  # ends the names of its kernels, and `_kernel`, where they are functions of the GPU
+_LAUNCHED = re.compile(r"(?:([\w.$]+) grid: .*)?shared_memory: (\d+) bytes")
+_COMPILING = re.compile(r"Compiling entry function '([^']+)'")
 _REGISTERS = re.compile(r"Used (\d+) registers")
 _SPILLED = re.compile(r"(\d+) bytes spill stores")
+_PRINTED = ".version "  # begins an assembler text among what is printed
+_SAID = "ptxas "
+_ENTRY = re.compile(r"\.entry\s+([\w.$]+)\s*\(.*?\)\s*((?:\.\w+[^{\n]*\n)*)", re.DOTALL)
+_THREADS = re.compile(r"\.(?:req|max)ntid\s+(\d+)(?:,\s*(\d+))?(?:,\s*(\d+))?")
+
+
+@dataclasses.dataclass(frozen=True)
+class Programs:
+    """NVIDIA's programs: the assembler, and the disassembler if it is there."""
+
+    ptxas: Path
+    nvdisasm: Path | None
 
 
 def figures(
-    folder: Path, said: Iterable[str], shared: Sequence[int], ptxas: Path, architecture: str
+    folder: Path,
+    said: Sequence[str],
+    shared: Mapping[str, int],
+    programs: Programs,
+    gpu: Gpu,
+    depths: tuple[int, int] | None,
 ) -> dict[str, float]:
-    """The most that one kernel of a program takes.
+    """The most that one kernel of a program takes, and what each kernel that multiplies matrices takes.
 
     Args:
       folder: what XLA dumped.
       said: lines that were printed while it compiled.
-      shared: shared memory of each Mosaic GPU kernel in the program, in bytes.
-      ptxas: the assembler.
-      architecture: as it names it.
+      shared: shared memory of each Mosaic GPU kernel in the program, in bytes, by its name.
+      programs: which take code apart and together.
+      gpu: what it was compiled for.
+      depths: of keys and of values, if the program is attention.
 
     Returns:
       `shared_bytes` of a program of the grid, `registers` of a thread and `spilled_bytes` of a thread, each where it is
-      told.
+      told. Of each kernel with a loop over products these by `<kernel>.<figure>`, its `occupancy`, and its bound
+      (`conformance.accelerators.gpu_bound`).
     """
-    lines = [*said, *_assembled(folder, ptxas, architecture)]
-    texts = [path.read_text() for path in folder.glob("*.thunk_sequence.txt")]
+    launched = [found for text in folder.glob("*.thunk_sequence.txt") for found in _launched(text.read_text())]
+    lines, kernels = list(said), list[tuple[str, dict[str, float]]]()
+    for source in sources(folder, said):
+        heard, code = _assembled(source, programs, gpu.architecture)
+        lines += heard
+        kernels += _kernels(source.read_text(), heard, code, dict(launched) | dict(shared), gpu, depths)
     found = {
-        "shared_bytes": [*shared, *(size for text in texts for size in _numbers(_SHARED, text.splitlines()))],
+        "shared_bytes": [*shared.values(), *(size for _, size in launched)],
         "registers": list(_numbers(_REGISTERS, lines)),
         "spilled_bytes": list(_numbers(_SPILLED, lines)),
     }
-    return {name: float(max(sizes)) for name, sizes in found.items() if sizes}
+    most = {name: float(max(sizes)) for name, sizes in found.items() if sizes}
+    return most | {f"{name}.{figure}": value for name, told in _named(kernels) for figure, value in told.items()}
+
+
+def _named(kernels: Iterable[tuple[str, dict[str, float]]]) -> Iterator[tuple[str, dict[str, float]]]:
+    """Kernels that differ, under names that differ: the second of a name is `<name>_2`."""
+    known: dict[str, list[dict[str, float]]] = {}
+    for name, told in kernels:
+        alike = known.setdefault(name, [])
+        if told not in alike:
+            alike.append(told)
+            yield (name if len(alike) == 1 else f"{name}_{len(alike)}"), told
+
+
+def sources(folder: Path, said: Sequence[str]) -> list[Path]:
+    """Assembler texts: what XLA left in the folder, and what was printed, which is put there."""
+    texts: list[list[str]] = []
+    inside = False
+    for line in said:
+        if line.startswith(_PRINTED):
+            texts.append([])
+        inside = line.startswith(_PRINTED) or (inside and not line.startswith(_SAID))
+        if inside:
+            texts[-1].append(line)
+    for number, text in enumerate(texts):
+        (folder / f"printed-{number}.ptx").write_text("\n".join(text) + "\n")
+    return sorted(folder.glob("*.ptx"))
+
+
+def _launched(text: str) -> list[tuple[str, int]]:
+    return [(found[1] or "", int(found[2])) for found in map(_LAUNCHED.search, text.splitlines()) if found]
 
 
 def _numbers(pattern: re.Pattern[str], lines: Iterable[str]) -> Iterator[int]:
     return (int(match[1]) for line in lines if (match := pattern.search(line)))
 
 
-def _assembled(folder: Path, ptxas: Path, architecture: str) -> Iterator[str]:
-    """What the assembler says of XLA's own kernels, Triton's among them, which XLA does not repeat."""
-    for path in sorted(folder.glob("*.ptx")):
-        command = [str(ptxas), "--verbose", f"--gpu-name={architecture}", "--output-file=/dev/null", str(path)]
-        yield from subprocess.run(command, capture_output=True, text=True, check=False).stderr.splitlines()
+def _assembled(source: Path, programs: Programs, architecture: str) -> tuple[list[str], str]:
+    """What the assembler says of a text, and its instructions; none where they cannot be had."""
+    binary = source.with_suffix(".cubin")
+    command = [str(programs.ptxas), "--verbose", f"--gpu-name={architecture}", f"--output-file={binary}", str(source)]
+    heard = subprocess.run(command, capture_output=True, text=True, check=False).stderr.splitlines()
+    if programs.nvdisasm is None or not binary.exists() or "mma" not in source.read_text():
+        return heard, ""
+    command = [str(programs.nvdisasm), "--print-code", str(binary)]
+    return heard, subprocess.run(command, capture_output=True, text=True, check=False).stdout
+
+
+def _kernels(
+    text: str,
+    heard: Sequence[str],
+    code: str,
+    shared: Mapping[str, int],
+    gpu: Gpu,
+    depths: tuple[int, int] | None,
+) -> Iterator[tuple[str, dict[str, float]]]:
+    """The kernels of a text that have loops over products, each with its figures."""
+    threads = {name: _threads(rest) for name, rest in _ENTRY.findall(text)}
+    for name, loops in sass.entries(sass.read(code)):
+        plain = name.removesuffix("_kernel").removesuffix(_OF_MOSAIC) if _OF_MOSAIC in name else name
+        own = _of(name, heard)
+        told = {
+            figure: float(next(_numbers(pattern, own)))
+            for figure, pattern in (("registers", _REGISTERS), ("spilled_bytes", _SPILLED))
+        }
+        if size := shared.get(name, shared.get(plain)):
+            told["shared_bytes"] = float(size)
+        if count := threads.get(name):
+            told["occupancy"] = gpu_bound.occupancy(
+                gpu, threads=count, registers=told["registers"], shared_bytes=told.get("shared_bytes", 0.0)
+            )
+            if depths is not None:
+                told |= gpu_bound.kernel_figures(loops, gpu, -(-count // 32), depths)
+        yield plain.replace(".", "_"), told
+
+
+def _threads(directives: str) -> int:
+    """Of a block, as the directives of a kernel say; 0 if they do not."""
+    found = _THREADS.search(directives)
+    sizes = [int(size) for size in found.groups() if size] if found else [0]
+    return sizes[0] * (sizes[1] if len(sizes) > 1 else 1) * (sizes[2] if len(sizes) > 2 else 1)
+
+
+def _of(kernel: str, heard: Sequence[str]) -> list[str]:
+    """The lines that the assembler says of one kernel."""
+    own: list[str] = []
+    current = ""
+    for line in heard:
+        if found := _COMPILING.search(line):
+            current = found[1]
+        elif current == kernel:
+            own.append(line)
+    return own
 
 
 def mosaic_kernels(module: Any) -> Iterator[tuple[Any, dict[str, Any]]]:
@@ -76,24 +187,30 @@ def mosaic_kernels(module: Any) -> Iterator[tuple[Any, dict[str, Any]]]:
     yield from found
 
 
-def mosaic_shared_bytes(module: Any) -> list[int]:
-    """The shared memory that each Mosaic GPU kernel of a lowered module asks for.
+def mosaic_shared_bytes(module: Any) -> dict[str, int]:
+    """The shared memory that each Mosaic GPU kernel of a lowered module asks for, by the kernel's name.
 
     It is the last operand of the kernel's launch, a constant. Empty if the kernels are not as this expects.
     """
-    sizes: list[int] = []
+    sizes: dict[str, int] = {}
+    last: list[int] = []
 
     def look(operation: ir.Operation) -> ir.WalkResult:
+        # A function comes after the launch in it.
         if operation.name.endswith(_LAUNCH):
             constant: Any = operation.operands[len(operation.operands) - 1].owner
             if "value" in constant.attributes:
-                sizes.append(int(constant.attributes["value"].value))
+                last.append(int(constant.attributes["value"].value))
+        elif operation.name.endswith(_FUNCTION) and last:
+            name = str(operation.attributes["sym_name"].value).removesuffix(_OF_MOSAIC)  # type: ignore[attr-defined]
+            sizes[name] = max(sizes.get(name, 0), last.pop())
         return ir.WalkResult.ADVANCE
 
     for _, config in mosaic_kernels(module):
         with module.context as context:
             context.allow_unregistered_dialects, before = True, context.allow_unregistered_dialects
             context.load_all_available_dialects()
-            ir.Module.parse(config[_MODULE].value_bytes, context).operation.walk(look)
+            parsed = ir.Module.parse(config[_MODULE].value_bytes, context)
+            parsed.operation.walk(look, ir.WalkOrder.POST_ORDER)
             context.allow_unregistered_dialects = before
     return sizes

@@ -26,6 +26,9 @@ class Gpu:
       memory: bytes.
       bandwidth: bytes a second.
       clock_ghz: boost clock.
+      products_per_core: of 16-bit numbers that a multiprocessor's tensor cores multiply in a cycle. A100: 1024 by the
+        white paper of its architecture; Hopper has twice as many, by its own; B200: its data sheet's dense peak,
+        2,250 TFLOP/s, over multiprocessors and clock, to the next power of two.
     """
 
     name: str
@@ -40,6 +43,7 @@ class Gpu:
     memory: int
     bandwidth: int
     clock_ghz: float
+    products_per_core: int
 
     @property
     def config(self) -> str:
@@ -91,6 +95,7 @@ GPUS: tuple[Gpu, ...] = (
         memory=80 * 10**9,
         bandwidth=2_039 * 10**9,
         clock_ghz=1.41,
+        products_per_core=1024,
     ),
     Gpu(
         name="h100",
@@ -105,6 +110,7 @@ GPUS: tuple[Gpu, ...] = (
         memory=80 * 10**9,
         bandwidth=3_350 * 10**9,
         clock_ghz=1.98,
+        products_per_core=2048,
     ),
     Gpu(
         name="b200",
@@ -119,5 +125,6 @@ GPUS: tuple[Gpu, ...] = (
         memory=180 * 10**9,
         bandwidth=7_700 * 10**9,
         clock_ghz=1.965,
+        products_per_core=4096,
     ),
 )

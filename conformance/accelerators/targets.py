@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import os
+import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -79,10 +80,22 @@ class CompileTarget:
 def cuda_toolkit() -> Path | None:
     """The folder with `bin/ptxas` and `nvvm/libdevice`: `CUDA_HOME`, the usual place, or that of the wheels."""
     places = [Path(home) for name in ("CUDA_HOME", "CUDA_PATH") if (home := os.environ.get(name))]
-    places.append(Path("/usr/local/cuda"))
-    if (package := importlib.util.find_spec("nvidia")) is not None:
-        places += [Path(place) / "cu13" for place in package.submodule_search_locations or ()]
+    places += [Path("/usr/local/cuda"), *_wheels()]
     return next((p for p in places if (p / "bin/ptxas").is_file() and (p / "nvvm/libdevice").is_dir()), None)
+
+
+def disassembler() -> Path | None:
+    """`nvdisasm`: of the toolkit, of the wheels, or wherever programs are found."""
+    places = [Path(home) for name in ("CUDA_HOME", "CUDA_PATH") if (home := os.environ.get(name))]
+    places += [Path("/usr/local/cuda"), *_wheels()]
+    found = next((place / "bin/nvdisasm" for place in places if (place / "bin/nvdisasm").is_file()), None)
+    elsewhere = shutil.which("nvdisasm")
+    return found or (Path(elsewhere) if elsewhere else None)
+
+
+def _wheels() -> list[Path]:
+    package = importlib.util.find_spec("nvidia")
+    return [] if package is None else [Path(place) / "cu13" for place in package.submodule_search_locations or ()]
 
 
 def _importable(module: str) -> bool:

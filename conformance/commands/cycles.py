@@ -1,4 +1,7 @@
-"""`cycles`: what our TPU kernels cost by their schedules, against what was recorded or other kernels; new figures."""
+"""`cycles`: what kernels cost by what their compilers made of them.
+
+Of TPU kernels schedules, against what was recorded or other kernels; new figures. Of GPU kernels bounds, side by side.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from conformance.accelerators.speed_bar import Bar
 from conformance.accelerators.targets import TPU, CompileTarget, targets_of
 from conformance.calling import registry
 from conformance.calling.execution import Executor
-from conformance.commands import cycles_beside, lookup
+from conformance.commands import cycles_beside, cycles_gpu, lookup
 from conformance.commands.errors import CannotJudge
 from conformance.commands.progress import Steps
 from conformance.driving import compiled
@@ -33,6 +36,9 @@ def why_not() -> str | None:
 
 def cycles(arguments: argparse.Namespace) -> int:
     """`cycles`: compile, show, and compare or keep."""
+    gpus = {target.name: target for target in targets_of("gpu")}
+    if arguments.target and all(name in gpus for name in arguments.target):
+        return _on_gpus(arguments, [gpus[name] for name in arguments.target])
     if (reason := why_not()) is not None:
         raise CannotJudge(reason)
     known = {target.name: target for target in targets_of("tpu")}
@@ -75,6 +81,20 @@ def _beside(arguments: argparse.Namespace, targets: Sequence[CompileTarget]) -> 
     with Steps(Console(stderr=True)) as steps:
         known = cycles_beside.show(Console(), implementations, cases, targets, arguments.knob or ["forward"], steps.say)
     return 0 if known else 2
+
+
+def _on_gpus(arguments: argparse.Namespace, targets: Sequence[CompileTarget]) -> int:
+    """Bounds of GPU kernels side by side on the cases that are named."""
+    if (reason := cycles_gpu.why_not()) is not None:
+        raise CannotJudge(reason)
+    if not arguments.impl or not arguments.case or arguments.save or arguments.knob:
+        raise CannotJudge(
+            "of GPU kernels, --impl and --case name what is compared; nothing is kept, no --knob is tried"
+        )
+    implementations = [registry.find(name) for name in arguments.impl]
+    cases = [lookup.case(text) for text in arguments.case]
+    with Steps(Console(stderr=True)) as steps:
+        return 0 if cycles_gpu.show(Console(), implementations, cases, targets, steps.say) else 2
 
 
 def measured(bar: Bar, target: CompileTarget) -> speed_bar.Figures:

@@ -128,9 +128,13 @@ examples:
   python -m conformance cycles --save                           # new figures: after a change, or for a new compiler
   python -m conformance cycles --impl=splash_tpu --impl=jax_splash_tpu --target=v6e \\
     --case=train/bf16/B1.T8192.S8192.N1.K1.H128.V128/causal/normal/s0    # side by side
+  python -m conformance cycles --impl=flash_gpu --impl=jax_mha_gpu --target=a100 \\
+    --case=train/bf16/B1.T4096.S4096.N1.K1.H64.V64/causal/normal/s0      # GPU kernels
 
 Kernels are compiled for TPUs that are not here, and their schedules are read: static estimates of a whole call, none of
-which was ever checked on a chip. More than 5% above the recorded figure of the same compiler is too slow.
+which was ever checked on a chip. Of GPU kernels (--target=h100) the instructions of their loops are counted: the cycles
+that 1,000 pairs of a query and a key take a multiprocessor at least, forward, and backward too in cases of training.
+More than 5% above the recorded figure of the same compiler is too slow.
 exit codes: 0 no kernel is slower, or written, 1 one is, 2 could not be asked (no compiler, or nothing recorded of it)
 """
 

@@ -51,12 +51,13 @@ def natively(executor: Executor, case: Case, *, gradients: bool) -> list[dict[st
     Where a compiler takes seconds a program, only the plainest and the fullest of these programs are compiled.
     """
     targets = targets_of(executor.implementation.accelerator.platform)
-    programs = _programs(executor.native, problem_of(case), gradients=gradients)
+    problem = problem_of(case)
+    programs = _programs(executor.native, problem, gradients=gradients)
     if any(target.toolchain.slow for target in targets):
         first, last = next(iter(programs)), next(reversed(programs))
         programs = {name: programs[name] for name in dict.fromkeys((first, last))}
     pairs = [(target, name) for target in targets for name in programs]
-    return [dataclasses.asdict(_compiled(target, name, *programs[name])) for target, name in pairs]
+    return [dataclasses.asdict(_compiled(target, name, *programs[name], _depths(problem))) for target, name in pairs]
 
 
 def fullest(executor: Executor, problem: Problem, target: CompileTarget, *, gradients: bool) -> Compiled:
@@ -69,11 +70,11 @@ def fullest(executor: Executor, problem: Problem, target: CompileTarget, *, grad
     function, (arrays, *cotangents) = programs[name]
     call = executor.implementation.call
     if not isinstance(call, StoredCall) or problem.storage is None:
-        return _compiled(target, name, function, (arrays, *cotangents))
+        return _compiled(target, name, function, (arrays, *cotangents), _depths(problem))
     tables = {key: np.asarray(x) for key, x in call.tables(executor.arguments(problem)[1]["storage"]).items()}
     others = {key: x for key, x in arrays.items() if key not in tables}
     known = jax.jit(lambda arrays, *given: function({**arrays, **tables}, *given))
-    return _compiled(target, name, known, (others, *cotangents))
+    return _compiled(target, name, known, (others, *cotangents), _depths(problem))
 
 
 def _programs(executor: Executor, problem: Problem, *, gradients: bool) -> Programs:
@@ -115,9 +116,15 @@ def _shape(shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, dtype)  # type: ignore[no-untyped-call] # untyped upstream
 
 
-def _compiled(target: CompileTarget, name: str, function: Any, operands: tuple[Any, ...]) -> Compiled:
+def _depths(problem: Problem) -> tuple[int, int]:
+    return problem.q.shape[-1], problem.v.shape[-1]
+
+
+def _compiled(
+    target: CompileTarget, name: str, function: Any, operands: tuple[Any, ...], depths: tuple[int, int]
+) -> Compiled:
     try:
-        return Compiled(target.name, name, "compiled", figures=compile_for(target, function, operands))
+        return Compiled(target.name, name, "compiled", figures=compile_for(target, function, operands, depths))
     except NoCompiler as error:
         return Compiled(target.name, name, "no compiler", str(error))
     except Refused as error:

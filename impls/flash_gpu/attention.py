@@ -14,7 +14,7 @@ from jax.ad_checkpoint import checkpoint_name
 from cases.masks import Full, Indexer, Mask, leaves
 from conformance.contract import validate_mask, validate_operands
 from impls.explicit import takes_explicit
-from impls.flash_gpu.backends import Backend, choose
+from impls.flash_gpu.backends import Backend, choose, fitted
 from impls.flash_gpu.block_sizes import BlockSizes, look_up
 from impls.flash_gpu.operands import Operands, Outputs
 from impls.flash_gpu.passes import backward_pass, forward_pass
@@ -110,6 +110,8 @@ def attention(
         interpret=interpret_or(interpret, "gpu"),
     )
     operands = jax.tree.map(jnp.asarray, Operands(q, k, v, bias, sinks, segment_ids))
+    if block_sizes is None:
+        plan = dataclasses.replace(plan, sizes=fitted(plan))
     plan = dataclasses.replace(plan, mosaic=choose(backend, plan, operands))
     outputs = attend(plan, varying_over(operands, varying_axes(operands)))
     if not save_residuals:

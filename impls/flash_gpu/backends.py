@@ -9,12 +9,13 @@ of races. But the interpreter runs neither `wgmma` nor TMA.
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any, Literal
 
 import jax.numpy as jnp
 
 from cases.masks import Dense, Full, Mask, leaves
-from impls.flash_gpu.block_sizes import KERNELS, Kernel, Ring
+from impls.flash_gpu.block_sizes import KERNELS, RING_BLOCKS, BlockSizes, Kernel, Ring
 from impls.flash_gpu.mosaic import backward as mosaic_backward
 from impls.flash_gpu.mosaic import forward as mosaic_forward
 from impls.flash_gpu.mosaic.shape import SHARED_MEMORY, Shape, shared_bytes
@@ -55,7 +56,9 @@ def choose(backend: Backend | None, plan: FlashGpuPlan, operands: Operands) -> f
     found = {kernel for kernel in KERNELS if backend == "mosaic" or plan.sizes.ring(kernel).preferred}
     for kernel in sorted(found):
         ring = plan.sizes.ring(kernel)
-        misfit = reason or misfits(kernel, ring, plan.head_dim, plan.v_head_dim, segmented=plan.segmented)
+        misfit = reason or misfits(
+            kernel, ring, plan.head_dim, plan.v_head_dim, segmented=plan.segmented, dead_keys=plan.has_dead_keys
+        )
         if misfit is None:
             continue
         if backend == "mosaic" and not _left_to_triton(kernel, plan.head_dim, plan.v_head_dim):
@@ -84,19 +87,38 @@ def limits(kind: str | None, dtype: Any, mask: Mask, *, biased: bool) -> str | N
     return None
 
 
-def misfits(kernel: Kernel, ring: Ring, head_dim: int, v_head_dim: int, *, segmented: bool) -> str | None:
-    """Why a kernel with this ring does not fit a GPU at these head depths, or None if it does."""
+def misfits(
+    kernel: Kernel, ring: Ring, head_dim: int, v_head_dim: int, *, segmented: bool, dead_keys: bool = True
+) -> str | None:
+    """Why a kernel with this ring does not fit a GPU at these head depths, or None if it does.
+
+    Keys that nobody attends to take room of their own (`dead_keys`).
+    """
     depths = f"head depths {head_dim} and {v_head_dim}"
     if _left_to_triton(kernel, head_dim, v_head_dim):
         return f"the backward pass at {depths}, which is for Triton beyond {DEEPEST_BACKWARD}"
     scratch = mosaic_forward.scratch_of if kernel == "forward" else mosaic_backward.scratch_of
-    need = shared_bytes(scratch(Shape.of(kernel, ring, head_dim, v_head_dim), jnp.bfloat16, segmented=segmented))
+    shape = Shape.of(kernel, ring, head_dim, v_head_dim)
+    need = shared_bytes(scratch(shape, jnp.bfloat16, segmented=segmented, dead_keys=dead_keys))
     if need > SHARED_MEMORY:
         return (
             f"{depths} with {ring.num_stages} tiles of {ring.block} in flight ({kernel}): they take {need} bytes of "
             f"shared memory, of which a block has {SHARED_MEMORY}"
         )
     return None
+
+
+def fitted(plan: FlashGpuPlan) -> BlockSizes:
+    """The plan's sizes, with the smallest tiles in place of those of a Mosaic GPU kernel that do not fit."""
+
+    def fitting(kernel: Kernel) -> Ring:
+        ring, depths = plan.sizes.ring(kernel), (plan.head_dim, plan.v_head_dim)
+        misfit = misfits(kernel, ring, *depths, segmented=plan.segmented, dead_keys=plan.has_dead_keys)
+        return ring if misfit is None else dataclasses.replace(ring, block=RING_BLOCKS[0])
+
+    return dataclasses.replace(
+        plan.sizes, mosaic_forward=fitting("forward"), mosaic_dq=fitting("dq"), mosaic_dkv=fitting("dkv")
+    )
 
 
 def _left_to_triton(kernel: Kernel, head_dim: int, v_head_dim: int) -> bool:

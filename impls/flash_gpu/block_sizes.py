@@ -65,8 +65,9 @@ class Ring:
     """How one Mosaic GPU kernel goes over the axis that it does not own: by a ring of tiles in shared memory.
 
     Attributes:
-      block: queries or keys a tile, one of `RING_BLOCKS`. 64 spill no registers at depths up to 128, but for 44 bytes a
-        thread of dk and dv; 128 keys in the forward pass spill 408 bytes at depth 64 (`ptxas` of CUDA 13.0).
+      block: queries or keys a tile, one of `RING_BLOCKS`. At depths up to 128 no loop over full blocks spills registers
+        with either (`ptxas` of CUDA 13.0), and 128 take fewer instructions a pair. dk and dv spill with 128 queries in
+        masked blocks.
       num_stages: tiles in flight, at least 2.
       preferred: whether the kernel goes before Triton's, on a GPU and for a call that it supports. Only what was
         measured says so: nobody has run these kernels on a GPU yet, and a kernel must be right where it is the default.
@@ -130,8 +131,8 @@ class Entry:
     provenance: str
 
 
-def _sizes(forward: Tiles, dq: Tiles, dkv: Tiles) -> BlockSizes:
-    return BlockSizes(forward=forward, dq=dq, dkv=dkv)
+def _sizes(forward: Tiles, dq: Tiles, dkv: Tiles, **rings: Ring) -> BlockSizes:
+    return BlockSizes(forward=forward, dq=dq, dkv=dkv, **rings)
 
 
 MEASURED = Path(__file__).with_name("block_sizes.json")
@@ -178,8 +179,8 @@ _TABLE: tuple[Entry, ...] = (
         max_itemsize=2,
         sizes=_sizes(
             Tiles(block_q=128, block_kv=64, num_warps=8, num_stages=2),
-            Tiles(block_q=64, block_kv=64, num_warps=8, num_stages=2),
-            Tiles(block_q=64, block_kv=64, num_warps=8, num_stages=2),
+            Tiles(block_q=64, block_kv=64, num_warps=4, num_stages=2),
+            Tiles(block_q=64, block_kv=64, num_warps=4, num_stages=2),
         ),
         provenance=_REASONED,
     ),
@@ -219,7 +220,46 @@ _TABLE: tuple[Entry, ...] = (
 )
 
 
-TABLE = (*_measured(), *_TABLE)
+_COUNTED = "counted in machine code (`python -m conformance cycles --target=h100`), timed on no chip"
+# Of 64 queries or keys, 8 warps would each compute half of the pairs twice there.
+_WIDE_DQ = Tiles(block_q=128, block_kv=64, num_warps=8, num_stages=2)
+_WIDE_DKV = Tiles(block_q=64, block_kv=128, num_warps=8, num_stages=2)
+_OF_HOPPER = tuple(
+    Entry(device=device, max_depth=depth, max_itemsize=2, sizes=sizes, provenance=_COUNTED)
+    for device in ("H100", "H200")
+    for depth, sizes in (
+        (
+            64,
+            _sizes(
+                Tiles(block_q=128, block_kv=128, num_warps=8, num_stages=2),
+                Tiles(block_q=64, block_kv=128, num_warps=4, num_stages=2),
+                Tiles(block_q=64, block_kv=64, num_warps=4, num_stages=2),
+                mosaic_forward=Ring(block=128),
+                mosaic_dq=Ring(block=128),
+            ),
+        ),
+        (
+            128,
+            _sizes(
+                Tiles(block_q=128, block_kv=128, num_warps=8, num_stages=2),
+                _WIDE_DQ,
+                _WIDE_DKV,
+                mosaic_forward=Ring(block=128),
+            ),
+        ),
+    )
+)
+_OF_BLACKWELL = (
+    Entry(
+        device="B200",
+        max_depth=128,
+        max_itemsize=2,
+        sizes=_sizes(Tiles(block_q=128, block_kv=64, num_warps=8, num_stages=2), _WIDE_DQ, _WIDE_DKV),
+        provenance=_COUNTED,
+    ),
+)
+
+TABLE = (*_measured(), *_TABLE, *_OF_HOPPER, *_OF_BLACKWELL)
 
 
 def look_up(device_kind: str, depth: int, itemsize: int) -> Entry:

@@ -8,14 +8,16 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from cases import mask_spec
 from cases.case import Case
 from cases.inputs import DTYPES
 from cases.masks import Full
 from conformance.contract import Accelerator, Arithmetic, Implementation
 from impls.flash_gpu.attention import UNSUPPORTED, Products, attention
 from impls.flash_gpu.backends import limits, misfits
-from impls.flash_gpu.block_sizes import BlockSizes, Ring, Tiles, look_up
+from impls.flash_gpu.block_sizes import RING_BLOCKS, BlockSizes, Ring, Tiles, look_up
 from impls.flash_gpu.packed import packed_attention
+from impls.flash_gpu.schedule import has_dead_keys
 from impls.flash_gpu.tuning import tunable
 from impls.versions import device_kind, runs_on
 
@@ -143,7 +145,10 @@ def _common() -> dict[str, Any]:
 def _misfit(case: Case) -> str | None:
     depths = case.head_dim, case.v_head_dim
     ring = look_up(device_kind("gpu"), max(depths), DTYPES[case.dtype].itemsize).sizes.mosaic_forward
-    return misfits("forward", ring, *depths, segmented=case.segments is not None)
+    ring = dataclasses.replace(ring, block=RING_BLOCKS[0])  # which it takes where larger ones do not fit
+    mask = mask_spec.build(case.mask, case.batch, case.num_q_heads, case.q_length, case.kv_length, case.seed)
+    dead = case.segments is not None or has_dead_keys(mask, case.q_length, case.kv_length)
+    return misfits("forward", ring, *depths, segmented=case.segments is not None, dead_keys=dead)
 
 
 IMPLEMENTATIONS: tuple[Implementation, ...] = (

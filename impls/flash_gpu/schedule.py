@@ -49,6 +49,19 @@ class FlashGpuPlan:
         """Query heads that share one key/value head."""
         return self.num_q_heads // self.num_kv_heads
 
+    def unit(self, *, biased: bool) -> float:
+        """In which logits are kept: they are so many times what the kernels have.
+
+        The scale, if nothing but the mask comes after it: then the largest logit is that of the largest product, and
+        the exponential multiplies by the scale.
+        """
+        return self.scale if self.soft_cap is None and not biased and self.scale > 0 else 1.0
+
+    @property
+    def has_dead_keys(self) -> bool:
+        """Whether there may be keys that no query attends to, which may hold NaN; segments and packs may leave any so."""
+        return self.segmented or self.packed or has_dead_keys(self.mask, self.q_length, self.kv_length)
+
     @property
     def head_tile(self) -> int:
         """Columns of a tile of q or k."""
@@ -130,6 +143,24 @@ def _visits(plan: FlashGpuPlan, block_q: int, block_kv: int, axis: Axis) -> Visi
 @functools.lru_cache(maxsize=256)
 def _kinds(mask: Mask, q_length: int, kv_length: int, block_q: int, block_kv: int) -> np.ndarray:
     return mask.blocks(q_length, kv_length, block_q, block_kv)
+
+
+@functools.lru_cache(maxsize=256)
+def has_dead_keys(mask: Mask, q_length: int, kv_length: int) -> bool:
+    """Whether some head of some batch row has a key that none of its queries attends to; strip by strip of queries."""
+    j = np.arange(kv_length)[None, :]
+    seen = np.zeros((1, 1, kv_length), bool)
+    # From the last query on: under causal masks that one sees all.
+    for stop in range(q_length, 0, -_STRIP):
+        i = np.arange(max(0, stop - _STRIP), stop)[:, None]
+        strip = np.asarray(mask.allowed(i, j), bool).any(axis=-2)
+        seen = seen | np.broadcast_to(strip, (*((1, 1) if strip.ndim == 1 else strip.shape[:2]), kv_length))
+        if seen.all():
+            return False
+    return True
+
+
+_STRIP = 128  # queries, so that memory is not T * S
 
 
 def _listed(chosen: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:

@@ -15,6 +15,7 @@ from cases.case import parse
 from cases.inputs import draw, draw_cotangent
 from cases.masks import Bidirectional, Causal, Chunked, Dense, Full, Lengths, LoadBalancedCausal, Mask, Window
 from impls import flash_gpu
+from impls.flash_gpu import schedule
 from impls.flash_gpu.block_sizes import TABLE, BlockSizes, Tiles, look_up
 from impls.flash_gpu.implementation import same_tiles
 from impls.flash_gpu.schedule import FlashGpuPlan, Kind
@@ -278,3 +279,26 @@ def test_every_dtype_lowers_for_cuda(dtype: str, products: str) -> None:
 def test_lowering_for_cuda_under_x64() -> None:
     with jax.enable_x64(True):
         assert lowered(jnp.float32, Chunked(30)) == 4
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [
+        Full(),
+        Causal(),
+        Causal(5),
+        Causal(-200),
+        Window(31, 0),
+        Window(3, 3),
+        Chunked(40),
+        Causal() & Lengths((40, 300)),
+        Lengths((300, 300)),
+        Window(0, 0) | Chunked(100),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("lengths", [(300, 300), (300, 170), (170, 300)])
+def test_keys_of_nobody_are_known_to_be_there(mask: Mask, lengths: tuple[int, int]) -> None:
+    """They may hold NaN, so that where there are some, their rows are zeroed."""
+    seen = mask.dense(*lengths).any(axis=-2)
+    assert schedule.has_dead_keys(mask, *lengths) == (not seen.all())

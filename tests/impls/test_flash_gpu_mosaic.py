@@ -110,7 +110,8 @@ def test_each_kernel_goes_by_its_own_measurement() -> None:
         ("NVIDIA H200", {"backend": "triton"}, 0),
         ("NVIDIA H200", {"dtype": "float32"}, 0),
         ("NVIDIA H200", {"mask": Dense(np.tri(200, dtype=bool))}, 0),
-        ("NVIDIA H200", {"depth": 256}, 0),
+        ("NVIDIA H200", {"depth": 256}, 1),
+        ("NVIDIA H200", {"depth": 256, "mask": Lengths((40, 200))}, 0),  # has keys of nobody, which take room
     ],
 )
 def test_hopper_gets_its_own_kernels_where_they_were_measured_and_support_the_call(
@@ -128,7 +129,7 @@ def test_hopper_gets_its_own_kernels_where_they_were_measured_and_support_the_ca
         ("NVIDIA H200", {"bias": jnp.zeros((1, 1, 200, 200))}, "bias"),
         (
             "NVIDIA H200",
-            {"depth": 256},
+            {"depth": 256, "mask": CAUSAL & Lengths((40, 200))},
             r"head depths 256 and 256 with 2 tiles of 64 in flight \(forward\): they take 268288 bytes of shared "
             "memory, of which a block has 232448",
         ),

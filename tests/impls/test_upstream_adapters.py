@@ -54,6 +54,12 @@ CASES = {
         "train/f32/B2.T64.S64.N2.K2.H16.V16/causal/seg/scale0.5/normal/s0",
         "prefill/bf16/B1.T32.S128.N1.K1.H16.V16/full/normal/s0",
     ),
+    # These run on a Hopper GPU only.
+    "jax_mosaic_gpu": (
+        "train/f16/B2.T256.S256.N4.K2.H64.V64/full/scale0.5/normal/s0",
+        "prefill/f16/B1.T256.S256.N2.K2.H128.V128/causal/normal/s0",
+    ),
+    "tokamax_mosaic_gpu": ("train/bf16/B2.T256.S256.N4.K2.H64.V64/causal/softcap30/normal/s0",),
     "jax_mha_gpu_xla_bwd": ("train/f32/B1.T64.S64.N1.K1.H16.V16/causal/normal/s0",),
 }
 
@@ -126,7 +132,8 @@ def test_agrees_with_the_oracle(name: str, case_id: str) -> None:
 def test_refuses_what_it_declares_unsupported(name: str) -> None:
     """Every refusal names the feature and gives the declared reason."""
     implementation = adapters()[name]
-    q, kv = jnp.zeros((2, 128, 2, 16)), jnp.zeros((2, 128, 2, 16))
+    of_f32, of_bf16 = (jnp.zeros((2, 128, 2, 16), dtype) for dtype in (jnp.float32, jnp.bfloat16))
+    q = kv = of_f32.astype(jnp.float16) if "f32" in implementation.unsupported else of_f32
     asking: dict[str, dict[str, Any]] = {
         "soft_cap": {"soft_cap": 30.0},
         "sinks": {"sinks": jnp.zeros(2)},
@@ -134,7 +141,9 @@ def test_refuses_what_it_declares_unsupported(name: str) -> None:
         "segment_ids": {"segment_ids": (jnp.zeros((2, 128), int),) * 2},
         "v_head_dim": {"v": kv[..., :8]},
         "mqa": {"k": kv[:, :, :1], "v": kv[:, :, :1]},
-        "gqa": {"q": jnp.zeros((2, 128, 4, 16))},
+        "gqa": {"q": jnp.zeros((2, 128, 4, 16), q.dtype)},
+        "f32": dict.fromkeys(("q", "k", "v"), of_f32),
+        "bf16": dict.fromkeys(("q", "k", "v"), of_bf16),
         "window": {"mask": masks.Window(3, 0)},
         "chunked": {"mask": masks.Causal() & masks.Chunked(8)},
         "bidirectional": {"mask": masks.Bidirectional(((0, 3),))},

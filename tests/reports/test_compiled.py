@@ -9,7 +9,8 @@ from conformance.records import (
     UNJUDGED,
     Record,
 )
-from reports import calls, compiled, html, schedules
+from reports import compiled, html
+from reports.kernels import bounds, calls, schedules
 from tests.reports.test_reports import record, run_info
 
 
@@ -133,3 +134,45 @@ def test_whole_calls_are_in_the_table_and_side_by_side() -> None:
     ):
         assert text in section
     assert calls.calls([compilation()]) == ()
+
+
+BOUND_OF_GPU = {
+    "forward.pair_cycles": 102.7,
+    "forward.masked_pair_cycles": 133.0,
+    "forward.issue_cycles": 102.7,
+    "forward.tensor_cycles": 62.5,
+    "forward.masked_issue_cycles": 133.0,
+    "forward.registers": 255.0,
+    "forward.spilled_bytes": 48.0,
+    "forward.spill_slots": 2.0,
+    "forward.occupancy": 0.125,
+}
+
+
+def test_bounds_of_gpu_kernels_are_a_table_and_side_by_side() -> None:
+    less = {**BOUND_OF_GPU, "forward.pair_cycles": 64.5, "forward.mufu_cycles": 64.5, "forward.issue_cycles": 50.0}
+    records = [
+        compilation(figures=BOUND_OF_GPU, observable="h100.forward"),
+        compilation(figures=less, observable="h100.forward", case="train/bf16/other"),
+        compilation(figures=less, observable="h100.forward", implementation="other"),
+    ]
+    found = bounds.bounds(records)
+    assert found is not None
+    assert found.targets == ("h100",)
+    first, other = found.rows
+    assert (first.case, first.cells["h100"].least, first.cells["h100"].unit) == (records[0].case, 102.7, "issue")
+    assert (other.contender.implementation, other.cells["h100"].unit) == ("other", "mufu")
+    chart = found.charts[0]
+    assert [cell.total for cell in chart.cells.values()] == [102_700, 64_500]
+    page = html.render(records, run_info())
+    section = page[page.index('id="compiled"') :].split("<h2")[0]
+    for text in (
+        "102.7",
+        "133.0 masked",
+        "255 registers, 12% of warps",
+        "48 B spilled, 2 in the loop",
+        "no figure was ever checked on a chip",
+        "h100, kilocycles",
+    ):
+        assert text in section
+    assert bounds.bounds([compilation()]) is None

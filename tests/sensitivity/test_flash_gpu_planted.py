@@ -53,9 +53,9 @@ def tail_read(patch: pytest.MonkeyPatch) -> None:
 def no_rescale(patch: pytest.MonkeyPatch) -> None:
     correct = forward.update
 
-    def wrong(plan: FlashGpuPlan, old: Running, z: Any, v: Any) -> Running:
-        new = correct(plan, old, z, v)
-        fresh = correct(plan, old._replace(out=jnp.zeros_like(old.out)), z, v)
+    def wrong(plan: FlashGpuPlan, old: Running, y: Any, v: Any, unit: float, *, some: bool) -> Running:
+        new = correct(plan, old, y, v, unit, some=some)
+        fresh = correct(plan, old._replace(out=jnp.zeros_like(old.out)), y, v, unit, some=some)
         return new._replace(out=old.out + fresh.out)
 
     patch.setattr(forward, "update", wrong)

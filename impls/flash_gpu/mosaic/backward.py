@@ -10,7 +10,8 @@ With (1) and (2) from `impls.flash_gpu.mosaic.tiles`:
     (14) dq_i = scale sum_j dx_ij k_j
     (15) dk_j = scale sum_i dx_ij q_i
 
-Where a pair may not attend, p and dx are set to 0 instead of z to -inf. `D - dlse` comes from `impls.flash_gpu.passes`,
+Where a pair may not attend, z is set to -inf, which makes p and dx 0. Where a key may be nobody's, and its value NaN, p
+and dx are set to 0 instead. `D - dlse` comes from `impls.flash_gpu.passes`,
 as `row_sums`. One kernel owns blocks of queries and computes (14). One owns blocks of keys and computes (9) and (15),
 which it sums over the query heads of its group.
 """
@@ -26,7 +27,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from impls.flash_gpu.exponentials import exp
+from impls.flash_gpu.exponentials import LOG2_E
 from impls.flash_gpu.mosaic.forward import allowed_keys, bring_keys
 from impls.flash_gpu.mosaic.launch import Place, common_inputs, launch, padded
 from impls.flash_gpu.mosaic.shape import COMPUTING, ROWS, Shape, shape_of, tile
@@ -34,6 +35,7 @@ from impls.flash_gpu.mosaic.tiles import (
     Span,
     accumulate,
     allowed,
+    factor_of,
     hidden_rows,
     logits_of,
     over_keys,
@@ -48,10 +50,11 @@ def _inputs(plan: FlashGpuPlan, shape: Shape, operands: Operands, rows: Rows) ->
     inputs = common_inputs(plan, shape, operands)
     length = inputs["q"].shape[1]
     inputs["d_out"] = padded(rows.d_out, {1: length, 3: shape.v_head_dim})
+    rows = rows._replace(shift=rows.shift * jnp.float32(LOG2_E))
     return inputs | {name: padded(getattr(rows, name), {2: length}) for name in ("shift", "row_sums")}
 
 
-def scratch_of(shape: Shape, dtype: Any, *, segmented: bool) -> dict[str, Any]:
+def scratch_of(shape: Shape, dtype: Any, *, segmented: bool, dead_keys: bool) -> dict[str, Any]:
     """Shared memory and barriers of a program, by name: tiles of what it owns, and of what it visits.
 
     Gradients leave in the tiles of what they are gradients of, which nobody reads any more by then.
@@ -74,7 +77,7 @@ def scratch_of(shape: Shape, dtype: Any, *, segmented: bool) -> dict[str, Any]:
     }
     if segmented:
         scratch |= {"q_ids_tile": plgpu.SMEM(queries, jnp.int32), "kv_ids_tile": plgpu.SMEM(keys, jnp.int32)}
-    if shape.axis == "q":
+    if shape.axis == "q" and dead_keys:
         scratch["k_seen"] = tile(dtype, COMPUTING, shape.visited, shape.head_dim)
     return scratch
 
@@ -102,7 +105,7 @@ def gradient_of_queries(plan: FlashGpuPlan, operands: Operands, rows: Rows) -> j
         inputs,
         name="flash_gpu_mosaic_dq",
         outputs=(array_of(inputs["q"].shape, dtype),),
-        scratch=scratch_of(shape, dtype, segmented=plan.segmented),
+        scratch=scratch_of(shape, dtype, segmented=plan.segmented, dead_keys=plan.has_dead_keys),
     )
     return dq[:, : plan.q_length, :, : plan.head_dim]
 
@@ -140,13 +143,15 @@ def _dq(place: Place) -> jax.Array:
         plgpu.barrier_wait(scratch["k_here"].at[slot])
         k = scratch["k_tile"].at[slot]
         z, slope = logits_of(plan, product(plan, q, k, transposed=True))  # (1), (2)
-        p = exp(z - over_keys(shift, z.shape[1]))  # (8)
+        may = allowed_keys(place, at, slot) if masked else None
+        if may is not None and not plan.has_dead_keys:
+            z = jnp.where(may(False), z, -jnp.inf)
+        p = jnp.exp2(z * factor_of(plan) - over_keys(shift, z.shape[1]))  # (8)
         plgpu.barrier_wait(scratch["v_here"].at[slot])
         dp = product(plan, d_out, scratch["v_tile"].at[slot], transposed=True)  # (10)
         dx = p * (dp - over_keys(row_sums, z.shape[1]))  # (12)
         dx = dx if slope is None else dx * slope  # (13)
-        if masked:
-            may = allowed_keys(place, at, slot)
+        if may is not None and plan.has_dead_keys:
             dx = jnp.where(may(False), dx, 0.0)
             k_seen = scratch["k_seen"].at[mine]
             k_seen[...] = hidden_rows(k[...], may(True))
@@ -175,7 +180,7 @@ def gradient_of_keys(plan: FlashGpuPlan, operands: Operands, rows: Rows) -> tupl
         inputs,
         name="flash_gpu_mosaic_dkv",
         outputs=(array_of(inputs["k"].shape, dtype), array_of(inputs["v"].shape, dtype)),
-        scratch=scratch_of(shape, dtype, segmented=plan.segmented),
+        scratch=scratch_of(shape, dtype, segmented=plan.segmented, dead_keys=plan.has_dead_keys),
     )
     return dk[:, : plan.kv_length, :, : plan.head_dim], dv[:, : plan.kv_length, :, : plan.v_head_dim]
 
@@ -225,13 +230,15 @@ def _sums_of_group(place: Place, group: Any, total: Any) -> tuple[jax.Array, jax
         plgpu.barrier_wait(scratch["q_here"].at[slot])
         q, d_out = scratch["q_tile"].at[slot], scratch["d_out_tile"].at[slot]
         z, slope = logits_of(plan, product(plan, k, q, transposed=True))  # (1), (2)
-        p = exp(z - over_queries(scratch["shift_tile"].at[slot][...], ROWS))  # (8)
+        may = _allowed_queries(place, at, slot) if masked else None
+        if may is not None and not plan.has_dead_keys:
+            z = jnp.where(may, z, -jnp.inf)
+        p = jnp.exp2(z * factor_of(plan) - over_queries(scratch["shift_tile"].at[slot][...], ROWS))  # (8)
         dp = product(plan, v, d_out, transposed=True)  # (10)
         dx = p * (dp - over_queries(scratch["row_sums_tile"].at[slot][...], ROWS))  # (12)
         dx = dx if slope is None else dx * slope  # (13)
-        if masked:
+        if may is not None and plan.has_dead_keys:
             # k and v are no factors of (9) and (15), so NaN in keys behind the mask does not spread.
-            may = _allowed_queries(place, at, slot)
             p, dx = jnp.where(may, p, 0.0), jnp.where(may, dx, 0.0)
         dk, dv = sums
         dv = accumulate(plan, dv, p.astype(d_out.dtype), d_out)  # (9)

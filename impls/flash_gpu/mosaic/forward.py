@@ -25,7 +25,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from impls.flash_gpu.exponentials import exp, finite_or_zero
+from impls.flash_gpu.exponentials import LN_2, LOG2_E, finite_or_zero
 from impls.flash_gpu.mosaic.launch import Place, common_inputs, launch
 from impls.flash_gpu.mosaic.shape import COMPUTING, ROWS, Shape, shape_of, tile
 from impls.flash_gpu.mosaic.tiles import (
@@ -51,27 +51,33 @@ def forward(plan: FlashGpuPlan, operands: Operands) -> Outputs:
     if operands.sinks is not None:
         inputs["sinks"] = operands.sinks.astype(jnp.float32)
     rows = array_of((batch, num_q_heads, inputs["q"].shape[1]), jnp.float32)
-    out, logsumexp, max_logits = launch(
+    out, total, maximum = launch(
         _program,
         plan,
         shape,
         inputs,
         name="flash_gpu_mosaic_forward",
         outputs=(array_of((*inputs["q"].shape[:3], shape.v_head_dim), dtype), rows, rows),
-        scratch=scratch_of(shape, dtype, segmented=plan.segmented),
+        scratch=scratch_of(shape, dtype, segmented=plan.segmented, dead_keys=plan.has_dead_keys),
     )
-    return Outputs(out[:, :q_length, :, : plan.v_head_dim], logsumexp[:, :, :q_length], max_logits[:, :, :q_length])
+    out, total, maximum = out[:, :q_length, :, : plan.v_head_dim], total[:, :, :q_length], maximum[:, :, :q_length]
+    # Here, and not in the kernel, whose logarithm would be the GPU's own.
+    shift = maximum
+    if operands.sinks is not None:
+        shift = jnp.maximum(maximum, operands.sinks.astype(jnp.float32)[None, :, None] * jnp.float32(LOG2_E))
+    some = total > 0
+    logsumexp = shift * jnp.float32(LN_2) + jnp.log(jnp.where(some, total, 1.0))  # (7)
+    return Outputs(out, jnp.where(some, logsumexp, -jnp.inf), maximum * jnp.float32(LN_2))
 
 
-def scratch_of(shape: Shape, dtype: Any, *, segmented: bool) -> dict[str, Any]:
+def scratch_of(shape: Shape, dtype: Any, *, segmented: bool, dead_keys: bool) -> dict[str, Any]:
     """Shared memory and barriers of a program, by name."""
     ids = int(segmented)
     scratch: dict[str, Any] = {
         "q_tile": tile(dtype, COMPUTING, ROWS, shape.head_dim),
         "k_tile": tile(dtype, shape.slots, shape.visited, shape.head_dim),
         "v_tile": tile(dtype, shape.slots, shape.visited, shape.v_head_dim),
-        "v_seen": tile(dtype, COMPUTING, shape.visited, shape.v_head_dim),
-        "logsumexp_tile": plgpu.SMEM((COMPUTING, ROWS), jnp.float32),
+        "total_tile": plgpu.SMEM((COMPUTING, ROWS), jnp.float32),
         "max_tile": plgpu.SMEM((COMPUTING, ROWS), jnp.float32),
         "q_here": plgpu.Barrier(num_arrivals=1 + ids, num_barriers=COMPUTING),
         "k_here": plgpu.Barrier(num_arrivals=1 + ids, num_barriers=shape.slots),
@@ -80,6 +86,8 @@ def scratch_of(shape: Shape, dtype: Any, *, segmented: bool) -> dict[str, Any]:
     }
     if shape.head_dim != shape.v_head_dim:
         scratch["out_tile"] = tile(dtype, COMPUTING, ROWS, shape.v_head_dim)
+    if dead_keys:
+        scratch["v_seen"] = tile(dtype, COMPUTING, shape.visited, shape.v_head_dim)
     if segmented:
         scratch["q_ids_tile"] = plgpu.SMEM((COMPUTING, ROWS), jnp.int32)
         scratch["kv_ids_tile"] = plgpu.SMEM((shape.slots, shape.visited), jnp.int32)
@@ -97,7 +105,7 @@ def _program(inputs: dict[str, Any], outputs: Any, scratch: dict[str, Any], plac
     @pl.when(place.warpgroup < COMPUTING)
     def _compute() -> None:
         plgpu.set_max_registers(232, action="increase")
-        out, logsumexp, max_logits = outputs
+        out, total_out, max_out = outputs
         mine, batch, head = place.warpgroup, place.batch, place.head
         softmax = _softmax(place)
         scratch["max_tile"].at[mine][...] = softmax.maximum
@@ -105,15 +113,14 @@ def _program(inputs: dict[str, Any], outputs: Any, scratch: dict[str, Any], plac
             softmax = _with_sink(softmax, inputs["sinks"][head])
         some = softmax.total > 0
         total = jnp.where(some, softmax.total, 1.0)
-        logsumexp_tile = scratch["logsumexp_tile"].at[mine]
-        logsumexp_tile[...] = jnp.where(some, softmax.maximum + jnp.log(total), -jnp.inf)  # (7)
+        scratch["total_tile"].at[mine][...] = softmax.total
         ready = scratch.get("out_tile", scratch["q_tile"]).at[mine]  # nobody reads the queries any more
         ready[...] = (softmax.out / over_keys(total, place.shape.v_head_dim)).astype(out.dtype)  # (6)
         plgpu.commit_smem()  # type: ignore[no-untyped-call] # untyped upstream
         rows = pl.ds(place.start, ROWS)
         plgpu.copy_smem_to_gmem(ready, out.at[batch, rows, head])
-        plgpu.copy_smem_to_gmem(logsumexp_tile, logsumexp.at[batch, head, rows])
-        plgpu.copy_smem_to_gmem(scratch["max_tile"].at[mine], max_logits.at[batch, head, rows])
+        plgpu.copy_smem_to_gmem(scratch["total_tile"].at[mine], total_out.at[batch, head, rows])
+        plgpu.copy_smem_to_gmem(scratch["max_tile"].at[mine], max_out.at[batch, head, rows])
         plgpu.wait_smem_to_gmem(0)
 
 
@@ -160,10 +167,10 @@ def _softmax(place: Place) -> Softmax:
         may = allowed_keys(place, at, slot) if masked else None
         if may is not None:
             z = jnp.where(may(False), z, -jnp.inf)  # (3)
-        softmax, weights = weigh(softmax, z)  # (4), (5)
+        softmax, weights = weigh(plan, softmax, z, masked=masked)  # (4), (5)
         plgpu.barrier_wait(scratch["v_here"].at[slot])
         v = scratch["v_tile"].at[slot]
-        if may is not None:
+        if may is not None and plan.has_dead_keys:
             v_seen = scratch["v_seen"].at[mine]
             v_seen[...] = hidden_rows(v[...], may(True))
             plgpu.commit_smem()  # type: ignore[no-untyped-call] # untyped upstream
@@ -186,8 +193,9 @@ def _softmax(place: Place) -> Softmax:
 
 def _with_sink(old: Softmax, sink: Any) -> Softmax:
     """The softmax with the sink, which has a term in (4) and (5) and none in (6)."""
+    sink = sink * jnp.float32(LOG2_E)
     maximum = jnp.maximum(old.maximum, sink)  # (4)
     shift = finite_or_zero(maximum)
-    decay = exp(old.maximum - shift)
-    total = old.total * decay + exp(sink - shift)  # (5)
+    decay = jnp.exp2(old.maximum - shift)
+    total = old.total * decay + jnp.exp2(sink - shift)  # (5)
     return Softmax(maximum, total, old.out * over_keys(decay, old.out.shape[1]))

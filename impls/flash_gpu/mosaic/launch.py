@@ -89,6 +89,7 @@ def launch(
         warpgroups=COMPUTING + 1,
         outputs=outputs,
         scratch=scratch,
+        approximate=plan.soft_cap is None,  # whose tangent must be exact; nothing else but powers of two is left
         interpret=plan.interpret,
     )(*inputs.values())
     # Under `shard_map`, outputs differ over the same mesh axes as the operands. The call itself does not mark them so.
@@ -150,7 +151,8 @@ class Place:
 
     def slot(self, at: Any) -> Any:
         """The slot of a step."""
-        return lax.rem(at, jnp.int32(self.shape.slots))
+        slots = self.shape.slots
+        return at & jnp.int32(slots - 1) if slots & (slots - 1) == 0 else lax.rem(at, jnp.int32(slots))
 
     def fetch(self, total: Any, bring: Callable[[Any, Any], None]) -> None:
         """`bring(step, slot)` for each step, into a slot that both computing warpgroups have let go of."""

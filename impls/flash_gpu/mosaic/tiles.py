@@ -5,6 +5,8 @@
     (4)  m_i = max_j z_ij, over the keys so far
     (5)  l_i = sum_j exp(z_ij - m_i), over the keys so far
 
+Logits are kept in a unit, z = unit y, and exponentials are powers of two (`impls.flash_gpu.exponentials`).
+
 The Triton kernels guard their loads. Here TMA brings whole tiles, of arrays that are padded to whole tiles; so the
 tails are masked.
 
@@ -26,14 +28,14 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from cases.masks import And, Lengths, Mask, Or
-from impls.flash_gpu.exponentials import exp, finite_or_zero
+from impls.flash_gpu.exponentials import LOG2_E, finite_or_zero
 from impls.flash_gpu.schedule import FlashGpuPlan, leaf_name
 
 
 class Softmax(NamedTuple):
     """m, l and the sum of (6) for the keys so far, of the rows of one warpgroup, f32."""
 
-    maximum: jax.Array  # [ROWS]
+    maximum: jax.Array  # [ROWS], in base 2
     total: jax.Array  # [ROWS]
     out: jax.Array  # [ROWS, V]
 
@@ -137,19 +139,27 @@ def hidden_rows(tile: jax.Array, keys_seen: jax.Array) -> jax.Array:
 
 
 def logits_of(plan: FlashGpuPlan, products: jax.Array) -> tuple[jax.Array, jax.Array | None]:
-    """Logits of products `<q, k>`, and the derivative of (2), none without a soft cap."""
-    z = products * jnp.float32(plan.scale)  # (1)
+    """Logits of products `<q, k>` in their unit, and the derivative of (2), none without a soft cap."""
+    z = products if plan.unit(biased=False) != 1 else products * jnp.float32(plan.scale)  # (1)
     if plan.soft_cap is None:
         return z, None
     tanh = jnp.tanh(z / jnp.float32(plan.soft_cap))
     return jnp.float32(plan.soft_cap) * tanh, 1 - tanh * tanh  # (2)
 
 
-def weigh(old: Softmax, z: jax.Array) -> tuple[Softmax, jax.Array]:
-    """The softmax with one more tile of logits, and the weights of the tile, which are not yet in its `out`."""
-    maximum = jnp.maximum(old.maximum, jnp.max(z, axis=1))  # (4)
-    shift = finite_or_zero(maximum)
-    weights = exp(z - over_keys(shift, z.shape[1]))
-    decay = exp(old.maximum - shift)
+def factor_of(plan: FlashGpuPlan) -> jax.Array:
+    """By which a logit in its unit is its natural value times log2(e)."""
+    return jnp.float32(plan.unit(biased=False) * LOG2_E)
+
+
+def weigh(plan: FlashGpuPlan, old: Softmax, y: jax.Array, *, masked: bool) -> tuple[Softmax, jax.Array]:
+    """The softmax with one more tile of logits, and the weights of the tile, which are not yet in its `out`.
+
+    Only in a masked tile may a row have no logit.
+    """
+    maximum = jnp.maximum(old.maximum, jnp.max(y, axis=1) * factor_of(plan))  # (4)
+    shift = finite_or_zero(maximum) if masked else maximum
+    weights = jnp.exp2(y * factor_of(plan) - over_keys(shift, y.shape[1]))
+    decay = jnp.exp2(old.maximum - shift)
     out = old.out * over_keys(decay, old.out.shape[1])
     return Softmax(maximum, old.total * decay + jnp.sum(weights, axis=1), out), weights  # (5)

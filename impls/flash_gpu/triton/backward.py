@@ -3,7 +3,7 @@
 Dao 2023, arXiv:2307.08691, algorithm 2, extended by the cotangent `dlse` of `logsumexp`, soft cap, bias and sinks. With
 the logits z of `impls.flash_gpu.triton.tiles`:
 
-    (8)  p_ij = exp(z_ij - logsumexp_i)
+    (8)  p_ij = exp(z_ij - logsumexp_i) = 2 ** (c y_ij - log2(e) logsumexp_i), with z = unit y and c = unit log2(e)
     (9)  dv_j = sum_i p_ij dout_i
     (10) dp_ij = <dout_i, v_j>
     (12) dz_ij = p_ij (dp_ij - D_i + dlse_i)
@@ -29,7 +29,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
-from impls.flash_gpu.exponentials import exp
+from impls.flash_gpu.exponentials import LOG2_E, fused_exp2
 from impls.flash_gpu.operands import Operands, Rows, array_of
 from impls.flash_gpu.schedule import FlashGpuPlan
 from impls.flash_gpu.triton.launch import Arrays, Launch, Specs
@@ -45,13 +45,14 @@ from impls.flash_gpu.triton.tiles import (
     program,
     seen,
     store_rows,
+    unit_of,
     walk,
 )
 
 
 def _inputs(launch: Launch, operands: Operands, rows: Rows) -> tuple[Arrays, Specs]:
     arrays, specs = launch.inputs(operands)
-    arrays |= rows._asdict()
+    arrays |= rows._asdict() | {"shift": rows.shift * jnp.float32(LOG2_E)}
     specs |= {
         "d_out": launch.query_rows(launch.plan.v_head_tile),
         "shift": launch.query_scalars(),
@@ -65,7 +66,7 @@ class _Queries(NamedTuple):
 
     q: jax.Array  # [block_q, H]
     d_out: jax.Array  # [block_q, V]
-    shift: jax.Array  # [block_q]
+    shift: jax.Array  # [block_q], in base 2
     row_sums: jax.Array  # [block_q]
 
 
@@ -86,13 +87,15 @@ def pair_gradient(
 ) -> tuple[jax.Array, jax.Array]:
     """p and dx of a tile, f32."""
     z, slope = logits(plan, inputs, pair, rows.q, k, may)
-    p = exp(z - pair.queries(rows.shift))  # (8)
+    factor = unit_of(plan, inputs) * LOG2_E
+    p = fused_exp2(z, pair.queries(rows.shift), factor=factor, interpret=plan.interpret)  # (8)
     operands = (v, rows.d_out) if pair.keys_first else (rows.d_out, v)
     dp = product(plan, *operands, over=(1, 1))  # (10)
     dx = p * (dp - pair.queries(rows.row_sums))  # (12)
     if slope is not None:
         dx = dx * slope  # (13)
-    return p, dx if may is None else jnp.where(may, dx, 0.0)
+    # Of a hidden pair p is 0, and so is dx, unless its key is nobody's and has NaN for a value.
+    return p, jnp.where(may, dx, 0.0) if may is not None and plan.has_dead_keys else dx
 
 
 def gradient_of_queries(plan: FlashGpuPlan, operands: Operands, rows: Rows) -> jax.Array:
@@ -121,7 +124,7 @@ def _dq_kernel(launch: Launch, inputs: Arrays, outputs: Arrays) -> None:
         v = load_rows(inputs["v"], pair.kv_start, block_kv, plan.kv_length, plan.v_head_dim)
         may = allowed(plan, inputs, pair) if masked else None
         _, dx = pair_gradient(plan, inputs, pair, rows, k, v, may)
-        k = hide(k, None if may is None else seen(may))
+        k = hide(k, seen(may) if may is not None and plan.has_dead_keys else None)
         return dq + product(plan, dx.astype(k.dtype), k, over=(1, 0))  # (14), not scaled
 
     dq = jnp.zeros((block_q, plan.head_tile), jnp.float32)

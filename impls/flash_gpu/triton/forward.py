@@ -7,8 +7,8 @@ From the logits z of `impls.flash_gpu.triton.tiles`:
     (6)  out_i = sum_j exp(z_ij - m_i) v_j / l_i
     (7)  logsumexp_i = m_i + log(l_i)
 
-`maximum`, `total` and `out` of `Running` are m, l and the sum of (6) for the keys so far, without the sink. A block
-that raises m multiplies the others by `decay = exp(old m - new m)`.
+`maximum`, `total` and `out` of `Running` are m times log2(e), l and the sum of (6) for the keys so far, without the
+sink. A block that raises m multiplies the others by `decay = exp(old m - new m)`.
 
 Sources: Milakov & Gimelshein 2018, arXiv:1805.02867 (running maximum and sum); Dao et al. 2022, arXiv:2205.14135 and
 Dao 2023, arXiv:2307.08691 (blocks, normalisation once at the end).
@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from impls.flash_gpu.exponentials import exp, finite_or_zero
+from impls.flash_gpu.exponentials import LN_2, LOG2_E, finite_or_zero, fused_exp2
 from impls.flash_gpu.operands import Operands, Outputs, array_of
 from impls.flash_gpu.schedule import FlashGpuPlan
 from impls.flash_gpu.triton.launch import Arrays, Launch
@@ -38,6 +38,7 @@ from impls.flash_gpu.triton.tiles import (
     seen,
     store_rows,
     store_values,
+    unit_of,
     walk,
 )
 
@@ -45,7 +46,7 @@ from impls.flash_gpu.triton.tiles import (
 class Running(NamedTuple):
     """The softmax of the keys so far, f32."""
 
-    maximum: jax.Array  # [block_q]
+    maximum: jax.Array  # [block_q], in base 2
     total: jax.Array  # [block_q]
     out: jax.Array  # [block_q, V of the tile]
 
@@ -84,14 +85,16 @@ def _kernel(launch: Launch, inputs: Arrays, outputs: Arrays) -> None:
     row, _, batch = program()
     q_start = row * block_q
     q = load_rows(inputs["q"], q_start, block_q, plan.q_length, plan.head_dim, head=0, at=0)
+    unit = unit_of(plan, inputs)
 
     def visit(masked: bool, block: Any, running: Running) -> Running:
         pair = Pair(batch, 0, q_start, block * block_kv, block_q, block_kv, keys_first=False)
         k = load_rows(inputs["k"], pair.kv_start, block_kv, plan.kv_length, plan.head_dim)
         v = load_rows(inputs["v"], pair.kv_start, block_kv, plan.kv_length, plan.v_head_dim)
         may = allowed(plan, inputs, pair) if masked else None
-        z, _ = logits(plan, inputs, pair, q, k, may)
-        return update(plan, running, z, hide(v, None if may is None else seen(may)))
+        y, _ = logits(plan, inputs, pair, q, k, may)
+        v = hide(v, seen(may) if may is not None and plan.has_dead_keys else None)
+        return update(plan, running, y, v, unit, some=not masked and "bias" not in inputs)
 
     running = Running(
         maximum=jnp.full((block_q,), -jnp.inf, jnp.float32),
@@ -99,28 +102,33 @@ def _kernel(launch: Launch, inputs: Arrays, outputs: Arrays) -> None:
         out=jnp.zeros((block_q, plan.v_head_tile), jnp.float32),
     )
     running = walk(launch, inputs, 0, visit, running)
-    store_values(outputs["max_logits"], q_start, running.maximum, plan.q_length)
+    store_values(outputs["max_logits"], q_start, running.maximum * jnp.float32(LN_2), plan.q_length)
     running = with_sink(running, inputs["sinks"][0]) if "sinks" in inputs else running
     some = running.total != 0
     total = jnp.where(some, running.total, 1.0)
-    logsumexp = jnp.where(some, running.maximum + jnp.log(total), -jnp.inf)  # (7)
+    logsumexp = jnp.where(some, running.maximum * jnp.float32(LN_2) + jnp.log(total), -jnp.inf)  # (7)
     store_values(outputs["logsumexp"], q_start, logsumexp, plan.q_length)
     store_rows(outputs["out"], q_start, running.out / total[:, None], plan.q_length, plan.v_head_dim)  # (6)
 
 
-def update(plan: FlashGpuPlan, old: Running, z: jax.Array, v: jax.Array) -> Running:
-    """The running softmax with one more tile of logits `[block_q, block_kv]` and of values `[block_kv, V]`."""
-    maximum = jnp.maximum(old.maximum, jnp.max(z, axis=1))  # (4)
-    shift = finite_or_zero(maximum)
-    weights = exp(z - shift[:, None])
-    decay = exp(old.maximum - shift)
+def update(plan: FlashGpuPlan, old: Running, y: jax.Array, v: jax.Array, unit: float, *, some: bool) -> Running:
+    """The running softmax with one more tile of logits `unit y [block_q, block_kv]` and of values `[block_kv, V]`.
+
+    `some` says that each row has a logit which is a number.
+    """
+    factor = unit * LOG2_E
+    maximum = jnp.maximum(old.maximum, jnp.max(y, axis=1) * jnp.float32(factor))  # (4)
+    shift = maximum if some else finite_or_zero(maximum)
+    weights = fused_exp2(y, shift[:, None], factor=factor, interpret=plan.interpret)
+    decay = jnp.exp2(old.maximum - shift)
     out = old.out * decay[:, None] + product(plan, weights.astype(v.dtype), v, over=(1, 0))  # (6), not divided
     return Running(maximum, old.total * decay + jnp.sum(weights, axis=1), out)  # (5)
 
 
 def with_sink(old: Running, sink: jax.Array) -> Running:
     """The running softmax with the sink, which has a term in (4) and (5) and none in (6)."""
+    sink = sink * jnp.float32(LOG2_E)
     maximum = jnp.maximum(old.maximum, sink)  # (4)
     shift = finite_or_zero(maximum)
-    decay = exp(old.maximum - shift)
-    return Running(maximum, old.total * decay + exp(sink - shift), old.out * decay[:, None])  # (5)
+    decay = jnp.exp2(old.maximum - shift)
+    return Running(maximum, old.total * decay + jnp.exp2(sink - shift), old.out * decay[:, None])  # (5)

@@ -4,6 +4,9 @@
     (2)  z_ij = soft_cap tanh(x_ij / soft_cap)
     (3)  z_ij = -inf, where i may not attend to j
 
+Where the scale is all that happens to a product, tiles hold `y = <q_i, k_j>` in place of z, and `unit` says that z is
+`scale y` (`impls.flash_gpu.exponentials`).
+
 The sides of a tile are powers of two, those of the operands need not be. The part of a tile that lies beyond its array,
 in the length or in the depth, is never read. It is zero.
 """
@@ -205,12 +208,18 @@ def product(plan: FlashGpuPlan, a: jax.Array, b: jax.Array, *, over: tuple[int, 
     return lax.dot_general(a, b, dimensions, precision=precision, preferred_element_type=jnp.float32)
 
 
+def unit_of(plan: FlashGpuPlan, inputs: Arrays) -> float:
+    """Of the logits in tiles."""
+    return plan.unit(biased="bias" in inputs)
+
+
 def logits(
     plan: FlashGpuPlan, inputs: Arrays, pair: Pair, q: jax.Array, k: jax.Array, allowed: jax.Array | None
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Logits of a tile, and the derivative of (2), none without a soft cap."""
+    """Logits of a tile in their unit, and the derivative of (2), none without a soft cap."""
     z = product(plan, k, q, over=(1, 1)) if pair.keys_first else product(plan, q, k, over=(1, 1))
-    z = z * jnp.float32(plan.scale)  # (1)
+    if unit_of(plan, inputs) == 1:
+        z = z * jnp.float32(plan.scale)  # (1)
     if "bias" in inputs:
         z = z + load_pairs(inputs["bias"], plan, pair).astype(jnp.float32)
     slope = None

@@ -57,6 +57,11 @@ def calls(records: Sequence[Record]) -> tuple[Calls, ...]:
         if record.check == CHECK and (estimate := _estimate(record)) is not None:
             target, _, program = record.observable.partition(".")
             found.setdefault((record.case, program), {})[contender_of(record), target] = estimate
+    return foremost(found)
+
+
+def foremost(found: Mapping[tuple[str, str], Mapping[tuple[Contender, str], Estimate]]) -> tuple[Calls, ...]:
+    """The programs of cases that the most implementations have, those that take longest first."""
     every = [
         Calls(
             case,

@@ -1,0 +1,231 @@
+"""Mosaic GPU attention for Hopper: `attention_mgpu`, which JAX ships, and that of tokamax (OpenXLA).
+
+Layout `[B, T, N, H]`; tokamax's has no batch axis, and the adapter maps over it. JAX's kernel has no scale: `q * scale`
+is computed in f32 and rounded to q's dtype, as callers do; its buffers are f16 whatever the operands are, and its
+backward pass takes no mask. Its logsumexp is in base 2, tokamax's residuals are the maximum and the sum. No interpreter
+runs these kernels, so they are judged on a Hopper GPU only; their real compiler takes them anywhere.
+
+tokamax's module is private, so the extra `upstream` pins the version that this was written for, 0.0.12.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+import math
+from collections.abc import Callable, Mapping
+from types import ModuleType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from cases.case import Case
+from cases.masks import Mask
+from conformance.contract import Accelerator, Arithmetic, Implementation
+from impls.upstream.mask_flags import ONLY_CAUSAL, case_mask, causal_flag
+from impls.upstream.refusals import forward_only, refuse, refuse_because
+from impls.versions import compute_capability, runs_on
+
+HOPPER = (9, 0)
+QUERIES = 64  # a warpgroup; two of them compute
+KEYS = 128  # one of the three that the benchmark of JAX's kernel tries, and what tokamax takes by itself
+BACKWARD = 64  # queries and keys a warpgroup, what tokamax takes by itself
+_NO_MASKS = dict.fromkeys(
+    (
+        *("window", "chunked", "bidirectional", "balanced", "lengths", "dense", "dense_head", "dense_batch"),
+        *("indexer", "offset"),
+    ),
+    ONLY_CAUSAL,
+)
+_NEITHER = {
+    **_NO_MASKS,
+    "f32": "multiplies 16-bit numbers only",
+    "segment_ids": "takes no segment ids",
+    "sinks": "takes no sinks",
+    "bias": "is not given a bias",
+    "v_head_dim": "needs values of the same depth as keys",
+}
+UNSUPPORTED: Mapping[str, Mapping[str, str]] = {
+    "jax_mosaic_gpu": {**_NEITHER, "bf16": "has buffers of f16", "soft_cap": "takes no soft cap"},
+    "tokamax_mosaic_gpu": _NEITHER,
+}
+_TOKAMAX = "tokamax._src.ops.attention.pallas_mosaic_gpu"
+
+
+def attention(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    *,
+    mask: Mask,
+    segment_ids: Any = None,
+    soft_cap: float | None = None,
+    sinks: Any = None,
+    bias: Any = None,
+    scale: float | None = None,
+    save_residuals: bool = False,
+    library: str,
+) -> Any:
+    """The canonical call (`conformance.contract`).
+
+    Args:
+      q: Queries.
+      k: Keys.
+      v: Values.
+      mask: `Full()` or `Causal(0)`.
+      segment_ids: Refused.
+      soft_cap: Cap of the logits, refused by JAX's.
+      sinks: Refused.
+      bias: Refused.
+      scale: Factor of the logits.
+      save_residuals: Return the logsumexp too.
+      library: `"jax"` or `"tokamax"`.
+    """
+    name = f"{library}_mosaic_gpu"
+    refuse(
+        name,
+        UNSUPPORTED[name],
+        q,
+        k,
+        v,
+        mask=mask,
+        segment_ids=segment_ids,
+        soft_cap=soft_cap,
+        sinks=sinks,
+        bias=bias,
+        scale=scale,
+    )
+    causal = causal_flag(mask)
+    refuse_because(name, _limit(causal, q.shape[1], k.shape[1], q.shape[3]))
+    factor = 1 / math.sqrt(q.shape[3]) if scale is None else float(scale)
+    if library == "jax":
+        return _jax(name, q, k, v, bool(causal), factor, save_residuals)
+    out, logsumexp = jax.vmap(_tokamax(bool(causal), factor, soft_cap, save_residuals))(q, k, v)
+    return (out, {"logsumexp": logsumexp}) if save_residuals else out
+
+
+def _jax(name: str, q: jax.Array, k: jax.Array, v: jax.Array, causal: bool, factor: float, residuals: bool) -> Any:
+    module = importlib.import_module("jax.experimental.pallas.ops.gpu.attention_mgpu")
+    config = module.TuningConfig(
+        block_q=QUERIES,
+        block_kv=KEYS,
+        max_concurrent_steps=2,
+        causal=causal,
+        block_q_dkv=BACKWARD,
+        block_kv_dkv=BACKWARD,
+        block_q_dq=BACKWARD,
+        block_kv_dq=BACKWARD,
+        compute_wgs_bwd=2,
+    )
+    kernel: Callable[..., Any] = functools.partial(module.attention, config=config, save_residuals=residuals)
+    if causal or residuals:
+        kernel = forward_only(name, "is differentiated without a mask and without residuals only", kernel)
+    scaled = (q.astype(jnp.float32) * jnp.float32(factor)).astype(q.dtype)
+    found = kernel(scaled, k, v)
+    return (found[0], {"logsumexp": found[1][0] * math.log(2)}) if residuals else found
+
+
+def _tokamax(causal: bool, factor: float, soft_cap: float | None, residuals: bool) -> Callable[..., Any]:
+    """Attention of one batch row, `[T, N, H]`, and its logsumexp if residuals are asked for."""
+    forward_module, backward_module = _tokamax_module("kernel_sm90"), _tokamax_module("vjp_kernel_sm90")
+    options = {"is_causal": causal, "logits_soft_cap": soft_cap, "logits_scale": factor}
+
+    def forward(q: jax.Array, k: jax.Array, v: jax.Array, residuals: bool) -> Any:
+        return forward_module.flash_attention_kernel(
+            q,
+            k,
+            v,
+            *(None, None, None, None),  # bias, mask, ranges of keys
+            out_dtype=q.dtype,
+            normalize_output=True,
+            return_residuals=residuals,
+            use_stable_softmax=True,
+            rescale_threshold=1.0,
+            config=forward_module.Config(block_q=QUERIES, block_kv=KEYS, num_stages=2),
+            **options,
+        )
+
+    if residuals:
+
+        def with_residuals(q: jax.Array, k: jax.Array, v: jax.Array) -> Any:
+            out, (maximum, total) = forward(q, k, v, True)
+            return out, maximum + jnp.log(total)
+
+        return forward_only("tokamax_mosaic_gpu", "is differentiated without residuals only", with_residuals)
+
+    @jax.custom_vjp
+    def run(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        out: jax.Array = forward(q, k, v, False)[0]
+        return out
+
+    def first(q: jax.Array, k: jax.Array, v: jax.Array) -> Any:
+        out, found = forward(q, k, v, True)
+        return out, (q, k, v, found, out)
+
+    def second(kept: Any, d_out: jax.Array) -> Any:
+        config = backward_module.Config(
+            block_q_dkv=BACKWARD, block_kv_dkv=BACKWARD, block_q_dq=BACKWARD, block_kv_dq=BACKWARD
+        )
+        q, k, v, found, out = kept
+        return backward_module.flash_attention_vjp_kernel(
+            *(q, k, v, found, out, d_out), *(None, None, None, None), ds_dtype=None, config=config, **options
+        )[:3]
+
+    run.defvjp(first, second)
+    return lambda q, k, v: (run(q, k, v), None)
+
+
+def _tokamax_module(name: str) -> ModuleType:
+    return importlib.import_module(f"{_TOKAMAX}_{name}")
+
+
+def _limit(causal: bool | None, q_length: int, kv_length: int, head_dim: int) -> str | None:
+    if causal is None:
+        return ONLY_CAUSAL
+    if head_dim % 64 or head_dim > 128:
+        return f"is given depths of 64 and 128 only; H is {head_dim}"
+    if q_length % (2 * QUERIES) or kv_length % KEYS:
+        return f"needs lengths that are multiples of {KEYS}; T is {q_length} and S {kv_length}"
+    return None
+
+
+def _limits(library: str, case: Case) -> str | None:
+    causal = causal_flag(case_mask(case))
+    if library == "jax" and causal and case.phase == "train":
+        return "has no backward pass with a mask"
+    return _limit(causal, case.q_length, case.kv_length, case.head_dim)
+
+
+def _absent(library: str) -> str | None:
+    if importlib.util.find_spec(library) is None:
+        return f'{library} is not installed: pip install "attention-conformance[upstream]"'
+    if not runs_on("gpu") or compute_capability() != HOPPER:
+        return "no Hopper GPU in this machine, and Mosaic GPU kernels run on no other"
+    return None
+
+
+def _implementation(library: str, what: str) -> Implementation:
+    call = functools.partial(attention, library=library)
+    name = f"{library}_mosaic_gpu"
+    here = importlib.util.find_spec(library) is not None
+    return Implementation(
+        name=name,
+        call=call,
+        description=f"{what}, for Hopper",
+        unsupported=UNSUPPORTED[name],
+        supports_case=functools.partial(_limits, library),
+        arithmetic=Arithmetic(probabilities="input"),
+        residuals=frozenset({"logsumexp"}),
+        differentiable_residuals=frozenset(),
+        gradients=frozenset({"dq", "dk", "dv"}),
+        empty_rows="undefined",
+        accelerator=Accelerator(platform="gpu", absent=_absent(library), native=call if here else None),
+    )
+
+
+IMPLEMENTATIONS: tuple[Implementation, ...] = (
+    _implementation("jax", "jax.experimental.pallas.ops.gpu.attention_mgpu"),
+    _implementation("tokamax", "tokamax's Mosaic GPU kernels"),
+)

@@ -1,0 +1,1 @@
+"""What compilers made of kernels: TPU schedules and whole calls, and bounds of GPU kernels."""
