@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from impls.flash_gpu.block_sizes import BlockSizes, Entry, Tiles, narrowest
 
-_COMPILED = "compiled for A100, H100 and B200 with at most 4 bytes of registers spilled (`ptxas` of CUDA 13.0), timed on none"
+_COMPILED = "compiled for A100, H100 and B200, at most 4 bytes of registers spilled (`ptxas` of CUDA 13.0), never timed"
 _ANY = 1 << 30
 
 _Side = tuple[int, int, int, int]  # queries and keys a tile, warps, stages

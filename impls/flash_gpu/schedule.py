@@ -59,7 +59,7 @@ class FlashGpuPlan:
 
     @property
     def has_dead_keys(self) -> bool:
-        """Whether there may be keys that no query attends to, which may hold NaN; segments and packs may leave any so."""
+        """Whether there may be keys without a query, which may hold NaN; segments and packs may leave any so."""
         return self.segmented or self.packed or has_dead_keys(self.mask, self.q_length, self.kv_length)
 
     @property
