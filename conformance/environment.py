@@ -30,6 +30,12 @@ _OWN: dict[str, bool | int] = {
     "--xla_cpu_parallel_codegen_split_count=1": 32,
     "--xla_cpu_use_fusion_emitters=false": True,
 }
+# On x86, no instructions that multiply and add with one rounding. Without optimisation XLA contracts a product and a sum
+# to one in some loops of a program and not in others: then a value that is computed twice is not equal to itself, and
+# the gradient of a maximum, which looks for the elements equal to it, finds none and divides by zero. One program cannot
+# undo this limit, whose values are those of the names of instruction sets; a process can (`own_flags`).
+_ROUND_ALIKE = ("--xla_cpu_max_isa=AVX",)
+_X86 = ("x86_64", "AMD64")
 # XLA's YNN fusions compute some programs wrongly on CPU: jax-ml/jax#39103 from jaxlib 0.10.2 on, and in 0.12.0.1 a sum
 # of bf16 products over axes of size 1 beside a longer one reads memory that nothing wrote. Kernels are judged, not XLA.
 # Matrix products by themselves stay: without YNN, XLA does not compile the gradient of a BF16_BF16_F32 one of one row.
@@ -110,6 +116,8 @@ def _has_gpu() -> bool:
 
 def _flags() -> tuple[str, ...]:
     flags = _FAST_COMPILE + _SOUND + _DEVICES
+    if platform.machine() in _X86:
+        flags += _ROUND_ALIKE
     if Version(importlib.metadata.version("jaxlib")) < Version("0.11"):
         return flags + _FAST_COMPILE_BEFORE_0_11
     return flags
@@ -118,22 +126,23 @@ def _flags() -> tuple[str, ...]:
 def own_options() -> dict[str, bool | int]:
     """Compiler options under which one program is compiled as JAX does by itself; empty where all of them are.
 
-    What keeps XLA from computing wrongly under its own flags (`_SOUND`) stays, and so does what the user has set.
+    What keeps XLA from computing wrongly under its own flags (`_SOUND`) stays, and so does what the user has set, and
+    on x86 the instruction set, which no option of a program extends.
     """
     flags = os.environ.get("XLA_FLAGS", "").split()
     return {flag.removeprefix("--").partition("=")[0]: own for flag, own in _OWN.items() if flag in flags}
 
 
 def own_flags() -> dict[str, str]:
-    """What the environment of a process must have for it to compile as `own_options` says, without any options."""
+    """What the environment of a process must have for it to compile as JAX does by itself, without any options."""
     flags = os.environ.get("XLA_FLAGS", "").split()
-    return {"XLA_FLAGS": " ".join(flag for flag in flags if flag not in _OWN)}
+    return {"XLA_FLAGS": " ".join(flag for flag in flags if flag not in _OWN and flag not in _ROUND_ALIKE)}
 
 
 def falsifies_timing() -> str | None:
     """Why what is timed in this process says little, or None: XLA was told not to optimise."""
     flags = os.environ.get("XLA_FLAGS", "").split()
-    wrong = [flag for flag in flags if flag in _FAST_COMPILE]
+    wrong = [flag for flag in flags if flag in _FAST_COMPILE + _ROUND_ALIKE]
     return f"XLA_FLAGS has {' '.join(wrong)}, under which programs are slower" if wrong else None
 
 

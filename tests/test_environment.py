@@ -6,6 +6,7 @@ import functools
 import gc
 import importlib.util
 import os
+import platform
 import sys
 from pathlib import Path
 
@@ -53,6 +54,24 @@ def test_products_that_accumulate_in_f32_are_differentiated_at_any_length(q_leng
     logits, pull = jax.vjp(lambda q, k: jnp.einsum("btnh,bsnh->bnts", q, k, precision="BF16_BF16_F32"), q, k)
     dq, dk = jax.jit(pull)(jnp.ones_like(logits))
     assert (float(dq[0, 0, 0, 0]), float(dk[0, 0, 0, 0])) == (72.0, q_length)
+
+
+def biased_logsumexp(q: jax.Array, k: jax.Array, bias: jax.Array) -> jax.Array:
+    """The logsumexp of a plain function, whose scale and bias are a product and a sum."""
+    logits = jnp.einsum("btnh,bsnh->bnts", q, k, precision="highest") * 0.3 + bias
+    top = jnp.max(logits, axis=-1, keepdims=True)
+    return top[..., 0] + jnp.log(jnp.exp(logits - top).sum(-1))
+
+
+@pytest.mark.skipif(platform.machine() not in environment._X86, reason="instruction sets are limited on x86 only")
+def test_a_value_that_is_computed_twice_is_equal_to_itself() -> None:
+    """The gradient of a maximum looks for the elements that are equal to it."""
+    rng = np.random.default_rng(0)
+    q, k = (jnp.asarray(rng.normal(size=(1, length, 2, 72)), jnp.float32) for length in (48, 200))
+    bias = jnp.asarray(rng.normal(size=(1, 2, 1, 1)), jnp.float32)
+    gradients = jax.jit(jax.grad(lambda *operands: biased_logsumexp(*operands).sum(), (0, 1, 2)))(q, k, bias)
+    assert all(bool(jnp.isfinite(gradient).all()) for gradient in gradients)
+    assert float(gradients[2].sum()) == pytest.approx(2 * 48, rel=1e-4)  # each row's weights are 1 together
 
 
 @pytest.mark.parametrize(

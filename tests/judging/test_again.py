@@ -171,6 +171,12 @@ def test_where_nothing_makes_compiling_cheap_nothing_is_undone(flags: str, monke
     assert environment.own_options() == {}
 
 
+def test_another_process_has_none_of_the_flags_that_make_compiling_cheap(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XLA_FLAGS", " ".join((*environment._flags(), "--xla_dump_to=here")))
+    kept = (*environment._SOUND, *environment._DEVICES, "--xla_dump_to=here")
+    assert environment.own_flags() == {"XLA_FLAGS": " ".join(kept)}
+
+
 def test_the_flags_of_this_process_are_undone_by_options_that_jax_knows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XLA_FLAGS", " ".join(environment._flags()))
     options = environment.own_options()
