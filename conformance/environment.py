@@ -30,10 +30,10 @@ _OWN: dict[str, bool | int] = {
     "--xla_cpu_parallel_codegen_split_count=1": 32,
     "--xla_cpu_use_fusion_emitters=false": True,
 }
-# On x86, no instructions that multiply and add with one rounding. Without optimisation XLA contracts a product and a sum
-# to one in some loops of a program and not in others: then a value that is computed twice is not equal to itself, and
-# the gradient of a maximum, which looks for the elements equal to it, finds none and divides by zero. One program cannot
-# undo this limit, whose values are those of the names of instruction sets; a process can (`own_flags`).
+# On x86, no instructions that multiply and add with one rounding. Without optimisation XLA contracts a product and a
+# sum to one in some loops of a program and not in others: then a value that is computed twice is not equal to itself,
+# and the gradient of a maximum, which looks for the elements equal to it, finds none and divides by zero. No option of
+# one program undoes this; a process can (`own_flags`).
 _ROUND_ALIKE = ("--xla_cpu_max_isa=AVX",)
 _X86 = ("x86_64", "AMD64")
 # XLA's YNN fusions compute some programs wrongly on CPU: jax-ml/jax#39103 from jaxlib 0.10.2 on, and in 0.12.0.1 a sum
