@@ -115,7 +115,7 @@ def _has_gpu() -> bool:
 
 
 def _flags() -> tuple[str, ...]:
-    flags = _FAST_COMPILE + _SOUND + _DEVICES
+    flags: tuple[str, ...] = _FAST_COMPILE + _SOUND + _DEVICES
     if platform.machine() in _X86:
         flags += _ROUND_ALIKE
     if Version(importlib.metadata.version("jaxlib")) < Version("0.11"):
