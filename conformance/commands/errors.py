@@ -7,6 +7,8 @@ from typing import Any, NoReturn
 
 from absl.flags import argparse_flags
 
+_UNKNOWN = "unrecognized arguments: "
+
 
 class CannotJudge(Exception):  # noqa: N818 -- a statement, as the message is
     """The command cannot be carried out; the message is the one line that the user sees. Exit code 2."""
@@ -17,7 +19,10 @@ class Parser(argparse_flags.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """One line and exit code 2."""
-        refuse(self, message)
+        # A kernel that is given as a bare word is the commonest of them.
+        words = message.removeprefix(_UNKNOWN).split() if message.startswith(_UNKNOWN) else []
+        kernel = next((word for word in words if not word.startswith("-") and (".py" in word or ":" in word)), None)
+        refuse(self, f"{message}; a kernel is named by --impl={kernel}" if kernel else message)
 
 
 class CommandParser(argparse.ArgumentParser):

@@ -73,6 +73,7 @@ REFUSED = [
     ([*RUN, "--seed=x"], "must be a whole number or random, got 'x' (see python -m conformance run --help)"),
     ([*RUN, "--lev=quick"], "unrecognized arguments: --lev=quick"),
     ([*RUN, "--require-platfrom=tpu"], "unrecognized arguments"),
+    (["run", "kernel.py:attention"], "a kernel is named by --impl=kernel.py:attention"),
     (["list", "bogus"], "invalid choice: 'bogus'"),
     (["list", "--impl=dot_product"], "--impl goes with `list cases`"),
     (["list", "cases", "--cases=train/f99"], "no case of the quick grid matches"),
