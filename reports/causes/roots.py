@@ -37,6 +37,9 @@ from reports.summary import Contender, by_contender
 
 ELSEWHERE = frozenset({"arguments", "calls", "decoding", "forms", "invariance", "limits", "sharding", "transforms"})
 """Checks that ask with operands, masks or lengths of their own, of which the case id does not tell."""
+# What differs from case to case in a message of one cause: dtypes, shapes and other numbers.
+_DTYPE = r"\b(?:bool|(?:bfloat|float|uint|int|complex|bf|f|u|s|i)[0-9]+)\b"
+_OF_THE_CASE = re.compile(rf"(?:{_DTYPE})?[\[(][0-9, ]*[\])]|{_DTYPE}|[0-9]+")
 
 
 def of(records: Iterable[Record], probes: Iterable[Record] = ()) -> list[Finding]:
@@ -256,8 +259,8 @@ class _Evidence:
 def _signal(record: Record) -> str:
     """The name of what a record says of its case: a check and a result, or the line that raises."""
     if record.verdict == ERROR:
-        line = line_that_raises(record.reason)  # where there is none, what differs from case to case are numbers
-        return f"{RAISES} {line['place'] if line else re.sub(r'[0-9]+', '#', record.reason)}"
+        line = line_that_raises(record.reason)
+        return f"{RAISES} {line['place'] if line else _OF_THE_CASE.sub('#', record.reason)}"
     behind = f" {BEHIND_MASK}" if findings.poisons(record) else ""
     return f"{signal_of(record)}{behind}"
 

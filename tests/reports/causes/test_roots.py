@@ -112,6 +112,16 @@ def test_what_raises_is_told_by_its_line() -> None:
     assert words.refusal(finding) == ""  # no declaration says that two features do not go together
 
 
+def test_messages_that_differ_by_shapes_and_dtypes_are_one_finding() -> None:
+    arrays = ("float32[1,16,2,8]", "bfloat16[3,40,80]", "f16[2]")
+    reasons = [f"ValueError: must be a pair, got {array} and ({index}, 5)" for index, array in enumerate(arrays)]
+    raised = [record(case, "forward", "all", ERROR, reason=reasons[i % 3]) for i, case in enumerate(cases())]
+    (finding,) = roots.of(raised)
+    assert len(finding.records) == len(cases())
+    other = record(BASE, "poison", "all", ERROR, reason="ValueError: must be a triple, got f16[2] and (0, 5)")
+    assert len(roots.of([*raised, other])) == 2
+
+
 def test_what_always_raises_with_one_feature_names_the_declaration_of_it() -> None:
     def found(wrong: Callable[[str], bool], verdict: str = ERROR) -> Finding:
         reason = "ValueError: no (/kernel.py:74: raise ValueError(...))"
