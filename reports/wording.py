@@ -297,6 +297,14 @@ def explained_text(found: Explained) -> str:
     return f"{failures} in {', '.join(found.checks)} would pass as declared {found.remedy}"
 
 
+def several_text(found: Sequence[Explained]) -> str:
+    """What declarations would explain most failures, where none of them explains most alone."""
+    often = sorted(found, key=lambda one: (-one.count, one.remedy))
+    mended, tried = sum(one.count for one in often), max(one.tried for one in often)
+    each = "; ".join(f"{one.count} as {one.remedy}" for one in often)
+    return f"{mended:,} of {tried:,} failures would pass as declared: {each}. Declare them together to see if all do"
+
+
 def flags_differ_text(found: FlagsDiffer) -> str:
     """What the compiler's flags would have decided."""
     differ = "1 judgement differs" if found.count == 1 else f"{found.count:,} judgements differ"

@@ -9,7 +9,7 @@ from typing import Any
 from cases.case import Case
 from conformance.contract import Arithmetic, Implementation
 
-# Each by itself, tried in this order: of f32 operands, and of the others.
+# Tried in this order: of f32 operands, and of the others.
 _OF_F32: tuple[Mapping[str, Any], ...] = ({"products": "tf32"}, {"products": "bf16"})
 _OF_SIXTEEN_BITS: tuple[Mapping[str, Any], ...] = (
     {"group_sums": "input"},
@@ -18,6 +18,9 @@ _OF_SIXTEEN_BITS: tuple[Mapping[str, Any], ...] = (
     {"block_sums": 64},
     {"softmax": "input"},
     {"scaled_q": True},
+    # Together: plain code that multiplies q by its scale and leaves all else in the operands' dtype, also of groups.
+    {"softmax": "input", "scaled_q": True},
+    {"softmax": "input", "scaled_q": True, "group_sums": "input"},
 )
 # Fields of `Arithmetic` whose other value asks more.
 _STRICTER = frozenset({"probabilities"})
@@ -25,7 +28,7 @@ _STRICTER = frozenset({"probabilities"})
 
 @dataclasses.dataclass(frozen=True)
 class Remedy:
-    """A declaration as it is written, and the implementation that declares it too."""
+    """Declarations as they are written, one or several, and the implementation that declares them too."""
 
     declaration: str
     implementation: Implementation
@@ -42,11 +45,19 @@ def weaker(implementation: Implementation, case: Case) -> Iterator[Remedy]:
         finite = dataclasses.replace(implementation, behind_mask="finite")
         yield Remedy(_written("behind_mask", "finite"), finite)
     declared = implementation.arithmetic
+    seen = set()
     for fields in _OF_F32 if case.dtype == "f32" else _OF_SIXTEEN_BITS:
-        ((name, value),) = fields.items()
-        if getattr(declared, name) == getattr(Arithmetic(), name):
-            arithmetic = dataclasses.replace(declared, **fields)
-            yield Remedy(_written(name, value), dataclasses.replace(implementation, arithmetic=arithmetic))
+        new = {
+            name: value
+            for name, value in fields.items()
+            if getattr(declared, name) == getattr(Arithmetic(), name)
+            and (name != "group_sums" or case.num_q_heads > case.num_kv_heads)
+        }
+        written = ", ".join(_written(name, value) for name, value in new.items())
+        if new and written not in seen:
+            seen.add(written)
+            arithmetic = dataclasses.replace(declared, **new)
+            yield Remedy(written, dataclasses.replace(implementation, arithmetic=arithmetic))
 
 
 def declared(implementation: Implementation) -> list[str]:

@@ -207,6 +207,20 @@ def test_a_declaration_that_would_explain_a_failure_is_named() -> None:
     assert {(record.verdict, record.remedy) for record in found} == {(FAIL, 'logits="input"')}
 
 
+@declare(behind_mask="finite")
+def all_in_input(q: Any, k: Any, v: Any) -> Any:
+    k, v = (jnp.repeat(x, 8, axis=2) for x in (k, v))
+    z = jnp.einsum("btnh,bsnh->bnts", q * q.shape[-1] ** -0.5, k, precision="highest")
+    return jnp.einsum("bnts,bsnv->btnv", jax.nn.softmax(z, axis=-1), v, precision="highest")
+
+
+@pytest.mark.long
+def test_declarations_that_explain_a_failure_together_are_named() -> None:
+    found = judge(all_in_input, "train/bf16/B1.T128.S512.N8.K1.H64.V64/full/normal/s0", checks=("ensemble",))
+    together = 'softmax="input", scaled_q=True, group_sums="input"'
+    assert {record.remedy for record in found if record.verdict == FAIL} == {together}
+
+
 def test_what_lies_behind_the_mask_is_explained_on_every_case() -> None:
     cases = [CASE.format("f32", "lengths-9", seed) for seed in range(again.CONFIRMED + 1)]
     red = [record for record in judge(leaks, *cases, checks=("poison",)) if record.verdict in records.RED]

@@ -117,6 +117,22 @@ def test_a_declaration_is_named_that_explains_most_of_what_was_tried() -> None:
     assert told(2, 4) == told(1, 1) == []
 
 
+def test_declarations_are_named_together_that_explain_most_and_none_of_them_alone() -> None:
+    def told(*remedies: str) -> list[str]:
+        found = [
+            record(FAIL, LARGE, observable=f"dq{n}", remedy=remedy, figures={DECLARATIONS_TRIED: 1.0})
+            for n, remedy in enumerate(remedies)
+        ]
+        untried = [record(FAIL, SMALL.replace("s0", f"s{n}")) for n in range(20)]
+        (finding,) = roots.of([*untried, *found])
+        return words.remedies(finding)
+
+    logits, softmax, both = 'logits="input"', 'softmax="input"', 'softmax="input", scaled_q=True'
+    (line,) = told(logits, logits, softmax, both, "")
+    assert line.startswith(f"4 of 5 failures would pass as declared: 2 as {logits}; 1 as {softmax}; 1 as {both}.")
+    assert told(logits, softmax, "", "") == []  # what is left unexplained may be a bug
+
+
 def test_why_nothing_was_judged_is_told_if_all_is_unsupported() -> None:
     found = [record(UNSUPPORTED, reason="causal: the function has no parameter 'mask'")]
     assert "kernel (cpu): causal: the function has no parameter 'mask'" in texts(found)["terminal"]
