@@ -40,6 +40,8 @@ PLAIN_CASES = (
     "train/f32/B1.T48.S48.N2.K2.H16.V16/full/normal/s1",
     "prefill/bf16/B1.T48.S48.N2.K2.H16.V16/full/normal/s1",
 )
+# A side of a window that does not fit is made open before a kernel gets it (docs/contract.md, section 3).
+OUT_OF_REACH = {"window-borders-wrap-in-int32"}
 BLOCKWISE = {"pivot-raised-too-late", "pivot-over-hidden-logits"}
 
 
@@ -81,7 +83,8 @@ def test_a_planted_bug_is_wrong_where_its_witness_looks(bug: PlantedBug) -> None
     if (reason := bug.unmeasurable()) is not None:
         pytest.skip(reason)
     found = WITNESSES[bug.name](bug.build())
-    assert any(shows(bug, judgement) for judgement in found), [(j.observable, j.verdict, j.ratio) for j in found]
+    seen = any(shows(bug, judgement) for judgement in found)
+    assert seen == (bug.name not in OUT_OF_REACH), [(j.observable, j.verdict, j.ratio) for j in found]
 
 
 @pytest.mark.nightly

@@ -33,7 +33,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     _bug(
         "paged-tpu-buffer-of-the-other-parity",
-        Change("kernel", "buffer_of(blocks, number, block), start)", "buffer_of(blocks, number, block + 1), start)"),
+        Change("kernel", "buffer_of(blocks, number, block)\n", "buffer_of(blocks, number, block + 1)\n"),
         kind="pipeline.parity",
         reference="inferred from jax ragged_paged_attention (buffer index carried between steps)",
         shows="out logsumexp max_logits",
@@ -89,8 +89,8 @@ BUGS: tuple[PlantedBug, ...] = (
         "paged-tpu-softmax-of-the-tile-before-kept",
         Change(
             "kernel",
-            "    tile.sized(functools.partial(_clear, tile, heads))\n",
-            "    pl.when(number == 0)(lambda: tile.sized(functools.partial(_clear, tile, heads)))\n",
+            "    tile.sized(functools.partial(_clear, plan, tile, heads))\n",
+            "    pl.when(number == 0)(lambda: tile.sized(functools.partial(_clear, plan, tile, heads)))\n",
         ),
         kind="init.masked-store",
         reference="vllm-project/tpu-inference PR 3426, state carried between stages",
