@@ -1,0 +1,34 @@
+"""Bugs that change a passage of a kernel's source find it, whatever became of the kernel; most are asked at night."""
+
+from __future__ import annotations
+
+import pytest
+
+from conformance.sensitivity import PlantedBug
+from tests.planted.computing import (
+    flash_gpu_packed,
+    paged_gpu,
+    paged_tpu,
+    paged_tpu_latent,
+    paged_tpu_scales,
+    splash_packed,
+    splash_tpu,
+)
+from tests.planted.features import alibi
+
+MODULES = (
+    flash_gpu_packed,
+    paged_gpu,
+    paged_tpu,
+    paged_tpu_latent,
+    paged_tpu_scales,
+    splash_packed,
+    splash_tpu,
+    alibi,
+)
+BUGS: tuple[PlantedBug, ...] = tuple(bug for module in MODULES for bug in module.BUGS)
+
+
+@pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
+def test_the_passage_to_change_is_there_once(bug: PlantedBug) -> None:
+    assert bug.build().name
