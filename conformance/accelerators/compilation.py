@@ -32,6 +32,8 @@ from conformance.accelerators.tpus import TPUS
 _LONGEST_REASON = 400
 # What the compiler of Mosaic GPU kernels says of an error.
 _ERROR = re.compile(r"error: (.+)")
+# What emitters make of a kernel, its assembler text among it: from jaxlib 0.11 on they leave it out unless asked.
+_DUMPED = {"xla_dump_emitter_re": ".*"}
 _compilations = itertools.count()
 # An instruction in a message, with its operands and attributes: hundreds of characters, of which the name suffices.
 _INSTRUCTION = re.compile(r"(%\S+) = .*? metadata=\{[^}]*\}")
@@ -138,7 +140,9 @@ def _options(target: CompileTarget, folder: str) -> dict[str, str] | None:
     toolchain = target.toolchain
     if toolchain.platform == "tpu":
         _clear(environment.schedules())
-    return {**toolchain.options, "xla_dump_to": folder} if toolchain.platform == "gpu" else toolchain.options or None
+    if toolchain.platform == "gpu":
+        return {**toolchain.options, "xla_dump_to": folder, **_DUMPED}
+    return toolchain.options or None
 
 
 def _clear(folder: Path | None) -> None:
