@@ -154,6 +154,14 @@ def tpu_vmem_bytes() -> tuple[str, int] | None:
     return str(info.chip_version), int(info.vmem_capacity_bytes)
 
 
+def tpu_cores() -> int:
+    """Cores that share a call on the TPU that is traced for, as `tpu_vmem_bytes` finds it; 1 if there is none."""
+    try:
+        return int(pltpu.get_tpu_info().num_cores)
+    except (ValueError, RuntimeError):  # as above
+        return 1
+
+
 def default_products() -> Products:
     """How this process multiplies f32 operands at JAX's default precision."""
     return {"tpu": "bf16", "gpu": "tf32"}.get(jax.default_backend(), "exact")  # type: ignore[return-value] # literals

@@ -63,18 +63,26 @@ def natively(executor: Executor, case: Case, *, gradients: bool) -> list[dict[st
 def fullest(executor: Executor, problem: Problem, target: CompileTarget, *, gradients: bool) -> Compiled:
     """The call compiled for one generation, with its gradients if they are asked for.
 
-    Of a stored call the tables are constants of the program, so that it is known which way a kernel goes.
+    What a call is steered by is a constant of the program, so that it is known which way a kernel goes: the tables of a
+    stored one, and lengths and positions that a mask becomes.
     """
     programs = _programs(executor.native, problem, gradients=gradients)
     name = "gradients" if gradients else "forward"
     function, (arrays, *cotangents) = programs[name]
-    call = executor.implementation.call
-    if not isinstance(call, StoredCall) or problem.storage is None:
-        return _compiled(target, name, function, (arrays, *cotangents), _depths(problem))
-    tables = {key: np.asarray(x) for key, x in call.tables(executor.arguments(problem)[1]["storage"]).items()}
-    others = {key: x for key, x in arrays.items() if key not in tables}
-    known = jax.jit(lambda arrays, *given: function({**arrays, **tables}, *given))
+    steering = _steering(executor, problem)
+    others = {key: x for key, x in arrays.items() if key not in steering}
+    known = jax.jit(lambda arrays, *given: function({**arrays, **steering}, *given)) if steering else function
     return _compiled(target, name, known, (others, *cotangents), _depths(problem))
+
+
+def _steering(executor: Executor, problem: Problem) -> dict[str, np.ndarray]:
+    """Operands of a call that say which blocks it visits, each a number for each sequence or page."""
+    call, (_, arrays) = executor.implementation.call, executor.arguments(problem)
+    if isinstance(call, StoredCall) and problem.storage is not None:
+        return {key: np.asarray(x) for key, x in call.tables(arrays["storage"]).items()}
+    sizes = (*problem.q.shape[:1], problem.q.shape[2], problem.q.shape[1], problem.k.shape[1])
+    _, of_mask = executor.implementation.lower_mask(problem.mask, *sizes)
+    return {key: np.asarray(x) for key, x in of_mask.items() if isinstance(x, np.ndarray) and x.ndim == 1}
 
 
 def _programs(executor: Executor, problem: Problem, *, gradients: bool) -> Programs:

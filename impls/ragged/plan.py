@@ -139,12 +139,12 @@ def allowed(plan: RaggedPlan, length: Any, position: Any, j: Any) -> Any:
     return (j >= low) & (j < high)
 
 
-def capped(plan: RaggedPlan, products: jax.Array) -> jax.Array:
-    """Logits of products `<q, k>`."""
-    x = products * jnp.float32(plan.scale)  # (1)
+def capped(plan: RaggedPlan, products: jax.Array, unit: float = 1.0) -> jax.Array:
+    """Logits of products `<q, k>`, counted in `unit`."""
     if plan.soft_cap is None:
-        return x
-    return jnp.float32(plan.soft_cap) * jnp.tanh(x * jnp.float32(1 / plan.soft_cap))  # (2)
+        return products * jnp.float32(plan.scale / unit)  # (1)
+    x = products * jnp.float32(plan.scale)  # (1)
+    return jnp.float32(plan.soft_cap / unit) * jnp.tanh(x * jnp.float32(1 / plan.soft_cap))  # (2)
 
 
 def finite(x: jax.Array) -> jax.Array:

@@ -5,7 +5,10 @@ fresh memory, races detected), and compiled, not run, for v4, v5e, v5p, v6e and 
 cases run on the chip: `pytest -k tpu`. What only a chip can say, and what is done about it here:
 
 - f32 products: declared exact, which `precision="exact"` asks of the MXU as `Precision.HIGHEST` (six bf16 passes), and
-  judged by that. With `precision="bf16"` the declaration, and the error bounds with it, are those of one pass.
+  judged by that. Fewer are not exact. f32 is the sum of three bf16 parts, and the six largest of their nine products
+  come within 2^-24 of an f32 product, which is what the bounds have for it. Without any one of them it is off by about
+  2^-17 or more, and with three by 2^-15. With `precision="bf16"` the declaration, and the error bounds with it, are
+  those of one pass. Mosaic offers none between: three, enough for a declaration of tf32, are not written by hand.
 - `exp`, `tanh` and `log` of the vector unit are taken to be as accurate as error bounds allow for f32.
 - Block sizes: 512 by 512 compile everywhere at every depth up to 256. A call that names none takes those of a table,
   which was filled by the compiler's schedules (`impls.splash_tpu.tuned`); which are fastest on a chip is not known. The

@@ -16,16 +16,17 @@ import functools
 import importlib
 import importlib.util
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from cases.case import Case
+from cases.case import Case, parse
 from cases.masks import Indexer, Mask, leaves
 from conformance.contract import Accelerator, Arithmetic, Implementation
+from conformance.tunable import Knob, KnobSettings, Setting, Traffic, Tunable
 from impls.upstream.mask_flags import case_mask
 from impls.upstream.refusals import forward_only, refuse, refuse_because
 from impls.upstream.splash_masks import BLOCK, lazy_mask, whole_blocks
@@ -35,6 +36,7 @@ NAME = "tokamax_splash_tpu"
 UNSUPPORTED = {"bias": "takes no bias", "dense_head": "takes one mask for all heads"}
 ABSENT = 'tokamax is not installed: pip install "attention-conformance[upstream]"'
 _DQ_ARRAYS = 3  # In which dq is summed under a mask known at run time; else there is one for each key block.
+_FEW_PARTS = 4  # Up to which the parts of dq, one for each key block, are in q's dtype; more are in f32.
 _PACKAGE = "tokamax._src.ops.experimental.tpu.splash_attention"
 
 
@@ -50,6 +52,7 @@ def attention(
     bias: Any = None,
     scale: float | None = None,
     save_residuals: bool = False,
+    config: Any = None,
     interpret: Any = None,
 ) -> Any:
     """The canonical call (`conformance.contract`).
@@ -65,6 +68,7 @@ def attention(
       bias: Refused.
       scale: Factor of the logits.
       save_residuals: Return the logsumexp and the largest logits too.
+      config: Its block sizes, a `SplashConfig`; by default its own default.
       interpret: As in `pallas_call`; by default true unless the process runs on a TPU.
 
     Raises:
@@ -89,6 +93,7 @@ def attention(
         "is_mqa": num_kv_heads == 1,
         "soft_cap": None if soft_cap is None else float(soft_cap),
         "save_residuals": save_residuals,
+        "config": config,
         "interpret": interpret_or(interpret, "tpu"),
     }
     factor = 1 / math.sqrt(q.shape[3]) if scale is None else scale
@@ -132,10 +137,13 @@ def _selected(
     return make(seen, **_made(library, **options))(q, k, v, ids, sinks)
 
 
-def _made(library: ModuleType, *, soft_cap: float | None, save_residuals: bool, interpret: Any) -> dict[str, Any]:
-    """What kernels of both kinds are made with: the default configuration with these options."""
-    config = library.SplashConfig.get_default()
-    config = dataclasses.replace(config, attn_logits_soft_cap=soft_cap, interpret=interpret)
+def _made(
+    library: ModuleType, *, soft_cap: float | None, save_residuals: bool, config: Any, interpret: Any
+) -> dict[str, Any]:
+    """What kernels of both kinds are made with: its block sizes with these options."""
+    config = dataclasses.replace(
+        config or library.SplashConfig.get_default(), attn_logits_soft_cap=soft_cap, interpret=interpret
+    )
     return {"config": config, "save_residuals": save_residuals}
 
 
@@ -175,6 +183,76 @@ def _limit(mask: Mask, q_length: int, kv_length: int) -> str | None:
     return None
 
 
+def _tunable() -> Tunable:
+    """Blocks of both kernels, and whether dq is summed in three arrays or there is one for each key block."""
+
+    def call(settings: KnobSettings, **options: Any) -> Callable[..., Any]:
+        forward, fused = settings["forward"], settings["fused"]
+        config = _module("splash_attention_kernel").SplashConfig(
+            block_q=forward["q"],
+            block_kv=forward["kv"],
+            block_kv_compute=forward["kv_compute"],
+            block_q_dkv=fused["q"],
+            block_kv_dkv=fused["kv"],
+            block_kv_dkv_compute=fused["kv_compute"],
+            dq_reduction_steps=fused["dq_arrays"] or None,
+        )
+        return functools.partial(attention, config=config, **options)
+
+    def candidates(case: Case, rows: tuple[Setting, ...]) -> Iterator[Setting]:
+        return (row for row in rows if case.q_length % row["q"] == 0 and case.kv_length % row["kv"] == 0)
+
+    return Tunable(
+        knobs=(
+            Knob(
+                name="forward",
+                phase="forward",
+                candidates=functools.partial(candidates, rows=_FORWARD),
+                kernel="residuals",  # without gradients, and so without residuals, its name ends otherwise
+            ),
+            Knob(
+                name="fused",
+                phase="forward+backward",
+                candidates=functools.partial(candidates, rows=_FUSED),
+                kernel="_dkv_no_residuals",
+                traffic=_traffic,
+            ),
+        ),
+        settings=lambda case: {"forward": _DEFAULT, "fused": {**_DEFAULT, "dq_arrays": 0}},
+        call=call,
+        native=functools.partial(call, interpret=False),
+        key=lambda case: {"kv_length": case.kv_length},
+        cases=lambda: (parse("train/bf16/B1.T8192.S8192.N1.K1.H128.V128/causal/normal/s0"),),
+    )
+
+
+def _traffic(case: Case, setting: Setting) -> Traffic:
+    """Of dq, whose parts are read and whose sum is written; where there are three, they are cleared before."""
+    itemsize = 4 if case.dtype == "f32" else 2
+    elements = case.batch * case.num_q_heads * case.q_length * case.head_dim
+    if setting["dq_arrays"]:
+        return Traffic(beside=(2 * _DQ_ARRAYS + 1) * elements * itemsize)
+    parts = case.kv_length // setting["kv"]
+    return Traffic(beside=elements * (parts * (itemsize if parts <= _FEW_PARTS else 4) + itemsize))
+
+
+def _blocks(q: int, kv: int, kv_compute: int) -> dict[str, int]:
+    return {"q": q, "kv": kv, "kv_compute": kv_compute}
+
+
+_DEFAULT = _blocks(128, 128, 128)
+_FORWARD = (
+    _blocks(512, 512, 512),
+    _blocks(1024, 1024, 512),
+    _blocks(1024, 1024, 1024),
+    _blocks(1024, 2048, 512),
+    _blocks(2048, 2048, 512),
+)
+_FUSED = (
+    {**_blocks(1024, 1024, 1024), "dq_arrays": 0},
+    {**_blocks(1024, 1024, 1024), "dq_arrays": _DQ_ARRAYS},
+    {**_blocks(2048, 2048, 512), "dq_arrays": _DQ_ARRAYS},
+)
 _INSTALLED = importlib.util.find_spec("tokamax") is not None
 
 IMPLEMENTATIONS: tuple[Implementation, ...] = (
@@ -198,5 +276,6 @@ IMPLEMENTATIONS: tuple[Implementation, ...] = (
             else None,
             native=functools.partial(attention, interpret=False) if _INSTALLED else None,
         ),
+        tunable=_tunable(),
     ),
 )

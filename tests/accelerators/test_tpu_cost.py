@@ -13,6 +13,7 @@ import pytest
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from cases.case import parse
 from cases.masks import Causal, Full
 from conformance import environment
 from conformance.accelerators import compilation, tpu_calls, tpu_cost, tpu_scalars
@@ -21,6 +22,9 @@ from conformance.accelerators.tpu_calls import PallasCall, words
 from conformance.accelerators.tpu_scalars import Unclear, instructions, run
 from conformance.accelerators.tpu_schedule import read
 from conformance.accelerators.tpus import TPUS, Tpu
+from conformance.calling.execution import Executor
+from conformance.calling.registry import find
+from conformance.driving import compiled
 from impls.splash_tpu.attention import attention
 from impls.splash_tpu.block_sizes import BlockSizes
 from tests.accelerators.test_tpu_schedule import UNITS
@@ -227,3 +231,12 @@ def test_a_call_is_what_its_blocks_and_steps_are(tpu: Tpu) -> None:
     assert work < causal["call_cycles"] < 1.3 * work  # beside it each of eight blocks of queries begins and ends
     # Without a mask the kernel has one kind of block, which holds what its first and its last step do beside.
     assert 16 / tpu.cores < full["call_cycles"] / full["full_block_cycles"] < 32 / tpu.cores
+
+
+@pytest.mark.skipif(TPU.missing is not None or environment.schedules() is None, reason="no schedules are written here")
+def test_the_lengths_of_a_cache_are_known_where_a_call_is_counted() -> None:
+    """1,999 keys are four blocks of 512, and 300 are one."""
+    case = parse("decode/bf16/B2.T1.S2000.N8.K2.H128.V128/lengths-1999-300/normal/s0")
+    (target,) = (target for target in targets_of("tpu") if target.name == "v5e")
+    found = compiled.fullest(Executor(find("ragged_tpu")), compiled.problem_of(case), target, gradients=False).figures
+    assert (found["ragged_decode.steps"], found["ragged_decode.blocks"]) == (5, 5)

@@ -329,5 +329,13 @@ def test_heads_share_a_step_as_far_as_vmem_goes() -> None:
     assert tpu.heads_together(7, 1024, 512, (256, 256), 4) == 1
 
 
+def test_each_core_that_shares_a_call_has_some_of_the_heads(monkeypatch: pytest.MonkeyPatch) -> None:
+    together = functools.partial(tpu.heads_together, rows=8, block=512, depths=(128, 128), itemsize=2)
+    assert together(8) == 8
+    monkeypatch.setattr(tpu, "tpu_cores", lambda: 2)
+    assert together(8) == 4
+    assert together(1) == 1
+
+
 def test_parts_are_named_tuples_of_the_contract() -> None:
     assert Part._fields == ("out", "max", "sum")
