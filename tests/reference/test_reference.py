@@ -116,8 +116,9 @@ def test_a_mask_by_function_is_the_mask_that_it_says(backward: Backward) -> None
 
 def test_what_is_no_function_is_refused() -> None:
     for name in ("mask_mod", "score_mod"):
+        wrong: dict[str, Any] = {name: 3}
         with pytest.raises(TypeError, match=f"{name} must be a function"):
-            reference_attention(**operands(), **{name: 3})
+            reference_attention(**operands(), **wrong)
 
 
 def test_max_logits_carry_no_gradient() -> None:
