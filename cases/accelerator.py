@@ -12,6 +12,7 @@ from typing import Any
 
 from cases.case import Case
 from cases.grid import Supports
+from cases.quantized import WHOLE_CACHES
 
 
 def _case(
@@ -107,6 +108,7 @@ def _of_latents() -> tuple[Case, ...]:
 def _with_scales() -> tuple[Case, ...]:
     """Pages with scales. Each has a sequence of several queries: kernels of one query a sequence have others."""
     grouped: dict[str, Any] = {"heads": (64, 8), "depths": (128, 128), "phase": "prefill"}
+    served: dict[str, Any] = {"batch": 2, "phase": "prefill", "storage": "paged32-q16-1"}
     return (
         _case((4, 4096), **grouped, mask="causal-o4092", batch=4, storage="paged16-q4-1-1-1", kv_cache="kvint8-token"),
         _case(
@@ -140,6 +142,7 @@ def _with_scales() -> tuple[Case, ...]:
             storage="paged5-q4-1-4",
             kv_cache="kvint8-token",
         ),
+        *(_case((16, 512), (8, 8), (128, 128), "causal-o496", **served, kv_cache=cache) for cache in WHOLE_CACHES),
     )
 
 

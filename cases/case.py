@@ -199,10 +199,13 @@ FEATURES: dict[str, str] = {
     "kv_fp8": "keys and values stored as float8_e4m3fn, with scales",
     "kv_token_scales": "a scale of stored keys and values for each token and head",
     "kv_head_scales": "a scale of stored keys and values for each head",
+    "kv_tensor_scales": "one scale for all stored keys and one for all values",
 }
 KV_FEATURES = frozenset(name for name in FEATURES if name.startswith("kv_"))
 SCALED_FEATURES = frozenset({"kv_int8", "kv_fp8", "kv_token_scales"})
 """Those of quantised keys and values that pages may have (`cases.quantized.PAGED_CACHES`)."""
+WHOLE_FEATURES = frozenset({"kv_int8", "kv_fp8", "kv_tensor_scales"})
+"""Likewise, with a number for all keys and one for all values (`cases.quantized.WHOLE_CACHES`)."""
 OPERAND_FEATURES = frozenset(operand.name for operand in REMOVABLE) | KV_FEATURES
 """Features that a case has for its optional operands."""
 

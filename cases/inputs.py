@@ -61,7 +61,7 @@ class Problem:
     sinks: np.ndarray | None = None  # [N]
     bias: np.ndarray | None = None  # broadcastable to [B, N, T, S]
     scale: float | None = None
-    kv_scales: tuple[np.ndarray, np.ndarray] | None = None  # [B or 1, S or 1, K]
+    kv_scales: tuple[np.ndarray, np.ndarray] | None = None  # [B or 1, S or 1, K] or []
     alibi_slopes: np.ndarray | None = None  # [N]
     score_mod: Score | None = None
     storage: Storage | None = None
@@ -71,13 +71,18 @@ class Problem:
         if self.storage is not None and self.storage.shares:
             for name in ("k", "v"):
                 object.__setattr__(self, name, self.storage.settled(getattr(self, name)))
-            if self.kv_scales is not None:
+            if self.kv_scales is not None and not self.has_whole_scales:
                 object.__setattr__(self, "kv_scales", tuple(map(self.storage.settled, self.kv_scales)))
         if self.score_mod is not None:  # it goes by where the last query stands
             moved = self.score_mod.between(self.q.shape[1], self.k.shape[1])
             object.__setattr__(self, "score_mod", moved)
         if self.tied:
             object.__setattr__(self, "v", self.k[..., : self.v.shape[-1]])
+
+    @property
+    def has_whole_scales(self) -> bool:
+        """Whether all keys have one scale and all values one, which the call gets as numbers."""
+        return self.kv_scales is not None and all(x.ndim == 0 for x in self.kv_scales)
 
     @functools.cached_property
     def keys(self) -> np.ndarray:
@@ -264,7 +269,8 @@ def hollow(case: Case) -> Problem:
 
     tokens = (case.batch, case.kv_length, case.num_kv_heads)
     held = DTYPES[case.dtype] if case.kv_cache is None else quantized.stored_dtype(case.kv_cache)
-    scales = zeros(*tokens, dtype=np.float32)
+    whole = case.kv_cache in quantized.WHOLE_CACHES
+    scales = np.ones((), np.float32) if whole else zeros(*tokens, dtype=np.float32)
     return Problem(
         q=zeros(case.batch, case.q_length, case.num_q_heads, case.head_dim),
         k=zeros(*tokens, case.head_dim, dtype=held),

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from cases import scores
-from cases.quantized import KV_CACHES
+from cases.quantized import KV_CACHES, WHOLE_CACHES
 
 SEGMENTS = ("seg", "segpad", "segwild", "segmany")
 BIASES = ("bias", "biashead", "biaskey", "biasbatch", "biaspair", "biasslope", "biasinf")
@@ -52,7 +52,7 @@ class Operand:
 
     def axis_of(self, x: np.ndarray, axes: Axes, letter: str) -> int | None:
         """Which axis of `x` goes along `letter`, none if it is the same all along."""
-        if letter not in axes or (self.broadcasts and x.shape[axes.index(letter)] == 1):
+        if letter not in axes or x.ndim == 0 or (self.broadcasts and x.shape[axes.index(letter)] == 1):
             return None
         return axes.index(letter)
 
@@ -194,7 +194,7 @@ OPTIONAL = (
         broadcasts=True,
         field="kv_cache",
         form="kvKIND-BY",
-        levels=KV_CACHES,
+        levels=(*KV_CACHES, *WHOLE_CACHES),
         opt_in=True,
         vmap="kv",
     ),

@@ -47,6 +47,7 @@ _NAMES: Mapping[str, tuple[str, ...]] = {
     "impls.upstream.mosaic_gpu": ("jax_mosaic_gpu", "tokamax_mosaic_gpu"),
     "impls.upstream.jax_ragged_paged_tpu": ("jax_ragged_paged_tpu",),
     "impls.upstream.jax_paged_decode": ("jax_paged_tpu", "jax_paged_gpu"),
+    "impls.upstream.tpu_inference_kernels": ("tpu_inference_ragged_paged_tpu", "tpu_inference_latent_tpu"),
 }
 
 MODULES: Mapping[str, str] = {name: module for module, names in _NAMES.items() for name in names}

@@ -17,7 +17,7 @@ FEATURE_KINDS: Mapping[str, tuple[str, ...]] = {
     "operands": tuple(operand.name for operand in REMOVABLE if operand.name != "segment_ids"),
     "shape": ("v_head_dim", "unequal_lengths"),
     "storage": ("packed", "paged", "latent", "latent_pages"),
-    "quantised cache": ("kv_int8", "kv_int4", "kv_fp8", "kv_token_scales", "kv_head_scales"),
+    "quantised cache": ("kv_int8", "kv_int4", "kv_fp8", "kv_token_scales", "kv_head_scales", "kv_tensor_scales"),
 }
 """Features by kind, in the order of columns."""
 CHECK_KINDS: Mapping[str, tuple[str, ...]] = {

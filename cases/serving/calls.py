@@ -10,7 +10,7 @@ from cases import mask_spec
 from cases.case import Case
 from cases.masks import Mask
 from cases.operands import OPTIONAL
-from cases.quantized import PAGED_CACHES
+from cases.quantized import PAGES_HOLD
 from cases.serving.spec import IN_PAGES, Kind, Sides, sides, write
 from cases.serving.written import not_written
 
@@ -106,8 +106,8 @@ def not_stored(case: Case, kind: Kind, *, writes: bool = False) -> str | None:
         scaled = kind == "paged" and operand.name == "kv_scales"
         if not operand.stored and not scaled and getattr(case, operand.field) != operand.absent:
             return f"{operand.name}: a {kind} call has no such operand"
-    if case.kv_cache is not None and case.kv_cache not in PAGED_CACHES:
-        return f"kv_scales: pages are int8 or fp8 with a scale for each token and head, not {case.kv_cache}"
+    if case.kv_cache not in PAGES_HOLD:
+        return f"kv_scales: pages are int8 or fp8 with scales of each token and head or of all, not {case.kv_cache}"
     if case.kv_cache is not None and writes:
         return "kv_scales: no call that writes pages is asked for those with scales"
     mask = mask_spec.build(case.mask, case.batch, case.num_q_heads, case.q_length, case.kv_length, case.seed)

@@ -11,18 +11,25 @@ from typing import Any
 
 from cases.case import Case
 from cases.model import Axis, Model
-from cases.quantized import PAGES_HOLD
+from cases.quantized import PAGED_CACHES, PAGES_HOLD, WHOLE_CACHES
 from cases.serving.grids import MODELS
 
-_CACHES = Axis("kv_cache", PAGES_HOLD, rare=True)
 
-
-def _with_scales(model: Model) -> Model:
+def _with_scales(model: Model, caches: tuple[str | None, ...]) -> Model:
     def assemble(levels: Mapping[str, Any], seed: int) -> Case:
         return dataclasses.replace(model.assemble(levels, seed), kv_cache=levels["kv_cache"])
 
-    return dataclasses.replace(model, axes=(*model.axes, _CACHES), assemble=assemble)
+    return dataclasses.replace(model, axes=(*model.axes, Axis("kv_cache", caches, rare=True)), assemble=assemble)
 
 
-SCALED: tuple[Model, Model] = (_with_scales(MODELS["paged"][0]), _with_scales(MODELS["paged"][1]))
-"""The models of features and of sizes."""
+def _models(*caches: str | None) -> tuple[Model, Model]:
+    features, sizes = MODELS["paged"]
+    return _with_scales(features, caches), _with_scales(sizes, caches)
+
+
+SCALED = _models(None, *PAGED_CACHES)
+"""The models of features and of sizes, for scales of each token and head."""
+WHOLE = _models(None, *WHOLE_CACHES)
+"""Likewise, for one scale of all keys and one of all values."""
+SCALED_BOTH = _models(*PAGES_HOLD)
+"""Likewise, for kernels that take both."""

@@ -32,6 +32,8 @@ TABLES: dict[Kind, tuple[str, ...]] = {
 """The operands of a call beside q, k and v, by kind."""
 SCALES = ("k_scales", "v_scales")
 """What a call gets with pages that have scales: those of each row of a page and head, f32 `[pages, page_size, K]`."""
+WHOLE_SCALES = ("k_scale", "v_scale")
+"""Likewise, where all keys have one scale and all values one: Python numbers."""
 # What stands in entries that nobody may use: beyond every page, before the first, and what a page could be.
 _JUNK = (2**31 - 1, -1, -(2**31), 0, 1, 2**20)
 # Pages to which no table refers.

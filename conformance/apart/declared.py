@@ -54,7 +54,7 @@ def told(implementation: Implementation) -> dict[str, Any]:
             "narrow": support.narrow,
             "storage": support.storage,
             "others": list(support.others),
-            "scaled": support.scaled,
+            "scales": list(support.scales),
         }
         if isinstance(support, PlainSupport)
         else None,
@@ -94,7 +94,7 @@ def understood(said: Mapping[str, Any], call: Callable[..., Any], asks: Callable
             bool(plain["narrow"]),
             plain["storage"],
             tuple(map(printable, plain["others"])),
-            bool(plain["scaled"]),
+            tuple(map(printable, plain["scales"])),
         )
     fields: dict[str, Any] = {name: said[name] for name in _PLAIN}
     fields["description"] = printable(said["description"][:MOST_WORDS])

@@ -24,7 +24,7 @@ from cases.model import Model
 from cases.regressions import REGRESSIONS
 from cases.serving import grids, latent_grids
 from cases.serving.life import lives
-from cases.serving.scaled_grids import SCALED
+from cases.serving.scaled_grids import SCALED, SCALED_BOTH, WHOLE
 from cases.serving.written_grids import WRITTEN
 from conformance.accelerators.targets import targets_of
 from conformance.contract import Implementation
@@ -60,7 +60,9 @@ def models_of(implementation: Implementation) -> tuple[Model, Model]:
     if implementation.writes_pages:
         return WRITTEN
     if implementation.storage == "paged" and implementation.offers & KV_FEATURES:
-        return SCALED
+        if "kv_tensor_scales" not in implementation.offers:
+            return SCALED
+        return SCALED_BOTH if "kv_token_scales" in implementation.offers else WHOLE
     return {**grids.MODELS, **latent_grids.MODELS}[implementation.storage]
 
 

@@ -199,6 +199,8 @@ class Executor:
         numbers = {o.name: x for o, x in values if not o.arrays and not (x is None and o.name in OPT_IN)}
         statics = {**static, **numbers}
         arrays = {operand.name: value for operand, value in values if operand.arrays and value is not None}
+        if problem.kv_scales is not None and problem.has_whole_scales:
+            statics["kv_scales"] = tuple(map(float, arrays.pop("kv_scales")))
         if problem.storage is not None:
             extra = {**extra, "storage": stored.given_to(self.implementation, problem.storage)}
         return statics, {**arrays, **extra}

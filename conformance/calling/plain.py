@@ -26,13 +26,13 @@ import itertools
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal, TypeVar
 
-from cases.case import OPT_IN, SCALED_FEATURES, Case
+from cases.case import OPT_IN, Case
 from cases.inputs import draw
 from cases.operands import GRADIENT_OF, REMOVABLE, RESIDUALS
 from cases.quantized import PAGES_HOLD
 from cases.scores import ThenCapped
 from cases.serving.spec import IN_PAGES, LATENT, Kind
-from cases.serving.storage import SCALES
+from cases.serving.storage import SCALES, WHOLE_SCALES
 from conformance.calling import plain_stored, plain_support, stored
 from conformance.calling.plain_support import meant
 from conformance.contract import (
@@ -182,9 +182,9 @@ def from_function(function: Callable[..., Any], name: str, *, products: Products
         call=call,
         description=(inspect.getdoc(_innermost(function)) or "").split("\n")[0],
         unsupported={**_missing(parameters, others), **declaration.unsupported},
-        offers=OPT_IN.intersection(has) | (SCALED_FEATURES if plain_stored.takes_scales(parameters, kind) else set()),
+        offers=OPT_IN.intersection(has) | plain_stored.scaled_features(parameters, kind),
         supports_case=plain_support.PlainSupport(
-            parameters, declaration.causal, narrow, kind, others, scaled=plain_stored.needs_scales(signature, kind)
+            parameters, declaration.causal, narrow, kind, others, scales=plain_stored.needed_scales(signature, kind)
         ),
         arithmetic=dataclasses.replace(declaration.arithmetic, products=products or declaration.arithmetic.products),
         residuals=frozenset(RESIDUALS if "save_residuals" in parameters else ()),
@@ -234,8 +234,10 @@ def _returned_residuals(implementation: Implementation) -> frozenset[str]:
         )
         if problem.storage is not None:
             extra = {**extra, "storage": stored.given_to(implementation, problem.storage)}
-        if problem.kv_scales is not None:
+        if problem.kv_scales is not None and not problem.has_whole_scales:
             extra = {**extra, "kv_scales": problem.kv_scales}
+        elif problem.kv_scales is not None:
+            static = {**static, "kv_scales": tuple(map(float, problem.kv_scales))}
         call = functools.partial(implementation.call, **static, save_residuals=True)
         try:
             returned = jax.eval_shape(call, problem.q, problem.k, problem.v, **extra)
@@ -327,7 +329,7 @@ def _options(
     named = frozenset(p.name for p in parameters if p.name in known and p.kind is not p.POSITIONAL_ONLY)
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
         # Who takes whatever there is has not said that it knows these, unless it names them.
-        return named | (frozenset(known) - OPT_IN - {"mask_mod", *SCALES})
+        return named | (frozenset(known) - OPT_IN - {"mask_mod", *SCALES, *WHOLE_SCALES})
     return named
 
 

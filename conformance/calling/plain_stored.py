@@ -10,8 +10,8 @@
 One with a latent in place of keys and values is recognised by that name, another one with `page_indices` is paged, and
 another one with `cu_q_lens` is packed (docs/contract.md, section 8). `num_seqs` may be left out: then entries past the
 last sequence are those of sequences without queries and keys. A paged one with all of `k`, `v`, `k_pages` and `v_pages`
-writes pages, and gets these by their names, in whatever order they stand. A paged one with `k_scales` and `v_scales`
-takes pages with scales, and no others unless both may be left out.
+writes pages, and gets these by their names, in whatever order they stand. One with `k_scales` and `v_scales`, or with
+`k_scale` and `v_scale`, takes pages with such scales, and no others unless both may be left out.
 """
 
 from __future__ import annotations
@@ -21,19 +21,20 @@ from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from typing import Any
 
 from cases import mask_spec
-from cases.case import Case
+from cases.case import SCALED_FEATURES, WHOLE_FEATURES, Case
 from cases.masks import Mask
 from cases.operands import REMOVABLE
+from cases.quantized import WHOLE_CACHES
 from cases.serving.calls import sides_of_stored
 from cases.serving.spec import IN_PAGES, LATENT, Kind, Sides, sides
-from cases.serving.storage import SCALES, TABLES
+from cases.serving.storage import SCALES, TABLES, WHOLE_SCALES
 from cases.serving.written import POOLS
 
 _OPERANDS = tuple(operand.name for operand in REMOVABLE if operand.stored)
 _OF_LATENT = ("value_dim", *(operand.name for operand in REMOVABLE if not operand.opt_in))
 OPTIONS: Mapping[Kind, tuple[str, ...]] = {
     "packed": (*TABLES["packed"], "causal", "window", *_OPERANDS, "save_residuals"),
-    "paged": (*TABLES["paged"], *SCALES, "causal", "window", *_OPERANDS, "save_residuals"),
+    "paged": (*TABLES["paged"], *SCALES, *WHOLE_SCALES, "causal", "window", *_OPERANDS, "save_residuals"),
     "latent_pages": (*TABLES["latent_pages"], "value_dim", "causal", "window", *_OPERANDS, "save_residuals"),
     "latent": ("causal", "window", "mask", *_OF_LATENT, "save_residuals"),
 }
@@ -53,6 +54,8 @@ _ABOUT = {
     "cu_kv_lens": "where the keys of each sequence begin, [max_seqs + 1]",
     "k_scales": "the scales of k_pages, [pages, page_size, K]",
     "v_scales": "the scales of v_pages, [pages, page_size, K]",
+    "k_scale": "the scale of all k_pages, a number",
+    "v_scale": "the scale of all v_pages, a number",
     "value_dim": "how many of a latent's coordinates, the first ones, are the values",
     "scale": "the factor of logits, which goes by the depth of the expanded heads",
 }
@@ -65,6 +68,11 @@ _CALLED: Mapping[Kind, str] = {
 
 
 _WRITTEN = ("k", "v", *POOLS)
+_PAIRS: tuple[tuple[tuple[str, str], frozenset[str]], ...] = (
+    (SCALES, SCALED_FEATURES),
+    (WHOLE_SCALES, WHOLE_FEATURES),
+)
+"""The parameters for scales of pages, and the features of such pages."""
 
 
 def writes(signature: inspect.Signature) -> bool:
@@ -75,7 +83,7 @@ def writes(signature: inspect.Signature) -> bool:
 
 def options_of(signature: inspect.Signature) -> tuple[str, ...]:
     """What a function that writes pages may have beside its first three arguments; none is asked for scales."""
-    read = (name for name in OPTIONS["paged"] if name not in SCALES)
+    read = (name for name in OPTIONS["paged"] if name not in (*SCALES, *WHOLE_SCALES))
     return (*read, *(name for name in _WRITTEN if name not in list(signature.parameters)[:3]))
 
 
@@ -102,11 +110,12 @@ def kind_of(parameters: Sequence[str]) -> Kind | None:
 
 def lacking(parameters: Collection[str], kind: Kind) -> str:
     """What a function with these parameters lacks to be one of its kind, in words; empty if it lacks nothing."""
-    scales = SCALES if kind == "paged" and set(SCALES) & set(parameters) else ()
+    begun = (pair for pair, _ in _PAIRS if kind == "paged" and set(pair) & set(parameters))
+    scales = [name for pair in begun for name in pair]
     missing = [f"{name!r} ({_ABOUT[name]})" for name in (*_NEEDED[kind], *scales) if name not in parameters]
     if not missing:
         return ""
-    told = OPERANDS[kind][1:] if kind in LATENT else (*TABLES["paged"], "cu_kv_lens", *SCALES)
+    told = OPERANDS[kind][1:] if kind in LATENT else (*TABLES["paged"], "cu_kv_lens", *SCALES, *WHOLE_SCALES)
     has = [name for name in told if name in parameters]
     called = _CALLED[kind]
     return (
@@ -115,24 +124,26 @@ def lacking(parameters: Collection[str], kind: Kind) -> str:
     )
 
 
-def takes_scales(parameters: Collection[str], kind: Kind | None) -> bool:
-    """Whether a function with these parameters takes pages with scales."""
-    return kind == "paged" and set(SCALES) <= set(parameters)
+def scaled_features(parameters: Collection[str], kind: Kind | None) -> frozenset[str]:
+    """What a function with these parameters offers of pages with scales."""
+    taken = (features for pair, features in _PAIRS if kind == "paged" and set(pair) <= set(parameters))
+    return frozenset[str]().union(*taken)
 
 
-def needs_scales(signature: inspect.Signature, kind: Kind | None) -> bool:
-    """Whether a function with this signature takes no other pages."""
-    own = [signature.parameters[name] for name in SCALES if name in signature.parameters]
-    return kind == "paged" and any(p.default is p.empty for p in own)
+def needed_scales(signature: inspect.Signature, kind: Kind | None) -> tuple[str, ...]:
+    """The scales without which a function with this signature takes no pages."""
+    own = [signature.parameters[name] for pair, _ in _PAIRS for name in pair if name in signature.parameters]
+    return tuple(p.name for p in own if kind == "paged" and p.default is p.empty)
 
 
-def unsupported(case: Case, parameters: Collection[str], kind: Kind, *, scaled: bool = False) -> str | None:
+def unsupported(case: Case, parameters: Collection[str], kind: Kind, *, needed: tuple[str, ...] = ()) -> str | None:
     """Why a function with these parameters cannot be asked for `case`, or None if it can.
 
-    It must have a way to be told the mask. With `scaled` it takes no pages without scales.
+    It must have a way to be told the mask. It takes no pages without the `needed` scales.
     """
-    if scaled and case.kv_cache is None:
-        return "k_scales: the function needs k_scales and v_scales, and these pages have none"
+    given = () if case.kv_cache is None else WHOLE_SCALES if case.kv_cache in WHOLE_CACHES else SCALES
+    if missing := [name for name in needed if name not in given]:
+        return f"{missing[0]}: the function needs {' and '.join(missing)}, and these pages have none"
     mask = mask_spec.build(case.mask, case.batch, case.num_q_heads, case.q_length, case.kv_length, case.seed)
     seen = sides(mask, case.q_length, case.kv_length)
     if seen is None or seen == Sides() or "window" in parameters:

@@ -31,7 +31,7 @@ class PlainSupport:
       narrow: whether its logits are in the dtype of the operands.
       storage: how it takes its operands, none if dense.
       others: its further parameters, to which nothing is passed.
-      scaled: whether it takes pages with scales alone.
+      scales: those without which it takes no pages.
     """
 
     parameters: frozenset[str]
@@ -39,14 +39,14 @@ class PlainSupport:
     narrow: bool
     storage: Kind | None = None
     others: tuple[str, ...] = ()
-    scaled: bool = False
+    scales: tuple[str, ...] = ()
 
     def __call__(self, case: Case) -> str | None:
         """Why the function does not support `case`, or None if it does."""
         if self.narrow and case.dtype == "f16" and case.distribution == "huge":
             return "huge: logits beyond 65504, the largest number of f16, in which they are declared to be"
         if self.storage is not None and self.storage != "latent":
-            return plain_stored.unsupported(case, self.parameters, self.storage, scaled=self.scaled)
+            return plain_stored.unsupported(case, self.parameters, self.storage, needed=self.scales)
         if case.mask == "full" or "mask" in self.parameters:
             return None
         mask = mask_spec.build(case.mask, case.batch, case.num_q_heads, case.q_length, case.kv_length, case.seed)

@@ -6,6 +6,7 @@ oracle, the bounds and every check are those of the dense problem (docs/contract
 
     paged:  call(q, k_pages, v_pages, *, kv_lens, page_indices, cu_q_lens, num_seqs, window=None, ...)
     scaled: call(q, k_pages, v_pages, *, k_scales, v_scales, kv_lens, page_indices, cu_q_lens, num_seqs, ...)
+    whole:  call(q, k_pages, v_pages, *, k_scale, v_scale, kv_lens, page_indices, cu_q_lens, num_seqs, ...)
     packed: call(q, k, v, *, cu_q_lens, cu_kv_lens, num_seqs, causal=False, window=None, ...)
 
 One that writes pages is `call(q, k, v, k_pages, v_pages, *, kv_lens, ...)`. Here its pages are made for the call and
@@ -30,7 +31,7 @@ import numpy as np
 
 from cases import quantized
 from cases.serving.spec import Kind
-from cases.serving.storage import NOBODY, SCALES, TABLES, Storage
+from cases.serving.storage import NOBODY, SCALES, TABLES, WHOLE_SCALES, Storage
 from cases.serving.written import held_before, slots
 from conformance.calling import latent, mishaps
 from conformance.calling.latent import LatentCall
@@ -136,7 +137,7 @@ class StoredCall:
         *,
         storage: Mapping[str, jax.Array],
         padding: Mapping[str, jax.Array] | None = None,
-        kv_scales: tuple[jax.Array, jax.Array] | None = None,
+        kv_scales: tuple[jax.Array, jax.Array] | tuple[float, float] | None = None,
         save_residuals: bool = False,
         **options: Any,
     ) -> Any:
@@ -148,13 +149,15 @@ class StoredCall:
           v: `[B, S, K, V]`.
           storage: what `given` gives.
           padding: what `with_padding` adds, if gradients of padding are asked for.
-          kv_scales: those of k and of v, `[B, S, K]`, where pages have scales.
+          kv_scales: those of k and of v, `[B, S, K]`, where pages have scales, or a number of each.
           save_residuals: whether residuals are returned too.
           options: whatever else the call gets.
 
         Raises:
           WrongReturn: if the call returns something else than arrays of these shapes.
         """
+        if kv_scales is not None and isinstance(kv_scales[0], float):
+            options["kv_scales"], kv_scales = kv_scales, None
         taken = self.taken(q, k, v, storage, padding, kv_scales)
         shape = (*taken["q"].shape[:2], v.shape[-1])
         by_keyword = self.of_depth(v.shape[-1])
@@ -218,6 +221,8 @@ class StoredCall:
 
     def by_keyword(self, *, q: Any, k: Any, v: Any, **others: Any) -> Any:
         """The call of keys and values in its own convention, with keywords alone; without the pages that it returns."""
+        if (numbers := others.pop("kv_scales", None)) is not None:
+            others |= dict(zip(WHOLE_SCALES, numbers, strict=True))
         if not self.writes:
             return self.call(q, k, v, **others)
         out, residuals, _ = self.writing(q=q, k=k, v=v, **others)

@@ -113,7 +113,7 @@ def _elsewhere_changed(problem: Problem, part: _Part, *, keys: bool) -> Problem 
             v_here, k_here = problem.storage.anywhere(v_here), problem.storage.anywhere(k_here)
     if q_here.all() and v_here.all():
         return None
-    if problem.kv_scales is not None:
+    if problem.kv_scales is not None and not problem.has_whole_scales:
         k_scales, v_scales = problem.kv_scales
         scales = _other_scales(k_scales, k_here), _other_scales(v_scales, v_here)
         problem = dataclasses.replace(problem, kv_scales=scales)

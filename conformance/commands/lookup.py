@@ -20,6 +20,10 @@ from conformance.runs import Recorded
 
 APART = Kernels()
 
+_TIMES = 20
+"""What judging a case takes, in operands as the oracle has them: measured on decoding over pages, all checks, with 4 of
+64 sequences and with 8."""
+
 
 def kernels(arguments: argparse.Namespace) -> Kernels:
     """How kernels are found and where they run, by the arguments of a command that judges them."""
@@ -106,7 +110,18 @@ def problem_cases(arguments: argparse.Namespace) -> list[Case]:
     found = by_name()[arguments.problem].cases(full_size=arguments.full_size)
     if not found:
         raise CannotJudge(f"--full-size: {arguments.problem} has none, since its operands cannot be made exact there")
-    return [case(one.id) for one in found if arguments.cases is None or matches(arguments.cases, one.id)]
+    chosen = [case(one.id) for one in found if arguments.cases is None or matches(arguments.cases, one.id)]
+    needed, there = _TIMES * max(map(_operand_bytes, chosen), default=0), _memory()
+    if arguments.full_size and needed > there:
+        raise CannotJudge(
+            f"--full-size: {arguments.problem} needs about {needed / 1e9:,.0f} GB, and this machine has "
+            f"{there / 1e9:,.0f} GB: a --case with fewer sequences or heads of the same lengths is of the problem too"
+        )
+    return chosen
+
+
+def _memory() -> int:
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def case(text: str) -> Case:
@@ -115,7 +130,7 @@ def case(text: str) -> Case:
         found = parse(text)
     except CaseIdError as error:
         raise CannotJudge(str(error)) from error
-    there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    there = _memory()
     if (needed := _operand_bytes(found)) > there:
         raise CannotJudge(
             f"{text} needs more than {needed / 1e9:,.0f} GB for its operands alone, and this machine has "

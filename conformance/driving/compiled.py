@@ -116,7 +116,7 @@ def _as_stored(executor: Executor, problem: Problem) -> tuple[Entries, Arrays]:
     dense = {name: arrays[name] for name in ("q", "k", "v", "storage", "kv_scales") if name in arrays}
     others = {name: x for name, x in arrays.items() if name not in dense}
     by_keyword = call.of_depth(problem.v.shape[-1])
-    plain = dataclasses.replace(executor.implementation, call=by_keyword, storage=None)
+    plain = dataclasses.replace(executor.implementation, call=by_keyword, storage=None, writes_pages=False)
     return Executor(plain).compiled(problem)[0], {**jax.eval_shape(call.taken, **dense), **others}
 
 

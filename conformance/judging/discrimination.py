@@ -118,7 +118,7 @@ def _altered(problem: Problem) -> Iterator[tuple[str, Problem]]:
             yield "segment_ids_ignored", alone
     if (heads := _wrong_heads(problem)) is not None:
         wrong = dataclasses.replace(problem, k=problem.k[:, :, heads], v=problem.v[:, :, heads])
-        if problem.kv_scales is not None:
+        if problem.kv_scales is not None and not problem.has_whole_scales:
             k_scales, v_scales = problem.kv_scales
             wrong = dataclasses.replace(wrong, kv_scales=(k_scales[..., heads], v_scales[..., heads]))
         yield "wrong_head_map", wrong

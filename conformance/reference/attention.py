@@ -7,6 +7,7 @@ as its truth: that is the float64 oracle (`conformance.truth.oracle`), which sha
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -29,6 +30,8 @@ def reference_attention(
     bias: jax.Array | None = None,
     scale: float | None = None,
     alibi_slopes: jax.Array | None = None,
+    mask_mod: Callable[..., Any] | None = None,
+    score_mod: ScoreMod | None = None,
     save_residuals: bool = False,
     backward: Backward = "vanilla",
 ) -> Any:
@@ -45,6 +48,9 @@ def reference_attention(
       bias: broadcastable to `[B, N, T, S]`, added after scaling.
       scale: `1 / sqrt(H)` by default.
       alibi_slopes: `[N]`, constants: logits lose `slope * |i + S - T - j|` after scaling.
+      mask_mod: `(b, n, i, j) -> booleans`, which pairs are allowed beside the mask; `n` is a query head.
+      score_mod: `(score, b, n, i, j) -> score`, of scaled logits before the soft cap, element by element. Neither may
+        capture an array that is traced.
       save_residuals: also return `{"logsumexp", "max_logits"}`, both `[B, N, T]`; only `logsumexp` is differentiable.
       backward: `"vanilla"` differentiates the forward pass; `"flash"` recomputes the probabilities from the saved
         `logsumexp` and takes `D = <out, do>` from the saved, rounded `out` (arXiv:2205.14135, appendix B).
@@ -54,23 +60,39 @@ def reference_attention(
 
     Raises:
       ValueError: naming the operand that is wrong.
+      TypeError: naming one that must be a function and is none.
     """
     options: dict[str, Any] = {"segment_ids": segment_ids, "soft_cap": soft_cap, "sinks": sinks, "bias": bias}
-    validate_operands(q, k, v, **options, scale=scale, alibi_slopes=alibi_slopes, dtypes=(*FLOATS, "float64"))
+    options |= {"scale": scale, "alibi_slopes": alibi_slopes, "score_mod": score_mod}
+    validate_operands(q, k, v, **options, dtypes=(*FLOATS, "float64"))
+    if mask_mod is not None and not callable(mask_mod):
+        raise TypeError(f"mask_mod must be a function (b, n, i, j) -> booleans, got {type(mask_mod).__name__}")
     if backward not in ("vanilla", "flash"):
         raise ValueError(f"backward must be 'vanilla' or 'flash', got {backward!r}")
     allowed = jnp.asarray((mask or Full()).dense(q.shape[1], k.shape[1]))
     if segment_ids is not None:
         allowed = allowed & (segment_ids[0][:, None, :, None] == segment_ids[1][:, None, None, :])
+    if mask_mod is not None:
+        allowed = allowed & mask_mod(*_places((*q.shape[:1], q.shape[2], q.shape[1], k.shape[1])))
     factor = q.shape[-1] ** -0.5 if scale is None else scale
     function = _vanilla if backward == "vanilla" else _flash
-    out, lse, top = function((q, k, v, sinks, bias, alibi_slopes), allowed, soft_cap, factor)
+    out, lse, top = function((q, k, v, sinks, bias, alibi_slopes), allowed, soft_cap, factor, score_mod)
     if not save_residuals:
         return out
     return out, {"logsumexp": lse, "max_logits": jax.lax.stop_gradient(top)}
 
 
 _Operands = tuple[jax.Array, jax.Array, jax.Array, jax.Array | None, jax.Array | None, jax.Array | None]
+
+
+ScoreMod = Callable[..., jax.Array]
+"""`(score, b, n, i, j) -> score`."""
+
+
+def _places(shape: tuple[int, ...]) -> tuple[jax.Array, ...]:
+    """Batch row, query head, query and key of logits `[B, N, T, S]`, each along its own axis."""
+    axes = range(len(shape))
+    return tuple(jnp.arange(shape[axis]).reshape([-1 if axis == other else 1 for other in axes]) for axis in axes)
 
 
 def _accumulator(x: jax.Array) -> Any:
@@ -93,8 +115,10 @@ def _dot(spec: str, *operands: jax.Array) -> jax.Array:
     return jnp.einsum(spec, *operands, precision=jax.lax.Precision.HIGHEST, preferred_element_type=operands[0].dtype)
 
 
-def _logits(operands: _Operands, soft_cap: float | None, scale: float) -> tuple[jax.Array, Any]:
-    """Capped logits `[B, N, T, S]`, not masked, and the cap's derivative."""
+def _logits(
+    operands: _Operands, allowed: jax.Array, soft_cap: float | None, scale: float, score_mod: ScoreMod | None
+) -> tuple[jax.Array, Any]:
+    """Capped logits `[B, N, T, S]`, not masked, and the derivative of cap and score."""
     q, k, _, _, bias, slopes = operands
     dtype = _accumulator(q)
     x = scale * _dot("bkgth,bskh->bkgts", _grouped(q.astype(dtype), k.shape[2]), k.astype(dtype))
@@ -104,20 +128,26 @@ def _logits(operands: _Operands, soft_cap: float | None, scale: float) -> tuple[
     if slopes is not None:
         distance = jnp.abs(jnp.arange(x.shape[2])[:, None] + (x.shape[3] - x.shape[2]) - jnp.arange(x.shape[3]))
         x = x - jax.lax.stop_gradient(slopes).astype(dtype)[:, None, None] * distance.astype(dtype)
+    slope: Any = 1.0
+    if score_mod is not None:
+        score = functools.partial(score_mod, **dict(zip("bnij", _places(x.shape), strict=True)))
+        # What the mask hides may be NaN, and a derivative there is multiplied by 0.
+        x, pullback = jax.vjp(lambda x: jnp.asarray(score(x), dtype), jnp.where(allowed, x, 0))
+        (slope,) = pullback(jnp.ones_like(x))
     if soft_cap is None:
-        return x, 1.0
+        return x, slope
     tanh = jnp.tanh(x / soft_cap)
-    return soft_cap * tanh, 1 - tanh**2
+    return soft_cap * tanh, slope * (1 - tanh**2)
 
 
 def _vanilla(
-    operands: _Operands, allowed: jax.Array, soft_cap: float | None, scale: float
+    operands: _Operands, allowed: jax.Array, soft_cap: float | None, scale: float, score_mod: ScoreMod | None
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     q, k, v, sinks, bias, slopes = operands
     allowed = jnp.broadcast_to(allowed, (q.shape[0], q.shape[2], q.shape[1], k.shape[1]))
     # Hidden NaN would reach dq through 0 * NaN when this is differentiated.
     k, v = _hidden_to_zero(k, allowed), _hidden_to_zero(v, allowed)
-    z, _ = _logits((q, k, v, sinks, bias, slopes), soft_cap, scale)
+    z, _ = _logits((q, k, v, sinks, bias, slopes), allowed, soft_cap, scale, score_mod)
     top = jnp.max(z, axis=-1, where=allowed, initial=-jnp.inf)
     sink = None if sinks is None else sinks.astype(z.dtype)[:, None]
     pivot = jax.lax.stop_gradient(top if sink is None else jnp.maximum(top, sink))
@@ -142,23 +172,27 @@ def _hidden_to_zero(x: jax.Array, allowed: jax.Array) -> jax.Array:
     return jnp.where(seen.transpose(0, 2, 1)[..., None], x, 0)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
 def _flash(
-    operands: _Operands, allowed: jax.Array, soft_cap: float | None, scale: float
+    operands: _Operands, allowed: jax.Array, soft_cap: float | None, scale: float, score_mod: ScoreMod | None
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    return _vanilla(operands, allowed, soft_cap, scale)
+    return _vanilla(operands, allowed, soft_cap, scale, score_mod)
 
 
-def _flash_forward(operands: _Operands, allowed: jax.Array, soft_cap: float | None, scale: float) -> Any:
-    out, lse, top = _vanilla(operands, allowed, soft_cap, scale)
+def _flash_forward(
+    operands: _Operands, allowed: jax.Array, soft_cap: float | None, scale: float, score_mod: ScoreMod | None
+) -> Any:
+    out, lse, top = _vanilla(operands, allowed, soft_cap, scale, score_mod)
     return (out, lse, top), (operands, allowed, out, lse)
 
 
-def _flash_backward(soft_cap: float | None, scale: float, saved: Any, cotangents: Any) -> Any:
+def _flash_backward(
+    soft_cap: float | None, scale: float, score_mod: ScoreMod | None, saved: Any, cotangents: Any
+) -> Any:
     operands, allowed, out, lse = saved
     do, dlse, _ = cotangents
     q, k, v, sinks, bias, _ = operands
-    z, derivative = _logits(operands, soft_cap, scale)
+    z, derivative = _logits(operands, allowed, soft_cap, scale, score_mod)
     dtype, kv_heads = z.dtype, k.shape[2]
     allowed = jnp.broadcast_to(allowed, z.shape)
     finite = jnp.where(jnp.isfinite(lse), lse, 0)[..., None]

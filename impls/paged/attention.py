@@ -43,6 +43,8 @@ def attention(
     k_scales: jax.Array | None = None,
     v_scales: jax.Array | None = None,
     page_scales: jax.Array | None = None,
+    k_scale: float | None = None,
+    v_scale: float | None = None,
     window: tuple[int | None, int] | None = None,
     soft_cap: float | None = None,
     sinks: jax.Array | None = None,
@@ -71,6 +73,8 @@ def attention(
       v_scales: likewise of the values. Scales of what no query sees may be anything.
       page_scales: on a TPU in place of both, in the layout of `impls.paged.scales.side_by_side`, f32
         `[pages, page_size, W]`.
+      k_scale: a number, in place of both with pages in these dtypes: keys are `k_pages * k_scale`.
+      v_scale: likewise of the values.
       window: `(left, 0)`: the keys that a query sees beside its own.
       soft_cap: logits become `soft_cap * tanh(logits / soft_cap)`.
       sinks: `[N]`, one more logit in each query head's softmax denominator.
@@ -94,12 +98,21 @@ def attention(
         GPU.
     """
     check_operands(
-        q, k_pages, v_pages, sinks, window, block_q, block_kv, scales=(k_scales, v_scales), page_scales=page_scales
+        q,
+        k_pages,
+        v_pages,
+        sinks,
+        window,
+        block_q,
+        block_kv,
+        scales=(k_scales, v_scales),
+        page_scales=page_scales,
+        of_all=(k_scale, v_scale),
     )
     check_tables(kv_lens, page_indices, cu_q_lens, num_seqs)
     _check_backend(backend, block_kv, num_programs)
     page_size, num_kv_heads = k_pages.shape[1:3]
-    _refuse_scales(backend, k_scales, page_scales)
+    _refuse_scales(backend, k_scales, page_scales, k_scale)
     if backend == "tpu":
         refuse_f16(q)
         block_q = block_q or block_q_of(*q.shape[:2])
@@ -110,7 +123,7 @@ def attention(
     block_q, block_kv = block_q or BLOCK_Q, block_kv or BLOCK_KV
     plan = PagedPlan(
         left=None if window is None else window[0],
-        scale=1 / math.sqrt(q.shape[2]) if scale is None else float(scale),
+        scale=(1 / math.sqrt(q.shape[2]) if scale is None else float(scale)) * (1.0 if k_scale is None else k_scale),
         soft_cap=None if soft_cap is None else float(soft_cap),
         block_q=min(block_q, q.shape[0]),
         block_pages=min(-(-block_kv // page_size), page_indices.shape[1]),
@@ -120,14 +133,31 @@ def attention(
     tables = (jnp.asarray(x, jnp.int32) for x in (kv_lens, page_indices, cu_q_lens, num_seqs))
     scales = (None if x is None else jnp.asarray(x) for x in (k_scales, v_scales, page_scales))
     operands = Operands(jnp.asarray(q), jnp.asarray(k_pages), jnp.asarray(v_pages), *tables, *scales)
-    return results(plan, backend, interpret_or(interpret, backend), operands, sinks, save_residuals=save_residuals)
+    return results(
+        plan,
+        backend,
+        interpret_or(interpret, backend),
+        operands,
+        sinks,
+        save_residuals=save_residuals,
+        v_scale=1.0 if v_scale is None else v_scale,
+    )
 
 
 def results(
-    plan: PagedPlan, backend: Backend, interpret: Any, operands: Operands, sinks: Any, *, save_residuals: bool
+    plan: PagedPlan,
+    backend: Backend,
+    interpret: Any,
+    operands: Operands,
+    sinks: Any,
+    *,
+    save_residuals: bool,
+    v_scale: float = 1.0,
 ) -> Any:
-    """What the public call returns, of operands that have been checked."""
+    """What the public call returns, of operands that have been checked; values are `v_scale` times the stored ones."""
     part = _attend(plan, backend, interpret, operands)
+    if v_scale != 1.0:
+        part = part._replace(out=part.out * jnp.float32(v_scale))
     every = part if sinks is None else merging.merge([part, merging.of_sinks(jnp.asarray(sinks))])
     found = merging.normalise(every)
     out = found.out.astype(operands.q.dtype)
@@ -145,6 +175,7 @@ def check_operands(
     *blocks: int | None,
     scales: tuple[Any, Any] = (None, None),
     page_scales: Any = None,
+    of_all: tuple[Any, Any] = (None, None),
 ) -> None:
     """Raise `ValueError` naming an operand or an option that is not as `attention` says; k and v are pages."""
     for name, x, axes in (
@@ -162,7 +193,10 @@ def check_operands(
         raise ValueError(f"q has {q.shape[1]} heads, which must be a multiple of the {k.shape[2]} heads of the pages")
     if str(q.dtype) not in FLOATS:
         raise ValueError(f"q must have a dtype of {FLOATS}, got {q.dtype}: cast with astype")
-    if page_scales is not None:
+    if any(x is not None for x in of_all):
+        _check_stored(k, v)
+        _check_numbers(of_all, (*scales, page_scales))
+    elif page_scales is not None:
         _check_stored(k, v)
         side_by_side.check(page_scales, k)
     elif any(x is not None for x in scales):
@@ -192,6 +226,14 @@ def _check_scales(k: Any, k_scales: Any, v_scales: Any) -> None:
             )
         if x.dtype != jnp.float32:
             raise ValueError(f"{name} must be float32, got {x.dtype}: cast with astype")
+
+
+def _check_numbers(of_all: tuple[Any, Any], others: tuple[Any, ...]) -> None:
+    for name, x in zip(("k_scale", "v_scale"), of_all, strict=True):
+        if not isinstance(x, int | float):
+            raise ValueError(f"{name} must be a number that is known before tracing, as the other's is, got {x!r}")
+    if any(x is not None for x in others):
+        raise ValueError("k_scale and v_scale must be the only scales: scales of each token are for other pages")
 
 
 def check_options(num_q_heads: int, sinks: Any, window: Any, *blocks: int | None) -> None:
@@ -241,11 +283,11 @@ def _check_backend(backend: Backend, block_kv: int | None, num_programs: int | N
         raise ValueError(f"num_programs must be positive or None (automatic), got {num_programs}")
 
 
-def _refuse_scales(backend: Backend, k_scales: Any, page_scales: Any) -> None:
+def _refuse_scales(backend: Backend, k_scales: Any, page_scales: Any, k_scale: Any) -> None:
     """Scales in a layout that the back end does not read."""
     if backend == "tpu" and k_scales is not None:
         raise NotImplementedError("paged on a TPU does not support k_scales: page_scales=side_by_side(...) has both")
-    if backend == "gpu" and (k_scales is not None or page_scales is not None):
+    if backend == "gpu" and any(x is not None for x in (k_scales, page_scales, k_scale)):
         raise NotImplementedError("paged on a GPU does not support k_scales: pages are in the dtype of q")
     if backend == "portable" and page_scales is not None:
         raise NotImplementedError("paged in plain JAX does not support page_scales: give k_scales and v_scales")

@@ -7,9 +7,7 @@ import functools
 from collections.abc import Callable
 from typing import Any, Literal
 
-import jax
-
-from cases.case import SCALED_FEATURES, Case
+from cases.case import SCALED_FEATURES, WHOLE_FEATURES, Case
 from conformance.contract import Accelerator, Arithmetic, Implementation
 from impls.paged.attention import Backend, attention
 from impls.paged.latent import latent_attention
@@ -85,8 +83,8 @@ def _scaled(name: str) -> Implementation:
     """The same in plain JAX over pages with scales, and no others: `paged` is asked for these."""
     return dataclasses.replace(
         implementation(name),
-        description="attention over a cache in int8 or fp8 pages with a scale of each token and head, in plain JAX",
-        offers=SCALED_FEATURES,
+        description="attention over a cache in int8 or fp8 pages with scales, in plain JAX",
+        offers=SCALED_FEATURES | WHOLE_FEATURES,
         supports_case=_only_scaled,
     )
 
@@ -100,8 +98,8 @@ def quantized_tpu(name: str) -> Implementation:
     return dataclasses.replace(
         implementation(name, backend="tpu"),
         call=functools.partial(_over_scales, backend="tpu", **_JUDGED),
-        description="attention over int8 or fp8 pages with a scale of each token and head, in Pallas for TPU",
-        offers=SCALED_FEATURES,
+        description="attention over int8 or fp8 pages with scales, in Pallas for TPU",
+        offers=SCALED_FEATURES | WHOLE_FEATURES,
         supports_case=_only_scaled,
         accelerator=_accelerator("tpu", _over_scales),
         variants={
@@ -112,9 +110,11 @@ def quantized_tpu(name: str) -> Implementation:
 
 
 def _over_scales(
-    q: Any, k_pages: Any, v_pages: Any, *, k_scales: jax.Array, v_scales: jax.Array, **options: Any
+    q: Any, k_pages: Any, v_pages: Any, *, k_scales: Any = None, v_scales: Any = None, **options: Any
 ) -> Any:
     """The call of the contract. A server keeps scales in the kernel's layout: to change it touches all pages."""
+    if k_scales is None:
+        return attention(q, k_pages, v_pages, **options)
     return attention(q, k_pages, v_pages, page_scales=side_by_side(k_scales, v_scales), **options)
 
 

@@ -18,6 +18,7 @@ the cache (Kwon et al. 2023, arXiv:2309.06180, for the table of pages).
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -85,8 +86,9 @@ def _add(
     # Entries past the sequence's pages may be any integers; what they name is never seen.
     named = lax.dynamic_slice_in_dim(pages, number * plan.block_pages, plan.block_pages)
     named = jnp.clip(named, 0, len(operands.k_pages) - 1)
-    k = _rows_in(operands.k_pages, named, operands.k_scales)  # [block, K, H]
-    v = k[..., : plan.value_dim] if operands.v_pages is None else _rows_in(operands.v_pages, named, operands.v_scales)
+    rows = functools.partial(_rows_in, named, dtype=q.dtype)
+    k = rows(operands.k_pages, operands.k_scales)  # [block, K, H]
+    v = k[..., : plan.value_dim] if operands.v_pages is None else rows(operands.v_pages, operands.v_scales)
     q = q.astype(k.dtype)
     j = number * len(k) + jnp.arange(len(k), dtype=jnp.int32)
     t = jnp.arange(q.shape[1], dtype=jnp.int32) // (q.shape[1] // plan.block_q)
@@ -104,11 +106,13 @@ def _add(
     )
 
 
-def _rows_in(pages: jax.Array, named: jax.Array, scales: jax.Array | None) -> jax.Array:
-    """The tokens of the named pages, one behind the other, `[tokens, K, .]`; what they mean in f32, with scales."""
+def _rows_in(named: jax.Array, pages: jax.Array, scales: jax.Array | None, *, dtype: Any) -> jax.Array:
+    """The tokens of the named pages, one behind the other, `[tokens, K, .]`, in `dtype`; with scales in f32."""
     rows = pages[named]
     if scales is not None:
         rows = rows.astype(jnp.float32) * scales[named][..., None]
+    elif rows.dtype != dtype:  # numbers of 8 bits, which every dtype of q has exactly
+        rows = rows.astype(jnp.float32).astype(dtype)
     return rows.reshape(-1, *pages.shape[2:])
 
 

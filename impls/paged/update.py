@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from cases.serving.storage import SCALES, WHOLE_SCALES
 from impls.paged.attention import attention, check_operands, check_tables
 
 _LAST = 2**31 - 1  # of int32: no token is there
@@ -54,7 +55,7 @@ def attention_with_update(
       ValueError: an operand or an option is not as above; the message names it.
       NotImplementedError: differentiation, or pages with scales, which are read alone.
     """
-    if options.get("k_scales") is not None or options.get("v_scales") is not None:
+    if any(options.get(name) is not None for name in (*SCALES, *WHOLE_SCALES)):
         raise NotImplementedError("k_scales: new keys are written as they are given; pages with scales are read alone")
     tables: dict[str, Any] = {
         "kv_lens": kv_lens,

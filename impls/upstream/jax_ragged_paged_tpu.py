@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas.ops.tpu.ragged_paged_attention import kernel as ragged
 
-from cases.case import Case
+from cases.case import WHOLE_FEATURES, Case
 from conformance.contract import Accelerator, Arithmetic, Implementation
 from impls.versions import default_products, runs_on
 
@@ -43,6 +43,8 @@ def attention(
     page_indices: jax.Array,
     cu_q_lens: jax.Array,
     num_seqs: jax.Array,
+    k_scale: float | None = None,
+    v_scale: float | None = None,
     window: tuple[int | None, int] | None = None,
     soft_cap: float | None = None,
     scale: float | None = None,
@@ -63,6 +65,8 @@ def attention(
         sm_scale=1 / math.sqrt(depth) if scale is None else float(scale),
         sliding_window=None if left is None else left + 1,
         soft_cap=soft_cap,
+        k_scale=k_scale,
+        v_scale=v_scale,
         num_kv_pages_per_block=min(-(-block_kv // page_size), page_indices.shape[1]),
         num_queries_per_block=block_q,
     )
@@ -85,8 +89,10 @@ IMPLEMENTATIONS: tuple[Implementation, ...] = (
         call=functools.partial(attention, **_JUDGED),
         description="jax.experimental.pallas.ops.tpu.ragged_paged_attention",
         unsupported=UNSUPPORTED,
+        offers=WHOLE_FEATURES,
         supports_case=_limits,
-        arithmetic=Arithmetic(products=default_products()),
+        # Keys and values times their scale are rounded to the dtype of q.
+        arithmetic=Arithmetic(products=default_products(), cache="input"),
         residuals=frozenset(),
         differentiable_residuals=frozenset(),
         gradients=frozenset(),

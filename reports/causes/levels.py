@@ -218,7 +218,8 @@ def _operands(fields: Mapping[str, str]) -> Iterator[Level]:
     if (cache := fields.get("kv_cache")) is not None:
         kind, _, by = cache.removeprefix("kv").partition("-")
         yield _level(f"kv {kind}", f"with a cache in {kind}", "kv_cache")
-        yield _level(f"kv {by}", f"with a scale for each {by} of the cache", "kv_cache")
+        of_each = f"a scale for each {by}" if by != "tensor" else "one scale for all keys and one for all values"
+        yield _level(f"kv {by}", f"with {of_each} of the cache", "kv_cache")
 
 
 def _heads(sizes: Mapping[str, int]) -> Iterator[Level]:

@@ -29,6 +29,7 @@ from tests.kernels import served
 
 INT8 = "prefill/f32/B4.T21.S64.N4.K2.H16.V16/own-linf-53-16-17-8/kvint8-token/shared16-q21-1-1-8/normal/s0"
 FP8 = INT8.replace("int8", "fp8").replace("f32", "bf16")
+WHOLE = INT8.replace("token", "tensor")
 PLAIN = INT8.replace("/kvint8-token", "")
 CHECKS = ("forward", "residuals", "poison", "independence")
 
@@ -67,6 +68,40 @@ def test_who_may_be_called_without_scales_takes_both_sorts_of_pages() -> None:
     assert alone.residuals == frozenset()
 
 
+@pytest.mark.parametrize("case", [WHOLE, pytest.param(WHOLE.replace("int8", "fp8"), marks=pytest.mark.long)])
+def test_a_function_of_one_scale_for_all_conforms(case: str) -> None:
+    assert conforms(served.scaled_whole, case, *CHECKS)
+
+
+def test_one_scale_for_all_is_a_number_that_is_known_before_tracing() -> None:
+    seen: list[Any] = []
+
+    def attention(
+        q: Any, k: Any, v: Any, *, page_indices: Any, kv_lens: Any, cu_q_lens: Any, k_scale: float, v_scale: float
+    ) -> Any:
+        seen.append((k_scale, v_scale))
+        return q
+
+    implementation = from_function(attention, "kernel")
+    assert implementation.supports(parse(PLAIN)) == (
+        "k_scale: the function needs k_scale and v_scale, and these pages have none"
+    )
+    assert (implementation.supports(parse(INT8)) or "").startswith("kv_token_scales: not declared")
+    problem = inputs.draw(parse(WHOLE))
+    Executor(implementation).forward(problem)
+    assert problem.kv_scales is not None
+    assert set(seen) == {tuple(map(float, problem.kv_scales))}
+    assert {type(x) for pair in seen for x in pair} == {float}
+
+
+def test_scales_of_all_are_peaks_of_all() -> None:
+    problem, plain = (inputs.draw(parse(case.replace("shared", "paged"))) for case in (WHOLE, PLAIN))
+    assert problem.kv_scales is not None
+    for stored, scale, x in zip((problem.k, problem.v), problem.kv_scales, (plain.k, plain.v), strict=True):
+        assert scale == (np.abs(x.astype(np.float64)).max() / 127).astype(np.float32)
+        assert np.abs(stored.astype(np.int32)).max() == 127
+
+
 def test_residuals_of_one_that_needs_scales_are_found() -> None:
     def with_logsumexp(
         q: Any,
@@ -91,6 +126,7 @@ def test_residuals_of_one_that_needs_scales_are_found() -> None:
     [
         ("q, k, v, *, page_indices, kv_lens, cu_q_lens, k_scales", r"lacks 'v_scales' \(the scales of v_pages, \["),
         ("q, k, v, *, page_indices, kv_lens, cu_q_lens, v_scales=None", "lacks 'k_scales'"),
+        ("q, k, v, *, page_indices, kv_lens, cu_q_lens, k_scale", r"lacks 'v_scale' \(the scale of all v_pages, a"),
         (
             "q, k, v, *, page_indices, kv_lens, cu_q_lens, kv_scales",
             "needs the argument 'kv_scales'.*k_scales, v_scales",
@@ -191,11 +227,13 @@ def test_the_grid_of_others_knows_nothing_of_scales() -> None:
 
     assert caches(served.paged) == {None}
     assert caches(served.scaled) == {None, "kvint8-token", "kvfp8-token"}
+    assert caches(served.scaled_whole) == {None, "kvint8-tensor", "kvfp8-tensor"}
 
 
 @pytest.mark.long
-def test_scales_live_as_pages_do() -> None:
-    implementation = from_function(served.scaled, "kernel")
+@pytest.mark.parametrize("function", [served.scaled, served.scaled_whole], ids=lambda function: function.__name__)
+def test_scales_live_as_pages_do(function: Callable[..., Any]) -> None:
+    implementation = from_function(function, "kernel")
     case = next(case for case in lives(0, implementation.supports) if case.kv_cache)
     found = Runner(Settings()).run(plan.single(implementation, case, [BY_NAME["decoding"]]).jobs)
     assert {record.verdict for record in found} == {PASS}

@@ -25,6 +25,7 @@ from tests.planted.planting.served import PagedSteps, paged
 FUNCTIONS: tuple[Callable[..., Any], ...] = (
     served.paged,
     served.scaled,
+    served.scaled_whole,
     served.packed,
     served.packed_by_sequence,
     served.packed_by_vmap,
@@ -32,7 +33,14 @@ FUNCTIONS: tuple[Callable[..., Any], ...] = (
     latents.dense,
 )
 # Two forms of `served.packed`, which are slower to compile, and of `served.paged` those with another operand.
-_LONG = (served.scaled, served.packed_by_sequence, served.packed_by_vmap, latents.in_pages, latents.dense)
+_LONG = (
+    served.scaled,
+    served.scaled_whole,
+    served.packed_by_sequence,
+    served.packed_by_vmap,
+    latents.in_pages,
+    latents.dense,
+)
 # One short job in so many is run here; all of them, with three seeds, take minutes.
 _STRIDE = 60
 

@@ -233,6 +233,16 @@ def test_what_is_no_kernel_is_one_line(
     assert line.isprintable()
 
 
+def test_a_problem_that_needs_more_memory_than_there_is_says_how_much(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = ["run", "--impl=kernels.py:right", "--problem=sparse_attention", "--full-size"]
+    monkeypatch.setattr("conformance.commands.lookup._memory", lambda: 20 * 10**9)
+    assert run(*asked) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "sparse_attention needs about 27 GB, and this machine has 20 GB: a --case with fewer" in line
+
+
 COMMANDS = [
     (["run", "--impl=kernels.py:right", f"--case={CASE.replace('B1', 'B99999999999')}"], "GB for its operands alone"),
     (["run", "--impl=kernels.py:right", f"--case={CASE.replace('s0', 's' + '9' * 30)}"], "seed must be in 0..2**64-1"),

@@ -237,6 +237,10 @@ SCALES: dict[str, Any] = {"k_scales": jnp.ones((6, 4, 2)), "v_scales": jnp.ones(
             r"page_scales must have shape \[6, 4, a multiple of 128\], .* got \(6, 4, 64\)",
         ),
         ({**BYTES, "page_scales": jnp.ones((6, 4, 128), jnp.int8)}, "page_scales must be float32, got int8: cast"),
+        ({**BYTES, "k_scale": 0.1}, "v_scale must be a number .* got None"),
+        ({**BYTES, "v_scale": 0.1, "k_scale": jnp.float32(1)}, "k_scale must be a number that is known before tracing"),
+        ({"k_scale": 0.1, "v_scale": 0.2}, "k_pages and v_pages must have one dtype of .* got float32 and float32"),
+        ({**BYTES, **SCALES, "k_scale": 0.1, "v_scale": 0.2}, "k_scale and v_scale must be the only scales"),
     ],
 )
 def test_what_is_wrong_of_scales_is_named(changed: dict[str, Any], message: str) -> None:
@@ -247,6 +251,8 @@ def test_what_is_wrong_of_scales_is_named(changed: dict[str, Any], message: str)
 def test_scales_are_taken_in_the_layout_of_the_back_end_and_of_pages_that_are_read() -> None:
     with pytest.raises(NotImplementedError, match="paged on a TPU does not support k_scales"):
         call(**BYTES, **SCALES, backend="tpu")
+    with pytest.raises(NotImplementedError, match="paged on a GPU does not support k_scales"):
+        call(**BYTES, k_scale=0.1, v_scale=0.2, backend="gpu")
     with pytest.raises(NotImplementedError, match="paged in plain JAX does not support page_scales"):
         call(**BYTES, page_scales=paged.side_by_side(**SCALES))
     new = jnp.ones((2, 2, 8))

@@ -78,6 +78,43 @@ def scaled(
     )
 
 
+def scaled_whole(
+    q: jax.Array,  # [total_q, N, H]
+    k_pages: jax.Array,  # [pages, page_size, K, H]
+    v_pages: jax.Array,  # [pages, page_size, K, V]
+    *,
+    kv_lens: jax.Array,  # [max_seqs]
+    page_indices: jax.Array,  # [max_seqs, pages_per_seq]
+    cu_q_lens: jax.Array,  # [max_seqs + 1]
+    num_seqs: jax.Array,  # [1]
+    k_scale: float | None = None,
+    v_scale: float | None = None,
+    window: tuple[int, int] | None = None,
+    scale: float | None = None,
+    soft_cap: float | None = None,
+    sinks: jax.Array | None = None,  # [N]
+    save_residuals: bool = False,
+) -> Any:
+    """The same, where all keys have one scale and all values one."""
+    if k_scale is not None and v_scale is not None:
+        k_pages = k_pages.astype(jnp.float32) * k_scale
+        v_pages = v_pages.astype(jnp.float32) * v_scale
+    return paged(
+        q,
+        k_pages,
+        v_pages,
+        kv_lens=kv_lens,
+        page_indices=page_indices,
+        cu_q_lens=cu_q_lens,
+        num_seqs=num_seqs,
+        window=window,
+        scale=scale,
+        soft_cap=soft_cap,
+        sinks=sinks,
+        save_residuals=save_residuals,
+    )
+
+
 def writing(
     q: jax.Array,  # [total_q, N, H]
     k: jax.Array,  # [total_q, K, H]

@@ -26,15 +26,20 @@ CASES = (
     "train/f32/B2.T24.S32.N4.K2.H8.V6/causal-o8/seg/softcap2/sinks/bias/scale0.3/alibi/normal/s1",
     "train/f32/B2.T24.S32.N2.K2.H8.V8/densehead-d40/biaskey/large/s2",
     "train/bf16/B3.T24.S24.N4.K1.H8.V8/causal_and_lengths-0-9-24/sinks/heavy/s3",
+    "train/f32/B2.T24.S30.N4.K2.H8.V8/causal-o6/softcap5/sinks/bias/score-rows/normal/s5",
+    "train/f32/B2.T24.S24.N2.K1.H8.V8/causal/score-cap/large/s6",
     "train/bf16/B1.T30.S30.N2.K2.H8.V8/window-l4-r2/softcap5/biashead/alibi/knee/s4",
 )
+
+
+OFFERED = frozenset({"alibi_slopes", "score_mod"})
 
 
 def subject(case_id: str, backward: Backward) -> Subject:
     def call(*args: Any, **kwargs: Any) -> Any:
         return reference_attention(*args, **kwargs, backward=backward)
 
-    implementation = Implementation(name=f"reference_{backward}", call=call, empty_rows="zero")
+    implementation = Implementation(name=f"reference_{backward}", call=call, empty_rows="zero", offers=OFFERED)
     return Subject(Executor(implementation), parse(case_id), default())
 
 
@@ -87,6 +92,33 @@ def test_what_nobody_may_attend_to_reaches_no_gradient(backward: Backward, poiso
     clean, dirty = gradients(problem.k, problem.v), gradients(k, v)
     jax.tree.map(np.testing.assert_array_equal, dirty, clean)
     assert not np.asarray(dirty[1][1][:, 3:]).any()
+
+
+@pytest.mark.parametrize("backward", ["vanilla", "flash"])
+def test_a_mask_by_function_is_the_mask_that_it_says(backward: Backward) -> None:
+    problem = draw(parse("train/f32/B2.T6.S9.N4.K2.H4.V4/full/normal/s1"))
+    q, k, v = map(jnp.asarray, (problem.q, problem.k, problem.v))
+    b, n, i, j = np.ogrid[:2, :4, :6, :9]
+
+    def seen(b: Any, n: Any, i: Any, j: Any) -> Any:
+        return (j <= i + n) & (j != 2 * b)
+
+    def gradients(**mask: Any) -> Any:
+        def loss(*operands: jax.Array) -> jax.Array:
+            return (reference_attention(*operands, **mask, backward=backward) ** 2).sum()
+
+        return jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2)))(q, k, v)
+
+    assert not seen(b, n, i, j).all(axis=(2, 3)).any()
+    by_array = gradients(mask=Causal(4) & Dense(seen(b, n, i, j)))
+    jax.tree.map(np.testing.assert_array_equal, gradients(mask=Causal(4), mask_mod=seen), by_array)
+
+
+def test_what_is_no_function_is_refused() -> None:
+    for name in ("mask_mod", "score_mod"):
+        wrong: dict[str, Any] = {name: 3}
+        with pytest.raises(TypeError, match=f"{name} must be a function"):
+            reference_attention(**operands(), **wrong)
 
 
 def test_max_logits_carry_no_gradient() -> None:

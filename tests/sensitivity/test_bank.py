@@ -51,6 +51,7 @@ CORRECT = {
     "caches": caches.implementation("correct"),
     "paged": served.paged("correct"),
     "scaled": served.scaled("correct"),
+    "whole": served.whole("correct"),
     "writing": page_writes.writing("correct"),
     "packed": served.packed("correct"),
     "functions": flex.implementation("correct"),

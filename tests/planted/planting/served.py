@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from cases.case import SCALED_FEATURES, Case
+from cases.case import SCALED_FEATURES, WHOLE_FEATURES, Case
 from conformance.contract import Implementation
 
 Array = jax.Array
@@ -32,6 +32,7 @@ class Call:
     right: int | None = None
     soft_cap: float | None = None
     scale: float = 1.0
+    k_scale: float = 1.0  # of all keys
     kv_heads: int = 1
 
     @property
@@ -73,6 +74,7 @@ def _window(j: Array, position: Array, call: Call, place: Array) -> Array:
 
 def _capped(x: Array, allowed: Array, call: Call) -> Array:
     del allowed
+    x = x * call.k_scale
     return x if call.soft_cap is None else call.soft_cap * jnp.tanh(x / call.soft_cap)
 
 
@@ -114,6 +116,10 @@ class PagedSteps:
     clean_scales: Step = lambda x, seen: jnp.where(seen[..., None], x, 0)
     meant: Step = lambda x, scales: x.astype(jnp.float32) * scales[..., None]  # of keys
     meant_values: Step = lambda x, scales: x.astype(jnp.float32) * scales[..., None]
+    # The same with a scale of all keys and one of all values, Python numbers.
+    numbers: Step = lambda k_scale, v_scale: (k_scale, v_scale)
+    whole: Step = lambda x: x.astype(jnp.float32)
+    times: Step = lambda out, v_scale, call: out * v_scale
     heads: Step = lambda x, count: jnp.repeat(x, count // x.shape[2], axis=2)
     cap: Step = _capped  # (x, allowed, call)
     after_cap: Step = lambda x, k_scales: x  # k_scales [total_q, N, S]
@@ -137,12 +143,15 @@ def paged_by(steps: PagedSteps) -> Callable[..., Any]:
         num_seqs: Array,
         k_scales: Array | None = None,
         v_scales: Array | None = None,
+        k_scale: float | None = None,
+        v_scale: float | None = None,
         window: tuple[int, int] | None = None,
         scale: float | None = None,
         soft_cap: float | None = None,
         sinks: Array | None = None,
         save_residuals: bool = False,
     ) -> Any:
+        of_keys, of_values = (1.0, 1.0) if k_scale is None else steps.numbers(k_scale, v_scale)
         there = jnp.arange(len(kv_lens)) < num_seqs[0]
         call = steps.tables(
             Call(
@@ -156,6 +165,7 @@ def paged_by(steps: PagedSteps) -> Callable[..., Any]:
                 left=None if window is None else window[0],
                 soft_cap=soft_cap,
                 scale=q.shape[-1] ** -0.5 if scale is None else scale,
+                k_scale=of_keys,
                 kv_heads=k_pages.shape[2],
             )
         )
@@ -175,9 +185,11 @@ def paged_by(steps: PagedSteps) -> Callable[..., Any]:
         if k_scales is not None:
             where = steps.of_scales(pages, row, slot, call)
             own = steps.scales(k_scales, v_scales)
-            scales, of_values = (steps.clean_scales(steps.scale(x, *where), seen) for x in own)
-            k, v, scales = steps.meant(k, scales), steps.meant_values(v, of_values), scales[at]
-        out, lse, top = _attended(steps, q, k[at], v[at], allowed, call, sinks, scales)
+            scales, values_scales = (steps.clean_scales(steps.scale(x, *where), seen) for x in own)
+            k, v, scales = steps.meant(k, scales), steps.meant_values(v, values_scales), scales[at]
+        if k_scale is not None:
+            k, v = steps.whole(k), steps.whole(v)
+        out, lse, top = _attended(steps, q, k[at], v[at], allowed, call, sinks, scales, of_values)
         return (out, {"logsumexp": lse, "max_logits": top}) if save_residuals else out
 
     return attention
@@ -192,6 +204,7 @@ def _attended(
     call: Call,
     sinks: Array | None,
     k_scales: Array | None = None,
+    v_scale: float = 1.0,
 ) -> tuple[Array, Array, Array]:
     k, v = (steps.heads(x, q.shape[1]) for x in (k, v))
     x = jnp.einsum("tnh,tsnh->tns", q, k, preferred_element_type=jnp.float32) * call.scale
@@ -200,7 +213,8 @@ def _attended(
     if k_scales is not None:
         x = steps.after_cap(x, steps.heads(k_scales, q.shape[1]).swapaxes(1, 2))
     out, lse, top = steps.attend(x, allowed, v, steps.sinks(sinks, call))
-    return steps.output(out, call).astype(q.dtype), steps.logsumexp(lse, allowed), top
+    out = steps.output(steps.times(out, v_scale, call), call)
+    return out.astype(q.dtype), steps.logsumexp(lse, allowed), top
 
 
 def paged(name: str, steps: PagedSteps = PagedSteps()) -> Implementation:
@@ -220,6 +234,11 @@ def paged(name: str, steps: PagedSteps = PagedSteps()) -> Implementation:
 def scaled(name: str, steps: PagedSteps = PagedSteps()) -> Implementation:
     """The same over pages with scales, and no others."""
     return dataclasses.replace(paged(name, steps), offers=SCALED_FEATURES, supports_case=_only_scaled)
+
+
+def whole(name: str, steps: PagedSteps = PagedSteps()) -> Implementation:
+    """The same over pages with one scale of all keys and one of all values, and no others."""
+    return dataclasses.replace(paged(name, steps), offers=WHOLE_FEATURES, supports_case=_only_scaled)
 
 
 def _only_scaled(case: Case) -> str | None:

@@ -1,0 +1,274 @@
+"""Kernels of tpu-inference, which is vLLM on TPUs: ragged paged attention (v3), and the same over latents (MLA, v1).
+
+Both write the tokens of their queries into pages. The first is asked for that. The second is asked over pages that
+have these tokens, and gets them from there, so that it writes what it finds. Pages are in the kernels' layouts, which
+servers keep: keys and values one head beside the other, `[pages, page_size, 2 K / packing, packing, H]`, rank and
+rotary part of a latent each in whole lanes. Sequences of one query that stand first are told apart, for which there is
+another program. Windows count the query's own key. There are no residuals, no sinks and no sequence without queries.
+
+The sums of the first in bf16 are in bf16 too, block by block, as its callers have them.
+
+Importing the package imports vLLM. These two modules need nothing of it but each other, so they are imported alone. The
+names are private, and of the version that this was written for, 0.32.0. It asks for a version of JAX of its own and for
+vLLM, so it is in no extra here. Neither of JAX's interpreters takes these kernels: both stop at refs of another shape.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import importlib.util
+import math
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.pallas import tpu as pltpu
+
+from cases.case import Case
+from conformance.contract import Accelerator, Arithmetic, Implementation
+from impls.versions import default_products, runs_on
+
+RAGGED, LATENT = "tpu_inference_ragged_paged_tpu", "tpu_inference_latent_tpu"
+LANES = 128
+BLOCK_Q, BLOCK_KV = 32, 512
+BLOCK_Q_LATENT = 8
+"""Queries and keys of a block on a TPU. Both compile for every generation with these, at 64 and 128 heads in bf16."""
+VMEM = 64 << 20
+ABSENT = "tpu-inference is not installed: pip install --no-deps tpu-inference==0.32.0"
+NO_TPU = "needs a TPU: JAX's interpreters of TPU kernels stop at its reshaped refs"
+_PACKAGE = "tpu_inference"
+_LAST = 2**31 - 1  # of int32: no token is there
+_JUDGED: dict[str, Any] = {"block_q": 8, "block_kv": 32}
+UNSUPPORTED = {
+    "f16": "the matrix unit multiplies no float16",
+    "sinks": "takes no sinks",
+    "v_head_dim": "needs values of the same depth as keys",
+}
+
+
+def attention(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    k_pages: jax.Array,
+    v_pages: jax.Array,
+    *,
+    kv_lens: jax.Array,
+    page_indices: jax.Array,
+    cu_q_lens: jax.Array,
+    num_seqs: jax.Array,
+    window: tuple[int | None, int] | None = None,
+    soft_cap: float | None = None,
+    scale: float | None = None,
+    block_q: int = BLOCK_Q,
+    block_kv: int = BLOCK_KV,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The call that writes pages (docs/contract.md, section 8).
+
+    Raises:
+      ImportError: tpu-inference is not installed.
+    """
+    pages, page_size, num_kv_heads, depth = k_pages.shape
+    library = _module("ragged_paged_attention.v3.kernel")
+    shape = library.get_kv_cache_shape(pages, page_size, num_kv_heads, depth, k_pages.dtype)
+    both = jnp.stack([k_pages, v_pages], axis=3).reshape(pages, page_size, 2 * num_kv_heads, depth)
+    cache = _padded(_padded(both, 3, shape[4]), 2, shape[2] * shape[3]).reshape(shape)
+    keys = -(-block_kv // page_size) * page_size
+    out, cache = library.ragged_paged_attention(
+        q,
+        k,
+        v,
+        cache,
+        kv_lens,
+        page_indices.reshape(-1),
+        cu_q_lens,
+        _distribution(cu_q_lens, num_seqs),
+        sm_scale=1 / math.sqrt(depth) if scale is None else float(scale),
+        sliding_window=_keys_of(window),
+        soft_cap=soft_cap,
+        d_block_sizes=(1, keys, 1, keys),
+        m_block_sizes=(block_q, keys, block_q, keys),
+        vmem_limit_bytes=VMEM,
+    )
+    both = cache.reshape(pages, page_size, -1, shape[4])[:, :, : 2 * num_kv_heads, :depth]
+    both = both.reshape(pages, page_size, num_kv_heads, 2, depth)
+    return out, both[:, :, :, 0], both[:, :, :, 1]
+
+
+def latent_attention(
+    q: jax.Array,
+    latent_pages: jax.Array,
+    *,
+    value_dim: int,
+    scale: float,
+    kv_lens: jax.Array,
+    page_indices: jax.Array,
+    cu_q_lens: jax.Array,
+    num_seqs: jax.Array,
+    window: tuple[int | None, int] | None = None,
+    soft_cap: float | None = None,
+    block_q: int = BLOCK_Q_LATENT,
+    block_kv: int = BLOCK_KV,
+) -> jax.Array:
+    """The call over latents in pages, by the same section. Raises `ImportError` as `attention` does.
+
+    Its tokens are an even number in bf16, and its heads a multiple of the queries of a block.
+    """
+    page_size, total = latent_pages.shape[1], len(q)
+    q = _padded(q, 0, total + total % 2)
+    tokens = _tokens(len(q), latent_pages, kv_lens, page_indices, cu_q_lens, num_seqs)
+    library = _module("mla.v1.kernel")
+    parts = (latent_pages[..., :value_dim], latent_pages[..., value_dim:])
+    cache = jnp.concatenate([_padded(x, 2, -(-x.shape[2] // LANES) * LANES) for x in parts], axis=2)
+    shape = library.get_kv_cache_shape(len(cache), page_size, cache.shape[2], cache.dtype)
+    out, _ = library.mla_ragged_paged_attention(
+        q[..., :value_dim],
+        q[..., value_dim:],
+        tokens[:, :value_dim],
+        tokens[:, value_dim:],
+        cache.reshape(shape),
+        kv_lens,
+        page_indices.reshape(-1),
+        cu_q_lens,
+        _distribution(cu_q_lens, num_seqs),
+        sm_scale=float(scale),
+        sliding_window=_keys_of(window),
+        soft_cap=soft_cap,
+        num_kv_pages_per_block=-(-block_kv // page_size),
+        num_queries_per_block=math.gcd(block_q, q.shape[1]),
+        vmem_limit_bytes=VMEM,
+    )
+    found: jax.Array = out[:total]
+    return found
+
+
+def _padded(x: jax.Array, axis: int, size: int) -> jax.Array:
+    """`x` with zeros behind it along `axis`, so that it is `size` long."""
+    return jnp.pad(x, [(0, size - x.shape[axis] if n == axis else 0) for n in range(x.ndim)])
+
+
+def _keys_of(window: tuple[int | None, int] | None) -> int | None:
+    """How many keys a query sees with its own, none for all before it."""
+    return None if window is None or window[0] is None else window[0] + 1
+
+
+def _distribution(cu_q_lens: jax.Array, num_seqs: jax.Array) -> jax.Array:
+    """int32 `[3]`: how many sequences of one query stand first, the same once more, and how many there are."""
+    count = num_seqs[0].astype(jnp.int32)
+    alone = jnp.cumprod((jnp.diff(cu_q_lens) == 1).astype(jnp.int32), dtype=jnp.int32).sum(dtype=jnp.int32)
+    first = jnp.minimum(alone, count)
+    return jnp.stack([first, first, count])
+
+
+def _tokens(
+    total: int,
+    latent_pages: jax.Array,
+    kv_lens: jax.Array,
+    page_indices: jax.Array,
+    cu_q_lens: jax.Array,
+    num_seqs: Any,
+) -> jax.Array:
+    """The latents of the queries' tokens, `[total_q, H]`, as they lie in the pages; zeros past the last sequence."""
+    most, page_size = len(kv_lens), latent_pages.shape[1]
+    token = jnp.arange(total, dtype=jnp.int32)
+    ends = jnp.where(jnp.arange(most) < num_seqs[0], cu_q_lens[1:], _LAST)
+    sequence = jnp.minimum(jnp.searchsorted(ends, token, side="right"), most - 1)
+    j = jnp.maximum(kv_lens[sequence] - cu_q_lens[sequence + 1] + token, 0)
+    found = latent_pages[page_indices[sequence, j // page_size], j % page_size]
+    return jnp.where((token < cu_q_lens[num_seqs[0]])[:, None], found, 0)
+
+
+@contextlib.contextmanager
+def _without_its_init() -> Iterator[None]:
+    """The package found and not run, for as long as this lasts; one that is imported already is left as it is."""
+    spec = importlib.util.find_spec(_PACKAGE)
+    if _PACKAGE in sys.modules or spec is None:
+        yield
+        return
+    bare = ModuleType(_PACKAGE)
+    bare.__path__ = [str(Path(str(spec.origin)).parent)]
+    before = set(sys.modules)
+    sys.modules[_PACKAGE] = bare
+    try:
+        yield
+    finally:
+        for name in set(sys.modules) - before:
+            if name.partition(".")[0] == _PACKAGE:
+                del sys.modules[name]
+
+
+@functools.cache
+def _module(name: str) -> ModuleType:
+    """A module of its kernels, imported when a call needs it."""
+    with _without_its_init():
+        return importlib.import_module(f"{_PACKAGE}.kernels.{name}")
+
+
+def _limits(case: Case) -> str | None:
+    page_size = (case.stored and case.stored.page_size) or 1
+    packing = 1 if case.dtype == "f32" else 2
+    if page_size % packing:
+        return f"needs a page size that is a multiple of {packing} in {case.dtype}; it is {page_size}"
+    for q, kv in zip(case.q_lengths, case.kv_lengths, strict=True):
+        if not 0 < q <= kv:
+            return f"needs a query in each sequence, and as many keys; one has {q} queries and {kv} keys"
+    return None
+
+
+def _limits_of_latents(case: Case) -> str | None:
+    if case.head_dim == case.v_head_dim:
+        return "needs a rotary part behind the values"
+    if case.dtype == "bf16" and not hasattr(pltpu, "reciprocal"):
+        return "needs jax 0.11 in bf16, for pltpu.reciprocal"
+    return _limits(case)
+
+
+_INSTALLED = importlib.util.find_spec(_PACKAGE) is not None
+
+
+def _implementation(name: str, call: Callable[..., Any], **declared: Any) -> Implementation:
+    absent = None if runs_on("tpu") else NO_TPU
+    return Implementation(
+        name=name,
+        call=functools.partial(call, **_JUDGED),
+        residuals=frozenset(),
+        differentiable_residuals=frozenset(),
+        gradients=frozenset(),
+        empty_rows="undefined",
+        behind_mask="finite",
+        refuses_by_signature=True,
+        accelerator=Accelerator(
+            platform="tpu", absent=absent if _INSTALLED else ABSENT, native=call if _INSTALLED else None
+        ),
+        **declared,
+    )
+
+
+IMPLEMENTATIONS: tuple[Implementation, ...] = (
+    _implementation(
+        RAGGED,
+        attention,
+        description="ragged paged attention (v3) of tpu-inference, which writes new keys and values into pages",
+        unsupported=UNSUPPORTED,
+        supports_case=_limits,
+        # In bf16 the maximum, the sum of weights and that of values are rounded after each block of keys.
+        arithmetic=Arithmetic(products=default_products(), softmax="input", block_sums=_JUDGED["block_kv"]),
+        storage="paged",
+        writes_pages=True,
+    ),
+    _implementation(
+        LATENT,
+        latent_attention,
+        description="ragged paged attention over latents (MLA, v1) of tpu-inference",
+        unsupported={name: reason for name, reason in UNSUPPORTED.items() if name != "v_head_dim"},
+        supports_case=_limits_of_latents,
+        arithmetic=Arithmetic(products=default_products()),
+        storage="latent_pages",
+    ),
+)
