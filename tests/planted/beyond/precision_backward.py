@@ -64,8 +64,9 @@ def _d_of_halves_in_f16(p: Array, dp: Array, do: Array, saved: Saved) -> Array:
     """Two vectors hold the terms of half of the depth each, and their sums are in the operands' dtype."""
     out, narrow = saved.forward.out, saved.call.q.dtype == jnp.float16
     half = out.shape[-1] // 2
-    both = (product("btnv,btnv->bnt", out[..., x], do[..., x]) for x in (slice(half), slice(half, None)))
-    return sum(rounded(d, jnp.float16) if narrow else d for d in both)[..., None]
+    both = [product("btnv,btnv->bnt", out[..., x], do[..., x]) for x in (slice(half), slice(half, None))]
+    first, second = (rounded(d, jnp.float16) if narrow else d for d in both)
+    return (first + second)[..., None]
 
 
 def _dp_rounded(do: Array, saved: Saved) -> Array:
