@@ -138,7 +138,7 @@ def how_it_ended(session: pytest.Session) -> tuple[str, str]:
 
 def _replaced(config: pytest.Config) -> list[str]:
     """What has been put in the place of functions that judge. Workers of pytest-xdist import the same files."""
-    from conformance.judging import intact
+    from conformance.apart import intact
 
     return intact.replaced(config.rootpath)
 
