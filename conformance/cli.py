@@ -23,6 +23,7 @@ from conformance.judging.levels import GRID_LEVELS, LEVELS
 
 # Commands that time programs: they run under JAX's default flags, as everybody's programs do.
 _TIMING = frozenset({"bench", "tune"})
+_JUDGING = frozenset({"run", "explore"})
 
 
 def parser() -> argparse.ArgumentParser:
@@ -337,6 +338,8 @@ def main(arguments: argparse.Namespace, *, last: bool = False) -> int:
             timing = arguments.command in _TIMING and not getattr(arguments, "static", False)
             environment.prepare(timing=timing)
             packages.claim()
+            if arguments.command in _JUDGING and (reason := environment.not_compiled()) is not None:
+                raise CannotJudge(reason)
             if _asks_others(arguments):
                 forked.make_ready()  # beside this process, which loads the same
             from conformance.commands.table import command  # imported late: it loads JAX

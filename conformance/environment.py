@@ -64,6 +64,8 @@ _WRITE_SCHEDULES = (
 _SCHEDULES = "conformance-schedules-"
 _OURS = re.compile(rf"--xla_jf_dump_to=(\S*{_SCHEDULES}\d+) .*")
 _ONE_THREAD = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS")
+# What JAX takes for true in its environment.
+_TRUE = ("y", "yes", "t", "true", "on", "1")
 # New objects after which Python looks for cycles among them, in place of 700. Tracing and lowering make objects by the
 # million, few of them in cycles: looking so often takes 6% of the time of judging a Pallas kernel.
 _OBJECTS = 20_000
@@ -121,6 +123,15 @@ def _flags() -> tuple[str, ...]:
     if Version(importlib.metadata.version("jaxlib")) < Version("0.11"):
         return flags + _FAST_COMPILE_BEFORE_0_11
     return flags
+
+
+def not_compiled() -> str | None:
+    """Why what runs in this environment are no programs, or None: then nothing is judged that users run."""
+    jax = sys.modules.get("jax")
+    set_so = os.environ.get("JAX_DISABLE_JIT", "").lower() in _TRUE
+    if not (set_so or (jax is not None and jax.config.jax_disable_jit)):
+        return None
+    return "JAX_DISABLE_JIT is set: kernels would be judged without being compiled, as nobody runs them"
 
 
 def own_options() -> dict[str, bool | int]:

@@ -20,6 +20,11 @@ _BORDER: dict[str, Any] = {
     **{"phase": "prefill", "batch": 3, "q_length": 4, "kv_length": 80},
     **{"mask": "own-l31-48-64-80", "soft_cap": None},  # each key has some weight
 }
+# Three queries in all, two of them of one sequence, in tables with room for more sequences than there are queries.
+_ROOM: dict[str, Any] = {
+    **{"phase": "prefill", "batch": 6, "q_length": 2, "kv_length": 40},
+    **{"mask": "own-linf-17-40-8-33-1-24", "soft_cap": None},
+}
 _FORTY = tuple(1 + 5 * n % 13 for n in range(40))
 _ENDS = "-".join(map(str, _FORTY))
 FURTHER: Mapping[Kind, Mapping[str, Mapping[str, Any]]] = {
@@ -53,6 +58,7 @@ FURTHER: Mapping[Kind, Mapping[str, Mapping[str, Any]]] = {
             "storage": "paged1",
         },
         "border": {**_BORDER, "storage": "paged16-q2-4-1"},
+        "room": {**_ROOM, "storage": "paged16-q0-2-0-1-0-0"},
     },
     "latent": {},
     "latent_pages": {
@@ -65,6 +71,7 @@ FURTHER: Mapping[Kind, Mapping[str, Mapping[str, Any]]] = {
             "storage": "latent1",
         },
         "border": {**_BORDER, "storage": "latent16-q2-4-1"},
+        "room": {**_ROOM, "storage": "latent16-q0-2-0-1-0-0"},
         # A rank and a rotary part that no vector divides.
         "uneven": {**_BORDER, "storage": "latent16-q2-4-1", "head_dim": 45, "v_head_dim": 35},
     },

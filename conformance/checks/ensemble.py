@@ -4,18 +4,22 @@ There are two statistics for each observable. **Bias** is the mean error away fr
 the output dtype. A correct kernel has 0; one that truncates instead of rounding has -1. **Spread** is the root mean
 square error, as a multiple of what a correct kernel is expected to have (`conformance.truth.spread`). A kernel that
 accumulates in the operands' dtype instead of f32 rounds at every step, which shows here.
+
+In f16 a sum in the operands' dtype also overflows. That is asked too, of the program that there is.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterator
 
 import numpy as np
 
 from cases.case import Case
+from cases.inputs import Cotangent
 from conformance import records
-from conformance.asking.judgement import Judgement
+from conformance.asking.judgement import Judgement, apart, unsupported
 from conformance.asking.subject import Subject
 from conformance.calling.execution import Result
 from conformance.truth.spread import Spread, spread
@@ -32,6 +36,11 @@ BIAS_LIMIT = 0.03
 SPREAD_LIMIT = 1.1
 # Rows that share few large errors (rounded logits) may lean further by chance, but never this far.
 _STANDARD_ERRORS = 6.0
+# What is added to values in the first half of the depth and taken from those in the other, and by what cotangents grow,
+# which are alike in both. So sums over half of the depth in `D = <out, do>`, and in `<do, v>`, are some 200,000, which
+# f16 does not have. The whole sums are within: a probability that JAX casts to f16 has its gradient in f16.
+_SHIFT = 64.0
+_LOUDER = 128.0
 # Seeds of one case lie this far apart, so that no two base seeds share a problem.
 _SEED_STEP = 2**32
 
@@ -63,6 +72,26 @@ def ensemble(subject: Subject) -> Iterator[Judgement]:
             collected.setdefault(name, []).append((got, exact))
     for name, pairs in collected.items():
         yield from judge_statistics(name, statistics(pairs), subject.case.dtype)
+    if subject.case.dtype == "f16" and "random" in subject.cotangents:
+        yield from apart("wide_sums", functools.partial(_wide_sums, subject))
+
+
+def _wide_sums(subject: Subject) -> Iterator[Judgement]:
+    """Gradients are right where parts of the sums over depth are beyond f16, and whole sums are not."""
+    if subject.implementation.arithmetic.softmax != "f32":
+        yield unsupported("gradients", "sums on the way back are declared in f16")
+        return
+    v, drawn = subject.problem.v, subject.cotangents["random"].out
+    half = v.shape[-1] // 2
+    depth = np.arange(v.shape[-1])
+    problem = dataclasses.replace(subject.problem, v=v + np.where(depth < half, _SHIFT, -_SHIFT).astype(v.dtype))
+    alike = np.abs(drawn[..., np.where(depth < half, depth, depth - half)])
+    cotangent = Cotangent("random", alike * drawn.dtype.type(_LOUDER))
+    got = subject.executor.gradients(problem, cotangent).values
+    expected = subject.expect(problem, [cotangent]).gradients[0]
+    for name in subject.implementation.gradients:
+        if name in got:
+            yield subject.judge(name, got[name], expected[name])
 
 
 def statistics(pairs: list[tuple[np.ndarray, Spread]]) -> Statistics:

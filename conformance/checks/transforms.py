@@ -89,6 +89,18 @@ def _vmap_over(names: Sequence[str], pair: Pair) -> Iterator[Judgement]:
     yield pair.judge_out_of(got, (problem, mixed), (pair.expected[0], pair.subject.expect(mixed)))
 
 
+def _vmap_over_half(name: str, which: int, pair: Pair) -> Iterator[Judgement]:
+    """One of the two arrays of a pair has the mapped axis alone: keys of several prompts, or queries over one cache."""
+    problem, other = pair.problems
+    ours, theirs = getattr(problem, name), getattr(other, name)
+    if ours is None:
+        return
+    changed: dict[str, Any] = {name: tuple((theirs if n == which else ours)[n] for n in range(2))}
+    mixed = dataclasses.replace(problem, **changed)
+    got = pair.subject.executor.run(transformed.vmap_over, (problem, mixed), [name], which)
+    yield pair.judge_out_of(got, (problem, mixed), (pair.expected[0], pair.subject.expect(mixed)))
+
+
 def _vmap_queries(pair: Pair) -> Iterator[Judgement]:
     """Queries alone have the mapped axis, and batch rows differ in what they share: in bias and mask too."""
     yield from _vmap_over(("q",), dataclasses.replace(pair, problems=_of_unlike_rows(pair)))
@@ -333,6 +345,8 @@ _FORWARD: dict[str, Callable[[Pair], Iterator[Judgement]]] = {
     "vmap": _vmap,
     "vmap_q": _vmap_queries,
     **{f"vmap_{name}": functools.partial(_vmap_over, operands) for name, operands in _mapped().items()},
+    "vmap_ids_of_queries": functools.partial(_vmap_over_half, "segment_ids", 0),
+    "vmap_ids_of_keys": functools.partial(_vmap_over_half, "segment_ids", 1),
     "vmap_masks": _vmap_masks,
     "donated": _donated,
     "x64": _x64,

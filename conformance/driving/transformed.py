@@ -35,12 +35,21 @@ def vmap_with_residuals(executor: Executor, problems: Sequence[Problem]) -> Valu
     return _on_host({"out": out, **residuals})
 
 
-def vmap_over(executor: Executor, problems: Sequence[Problem], names: Sequence[str]) -> np.ndarray:
-    """Likewise, with the mapped axis in the operands `names` alone; the others are those of the first problem."""
+def vmap_over(
+    executor: Executor, problems: Sequence[Problem], names: Sequence[str], of_pair: int | None = None
+) -> np.ndarray:
+    """Likewise, with the mapped axis in the operands `names` alone; the others are those of the first problem.
+
+    Of pairs, as segment ids are, `of_pair` says which of the two has it, both without.
+    """
     plain, shared = executor.bind(problems[0])
-    axes = {name: 0 if name in names else None for name in shared}
     stacked = _stacked(executor, problems)
+    axes: dict[str, Any] = {name: 0 if name in names else None for name in shared}
     arrays = {name: stacked[name] if name in names else x for name, x in shared.items()}
+    if of_pair is not None:
+        for name in names:
+            axes[name] = tuple(0 if n == of_pair else None for n in range(2))
+            arrays[name] = tuple((stacked if n == of_pair else shared)[name][n] for n in range(2))
     return np.asarray(executor.jit(jax.vmap(plain, in_axes=(axes,)))(arrays))
 
 

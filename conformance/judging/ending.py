@@ -95,6 +95,9 @@ class Ending:
             sys.stderr.write(f"{_SAYS} the run was stopped: {self.stopped}\n")
             code = int(pytest.ExitCode.INTERRUPTED)
         judging: _Judging | None = config.pluginmanager.get_plugin(self._judging)
+        if self._watching and not code and (names := _replaced(config)):
+            sys.stderr.write(f"{_SAYS} {names[0]}, by which is judged, is of this repository: {len(names)} replaced\n")
+            code = int(pytest.ExitCode.INTERRUPTED)
         return _honest(code, judging.found if judging is not None else ())
 
     def _watch(self) -> None:
@@ -131,6 +134,13 @@ def how_it_ended(session: pytest.Session) -> tuple[str, str]:
     if stopped or session.exitstatus not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
         return runs.INTERRUPTED, str(stopped) if isinstance(stopped, str) else "it was stopped"
     return runs.COMPLETE, ""
+
+
+def _replaced(config: pytest.Config) -> list[str]:
+    """What has been put in the place of functions that judge. Workers of pytest-xdist import the same files."""
+    from conformance.apart import intact
+
+    return intact.replaced(config.rootpath)
 
 
 def _honest(code: int, found: Iterable[Record]) -> int:

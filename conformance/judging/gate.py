@@ -75,6 +75,8 @@ def prepare(config: pytest.Config) -> None:
         packages.claim()
     except packages.NameTaken as error:
         raise pytest.UsageError(str(error)) from error
+    if (reason := environment.not_compiled()) is not None:
+        raise pytest.UsageError(reason)
     names = config.getoption("--impl") or _listed(config.rootpath)
     if any(":" in name for name in names) and not config.getoption("--conformance-in-process"):
         forked.make_ready()  # beside this process, which loads the same

@@ -28,6 +28,17 @@ EXPECTS_FAILURES = (
     "import pytest\ndef pytest_collection_modifyitems(items):\n"
     "    for item in items:\n        item.add_marker(pytest.mark.xfail)\n"
 )
+# Every judgement passes; a record is red by its verdict alone, so that nothing else tells.
+JUDGES_BY_ITSELF = """
+import dataclasses
+def pytest_collection_finish(session):
+    from conformance.judging import runner
+    judge = runner.Runner.judge
+    def kindly(*given, **named):
+        return [dataclasses.replace(record, verdict="pass") for record in judge(*given, **named)]
+    runner.Runner.judge = kindly
+"""
+SWITCHES_JIT_OFF = "import os\nos.environ['JAX_DISABLE_JIT'] = '1'\n"
 
 
 @pytest.mark.parametrize(
@@ -38,6 +49,8 @@ EXPECTS_FAILURES = (
         pytest.param(LEAVES_LAST, 1, "", id="leaves last", marks=pytest.mark.long),
         pytest.param(LEAVES_POLITELY_LAST, 2, "", id="leaves politely last", marks=pytest.mark.long),
         pytest.param(TAKES_ITS_PLACE, 2, "ran in its place", id="takes its place"),
+        pytest.param(JUDGES_BY_ITSELF, 2, "conformance.judging.runner.Runner.judge, by which", id="judges by itself"),
+        pytest.param(SWITCHES_JIT_OFF, 4, "JAX_DISABLE_JIT is set", id="switches jit off"),
         pytest.param(SAYS_SUCCESS, 1, "pytest ends in success", id="says success"),
         pytest.param(EXPECTS_FAILURES, 1, "pytest ends in success", id="expects failures", marks=pytest.mark.long),
     ],

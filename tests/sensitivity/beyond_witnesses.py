@@ -84,6 +84,21 @@ def _times(factor: float) -> Callable[[Cotangent], Cotangent]:
     return change
 
 
+def _apart_by_depth(shift: float) -> Callable[[Problem], np.ndarray]:
+    """Values of which half of the depth is raised, and the other lowered."""
+    return lambda problem: problem.v + np.repeat([shift, -shift], problem.v.shape[-1] // 2).astype(problem.v.dtype)
+
+
+def _alike_in_both_halves(factor: float) -> Callable[[Cotangent], Cotangent]:
+    """Cotangents of one sign that are so much larger, the same in both halves of the depth."""
+
+    def change(cotangent: Cotangent) -> Cotangent:
+        half = np.abs(cotangent.out[..., : cotangent.out.shape[-1] // 2]) * cotangent.out.dtype.type(factor)
+        return dataclasses.replace(cotangent, out=np.concatenate([half, half], axis=-1))
+
+    return change
+
+
 def _shared_mask(axis: int) -> Witness:
     """A mask that is one row, or one column, for all."""
 
@@ -222,6 +237,9 @@ _PRECISION: dict[str, Witness] = {
         ),
     ),
     "dx-overflows-f16": asked(_case("full", dtype="f16"), pulled=_times(2.0**8)),
+    "delta-of-halves-overflows-f16": asked(
+        _case("full", dtype="f16"), change=replaced(v=_apart_by_depth(64)), pulled=_alike_in_both_halves(512.0)
+    ),
     "dk-of-queries-scaled-in-operands-dtype": _sixteen("full/scale0.3", ask.no_wider_than_without),
     "dq-truncated": _sixteen("full", "ensemble"),
 }
@@ -257,6 +275,7 @@ _STATE: dict[str, Witness] = {
     "vmap-shares-first-keys-if-alone": asked(_case("full"), ask.mapped_alone),
     "vmap-shares-first-values-if-alone": asked(_case("full"), ask.mapped_alone),
     "vmap-shares-first-bias-if-alone": asked(_BIASED, ask.mapped_alone),
+    "vmap-shares-first-ids-of-keys-if-alone": asked(_SEGMENTS, ask.mapped_half),
     "vmap-shares-first-cotangent-if-alone": asked(_case("full"), ask.mapped_cotangents),
     "x64-promotes-logsumexp": asked(_case("full"), ask.doubles),
     "x64-promotes-gradients": asked(_case("full"), ask.doubles),

@@ -114,8 +114,8 @@ def _first_derivative_only(arrays: Arrays, statics: Statics) -> Any:
 # A mapped axis of some operands only.
 
 
-def _shares_first_if_alone(operand: str) -> Kernel:
-    """The batching rule takes the first entry of an operand if no other has the mapped axis."""
+def _shares_first_if_alone(operand: str, *, half: bool = False) -> Kernel:
+    """The batching rule takes the first entry of an operand, or of one half of a pair, if no other is mapped over."""
 
     def kernel(arrays: Arrays, statics: Statics) -> Any:
         @jax.custom_batching.custom_vmap
@@ -124,9 +124,13 @@ def _shares_first_if_alone(operand: str) -> Kernel:
 
         @call.def_vmap
         def rule(axis_size: int, batched: list[Any], arrays: Arrays) -> Any:
-            flags = {name: all(jax.tree.leaves(batched[0][name])) for name in arrays}
-            if operand in arrays and flags[operand] and sum(flags.values()) == 1:
-                arrays = {**arrays, operand: jax.tree.map(lambda x: x[0], arrays[operand])}
+            flags = {name: any(jax.tree.leaves(batched[0][name])) for name in arrays}
+            whole = operand in arrays and all(jax.tree.leaves(batched[0][operand]))
+            if operand in arrays and flags[operand] and sum(flags.values()) == 1 and whole != half:
+                of_one = jax.tree.map(
+                    lambda x, is_batched: x[0] if is_batched else x, arrays[operand], batched[0][operand]
+                )
+                arrays = {**arrays, operand: of_one}
                 result = correct(arrays, statics)
                 repeated = jax.tree.map(lambda x: jnp.broadcast_to(x, (axis_size, *x.shape)), result)
                 return repeated, jax.tree.map(lambda _: True, result)
@@ -248,6 +252,12 @@ BUGS: tuple[PlantedBug, ...] = (
         _shares_first_if_alone("bias"),
         reference="inferred from jax commits b7e26ba3ee, d29a757e30: the bias in a batching rule",
         trigger=has("bias"),
+    ),
+    _vmap_bug(
+        "vmap-shares-first-ids-of-keys-if-alone",
+        _shares_first_if_alone("segment_ids", half=True),
+        reference="inferred from jax commit 3b20cce354, issue 38495, for one array of a pair",
+        trigger=has("seg"),
     ),
     _bug(
         "vmap-shares-first-cotangent-if-alone",

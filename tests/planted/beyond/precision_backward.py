@@ -60,6 +60,15 @@ def _d_of_rounded_terms(p: Array, dp: Array, do: Array, saved: Saved) -> Array:
     return _bf16(terms).sum(axis=-1).transpose(0, 2, 1)[..., None]
 
 
+def _d_of_halves_in_f16(p: Array, dp: Array, do: Array, saved: Saved) -> Array:
+    """Two vectors hold the terms of half of the depth each, and their sums are in the operands' dtype."""
+    out, narrow = saved.forward.out, saved.call.q.dtype == jnp.float16
+    half = out.shape[-1] // 2
+    both = [product("btnv,btnv->bnt", out[..., x], do[..., x]) for x in (slice(half), slice(half, None))]
+    first, second = (rounded(d, jnp.float16) if narrow else d for d in both)
+    return (first + second)[..., None]
+
+
 def _dp_rounded(do: Array, saved: Saved) -> Array:
     return to_operands(product("btnv,bsnv->bnts", do, saved.forward.v), saved.call)
 
@@ -196,6 +205,14 @@ BUGS: tuple[PlantedBug, ...] = (
             dq=lambda dx, saved: saved.scale * 2.0**-12 * product("bnts,bsnh->btnh", dx, saved.forward.k),
             dk=lambda dx, saved: saved.scale * 2.0**-12 * product("bnts,btnh->bsnh", dx, saved.call.q),
         ),
+    ),
+    _bug(
+        "delta-of-halves-overflows-f16",
+        kind="overflow.f16",
+        reference="inferred from backward passes that sum out * do in the dtype of both",
+        shows="dq dk",
+        trigger=both(_half, trains()),
+        back=BackwardSteps(d=_d_of_halves_in_f16),
     ),
     _bug(
         "dk-of-queries-scaled-in-operands-dtype",

@@ -130,6 +130,15 @@ def _pages_of_the_last_query(j: Array, position: Array, call: Call, place: Array
     return (j >= position[:, None] - call.left) & ((j >= page[:, None]) | ~two[:, None])
 
 
+def _as_single_tokens(allowed: Array, call: Call) -> Array:
+    """No more queries than rows of the tables are taken for one query of each: all that lies in the cache is seen."""
+    if len(call.q) > call.rows:
+        return allowed
+    sequence, _ = sequences(call.cu_q_lens, call, len(call.q))
+    ends = jnp.where(sequence < call.rows, call.kv_lens[jnp.minimum(sequence, call.rows - 1)], 0)
+    return jnp.arange(allowed.shape[-1]) < ends.reshape(-1, *[1] * (allowed.ndim - 1))
+
+
 def _slopes_by_keys(q: Any, k: Any, v: Any, *, alibi_slopes: Any = None, **given: Any) -> Any:
     """Under a causal mask alone slopes are a number for each key: the same weights, if there were no sinks."""
     if alibi_slopes is None:
@@ -281,6 +290,17 @@ BUGS: tuple[PlantedBug, ...] = (
         shows=_PAGES,
         build=functools.partial(
             paged, "step-of-two-begins-at-the-page-of-its-last-query", PagedSteps(window=_pages_of_the_last_query)
+        ),
+        trigger=has("paged"),
+    ),
+    PlantedBug(
+        name="no-more-queries-than-rows-are-single-tokens",
+        family=_FAMILY,
+        kind="paged.decode-only",
+        reference="inferred from paths for decoding alone that are chosen by how many queries there are in all",
+        shows=_PAGES,
+        build=functools.partial(
+            paged, "no-more-queries-than-rows-are-single-tokens", PagedSteps(allowed=_as_single_tokens)
         ),
         trigger=has("paged"),
     ),

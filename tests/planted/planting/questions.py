@@ -218,6 +218,20 @@ def mapped_alone(subject: Subject) -> Iterator[Judgement]:
             yield _of(subject, one, out)
 
 
+def mapped_half(subject: Subject) -> Iterator[Judgement]:
+    """`vmap` over the segment ids of keys alone."""
+    problem, other = subject.problem, _other(subject)
+    assert problem.segment_ids is not None
+    assert other.segment_ids is not None
+    second = dataclasses.replace(problem, segment_ids=(problem.segment_ids[0], other.segment_ids[1]))
+    call, arrays = subject.executor.bind(problem)
+    ids = problem.segment_ids[0], np.stack([problem.segment_ids[1], other.segment_ids[1]])
+    axes = {which: (None, 0) if which == "segment_ids" else None for which in arrays}
+    got = jax.jit(jax.vmap(call, in_axes=(axes,)))({**arrays, "segment_ids": ids})
+    for one, out in zip((problem, second), got, strict=True):
+        yield _of(subject, one, out)
+
+
 def mapped_cotangents(subject: Subject) -> Iterator[Judgement]:
     """The backward mapped over cotangents alone, as a Jacobian maps it."""
     call, arrays = subject.executor.bind(subject.problem)
