@@ -31,6 +31,8 @@ CALLS: dict[str, dict[str, Any]] = {
     "ahead": {"phase": "prefill", "mask": "window-l9-r75", "batch": 1, "q_length": 160, "kv_length": 160},
     # All keys ahead, and more of them than queries by more than a block.
     "open": {"phase": "prefill", "mask": "window-l9-rinf", "batch": 1, "q_length": 40, "kv_length": 160},
+    # Places that f16 does not tell apart, and bf16 less so.
+    "far": {"phase": "prefill", "mask": "causal-o2176", "batch": 1, "q_length": 128, "kv_length": 2304},
     "first": {"phase": "prefill", "mask": "causal", "q_length": 16},
     "tall": {"phase": "prefill", "mask": "causal", "bias": "biasbatch", "batch": 4, "q_length": 100},
     "served": {"phase": "decode", "mask": "lengths-1-40-7-31", "sinks": True, "batch": 4, "q_length": 1},

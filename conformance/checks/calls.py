@@ -40,7 +40,7 @@ _CALLS = 1000
 _CALLS_INTERPRETED = 10
 
 # Beyond what the grids have: more batch rows and heads of each kind than 8, more than 16 heads in a group, more than
-# 40 heads, a depth beyond 256, fewer keys than any tile, one key, a cache of 512, one that no split divides (1583 is
+# 40 heads, a depth beyond 256, fewer keys than any tile, one key, a cache of 512, one that no split divides (2593 is
 # a prime, of which more than half of 1024 is left; long caches of the grids are multiples of 8) and of which each key
 # has some weight, and tens of sequences in a row, over 512 positions each way. An odd number of heads of a usual
 # depth, each with its own keys. Blocks that leave three if they are taken by fours: seven of 64 each way, eleven of 128
@@ -53,7 +53,7 @@ _SIZES: dict[str, tuple[dict[str, Any], ...]] = {
     "few": tuple({"batch": b, "q_length": 1, "kv_length": 5, "segments": None} for b in (9, 1)),
     "one": ({"q_length": 1, "kv_length": 1, "segments": None},),
     "cache": ({"phase": "decode", "q_length": 1, "kv_length": 512, "mask": "full", "segments": None},),
-    "rest": ({**_UNCUT, "phase": "decode", "q_length": 1, "kv_length": 1583, "mask": "full", "soft_cap": None},),
+    "rest": ({**_UNCUT, "phase": "decode", "q_length": 1, "kv_length": 2593, "mask": "full", "soft_cap": None},),
     "many": tuple({"num_q_heads": n, "num_kv_heads": k, **short} for n, k in ((153, 9), (45, 45)) for short in _SHORT),
     "packed": ({"batch": 1, "segments": "segmany", "q_length": 512, "kv_length": 512},),
     "deep": tuple({"head_dim": h, "v_head_dim": v, **short} for h, v in ((320, 288), (512, 512)) for short in _SHORT),
