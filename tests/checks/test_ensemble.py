@@ -55,7 +55,8 @@ def ratio(record: Record) -> float:
 def test_correct_kernels_pass_far_from_the_limits(kernel: Any, dtype: str) -> None:
     found = judge(from_function(kernel, "kernel"), dtype)
     statistics = {f"{name}.{what}" for name in ("out", "dq", "dk", "dv") for what in ("bias", "spread")}
-    assert found.keys() == statistics
+    wide = {f"{name}.wide_sums" for name in ("dq", "dk", "dv") if dtype == "f16"}
+    assert found.keys() == statistics | wide
     assert {record.verdict for record in found.values()} == {PASS}
     assert max(ratio(record) for name, record in found.items() if name.endswith("spread")) < 1.02
     assert max(ratio(record) for name, record in found.items() if name.endswith("bias")) < 0.015
