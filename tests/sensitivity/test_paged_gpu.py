@@ -16,8 +16,3 @@ from tests.sensitivity.interpreted import assert_dies_by_what_it_shows, near
 @pytest.mark.parametrize("bug", every(len(BUGS), BUGS))
 def test_a_bug_of_shares_dies_by_what_it_shows(bug: PlantedBug) -> None:
     assert_dies_by_what_it_shows(bug, near(bug, bug.build(), ("forward", "residuals"), cases=3))
-
-
-@pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
-def test_the_passage_that_a_bug_changes_is_there(bug: PlantedBug) -> None:
-    assert bug.build().name == bug.name

@@ -35,8 +35,3 @@ def test_the_kernels_without_a_bug_are_right_there() -> None:
     found = without_second_looks().run(plan.single(kernel, CASE, [BY_NAME[check] for check in _CHECKS]).jobs)
     assert [record for record in found if record.verdict in RED] == []
     assert {record.check for record in found if record.ratio is not None} == set(_CHECKS)
-
-
-@pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
-def test_the_passage_that_a_bug_changes_is_there(bug: PlantedBug) -> None:
-    assert bug.build().name == bug.name
