@@ -75,7 +75,7 @@ def locate(
       found: what explains red rows already.
     """
     chosen: list[Combination] = []
-    while len(chosen) < MOST and (best := _best(levels, _left(signals, [*found, *chosen]))) is not None:
+    while len(chosen) < MOST and (best := _best(levels, left_by([*found, *chosen], signals))) is not None:
         if any(best.rows == one.rows for one in chosen):
             break
         chosen.append(best)
@@ -83,7 +83,7 @@ def locate(
         before = list(chosen)
         for place in range(len(chosen)):
             others = [*found, *chosen[:place], *chosen[place + 1 :]]
-            again = _best(levels, _left(signals, others))
+            again = _best(levels, left_by(others, signals))
             if again is not None and all(again.rows != other.rows for other in others):
                 chosen[place] = again
         if chosen == before:
@@ -127,10 +127,10 @@ def _left_of_others(
     signals: Mapping[str, Signal], found: Sequence[Combination], chosen: Sequence[Combination], one: Combination
 ) -> Iterator[Signal]:
     others = [*found, *(other for other in chosen if other is not one)]
-    yield from _left(signals, others).values()
+    yield from left_by(others, signals).values()
 
 
-def _left(signals: Mapping[str, Signal], found: Sequence[Combination]) -> dict[str, Signal]:
+def left_by(found: Sequence[Combination], signals: Mapping[str, Signal]) -> dict[str, Signal]:
     """What is left of the signals when those combinations explain what they explain."""
     left = dict(signals)
     for combination in found:

@@ -126,7 +126,12 @@ class _Evidence:
                     if kind == CHECK and not one.levels:
                         continue  # that checks fail in every case does not make them fail by one cause
                     told = red if kind != RAISES else group
-                    name = locating.clearest(one, told)
+                    left = locating.left_by(before, told)
+                    name = locating.clearest(one, {n: told[n] for n in told if locating.explains(one, left[n])} or told)
+                    if not one.levels:  # of cases where only other results were asked, right in some, it says nothing
+                        others = (s for s in signals.values() if not locating.explains(one, s))
+                        unlike = _union(s.red | s.green for s in others) & ~(told[name].red | told[name].green)
+                        one = dataclasses.replace(one, rows=one.rows & ~unlike)
                     found.append(_Root(kind, name, locating.with_alike(candidates, one, told[name])))
         return found
 
@@ -167,6 +172,11 @@ class _Evidence:
             else:
                 wrong = record.verdict == FAIL and self._rows[record.case] & self._out
                 left.setdefault((FORWARD, "") if wrong else _alike(record), []).append(record)
+        for place, found in list(explained.items()):
+            # All that would show this cause is placed elsewhere, so that it is none.
+            if not any(kind_of(record) == self._roots[place].kind for record in found):
+                for record in explained.pop(place):
+                    left.setdefault(_alike(record), []).append(record)
         made = [self._finding(self._roots[place], found) for place, found in explained.items()]
         made += [self._unexplained(kind, found) for (kind, _), found in left.items()]
         return sorted(made, key=lambda x: (not x.is_explained, KINDS.index(x.kind), -len(x.records), x.smallest.key))
@@ -180,6 +190,9 @@ class _Evidence:
         explaining = self._explained[name]
         if record.verdict != ERROR and row & self._out:
             explaining = tuple(root for root in self._roots if root.kind == FORWARD)
+        elif record.check in ELSEWHERE:  # of its own operands nothing is known: a cause of the same result is likely
+            of_case.sort(key=lambda place: _result(self._roots[place].signal) != result_of(record.observable))
+            explaining += tuple(root for root in self._roots if _result(root.signal) == result_of(record.observable))
         for place in of_case:
             if self._roots[place] in explaining:
                 return place
@@ -282,6 +295,10 @@ def _plainest(signal: str) -> tuple[int, str]:
 
 def _check(signal: str) -> str:
     return signal.partition("/")[0]
+
+
+def _result(signal: str) -> str:
+    return signal.partition("/")[2]
 
 
 def _together(signals: Mapping[str, Signal]) -> dict[str, Signal]:

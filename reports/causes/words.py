@@ -13,6 +13,7 @@ from reports.causes.finding import (
     FORWARD,
     GRADIENTS,
     RAISES,
+    STATISTICS,
     UNEXPECTED,
     Finding,
     Share,
@@ -166,6 +167,8 @@ def _what(finding: Finding) -> str:
     if finding.kind == UNEXPECTED:
         return "an expected failure passes"
     results = _results(finding)
+    if finding.checks == (STATISTICS,):
+        return f"{_joined(results)} {_verb(results)} less precise than a correct kernel's"
     if finding.kind == FORWARD:
         return "out is wrong" if "out" in results else f"{_joined(results)} {_verb(results)} wrong"
     if finding.kind == GRADIENTS:

@@ -97,6 +97,23 @@ def test_a_kernel_that_is_wrong_everywhere_has_one_finding() -> None:
     assert words.shares(finding) == f"fails in {len(cases())} of {len(cases())} cases"
 
 
+def test_what_rounds_too_much_explains_nothing_where_other_results_say_otherwise() -> None:
+    def wrong(case: str, result: str) -> bool:
+        return has(case, "sinks") or (result in ("dq", "dbias") and has(case, "bias"))
+
+    asked = [case for case in cases() if has(case, "bf16") and not has(case, "sinks")][:3]
+    found = [record(case, "ensemble", "out.spread", FAIL) for case in asked]
+    found += [record(BASE.replace("s0", "s1"), "calls", "dq.odd", FAIL)]
+    sinks, precision, gradients = sorted(
+        roots.of([*records(wrong), *found]), key=lambda one: (one.kind, one.question[0] == "ensemble")
+    )
+    assert (names(sinks), sinks.question[0]) == (["sinks"], "forward")
+    assert words.title(precision).startswith("out is less precise than a correct kernel's in ")
+    assert {one.check for one in precision.records} == {"ensemble"}
+    assert (gradients.kind, names(gradients)) == (GRADIENTS, ["bias"])
+    assert "calls" in gradients.follows
+
+
 def test_what_raises_is_told_by_its_line() -> None:
     def raised(case: str, check: str) -> Record:
         if not has(case, "soft_cap", "bias"):
