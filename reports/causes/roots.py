@@ -122,11 +122,12 @@ class _Evidence:
             groups = [{name: signals[name]} for name in names] if kind == RAISES else [_together(signals), red]
             for group in groups:
                 before = [root.combination for root in found if RAISES not in (kind, root.kind)]
-                for one in locating.locate(candidates, group, before)[: 1 if kind == RAISES else None]:
+                chosen = locating.locate(candidates, group, before)[: 1 if kind == RAISES else None]
+                for one in chosen:
                     if kind == CHECK and not one.levels:
                         continue  # that checks fail in every case does not make them fail by one cause
                     told = red if kind != RAISES else group
-                    left = locating.left_by(before, told)
+                    left = locating.left_by([*before, *(other for other in chosen if other is not one)], told)
                     name = locating.clearest(one, {n: told[n] for n in told if locating.explains(one, left[n])} or told)
                     if not one.levels:  # of cases where only other results were asked, right in some, it says nothing
                         others = (s for s in signals.values() if not locating.explains(one, s))
@@ -196,12 +197,14 @@ class _Evidence:
         for place in of_case:
             if self._roots[place] in explaining:
                 return place
-        if record.verdict == ERROR:
-            return None
+        if record.verdict == ERROR:  # lengths of its own may be why the same line raises
+            elsewhere = record.check in ELSEWHERE
+            return next((n for n, root in enumerate(self._roots) if elsewhere and root.signal == name), None)
         # What is right by chance in `out` need not be in what follows from it.
         follows = [place for place in of_case if KINDS.index(self._roots[place].kind) < KINDS.index(kind_of(record))]
         if not follows and record.check in ELSEWHERE:
             follows = [place for place, root in enumerate(self._roots) if root.kind in (FORWARD, GRADIENTS)]
+            follows.sort(key=lambda place: _result(self._roots[place].signal) != result_of(record.observable))
         return next((place for place in follows if self._roots[place].kind != RAISES), None)
 
     def _finding(self, root: _Root, found: Sequence[Record]) -> Finding:

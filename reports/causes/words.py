@@ -19,7 +19,7 @@ from reports.causes.finding import (
     Share,
     line_that_raises,
 )
-from reports.causes.levels import Level, fields_of, plainness
+from reports.causes.levels import LENGTHS, Level, fields_of, plainness
 
 _NAMED = 5  # checks and results that a line names
 _LONGEST = 120
@@ -131,9 +131,12 @@ def _is_remedy(found: findings.Explained, finding: Finding) -> bool:
 
 
 def refusal(finding: Finding) -> str:
-    """How it is declared that what always raises is not supported; empty where no declaration says just that."""
-    always = finding.inside.red == finding.inside.asked and not finding.outside.red
-    if finding.kind != RAISES or not always or finding.levels is None or len(finding.levels) != 1:
+    """How it is said that what always raises is not supported; empty where it does not always, or not by a level."""
+    if finding.kind != RAISES or not finding.levels or finding.inside.red < finding.inside.asked:
+        return ""
+    if all(set(level.fields) <= set(LENGTHS) for level in finding.levels):
+        return "if such lengths are not supported: raise NotImplementedError for them"
+    if finding.outside.red or len(finding.levels) != 1:
         return ""
     (level,) = finding.levels
     features = ", ".join(f'"{feature}": "..."' for feature in level.features)

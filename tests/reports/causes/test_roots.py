@@ -97,6 +97,17 @@ def test_a_kernel_that_is_wrong_everywhere_has_one_finding() -> None:
     assert words.shares(finding) == f"fails in {len(cases())} of {len(cases())} cases"
 
 
+def test_lengths_that_raise_are_one_finding_wherever_the_line_is_met() -> None:
+    reason = "AssertionError (/kernel.py:7: assert ...)"
+    long = [case for case in cases() if has(case, "S % 64")]
+    found = [record(case, verdict=PASS) for case in cases() if case not in long]
+    found += [record(case, "forward", "all", ERROR, reason=reason) for case in long]
+    found += [record(BASE, "calls", "odd", ERROR, reason=reason)]
+    (finding,) = roots.of(found)
+    assert finding.checks == ("forward", "calls")
+    assert "if such lengths are not supported: raise NotImplementedError for them" in words.facts(finding)
+
+
 def test_what_rounds_too_much_explains_nothing_where_other_results_say_otherwise() -> None:
     def wrong(case: str, result: str) -> bool:
         return has(case, "sinks") or (result in ("dq", "dbias") and has(case, "bias"))
