@@ -22,6 +22,7 @@ from reports.causes.finding import (
     OUT,
     PLAIN_CALL,
     RAISES,
+    STATISTICS,
     UNEXPECTED,
     Finding,
     Share,
@@ -129,7 +130,7 @@ class _Evidence:
                     told = red if kind != RAISES else group
                     left = locating.left_by([*before, *(other for other in chosen if other is not one)], told)
                     name = locating.clearest(one, {n: told[n] for n in told if locating.explains(one, left[n])} or told)
-                    if not one.levels:  # of cases where only other results were asked, right in some, it says nothing
+                    if not one.levels and _check(name) == STATISTICS:  # of where only others were asked it says nothing
                         others = (s for s in signals.values() if not locating.explains(one, s))
                         unlike = _union(s.red | s.green for s in others) & ~(told[name].red | told[name].green)
                         one = dataclasses.replace(one, rows=one.rows & ~unlike)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Sequence
 
@@ -170,7 +171,7 @@ def _what(finding: Finding) -> str:
     if finding.kind == UNEXPECTED:
         return "an expected failure passes"
     results = _results(finding)
-    if finding.checks == (STATISTICS,):
+    if finding.checks == (STATISTICS,) and all(math.isfinite(record.ratio or 0) for record in finding.own):
         return f"{_joined(results)} {_verb(results)} less precise than a correct kernel's"
     if finding.kind == FORWARD:
         return "out is wrong" if "out" in results else f"{_joined(results)} {_verb(results)} wrong"
