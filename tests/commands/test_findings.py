@@ -25,6 +25,10 @@ def wrong(q, k, v, *, causal=False, soft_cap=None, sinks=None):
     return naive.attention(q, k, v, causal=causal, soft_cap=soft_cap)
 
 @declare(behind_mask="finite")
+def raising(q, k, v):
+    raise ValueError("nothing is as it should be")
+
+@declare(behind_mask="finite")
 def right(q, k, v, *, causal=False, soft_cap=None, sinks=None):
     return naive.attention(q, k, v, causal=causal, soft_cap=soft_cap, sinks=sinks)
 """
@@ -137,3 +141,11 @@ def test_a_wrong_kernel_is_compared_with_planted_bugs_in_the_run_and_in_later_re
         assert "sinks-ignored" in text
     assert {line["record"]["check"] for line in probes("compared.jsonl")} > {"forward", "gradients"}
     assert {record.check for record in records.read_jsonl(Path("compared.jsonl"))} == {"forward"}
+
+
+def test_what_only_raises_is_not_said_to_be_like_no_bug(capsys: pytest.CaptureFixture[str]) -> None:
+    said = ("--check=forward", "--cases=train/f32/*T1.*", "--jobs=1", "--diagnose-seconds=5")
+    assert run("--impl=kernel.py:raising", *said) == 1
+    told = capsys.readouterr()
+    assert "kernel.py:raising compared with planted bugs on " in told.err
+    assert "planted bugs, on" not in told.out

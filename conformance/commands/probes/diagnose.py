@@ -77,7 +77,10 @@ def told(info: RunInfo, found: Sequence[Record]) -> RunInfo:
         signature = signatures.signature(asked[contender])
         if bank and signature.wrong and any(record.verdict in _WRONG for record in records):
             whole = presumed(signature, records, roots.of(records, asked[contender]))
-            diagnoses[contender.label] = _words(diagnosis.diagnose(whole, bank), len(bank), len(signature.sizes))
+            faults = diagnosis.diagnose(whole, bank)
+            # Of what only raises, the line that raises says more than that no bug is like it.
+            if faults or any(record.verdict == FAIL for record in records):
+                diagnoses[contender.label] = _words(faults, len(bank), len(signature.sizes))
     return dataclasses.replace(info, diagnoses=diagnoses)
 
 
