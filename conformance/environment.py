@@ -8,8 +8,10 @@ import importlib.util
 import os
 import platform
 import re
+import shutil
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 from packaging.version import Version
@@ -63,6 +65,10 @@ _WRITE_SCHEDULES = (
 )
 _SCHEDULES = "conformance-schedules-"
 _OURS = re.compile(rf"--xla_jf_dump_to=(\S*{_SCHEDULES}\d+) .*")
+_OF_PROCESS = re.compile(rf"{_SCHEDULES}([1-9]\d*)")
+# Seconds in which nothing was written to a folder before it may be called abandoned. A process in another container
+# that shares the folder of temporary files cannot be seen from here; while it compiles, it writes every few seconds.
+_QUIET = 3600
 _ONE_THREAD = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS")
 # What JAX takes for true in its environment.
 _TRUE = ("y", "yes", "t", "true", "on", "1")
@@ -94,6 +100,7 @@ def set_flags() -> None:
         # The process that began this one has a folder of its own.
         theirs = _OURS.sub("", os.environ.get(_LIBTPU, "")).strip()
         folder = os.path.join(tempfile.gettempdir(), f"{_SCHEDULES}{os.getpid()}")
+        _remove_abandoned(Path(tempfile.gettempdir()))
         os.environ[_LIBTPU] = f"{theirs} --xla_jf_dump_to={folder} {_WRITE_SCHEDULES}".strip()
 
 
@@ -101,6 +108,34 @@ def schedules() -> Path | None:
     """The folder into which libtpu writes the schedules of the kernels that this process compiles, if it does."""
     found = _OURS.search(os.environ.get(_LIBTPU, ""))
     return Path(found[1]) if found else None
+
+
+def _remove_abandoned(home: Path) -> None:
+    """Remove this user's folders of schedules in `home` whose process was killed before it could.
+
+    A folder stays as long as there is a process of its number, were it another one that was given that number later.
+    """
+    for folder in home.glob(f"{_SCHEDULES}*"):
+        number = _OF_PROCESS.fullmatch(folder.name)
+        try:
+            found = folder.lstat()
+        except OSError:  # another process was faster
+            continue
+        if number is None or found.st_uid != os.getuid():
+            continue
+        if time.time() - found.st_mtime > _QUIET and not _lives(int(number[1])):
+            shutil.rmtree(folder, ignore_errors=True)  # of what is no folder, a link among them, it removes nothing
+
+
+def _lives(number: int) -> bool:
+    """Whether there is a process of this number, be it another user's."""
+    try:
+        os.kill(number, 0)
+    except ProcessLookupError:
+        return False
+    except (PermissionError, OverflowError):  # another user's; no number of a process
+        return True
+    return True
 
 
 def collect_rarely() -> None:

@@ -7,7 +7,9 @@ import gc
 import importlib.util
 import os
 import platform
+import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import jax
@@ -109,6 +111,7 @@ def test_libtpu_is_told_where_to_write_schedules_by_each_process_for_itself(
 ) -> None:
     device = tmp_path / "accel0"
     monkeypatch.setattr(environment, "_TPU_DEVICES", (str(device),))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
     monkeypatch.setenv("LIBTPU_INIT_ARGS", "--theirs=1")
     seen = []
@@ -125,3 +128,51 @@ def test_libtpu_is_told_where_to_write_schedules_by_each_process_for_itself(
     environment.set_flags()
     assert os.environ["LIBTPU_INIT_ARGS"] == "--theirs=1"
     assert environment.schedules() is None
+
+
+def ended() -> int:
+    """The number of a process that has ended, and that no other has yet."""
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    process.wait()
+    return process.pid
+
+
+def test_schedules_of_processes_that_were_killed_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(environment, "_TPU_DEVICES", ())
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setenv("LIBTPU_INIT_ARGS", "")
+    gone, just_gone = ended(), ended()
+    theirs = tmp_path / "theirs"
+    names = {
+        "gone": f"conformance-schedules-{gone}",
+        "just gone": f"conformance-schedules-{just_gone}",
+        "living": f"conformance-schedules-{os.getpid()}",
+        "of root, where another user asks": "conformance-schedules-1",
+        "no number": f"conformance-schedules-{gone}-kept",
+        "zero": "conformance-schedules-0",
+        "no process can have it": f"conformance-schedules-{10**30}",
+    }
+    for name in (*names.values(), theirs.name):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "schedule.txt").touch()
+    link = tmp_path / f"conformance-schedules-{ended()}"
+    link.symlink_to(theirs)
+    before = {path.name for path in tmp_path.iterdir()}
+    for name in before - {names["just gone"]}:
+        os.utime(tmp_path / name, (0, 0), follow_symlinks=False)
+    environment.set_flags()
+    assert before - {path.name for path in tmp_path.iterdir()} == {names["gone"]}
+    assert (theirs / "schedule.txt").exists()
+
+
+def test_schedules_of_another_user_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / f"conformance-schedules-{ended()}"
+    folder.mkdir()
+    os.utime(folder, (0, 0))
+    monkeypatch.setattr(os, "getuid", lambda: folder.stat().st_uid + 1)
+    environment._remove_abandoned(tmp_path)
+    assert folder.exists()
+    monkeypatch.undo()
+    environment._remove_abandoned(tmp_path)
+    assert not folder.exists()

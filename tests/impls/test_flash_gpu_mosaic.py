@@ -160,6 +160,14 @@ def test_it_is_right_in_the_interpreter_and_nothing_races() -> None:
     assert {record.verdict for record in found.values()} == {PASS}
 
 
+@pytest.mark.long
+def test_gradients_are_right_where_every_key_is_somebodys() -> None:
+    """There logits are hidden, or differences of logits, and nothing is set to zero afterwards."""
+    found = judged(parse("train/bf16/B1.T128.S128.N1.K1.H64.V64/causal/normal/s0"))
+    assert {"dq.seed0", "dk.seed0", "dv.seed0"} <= set(found)
+    assert {record.verdict for record in found.values()} == {PASS}
+
+
 def judges_careless(pipe: int) -> None:
     """Say whether fetching without waiting is red. Three tiles, two slots: the third comes while the first is read."""
     careless = types.SimpleNamespace(**vars(plgpu))

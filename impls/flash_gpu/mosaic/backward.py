@@ -144,9 +144,10 @@ def _dq(place: Place) -> jax.Array:
         k = scratch["k_tile"].at[slot]
         z, slope = logits_of(plan, product(plan, q, k, transposed=True))  # (1), (2)
         may = allowed_keys(place, at, slot) if masked else None
+        y = z * factor_of(plan) - over_keys(shift, z.shape[1])
         if may is not None and not plan.has_dead_keys:
-            z = jnp.where(may(False), z, -jnp.inf)
-        p = jnp.exp2(z * factor_of(plan) - over_keys(shift, z.shape[1]))  # (8)
+            y = jnp.where(may(False), y, -jnp.inf)  # after one instruction has multiplied and subtracted
+        p = jnp.exp2(y)  # (8)
         plgpu.barrier_wait(scratch["v_here"].at[slot])
         dp = product(plan, d_out, scratch["v_tile"].at[slot], transposed=True)  # (10)
         dx = p * (dp - over_keys(row_sums, z.shape[1]))  # (12)

@@ -29,6 +29,7 @@ from impls.flash_gpu.exponentials import LN_2, LOG2_E, finite_or_zero
 from impls.flash_gpu.mosaic.launch import Place, common_inputs, launch
 from impls.flash_gpu.mosaic.shape import COMPUTING, ROWS, Shape, shape_of, tile
 from impls.flash_gpu.mosaic.tiles import (
+    SHARES,
     Softmax,
     Span,
     accumulate,
@@ -181,14 +182,14 @@ def _softmax(place: Place) -> Softmax:
 
     softmax = Softmax(
         maximum=jnp.full((ROWS,), -jnp.inf, jnp.float32),
-        total=jnp.zeros((ROWS,), jnp.float32),
+        total=jnp.zeros((ROWS, SHARES), jnp.float32),
         out=jnp.zeros((ROWS, place.shape.v_head_dim), jnp.float32),
     )
     if "full" in place.kinds:
         softmax = lax.fori_loop(jnp.int32(0), place.full, functools.partial(visit, False), softmax)
     if "partial" in place.kinds:
         softmax = lax.fori_loop(place.full, place.total, functools.partial(visit, True), softmax)
-    return softmax
+    return softmax._replace(total=jnp.sum(softmax.total, axis=1))
 
 
 def _with_sink(old: Softmax, sink: Any) -> Softmax:

@@ -17,6 +17,7 @@ its operands swizzled as it needs them, shows only in compiling and on a GPU.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -31,12 +32,16 @@ from cases.masks import And, Lengths, Mask, Or
 from impls.flash_gpu.exponentials import LOG2_E, finite_or_zero
 from impls.flash_gpu.schedule import FlashGpuPlan, leaf_name
 
+SHARES = 8
+"""In which the sum of a row is kept: one for each of 8 columns, since a thread holds the same two of every 8 that
+`wgmma` computes. So threads add up a tile by themselves, and with each other once, after the last one."""
+
 
 class Softmax(NamedTuple):
     """m, l and the sum of (6) for the keys so far, of the rows of one warpgroup, f32."""
 
     maximum: jax.Array  # [ROWS], in base 2
-    total: jax.Array  # [ROWS]
+    total: jax.Array  # [ROWS, SHARES] until all keys are seen, then [ROWS]
     out: jax.Array  # [ROWS, V]
 
 
@@ -162,4 +167,9 @@ def weigh(plan: FlashGpuPlan, old: Softmax, y: jax.Array, *, masked: bool) -> tu
     weights = jnp.exp2(y * factor_of(plan) - over_keys(shift, y.shape[1]))
     decay = jnp.exp2(old.maximum - shift)
     out = old.out * over_keys(decay, old.out.shape[1])
-    return Softmax(maximum, old.total * decay + jnp.sum(weights, axis=1), out), weights  # (5)
+    return Softmax(maximum, old.total * over_keys(decay, SHARES) + _shares(weights), out), weights  # (5)
+
+
+def _shares(weights: jax.Array) -> jax.Array:
+    """Sums of `weights` `[ROWS, keys]` over every eighth key, `[ROWS, SHARES]`."""
+    return functools.reduce(jnp.add, (weights[:, at : at + SHARES] for at in range(0, weights.shape[1], SHARES)))
