@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from cases.operands import RESIDUALS
-from conformance.records import ERROR, UNEXPECTED_PASS, Record
+from conformance.records import ERROR, FAIL, UNEXPECTED_PASS, Record
 from reports import findings
 from reports.causes.levels import Level
 from reports.summary import Contender
@@ -34,6 +34,8 @@ PLAIN_CALL = (
 )
 """The results of the plain call, those first in which a fault of the forward pass shows most plainly."""
 
+# How reasons begin that say that what came back cannot be compared with what was expected.
+_OF_THE_FORM = re.compile(r"(dtype|shape) is ")
 _LINE = re.compile(r"\((?P<place>[^()\s][^()]*:\d+): ")
 
 Question = tuple[str, str]
@@ -131,13 +133,18 @@ def kind_of(record: Record) -> str:
     """What a red record would be about if nothing else explained it."""
     if record.verdict == UNEXPECTED_PASS:
         return UNEXPECTED
-    if record.verdict == ERROR:
+    if record.verdict == ERROR or is_of_the_form(record):
         return RAISES
     if findings.leaks(record):
         return BEHIND_MASK
     if signal_of(record) in PLAIN_CALL:
         return FORWARD
     return GRADIENTS if of_gradients(signal_of(record)) else CHECK
+
+
+def is_of_the_form(record: Record) -> bool:
+    """Whether a result has another dtype or shape than asked, so that nothing is known of its numbers."""
+    return record.verdict == FAIL and record.worst is None and _OF_THE_FORM.match(record.reason) is not None
 
 
 def of_gradients(signal: str) -> bool:

@@ -26,6 +26,7 @@ from reports.causes.finding import (
     UNEXPECTED,
     Finding,
     Share,
+    is_of_the_form,
     kind_of,
     line_that_raises,
     of_gradients,
@@ -275,7 +276,7 @@ class _Evidence:
 
 def _signal(record: Record) -> str:
     """The name of what a record says of its case: a check and a result, or the line that raises."""
-    if record.verdict == ERROR:
+    if record.verdict == ERROR or is_of_the_form(record):
         line = line_that_raises(record.reason)
         return f"{RAISES} {line['place'] if line else _OF_THE_CASE.sub('#', record.reason)}"
     behind = f" {BEHIND_MASK}" if findings.poisons(record) else ""

@@ -108,6 +108,21 @@ def test_lengths_that_raise_are_one_finding_wherever_the_line_is_met() -> None:
     assert "if such lengths are not supported: raise NotImplementedError for them" in words.facts(finding)
 
 
+def test_another_dtype_is_a_cause_of_its_own() -> None:
+    def judged(case: str) -> Record:
+        if has(case, "16 bits"):
+            dtype = "bfloat16" if has(case, "bf16") else "float16"
+            return record(case, verdict=FAIL, reason=f"dtype is float32, must be that of q, {dtype}")
+        return record(case, verdict=FAIL if has(case, "bias") else PASS)
+
+    form, wrong = roots.of([judged(case) for case in cases()])
+    assert words.title(form).startswith("dtype is float32, must be that of q, ")
+    assert words.title(form).endswith("in bf16 and in f16")
+    assert form.outside.red == 0
+    assert words.title(wrong) == "out is wrong with a bias"
+    assert not any(has(one.case, "16 bits") for one in wrong.records)
+
+
 def test_what_rounds_too_much_explains_nothing_where_other_results_say_otherwise() -> None:
     def wrong(case: str, result: str) -> bool:
         return has(case, "sinks") or (result in ("dq", "dbias") and has(case, "bias"))
