@@ -46,6 +46,8 @@ _CALLS_INTERPRETED = 10
 # depth, each with its own keys. Blocks that leave three if they are taken by fours: seven of 64 each way, eleven of 128
 # of keys and of queries. And a step whose queries' windows begin on both sides of key 512, where blocks of any usual
 # size meet. Each in the first lengths that an implementation takes.
+# Beside that, heads that leave a rest if they are taken by fours or eights, and such that do not, with keys of their
+# own and in groups, and values deeper than keys. Each would be a program of its own, so that these calls have them.
 _SHORT: tuple[dict[str, Any], ...] = tuple({"q_length": n, "kv_length": n} for n in (16, 128))
 _UNCUT: dict[str, Any] = {"batch": 1, "segments": None}
 _FULL: dict[str, Any] = {**_UNCUT, "mask": "full"}
