@@ -80,7 +80,7 @@ _SIZES: dict[str, tuple[dict[str, Any], ...]] = {
     "odd": tuple({**_heads(n, n), **_depths(64, 64), **short} for n in (7, 3) for short in _SHORT),
     "seven": tuple({**_UNCUT, "q_length": 448, "kv_length": 448, **depths} for depths in (_DEEPER[0], {})),
     "eleven": (
-        {**_FULL, "q_length": 16, "kv_length": 1408, **_heads(35, 5), **_DEEPER[1]},
+        {**_FULL, "q_length": 16, "kv_length": 1408, **_heads(14, 2), **_DEEPER[1]},
         *({**_FULL, "q_length": n, "kv_length": 1408} for n in (16, 128)),
     ),
     "eleven_of_queries": (
