@@ -51,7 +51,7 @@ _CALLS_INTERPRETED = 10
 _SHORT: tuple[dict[str, Any], ...] = tuple({"q_length": n, "kv_length": n} for n in (16, 128))
 _UNCUT: dict[str, Any] = {"batch": 1, "segments": None}
 _FULL: dict[str, Any] = {**_UNCUT, "mask": "full"}
-_CACHE: dict[str, Any] = {**_FULL, "phase": "decode", "q_length": 1}
+_CACHE: dict[str, Any] = {"segments": None, "mask": "full", "phase": "decode", "q_length": 1}
 
 
 def _heads(num_q_heads: int, num_kv_heads: int) -> dict[str, Any]:
@@ -62,7 +62,7 @@ def _depths(head_dim: int, v_head_dim: int) -> dict[str, Any]:
     return {"head_dim": head_dim, "v_head_dim": v_head_dim}
 
 
-# Values deeper than queries and keys, by eight and by more, where that is taken.
+# Values deeper than queries and keys, by sixteen and by eight, where that is taken.
 _DEEPER = _depths(24, 40), _depths(32, 40)
 _SIZES: dict[str, tuple[dict[str, Any], ...]] = {
     # Segments would leave the query one key.
@@ -71,9 +71,11 @@ _SIZES: dict[str, tuple[dict[str, Any], ...]] = {
         for heads in (_heads(12, 12), {})
         for b in (9, 1)
     ),
-    "one": ({"q_length": 1, "kv_length": 1, **_heads(16, 16), "batch": 8}, {"q_length": 1, "kv_length": 1}),
-    "cache": tuple({**_CACHE, "batch": 2, "kv_length": 512, **heads} for heads in (_heads(42, 6), {})),
-    "rest": ({**_CACHE, "kv_length": 2593, "soft_cap": None},),
+    "one": tuple(
+        {"q_length": 1, "kv_length": 1, "segments": None, **more} for more in ({"batch": 8, **_heads(16, 16)}, {})
+    ),
+    "cache": tuple({**_CACHE, "kv_length": 512, **heads} for heads in (_heads(42, 6), {})),
+    "rest": ({**_CACHE, "batch": 1, "kv_length": 2593, "soft_cap": None},),
     "many": tuple({**_heads(n, k), **short} for n, k in ((153, 9), (45, 45)) for short in _SHORT),
     "packed": ({"batch": 1, "segments": "segmany", "q_length": 512, "kv_length": 512},),
     "deep": tuple({**_depths(h, v), **short} for h, v in ((320, 288), (512, 512)) for short in _SHORT),
