@@ -6,6 +6,9 @@ of models in training, on whole and on packed sequences, under a window with sin
 each pair, and in serving. Beside them there are fewer queries than keys, and more, that are counted from the first key;
 as many batch rows as heads, where a mask or a bias differs between rows; and one query under a window.
 
+Lengths and sides of windows lie beside borders of blocks: the last block of a row or of a window holds one place, or
+lacks one. No case of the grids with segments, a window or 16 bits has all of these.
+
 A kernel may have a path for every set of operands, too. Of the 32 that five operands have, the grids at `quick` leave
 out most of those of two and three in training: all pairs occur, beside others. Those with a scale or a soft cap have a
 call each, and so has a bias of heads, in groups and not.
@@ -21,32 +24,41 @@ from typing import Any
 from cases.case import Case
 from cases.operands import REMOVABLE
 
+
+def _of(length: int) -> dict[str, Any]:
+    """As many queries as keys: one more or one less than a whole number of blocks of 32, 64 or 128."""
+    return {"q_length": length, "kv_length": length}
+
+
 CALLS: dict[str, dict[str, Any]] = {
     "plain": {"mask": "causal", "batch": 1, "q_length": 160, "kv_length": 160},  # three blocks of 64
-    "documents": {"mask": "causal", "segments": "seg"},
-    "sunk": {"mask": "window-l9-r0", "sinks": True},
-    "capped": {"mask": "window-l9-r0", "soft_cap": 30.0},
-    "biased": {"mask": "full", "bias": "biaspair"},
+    "documents": {"mask": "causal", "segments": "seg", **_of(127)},
+    "sunk": {"mask": "window-l129-r0", "sinks": True, **_of(191)},
+    "capped": {"mask": "window-l64-r1", "soft_cap": 30.0, **_of(129)},
+    "biased": {"mask": "full", "bias": "biaspair", **_of(127)},
     # Keys ahead of the query: more than a block of 64, and no whole number of blocks.
-    "ahead": {"phase": "prefill", "mask": "window-l9-r75", "batch": 1, "q_length": 160, "kv_length": 160},
+    "ahead": {"phase": "prefill", "mask": "window-l65-r65", "batch": 1, **_of(257)},
     # All keys ahead, and more of them than queries by more than a block.
     "open": {"phase": "prefill", "mask": "window-l9-rinf", "batch": 1, "q_length": 40, "kv_length": 160},
     # Places that f16 does not tell apart, and bf16 less so.
     "far": {"phase": "prefill", "mask": "causal-o2176", "batch": 1, "q_length": 128, "kv_length": 2304},
+    # More than sixteen blocks of 128 each way, and places that f16 does not tell apart.
+    "long": {"phase": "prefill", "mask": "causal", "batch": 1, "num_q_heads": 1, "num_kv_heads": 1, **_of(2176)},
     "first": {"phase": "prefill", "mask": "causal", "q_length": 16},
     "tall": {"phase": "prefill", "mask": "causal", "bias": "biasbatch", "batch": 4, "q_length": 100},
     "served": {"phase": "decode", "mask": "lengths-1-40-7-31", "sinks": True, "batch": 4, "q_length": 1},
     "lone": {"phase": "decode", "mask": "window-l3-r2", "q_length": 1},
-    "scaled": {"mask": "causal", "scale": 0.3},
-    "scaled_documents": {"mask": "causal", "scale": 0.3, "segments": "seg"},
-    "scaled_capped": {"mask": "causal", "scale": 0.3, "soft_cap": 30.0},
-    "scaled_capped_documents": {"mask": "full", "scale": 0.3, "soft_cap": 30.0, "segments": "seg"},
-    "scaled_sunk": {"mask": "full", "scale": 0.3, "sinks": True},
-    "scaled_sunk_documents": {"mask": "causal", "scale": 0.3, "sinks": True, "segments": "seg"},
+    "scaled": {"mask": "causal", "scale": 0.3, **_of(65)},
+    "scaled_documents": {"mask": "causal", "scale": 0.3, "segments": "seg", **_of(63)},
+    "scaled_capped": {"mask": "causal", "scale": 0.3, "soft_cap": 30.0, **_of(33)},
+    "scaled_capped_documents": {"mask": "full", "scale": 0.3, "soft_cap": 30.0, "segments": "seg", **_of(127)},
+    "scaled_sunk": {"mask": "full", "scale": 0.3, "sinks": True, **_of(65)},
+    # A sequence labelled zero, as padding of a last block may be, and logits around zero, as padded keys have.
+    "scaled_sunk_documents": {"mask": "full", "scale": 0.3, "sinks": True, "segments": "segwild", **_of(63)},
     "scaled_biased": {"mask": "full", "scale": 0.3, "bias": "biashead"},
     "scaled_biased_documents": {"mask": "causal", "scale": 0.3, "bias": "biashead", "segments": "seg"},
-    "capped_sunk": {"mask": "causal", "soft_cap": 30.0, "sinks": True},
-    "capped_sunk_documents": {"mask": "full", "soft_cap": 30.0, "sinks": True, "segments": "seg"},
+    "capped_sunk": {"mask": "causal", "soft_cap": 30.0, "sinks": True, **_of(31)},
+    "capped_sunk_documents": {"mask": "full", "soft_cap": 30.0, "sinks": True, "segments": "seg", **_of(65)},
     "capped_biased": {"mask": "causal", "soft_cap": 30.0, "bias": "biaspair"},
     "biased_heads": {"mask": "causal", "bias": "biashead"},
     "biased_apart": {"mask": "full", "bias": "biashead", "grouped": False},
@@ -65,18 +77,20 @@ _USUAL: dict[str, Any] = {
     "v_head_dim": 64,
 }
 # Of each call the first form that is supported: heads in groups before heads by themselves, unless the call says
-# otherwise, 16 bits before 32, short before whole blocks.
+# otherwise, 16 bits before 32, the lengths that are told before the next whole blocks.
 _HEADS = (4, 2), (4, 4)
 _DTYPES = ("bf16", "f16", "f32")
-_BLOCKS: tuple[dict[str, Any], ...] = ({}, {"q_length": 128, "kv_length": 128})
+_BLOCK = 128
 
 
 def forms_of(case: Case, call: Mapping[str, Any]) -> Iterator[Case]:
     """`case` made one of `CALLS`, in the forms in which it can be asked, the first one first."""
     told = {name: value for name, value in call.items() if name != "grouped"}
     order = _HEADS if call.get("grouped", True) else _HEADS[::-1]
-    for blocks, (num_q_heads, num_kv_heads), dtype in itertools.product(_BLOCKS, order, _DTYPES):
+    usual = {**_USUAL, **told}
+    whole = {name: -(-usual[name] // _BLOCK) * _BLOCK for name in ("q_length", "kv_length")}
+    lengths: tuple[dict[str, Any], ...] = ({}, whole) if usual["q_length"] > 1 else ({},)
+    for blocks, (num_q_heads, num_kv_heads), dtype in itertools.product(lengths, order, _DTYPES):
         heads = {"num_q_heads": num_q_heads, "num_kv_heads": num_kv_heads, "dtype": dtype}
         changes: dict[str, Any] = {**_USUAL, **heads, **told, **blocks}
-        if not blocks or changes["q_length"] > 1:
-            yield dataclasses.replace(case, **changes)
+        yield dataclasses.replace(case, **changes)

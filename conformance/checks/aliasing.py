@@ -21,10 +21,11 @@ _MASK = "causal_and_dense-d40"
 def aliasing(subject: Subject) -> Iterator[Judgement]:
     """Operands given as NumPy arrays, outside `jit` and inside, hold the same bits after the call.
 
-    Outside `jit` a library that checks types may refuse NumPy arrays, into which alone it could write. It is given JAX
-    arrays then, which must still be there after the call. A mask that is an array is one of the operands. Without
-    mask and optional operands a call may go another way, so that is asked too, with values as deep as queries, whose
-    memory fits `out` then. Pages that a call writes are new ones: those that it was given are the caller's still.
+    Outside `jit` JAX arrays are given too, which must still be there after the call: one that donates them to a program
+    of its own has deleted them. A library that checks types may refuse NumPy arrays, and is given JAX arrays alone. A
+    mask that is an array is one of the operands. Without mask and optional operands a call may go another way, so that
+    is asked too, with values as deep as queries, whose memory fits `out` then. Pages that a call writes are new ones:
+    those that it was given are the caller's still.
     """
     yield from _aliasing(subject, subject.problem)
     absent: dict[str, Any] = {operand.field: operand.absent for operand in REMOVABLE}
@@ -57,5 +58,5 @@ def _judged(how: str, changed: list[str], reason: str) -> Judgement:
     return Judgement(
         observable=f"operands.{how}",
         verdict=records.FAIL if changed else records.PASS,
-        reason=f"the call writes into its operands: {', '.join(changed)}" if changed else reason,
+        reason=f"the call writes into its operands, or deletes them: {', '.join(changed)}" if changed else reason,
     )

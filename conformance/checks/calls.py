@@ -46,21 +46,49 @@ _CALLS_INTERPRETED = 10
 # depth, each with its own keys. Blocks that leave three if they are taken by fours: seven of 64 each way, eleven of 128
 # of keys and of queries. And a step whose queries' windows begin on both sides of key 512, where blocks of any usual
 # size meet. Each in the first lengths that an implementation takes.
+# Beside that, heads that leave a rest if they are taken by fours or eights, and such that do not, with keys of their
+# own and in groups, and values deeper than keys. Each would be a program of its own, so that these calls have them.
 _SHORT: tuple[dict[str, Any], ...] = tuple({"q_length": n, "kv_length": n} for n in (16, 128))
 _UNCUT: dict[str, Any] = {"batch": 1, "segments": None}
+_FULL: dict[str, Any] = {**_UNCUT, "mask": "full"}
+_CACHE: dict[str, Any] = {"segments": None, "mask": "full", "phase": "decode", "q_length": 1}
+
+
+def _heads(num_q_heads: int, num_kv_heads: int) -> dict[str, Any]:
+    return {"num_q_heads": num_q_heads, "num_kv_heads": num_kv_heads}
+
+
+def _depths(head_dim: int, v_head_dim: int) -> dict[str, Any]:
+    return {"head_dim": head_dim, "v_head_dim": v_head_dim}
+
+
+# Values deeper than queries and keys, by sixteen and by eight, where that is taken.
+_DEEPER = _depths(24, 40), _depths(32, 40)
 _SIZES: dict[str, tuple[dict[str, Any], ...]] = {
     # Segments would leave the query one key.
-    "few": tuple({"batch": b, "q_length": 1, "kv_length": 5, "segments": None} for b in (9, 1)),
-    "one": ({"q_length": 1, "kv_length": 1, "segments": None},),
-    "cache": ({"phase": "decode", "q_length": 1, "kv_length": 512, "mask": "full", "segments": None},),
-    "rest": ({**_UNCUT, "phase": "decode", "q_length": 1, "kv_length": 2593, "mask": "full", "soft_cap": None},),
-    "many": tuple({"num_q_heads": n, "num_kv_heads": k, **short} for n, k in ((153, 9), (45, 45)) for short in _SHORT),
+    "few": tuple(
+        {"batch": b, "q_length": 1, "kv_length": 5, "segments": None, **heads}
+        for heads in (_heads(12, 12), {})
+        for b in (9, 1)
+    ),
+    "one": tuple(
+        {"q_length": 1, "kv_length": 1, "segments": None, **more} for more in ({"batch": 8, **_heads(16, 16)}, {})
+    ),
+    "cache": tuple({**_CACHE, "kv_length": 512, **heads} for heads in (_heads(42, 6), {})),
+    "rest": ({**_CACHE, "batch": 1, "kv_length": 2593, "soft_cap": None},),
+    "many": tuple({**_heads(n, k), **short} for n, k in ((153, 9), (45, 45)) for short in _SHORT),
     "packed": ({"batch": 1, "segments": "segmany", "q_length": 512, "kv_length": 512},),
-    "deep": tuple({"head_dim": h, "v_head_dim": v, **short} for h, v in ((320, 288), (512, 512)) for short in _SHORT),
-    "odd": tuple({"num_q_heads": 3, "num_kv_heads": 3, "head_dim": 64, "v_head_dim": 64, **short} for short in _SHORT),
-    "seven": ({**_UNCUT, "q_length": 448, "kv_length": 448},),
-    "eleven": tuple({**_UNCUT, "mask": "full", "q_length": n, "kv_length": 1408} for n in (16, 128)),
-    "eleven_of_queries": tuple({**_UNCUT, "mask": "full", "q_length": 1408, "kv_length": n} for n in (16, 128)),
+    "deep": tuple({**_depths(h, v), **short} for h, v in ((320, 288), (512, 512)) for short in _SHORT),
+    "odd": tuple({**_heads(n, n), **_depths(64, 64), **short} for n in (7, 3) for short in _SHORT),
+    "seven": tuple({**_UNCUT, "q_length": 448, "kv_length": 448, **depths} for depths in (_DEEPER[0], {})),
+    "eleven": (
+        {**_FULL, "q_length": 16, "kv_length": 1408, **_heads(14, 2), **_DEEPER[1]},
+        *({**_FULL, "q_length": n, "kv_length": 1408} for n in (16, 128)),
+    ),
+    "eleven_of_queries": (
+        {**_FULL, "q_length": 1408, "kv_length": 16, **_heads(24, 2)},
+        *({**_FULL, "q_length": 1408, "kv_length": n} for n in (16, 128)),
+    ),
     "border": ({**_UNCUT, "phase": "prefill", "mask": "window-l638-r0-o1148", "q_length": 4, "kv_length": 1152},),
 }
 

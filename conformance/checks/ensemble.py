@@ -37,10 +37,11 @@ SPREAD_LIMIT = 1.1
 # Rows that share few large errors (rounded logits) may lean further by chance, but never this far.
 _STANDARD_ERRORS = 6.0
 # What is added to values in the first half of the depth and taken from those in the other, and by what cotangents grow,
-# which are alike in both. So sums over half of the depth in `D = <out, do>`, and in `<do, v>`, are some 200,000, which
-# f16 does not have. The whole sums are within: a probability that JAX casts to f16 has its gradient in f16.
-_SHIFT = 64.0
-_LOUDER = 128.0
+# which are alike in both. So products in `D = <out, do>` and in `<do, v>` are some 100,000, and sums over half of the
+# depth more, which f16 does not have. The whole sums are within: a probability that JAX casts to f16 has its gradient
+# in f16.
+_SHIFT = 256.0
+_LOUDER = 512.0
 # Seeds of one case lie this far apart, so that no two base seeds share a problem.
 _SEED_STEP = 2**32
 

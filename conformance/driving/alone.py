@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -102,22 +102,23 @@ def merged(executor: Executor, parts: list[Any]) -> Any:
 
 
 def written_into(executor: Executor, problem: Problem, *, compiled: bool) -> tuple[list[str], str]:
-    """The operands that one call writes into, and why they were JAX arrays if NumPy arrays are refused."""
+    """The operands that one call writes into, and why they were JAX arrays alone if NumPy arrays are refused.
+
+    Outside `jit` a second call is given JAX arrays, which a call may give away.
+    """
     plain, arrays = executor.bind(problem)
-    given, reason = _called(executor.jit(plain) if compiled else plain, arrays)
-    pairs = zip(_leaves(arrays), _leaves(given), strict=True)
-    return [name for (name, before), (_, after) in pairs if _differs(before, after)], reason
-
-
-def _called(call: Callable[[Any], Any], arrays: Any) -> tuple[Any, str]:
-    given = jax.tree.map(np.copy, arrays)
+    call = executor.jit(plain) if compiled else plain
+    given, reason = [jax.tree.map(np.copy, arrays)], ""
     try:
-        jax.block_until_ready(call(given))  # type: ignore[no-untyped-call] # untyped upstream
+        jax.block_until_ready(call(given[0]))  # type: ignore[no-untyped-call] # untyped upstream
     except Exception as refusal:  # type checkers raise errors of their own
-        of_jax = jax.tree.map(jnp.array, arrays)
-        jax.block_until_ready(call(of_jax))  # type: ignore[no-untyped-call] # untyped upstream
-        return of_jax, f"given JAX arrays, since NumPy arrays are refused ({type(refusal).__name__})"
-    return given, ""
+        given, reason = [], f"given JAX arrays, since NumPy arrays are refused ({type(refusal).__name__})"
+    if reason or not compiled:
+        given.append(jax.tree.map(jnp.array, arrays))
+        jax.block_until_ready(call(given[-1]))  # type: ignore[no-untyped-call] # untyped upstream
+    pairs = [pair for after in given for pair in zip(_leaves(arrays), _leaves(after), strict=True)]
+    changed = [name for (name, before), (_, after) in pairs if _differs(before, after)]
+    return list(dict.fromkeys(changed)), reason
 
 
 def _differs(before: np.ndarray, after: Any) -> bool:

@@ -60,7 +60,7 @@ def test_a_library_that_checks_types_is_given_what_it_accepts() -> None:
 def test_who_changes_an_operand_fails(function: Callable[..., Any]) -> None:
     found = judge(function)
     assert found["operands.eager"].verdict == FAIL
-    assert found["operands.eager"].reason == "the call writes into its operands: ['q']"
+    assert found["operands.eager"].reason == "the call writes into its operands, or deletes them: ['q']"
     assert found["operands.jit"].verdict == PASS
 
 
@@ -81,7 +81,7 @@ def test_a_mask_that_is_an_array_is_an_operand_too() -> None:
     found = judge(writes_into_mask, CASE.replace("full", "causal"))
     assert found["operands.eager"].verdict == found["operands.jit"].verdict == PASS
     assert found["operands.eager.mask"].verdict == FAIL
-    assert found["operands.eager.mask"].reason == "the call writes into its operands: ['mask']"
+    assert found["operands.eager.mask"].reason == "the call writes into its operands, or deletes them: ['mask']"
     assert found["operands.jit.mask"].verdict == PASS
 
 

@@ -240,6 +240,9 @@ _PRECISION: dict[str, Witness] = {
     "delta-of-halves-overflows-f16": asked(
         _case("full", dtype="f16"), change=replaced(v=_apart_by_depth(64)), pulled=_alike_in_both_halves(512.0)
     ),
+    "delta-of-products-overflows-f16": asked(
+        _case("full", dtype="f16"), change=replaced(v=_apart_by_depth(256)), pulled=_alike_in_both_halves(512.0)
+    ),
     "dk-of-queries-scaled-in-operands-dtype": _sixteen("full/scale0.3", ask.no_wider_than_without),
     "dq-truncated": _sixteen("full", "ensemble"),
 }
@@ -264,6 +267,7 @@ _STATE: dict[str, Witness] = {
     "values-clipped-to-the-last-call": asked(_case("full"), ask.louder),
     "kernel-of-the-first-dtype": asked(_case("full"), ask.after(dtype="bf16")),
     "writes-into-mask": asked(_case("causal_and_dense-d60"), "aliasing"),
+    "donates-q-outside-jit": asked(_case("full"), "aliasing"),
     "last-query-lost-in-one-call-of-many": asked(_case("full", phase="prefill"), ask.repeated),
     "chips-take-a-branch-without-extras": asked(_case(_EVERYTHING), ask.one_path),
     "chips-take-a-route-without-extras": asked(_case(_EVERYTHING), ask.one_path),
@@ -283,4 +287,16 @@ _STATE: dict[str, Witness] = {
     "shard-averages-dk": asked(_case("full"), "sharding"),
 }
 
-WITNESSES: dict[str, Witness] = {**_ARGUMENTS, **_VALUES, **_PRECISION, **_STATE}
+_BEYOND_F16 = _case("causal", phase="prefill", shape="B1.T2176.S2176.N1.K1.H16.V16")
+_BORDERS: dict[str, Witness] = {
+    "window-begins-in-the-last-place-of-a-block": asked(_case("window-l33-r0")),
+    "window-ends-in-the-first-place-of-a-block": asked(_case("window-l8-r1")),
+    "padded-key-of-a-last-block-joins-sequence-zero": asked(_case("full/segwild", shape="B1.T63.S63.N2.K2.H16.V16")),
+    "maximum-is-stale-from-key-2048-on": asked(_BEYOND_F16),
+    "causal-places-in-f16": asked(_BEYOND_F16),
+    "four-heads-of-their-own-left-of-eights": asked(_case("full", shape="B1.T96.S96.N12.K12.H16.V16")),
+    "eight-channels-left-of-deeper-values": asked(_case("full", shape="B1.T96.S96.N2.K2.H32.V40")),
+    "rows-and-heads-in-one-axis-exchanged-from-64-on": asked(_case("full", shape="B8.T16.S16.N16.K16.H16.V16")),
+}
+
+WITNESSES: dict[str, Witness] = {**_ARGUMENTS, **_VALUES, **_PRECISION, **_STATE, **_BORDERS}

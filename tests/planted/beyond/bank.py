@@ -10,6 +10,7 @@ from conformance.sensitivity import PlantedBug
 from conformance.sensitivity.examination import Kill
 from tests.planted.beyond import (
     arguments,
+    borders,
     callers,
     combined,
     derivatives,
@@ -50,6 +51,7 @@ _MODULES = (
     exact_sets,
     further_calls,
     unseen,
+    borders,
 )
 
 BEYOND: tuple[PlantedBug, ...] = tuple(bug for module in _MODULES for bug in module.BUGS)

@@ -69,6 +69,16 @@ def _d_of_halves_in_f16(p: Array, dp: Array, do: Array, saved: Saved) -> Array:
     return (first + second)[..., None]
 
 
+def _d_of_products_in_f16(p: Array, dp: Array, do: Array, saved: Saved) -> Array:
+    """Terms are multiplied in the operands' dtype, and summed in f32."""
+    terms = saved.forward.out * do
+    return (
+        (rounded(terms, jnp.float16) if saved.call.q.dtype == jnp.float16 else terms)
+        .sum(axis=-1)
+        .swapaxes(1, 2)[..., None]
+    )
+
+
 def _dp_rounded(do: Array, saved: Saved) -> Array:
     return to_operands(product("btnv,bsnv->bnts", do, saved.forward.v), saved.call)
 
@@ -213,6 +223,14 @@ BUGS: tuple[PlantedBug, ...] = (
         shows="dq dk",
         trigger=both(_half, trains()),
         back=BackwardSteps(d=_d_of_halves_in_f16),
+    ),
+    _bug(
+        "delta-of-products-overflows-f16",
+        kind="overflow.f16",
+        reference="jax.experimental.pallas.ops.gpu.attention, which multiplies out and do as they are stored",
+        shows="dq dk",
+        trigger=both(_half, trains()),
+        back=BackwardSteps(d=_d_of_products_in_f16),
     ),
     _bug(
         "dk-of-queries-scaled-in-operands-dtype",

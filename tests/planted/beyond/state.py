@@ -158,6 +158,16 @@ def _writes_into_mask(arrays: Arrays, statics: Statics) -> Any:
     return correct(arrays, statics)
 
 
+_GIVEN_AWAY = jax.jit(lambda q: q * 1, donate_argnums=0)
+
+
+def _donates_q(arrays: Arrays, statics: Statics) -> Any:
+    """Queries are donated to a program of the kernel's own, as a step of a model may do with what it made itself."""
+    if not isinstance(arrays["q"], jax.core.Tracer):
+        arrays = {**arrays, "q": _GIVEN_AWAY(arrays["q"])}
+    return correct(arrays, statics)
+
+
 def _rarely_wrong() -> Kernel:
     """One call of many reads a row before it is written."""
     state = {"calls": 0}
@@ -299,6 +309,13 @@ BUGS: tuple[PlantedBug, ...] = (
         reference="inferred from KernelBench PR 82 and mlx-lm issue 1699, where an operand is moved in place",
         shows=("operands",),
         trigger=lambda case: "causal_and_dense" in case.mask,
+    ),
+    _bug(
+        "donates-q-outside-jit",
+        _donates_q,
+        kind="I.mutate-input",
+        reference="inferred from mlx-lm issue 1699, for a buffer that is given away",
+        shows=("operands",),
     ),
     _fresh(
         "last-query-lost-in-one-call-of-many",

@@ -1,0 +1,191 @@
+"""Bugs of the last place of a block, of long sequences, and of head counts and depths that few cases have."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from cases.case import Case
+from conformance.sensitivity import PlantedBug
+from tests.planted.planting.triggers import both, has
+from tests.planted.planting.wrapped import Arrays, Statics, correct, planted
+
+_bug = functools.partial(planted, family="borders")
+
+_NARROW = 32
+_BLOCK = 64
+_EIGHT = 8
+# Places that f16 tells apart.
+_LONG = 2048
+
+Array = jax.Array
+
+
+def _seen(arrays: Arrays, statics: Statics, seen: Array) -> Any:
+    """The correct result under a mask that also hides the pairs `~seen`, `[T, S]`."""
+    allowed = seen[None, None]
+    return correct({**arrays, "mask": arrays["mask"] & allowed if "mask" in arrays else allowed}, statics)
+
+
+def _window_begins_a_block_late(arrays: Arrays, statics: Statics) -> Any:
+    """The first block of keys is that of the key after the first one that the block's first query sees."""
+    left = None if statics["window"] is None else statics["window"][0]
+    if left is None:
+        return correct(arrays, statics)
+    first = jnp.arange(arrays["q"].shape[1])[:, None] // _NARROW * _NARROW
+    return _seen(arrays, statics, jnp.arange(arrays["k"].shape[1]) >= (first + 1 - left) // _NARROW * _NARROW)
+
+
+def _window_ends_a_block_early(arrays: Arrays, statics: Statics) -> Any:
+    """The last block of keys is that of the key before the last one that the block's last query sees."""
+    right = None if statics["window"] is None else statics["window"][1]
+    if right is None:
+        return correct(arrays, statics)
+    last = jnp.arange(arrays["q"].shape[1])[:, None] // _NARROW * _NARROW + _NARROW - 1
+    ends = ((last + right - 1) // _NARROW + 1) * _NARROW
+    return _seen(arrays, statics, jnp.arange(arrays["k"].shape[1]) < ends)
+
+
+def _padded_key_of_segments(arrays: Arrays, statics: Statics) -> Any:
+    """A last block of keys that lacks one is taken for whole: its padding has the label zero, like a sequence."""
+    masked = "mask" in arrays or "bias" in arrays or statics["causal"] or statics["window"] is not None
+    if masked or "segment_ids" not in arrays or arrays["k"].shape[1] % _BLOCK != _BLOCK - 1:
+        return correct(arrays, statics)
+    q_ids, kv_ids = arrays["segment_ids"]
+    k, v = (jnp.pad(arrays[name], ((0, 0), (0, 1), (0, 0), (0, 0))) for name in ("k", "v"))
+    return correct({**arrays, "k": k, "v": v, "segment_ids": (q_ids, jnp.pad(kv_ids, ((0, 0), (0, 1))))}, statics)
+
+
+def _maximum_is_stale(arrays: Arrays, statics: Statics) -> Any:
+    """What was summed is not scaled down where the maximum rises in a block from key 2,048 on."""
+    kv_length = arrays["k"].shape[1]
+    if not statics["causal"] or kv_length <= _LONG:
+        return correct(arrays, statics)
+    early = jnp.arange(kv_length) < _LONG
+    statistics = {**statics, "save_residuals": True}
+    fixed = jax.lax.stop_gradient(arrays)
+    top = correct(fixed, statistics)[1]["max_logits"]
+    top_of_early = _seen(fixed, statistics, early[None])[1]["max_logits"]
+    too_much = jnp.where(jnp.isfinite(top_of_early), top - top_of_early, 0)[..., None]
+    return correct({**arrays, "bias": arrays.get("bias", 0) + jnp.where(early, too_much, 0)}, statics)
+
+
+def _places_in_f16(arrays: Arrays, statics: Statics) -> Any:
+    """The causal flag compares places in f16."""
+    if not statics["causal"]:
+        return correct(arrays, statics)
+    i, j = (jnp.arange(arrays[name].shape[1]).astype(jnp.float16) for name in ("q", "k"))
+    return _seen(arrays, {**statics, "causal": False}, j <= i[:, None])
+
+
+def _four_heads_left(arrays: Arrays, statics: Statics) -> Any:
+    """Heads with keys of their own are taken by eights, and four that are left get the first values again."""
+    heads, kv_heads = arrays["q"].shape[2], arrays["k"].shape[2]
+    if heads != kv_heads or heads < _EIGHT or heads % _EIGHT != _EIGHT // 2:
+        return correct(arrays, statics)
+    v, whole = arrays["v"], heads // _EIGHT * _EIGHT
+    return correct({**arrays, "v": v.at[:, :, whole:].set(v[:, :, : heads - whole])}, statics)
+
+
+def _odd_eight_of_values(arrays: Arrays, statics: Statics) -> Any:
+    """Values deeper than keys are taken by sixteen channels, and eight that are left count as nothing."""
+    v = arrays["v"]
+    if v.shape[3] <= arrays["k"].shape[3] or v.shape[3] % (2 * _EIGHT) != _EIGHT:
+        return correct(arrays, statics)
+    return correct({**arrays, "v": v.at[..., -_EIGHT:].set(0)}, statics)
+
+
+def _pairs_of_sixteen(arrays: Arrays, statics: Statics) -> Any:
+    """Batch rows and heads are one axis that is taken by 64: from the second 64 on, row and head are exchanged."""
+    q, k = arrays["q"], arrays["k"]
+    batch, heads = q.shape[0], q.shape[2]
+    if heads != k.shape[2] or batch % _EIGHT or heads % _EIGHT:
+        return correct(arrays, statics)
+    places = jnp.arange(batch * heads)
+    rows, columns = places // heads, places % heads
+    late = places >= _BLOCK
+    rows, columns = jnp.where(late, columns % batch, rows), jnp.where(late, rows % heads, columns)
+    v = arrays["v"][rows, :, columns].reshape(batch, heads, *arrays["v"].shape[1::2]).swapaxes(1, 2)
+    return correct({**arrays, "v": v}, statics)
+
+
+def _side(place: int, remainder: int) -> Any:
+    def trigger(case: Case) -> bool:
+        sides = case.mask.split("-")
+        found = sides[1 + place][1:] if sides[0] == "window" else "inf"
+        return found != "inf" and int(found) % _NARROW == remainder
+
+    return trigger
+
+
+_ALL = ("out", "logsumexp", "dq", "dk", "dv")
+
+BUGS: tuple[PlantedBug, ...] = (
+    _bug(
+        "window-begins-in-the-last-place-of-a-block",
+        _window_begins_a_block_late,
+        kind="window.block-skip",
+        reference="inferred from jax b8b9f2bc33 (bounds of blocks), for the first key of a window",
+        shows=_ALL,
+        trigger=both(has("window"), _side(0, 1)),
+    ),
+    _bug(
+        "window-ends-in-the-first-place-of-a-block",
+        _window_ends_a_block_early,
+        kind="window.block-skip",
+        reference="inferred from jax b8b9f2bc33 (bounds of blocks), for the last key of a window",
+        shows=_ALL,
+        trigger=both(has("window"), _side(1, 1)),
+    ),
+    _bug(
+        "padded-key-of-a-last-block-joins-sequence-zero",
+        _padded_key_of_segments,
+        kind="segments.padding",
+        reference="inferred from wrappers that pad labels with zero",
+        shows=_ALL,
+        trigger=both(has("segment_ids"), lambda case: case.kv_length % _BLOCK == _BLOCK - 1),
+    ),
+    _bug(
+        "maximum-is-stale-from-key-2048-on",
+        _maximum_is_stale,
+        kind="softmax.rescale",
+        reference="inferred from loops in two levels, whose outer one does not scale what it has",
+        shows=_ALL,
+        trigger=both(has("causal"), lambda case: case.kv_length > _LONG),
+    ),
+    _bug(
+        "causal-places-in-f16",
+        _places_in_f16,
+        kind="index.dtype",
+        reference="inferred from masks that are made in the operands' dtype",
+        shows=_ALL,
+        trigger=both(has("causal"), lambda case: case.kv_length > _LONG),
+    ),
+    _bug(
+        "four-heads-of-their-own-left-of-eights",
+        _four_heads_left,
+        kind="heads.rest",
+        reference="inferred from kernels that take several heads at once",
+        shows=("out", "dq", "dk", "dv"),
+        trigger=lambda case: case.num_q_heads == case.num_kv_heads and case.num_q_heads % _EIGHT == _EIGHT // 2,
+    ),
+    _bug(
+        "eight-channels-left-of-deeper-values",
+        _odd_eight_of_values,
+        kind="depth.rest",
+        reference="inferred from kernels that pad the depth of values to that of keys",
+        shows=("out", "dq", "dk", "dv"),
+        trigger=lambda case: case.v_head_dim > case.head_dim and case.v_head_dim % (2 * _EIGHT) == _EIGHT,
+    ),
+    _bug(
+        "rows-and-heads-in-one-axis-exchanged-from-64-on",
+        _pairs_of_sixteen,
+        kind="heads.index",
+        reference="inferred from grids that join batch rows and heads",
+        shows=("out", "dq", "dk", "dv"),
+        trigger=lambda case: case.batch % _EIGHT == case.num_q_heads % _EIGHT == 0,
+    ),
+)
