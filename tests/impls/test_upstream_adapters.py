@@ -57,6 +57,7 @@ CASES = {
     "jax_decode_gpu": (
         "decode/f32/B2.T1.S72.N4.K2.H16.V16/own-l6-33-70/scale0.3/normal/s0",
         "decode/bf16/B2.T1.S72.N4.K2.H16.V16/lengths-0-65/normal/s0",
+        "decode/f32/B1.T1.S40.N2.K1.H16.V16/window-l7-r2-o29_and_causal-o29/normal/s0",
     ),
     # These run on a Hopper GPU only.
     "jax_mosaic_gpu": (
