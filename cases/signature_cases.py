@@ -112,6 +112,9 @@ SIGNATURE_CASES: tuple[SignatureCase, ...] = tuple(
         ("prefill/f32/B5.T5.S32.N2.K2.H64.V64/own-linf-18-32-21-0-0/kvfp8-token/paged16-q1-0-5-0-1/normal", _SAVED),
         ("prefill/f32/B2.T40.S300.N2.K1.H64.V64/own-linf-300-40/kvint8-token/paged64/normal", ()),
         (f"prefill/bf16/{_MIXED}/own-linf-45-16-17-9/kvint8-token/paged16-q13-1-1-9/normal", ()),
+        # One scale for all keys and one for all values.
+        (f"prefill/f32/{_MIXED}/own-linf-45-16-17-9/kvint8-tensor/paged16-q13-1-1-9/normal", _BEHIND),
+        ("decode/f32/B3.T1.S48.N4.K2.H64.V64/own-linf-48-33-15/softcap2/kvfp8-tensor/paged16/normal", _SAVED),
         # Packed: as they are trained, without a mask, and as they are served.
         (f"train/f32/{_PACKED}/own-linf-24-1-17-30/packed-q24-1-17-30/normal", _LSE),
         (f"train/f32/{_PACKED}/own-l5-24-1-17-30/softcap2/packed-q24-1-17-30/normal", ()),

@@ -46,6 +46,7 @@ _NAMES: Mapping[str, tuple[str, ...]] = {
     "impls.upstream.jax_mha_gpu": ("jax_mha_gpu", "jax_mha_gpu_xla_bwd"),
     "impls.upstream.mosaic_gpu": ("jax_mosaic_gpu", "tokamax_mosaic_gpu"),
     "impls.upstream.jax_ragged_paged_tpu": ("jax_ragged_paged_tpu",),
+    "impls.upstream.jax_decode_gpu": ("jax_decode_gpu",),
     "impls.upstream.jax_paged_decode": ("jax_paged_tpu", "jax_paged_gpu"),
     "impls.upstream.tpu_inference_kernels": ("tpu_inference_ragged_paged_tpu", "tpu_inference_latent_tpu"),
 }

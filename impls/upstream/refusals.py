@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import jax
@@ -25,15 +25,16 @@ def refuse(
     sinks: Any = None,
     bias: Any = None,
     scale: Any = None,
+    offers: Collection[str] = (),
 ) -> None:
-    """Refuse a call that asks for a feature in `unsupported`, or for one that only those have who say so.
+    """Refuse a call that asks for a feature in `unsupported`, or for one that only those have who say so in `offers`.
 
     Raises:
       NotImplementedError: naming the feature and why it is not supported.
     """
     options = {"segment_ids": segment_ids, "soft_cap": soft_cap, "sinks": sinks, "bias": bias, "scale": scale}
     for feature in asked(q, k, v, mask, options):
-        if feature in unsupported or feature in OPT_IN:
+        if feature in unsupported or (feature in OPT_IN and feature not in offers):
             because = f": it {unsupported[feature]}" if feature in unsupported else ""
             raise NotImplementedError(f"{name} does not support {feature} ({FEATURES[feature]}){because}")
 

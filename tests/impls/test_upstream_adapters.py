@@ -54,6 +54,11 @@ CASES = {
         "train/f32/B2.T64.S64.N2.K2.H16.V16/causal/seg/scale0.5/normal/s0",
         "prefill/bf16/B1.T32.S128.N1.K1.H16.V16/full/normal/s0",
     ),
+    "jax_decode_gpu": (
+        "decode/f32/B2.T1.S72.N4.K2.H16.V16/own-l6-33-70/scale0.3/normal/s0",
+        "decode/bf16/B2.T1.S72.N4.K2.H16.V16/lengths-0-65/normal/s0",
+        "decode/f32/B1.T1.S40.N2.K1.H16.V16/window-l7-r2-o29_and_causal-o29/normal/s0",
+    ),
     # These run on a Hopper GPU only.
     "jax_mosaic_gpu": (
         "train/f16/B2.T256.S256.N4.K2.H64.V64/full/scale0.5/normal/s0",
@@ -128,6 +133,15 @@ def test_agrees_with_the_oracle(name: str, case_id: str) -> None:
         right(found, expected)
 
 
+def test_what_decode_attention_of_jax_returns_in_bf16_is_f32() -> None:
+    """Its adapter rounds it, and need not once this is red."""
+    gqa = importlib.import_module("jax.experimental.pallas.ops.gpu.decode_attention").gqa
+    q, kv = jnp.ones((1, 2, 16), jnp.bfloat16), jnp.ones((1, 32, 2, 16), jnp.bfloat16)
+    assert jax.eval_shape(functools.partial(gqa, k_splits=2, interpret=True), q, kv, kv).dtype == jnp.float32
+    call = functools.partial(adapters()["jax_decode_gpu"].call, mask=masks.Full())
+    assert jax.eval_shape(call, q[:, None], kv, kv).dtype == jnp.bfloat16
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_refuses_what_it_declares_unsupported(name: str) -> None:
     """Every refusal names the feature and gives the declared reason."""
@@ -154,6 +168,8 @@ def test_refuses_what_it_declares_unsupported(name: str) -> None:
         "dense_batch": {"mask": masks.Dense(np.ones((2, 1, 128, 128), bool))},
         "indexer": {"mask": masks.Indexer(np.ones((2, 1, 128, 128), bool))},
         "offset": {"mask": masks.Causal(3)},
+        "train": {},
+        "prefill": {"q": q[:, :3]},
     }
     assert set(implementation.unsupported) <= set(asking)
     for feature, reason in implementation.unsupported.items():

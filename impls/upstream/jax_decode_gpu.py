@@ -1,0 +1,185 @@
+"""Decode attention of `jax.experimental.pallas.ops.gpu`: one query for each sequence over keys that lie whole.
+
+Queries are `[B, N, H]`, keys and values `[B, S, K, H]`. A sequence sees the keys from `start_idx` up to `kv_seq_len`,
+so that a causal mask, a window and lengths are two numbers for each. S must be whole blocks for each of the splits:
+keys are padded with zeros, past `kv_seq_len`. Its residuals are the sum and the maximum that a logsumexp is made of.
+Its output is f32 where queries are bf16 or f16, since an f32 epsilon is added to the sum that it is divided by; the
+adapter rounds it to q's dtype.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from cases.case import FEATURES, Case
+from cases.masks import Causal, Full, Lengths, Mask, OwnWindow, Window, conjuncts
+from conformance.contract import Accelerator, Arithmetic, Implementation
+from impls.upstream.mask_flags import case_mask
+from impls.upstream.refusals import forward_only, refuse
+from impls.versions import default_products, interpret_or, runs_on
+
+NAME = "jax_decode_gpu"
+SPLITS = 2
+"""Programs that share the keys of a sequence; its own default is 16, of at least 16 keys each."""
+BLOCK = 32
+"""Keys that a program takes at once; its own default of 128 would leave most calls a single block."""
+_RANGE = "takes a range of keys for each sequence"
+_ONE_QUERY = "takes one query for each sequence"
+OFFERS = frozenset({"own_window"})
+UNSUPPORTED = {
+    "train": f"{_ONE_QUERY}, and has no gradients",
+    "prefill": _ONE_QUERY,
+    "chunked": _RANGE,
+    "bidirectional": _RANGE,
+    "balanced": _RANGE,
+    "dense": _RANGE,
+    "dense_head": _RANGE,
+    "dense_batch": _RANGE,
+    "indexer": _RANGE,
+    "segment_ids": "takes no segment ids",
+    "soft_cap": "takes no soft cap",
+    "sinks": "takes no sinks",
+    "bias": "takes no bias",
+    "v_head_dim": "needs values of the same depth as keys",
+}
+
+
+def attention(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    *,
+    mask: Mask,
+    segment_ids: tuple[Any, Any] | None = None,
+    soft_cap: float | None = None,
+    sinks: Any = None,
+    bias: Any = None,
+    scale: float | None = None,
+    save_residuals: bool = False,
+    interpret: Any = None,
+) -> Any:
+    """The canonical call (`conformance.contract`) of one query a sequence.
+
+    Args:
+      q: Queries.
+      k: Keys.
+      v: Values.
+      mask: One that lets each sequence see a range of keys.
+      segment_ids: Refused.
+      soft_cap: Refused.
+      sinks: Refused.
+      bias: Refused.
+      scale: Factor of the logits.
+      save_residuals: Return the logsumexp too.
+      interpret: As in `pallas_call`; by default true unless the process runs on a GPU.
+    """
+    refuse(
+        NAME,
+        UNSUPPORTED,
+        q,
+        k,
+        v,
+        mask=mask,
+        segment_ids=segment_ids,
+        soft_cap=soft_cap,
+        sinks=sinks,
+        bias=bias,
+        scale=scale,
+        offers=OFFERS,
+    )
+    batch, kv_length = k.shape[:2]
+    if q.shape[1] != 1:
+        phase = "prefill" if q.shape[1] < kv_length else "train"
+        raise NotImplementedError(f"{NAME} does not support {phase} ({FEATURES[phase]}): it {UNSUPPORTED[phase]}")
+    ranges = key_ranges(mask, batch, kv_length)
+    if ranges is None:
+        raise NotImplementedError(f"{NAME} does not support this call: it {_RANGE}")
+    start, end = map(jnp.asarray, ranges)  # [B], [B]
+
+    def kernel(q: jax.Array, k: jax.Array, v: jax.Array) -> Any:
+        room = ((0, 0), (0, -kv_length % (SPLITS * BLOCK)), (0, 0), (0, 0))
+        return _module().gqa(
+            q[:, 0],
+            jnp.pad(k, room),
+            jnp.pad(v, room),
+            start,
+            end,
+            sm_scale=1 / math.sqrt(q.shape[3]) if scale is None else float(scale),
+            block_k=BLOCK,
+            k_splits=SPLITS,
+            interpret=bool(interpret_or(interpret, "gpu")),
+            return_residuals=True,
+        )
+
+    found, (total, maximum) = forward_only(NAME, "has no gradients", kernel)(q, k, v)
+    out = found[:, None].astype(q.dtype)  # [B, 1, N, H]
+    if not save_residuals:
+        return out
+    return out, {"logsumexp": (maximum + jnp.log(total))[..., None]}  # [B, N, 1]
+
+
+def key_ranges(mask: Mask, batch: int, kv_length: int) -> tuple[np.ndarray, np.ndarray] | None:
+    """The first key that the one query of each sequence sees and the first that it no longer sees, i32 `[B]` each.
+
+    None if `mask` is anything but such ranges.
+    """
+    start, end = np.zeros(batch, np.int32), np.full(batch, kv_length, np.int32)
+    for part in conjuncts(mask):
+        low: Any = 0
+        high: Any = kv_length
+        if isinstance(part, Causal):
+            high = part.offset + 1
+        elif isinstance(part, Lengths):
+            high = np.asarray(part.lengths)
+        elif isinstance(part, (Window, OwnWindow)):
+            place = np.asarray(part.positions) if isinstance(part, OwnWindow) else part.offset
+            low = 0 if part.left is None else place - part.left
+            right = 0 if isinstance(part, OwnWindow) else part.right
+            high = kv_length if right is None else place + right + 1
+        elif not isinstance(part, Full):
+            return None
+        start, end = np.maximum(start, low), np.minimum(end, high)
+    return start.astype(np.int32), np.maximum(end, 0).astype(np.int32)
+
+
+def _module() -> Any:
+    """The library's own module, loaded when it is called: on import some versions warn."""
+    return importlib.import_module("jax.experimental.pallas.ops.gpu.decode_attention")
+
+
+def _limits(case: Case) -> str | None:
+    if key_ranges(case_mask(case), case.batch, case.kv_length) is None:
+        return _RANGE
+    if runs_on("gpu") and case.head_dim & (case.head_dim - 1):
+        return f"needs a head depth that is a power of two; H is {case.head_dim}"
+    return None
+
+
+IMPLEMENTATIONS: tuple[Implementation, ...] = (
+    Implementation(
+        name=NAME,
+        call=attention,
+        description="jax.experimental.pallas.ops.gpu.decode_attention.gqa",
+        unsupported=UNSUPPORTED,
+        offers=OFFERS,
+        supports_case=_limits,
+        arithmetic=Arithmetic(products=default_products()),
+        residuals=frozenset({"logsumexp"}),
+        differentiable_residuals=frozenset(),
+        gradients=frozenset(),
+        empty_rows="zero",
+        behind_mask="finite",
+        accelerator=Accelerator(
+            platform="gpu",
+            interpreted=not runs_on("gpu"),
+            native=functools.partial(attention, interpret=False),
+        ),
+    ),
+)
