@@ -30,9 +30,9 @@ def draw(case: Case, mask: Mask) -> tuple[np.ndarray, np.ndarray] | None:
     return _reachable(q_ids, kv_ids, mask.dense(case.q_length, case.kv_length)), kv_ids
 
 
-# Zero is a label like any other. Those beside it are equal to it in 8 and in 16 bits, the largest is equal to the one
-# before it in f32, and one is negative. The first comes back at the end.
-_WILD = (0, 2**31 - 2, 256, 65536, 2**31 - 1, -1, 0)
+# Zero is a label like any other. Two are equal to it in 8 and in 16 bits, the largest is equal to another in f32, and
+# one is negative. The first comes back at the end, behind larger ones.
+_WILD = (0, 2**31 - 2, -1, 256, 65536, 2**31 - 1, 0)
 
 
 # Positions that a sequence of `segmany` has at most.

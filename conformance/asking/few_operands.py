@@ -30,6 +30,7 @@ def _of(length: int) -> dict[str, Any]:
     return {"q_length": length, "kv_length": length}
 
 
+_ONE_HEAD = {"num_q_heads": 1, "num_kv_heads": 1}
 CALLS: dict[str, dict[str, Any]] = {
     "plain": {"mask": "causal", "batch": 1, "q_length": 160, "kv_length": 160},  # three blocks of 64
     "documents": {"mask": "causal", "segments": "seg", **_of(127)},
@@ -43,7 +44,9 @@ CALLS: dict[str, dict[str, Any]] = {
     # Places that f16 does not tell apart, and bf16 less so.
     "far": {"phase": "prefill", "mask": "causal-o2176", "batch": 1, "q_length": 128, "kv_length": 2304},
     # More than sixteen blocks of 128 each way, and places that f16 does not tell apart.
-    "long": {"phase": "prefill", "mask": "causal", "batch": 1, "num_q_heads": 1, "num_kv_heads": 1, **_of(2176)},
+    "long": {"phase": "prefill", "mask": "causal", "batch": 1, **_ONE_HEAD, **_of(2176)},
+    # A label that comes back more than a block of 128 later, in a block that begins with a larger one.
+    "returning": {"phase": "prefill", "mask": "causal", "segments": "segwild", "batch": 1, **_ONE_HEAD, **_of(1089)},
     "first": {"phase": "prefill", "mask": "causal", "q_length": 16},
     "tall": {"phase": "prefill", "mask": "causal", "bias": "biasbatch", "batch": 4, "q_length": 100},
     "served": {"phase": "decode", "mask": "lengths-1-40-7-31", "sinks": True, "batch": 4, "q_length": 1},

@@ -292,6 +292,9 @@ _BORDERS: dict[str, Witness] = {
     "window-begins-in-the-last-place-of-a-block": asked(_case("window-l33-r0")),
     "window-ends-in-the-first-place-of-a-block": asked(_case("window-l8-r1")),
     "padded-key-of-a-last-block-joins-sequence-zero": asked(_case("full/segwild", shape="B1.T63.S63.N2.K2.H16.V16")),
+    "block-of-a-label-that-comes-back-is-skipped": asked(
+        _case("causal/segwild", phase="prefill", shape="B1.T1089.S1089.N1.K1.H16.V16")
+    ),
     "maximum-is-stale-from-key-2048-on": asked(_BEYOND_F16),
     "causal-places-in-f16": asked(_BEYOND_F16),
     "four-heads-of-their-own-left-of-eights": asked(_case("full", shape="B1.T96.S96.N12.K12.H16.V16")),

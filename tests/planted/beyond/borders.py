@@ -17,6 +17,7 @@ _bug = functools.partial(planted, family="borders")
 
 _NARROW = 32
 _BLOCK = 64
+_WIDE = 128
 _EIGHT = 8
 # Places that f16 tells apart.
 _LONG = 2048
@@ -57,6 +58,20 @@ def _padded_key_of_segments(arrays: Arrays, statics: Statics) -> Any:
     q_ids, kv_ids = arrays["segment_ids"]
     k, v = (jnp.pad(arrays[name], ((0, 0), (0, 1), (0, 0), (0, 0))) for name in ("k", "v"))
     return correct({**arrays, "k": k, "v": v, "segment_ids": (q_ids, jnp.pad(kv_ids, ((0, 0), (0, 1))))}, statics)
+
+
+def _returning_label(arrays: Arrays, statics: Statics) -> Any:
+    """An earlier block of one label is skipped if that is below the queries' first, as if labels only rose."""
+    if "segment_ids" not in arrays or not statics["causal"]:
+        return correct(arrays, statics)
+    q_ids, kv_ids = arrays["segment_ids"]
+    q_block, kv_block = (jnp.arange(ids.shape[1]) // _WIDE for ids in (q_ids, kv_ids))
+    firsts, key_firsts = q_ids[:, q_block * _WIDE], kv_ids[:, kv_block * _WIDE]
+    lasts = kv_ids[:, jnp.minimum(kv_block * _WIDE + _WIDE, kv_ids.shape[1]) - 1]
+    of_one = (key_firsts == lasts)[:, None, None]
+    below = lasts[:, None, None] < firsts[:, None, :, None]
+    seen = ~(of_one & below & (kv_block < q_block[:, None]))
+    return correct({**arrays, "mask": arrays["mask"] & seen if "mask" in arrays else seen}, statics)
 
 
 def _maximum_is_stale(arrays: Arrays, statics: Statics) -> Any:
@@ -147,6 +162,14 @@ BUGS: tuple[PlantedBug, ...] = (
         reference="inferred from wrappers that pad labels with zero",
         shows=_ALL,
         trigger=both(has("segment_ids"), lambda case: case.kv_length % _BLOCK == _BLOCK - 1),
+    ),
+    _bug(
+        "block-of-a-label-that-comes-back-is-skipped",
+        _returning_label,
+        kind="segments.block-skip",
+        reference="inferred from block skipping by bounds of ids, which are sorted where a row is packed in order",
+        shows=_ALL,
+        trigger=both(has("segment_ids"), has("causal"), lambda case: case.kv_length > 2 * _WIDE),
     ),
     _bug(
         "maximum-is-stale-from-key-2048-on",
