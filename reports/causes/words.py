@@ -18,6 +18,7 @@ from reports.causes.finding import (
     UNEXPECTED,
     Finding,
     Share,
+    is_of_the_form,
     line_that_raises,
 )
 from reports.causes.levels import LENGTHS, Level, fields_of, plainness
@@ -135,6 +136,8 @@ def refusal(finding: Finding) -> str:
     """How it is said that what always raises is not supported; empty where it does not always, or not by a level."""
     if finding.kind != RAISES or not finding.levels or finding.inside.red < finding.inside.asked:
         return ""
+    if is_of_the_form(finding.smallest):
+        return ""  # it is mended by a cast
     if all(set(level.fields) <= set(LENGTHS) for level in finding.levels):
         return "if such lengths are not supported: raise NotImplementedError for them"
     if finding.outside.red or len(finding.levels) != 1:

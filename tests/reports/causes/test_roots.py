@@ -119,6 +119,7 @@ def test_another_dtype_is_a_cause_of_its_own() -> None:
     assert words.title(form).startswith("dtype is float32, must be that of q, ")
     assert words.title(form).endswith("in bf16 and in f16")
     assert form.outside.red == 0
+    assert not any("if it is not supported" in fact for fact in words.facts(form))
     assert words.title(wrong) == "out is wrong with a bias"
     assert not any(has(one.case, "16 bits") for one in wrong.records)
 
