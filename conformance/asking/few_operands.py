@@ -6,8 +6,8 @@ of models in training, on whole and on packed sequences, under a window with sin
 each pair, and in serving. Beside them there are fewer queries than keys, and more, that are counted from the first key;
 as many batch rows as heads, where a mask or a bias differs between rows; and one query under a window.
 
-Lengths and sides of windows lie beside borders of blocks: the last block of a row or of a window holds one place, or
-lacks one. No case of the grids with segments, a window or 16 bits has all of these.
+Lengths and sides of windows lie beside borders of blocks of 32, 64 or 128: the last block of a row or of a window holds
+one place, or lacks one.
 
 A kernel may have a path for every set of operands, too. Of the 32 that five operands have, the grids at `quick` leave
 out most of those of two and three in training: all pairs occur, beside others. Those with a scale or a soft cap have a
@@ -26,7 +26,7 @@ from cases.operands import REMOVABLE
 
 
 def _of(length: int) -> dict[str, Any]:
-    """As many queries as keys: one more or one less than a whole number of blocks of 32, 64 or 128."""
+    """As many queries as keys."""
     return {"q_length": length, "kv_length": length}
 
 

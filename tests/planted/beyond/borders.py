@@ -26,8 +26,8 @@ Array = jax.Array
 
 
 def _seen(arrays: Arrays, statics: Statics, seen: Array) -> Any:
-    """The correct result under a mask that also hides the pairs `~seen`, `[T, S]`."""
-    allowed = seen[None, None]
+    """The correct result under a mask that also hides the pairs `~seen`, `[T, S]` or `[B, 1, T, S]`."""
+    allowed = seen if seen.ndim == 4 else seen[None, None]
     return correct({**arrays, "mask": arrays["mask"] & allowed if "mask" in arrays else allowed}, statics)
 
 
@@ -70,8 +70,7 @@ def _returning_label(arrays: Arrays, statics: Statics) -> Any:
     lasts = kv_ids[:, jnp.minimum(kv_block * _WIDE + _WIDE, kv_ids.shape[1]) - 1]
     of_one = (key_firsts == lasts)[:, None, None]
     below = lasts[:, None, None] < firsts[:, None, :, None]
-    seen = ~(of_one & below & (kv_block < q_block[:, None]))
-    return correct({**arrays, "mask": arrays["mask"] & seen if "mask" in arrays else seen}, statics)
+    return _seen(arrays, statics, ~(of_one & below & (kv_block < q_block[:, None])))
 
 
 def _maximum_is_stale(arrays: Arrays, statics: Statics) -> Any:
