@@ -217,7 +217,9 @@ def _add_run(commands: argparse._SubParsersAction[CommandParser]) -> None:
         "--baseline", metavar="FILE.jsonl", help="compare with this earlier run, and exit with 1 on a regression"
     )
     how = run.add_argument_group("how")
-    how.add_argument("--jobs", type=int, metavar="N", help="worker processes (one a core on CPU, one on accelerators)")
+    how.add_argument(
+        "--jobs", type=int, metavar="N", help="worker processes (one a core on CPU, up to 8 on a GPU, 1 on TPUs)"
+    )
     how.add_argument(
         "--shard", type=_shard, metavar="K/N", help="judge the Kth of N parts; `report` merges them and misses none"
     )

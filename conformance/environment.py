@@ -31,6 +31,7 @@ _OWN: dict[str, bool | int] = {
     "--xla_cpu_multi_thread_eigen=false": True,
     "--xla_cpu_parallel_codegen_split_count=1": 32,
     "--xla_cpu_use_fusion_emitters=false": True,
+    "--xla_gpu_autotune_level=0": 4,
 }
 # On x86, no instructions that multiply and add with one rounding. Without optimisation XLA contracts a product and a
 # sum to one in some loops of a program and not in others: then a value that is computed twice is not equal to itself,
@@ -49,6 +50,9 @@ _FAST_COMPILE_BEFORE_0_11 = ("--xla_cpu_use_fusion_emitters=false",)
 # Threads of XLA's pool on CPU, which otherwise has one a core: four virtual devices that wait for each other on fewer
 # threads, one of them held by a host callback, wait for ever.
 _POOL = ("NPROC", "16")
+# On a GPU XLA times several ways to compute each product, and takes the fastest. That is three quarters of the time
+# that a plain function's program takes to compile, and what is taken, with its roundings, differs from run to run.
+_NO_TRIALS = ("--xla_gpu_autotune_level=0",)
 # Several processes judge on one GPU: none takes most of its memory at its start.
 _SHARED_GPU = ("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 NVIDIA_DRIVER = "/dev/nvidiactl"
@@ -89,7 +93,7 @@ def prepare(*, timing: bool = False) -> None:
 
 def set_flags() -> None:
     """Set the flags that the user has not set, where XLA has not read them yet: it does when JAX first computes."""
-    os.environ.setdefault("XLA_FLAGS", " ".join(_SOUND + _DEVICES if _has_gpu() else _flags()))
+    os.environ.setdefault("XLA_FLAGS", " ".join(_NO_TRIALS + _SOUND + _DEVICES if _has_gpu() else _flags()))
     for name in _ONE_THREAD:
         os.environ.setdefault(name, "1")
     os.environ.setdefault(*_POOL)
@@ -188,7 +192,7 @@ def own_flags() -> dict[str, str]:
 def falsifies_timing() -> str | None:
     """Why what is timed in this process says little, or None: XLA was told not to optimise."""
     flags = os.environ.get("XLA_FLAGS", "").split()
-    wrong = [flag for flag in flags if flag in _FAST_COMPILE + _ROUND_ALIKE]
+    wrong = [flag for flag in flags if flag in _FAST_COMPILE + _ROUND_ALIKE + _NO_TRIALS]
     return f"XLA_FLAGS has {' '.join(wrong)}, under which programs are slower" if wrong else None
 
 

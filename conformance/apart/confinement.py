@@ -46,6 +46,8 @@ _SYSTEM = ("self", "cpuinfo", "meminfo", "stat", "sys", "driver", "version", "fi
 _DEVICES, _SHARED_MEMORY = Path("/dev"), Path("/dev/shm")
 _NO_DEVICES = ("shm", "mqueue", "hugepages", "pts", "console", "mem", "kmem", "port", "kmsg")
 _TERMINALS = ("tty", "vcs")
+# The driver of NVIDIA GPUs writes about its own threads there, and does not come up if it may not.
+_THREADS = _PROC / "self" / "task"
 _WRITE_FILE = 1 << 1 | 1 << 14  # and cut it
 
 
@@ -72,7 +74,8 @@ def confine(writable: Sequence[Path]) -> str:
     ruleset = int(system.syscall(_CREATE_RULESET, ctypes.byref(rules), ctypes.sizeof(rules), 0))
     if ruleset < 0:
         return f"not confined: {os.strerror(ctypes.get_errno())}"
-    shared = [_SHARED_MEMORY] if os.path.exists(environment.NVIDIA_DRIVER) else []  # the driver makes files there
+    nvidia = os.path.exists(environment.NVIDIA_DRIVER)
+    shared = [_SHARED_MEMORY] if nvidia else []  # the driver makes files there
     try:
         _allow(system, ruleset, Path("/"), _READ_FOLDER)
         for place in (*(place for place in Path("/").iterdir() if place != _PROC), *(_PROC / one for one in _SYSTEM)):
@@ -81,6 +84,8 @@ def confine(writable: Sequence[Path]) -> str:
             _allow(system, ruleset, device, writing & _WRITE_FILE | _READING)
         for folder in (*writable, *shared):
             _allow(system, ruleset, folder, writing | _READING)
+        if nvidia:
+            _allow(system, ruleset, _THREADS, writing & _WRITE_FILE | _READING)
         _give_up_capabilities(system)
         if system.prctl(_NO_NEW_PRIVS, 1, 0, 0, 0) or system.syscall(_RESTRICT_SELF, ruleset, 0):
             return f"not confined: {os.strerror(ctypes.get_errno())}"

@@ -56,8 +56,11 @@ def understood(found: Any, confined: str, first: str) -> Said:
             names = ", ".join(_differing(first, said.text))
             raise ValueError(f"it says otherwise than when it was first loaded of: {names}")
         return said
-    there = len(jax.devices()) if backend == jax.default_backend() else 0
-    if count < there:
+    if backend != (here := jax.default_backend()):
+        raise ValueError(
+            f"its process computes on {backend}, and the judge on {here}: set JAX_PLATFORMS to one of them"
+        )
+    if count < (there := len(jax.devices())):
         raise ValueError(f"its process has {count} of {there} devices: it must leave XLA_FLAGS alone")
     return said
 

@@ -206,12 +206,17 @@ def why_not(implementation: Implementation, case: Case, phase: str) -> tuple[str
     return None
 
 
-def enter(implementation: Implementation, drawn: Drawn, phase: str) -> Entrant | Measurement:
-    """Compile, run once, and look at the results; or the reason why not."""
+def enter(
+    implementation: Implementation, drawn: Drawn, phase: str, compiled: Callable[[], Program] | None = None
+) -> Entrant | Measurement:
+    """Compile, run once, and look at the results; or the reason why not.
+
+    `compiled` gives the program, or raises what compiling it raised, where that was done before.
+    """
     if (declined := why_not(implementation, drawn.case, phase)) is not None:
         return _untimed(implementation, drawn, phase, *declined)
     try:
-        program = compile_program(implementation, drawn.problem, drawn.cotangent, phase)
+        program = compiled() if compiled else compile_program(implementation, drawn.problem, drawn.cotangent, phase)
         peak = device_peak(lambda: program.run(1))
         results = program.results(drawn.sample.cotangent(implementation))
     except NotImplementedError as error:

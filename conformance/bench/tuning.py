@@ -9,11 +9,14 @@ comparison. A candidate that does not compile, does not fit, or gives a wrong re
 from __future__ import annotations
 
 import dataclasses
+import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 from cases.case import Case
 from conformance.bench.measurements import Measurement
+from conformance.bench.programs import compile_program
 from conformance.bench.sampling import FEWEST_ROUNDS
 from conformance.bench.side_by_side import (
     Drawn,
@@ -109,13 +112,15 @@ def _turn(
     """Tune one knob: what is in force, and what is `tried`; the others as in `settings`."""
     before = settings[knob.name]
     candidates = {f"{implementation.name} {label(knob.name, setting)}": setting for setting in (before, *tried)}
+    variants = {
+        name: dataclasses.replace(
+            implementation, name=name, call=tunable.call({**settings, **knob.given, knob.name: setting})
+        )
+        for name, setting in candidates.items()
+    }
     entrants: dict[str, Entrant] = {}
     found: dict[str, Measurement] = {}
-    for position, (name, setting) in enumerate(candidates.items(), 1):
-        on_step(f"compiling {name}, {position} of {len(candidates)}")
-        call = tunable.call({**settings, **knob.given, knob.name: setting})
-        variant = dataclasses.replace(implementation, name=name, call=call)
-        entered = enter(variant, drawn, knob.phase)
+    for name, entered in _entered(variants, drawn, knob.phase, on_step):
         if isinstance(entered, Measurement):
             found[name] = entered
         elif not entered.finding.agrees:
@@ -135,6 +140,23 @@ def _turn(
     forget_programs()
     rows = found | timed
     return Choice(knob.name, candidates[chosen], before, [rows[name] for name in candidates if name in rows])
+
+
+def _entered(
+    variants: Mapping[str, Implementation], drawn: Drawn, phase: str, on_step: Callable[[str], None]
+) -> Iterator[tuple[str, Entrant | Measurement]]:
+    """Each candidate, compiled and looked at. Compiling takes most of the time, and is done on every core."""
+    cores = ThreadPoolExecutor(os.cpu_count())
+    try:
+        programs = {
+            name: cores.submit(compile_program, variant, drawn.problem, drawn.cotangent, phase)
+            for name, variant in variants.items()
+        }
+        for position, (name, variant) in enumerate(variants.items(), 1):
+            on_step(f"compiling {name}, {position} of {len(variants)}")
+            yield name, enter(variant, drawn, phase, programs[name].result)
+    finally:
+        cores.shutdown(cancel_futures=True)  # what compiles is not cut in two
 
 
 FINALISTS = 3

@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import os
 import shlex
+import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -53,6 +54,8 @@ _QUERY = (
     "timeout",
     "memory",
 )
+# Processes share a GPU: what they take time for is compiling, on the CPU. A TPU belongs to one alone.
+_MOST_WORKERS = {"cpu": sys.maxsize, "gpu": 8}
 _BROKEN_PIPE = "nobody read what it printed any more"
 
 
@@ -319,7 +322,7 @@ def _run_jobs(
     one_by_one: bool = False,
 ) -> None:
     if workers is None:
-        workers = (os.cpu_count() or 1) if jax.default_backend() == "cpu" and len(jobs) > 8 else 1
+        workers = min(os.cpu_count() or 1, _MOST_WORKERS.get(jax.default_backend(), 1)) if len(jobs) > 8 else 1
     here = runner.Runner(chosen, options=kernels.options)
     if workers == 1:
         here.run(jobs, on_job)

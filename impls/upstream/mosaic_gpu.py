@@ -20,6 +20,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from packaging.version import Version
 
 from cases.case import Case
 from cases.masks import Mask
@@ -31,6 +32,7 @@ from impls.versions import compute_capability, runs_on
 HOPPER = (9, 0)
 QUERIES = 64  # a warpgroup; two of them compute
 KEYS = 128  # one of the three that the benchmark of JAX's kernel tries, and what tokamax takes by itself
+TOO_NEW = Version("0.11")
 BACKWARD = 64  # queries and keys a warpgroup, what tokamax takes by itself
 _NO_MASKS = dict.fromkeys(
     (
@@ -201,6 +203,8 @@ def _limits(library: str, case: Case) -> str | None:
 def _absent(library: str) -> str | None:
     if importlib.util.find_spec(library) is None:
         return f'{library} is not installed: pip install "attention-conformance[upstream]"'
+    if library == "tokamax" and Version(jax.__version__) >= TOO_NEW:
+        return f"tokamax 0.0.12 calls Mosaic GPU as jax before {TOO_NEW} had it, and this is {jax.__version__}"
     if not runs_on("gpu") or compute_capability() != HOPPER:
         return "no Hopper GPU in this machine, and Mosaic GPU kernels run on no other"
     return None

@@ -306,7 +306,7 @@ class Timer:
     def __init__(self, wrong: Callable[[BlockSizes], bool]) -> None:
         self.wrong = wrong
 
-    def enter(self, implementation: Implementation, drawn: Any, phase: str) -> Any:
+    def enter(self, implementation: Implementation, drawn: Any, phase: str, compiled: Any) -> Any:
         sizes = implementation.call.keywords["block_sizes"]  # type: ignore[attr-defined] # a partial
         return SimpleNamespace(sizes=sizes, finding=SimpleNamespace(agrees=not self.wrong(sizes)))
 
@@ -332,12 +332,17 @@ class Timer:
         return 4.0 - tiles.block_kv / 128
 
 
+def drawn_as(case: Case, tolerances: Any) -> Any:
+    return SimpleNamespace(case=case, problem=None, cotangent=None)
+
+
 def tuned(monkeypatch: pytest.MonkeyPatch, wrong: Callable[[BlockSizes], bool]) -> tuple[tuning.Tuned, BlockSizes]:
     """What tuning `flash_gpu` on a Hopper GPU comes to, by the times of `Timer`."""
     timer = Timer(wrong)
+    monkeypatch.setattr(tuning, "compile_program", lambda *asked: None)
     monkeypatch.setattr(tuning, "enter", timer.enter)
     monkeypatch.setattr(tuning, "take_turns", timer.take_turns)
-    monkeypatch.setattr(tuning, "Drawn", SimpleNamespace(of=lambda case, tolerances: SimpleNamespace(case=case)))
+    monkeypatch.setattr(tuning, "Drawn", SimpleNamespace(of=drawn_as))
     implementation = registry.find("flash_gpu")
     declared = implementation.tunable
     assert declared is not None
