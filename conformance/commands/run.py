@@ -55,6 +55,7 @@ _QUERY = (
     "memory",
 )
 # Processes share a GPU: what they take time for is compiling, on the CPU. A TPU belongs to one alone.
+_FEW = 8  # jobs that are done before other processes have begun
 _MOST_WORKERS = {"cpu": sys.maxsize, "gpu": 8}
 _BROKEN_PIPE = "nobody read what it printed any more"
 
@@ -322,12 +323,18 @@ def _run_jobs(
     one_by_one: bool = False,
 ) -> None:
     if workers is None:
-        workers = min(os.cpu_count() or 1, _MOST_WORKERS.get(jax.default_backend(), 1)) if len(jobs) > 8 else 1
+        workers = _workers(len(jobs))
     here = runner.Runner(chosen, options=kernels.options)
     if workers == 1:
         here.run(jobs, on_job)
     else:
         run_parallel(jobs, workers, kernels, on_job, here.lost, one_by_one=one_by_one)
+
+
+def _workers(jobs: int) -> int:
+    """How many processes judge so many jobs, where nobody says it."""
+    most = _MOST_WORKERS.get(jax.default_backend(), 1)
+    return min(os.cpu_count() or 1, most) if jobs > _FEW else 1
 
 
 def _narrowed_to(arguments: argparse.Namespace) -> str:

@@ -17,6 +17,7 @@ check = ["gradients*", "primal"]                      # wildcard patterns; all c
 observable = ["dv*"]                                  # likewise
 some = true                                           # if only some of these judgements fail, not each of them
 jax = ">=0.11"                                        # versions it holds for; all if left out
+platform = "gpu"                                      # where it holds, as the report says it; everywhere if left out
 reason = "..."
 link = "..."
 """
@@ -63,21 +64,23 @@ class ExpectedFailure:
     observable: Sequence[str] = ("*",)
     some: bool = False
     jax: str = ""
+    platform: str = ""
 
     def __post_init__(self) -> None:
         for name in ("check", "observable"):
             if isinstance(getattr(self, name), str):
                 raise TypeError(f"{name} must be a list of patterns, got the string {getattr(self, name)!r}")
 
-    def holds(self, jax_version: str) -> bool:
-        """Whether the entry is about this version of JAX."""
-        return not self.jax or SpecifierSet(self.jax).contains(jax_version, prereleases=True)
+    def holds(self, jax_version: str, platform: str) -> bool:
+        """Whether the entry is about this version of JAX, and what is judged on this platform."""
+        of_version = not self.jax or SpecifierSet(self.jax).contains(jax_version, prereleases=True)
+        return of_version and self.platform in ("", platform)
 
     def applies(self, record: Record, jax_version: str) -> bool:
         """Whether `record` is one of those expected to fail."""
         return (
             record.implementation == self.implementation
-            and self.holds(jax_version)
+            and self.holds(jax_version, record.platform)
             and matches(self.case, record.case)
             and any(fnmatch.fnmatchcase(record.check, pattern) for pattern in self.check)
             and any(fnmatch.fnmatchcase(record.observable, pattern) for pattern in self.observable)
@@ -135,7 +138,7 @@ class Settings:
             )
             for entry in self.expected_failures
             if entry.implementation in judged
-            and entry.holds(jax_version)
+            and entry.holds(jax_version, judged[entry.implementation])
             and not any(r.verdict == records.EXPECTED_FAIL and entry.applies(r, jax_version) for r in found)
         ]
 
@@ -210,6 +213,9 @@ def _expected_failure(entry: Any) -> ExpectedFailure:
         SpecifierSet(entry.get("jax", ""))
     except InvalidSpecifier as error:
         raise ValueError(f"jax of an expected failure is no version range such as '>=0.11': {error}") from error
+    where = entry.get("platform", "")
+    known = ", ".join(_PLATFORMS)
+    _require(where in ("", *_PLATFORMS), f"platform of an expected failure must be one of {known}, got {where!r}")
     return ExpectedFailure(**entry)
 
 
@@ -217,6 +223,7 @@ def _is_strings(value: Any) -> bool:
     return isinstance(value, list) and all(isinstance(item, str) for item in value)
 
 
+_PLATFORMS = ("cpu", "cpu-interpret", "gpu", "tpu")
 # What a field may hold, by its annotation.
 _KINDS: dict[Any, tuple[str, Callable[[Any], bool]]] = {
     "str": ("a string", lambda value: isinstance(value, str)),

@@ -3,8 +3,8 @@
 Triton serves every call. Mosaic GPU serves Hopper, for bf16 and f16. By default a kernel of Mosaic is taken only where
 tuning measured it on that kind of GPU, and found it right and faster than Triton's.
 
-The reason is that nobody has run these kernels on a GPU. They compile, and JAX's interpreter finds them right and free
-of races. But the interpreter runs neither `wgmma` nor TMA.
+The reason is that an interpreter runs neither `wgmma` nor TMA, and that no figure of machine code has waits in it: a
+kernel must be right and faster on the chip where it is the default. On an H200 Mosaic's were both.
 """
 
 from __future__ import annotations

@@ -70,7 +70,7 @@ class Ring:
         masked blocks.
       num_stages: tiles in flight, at least 2.
       preferred: whether the kernel goes before Triton's, on a GPU and for a call that it supports. Only what was
-        measured says so: nobody has run these kernels on a GPU yet, and a kernel must be right where it is the default.
+        measured says so: fewer instructions are not always faster, and a kernel must be right where it is the default.
     """
 
     block: int = 64

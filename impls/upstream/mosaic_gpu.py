@@ -220,7 +220,7 @@ def _implementation(library: str, what: str) -> Implementation:
         description=f"{what}, for Hopper",
         unsupported=UNSUPPORTED[name],
         supports_case=functools.partial(_limits, library),
-        arithmetic=Arithmetic(probabilities="input"),
+        arithmetic=Arithmetic(probabilities="input", scaled_q=library == "jax"),
         residuals=frozenset({"logsumexp"}),
         differentiable_residuals=frozenset(),
         gradients=frozenset({"dq", "dk", "dv"}),

@@ -73,6 +73,14 @@ def test_a_kernel_that_hides_devices_is_one_line(tmp_path: Path) -> None:
         Kernels().find(f"{tmp_path}/hides.py:attention")
 
 
+def test_a_kernel_that_computes_elsewhere_than_the_judge_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "elsewhere.py").write_text(
+        "from tests.apart.kernels import forges\nattention = forges({'declared': {}, 'backend': 'gpu', 'count': 4})\n"
+    )
+    with pytest.raises(registry.ImplementationNotFound, match="its process computes on gpu, and the judge on cpu"):
+        Kernels().find(f"{tmp_path}/elsewhere.py:attention")
+
+
 def test_a_kernel_is_judged_again_in_a_process_that_has_the_flags_of_its_users() -> None:
     first = executor.executor_of(Kernels().find(f"{HERE}/kernels.py:tells_its_flags"))
     again = first.as_jax_compiles()

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+import jax
 import pytest
 
 from conformance import records
+from conformance.commands import run as run_command
 from conformance.records import ERROR, EXPECTED_FAIL, FAIL, UNEXPECTED_PASS, UNJUDGED, UNSUPPORTED
 from tests.commands.folder_of_kernels import CASE, KERNELS, fill, judge, run
 from tests.processes import interrupted
@@ -226,3 +229,15 @@ def test_explain_says_what_a_case_is_and_what_judges_it(capsys: pytest.CaptureFi
     assert "bfloat16" in said or "bf16" in said
     assert "mask_ignored" in said
     assert f"--case={case}" in said
+
+
+@pytest.mark.parametrize(
+    ("backend", "cores", "jobs", "workers"),
+    [("cpu", 32, 300, 32), ("gpu", 32, 300, 8), ("gpu", 4, 300, 4), ("tpu", 32, 300, 1), ("cpu", 32, 8, 1)],
+)
+def test_processes_share_what_can_be_shared(
+    backend: str, cores: int, jobs: int, workers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(jax, "default_backend", lambda: backend)
+    monkeypatch.setattr(os, "cpu_count", lambda: cores)
+    assert run_command._workers(jobs) == workers

@@ -35,6 +35,7 @@ from impls.flash_gpu.mosaic import launch as mosaic_launch
 from impls.flash_gpu.schedule import FlashGpuPlan
 from tests.processes import PATIENCE
 
+OF_ANY = block_sizes.look_up("any", 64, 2)
 CAUSAL = Causal()
 LONG_RINGS = dataclasses.replace(
     block_sizes.TABLE[0].sizes, mosaic_dkv=flash_gpu.Ring(block=128, num_stages=4), mosaic_forward=flash_gpu.Ring()
@@ -82,19 +83,25 @@ def kernels(
 def _measured(monkeypatch: pytest.MonkeyPatch) -> None:
     """A table in which somebody measured every Mosaic kernel to be right and faster, at any depth."""
     ring = flash_gpu.Ring(preferred=True)
-    sizes = dataclasses.replace(block_sizes.TABLE[0].sizes, mosaic_forward=ring, mosaic_dq=ring, mosaic_dkv=ring)
-    entry = dataclasses.replace(block_sizes.TABLE[0], max_depth=256, max_itemsize=4, sizes=sizes)
+    sizes = dataclasses.replace(OF_ANY.sizes, mosaic_forward=ring, mosaic_dq=ring, mosaic_dkv=ring)
+    entry = dataclasses.replace(OF_ANY, max_depth=256, max_itemsize=4, sizes=sizes)
     monkeypatch.setattr(block_sizes, "TABLE", (entry,))
 
 
 @pytest.mark.parametrize("depth", [pytest.param(64, marks=pytest.mark.long), 128])
 def test_what_nobody_measured_is_not_the_default(depth: int) -> None:
-    assert kernels("NVIDIA H200", depth=depth) == [0, 3]
-    assert kernels("NVIDIA H200", depth=depth, backend="mosaic") == [3, 0]
+    assert kernels("NVIDIA H100 80GB HBM3", depth=depth) == [0, 3]
+    assert kernels("NVIDIA H100 80GB HBM3", depth=depth, backend="mosaic") == [3, 0]
+
+
+@pytest.mark.parametrize("depth", [64, pytest.param(128, marks=pytest.mark.long)])
+def test_where_it_was_measured_it_is_the_default(depth: int) -> None:
+    assert kernels("NVIDIA H200", depth=depth) == [3, 0]
+    assert kernels("NVIDIA H200", depth=192) == [0, 3]
 
 
 def test_each_kernel_goes_by_its_own_measurement() -> None:
-    sizes = dataclasses.replace(block_sizes.TABLE[0].sizes, mosaic_dkv=flash_gpu.Ring(num_stages=3, preferred=True))
+    sizes = dataclasses.replace(OF_ANY.sizes, mosaic_dkv=flash_gpu.Ring(num_stages=3, preferred=True))
     assert kernels("NVIDIA H200", block_sizes=sizes) == [1, 2]
 
 

@@ -58,6 +58,7 @@ def entry(text: str) -> str:
         (entry('implementation = "x"\nreason = "y"\nsome = "yes"'), "must be true or false, got 'yes'"),
         (entry('implementation = "x"\nreason = 3'), "reason of an expected failure must be a string, got 3"),
         (entry('implementation = "x"\nreason = "y"\njax = "new"'), "is no version range"),
+        (entry('implementation = "x"\nreason = "y"\nplatform = "cuda"'), "must be one of cpu, cpu-interpret, gpu, tpu"),
     ],
 )
 def test_a_setting_that_cannot_be_used_is_refused(text: str, message: str, tmp_path: Path) -> None:
@@ -118,7 +119,7 @@ def test_what_becomes_of_an_expected_failure(before: str, some: bool, after: str
 
 @pytest.mark.parametrize(
     "fields",
-    [{"case": "decode"}, {"check": ["forward"]}, {"observable": ["dq"]}, {"jax": ">=0.11"}],
+    [{"case": "decode"}, {"check": ["forward"]}, {"observable": ["dq"]}, {"jax": ">=0.11"}, {"platform": "gpu"}],
     ids=lambda fields: next(iter(fields)),
 )
 def test_what_an_entry_is_not_about_stays_a_failure(fields: dict[str, object]) -> None:
@@ -141,4 +142,6 @@ def test_an_entry_is_not_stale_where_it_fails_was_not_judged_or_is_about_another
     assert not expecting().stale([expecting().settle(record(FAIL), JAX)], JAX)
     assert not expecting().stale([record(PASS, implementation="other")], JAX)
     assert not expecting(jax=">=0.11").stale([record(PASS)], JAX)
+    assert not expecting(platform="gpu").stale([record(PASS, platform="cpu")], JAX)
+    assert expecting(platform="gpu").stale([record(PASS, platform="gpu")], JAX)
     assert not expecting().stale([record(UNJUDGED, check="hardware")], JAX)
