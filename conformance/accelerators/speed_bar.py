@@ -1,7 +1,8 @@
-"""What our TPU kernels cost by their schedules, as it was when somebody last looked: none may get slower unseen.
+"""What our kernels cost by what compilers made of them, when somebody last looked: none may get slower unseen.
 
-The figures belong to the compiler that wrote the schedules, so another version of it has figures of its own.
-`python -m conformance cycles --save` writes them.
+Of TPU kernels that is cycles by their schedules, of GPU kernels what the loops of their machine code issue and are
+bounded by. The figures belong to the compiler, so another version of it has figures of its own. `python -m conformance
+cycles --save` writes those of TPUs, and with `--target=h100` those of GPUs.
 """
 
 from __future__ import annotations
@@ -12,19 +13,31 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 
+from conformance.accelerators import gpu_bound
+
 TABLE = Path(__file__).with_name("speed_bar.json")
 SCHEMA = "attention-conformance/cycles/1"
 SLOWER = 0.05
 """How much slower than recorded is too slow: the compiler's own scheduling wavers by 3%."""
-_ESTIMATES = (".call_cycles", ".full_block_cycles")
+_OF_TPU = (".call_cycles", ".full_block_cycles")
+_OF_GPU = tuple(f".{name}" for one in (gpu_bound.LEAST, "issue_cycles") for name in (one, f"masked_{one}"))
 
 
 @dataclasses.dataclass(frozen=True)
 class Bar:
-    """What is compiled: the call of an implementation in a case, with its gradients where the case has them."""
+    """What is compiled: the call of an implementation in a case, with its gradients where the case has them.
+
+    `only` names targets of the platform where it is not for all of them.
+    """
 
     implementation: str
     case: str
+    platform: str = "tpu"
+    only: tuple[str, ...] = ()
+
+    def asks(self, target: str) -> bool:
+        """Whether it is for this target."""
+        return not self.only or target in self.only
 
 
 BARS = (
@@ -36,6 +49,12 @@ BARS = (
     Bar("ragged_tpu", "decode/bf16/B2.T1.S2000.N8.K2.H128.V128/lengths-1999-300/normal/s0"),
 )
 """Depths, a short and a long mask, both dtypes, the fused backward and decoding; each takes seconds a generation."""
+GPU_BARS = tuple(
+    Bar(name, f"train/bf16/B1.T4096.S4096.N1.K1.H{depth}.V{depth}/causal/normal/s0", "gpu", only)
+    for name, only in (("flash_gpu", ()), ("flash_gpu_mosaic", ("h100",)))
+    for depth in (64, 128)
+)
+"""Both back ends, at the depths that they are tuned for; each takes some ten seconds a GPU. Mosaic's is for Hopper."""
 
 Figures = dict[str, float]
 """Cycles by kernel and figure, as `compiles` names them."""
@@ -43,9 +62,10 @@ Table = dict[str, dict[str, Figures]]
 """Figures by compiler, and by implementation, case and generation."""
 
 
-def compiler() -> str:
-    """The versions on which a schedule depends, those of the compiler and of what lowers a kernel for it."""
-    return ", ".join(f"{package} {importlib.metadata.version(package)}" for package in ("libtpu", "jaxlib"))
+def compiler(platform: str = "tpu") -> str:
+    """The versions on which a kernel's code depends, those of the compiler and of what lowers a kernel for it."""
+    package = {"tpu": "libtpu", "gpu": "nvidia-cuda-nvcc"}[platform]
+    return ", ".join(f"{package} {importlib.metadata.version(package)}" for package in (package, "jaxlib"))
 
 
 def key(bar: Bar, target: str) -> str:
@@ -54,17 +74,21 @@ def key(bar: Bar, target: str) -> str:
 
 
 def estimates(figures: Mapping[str, float]) -> Figures:
-    """Of a program's figures those that must not rise: of each kernel its call, or a block where that is unknown."""
-    kernels = dict.fromkeys(name.rpartition(".")[0] for name in figures if name.endswith(_ESTIMATES))
-    found = ((kernel + figure for figure in _ESTIMATES if kernel + figure in figures) for kernel in kernels)
-    return {name: figures[name] for name in map(next, found)}
+    """Of a program's figures those that must not rise.
+
+    Of each TPU kernel its call, or a block where that is unknown; of a GPU kernel the bound and what is issued.
+    """
+    kernels = dict.fromkeys(name.rpartition(".")[0] for name in figures if name.endswith(_OF_TPU))
+    found = ((kernel + figure for figure in _OF_TPU if kernel + figure in figures) for kernel in kernels)
+    of_tpu = {name: figures[name] for name in map(next, found)}
+    return of_tpu | {name: value for name, value in figures.items() if name.endswith(_OF_GPU)}
 
 
 def slower(recorded: Mapping[str, float], now: Mapping[str, float]) -> list[str]:
     """What is wrong of figures, a line each: more than was recorded by more than `SLOWER`, or gone."""
     gone = [f"{name} is no longer known, and was {recorded[name]:,.0f}" for name in recorded if name not in now]
     return gone + [
-        f"{name} is {now[name]:,.0f}, {now[name] / kept - 1:.1%} more than the recorded {kept:,.0f}"
+        f"{name} is {now[name]:,.6g}, {now[name] / kept - 1:.1%} more than the recorded {kept:,.6g}"
         for name, kept in recorded.items()
         if name in now and now[name] > (1 + SLOWER) * kept
     ]
@@ -81,9 +105,9 @@ def read(path: Path = TABLE) -> Table:
     return found
 
 
-def write(found: Mapping[str, Figures], path: Path = TABLE) -> None:
+def write(found: Mapping[str, Figures], path: Path = TABLE, platform: str = "tpu") -> None:
     """Keep figures of this compiler; those of other places and compilers stay."""
     table = read(path)
-    kept = table.get(compiler(), {}) | dict(found)
-    table[compiler()] = {place: kept[place] for place in sorted(kept)}
+    kept = table.get(compiler(platform), {}) | dict(found)
+    table[compiler(platform)] = {place: kept[place] for place in sorted(kept)}
     path.write_text(json.dumps({"schema": SCHEMA, "compilers": table}, indent=1) + "\n", encoding="utf-8")

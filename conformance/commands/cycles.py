@@ -25,8 +25,10 @@ from conformance.driving import compiled
 NEW_FIGURES = "new figures are asked for by `python -m conformance cycles --save`"
 
 
-def why_not() -> str | None:
-    """Why there are no schedules here, or None."""
+def why_not(platform: str = "tpu") -> str | None:
+    """Why there are no schedules of TPU kernels here, or no GPU kernel can be taken apart; or None."""
+    if platform == "gpu":
+        return cycles_gpu.why_not()
     if TPU.missing is not None:
         return TPU.missing
     if environment.schedules() is None:
@@ -37,64 +39,65 @@ def why_not() -> str | None:
 def cycles(arguments: argparse.Namespace) -> int:
     """`cycles`: compile, show, and compare or keep."""
     gpus = {target.name: target for target in targets_of("gpu")}
-    if arguments.target and all(name in gpus for name in arguments.target):
-        return _on_gpus(arguments, [gpus[name] for name in arguments.target])
-    if (reason := why_not()) is not None:
+    platform = "gpu" if arguments.target and all(name in gpus for name in arguments.target) else "tpu"
+    if (reason := why_not(platform)) is not None:
         raise CannotJudge(reason)
-    known = {target.name: target for target in targets_of("tpu")}
+    known = gpus if platform == "gpu" else {target.name: target for target in targets_of("tpu")}
     if wrong := [name for name in arguments.target if name not in known]:
         raise CannotJudge(f"no TPU is called {wrong[0]}: known are {', '.join(known)}")
+    targets = [known[name] for name in arguments.target or known]
     if arguments.case:
-        return _beside(arguments, [known[name] for name in arguments.target or known])
-    bars = [bar for bar in speed_bar.BARS if not arguments.impl or bar.implementation in arguments.impl]
+        return _beside(arguments, targets, platform)
+    if arguments.knob:
+        raise CannotJudge("--knob is of --case")
+    return _against_recorded(arguments, targets, platform)
+
+
+def _against_recorded(arguments: argparse.Namespace, targets: Sequence[CompileTarget], platform: str) -> int:
+    """What is recorded, compiled again; or recorded anew."""
+    all_bars = speed_bar.GPU_BARS if platform == "gpu" else speed_bar.BARS
+    bars = [bar for bar in all_bars if not arguments.impl or bar.implementation in arguments.impl]
     if not bars:
         raise CannotJudge(f"nothing is recorded of {', '.join(arguments.impl)}")
-    recorded = speed_bar.read().get(speed_bar.compiler(), {})
+    compiler = speed_bar.compiler(platform)
+    recorded = speed_bar.read().get(compiler, {})
     shown, found, red = Console(), dict[str, speed_bar.Figures](), 0
     with Steps(Console(stderr=True)) as steps:
         for bar in bars:
-            for name in arguments.target or known:
-                place = speed_bar.key(bar, name)
+            for target in (one for one in targets if bar.asks(one.name)):
+                place = speed_bar.key(bar, target.name)
                 steps.say(f"compiling {place}")
-                found[place] = measured(bar, known[name])
+                found[place] = measured(bar, target)
                 wrong = speed_bar.slower(recorded.get(place, {}), found[place])
                 red += bool(wrong)
                 shown.print(_line(place, found[place], recorded.get(place)), highlight=False, soft_wrap=True)
                 for line in wrong:
                     shown.print(f"  ✗ {line}", highlight=False, soft_wrap=True)
     if arguments.save:
-        speed_bar.write(found)
-        shown.print(f"{len(found)} entries of {speed_bar.compiler()} written to {speed_bar.TABLE}", soft_wrap=True)
+        speed_bar.write(found, platform=platform)
+        shown.print(f"{len(found)} entries of {compiler} written to {speed_bar.TABLE}", soft_wrap=True)
         return 0
     if not recorded:
-        shown.print(f"nothing is recorded of {speed_bar.compiler()}: {NEW_FIGURES}", soft_wrap=True)
+        shown.print(f"nothing is recorded of {compiler}: {NEW_FIGURES}", soft_wrap=True)
         return 2
     return 1 if red else 0
 
 
-def _beside(arguments: argparse.Namespace, targets: Sequence[CompileTarget]) -> int:
+def _beside(arguments: argparse.Namespace, targets: Sequence[CompileTarget], platform: str) -> int:
     """Kernels side by side on the cases that are named."""
     if not arguments.impl or arguments.save:
         raise CannotJudge("--case compares implementations, which --impl names, and keeps nothing")
+    if platform == "gpu" and arguments.knob:
+        raise CannotJudge("no --knob of GPU kernels is tried")
     implementations = [registry.find(name) for name in arguments.impl]
     cases = [lookup.case(text) for text in arguments.case]
+    shown = Console()
     with Steps(Console(stderr=True)) as steps:
-        known = cycles_beside.show(Console(), implementations, cases, targets, arguments.knob or ["forward"], steps.say)
+        if platform == "gpu":
+            known = cycles_gpu.show(shown, implementations, cases, targets, steps.say)
+        else:
+            known = cycles_beside.show(shown, implementations, cases, targets, arguments.knob or ["forward"], steps.say)
     return 0 if known else 2
-
-
-def _on_gpus(arguments: argparse.Namespace, targets: Sequence[CompileTarget]) -> int:
-    """Bounds of GPU kernels side by side on the cases that are named."""
-    if (reason := cycles_gpu.why_not()) is not None:
-        raise CannotJudge(reason)
-    if not arguments.impl or not arguments.case or arguments.save or arguments.knob:
-        raise CannotJudge(
-            "of GPU kernels, --impl and --case name what is compared; nothing is kept, no --knob is tried"
-        )
-    implementations = [registry.find(name) for name in arguments.impl]
-    cases = [lookup.case(text) for text in arguments.case]
-    with Steps(Console(stderr=True)) as steps:
-        return 0 if cycles_gpu.show(Console(), implementations, cases, targets, steps.say) else 2
 
 
 def measured(bar: Bar, target: CompileTarget) -> speed_bar.Figures:
@@ -112,5 +115,5 @@ def _line(place: str, now: Mapping[str, float], recorded: Mapping[str, float] | 
     parts = []
     for name, value in now.items():
         before = (recorded or {}).get(name)
-        parts.append(f"{name} {value:,.0f}" + ("" if before is None else f" ({value / before - 1:+.1%})"))
-    return f"{place}: {', '.join(parts) or 'no schedule was read'}"
+        parts.append(f"{name} {value:,.6g}" + ("" if before is None else f" ({value / before - 1:+.1%})"))
+    return f"{place}: {', '.join(parts) or 'no figure was read'}"

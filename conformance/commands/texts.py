@@ -126,6 +126,7 @@ examples:
   python -m conformance cycles                                  # against what was recorded
   python -m conformance cycles --impl=splash_tpu --target=v6e
   python -m conformance cycles --save                           # new figures: after a change, or for a new compiler
+  python -m conformance cycles --target=h100 --target=a100 --target=b200 # GPU kernels, against what was recorded
   python -m conformance cycles --impl=splash_tpu --impl=jax_splash_tpu --target=v6e \\
     --case=train/bf16/B1.T8192.S8192.N1.K1.H128.V128/causal/normal/s0    # side by side
   python -m conformance cycles --impl=flash_gpu --impl=jax_mha_gpu --target=a100 \\

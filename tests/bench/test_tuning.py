@@ -346,7 +346,7 @@ def tuned(monkeypatch: pytest.MonkeyPatch, wrong: Callable[[BlockSizes], bool]) 
     implementation = registry.find("flash_gpu")
     declared = implementation.tunable
     assert declared is not None
-    with on_a("NVIDIA H200"):
+    with on_a("NVIDIA H100 80GB HBM3"):
         found = tuning.tune(
             implementation,
             declared,
