@@ -116,7 +116,7 @@ def test_dq_that_comes_and_goes_counts_towards_the_least_time(monkeypatch: pytes
 def test_the_command_shows_candidates_and_keeps_the_choice_with_its_provenance(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(cycles, "why_not", lambda platform: None)
+    monkeypatch.setattr(cycles, "why_not", lambda platform="tpu": None)
     monkeypatch.setattr(static_tune, "_told", compiled)
     monkeypatch.setattr(speed_bar, "compiler", lambda platform="tpu": "libtpu 1")
     path = tmp_path / "t.json"
@@ -153,7 +153,7 @@ def test_the_command_shows_candidates_and_keeps_the_choice_with_its_provenance(
 def test_what_cannot_be_tuned_so_is_refused(
     arguments: list[str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(cycles, "why_not", lambda platform: None)
+    monkeypatch.setattr(cycles, "why_not", lambda platform="tpu": None)
     assert cli.main(cli.parser().parse_args(["tune", *arguments])) == 2
     assert message in capsys.readouterr().err
 
@@ -248,7 +248,7 @@ def test_the_table_is_whole() -> None:
 def test_kernels_stand_side_by_side_each_at_its_best_blocks(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(cycles, "why_not", lambda platform: None)
+    monkeypatch.setattr(cycles, "why_not", lambda platform="tpu": None)
     monkeypatch.setattr(cycles_beside, "_told", compiled)
     asked = ["cycles", "--target=v6e", f"--case={CASE.id}"]
     asked += [f"--knob={name}" for name in ("forward", "dkv", "fused", "backward")]
