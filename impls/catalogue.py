@@ -27,7 +27,7 @@ _NAMES: Mapping[str, tuple[str, ...]] = {
         "auto_block_flash",
     ),
     "impls.quantized_kv": ("quantized_kv", "quantized_kv_dequantized"),
-    "impls.moba": ("moba", "moba_dense"),
+    "impls.moba": ("moba", "moba_tpu", "moba_dense"),
     "impls.ragged": ("ragged", "ragged_tpu", "ragged_gpu"),
     "impls.paged": (
         "paged",

@@ -19,17 +19,18 @@ for each of its slots; the part lies where the row's slot went (`Work.places`).
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from impls.block_flash.blocks import product, take
 from impls.block_flash.forward import finite_or_zero
+from impls.moba import tpu
 from impls.moba.blocks import (
     Block,
+    Lanes,
     Operands,
+    Sums,
     bias_place,
     compute_block,
     from_bias_rows,
@@ -45,15 +46,6 @@ from impls.varying import varying_axes, varying_over
 Array = jax.Array
 
 
-class _Sums(NamedTuple):
-    """Gradients so far, f32: dq as parts by block, the others in the shapes of `Lanes`."""
-
-    q: Array  # [blocks, block_rows, H]
-    k: Array
-    v: Array
-    bias: Array | None
-
-
 def backward(
     plan: MobaPlan, operands: Operands, work: Work, out: Array, logsumexp: Array, d_out: Array, d_logsumexp: Array
 ) -> Operands:
@@ -66,9 +58,20 @@ def backward(
     row_sums = jnp.einsum("btnv,btnv->bnt", out, d_out, precision="highest", preferred_element_type=jnp.float32)
     row_sums = row_sums - d_logsumexp
     logsumexp = finite_or_zero(logsumexp)  # of a row without weight, whose logits are all -inf
-    d_outs, lses, sums_of_rows = rows_of(plan, d_out), logsumexp.reshape(-1), row_sums.reshape(-1)
+    make = tpu.sums if plan.backend == "tpu" else _sums
+    sums = make(plan, lanes, work, rows_of(plan, d_out), logsumexp.reshape(-1), row_sums.reshape(-1))
+    dq = slots(sums.q, work.places, 0).sum(axis=1) * plan.scale  # (14)
+    return Operands(
+        q=from_rows(plan, dq.astype(operands.q.dtype)),
+        k=from_bins(plan, (sums.k * plan.scale).astype(operands.k.dtype)),  # (15)
+        v=from_bins(plan, sums.v.astype(operands.v.dtype)),
+        bias=_bias_gradient(plan, sums.bias, operands.bias),
+        sinks=_sink_gradient(operands.sinks, logsumexp, row_sums),
+    )
 
-    def step(number: Array, sums: _Sums) -> _Sums:
+
+def _sums(plan: MobaPlan, lanes: Lanes, work: Work, d_outs: Array, lses: Array, sums_of_rows: Array) -> Sums:
+    def step(number: Array, sums: Sums) -> Sums:
         block = compute_block(plan, lanes, work, number)
         dtype = block.q.dtype
         row = jnp.minimum(block.rows, plan.lanes * plan.rows - 1)  # rows to spare take any row: their p is zero
@@ -81,29 +84,22 @@ def backward(
         rounded = dx.astype(dtype)
         dk = product("rj,rh->jh", rounded, block.q)  # (15), not scaled
         dv = product("rj,rv->jv", p.astype(dtype), do)  # (9)
-        return _Sums(
+        return Sums(
             q=put(sums.q, product("rj,jh->rh", rounded, block.k), number),  # (14), not scaled
             k=put(sums.k, take(sums.k, block.bin) + dk, block.bin),
             v=put(sums.v, take(sums.v, block.bin) + dv, block.bin),
             bias=None if sums.bias is None else _add_bias(plan, sums.bias, dx, block),
         )
 
-    none = _Sums(
+    none = Sums(
         q=jnp.zeros((plan.most_blocks, plan.block_rows, lanes.q.shape[-1]), jnp.float32),
         k=jnp.zeros(lanes.k.shape, jnp.float32),
         v=jnp.zeros(lanes.v.shape, jnp.float32),
         bias=None if lanes.bias is None else jnp.zeros(lanes.bias.shape, jnp.float32),
     )
-    none = varying_over(none, varying_axes((lanes, work, d_out)))
-    sums: _Sums = lax.fori_loop(jnp.zeros_like(work.in_use), work.in_use, step, none)
-    dq = slots(sums.q, work.places, 0).sum(axis=1) * plan.scale  # (14)
-    return Operands(
-        q=from_rows(plan, dq.astype(operands.q.dtype)),
-        k=from_bins(plan, (sums.k * plan.scale).astype(operands.k.dtype)),  # (15)
-        v=from_bins(plan, sums.v.astype(operands.v.dtype)),
-        bias=_bias_gradient(plan, sums.bias, operands.bias),
-        sinks=_sink_gradient(operands.sinks, logsumexp, row_sums),
-    )
+    none = varying_over(none, varying_axes((lanes, work, d_outs)))
+    sums: Sums = lax.fori_loop(jnp.zeros_like(work.in_use), work.in_use, step, none)
+    return sums
 
 
 def _add_bias(plan: MobaPlan, total: Array, dx: Array, block: Block) -> Array:

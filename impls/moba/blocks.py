@@ -49,6 +49,23 @@ class Block(NamedTuple):
     slope: Array | None  # derivative of (2), same shape, none without a soft cap
 
 
+class Parts(NamedTuple):
+    """Softmax of the rows of each block over the keys of one chunk, f32, not normalised."""
+
+    maximum: Array  # [blocks, block_rows]
+    total: Array  # [blocks, block_rows]
+    out: Array  # [blocks, block_rows, V]
+
+
+class Sums(NamedTuple):
+    """Gradients so far, f32: dq as parts by block, the others in the shapes of `Lanes`; those of q and k not scaled."""
+
+    q: Array  # [blocks, block_rows, H]
+    k: Array
+    v: Array
+    bias: Array | None
+
+
 def lanes_of(plan: MobaPlan, operands: Operands) -> Lanes:
     """The operands by lane."""
     return Lanes(

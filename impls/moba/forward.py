@@ -24,7 +24,8 @@ from jax import lax
 
 from impls.block_flash.blocks import product
 from impls.block_flash.forward import finite_or_zero
-from impls.moba.blocks import Lanes, Operands, compute_block, from_rows, lanes_of
+from impls.moba import tpu
+from impls.moba.blocks import Lanes, Operands, Parts, compute_block, from_rows, lanes_of
 from impls.moba.plan import MobaPlan, Work
 from impls.varying import varying_axes, varying_over
 
@@ -39,17 +40,9 @@ class Outputs(NamedTuple):
     max_logits: Array  # [B, N, T] f32
 
 
-class Parts(NamedTuple):
-    """Softmax of the rows of each block over the keys of one chunk, f32, not normalised."""
-
-    maximum: Array  # [blocks, block_rows]
-    total: Array  # [blocks, block_rows]
-    out: Array  # [blocks, block_rows, V]
-
-
 def forward(plan: MobaPlan, operands: Operands, work: Work) -> Outputs:
     """Attention of `operands`. Memory beyond operands and outputs is linear in the lengths."""
-    parts = _parts(plan, lanes_of(plan, operands), work)
+    parts = (tpu.parts if plan.backend == "tpu" else _parts)(plan, lanes_of(plan, operands), work)
     maximum, total, out = (slots(x, work.places, fill) for x, fill in zip(parts, (-jnp.inf, 0, 0), strict=True))
     top = maximum.max(axis=-1)  # (4) without the sink, [L R]
     pivot = top

@@ -8,7 +8,7 @@ product: no block has rows of two bins, and the last block of a bin may have row
 from __future__ import annotations
 
 import dataclasses
-from typing import NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,7 @@ from jax import lax
 from cases.moba import Moba
 
 Array = jax.Array
+Backend = Literal["portable", "tpu"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,6 +34,9 @@ class MobaPlan:
     soft_cap: float | None
     bias_shape: tuple[int, ...] | None
     most_rows: int
+    backend: Backend = "portable"
+    keys_together: int = 512  # of a TPU's kernels, a multiple of 128
+    interpret: Any = False  # of a TPU's kernels, as `pallas_call` takes it
 
     @property
     def group(self) -> int:

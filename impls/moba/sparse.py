@@ -18,9 +18,11 @@ from impls.moba.blocks import Operands, bins_of, rows_of
 from impls.moba.choice import choose
 from impls.moba.forward import Outputs, forward
 from impls.moba.operands import validate
-from impls.moba.plan import MobaPlan, Work, divide
+from impls.moba.plan import Backend, MobaPlan, Work, divide
+from impls.moba.tpu import LANES
 from impls.once import once_in_reverse
 from impls.varying import varying_axes, varying_over
+from impls.versions import interpret_or
 
 
 @takes_explicit
@@ -37,6 +39,9 @@ def attention(
     scale: float | None = None,
     save_residuals: bool = False,
     most_rows: int = 256,
+    backend: Backend = "portable",
+    keys_together: int = 512,
+    interpret: Any = None,
 ) -> Any:
     """Mixture of block attention (Lu et al. 2025, arXiv:2502.13189), computing only what queries choose.
 
@@ -60,17 +65,24 @@ def attention(
       scale: factor of `<q, k>`, default `1 / sqrt(H)`.
       save_residuals: also return `logsumexp` and `max_logits`.
       most_rows: queries a block at most, a power of two.
+      backend: `"tpu"` for kernels in Pallas (`impls.moba.tpu`), which take no bias and no f16.
+      keys_together: of these, how many keys of a chunk are computed at a time, a multiple of 128.
+      interpret: of these, as `pallas_call` takes it; by default wherever the process does not compute on a TPU.
 
     Returns:
       `out [B, T, N, V]` in q's dtype, or `(out, {"logsumexp": ..., "max_logits": ...})`, both f32 `[B, N, T]`.
 
     Raises:
       ValueError: an operand, the mask or an option is not as above; the message names it.
-      NotImplementedError: segment ids, or another mask than `Moba`.
+      NotImplementedError: segment ids, or another mask than `Moba`; on a TPU's back end, bias or f16.
     """
     moba = validate(q, k, v, mask=mask, segment_ids=segment_ids, soft_cap=soft_cap, sinks=sinks, bias=bias, scale=scale)
     if most_rows < 1:
         raise ValueError(f"most_rows must be at least 1, got {most_rows}")
+    if backend not in ("portable", "tpu"):
+        raise ValueError(f"backend must be 'portable' or 'tpu', got {backend!r}")
+    if backend == "tpu":
+        _reject_on_a_tpu(q, bias, keys_together)
     q, k, v = (jnp.asarray(x) for x in (q, k, v))
     used = moba.offset + q.shape[1]  # nobody attends to what comes after the last query
     if bias is not None:
@@ -89,11 +101,23 @@ def attention(
         soft_cap=None if soft_cap is None else float(soft_cap),
         bias_shape=None if bias is None else bias.shape,
         most_rows=most_rows,
+        backend=backend,
+        keys_together=keys_together,
+        interpret=interpret_or(interpret, "tpu"),
     )
     outputs = _attend(plan, varying_over(operands, varying_axes(operands)))
     if not save_residuals:
         return outputs.out
     return outputs.out, {"logsumexp": outputs.logsumexp, "max_logits": outputs.max_logits}
+
+
+def _reject_on_a_tpu(q: jax.Array, bias: jax.Array | None, keys_together: int) -> None:
+    if keys_together < LANES or keys_together % LANES:
+        raise ValueError(f"keys_together must be a multiple of {LANES}, got {keys_together}")
+    if bias is not None:
+        raise NotImplementedError("moba does not support bias with backend='tpu'; take backend='portable'")
+    if q.dtype == jnp.float16:
+        raise NotImplementedError("moba does not support q, k and v in float16 with backend='tpu': a TPU has none")
 
 
 def _choose_and_attend(plan: MobaPlan, operands: Operands) -> Outputs:

@@ -1,0 +1,274 @@
+"""Both passes over the blocks on a TPU, in Pallas: a grid step for each block of rows and the chunk that they took.
+
+With the formulas of `impls.moba.forward` and `impls.moba.backward`. The grid is as long as there are blocks, and their
+chunks are prefetched to scalar memory. Blocks of one chunk follow one another, so that its keys and values are fetched
+once, and dk and dv stay in VMEM until its last block has added to them.
+
+Keys are gone through some at a time, up to the last that any row of the block sees. Steps that every row sees have no
+mask: only in the chunk of a query itself is anything hidden. As in `impls.splash_tpu.forward`, logits and maxima are
+counted in units of log 2 here, l is kept for each lane by itself until the end, and m begins finite.
+
+Rows are gathered before, as for a grouped matrix product (Gale et al. 2022, arXiv:2211.15841).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from impls.moba.blocks import Lanes, Parts, Sums
+from impls.moba.plan import MobaPlan, Work
+from impls.splash_tpu.tiles import LOG_2, NOTHING, across, by_lane, column
+from impls.varying import shapes_varying, varying_axes, varying_over
+
+Array = jax.Array
+LANES = 128
+
+
+class _Steps(NamedTuple):
+    """What the kernels read of each block beside arrays, int32; the first three are in scalar memory."""
+
+    bins: Array  # [blocks]
+    seen: Array  # how many keys of its chunk every row sees, [blocks]
+    some: Array  # up to which key some row sees any, [blocks]
+    last: Array  # the last key of its chunk that each row sees, [blocks, 1, block_rows]
+
+
+def parts(plan: MobaPlan, lanes: Lanes, work: Work) -> Parts:
+    """Softmax of the rows of each block over the keys of its chunk; blocks that are not in use hold anything."""
+    steps, size = _steps_of(plan, work), _keys_together(plan)
+    q = lanes.q.at[work.rows].get(mode="fill", fill_value=0)  # [blocks, r, H]
+    rows, depth = plan.block_rows, lanes.v.shape[-1]
+    out, maximum, total = _call(
+        functools.partial(_forward, plan, size),
+        plan,
+        steps,
+        work.in_use,
+        (*_of_blocks(q, steps.last), *_of_bins(_padded(plan, lanes.k), _padded(plan, lanes.v))),
+        (_block((rows, depth)), _block((1, rows)), _block((1, rows))),
+        [(plan.most_blocks, rows, depth), *[(plan.most_blocks, 1, rows)] * 2],
+        "moba_forward",
+    )
+    maximum = maximum[:, 0]
+    return Parts(jnp.where(maximum == NOTHING, -jnp.inf, maximum * jnp.float32(LOG_2)), total[:, 0], out)
+
+
+def sums(plan: MobaPlan, lanes: Lanes, work: Work, d_outs: Array, logsumexp: Array, row_sums: Array) -> Sums:
+    """Gradients over all blocks, those of q and k not yet scaled.
+
+    `d_outs` is `[L R, V]`, `logsumexp` and `row_sums` (`D - dlse`) are f32 `[L R]`.
+    """
+    steps, size = _steps_of(plan, work), _keys_together(plan)
+    q, do = (x.at[work.rows].get(mode="fill", fill_value=0) for x in (lanes.q, d_outs))
+    # A row to spare has no probability: its logsumexp is infinite.
+    lse = logsumexp.at[work.rows].get(mode="fill", fill_value=jnp.inf)[:, None] / jnp.float32(LOG_2)
+    delta = row_sums.at[work.rows].get(mode="fill", fill_value=0)[:, None]
+    k, v = _padded(plan, lanes.k), _padded(plan, lanes.v)
+    rows, depths = plan.block_rows, (q.shape[-1], v.shape[-1])
+    dq, dk, dv = _call(
+        functools.partial(_backward, plan, size),
+        plan,
+        steps,
+        work.in_use,
+        (*_of_blocks(q, do, lse, delta, steps.last), *_of_bins(k, v)),
+        (_block((rows, depths[0])), *(_bin((k.shape[1], depth)) for depth in depths)),
+        [(plan.most_blocks, rows, depths[0]), k.shape, v.shape],
+        "moba_backward",
+    )
+    chunk, number = plan.moba.chunk, jnp.where(jnp.arange(plan.most_blocks) < work.in_use, work.bins, plan.bins)
+    taken = jnp.zeros(plan.bins, bool).at[number].set(True, mode="drop")[:, None, None]
+    dk, dv = (jnp.where(taken, x[:, :chunk], 0.0) for x in (dk, dv))  # nobody wrote those of a chunk without rows
+    return Sums(dq, dk, dv, None)
+
+
+def _steps_of(plan: MobaPlan, work: Work) -> _Steps:
+    chunk = plan.moba.chunk
+    start = work.bins % plan.chunks * chunk
+    spare = work.rows == plan.lanes * plan.rows
+    last = jnp.minimum(plan.position[work.rows % plan.rows] - start[:, None], chunk - 1)
+    # Rows to spare see what every row may: nothing of them is read.
+    last = jnp.where(spare, chunk - 1, last)
+    some = jnp.where(spare, -1, last).max(axis=1) + 1
+    return _Steps(work.bins, last.min(axis=1) + 1, some, last[:, None])
+
+
+def _keys_together(plan: MobaPlan) -> int:
+    """Keys of a chunk that are computed at a time."""
+    whole = -(-plan.moba.chunk // LANES) * LANES
+    return min(plan.keys_together, whole)
+
+
+def _padded(plan: MobaPlan, x: Array) -> Array:
+    """`[bins, chunk, D]` with whole steps of keys, zeros behind."""
+    return jnp.pad(x, ((0, 0), (0, -plan.moba.chunk % _keys_together(plan)), (0, 0)))
+
+
+def _block(shape: tuple[int, ...]) -> pl.BlockSpec:
+    return pl.BlockSpec((None, *shape), lambda number, *_: (number, 0, 0))
+
+
+def _bin(shape: tuple[int, ...]) -> pl.BlockSpec:
+    return pl.BlockSpec((None, *shape), lambda number, bins, *_: (bins[number], 0, 0))
+
+
+def _of_blocks(*arrays: Array) -> list[tuple[Array, pl.BlockSpec]]:
+    return [(x, _block(x.shape[1:])) for x in arrays]
+
+
+def _of_bins(*arrays: Array) -> list[tuple[Array, pl.BlockSpec]]:
+    return [(x, _bin(x.shape[1:])) for x in arrays]
+
+
+def _call(
+    kernel: Callable[..., None],
+    plan: MobaPlan,
+    steps: _Steps,
+    blocks: Array,
+    inputs: Sequence[tuple[Array, pl.BlockSpec]],
+    out_specs: Sequence[pl.BlockSpec],
+    shapes: Sequence[tuple[int, ...]],
+    name: str,
+) -> Any:
+    """The kernel over `blocks` blocks; results are f32 in `shapes`."""
+    scalars: Any = steps[:3]
+    arrays: Any = tuple(x for x, _ in inputs)
+    scalars, arrays = varying_over((scalars, arrays), varying_axes((scalars, arrays)))
+    return pl.pallas_call(
+        kernel,
+        out_shape=shapes_varying([_f32(shape) for shape in shapes], arrays[0]),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=len(scalars),
+            grid=(blocks,),
+            in_specs=[spec for _, spec in inputs],
+            out_specs=list(out_specs),
+        ),
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("arbitrary",)),
+        interpret=plan.interpret,
+        name=name,
+    )(*scalars, *arrays)
+
+
+def _forward(
+    plan: MobaPlan,
+    size: int,
+    bins_ref: Any,
+    seen_ref: Any,
+    some_ref: Any,
+    q_ref: Any,
+    last_ref: Any,
+    k_ref: Any,
+    v_ref: Any,
+    out_ref: Any,
+    max_ref: Any,
+    sum_ref: Any,
+) -> None:
+    number, rows = pl.program_id(0), q_ref.shape[0]
+    last = column(last_ref[...])
+
+    def add(step: Any, so_far: tuple[Array, Array, Array], *, masked: bool) -> tuple[Array, Array, Array]:
+        out, top, total = so_far
+        keys = pl.ds(pl.multiple_of(step * size, size), size)
+        z, _ = _logits(plan, q_ref[...], k_ref[keys, :], step * size, last if masked else None)
+        now = jnp.maximum(top, z.max(axis=-1, keepdims=True))  # (4)
+        weights = jnp.exp2(z - across(now, size))
+        decay = jnp.exp2(top - now)
+        v = v_ref[keys, :]
+        added = _product(plan, weights.astype(v.dtype), v, 1, 0)
+        return out * across(decay, v.shape[1]) + added, now, total * decay + by_lane(weights)  # (6), (5)
+
+    none = (
+        jnp.zeros(out_ref.shape, jnp.float32),
+        jnp.full((rows, LANES), NOTHING, jnp.float32),
+        jnp.zeros((rows, LANES), jnp.float32),
+    )
+    out, top, total = _over_keys(size, seen_ref[number], some_ref[number], add, none)
+    out_ref[...] = out
+    max_ref[...] = top.T[:1]
+    sum_ref[...] = total.T.sum(axis=0, keepdims=True)
+
+
+def _backward(
+    plan: MobaPlan,
+    size: int,
+    bins_ref: Any,
+    seen_ref: Any,
+    some_ref: Any,
+    q_ref: Any,
+    do_ref: Any,
+    lse_ref: Any,
+    delta_ref: Any,
+    last_ref: Any,
+    k_ref: Any,
+    v_ref: Any,
+    dq_ref: Any,
+    dk_ref: Any,
+    dv_ref: Any,
+) -> None:
+    number = pl.program_id(0)
+    opens = (number == 0) | (bins_ref[jnp.maximum(number - 1, 0)] != bins_ref[number])
+
+    @pl.when(opens)
+    def clear() -> None:
+        for ref in (dk_ref, dv_ref):
+            ref[...] = jnp.zeros(ref.shape, jnp.float32)
+
+    last, lse, delta = (column(ref[...]) for ref in (last_ref, lse_ref, delta_ref))
+
+    def add(step: Any, dq: Array, *, masked: bool) -> Array:
+        keys = pl.ds(pl.multiple_of(step * size, size), size)
+        q, k, v, do = q_ref[...], k_ref[keys, :], v_ref[keys, :], do_ref[...]
+        z, slope = _logits(plan, q, k, step * size, last if masked else None)
+        p = jnp.exp2(z - across(lse, size))  # (8)
+        dx = p * (_product(plan, do, v, 1, 1) - across(delta, size))  # (10), (12)
+        if slope is not None:
+            dx = dx * slope  # (13)
+        rounded = dx.astype(q.dtype)
+        dk_ref[keys, :] += _product(plan, rounded, q, 0, 0)  # (15), not scaled
+        dv_ref[keys, :] += _product(plan, p.astype(q.dtype), do, 0, 0)  # (9)
+        return dq + _product(plan, rounded, k, 1, 0)  # (14), not scaled
+
+    dq = jnp.zeros(dq_ref.shape, jnp.float32)
+    dq_ref[...] = _over_keys(size, seen_ref[number], some_ref[number], add, dq)
+
+
+def _over_keys(size: int, seen: Any, some: Any, add: Callable[..., Any], start: Any) -> Any:
+    """Add the keys of a chunk, `size` at a time: those that every row sees without a mask, then those some row sees."""
+    every, steps = lax.div(seen, jnp.int32(size)), lax.div(some + (size - 1), jnp.int32(size))
+    so_far = lax.fori_loop(jnp.int32(0), every, functools.partial(add, masked=False), start)
+    return lax.fori_loop(every, steps, functools.partial(add, masked=True), so_far)
+
+
+def _logits(plan: MobaPlan, q: Array, k: Array, first: Any, last: Array | None) -> tuple[Array, Array | None]:
+    """(1) to (3) in units of log 2, `[r, size]`, and the derivative of (2); nothing is hidden without `last`."""
+    x = _product(plan, q, k, 1, 1)
+    slope = None
+    if plan.soft_cap is None:
+        z = x * jnp.float32(plan.scale / LOG_2)  # (1)
+    else:
+        tanh = jnp.tanh(x * jnp.float32(plan.scale / plan.soft_cap))
+        z, slope = tanh * jnp.float32(plan.soft_cap / LOG_2), 1 - tanh * tanh  # (2)
+    if last is not None:
+        place = lax.broadcasted_iota(jnp.int32, z.shape, 1) + first
+        z = jnp.where(place <= across(last, z.shape[1]), z, -jnp.inf)  # (3)
+    return z, slope
+
+
+def _product(plan: MobaPlan, a: Array, b: Array, a_axis: int, b_axis: int) -> Array:
+    """Sum over one axis of each, in f32."""
+    precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else lax.Precision.DEFAULT
+    if plan.interpret and a.dtype == b.dtype == jnp.bfloat16:
+        # The same values: a product of two bf16 is exact in f32. XLA multiplies f32 on a CPU ten times faster.
+        a, b = a.astype(jnp.float32), b.astype(jnp.float32)
+    axes = (((a_axis,), (b_axis,)), ((), ()))
+    return lax.dot_general(a, b, axes, precision=precision, preferred_element_type=jnp.float32)
+
+
+def _f32(shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.float32)  # type: ignore[no-untyped-call]  # JAX leaves it untyped
