@@ -55,6 +55,8 @@ def _compiled() -> tuple[Case, ...]:
         _case((1, 2000), (8, 2), (128, 128), "lengths-1999-300", batch=2, phase="decode", sinks=True),
         _case((1, 2048), (8, 8), (64, 64), "window-l255-r0-o2047", phase="decode", dtype="f32", soft_cap=50.0),
         _case((4, 2048), (4, 1), (192, 128), "chunked-512-o2040_and_lengths-2044-2044", batch=2, phase="prefill"),
+        _case(1024, (4, 2), (128, 128), "moba-256-3"),
+        _case(1000, (2, 1), (64, 64), "moba-200-3", dtype="f32", soft_cap=30.0, sinks=True),
         *_stored(),
     )
 
@@ -272,6 +274,9 @@ _INTERPRETED: tuple[tuple[Case, ...], ...] = (
             sinks=True,
         ),
     ),
+    # Chunks that queries choose: of fewer keys than are computed at a time, and of more, with a last one that is cut.
+    (_case(120, (2, 1), (64, 48), "moba-24-3", dtype="f32", soft_cap=30.0, sinks=True),),
+    (_case((200, 500), (2, 2), (64, 64), "moba-150-2-o300"),),
     # Sequences of a cache are batch rows: kernels that take their lengths have a batch axis of their own.
     (_case((1, 500), (4, 2), (64, 64), "lengths-0-1-500-0", batch=4, phase="decode", dtype="f32", sinks=True),),
 )

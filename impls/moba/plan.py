@@ -35,7 +35,7 @@ class MobaPlan:
     bias_shape: tuple[int, ...] | None
     most_rows: int
     backend: Backend = "portable"
-    keys_together: int = 512  # of a TPU's kernels, a multiple of 128
+    keys_together: int = 1024  # of a TPU's kernels, a multiple of 128
     interpret: Any = False  # of a TPU's kernels, as `pallas_call` takes it
 
     @property

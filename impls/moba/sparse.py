@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -19,10 +20,14 @@ from impls.moba.choice import choose
 from impls.moba.forward import Outputs, forward
 from impls.moba.operands import validate
 from impls.moba.plan import Backend, MobaPlan, Work, divide
-from impls.moba.tpu import LANES
-from impls.once import once_in_reverse
+from impls.moba.tpu import with_room
+from impls.once import once, once_in_reverse
+from impls.splash_tpu.block_sizes import LANES
 from impls.varying import varying_axes, varying_over
 from impls.versions import interpret_or
+
+# Of those of a TPU's kernels see docs/hardware.md.
+_MOST_ROWS: Mapping[Backend, int] = {"portable": 256, "tpu": 512}
 
 
 @takes_explicit
@@ -38,9 +43,9 @@ def attention(
     bias: jax.Array | None = None,
     scale: float | None = None,
     save_residuals: bool = False,
-    most_rows: int = 256,
+    most_rows: int | None = None,
     backend: Backend = "portable",
-    keys_together: int = 512,
+    keys_together: int = 1024,
     interpret: Any = None,
 ) -> Any:
     """Mixture of block attention (Lu et al. 2025, arXiv:2502.13189), computing only what queries choose.
@@ -64,7 +69,8 @@ def attention(
       bias: broadcastable to `[B, N, T, S]`, added after the scale and before the soft cap; the gates have none.
       scale: factor of `<q, k>`, default `1 / sqrt(H)`.
       save_residuals: also return `logsumexp` and `max_logits`.
-      most_rows: queries a block at most, a power of two.
+      most_rows: queries a block at most, a power of two; by default 256, and 512 on a TPU, fewer where VMEM has no
+        room for them.
       backend: `"tpu"` for kernels in Pallas (`impls.moba.tpu`), which take no bias and no f16.
       keys_together: of these, how many keys of a chunk are computed at a time, a multiple of 128.
       interpret: of these, as `pallas_call` takes it; by default wherever the process does not compute on a TPU.
@@ -74,13 +80,15 @@ def attention(
 
     Raises:
       ValueError: an operand, the mask or an option is not as above; the message names it.
-      NotImplementedError: segment ids, or another mask than `Moba`; on a TPU's back end, bias or f16.
+      NotImplementedError: segment ids, or another mask than `Moba`; on a TPU's back end, bias, f16, or chunks
+        that VMEM has no room for.
     """
     moba = validate(q, k, v, mask=mask, segment_ids=segment_ids, soft_cap=soft_cap, sinks=sinks, bias=bias, scale=scale)
+    if backend not in _MOST_ROWS:
+        raise ValueError(f"backend must be 'portable' or 'tpu', got {backend!r}")
+    most_rows = _MOST_ROWS[backend] if most_rows is None else most_rows
     if most_rows < 1:
         raise ValueError(f"most_rows must be at least 1, got {most_rows}")
-    if backend not in ("portable", "tpu"):
-        raise ValueError(f"backend must be 'portable' or 'tpu', got {backend!r}")
     if backend == "tpu":
         _reject_on_a_tpu(q, bias, keys_together)
     q, k, v = (jnp.asarray(x) for x in (q, k, v))
@@ -105,6 +113,8 @@ def attention(
         keys_together=keys_together,
         interpret=interpret_or(interpret, "tpu"),
     )
+    if backend == "tpu":
+        plan = with_room(plan, (q.shape[3], v.shape[3]), q.dtype.itemsize)
     outputs = _attend(plan, varying_over(operands, varying_axes(operands)))
     if not save_residuals:
         return outputs.out
@@ -135,8 +145,13 @@ def _flash(plan: MobaPlan, operands: Operands, work: Work) -> Outputs:
 _Residuals = tuple[Operands, Work, jax.Array, jax.Array]
 
 
+def _once(plan: MobaPlan) -> Callable[..., Any]:
+    """What refuses second derivatives: JAX interprets no derivative of a kernel whose grid is as long as the work."""
+    return once if plan.backend == "tpu" else once_in_reverse
+
+
 def _flash_forward(plan: MobaPlan, operands: Operands, work: Work) -> tuple[Outputs, _Residuals]:
-    outputs = once_in_reverse("moba", functools.partial(forward, plan), operands, work)
+    outputs = _once(plan)("moba", functools.partial(forward, plan), operands, work)
     out = checkpoint_name(outputs.out, "out")  # type: ignore[no-untyped-call]  # JAX leaves it untyped
     logsumexp = checkpoint_name(outputs.logsumexp, "logsumexp")  # type: ignore[no-untyped-call]  # likewise
     return Outputs(out, logsumexp, outputs.max_logits), (operands, work, out, logsumexp)
@@ -144,7 +159,7 @@ def _flash_forward(plan: MobaPlan, operands: Operands, work: Work) -> tuple[Outp
 
 def _flash_backward(plan: MobaPlan, residuals: _Residuals, cotangents: Outputs) -> tuple[Operands, None]:
     pull_back = functools.partial(backward, plan)
-    return once_in_reverse("moba", pull_back, *residuals, cotangents.out, cotangents.logsumexp), None
+    return _once(plan)("moba", pull_back, *residuals, cotangents.out, cotangents.logsumexp), None
 
 
 _flash.defvjp(_flash_forward, _flash_backward)

@@ -4,15 +4,17 @@ With the formulas of `impls.moba.forward` and `impls.moba.backward`. The grid is
 chunks are prefetched to scalar memory. Blocks of one chunk follow one another, so that its keys and values are fetched
 once, and dk and dv stay in VMEM until its last block has added to them.
 
-Keys are gone through some at a time, up to the last that any row of the block sees. Steps that every row sees have no
-mask: only in the chunk of a query itself is anything hidden. As in `impls.splash_tpu.forward`, logits and maxima are
-counted in units of log 2 here, l is kept for each lane by itself until the end, and m begins finite.
+Keys are gone through some at a time, as many as VMEM has room for, up to the last that any row of the block sees. Steps
+that every row sees have no mask: only in the chunk of a query itself is anything hidden. As in
+`impls.splash_tpu.forward`, logits and maxima are counted in units of log 2 here, l is kept for each lane by itself
+until the end, and m begins finite.
 
 Rows are gathered before, as for a grouped matrix product (Gale et al. 2022, arXiv:2211.15841).
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -25,11 +27,14 @@ from jax.experimental.pallas import tpu as pltpu
 
 from impls.moba.blocks import Lanes, Parts, Sums
 from impls.moba.plan import MobaPlan, Work
+from impls.splash_tpu.block_sizes import LANES, whole
 from impls.splash_tpu.tiles import LOG_2, NOTHING, across, by_lane, column
+from impls.splash_tpu.vmem import DEFAULT_SCOPED, limit_of
 from impls.varying import shapes_varying, varying_axes, varying_over
 
 Array = jax.Array
-LANES = 128
+FEWEST_ROWS = 64
+"""Queries a block below which there is too little to compute for what a chunk takes to fetch."""
 
 
 class _Steps(NamedTuple):
@@ -43,15 +48,16 @@ class _Steps(NamedTuple):
 
 def parts(plan: MobaPlan, lanes: Lanes, work: Work) -> Parts:
     """Softmax of the rows of each block over the keys of its chunk; blocks that are not in use hold anything."""
-    steps, size = _steps_of(plan, work), _keys_together(plan)
+    steps, room = _steps_of(plan, work), _room(plan, *_sizes(lanes), backward=False)
     q = lanes.q.at[work.rows].get(mode="fill", fill_value=0)  # [blocks, r, H]
     rows, depth = plan.block_rows, lanes.v.shape[-1]
     out, maximum, total = _call(
-        functools.partial(_forward, plan, size),
+        functools.partial(_forward, plan, room.keys),
         plan,
+        room,
         steps,
         work.in_use,
-        (*_of_blocks(q, steps.last), *_of_bins(_padded(plan, lanes.k), _padded(plan, lanes.v))),
+        (*_of_blocks(q, steps.last), *_of_bins(*(room.padded(x) for x in (lanes.k, lanes.v)))),
         (_block((rows, depth)), _block((1, rows)), _block((1, rows))),
         [(plan.most_blocks, rows, depth), *[(plan.most_blocks, 1, rows)] * 2],
         "moba_forward",
@@ -65,16 +71,17 @@ def sums(plan: MobaPlan, lanes: Lanes, work: Work, d_outs: Array, logsumexp: Arr
 
     `d_outs` is `[L R, V]`, `logsumexp` and `row_sums` (`D - dlse`) are f32 `[L R]`.
     """
-    steps, size = _steps_of(plan, work), _keys_together(plan)
+    steps, room = _steps_of(plan, work), _room(plan, *_sizes(lanes), backward=True)
     q, do = (x.at[work.rows].get(mode="fill", fill_value=0) for x in (lanes.q, d_outs))
     # A row to spare has no probability: its logsumexp is infinite.
     lse = logsumexp.at[work.rows].get(mode="fill", fill_value=jnp.inf)[:, None] / jnp.float32(LOG_2)
     delta = row_sums.at[work.rows].get(mode="fill", fill_value=0)[:, None]
-    k, v = _padded(plan, lanes.k), _padded(plan, lanes.v)
+    k, v = room.padded(lanes.k), room.padded(lanes.v)
     rows, depths = plan.block_rows, (q.shape[-1], v.shape[-1])
     dq, dk, dv = _call(
-        functools.partial(_backward, plan, size),
+        functools.partial(_backward, plan, room.keys),
         plan,
+        room,
         steps,
         work.in_use,
         (*_of_blocks(q, do, lse, delta, steps.last), *_of_bins(k, v)),
@@ -99,15 +106,69 @@ def _steps_of(plan: MobaPlan, work: Work) -> _Steps:
     return _Steps(work.bins, last.min(axis=1) + 1, some, last[:, None])
 
 
-def _keys_together(plan: MobaPlan) -> int:
-    """Keys of a chunk that are computed at a time."""
-    whole = -(-plan.moba.chunk // LANES) * LANES
-    return min(plan.keys_together, whole)
+def _sizes(lanes: Lanes) -> tuple[tuple[int, int], int]:
+    """Depths of keys and values, and bytes of a number."""
+    return (lanes.k.shape[2], lanes.v.shape[2]), lanes.k.dtype.itemsize
 
 
-def _padded(plan: MobaPlan, x: Array) -> Array:
-    """`[bins, chunk, D]` with whole steps of keys, zeros behind."""
-    return jnp.pad(x, ((0, 0), (0, -plan.moba.chunk % _keys_together(plan)), (0, 0)))
+class _Room(NamedTuple):
+    """How many keys of a chunk are computed at a time, and the VMEM to ask for, none if the default is enough."""
+
+    keys: int
+    vmem: int | None
+
+    def padded(self, x: Array) -> Array:
+        """`[bins, chunk, D]` with whole steps of keys, zeros behind."""
+        return jnp.pad(x, ((0, 0), (0, -x.shape[1] % self.keys), (0, 0)))
+
+
+def with_room(plan: MobaPlan, depths: tuple[int, int], itemsize: int) -> MobaPlan:
+    """`plan` with half as many queries a block, as often as VMEM has no room for both passes.
+
+    Raises:
+      NotImplementedError: there is none for the fewest.
+    """
+    while True:
+        try:
+            _room(plan, depths, itemsize, backward=True)
+        except NotImplementedError:
+            if plan.most_rows <= FEWEST_ROWS:
+                raise
+            plan = dataclasses.replace(plan, most_rows=plan.most_rows // 2)
+        else:
+            return plan
+
+
+def _room(plan: MobaPlan, depths: tuple[int, int], itemsize: int, *, backward: bool) -> _Room:
+    """As many keys as are asked for, and half as often as they do not fit.
+
+    Raises:
+      NotImplementedError: no number of them fits.
+    """
+    limit = limit_of(None)
+    keys = min(plan.keys_together, whole(plan.moba.chunk, LANES))
+    while (need := _vmem(plan, depths, itemsize, keys, backward=backward)) > limit.bytes and keys > LANES:
+        keys = keys // 2 // LANES * LANES or LANES
+    if need > limit.bytes:
+        raise NotImplementedError(
+            f"moba does not support chunks of {plan.moba.chunk} keys and blocks of {plan.block_rows} queries with "
+            f"backend='tpu' at head_dim {depths[0]} and {depths[1]}: they take about {need / 2**20:.1f} MiB of VMEM, "
+            f"over the limit of {limit.bytes / 2**20:.1f} MiB ({limit.of}); take backend='portable'"
+        )
+    return _Room(keys, limit.bytes if need > DEFAULT_SCOPED else None)
+
+
+def _vmem(plan: MobaPlan, depths: tuple[int, int], item: int, keys: int, *, backward: bool) -> int:
+    """VMEM in bytes, estimated: blocks twice, since the next are fetched meanwhile, and once what a step computes."""
+    h, v = (whole(depth, LANES) for depth in depths)
+    rows, chunk = plan.block_rows, whole(plan.moba.chunk, keys)
+    fetched = (rows * h + chunk * (h + v)) * item
+    # Operands of an exact product of f32 are split in three parts of bf16.
+    split = 6 * ((rows + keys) * (h + v) + (1 + backward) * rows * keys) if item == 4 else 0
+    if backward:
+        blocks = fetched + rows * v * item + (rows * h + chunk * (h + v)) * 4
+        return 2 * blocks + split + (rows * (h + 3 * LANES) + 4 * rows * keys + keys * (h + v)) * 4
+    return 2 * (fetched + rows * v * 4) + split + (rows * (v + 3 * LANES) + 3 * rows * keys) * 4
 
 
 def _block(shape: tuple[int, ...]) -> pl.BlockSpec:
@@ -129,6 +190,7 @@ def _of_bins(*arrays: Array) -> list[tuple[Array, pl.BlockSpec]]:
 def _call(
     kernel: Callable[..., None],
     plan: MobaPlan,
+    room: _Room,
     steps: _Steps,
     blocks: Array,
     inputs: Sequence[tuple[Array, pl.BlockSpec]],
@@ -149,7 +211,7 @@ def _call(
             in_specs=[spec for _, spec in inputs],
             out_specs=list(out_specs),
         ),
-        compiler_params=pltpu.CompilerParams(dimension_semantics=("arbitrary",)),
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("arbitrary",), vmem_limit_bytes=room.vmem),
         interpret=plan.interpret,
         name=name,
     )(*scalars, *arrays)

@@ -27,12 +27,13 @@ from conformance.judging.settings import Settings
 from conformance.records import PASS, UNJUDGED, Record
 from conformance.truth.bounds import Bounded
 from impls import dot_product
-from impls.moba import attention, dense_attention
+from impls.moba import attention, dense_attention, tpu
 from impls.moba.plan import MobaPlan, divide
 from tests.judged import assert_attention, assert_right, expected_of
 
 SETTINGS = settings(derandomize=True, deadline=None, max_examples=60)
 FORMS = {"block_sparse": attention, "dense": dense_attention}
+ON_A_TPU = functools.partial(attention, backend="tpu", keys_together=128)
 
 
 def by_definition(mask: Moba, q: np.ndarray, k: np.ndarray, b: int, n: int, i: int) -> set[int]:
@@ -275,3 +276,37 @@ def test_equal_chunks_tie_in_whatever_place_they_are(form: str) -> None:
     assert problem.decided.all()
     out = jax.jit(functools.partial(FORMS[form], mask=problem.mask))(q, k, v)
     assert_attention({"out": out}, problem)
+
+
+@pytest.mark.parametrize("mask", [Moba(100, 1, 0), Moba(1, 4, 60), Moba(500, 2, 60)], ids=repr)
+def test_on_a_tpu_chunks_of_any_length_are_right(mask: Moba) -> None:
+    """Of one key; of all; of more than are computed at a time, and than there are."""
+    numbers = np.random.default_rng(1)
+    q, k, v = (numbers.standard_normal((1, n, 2, 16)).astype(np.float32) for n in (140, 200, 200))
+    problem = Problem(q, k, v, mask)
+    out = jax.jit(functools.partial(ON_A_TPU, mask=mask))(q, k, v)
+    assert_attention({"out": out}, problem)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"keys_together": 100}, ValueError, "keys_together must be a multiple of 128, got 100"),
+        ({"backend": "gpu"}, ValueError, "backend must be 'portable' or 'tpu', got 'gpu'"),
+        ({"bias": np.zeros((1, 1, 8, 8), np.float32)}, NotImplementedError, "does not support bias with backend='tpu'"),
+        ({"dtype": np.float16}, NotImplementedError, "does not support q, k and v in float16"),
+        ({"mask": Moba(2**16, 1)}, NotImplementedError, r"chunks of 65536 keys .*take backend='portable'"),
+    ],
+    ids=str,
+)
+def test_what_no_tpu_kernel_takes_is_named(changes: dict[str, Any], error: type[Exception], message: str) -> None:
+    options = {"mask": Moba(4, 2), **changes}
+    q = jnp.zeros((1, 8, 2, 16), options.pop("dtype", np.float32))
+    with pytest.raises(error, match=message):
+        ON_A_TPU(q, q, q, **options)
+
+
+def test_blocks_of_long_chunks_have_fewer_queries_where_vmem_is_small() -> None:
+    few = MobaPlan(Moba(4096, 2), 1, 4, 1, 8192, 8192, 1.0, None, None, most_rows=512, backend="tpu")
+    assert tpu.with_room(few, (128, 128), 2).most_rows == 512
+    assert tpu.with_room(dataclasses.replace(few, moba=Moba(1024, 2)), (256, 256), 4).most_rows < 512
