@@ -49,7 +49,10 @@ BARS = (
     Bar("ragged_tpu", "decode/bf16/B2.T1.S2000.N8.K2.H128.V128/lengths-1999-300/normal/s0"),
     Bar("moba_tpu", "train/bf16/B1.T2048.S2048.N2.K1.H128.V128/moba-512-3/normal/s0"),
 )
-"""Depths, a short and a long mask, both dtypes, the fused backward, decoding and mixture of block attention; each takes seconds a generation."""
+"""Depths, a short and a long mask, both dtypes, the fused backward, decoding and mixture of block attention.
+
+Each takes seconds a generation.
+"""
 GPU_BARS = tuple(
     Bar(name, f"train/bf16/B1.T4096.S4096.N1.K1.H{depth}.V{depth}/causal/normal/s0", "gpu", only)
     for name, only in (("flash_gpu", ()), ("flash_gpu_mosaic", ("h100",)))
