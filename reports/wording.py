@@ -205,6 +205,9 @@ def standing_text(standing: Standing, run: RunInfo) -> str:
         words += f", asked about {few} only"
     if mostly := _mostly_declined(standing, run):
         words += f", {mostly}"
+    if standing.refused:  # what nobody declared
+        words += f", refusing most of what {' and '.join(standing.refused[:2])} ask"
+        words += f", and of {counted(len(standing.refused) - 2, 'check')} more" if len(standing.refused) > 2 else ""
     if extent.stopped:
         words += " so far"
         words += f" ({extent.done:,} of {extent.planned:,} jobs)" if extent.is_partial else ""
