@@ -47,6 +47,8 @@ class Grid:
       coverage: of the feasible combinations, how many some case has.
       varied: the axes that are covered, by their place in the model.
       weighed: the axes by whose levels cases take turns.
+      parted: how many pairs of levels are not supported together, though each is with others, and how many pairs
+        there are.
     """
 
     level: str
@@ -58,6 +60,7 @@ class Grid:
     coverage: Coverage
     varied: tuple[int, ...]
     weighed: tuple[int, ...]
+    parted: tuple[int, int]
 
     def covered_by(self, cases: Collection[Case]) -> int:
         """How many combinations those of `cases` have that are cases of the grid."""
@@ -92,7 +95,15 @@ def grid(level: str, seed: int, supports: Supports = lambda case: None, model: M
         coverage=coverage,
         varied=varied,
         weighed=tuple(a for a, axis in enumerate(model.axes) if a in varied or axis.name not in QUIET),
+        parted=_parted(matrix, model),
     )
+
+
+def _parted(excluded: Matrix, model: Model) -> tuple[int, int]:
+    items = [(a, level) for a, size in enumerate(model.sizes) for level in range(size)]
+    asked = [item for item in items if (item, item) not in excluded]
+    pairs = [(one, other) for one, other in itertools.combinations(asked, 2) if one[0] != other[0]]
+    return sum(pair in excluded for pair in pairs), len(pairs)
 
 
 def _unique(cases: list[Case]) -> tuple[Case, ...]:

@@ -16,6 +16,7 @@ from conformance.records import (
     FAIL,
     JUDGED,
     RED,
+    REFUSED,
     UNJUDGED,
     UNSUPPORTED,
     VERDICTS,
@@ -247,9 +248,10 @@ def _refused(records: Iterable[Record]) -> tuple[str, ...]:
     """The checks of supported cases, most of which were refused as a whole by what the call raised."""
     cases: dict[str, dict[str, bool]] = {}
     for record in records:
-        if record.verdict in JUDGED or (record.verdict == UNSUPPORTED and record.observable == "all"):
+        refused = REFUSED in record.figures and record.observable == "all"
+        if record.verdict in JUDGED or refused:
             asked = cases.setdefault(record.check, {})
-            asked[record.case] = asked.get(record.case, True) and record.verdict == UNSUPPORTED
+            asked[record.case] = asked.get(record.case, True) and refused
     return tuple(check for check, asked in cases.items() if 2 * sum(asked.values()) > len(asked))
 
 

@@ -284,14 +284,16 @@ def _same_ids(pair: Pair) -> Iterator[Judgement]:
 def _one_array(pair: Pair) -> Iterator[Judgement]:
     """One array for queries, keys and values, as layers without projections have, outside `jit`."""
     case = pair.subject.case
+    if case.storage is not None:
+        yield unsupported("out", "the operands of stored sequences lie elsewhere")
+        return
     alike: dict[str, Any] = {operand.field: operand.absent for operand in REMOVABLE}
     alike |= {"kv_length": case.q_length, "num_kv_heads": case.num_q_heads, "v_head_dim": case.head_dim}
     plain = dataclasses.replace(case, **alike)
     possible = (dataclasses.replace(plain, mask=mask) for mask in ("full", "causal", case.mask))
     refusals = []
     for other in possible:
-        refusal = "its operands are stored" if case.storage is not None else pair.subject.implementation.supports(other)
-        if refusal is None:
+        if (refusal := pair.subject.implementation.supports(other)) is None:
             problem = draw(other)
             shared = dataclasses.replace(problem, k=problem.q, v=problem.q)
             subject = dataclasses.replace(pair.subject, case=other)
