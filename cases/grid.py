@@ -47,8 +47,8 @@ class Grid:
       coverage: of the feasible combinations, how many some case has.
       varied: the axes that are covered, by their place in the model.
       weighed: the axes by whose levels cases take turns.
-      parted: how many pairs of levels are not supported together, though each is with others, and how many pairs
-        there are.
+      parted: of the optional operands and masks that are supported each, how many pairs are not supported together,
+        and how many pairs there are.
     """
 
     level: str
@@ -100,7 +100,8 @@ def grid(level: str, seed: int, supports: Supports = lambda case: None, model: M
 
 
 def _parted(excluded: Matrix, model: Model) -> tuple[int, int]:
-    items = [(a, level) for a, size in enumerate(model.sizes) for level in range(size)]
+    axes_of_operands = [a for a, name in enumerate(model.names) if name in _OPERAND_AXES]
+    items = [(a, level) for a in axes_of_operands for level in range(1, model.sizes[a])]
     asked = [item for item in items if (item, item) not in excluded]
     pairs = [(one, other) for one, other in itertools.combinations(asked, 2) if one[0] != other[0]]
     return sum(pair in excluded for pair in pairs), len(pairs)

@@ -43,7 +43,7 @@ class Kernel:
       block_lengths: lengths of blocks that it takes as a sequence's, if it takes no others (`judging.reach`).
       arrays: the covering arrays whose cases it is judged by.
       declined: how many cases it does not support.
-      parted: how many pairs of what it supports it does not support together, and how many pairs there are.
+      parted: how many pairs of operands and masks it does not support together, of how many that it does each.
       place: where it ran, as a sentence goes on, if that was neither a confined process of its own nor, for one of this
         project's, the judge's.
     """

@@ -208,8 +208,8 @@ def standing_text(standing: Standing, run: RunInfo) -> str:
     if pairs := _pairs_declined(standing, run):
         words += f", {pairs}"
     if standing.refused:  # what nobody declared
-        words += f", refusing most of what {' and '.join(standing.refused[:2])} ask"
-        words += f", and of {counted(len(standing.refused) - 2, 'check')} more" if len(standing.refused) > 2 else ""
+        words += f", refusing most of what {standing.refused[0]} asks"
+        words += f", and {counted(len(standing.refused) - 1, 'other check')}" if len(standing.refused) > 1 else ""
     if extent.stopped:
         words += " so far"
         words += f" ({extent.done:,} of {extent.planned:,} jobs)" if extent.is_partial else ""
@@ -226,12 +226,12 @@ def _mostly_declined(standing: Standing, run: RunInfo) -> str:
 
 
 def _pairs_declined(standing: Standing, run: RunInfo) -> str:
-    """How many pairs of features a contender declines that supports each of both; empty where most pairs are asked."""
+    """How many pairs of operands a contender declines that takes each of both; empty where most pairs are asked."""
     row = _coverage_of(standing, run)
     declined, pairs = row.get("pairs declined"), row.get("pairs")
     if not (isinstance(declined, int) and isinstance(pairs, int)):
         return ""
-    return f"declining {declined:,} of {pairs:,} pairs of what it supports"
+    return f"declining {declined:,} of {pairs:,} pairs of operands and masks"
 
 
 def _coverage_of(standing: Standing, run: RunInfo) -> Mapping[str, Any]:

@@ -288,7 +288,12 @@ def _one_array(pair: Pair) -> Iterator[Judgement]:
         yield unsupported("out", "the operands of stored sequences lie elsewhere")
         return
     alike: dict[str, Any] = {operand.field: operand.absent for operand in REMOVABLE}
-    alike |= {"kv_length": case.q_length, "num_kv_heads": case.num_q_heads, "v_head_dim": case.head_dim}
+    alike |= {
+        "kv_cache": None,
+        "kv_length": case.q_length,
+        "num_kv_heads": case.num_q_heads,
+        "v_head_dim": case.head_dim,
+    }
     plain = dataclasses.replace(case, **alike)
     possible = (dataclasses.replace(plain, mask=mask) for mask in ("full", "causal", case.mask))
     refusals = []
