@@ -43,7 +43,7 @@ def refusals(subject: Subject) -> Iterator[Judgement]:
 def _by_signature(subject: Subject) -> Iterator[Judgement]:
     """A fault if the call takes an operand that it is declared to have no parameter for; nothing is computed."""
     lacking = set(subject.implementation.unsupported)
-    operands = [o.name for o in REMOVABLE if o.name in lacking and getattr(subject.problem, o.name) is not None]
+    operands = [o.name for o in REMOVABLE if o.name in lacking and getattr(subject.case, o.field) != o.absent]
     if not operands or not all(subject.executor.run(alone.takes, name) for name in operands):
         return
     try:
