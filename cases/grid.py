@@ -47,6 +47,8 @@ class Grid:
       coverage: of the feasible combinations, how many some case has.
       varied: the axes that are covered, by their place in the model.
       weighed: the axes by whose levels cases take turns.
+      parted: of the optional operands and masks that are supported each, how many pairs are not supported together,
+        and how many pairs there are.
     """
 
     level: str
@@ -58,6 +60,7 @@ class Grid:
     coverage: Coverage
     varied: tuple[int, ...]
     weighed: tuple[int, ...]
+    parted: tuple[int, int]
 
     def covered_by(self, cases: Collection[Case]) -> int:
         """How many combinations those of `cases` have that are cases of the grid."""
@@ -92,7 +95,16 @@ def grid(level: str, seed: int, supports: Supports = lambda case: None, model: M
         coverage=coverage,
         varied=varied,
         weighed=tuple(a for a, axis in enumerate(model.axes) if a in varied or axis.name not in QUIET),
+        parted=_parted(matrix, model),
     )
+
+
+def _parted(excluded: Matrix, model: Model) -> tuple[int, int]:
+    axes_of_operands = [a for a, name in enumerate(model.names) if name in _OPERAND_AXES]
+    items = [(a, level) for a in axes_of_operands for level in range(1, model.sizes[a])]
+    asked = [item for item in items if (item, item) not in excluded]
+    pairs = [(one, other) for one, other in itertools.combinations(asked, 2) if one[0] != other[0]]
+    return sum(pair in excluded for pair in pairs), len(pairs)
 
 
 def _unique(cases: list[Case]) -> tuple[Case, ...]:

@@ -43,6 +43,8 @@ DECLARATIONS_TRIED = "declarations_tried"
 """The figure, 1, of a failure on which declarations that ask less were tried, whether one explains it or not."""
 IN_PROCESS = "in_process"
 """The figure, 1, of what was judged of a user's kernel in the judge's own process, which the kernel could alter."""
+REFUSED = "refused"
+"""The figure, 1, of a check that was refused by what the call raised, and not by what is declared."""
 JUDGED = frozenset({PASS, FAIL, EXPECTED_FAIL, UNEXPECTED_PASS})
 """Verdicts that rest on a comparison which took place."""
 _WORST_FIRST = (FAIL, ERROR, UNEXPECTED_PASS, EXPECTED_FAIL, PASS, UNJUDGED, UNSUPPORTED)

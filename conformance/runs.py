@@ -43,6 +43,7 @@ class Kernel:
       block_lengths: lengths of blocks that it takes as a sequence's, if it takes no others (`judging.reach`).
       arrays: the covering arrays whose cases it is judged by.
       declined: how many cases it does not support.
+      parted: how many pairs of operands and masks it does not support together, of how many that it does each.
       place: where it ran, as a sentence goes on, if that was neither a confined process of its own nor, for one of this
         project's, the judge's.
     """
@@ -54,6 +55,7 @@ class Kernel:
     block_lengths: tuple[int, ...] = ()
     arrays: tuple[Array, ...] = ()
     declined: int = 0
+    parted: tuple[int, int] = (0, 0)
     place: str = ""
 
 
@@ -276,8 +278,8 @@ def _run(line: Mapping[str, Any]) -> Run:
 
 def _kernel(data: Mapping[str, Any]) -> Kernel:
     arrays = tuple(Array(**array) for array in data["arrays"])
-    asks_less, lengths = tuple(data["asks_less"]), tuple(data["block_lengths"])
-    return Kernel(**dict(data) | {"arrays": arrays, "asks_less": asks_less, "block_lengths": lengths})
+    names = ("asks_less", "block_lengths", "parted")
+    return Kernel(**dict(data) | {"arrays": arrays} | {name: tuple(data[name]) for name in names if name in data})
 
 
 def differences(one: Mapping[str, str], other: Mapping[str, str]) -> list[str]:

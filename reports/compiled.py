@@ -5,7 +5,17 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 
-from conformance.records import ERROR, EXPECTED_FAIL, FAIL, PASS, UNEXPECTED_PASS, UNJUDGED, UNSUPPORTED, Record
+from conformance.records import (
+    ERROR,
+    EXPECTED_FAIL,
+    FAIL,
+    PASS,
+    REFUSED,
+    UNEXPECTED_PASS,
+    UNJUDGED,
+    UNSUPPORTED,
+    Record,
+)
 from reports.summary import Contender, contender_of
 
 CHECK = "compiles"
@@ -92,7 +102,7 @@ def _programs(asked: Sequence[Record]) -> Iterator[ProgramRow]:
     """What more than one implementation compiled."""
     found: dict[tuple[str, str], dict[Contender, list[Record]]] = {}
     for record in asked:
-        if record.figures:
+        if record.figures.keys() - {REFUSED}:
             program = record.observable.partition(".")[2]
             found.setdefault((record.case, program), {}).setdefault(contender_of(record), []).append(record)
     for (case, program), groups in found.items():

@@ -16,6 +16,7 @@ from conformance.records import (
     FAIL,
     JUDGED,
     RED,
+    REFUSED,
     UNJUDGED,
     UNSUPPORTED,
     VERDICTS,
@@ -106,6 +107,7 @@ class Standing:
     worst: Metric | None
     seconds: float
     checks: tuple[str, ...] = ()  # those that judged something
+    refused: tuple[str, ...] = ()  # those whose calls raised `NotImplementedError` in most cases that were asked
 
     @property
     def one_check(self) -> str:
@@ -236,9 +238,21 @@ def standings(records: Iterable[Record]) -> tuple[Standing, ...]:
             worst_metric(group),
             math.fsum(r.seconds for r in group),
             tuple(dict.fromkeys(record.check for record in group if record.verdict in JUDGED)),
+            _refused(group),
         )
         for contender, group in by_contender(records).items()
     )
+
+
+def _refused(records: Iterable[Record]) -> tuple[str, ...]:
+    """The checks of supported cases, most of which were refused as a whole by what the call raised."""
+    cases: dict[str, dict[str, bool]] = {}
+    for record in records:
+        refused = REFUSED in record.figures and record.observable == "all"
+        if record.verdict in JUDGED or refused:
+            asked = cases.setdefault(record.check, {})
+            asked[record.case] = asked.get(record.case, True) and refused
+    return tuple(check for check, asked in cases.items() if 2 * sum(asked.values()) > len(asked))
 
 
 def not_judged(records: Iterable[Record]) -> Iterator[tuple[Contender, str]]:

@@ -205,6 +205,11 @@ def standing_text(standing: Standing, run: RunInfo) -> str:
         words += f", asked about {few} only"
     if mostly := _mostly_declined(standing, run):
         words += f", {mostly}"
+    if pairs := _pairs_declined(standing, run):
+        words += f", {pairs}"
+    if standing.refused:  # what nobody declared
+        words += f", refusing most of what {standing.refused[0]} asks"
+        words += f", and {counted(len(standing.refused) - 1, 'other check')}" if len(standing.refused) > 1 else ""
     if extent.stopped:
         words += " so far"
         words += f" ({extent.done:,} of {extent.planned:,} jobs)" if extent.is_partial else ""
@@ -213,12 +218,25 @@ def standing_text(standing: Standing, run: RunInfo) -> str:
 
 def _mostly_declined(standing: Standing, run: RunInfo) -> str:
     """How many cases were judged of a contender that declines more than that; empty of one that declines fewer."""
-    names = (standing.contender.label, standing.contender.implementation)
-    row = next((row for row in run.coverage if row.get("implementation") in names), {})
+    row = _coverage_of(standing, run)
     judged, declined = row.get("cases judged"), row.get("declined")
     if not (isinstance(judged, int) and isinstance(declined, int) and declined > judged):
         return ""
     return f"judged in {counted(judged, 'case')} and declining {declined:,}"
+
+
+def _pairs_declined(standing: Standing, run: RunInfo) -> str:
+    """How many pairs of operands a contender declines that takes each of both; empty where most pairs are asked."""
+    row = _coverage_of(standing, run)
+    declined, pairs = row.get("pairs declined"), row.get("pairs")
+    if not (isinstance(declined, int) and isinstance(pairs, int)):
+        return ""
+    return f"declining {declined:,} of {pairs:,} pairs of operands and masks"
+
+
+def _coverage_of(standing: Standing, run: RunInfo) -> Mapping[str, Any]:
+    names = (standing.contender.label, standing.contender.implementation)
+    return next((row for row in run.coverage if row.get("implementation") in names), {})
 
 
 def extent_of(standing: Standing, run: RunInfo) -> Extent:

@@ -31,20 +31,27 @@ class Elsewhere:
     """Stands for the calls of a kernel that is in another process."""
 
     process: KernelProcess
+    _answered: dict[Case, str | None] = dataclasses.field(default_factory=dict)
 
     def __call__(self, *operands: Any, **options: Any) -> Any:
         """Never to be called: nothing of the kernel is here."""
         raise RuntimeError(f"{self.process.name} is in a process of its own, and is asked through its executor")
 
     def supports(self, case: Case) -> str | None:
-        """Why the kernel does not support a case, by its own function. It is not told which values the case has."""
-        order = Order((), "", 0, declared.supports, (dataclasses.replace(case, seed=0),), {})
+        """Why the kernel does not support a case, by its own function. It is not told which values the case has.
+
+        It says so once: one that went by how often it was asked could have a level left out that is not declined.
+        """
+        asked = dataclasses.replace(case, seed=0)
+        if asked in self._answered:
+            return self._answered[asked]
         try:
-            found = self.process.ask(order)
+            found = self.process.ask(Order((), "", 0, declared.supports, (asked,), {}))
         except (Exception, Lost) as error:
             why = str(error) if isinstance(error, Lost) else mishaps.told(error)
             raise CannotSay(f"{self.process.name} cannot say whether it supports {case.id}: {why}") from error
-        return None if found is None else printable(str(found)[:MOST_WORDS])
+        self._answered[asked] = None if found is None else printable(str(found)[:MOST_WORDS])
+        return self._answered[asked]
 
 
 class ApartExecutor(Executor):

@@ -112,7 +112,8 @@ def guarded(observable: str, judge: Callable[[], Iterable[Judgement]]) -> Iterat
     try:
         yield from judge()
     except NotImplementedError as error:
-        yield unsupported(observable, mishaps.refused(error) or "the call raises NotImplementedError")
+        refused = unsupported(observable, mishaps.refused(error) or "the call raises NotImplementedError")
+        yield dataclasses.replace(refused, figures={records.REFUSED: 1.0})
     except BaseException as error:  # of any type: whatever the implementation raises is the finding
         left = isinstance(error, GeneratorExit) and mishaps.place_of(error) is None  # by whoever asked: no error
         if left or isinstance(error, KeyboardInterrupt | Lost):

@@ -214,7 +214,7 @@ def _forward(executor: Executor, problem: Problem) -> Values:
 def _calls(executor: Executor, problem: Problem) -> tuple[Values, Values | None, Any]:
     compiled, arrays = executor.compiled(problem)
     out, saved, part = compiled.calls(arrays)
-    residuals = None if saved is None else _on_host({"out": saved[0], **saved[1]})
+    residuals = None if saved is None else _on_host({**saved[1], "out": saved[0]})
     return _on_host({"out": out}), residuals, part
 
 
@@ -226,7 +226,7 @@ def _part(executor: Executor, problem: Problem) -> Any:
 def _residuals(executor: Executor, problem: Problem) -> Values:
     compiled, arrays = executor.compiled(problem)
     out, residuals = compiled.residuals(arrays)
-    return _on_host({"out": out, **residuals})
+    return _on_host({**residuals, "out": out})
 
 
 def _gradients(executor: Executor, problem: Problem, do: np.ndarray) -> Values:

@@ -12,6 +12,7 @@ import numpy as np
 from cases import mask_spec
 from cases.inputs import Problem, draw
 from cases.masks import Causal, Dense, Mask
+from cases.operands import REMOVABLE
 from cases.serving.calls import FURTHER, other_masks
 from conformance import records
 from conformance.asking import few_operands
@@ -243,6 +244,12 @@ def _numpy(pair: Pair) -> Iterator[Judgement]:
             yield pair.judge_out_of(got, (meant,), (pair.subject.expect(meant),))
 
 
+def _numpy_views(pair: Pair) -> Iterator[Judgement]:
+    """NumPy arrays whose numbers do not lie behind each other, outside `jit`."""
+    refused, got = pair.subject.executor.run(sequences.numpy_views, pair.problems[0])
+    yield unsupported("out", refused) if refused else pair.judge_out(got)
+
+
 def _with_mask_arrays(pair: Pair) -> list[tuple[Problem, Problem]]:
     """The two problems with masks that are arrays, where such a mask reaches the call as one."""
     case, subject = pair.subject.case, pair.subject
@@ -274,6 +281,34 @@ def _same_ids(pair: Pair) -> Iterator[Judgement]:
     yield pair.judge_out_of(got, (shared,), (pair.subject.expect(shared),))
 
 
+def _one_array(pair: Pair) -> Iterator[Judgement]:
+    """One array for queries, keys and values, as layers without projections have, outside `jit`."""
+    case = pair.subject.case
+    if case.storage is not None:
+        yield unsupported("out", "the operands of stored sequences lie elsewhere")
+        return
+    alike: dict[str, Any] = {operand.field: operand.absent for operand in REMOVABLE}
+    alike |= {
+        "kv_cache": None,
+        "kv_length": case.q_length,
+        "num_kv_heads": case.num_q_heads,
+        "v_head_dim": case.head_dim,
+    }
+    plain = dataclasses.replace(case, **alike)
+    possible = (dataclasses.replace(plain, mask=mask) for mask in ("full", "causal", case.mask))
+    refusals = []
+    for other in possible:
+        if (refusal := pair.subject.implementation.supports(other)) is None:
+            problem = draw(other)
+            shared = dataclasses.replace(problem, k=problem.q, v=problem.q)
+            subject = dataclasses.replace(pair.subject, case=other)
+            got = pair.subject.executor.run(sequences.of_one_array, shared)
+            yield subject.judge("out", got, subject.expect(shared).forward["out"], subject.judged_out_of(shared))
+            return
+        refusals.append(refusal)
+    yield unsupported("out", refusals[0])
+
+
 def _a_thousand(pair: Pair) -> Iterator[Judgement]:
     """The same program on the same operands, again and again, gives the same bits."""
     count = _CALLS_INTERPRETED if pair.subject.implementation.accelerator.interpreted else _CALLS
@@ -288,8 +323,10 @@ _SEQUENCES: dict[str, Callable[[Pair], Iterator[Judgement]]] = {
     "other_bias": _other_bias,
     "other_shapes": _other_shapes,
     "numpy": _numpy,
+    "numpy_views": _numpy_views,
     "thread": _in_a_thread,
     "same_ids": _same_ids,
+    "one_array": _one_array,
     "a_thousand": _a_thousand,
     **{name: functools.partial(_of_size, changes) for name, changes in _SIZES.items()},
     **{name: functools.partial(_of_few_operands, call) for name, call in few_operands.CALLS.items()},

@@ -27,6 +27,7 @@ from conformance.truth.bounds import Bounded, expect
 _OPERAND = {gradient: operand for operand, gradient in GRADIENT_OF.items()}
 # Rounding grows as 1/step, curvature as step**2; logits move by a few steps.
 _STEP = 2.0**-5
+_CONSTANT = 0.75  # not 1, which the sum of `out` gives, and held by every dtype
 
 
 def differentiation(subject: Subject) -> Iterator[Judgement]:
@@ -38,6 +39,7 @@ def differentiation(subject: Subject) -> Iterator[Judgement]:
     yield from _sum(subject)
     if subject.case.dtype == "f32":
         yield from _finite_differences(subject)
+    yield from _few(subject)
 
 
 def _zero(subject: Subject) -> Iterator[Judgement]:
@@ -55,6 +57,29 @@ def _ones(subject: Subject) -> Iterator[Judgement]:
     expected = subject.expect(subject.problem, [cotangent]).gradients[0]
     for name, got in _gradients(subject, cotangent).items():
         yield _judge(subject, f"{name}.ones", name, got, expected[name])
+
+
+def _few(subject: Subject) -> Iterator[Judgement]:
+    """The gradients of what a loss may read of `out` alone: one element, a column, the first row of the first head.
+
+    So are those of a multiple of its sum, as its mean is.
+    """
+    like = subject.cotangents[subject.any_random]
+    there = np.argwhere(like.out)
+    if not len(there):
+        return
+    place, (batch, row, head, _) = tuple(there[len(there) // 3]), there[0]
+    parts: dict[str, tuple[Any, ...]] = {"element": place, "column": (..., place[-1]), "first": (batch, row, head)}
+    lse = None if like.logsumexp is None else np.zeros_like(like.logsumexp)
+    cotangents = {"constant": subject.judged_out * np.full_like(like.out, _CONSTANT)}
+    for name, index in parts.items():
+        cotangents[name] = np.zeros_like(like.out)
+        cotangents[name][index] = like.out[index]
+    given = [dataclasses.replace(like, out=out, logsumexp=lse) for out in cotangents.values()]
+    expected = subject.expect(subject.problem, given).gradients
+    for name, cotangent, bounded in zip(cotangents, given, expected, strict=True):
+        for gradient, got in _gradients(subject, cotangent).items():
+            yield _judge(subject, f"{gradient}.{name}", gradient, got, bounded[gradient])
 
 
 def _sum(subject: Subject) -> Iterator[Judgement]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from cases.operands import OPTIONAL
+from cases.operands import OPTIONAL, REMOVABLE
 from conformance import records
 from conformance.asking.judgement import Judgement
 from conformance.asking.subject import Subject
@@ -17,7 +17,13 @@ def refusals(subject: Subject) -> Iterator[Judgement]:
     The call is made as a user makes it, outside `jit`. It is differentiated where the case asks for gradients: an
     implementation that has none must say so too. A feature that needs a parameter which only its supporters have, as a
     quantised cache does, is not asked: nobody can hand it to a call without that parameter.
+
+    Who refuses by signature says that nobody can ask for what it lacks. Where such an operand can be handed to the call
+    all the same, it is; that it cannot is no judgement.
     """
+    if subject.implementation.refuses_by_signature:
+        yield from _by_signature(subject)
+        return
     handed = [o.name for o in OPTIONAL if o.opt_in and getattr(subject.problem, o.name) is not None]
     if not all(subject.executor.run(alone.takes, name) for name in handed):
         return
@@ -32,3 +38,17 @@ def refusals(subject: Subject) -> Iterator[Judgement]:
     else:
         reason = f"declared unsupported ({declared}), but the call is accepted"
         yield Judgement(observable="refusal", verdict=records.FAIL, reason=reason)
+
+
+def _by_signature(subject: Subject) -> Iterator[Judgement]:
+    """A fault if the call takes an operand that it is declared to have no parameter for; nothing is computed."""
+    lacking = set(subject.implementation.unsupported)
+    operands = [o.name for o in REMOVABLE if o.name in lacking and getattr(subject.case, o.field) != o.absent]
+    if not operands or not all(subject.executor.run(alone.takes, name) for name in operands):
+        return
+    try:
+        subject.executor.run(alone.trace, subject.problem)
+    except Exception:  # whatever it says: it cannot be asked for
+        return
+    reason = f"declared unsupported ({', '.join(operands)}), not to be asked for, but the call is accepted"
+    yield Judgement(observable="refusal", verdict=records.FAIL, reason=reason)

@@ -55,6 +55,10 @@ def _eager(pair: Pair) -> Iterator[Judgement]:
     if pair.subject.implementation.residuals:
         results = pair.subject.executor.run(sequences.residuals_eagerly, pair.problems[0])
         yield from _judge_residuals(pair, {name: x[None] for name, x in results.items()}, 1)
+    elif returned := pair.subject.executor.run(alone.residuals_returned, pair.problems[0]):
+        # A kernel may have left them out as it was loaded, and then nothing else would be asked about them.
+        reason = f"returns {' and '.join(returned)}, which it said that it does not offer"
+        yield Judgement(observable="residuals", verdict=records.FAIL, reason=reason)
 
 
 def _vmap(pair: Pair) -> Iterator[Judgement]:

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from cases.inputs import Problem
+from conformance.calling import mishaps
 from conformance.calling.execution import Executor, call_plain, pull_back
 
 
@@ -30,6 +31,17 @@ def trace(executor: Executor, problem: Problem) -> None:
     """Trace the call, which compiles and computes nothing; whatever it raises is the answer."""
     plain, arrays = executor.bind(problem)
     jax.eval_shape(plain, arrays)
+
+
+def residuals_returned(executor: Executor, problem: Problem) -> list[str]:
+    """The names of the residuals that the call returns if it is asked for them, by tracing; none if it raises."""
+    statics, arrays = executor.arguments(problem)
+    call = functools.partial(executor.implementation.call, **statics, save_residuals=True)
+    try:
+        _, residuals = jax.eval_shape(lambda arrays: mishaps.checked_residuals(call(**arrays)), arrays)
+    except Exception:  # there is nothing to ask for, whatever it says
+        return []
+    return list(residuals)
 
 
 def in_form(executor: Executor, problem: Problem, given: Mapping[str, Any]) -> np.ndarray:

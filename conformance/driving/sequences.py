@@ -61,6 +61,30 @@ def numpy_operands(executor: Executor, problem: Problem, other: Problem) -> tupl
     return "", [np.array(first), np.array(second)]
 
 
+def numpy_views(executor: Executor, problem: Problem) -> tuple[str, np.ndarray | None]:
+    """`out` outside `jit` on NumPy arrays that are every second number of others; or why these are refused."""
+    plain, arrays = executor.bind(problem)
+
+    def apart(x: np.ndarray) -> np.ndarray:
+        if not x.ndim:
+            return x
+        wide = np.zeros((*x.shape[:-1], 2 * x.shape[-1]), x.dtype)
+        wide[..., ::2] = x
+        return wide[..., ::2]
+
+    try:
+        return "", np.array(plain(jax.tree.map(apart, arrays)))
+    except Exception as error:  # a kernel may want whole arrays; what it computes from others is what counts
+        return f"views of NumPy arrays outside jit: {type(error).__name__}: {error}".split("\n")[0], None
+
+
+def of_one_array(executor: Executor, problem: Problem) -> np.ndarray:
+    """`out` of the call outside `jit`, with one array for queries, keys and values."""
+    plain, arrays = executor.bind(problem)
+    given = dict(jax.tree.map(jnp.asarray, arrays))
+    return np.asarray(plain({**given, "k": given["q"], "v": given["q"]}))
+
+
 def in_a_thread(executor: Executor, problem: Problem) -> np.ndarray:
     """`out` of the call outside `jit`, in a thread that has called nothing yet."""
     with futures.ThreadPoolExecutor(max_workers=1) as pool:

@@ -32,7 +32,7 @@ def vmap_with_residuals(executor: Executor, problems: Sequence[Problem]) -> Valu
     call = functools.partial(executor.implementation.call, **statics, save_residuals=True)
     mapped = jax.vmap(lambda arrays: mishaps.checked_residuals(call(**arrays)))
     out, residuals = executor.jit(mapped)(_stacked(executor, problems))
-    return _on_host({"out": out, **residuals})
+    return _on_host({**residuals, "out": out})
 
 
 def vmap_over(

@@ -51,7 +51,7 @@ def step_by_step(
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that a buffer could not be reused is no finding
             out, residuals, kept = compiled(_bound(executor, problem, save_residuals=save_residuals)[1], new, kept)
-        values = {"out": out, **(residuals or {}), **kept}
+        values = {**(residuals or {}), "out": out, **kept}
         found.append({name: np.array(x, copy=True) for name, x in values.items()})
     return found
 

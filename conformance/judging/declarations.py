@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from cases.case import Case
+from cases.operands import OPTIONAL, OptionalOperand
 from conformance.contract import Arithmetic, Implementation
 
 # Tried in this order: of f32 operands, and of the others.
@@ -75,9 +76,20 @@ def declared(implementation: Implementation) -> list[str]:
     reads_a_cache = stored or any(name.startswith("kv_") for name in implementation.offers)
     if not reads_a_cache and "train" not in implementation.unsupported:
         own = ("dq", "dk") if implementation.storage == "latent" else ("dq", "dk", "dv")
-        lacking = [name for name in own if name not in implementation.gradients]
+        beside = tuple(operand.gradient for operand in OPTIONAL if operand.gradient and _takes(implementation, operand))
+        lacking = [name for name in (*own, *beside) if name not in implementation.gradients]
         found += [f"no {' '.join(lacking)}"] if lacking else []
+        if (
+            "logsumexp" in implementation.residuals - implementation.differentiable_residuals
+            and implementation.gradients
+        ):
+            found.append("no gradient of logsumexp")
     return found
+
+
+def _takes(implementation: Implementation, operand: OptionalOperand) -> bool:
+    offered = operand.name in implementation.offers if operand.opt_in else True
+    return offered and operand.name not in implementation.unsupported
 
 
 def _written(name: str, value: object) -> str:

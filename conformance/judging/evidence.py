@@ -243,9 +243,16 @@ def _coverage(parts: Iterable[_Part]) -> list[dict[str, Any]]:
                 "declined": kernel.declined,
                 "combinations": sum(array.combinations for array in kernel.arrays),
                 "covered": sum(map(len, covered)),
+                **_pairs(kernel),
             }
         )
     return [row for row in rows if row["cases judged"]]
+
+
+def _pairs(kernel: Kernel) -> dict[str, int]:
+    """How many pairs it declines of what it supports, and how many there are, where most are declined."""
+    declined, pairs = kernel.parted
+    return {"pairs declined": declined, "pairs": pairs} if 2 * declined > pairs else {}
 
 
 def _environment(recorded: Sequence[Recorded]) -> dict[str, str]:

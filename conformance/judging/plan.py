@@ -21,11 +21,12 @@ from conformance.runs import Array
 
 @dataclasses.dataclass(frozen=True)
 class Arrays:
-    """The covering arrays of an implementation, the row of each case in each, and how many cases it declines."""
+    """The covering arrays of an implementation, the row of each case in each, and how much of them it declines."""
 
     arrays: tuple[Array, ...]
     rows: Mapping[str, tuple[str, ...]]
     declined: int
+    parted: tuple[int, int]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,6 +109,7 @@ def _arrays(asked: Sequence[Asked]) -> Arrays:
         tuple(Array(strength=made.coverage.strength, combinations=made.coverage.feasible) for made in first),
         rows,
         len({case for made in first for case in made.declined}),
+        first[0].parted,
     )
 
 

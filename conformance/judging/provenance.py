@@ -137,6 +137,7 @@ def _kernel(implementation: Implementation, planned: Plan, kernels: Kernels, rai
         block_lengths=tuple(usual_lengths(implementation, cases)),
         arrays=arrays.arrays if arrays is not None else (),
         declined=arrays.declined if arrays is not None else 0,
+        parted=arrays.parted if arrays is not None else (0, 0),
         place=_place(implementation, kernels),
     )
 

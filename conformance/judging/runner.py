@@ -252,7 +252,7 @@ def _absent(subject: Subject, checks: Iterable[Check], reason: str, again: Again
 def _declined(subject: Subject, checks: Iterable[Check], reason: str, again: Again) -> Iterator[Record]:
     yield _record(subject, "support", unsupported("case", reason), None, 0.0)
     for check in checks:
-        if not check.scope.supported and not subject.implementation.refuses_by_signature:
+        if not check.scope.supported:
             start = time.perf_counter()
             try:
                 found = _answers(check, subject, again)

@@ -99,8 +99,8 @@ def explains(combination: Combination, signal: Signal) -> bool:
 def clearest(combination: Combination, signals: Mapping[str, Signal]) -> str:
     """The signal by which a combination is shown best: of those that say nearly as much as any, the first."""
     gains = {name: _gain(combination.rows, signal) for name, signal in signals.items()}
-    most = max(gains.values())
-    return next(name for name, gain in gains.items() if gain >= most / 2)
+    most = max(gains.values())  # below zero where no signal is as the combination would make it
+    return next(name for name, gain in gains.items() if gain >= min(most, most / 2))
 
 
 def with_alike(levels: Sequence[Candidate], one: Combination, signal: Signal) -> Combination:

@@ -327,6 +327,20 @@ def test_what_cannot_say_what_it_supports_is_an_error_of_the_case(what: str, tmp
     assert (record.check, record.verdict) == ("support", records.ERROR)
 
 
+def test_what_is_supported_is_said_once(tmp_path: Path) -> None:
+    (tmp_path / "once.py").write_text(
+        "import dataclasses\n"
+        "from tests.apart import declares\n"
+        "asked = []\n"
+        "def supports(case):\n    asked.append(case)\n    return 'no more' if len(asked) > 1 else None\n"
+        "attention = dataclasses.replace(declares.IMPLEMENTATION, supports_case=supports)\n"
+    )
+    found = Kernels().find(f"{tmp_path}/once.py:attention")
+    said = [found.supports(case) for case in (CASE, CASE, dataclasses.replace(CASE, batch=CASE.batch + 1))]
+    process_of(found).end()
+    assert said == [None, None, "no more"]
+
+
 @pytest.mark.long
 def test_a_folder_of_any_depth_is_removed(find: Find) -> None:
     implementation = find("digs")

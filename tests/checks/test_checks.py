@@ -114,6 +114,19 @@ def test_a_correct_implementation_passes(check: str) -> None:
     assert {record.verdict for record in found} == {PASS}
 
 
+def test_what_nobody_can_ask_for_is_not_taken() -> None:
+    def takes(q: Any, k: Any, v: Any, *, mask: Any = None, sinks: Any = None, **options: Any) -> jax.Array:
+        return naive.attention(q, k, v)
+
+    def lacks(q: Any, k: Any, v: Any, *, mask: Any = None) -> jax.Array:
+        return naive.attention(q, k, v, mask=mask)
+
+    by_signature: dict[str, Any] = {"unsupported": {"sinks": "none"}, "refuses_by_signature": True}
+    (found,) = judge(Implementation(name="takes", call=takes, **by_signature), SINKS, "refusals")
+    assert (found.verdict, "accepted" in found.reason) == (FAIL, True)
+    assert judge(Implementation(name="lacks", call=lacks, **by_signature), SINKS, "refusals") == []
+
+
 def test_a_refusal_passes() -> None:
     def refuses(q: Any, k: Any, v: Any, *, mask: Any, sinks: Any = None, **options: Any) -> None:
         raise NotImplementedError("sinks are not supported")

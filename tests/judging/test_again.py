@@ -255,6 +255,12 @@ def test_what_asks_less_than_the_defaults_is_told() -> None:
         "block_sums=64",
         'behind_mask="finite"',
     ]
-    lacking = Implementation(name="it", call=only_three, gradients=frozenset({"dv"}))
+    lacking = Implementation(
+        name="it", call=only_three, gradients=frozenset({"dv", "dbias"}), unsupported={"sinks": "none"}
+    )
     assert declared(lacking) == ["no dq dk"]
+    assert declared(dataclasses.replace(lacking, unsupported={})) == ["no dq dk dsinks"]
+    still = dataclasses.replace(lacking, differentiable_residuals=frozenset())
+    assert declared(still) == ["no dq dk", "no gradient of logsumexp"]
+    assert declared(dataclasses.replace(still, residuals=frozenset())) == ["no dq dk"]
     assert declared(dataclasses.replace(lacking, unsupported={"train": "it reads a cache"})) == []

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 
 import pytest
 
-from conformance.records import UNSUPPORTED, Worst
+from conformance.records import REFUSED, UNSUPPORTED, Worst
 from reports import summary, wording
 from tests.reports.test_reports import failure, record, run_info
 
@@ -32,3 +33,24 @@ def test_one_check_alone_is_no_conformity() -> None:
     alone = wording.headline(summary.standings([record(), *unsupported]), run_info())
     assert alone == "block_flash (cpu) passes in what forward alone judged (1 record)."
     assert "conforms" in wording.headline(summary.standings([record(), record(check="gradients")]), run_info())
+
+
+def test_what_is_refused_in_most_cases_is_in_the_verdict() -> None:
+    def said(check: str, refused: int, judged: int = 2) -> str:
+        what = {"check": check, "verdict": UNSUPPORTED, "observable": "all", "figures": {REFUSED: 1.0}}
+        found = [record(case=f"case/{n}", **what) for n in range(refused)]
+        right = [record(case=f"case/{9 - n}", check=each) for n in range(judged) for each in ("forward", check)]
+        return wording.headline(summary.standings([*found, *right]), run_info())
+
+    assert said("gradients", refused=2) == "block_flash (cpu) conforms."
+    assert said("gradients", refused=3).endswith("conforms, refusing most of what gradients asks.")
+    unoffered = record(check="gradients_lse", verdict=UNSUPPORTED, observable="all", reason="not offered")
+    standings = summary.standings([record(), record(check="gradients"), unoffered])
+    assert wording.headline(standings, run_info()) == "block_flash (cpu) conforms."
+
+
+def test_operands_that_are_declined_together_are_in_the_verdict() -> None:
+    standings = summary.standings([record(), record(check="gradients")])
+    rows = [{"implementation": "block_flash (cpu)", "pairs declined": 148, "pairs": 150}]
+    said = wording.headline(standings, dataclasses.replace(run_info(), coverage=rows))
+    assert said == "block_flash (cpu) conforms, declining 148 of 150 pairs of operands and masks."

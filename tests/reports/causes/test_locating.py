@@ -146,6 +146,10 @@ def test_the_same_is_found_whatever_order_levels_and_signals_have() -> None:
     assert {clearest(one, signals) for one in forward} == {"out"}
 
 
+def test_a_combination_that_no_signal_shows_has_a_clearest_one() -> None:
+    assert clearest(Combination((0,), 0b0011), {"out": Signal(red=0b1100, green=0b0011)}) == "out"
+
+
 def test_what_is_explained_already_is_not_looked_for() -> None:
     ids, _, candidates = array()
     red = rows_of(frozenset({"sinks"}))
