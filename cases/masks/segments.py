@@ -13,8 +13,8 @@ def draw(case: Case, mask: Mask) -> tuple[np.ndarray, np.ndarray] | None:
     """Packed sequences, cut anew in every batch row; labels are not monotone.
 
     `segpad` adds padding on both sides. `segwild` has the labels that a narrower type confuses, and they come back.
-    `segmany` has short sequences, each of a label of its own. `segamid` has text of one label, and pictures amid it that
-    are shorter than any block.
+    `segmany` has short sequences, each of a label of its own. `segamid` has text of one label, and
+    pictures amid it that are shorter than any block.
     """
     if case.segments is None:
         return None

@@ -54,6 +54,15 @@ def _blocks_by_first_and_last(q: Any, kv: Any) -> Any:
     return (q == kv) & (first_q <= last_kv) & (last_q >= first_kv)
 
 
+def _blocks_full_by_first_and_last(q: Any, kv: Any) -> Any:
+    """Pairs of blocks are taken as one sequence where their first and last ids are all equal, as if ids only grew."""
+    t, s = q.shape[1], kv.shape[2]
+    i, j = jnp.arange(t) // _BLOCK * _BLOCK, jnp.arange(s) // _BLOCK * _BLOCK
+    first_q, last_q = q[:, i], q[:, jnp.minimum(i + _BLOCK, t) - 1]
+    first_kv, last_kv = kv[:, :, j], kv[:, :, jnp.minimum(j + _BLOCK, s) - 1]
+    return (q == kv) | ((first_q == last_q) & (first_q == first_kv) & (first_kv == last_kv))
+
+
 def _by_run(q: Any, kv: Any) -> Any:
     """At equal lengths, segments are the runs of equal ids: one that comes back is another one."""
     if q.shape[1] != kv.shape[2]:
@@ -131,6 +140,12 @@ BUGS: tuple[PlantedBug, ...] = (
         _segments(_blocks_by_first_and_last),
         kind="seg.sorted",
         reference="inferred from block skipping that goes by the range of ids",
+    ),
+    _bug(
+        "segments-blocks-full-by-first-and-last",
+        _segments(_blocks_full_by_first_and_last),
+        kind="seg.sorted",
+        reference="inferred from block skipping that goes by the range of ids: blocks of one sequence need no mask",
     ),
     _bug(
         "segments-that-come-back-are-others",
