@@ -17,6 +17,7 @@ from tests.planted.planting.wrapped import Arrays, Kernel, Statics, correct, pla
 
 _bug = functools.partial(planted, family="arguments", shows=("out", "logsumexp"), trigger=has("segment_ids"))
 _BLOCK = 64
+_TILE = 32
 _SENTINEL = 2**31 - 1
 
 
@@ -57,9 +58,9 @@ def _blocks_by_first_and_last(q: Any, kv: Any) -> Any:
 def _blocks_full_by_first_and_last(q: Any, kv: Any) -> Any:
     """Pairs of blocks are taken as one sequence where their first and last ids are all equal, as if ids only grew."""
     t, s = q.shape[1], kv.shape[2]
-    i, j = jnp.arange(t) // _BLOCK * _BLOCK, jnp.arange(s) // _BLOCK * _BLOCK
-    first_q, last_q = q[:, i], q[:, jnp.minimum(i + _BLOCK, t) - 1]
-    first_kv, last_kv = kv[:, :, j], kv[:, :, jnp.minimum(j + _BLOCK, s) - 1]
+    i, j = jnp.arange(t) // _TILE * _TILE, jnp.arange(s) // _TILE * _TILE
+    first_q, last_q = q[:, i], q[:, jnp.minimum(i + _TILE, t) - 1]
+    first_kv, last_kv = kv[:, :, j], kv[:, :, jnp.minimum(j + _TILE, s) - 1]
     return (q == kv) | ((first_q == last_q) & (first_q == first_kv) & (first_kv == last_kv))
 
 
