@@ -119,7 +119,7 @@ def _settled(first: list[Judgement], second: list[Judgement]) -> list[Judgement]
 
 
 def _in_turn(judgements: Iterable[Judgement]) -> Iterator[tuple[tuple[str, int], Judgement]]:
-    """The judgements by observable, and the how manieth of it each is: calls in a row have one name."""
+    """The judgements by observable, and how many of that name came before: calls in a row have one name."""
     seen: collections.Counter[str] = collections.Counter()
     for judgement in judgements:
         yield (judgement.observable, seen[judgement.observable]), judgement
