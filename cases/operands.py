@@ -17,7 +17,7 @@ import numpy as np
 from cases import scores
 from cases.quantized import KV_CACHES, WHOLE_CACHES
 
-SEGMENTS = ("seg", "segpad", "segwild", "segmany")
+SEGMENTS = ("seg", "segpad", "segwild", "segmany", "segamid")
 BIASES = ("bias", "biashead", "biaskey", "biasbatch", "biaspair", "biasslope", "biasinf")
 
 Axes = tuple[str, ...]

@@ -13,7 +13,8 @@ def draw(case: Case, mask: Mask) -> tuple[np.ndarray, np.ndarray] | None:
     """Packed sequences, cut anew in every batch row; labels are not monotone.
 
     `segpad` adds padding on both sides. `segwild` has the labels that a narrower type confuses, and they come back.
-    `segmany` has short sequences, each of a label of its own.
+    `segmany` has short sequences, each of a label of its own. `segamid` has text of one label, and
+    pictures amid it that are shorter than any block.
     """
     if case.segments is None:
         return None
@@ -37,6 +38,8 @@ _WILD = (0, 2**31 - 2, -1, 256, 65536, 2**31 - 1, 0)
 
 # Positions that a sequence of `segmany` has at most.
 _MOST_IN_SHORT = 12
+# Of so many places the middle ones are a picture's: a block of 16 or more begins and ends with text, and has both.
+_OF_TEXT_AND_PICTURE = 16
 
 
 def _packed(case: Case, stream: str, length: int, row: int) -> np.ndarray:
@@ -45,6 +48,9 @@ def _packed(case: Case, stream: str, length: int, row: int) -> np.ndarray:
         lengths = 1 + integers(case.seed, f"lengths-{stream}", (length,), _MOST_IN_SHORT)
         # Neighbours differ, and none is as large as its place says.
         return np.repeat(np.arange(length)[::-1] * 3, lengths)[:length].astype(np.int32)
+    if case.segments == "segamid":
+        place = np.arange(length) % _OF_TEXT_AND_PICTURE
+        return np.where((place >= 5) & (place < 10), 1 + row, 0).astype(np.int32)
     labels = np.array(_WILD) if case.segments == "segwild" else np.array([5, 2, 9, 4, 7]) + row
     third = max(1, length // 3)
     drawn = integers(case.seed, f"cuts-{stream}", (2,), third) + np.array([third // 2 + 1, third + third // 2])

@@ -33,7 +33,8 @@ def _of(length: int) -> dict[str, Any]:
 _ONE_HEAD = {"num_q_heads": 1, "num_kv_heads": 1}
 CALLS: dict[str, dict[str, Any]] = {
     "plain": {"mask": "causal", "batch": 1, "q_length": 160, "kv_length": 160},  # three blocks of 64
-    "documents": {"mask": "causal", "segments": "seg", **_of(127)},
+    # Blocks whose first and last labels are equal, and others between them.
+    "documents": {"mask": "causal", "segments": "segamid", **_of(127)},
     "sunk": {"mask": "window-l129-r0", "sinks": True, **_of(191)},
     "capped": {"mask": "window-l64-r1", "soft_cap": 30.0, **_of(129)},
     "biased": {"mask": "full", "bias": "biaspair", **_of(127)},

@@ -18,10 +18,11 @@ from cases.counter_rng import normal
 from cases.inputs import Problem, draw
 from cases.masks import Dense
 from cases.moba import depends_on_data
-from cases.operands import GRADIENT_OF, OPTIONAL, RESIDUALS
+from cases.operands import GRADIENT_OF, OPTIONAL, REMOVABLE, RESIDUALS
 from cases.serving.calls import other_masks
 from cases.serving.spec import IN_PAGES
 from conformance import records
+from conformance.asking import few_operands
 from conformance.asking.judgement import Judgement, apart, guarded, unsupported
 from conformance.asking.subject import Subject
 from conformance.checks.differentiation import second_derivatives
@@ -51,7 +52,7 @@ def transforms(subject: Subject) -> Iterator[Judgement]:
 
 
 def _eager(pair: Pair) -> Iterator[Judgement]:
-    yield pair.judge_out(pair.subject.executor.run(sequences.eagerly, pair.problems[0]))
+    yield pair.judge_out(_eagerly(pair, pair.problems[0]))
     if pair.subject.implementation.residuals:
         results = pair.subject.executor.run(sequences.residuals_eagerly, pair.problems[0])
         yield from _judge_residuals(pair, {name: x[None] for name, x in results.items()}, 1)
@@ -59,6 +60,10 @@ def _eager(pair: Pair) -> Iterator[Judgement]:
         # A kernel may have left them out as it was loaded, and then nothing else would be asked about them.
         reason = f"returns {' and '.join(returned)}, which it said that it does not offer"
         yield Judgement(observable="residuals", verdict=records.FAIL, reason=reason)
+
+
+def _eagerly(pair: Pair, problem: Problem) -> np.ndarray:
+    return pair.subject.executor.run(sequences.eagerly, problem)
 
 
 def _vmap(pair: Pair) -> Iterator[Judgement]:
@@ -185,6 +190,21 @@ def _other_statics(pair: Pair) -> Iterator[Judgement]:
     for other in [*others, problem] if others else []:
         got = pair.subject.executor.run(sequences.compiled, other)
         yield pair.judge_out_of(got, (other,), (pair.subject.expect(other),))
+    # One number at a time, and outside `jit`: all else that a key may hold is as it was.
+    for other in (dataclasses.replace(problem, **{name: number * _NEAR}) for name, number in numbers.items()):
+        yield pair.judge_out_of(_eagerly(pair, other), (other,), (pair.subject.expect(other),))
+
+
+def _vmap_few(pair: Pair) -> Iterator[Judgement]:
+    """Queries alone have the mapped axis, of a call without optional operands: it may have a rule of its own."""
+    subject = pair.subject
+    if subject.case.storage is not None or not any(getattr(subject.case, o.field) != o.absent for o in REMOVABLE):
+        return  # `vmap_q` is that
+    for case in few_operands.forms_of(subject.case, {"mask": "causal"}):
+        if subject.implementation.supports(case) is None:
+            few = Pair.of(dataclasses.replace(subject, case=case))
+            yield from _vmap_over(("q",), few)
+            return
 
 
 def _gradients(how: transformed.Mapped, pair: Pair) -> Iterator[Judgement]:
@@ -352,6 +372,7 @@ _FORWARD: dict[str, Callable[[Pair], Iterator[Judgement]]] = {
     "vmap_ids_of_queries": functools.partial(_vmap_over_half, "segment_ids", 0),
     "vmap_ids_of_keys": functools.partial(_vmap_over_half, "segment_ids", 1),
     "vmap_masks": _vmap_masks,
+    "vmap_few": _vmap_few,
     "donated": _donated,
     "x64": _x64,
     "second_call": _second_call,

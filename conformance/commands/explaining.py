@@ -66,6 +66,7 @@ def _problem(case: Case, problem: Problem) -> list[str]:
             "segpad": ", with padding on both sides",
             "segwild": ", with ids from -1 to 2**31 - 1 that come back",
             "segmany": ", of one to twelve positions each",
+            "segamid": ": text of one label, with pictures amid it",
         }
         padding = kinds.get(case.segments or "", "")
         lines.append(f"Segments    packed sequences, ids not monotone{padding}")

@@ -23,7 +23,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import math
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 
 from conformance import records
 from conformance.asking.judgement import Judgement, guarded
@@ -113,9 +113,17 @@ def _wrong(judgements: Iterable[Judgement]) -> list[Judgement]:
 
 def _settled(first: list[Judgement], second: list[Judgement]) -> list[Judgement]:
     """The second judgements, each with the ratio of the first where one of the two is wrong."""
-    before = {judgement.observable: judgement for judgement in first}
+    before = dict(_in_turn(first))
     stopped = next((judgement for judgement in first if judgement.verdict == records.ERROR), None)
-    return [_with_first(judgement, before.get(judgement.observable, stopped)) for judgement in second]
+    return [_with_first(judgement, before.get(turn, stopped)) for turn, judgement in _in_turn(second)]
+
+
+def _in_turn(judgements: Iterable[Judgement]) -> Iterator[tuple[tuple[str, int], Judgement]]:
+    """The judgements by observable, and how many of that name came before: calls in a row have one name."""
+    seen: collections.Counter[str] = collections.Counter()
+    for judgement in judgements:
+        yield (judgement.observable, seen[judgement.observable]), judgement
+        seen[judgement.observable] += 1
 
 
 def _with_first(second: Judgement, first: Judgement | None) -> Judgement:
@@ -137,7 +145,8 @@ def _with_first(second: Judgement, first: Judgement | None) -> Judgement:
 def _unsteady(found: list[Judgement], first: list[Judgement], names: Collection[str]) -> list[Judgement]:
     """The judgements, those of `names` as they were first: what is wrong once and then right depends on the call."""
     why = "right when it was called again in the same way: what it returns depends on the calls before"
-    once = {x.observable: dataclasses.replace(x, reason=f"{x.reason}; {why}") for x in first if x.observable in names}
+    wrong = [judgement for judgement in _wrong(first) if judgement.observable in names]
+    once = {x.observable: dataclasses.replace(x, reason=f"{x.reason}; {why}") for x in wrong}
     there = {judgement.observable for judgement in found}
     stopped = [judgement for name, judgement in once.items() if name not in there]
     return [once.get(judgement.observable, judgement) for judgement in found] + stopped

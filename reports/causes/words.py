@@ -24,6 +24,7 @@ from reports.causes.finding import (
 from reports.causes.levels import LENGTHS, Level, fields_of, plainness
 
 _NAMED = 5  # checks and results that a line names
+_TOLD = 2  # questions of a check that a title names
 _LONGEST = 120
 _ERROR = re.compile(r"[A-Z]\w*(:|$)")
 _LETTERS = {
@@ -180,7 +181,15 @@ def _what(finding: Finding) -> str:
         return "out is wrong" if "out" in results else f"{_joined(results)} {_verb(results)} wrong"
     if finding.kind == GRADIENTS:
         return f"{_joined(results)} {_verb(results)} wrong" if len(results) < 4 else "the gradients are wrong"
-    return f"{_joined(finding.checks)} fail{'s' * (len(finding.checks) == 1)}"
+    fail = f"{_joined(finding.checks)} fail{'s' * (len(finding.checks) == 1)}"
+    asked = _asked(finding)
+    return f"{fail} ({_joined(asked)})" if asked and len(asked) <= _TOLD else fail
+
+
+def _asked(finding: Finding) -> list[str]:
+    """Under which questions of its checks it is red, none where one has no name: `no_sinks` of `out.no_sinks`."""
+    names = [record.observable.rpartition(".") for record in finding.own]
+    return [] if any(not name[1] for name in names) else list(dict.fromkeys(name[2] for name in names))
 
 
 def _where(finding: Finding) -> str:

@@ -17,15 +17,18 @@ import pytest
 
 from cases.case import parse
 from conformance import declare, environment, records
+from conformance.asking.judgement import Judgement
+from conformance.asking.subject import Subject
 from conformance.calling.execution import Executor
 from conformance.calling.plain import from_function
-from conformance.checks import BY_NAME
+from conformance.checks import BY_NAME, Check
 from conformance.contract import Implementation
 from conformance.judging import again, plan
 from conformance.judging.declarations import declared
 from conformance.judging.runner import Runner
 from conformance.judging.settings import Settings
 from conformance.records import DECLARATIONS_TRIED, ERROR, FAIL, FLAGS_DIFFER, PASS, RATIO_FAST_COMPILE, Record
+from conformance.truth import tolerances
 from tests.kernels import naive
 
 CASE = "train/{}/B1.T16.S16.N2.K1.H16.V16/{}/normal/s{}"
@@ -129,6 +132,26 @@ def test_what_is_wrong_once_is_not_the_flags_doing(how: str, verdict: str) -> No
     wrong = [record for record in judge(right_from_the_second_time(how), FULL) if record.verdict != PASS]
     assert [record.verdict for record in wrong] == [verdict]
     assert "depends on the calls before" in wrong[0].reason
+
+
+@pytest.mark.parametrize("stays", [True, False])
+@pytest.mark.usefixtures("jax_flags_matter")
+def test_calls_in_a_row_have_one_name_and_verdicts_of_their_own(stays: bool) -> None:
+    looks = itertools.count()
+
+    def run(subject: Subject) -> Iterator[Judgement]:
+        """The first of two is wrong, at every look or at the first alone."""
+        red = stays or next(looks) == 0
+        yield Judgement(observable="out", verdict=FAIL if red else PASS, reason="wrong" if red else "", ratio=9.0)
+        yield Judgement(observable="out", verdict=PASS, ratio=0.5)
+
+    check = Check("twice", BY_NAME["calls"].scope, run)
+    executor = Executor(from_function(wrong, "kernel"))
+    subject = Subject(executor, parse(FULL), tolerances.default())
+    found = again.Again(executor).judged(check, subject, list(check.run(subject)))
+    assert found[0].verdict == FAIL
+    assert FLAGS_DIFFER not in found[0].figures
+    assert ("depends on the calls before" in found[0].reason) != stays
 
 
 @pytest.mark.usefixtures("jax_flags_matter")

@@ -154,6 +154,7 @@ _ARGUMENTS: dict[str, Witness] = {
     "segments-largest-id-is-padding": asked(_SEGMENTS, change=_ids(lambda ids: np.where(ids == 7, 2**31 - 1, ids))),
     "segments-in-int16": asked(_SEGMENTS, change=_ids(lambda ids: ids * 2**16)),
     "segments-compared-in-f32": asked(_SEGMENTS, change=_ids(lambda ids: ids + 2**24)),
+    "segments-blocks-full-by-first-and-last": today(_case("full/segamid"), "forward"),
     "segments-found-by-bisection": today(_SEGMENTS, "forward"),
     "segments-blocks-skipped-by-first-and-last": today(_case("full/seg", shape=_LONG), "forward"),
     "segments-that-come-back-are-others": asked(
@@ -252,6 +253,7 @@ _STATE: dict[str, Witness] = {
     "eager-segment-ids-kept-by-shape": asked(_SEGMENTS, ask.in_turn(ask.other_operand("segment_ids"))),
     "eager-bias-kept-by-shape": asked(_BIASED, ask.in_turn(ask.other_operand("bias"))),
     "eager-sinks-kept-by-shape": asked(_case("full/sinks"), ask.in_turn(ask.other_operand("sinks"))),
+    "kernel-kept-by-the-cap-as-a-whole-number": asked(_case("full/softcap30"), ask.in_turn(ask.nearly_the_same_cap)),
     "window-kept-by-lengths": asked(_case("full"), ask.masks_in_turn(Window(8, 0), Window(20, 3), Window(8, 0))),
     "causal-mask-of-the-first-length": asked(_case("causal"), ask.after(q_length=64, kv_length=64)),
     "numpy-keys-kept-by-identity": asked(_case("full"), ask.refilled),
@@ -277,6 +279,7 @@ _STATE: dict[str, Witness] = {
     "dbias-only-with-dq": asked(_BIASED, ask.one_gradient_at_a_time),
     "second-derivatives-are-zero": asked(_case("full"), ask.second_derivatives),
     "vmap-shares-first-keys-if-alone": asked(_case("full"), ask.mapped_alone),
+    "vmap-without-extras-repeats-shared-rows": asked(_case("full", shape=_TWO), ask.mapped_alone),
     "vmap-shares-first-values-if-alone": asked(_case("full"), ask.mapped_alone),
     "vmap-shares-first-bias-if-alone": asked(_BIASED, ask.mapped_alone),
     "vmap-shares-first-ids-of-keys-if-alone": asked(_SEGMENTS, ask.mapped_half),

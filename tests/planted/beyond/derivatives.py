@@ -153,6 +153,35 @@ def _shares_first_if_alone(operand: str, *, half: bool = False) -> Kernel:
     return kernel
 
 
+def _repeats_shared_rows(arrays: Arrays, statics: Statics) -> Any:
+    """A mapped call without extras is one call of a larger batch; what is not mapped over is repeated row by row."""
+    if set(arrays) != {"q", "k", "v"}:
+        return correct(arrays, statics)
+
+    @jax.custom_batching.custom_vmap
+    def call(arrays: Arrays) -> Any:
+        return correct(arrays, statics)
+
+    @call.def_vmap
+    def rule(axis_size: int, batched: list[Any], arrays: Arrays) -> Any:
+        merged = {
+            name: x.reshape(-1, *x.shape[2:]) if batched[0][name] else jnp.repeat(x, axis_size, axis=0)
+            for name, x in arrays.items()
+        }
+        result = jax.tree.map(lambda x: x.reshape(axis_size, -1, *x.shape[1:]), correct(merged, statics))
+        return result, jax.tree.map(lambda _: True, result)
+
+    @jax.custom_vjp
+    def differentiable(arrays: Arrays) -> Any:
+        return call(arrays)
+
+    def pull(arrays: Arrays, cotangent: Any) -> tuple[Arrays]:
+        return jax.vjp(lambda moving: correct(moving, statics), arrays)[1](cotangent)
+
+    differentiable.defvjp(lambda arrays: (call(arrays), arrays), pull)
+    return differentiable(arrays)
+
+
 def _first_cotangent(arrays: Arrays, statics: Statics) -> Any:
     """The batching rule of the backward takes the first cotangent if nothing else has the mapped axis."""
 
@@ -241,6 +270,11 @@ BUGS: tuple[PlantedBug, ...] = (
         "vmap-shares-first-keys-if-alone",
         _shares_first_if_alone("k"),
         reference="inferred from jax commit 3b20cce354, issue 38495",
+    ),
+    _vmap_bug(
+        "vmap-without-extras-repeats-shared-rows",
+        _repeats_shared_rows,
+        reference="inferred from batching rules that fold the mapped axis into the batch",
     ),
     _vmap_bug(
         "vmap-shares-first-values-if-alone",

@@ -17,6 +17,7 @@ from tests.planted.planting.wrapped import Arrays, Kernel, Statics, correct, pla
 
 _bug = functools.partial(planted, family="arguments", shows=("out", "logsumexp"), trigger=has("segment_ids"))
 _BLOCK = 64
+_TILE = 32
 _SENTINEL = 2**31 - 1
 
 
@@ -52,6 +53,15 @@ def _blocks_by_first_and_last(q: Any, kv: Any) -> Any:
     first_q, last_q = q[:, i], q[:, jnp.minimum(i + _BLOCK, t) - 1]
     first_kv, last_kv = kv[:, :, j], kv[:, :, jnp.minimum(j + _BLOCK, s) - 1]
     return (q == kv) & (first_q <= last_kv) & (last_q >= first_kv)
+
+
+def _blocks_full_by_first_and_last(q: Any, kv: Any) -> Any:
+    """Pairs of blocks are taken as one sequence where their first and last ids are all equal, as if ids only grew."""
+    t, s = q.shape[1], kv.shape[2]
+    i, j = jnp.arange(t) // _TILE * _TILE, jnp.arange(s) // _TILE * _TILE
+    first_q, last_q = q[:, i], q[:, jnp.minimum(i + _TILE, t) - 1]
+    first_kv, last_kv = kv[:, :, j], kv[:, :, jnp.minimum(j + _TILE, s) - 1]
+    return (q == kv) | ((first_q == last_q) & (first_q == first_kv) & (first_kv == last_kv))
 
 
 def _by_run(q: Any, kv: Any) -> Any:
@@ -131,6 +141,12 @@ BUGS: tuple[PlantedBug, ...] = (
         _segments(_blocks_by_first_and_last),
         kind="seg.sorted",
         reference="inferred from block skipping that goes by the range of ids",
+    ),
+    _bug(
+        "segments-blocks-full-by-first-and-last",
+        _segments(_blocks_full_by_first_and_last),
+        kind="seg.sorted",
+        reference="inferred from block skipping that goes by the range of ids: blocks of one sequence need no mask",
     ),
     _bug(
         "segments-that-come-back-are-others",

@@ -68,6 +68,19 @@ def _window_by_lengths() -> Kernel:
     return kernel
 
 
+def _cap_by_whole_number() -> Kernel:
+    """Kernels are kept by all that is static, the soft cap as a whole number."""
+    kept: dict[str, float] = {}
+
+    def kernel(arrays: Arrays, statics: Statics) -> Any:
+        if (cap := statics["soft_cap"]) is None:
+            return correct(arrays, statics)
+        key = _like({}, {**statics, "soft_cap": round(cap)})
+        return correct(arrays, {**statics, "soft_cap": kept.setdefault(key, cap)})
+
+    return kernel
+
+
 def _causal_of_first_length() -> Kernel:
     """The causal mask is made once; beyond the lengths of the first call it hides nothing."""
     made: list[tuple[int, int]] = []
@@ -250,6 +263,13 @@ BUGS: tuple[PlantedBug, ...] = (
         kind="state.closure",
         reference="inferred from compiled functions that close over a parameter",
         trigger=has("sinks"),
+    ),
+    _kept_bug(
+        "kernel-kept-by-the-cap-as-a-whole-number",
+        _cap_by_whole_number,
+        kind="state.static",
+        reference="inferred from caches of compiled kernels whose keys are names with `int(soft_cap)` in them",
+        trigger=has("soft_cap"),
     ),
     _kept_bug(
         "window-kept-by-lengths",

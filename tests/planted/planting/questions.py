@@ -81,6 +81,12 @@ def other_operand(*names: str) -> Callable[[Problem, Problem], Problem]:
     return change
 
 
+def nearly_the_same_cap(problem: Problem, other: Problem) -> Problem:
+    """The problem with a soft cap that has the same whole number."""
+    assert problem.soft_cap is not None
+    return dataclasses.replace(problem, soft_cap=problem.soft_cap * (1 + 2.0**-6))
+
+
 def other_mask(problem: Problem, other: Problem) -> Problem:
     """The problem with its mask moved by one key, as an array."""
     dense = problem.mask.dense(problem.q.shape[1], problem.k.shape[1])
