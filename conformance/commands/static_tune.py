@@ -27,6 +27,9 @@ from conformance.contract import Implementation
 from conformance.driving import compiled
 from conformance.tunable import Entry, Knob, Tunable
 
+STATIC = "static cycles"
+"""Of an entry's provenance: cycles of every candidate, by knob."""
+
 
 def targets(names: Sequence[str]) -> list[CompileTarget]:
     """The generations that are named, or all. Raises `CannotJudge` where there is no compiler, or no such chip."""
@@ -85,6 +88,7 @@ def _entry(
     with compilation.for_chip(chip):  # of knobs that were not asked for, what is in force
         settings = {name: dict(setting) for name, setting in declared.settings(case).items()}
     settings |= {choice.knob: dict(choice.setting) for choice in found}
+    kernels = {knob.name for knob in declared.knobs if knob.kernel}
     (kind,) = (tpu.kind for tpu in TPUS if tpu.name == chip.name)
     how = f"python -m conformance tune --static --impl={implementation.name} --target={chip.name} --case={case.id}"
     how += "".join(f" --knob={choice.knob}" for choice in found if len(found) < len(declared.knobs))
@@ -99,8 +103,15 @@ def _entry(
             "how": how,
             "checked": "by no chip: static cycles of a whole call",
             "knobs": {choice.knob: _figures(choice) for choice in found},
+            # What a clock is held against, once there is one.
+            STATIC: {choice.knob: _whole(choice) for choice in found if choice.knob in kernels},
         },
     )
+
+
+def _whole(choice: StaticChoice) -> dict[str, float]:
+    """Cycles of each candidate whose are known, with what is done beside it."""
+    return {label(choice.knob, one.setting): round(one.whole) for one in choice.estimates if one.cycles is not None}
 
 
 def _figures(choice: StaticChoice) -> str:
@@ -122,8 +133,8 @@ def _write(path: Path, entry: Entry) -> None:
         kept = tunable.read(path)
         for old in kept:  # what was said of knobs that were not asked for
             if old.place == entry.place:
-                knobs = {**old.provenance.get("knobs", {}), **entry.provenance["knobs"]}
-                entry = dataclasses.replace(entry, provenance={**entry.provenance, "knobs": knobs})
+                said = {name: {**old.provenance.get(name, {}), **entry.provenance[name]} for name in ("knobs", STATIC)}
+                entry = dataclasses.replace(entry, provenance={**entry.provenance, **said})
         tunable.write(path, tunable.merged(kept, [entry]))
     except (OSError, ValueError) as error:
         raise CannotJudge(f"the table cannot be written: {error}") from error

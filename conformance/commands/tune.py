@@ -7,7 +7,7 @@ import dataclasses
 import datetime
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import jax
@@ -16,7 +16,7 @@ from rich.console import Console
 from cases.case import Case
 from conformance import tunable
 from conformance.apart.kernels import Kernels
-from conformance.bench import tuning
+from conformance.bench import static_order, tuning
 from conformance.bench.measurements import Measurement
 from conformance.bench.side_by_side import why_not
 from conformance.bench.tuning import Choice, Tuned, label
@@ -48,16 +48,19 @@ def tune(arguments: argparse.Namespace) -> int:
     bench.warn_of_flags(console)
     measured: list[Measurement] = []
     written, interrupted = 0, False
+    static: dict[str, dict[str, float]] = {}  # of the case that is tuned
 
     def on_choice(choice: Choice) -> None:
         measured.extend(choice.measurements)
         terminal.print_measurements(choice.measurements, shown)
         verb = "takes" if choice.changed else "keeps"
-        shown.print(f"{verb} {label(choice.knob, choice.setting)}\n", style="bold", highlight=False)
+        shown.print(f"{verb} {label(choice.knob, choice.setting)}", style="bold", highlight=False)
+        shown.print(f"{_order(choice, static)}\n", highlight=False, soft_wrap=True)
 
     share = dataclasses.replace(limits, seconds=limits.seconds / len(cases))
     with Steps(console) as steps:
         for case in cases:
+            static = _static(declared, case)
             tuned = tuning.tune(
                 implementation,
                 declared,
@@ -70,7 +73,7 @@ def tune(arguments: argparse.Namespace) -> int:
             )
             if tuned.choices:
                 # After each case: what is tuned is kept, whatever happens to the rest.
-                _write(path, [_entry(implementation, declared, tuned)])
+                _write(path, [_entry(implementation, declared, tuned, static)])
                 written += 1
             if interrupted := tuned.interrupted:
                 signal.signal(signal.SIGINT, signal.SIG_IGN)  # what was timed gets written, whatever else is pressed
@@ -111,7 +114,29 @@ def _cases(
     return cases
 
 
-def _entry(implementation: Implementation, declared: Tunable, tuned: Tuned) -> Entry:
+def _static(declared: Tunable, case: Case) -> dict[str, dict[str, float]]:
+    """Cycles of candidates by knob, as `tune --static` left them for this device and case; empty if it did not."""
+    kind, key = jax.devices()[0].device_kind, dict(declared.key(case))
+    entries = tunable.read(declared.table) if declared.table is not None else ()
+    found = next((entry for entry in entries if entry.device == kind and dict(entry.key) == key), None)
+    return {} if found is None else dict(found.provenance.get(static_tune.STATIC, {}))
+
+
+def _order(choice: Choice, static: Mapping[str, Mapping[str, float]]) -> str:
+    """How the static cycles of the candidates held; empty where there are none."""
+    seconds = {
+        name: row.seconds.median
+        for row in choice.measurements
+        for name in static.get(choice.knob, {})
+        if row.implementation.endswith(f" {name}") and row.seconds is not None
+    }
+    return static_order.sentence(static.get(choice.knob, {}), seconds)
+
+
+def _entry(
+    implementation: Implementation, declared: Tunable, tuned: Tuned, static: Mapping[str, Mapping[str, float]]
+) -> Entry:
+    held = {choice.knob: said for choice in tuned.choices if (said := _order(choice, static))}
     return Entry(
         device=jax.devices()[0].device_kind,
         key=declared.key(tuned.case),
@@ -122,6 +147,7 @@ def _entry(implementation: Implementation, declared: Tunable, tuned: Tuned) -> E
             "jax": jax.__version__,
             "how": f"python -m conformance tune --impl={implementation.name} --case={tuned.case.id}",
             "knobs": {choice.knob: _told(choice) for choice in tuned.choices},
+            **({static_tune.STATIC: static, "static order": held} if static else {}),
         },
     )
 

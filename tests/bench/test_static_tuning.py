@@ -8,6 +8,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import jax
 import pytest
 
 from cases.case import parse
@@ -16,9 +17,11 @@ from conformance import cli, tunable
 from conformance.accelerators import compilation, speed_bar
 from conformance.accelerators.targets import targets_of
 from conformance.accelerators.tpus import TPUS
-from conformance.bench import static_tuning
+from conformance.bench import static_order, static_tuning
+from conformance.bench.measurements import AGREES, Measurement
+from conformance.bench.tuning import Choice, Tuned
 from conformance.calling import registry
-from conformance.commands import cycles, cycles_beside, static_tune
+from conformance.commands import cycles, cycles_beside, static_tune, tune
 from impls.splash_tpu import tuned
 from impls.splash_tpu.block_sizes import Blocks, BlockSizes
 from impls.splash_tpu.vmem import Depths
@@ -128,6 +131,9 @@ def test_the_command_shows_candidates_and_keeps_the_choice_with_its_provenance(
     assert entry.provenance["knobs"]["dkv"].endswith("of 4 settings, 2 refused")
     assert entry.settings["backward"] == {"fused": 0}
     assert "6,000 cycles and" in entry.provenance["knobs"]["fused"]
+    kept = entry.provenance["static cycles"]
+    assert kept["forward"]["forward q=2048 kv=2048 kv_compute=512 part=512"] == 1952
+    assert set(kept) == {"forward", "dq", "dkv", "fused"}  # of kernels, not of the choice among them
     said = capsys.readouterr().out
     assert "never checked on a chip" in said
     assert "v6e dkv q=1024 kv=1024 kv_compute=512 part=512: refused: no room" in said
@@ -264,3 +270,48 @@ def test_kernels_stand_side_by_side_each_at_its_best_blocks(
     ]
     assert cli.main(cli.parser().parse_args(["cycles", f"--case={CASE.id}"])) == 2
     assert "--case compares implementations, which --impl names" in capsys.readouterr().err
+
+
+def test_the_order_of_static_cycles_is_held_against_the_clock() -> None:
+    static = {"a": 100.0, "b": 103.0, "c": 200.0, "d": 300.0}
+    seconds = {"a": 1.0, "b": 0.5, "c": 3.0, "d": 2.0}
+    # a and b are alike by schedule, d was faster than c.
+    assert "put 4 of 5 pairs of candidates in the order of the clock" in static_order.sentence(static, seconds)
+    assert static_order.sentence(static, {"a": 1.0, "b": 0.5}) == ""
+    assert static_order.sentence({}, seconds) == ""
+
+
+def test_tuning_on_a_chip_says_how_well_the_static_order_held(tmp_path: Path) -> None:
+    implementation = registry.find("block_flash")
+    declared = implementation.tunable
+    assert declared is not None
+    case = parse("train/f32/B1.T64.S64.N1.K1.H16.V16/causal/normal/s0")
+    names = ["forward block_q=16", "forward block_q=32"]
+    kept = tunable.Entry(
+        device=jax.devices()[0].device_kind,
+        key=declared.key(case),
+        settings={},
+        provenance={"static cycles": {"forward": {names[0]: 100.0, names[1]: 200.0}}},
+    )
+    tunable.write(tmp_path / "table.json", [kept])
+    declared = dataclasses.replace(declared, table=tmp_path / "table.json")
+    static = tune._static(declared, case)
+    assert static == kept.provenance["static cycles"]
+    rows = [
+        Measurement(
+            implementation=f"block_flash {name}",
+            platform="cpu",
+            device="",
+            case=case.id,
+            phase="forward",
+            outcome=AGREES,
+            jax="",
+            samples=(seconds,) * 5,
+        )
+        for name, seconds in zip(names, (2.0, 1.0), strict=True)
+    ]
+    choice = Choice("forward", {"block_q": 32}, {"block_q": 32}, rows)
+    assert "put 0 of 1 pairs of candidates" in tune._order(choice, static)
+    entry = tune._entry(implementation, declared, Tuned(case, {}, (choice,)), static)
+    assert entry.provenance["static cycles"] == static
+    assert "put 0 of 1" in entry.provenance["static order"]["forward"]
