@@ -16,6 +16,7 @@ _NAMES: Mapping[str, tuple[str, ...]] = {
     "impls.context_parallel": ("block_flash_allgather", "block_flash_ring"),
     "impls.auto": (
         "auto",
+        "auto_moba_tpu",
         "auto_moba",
         "auto_quantized_kv",
         "auto_ragged_tpu",

@@ -63,10 +63,12 @@ class Candidate:
         return None
 
 
+_MOBA = {kernel.name: kernel for kernel in moba.IMPLEMENTATIONS}
 _RAGGED = {kernel.name: kernel for kernel in ragged.IMPLEMENTATIONS}
 # In order of preference, what does a few things best first.
 CANDIDATES: tuple[Candidate, ...] = (
-    Candidate(kernel=moba.IMPLEMENTATIONS[0], special=True),
+    Candidate(kernel=_MOBA["moba_tpu"], platform="tpu", special=True),
+    Candidate(kernel=_MOBA["moba"], special=True),
     Candidate(kernel=quantized_kv.IMPLEMENTATIONS[0], special=True),
     Candidate(kernel=_RAGGED["ragged_tpu"], platform="tpu", phases=("decode",)),
     Candidate(kernel=_RAGGED["ragged_gpu"], platform="gpu", phases=("decode",)),

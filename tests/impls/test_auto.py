@@ -47,7 +47,9 @@ PLAIN = "train/bf16/B1.T128.S128.N2.K2.H64.V64/causal/normal/s0"
         (PLAIN, "gpu", "flash_gpu"),
         (PLAIN.replace("128", "2048"), "cpu", "block_flash"),
         ("decode/bf16/B1.T1.S200.N2.K2.H64.V64/full/normal/s0", "tpu", "dot_product"),
-        (PLAIN.replace("causal", "moba-32-2"), "tpu", "moba"),
+        (PLAIN.replace("causal", "moba-32-2"), "tpu", "moba_tpu"),
+        (PLAIN.replace("causal", "moba-32-2/bias"), "tpu", "moba"),
+        (PLAIN.replace("causal", "moba-32-2"), "gpu", "moba"),
         ("prefill/bf16/B1.T64.S320.N2.K2.H64.V64/causal-o256/normal/s0", "tpu", "splash_tpu"),
     ],
 )
