@@ -1,4 +1,4 @@
-"""How fast a GPU kernel can be at most, by the instructions of its loops: a bound, which no chip has been asked about.
+"""How fast a GPU kernel can be at most, by the instructions of its loops: a bound, with no wait in it.
 
 What a turn of a loop runs (`conformance.accelerators.sass`) takes each unit of a multiprocessor some cycles. The unit
 that takes longest bounds the loop. Waits, the latency of memory and whatever the units do not overlap are not in it.
