@@ -22,7 +22,7 @@ from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxlib.mlir import ir
 
-from conformance import environment
+from conformance import environment, program_cache
 from conformance.accelerators import gpu_figures, targets, tpu_calls, tpu_cost
 from conformance.accelerators.gpus import GPUS
 from conformance.accelerators.liveness import live_bytes
@@ -91,7 +91,7 @@ def compile_for(
             raise CompileError(first_words(error)) from error
         try:
             lowered = traced.lower()
-            with tempfile.TemporaryDirectory() as folder:
+            with program_cache.compiling_anew(), tempfile.TemporaryDirectory() as folder:
                 compiled, said = _compiled(lowered, target, folder)
                 seconds = time.perf_counter() - start
                 told = _told(traced, lowered, compiled, target, Path(folder), said, depths)

@@ -20,7 +20,8 @@ from typing import Any
 import jax
 
 import conformance.driving
-from conformance.apart import confinement, declared, integrity, keeper, wire
+from conformance import program_cache
+from conformance.apart import confinement, declared, integrity, keeper, shelf, wire
 from conformance.calling import mishaps, registry
 from conformance.calling.execution import Executor
 
@@ -124,6 +125,9 @@ def _loaded(load: Load) -> tuple[Callable[[Order], Any], dict[str, Any]]:
                 del executors[old]  # asked once, and no more
         return executors[key]
 
+    programs = shelf.lent(load.scratch)
+    if programs is not None and jax.default_backend() == "cpu":
+        program_cache.use(programs)
     place = {"backend": jax.default_backend(), "count": len(jax.devices())}
     return kernel, {"declared": declared.told(implementation), **place}
 

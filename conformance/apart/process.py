@@ -14,10 +14,11 @@ import threading
 import time
 import weakref
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from conformance import environment, records
-from conformance.apart import keeper, kernel_process, raised_by, said, scratch, wire
+from conformance.apart import keeper, kernel_process, raised_by, said, scratch, shelf, wire
 from conformance.apart.kernel_process import LENGTH, Load, Order
 from conformance.apart.said import MOST_WORDS, Said
 from conformance.calling import mishaps
@@ -99,6 +100,7 @@ class KernelProcess:
         """
         self.name, self.limits = name, limits
         self._first, self._environ = first, dict(environ or {})
+        self._shelf = None if environ else shelf.of(name)
         self._own_flags: KernelProcess | None = None
         self._products, self._problem = products, problem
         self._lives: list[_Running] = []  # the one that there is, if it runs
@@ -187,7 +189,7 @@ class KernelProcess:
         return dataclasses.replace(self.limits, seconds=seconds)
 
     def _start(self) -> None:
-        running = _Running(self._environ)
+        running = _Running(self._environ, self._shelf)
         self._lives.append(running)
         try:
             patient = dataclasses.replace(self.limits, seconds=max(self.limits.seconds, _LOADING))
@@ -231,8 +233,9 @@ def _end(lives: list[_Running]) -> None:
 class _Running:
     """One life of a kernel's process."""
 
-    def __init__(self, environ: dict[str, str]) -> None:
-        self._scratch = scratch.made()
+    def __init__(self, environ: dict[str, str], programs: Path | None) -> None:
+        self._scratch, self._programs = scratch.made(), programs
+        shelf.lend(programs, self._scratch)
         theirs, self._requests = os.pipe()
         self._answers, answers = os.pipe()
         for pipe in (self._requests, self._answers):
@@ -301,6 +304,7 @@ class _Running:
                 with contextlib.suppress(OSError):
                     os.close(pipe)
             self._output = -1
+        shelf.keep(self._programs, self._scratch)
         scratch.remove(self._scratch)
 
     def _listen(self) -> None:

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from cases.inputs import Problem
+from conformance import program_cache
 from conformance.calling import mishaps
 from conformance.calling.execution import Executor, call_plain, pull_back
 
@@ -98,11 +99,10 @@ def temporary_bytes(executor: Executor, problem: Problem, *, gradients: bool) ->
     """Temporary memory of the compiled plain call, with its backward pass if asked; none if unknown."""
     plain, arrays = executor.bind(problem)
     out = jax.eval_shape(plain, arrays)
-    if gradients:
-        compiled = executor.jit(functools.partial(pull_back, plain)).lower(arrays, out).compile()
-    else:
-        compiled = executor.jit(plain).lower(arrays).compile()
-    analysis = compiled.memory_analysis()
+    given = (arrays, out) if gradients else (arrays,)
+    lowered = executor.jit(functools.partial(pull_back, plain) if gradients else plain).lower(*given)
+    with program_cache.compiling_anew():
+        analysis = lowered.compile().memory_analysis()
     return None if analysis is None else int(analysis.temp_size_in_bytes)
 
 

@@ -53,11 +53,11 @@ def numbers(asked: Any, make: Callable[[], Mapping[str, float]]) -> dict[str, fl
     Raises:
       TypeError: if something that is asked cannot be told from others of its kind.
     """
-    folder = _folder()
-    if folder is None:
+    home = folder()
+    if home is None:
         return dict(make())
     name = _digest((_code(), asked))
-    path = folder / f"{name}.json"
+    path = home / f"{name}.json"
     if (found := _read(path, name)) is not None:
         return found
     made = {key: float(x) for key, x in make().items()}
@@ -65,7 +65,8 @@ def numbers(asked: Any, make: Callable[[], Mapping[str, float]]) -> dict[str, fl
     return made
 
 
-def _folder() -> Path | None:
+def folder() -> Path | None:
+    """The folder in which this project keeps what it has computed, or None: then it keeps nothing."""
     if not _KEEPS.get():
         return None
     named = os.environ.get(VARIABLE)
@@ -96,7 +97,7 @@ def _write(path: Path, entry: Mapping[str, Any]) -> None:
 @functools.cache
 def _make_room(folder: Path) -> None:
     with contextlib.suppress(OSError):  # another process may be doing the same
-        newest = sorted(folder.iterdir(), key=lambda entry: entry.stat().st_mtime, reverse=True)
+        newest = sorted(folder.glob("*.json"), key=lambda entry: entry.stat().st_mtime, reverse=True)
         for entry in newest[_MOST:]:
             entry.unlink(missing_ok=True)
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from conformance.calling import sources
 from conformance.judging import provenance
 from conformance.judging.evidence import gather
 from conformance.records import FAIL, PASS, UNJUDGED, Record, RunInfo
@@ -236,5 +237,5 @@ def test_a_digest_is_of_the_files_that_a_kernel_names(tmp_path: Path) -> None:
     found = []
     for file in ("kernel.txt", "other.py", "stranger.py"):
         (tmp_path / file).write_text("1")
-        found.append(provenance._origin(f"{tmp_path}/kernel.py:attention")[1])
+        found.append(sources.origin(f"{tmp_path}/kernel.py:attention")[1])
     assert found[0] != found[1] == found[2]

@@ -1,0 +1,179 @@
+"""Compiled programs on disk: what a kernel's process finds there, and what it may leave."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from jax import monitoring
+from jax.experimental.compilation_cache import compilation_cache
+
+from cases.case import Case
+from cases.inputs import draw
+from conformance import program_cache
+from conformance.apart import executor, shelf
+from conformance.apart.process import Limits
+from conformance.truth import kept
+
+CASE = Case(q_length=16, kv_length=16, head_dim=16, v_head_dim=16)
+KERNEL = "import jax.numpy as jnp\ndef attention(q, k, v):\n    return {}\n"
+PROGRAM = f"jit_call-{'0' * 64}-cache"
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """What is kept is kept here, however lately it was written."""
+    monkeypatch.setenv(kept.VARIABLE, str(tmp_path / "kept"))
+    monkeypatch.setattr(shelf, "_SETTLED", -60.0)
+    return tmp_path
+
+
+def left_by_a_run(kernel: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[np.ndarray, list[str]]:
+    """What a kernel returns in a process of its own, and the programs that it had to compile for it."""
+    compiled: list[str] = []
+
+    def keep(place: Path | None, scratch: str) -> None:
+        compiled.extend(one.name for one in os.scandir(Path(scratch, "programs")) if not one.is_symlink())
+        really(place, scratch)
+
+    really = shelf.keep
+    with monkeypatch.context() as patched:
+        patched.setattr(shelf, "keep", keep)
+        found = executor.find(f"{kernel}:attention", None, Limits(seconds=60.0, memory=4 * 2**30))
+        out = executor.executor_of(found).forward(draw(CASE)).values["out"]
+        executor.end(found)
+    return out, compiled
+
+
+def begins_now(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shelf, "_BEGAN", time.time() + 60)
+
+
+def test_a_later_run_compiles_nothing_again_and_returns_the_same(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel = home / "kernel.py"
+    kernel.write_text(KERNEL.format("jnp.tanh(q) + 1"))
+    first, compiled = left_by_a_run(kernel, monkeypatch)
+    assert compiled
+    begins_now(monkeypatch)
+    again, compiled = left_by_a_run(kernel, monkeypatch)
+    assert compiled == []
+    np.testing.assert_array_equal(again, first)
+
+
+def test_no_process_finds_what_another_of_its_run_has_left(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel = home / "kernel.py"
+    kernel.write_text(KERNEL.format("jnp.tanh(q) + 2"))
+    _, compiled = left_by_a_run(kernel, monkeypatch)
+    assert compiled == left_by_a_run(kernel, monkeypatch)[1] != []
+
+
+def test_another_source_has_another_folder(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel = home / "kernel.py"
+    kernel.write_text(KERNEL.format("jnp.tanh(q) + 3"))
+    before = shelf.of(f"{kernel}:attention")
+    left_by_a_run(kernel, monkeypatch)
+    begins_now(monkeypatch)
+    kernel.write_text(KERNEL.format("jnp.tanh(q) + 3 # once more"))
+    assert shelf.of(f"{kernel}:attention") != before
+    assert left_by_a_run(kernel, monkeypatch)[1] != []
+
+
+def test_a_program_that_cannot_be_read_is_compiled_again(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel = home / "kernel.py"
+    kernel.write_text(KERNEL.format("jnp.tanh(q) + 4"))
+    first, _ = left_by_a_run(kernel, monkeypatch)
+    place = shelf.of(f"{kernel}:attention")
+    assert place is not None
+    for program in place.iterdir():
+        program.write_bytes(program.read_bytes()[:40])
+    begins_now(monkeypatch)
+    np.testing.assert_array_equal(left_by_a_run(kernel, monkeypatch)[0], first)
+
+
+@pytest.mark.parametrize("name", ["block_flash", "no_such_kernel"])
+def test_ours_have_none_and_what_has_no_source_neither(home: Path, name: str) -> None:
+    assert shelf.of(name) is None
+
+
+def test_nothing_is_kept_where_nothing_is_to_be(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(kept.VARIABLE, "")
+    assert shelf.of("kernel.py:attention") is None
+
+
+def test_only_files_that_are_called_like_programs_are_kept(home: Path) -> None:
+    left, place, scratch = home / "scratch" / "programs", home / "shelf" / "one", str(home / "scratch")
+    left.mkdir(parents=True)
+    (left / PROGRAM).write_bytes(b"a program")
+    (left / "notes.txt").write_text("a word for the next run")
+    (home / "secret").write_text("not the kernel's")
+    (left / PROGRAM.replace("0", "1")).symlink_to(home / "secret")
+    (left / PROGRAM.replace("0", "2")).mkdir()
+    os.mkfifo(left / PROGRAM.replace("0", "3"))
+    shelf.keep(place, scratch)
+    assert [program.name for program in place.iterdir()] == [PROGRAM]
+    assert (place / PROGRAM).read_bytes() == b"a program"
+
+
+def test_a_folder_that_was_made_a_link_is_not_followed(home: Path) -> None:
+    elsewhere, place = home / "elsewhere", home / "shelf" / "one"
+    for folder in (elsewhere, home / "scratch"):
+        folder.mkdir()
+    (elsewhere / PROGRAM).write_bytes(b"not the kernel's")
+    (home / "scratch" / "programs").symlink_to(elsewhere)
+    shelf.keep(place, str(home / "scratch"))
+    assert not place.exists()
+
+
+def test_what_may_be_half_a_program_is_not_kept(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shelf, "_SETTLED", 30.0)
+    left, place = home / "scratch" / "programs", home / "shelf" / "one"
+    left.mkdir(parents=True)
+    for number, age in enumerate((60.0, 0.0)):
+        (left / PROGRAM.replace("0", str(number))).write_bytes(b"a program")
+        os.utime(left / PROGRAM.replace("0", str(number)), (time.time() - age,) * 2)
+    shelf.keep(place, str(home / "scratch"))
+    assert [program.name for program in place.iterdir()] == [PROGRAM]
+
+
+def test_the_oldest_make_room(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shelf, "_MOST_KERNELS", 2)
+    left = home / "scratch" / "programs"
+    left.mkdir(parents=True)
+    (left / PROGRAM).write_bytes(b"a program")
+    for number in range(4):
+        place = home / "shelf" / str(number)
+        shelf.keep(place, str(home / "scratch"))
+        os.utime(place, (number + 1.0,) * 2)
+    assert len(list((home / "shelf").iterdir())) <= 3
+    assert (home / "shelf" / "3" / PROGRAM).exists()
+
+
+def test_who_asks_what_compiling_costs_compiles(home: Path) -> None:
+    asked: list[str] = []
+
+    def hear(event: str, **_: str | int) -> None:
+        asked.append(event)
+
+    def compile_it() -> None:
+        jax.jit(lambda x: x * 3 + 1).lower(np.ones(3, np.float32)).compile()
+
+    before = jax.config.values["jax_compilation_cache_dir"]
+    monitoring.register_event_listener(hear)
+    try:
+        (home / "programs").mkdir()
+        program_cache.use(home / "programs")
+        compile_it()
+        with program_cache.compiling_anew():
+            asked.clear()
+            compile_it()
+            assert "/jax/compilation_cache/compile_requests_use_cache" not in asked
+        compile_it()
+        assert "/jax/compilation_cache/cache_hits" in asked
+    finally:
+        monitoring.clear_event_listeners()
+        jax.config.update("jax_compilation_cache_dir", before)
+        compilation_cache.reset_cache()
