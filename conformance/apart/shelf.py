@@ -1,7 +1,7 @@
 """Compiled programs of kernels, kept on disk: who judges the same kernel again does not wait for the compiler again.
 
 Compiling takes a third of a run. What a kernel's process compiles is kept when the process ends, in a folder of its
-own for each kernel, by its name and its source. The next run's processes may read what is there
+own for each kernel, by its name, its source and the machine. The next run's processes may read what is there
 (`conformance.program_cache`). They do not write there, and nothing is theirs that was kept since this run began. So no
 process of a kernel finds what another kernel's, or another process of the same run, has left.
 
@@ -11,8 +11,10 @@ Programs for accelerators are not kept: nobody has seen yet that they are the sa
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import os
+import platform
 import re
 import shutil
 import stat
@@ -40,8 +42,18 @@ def of(name: str) -> Path | None:
     package, source = sources.origin(name)
     if not package and not source:
         return None
-    digest = hashlib.blake2b(repr((name, package, source)).encode(), digest_size=16).hexdigest()
+    digest = hashlib.blake2b(repr((name, package, source, _machine())).encode(), digest_size=16).hexdigest()
     return folder / _LENT / digest
+
+
+@functools.cache
+def _machine() -> str:
+    """What programs are compiled for that JAX does not name them after: a folder may be shared by unlike machines."""
+    with contextlib.suppress(OSError):
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        found = (line for line in lines if line.startswith(("flags", "Features")))
+        return f"{platform.machine()} {next(found, '')}"
+    return f"{platform.machine()} {platform.node()}"
 
 
 def lend(shelf: Path | None, scratch: str) -> None:

@@ -94,6 +94,14 @@ def test_a_program_that_cannot_be_read_is_compiled_again(home: Path, monkeypatch
     np.testing.assert_array_equal(left_by_a_run(kernel, monkeypatch)[0], first)
 
 
+def test_another_machine_has_another_folder(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel = home / "kernel.py"
+    kernel.write_text(KERNEL.format("q"))
+    before = shelf.of(f"{kernel}:attention")
+    monkeypatch.setattr(shelf, "_machine", lambda: "a machine with half as wide vectors")
+    assert shelf.of(f"{kernel}:attention") != before
+
+
 @pytest.mark.parametrize("name", ["block_flash", "no_such_kernel"])
 def test_ours_have_none_and_what_has_no_source_neither(home: Path, name: str) -> None:
     assert shelf.of(name) is None
