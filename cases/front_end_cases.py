@@ -7,9 +7,16 @@ from typing import Any
 from cases.case import Case
 from cases.grid import Supports
 
-# Between them the front ends have every step. The first is that of models that norm queries and keys, the second that
-# of models with interleaved rotary, a norm after it, and one projection for k and v.
-_QUICK = ("rms-half-temperature", "interleaved-l2-prescale-shared")
+# Between them the first two have every step. The first is that of models that norm queries and keys, the second that of
+# models with interleaved rotary, a norm after it, and one projection for k and v. The others are of no model: they have
+# these steps once more, so that what is wrong in one of them shows in two cases. They have one norm each, since another
+# would undo what is wrong in the first.
+_QUICK = (
+    "rms-half-temperature",
+    "interleaved-l2-prescale-shared",
+    "rms-interleaved-half-prescale-temperature-shared",
+    "half-l2",
+)
 _MORE = (
     "half",
     "interleaved",
@@ -35,7 +42,7 @@ _THIRDS = ((2, 40, 72, 4, 2, 48, "causal-o32"), (1, 64, 64, 4, 2, 96, "causal"),
 
 
 def front_end_cases(level: str, seed: int, supports: Supports = lambda case: None) -> tuple[Case, ...]:
-    """The cases at `level`: two at `quick`, one for each step and in bf16 too from `standard` on; with gradients."""
+    """The cases at `level`: four at `quick`, one for each step and in bf16 too from `standard` on; with gradients."""
     wanted = [(steps, "f32") for steps in _QUICK]
     if level != "quick":
         wanted += [*((steps, "f32") for steps in _MORE), *((steps, "bf16") for steps in _QUICK)]

@@ -6,7 +6,9 @@ An implementation declines what it does not support, and says why. Levels that i
 would make most of its rows unjudgeable. Each of them has one case of its own instead, which must be refused.
 
 The base is the plainest case that an implementation supports. The rich case is the base with every optional operand
-that it supports. A stand-in is a level that is asked only of implementations that decline another one.
+that it supports; beyond `quick` there is a second one, of another dtype, other sizes and other shapes of operands: what
+is asked of a rich case alone is asked of two that share no program. A stand-in is a level that is asked only of
+implementations that decline another one.
 """
 
 from __future__ import annotations
@@ -30,6 +32,7 @@ Supports = Callable[[Case], "str | None"]
 _OF_STORAGE = ("window", "page", "shared")
 # The axes of `singles`, and those of the rich case, in the order in which their levels are tried.
 _OPERAND_AXES = (*(operand.field for operand in REMOVABLE), "mask", "kv_cache", "own_window", *_OF_STORAGE)
+_SECOND_AXES = ("dtype", "heads", "depths", "bias", "segments", "soft_cap")
 _RICH_AXES = ("mask", *(operand.field for operand in REMOVABLE), "heads", "depths", *_OF_STORAGE)
 
 
@@ -42,7 +45,7 @@ class Grid:
       cases: those of the covering array.
       rows: for each of `cases`, its level on every axis of the model.
       singles: the base, then cases that have one optional operand or one mask more.
-      rich: the rich case, if any case is supported.
+      rich: the rich case, if any case is supported, and beyond `quick` a second one.
       declined: one case for each level that is not supported.
       coverage: of the feasible combinations, how many some case has.
       varied: the axes that are covered, by their place in the model.
@@ -90,7 +93,7 @@ def grid(level: str, seed: int, supports: Supports = lambda case: None, model: M
         cases=tuple(cases),
         rows=tuple(cases.values()),
         singles=_unique(support.singles()),
-        rich=support.rich(),
+        rich=support.rich()[: 1 if level == "quick" else 2],
         declined=_unique(support.declined()),
         coverage=coverage,
         varied=varied,
@@ -186,17 +189,26 @@ class _Support:
         return [base] + [self._case(item) for item in items if self._reason(item) is None]
 
     def rich(self) -> tuple[Case, ...]:
-        """The base with as many levels of a rich case as are supported together."""
+        """The base with as many levels of a rich case as are supported together, and the same with other levels."""
         row = self._base
         for place in (self._model.names.index(name) for name in _RICH_AXES if name in self._model.names):
             axis = self._model.axes[place]
             if axis.rich is None:
                 continue
             moved = _moved(row, (place, axis.levels.index(axis.rich)))
-            if _allowed(moved, self._model) and self._supports(_case(moved, self._seed, self._model)) is None:
-                row = moved
-        case = _case(row, self._seed, self._model)
-        return (case,) if self._supports(case) is None else ()
+            row = moved if self._is_supported(moved) else row
+        if not self._is_supported(row):
+            return ()
+        second = row
+        for place in (self._model.names.index(name) for name in _SECOND_AXES if name in self._model.names):
+            plain = (self._base[place], row[place])
+            levels = (level for level in range(self._model.sizes[place]) if level not in plain)
+            moves = (_moved(second, (place, level)) for level in levels)
+            second = next(filter(self._is_supported, moves), second)
+        return _unique([_case(one, self._seed, self._model) for one in (row, second)])
+
+    def _is_supported(self, row: Row) -> bool:
+        return _allowed(row, self._model) and self._supports(_case(row, self._seed, self._model)) is None
 
     def declined(self) -> list[Case]:
         """One case for each level that is not supported, but for stand-ins: what they stand for is there already."""
@@ -210,7 +222,7 @@ class _Support:
         items = self._items
         for moves in itertools.chain(((),), ((i,) for i in items), itertools.combinations(items, 2)):
             row = _moved(plain, *moves)
-            if _allowed(row, self._model) and self._supports(_case(row, self._seed, self._model)) is None:
+            if self._is_supported(row):
                 return row
         return plain
 

@@ -147,7 +147,12 @@ GRID = Scope(
     any_case=_always,
     short=True,
 )
-RICH = _scope("rich", "the case with every supported operand", lambda asked: asked.grid.rich, any_case=_always)
+RICH = _scope(
+    "rich",
+    "the case with every supported operand, and beyond quick a second one",
+    lambda asked: asked.grid.rich,
+    any_case=_always,
+)
 BASE = _scope("base", "the plainest supported case", lambda asked: asked.grid.singles[:1], any_case=_always)
 DECODED = _scope(
     "decoded",

@@ -8,7 +8,7 @@ to; other block sizes.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -50,8 +50,9 @@ def _with_every_key(subject: Subject) -> Iterator[Judgement]:
     if problem.sinks is not None:
         whole, expected = subject.results_of(bare), subject.expect(bare)
     # Every second key, so that each half has keys of every segment.
-    parts = [_part(subject, _keys(bare, slice(start, None, 2))) for start in (0, 1)]
-    yield from _compared(subject, "merged", _merged(parts), whole, expected)
+    halves = [_keys(bare, slice(start, None, 2)) for start in (0, 1)]
+    merged = _merged([_part(subject, half) for half in halves])
+    yield from _compared(subject, "merged", merged, whole, expected, _merged_bounds(list(map(subject.expect, halves))))
 
 
 def _part(subject: Subject, problem: Problem) -> Values:
@@ -76,19 +77,43 @@ def _keys(problem: Problem, keys: np.ndarray | slice) -> Problem:
     return problem.along("S", lambda x, axis: x[(slice(None),) * axis + (keys,)])
 
 
-def _merged(parts: list[Values]) -> Values:
+def _merged(parts: Sequence[Values]) -> Values:
     """Attention over all keys from normalised parts and their `logsumexp` (docs/contract.md, section 4)."""
-    lse = np.stack([part["logsumexp"].astype(np.float64) for part in parts])
+    weights, merged = _weights([part["logsumexp"] for part in parts])
+    out = sum(_by_row(w) * part["out"].astype(np.float64) for w, part in zip(weights, parts, strict=True))
+    return {"out": np.asarray(out), "logsumexp": merged}
+
+
+def _weights(logsumexps: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+    """The weight of each part, `[parts, B, N, T]`, and `logsumexp` over all keys, `[B, N, T]`, from those of parts."""
+    lse = np.stack(logsumexps).astype(np.float64)
     top = lse.max(axis=0)
     weight = np.exp(lse - np.where(np.isfinite(top), top, 0.0))
     total = weight.sum(axis=0)
-    out = sum(
-        w.transpose(0, 2, 1)[..., None] * part["out"].astype(np.float64)
-        for w, part in zip(weight / np.where(total == 0, 1, total), parts, strict=True)
-    )
     with np.errstate(divide="ignore"):
-        merged = np.where(np.isfinite(top), top, 0.0) + np.log(total)
-    return {"out": np.asarray(out), "logsumexp": merged}
+        return weight / np.where(total == 0, 1, total), np.where(np.isfinite(top), top, 0.0) + np.log(total)
+
+
+def _by_row(x: np.ndarray) -> np.ndarray:
+    """`[B, N, T]` as `[B, T, N, 1]`, beside `out`."""
+    return x.transpose(0, 2, 1)[..., None]
+
+
+def _merged_bounds(parts: Sequence[Expectation]) -> dict[str, np.ndarray]:
+    """How far merged results may be off, to first order.
+
+    An error `e_i` in part `i`'s out, which is rounded by itself, counts by its weight `w_i`. One of `d_i` in its
+    `logsumexp` moves `w_i` by `w_i (d_i - sum_j w_j d_j)`, so `out` by `w_i d_i (out_i - out)`.
+    """
+    found = [part.forward for part in parts]
+    weights, _ = _weights([part["logsumexp"].value for part in found])
+    off = [np.where(w > 0, part["logsumexp"].bound, 0.0) for w, part in zip(weights, found, strict=True)]
+    whole = sum(_by_row(w) * part["out"].value for w, part in zip(weights, found, strict=True))
+    out = sum(
+        _by_row(w) * (part["out"].bound + np.abs(part["out"].value - whole) * _by_row(d))
+        for w, part, d in zip(weights, found, off, strict=True)
+    )
+    return {"out": np.asarray(out), "logsumexp": np.asarray(sum(w * d for w, d in zip(weights, off, strict=True)))}
 
 
 def _padded(subject: Subject) -> Iterator[Judgement]:
@@ -133,14 +158,32 @@ def _variants(subject: Subject) -> Iterator[Judgement]:
                 yield _agree(subject, gradient, name, there.values[gradient], here.values[gradient], expected)
 
 
-def _compared(subject: Subject, how: str, got: Values, whole: Values, expected: Expectation) -> Iterator[Judgement]:
+def _compared(
+    subject: Subject,
+    how: str,
+    got: Values,
+    whole: Values,
+    expected: Expectation,
+    bounds: Mapping[str, np.ndarray] | None = None,
+) -> Iterator[Judgement]:
+    """What came by `how` against the `whole`: by the bounds of both, which are the same unless they are given."""
     for name in ("out", *RESIDUALS):
         if name in got and name in whole:
-            yield _agree(subject, name, how, got[name], whole[name], expected.forward[name])
+            bound = None if bounds is None else bounds[name]
+            yield _agree(subject, name, how, got[name], whole[name], expected.forward[name], bound)
 
 
-def _agree(subject: Subject, name: str, how: str, got: np.ndarray, whole: np.ndarray, expected: Bounded) -> Judgement:
+def _agree(
+    subject: Subject,
+    name: str,
+    how: str,
+    got: np.ndarray,
+    whole: np.ndarray,
+    expected: Bounded,
+    bound: np.ndarray | None = None,
+) -> Judgement:
     """One answer against the other; each may be off by its own bound."""
-    both = Bounded(whole.astype(np.float64), np.where(np.isfinite(expected.value), 2 * expected.bound, 0.0))
+    together = expected.bound + (expected.bound if bound is None else bound)
+    both = Bounded(whole.astype(np.float64), np.where(np.isfinite(expected.value), together, 0.0))
     judged = {"out": subject.judged_out, **dict.fromkeys(RESIDUALS, subject.judged_residuals)}.get(name)
     return subject.judge(name, got, both, judged, label=f"{name}.{how}")

@@ -28,7 +28,6 @@ def _implementation(name: str, description: str, *, dequantize: bool) -> Impleme
         empty_rows="zero",
         behind_mask="any",
         validates=True,
-        variants={} if dequantize else {"dequantized": functools.partial(attention, dequantize=True)},
     )
 
 

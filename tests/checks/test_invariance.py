@@ -1,0 +1,66 @@
+"""One answer against another: how far they may be apart is what both may be off by."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import hypothesis
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+
+from cases.case import parse
+from cases.inputs import draw
+from conformance.calling.registry import find
+from conformance.checks import BY_NAME, invariance
+from conformance.contract import Arithmetic
+from conformance.judging import plan
+from conformance.judging.runner import Runner
+from conformance.judging.settings import Settings
+from conformance.records import PASS, RED
+from conformance.truth.bounds import expect
+
+# Results are small beside those of its halves, which are rounded to bf16 by themselves.
+LONG = "prefill/bf16/B1.T64.S320.N6.K2.H32.V32/causal/softcap2/sinks/bias/scale0.3/kvint8-token/normal/s0"
+
+
+def test_halves_that_are_rounded_and_cancel_are_no_failure() -> None:
+    job = plan.single(find("quantized_kv"), parse(LONG), [BY_NAME["invariance"]]).jobs
+    found = Runner(Settings()).run(job)
+    assert [record for record in found if record.verdict in RED] == []
+    assert {record.observable for record in found if record.verdict == PASS} >= {"out.merged", "logsumexp.merged"}
+
+
+@pytest.mark.parametrize("part", [0, 1])
+@hypothesis.settings(max_examples=20, deadline=None)
+@hypothesis.given(seed=st.integers(0, 2**16), sign=st.sampled_from([-1.0, 1.0]))
+def test_parts_at_their_bounds_merge_within_the_merged_bounds(part: int, seed: int, sign: float) -> None:
+    """Every element of a part as far off as it may be: the merged results are no further off than is said."""
+    problem = draw(parse(f"prefill/bf16/B1.T8.S24.N2.K1.H16.V16/full/bias/large/s{seed}"))
+    halves = [invariance._keys(problem, slice(start, None, 2)) for start in (0, 1)]
+    parts = [expect(half, Arithmetic()) for half in halves]
+    exact = [{name: one.value for name, one in each.forward.items()} for each in parts]
+    off = [dict(each) for each in exact]
+    for name, one in parts[part].forward.items():
+        off[part][name] = one.value + sign * one.bound
+    bounds = invariance._merged_bounds(parts)
+    whole, moved = invariance._merged(exact), invariance._merged(off)
+    for name, bound in bounds.items():
+        second = 1 + 4 * max(float(np.max(each.forward["logsumexp"].bound)) for each in parts)
+        # Tolerance: bounds are to first order, and what is of second order is less by an error of `logsumexp`.
+        assert np.all(np.abs(moved[name] - whole[name]) <= second * bound), name
+
+
+def test_a_half_that_is_off_by_more_than_rounding_is_a_failure() -> None:
+    whole = find("quantized_kv")
+
+    def attention(q: Any, k: Any, v: Any, **named: Any) -> Any:
+        if k.shape[1] > 200:
+            return whole.call(q, k, v, **named)
+        out, residuals = whole.call(q, k, v, **{**named, "save_residuals": True})
+        return (out * 1.02, residuals) if named.get("save_residuals") else out * 1.02
+
+    wrong = dataclasses.replace(whole, call=attention)
+    job = plan.single(wrong, parse(LONG), [BY_NAME["invariance"]]).jobs
+    assert "out.merged" in {record.observable for record in Runner(Settings()).run(job) if record.verdict in RED}
