@@ -6,6 +6,7 @@ import pytest
 
 from conformance.sensitivity import PlantedBug
 from tests.planted.computing import (
+    flash_gpu_mosaic,
     flash_gpu_packed,
     moba_tpu,
     paged_gpu,
@@ -17,6 +18,7 @@ from tests.planted.computing import (
 from tests.planted.features import alibi
 
 MODULES = (
+    flash_gpu_mosaic,
     flash_gpu_packed,
     moba_tpu,
     paged_gpu,
