@@ -106,7 +106,9 @@ def _loop(start: Any, stop: Any, body: Callable[[int, Any], Any], carry: Any) ->
 
 def programs(plan: FlashGpuPlan, operands: Operands) -> tuple[list[list[Events]], Arrivals]:
     """What each warpgroup of each program of the forward kernel does with its barriers."""
-    machine, found, arrivals = Machine(), [], {}
+    machine = Machine()
+    found: list[list[Events]] = []
+    arrivals: Arrivals = {}
 
     def call(body: Callable[..., None], *, grid: Any, warpgroups: int, outputs: Any, scratch: Any, **_: Any) -> Any:
         def run(*inputs: Any) -> tuple[Any, ...]:

@@ -12,7 +12,7 @@ from conformance.judging import plan
 from conformance.records import RED
 from conformance.sensitivity import PlantedBug
 from conformance.sensitivity.examination import without_second_looks
-from tests.planted.computing.flash_gpu_mosaic import BUGS, CASE, scheduled
+from tests.planted.computing.flash_gpu.mosaic import BUGS, CASE, scheduled
 from tests.sensitivity.by_day import every
 from tests.sensitivity.interpreted import assert_dies_by_what_it_shows
 

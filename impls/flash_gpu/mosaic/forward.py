@@ -9,8 +9,9 @@ With (1), (2) and the sums over one tile from `impls.flash_gpu.mosaic.tiles`:
     (7)  logsumexp_i = m_i + log(l_i)
 
 The schedule is that of `impls.flash_gpu.schedule`. A program owns a block of queries of one head, half of it for each
-computing warpgroup. It goes over the blocks of keys that the mask leaves it, full ones first. Sources as in
-`impls.flash_gpu.triton.forward` and `impls.flash_gpu.mosaic.launch`.
+computing warpgroup, or several such blocks one after the other (`impls.flash_gpu.mosaic.order`). It goes over the
+blocks of keys that the mask leaves it, full ones first. Computing warpgroups multiply whenever they can, or in turns
+(`impls.flash_gpu.mosaic.turns`). Sources as in `impls.flash_gpu.triton.forward` and `impls.flash_gpu.mosaic.launch`.
 """
 
 from __future__ import annotations
@@ -193,7 +194,8 @@ def _softmax(place: Place, turns: Turns) -> Softmax:
             v = v_seen
         if place.shape.ping_pong:
             # Exponentials are pure, and would else be free to move behind the wait.
-            softmax, weights = lax.optimization_barrier((softmax, weights))
+            pinned = lax.optimization_barrier((softmax, weights))  # type: ignore[no-untyped-call] # untyped upstream
+            softmax, weights = pinned
         turns.take()
         out = accumulate(plan, softmax.out, weights, v)  # (6), not divided
         place.let_go(slot)

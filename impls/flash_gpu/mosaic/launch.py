@@ -14,6 +14,8 @@ What JAX's interpreter does not run, and what it rests on (lowering of jax 0.10.
   - Arrays are filled up to whole tiles, so no copy begins or ends beyond one; tiles start at multiples of 1024 bytes
     and of 8 rows, as the swizzle of 128 bytes needs, and rows of every array at multiples of 16 bytes, as TMA does.
   - Warpgroups take different branches around copies and barriers, threads of one never do.
+  - Before the queries of a persistent kernel's next tile come, `wait_smem_to_gmem` has waited until the results of the
+    last one, which lie in their place, are read.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ import numpy as np
 from jax import lax
 
 CACHED = 32 << 20
-"""Bytes of rows that programs may go over at once: of the 50 MB that Hopper's cache has, with room for what they own."""
+"""Bytes of rows that programs may go over at once: of the 50 MB that Hopper's cache has, less what they own."""
 
 
 @dataclasses.dataclass(frozen=True)

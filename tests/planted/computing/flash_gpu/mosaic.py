@@ -45,9 +45,7 @@ _bug = functools.partial(
     stored_bug.bug, family="flash gpu mosaic", build=_build, shows="out logsumexp max_logits", trigger=tiled
 )
 _LET_GO = "        place.let_go(slot)\n"
-_SECOND_PRODUCT = (
-    "        turns.take()\n        out = accumulate(plan, softmax.out, weights, v)  # (6), not divided\n"
-)
+_SECOND_PRODUCT = "        turns.take()\n        out = accumulate(plan, softmax.out, weights, v)  # (6), not divided\n"
 
 BUGS: tuple[PlantedBug, ...] = (
     _bug(
