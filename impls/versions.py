@@ -125,6 +125,14 @@ def runs_on(platform: str) -> bool:
     return jax.default_backend() == platform
 
 
+def multiprocessors() -> int:
+    """Of the GPU that is traced for, as `device_kind` finds it; those of an H100 or H200 where none is known."""
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    if device is not None and device.num_cores:
+        return int(device.num_cores)
+    return int(getattr(jax.devices()[0], "core_count", 132))
+
+
 def compute_capability() -> tuple[int, ...] | None:
     """Of the first GPU that this process computes on, `(9, 0)` for Hopper; None where it computes on none."""
     capability = getattr(jax.devices()[0], "compute_capability", None)

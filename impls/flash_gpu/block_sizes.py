@@ -71,11 +71,15 @@ class Ring:
       num_stages: tiles in flight, at least 2.
       preferred: whether the kernel goes before Triton's, on a GPU and for a call that it supports. Only what was
         measured says so: fewer instructions are not always faster, and a kernel must be right where it is the default.
+      ping_pong: whether one computing warpgroup multiplies while the other takes exponentials. Of the forward kernel.
+      persistent: whether there is a program for each multiprocessor, which computes one tile after the other. Likewise.
     """
 
     block: int = 64
     num_stages: int = 2
     preferred: bool = False
+    ping_pong: bool = False
+    persistent: bool = False
 
     def __post_init__(self) -> None:
         if self.block not in RING_BLOCKS:
@@ -97,6 +101,11 @@ class BlockSizes:
     mosaic_forward: Ring = Ring()
     mosaic_dq: Ring = Ring()
     mosaic_dkv: Ring = Ring()
+
+    def __post_init__(self) -> None:
+        for name, ring in (("mosaic_dq", self.mosaic_dq), ("mosaic_dkv", self.mosaic_dkv)):
+            if ring.ping_pong or ring.persistent:
+                raise ValueError(f"{name} must be without ping_pong and persistent: only the forward kernel has them")
 
     def ring(self, kernel: Kernel) -> Ring:
         """The ring of one Mosaic GPU kernel."""

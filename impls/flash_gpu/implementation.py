@@ -46,6 +46,11 @@ _LONGER_RING = Ring(block=64, num_stages=3)
 _OTHER_RINGS = dataclasses.replace(
     INTERPRETED, mosaic_forward=_LONGER_RING, mosaic_dq=_LONGER_RING, mosaic_dkv=_LONGER_RING
 )
+_OTHER_SCHEDULES = {
+    "ping_pong": Ring(ping_pong=True),
+    "persistent": Ring(persistent=True),
+    "ping_pong_persistent": Ring(ping_pong=True, persistent=True),
+}
 _MOSAIC_UNSUPPORTED = {
     **UNSUPPORTED,
     "f32": "multiplies bf16 and f16 only",
@@ -91,7 +96,13 @@ def mosaic_implementation(name: str) -> Implementation:
         unsupported=_MOSAIC_UNSUPPORTED,
         supports_case=_misfit,
         arithmetic=Arithmetic(probabilities="input"),
-        variants={"rings_of_3": functools.partial(call, block_sizes=_OTHER_RINGS)},
+        variants={
+            "rings_of_3": functools.partial(call, block_sizes=_OTHER_RINGS),
+            **{
+                variant: functools.partial(call, block_sizes=dataclasses.replace(INTERPRETED, mosaic_forward=ring))
+                for variant, ring in _OTHER_SCHEDULES.items()
+            },
+        },
         accelerator=Accelerator(
             platform="gpu",
             absent=None if here is None else "no Hopper GPU in this machine, and Mosaic GPU kernels run on no other",

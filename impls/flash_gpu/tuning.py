@@ -78,7 +78,11 @@ def _rings(case: Case, *, kernel: Kernel) -> Iterator[Setting]:
     mask = mask_spec.build(case.mask, case.batch, case.num_q_heads, case.q_length, case.kv_length, case.seed)
     if limits(device_kind("gpu"), DTYPES[case.dtype], mask, biased=case.bias is not None) is not None:
         return
-    found = (Ring(block=block, num_stages=n, preferred=True) for block, n in itertools.product(RING_BLOCKS, _IN_FLIGHT))
+    either = (False, True) if kernel == "forward" else (False,)
+    found = (
+        Ring(block=block, num_stages=n, preferred=True, ping_pong=ping_pong, persistent=persistent)
+        for ping_pong, persistent, block, n in itertools.product(either, either, RING_BLOCKS, _IN_FLIGHT)
+    )
     depths = case.head_dim, case.v_head_dim
     if fitting := [ring for ring in found if misfits(kernel, ring, *depths, segmented=True) is None]:
         off = dataclasses.replace(_in_force(case).ring(kernel), preferred=False)

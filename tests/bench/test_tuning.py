@@ -282,7 +282,8 @@ def causal(dtype: str, depth: int, **changes: Any) -> Case:
 
 def test_rings_are_tried_where_mosaic_serves_the_case_and_they_fit() -> None:
     deep = rings("NVIDIA H200", causal("bf16", 128))
-    assert [(ring.block, ring.num_stages) for ring in deep["mosaic_forward"]] == [(64, 2), (64, 3), (64, 4)]
+    assert [(ring.block, ring.num_stages) for ring in deep["mosaic_forward"]] == [(64, 2), (64, 3), (64, 4)] * 4
+    assert len(set(deep["mosaic_forward"])) == 3 * 4  # each with turns or not, and with several tiles a program or not
     assert [(ring.block, ring.num_stages) for ring in deep["mosaic_dkv"]] == [(64, 2), (64, 3), (64, 4), (128, 2)]
     for name, found in rings("NVIDIA H100 80GB HBM3", causal("f16", 64)).items():
         kernel: Kernel = name.removeprefix("mosaic_")  # type: ignore[assignment] # one of them, by the knob's name

@@ -281,6 +281,18 @@ def test_shards_of_a_mesh_are_differentiated(monkeypatch: pytest.MonkeyPatch) ->
     assert all(f"flash_gpu_mosaic_{kernel}" in text for kernel in ("forward", "dq", "dkv"))
 
 
-def test_it_lowers_under_x64() -> None:
+@pytest.mark.parametrize("ring", [flash_gpu.Ring(), flash_gpu.Ring(ping_pong=True, persistent=True)], ids=["", "both"])
+def test_it_lowers_under_x64(ring: flash_gpu.Ring) -> None:
+    sizes = dataclasses.replace(block_sizes.TABLE[0].sizes, mosaic_forward=ring)
     with jax.enable_x64(True):
-        assert kernels("NVIDIA H200", backend="mosaic", mask=Window(30, 3), soft_cap=5.0) == [3, 0]
+        found = kernels("NVIDIA H200", backend="mosaic", mask=Window(30, 3), soft_cap=5.0, block_sizes=sizes)
+    assert found == [3, 0]
+
+
+def test_a_persistent_kernel_has_a_program_for_each_multiprocessor() -> None:
+    sizes = dataclasses.replace(OF_ANY.sizes, mosaic_forward=flash_gpu.Ring(persistent=True))
+    call = functools.partial(flash_gpu.attention, mask=CAUSAL, backend="mosaic", interpret=False, block_sizes=sizes)
+    with tracing_for("NVIDIA H200"):
+        for length, programs in ((128 * 50, 132), (128 * 10, 40)):  # of four heads
+            x = jax.ShapeDtypeStruct((1, length, 4, 64), "bfloat16")
+            assert f"grid=({programs},)" in str(jax.make_jaxpr(call)(x, x, x))

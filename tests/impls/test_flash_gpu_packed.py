@@ -27,7 +27,7 @@ from impls.flash_gpu.triton import backward, forward
 from tests.impls.test_flash_gpu import LOWERING
 from tests.impls.test_packed import Lengths, pairs, tables
 from tests.judged import assert_attention
-from tests.planted.computing.flash_gpu_packed import CASE
+from tests.planted.computing.flash_gpu.packed import CASE
 
 TOTAL = 150, 230  # queries and keys of a pack, which fill no whole number of blocks
 TILES = Tiles(block_q=16, block_kv=32), Tiles(block_q=32, block_kv=16)

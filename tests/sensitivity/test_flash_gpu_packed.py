@@ -14,7 +14,7 @@ from conformance.records import RED
 from conformance.sensitivity import PlantedBug
 from conformance.sensitivity.examination import without_second_looks
 from impls import flash_gpu
-from tests.planted.computing.flash_gpu_packed import BUGS, CASE, CAUSAL
+from tests.planted.computing.flash_gpu.packed import BUGS, CASE, CAUSAL
 from tests.sensitivity.by_day import every
 from tests.sensitivity.interpreted import assert_dies_by_what_it_shows
 

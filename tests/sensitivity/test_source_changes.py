@@ -6,7 +6,6 @@ import pytest
 
 from conformance.sensitivity import PlantedBug
 from tests.planted.computing import (
-    flash_gpu_packed,
     moba_tpu,
     paged_gpu,
     paged_tpu,
@@ -14,10 +13,12 @@ from tests.planted.computing import (
     paged_tpu_scales,
     splash_packed,
 )
+from tests.planted.computing.flash_gpu import mosaic, packed
 from tests.planted.features import alibi
 
 MODULES = (
-    flash_gpu_packed,
+    mosaic,
+    packed,
     moba_tpu,
     paged_gpu,
     paged_tpu,

@@ -9,8 +9,9 @@ With (1), (2) and the sums over one tile from `impls.flash_gpu.mosaic.tiles`:
     (7)  logsumexp_i = m_i + log(l_i)
 
 The schedule is that of `impls.flash_gpu.schedule`. A program owns a block of queries of one head, half of it for each
-computing warpgroup. It goes over the blocks of keys that the mask leaves it, full ones first. Sources as in
-`impls.flash_gpu.triton.forward` and `impls.flash_gpu.mosaic.launch`.
+computing warpgroup, or several such blocks one after the other (`impls.flash_gpu.mosaic.order`). It goes over the
+blocks of keys that the mask leaves it, full ones first. Computing warpgroups multiply whenever they can, or in turns
+(`impls.flash_gpu.mosaic.turns`). Sources as in `impls.flash_gpu.triton.forward` and `impls.flash_gpu.mosaic.launch`.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ from impls.flash_gpu.mosaic.tiles import (
     product,
     weigh,
 )
+from impls.flash_gpu.mosaic.turns import Turns
 from impls.flash_gpu.operands import Operands, Outputs, array_of
 from impls.flash_gpu.schedule import FlashGpuPlan
 
@@ -87,6 +89,8 @@ def scratch_of(shape: Shape, dtype: Any, *, segmented: bool, dead_keys: bool) ->
     }
     if shape.head_dim != shape.v_head_dim:
         scratch["out_tile"] = tile(dtype, COMPUTING, ROWS, shape.v_head_dim)
+    if shape.ping_pong:
+        scratch["turn"] = plgpu.Barrier(num_barriers=COMPUTING)
     if dead_keys:
         scratch["v_seen"] = tile(dtype, COMPUTING, shape.visited, shape.v_head_dim)
     if segmented:
@@ -101,28 +105,36 @@ def _program(inputs: dict[str, Any], outputs: Any, scratch: dict[str, Any], plac
     @pl.when(place.warpgroup == COMPUTING)
     def _fetch() -> None:
         plgpu.set_max_registers(40, action="decrease")
-        place.fetch(place.total, functools.partial(bring_keys, place))
+        place.fetch_each(bring_keys)
 
     @pl.when(place.warpgroup < COMPUTING)
     def _compute() -> None:
         plgpu.set_max_registers(232, action="increase")
-        out, total_out, max_out = outputs
-        mine, batch, head = place.warpgroup, place.batch, place.head
-        softmax = _softmax(place)
-        scratch["max_tile"].at[mine][...] = softmax.maximum
-        if "sinks" in inputs:
-            softmax = _with_sink(softmax, inputs["sinks"][head])
-        some = softmax.total > 0
-        total = jnp.where(some, softmax.total, 1.0)
-        scratch["total_tile"].at[mine][...] = softmax.total
-        ready = scratch.get("out_tile", scratch["q_tile"]).at[mine]  # nobody reads the queries any more
-        ready[...] = (softmax.out / over_keys(total, place.shape.v_head_dim)).astype(out.dtype)  # (6)
-        plgpu.commit_smem()  # type: ignore[no-untyped-call] # untyped upstream
-        rows = pl.ds(place.start, ROWS)
-        plgpu.copy_smem_to_gmem(ready, out.at[batch, rows, head])
-        plgpu.copy_smem_to_gmem(scratch["total_tile"].at[mine], total_out.at[batch, head, rows])
-        plgpu.copy_smem_to_gmem(scratch["max_tile"].at[mine], max_out.at[batch, head, rows])
+        turns = Turns(place.warpgroup, scratch.get("turn"))
+        turns.begin()
+        place.each_tile(functools.partial(_attend, inputs, outputs, turns))
+        turns.end()
         plgpu.wait_smem_to_gmem(0)
+
+
+def _attend(inputs: dict[str, Any], outputs: Any, turns: Turns, place: Place) -> None:
+    """What a warpgroup computes of a tile."""
+    out, total_out, max_out = outputs
+    mine, batch, head, scratch = place.warpgroup, place.batch, place.head, place.scratch
+    softmax = _softmax(place, turns)
+    scratch["max_tile"].at[mine][...] = softmax.maximum
+    if "sinks" in inputs:
+        softmax = _with_sink(softmax, inputs["sinks"][head])
+    some = softmax.total > 0
+    total = jnp.where(some, softmax.total, 1.0)
+    scratch["total_tile"].at[mine][...] = softmax.total
+    ready = scratch.get("out_tile", scratch["q_tile"]).at[mine]  # nobody reads the queries any more
+    ready[...] = (softmax.out / over_keys(total, place.shape.v_head_dim)).astype(out.dtype)  # (6)
+    plgpu.commit_smem()  # type: ignore[no-untyped-call] # untyped upstream
+    rows = pl.ds(place.start, ROWS)
+    plgpu.copy_smem_to_gmem(ready, out.at[batch, rows, head])
+    plgpu.copy_smem_to_gmem(scratch["total_tile"].at[mine], total_out.at[batch, head, rows])
+    plgpu.copy_smem_to_gmem(scratch["max_tile"].at[mine], max_out.at[batch, head, rows])
 
 
 def bring_keys(place: Place, at: Any, slot: Any) -> None:
@@ -151,11 +163,13 @@ def allowed_keys(place: Place, at: Any, slot: Any) -> Callable[[bool], jax.Array
     return found
 
 
-def _softmax(place: Place) -> Softmax:
+def _softmax(place: Place, turns: Turns) -> Softmax:
     """The softmax of this warpgroup's queries over all blocks."""
     inputs, scratch, plan, mine = place.inputs, place.scratch, place.plan, place.warpgroup
     q_here, rows = scratch["q_here"].at[mine], pl.ds(place.start, ROWS)
     q = scratch["q_tile"].at[mine]
+    if place.base is not None:
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # results of the last tile, which lie where queries come now
     plgpu.copy_gmem_to_smem(inputs["q"].at[place.batch, rows, place.head], q, q_here)
     if plan.segmented:
         plgpu.copy_gmem_to_smem(inputs["q_ids"].at[place.batch, rows], scratch["q_ids_tile"].at[mine], q_here)
@@ -164,11 +178,13 @@ def _softmax(place: Place) -> Softmax:
     def visit(masked: bool, at: Any, softmax: Softmax) -> Softmax:
         slot = place.slot(at)
         plgpu.barrier_wait(scratch["k_here"].at[slot])
-        z, _ = logits_of(plan, product(plan, q, scratch["k_tile"].at[slot], transposed=True))  # (1), (2)
+        products = product(plan, q, scratch["k_tile"].at[slot], transposed=True, issued=turns.give)  # (1)
+        z, _ = logits_of(plan, products)  # (2)
         may = allowed_keys(place, at, slot) if masked else None
         if may is not None:
             z = jnp.where(may(False), z, -jnp.inf)  # (3)
         softmax, weights = weigh(plan, softmax, z, masked=masked)  # (4), (5)
+        weights = weights.astype(inputs["v"].dtype)
         plgpu.barrier_wait(scratch["v_here"].at[slot])
         v = scratch["v_tile"].at[slot]
         if may is not None and plan.has_dead_keys:
@@ -176,7 +192,12 @@ def _softmax(place: Place) -> Softmax:
             v_seen[...] = hidden_rows(v[...], may(True))
             plgpu.commit_smem()  # type: ignore[no-untyped-call] # untyped upstream
             v = v_seen
-        out = accumulate(plan, softmax.out, weights.astype(v.dtype), v)  # (6), not divided
+        if place.shape.ping_pong:
+            # Exponentials are pure, and would else be free to move behind the wait.
+            pinned = lax.optimization_barrier((softmax, weights))  # type: ignore[no-untyped-call] # untyped upstream
+            softmax, weights = pinned
+        turns.take()
+        out = accumulate(plan, softmax.out, weights, v)  # (6), not divided
         place.let_go(slot)
         return softmax._replace(out=out)
 
@@ -185,10 +206,12 @@ def _softmax(place: Place) -> Softmax:
         total=jnp.zeros((ROWS, SHARES), jnp.float32),
         out=jnp.zeros((ROWS, place.shape.v_head_dim), jnp.float32),
     )
+    pl.when(place.total > 0)(turns.take)
     if "full" in place.kinds:
         softmax = lax.fori_loop(jnp.int32(0), place.full, functools.partial(visit, False), softmax)
     if "partial" in place.kinds:
         softmax = lax.fori_loop(place.full, place.total, functools.partial(visit, True), softmax)
+    pl.when(place.total > 0)(turns.give)
     return softmax._replace(total=jnp.sum(softmax.total, axis=1))
 
 

@@ -14,6 +14,8 @@ What JAX's interpreter does not run, and what it rests on (lowering of jax 0.10.
   - Arrays are filled up to whole tiles, so no copy begins or ends beyond one; tiles start at multiples of 1024 bytes
     and of 8 rows, as the swizzle of 128 bytes needs, and rows of every array at multiples of 16 bytes, as TMA does.
   - Warpgroups take different branches around copies and barriers, threads of one never do.
+  - Before the queries of a persistent kernel's next tile come, `wait_smem_to_gmem` has waited until the results of the
+    last one, which lie in their place, are read.
 """
 
 from __future__ import annotations
@@ -30,11 +32,15 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from impls.flash_gpu.mosaic.order import Order, dealt
 from impls.flash_gpu.mosaic.shape import COMPUTING, OWNED, ROWS, Shape, up
 from impls.flash_gpu.operands import Operands
 from impls.flash_gpu.schedule import KINDS, FlashGpuPlan, Visits
 from impls.varying import varying_axes, varying_over
-from impls.versions import mosaic_call
+from impls.versions import mosaic_call, multiprocessors
+
+FEW = 3
+"""Programs of a persistent kernel in an interpreter, so that each has several tiles of a small problem."""
 
 
 def common_inputs(plan: FlashGpuPlan, shape: Shape, operands: Operands) -> dict[str, jax.Array]:
@@ -70,22 +76,24 @@ def launch(
     scratch: dict[str, Any],
 ) -> tuple[jax.Array, ...]:
     """Run `program(inputs, outputs, scratch, place)` in every warpgroup of every program."""
+    order, steps = _order(plan, shape, inputs)
+    programs = order.tiles
+    if shape.persistent:
+        programs = min(programs, FEW if plan.interpret else multiprocessors())
+        inputs = inputs | {"dealt": jnp.asarray(dealt(order.steps(steps), programs))}
     names = tuple(inputs)
 
     def body(*references: Any, **shared: Any) -> None:
-        block, head, batch = (lax.axis_index(axis) for axis in ("block", "head", "batch"))
+        number, warpgroup = lax.axis_index("program"), lax.axis_index("warpgroup")
         here = dict(zip(names, references[: len(names)], strict=True))
-        place = Place(plan, shape, here, shared, block, head, batch, lax.axis_index("warpgroup"))
+        # The first tile of a program is the one of its number, of which those of a persistent kernel have more.
+        place = Place(plan, shape, here, shared, order, number, warpgroup, *order.at(number))
         program(here, references[len(names) :], shared, place)
 
-    owned, heads = (
-        (inputs["q"].shape[1], plan.num_q_heads) if shape.axis == "q" else (inputs["k"].shape[1], plan.num_kv_heads)
-    )
     found = mosaic_call(
         body,
         name=name,
-        # The last one is the fastest: programs that run at once share the keys of a head, which stay in the cache.
-        grid={"batch": inputs["q"].shape[0], "head": heads, "block": owned // OWNED},
+        grid={"program": programs},
         warpgroups=COMPUTING + 1,
         outputs=outputs,
         scratch=scratch,
@@ -97,29 +105,45 @@ def launch(
     return marked
 
 
+def _order(plan: FlashGpuPlan, shape: Shape, inputs: dict[str, jax.Array]) -> tuple[Order, np.ndarray]:
+    """The order of tiles, and how many steps each has, `[batch or 1, blocks]`."""
+    steps = listed(plan.visits(shape.tiles, shape.axis))[0][:, 0, :, 2]
+    queries = shape.axis == "q"
+    heads, visited = (plan.num_q_heads, inputs["k"]) if queries else (plan.num_kv_heads, inputs["q"])
+    row = (shape.head_dim + shape.v_head_dim) * visited.dtype.itemsize
+    each = visited.shape[1] * row
+    return Order.of(steps, visited.shape[0], heads, each // plan.group if queries else each * plan.group), steps
+
+
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """Where a program and a warpgroup are, and the blocks that the program visits.
+    """Where a program and a warpgroup are, and the blocks that are visited for a tile.
 
     Attributes:
       plan: the problem.
       shape: sizes of the tiles.
       inputs: references by name.
       scratch: shared memory and barriers by name.
-      block: of the axis that is owned.
-      head: query head, or key/value head if keys are owned.
-      batch: batch row.
+      order: of the tiles.
+      program: its number.
       warpgroup: of `COMPUTING` and the one that fetches.
+      batch: batch row of the tile.
+      head: query head, or key/value head if keys are owned.
+      block: of the axis that is owned.
+      base: steps of the program before this tile; None in its only one.
     """
 
     plan: FlashGpuPlan
     shape: Shape
     inputs: dict[str, Any]
     scratch: dict[str, Any]
-    block: Any
-    head: Any
-    batch: Any
+    order: Order
+    program: Any
     warpgroup: Any
+    batch: Any
+    head: Any
+    block: Any
+    base: Any | None = None
 
     @property
     def start(self) -> Any:
@@ -149,27 +173,65 @@ class Place:
         table = self.inputs["table"]
         return table[self.batch if table.shape[0] > 1 else 0, 0, self.block, column]
 
+    def since(self, at: Any) -> Any:
+        """The steps of the program before this one of the tile."""
+        return at if self.base is None else self.base + at
+
     def slot(self, at: Any) -> Any:
         """The slot of a step."""
-        slots = self.shape.slots
+        slots, at = self.shape.slots, self.since(at)
         return at & jnp.int32(slots - 1) if slots & (slots - 1) == 0 else lax.rem(at, jnp.int32(slots))
 
+    def each_tile(self, compute: Callable[[Place], None]) -> Any:
+        """`compute(place)` for each tile of the program; how many steps these have together."""
+        if not self.shape.persistent:
+            compute(self)
+            return self.total
+        mine = self.inputs["dealt"]
+
+        def one(at: Any, base: Any) -> Any:
+            batch, head, block = self.order.at(mine[self.program, 1 + at])
+            place = dataclasses.replace(self, batch=batch, head=head, block=block, base=base)
+            compute(place)
+            return base + place.total
+
+        return lax.fori_loop(jnp.int32(0), mine[self.program, 0], one, jnp.int32(0))
+
+    def fetch_each(self, bring: Callable[[Place, Any, Any], None]) -> None:
+        """`bring(place, step, slot)` for each step of each tile, those of the next tile while the last is computed."""
+        if not self.shape.persistent:
+            self.fetch(self.total, functools.partial(bring, self))
+            return
+
+        def of_tile(place: Place) -> None:
+            def step(at: Any, _: None) -> None:
+                place.wait_until_free(at)
+                bring(place, at, place.slot(at))
+
+            lax.fori_loop(jnp.int32(0), place.total, step, None)
+
+        steps = self.each_tile(of_tile)
+        lax.fori_loop(steps, steps + self.shape.slots, lambda at, _: self.wait_until_free(at), None)
+
     def fetch(self, total: Any, bring: Callable[[Any, Any], None]) -> None:
-        """`bring(step, slot)` for each step, into a slot that both computing warpgroups have let go of."""
+        """`bring(step, slot)` for each step of the only tile."""
 
         def step(at: Any, _: None) -> None:
-            slot = self.slot(at)
-
-            @pl.when(at >= self.shape.slots)
-            def _free() -> None:
-                plgpu.barrier_wait(self.scratch["free"].at[slot])
+            self.wait_until_free(at)
 
             @pl.when(at < total)
             def _bring() -> None:
-                bring(at, slot)
+                bring(at, self.slot(at))
 
         # The last turns only wait, so that every barrier is in its first state again when the program ends.
         lax.fori_loop(jnp.int32(0), total + self.shape.slots, step, None)
+
+    def wait_until_free(self, at: Any) -> None:
+        """Wait until both computing warpgroups have let go of the slot of a step."""
+
+        @pl.when(self.since(at) >= self.shape.slots)
+        def _free() -> None:
+            plgpu.barrier_wait(self.scratch["free"].at[self.slot(at)])
 
     def let_go(self, slot: Any, *, read_as_values: bool = False) -> None:
         """This warpgroup is done with a slot.

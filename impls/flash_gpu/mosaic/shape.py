@@ -37,6 +37,8 @@ class Shape:
       slots: tiles of each kind in flight.
       head_dim: of q and k, padded.
       v_head_dim: of v, padded.
+      ping_pong: whether the computing warpgroups multiply in turns (`impls.flash_gpu.mosaic.turns`).
+      persistent: whether there is a program for each multiprocessor (`impls.flash_gpu.mosaic.order`).
     """
 
     axis: Axis
@@ -44,12 +46,15 @@ class Shape:
     slots: int
     head_dim: int
     v_head_dim: int
+    ping_pong: bool = False
+    persistent: bool = False
 
     @classmethod
     def of(cls, kernel: Kernel, ring: Ring, head_dim: int, v_head_dim: int) -> Shape:
         """The shape of a kernel for these head depths."""
         axis: Axis = "kv" if kernel == "dkv" else "q"
-        return cls(axis, ring.block, ring.num_stages, up(head_dim, LANES), up(v_head_dim, LANES))
+        depths = up(head_dim, LANES), up(v_head_dim, LANES)
+        return cls(axis, ring.block, ring.num_stages, *depths, ring.ping_pong, ring.persistent)
 
     @property
     def tiles(self) -> Tiles:

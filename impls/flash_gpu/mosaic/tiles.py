@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -55,14 +55,22 @@ class Span(NamedTuple):
     keys: int
 
 
-def product(plan: FlashGpuPlan, a: Any, b: Any, *, transposed: bool = False) -> jax.Array:
-    """`a @ b`, or `a @ b.T`, in f32; `a` in shared memory or in registers, `b` in shared memory."""
+def product(
+    plan: FlashGpuPlan, a: Any, b: Any, *, transposed: bool = False, issued: Callable[[], None] = lambda: None
+) -> jax.Array:
+    """`a @ b`, or `a @ b.T`, in f32; `a` in shared memory or in registers, `b` in shared memory.
+
+    `issued` is called between asking for the product and waiting for it.
+    """
     shape = (a.shape[0], b.shape[0 if transposed else 1])
     if plan.interpret:
-        return _product_of_values(a, b, transposed)
+        found = _product_of_values(a, b, transposed)
+        issued()
+        return found
 
     def multiply(accumulator: Any) -> jax.Array:
         plgpu.wgmma(accumulator, a, b.T if transposed else b)
+        issued()
         return accumulator[...]
 
     return pl.run_scoped(multiply, plgpu.WGMMAAccumulatorRef(shape, jnp.float32))

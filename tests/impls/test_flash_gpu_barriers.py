@@ -1,0 +1,305 @@
+"""The Mosaic GPU forward kernel as a schedule: in no order of events does a warpgroup wait for ever.
+
+The kernel runs in plain Python, once for each warpgroup of each program, and what it does with barriers is written
+down. A model of a GPU's barriers, whose phase is one bit, then goes through every order in which these events and the
+ends of copies can follow each other. JAX's interpreter goes through one order a run, and hangs where one is missing.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import functools
+import itertools
+import types
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from cases.masks import Causal, Full, Lengths, Mask, Window
+from impls import flash_gpu
+from impls.flash_gpu.mosaic import forward, launch, turns
+from impls.flash_gpu.mosaic.shape import COMPUTING
+from impls.flash_gpu.mosaic.turns import Turns
+from impls.flash_gpu.operands import Operands
+from impls.flash_gpu.schedule import FlashGpuPlan
+
+
+@dataclasses.dataclass(frozen=True)
+class Event:
+    """A warpgroup waits at a barrier, arrives there, starts a copy that will arrive, or does something without one."""
+
+    kind: str
+    barrier: tuple[str, int] = ("", 0)
+
+
+Events = list[Event]
+Arrivals = dict[str, int]
+"""How many arrivals complete a phase, by the barrier's name."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Reference:
+    """Stands in for memory, which holds zeros, and for barriers."""
+
+    name: str
+    dtype: Any = jnp.float32
+    place: Any = 0
+
+    @property
+    def at(self) -> Reference:
+        return self
+
+    def __getitem__(self, place: Any) -> Any:
+        return jnp.float32(0) if place is Ellipsis else dataclasses.replace(self, place=place)
+
+    def __setitem__(self, place: Any, value: Any) -> None:
+        pass
+
+
+class Machine:
+    """Stands in for Pallas: what is done with barriers is written down, and nothing is computed."""
+
+    def __init__(self) -> None:
+        self.events: Events = []
+        self.where: dict[str, int] = {}
+
+    def modules(self) -> dict[str, Any]:
+        """By the names that the kernel's modules have for them."""
+        return {
+            "pl": types.SimpleNamespace(
+                when=lambda some: lambda body: body() if some else None, ds=lambda start, size: (start, size)
+            ),
+            "lax": types.SimpleNamespace(
+                fori_loop=_loop,
+                optimization_barrier=lambda values: values,
+                div=lambda a, b: int(a) // int(b),
+                rem=lambda a, b: int(a) % int(b),
+                axis_index=lambda axis: self.where[axis],
+            ),
+            "plgpu": types.SimpleNamespace(
+                SMEM=plgpu.SMEM,
+                Barrier=plgpu.Barrier,
+                barrier_wait=functools.partial(self.note, "wait"),
+                barrier_arrive=functools.partial(self.note, "arrive"),
+                copy_gmem_to_smem=lambda source, target, barrier: self.note("copy", barrier),
+                copy_smem_to_gmem=lambda source, target: self.events.append(Event("store")),
+                wait_smem_to_gmem=lambda count, **known: self.events.append(Event("stored")),
+                **dict.fromkeys(("commit_smem", "set_max_registers"), lambda *given, **known: None),
+            ),
+        }
+
+    def note(self, kind: str, barrier: Reference) -> None:
+        self.events.append(Event(kind, (barrier.name, int(barrier.place))))
+
+
+def _loop(start: Any, stop: Any, body: Callable[[int, Any], Any], carry: Any) -> Any:
+    for at in range(int(start), int(stop)):
+        carry = body(at, carry)
+    return carry
+
+
+def programs(plan: FlashGpuPlan, operands: Operands) -> tuple[list[list[Events]], Arrivals]:
+    """What each warpgroup of each program of the forward kernel does with its barriers."""
+    machine = Machine()
+    found: list[list[Events]] = []
+    arrivals: Arrivals = {}
+
+    def call(body: Callable[..., None], *, grid: Any, warpgroups: int, outputs: Any, scratch: Any, **_: Any) -> Any:
+        def run(*inputs: Any) -> tuple[Any, ...]:
+            arrivals.update({name: x.num_arrivals for name, x in scratch.items() if hasattr(x, "num_arrivals")})
+            # Lists of tiles and of blocks are read; of operands only the dtype.
+            given = [np.asarray(x) if x.dtype == jnp.int32 else Reference("operand", x.dtype) for x in inputs]
+            shared = {name: Reference(name, getattr(x, "dtype", None)) for name, x in scratch.items()}
+            for program in range(grid["program"]):
+                found.append([])
+                for warpgroup in range(warpgroups):
+                    machine.events, machine.where = [], {"program": program, "warpgroup": warpgroup}
+                    body(*given, *(Reference("output", x.dtype) for x in outputs), **shared)
+                    found[-1].append(machine.events)
+            return tuple(jnp.zeros(x.shape, x.dtype) for x in outputs)
+
+        return run
+
+    def multiplied(*given: Any, issued: Callable[[], None] = lambda: None, **known: Any) -> Any:
+        issued()
+        return jnp.float32(0)
+
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (forward, launch, turns):
+            for name, stand_in in machine.modules().items():
+                if hasattr(module, name):
+                    patch.setattr(module, name, stand_in)
+        patch.setattr(launch, "mosaic_call", call)
+        patch.setattr(launch, "varying_over", lambda found, axes: found)
+        for name in ("product", "accumulate"):
+            patch.setattr(forward, name, multiplied)
+        patch.setattr(forward, "weigh", lambda plan, softmax, z, masked: (softmax, z))
+        patch.setattr(forward, "logits_of", lambda plan, z: (z, None))
+        patch.setattr(forward, "allowed_keys", lambda place, at, slot: lambda keys_first: True)
+        patch.setattr(forward, "hidden_rows", lambda v, seen: v)
+        forward.forward(plan, operands)
+    return found, arrivals
+
+
+def stuck(warpgroups: Sequence[Events], arrivals: Arrivals) -> str | None:
+    """Of all orders of events the first that goes wrong, in words: one waits for ever, or a phase passes unseen."""
+    copies = [[n for n, event in enumerate(events) if event.kind == "copy"] for events in warpgroups]
+    start = (tuple(0 for _ in warpgroups), frozenset[tuple[int, int]]())
+    todo, known = [start], {start}
+    waits = [_running(events, "wait") for events in warpgroups]
+    arrived = [_running(events, "arrive") for events in warpgroups]
+    barriers = {event.barrier for events in warpgroups for event in events if event.barrier[0]}
+    while todo:
+        at, in_flight = todo.pop()
+        begun = [(w, n) for w, places in enumerate(copies) for n in places if n < at[w]]
+        landed = collections.Counter(warpgroups[w][n].barrier for w, n in begun if (w, n) not in in_flight)
+        count = {b: landed[b] + sum(arrived[w][at[w]][b] for w in range(len(at))) for b in barriers}
+        phase = {b: n // arrivals[b[0]] for b, n in count.items()}
+        for b in barriers:
+            for w, events in enumerate(warpgroups):
+                if any(e.kind == "wait" and e.barrier == b for e in events) and phase[b] > waits[w][at[w]][b] + 1:
+                    return f"warpgroup {w} misses a phase of {b} at {at}"
+        following = [(at, in_flight - {copy}) for copy in in_flight]
+        for w, events in enumerate(warpgroups):
+            if at[w] == len(events):
+                continue
+            event, moved = events[at[w]], (*at[:w], at[w] + 1, *at[w + 1 :])
+            if event.kind == "copy":
+                following.append((moved, in_flight | {(w, at[w])}))
+            elif event.kind != "wait" or (phase[event.barrier] - waits[w][at[w]][event.barrier]) % 2:
+                following.append((moved, in_flight))
+        if not following:
+            if any(n < len(events) for n, events in zip(at, warpgroups, strict=True)):
+                return f"at {at} everybody waits"
+            if left := [b for b in barriers if count[b] % arrivals[b[0]] or not _seen(b, phase[b], warpgroups)]:
+                return f"at the end {left} are not in their first state"
+        todo += (new := set(following) - known)
+        known |= new
+    return None
+
+
+def _running(events: Events, kind: str) -> list[collections.Counter[tuple[str, int]]]:
+    """How many of these events each barrier has had before each place."""
+    found = [collections.Counter[tuple[str, int]]()]
+    for event in events:
+        found.append(found[-1] + collections.Counter([event.barrier] if event.kind == kind else []))
+    return found
+
+
+def _seen(barrier: tuple[str, int], phases: int, warpgroups: Sequence[Events]) -> bool:
+    waits = [sum(e == Event("wait", barrier) for e in events) for events in warpgroups]
+    return all(count in (0, phases) for count in waits)
+
+
+def asked(mask: Mask, ring: flash_gpu.Ring, lengths: tuple[int, int], batch: int = 1) -> tuple[list[list[Events]], Any]:
+    """The schedule of a call with one head."""
+    q_length, kv_length = lengths
+    sizes = dataclasses.replace(flash_gpu.block_sizes.TABLE[0].sizes, mosaic_forward=ring)
+    plan = FlashGpuPlan(
+        mask=mask,
+        num_q_heads=1,
+        num_kv_heads=1,
+        q_length=q_length,
+        kv_length=kv_length,
+        head_dim=64,
+        v_head_dim=64,
+        scale=1.0,
+        soft_cap=None,
+        segmented=False,
+        exact=True,
+        sizes=sizes,
+        interpret=True,
+    )
+    q, k = (jnp.zeros((batch, n, 1, 64), jnp.bfloat16) for n in lengths)
+    return programs(plan, Operands(q, k, k, None, None, None))
+
+
+TURNS = {"plain": flash_gpu.Ring(), "both": flash_gpu.Ring(ping_pong=True, persistent=True)} | {
+    name: flash_gpu.Ring(**{name: True}) for name in ("ping_pong", "persistent")
+}
+DAILY = {("both", "causal"), ("ping_pong", "no key of one")}
+CALLS: dict[str, tuple[Mask, tuple[int, int], int]] = {
+    "causal": (Causal(), (384, 384), 1),
+    "window": (Window(95, 0), (384, 384), 1),
+    "full": (Full(), (250, 200), 1),
+    "no key of one": (Lengths((0, 200)), (128, 256), 2),
+}
+
+
+@pytest.mark.parametrize(
+    ("ring", "call"),
+    [
+        pytest.param(ring, call, marks=() if (ring, call) in DAILY else pytest.mark.long)
+        for ring, call in itertools.product(TURNS, CALLS)
+    ],
+)
+def test_no_order_of_events_ends_in_waiting(ring: str, call: str) -> None:
+    mask, lengths, batch = CALLS[call]
+    found, arrivals = asked(mask, TURNS[ring], lengths, batch)
+    assert any(event.kind == "wait" for events in found[0] for event in events)
+    for warpgroups in found:
+        assert stuck(warpgroups, arrivals) is None
+        steps = [sum(e.kind == "arrive" and e.barrier[0] == "free" for e in events) for events in warpgroups]
+        assert steps[0] == steps[1]  # on which the turns rest
+
+
+def test_queries_come_once_results_in_their_place_are_gone() -> None:
+    """Nothing interprets these waits: JAX's interpreter copies results at once."""
+    found, _ = asked(Causal(), TURNS["both"], (512, 512))
+    for events in itertools.chain.from_iterable(program[:COMPUTING] for program in found):
+        under_way = False
+        for event in events:
+            assert not (under_way and event.kind == "copy")
+            under_way = event.kind == "store" or (under_way and event.kind != "stored")
+        assert not under_way
+    assert max(sum(e.kind == "copy" for e in program[0]) for program in found) > 1
+
+
+@pytest.mark.parametrize(
+    ("left_out", "words"),
+    [("begin", "everybody waits"), ("end", "not in their first state"), ("give", "everybody waits")],
+)
+def test_what_is_left_out_of_the_turns_is_noticed(left_out: str, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Turns, left_out, lambda self: None)
+    found, arrivals = asked(Causal(), TURNS["ping_pong"], (128, 128))
+    assert words in (stuck(found[0], arrivals) or "")
+
+
+def test_a_slot_that_one_warpgroup_keeps_is_noticed() -> None:
+    (warpgroups, *_), arrivals = asked(Full(), TURNS["plain"], (128, 256))
+    kept = [event for event in warpgroups[0] if event.kind != "arrive"]
+    assert "everybody waits" in (stuck([kept, *warpgroups[1:]], arrivals) or "")
+
+
+def turns_of(mine: int, tiles: Sequence[int], monkeypatch: pytest.MonkeyPatch) -> Events:
+    """What a warpgroup does with the barriers of turns, if its tiles have so many steps."""
+    machine = Machine()
+    for name, stand_in in machine.modules().items():
+        if hasattr(turns, name):
+            monkeypatch.setattr(turns, name, stand_in)
+    found = Turns(mine, Reference("turn"))
+    found.begin()
+    for steps in tiles:
+        for _ in range(steps + 1 if steps else 0):
+            found.take()
+            found.give()
+    found.end()
+    return machine.events
+
+
+def test_turns_end_if_and_only_if_both_take_equally_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For each pair of numbers of steps of two tiles, that of a warpgroup which has nothing to do among them."""
+    tiles = list(itertools.product(range(4), repeat=2))
+    events = {(mine, counts): turns_of(mine, counts, monkeypatch) for mine in range(COMPUTING) for counts in tiles}
+
+    def taken(counts: tuple[int, ...]) -> int:
+        return sum(steps + 1 for steps in counts if steps)
+
+    for first, second in itertools.product(tiles, tiles):
+        ends = stuck([events[0, first], events[1, second]], {"turn": 1}) is None
+        assert ends == (taken(first) == taken(second))
