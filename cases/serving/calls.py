@@ -25,6 +25,8 @@ _ROOM: dict[str, Any] = {
     **{"phase": "prefill", "batch": 6, "q_length": 2, "kv_length": 40},
     **{"mask": "own-linf-17-40-8-33-1-24", "soft_cap": None},
 }
+# More than sixteen query heads to a key head, an odd number.
+_GROUPS = {"num_q_heads": 34, "num_kv_heads": 2}
 _FORTY = tuple(1 + 5 * n % 13 for n in range(40))
 _ENDS = "-".join(map(str, _FORTY))
 FURTHER: Mapping[Kind, Mapping[str, Mapping[str, Any]]] = {
@@ -38,6 +40,7 @@ FURTHER: Mapping[Kind, Mapping[str, Mapping[str, Any]]] = {
             "kv_length": 20,
             "mask": "own-linf-20-3-9",
             "storage": "packed-q7-17-8",
+            **_GROUPS,
         },
         "forty": {
             "batch": 40,
@@ -58,7 +61,7 @@ FURTHER: Mapping[Kind, Mapping[str, Mapping[str, Any]]] = {
             "storage": "paged1",
         },
         "border": {**_BORDER, "storage": "paged16-q2-4-1"},
-        "room": {**_ROOM, "storage": "paged16-q0-2-0-1-0-0"},
+        "room": {**_ROOM, **_GROUPS, "storage": "paged16-q0-2-0-1-0-0"},
     },
     "latent": {},
     "latent_pages": {

@@ -12,6 +12,7 @@ import numpy as np
 
 from cases.case import Case
 from conformance.sensitivity import PlantedBug
+from tests.planted.beyond.borders import in_a_tile
 from tests.planted.beyond.combined import Pulled, backward_by, pulled_back
 from tests.planted.beyond.few_operands import rows_of
 from tests.planted.computing.transforms import batched_by, mapped
@@ -293,6 +294,20 @@ BUGS: tuple[PlantedBug, ...] = (
         PagedSteps(pages=lambda slot, call: call.page_indices[:, slot] & 255),
         "pages",
         "inferred from indices that are as narrow as a test needs",
+        *_OUT,
+    ),
+    _served(
+        "packed-queries-take-sixteen-heads-of-a-group",
+        PackedSteps(gradients=lambda q, k, v, call: (in_a_tile(q, 1, call.kv_heads), k, v)),
+        "heads",
+        "inferred from flash-decoding, which packs the heads of a group in the rows of a tile",
+        *_ALL,
+    ),
+    _served(
+        "paged-queries-take-sixteen-heads-of-a-group",
+        PagedSteps(output=lambda out, call: in_a_tile(out, 1, call.kv_heads)),
+        "heads",
+        "inferred from flash-decoding, which packs the heads of a group in the rows of a tile, for pages",
         *_OUT,
     ),
 )
