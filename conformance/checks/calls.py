@@ -41,12 +41,13 @@ _CALLS = 1000
 _CALLS_INTERPRETED = 10
 
 # Beyond what the grids have: more batch rows, with a bias of each, and heads of each kind than 8, more than 16 heads in
-# a group, for one query too, more than 40 heads, a depth beyond 256, fewer keys than any tile, one key, a cache of 512,
-# one that no split divides (2593 is a prime, of which more than half of 1024 is left; long caches of the grids are
-# multiples of 8) and of which each key has some weight, and tens of sequences in a row, over 512 positions each way. An
-# odd number of heads of a usual depth, each with its own keys. Blocks that leave three if they are taken by fours:
-# seven of 64 each way, eleven of 128 of keys and of queries. And a step whose queries' windows begin on both sides of
-# key 512, where blocks of any usual size meet. Each in the first lengths that an implementation takes.
+# a group, for one query too, more than 40 heads, a depth beyond 256 and one below 16, fewer keys than any tile, one
+# key, a cache of 512, one that no split divides (2593 is a prime, of which more than half of 1024 is left; long caches
+# of the grids are multiples of 8) and of which each key has some weight, and tens of sequences in a row, over 512
+# positions each way. An odd number of heads of a usual depth, each with its own keys. Blocks that leave three if they
+# are taken by fours: seven of 64 each way, eleven of 128 of keys and of queries. And a step whose queries' windows
+# begin on both sides of key 512, where blocks of any usual size meet. Each in the first lengths that an implementation
+# takes.
 # Beside that, heads that leave a rest if they are taken by fours or eights, and such that do not, with keys of their
 # own and in groups, and values deeper than keys. Each would be a program of its own, so that these calls have them.
 _SHORT: tuple[dict[str, Any], ...] = tuple({"q_length": n, "kv_length": n} for n in (16, 128))
@@ -68,9 +69,9 @@ _DEEPER = _depths(24, 40), _depths(32, 40)
 _SIZES: dict[str, tuple[dict[str, Any], ...]] = {
     # Segments would leave the query one key.
     "few": tuple(
-        {"batch": b, "q_length": 1, "kv_length": 5, "segments": None, **heads, **bias}
-        for heads in (_heads(12, 12), {})
-        for b, bias in ((9, {"bias": "biasbatch"}), (9, {}), (1, {}))
+        {"batch": b, "q_length": 1, "kv_length": 5, "segments": None, **more}
+        for heads in ({**_heads(12, 12), **_depths(8, 4)}, _heads(12, 12), {})
+        for b, more in ((9, {**heads, "bias": "biasbatch"}), (9, heads), (1, heads))
     ),
     "one": tuple(
         {"q_length": 1, "kv_length": 1, "segments": None, **more} for more in ({"batch": 8, **_heads(16, 16)}, {})

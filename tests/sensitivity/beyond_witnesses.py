@@ -307,6 +307,7 @@ _BORDERS: dict[str, Witness] = {
     "ids-of-batch-rows-beyond-eight-are-the-first-again": asked(_case("full/seg", shape=_NINE)),
     "bias-of-batch-rows-beyond-eight-is-the-first-again": asked(_case("full/biasbatch", shape=_NINE)),
     "mask-of-batch-rows-beyond-eight-is-the-first-again": asked(_case("lengths-1-9-7-12-12-3-9-5-8", shape=_NINE)),
+    "channels-of-the-next-row-below-a-depth-of-sixteen": asked(_case("full", shape="B1.T16.S16.N2.K2.H8.V4")),
     "one-query-takes-sixteen-heads-of-a-group": asked(_case("full", phase="decode", shape="B1.T1.S16.N34.K2.H16.V16")),
 }
 

@@ -155,6 +155,17 @@ def _sixteen_heads_of_one_query(arrays: Arrays, statics: Statics) -> Any:
     return correct(arrays if q.shape[1] > 1 else {**arrays, "q": in_a_tile(q, 2, arrays["k"].shape[2])}, statics)
 
 
+def _channels_of_the_next_row(arrays: Arrays, statics: Statics) -> Any:
+    """Rows are read by sixteen channels: of less deep ones the rest is what the next row begins with."""
+    depth = arrays["q"].shape[3]
+    if depth >= _SIXTEEN:
+        return correct(arrays, statics)
+    after = {name: jnp.roll(arrays[name], -1, axis=1)[..., : _SIXTEEN - depth] for name in ("q", "k")}
+    wide = {name: jnp.concatenate([arrays[name], x], axis=-1) for name, x in after.items()}
+    scale = depth**-0.5 if statics["scale"] is None else statics["scale"]
+    return correct({**arrays, **wide}, {**statics, "scale": scale})
+
+
 def _side(place: int, remainder: int) -> Any:
     def trigger(case: Case) -> bool:
         sides = case.mask.split("-")
@@ -270,5 +281,13 @@ BUGS: tuple[PlantedBug, ...] = (
         reference="inferred from flash-decoding, which packs the heads of a group in the rows of a tile",
         shows=("out", "logsumexp"),
         trigger=lambda case: case.q_length == 1 and case.num_q_heads > _SIXTEEN * case.num_kv_heads,
+    ),
+    _bug(
+        "channels-of-the-next-row-below-a-depth-of-sixteen",
+        _channels_of_the_next_row,
+        kind="depth.rest",
+        reference="inferred from products of tiles, which take no fewer than sixteen channels",
+        shows=_ALL,
+        trigger=lambda case: case.head_dim < _SIXTEEN,
     ),
 )
