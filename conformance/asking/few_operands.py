@@ -73,8 +73,12 @@ CALLS: dict[str, dict[str, Any]] = {
 SLOPED: dict[str, dict[str, Any]] = {
     "sloped": {"mask": "causal", "alibi": True},
     "sloped_sunk": {"mask": "causal", "alibi": True, "sinks": True},
+    "sloped_ahead": {"phase": "prefill", "mask": "window-l9-r3", "alibi": True, "kv_length": 72},
 }
-"""Of kernels that offer ALiBi: under a causal mask it is a number for each key, as far as weights go, but for sinks."""
+"""Of kernels that offer ALiBi: under a causal mask it is a number for each key, as far as weights go, but for sinks.
+
+A window is counted from the first key and distances from the last one: that differs where there are fewer queries.
+"""
 _USUAL: dict[str, Any] = {
     **{operand.field: operand.absent for operand in REMOVABLE},
     "batch": 2,
