@@ -15,7 +15,7 @@ from cases.serving.spec import IN_PAGES, Kind, Sides, sides, write
 from cases.serving.written import not_written
 
 # More than eight key/value heads.
-_KEY_HEADS = {"num_q_heads": 18, "num_kv_heads": 9}
+_KEY_HEADS = {"num_q_heads": 9, "num_kv_heads": 9}
 _CHUNK = {"batch": 1, "q_length": 24, "kv_length": 40, "mask": "window-linf-r3-o16"}
 # Of two and of four queries, whose windows begin on both sides of a page's first row.
 _BORDER: dict[str, Any] = {
@@ -30,7 +30,7 @@ _ROOM: dict[str, Any] = {
 # The same, of which one sequence has more than 4,096 keys.
 _LONG = {"kv_length": 4233, "mask": "own-linf-17-4233-8-33-1-24"}
 # More than sixteen query heads to a key head, an odd number.
-_GROUPS = {"num_q_heads": 34, "num_kv_heads": 2}
+_GROUPS = {"num_q_heads": 17, "num_kv_heads": 1}
 _FORTY = tuple(1 + 5 * n % 13 for n in range(40))
 _ENDS = "-".join(map(str, _FORTY))
 FURTHER: Mapping[Kind, Mapping[str, Mapping[str, Any]]] = {

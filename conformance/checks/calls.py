@@ -78,7 +78,7 @@ _SIZES: dict[str, tuple[dict[str, Any], ...]] = {
     ),
     "cache": tuple({**_CACHE, "kv_length": 512, **heads} for heads in (_heads(42, 6), {})),
     "rest": tuple(
-        {**_CACHE, "batch": 1, "kv_length": 2593, "soft_cap": None, **heads} for heads in (_heads(34, 2), {})
+        {**_CACHE, "batch": 1, "kv_length": 2593, "soft_cap": None, **heads} for heads in (_heads(17, 1), {})
     ),
     "many": tuple({**_heads(n, k), **short} for n, k in ((153, 9), (45, 45)) for short in _SHORT),
     "packed": ({"batch": 1, "segments": "segmany", "q_length": 512, "kv_length": 512},),
