@@ -27,8 +27,6 @@ _ROOM: dict[str, Any] = {
     **{"phase": "prefill", "batch": 6, "q_length": 2, "kv_length": 40},
     **{"mask": "own-linf-17-40-8-33-1-24", "soft_cap": None},
 }
-# The same, of which one sequence has more than 4,096 keys.
-_LONG = {"kv_length": 4233, "mask": "own-linf-17-4233-8-33-1-24"}
 # More than sixteen query heads to a key head, an odd number.
 _GROUPS = {"num_q_heads": 17, "num_kv_heads": 1}
 _FORTY = tuple(1 + 5 * n % 13 for n in range(40))
@@ -65,7 +63,17 @@ FURTHER: Mapping[Kind, Mapping[str, Mapping[str, Any]]] = {
             "storage": "paged1",
         },
         "border": {**_BORDER, **_KEY_HEADS, "storage": "paged16-q2-4-1"},
-        "room": {**_ROOM, **_GROUPS, **_LONG, "storage": "paged64-q0-2-0-1-0-0"},
+        "room": {**_ROOM, **_GROUPS, "storage": "paged16-q0-2-0-1-0-0"},
+        # More than 4,096 keys.
+        "long": {
+            "phase": "decode",
+            "batch": 1,
+            "q_length": 1,
+            "kv_length": 4233,
+            "mask": "own-linf-4233",
+            "storage": "paged64",
+            "soft_cap": None,
+        },
     },
     "latent": {},
     "latent_pages": {
