@@ -14,6 +14,8 @@ from cases.quantized import PAGES_HOLD
 from cases.serving.spec import IN_PAGES, Kind, Sides, sides, write
 from cases.serving.written import not_written
 
+# More than eight key/value heads.
+_KEY_HEADS = {"num_q_heads": 9, "num_kv_heads": 9}
 _CHUNK = {"batch": 1, "q_length": 24, "kv_length": 40, "mask": "window-linf-r3-o16"}
 # Of two and of four queries, whose windows begin on both sides of a page's first row.
 _BORDER: dict[str, Any] = {
@@ -25,12 +27,14 @@ _ROOM: dict[str, Any] = {
     **{"phase": "prefill", "batch": 6, "q_length": 2, "kv_length": 40},
     **{"mask": "own-linf-17-40-8-33-1-24", "soft_cap": None},
 }
+# More than sixteen query heads to a key head, an odd number.
+_GROUPS = {"num_q_heads": 17, "num_kv_heads": 1}
 _FORTY = tuple(1 + 5 * n % 13 for n in range(40))
 _ENDS = "-".join(map(str, _FORTY))
 FURTHER: Mapping[Kind, Mapping[str, Mapping[str, Any]]] = {
     "packed": {
         # One sequence alone, a chunk of it, whose window is open to the left and sees three keys to the right.
-        "one_chunk": {**_CHUNK, "storage": "packed"},
+        "one_chunk": {**_CHUNK, **_KEY_HEADS, "storage": "packed"},
         # As many keys as queries in all, and in none of the sequences.
         "as_many_in_all": {
             "batch": 3,
@@ -38,6 +42,7 @@ FURTHER: Mapping[Kind, Mapping[str, Mapping[str, Any]]] = {
             "kv_length": 20,
             "mask": "own-linf-20-3-9",
             "storage": "packed-q7-17-8",
+            **_GROUPS,
         },
         "forty": {
             "batch": 40,
@@ -57,8 +62,18 @@ FURTHER: Mapping[Kind, Mapping[str, Mapping[str, Any]]] = {
             "mask": f"own-linf-{_ENDS}",
             "storage": "paged1",
         },
-        "border": {**_BORDER, "storage": "paged16-q2-4-1"},
-        "room": {**_ROOM, "storage": "paged16-q0-2-0-1-0-0"},
+        "border": {**_BORDER, **_KEY_HEADS, "storage": "paged16-q2-4-1"},
+        "room": {**_ROOM, **_GROUPS, "storage": "paged16-q0-2-0-1-0-0"},
+        # More than 4,096 keys.
+        "long": {
+            "phase": "decode",
+            "batch": 1,
+            "q_length": 1,
+            "kv_length": 4233,
+            "mask": "own-linf-4233",
+            "storage": "paged64",
+            "soft_cap": None,
+        },
     },
     "latent": {},
     "latent_pages": {

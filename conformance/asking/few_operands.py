@@ -31,6 +31,8 @@ def _of(length: int) -> dict[str, Any]:
 
 
 _ONE_HEAD = {"num_q_heads": 1, "num_kv_heads": 1}
+_ENDS = "1-40-7-31-12-3-39-25-5-18-33-9"
+_ROWS: dict[str, Any] = {"batch": 12, "times_heads": 3}
 CALLS: dict[str, dict[str, Any]] = {
     "plain": {"mask": "causal", "batch": 1, "q_length": 160, "kv_length": 160},  # three blocks of 64
     # Blocks whose first and last labels are equal, and others between them.
@@ -50,10 +52,11 @@ CALLS: dict[str, dict[str, Any]] = {
     "returning": {"phase": "prefill", "mask": "causal", "segments": "segwild", "batch": 1, **_ONE_HEAD, **_of(1089)},
     "first": {"phase": "prefill", "mask": "causal", "q_length": 16},
     "tall": {"phase": "prefill", "mask": "causal", "bias": "biasbatch", "batch": 4, "q_length": 100},
-    "served": {"phase": "decode", "mask": "lengths-1-40-7-31", "sinks": True, "batch": 4, "q_length": 1},
+    # As many batch rows as heads, more than eight.
+    "served": {**_ROWS, "phase": "decode", "mask": f"lengths-{_ENDS}", "sinks": True, "q_length": 1},
     "lone": {"phase": "decode", "mask": "window-l3-r2", "q_length": 1},
     "scaled": {"mask": "causal", "scale": 0.3, **_of(65)},
-    "scaled_documents": {"mask": "causal", "scale": 0.3, "segments": "seg", **_of(63)},
+    "scaled_documents": {"mask": "causal", "scale": 0.3, "segments": "seg", "batch": 9, **_of(63)},
     "scaled_capped": {"mask": "causal", "scale": 0.3, "soft_cap": 30.0, **_of(33)},
     "scaled_capped_documents": {"mask": "full", "scale": 0.3, "soft_cap": 30.0, "segments": "seg", **_of(127)},
     "scaled_sunk": {"mask": "full", "scale": 0.3, "sinks": True, **_of(65)},
@@ -70,8 +73,12 @@ CALLS: dict[str, dict[str, Any]] = {
 SLOPED: dict[str, dict[str, Any]] = {
     "sloped": {"mask": "causal", "alibi": True},
     "sloped_sunk": {"mask": "causal", "alibi": True, "sinks": True},
+    "sloped_ahead": {"phase": "prefill", "mask": "window-l9-r3", "alibi": True, "kv_length": 72},
 }
-"""Of kernels that offer ALiBi: under a causal mask it is a number for each key, as far as weights go, but for sinks."""
+"""Of kernels that offer ALiBi: under a causal mask it is a number for each key, as far as weights go, but for sinks.
+
+A window is counted from the first key and distances from the last one: that differs where there are fewer queries.
+"""
 _USUAL: dict[str, Any] = {
     **{operand.field: operand.absent for operand in REMOVABLE},
     "batch": 2,
@@ -89,12 +96,13 @@ _BLOCK = 128
 
 def forms_of(case: Case, call: Mapping[str, Any]) -> Iterator[Case]:
     """`case` made one of `CALLS`, in the forms in which it can be asked, the first one first."""
-    told = {name: value for name, value in call.items() if name != "grouped"}
+    told = {name: value for name, value in call.items() if name not in ("grouped", "times_heads")}
+    times = call.get("times_heads", 1)
     order = _HEADS if call.get("grouped", True) else _HEADS[::-1]
     usual = {**_USUAL, **told}
     whole = {name: -(-usual[name] // _BLOCK) * _BLOCK for name in ("q_length", "kv_length")}
     lengths: tuple[dict[str, Any], ...] = ({}, whole) if usual["q_length"] > 1 else ({},)
     for blocks, (num_q_heads, num_kv_heads), dtype in itertools.product(lengths, order, _DTYPES):
-        heads = {"num_q_heads": num_q_heads, "num_kv_heads": num_kv_heads, "dtype": dtype}
+        heads = {"num_q_heads": times * num_q_heads, "num_kv_heads": times * num_kv_heads, "dtype": dtype}
         changes: dict[str, Any] = {**_USUAL, **heads, **told, **blocks}
         yield dataclasses.replace(case, **changes)

@@ -40,13 +40,14 @@ _OTHER_MASKS = (
 _CALLS = 1000
 _CALLS_INTERPRETED = 10
 
-# Beyond what the grids have: more batch rows and heads of each kind than 8, more than 16 heads in a group, more than
-# 40 heads, a depth beyond 256, fewer keys than any tile, one key, a cache of 512, one that no split divides (2593 is
-# a prime, of which more than half of 1024 is left; long caches of the grids are multiples of 8) and of which each key
-# has some weight, and tens of sequences in a row, over 512 positions each way. An odd number of heads of a usual
-# depth, each with its own keys. Blocks that leave three if they are taken by fours: seven of 64 each way, eleven of 128
-# of keys and of queries. And a step whose queries' windows begin on both sides of key 512, where blocks of any usual
-# size meet. Each in the first lengths that an implementation takes.
+# Beyond what the grids have: more batch rows, with a bias of each, and heads of each kind than 8, more than 16 heads in
+# a group, for one query too, more than 40 heads, a depth beyond 256 and one below 16, fewer keys than any tile, one
+# key, a cache of 512, one that no split divides (2593 is a prime, of which more than half of 1024 is left; long caches
+# of the grids are multiples of 8) and of which each key has some weight, and tens of sequences in a row, over 512
+# positions each way. An odd number of heads of a usual depth, each with its own keys. Blocks that leave three if they
+# are taken by fours: seven of 64 each way, eleven of 128 of keys and of queries. And a step whose queries' windows
+# begin on both sides of key 512, where blocks of any usual size meet. Each in the first lengths that an implementation
+# takes.
 # Beside that, heads that leave a rest if they are taken by fours or eights, and such that do not, with keys of their
 # own and in groups, and values deeper than keys. Each would be a program of its own, so that these calls have them.
 _SHORT: tuple[dict[str, Any], ...] = tuple({"q_length": n, "kv_length": n} for n in (16, 128))
@@ -68,15 +69,17 @@ _DEEPER = _depths(24, 40), _depths(32, 40)
 _SIZES: dict[str, tuple[dict[str, Any], ...]] = {
     # Segments would leave the query one key.
     "few": tuple(
-        {"batch": b, "q_length": 1, "kv_length": 5, "segments": None, **heads}
-        for heads in (_heads(12, 12), {})
-        for b in (9, 1)
+        {"batch": b, "q_length": 1, "kv_length": 5, "segments": None, **more}
+        for heads in ({**_heads(12, 12), **_depths(8, 4)}, _heads(12, 12), {})
+        for b, more in ((9, {**heads, "bias": "biasbatch"}), (9, heads), (1, heads))
     ),
     "one": tuple(
         {"q_length": 1, "kv_length": 1, "segments": None, **more} for more in ({"batch": 8, **_heads(16, 16)}, {})
     ),
     "cache": tuple({**_CACHE, "kv_length": 512, **heads} for heads in (_heads(42, 6), {})),
-    "rest": ({**_CACHE, "batch": 1, "kv_length": 2593, "soft_cap": None},),
+    "rest": tuple(
+        {**_CACHE, "batch": 1, "kv_length": 2593, "soft_cap": None, **heads} for heads in (_heads(17, 1), {})
+    ),
     "many": tuple({**_heads(n, k), **short} for n, k in ((153, 9), (45, 45)) for short in _SHORT),
     "packed": ({"batch": 1, "segments": "segmany", "q_length": 512, "kv_length": 512},),
     "deep": tuple({**_depths(h, v), **short} for h, v in ((320, 288), (512, 512)) for short in _SHORT),
@@ -198,13 +201,21 @@ def _of_size(changes: Sequence[Mapping[str, Any]], pair: Pair) -> Iterator[Judge
 
 
 def _of_further_sequences(changes: Mapping[str, Any], pair: Pair) -> Iterator[Judgement]:
-    """A call of stored sequences of other lengths, or of more of them, than a case of the grids has."""
-    case = dataclasses.replace(pair.subject.case, **changes)
-    if (refusal := pair.subject.implementation.supports(case)) is not None:
-        yield unsupported("out", refusal)
-        return
-    other = dataclasses.replace(pair.subject, case=case)
-    yield from right_on(other, other.problem)
+    """A call of stored sequences of other lengths, or of more of them or of heads, than a case of the grids has.
+
+    Where so many heads are not taken, those of the case.
+    """
+    subject = pair.subject
+    told = dataclasses.replace(subject.case, **changes)
+    heads = {name: getattr(subject.case, name) for name in ("num_q_heads", "num_kv_heads")}
+    refusals = []
+    for case in (told, dataclasses.replace(told, **heads)):
+        if (refusal := subject.implementation.supports(case)) is None:
+            other = dataclasses.replace(subject, case=case)
+            yield from right_on(other, other.problem)
+            return
+        refusals.append(refusal)
+    yield unsupported("out", refusals[-1])
 
 
 def _of_few_operands(call: Mapping[str, Any], pair: Pair) -> Iterator[Judgement]:

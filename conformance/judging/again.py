@@ -4,7 +4,8 @@ First as JAX compiles by itself: the flags that make compiling cheap (`conforman
 comes of the second judgement stands, and the ratio of the first is kept beside it. What is right then is judged a third
 time, as it was first. Only what is wrong again is the flags' doing; what is right now depends on the calls before it,
 and stays wrong. Then under each declaration that a careful library might have made: one under which the whole check
-passes is named, so that nobody looks for a bug where a declaration is missing.
+passes is named, so that nobody looks for a bug where a declaration is missing. Where zeros would pass too, the case
+would not be judged under that declaration, and says nothing of it.
 
 Both cost, and a wrong kernel has hundreds of failures. So a failure is judged again only until two of its check and
 result (`out`, `dq`, ...) have been confirmed, or two of that result as the plain call gives it (`_PLAIN`): what is
@@ -31,6 +32,7 @@ from conformance.asking.scopes import DECODED, ENSEMBLE, GRID, INTERPRETED
 from conformance.asking.subject import Subject
 from conformance.calling.execution import Executor
 from conformance.checks import Check
+from conformance.judging import discrimination
 from conformance.judging.declarations import Remedy, weaker
 
 CONFIRMED = 2
@@ -153,9 +155,10 @@ def _unsteady(found: list[Judgement], first: list[Judgement], names: Collection[
 
 
 def _tried(check: Check, subject: Subject, declarations: Iterable[Remedy]) -> Remedy | None:
-    """The first declaration under which nothing is wrong."""
+    """The first declaration under which nothing is wrong, and under which the case still tells right from wrong."""
     for remedy in declarations:
-        if not _wrong(_answers(check, subject.declaring(remedy.implementation))):
+        declaring = subject.declaring(remedy.implementation)
+        if not _wrong(_answers(check, declaring)) and (remedy.costs_little or discrimination.tells(declaring)):
             return remedy
     return None
 

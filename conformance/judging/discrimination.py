@@ -60,6 +60,12 @@ def _computed(subject: Subject) -> dict[str, float]:
     return found
 
 
+def tells(subject: Subject) -> bool:
+    """Whether every null result would fall as far as is required."""
+    found = margins(subject)
+    return not found or weakest(found)[1] >= REQUIRED_MARGIN
+
+
 def weakest(found: Mapping[str, float]) -> tuple[str, float]:
     """The null result that is hardest to see, and its margin."""
     name = min(found, key=lambda n: found[n])

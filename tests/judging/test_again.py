@@ -23,7 +23,7 @@ from conformance.calling.execution import Executor
 from conformance.calling.plain import from_function
 from conformance.checks import BY_NAME, Check
 from conformance.contract import Implementation
-from conformance.judging import again, plan
+from conformance.judging import again, discrimination, plan
 from conformance.judging.declarations import declared
 from conformance.judging.runner import Runner
 from conformance.judging.settings import Settings
@@ -255,6 +255,18 @@ def test_no_declaration_explains_what_is_wrong() -> None:
     first, other = judge(wrong, CASE.format("bf16", "full", 0), CASE.format("bf16", "full", 1))
     assert (first.verdict, first.remedy, first.figures[DECLARATIONS_TRIED]) == (FAIL, "", 1)
     assert DECLARATIONS_TRIED not in other.figures  # on the first failure of a check and dtype alone
+
+
+def test_where_zeros_would_pass_too_a_declaration_explains_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def zeros(q: Any, k: Any, v: Any) -> Any:
+        return 0 * q
+
+    huge = "train/f16/B1.T16.S16.N2.K1.H16.V16/full/huge/s0"  # with rounded logits, anything is right
+    (record,) = judge(zeros, huge)
+    assert (record.verdict, record.remedy) == (FAIL, "")
+    monkeypatch.setattr(discrimination, "tells", lambda subject: True)
+    (record,) = judge(zeros, huge)
+    assert record.remedy == 'logits="input"'  # so nothing was wrong under it
 
 
 def test_an_error_is_explained_by_no_declaration() -> None:

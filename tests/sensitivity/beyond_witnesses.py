@@ -290,6 +290,7 @@ _STATE: dict[str, Witness] = {
     "shard-averages-dk": asked(_case("full"), "sharding"),
 }
 
+_NINE = "B9.T12.S12.N2.K2.H16.V16"
 _BEYOND_F16 = _case("causal", phase="prefill", shape="B1.T2176.S2176.N1.K1.H16.V16")
 _BORDERS: dict[str, Witness] = {
     "window-begins-in-the-last-place-of-a-block": asked(_case("window-l33-r0")),
@@ -303,6 +304,11 @@ _BORDERS: dict[str, Witness] = {
     "four-heads-of-their-own-left-of-eights": asked(_case("full", shape="B1.T96.S96.N12.K12.H16.V16")),
     "eight-channels-left-of-deeper-values": asked(_case("full", shape="B1.T96.S96.N2.K2.H32.V40")),
     "rows-and-heads-in-one-axis-exchanged-from-64-on": asked(_case("full", shape="B8.T16.S16.N16.K16.H16.V16")),
+    "ids-of-batch-rows-beyond-eight-are-the-first-again": asked(_case("full/seg", shape=_NINE)),
+    "bias-of-batch-rows-beyond-eight-is-the-first-again": asked(_case("full/biasbatch", shape=_NINE)),
+    "mask-of-batch-rows-beyond-eight-is-the-first-again": asked(_case("lengths-1-9-7-12-12-3-9-5-8", shape=_NINE)),
+    "channels-of-the-next-row-below-a-depth-of-sixteen": asked(_case("full", shape="B1.T16.S16.N2.K2.H8.V4")),
+    "one-query-takes-sixteen-heads-of-a-group": asked(_case("full", phase="decode", shape="B1.T1.S16.N34.K2.H16.V16")),
 }
 
 WITNESSES: dict[str, Witness] = {**_ARGUMENTS, **_VALUES, **_PRECISION, **_STATE, **_BORDERS}

@@ -1,4 +1,4 @@
-"""Bugs of the last place of a block, of long sequences, and of head counts and depths that few cases have."""
+"""Bugs of the last place of a block, of long sequences, and of batch rows, heads and depths that few cases have."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from cases.case import Case
 from conformance.sensitivity import PlantedBug
 from tests.planted.planting.triggers import both, has
-from tests.planted.planting.wrapped import Arrays, Statics, correct, planted
+from tests.planted.planting.wrapped import Arrays, Kernel, Statics, correct, planted
 
 _bug = functools.partial(planted, family="borders")
 
@@ -19,6 +19,7 @@ _NARROW = 32
 _BLOCK = 64
 _WIDE = 128
 _EIGHT = 8
+_SIXTEEN = 16
 # Places that f16 tells apart.
 _LONG = 2048
 
@@ -126,6 +127,45 @@ def _pairs_of_sixteen(arrays: Arrays, statics: Statics) -> Any:
     return correct({**arrays, "v": v}, statics)
 
 
+def _of_eight_rows(*names: str) -> Kernel:
+    """Tables of operands have room for eight batch rows, of which later ones get the first again."""
+
+    def kernel(arrays: Arrays, statics: Statics) -> Any:
+        rows = jnp.arange(arrays["q"].shape[0])
+
+        def again(x: Array) -> Array:
+            return x if len(x) < len(rows) else x[rows % _EIGHT]
+
+        tables = {name: jax.tree.map(again, arrays[name]) for name in names if name in arrays}
+        return correct({**arrays, **tables}, statics)
+
+    return kernel
+
+
+def in_a_tile(x: Array, axis: int, kv_heads: int) -> Array:
+    """The heads of a group are the rows of a tile of sixteen, and later ones are the first again."""
+    heads = jnp.arange(x.shape[axis])
+    group = x.shape[axis] // kv_heads
+    return jnp.take(x, heads // group * group + heads % group % _SIXTEEN, axis=axis)
+
+
+def _sixteen_heads_of_one_query(arrays: Arrays, statics: Statics) -> Any:
+    """One query is taken with the heads of its group at once."""
+    q = arrays["q"]
+    return correct(arrays if q.shape[1] > 1 else {**arrays, "q": in_a_tile(q, 2, arrays["k"].shape[2])}, statics)
+
+
+def _channels_of_the_next_row(arrays: Arrays, statics: Statics) -> Any:
+    """Rows are read by sixteen channels: of less deep ones the rest is what the next row begins with."""
+    depth = arrays["q"].shape[3]
+    if depth >= _SIXTEEN:
+        return correct(arrays, statics)
+    after = {name: jnp.roll(arrays[name], -1, axis=1)[..., : _SIXTEEN - depth] for name in ("q", "k")}
+    wide = {name: jnp.concatenate([arrays[name], x], axis=-1) for name, x in after.items()}
+    scale = depth**-0.5 if statics["scale"] is None else statics["scale"]
+    return correct({**arrays, **wide}, {**statics, "scale": scale})
+
+
 def _side(place: int, remainder: int) -> Any:
     def trigger(case: Case) -> bool:
         sides = case.mask.split("-")
@@ -209,5 +249,45 @@ BUGS: tuple[PlantedBug, ...] = (
         reference="inferred from grids that join batch rows and heads",
         shows=("out", "dq", "dk", "dv"),
         trigger=lambda case: case.batch % _EIGHT == case.num_q_heads % _EIGHT == 0,
+    ),
+    _bug(
+        "ids-of-batch-rows-beyond-eight-are-the-first-again",
+        _of_eight_rows("segment_ids"),
+        kind="segments.row",
+        reference="inferred from tables of a fixed size in scalar memory",
+        shows=_ALL,
+        trigger=both(has("segment_ids"), lambda case: case.batch > _EIGHT),
+    ),
+    _bug(
+        "bias-of-batch-rows-beyond-eight-is-the-first-again",
+        _of_eight_rows("bias"),
+        kind="bias.row",
+        reference="inferred from tables of a fixed size in scalar memory, for the bias",
+        shows=(*_ALL, "dbias"),
+        trigger=both(has("bias"), lambda case: case.batch > _EIGHT),
+    ),
+    _bug(
+        "mask-of-batch-rows-beyond-eight-is-the-first-again",
+        _of_eight_rows("mask"),
+        kind="mask.row",
+        reference="inferred from tables of a fixed size in scalar memory, for lengths",
+        shows=_ALL,
+        trigger=lambda case: case.batch > _EIGHT,
+    ),
+    _bug(
+        "one-query-takes-sixteen-heads-of-a-group",
+        _sixteen_heads_of_one_query,
+        kind="heads.tile",
+        reference="inferred from flash-decoding, which packs the heads of a group in the rows of a tile",
+        shows=("out", "logsumexp"),
+        trigger=lambda case: case.q_length == 1 and case.num_q_heads > _SIXTEEN * case.num_kv_heads,
+    ),
+    _bug(
+        "channels-of-the-next-row-below-a-depth-of-sixteen",
+        _channels_of_the_next_row,
+        kind="depth.rest",
+        reference="inferred from products of tiles, which take no fewer than sixteen channels",
+        shows=_ALL,
+        trigger=lambda case: case.head_dim < _SIXTEEN,
     ),
 )

@@ -12,6 +12,7 @@ import numpy as np
 
 from cases.case import Case
 from conformance.sensitivity import PlantedBug
+from tests.planted.beyond.borders import in_a_tile
 from tests.planted.beyond.combined import Pulled, backward_by, pulled_back
 from tests.planted.beyond.few_operands import rows_of
 from tests.planted.computing.transforms import batched_by, mapped
@@ -26,6 +27,7 @@ _TILE = 128
 _BLOCK = 64
 _MANY = 8
 _TABLE = 32
+_LONGEST = 4096
 
 Array = jax.Array
 
@@ -147,6 +149,11 @@ def _right_beside_left(left: int | None, right: int | None) -> tuple[int | None,
 def _one_table(sequence: Array) -> Array:
     """Sequences beyond the last row of a table of 32 share it."""
     return jnp.minimum(sequence, _TABLE - 1)
+
+
+def _of_eight(x: Array, axis: int) -> Array:
+    """Heads beyond eight are the first again."""
+    return jnp.take(x, jnp.arange(x.shape[axis]) % _MANY, axis=axis)
 
 
 def _served(name: str, steps: PackedSteps | PagedSteps, kind: str, reference: str, *shows: str) -> PlantedBug:
@@ -293,6 +300,41 @@ BUGS: tuple[PlantedBug, ...] = (
         PagedSteps(pages=lambda slot, call: call.page_indices[:, slot] & 255),
         "pages",
         "inferred from indices that are as narrow as a test needs",
+        *_OUT,
+    ),
+    _served(
+        "packed-queries-take-sixteen-heads-of-a-group",
+        PackedSteps(gradients=lambda q, k, v, call: (in_a_tile(q, 1, call.kv_heads), k, v)),
+        "heads",
+        "inferred from flash-decoding, which packs the heads of a group in the rows of a tile",
+        *_ALL,
+    ),
+    _served(
+        "paged-queries-take-sixteen-heads-of-a-group",
+        PagedSteps(output=lambda out, call: in_a_tile(out, 1, call.kv_heads)),
+        "heads",
+        "inferred from flash-decoding, which packs the heads of a group in the rows of a tile, for pages",
+        *_OUT,
+    ),
+    _served(
+        "packed-key-heads-beyond-eight-are-the-first-again",
+        PackedSteps(heads=lambda x, count: jnp.repeat(_of_eight(x, 1), count // x.shape[1], axis=1)),
+        "heads",
+        "inferred from kernels that keep the heads of a token in one tile of eight rows",
+        *_ALL,
+    ),
+    _served(
+        "paged-key-heads-beyond-eight-are-the-first-again",
+        PagedSteps(heads=lambda x, count: jnp.repeat(_of_eight(x, 2), count // x.shape[2], axis=2)),
+        "heads",
+        "inferred from kernels that keep the heads of a token in one tile of eight rows, for pages",
+        *_OUT,
+    ),
+    _served(
+        "paged-keys-beyond-4096-are-not-read",
+        PagedSteps(allowed=lambda allowed, call: allowed & (jnp.arange(allowed.shape[-1]) < _LONGEST)),
+        "splits",
+        "inferred from merges of a fixed number of parts of the cache",
         *_OUT,
     ),
 )

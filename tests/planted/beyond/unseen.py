@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -139,20 +140,28 @@ def _as_single_tokens(allowed: Array, call: Call) -> Array:
     return jnp.arange(allowed.shape[-1]) < ends.reshape(-1, *[1] * (allowed.ndim - 1))
 
 
-def _slopes_by_keys(q: Any, k: Any, v: Any, *, alibi_slopes: Any = None, **given: Any) -> Any:
+def _by_keys(place: Array, kv_length: int, given: dict[str, Any]) -> Array:
     """Under a causal mask alone slopes are a number for each key: the same weights, if there were no sinks."""
-    if alibi_slopes is None:
+    alone = all(given[name] is None for name in ("bias", "soft_cap", "mask", "window"))
+    return jnp.full_like(place, kv_length) if given["sinks"] is not None and alone else place
+
+
+def _from_the_first_key(place: Array, kv_length: int, given: dict[str, Any]) -> Array:
+    """Beside a window the distances are those of the window's own places, which begin at the first key."""
+    return place if given["window"] is None else place - place[0]
+
+
+def _sloped(places: Callable[..., Array], q: Any, k: Any, v: Any, slopes: Any, given: dict[str, Any]) -> Any:
+    if slopes is None:
         return naive.attention(q, k, v, **given)
     q_length, kv_length = q.shape[1], k.shape[1]
-    place = jnp.arange(q_length)[:, None] + kv_length - q_length
-    if given["sinks"] is not None and all(given[name] is None for name in ("bias", "soft_cap", "mask", "window")):
-        place = jnp.full_like(place, kv_length)
-    slopes = -alibi_slopes[:, None, None] * jnp.abs(place - jnp.arange(kv_length))
-    bias = slopes[None] if given["bias"] is None else given["bias"] + slopes
+    place = places(jnp.arange(q_length)[:, None] + kv_length - q_length, kv_length, given)
+    fall = -slopes[:, None, None] * jnp.abs(place - jnp.arange(kv_length))
+    bias = fall[None] if given["bias"] is None else given["bias"] + fall
     return naive.attention(q, k, v, **{**given, "bias": bias})
 
 
-def _with_slopes(name: str) -> Implementation:
+def _with_slopes(name: str, places: Callable[..., Array]) -> Implementation:
     @declare(behind_mask="finite")
     def attention(
         q: Any,
@@ -172,7 +181,7 @@ def _with_slopes(name: str) -> Implementation:
     ) -> Any:
         given = {"causal": causal, "window": window, "mask": mask, "segment_ids": segment_ids, "soft_cap": soft_cap}
         given |= {"sinks": sinks, "bias": bias, "scale": scale, "save_residuals": save_residuals}
-        return _slopes_by_keys(q, k, v, alibi_slopes=alibi_slopes, **given)
+        return _sloped(places, q, k, v, alibi_slopes, given)
 
     return from_function(attention, name)
 
@@ -310,8 +319,17 @@ BUGS: tuple[PlantedBug, ...] = (
         kind="alibi.sinks",
         reference="inferred from kernels that add slope * j, since what a row shares cancels in the softmax",
         shows=_ALL,
-        build=functools.partial(_with_slopes, "slopes-by-keys-beside-sinks"),
+        build=functools.partial(_with_slopes, "slopes-by-keys-beside-sinks", _by_keys),
         trigger=has("alibi_slopes", "sinks", "causal"),
+    ),
+    PlantedBug(
+        name="slopes-from-the-first-key-beside-a-window",
+        family=_FAMILY,
+        kind="alibi.alignment",
+        reference="inferred from kernels with one offset for the window and for ALiBi",
+        shows=_ALL,
+        build=functools.partial(_with_slopes, "slopes-from-the-first-key-beside-a-window", _from_the_first_key),
+        trigger=both(has("alibi_slopes", "window"), lambda case: case.q_length != case.kv_length),
     ),
     PlantedBug(
         name="latent-depth-in-whole-vectors",
