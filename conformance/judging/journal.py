@@ -48,9 +48,9 @@ class Journal:
         return dataclasses.replace(self._recorded, done=dict(self._done), others=others, probes=probes)
 
     def job(self, number: int, found: Sequence[Record]) -> None:
-        """A job is done. Raises `CannotWrite`."""
+        """A job is done, once more perhaps: then it has both answers. Raises `CannotWrite`."""
         with interrupts.held():
-            self._done[number] = tuple(found)
+            self._done[number] = (*self._done.get(number, ()), *found)
             self._put(runs.job_lines(number, found))
 
     def add(self, found: Sequence[Record]) -> None:
