@@ -106,6 +106,7 @@ class Written:
         self._baseline = baseline
         self.changed: Comparison | None = None
         self.told: list[str] = []
+        self.verdict: list[str] = []
         self._implementations = {job.implementation.name: job.implementation for job in planned.jobs}
         self._outputs = Outputs(report=report, json=json, markdown=None, step=step_summary())
         self._run = run
@@ -157,6 +158,7 @@ class Written:
         found, info = gather([self._journal.recorded], **facts)
         info = diagnose.told(info, found)
         self.told += terminal.findings_text(found, info, str(self._outputs.report or ""))
+        self.verdict = [wording.headline(summary.standings(found), info)]
         if self._suite is not None:
             for name, value in properties(self._journal.recorded, found, info):
                 self._suite(name, value)
@@ -197,8 +199,8 @@ def properties(recorded: Recorded, found: Sequence[Record], info: RunInfo) -> li
 
 
 def told(found: list[Record], places: Sequence[str], written: Written | None) -> list[str]:
-    """What the terminal is told at the end: findings, counts, places of kernels, annotations of GitHub Actions."""
+    """What the terminal is told at the end: findings, counts, places, the verdict, annotations of GitHub Actions."""
     counted = [*gate.table(found), *places]
     if written is None:
         return [*counted, *annotate.annotated(found)]
-    return [*written.told, *counted, *annotate.annotated(found, written.changed, written.probes)]
+    return [*written.told, *counted, *written.verdict, *annotate.annotated(found, written.changed, written.probes)]
