@@ -11,6 +11,7 @@ import dataclasses
 import itertools
 import json
 import math
+import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -284,8 +285,9 @@ def _reject_other_types(record: Record) -> None:
 def _reject_contradiction(record: Record) -> None:
     """Refuse a pass whose own figures say that it is none, NaN included: nobody here has written it."""
     for name, value, limit in (("ratio", record.ratio, record.limit), ("rms", record.rms, record.rms_limit)):
-        if record.verdict == PASS and value is not None and not value <= (math.inf if limit is None else limit):
-            raise ValueError(f"a pass whose {name} is {value:g}, and whose limit {'none' if limit is None else limit}")
+        most = sys.float_info.max if limit is None else limit
+        if record.verdict == PASS and value is not None and not value <= most:
+            raise ValueError(f"a pass whose {name} is {value:g}, where at most {most:g} is one")
 
 
 def write_jsonl(path: Path, records: Iterable[Record]) -> None:
