@@ -20,7 +20,7 @@ from conformance.commands.outputs import Outputs, step_summary
 from conformance.commands.probes import budget, diagnose
 from conformance.judging import gate, provenance
 from conformance.judging.evidence import gather
-from conformance.judging.journal import Journal, Unlike, to_go_on
+from conformance.judging.journal import Journal, Unlike, from_file, to_go_on
 from conformance.judging.plan import Plan
 from conformance.judging.runner import Runner, hardware_records
 from conformance.judging.settings import Settings
@@ -107,6 +107,7 @@ class Written:
         self.changed: Comparison | None = None
         self.told: list[str] = []
         self.verdict: list[str] = []
+        self._from_file = [from_file(len(kept))] if kept else []
         self._implementations = {job.implementation.name: job.implementation for job in planned.jobs}
         self._outputs = Outputs(report=report, json=json, markdown=None, step=step_summary())
         self._run = run
@@ -158,7 +159,7 @@ class Written:
         found, info = gather([self._journal.recorded], **facts)
         info = diagnose.told(info, found)
         self.told += terminal.findings_text(found, info, str(self._outputs.report or ""))
-        self.verdict = [wording.headline(summary.standings(found), info)]
+        self.verdict = [*self._from_file, wording.headline(summary.standings(found), info)]
         if self._suite is not None:
             for name, value in properties(self._journal.recorded, found, info):
                 self._suite(name, value)

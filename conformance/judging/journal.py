@@ -113,6 +113,11 @@ def to_go_on(path: Path, run: Run) -> tuple[Run, dict[int, tuple[Record, ...]]]:
     return dataclasses.replace(before, resumed=(*before.resumed, provenance.now())), dict(recorded.done)
 
 
+def from_file(jobs: int) -> str:
+    """What to say of jobs that were taken from the file which is gone on with: nobody has signed it."""
+    return f"of the jobs, {jobs:,} are as the file has them that is gone on with, and were not judged again"
+
+
 def _difference(before: Run, now: Run) -> str | None:
     """What differs between two runs that should be one, in words."""
     for name in ("level", "narrowed", "shard", "seeds"):
