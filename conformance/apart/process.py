@@ -120,11 +120,13 @@ class KernelProcess:
     def with_own_flags(self) -> KernelProcess:
         """Another process of the same kernel, whose programs are compiled as JAX compiles by itself."""
         if self._own_flags is None:
-            flags = environment.own_flags()
-            self._own_flags = KernelProcess(
-                self.name, self._products, self.limits, self._problem, self.said.text, flags
-            )
+            known = (self.name, self._products, self.limits, self._problem, self.said.text)
+            self._own_flags = KernelProcess(*known, environment.own_flags())
         return self._own_flags
+
+    def afresh(self) -> KernelProcess:
+        """Another process of the same kernel, with the same flags, that was asked nothing."""
+        return KernelProcess(self.name, self._products, self.limits, self._problem, self.said.text, self._environ)
 
     def begin(self, order: Order) -> None:
         """Have the process start on what it will be asked: the judge finds out meanwhile what to expect."""
