@@ -69,13 +69,13 @@ def leave_where_customised() -> None:
 
 def _of_this_folder() -> str | None:
     """The file of a module that Python loads by itself, where that lies in the current folder or below; none if not."""
-    here, python = Path.cwd(), Path(sysconfig.get_path("stdlib"))
+    here, python = Path.cwd(), [Path(sysconfig.get_path(kind)) for kind in ("stdlib", "platstdlib")]
     for name, module in list(sys.modules.items()):
         file = getattr(module, "__file__", None)
         if not file or name not in _BY_ITSELF:
             continue
         path = Path(file).absolute()
-        inside = "site-packages" in path.parts or path.is_relative_to(python)
+        inside = "site-packages" in path.parts or any(map(path.is_relative_to, python))
         if path.is_relative_to(here) and not inside:
             return str(path.relative_to(here))
     return None

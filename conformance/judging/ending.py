@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import posix
 import sys
 from collections.abc import Generator, Iterable
 from pathlib import Path
@@ -126,7 +125,8 @@ class Ending:
                 os.write(errors, f"{_SAYS} {sentence}, which is refused\n".encode())
                 raise PermissionError(f"{sentence}: give the environment that it needs to the command")
 
-        os._exit = posix._exit = exit_honestly
+        for module in filter(None, (os, sys.modules.get("posix"))):  # `os` has it from there
+            vars(module)["_exit"] = exit_honestly
         sys.addaudithook(stays)
 
 

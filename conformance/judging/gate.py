@@ -204,7 +204,7 @@ def not_asked(config: pytest.Config, planned: Plan | None, judged: Collection[in
 
     Settings, a plugin or a `conftest.py` may have left out their tests, skipped them, or kept back what they found.
     """
-    arguments = config.invocation_params.args
+    arguments = [str(argument) for argument in config.invocation_params.args]
     if planned is None or {"--collect-only", "--collectonly", "--co"} & set(arguments):
         return ""
     if not found:
