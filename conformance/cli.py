@@ -339,7 +339,7 @@ def main(arguments: argparse.Namespace, *, last: bool = False) -> int:
         with interrupts.held():  # JAX does not stand being interrupted while it loads
             timing = arguments.command in _TIMING and not getattr(arguments, "static", False)
             environment.prepare(timing=timing)
-            packages.claim()
+            packages.claim(alone=last)
             if arguments.command in _JUDGING and (reason := environment.not_compiled()) is not None:
                 raise CannotJudge(reason)
             if _asks_others(arguments):

@@ -11,7 +11,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import os
 import sys
+import sysconfig
 from collections.abc import Iterator, Sequence
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
@@ -20,18 +22,24 @@ from types import ModuleType
 HOME = Path(__file__).resolve().parent.parent
 _CLAIMED = ("cases", "impls", "reports")
 _OURS = (*_CLAIMED, "conformance")
+_BY_ITSELF = frozenset({"sitecustomize", "usercustomize", *sys.stdlib_module_names})
 
 
 class NameTaken(ImportError):  # noqa: N818 -- a statement, as the message is
     """A user's module has the name of one of our packages, and was loaded first."""
 
 
-def claim() -> None:
+def claim(*, alone: bool = False) -> None:
     """Make `cases`, `impls` and `reports` mean ours in this process. Call it before anything imports them.
+
+    Args:
+      alone: whether nothing but this project has a part in this process, so that files of this folder end it.
 
     Raises:
       NameTaken: with one line that names the module which was loaded first.
     """
+    if alone:
+        leave_where_customised()
     for name in _CLAIMED:
         if name not in sys.modules:
             with first_on_path():
@@ -44,6 +52,33 @@ def claim() -> None:
             )
     if _Refusal not in sys.meta_path:
         sys.meta_path.append(_Refusal)
+
+
+def leave_where_customised() -> None:
+    """End the process where a file of this folder is a module that Python loads by itself.
+
+    Whoever puts `sitecustomize.py` beside a kernel has it run in any process that finds it, so in the judge's too. What
+    it wants done at the end would come after whatever is said here, so that the end is now.
+    """
+    if (place := _of_this_folder()) is None:
+        return
+    why = "judge from another folder, or leave this one out of PYTHONPATH"
+    os.write(2, f"error: {place} is loaded into the process that judges, before anything of ours: {why}\n".encode())
+    os._exit(2)
+
+
+def _of_this_folder() -> str | None:
+    """The file of a module that Python loads by itself, where that lies in the current folder or below; none if not."""
+    here, python = Path.cwd(), [Path(sysconfig.get_path(kind)) for kind in ("stdlib", "platstdlib")]
+    for name, module in list(sys.modules.items()):
+        file = getattr(module, "__file__", None)
+        if not file or name not in _BY_ITSELF:
+            continue
+        path = Path(file).absolute()
+        inside = "site-packages" in path.parts or any(map(path.is_relative_to, python))
+        if path.is_relative_to(here) and not inside:
+            return str(path.relative_to(here))
+    return None
 
 
 @contextlib.contextmanager

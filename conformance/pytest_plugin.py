@@ -270,17 +270,19 @@ class _Gate:
         from conformance.judging.journal import CannotWrite
         from conformance.records import from_json
 
-        number, found = json.loads(lines[0]), [from_json(line) for line in lines[1:]]
-        self._records += found
-        self._tests.add(report.nodeid)
-        if number is not None:
-            self._whole.add(number)
         try:
+            number, found = json.loads(lines[0]), [from_json(line) for line in lines[1:]]
+            self._records += found
+            self._tests.add(report.nodeid)
+            if number is not None:
+                self._whole.add(number)
             written = self._begin()
             if self._kept is None or number not in self._kept:
                 written.take(number, found)
         except CannotWrite as error:
             pytest.exit(f"{error}; what was judged before is in it", returncode=pytest.ExitCode.INTERRUPTED)
+        except ValueError as error:
+            pytest.exit(f"a report has a record that none can be: {error}", returncode=pytest.ExitCode.INTERRUPTED)
 
     def _begin(self) -> Written:
         """The files of this run, begun at the first record; from then on a signal that ends it leaves them whole."""
@@ -314,8 +316,8 @@ class _Gate:
         for record in self._stale:
             self._add_failure(f"expectations[{record.implementation}-{record.case}]", record.reason)
         sentence = gate.nothing_judged(self._records, self._config.getoption("--require-platform"))
-        if not sentence and session.exitstatus == 0:
-            sentence = gate.nothing_asked(self._config, self._planned, self._records)
+        if not (sentence or reason) and session.exitstatus == 0:
+            sentence = gate.not_asked(self._config, self._planned, self._whole, self._records)
         if sentence:
             self._add_failure("something_is_judged", sentence)
         if (self._stale or sentence) and session.exitstatus == 0:

@@ -11,6 +11,7 @@ import dataclasses
 import itertools
 import json
 import math
+import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -261,6 +262,7 @@ def from_data(data: dict[str, Any]) -> Record:
     data["figures"] = {name: _number(figure) for name, figure in dict(data.get("figures", {})).items()}
     record = Record(**data)
     _reject_other_types(record)
+    _reject_contradiction(record)
     return record
 
 
@@ -278,6 +280,14 @@ def _reject_other_types(record: Record) -> None:
         raise ValueError("seconds and figures must be numbers")
     if not all(isinstance(feature, str) for feature in record.features):
         raise ValueError("features must be text")
+
+
+def _reject_contradiction(record: Record) -> None:
+    """Refuse a pass whose own figures say that it is none, NaN included: nobody here has written it."""
+    for name, value, limit in (("ratio", record.ratio, record.limit), ("rms", record.rms, record.rms_limit)):
+        most = sys.float_info.max if limit is None else limit
+        if record.verdict == PASS and value is not None and not value <= most:
+            raise ValueError(f"a pass whose {name} is {value:g}, where at most {most:g} is one")
 
 
 def write_jsonl(path: Path, records: Iterable[Record]) -> None:

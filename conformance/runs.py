@@ -21,6 +21,8 @@ INTERRUPTED = "interrupted"
 FAILED = "failed"
 ENDS = (COMPLETE, INTERRUPTED, FAILED)
 """How a run ends: to its end, stopped from outside or by `--fail-fast`, or by an error that is not the kernel's."""
+# What a job may have in place of a record of its checks: why there is none.
+_INSTEAD = ("support", "discrimination", "devices", "hardware")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -218,7 +220,10 @@ def read(path: Path) -> list[Recorded]:
                 reading.take(line)
         except (ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
             raise ValueError(f"{path}:{number} is no word of a conformance run: {error}") from error
-    found += reading.finished()
+    try:
+        found += reading.finished()
+    except ValueError as error:
+        raise ValueError(f"{path} is no conformance run: {error}") from error
     return [*found[:-1], dataclasses.replace(found[-1], note=note)] if found else []
 
 
@@ -251,17 +256,40 @@ class _Reading:
             raise ValueError(f"job {number} has {count} records, and {len(self._open)} stand before it")
         first = len(self._open) - count
         self._others += self._open[:first]
-        self._done[number] = tuple(self._open[first:])
+        theirs = self._open[first:]
+        for record in theirs:
+            _reject_of_another(record, self._run.jobs[number])
+        # One that was judged twice, as by a plugin that runs failing tests again, has both: the worse answer counts.
+        self._done[number] = (*self._done.get(number, ()), *theirs)
         self._open = []
 
     def finished(self) -> list[Recorded]:
         others = (*self._others, *self._open)
         if self._run is None and not others:
             return []
+        if self._run is not None:
+            _reject_of_nobody((*others, *self._probes), self._run)
         probes = tuple(self._probes)
         return [
             Recorded(source=self._source, run=self._run, done=self._done, others=others, probes=probes, end=self._end)
         ]
+
+
+def _reject_of_another(record: Record, job: Planned) -> None:
+    """Refuse a record that answers another question than the job which it is said to be of."""
+    if record.implementation != job.implementation:
+        raise ValueError(f"a job of {job.implementation} has a record of {record.implementation}")
+    if record.case != job.case:
+        raise ValueError(f"a job of the case {job.case} has a record of {record.case}")
+    if record.check not in (*job.checks, *_INSTEAD):
+        raise ValueError(f"a job of {', '.join(job.checks)} has a record of {record.check}")
+
+
+def _reject_of_nobody(found: Iterable[Record], run: Run) -> None:
+    """Refuse records of an implementation that the run does not judge: nothing says of what kernel they are."""
+    for record in found:
+        if record.implementation not in run.kernels:
+            raise ValueError(f"the run judges {', '.join(run.kernels)}, and has a record of {record.implementation}")
 
 
 def _run(line: Mapping[str, Any]) -> Run:

@@ -108,6 +108,7 @@ class Standing:
     seconds: float
     checks: tuple[str, ...] = ()  # those that judged something
     refused: tuple[str, ...] = ()  # those whose calls raised `NotImplementedError` in most cases that were asked
+    undeclared: int = 0  # how many questions such calls refused, of cases that it takes by what it declares
 
     @property
     def one_check(self) -> str:
@@ -239,6 +240,7 @@ def standings(records: Iterable[Record]) -> tuple[Standing, ...]:
             math.fsum(r.seconds for r in group),
             tuple(dict.fromkeys(record.check for record in group if record.verdict in JUDGED)),
             _refused(group),
+            sum(REFUSED in record.figures for record in group),
         )
         for contender, group in by_contender(records).items()
     )

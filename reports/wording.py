@@ -203,26 +203,35 @@ def standing_text(standing: Standing, run: RunInfo) -> str:
         words += " as declared"
     if few := _of(run.few_blocks, standing):
         words += f", asked about {few} only"
-    if mostly := _mostly_declined(standing, run):
-        words += f", {mostly}"
+    if declined := _declined(standing, run):
+        words += f", {declined}"
     if pairs := _pairs_declined(standing, run):
         words += f", {pairs}"
-    if standing.refused:  # what nobody declared
-        words += f", refusing most of what {standing.refused[0]} asks"
-        words += f", and {counted(len(standing.refused) - 1, 'other check')}" if len(standing.refused) > 1 else ""
+    if standing.undeclared:
+        words += f", {_refused(standing)}"
     if extent.stopped:
         words += " so far"
         words += f" ({extent.done:,} of {extent.planned:,} jobs)" if extent.is_partial else ""
     return standing.conformity.replace(CONFORMS, words)
 
 
-def _mostly_declined(standing: Standing, run: RunInfo) -> str:
-    """How many cases were judged of a contender that declines more than that; empty of one that declines fewer."""
+def _declined(standing: Standing, run: RunInfo) -> str:
+    """How many cases a contender was judged in, and how many it declines; empty if it declines none."""
     row = _coverage_of(standing, run)
     judged, declined = row.get("cases judged"), row.get("declined")
-    if not (isinstance(judged, int) and isinstance(declined, int) and declined > judged):
+    if not (isinstance(judged, int) and isinstance(declined, int) and declined):
         return ""
     return f"judged in {counted(judged, 'case')} and declining {declined:,}"
+
+
+def _refused(standing: Standing) -> str:
+    """What a contender refuses of cases that it takes by what it declares: how much, and whether most of a check."""
+    asked = standing.undeclared + standing.counts.judged
+    words = f"refusing {standing.undeclared:,} of {counted(asked, 'question')} undeclared"
+    if not standing.refused:
+        return words
+    words += f", most of what {standing.refused[0]} asks"
+    return f"{words} and {counted(len(standing.refused) - 1, 'other check')}" if len(standing.refused) > 1 else words
 
 
 def _pairs_declined(standing: Standing, run: RunInfo) -> str:

@@ -84,6 +84,30 @@ def test_an_unknown_field_is_refused(tmp_path: Path) -> None:
         records.read_jsonl(tmp_path / "r.jsonl")
 
 
+@pytest.mark.parametrize(
+    "figures",
+    [
+        {"ratio": 5.0, "limit": 4.0},
+        {"ratio": "nan", "limit": 4.0},
+        {"ratio": "nan"},
+        {"ratio": 0.5, "limit": "nan"},
+        {"ratio": 0.5, "limit": 4.0, "rms": 1.5, "rms_limit": 0.9},
+        {"ratio": "inf"},
+    ],
+)
+def test_a_pass_that_its_own_figures_deny_is_refused(figures: dict[str, object], tmp_path: Path) -> None:
+    none = dict.fromkeys(("ratio", "limit", "rms", "rms_limit"))
+    data = json.loads(records.to_json(dataclasses.replace(RECORD, verdict=PASS))) | none | figures
+    (tmp_path / "r.jsonl").write_text(json.dumps(data) + "\n")
+    with pytest.raises(ValueError, match=r"r\.jsonl:1 .* a pass whose r"):
+        records.read_jsonl(tmp_path / "r.jsonl")
+
+
+def test_a_pass_at_its_limit_is_one() -> None:
+    passed = dataclasses.replace(RECORD, verdict=PASS, ratio=4.0, limit=4.0, rms=0.9, rms_limit=0.9, worst=None)
+    assert records.from_json(records.to_json(passed)) == passed
+
+
 def test_figures_come_back_and_a_line_without_them_is_read_too() -> None:
     measured = dataclasses.replace(RECORD, worst=None, figures={"compile_seconds": 1.5, "temporary_bytes": math.inf})
     line = records.to_json(measured)

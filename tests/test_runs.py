@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from conformance import records, runs
-from conformance.records import PASS, Record
+from conformance.records import FAIL, PASS, Record
 from conformance.runs import COMPLETE, Array, End, Kernel, Planned, Run
 
 CASES = ("train/f32/a", "train/f32/b", "train/f32/c")
@@ -100,6 +100,36 @@ def test_older_files_are_records_without_a_run(tmp_path: Path) -> None:
 def test_what_is_no_word_of_a_run_is_named_by_file_and_line(line: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"r\.jsonl:2 is no"):
         read(tmp_path, runs.run_line(RUN) + "\n" + line + "\n")
+
+
+@pytest.mark.parametrize(
+    ("changed", "why"),
+    [
+        ({"implementation": "other"}, "a job of kernel has a record of other"),
+        ({"case": "train/f32/b"}, "a job of the case train/f32/a has a record of train/f32/b"),
+        ({"check": "gradients"}, "a job of forward has a record of gradients"),
+    ],
+)
+def test_a_record_that_answers_another_question_than_its_job_is_refused(
+    changed: dict[str, str], why: str, tmp_path: Path
+) -> None:
+    record = dataclasses.replace(passed(CASES[0]), **changed)  # type: ignore[arg-type] # each is text
+    with pytest.raises(ValueError, match=rf"r\.jsonl:3 is no word of a conformance run: {why}"):
+        read(tmp_path, runs.run_line(RUN) + "\n" + runs.job_lines(0, [record]))
+
+
+def test_a_record_of_a_kernel_that_the_run_does_not_judge_is_refused(tmp_path: Path) -> None:
+    stranger = dataclasses.replace(passed("*"), implementation="other")
+    for line in (records.to_json(stranger) + "\n", runs.probe_line(stranger)):
+        with pytest.raises(ValueError, match="the run judges kernel, and has a record of other"):
+            read(tmp_path, text(end=None) + line)
+
+
+def test_a_job_that_is_there_twice_has_both_answers(tmp_path: Path) -> None:
+    failed = dataclasses.replace(passed(CASES[0]), verdict=FAIL)
+    again = runs.job_lines(0, [failed]) + runs.job_lines(0, [passed(CASES[0])])
+    (found,) = read(tmp_path, runs.run_line(RUN) + "\n" + again)
+    assert records.merge(found.records) == [failed]
 
 
 def test_what_tells_most_comes_first_of_what_differs() -> None:

@@ -98,8 +98,13 @@ class ApartExecutor(Executor):
         return ApartExecutor(self.implementation, self._process.with_own_flags(), None, self._variant)
 
     def anew(self) -> Executor:
-        """The executor of the same call with no options, which has compiled nothing yet."""
-        return ApartExecutor(self.implementation, self._process, None, self._variant, next(_GENERATIONS))
+        """The executor of the same call with the same options, in a process that was asked nothing yet.
+
+        Where processes cannot share an accelerator, in one that has compiled nothing yet for this executor.
+        """
+        if self.backend != "cpu":
+            return ApartExecutor(self.implementation, self._process, self.options, self._variant, next(_GENERATIONS))
+        return ApartExecutor(self.implementation, self._process.afresh(), self.options, self._variant)
 
     def declaring(self, implementation: Implementation) -> Executor:
         """The executor for the same call with other declarations."""

@@ -99,8 +99,7 @@ class KernelProcess:
         environment has in place of what others have there.
         """
         self.name, self.limits = name, limits
-        self._first, self._environ = first, dict(environ or {})
-        self._shelf = None if environ else shelf.of(name)
+        self._first, self._environ, self._shelf = first, dict(environ or {}), None if environ else shelf.of(name)
         self._own_flags: KernelProcess | None = None
         self._products, self._problem = products, problem
         self._lives: list[_Running] = []  # the one that there is, if it runs
@@ -122,11 +121,13 @@ class KernelProcess:
     def with_own_flags(self) -> KernelProcess:
         """Another process of the same kernel, whose programs are compiled as JAX compiles by itself."""
         if self._own_flags is None:
-            flags = environment.own_flags()
-            self._own_flags = KernelProcess(
-                self.name, self._products, self.limits, self._problem, self.said.text, flags
-            )
+            self._own_flags = self.afresh(environment.own_flags())
         return self._own_flags
+
+    def afresh(self, environ: Mapping[str, str] | None = None) -> KernelProcess:
+        """Another process of the same kernel that was asked nothing, in the same environment unless it is said."""
+        known = (self.name, self._products, self.limits, self._problem, self.said.text)
+        return KernelProcess(*known, self._environ if environ is None else environ)
 
     def begin(self, order: Order) -> None:
         """Have the process start on what it will be asked: the judge finds out meanwhile what to expect."""

@@ -104,8 +104,8 @@ class Executor:
         return Executor(self.implementation, options) if options else None
 
     def anew(self) -> Executor:
-        """The executor of the same call with no options, which has compiled nothing yet."""
-        return Executor(self.implementation)
+        """The executor of the same call with the same options, which has compiled nothing yet."""
+        return Executor(self.implementation, self.options)
 
     def declaring(self, implementation: Implementation) -> Executor:
         """The executor for the same call with other declarations; compiled functions are shared."""

@@ -107,7 +107,7 @@ def checked(returned: Any) -> Any:
     Raises:
       WrongReturn: if it is anything else.
     """
-    if isinstance(returned, jax.Array | np.ndarray | np.generic):
+    if _is_array(returned):
         return returned
     raise WrongReturn(f"the call must return out alone, an array [B, T, N, V], and returned {_described(returned)}")
 
@@ -118,9 +118,10 @@ def checked_residuals(returned: Any) -> tuple[Any, dict[str, Any]]:
     Raises:
       WrongReturn: if it is anything else.
     """
-    fits = isinstance(returned, tuple) and len(returned) == 2 and isinstance(returned[1], Mapping)
-    if fits and all(isinstance(x, jax.Array | np.ndarray | np.generic) for x in (returned[0], *returned[1].values())):
-        return returned[0], dict(returned[1])
+    if isinstance(returned, tuple) and len(returned) == 2 and isinstance(returned[1], Mapping):
+        out, residuals = returned[0], dict(returned[1])  # as they are now: a mapping may say something else each time
+        if all(map(_is_array, (out, *residuals.values()))):
+            return out, residuals
     raise WrongReturn(
         "with save_residuals=True the call must return (out, {'logsumexp': ..., 'max_logits': ...}) with an array for "
         f"each, and returned {_described(returned)}"
@@ -135,7 +136,7 @@ def checked_pages(returned: Any, *, save_residuals: bool) -> tuple[Any, ...]:
     """
     arrays = (0, 2, 3) if save_residuals else (0, 1, 2)
     fits = isinstance(returned, tuple) and len(returned) == len(arrays) + save_residuals
-    fits = fits and all(isinstance(returned[n], jax.Array | np.ndarray | np.generic) for n in arrays)
+    fits = fits and all(_is_array(returned[n]) for n in arrays)
     if fits:
         return tuple(returned)
     must = "(out, k_pages, v_pages)"
@@ -167,11 +168,16 @@ def residual(residuals: Mapping[str, Any], name: str) -> Any:
     raise WrongReturn(f"the residuals have no entry {name!r}; those returned: {others}")
 
 
+def _is_array(x: Any) -> bool:
+    """Whether something is an array or a tracer by its type: `isinstance` believes what an object says of itself."""
+    return issubclass(type(x), jax.Array | jax.core.Tracer | np.ndarray | np.generic)
+
+
 def _described(returned: Any, *, within: bool = False) -> str:
     """What something is, for people: two levels deep, and never its own words for itself."""
     if returned is None:
         return "None" if within else "None: is there a `return`?"
-    if isinstance(returned, jax.Array | np.ndarray | np.generic):
+    if _is_array(returned):
         return f"an array {returned.dtype}[{', '.join(map(str, returned.shape))}]"
     if isinstance(returned, str | bytes):
         return "a string"

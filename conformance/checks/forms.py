@@ -1,6 +1,6 @@
 """Forms of an argument that mean the same: who takes them must give what they mean, and who does not must say so.
 
-A scale may come as an integer, out of NumPy, or as zero. A window may come in a list, a bias in a dtype of its
+A scale may come as an integer, out of NumPy, traced, or as zero. A window may come in a list, a bias in a dtype of its
 own, a mask or a bias with an axis that rows or heads share. What is silently taken for something else is wrong; what is
 refused is unsupported, and shown.
 """
@@ -95,9 +95,12 @@ def _takes_any_bias(subject: Subject) -> bool:
 
 
 def _numbers(subject: Subject, name: str) -> Iterator[_Form]:
-    """A whole number as an integer; and beside operands of 16 bits, which NumPy's numbers must not make wider."""
+    """A whole number as an integer; a traced one; and beside operands of 16 bits, which none must make wider."""
     whole: dict[str, Any] = {name: 1.0}
     yield _Form(f"{name}_int", dataclasses.replace(subject.problem, **whole), {name: 1})
+    traced = np.asarray(getattr(subject.problem, name), np.float32)
+    as_narrow: dict[str, Any] = {name: float(traced)}
+    yield _Form(f"{name}_traced", dataclasses.replace(subject.problem, **as_narrow), {name: traced})
     narrow = dataclasses.replace(subject.case, dtype="bf16")
     if subject.implementation.supports(narrow) is None:
         problem = draw(narrow)

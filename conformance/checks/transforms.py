@@ -92,10 +92,13 @@ def _vmap_over(names: Sequence[str], pair: Pair) -> Iterator[Judgement]:
         mapped = [name for name in mapped if name != "v"]
     if not mapped:
         return
-    got = pair.subject.executor.run(transformed.vmap_over, pair.problems, mapped)
+    twice = mapped == ["k"]
+    got = pair.subject.executor.run(transformed.vmap_twice if twice else transformed.vmap_over, pair.problems, mapped)
     changed: dict[str, Any] = {name: getattr(other, name) for name in mapped}
     mixed = dataclasses.replace(problem, **changed)
-    yield pair.judge_out_of(got, (problem, mixed), (pair.expected[0], pair.subject.expect(mixed)))
+    found, expected = (problem, mixed), (pair.expected[0], pair.subject.expect(mixed))
+    turns = (0, 1, 1, 0) if twice else (0, 1)
+    yield pair.judge_out_of(got, [found[n] for n in turns], [expected[n] for n in turns])
 
 
 def _vmap_over_half(name: str, which: int, pair: Pair) -> Iterator[Judgement]:
@@ -138,8 +141,8 @@ def _vmap_masks(pair: Pair) -> Iterator[Judgement]:
     yield pair.judge_out_of(got, problems, [pair.subject.expect(problem) for problem in problems])
 
 
-def _donated(pair: Pair) -> Iterator[Judgement]:
-    yield pair.judge_out(pair.subject.executor.run(transformed.donated, pair.problems[0]))
+def _called(how: Callable[..., np.ndarray], pair: Pair) -> Iterator[Judgement]:
+    yield pair.judge_out(pair.subject.executor.run(how, pair.problems[0]))
 
 
 def _x64(pair: Pair) -> Iterator[Judgement]:
@@ -373,7 +376,8 @@ _FORWARD: dict[str, Callable[[Pair], Iterator[Judgement]]] = {
     "vmap_ids_of_keys": functools.partial(_vmap_over_half, "segment_ids", 1),
     "vmap_masks": _vmap_masks,
     "vmap_few": _vmap_few,
-    "donated": _donated,
+    "donated": functools.partial(_called, transformed.donated),
+    "highest": functools.partial(_called, transformed.highest_precision),
     "x64": _x64,
     "second_call": _second_call,
     "other_statics": _other_statics,

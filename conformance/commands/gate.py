@@ -20,7 +20,7 @@ from conformance.commands.outputs import Outputs, step_summary
 from conformance.commands.probes import budget, diagnose
 from conformance.judging import gate, provenance
 from conformance.judging.evidence import gather
-from conformance.judging.journal import Journal, Unlike, to_go_on
+from conformance.judging.journal import Journal, Unlike, from_file, to_go_on
 from conformance.judging.plan import Plan
 from conformance.judging.runner import Runner, hardware_records
 from conformance.judging.settings import Settings
@@ -106,6 +106,8 @@ class Written:
         self._baseline = baseline
         self.changed: Comparison | None = None
         self.told: list[str] = []
+        self.verdict: list[str] = []
+        self._from_file = [from_file(len(kept))] if kept else []
         self._implementations = {job.implementation.name: job.implementation for job in planned.jobs}
         self._outputs = Outputs(report=report, json=json, markdown=None, step=step_summary())
         self._run = run
@@ -157,6 +159,7 @@ class Written:
         found, info = gather([self._journal.recorded], **facts)
         info = diagnose.told(info, found)
         self.told += terminal.findings_text(found, info, str(self._outputs.report or ""))
+        self.verdict = [*self._from_file, wording.headline(summary.standings(found), info)]
         if self._suite is not None:
             for name, value in properties(self._journal.recorded, found, info):
                 self._suite(name, value)
@@ -197,8 +200,8 @@ def properties(recorded: Recorded, found: Sequence[Record], info: RunInfo) -> li
 
 
 def told(found: list[Record], places: Sequence[str], written: Written | None) -> list[str]:
-    """What the terminal is told at the end: findings, counts, places of kernels, annotations of GitHub Actions."""
+    """What the terminal is told at the end: findings, counts, places, the verdict, annotations of GitHub Actions."""
     counted = [*gate.table(found), *places]
     if written is None:
         return [*counted, *annotate.annotated(found)]
-    return [*written.told, *counted, *annotate.annotated(found, written.changed, written.probes)]
+    return [*written.told, *counted, *written.verdict, *annotate.annotated(found, written.changed, written.probes)]

@@ -29,7 +29,7 @@ from conformance.contract import Implementation
 from conformance.judging import interrupts, plan, provenance, runner, settings
 from conformance.judging.evidence import gather
 from conformance.judging.job import Job
-from conformance.judging.journal import CannotWrite, Journal, Unlike, to_go_on
+from conformance.judging.journal import CannotWrite, Journal, Unlike, from_file, to_go_on
 from conformance.judging.parallel import run_parallel
 from conformance.records import Record
 from conformance.runs import COMPLETE, FAILED, INTERRUPTED, Run
@@ -83,6 +83,7 @@ def run(arguments: argparse.Namespace) -> int:
     if before is not None:
         try:
             described, kept = to_go_on(before, described)
+            notes = [*notes, from_file(len(kept))]
         except Unlike as error:
             raise CannotJudge(f"--resume: {error}") from error
     console = Console(stderr=True)

@@ -46,11 +46,13 @@ def residuals_returned(executor: Executor, problem: Problem) -> list[str]:
 
 
 def in_form(executor: Executor, problem: Problem, given: Mapping[str, Any]) -> np.ndarray:
-    """`out` of the plain call with some of its arguments as they are `given`."""
+    """`out` of the plain call with some of its arguments as they are `given`; arrays without axes are traced."""
     statics, arrays = executor.arguments(problem)
+    traced = {name: x for name, x in given.items() if isinstance(x, np.ndarray) and not x.ndim}
     static = {**statics, **{name: x for name, x in given.items() if name not in arrays}}
+    static = {name: x for name, x in static.items() if name not in traced}
     plain = functools.partial(call_plain, executor.implementation.call, static)
-    return np.asarray(executor.jit(plain)({name: given.get(name, x) for name, x in arrays.items()}))
+    return np.asarray(executor.jit(plain)({name: given.get(name, x) for name, x in arrays.items()} | traced))
 
 
 def as_given(executor: Executor, arguments: Mapping[str, Any], traced: str) -> np.ndarray:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent import futures
 
 import jax
@@ -22,6 +22,15 @@ def eagerly(executor: Executor, problem: Problem) -> np.ndarray:
     """`out` of the call outside `jit`, on JAX arrays."""
     plain, arrays = executor.bind(problem)
     return np.asarray(plain(jax.tree.map(jnp.asarray, arrays)))
+
+
+def eagerly_in_turn(executor: Executor, problems: Sequence[Problem]) -> list[np.ndarray]:
+    """`out` of calls outside `jit`, on JAX arrays: no result is looked at before the last call was made."""
+    found = []
+    for problem in problems:
+        plain, arrays = executor.bind(problem)
+        found.append(plain(jax.tree.map(jnp.asarray, arrays)))
+    return [np.array(out) for out in found]
 
 
 def residuals_eagerly(executor: Executor, problem: Problem) -> Mapping[str, np.ndarray]:

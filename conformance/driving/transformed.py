@@ -40,17 +40,39 @@ def vmap_over(
 ) -> np.ndarray:
     """Likewise, with the mapped axis in the operands `names` alone; the others are those of the first problem.
 
-    Of pairs, as segment ids are, `of_pair` says which of the two has it, both without.
+    Keys and values have it second if both have it. Of pairs, as segment ids are, `of_pair` says which of the two has
+    it, both without.
     """
     plain, shared = executor.bind(problems[0])
-    stacked = _stacked(executor, problems)
+    stacked = dict(_stacked(executor, problems))
     axes: dict[str, Any] = {name: 0 if name in names else None for name in shared}
     arrays = {name: stacked[name] if name in names else x for name, x in shared.items()}
     if of_pair is not None:
         for name in names:
             axes[name] = tuple(0 if n == of_pair else None for n in range(2))
             arrays[name] = tuple((stacked if n == of_pair else shared)[name][n] for n in range(2))
+    if {"k", "v"} <= set(names):  # a rule of a kernel's own may take the mapped axis for the first
+        for name in ("k", "v"):
+            axes[name], arrays[name] = 1, jax.tree.map(lambda x: np.moveaxis(x, 0, 1), stacked[name])
     return np.asarray(executor.jit(jax.vmap(plain, in_axes=(axes,)))(arrays))
+
+
+def vmap_twice(executor: Executor, problems: Sequence[Problem], names: Sequence[str]) -> np.ndarray:
+    """Likewise, with two mapped axes: `out` of the problems as they are, then in reverse."""
+    plain, shared = executor.bind(problems[0])
+    stacked = _stacked(executor, problems)
+    axes = {name: 0 if name in names else None for name in shared}
+    both = {name: jax.tree.map(lambda x: np.stack([x, x[::-1]]), stacked[name]) for name in names}
+    mapped = jax.vmap(jax.vmap(plain, in_axes=(axes,)), in_axes=(axes,))
+    out = np.asarray(executor.jit(mapped)({**shared, **both}))
+    return out.reshape(-1, *out.shape[2:])
+
+
+def highest_precision(executor: Executor, problem: Problem) -> np.ndarray:
+    """`out` where JAX multiplies as exactly as it can unless a product says otherwise."""
+    plain, arrays = executor.bind(problem)
+    with jax.default_matmul_precision("highest"):
+        return np.asarray(executor.jit(plain)(arrays))
 
 
 def donated(executor: Executor, problem: Problem) -> np.ndarray:

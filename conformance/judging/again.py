@@ -1,11 +1,12 @@
 """A failure is judged again before it is called one.
 
 First as JAX compiles by itself: the flags that make compiling cheap (`conformance.environment`) must never decide. What
-comes of the second judgement stands, and the ratio of the first is kept beside it. What is right then is judged a third
-time, as it was first. Only what is wrong again is the flags' doing; what is right now depends on the calls before it,
-and stays wrong. Then under each declaration that a careful library might have made: one under which the whole check
-passes is named, so that nobody looks for a bug where a declaration is missing. Where zeros would pass too, the case
-would not be judged under that declaration, and says nothing of it.
+comes of the second judgement stands, and the ratio of the first is kept beside it. What is right then is judged anew
+under both, by a process that was asked nothing before where the kernel has one of its own. Only what is wrong under the
+flags of the first and right under the others is the flags' doing; else it depends on the calls before it, and stays
+wrong. Then under each declaration that a careful library might have made: one under which the whole check passes
+is named, so that nobody looks for a bug where a declaration is missing. Where zeros would pass too, the case would not
+be judged under that declaration, and says nothing of it.
 
 Both cost, and a wrong kernel has hundreds of failures. So a failure is judged again only until two of its check and
 result (`out`, `dq`, ...) have been confirmed, or two of that result as the plain call gives it (`_PLAIN`): what is
@@ -71,14 +72,21 @@ class Again:
             second = _answers(check, subject.run_by(self._executor))
             found = _settled(first, second)
             if changed := {judgement.observable for judgement in wrong} - {x.observable for x in _wrong(second)}:
-                # The flags are to blame only for what is wrong again under the same ones, compiled anew.
-                third = _answers(check, subject.run_by(subject.executor.anew()))
-                found = _unsteady(found, first, changed - {x.observable for x in _wrong(third)})
+                # The flags are to blame only for what is wrong under the same ones again, and right under JAX's own,
+                # where nothing else is otherwise: a process may be asked what it was never asked before.
+                blamed = changed & self._wrong_anew(check, subject, subject.executor)
+                blamed -= self._wrong_anew(check, subject, self._executor) if blamed else set()
+                found = _unsteady(found, first, changed - blamed)
         confirmed = _wrong(found)
         self._confirmed.update({(_kind(check), _result(judgement)) for judgement in confirmed})
         if check.scope not in _KEPT or not any(judgement.verdict == records.FAIL for judgement in confirmed):
             return found
         return self._explained(check, subject, found)
+
+    @staticmethod
+    def _wrong_anew(check: Check, subject: Subject, executor: Executor) -> set[str]:
+        """What is wrong where the check is the first thing that is asked."""
+        return {judgement.observable for judgement in _wrong(_answers(check, subject.run_by(executor.anew())))}
 
     def _is_settled(self, check: Check, judgement: Judgement) -> bool:
         result = _result(judgement)

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, NoReturn, Protocol
 
 import pytest
 
+from conformance import packages
+
 if TYPE_CHECKING:
     from conformance.records import Record
 
@@ -50,6 +52,7 @@ class Ending:
         asked = given.file_or_dir or early_config.getini("testpaths")
         if not is_asked_for(asked, given.impl, given.conformance_cases):
             return (yield)
+        packages.leave_where_customised()
         self._watch()
         try:
             return (yield)
@@ -101,7 +104,7 @@ class Ending:
         return _honest(code, judging.found if judging is not None else ())
 
     def _watch(self) -> None:
-        """From now on `os._exit(0)` ends this process as the gate ended; its children exit as they like.
+        """From now on `os._exit(0)` ends this process as the gate ended, and `os.exec` is refused; not in its children.
 
         That stays so when pytest is done: what was registered with `atexit` comes last of all.
         """
@@ -116,7 +119,15 @@ class Ending:
                 leave(self._code)
             leave(status)
 
-        os._exit = exit_honestly
+        def stays(event: str, _: object) -> None:
+            if event == "os.exec" and os.getpid() == process:
+                sentence = "a file of the repository puts another program in the gate's place (os.exec)"
+                os.write(errors, f"{_SAYS} {sentence}, which is refused\n".encode())
+                raise PermissionError(f"{sentence}: give the environment that it needs to the command")
+
+        for module in filter(None, (os, sys.modules.get("posix"))):  # `os` has it from there
+            vars(module)["_exit"] = exit_honestly
+        sys.addaudithook(stays)
 
 
 def is_asked_for(arguments: Iterable[str], implementations: Iterable[str], cases: str | None) -> bool:

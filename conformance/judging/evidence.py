@@ -201,7 +201,8 @@ def _of_one_question(part: _Part, level: str, narrowed: str, ones: Sequence[Reco
         cases = {record.case for record in part.records if record.verdict in JUDGED}
         narrowed = f"{len(cases):,} {narrowed}"
     planned = {job.key for one in ones if one.run for job in one.run.jobs if job.implementation == implementation}
-    done = {one.run.jobs[n].key for one in ones if one.run for n in one.done} & planned
+    # One without a single record answered nothing, whatever its closing line says.
+    done = {one.run.jobs[n].key for one in ones if one.run for n, theirs in one.done.items() if theirs} & planned
     whole = next((one.run.whole[implementation] for one in ones if one.run and implementation in one.run.whole), None)
     return Extent(
         level=level,

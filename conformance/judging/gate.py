@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import tomllib
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,6 +23,14 @@ if TYPE_CHECKING:
     from conformance.runs import Run
 
 _SAID = "attention-conformance-said"
+# Options of pytest and of common plugins that leave out no test of a run that ends in success; ours are counted.
+_CHOOSES_NOTHING = (
+    *("--conformance-", "--impl", "--require-platform", "--pyargs", "-n", "--numprocesses", "--maxprocesses", "--dist"),
+    *("-q", "--quiet", "-v", "--verbose", "-s", "--capture", "-r", "--show", "-l", "--tb", "--color", "--full-trace"),
+    *("--durations", "--no-header", "--no-summary", "--junit", "--report-log", "--html", "--log", "--cov", "--timeout"),
+    *("-p", "-c", "-o", "--override-ini", "-W", "--disable-warnings", "--strict", "--rootdir", "--noconftest"),
+    *("--import-mode", "--basetemp", "--cache-clear", "-x", "--exitfirst", "--maxfail", "--pdb"),
+)
 
 
 def add_options(parser: pytest.Parser) -> None:
@@ -191,11 +199,34 @@ def nothing_judged(found: list[Record], required: str | None) -> str:
     return ""
 
 
-def nothing_asked(config: pytest.Config, planned: Plan | None, found: list[Record]) -> str:
-    """What is wrong where no test was run although nobody asked for that: settings may have said so."""
-    if planned is None or found or {"--collect-only", "--collectonly", "--co"} & set(config.invocation_params.args):
+def not_asked(config: pytest.Config, planned: Plan | None, judged: Collection[int], found: Collection[Record]) -> str:
+    """What is wrong where jobs were planned, and left out although no argument asked for that.
+
+    Settings, a plugin or a `conftest.py` may have left out their tests, skipped them, or kept back what they found.
+    """
+    arguments = [str(argument) for argument in config.invocation_params.args]
+    if planned is None or {"--collect-only", "--collectonly", "--co"} & set(arguments):
         return ""
-    return "nothing was judged: no test was run (see addopts in the settings of pytest)"
+    if not found:
+        return "nothing was judged: no test was run (see addopts in the settings of pytest)"
+    if any(map(_may_choose, arguments)):
+        return ""
+    from conformance.judging import plan
+
+    part = shard(config.getoption("--conformance-shard"))
+    mine = plan.sharded(planned.jobs, *part) if part else planned.jobs
+    missing = len(mine) - len(judged)
+    if missing <= 0:
+        return ""
+    why = "no argument asks for that: see addopts in the settings of pytest, plugins and conftest.py"
+    return f"{missing:,} of {len(mine):,} jobs were planned and not judged, and {why}"
+
+
+def _may_choose(argument: str) -> bool:
+    """Whether an argument may leave out tests; of an option that is not known here, nobody can say that it does not."""
+    if not argument.startswith("-"):
+        return "::" in argument
+    return not argument.startswith(_CHOOSES_NOTHING)
 
 
 def table(found: list[Record]) -> list[str]:

@@ -48,9 +48,9 @@ class Journal:
         return dataclasses.replace(self._recorded, done=dict(self._done), others=others, probes=probes)
 
     def job(self, number: int, found: Sequence[Record]) -> None:
-        """A job is done. Raises `CannotWrite`."""
+        """A job is done, once more perhaps: then it has both answers. Raises `CannotWrite`."""
         with interrupts.held():
-            self._done[number] = tuple(found)
+            self._done[number] = (*self._done.get(number, ()), *found)
             self._put(runs.job_lines(number, found))
 
     def add(self, found: Sequence[Record]) -> None:
@@ -111,6 +111,11 @@ def to_go_on(path: Path, run: Run) -> tuple[Run, dict[int, tuple[Record, ...]]]:
     if recorded.is_complete and len(recorded.done) == len(run.jobs):
         return before, dict(recorded.done)
     return dataclasses.replace(before, resumed=(*before.resumed, provenance.now())), dict(recorded.done)
+
+
+def from_file(jobs: int) -> str:
+    """What to say of jobs that were taken from the file which is gone on with: nobody has signed it."""
+    return f"of the jobs, {jobs:,} are as the file has them that is gone on with, and were not judged again"
 
 
 def _difference(before: Run, now: Run) -> str | None:

@@ -13,7 +13,7 @@ from conformance.records import FAIL, PASS, Record, to_json
 from conformance.runs import COMPLETE, End, Kernel, Planned, Run
 
 CASES = [f"train/f32/B1.T{n}.S{n}.N2.K2.H64.V64/causal/normal/s0" for n in (8, 9, 10)]
-JOBS = tuple(Planned("kernel", case, ("forward",)) for case in CASES)
+JOBS = tuple(Planned("kernel", case, ("forward", "gradients")) for case in CASES)
 RUN = Run(
     started="",
     command="run",

@@ -100,15 +100,6 @@ def test_what_the_flags_alone_make_fail_passes_and_says_so() -> None:
     assert record.reason.startswith("differs by the compiler's flags: ratio ")
 
 
-@pytest.mark.usefixtures("jax_flags_matter")
-def test_the_third_look_is_under_the_flags_of_the_first_where_a_process_has_the_others(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    # What runs in a process with JAX's own flags has them still when it begins anew.
-    monkeypatch.setattr(Executor, "anew", lambda self: Executor(self.implementation, self.options))
-    assert {record.verdict for record in judge(wrong_by_the_flags, FULL)} == {PASS}
-
-
 def right_from_the_second_time(how: str) -> Callable[..., Any]:
     """Wrong once: the first time it is traced, or run, or raises."""
     times = itertools.count()

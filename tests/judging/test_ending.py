@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 
-from tests.judging.gated import Repository, gate, with_kernel
+from tests.judging.gated import FEW, Repository, gate, with_kernel
 
 ONE = "--conformance-cases=train/f32/B1.T1.S72.N2.K1.H16.V48/full/*"
 LEAVES = "import os\nos._exit(0)\n"
@@ -35,9 +36,28 @@ def pytest_collection_finish(session):
     from conformance.judging import runner
     judge = runner.Runner.judge
     def kindly(*given, **named):
-        return [dataclasses.replace(record, verdict="pass") for record in judge(*given, **named)]
+        return [dataclasses.replace(record, verdict="pass", ratio=None, rms=None) for record in judge(*given, **named)]
     runner.Runner.judge = kindly
 """
+LEAVES_BY_ANOTHER_NAME = "import posix\nposix._exit(0)\n"
+STARTS_ANOTHER = "import os, sys\nos.execv(sys.executable, [sys.executable, '-c', 'print(1)'])\n"
+LEAVES_OUT = "def pytest_collection_modifyitems(items):\n    del items[-1]\n"
+# A `conftest.py` that is not above the gate's module has its hooks for tests called as a plugin alone.
+_AS_A_PLUGIN = """
+import pytest
+class Plugin:
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_logreport(self, report):
+        lines = getattr(report, "attention_conformance_records", None)
+        if lines is not None:
+            {}
+def pytest_configure(config):
+    config.pluginmanager.register(Plugin())
+"""
+KEEPS_BACK = _AS_A_PLUGIN.format(
+    "if not hasattr(Plugin, 'one'): Plugin.one = lines; del report.attention_conformance_records"
+)
+SAYS_PASS = _AS_A_PLUGIN.format("""lines[:] = [line.replace('"fail"', '"pass"') for line in lines]""")
 SWITCHES_JIT_OFF = "import os\nos.environ['JAX_DISABLE_JIT'] = '1'\n"
 
 
@@ -50,6 +70,9 @@ SWITCHES_JIT_OFF = "import os\nos.environ['JAX_DISABLE_JIT'] = '1'\n"
         pytest.param(LEAVES_POLITELY_LAST, 2, "", id="leaves politely last", marks=pytest.mark.long),
         pytest.param(TAKES_ITS_PLACE, 2, "ran in its place", id="takes its place"),
         pytest.param(JUDGES_BY_ITSELF, 2, "conformance.judging.runner.Runner.judge, by which", id="judges by itself"),
+        pytest.param(LEAVES_BY_ANOTHER_NAME, 2, "the process was ended before", id="leaves by another name"),
+        pytest.param(STARTS_ANOTHER, 4, "another program in the gate's place", id="starts another"),
+        pytest.param(SAYS_PASS, 2, "", id="says pass"),
         pytest.param(SWITCHES_JIT_OFF, 4, "JAX_DISABLE_JIT is set", id="switches jit off"),
         pytest.param(SAYS_SUCCESS, 1, "pytest ends in success", id="says success"),
         pytest.param(EXPECTS_FAILURES, 1, "pytest ends in success", id="expects failures", marks=pytest.mark.long),
@@ -63,6 +86,29 @@ def test_a_wrong_kernel_is_no_success(
     run = gate(repository, ONE, name="wrong")
     assert run.ret == code
     assert not said or any(said in line for line in run.errlines)
+
+
+@pytest.mark.parametrize(
+    "conftest", [LEAVES_OUT, pytest.param(KEEPS_BACK, marks=pytest.mark.long)], ids=["leaves out", "keeps back"]
+)
+def test_a_right_kernel_of_which_something_was_not_asked_is_no_success(
+    conftest: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    repository: Repository = with_kernel(tmp_path, monkeypatch)
+    (tmp_path / "conftest.py").write_text(conftest)
+    run = gate(repository, FEW)
+    assert run.ret == 1
+    run.stdout.fnmatch_lines(["*jobs were planned and not judged, and no argument asks for that: *"])
+    run.stdout.fnmatch_lines(["kernel.py:attention (cpu) passes as far as asked (narrowed to *"])
+
+
+def test_a_file_that_python_loads_by_itself_ends_the_judge(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    repository: Repository = with_kernel(tmp_path, monkeypatch)
+    (tmp_path / "sitecustomize.py").write_text("import atexit, os\natexit.register(os._exit, 0)\n")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, (str(tmp_path), os.environ.get("PYTHONPATH")))))
+    run = gate(repository, ONE, name="wrong", from_nothing=True)
+    assert run.ret == 2
+    assert any("sitecustomize.py is loaded into the process that judges" in line for line in run.errlines)
 
 
 @pytest.mark.long

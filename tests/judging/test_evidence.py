@@ -77,6 +77,13 @@ def test_coverage_counts_what_was_judged() -> None:
     assert headline == "kernel (cpu) passes as far as asked (narrowed to 3 of 4 jobs)."
 
 
+def test_a_job_without_a_record_is_not_done() -> None:
+    found = recorded(*ALL)
+    headline, info = said(dataclasses.replace(found, done={**found.done, 2: ()}))
+    assert headline == "kernel (cpu) passes as far as asked (narrowed to 3 of 4 jobs)."
+    assert wording.state_text(info) == "partial"
+
+
 def test_a_narrowed_run_says_to_what_and_how_little_that_is() -> None:
     headline, info = said(recorded(0, jobs=run().jobs[:1], narrowed="--cases=train/f32/B1.T512"))
     assert headline == "kernel (cpu) passes as far as asked (narrowed to --cases=train/f32/B1.T512: 1 of 4 jobs)."

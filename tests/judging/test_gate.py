@@ -100,7 +100,9 @@ def test_a_gate_goes_on_with_a_file(repository: Repository, monkeypatch: pytest.
     kept = dict(list(before.done.items())[:2])
     lines = [runs.run_line(before.run) + "\n", *(runs.job_lines(number, found) for number, found in kept.items())]
     (repository.path / "r.jsonl").write_text("".join(lines))
-    assert gate(repository, FEW, "--conformance-resume=r.jsonl", "-n", "2").ret == 0
+    resumed = gate(repository, FEW, "--conformance-resume=r.jsonl", "-n", "2")
+    assert resumed.ret == 0
+    resumed.stdout.fnmatch_lines(["of the jobs, * are as the file has them that is gone on with*"])
     assert without_seconds(repository.path / "r.jsonl") == without_seconds(repository.path / "whole.jsonl")
     (after,) = runs.read(repository.path / "r.jsonl")
     assert after.is_complete

@@ -72,18 +72,20 @@ def test_what_a_function_refuses_when_it_is_called_was_not_asked_about() -> None
     assert few_blocks(implementation, found) == "one block of 128 queries and one block of 128 keys"
 
 
-def test_who_declines_more_than_was_judged_is_told_so() -> None:
+@pytest.mark.parametrize(
+    ("judged", "declined", "says"),
+    [
+        (9, 0, "it (cpu) conforms."),
+        (9, 1, "it (cpu) conforms, judged in 9 cases and declining 1."),
+        (1, 1200, "it (cpu) conforms, judged in 1 case and declining 1,200."),
+    ],
+)
+def test_how_many_cases_are_declined_is_in_the_verdict(judged: int, declined: int, says: str) -> None:
     right = passed(Case())
     standings = summary.standings([right, dataclasses.replace(right, check="gradients")])
-    said = []
-    for judged in (9, 10):
-        rows = [{"implementation": "it (cpu)", "cases judged": judged, "declined": 9}]
-        run = RunInfo(command="", level="quick", environment={}, tolerances=[], coverage=rows)
-        said.append(wording.headline(standings, run))
-    assert said == ["it (cpu) conforms.", "it (cpu) conforms."]
-    rows = [{"implementation": "it (cpu)", "cases judged": 1, "declined": 1200}]
+    rows = [{"implementation": "it (cpu)", "cases judged": judged, "declined": declined}]
     run = RunInfo(command="", level="quick", environment={}, tolerances=[], coverage=rows)
-    assert wording.headline(standings, run) == "it (cpu) conforms, judged in 1 case and declining 1,200."
+    assert wording.headline(standings, run) == says
 
 
 def test_the_verdict_says_so() -> None:

@@ -35,15 +35,17 @@ def test_one_check_alone_is_no_conformity() -> None:
     assert "conforms" in wording.headline(summary.standings([record(), record(check="gradients")]), run_info())
 
 
-def test_what_is_refused_in_most_cases_is_in_the_verdict() -> None:
+def test_what_is_refused_without_a_declaration_is_in_the_verdict() -> None:
     def said(check: str, refused: int, judged: int = 2) -> str:
         what = {"check": check, "verdict": UNSUPPORTED, "observable": "all", "figures": {REFUSED: 1.0}}
         found = [record(case=f"case/{n}", **what) for n in range(refused)]
         right = [record(case=f"case/{9 - n}", check=each) for n in range(judged) for each in ("forward", check)]
         return wording.headline(summary.standings([*found, *right]), run_info())
 
-    assert said("gradients", refused=2) == "block_flash (cpu) conforms."
-    assert said("gradients", refused=3).endswith("conforms, refusing most of what gradients asks.")
+    some = said("gradients", refused=2)
+    assert some == "block_flash (cpu) conforms, refusing 2 of 6 questions undeclared."
+    most = said("gradients", refused=3)
+    assert most.endswith("conforms, refusing 3 of 7 questions undeclared, most of what gradients asks.")
     unoffered = record(check="gradients_lse", verdict=UNSUPPORTED, observable="all", reason="not offered")
     standings = summary.standings([record(), record(check="gradients"), unoffered])
     assert wording.headline(standings, run_info()) == "block_flash (cpu) conforms."
