@@ -316,7 +316,7 @@ def _one_array(pair: Pair) -> Iterator[Judgement]:
         if (refusal := pair.subject.implementation.supports(other)) is None:
             problem = draw(other)
             tokens = problem.q.copy()
-            tokens[:, -1] = 0  # a token of padding, which is one like any other where no mask hides it
+            tokens[:, 1:][:, -1:] = 0  # a token of padding, like any other where no mask hides it; never the only one
             shared = dataclasses.replace(problem, q=tokens, k=tokens, v=tokens)
             subject = dataclasses.replace(pair.subject, case=other)
             got = pair.subject.executor.run(sequences.of_one_array, shared)

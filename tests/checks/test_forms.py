@@ -62,7 +62,11 @@ def test_what_is_taken_for_what_it_means_passes(case: str) -> None:
         (WINDOW, {"window": lambda x: x if isinstance(x, tuple) else None}, {"window_list"}),
         (WINDOW, {"window": lambda x: x if isinstance(x[0], int) else None}, {"window_numpy"}),
         (CAUSAL, {"causal": lambda x: x is True}, {"causal_numpy"}),
-        (SCALED, {"scale": lambda x: x if isinstance(x, float) else None}, {"scale_int", "scale_numpy", "scale_jax"}),
+        (
+            SCALED,
+            {"scale": lambda x: x if isinstance(x, float) else None},
+            {"scale_int", "scale_numpy", "scale_jax", "scale_traced"},
+        ),
         (SCALED, {"scale": lambda x: x or None}, {"scale_zero"}),
         (SCALED, {"scale": lambda x: abs(x)}, {"scale_below_zero"}),
         (DENSE, {"mask": lambda x: x if x.shape[-2] > 1 else first_row_alone(x)}, {"mask_shared_by_rows"}),
