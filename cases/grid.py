@@ -6,9 +6,9 @@ An implementation declines what it does not support, and says why. Levels that i
 would make most of its rows unjudgeable. Each of them has one case of its own instead, which must be refused.
 
 The base is the plainest case that an implementation supports. The rich case is the base with every optional operand
-that it supports; beyond `quick` there is a second one, of another dtype, other sizes and other shapes of operands: what
-is asked of a rich case alone is asked of two that share no program. A stand-in is a level that is asked only of
-implementations that decline another one.
+that it supports; beyond `quick` there is a second one, of another dtype, other sizes and other shapes of operands, as
+far as these are supported: what is asked of a rich case alone is asked of two that share no program. A stand-in is a
+level that is asked only of implementations that decline another one.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Supports = Callable[[Case], "str | None"]
 
 # Those of `cases.serving.grids` that are neither shapes nor operands.
 _OF_STORAGE = ("window", "page", "shared")
-# The axes of `singles`, and those of the rich case, in the order in which their levels are tried.
+# The axes of `singles`, of the second rich case, and of the rich one, in the order in which their levels are tried.
 _OPERAND_AXES = (*(operand.field for operand in REMOVABLE), "mask", "kv_cache", "own_window", *_OF_STORAGE)
 _SECOND_AXES = ("dtype", "heads", "depths", "bias", "segments", "soft_cap")
 _RICH_AXES = ("mask", *(operand.field for operand in REMOVABLE), "heads", "depths", *_OF_STORAGE)

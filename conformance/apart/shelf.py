@@ -27,7 +27,7 @@ from conformance.truth import kept
 _BEGAN = time.time()  # of this run: workers and kernels are forked from a process that has loaded this
 _LENT = "programs"
 _NAME = re.compile(r"[\w.-]{1,150}-[0-9a-f]{64}-cache")  # as JAX calls the file of a program
-# `quick` leaves some 600 programs of 35 kB each. What is more than this, of one kernel and of all, is not kept.
+# `quick` leaves 300 to 600 programs of 9 to 17 kB. What is more than this, of one kernel and of all, is not kept.
 _LARGEST = 2**24
 _MOST = 6_000
 _MOST_KERNELS = 12
