@@ -30,8 +30,11 @@ Supports = Callable[[Case], "str | None"]
 
 # Those of `cases.serving.grids` that are neither shapes nor operands.
 _OF_STORAGE = ("window", "page", "shared")
-# The axes of `singles`, of the second rich case, and of the rich one, in the order in which their levels are tried.
-_OPERAND_AXES = (*(operand.field for operand in REMOVABLE), "mask", "kv_cache", "own_window", *_OF_STORAGE)
+# What a call may have or lack: the axes of `singles`.
+_ARGUMENT_AXES = (*(operand.field for operand in REMOVABLE), "mask", "own_window", "window")
+# The same with what only has another form: the type of a cache, the size of its pages, pages that sequences share.
+_OPERAND_AXES = (*_ARGUMENT_AXES, "kv_cache", *(axis for axis in _OF_STORAGE if axis not in _ARGUMENT_AXES))
+# Those of the second rich case, and of the rich one, in the order in which their levels are tried.
 _SECOND_AXES = ("dtype", "heads", "depths", "bias", "segments", "soft_cap")
 _RICH_AXES = ("mask", *(operand.field for operand in REMOVABLE), "heads", "depths", *_OF_STORAGE)
 
@@ -184,8 +187,13 @@ class _Support:
         base = _case(self._base, self._seed, self._model)
         if self._supports(base) is not None:
             return []
-        order = [self._model.names.index(name) for name in _OPERAND_AXES if name in self._model.names]
-        items = [(a, level) for a in order for level in range(self._model.sizes[a]) if level != self._base[a]]
+        order = [self._model.names.index(name) for name in _ARGUMENT_AXES if name in self._model.names]
+        items = [
+            (a, level)
+            for a in order
+            for level, value in enumerate(self._model.axes[a].levels)
+            if level != self._base[a] and value is not None
+        ]
         return [base] + [self._case(item) for item in items if self._reason(item) is None]
 
     def rich(self) -> tuple[Case, ...]:

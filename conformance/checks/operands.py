@@ -24,7 +24,7 @@ from conformance.truth.bounds import Bounded, expect
 
 def arguments(subject: Subject) -> Iterator[Judgement]:
     """The result with an accepted argument differs from the result without it as the oracle says."""
-    for name, without in _dropped(subject):
+    for name, without in dropped(subject.problem):
         arithmetic = subject.implementation.arithmetic
         other = expect(without, arithmetic, empty_rows=subject.empty_rows).forward["out"]
         here = subject.expectation.forward["out"]
@@ -35,8 +35,8 @@ def arguments(subject: Subject) -> Iterator[Judgement]:
         yield subject.judge("out", with_it - without_it, effect, both, label=f"effect_of_{name}")
 
 
-def _dropped(subject: Subject) -> Iterator[tuple[str, Problem]]:
-    problem = subject.problem
+def dropped(problem: Problem) -> Iterator[tuple[str, Problem]]:
+    """The arguments that the problem has and may lack, each with the problem without it."""
     if isinstance(problem.mask, Moba):
         every = dataclasses.replace(problem.mask, topk=problem.mask.chunks(problem.k.shape[1]))
         yield "gates", dataclasses.replace(problem, mask=every)

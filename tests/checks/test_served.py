@@ -11,9 +11,11 @@ import pytest
 from cases import inputs
 from cases.case import Case
 from cases.serving.life import lives
-from conformance.asking.scopes import Asked
+from conformance.asking.scopes import FEATURE, Asked
+from conformance.calling import registry
 from conformance.calling.plain import from_function
 from conformance.checks import BY_NAME
+from conformance.checks.operands import dropped
 from conformance.contract import Implementation
 from conformance.judging import plan
 from conformance.judging.runner import Runner
@@ -112,3 +114,12 @@ def _rolled(call: Any) -> Any:
 def _decoded(case: Case, implementation: Implementation) -> list[str]:
     found = Runner(Settings()).run(plan.single(implementation, case, [BY_NAME["decoding"]]).jobs)
     return [record.verdict for record in found]
+
+
+@pytest.mark.parametrize(
+    "name", ["block_flash", "quantized_kv", "block_flash_packed", "paged_quantized", "paged_latent"]
+)
+def test_each_case_asked_for_its_arguments_has_one_to_leave_out(name: str) -> None:
+    cases = FEATURE.cases(Asked(registry.find(name), "quick", 0))
+    assert len(cases) > 5
+    assert [case.id for case in cases if not any(dropped(inputs.draw(case)))] == []
