@@ -58,6 +58,7 @@ def tune(arguments: argparse.Namespace) -> int:
         shown.print(f"{_order(choice, static)}\n", highlight=False, soft_wrap=True)
 
     share = dataclasses.replace(limits, seconds=limits.seconds / len(cases))
+    narrowed = [*(f"--knob={name}" for name in arguments.knob), f"--seconds={share.seconds:g}"]
     with Steps(console) as steps:
         for case in cases:
             static = _static(declared, case)
@@ -73,7 +74,7 @@ def tune(arguments: argparse.Namespace) -> int:
             )
             if tuned.choices:
                 # After each case: what is tuned is kept, whatever happens to the rest.
-                _write(path, [_entry(implementation, declared, tuned, static)])
+                _write(path, [_entry(implementation, declared, tuned, static, narrowed)])
                 written += 1
             if interrupted := tuned.interrupted:
                 signal.signal(signal.SIGINT, signal.SIG_IGN)  # what was timed gets written, whatever else is pressed
@@ -134,7 +135,11 @@ def _order(choice: Choice, static: Mapping[str, Mapping[str, float]]) -> str:
 
 
 def _entry(
-    implementation: Implementation, declared: Tunable, tuned: Tuned, static: Mapping[str, Mapping[str, float]]
+    implementation: Implementation,
+    declared: Tunable,
+    tuned: Tuned,
+    static: Mapping[str, Mapping[str, float]],
+    narrowed: Sequence[str],
 ) -> Entry:
     held = {choice.knob: said for choice in tuned.choices if (said := _order(choice, static))}
     return Entry(
@@ -145,7 +150,9 @@ def _entry(
             "case": tuned.case.id,
             "date": datetime.date.today().isoformat(),
             "jax": jax.__version__,
-            "how": f"python -m conformance tune --impl={implementation.name} --case={tuned.case.id}",
+            "how": " ".join(
+                [f"python -m conformance tune --impl={implementation.name} --case={tuned.case.id}", *narrowed]
+            ),
             "knobs": {choice.knob: _told(choice) for choice in tuned.choices},
             **({static_tune.STATIC: static, "static order": held} if static else {}),
         },
