@@ -22,6 +22,7 @@ The derivation, with `s|x| = scale sum_d |q||k| + |bias| + |alibi| + |score|` an
                + |p r| err(g) + (u_p + u_prod + u) |dx| + tiny (1 + |r|)
                with r = dp - D + dlse
     E(dq)    = scale sum_j [err(dx) + gamma(S) |dx|] |k| + (u_out + u_q) |dq| + tiny
+               + scale u max(0, m / 2 - gamma(S) / u) sum_j |dx k|    (of dlse alone, where m terms are equal)
     E(dk)    = scale sum_i [err(dx) + gamma(GT) |dx|] |q| + u_out (sum over the group of |dk of the head| + |dk|) + tiny
     E(dv)    = sum_i [err(p) + (u_p + u_prod + gamma(GT)) p] |do| + u_out (group sum of |dv| + |dv|) + tiny
     err(ds)  = err(p_sink) |D - dlse| + p_sink (err(D) + u |dlse|)                                    (of one row)
@@ -63,6 +64,7 @@ from cases.inputs import Cotangent, Problem
 from conformance.contract import Arithmetic
 from conformance.truth.narrow import BackwardExtra, Narrow
 from conformance.truth.oracle import Array, EmptyRows, Gradients, Slab, padded, slabs
+from conformance.truth.repeated import steps_of_equal_terms
 from conformance.truth.roundoff import Roundoff, U
 
 
@@ -343,6 +345,8 @@ def _add_gradients(
     abs_dx = np.abs(back.dx)
     err_dk = slab.scale * ((back.err_dx + terms * abs_dx).transpose(0, 2, 1) @ np.abs(slab.q)).sum(axis=0)
     err_dq = slab.scale * ((back.err_dx + along_keys * abs_dx) @ np.abs(slab.k))
+    if not do.any():
+        err_dq = err_dq + slab.scale * u.sums * steps_of_equal_terms(back.dx, slab.k) * (abs_dx @ np.abs(slab.k))
     if errors.operands is not None:
         err_dk = err_dk + slab.scale * (abs_dx.transpose(0, 2, 1) @ errors.operands.q).sum(axis=0)
         err_dq = err_dq + slab.scale * (abs_dx @ errors.operands.k)

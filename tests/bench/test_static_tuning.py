@@ -312,6 +312,7 @@ def test_tuning_on_a_chip_says_how_well_the_static_order_held(tmp_path: Path) ->
     ]
     choice = Choice("forward", {"block_q": 32}, {"block_q": 32}, rows)
     assert "put 0 of 1 pairs of candidates" in tune._order(choice, static)
-    entry = tune._entry(implementation, declared, Tuned(case, {}, (choice,)), static)
+    entry = tune._entry(implementation, declared, Tuned(case, {}, (choice,)), static, ["--knob=forward"])
+    assert entry.provenance["how"].endswith(" --knob=forward")
     assert entry.provenance["static cycles"] == static
     assert "put 0 of 1" in entry.provenance["static order"]["forward"]
