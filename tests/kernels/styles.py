@@ -132,18 +132,18 @@ def _online(state: Any, block: Any, q: Any) -> Any:
     return new, total * keep + weights.sum(axis=-1), acc
 
 
-def _cut(operands: Any, mask: Any) -> Any:
+def _cut(operands: Any, mask: Any, size: int = _BLOCK) -> Any:
     """k, v and the mask, padded and cut along the keys, the blocks first; and the state before the first."""
     q, k, v = operands
     batch, length, heads, _ = q.shape
     keys = k.shape[1]
-    pad = -keys % _BLOCK
+    pad = -keys % size
     k, v = (jnp.repeat(x, heads // k.shape[2], axis=2) for x in (k, v))
     k, v = (jnp.pad(x, ((0, 0), (0, pad), (0, 0), (0, 0))) for x in (k, v))
     ok = jnp.ones((1, 1, 1, keys), bool) if mask is None else mask
     ok = jnp.pad(jnp.broadcast_to(ok, (*ok.shape[:2], length, keys)), ((0, 0), (0, 0), (0, 0), (0, pad)))
-    k, v = (x.reshape(batch, -1, _BLOCK, heads, x.shape[-1]).swapaxes(0, 1) for x in (k, v))
-    ok = jnp.moveaxis(ok.reshape(*ok.shape[:3], -1, _BLOCK), 3, 0)
+    k, v = (x.reshape(batch, -1, size, heads, x.shape[-1]).swapaxes(0, 1) for x in (k, v))
+    ok = jnp.moveaxis(ok.reshape(*ok.shape[:3], -1, size), 3, 0)
     shape = (batch, heads, length)
     return (k, v, ok), (jnp.full(shape, -jnp.inf), jnp.zeros(shape), jnp.zeros((*shape, v.shape[-1])))
 
@@ -178,9 +178,9 @@ def fori(q: Any, k: Any, v: Any, *, mask: Any = None) -> Any:
 
 @declare(behind_mask="finite", empty_rows="zero")
 def unrolled(q: Any, k: Any, v: Any, *, mask: Any = None) -> Any:
-    """Blocks of keys by a Python loop."""
+    """Blocks of keys by a Python loop, of which there are 64 at most: XLA takes minutes to compile hundreds."""
     wide = _wide(q, k, v)
-    blocks, state = _cut(wide, mask)
+    blocks, state = _cut(wide, mask, max(_BLOCK, -(-k.shape[1] // 64)))
     for number in range(blocks[0].shape[0]):
         state = _online(state, jax.tree.map(lambda x, n=number: x[n], blocks), wide[0])
     return _finished(state, q.dtype)
