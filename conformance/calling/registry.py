@@ -56,6 +56,8 @@ def find(name: str, *, products: Products | None = None, problem: str | None = N
     for point in _entry_points():
         if point.name == name:
             return _as_implementation(_load(point), name, products, problem)
+    if "," in name and ":" not in name:
+        raise ImplementationNotFound(f"{name!r} is several names: give --impl once for each")
     if ":" not in name:
         raise ImplementationNotFound(
             f"unknown implementation {name!r}: registered are {', '.join(names())}; "

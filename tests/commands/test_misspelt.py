@@ -46,6 +46,7 @@ REFUSED = [
     ([*RUN, "--cases=train/f99"], "no case of the grid matches --cases='train/f99'"),
     ([*RUN, "--cases="], "no case of the grid matches --cases=''"),
     (at_impl("nope"), "unknown implementation 'nope': registered are dot_product"),
+    (at_impl("ragged,moba"), "'ragged,moba' is several names: give --impl once for each"),
     (at_impl("no.such:thing"), "cannot import no.such"),
     (at_impl("missing.py:attention"), "no such file: missing.py"),
     (at_impl("syntax.py:attention"), "syntax.py does not import: SyntaxError"),
