@@ -34,7 +34,7 @@ SEEDS = 6
 # one of 0.03.
 BIAS_LIMIT = 0.03
 SPREAD_LIMIT = 1.1
-# Rows that share few large errors (rounded logits) may lean further by chance, but never this far.
+# What shares few large errors (rounded logits, rounded sums of weights) may lean further by chance, but never this far.
 _STANDARD_ERRORS = 6.0
 # What is added to values in the first half of the depth and taken from those in the other, and by what cotangents grow,
 # which are alike in both. So products in `D = <out, do>` and in `<do, v>` are some 100,000, and sums over half of the
@@ -100,7 +100,9 @@ def statistics(pairs: list[tuple[np.ndarray, Spread]]) -> Statistics:
 
     Elements of a row (along the last axis) share their probabilities, so the bias is taken row by row and then averaged
     over the rows. The bias of a row is the sum of its errors over the sum of its spacings. It is not a mean of
-    quotients, since an element next to zero has a spacing far below its error.
+    quotients, since an element next to zero has a spacing far below its error. Rows of a problem may share errors too:
+    a sum of weights that is rounded moves all rows of dv. Problems share none, so the standard error is the larger one
+    of that over rows and that over problems.
     """
     rows, squares = [], []
     for got, exact in pairs:
@@ -109,10 +111,11 @@ def statistics(pairs: list[tuple[np.ndarray, Spread]]) -> Statistics:
             leaning = (error * np.sign(exact.value)).sum(axis=-1)
             squares.append(np.mean(error**2 / exact.variance))
         rows.append((leaning / (exact.ulp / 2).sum(axis=-1)).ravel())
-    by_row = np.concatenate(rows)
+    by_row, by_problem = np.concatenate(rows), np.array([each.mean() for each in rows])
+    over_problems = by_problem.std(ddof=1) / np.sqrt(len(rows)) if len(rows) > 1 else 0.0
     return Statistics(
         bias=float(by_row.mean()),
-        standard_error=float(by_row.std() / np.sqrt(by_row.size)),
+        standard_error=float(max(by_row.std() / np.sqrt(by_row.size), over_problems)),
         spread=float(np.sqrt(np.mean(squares))),
     )
 

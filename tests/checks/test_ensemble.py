@@ -16,6 +16,7 @@ from cases.inputs import DTYPES, Cotangent, Problem, draw, draw_cotangent
 from conformance.calling import registry
 from conformance.calling.plain import from_function
 from conformance.checks import BY_NAME
+from conformance.checks.ensemble import statistics
 from conformance.contract import Arithmetic, Implementation
 from conformance.judging import plan
 from conformance.judging.runner import Runner
@@ -114,6 +115,17 @@ def test_a_gradient_that_is_always_a_little_too_large_is_a_bias() -> None:
     leaning = {name for name, record in found.items() if record.verdict == FAIL}
     assert leaning == {"dq.bias", "dk.bias", "dv.bias"}
     assert "away from zero" in found["dq.bias"].reason
+
+
+def test_errors_that_all_rows_of_a_problem_share_are_one_error() -> None:
+    """Of six problems, each of which moves all its rows by one random error, none leans for certain."""
+    rng = np.random.default_rng(0)
+    value = 1.0 + rng.random((200, 64))
+    exact = Spread(value=value, variance=np.ones_like(value), ulp=np.full_like(value, 2.0**-9))
+    pairs = [(value + 0.1 * 2.0**-10 * shared, exact) for shared in rng.standard_normal(6)]
+    found = statistics(pairs)
+    assert found.standard_error == pytest.approx(0.1 / np.sqrt(6), rel=0.6)
+    assert abs(found.bias) < 3 * found.standard_error
 
 
 def test_results_that_are_not_finite_fail() -> None:

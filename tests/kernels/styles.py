@@ -77,7 +77,12 @@ def vmap_heads(q: Any, k: Any, v: Any, *, causal: bool = False, window: Any = No
     return jax.vmap(heads)(grouped, k32, v32).reshape(*q.shape[:3], -1).astype(q.dtype)
 
 
-@declare(behind_mask="finite", softmax="input", group_sums="input")
+# JAX pulls its softmax back by one over the square of the sum of weights. From a sum of 256 on f16 does not have the
+# square, and zero is left: the gradients of a row that sees many keys alike are wrong altogether.
+_F16 = {"f16": "JAX's softmax has no right gradients in f16 where hundreds of keys weigh alike"}
+
+
+@declare(behind_mask="finite", softmax="input", group_sums="input", unsupported=_F16)
 def repeat_in_operands_dtype(
     q: Any, k: Any, v: Any, *, mask: Any = None, bias: Any = None, soft_cap: Any = None
 ) -> Any:
