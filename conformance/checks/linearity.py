@@ -20,6 +20,7 @@ from conformance.asking.judgement import Judgement, labelled
 from conformance.asking.subject import Subject
 from conformance.records import Worst
 from conformance.truth.bounds import Bounded
+from conformance.truth.roundoff import UNIT_ROUNDOFF
 
 # Not in f16, where all of it would underflow.
 _TINY_FACTOR = {"f32": 2.0**-40, "bf16": 2.0**-40}
@@ -84,7 +85,8 @@ def _proportional(
     once, scaled = before.astype(np.float64), after.astype(np.float64) / factor
     if subject.case.dtype == "f16":
         both = Bounded(once, 2 * bound)
-        fits = np.abs(once) < _LARGEST["f16"]
+        # Heads of a group may be rounded before they are added up, at whatever size: their roundings are in the bound.
+        fits = np.maximum(np.abs(once), bound / UNIT_ROUNDOFF["f16"]) < _LARGEST["f16"]
         return subject.judge(name, scaled, both, fits, label=label)
     # Zero may become a number that had underflowed, and no other.
     smallest = _SMALLEST / min(1.0, abs(factor))

@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 
+from cases.case import parse
 from conformance.asking.scopes import DECODED, ENSEMBLE
 from conformance.calling.plain import from_function
+from conformance.checks import BY_NAME
 from conformance.judging import plan
 from conformance.judging.declarations import declared
 from conformance.judging.job import Job
@@ -51,6 +53,14 @@ def test_what_is_declared_covers_the_statistics_over_many_roundings(style: Style
 def test_rows_that_average_a_cache_are_not_judged_by_what_lies_behind_its_end(style: Style) -> None:
     assert from_function(style, "kernel").empty_rows == "mean"
     assert_no_alarm(Runner(Settings()).run([job for job in jobs_of(style) if has(job, DECODED)]))
+
+
+def test_heads_of_a_group_may_overflow_where_their_sum_does_not() -> None:
+    """Asked for 16 times its gradients in f16, which those of the sum would be, and those of each head are not."""
+    broadcast = next(style for style in STYLES if style.__name__ == "broadcast")
+    case = parse("train/f16/B1.T2304.S128.N2.K1.H32.V32/lengths-65/segwild/levels/s7")
+    planned = plan.single(from_function(broadcast, "broadcast"), case, [BY_NAME["linearity"]])
+    assert_no_alarm(Runner(Settings()).run(planned.jobs))
 
 
 def has(job: Job, scope: object) -> bool:
