@@ -124,7 +124,7 @@ def test_errors_that_all_rows_of_a_problem_share_are_one_error() -> None:
     exact = Spread(value=value, variance=np.ones_like(value), ulp=np.full_like(value, 2.0**-9))
     pairs = [(value + 0.1 * 2.0**-10 * shared, exact) for shared in rng.standard_normal(6)]
     found = statistics(pairs)
-    assert found.standard_error == pytest.approx(0.1 / np.sqrt(6), rel=0.6)
+    assert 0.02 < found.standard_error < 0.07  # 0.1 / sqrt(6), of six draws
     assert abs(found.bias) < 3 * found.standard_error
 
 

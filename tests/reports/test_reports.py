@@ -239,7 +239,9 @@ def test_a_long_run_stays_small_and_quick(tmp_path: Path) -> None:
     records = many(20_000)
     start = time.process_time()
     html.write(tmp_path / "report.html", records, run_info())
-    assert time.process_time() - start < 10
+    assert (
+        time.process_time() - start < 30
+    )  # some 5 s on a machine that nobody slows; a square takes minutes
     assert (tmp_path / "report.html").stat().st_size < 5_000_000
 
 

@@ -70,6 +70,7 @@ def dq_of_logsumexp(case_id: str) -> tuple[np.ndarray, Bounded]:
 @pytest.mark.parametrize("case_id", [EQUAL, DIFFERENT])
 def test_dq_summed_key_by_key_is_right(case_id: str) -> None:
     got, expected = dq_of_logsumexp(case_id)
+    # Tolerance: what is tested, the bound times the limit of the gate.
     assert np.all(np.abs(got - expected.value) <= LIMIT * expected.bound)
 
 
