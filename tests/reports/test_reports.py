@@ -239,9 +239,7 @@ def test_a_long_run_stays_small_and_quick(tmp_path: Path) -> None:
     records = many(20_000)
     start = time.process_time()
     html.write(tmp_path / "report.html", records, run_info())
-    assert (
-        time.process_time() - start < 30
-    )  # some 5 s on a machine that nobody slows; a square takes minutes
+    assert time.process_time() - start < 30  # some 5 s on a machine that nobody slows; a square takes minutes
     assert (tmp_path / "report.html").stat().st_size < 5_000_000
 
 
