@@ -198,7 +198,7 @@ DECLINED = Scope(
 )
 FEATURE = _scope(
     "feature",
-    "one plain case for each supported feature",
+    "one plain case for each supported argument and mask",
     lambda asked: asked.grid.singles[1:],
     any_case=_always,
     short=True,

@@ -237,9 +237,14 @@ def test_the_page_is_the_same_twice() -> None:
 @pytest.mark.long
 def test_a_long_run_stays_small_and_quick(tmp_path: Path) -> None:
     records = many(20_000)
-    start = time.process_time()
-    html.write(tmp_path / "report.html", records, run_info())
-    assert time.process_time() - start < 30  # some 5 s on a machine that nobody slows; a square takes minutes
+
+    def seconds() -> float:
+        start = time.process_time()
+        html.write(tmp_path / "report.html", records, run_info())
+        return time.process_time() - start
+
+    # Whoever else is on the machine may slow one of them.
+    assert any(seconds() < 10 for _ in range(3))
     assert (tmp_path / "report.html").stat().st_size < 5_000_000
 
 

@@ -32,7 +32,7 @@ def one_after_the_other(terms: np.ndarray) -> np.ndarray:
     copies=st.integers(60, 1500),
     others=st.integers(0, 200),
 )
-def test_no_order_of_equal_terms_is_further_off_than_is_allowed(
+def test_equal_terms_one_after_the_other_are_no_further_off_than_is_allowed(
     weight: float, value: float, copies: int, others: int
 ) -> None:
     few = np.random.default_rng(others).standard_normal(others)
