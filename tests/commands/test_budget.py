@@ -35,6 +35,10 @@ def attention(q, k, v, *, causal=False, sinks=None):
     if not causal:
         time.sleep(60)
     return naive.attention(q, k, v, causal=causal)
+
+@declare(behind_mask="finite")
+def quick(q, k, v, *, causal=False, sinks=None):
+    return naive.attention(q, k, v, causal=causal)
 """
 CAUSAL = "train/f32/B1.T16.S16.N2.K2.H16.V16/causal/{}normal/s0"
 FORWARD = (BY_NAME["forward"],)
@@ -60,14 +64,25 @@ def test_a_probe_that_takes_longer_than_there_is_time_is_cut_off(slow: Implement
     journal, found = judged(slow, runner)
     assert {record.verdict for record in found} == {PASS, FAIL}
     said, spent = io.StringIO(), 20.0
-    began = time.monotonic()
-    budget.ask(journal, [slow], runner, budget.Budget(), spent=spent, console=Console(file=said, width=200))
-    took = time.monotonic() - began
-    assert 0.5 * budget.allowed(spent) < took < 0.1 * spent
+    for _ in range(3):  # another process may hold up one of them
+        began = time.monotonic()
+        budget.ask(journal, [slow], runner, budget.Budget(), spent=spent, console=Console(file=said, width=200))
+        took = time.monotonic() - began
+        assert took > 0.5 * budget.allowed(spent)
+        if took < 0.1 * spent:
+            break
+    assert took < 0.1 * spent
     assert not [record for record in journal.recorded.probes if "/full/" in record.case]
     # The kernel was ended where it was, and is there again.
     (again,) = runner.judge(Job(slow, parse(CAUSAL.format("")), FORWARD))
     assert again.verdict == PASS
+
+
+def test_a_run_confirms_what_it_found_without_being_told_to(slow: Implementation) -> None:
+    quick, runner = Kernels().find("kernel.py:quick"), Runner(Settings(), confirmed=0)
+    journal, _ = judged(quick, runner)
+    budget.ask(journal, [quick], runner, budget.Budget(), spent=150.0, console=Console(file=io.StringIO()))
+    assert {record.verdict for record in journal.recorded.probes} >= {PASS, FAIL}
 
 
 def test_what_a_slow_kernel_took_before_it_will_take_again() -> None:
