@@ -110,8 +110,8 @@ def read(path: Path = TABLE) -> Table:
 
 
 def write(found: Mapping[str, Figures], path: Path = TABLE, platform: str = "tpu") -> None:
-    """Keep figures of this compiler; those of other places and compilers stay."""
+    """Keep figures of this compiler, by name; those of other places and compilers stay."""
     table = read(path)
     kept = table.get(compiler(platform), {}) | dict(found)
-    table[compiler(platform)] = {place: kept[place] for place in sorted(kept)}
+    table[compiler(platform)] = {place: dict(sorted(kept[place].items())) for place in sorted(kept)}
     path.write_text(json.dumps({"schema": SCHEMA, "compilers": table}, indent=1) + "\n", encoding="utf-8")
