@@ -33,9 +33,11 @@ probabilities of a row. On the way back `p dp`, `D` and `p D` are rounded:
     w_dz + c u_s^2 p^2 (dp^2 + D^2)        var(D) + c u_s^2 (D^2 + sum_j p^2 dp^2)
     out + c u_s^2 out^2      dq + c u_s^2 (dq - s D k')^2      dk + s^2 c u_s^2 sum_i (dz - p D)^2 q^2      dv, in w_p
 
-Sums over a group in the operands' dtype round each partial sum over its heads, in their order: `var(round sum of the
-first n heads)` for `n` from 2. Sums over blocks round each partial sum over the blocks of keys (queries, for dk and dv)
-in their order: `c u^2 (sum of the first n blocks)^2` for each `n` but the last.
+Sums over a group in the operands' dtype round each partial sum over its heads: `var(round sum of the first n heads)`
+for `n` from 2. Sums over blocks of keys (queries, for dk and dv) round what each block adds, and each partial sum:
+`c u^2 (block n)^2` for each `n` but the first, and `c u^2 (sum of the first n blocks)^2` for each `n` but the last. So
+does JAX where it pulls a scan back, and from the last block to the first: nobody declares an order, and each of these
+is the mean over both.
 
 All roundings that a correct kernel may make are counted, and most kernels make fewer (a blocked kernel keeps dp in f32,
 one differentiated by JAX keeps dz in f32 and has no D, not every kernel rounds dk by head): the variance is an upper
@@ -185,17 +187,31 @@ def _add_backward(
 
 
 def _of_partial_sums(by_head: Array, dtype: str) -> Array:
-    """Of sums over the heads `[G, ...]` that are rounded after each but the first and the last."""
-    return (ulp(np.cumsum(by_head, axis=0)[1:-1], dtype) ** 2).sum(axis=0) / 12
+    """Of sums over the heads `[G, ...]` that are rounded after each but the first and the last, from either end."""
+    forth, back = (np.cumsum(order, axis=0)[1:-1] for order in (by_head, by_head[::-1]))
+    return (ulp(forth, dtype) ** 2 + ulp(back, dtype) ** 2).sum(axis=0) / 24
 
 
 def _of_blocks(x: Array, y: Array, u: Roundoff) -> Array | float:
-    """Of `x @ y`, `[G, n, m]` by `[m, .]` or `[G, m, .]`, rounded after each block of `m` but the last."""
+    """Of `x @ y`, `[G, n, m]` by `[m, .]` or `[G, m, .]`, whose blocks of `m` are rounded and added from either end."""
     if u.block is None:
         return 0.0
     y = np.broadcast_to(y, (len(x), *y.shape[-2:]))
-    sums = (x[..., :stop] @ y[:, :stop] for stop in range(u.block, x.shape[-1], u.block))
-    return TERM * u.block_sums**2 * sum((partial**2 for partial in sums), start=np.zeros((*x.shape[:2], y.shape[-1])))
+    whole = x @ y
+    so_far, squares, ends = np.zeros(whole.shape), np.zeros(whole.shape), np.zeros(whole.shape)
+    for start in range(0, x.shape[-1], u.block):
+        stop = start + u.block
+        block = x[..., start:stop] @ y[:, start:stop]
+        so_far = so_far + block
+        squares += block**2
+        if start == 0:
+            ends += block**2
+        if stop < x.shape[-1]:
+            squares += (so_far**2 + (whole - so_far) ** 2) / 2
+        else:
+            ends += block**2
+    # The block that a sum begins with is rounded once.
+    return TERM * u.block_sums**2 * (squares - ends / 2)
 
 
 def _logit_variance(slab: Slab, u: Roundoff) -> Array:

@@ -304,6 +304,25 @@ def sums_in_operands_dtype(q: Any, k: Any, v: Any) -> Any:
     return _IN_OPERANDS_DTYPE(q, k, v)
 
 
+@declare(behind_mask="finite", block_sums=_BLOCK)
+def mapped_queries(q: Any, k: Any, v: Any, *, causal: bool = False) -> Any:
+    """Queries in blocks by `lax.map`: JAX sums dk and dv from the last block to the first, in the operands' dtype."""
+    batch, length, heads, depth = q.shape
+    rows = jnp.pad(q, ((0, 0), (0, -length % _BLOCK), (0, 0), (0, 0)))
+    rows = rows.reshape(batch, -1, _BLOCK, k.shape[2], heads // k.shape[2], depth).swapaxes(0, 1)
+
+    def block(numbered: tuple[Any, Any]) -> Any:
+        number, q = numbered
+        logits = _einsum("btkgh,bskh->bkgts", q, k) * _scale(q, None)
+        if causal:
+            i = number * _BLOCK + jnp.arange(_BLOCK)[:, None]
+            logits = jnp.where(jnp.arange(k.shape[1]) <= i, logits, -jnp.inf)
+        return _einsum("bkgts,bskv->btkgv", jax.nn.softmax(logits, axis=-1).astype(q.dtype), v)
+
+    out = jax.lax.map(block, (jnp.arange(len(rows)), rows)).swapaxes(0, 1)  # [B, blocks, t, K, G, V]
+    return out.reshape(batch, -1, heads, v.shape[-1])[:, :length].astype(q.dtype)
+
+
 STYLES = (
     einsum,
     large_negative,
@@ -319,5 +338,6 @@ STYLES = (
     custom_vjp_flash,
     custom_vjp_probabilities,
     sums_in_operands_dtype,
+    mapped_queries,
 )
 """All of them."""
