@@ -288,6 +288,8 @@ def _implementations(
 def _checks(arguments: argparse.Namespace) -> tuple[Check, ...]:
     for name in arguments.check:
         if name not in BY_NAME:
+            if "," in name:
+                raise CannotJudge(f"{name!r} is several names: give --check once for each")
             raise CannotJudge(f"unknown check {name!r}: known are {', '.join(BY_NAME)}")
     return tuple(check for check in CHECKS if not arguments.check or check.name in arguments.check)
 

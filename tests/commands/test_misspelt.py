@@ -68,6 +68,7 @@ REFUSED = [
     ([*at_case(CASE), "--cases=train"], "cannot be combined with --cases, --level or --seed"),
     ([*at_case(CASE), "--seed=0"], "cannot be combined with --cases, --level or --seed"),
     ([*RUN, "--check=forwrd"], "unknown check 'forwrd': known are forward"),
+    ([*RUN, "--check=forward,gradients"], "'forward,gradients' is several names: give --check once for each"),
     ([*at_case(CASE), "--check=refusals"], "no case asks for refusals"),
     ([*RUN, "--jobs=0"], "--jobs must be at least 1, got 0"),
     ([*RUN, "--seed=-1"], "--seed must not be negative, got -1"),
