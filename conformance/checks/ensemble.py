@@ -28,11 +28,11 @@ SEEDS = 6
 """Problems that the statistics run over; they differ in their values only and share one compiled program."""
 
 # Over jax_nn_xla, jax_splash_tpu (both backward passes), jax_flash_tpu, jax_mha_gpu, dot_product, block_flash and two
-# kernels written for the tests, on CPU, the largest spread is 1.00, as derived (1.04 with logits rounded to f16, 1.05
-# with sums of eight heads or blocks that are rounded on the way: sums of rounded numbers are often a tie), and the
-# largest bias 0.011, at standard errors of 0.001 to 0.004. Rounding at each of 8 blocks, or of 8 heads of a group,
-# gives a spread of 1.13 to 1.72; truncation gives a bias of -1.00, and one part in 10^4 too much of a gradient in bf16
-# one of 0.03.
+# kernels written for the tests, on CPU, the largest spread is 1.00, as derived (1.04 with logits rounded to f16), and
+# the largest bias 0.011, at standard errors of 0.001 to 0.004. Simulated sums of eight heads or blocks that are rounded
+# on the way, as declared, have a spread of 1.05: sums of rounded numbers are often a tie. Undeclared, rounding at each
+# of 8 blocks, or of 8 heads of a group, gives one of 1.13 to 1.72; truncation gives a bias of -1.00, and one part in
+# 10^4 too much of a gradient in bf16 one of 0.03.
 BIAS_LIMIT = 0.03
 SPREAD_LIMIT = 1.1
 # What shares few large errors (rounded logits, rounded sums of weights) may lean further by chance, but never this far.

@@ -198,20 +198,17 @@ def _of_blocks(x: Array, y: Array, u: Roundoff) -> Array | float:
         return 0.0
     y = np.broadcast_to(y, (len(x), *y.shape[-2:]))
     whole = x @ y
-    so_far, squares, ends = np.zeros(whole.shape), np.zeros(whole.shape), np.zeros(whole.shape)
-    for start in range(0, x.shape[-1], u.block):
+    so_far, squares, length = np.zeros(whole.shape), np.zeros(whole.shape), x.shape[-1]
+    for start in range(0, length, u.block):
         stop = start + u.block
         block = x[..., start:stop] @ y[:, start:stop]
         so_far = so_far + block
-        squares += block**2
-        if start == 0:
-            ends += block**2
-        if stop < x.shape[-1]:
+        # The block that a sum begins with is rounded once, and each end is that of one order of two.
+        ends = (start == 0) + (stop >= length)
+        squares += (1 - ends / 2) * block**2
+        if stop < length:
             squares += (so_far**2 + (whole - so_far) ** 2) / 2
-        else:
-            ends += block**2
-    # The block that a sum begins with is rounded once.
-    return TERM * u.block_sums**2 * (squares - ends / 2)
+    return TERM * u.block_sums**2 * squares
 
 
 def _logit_variance(slab: Slab, u: Roundoff) -> Array:

@@ -177,8 +177,8 @@ def test_a_sum_that_is_rounded_on_the_way_may_begin_at_either_end(
         z = problem.effective_scale * np.einsum("tngh,snh->ngts", q.reshape(len(q), k.shape[1], -1, q.shape[2]), k)
         p = np.exp(z - z.max(axis=-1, keepdims=True))
         p = (p / p.sum(axis=-1, keepdims=True)).reshape(q.shape[1], len(q), len(k))  # [N, T, S]
-        blocks = min(len(q), arithmetic.block_sums or len(q))
-        p, do = p.reshape(len(p), -1, blocks, len(k)), do.reshape(-1, blocks, *do.shape[1:])
+        block = arithmetic.block_sums or len(q)
+        p, do = p.reshape(len(p), -1, block, len(k)), do.reshape(-1, block, *do.shape[1:])
         parts = np.einsum("nbts,btnv->nbsv", p, do)  # of each head, or of each block
         parts = parts.swapaxes(0, 1) if arithmetic.block_sums else parts
         total = np.zeros(parts.shape[1:])

@@ -24,7 +24,7 @@ from conformance.records import FAIL, PASS, Record
 from conformance.runs import Run
 from tests.kernels import naive
 
-# Right but for sinks, quick in what the run asks, and slow where there is no causal mask, as in the plainest case.
+# Right but for sinks, and one of them slow where there is no causal mask, as in the plainest case.
 KERNEL = """
 import time
 from conformance import declare
