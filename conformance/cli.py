@@ -17,7 +17,7 @@ from absl import app, logging
 from conformance import environment, packages
 from conformance.commands import texts
 from conformance.commands.errors import CannotJudge, CommandParser, Parser
-from conformance.forking import forked
+from conformance.fork_server import forked_process
 from conformance.judging import interrupts
 from conformance.judging.levels import GRID_LEVELS, LEVELS
 
@@ -343,7 +343,7 @@ def main(arguments: argparse.Namespace, *, last: bool = False) -> int:
             if arguments.command in _JUDGING and (reason := environment.not_compiled()) is not None:
                 raise CannotJudge(reason)
             if _asks_others(arguments):
-                forked.make_ready()  # beside this process, which loads the same
+                forked_process.start_server()  # beside this process, which loads the same
             from conformance.commands.table import command  # imported late: it loads JAX
 
             carry_out = command(arguments.command)
@@ -365,8 +365,8 @@ def main(arguments: argparse.Namespace, *, last: bool = False) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     finally:
-        if (kernels := sys.modules.get("conformance.apart.process")) is not None:
-            kernels.end_all()
+        if (kernels := sys.modules.get("conformance.sandbox.kernel_process")) is not None:
+            kernels.end_all_processes()
 
 
 def _reject_no_folder() -> None:

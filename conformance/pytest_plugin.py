@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from conformance import packages
-from conformance.forking import lent
+from conformance.fork_server import shared_server
 from conformance.judging import ending, gate
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ def pytest_configure(config: pytest.Config) -> None:
     elif made.is_asked_for():  # a worker imports the gate's module before it plans
         packages.claim()
         if address := config.workerinput[_NAME]:
-            lent.borrow(address)
+            shared_server.join_server(address)
 
 
 class _Gate:
@@ -120,7 +120,7 @@ class _Gate:
     def pytest_configure_node(self, node: Any) -> None:
         """Have the workers of pytest-xdist ask the process that this one has loaded JAX in."""
         if self._lent is None:
-            self._lent = lent.lend()
+            self._lent = shared_server.share_server()
         node.workerinput[_NAME] = self._lent
         if self._planned is not None:
             gate.tell_worker(node.workerinput, self._planned)

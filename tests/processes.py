@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from conformance.forking.forked import Forked
+from conformance.fork_server.forked_process import ForkedProcess
 
 PATIENCE = 400  # seconds for a command, on a machine that does other things too; a test that hangs ends at 900
 GRACE = 60  # seconds to write down what there is, on a machine that does other things too
@@ -91,9 +91,9 @@ def forked_pytest(arguments: Sequence[str], environ: Mapping[str, str]) -> subpr
     """
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
         files = (out.fileno(), err.fileno())
-        process = Forked(_be_pytest, tuple(arguments), environ=environ, passing=files, may_ask=True)
+        process = ForkedProcess(_be_pytest, tuple(arguments), environ=environ, passing=files, may_ask=True)
         returncode = process.wait(PATIENCE)
-        process.let_go()
+        process.release()
         if returncode is None:
             raise subprocess.TimeoutExpired(list(arguments), PATIENCE)
         for file in (out, err):

@@ -59,13 +59,13 @@ PUBLIC_FACE = "__init__"
 # The rooms of `conformance`, from the ground up: a room may import what stands on a lower floor, and nothing else.
 FLOORS = (
     {"packages", "tunable", "error_maps", "environment", "program_cache"},
-    {"records", "accelerators", "forking"},
+    {"records", "accelerators", "fork_server"},
     {"runs"},
     {"contract"},
     {"truth", "calling"},
     {"reference"},
     {"bench", "driving"},
-    {"apart"},
+    {"sandbox"},
     {PUBLIC_FACE, "asking"},
     {"checks"},
     {"judging"},
@@ -121,12 +121,6 @@ def modules(package: str) -> dict[str, Path]:
     return {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path for path in found}
 
 
-def test_no_folder_is_crowded() -> None:
-    folders = [path for top in (*PACKAGES, "tests") for path in (ROOT / top, *(ROOT / top).rglob("*")) if path.is_dir()]
-    crowded = {str(folder): n for folder in folders if (n := len(list(folder.glob("*.py")))) > 25}
-    assert crowded == {}
-
-
 def test_help_loads_no_jax() -> None:
     asked = "import sys, conformance.cli as cli; cli.parser().format_help(); sys.exit('jax' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", asked], check=False, cwd=ROOT).returncode == 0
@@ -136,13 +130,3 @@ def test_help_loads_no_jax() -> None:
 def test_no_jax_outside_what_computes(package: str) -> None:
     for path in sorted((ROOT / package).rglob("*.py")):
         assert "import jax" not in path.read_text(), path
-
-
-def test_no_module_outgrows_its_room() -> None:
-    folders = (*PACKAGES, "tests")
-    long = {str(p): n for folder in folders for p in (ROOT / folder).rglob("*.py") if (n := lines(p)) > 400}
-    assert long == {}
-
-
-def lines(path: Path) -> int:
-    return len(path.read_text().splitlines())

@@ -8,9 +8,9 @@ import dataclasses
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 
 from conformance import records
-from conformance.apart.process import Lost
 from conformance.calling import mishaps
 from conformance.records import Worst
+from conformance.sandbox.kernel_process import Lost
 from conformance.truth.comparison import Comparison
 from conformance.truth.patterns.failure import Failure
 from conformance.truth.tolerances import RMS_MIN_ELEMENTS, Tolerances

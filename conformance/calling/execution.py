@@ -65,7 +65,7 @@ class Executor:
     """Runs one implementation; keeps the compiled functions of the last few static configurations.
 
     What is asked of an implementation is a function of its executor: `run(function, ...)`. Here it is called. An
-    executor of a kernel in a process of its own (`conformance.apart`) has it called there, and gets arrays back.
+    executor of a kernel in a process of its own (`conformance.sandbox`) has it called there, and gets arrays back.
     """
 
     def __init__(self, implementation: Implementation, options: Mapping[str, bool | int] | None = None) -> None:

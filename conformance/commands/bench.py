@@ -14,9 +14,6 @@ from rich.console import Console
 from cases.case import Case, matches
 from cases.inputs import draw
 from conformance import environment
-from conformance.apart.executor import end, executor_of, is_apart
-from conformance.apart.kernels import Kernels
-from conformance.apart.process import Lost
 from conformance.bench import measurements, work
 from conformance.bench.measurements import BACKWARD, DIFFERS, FORWARD, TIMED, Measurement
 from conformance.bench.side_by_side import Limits, compare_all
@@ -26,6 +23,9 @@ from conformance.commands.outputs import Outputs, command_line, outputs_of
 from conformance.commands.progress import Steps
 from conformance.driving import alone
 from conformance.records import ERROR, RunInfo
+from conformance.sandbox.kernel_options import KernelOptions
+from conformance.sandbox.kernel_process import Lost
+from conformance.sandbox.sandboxed_executor import end_process, executor_of, is_sandboxed
 from reports import side_by_side, terminal
 
 _PHASES = {"forward": (FORWARD,), "backward": (BACKWARD,), "both": (FORWARD, BACKWARD)}
@@ -42,8 +42,8 @@ def bench(arguments: argparse.Namespace) -> int:
     outputs = outputs_of(arguments)
     cases = _cases(arguments)
     for name in names:
-        _reject_what_ends_its_process(name, Kernels(arguments.products), cases)
-    implementations = [lookup.find(name, Kernels(arguments.products, in_process=True)) for name in names]
+        _reject_what_ends_its_process(name, KernelOptions(arguments.products), cases)
+    implementations = [lookup.find(name, KernelOptions(arguments.products, in_process=True)) for name in names]
     comparisons = [(case, phase) for case in cases for phase in _PHASES[arguments.phase]]
     console, table = Console(stderr=True), Console()
     warn_of_flags(console)
@@ -62,10 +62,10 @@ def bench(arguments: argparse.Namespace) -> int:
     return _exit_code(compared.measurements, interrupted=compared.interrupted)
 
 
-def _reject_what_ends_its_process(name: str, kernels: Kernels, cases: Sequence[Case]) -> None:
+def _reject_what_ends_its_process(name: str, kernels: KernelOptions, cases: Sequence[Case]) -> None:
     """Refuse a kernel that exits, crashes or hangs: it has a process of its own until it has been traced once."""
     implementation = lookup.find(name, kernels)
-    if not is_apart(implementation) or implementation.accelerator.absent is not None:
+    if not is_sandboxed(implementation) or implementation.accelerator.absent is not None:
         return
     executor = executor_of(implementation)
     try:
@@ -76,7 +76,7 @@ def _reject_what_ends_its_process(name: str, kernels: Kernels, cases: Sequence[C
     except Lost as lost:
         raise CannotJudge(f"{name} cannot be timed: {lost}") from lost
     finally:
-        end(implementation)  # what it holds of a device is needed
+        end_process(implementation)  # what it holds of a device is needed
 
 
 def limits_of(arguments: argparse.Namespace) -> Limits:

@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterator
 import numpy as np
 
 from cases.case import Case
-from conformance.apart.executor import CannotSay, executor_of
 from conformance.asking.subject import Subject
 from conformance.calling.execution import Result
 from conformance.commands.errors import CannotJudge
 from conformance.contract import Implementation
+from conformance.sandbox.sandboxed_executor import SupportUnknown, executor_of
 from conformance.truth import terms
 from conformance.truth.bounds import Bounded, Expectation
 from conformance.truth.comparison import compare
@@ -38,7 +38,7 @@ def explain_bounds(implementation: Implementation, case: Case, tolerances: Toler
         raise CannotJudge(f"{implementation.name} cannot run here: {absent}")
     try:
         reason = implementation.supports(case)
-    except CannotSay as error:
+    except SupportUnknown as error:
         raise CannotJudge(str(error)) from error
     if reason is not None:
         raise CannotJudge(f"{implementation.name} does not support {case.id}: {reason}")

@@ -12,7 +12,6 @@ from typing import Any
 import jax
 from rich.console import Console
 
-from conformance.apart.kernels import Kernels
 from conformance.calling import registry
 from conformance.commands import annotate, compare
 from conformance.commands.errors import CannotJudge
@@ -26,6 +25,7 @@ from conformance.judging.runner import Runner, hardware_records
 from conformance.judging.settings import Settings
 from conformance.records import RED, Record, RunInfo, printable
 from conformance.runs import Recorded, Run
+from conformance.sandbox.kernel_options import KernelOptions
 from conformance.sensitivity import detection
 from reports import changes, summary, terminal, wording
 from reports.changes import Comparison
@@ -42,7 +42,7 @@ def described(
     seed: int,
     narrowed: str,
     shard: str,
-    kernels: Kernels,
+    kernels: KernelOptions,
 ) -> Run:
     """What holds for all records of a run of the gate."""
     implementations = list({job.implementation.name: job.implementation for job in planned.jobs}.values())

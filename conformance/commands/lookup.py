@@ -10,22 +10,22 @@ from pathlib import Path
 from cases.case import Case, CaseIdError, matches, parse
 from cases.problems import by_name
 from conformance import runs
-from conformance.apart.kernels import Kernels
 from conformance.calling import registry
 from conformance.commands.errors import CannotJudge
 from conformance.contract import Implementation
 from conformance.judging import settings
 from conformance.records import Record
 from conformance.runs import Recorded
+from conformance.sandbox.kernel_options import KernelOptions
 
-APART = Kernels()
+APART = KernelOptions()
 
 _TIMES = 20
 """What judging a case takes, in operands as the oracle has them: measured on decoding over pages, all checks, with 4 of
 64 sequences and with 8."""
 
 
-def kernels(arguments: argparse.Namespace) -> Kernels:
+def kernels(arguments: argparse.Namespace) -> KernelOptions:
     """How kernels are found and where they run, by the arguments of a command that judges them."""
     for option in ("timeout", "memory"):
         if (given := getattr(arguments, option)) is not None and not given > 0:
@@ -35,7 +35,7 @@ def kernels(arguments: argparse.Namespace) -> Kernels:
         raise CannotJudge(
             f"unknown problem {problem!r}: known are {', '.join(by_name())} (`list problems` describes them)"
         )
-    return Kernels(arguments.products, arguments.in_process, arguments.timeout, arguments.memory, problem)
+    return KernelOptions(arguments.products, arguments.in_process, arguments.timeout, arguments.memory, problem)
 
 
 def reject_contradictions(arguments: argparse.Namespace) -> None:
@@ -95,7 +95,7 @@ def load_settings() -> settings.Settings:
         raise CannotJudge(str(error)) from error
 
 
-def find(name: str, kernels: Kernels = APART) -> Implementation:
+def find(name: str, kernels: KernelOptions = APART) -> Implementation:
     """The implementation called `name`; not ours, it is in a process of its own unless `kernels` says otherwise."""
     try:
         return kernels.find(name)

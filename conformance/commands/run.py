@@ -16,7 +16,6 @@ import jax
 from rich.console import Console
 
 from conformance import records
-from conformance.apart.kernels import Kernels
 from conformance.asking.turn import EVERYTHING, Turn
 from conformance.calling import registry
 from conformance.checks import BY_NAME, CHECKS, Check
@@ -33,6 +32,7 @@ from conformance.judging.journal import CannotWrite, Journal, Unlike, from_file,
 from conformance.judging.parallel import run_parallel
 from conformance.records import Record
 from conformance.runs import COMPLETE, FAILED, INTERRUPTED, Run
+from conformance.sandbox.kernel_options import KernelOptions
 from conformance.sensitivity import detection
 from reports import changes_page, summary, terminal
 
@@ -233,7 +233,7 @@ def _described(
     implementations: Sequence[Implementation],
     planned: plan.Plan,
     chosen: settings.Settings,
-    kernels: Kernels,
+    kernels: KernelOptions,
 ) -> Run:
     """What holds for all records of the run."""
     level = "one case" if arguments.case is not None else "regressions" if arguments.regressions else arguments.level
@@ -279,7 +279,7 @@ def _with_first(first: Path, others: Sequence[Path]) -> list[Path]:
 
 
 def _implementations(
-    arguments: argparse.Namespace, chosen: settings.Settings, kernels: Kernels
+    arguments: argparse.Namespace, chosen: settings.Settings, kernels: KernelOptions
 ) -> list[Implementation]:
     names = registry.names() if arguments.all else chosen.members(arguments.impl)
     return [lookup.find(name, kernels) for name in names]
@@ -319,7 +319,7 @@ def _nothing_planned(arguments: argparse.Namespace) -> str:
 def _run_jobs(
     jobs: Sequence[Job],
     workers: int | None,
-    kernels: Kernels,
+    kernels: KernelOptions,
     chosen: settings.Settings,
     on_job: Callable[[Job, list[Record]], None],
     *,
@@ -386,7 +386,7 @@ def _exit_code(
 def judge_all(names: Sequence[str], level: str, seeds: Sequence[int], workers: int | None) -> list[Record]:
     """The records of whole grids, with progress."""
     found: list[Record] = []
-    kernels = Kernels()
+    kernels = KernelOptions()
     planned = plan.plan([lookup.find(name, kernels) for name in names], level=level, seeds=seeds)
     with Progress(len(planned.jobs), Console(stderr=True)) as progress:
 

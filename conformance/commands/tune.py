@@ -15,7 +15,6 @@ from rich.console import Console
 
 from cases.case import Case
 from conformance import tunable
-from conformance.apart.kernels import Kernels
 from conformance.bench import static_order, tuning
 from conformance.bench.measurements import Measurement
 from conformance.bench.side_by_side import why_not
@@ -25,6 +24,7 @@ from conformance.commands.errors import CannotJudge
 from conformance.commands.outputs import outputs_of, writable
 from conformance.commands.progress import Steps
 from conformance.contract import Implementation
+from conformance.sandbox.kernel_options import KernelOptions
 from conformance.tunable import Entry, Knob, Tunable
 from reports import terminal
 
@@ -33,7 +33,7 @@ def tune(arguments: argparse.Namespace) -> int:
     """`tune`: time candidates, show them, and write the table."""
     started = time.perf_counter()
     limits = bench.limits_of(arguments)
-    implementation = lookup.find(arguments.impl, Kernels(in_process=True))  # which are called in turns
+    implementation = lookup.find(arguments.impl, KernelOptions(in_process=True))  # which are called in turns
     declared = _tunable(implementation)
     path = declared.table if arguments.out is None else writable(arguments.out, "out")
     if path is None:

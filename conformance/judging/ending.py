@@ -149,9 +149,9 @@ def how_it_ended(session: pytest.Session) -> tuple[str, str]:
 
 def _replaced(config: pytest.Config) -> list[str]:
     """What has been put in the place of functions that judge. Workers of pytest-xdist import the same files."""
-    from conformance.apart import intact
+    from conformance.sandbox import repository_overrides
 
-    return intact.replaced(config.rootpath)
+    return repository_overrides.find_overrides(config.rootpath)
 
 
 def _honest(code: int, found: Iterable[Record]) -> int:

@@ -30,7 +30,6 @@ from cases.exploring.novelty import Novelty
 from cases.exploring.space import NothingToDraw
 from cases.exploring.strategies import cases
 from conformance import records
-from conformance.apart.executor import executor_of
 from conformance.asking.scopes import GRID, Asked
 from conformance.calling.clues import shown
 from conformance.checks import CHECKS, Check
@@ -40,6 +39,7 @@ from conformance.judging.job import Job
 from conformance.judging.runner import Runner
 from conformance.judging.settings import Settings
 from conformance.records import Record
+from conformance.sandbox.sandboxed_executor import executor_of
 from conformance.truth import kept
 
 _CI_EXAMPLES = 50

@@ -12,15 +12,15 @@ from typing import TYPE_CHECKING
 import pytest
 
 from conformance import environment, packages
-from conformance.forking import forked
+from conformance.fork_server import forked_process
 from conformance.judging.levels import LEVELS
 
 if TYPE_CHECKING:
-    from conformance.apart.kernels import Kernels
     from conformance.judging.job import Job
     from conformance.judging.plan import Plan
     from conformance.records import Record
     from conformance.runs import Run
+    from conformance.sandbox.kernel_options import KernelOptions
 
 _SAID = "attention-conformance-said"
 # Options of pytest and of common plugins that leave out no test of a run that ends in success; ours are counted.
@@ -87,7 +87,7 @@ def prepare(config: pytest.Config) -> None:
         raise pytest.UsageError(reason)
     names = config.getoption("--impl") or _listed(config.rootpath)
     if any(":" in name for name in names) and not config.getoption("--conformance-in-process"):
-        forked.make_ready()  # beside this process, which loads the same
+        forked_process.start_server()  # beside this process, which loads the same
 
 
 def _listed(root: Path) -> list[str]:
@@ -133,22 +133,22 @@ def seconds_beside(config: pytest.Config) -> list[float | None]:
     return [config.getoption(f"--conformance-{name}-seconds") for name in ("confirm", "diagnose")]
 
 
-def kernels(config: pytest.Config) -> Kernels:
+def kernels(config: pytest.Config) -> KernelOptions:
     """How kernels are found and where they run, by the options of the gate."""
-    from conformance.apart.kernels import Kernels  # imported late: it loads JAX
+    from conformance.sandbox.kernel_options import KernelOptions  # imported late: it loads JAX
 
     option = config.getoption
     limits = option("--conformance-timeout"), option("--conformance-memory")
     said = tuple((name, text) for name, text in getattr(config, "workerinput", {}).get(_SAID, ()))
-    return Kernels(None, option("--conformance-in-process"), *limits, said=said)
+    return KernelOptions(None, option("--conformance-in-process"), *limits, said=said)
 
 
 def tell_worker(told: dict[str, object], planned: Plan) -> None:
     """Have a worker of pytest-xdist know what kernels said of themselves here: they must say the same there."""
-    from conformance.apart.executor import said_by
+    from conformance.sandbox.sandboxed_executor import collect_handshakes
 
     implementations = {job.implementation.name: job.implementation for job in planned.jobs}
-    told[_SAID] = [list(one) for one in said_by(implementations.values())]
+    told[_SAID] = [list(one) for one in collect_handshakes(implementations.values())]
 
 
 def reject_unwritable(option: str, place: Path, *, page: bool) -> None:

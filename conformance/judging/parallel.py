@@ -8,8 +8,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from cases.case import parse
-from conformance.apart.executor import said_by
-from conformance.apart.kernels import Kernels
 from conformance.asking.turn import Turn
 from conformance.checks import BY_NAME
 from conformance.contract import Implementation
@@ -17,6 +15,8 @@ from conformance.judging import settings, workers
 from conformance.judging.job import Job
 from conformance.judging.runner import Runner
 from conformance.records import Record
+from conformance.sandbox.kernel_options import KernelOptions
+from conformance.sandbox.sandboxed_executor import collect_handshakes
 
 # Short jobs a task: few enough to share work evenly, enough to keep the overhead down. Those that share compiled
 # programs stay together.
@@ -28,7 +28,7 @@ class _Order:
     """A job by name."""
 
     implementation: str
-    kernels: Kernels
+    kernels: KernelOptions
     case: str
     checks: tuple[str, ...]
     turn: Turn
@@ -37,7 +37,7 @@ class _Order:
 def run_parallel(
     jobs: Sequence[Job],
     processes: int,
-    kernels: Kernels,
+    kernels: KernelOptions,
     on_job: Callable[[Job, list[Record]], None],
     lost: Callable[[Job], list[Record]],
     *,
@@ -54,7 +54,7 @@ def run_parallel(
       one_by_one: whether a process takes one job at a time, so that the first of them ends soonest.
     """
     kernels = dataclasses.replace(
-        kernels, said=said_by({job.implementation.name: job.implementation for job in jobs}.values())
+        kernels, said=collect_handshakes({job.implementation.name: job.implementation for job in jobs}.values())
     )
     by_order = {_order(job, kernels): job for job in jobs}
 
@@ -72,7 +72,7 @@ def run_parallel(
     )
 
 
-def _order(job: Job, kernels: Kernels) -> _Order:
+def _order(job: Job, kernels: KernelOptions) -> _Order:
     checks = tuple(check.name for check in job.checks)
     return _Order(job.implementation.name, kernels, job.case.id, checks, job.turn)
 
@@ -95,13 +95,13 @@ def _chunks(jobs: Sequence[Job], *, one_by_one: bool) -> list[list[Job]]:
 
 
 @functools.cache
-def _runner(folder: Path, kernels: Kernels) -> Runner:
+def _runner(folder: Path, kernels: KernelOptions) -> Runner:
     """The runner of this process, with the settings of the project that the command was given in."""
     return Runner(settings.load(folder), options=kernels.options)
 
 
 @functools.cache
-def _find(name: str, kernels: Kernels) -> Implementation:
+def _find(name: str, kernels: KernelOptions) -> Implementation:
     return kernels.find(name)
 
 

@@ -12,14 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from conformance import environment
-from conformance.apart.executor import executor_of
-from conformance.apart.kernels import Kernels
 from conformance.calling import registry, sources
 from conformance.contract import Implementation
 from conformance.judging.declarations import declared
 from conformance.judging.plan import Plan
 from conformance.judging.reach import usual_lengths
 from conformance.runs import Kernel, Planned, Run
+from conformance.sandbox.kernel_options import KernelOptions
+from conformance.sandbox.sandboxed_executor import executor_of
 from conformance.truth import tolerances
 
 _HOME = Path(__file__).resolve().parent.parent.parent
@@ -55,7 +55,7 @@ def recorded_run(
     narrowed: str = "",
     query: Mapping[str, Any] | None = None,
     shard: str = "",
-    kernels: Kernels | None = None,
+    kernels: KernelOptions | None = None,
 ) -> Run:
     """What holds for the records of a run that begins now."""
     table = tuple(limits)
@@ -71,7 +71,7 @@ def recorded_run(
         environment=environment.describe() | project(),
         tolerances=table,
         kernels={
-            implementation.name: _kernel(implementation, planned, kernels or Kernels(), _raised(table))
+            implementation.name: _kernel(implementation, planned, kernels or KernelOptions(), _raised(table))
             for implementation in implementations
         },
         jobs=tuple(
@@ -117,7 +117,7 @@ def _raised(limits: Iterable[Mapping[str, Any]]) -> tuple[str, ...]:
     return tuple(f"limit of {row['dtype']}.{row['observable']} {row['limit']:g}" for row in larger)
 
 
-def _kernel(implementation: Implementation, planned: Plan, kernels: Kernels, raised: tuple[str, ...]) -> Kernel:
+def _kernel(implementation: Implementation, planned: Plan, kernels: KernelOptions, raised: tuple[str, ...]) -> Kernel:
     package, source = sources.origin(implementation.name)
     arrays = planned.arrays.get(implementation.name)
     cases = [job.case for job in planned.jobs if job.implementation.name == implementation.name and job.on_grid]
@@ -134,7 +134,7 @@ def _kernel(implementation: Implementation, planned: Plan, kernels: Kernels, rai
     )
 
 
-def _place(implementation: Implementation, kernels: Kernels) -> str:
+def _place(implementation: Implementation, kernels: KernelOptions) -> str:
     if kernels.in_process and not registry.is_ours(implementation.name):
         return "ran in the judge's own process (--in-process), which it could alter"
     isolation = executor_of(implementation).isolation

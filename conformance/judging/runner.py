@@ -11,8 +11,6 @@ from typing import Any
 import jax
 
 from conformance import records
-from conformance.apart.executor import CannotSay, executor_of
-from conformance.apart.process import Lost
 from conformance.asking.judgement import Judgement, guarded, told_apart, unsupported
 from conformance.asking.subject import Subject
 from conformance.asking.turn import EVERYTHING, pullbacks_of
@@ -25,6 +23,8 @@ from conformance.judging.again import CONFIRMED, Again
 from conformance.judging.job import Job
 from conformance.judging.settings import Settings
 from conformance.records import Record
+from conformance.sandbox.kernel_process import Lost
+from conformance.sandbox.sandboxed_executor import SupportUnknown, executor_of
 from conformance.truth.patterns.error_map import error_map
 from conformance.truth.patterns.pattern import pattern
 
@@ -105,7 +105,7 @@ def _reason(job: Job) -> str | Judgement | None:
     """Why the case is not supported, none if it is; an error where the kernel cannot even say that."""
     try:
         return job.implementation.supports(job.case)
-    except CannotSay as error:
+    except SupportUnknown as error:
         return Judgement(observable="case", verdict=records.ERROR, reason=str(error))
 
 

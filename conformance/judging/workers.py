@@ -19,7 +19,7 @@ from multiprocessing.connection import Connection
 from typing import Any, Generic, TypeVar
 
 from conformance import packages
-from conformance.forking.forked import Forked
+from conformance.fork_server.forked_process import ForkedProcess
 from conformance.judging import interrupts
 
 Task = TypeVar("Task")
@@ -55,7 +55,7 @@ def work_through(
 class _Worker(Generic[Task]):
     """A process, our end of its pipe, and what it is doing."""
 
-    process: Forked
+    process: ForkedProcess
     pipe: Connection
     task: Task
 
@@ -122,7 +122,7 @@ def _started(task: Task, do: Callable[[Task], Result]) -> _Worker[Task]:
     """A new worker, at work on this."""
     ours, theirs = Pipe()
     with theirs:  # the worker's death must be seen at our end
-        process = Forked(_serve, tuple(sys.path), passing=[theirs.fileno()], may_ask=True)
+        process = ForkedProcess(_serve, tuple(sys.path), passing=[theirs.fileno()], may_ask=True)
     worker = _Worker(process, ours, task)
     _tell(worker, do)
     return worker
@@ -139,7 +139,7 @@ def _end(worker: _Worker[Task]) -> None:
     if worker.process.wait(_ENDING) is None:
         worker.process.signal(signal.SIGKILL)
         worker.process.wait()
-    worker.process.let_go()
+    worker.process.release()
 
 
 def _serve(pipe: int, path: Sequence[str]) -> None:

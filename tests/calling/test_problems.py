@@ -11,7 +11,6 @@ import pytest
 
 from cases.case import CaseIdError
 from cases.problems import PROBLEMS, NamedProblem, by_name
-from conformance.apart.kernels import Kernels
 from conformance.calling import registry
 from conformance.calling.problems import from_workload
 from conformance.checks import BY_NAME
@@ -21,6 +20,7 @@ from conformance.judging.probing import shrinking
 from conformance.judging.runner import Runner
 from conformance.judging.settings import Settings
 from conformance.records import FAIL, PASS, RED, UNSUPPORTED, Record
+from conformance.sandbox.kernel_options import KernelOptions
 from tests.kernels import workloads
 
 RIGHT = dict(
@@ -131,5 +131,5 @@ def test_shrinking_asks_a_kernel_of_its_problem_alone() -> None:
 
 def test_what_is_no_function_of_a_problem_is_said() -> None:
     with pytest.raises(registry.ImplementationNotFound, match="dot_product is no function of the operands of gqa"):
-        Kernels(problem="gqa_attention").find("dot_product")
-    assert Kernels(problem="gqa_attention").options == ("--problem=gqa_attention",)
+        KernelOptions(problem="gqa_attention").find("dot_product")
+    assert KernelOptions(problem="gqa_attention").options == ("--problem=gqa_attention",)

@@ -21,7 +21,6 @@ from cases.grid import Grid, grid
 from cases.model import Model
 from cases.operands import OPTIONAL, QUIET
 from cases.turns import assign
-from conformance.apart.kernels import Kernels
 from conformance.asking.scopes import Asked
 from conformance.asking.turn import EVERYTHING, LAWS, PARTS, POISONS, PULLBACKS, Turn, parts_of, pullbacks_of
 from conformance.calling.registry import find
@@ -29,6 +28,7 @@ from conformance.checks import CHECKS
 from conformance.contract import Implementation
 from conformance.judging import parallel, plan
 from conformance.judging.turns import taken
+from conformance.sandbox.kernel_options import KernelOptions
 
 SETTINGS = settings(derandomize=True, deadline=None, max_examples=80)
 
@@ -326,4 +326,4 @@ def test_a_case_alone_is_asked_everything() -> None:
 
 def test_a_turn_travels_to_other_processes_with_its_job() -> None:
     job = next(job for job in plan.plan([SUPPORTS["ragged"]], level="quick").jobs if job.turn != EVERYTHING)
-    assert parallel._order(job, Kernels()).turn == job.turn
+    assert parallel._order(job, KernelOptions()).turn == job.turn

@@ -11,7 +11,6 @@ import pytest
 from rich.console import Console
 
 from cases.case import parse
-from conformance.apart.kernels import Kernels
 from conformance.checks import BY_NAME
 from conformance.commands.probes import budget
 from conformance.contract import Implementation
@@ -22,6 +21,7 @@ from conformance.judging.runner import Runner
 from conformance.judging.settings import Settings
 from conformance.records import FAIL, PASS, Record
 from conformance.runs import Run
+from conformance.sandbox.kernel_options import KernelOptions
 from tests.kernels import naive
 
 # Right but for sinks, and one of them slow where there is no causal mask, as in the plainest case.
@@ -48,7 +48,7 @@ FORWARD = (BY_NAME["forward"],)
 def slow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Implementation:
     monkeypatch.chdir(tmp_path)
     Path("kernel.py").write_text(KERNEL)
-    return Kernels().find("kernel.py:attention")
+    return KernelOptions().find("kernel.py:attention")
 
 
 def judged(kernel: Implementation, runner: Runner) -> tuple[Journal, list[Record]]:
@@ -79,7 +79,7 @@ def test_a_probe_that_takes_longer_than_there_is_time_is_cut_off(slow: Implement
 
 
 def test_a_run_confirms_what_it_found_without_being_told_to(slow: Implementation) -> None:
-    quick, runner = Kernels().find("kernel.py:quick"), Runner(Settings(), confirmed=0)
+    quick, runner = KernelOptions().find("kernel.py:quick"), Runner(Settings(), confirmed=0)
     journal, _ = judged(quick, runner)
     budget.ask(journal, [quick], runner, budget.Budget(), spent=150.0, console=Console(file=io.StringIO()))
     assert {record.verdict for record in journal.recorded.probes} >= {PASS, FAIL}
@@ -97,7 +97,7 @@ def test_what_a_slow_kernel_took_before_it_will_take_again() -> None:
         return Record(implementation="naive", platform="cpu", case=case, check="forward", observable="out",
                       verdict=PASS, seconds=seconds)  # fmt: skip
 
-    kernel = Kernels(in_process=True).find(f"{naive.__name__}:attention")
+    kernel = KernelOptions(in_process=True).find(f"{naive.__name__}:attention")
     known = [
         dataclasses.replace(one, implementation=kernel.name)
         for one in (took(CAUSAL.format(""), 3.0), took(CAUSAL.format("sinks/"), 1.0))

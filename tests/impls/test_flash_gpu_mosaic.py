@@ -23,7 +23,7 @@ from cases.masks import Causal, Dense, Full, Lengths, Mask, Window
 from conformance.accelerators import interpreters
 from conformance.calling import registry
 from conformance.checks import BY_NAME
-from conformance.forking.forked import Forked
+from conformance.fork_server.forked_process import ForkedProcess
 from conformance.judging import plan
 from conformance.judging.runner import Runner
 from conformance.judging.settings import Settings
@@ -192,10 +192,10 @@ def test_a_slot_filled_before_it_is_let_go_of_is_a_race() -> None:
     """Who does not wait can also be a whole round ahead: others then wait for ever, here as on a chip."""
     for _ in range(3):
         reading, writing = os.pipe()
-        process = Forked(judges_careless, passing=(writing,))
+        process = ForkedProcess(judges_careless, passing=(writing,))
         os.close(writing)
         ended = process.wait(PATIENCE / 3)
-        process.let_go()
+        process.release()
         said = os.read(reading, 8) if ended == 0 else b""
         os.close(reading)
         if said:

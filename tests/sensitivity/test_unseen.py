@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from cases.signature_cases import SIGNATURE_CASES
-from conformance.apart.kernels import Kernels
+from conformance.sandbox.kernel_options import KernelOptions
 from conformance.sensitivity import diagnosis, signatures
 from conformance.sensitivity.examination import without_second_looks
 from conformance.sensitivity.signatures import BY, Known, Signature
@@ -73,7 +73,7 @@ def test_a_kernel_is_as_wrong_as_it_was(name: str, tmp_path: Path, monkeypatch: 
     monkeypatch.chdir(tmp_path)
     changes = tuple((before, after) for before, after in kernel["changes"])
     Path("kernel.py").write_text(Faulty(name, kernel["base"], (), (), changes).source)
-    implementation = Kernels(None, True).find("kernel.py:attention")
+    implementation = KernelOptions(None, True).find("kernel.py:attention")
     runner = without_second_looks()
     # The cases it was asked then: which a diagnosis asks first goes by which there are.
     jobs = [job for job in signatures.jobs(implementation) if job.case.id in kernel["sizes"]]

@@ -11,11 +11,11 @@ import time
 from collections.abc import Iterable
 
 from cases.case import Case, parse
-from conformance.apart import executor
 from conformance.judging.job import Job
 from conformance.judging.probing import deadline
 from conformance.judging.runner import Runner
 from conformance.records import Record
+from conformance.sandbox import sandboxed_executor
 
 _NEAR = 3  # cases that are nearest in size, the slowest of which counts
 
@@ -56,7 +56,7 @@ class Allowance:
             with deadline.at_most(seconds):
                 return self._runner.judge(job)
         except deadline.Overdue:
-            executor.end(job.implementation)
+            sandboxed_executor.end_process(job.implementation)
             self.declined = True
             return None
         finally:

@@ -14,13 +14,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from cases.case import Case, CaseIdError, parse
-from conformance.apart.executor import CannotSay
 from conformance.asking.scopes import BASE, GRID, Asked
 from conformance.checks import BY_NAME
 from conformance.contract import Implementation
 from conformance.judging.job import Job
 from conformance.judging.probing.allowance import Allowance
 from conformance.records import RED, Record
+from conformance.sandbox.sandboxed_executor import SupportUnknown
 
 Fields = tuple[str, ...]
 """Names of fields of a case."""
@@ -169,5 +169,5 @@ def _changed(case: Case, changes: Mapping[str, Any]) -> Iterator[Case]:
 def _is_supported(case: Case, implementation: Implementation) -> bool:
     try:
         return implementation.supports(case) is None
-    except CannotSay:
+    except SupportUnknown:
         return False

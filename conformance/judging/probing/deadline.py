@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator
 from types import FrameType
 
-from conformance.apart.process import Lost
+from conformance.sandbox.kernel_process import Lost
 
 _SOON, _AGAIN = 1e-3, 1.0  # seconds until an alarm rings at the earliest, and until it rings once more
 

@@ -18,13 +18,13 @@ from hypothesis import strategies
 
 from cases.case import Case, CaseIdError
 from cases.operands import OPTIONAL
-from conformance.apart.executor import CannotSay
 from conformance.checks import BY_NAME
 from conformance.contract import Implementation
 from conformance.judging.explore import OutOfTime, Wrong, batch, no_traces, plainness
 from conformance.judging.job import Job
 from conformance.judging.runner import Runner
 from conformance.records import RED, Record
+from conformance.sandbox.sandboxed_executor import SupportUnknown
 from conformance.truth import kept
 
 _DRAWS = 100
@@ -111,7 +111,7 @@ def _smaller(case: Case, implementation: Implementation) -> strategies.SearchStr
         try:
             smaller = dataclasses.replace(case, **changes)
             hypothesis.assume(implementation.supports(smaller) is None)
-        except (CaseIdError, CannotSay):
+        except (CaseIdError, SupportUnknown):
             hypothesis.reject()
         return smaller
 

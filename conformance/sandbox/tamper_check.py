@@ -23,7 +23,7 @@ _NOTHING = object()
 
 
 @dataclasses.dataclass(frozen=True)
-class Names:
+class NameSnapshot:
     """What is where, found once and looked at after every call: so these are plain tuples, and no objects.
 
     Attributes:
@@ -37,7 +37,7 @@ class Names:
     disabled: bool
 
 
-def names() -> Names:
+def take_snapshot() -> NameSnapshot:
     """The functions and classes of the modules that are watched, what our classes have, and the code of functions."""
     held: list[tuple[str, Mapping[str, Any], str, Any]] = []
     functions: dict[int, tuple[str, Any, Any, Any, Any]] = {}
@@ -58,7 +58,7 @@ def names() -> Names:
                 if isinstance(function, FunctionType):
                     code = (function.__code__, function.__defaults__, function.__kwdefaults__)
                     functions.setdefault(id(function), (called_so, function, *code))
-    return Names(tuple(held), tuple(functions.values()), bool(jax.config.jax_disable_jit))  # type: ignore[attr-defined] # made as JAX is loaded
+    return NameSnapshot(tuple(held), tuple(functions.values()), bool(jax.config.jax_disable_jit))  # type: ignore[attr-defined] # made as JAX is loaded
 
 
 def _of_class(called: str, kind: type) -> Iterator[tuple[str, MappingProxyType[str, Any], str, Any]]:
@@ -67,7 +67,7 @@ def _of_class(called: str, kind: type) -> Iterator[tuple[str, MappingProxyType[s
         yield f"{called}.{name}", vars(kind), name, vars(kind).get(name, _NOTHING)
 
 
-def replaced(before: Names) -> list[str]:
+def find_replaced(before: NameSnapshot) -> list[str]:
     """Which of these names mean something else by now."""
     found = [called for called, place, name, value in before.held if place.get(name, _NOTHING) is not value]
     if jax.config.jax_disable_jit and not before.disabled:  # type: ignore[attr-defined] # what `jit` would have traced is never seen

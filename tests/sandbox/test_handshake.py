@@ -9,10 +9,10 @@ import pytest
 
 from cases.case import Case
 from cases.inputs import draw
-from conformance.apart import executor, process
-from conformance.apart.kernels import Kernels
-from conformance.apart.process import Limits
 from conformance.calling import registry
+from conformance.sandbox import kernel_process, sandboxed_executor
+from conformance.sandbox.kernel_options import KernelOptions
+from conformance.sandbox.kernel_process import Limits
 
 CASE = Case(q_length=16, kv_length=16, head_dim=16, v_head_dim=16)
 HERE = Path(__file__).parent
@@ -23,7 +23,7 @@ LIMITS = Limits(seconds=60.0, memory=4 * 2**30)
 def ended() -> Iterator[None]:
     """No process is left."""
     yield
-    process.end_all()
+    kernel_process.end_all_processes()
 
 
 @pytest.mark.parametrize(
@@ -38,51 +38,53 @@ def ended() -> Iterator[None]:
     ids=str,
 )
 def test_what_is_no_declaration_is_one_line(said: object, tmp_path: Path) -> None:
-    (tmp_path / "forged.py").write_text(f"from tests.apart.kernels import forges\nattention = forges({said!r})\n")
+    (tmp_path / "forged.py").write_text(f"from tests.sandbox.kernels import forges\nattention = forges({said!r})\n")
     with pytest.raises(registry.ImplementationNotFound, match=r"what is no answer|what no implementation can"):
-        Kernels().find(f"{tmp_path}/forged.py:attention")
+        KernelOptions().find(f"{tmp_path}/forged.py:attention")
 
 
 def test_a_kernel_goes_by_the_name_that_it_is_found_by(tmp_path: Path) -> None:
     (tmp_path / "named.py").write_text(
-        "from conformance.apart import declared\n"
+        "from conformance.sandbox import declared\n"
         "from conformance.calling.plain import from_function\n"
-        "from tests.apart.kernels import forges, right\n"
+        "from tests.sandbox.kernels import forges, right\n"
         "told = declared.told(from_function(right, 'dot_product'))\n"
         "attention = forges({'declared': told, 'backend': 'cpu', 'count': 4})\n"
     )
-    found = Kernels().find(f"{tmp_path}/named.py:attention")
+    found = KernelOptions().find(f"{tmp_path}/named.py:attention")
     assert found.name == f"{tmp_path}/named.py:attention"
 
 
 def test_a_kernel_says_of_itself_what_it_said_first() -> None:
-    said = executor.said_by([Kernels().find(f"{HERE}/declares.py:IMPLEMENTATION")])
+    said = sandboxed_executor.collect_handshakes([KernelOptions().find(f"{HERE}/declares.py:IMPLEMENTATION")])
     name, text = said[0]
     with pytest.raises(
         registry.ImplementationNotFound, match=r"otherwise than when it was first loaded of: .*arithmetic"
     ):
-        executor.find(name, None, LIMITS, first=text.replace('"products": "exact"', '"products": "bf16"'))
+        sandboxed_executor.load_sandboxed(
+            name, None, LIMITS, first=text.replace('"products": "exact"', '"products": "bf16"')
+        )
 
 
 def test_a_kernel_that_hides_devices_is_one_line(tmp_path: Path) -> None:
     flag = "--xla_force_host_platform_device_count=1"
     (tmp_path / "hides.py").write_text(
-        f"import os\nos.environ['XLA_FLAGS'] = '{flag}'\nfrom tests.apart.kernels import right as attention\n"
+        f"import os\nos.environ['XLA_FLAGS'] = '{flag}'\nfrom tests.sandbox.kernels import right as attention\n"
     )
     with pytest.raises(registry.ImplementationNotFound, match="its process has 1 of 4 devices"):
-        Kernels().find(f"{tmp_path}/hides.py:attention")
+        KernelOptions().find(f"{tmp_path}/hides.py:attention")
 
 
 def test_a_kernel_that_computes_elsewhere_than_the_judge_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "elsewhere.py").write_text(
-        "from tests.apart.kernels import forges\nattention = forges({'declared': {}, 'backend': 'gpu', 'count': 4})\n"
+        "from tests.sandbox.kernels import forges\nattention = forges({'declared': {}, 'backend': 'gpu', 'count': 4})\n"
     )
     with pytest.raises(registry.ImplementationNotFound, match="its process computes on gpu, and the judge on cpu"):
-        Kernels().find(f"{tmp_path}/elsewhere.py:attention")
+        KernelOptions().find(f"{tmp_path}/elsewhere.py:attention")
 
 
 def test_a_kernel_is_judged_again_in_a_process_that_has_the_flags_of_its_users() -> None:
-    first = executor.executor_of(Kernels().find(f"{HERE}/kernels.py:tells_its_flags"))
+    first = sandboxed_executor.executor_of(KernelOptions().find(f"{HERE}/kernels.py:tells_its_flags"))
     again = first.as_jax_compiles()
     assert again is not None
     with pytest.raises(Exception, match="xla_backend_optimization_level=0"):

@@ -12,10 +12,10 @@ _TRIES = """
 import sys, threading
 from pathlib import Path
 from conformance import environment
-from conformance.apart import confinement
+from conformance.sandbox import confinement
 
 environment.NVIDIA_DRIVER = sys.argv[1]
-print(confinement.confine([Path(sys.argv[2])]))
+print(confinement.confine_process([Path(sys.argv[2])]))
 for place in ("/proc/self/task", "/proc/self"):
     name = Path(place, str(threading.get_native_id()) if place.endswith("task") else "", "comm")
     try:

@@ -30,11 +30,14 @@ NOT_TOLD = ("PYTEST_", "CONFORMANCE_")
 # What modules read of the environment as they are loaded; the rest is read when it is needed.
 _READ = ("JAX_", "XLA_", "NPY_", "MKL_", "OMP_", "OPENBLAS_", "PYTHON")
 # A user's module may have our name: ours is looked for first, where it is. `-P`: and never in the current folder.
-_MAIN = "import sys; sys.path.insert(0, {home!r}); from conformance.forking.origin import main; main(int(sys.argv[1]))"
+_MAIN = (
+    "import sys; sys.path.insert(0, {home!r}); "
+    "from conformance.fork_server.server import serve; serve(int(sys.argv[1]))"
+)
 
 
 @dataclasses.dataclass(frozen=True)
-class Letter:
+class ProcessSpec:
     """What a process is to be.
 
     Attributes:
@@ -52,7 +55,7 @@ class Letter:
     may_ask: bool
 
 
-class Forked:
+class ForkedProcess:
     """A process of ours. It leads a session of its own, which no Ctrl-C reaches."""
 
     def __init__(
@@ -74,7 +77,7 @@ class Forked:
           output: the file that its stdout and stderr go to; where this process's go to if it is not said.
           may_ask: whether it may have processes forked itself.
         """
-        letter = Letter(become, given, dict(os.environ if environ is None else environ), os.getcwd(), may_ask)
+        letter = ProcessSpec(become, given, dict(os.environ if environ is None else environ), os.getcwd(), may_ask)
         self._life, life = socket.socketpair()
         self._said = b""
         with contextlib.ExitStack() as closing:
@@ -115,7 +118,7 @@ class Forked:
         with contextlib.suppress(OSError):  # it has ended
             self._life.send(bytes([number]))
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """Have it ended, if it has not; nobody will hear how."""
         self._life.close()
 
@@ -143,10 +146,10 @@ _origin: _Origin | None = None
 _started: list[tuple[int, subprocess.Popen[bytes]]] = []  # by which process; several if the environment has changed
 
 
-def make_ready() -> None:
+def start_server() -> None:
     """Start loading what is forked later, for who will ask in a second or two."""
     global _origin
-    if _origin is not None and _origin.read != read():
+    if _origin is not None and _origin.read != read_import_environment():
         _forget()
     if _origin is None:
         ours, theirs = socket.socketpair()
@@ -157,36 +160,36 @@ def make_ready() -> None:
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
-                env=told(),
+                env=filter_environment(),
                 start_new_session=True,
             )
         _started.append((os.getpid(), process))
-        _origin = _Origin(ours, read())
+        _origin = _Origin(ours, read_import_environment())
 
 
-def is_ready() -> bool:
+def is_server_started() -> bool:
     """Whether there is an origin, which may still be loading."""
     return _origin is not None
 
 
-def asked() -> tuple[int, Mapping[str, str]]:
+def describe_connection() -> tuple[int, Mapping[str, str]]:
     """What `adopt` takes: the file to ask the origin by, and what that has read of the environment."""
-    make_ready()
+    start_server()
     assert _origin is not None
     return _origin.requests.fileno(), _origin.read
 
 
-def told() -> dict[str, str]:
+def filter_environment() -> dict[str, str]:
     """This environment, but for what nobody who is forked for a kernel may read."""
     return {name: value for name, value in os.environ.items() if not name.startswith(NOT_TOLD)}
 
 
-def read() -> dict[str, str]:
+def read_import_environment() -> dict[str, str]:
     """What modules read of this environment as they are loaded."""
     return {name: value for name, value in os.environ.items() if name.startswith(_READ)}
 
 
-def adopt(requests: int, read_there: Mapping[str, str]) -> None:
+def use_server(requests: int, read_there: Mapping[str, str]) -> None:
     """Ask, from now on, the origin of another process: the one this was forked from, or one that is lent."""
     global _origin
     _origin = _Origin(socket.socket(fileno=requests), read_there)
@@ -210,7 +213,7 @@ def _end() -> None:
 
 def _ask(files: Sequence[int]) -> None:
     for again in (True, False):
-        make_ready()
+        start_server()
         assert _origin is not None
         try:
             socket.send_fds(_origin.requests, [b"+"], [_origin.requests.fileno(), *files])

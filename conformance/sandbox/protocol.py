@@ -33,11 +33,11 @@ _DTYPES = {
 }
 
 
-class Unreadable(Exception):  # noqa: N818 -- a statement, as the message is
+class UnreadableAnswer(Exception):  # noqa: N818 -- a statement, as the message is
     """An answer that is none; the message says why."""
 
 
-class Strange(TypeError):  # noqa: N818 -- a statement, as the message is
+class UnsupportedResult(TypeError):  # noqa: N818 -- a statement, as the message is
     """A kernel returned something that is no array and no number; the message says what."""
 
 
@@ -50,23 +50,23 @@ class _Requests(pickle.Pickler):
         return NotImplemented
 
 
-def packed(request: Any) -> bytes:
+def pack_request(request: Any) -> bytes:
     """A request as bytes."""
     written = io.BytesIO()
     _Requests(written, protocol=pickle.HIGHEST_PROTOCOL).dump(request)
     return written.getvalue()
 
 
-def unpacked(request: bytes) -> Any:
+def unpack_request(request: bytes) -> Any:
     """A request from its bytes, in the kernel's process."""
     return pickle.loads(request)
 
 
-def answer(value: Any) -> bytes:
+def pack_answer(value: Any) -> bytes:
     """A message with `value` in it: None, booleans, numbers, words, arrays, and lists, tuples and dicts of such.
 
     Raises:
-      Strange: for anything else.
+      UnsupportedResult: for anything else.
     """
     arrays: list[bytes] = []
     words = json.dumps(_encoded(value, arrays)).encode()
@@ -74,25 +74,25 @@ def answer(value: Any) -> bytes:
     return LENGTHS.pack(len(words), len(rest)) + words + rest
 
 
-def lengths(head: bytes) -> tuple[int, int]:
-    """The lengths of the two parts of a message. Raises `Unreadable` for more than any answer has."""
+def parse_lengths(head: bytes) -> tuple[int, int]:
+    """The lengths of the two parts of a message. Raises `UnreadableAnswer` for more than any answer has."""
     words, rest = LENGTHS.unpack(head)
     if words > _MOST_WORDS or rest > _MOST_BYTES:
-        raise Unreadable(f"an answer of {words + rest:,} bytes")
+        raise UnreadableAnswer(f"an answer of {words + rest:,} bytes")
     return words, rest
 
 
-def read(words: bytes, rest: bytes) -> Any:
-    """What a message says. Raises `Unreadable` for what `answer` would not have written."""
+def parse_answer(words: bytes, rest: bytes) -> Any:
+    """What a message says. Raises `UnreadableAnswer` for what `answer` would not have written."""
     try:
         text = json.loads(words)
         found, used = _decoded(text, rest, 0)
-    except Unreadable:
+    except UnreadableAnswer:
         raise
     except (ValueError, TypeError, KeyError, IndexError, RecursionError, OverflowError) as error:
-        raise Unreadable(f"an answer that cannot be read ({type(error).__name__})") from error
+        raise UnreadableAnswer(f"an answer that cannot be read ({type(error).__name__})") from error
     if used != len(rest):
-        raise Unreadable("an answer with bytes that belong to no array")
+        raise UnreadableAnswer("an answer with bytes that belong to no array")
     return found
 
 
@@ -117,14 +117,14 @@ def _array(value: Any) -> np.ndarray:
         array = np.asarray(value)
         if type(array) is np.ndarray and array.dtype.name in _DTYPES:
             return array
-    raise Strange(f"returned {type(value).__name__}, must be an array of numbers")
+    raise UnsupportedResult(f"returned {type(value).__name__}, must be an array of numbers")
 
 
 def _decoded(text: Any, rest: bytes, at: int) -> tuple[Any, int]:
     if text is None or isinstance(text, bool | int | str):
         return text, at
     if not (isinstance(text, dict) and text):
-        raise Unreadable("an answer with something in it that nobody writes")
+        raise UnreadableAnswer("an answer with something in it that nobody writes")
     if "float" in text:
         return float.fromhex(text["float"]), at
     if "array" in text:
@@ -144,9 +144,9 @@ def _decoded(text: Any, rest: bytes, at: int) -> tuple[Any, int]:
 def _read_array(name: str, shape: list[int], rest: bytes, at: int) -> tuple[np.ndarray, int]:
     dtype = _DTYPES[name]
     if not all(isinstance(size, int) and size >= 0 for size in shape):
-        raise Unreadable(f"an array of shape {shape}")
+        raise UnreadableAnswer(f"an array of shape {shape}")
     end = at + math.prod(shape) * dtype.itemsize
     if end > len(rest):
-        raise Unreadable("an array that is longer than its bytes")
+        raise UnreadableAnswer("an array that is longer than its bytes")
     # A copy: results can be written to, as those of a call in this process can.
     return np.frombuffer(rest[at:end], dtype).reshape(shape).copy(), end

@@ -12,18 +12,18 @@ from hypothesis import strategies as st
 
 from cases.case import Case
 from cases.inputs import draw
-from conformance.apart import wire
+from conformance.sandbox import protocol
 
 DTYPES = (np.float32, np.float16, ml_dtypes.bfloat16, np.int32, np.bool_, ml_dtypes.float8_e4m3fn, np.complex64)
 
 
 def sent(value: Any) -> Any:
     """`value` after it has crossed."""
-    message = wire.answer(value)
-    words, rest = wire.lengths(message[: wire.LENGTHS.size])
-    body = message[wire.LENGTHS.size :]
+    message = protocol.pack_answer(value)
+    words, rest = protocol.parse_lengths(message[: protocol.LENGTHS.size])
+    body = message[protocol.LENGTHS.size :]
     assert len(body) == words + rest
-    return wire.read(body[:words], body[words:])
+    return protocol.parse_answer(body[:words], body[words:])
 
 
 plain = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text()
@@ -50,8 +50,8 @@ def test_arrays_arrive_to_the_bit(dtype: Any, shape: list[int], drawn: bytes) ->
 @given(st.binary(max_size=200), st.binary(max_size=200))
 def test_whatever_else_comes_is_unreadable_and_no_more(words: bytes, rest: bytes) -> None:
     try:
-        found = wire.read(words, rest)
-    except wire.Unreadable:
+        found = protocol.parse_answer(words, rest)
+    except protocol.UnreadableAnswer:
         return
     assert sent(found) == found
 
@@ -69,25 +69,25 @@ def test_whatever_else_comes_is_unreadable_and_no_more(words: bytes, rest: bytes
     ],
 )
 def test_arrays_that_are_none_are_unreadable(words: bytes) -> None:
-    with pytest.raises(wire.Unreadable):
-        wire.read(words, b"\0" * 4)
+    with pytest.raises(protocol.UnreadableAnswer):
+        protocol.parse_answer(words, b"\0" * 4)
 
 
 def test_a_message_of_terabytes_is_not_waited_for() -> None:
-    with pytest.raises(wire.Unreadable):
-        wire.lengths(wire.LENGTHS.pack(10, 2**42))
+    with pytest.raises(protocol.UnreadableAnswer):
+        protocol.parse_lengths(protocol.LENGTHS.pack(10, 2**42))
 
 
 @pytest.mark.parametrize("value", [object(), {1, 2}, np.array([object()]), lambda: 0])
 def test_what_is_no_data_is_refused_where_it_is_made(value: Any) -> None:
-    with pytest.raises(wire.Strange, match="must be an array of numbers"):
-        wire.answer({"out": value})
+    with pytest.raises(protocol.UnsupportedResult, match="must be an array of numbers"):
+        protocol.pack_answer({"out": value})
 
 
 def test_a_request_has_the_operands_and_not_what_the_judge_found_out() -> None:
     problem = draw(Case(mask="dense-d40"))
-    before = wire.packed(problem)
+    before = protocol.pack_request(problem)
     assert problem.allowed.any()
     assert problem.empty_rows.any() in (True, False)
-    assert wire.packed(problem) == before
-    assert not vars(wire.unpacked(before)).keys() - set(problem.__dataclass_fields__)
+    assert protocol.pack_request(problem) == before
+    assert not vars(protocol.unpack_request(before)).keys() - set(problem.__dataclass_fields__)

@@ -7,11 +7,11 @@ from collections.abc import Callable, Mapping
 from typing import Any, get_args
 
 from cases.case import Case
-from conformance.apart.said import MOST_WORDS
 from conformance.calling.execution import Executor
 from conformance.calling.plain_support import PlainSupport
 from conformance.contract import Accelerator, Arithmetic, BehindMask, EmptyRows, Implementation
 from conformance.records import printable
+from conformance.sandbox.handshake import MAX_TEXT
 
 _SETS = ("offers", "residuals", "differentiable_residuals", "gradients")
 _PLAIN = (
@@ -26,7 +26,7 @@ _KINDS = {
 }
 
 
-def told(implementation: Implementation) -> dict[str, Any]:
+def serialize_declarations(implementation: Implementation) -> dict[str, Any]:
     """What `implementation` declares: numbers and words alone."""
     support, accelerator = implementation.supports_case, implementation.accelerator
     return {
@@ -61,7 +61,9 @@ def told(implementation: Implementation) -> dict[str, Any]:
     }
 
 
-def understood(said: Mapping[str, Any], call: Callable[..., Any], asks: Callable[[Case], str | None]) -> Implementation:
+def parse_declarations(
+    said: Mapping[str, Any], call: Callable[..., Any], asks: Callable[[Case], str | None]
+) -> Implementation:
     """The implementation that declares what was `said`.
 
     Args:
@@ -97,12 +99,12 @@ def understood(said: Mapping[str, Any], call: Callable[..., Any], asks: Callable
             tuple(map(printable, plain["scales"])),
         )
     fields: dict[str, Any] = {name: said[name] for name in _PLAIN}
-    fields["description"] = printable(said["description"][:MOST_WORDS])
+    fields["description"] = printable(said["description"][:MAX_TEXT])
     fields |= {name: frozenset(said[name]) for name in _SETS}
     return Implementation(
         call=call,
         **fields,
-        unsupported={feature: printable(reason[:MOST_WORDS]) for feature, reason in said["unsupported"].items()},
+        unsupported={feature: printable(reason[:MAX_TEXT]) for feature, reason in said["unsupported"].items()},
         arithmetic=Arithmetic(**said["arithmetic"]),
         storage=said["storage"],
         checkpoint_names=tuple(said["checkpoint_names"]),
@@ -113,7 +115,7 @@ def understood(said: Mapping[str, Any], call: Callable[..., Any], asks: Callable
     )
 
 
-def supports(executor: Executor, case: Case) -> str | None:
+def ask_support(executor: Executor, case: Case) -> str | None:
     """Whether the implementation supports a case, as its own function says; asked of the kernel's process."""
     asked = executor.implementation.supports_case
     return None if asked is None else asked(case)

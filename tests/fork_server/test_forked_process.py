@@ -16,14 +16,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from conformance.forking import forked
-from conformance.forking.forked import Forked
+from conformance.fork_server import forked_process
+from conformance.fork_server.forked_process import ForkedProcess
 from tests.processes import ended, until
 
 ASKS = """
-from conformance.forking.forked import Forked
-from tests.forking.test_forked import sleeps
-process = Forked(sleeps)
+from conformance.fork_server.forked_process import ForkedProcess
+from tests.fork_server.test_forked_process import sleeps
+process = ForkedProcess(sleeps)
 print(process.pid, flush=True)
 sleeps()
 """
@@ -62,7 +62,7 @@ def draws(pipe: int) -> None:
 
 
 def forks_another(pipe: int) -> None:
-    inner = Forked(exits, 5)
+    inner = ForkedProcess(exits, 5)
     os.write(pipe, str(inner.wait()).encode())
 
 
@@ -77,11 +77,11 @@ def pipe() -> Iterator[tuple[int, int]]:
 
 
 @pytest.fixture
-def sleeping() -> Iterator[Forked]:
-    process = Forked(sleeps)
+def sleeping() -> Iterator[ForkedProcess]:
+    process = ForkedProcess(sleeps)
     assert process.pid
     yield process
-    process.let_go()
+    process.release()
 
 
 def is_there(number: int) -> bool:
@@ -93,127 +93,127 @@ def is_there(number: int) -> bool:
 
 @pytest.mark.parametrize("code", [0, 3])
 def test_it_says_how_it_ended(code: int) -> None:
-    process = Forked(exits, code)
+    process = ForkedProcess(exits, code)
     assert process.wait() == code
     assert process.wait(0) == code
-    process.let_go()
+    process.release()
 
 
-def test_a_signal_reaches_it_and_is_how_it_ended(sleeping: Forked) -> None:
+def test_a_signal_reaches_it_and_is_how_it_ended(sleeping: ForkedProcess) -> None:
     assert sleeping.wait(0) is None
     sleeping.signal(signal.SIGTERM)
     assert sleeping.wait() == -signal.SIGTERM
 
 
 def test_it_ends_once_nobody_has_it_any_more() -> None:
-    process = Forked(sleeps)
+    process = ForkedProcess(sleeps)
     number = process.pid
-    process.let_go()
+    process.release()
     until(lambda: not is_there(number))
 
 
 def test_what_does_not_listen_is_killed() -> None:
     with pipe() as (reads, writes):
-        process = Forked(does_not_listen, passing=[writes])
+        process = ForkedProcess(does_not_listen, passing=[writes])
         assert os.read(reads, 1) == b"!"
     process.signal(signal.SIGTERM)
     assert process.wait(0.2) is None
     process.signal(signal.SIGKILL)
     assert process.wait() == -signal.SIGKILL
-    process.let_go()
+    process.release()
 
 
 def test_it_has_what_it_is_given_and_nothing_of_others(
-    sleeping: Forked, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    sleeping: ForkedProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("CONFORMANCE_CACHE", "where the judge keeps what it found")
     with pipe() as (reads, writes):
-        process = Forked(tells, "given", passing=[writes], environ={"NAME": "value"})
+        process = ForkedProcess(tells, "given", passing=[writes], environ={"NAME": "value"})
         told = json.loads(os.read(reads, 2**16))
         assert process.wait() == 0
-    process.let_go()
+    process.release()
     assert (told["word"], told["loaded"], told["leads"], told["arguments"]) == ("given", True, True, [])
     assert told["folder"] == str(tmp_path)
     assert told["environ"]["NAME"] == "value"
-    assert not any(name.startswith(forked.NOT_TOLD) for name in told["environ"])
-    assert not any(line.startswith(forked.NOT_TOLD) for line in told["began_with"].split("\0"))
+    assert not any(name.startswith(forked_process.NOT_TOLD) for name in told["environ"])
+    assert not any(line.startswith(forked_process.NOT_TOLD) for line in told["began_with"].split("\0"))
     assert len(told["open"]) == 4  # input, output twice, and the pipe
 
 
 def test_one_that_may_ask_has_others_forked_by_the_same() -> None:
     with pipe() as (reads, writes):
-        process = Forked(forks_another, passing=[writes], may_ask=True)
+        process = ForkedProcess(forks_another, passing=[writes], may_ask=True)
         assert os.read(reads, 16) == b"5"
         assert process.wait() == 0
-    process.let_go()
+    process.release()
 
 
 def test_what_is_loaded_under_another_environment_is_loaded_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    forked.make_ready()
-    before = forked._origin
+    forked_process.start_server()
+    before = forked_process._origin
     monkeypatch.setenv("HOME", "/elsewhere")
-    forked.make_ready()
-    assert forked._origin is before
+    forked_process.start_server()
+    assert forked_process._origin is before
     monkeypatch.setenv("JAX_ENABLE_X64", "1")
-    forked.make_ready()
-    assert forked._origin is not before
-    forked._forget()
+    forked_process.start_server()
+    assert forked_process._origin is not before
+    forked_process._forget()
 
 
 @pytest.mark.long
 def test_what_was_forked_before_the_environment_changed_lives_on(
-    sleeping: Forked, monkeypatch: pytest.MonkeyPatch
+    sleeping: ForkedProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("JAX_ENABLE_X64", "1")
-    following = Forked(exits, 4)
+    following = ForkedProcess(exits, 4)
     assert following.wait() == 4
     assert sleeping.wait(0.5) is None
-    sleeping.let_go()
+    sleeping.release()
     until(lambda: not is_there(sleeping.pid))
-    following.let_go()
-    forked._forget()
+    following.release()
+    forked_process._forget()
 
 
 def test_no_two_draw_the_same_random_numbers() -> None:
     drawn: list[float] = []
     for _ in range(2):
         with pipe() as (reads, writes):
-            process = Forked(draws, passing=[writes])
+            process = ForkedProcess(draws, passing=[writes])
             drawn += json.loads(os.read(reads, 2**10))
-            process.let_go()
+            process.release()
     assert len(set(drawn)) == 4
 
 
 def test_signals_that_who_asks_ignores_or_blocks_reach_it_all_the_same() -> None:
-    forked._forget()
+    forked_process._forget()
     before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM, signal.SIGCHLD])
     try:
-        process = Forked(sleeps)
+        process = ForkedProcess(sleeps)
         assert process.pid
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
         signal.signal(signal.SIGTERM, before)
     process.signal(signal.SIGTERM)
     assert process.wait(60) == -signal.SIGTERM
-    process.let_go()
-    forked._forget()
+    process.release()
+    forked_process._forget()
 
 
 @pytest.mark.long
 def test_an_origin_that_is_killed_takes_its_own_with_it_and_is_followed_by_another() -> None:
-    forked._forget()
-    process = Forked(sleeps)
+    forked_process._forget()
+    process = ForkedProcess(sleeps)
     number = process.pid
-    _, origin = forked._started[-1]
+    _, origin = forked_process._started[-1]
     origin.kill()
     assert process.wait() == -signal.SIGTERM
     until(lambda: not is_there(number))
-    following = Forked(exits, 4)
+    following = ForkedProcess(exits, 4)
     assert following.wait() == 4
     for one in (process, following):
-        one.let_go()
+        one.release()
 
 
 @pytest.mark.long

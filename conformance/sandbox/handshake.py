@@ -15,12 +15,12 @@ import jax
 
 from conformance.records import printable
 
-MOST_WORDS = 10_000
+MAX_TEXT = 10_000
 """Characters of a message or reason of a kernel's; what is longer is cut, since each of its records has it."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Said:
+class Handshake:
     """What a kernel declares, where it runs, on how many devices, and how its process is confined."""
 
     declared: Mapping[str, Any]
@@ -34,7 +34,7 @@ class Said:
         return json.dumps(dataclasses.asdict(self), sort_keys=True)
 
 
-def understood(found: Any, confined: str, first: str) -> Said:
+def parse_handshake(found: Any, confined: str, first: str) -> Handshake:
     """What a kernel's process said to having loaded it.
 
     Args:
@@ -48,7 +48,7 @@ def understood(found: Any, confined: str, first: str) -> Said:
     place = (found.get("declared"), found.get("backend"), found.get("count")) if isinstance(found, dict) else ()
     match place:
         case (dict(declared), str(backend), int(count)) if count > 0:
-            said = Said(declared, backend, count, confined)
+            said = Handshake(declared, backend, count, confined)
         case _:
             raise ValueError("its process answered with what is no answer")
     if first:

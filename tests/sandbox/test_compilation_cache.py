@@ -10,13 +10,13 @@ import jax
 import numpy as np
 import pytest
 from jax import monitoring
-from jax.experimental.compilation_cache import compilation_cache
+from jax.experimental.compilation_cache import compilation_cache as jax_cache
 
 from cases.case import Case
 from cases.inputs import draw
 from conformance import program_cache
-from conformance.apart import executor, shelf
-from conformance.apart.process import Limits
+from conformance.sandbox import compilation_cache, sandboxed_executor
+from conformance.sandbox.kernel_process import Limits
 from conformance.truth import kept
 
 CASE = Case(q_length=16, kv_length=16, head_dim=16, v_head_dim=16)
@@ -28,7 +28,7 @@ PROGRAM = f"jit_call-{'0' * 64}-cache"
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """What is kept is kept here, however lately it was written."""
     monkeypatch.setenv(kept.VARIABLE, str(tmp_path / "kept"))
-    monkeypatch.setattr(shelf, "_SETTLED", -60.0)
+    monkeypatch.setattr(compilation_cache, "_SETTLED", -60.0)
     return tmp_path
 
 
@@ -40,17 +40,17 @@ def left_by_a_run(kernel: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[np.nda
         compiled.extend(one.name for one in os.scandir(Path(scratch, "programs")) if not one.is_symlink())
         really(place, scratch)
 
-    really = shelf.keep
+    really = compilation_cache.store_programs
     with monkeypatch.context() as patched:
-        patched.setattr(shelf, "keep", keep)
-        found = executor.find(f"{kernel}:attention", None, Limits(seconds=60.0, memory=4 * 2**30))
-        out = executor.executor_of(found).forward(draw(CASE)).values["out"]
-        executor.end(found)
+        patched.setattr(compilation_cache, "store_programs", keep)
+        found = sandboxed_executor.load_sandboxed(f"{kernel}:attention", None, Limits(seconds=60.0, memory=4 * 2**30))
+        out = sandboxed_executor.executor_of(found).forward(draw(CASE)).values["out"]
+        sandboxed_executor.end_process(found)
     return out, compiled
 
 
 def begins_now(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shelf, "_BEGAN", time.time() + 60)
+    monkeypatch.setattr(compilation_cache, "_BEGAN", time.time() + 60)
 
 
 def test_a_later_run_compiles_nothing_again_and_returns_the_same(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -74,11 +74,11 @@ def test_no_process_finds_what_another_of_its_run_has_left(home: Path, monkeypat
 def test_another_source_has_another_folder(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     kernel = home / "kernel.py"
     kernel.write_text(KERNEL.format("jnp.tanh(q) + 3"))
-    before = shelf.of(f"{kernel}:attention")
+    before = compilation_cache.find_cache_folder(f"{kernel}:attention")
     left_by_a_run(kernel, monkeypatch)
     begins_now(monkeypatch)
     kernel.write_text(KERNEL.format("jnp.tanh(q) + 3 # once more"))
-    assert shelf.of(f"{kernel}:attention") != before
+    assert compilation_cache.find_cache_folder(f"{kernel}:attention") != before
     assert left_by_a_run(kernel, monkeypatch)[1] != []
 
 
@@ -86,7 +86,7 @@ def test_a_program_that_cannot_be_read_is_compiled_again(home: Path, monkeypatch
     kernel = home / "kernel.py"
     kernel.write_text(KERNEL.format("jnp.tanh(q) + 4"))
     first, _ = left_by_a_run(kernel, monkeypatch)
-    place = shelf.of(f"{kernel}:attention")
+    place = compilation_cache.find_cache_folder(f"{kernel}:attention")
     assert place is not None
     for program in place.iterdir():
         program.write_bytes(program.read_bytes()[:40])
@@ -97,19 +97,19 @@ def test_a_program_that_cannot_be_read_is_compiled_again(home: Path, monkeypatch
 def test_another_machine_has_another_folder(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     kernel = home / "kernel.py"
     kernel.write_text(KERNEL.format("q"))
-    before = shelf.of(f"{kernel}:attention")
-    monkeypatch.setattr(shelf, "_machine", lambda: "a machine with half as wide vectors")
-    assert shelf.of(f"{kernel}:attention") != before
+    before = compilation_cache.find_cache_folder(f"{kernel}:attention")
+    monkeypatch.setattr(compilation_cache, "_machine", lambda: "a machine with half as wide vectors")
+    assert compilation_cache.find_cache_folder(f"{kernel}:attention") != before
 
 
 @pytest.mark.parametrize("name", ["block_flash", "no_such_kernel"])
 def test_ours_have_none_and_what_has_no_source_neither(home: Path, name: str) -> None:
-    assert shelf.of(name) is None
+    assert compilation_cache.find_cache_folder(name) is None
 
 
 def test_nothing_is_kept_where_nothing_is_to_be(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(kept.VARIABLE, "")
-    assert shelf.of("kernel.py:attention") is None
+    assert compilation_cache.find_cache_folder("kernel.py:attention") is None
 
 
 def test_only_files_that_are_called_like_programs_are_kept(home: Path) -> None:
@@ -121,7 +121,7 @@ def test_only_files_that_are_called_like_programs_are_kept(home: Path) -> None:
     (left / PROGRAM.replace("0", "1")).symlink_to(home / "secret")
     (left / PROGRAM.replace("0", "2")).mkdir()
     os.mkfifo(left / PROGRAM.replace("0", "3"))
-    shelf.keep(place, scratch)
+    compilation_cache.store_programs(place, scratch)
     assert [program.name for program in place.iterdir()] == [PROGRAM]
     assert (place / PROGRAM).read_bytes() == b"a program"
 
@@ -132,29 +132,29 @@ def test_a_folder_that_was_made_a_link_is_not_followed(home: Path) -> None:
         folder.mkdir()
     (elsewhere / PROGRAM).write_bytes(b"not the kernel's")
     (home / "scratch" / "programs").symlink_to(elsewhere)
-    shelf.keep(place, str(home / "scratch"))
+    compilation_cache.store_programs(place, str(home / "scratch"))
     assert not place.exists()
 
 
 def test_what_may_be_half_a_program_is_not_kept(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shelf, "_SETTLED", 30.0)
+    monkeypatch.setattr(compilation_cache, "_SETTLED", 30.0)
     left, place = home / "scratch" / "programs", home / "shelf" / "one"
     left.mkdir(parents=True)
     for number, age in enumerate((60.0, 0.0)):
         (left / PROGRAM.replace("0", str(number))).write_bytes(b"a program")
         os.utime(left / PROGRAM.replace("0", str(number)), (time.time() - age,) * 2)
-    shelf.keep(place, str(home / "scratch"))
+    compilation_cache.store_programs(place, str(home / "scratch"))
     assert [program.name for program in place.iterdir()] == [PROGRAM]
 
 
 def test_the_oldest_make_room(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shelf, "_MOST_KERNELS", 2)
+    monkeypatch.setattr(compilation_cache, "_MOST_KERNELS", 2)
     left = home / "scratch" / "programs"
     left.mkdir(parents=True)
     (left / PROGRAM).write_bytes(b"a program")
     for number in range(4):
         place = home / "shelf" / str(number)
-        shelf.keep(place, str(home / "scratch"))
+        compilation_cache.store_programs(place, str(home / "scratch"))
         os.utime(place, (number + 1.0,) * 2)
     assert len(list((home / "shelf").iterdir())) <= 3
     assert (home / "shelf" / "3" / PROGRAM).exists()
@@ -184,4 +184,4 @@ def test_who_asks_what_compiling_costs_compiles(home: Path) -> None:
     finally:
         monitoring.clear_event_listeners()
         jax.config.update("jax_compilation_cache_dir", before)
-        compilation_cache.reset_cache()
+        jax_cache.reset_cache()

@@ -12,16 +12,16 @@ from pathlib import Path
 _PREFIX = "conformance-kernel-"
 
 
-def made() -> str:
+def create_scratch_folder() -> str:
     """A new folder. Those that judges left which were killed are removed."""
     for folder in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*-*"):
         judge = folder.name.removeprefix(_PREFIX).partition("-")[0]
         if judge.isdecimal() and not Path(f"/proc/{judge}").exists() and Path("/proc/self").exists():
-            remove(str(folder))
+            remove_scratch_folder(str(folder))
     return tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-")
 
 
-def remove(folder: str) -> None:
+def remove_scratch_folder(folder: str) -> None:
     """Remove a folder in which a kernel wrote what it liked."""
     try:
         shutil.rmtree(folder, ignore_errors=True)

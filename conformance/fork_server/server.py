@@ -22,22 +22,22 @@ from multiprocessing import connection
 from types import FrameType
 
 from conformance import environment, packages
-from conformance.forking import forked
+from conformance.fork_server import forked_process
 
-_LOADED = ("conformance.judging.parallel", "conformance.apart.kernel_process")
+_LOADED = ("conformance.judging.parallel", "conformance.sandbox.kernel_server")
 _MOST_FILES = 16
 _DIE_WITH_PARENT = 1
 _ENDING = 10.0  # seconds that a process may take to end which nobody has any more, before it is killed
 
 
-def main(requests: int) -> None:
+def serve(requests: int) -> None:
     """Fork what is asked for, until nobody can ask any more and all of them have ended; in each of them, be it."""
     del sys.argv[1:]
     # Who starts this may ignore or block signals, which is inherited; and all of this goes by them.
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    read = forked.read()
+    read = forked_process.read_import_environment()
     packages.claim()
     environment.prepare()
     for name in _LOADED:
@@ -150,9 +150,9 @@ class _Origin:
         if os.getppid() != self._number:  # the origin was killed before
             sys.exit(1)
         with open(letter_file, "rb") as file:
-            letter: forked.Letter = pickle.load(file)
+            letter: forked_process.ProcessSpec = pickle.load(file)
         if letter.may_ask:
-            forked.adopt(asking, self._read)
+            forked_process.use_server(asking, self._read)
         else:
             os.close(asking)
         for number, output in enumerate(files[:2], start=1):
@@ -175,7 +175,7 @@ def _hear(number: int, frame: FrameType | None) -> None:
 
 def _say(life: socket.socket, number: int) -> None:
     with contextlib.suppress(OSError):  # who asked has ended
-        life.send(forked.NUMBER.pack(number))
+        life.send(forked_process.NUMBER.pack(number))
 
 
 def _send(process: int, number: int) -> None:

@@ -19,18 +19,18 @@ import pytest
 from cases.case import Case
 from cases.inputs import draw, draw_cotangent
 from conformance import records
-from conformance.apart import executor, keeper, process
-from conformance.apart.kernels import Kernels
-from conformance.apart.process import KernelProcess, Limits, Lost, TooSlow
 from conformance.calling import mishaps, registry
 from conformance.calling.execution import Executor
 from conformance.checks import BY_NAME, CHECKS
 from conformance.contract import Implementation
-from conformance.forking import forked
+from conformance.fork_server import forked_process
 from conformance.judging import plan
 from conformance.judging.job import Job
 from conformance.judging.runner import Runner
 from conformance.judging.settings import Settings
+from conformance.sandbox import kernel_process, sandboxed_executor, supervisor
+from conformance.sandbox.kernel_options import KernelOptions
+from conformance.sandbox.kernel_process import KernelProcess, Limits, Lost
 from tests.processes import ended, until
 
 CASE = Case(q_length=16, kv_length=16, head_dim=16, v_head_dim=16)
@@ -43,7 +43,7 @@ Find = Callable[..., Implementation]
 
 def process_of(implementation: Implementation) -> KernelProcess:
     """The process of a kernel that is not here."""
-    assert isinstance(implementation.call, executor.Elsewhere)
+    assert isinstance(implementation.call, sandboxed_executor.RemoteCall)
     return implementation.call.process
 
 
@@ -53,7 +53,7 @@ def find() -> Iterator[Find]:
     found: list[Implementation] = []
 
     def kernel(name: str, limits: Limits = LIMITS) -> Implementation:
-        found.append(executor.find(f"{HERE}/kernels.py:{name}", None, limits))
+        found.append(sandboxed_executor.load_sandboxed(f"{HERE}/kernels.py:{name}", None, limits))
         return found[-1]
 
     yield kernel
@@ -64,7 +64,7 @@ def find() -> Iterator[Find]:
 def said(implementation: Implementation) -> str:
     """What is said of a kernel that gives no result."""
     with pytest.raises((Exception, Lost)) as raised:
-        executor.executor_of(implementation).forward(draw(CASE))
+        sandboxed_executor.executor_of(implementation).forward(draw(CASE))
     return f"{raised.type.__name__}: {raised.value}"
 
 
@@ -107,7 +107,7 @@ def test_what_it_does_there_is_told_in_a_sentence(find: Find, name: str, sentenc
 def test_what_was_begun_is_what_it_gives_when_it_is_asked(find: Find) -> None:
     implementation, problem, other = find("plain"), draw(CASE), draw(dataclasses.replace(CASE, seed=1))
     here = Executor(registry.find(f"{HERE}/kernels.py:plain"))
-    apart = executor.executor_of(implementation)
+    apart = sandboxed_executor.executor_of(implementation)
     process = process_of(implementation)
     cotangent = draw_cotangent(CASE)
     plain = dataclasses.replace(cotangent, logsumexp=None)
@@ -127,7 +127,7 @@ def test_operands_that_the_pipe_does_not_hold_are_not_begun_beside_others(find: 
     implementation = find("plain")
     case = Case(q_length=256, kv_length=256, head_dim=1024, v_head_dim=1024)
     large = draw(case)
-    apart = executor.executor_of(implementation)
+    apart = sandboxed_executor.executor_of(implementation)
     apart.begin_forward(large)
     apart.begin_forward(draw(dataclasses.replace(CASE, seed=2)))
     apart.begin_gradients(large, dataclasses.replace(draw_cotangent(case), logsumexp=None))
@@ -138,7 +138,7 @@ def test_operands_that_the_pipe_does_not_hold_are_not_begun_beside_others(find: 
 @pytest.mark.parametrize(("name", "sentence"), [("dies", "Lost: the kernel's process ended"), ("raises", "OddError: ")])
 def test_what_goes_wrong_with_what_was_begun_is_told_when_it_is_asked(find: Find, name: str, sentence: str) -> None:
     implementation, problem = find(name), draw(CASE)
-    apart = executor.executor_of(implementation)
+    apart = sandboxed_executor.executor_of(implementation)
     apart.begin_forward(problem)
     with pytest.raises((Exception, Lost)) as raised:
         apart.forward(problem)
@@ -148,7 +148,7 @@ def test_what_goes_wrong_with_what_was_begun_is_told_when_it_is_asked(find: Find
 @pytest.mark.long
 def test_a_call_that_hangs_is_ended_and_what_it_printed_is_shown(find: Find) -> None:
     sentence = said(find("hangs", dataclasses.replace(LIMITS, seconds=4.0)))
-    assert sentence == "TooSlow: the call did not return within 4 s (--timeout) (it printed: waiting for ever)"
+    assert sentence == "CallTimeout: the call did not return within 4 s (--timeout) (it printed: waiting for ever)"
 
 
 @pytest.mark.long
@@ -165,7 +165,7 @@ def test_an_error_has_its_place_in_the_users_code_and_what_was_printed_before_it
 
 
 def test_each_answer_has_all_that_was_printed_for_it_and_nothing_else(find: Find) -> None:
-    apart, problem = executor.executor_of(find("raises")), draw(CASE)
+    apart, problem = sandboxed_executor.executor_of(find("raises")), draw(CASE)
     for _ in range(50):
         with pytest.raises(ValueError, match="q is odd") as raised:
             apart.forward(problem)
@@ -173,7 +173,7 @@ def test_each_answer_has_all_that_was_printed_for_it_and_nothing_else(find: Find
 
 
 def test_a_process_ends_when_nobody_refers_to_its_kernel() -> None:
-    implementation = executor.find(f"{HERE}/kernels.py:plain", None, LIMITS)
+    implementation = sandboxed_executor.load_sandboxed(f"{HERE}/kernels.py:plain", None, LIMITS)
     process = process_of(implementation)._lives[0]._process
     assert process.wait(0) is None
     del implementation
@@ -191,12 +191,12 @@ def left_behind(seconds: str) -> list[str]:
     return found
 
 
-@pytest.mark.skipif(not keeper.IS_THERE, reason="only Linux gives orphans to who asks for them")
+@pytest.mark.skipif(not supervisor.IS_AVAILABLE, reason="only Linux gives orphans to who asks for them")
 def test_what_a_kernel_started_and_let_go_of_ends_with_it(find: Find, monkeypatch: pytest.MonkeyPatch) -> None:
     seconds = f"1000.{os.getpid()}"
     monkeypatch.setenv("LINGERS", seconds)
     lingers = find("lingers")
-    executor.executor_of(lingers).forward(draw(CASE))
+    sandboxed_executor.executor_of(lingers).forward(draw(CASE))
     assert left_behind(seconds)
     process_of(lingers).end()
     assert not left_behind(seconds)
@@ -205,20 +205,20 @@ def test_what_a_kernel_started_and_let_go_of_ends_with_it(find: Find, monkeypatc
 
 
 @pytest.mark.long
-@pytest.mark.skipif(not keeper.IS_THERE, reason="only Linux gives orphans to who asks for them")
+@pytest.mark.skipif(not supervisor.IS_AVAILABLE, reason="only Linux gives orphans to who asks for them")
 def test_what_starts_another_and_ends_over_and_over_ends_with_its_kernel(
     find: Find, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     number = f"3000.{os.getpid()}"
     monkeypatch.setenv("LINGERS", number)
     chains = find("chains")
-    executor.executor_of(chains).forward(draw(CASE))
+    sandboxed_executor.executor_of(chains).forward(draw(CASE))
     process_of(chains).end()
     assert not any(left_behind(number) for _ in range(10))  # one that is between two is not seen at once
 
 
 @pytest.mark.long
-@pytest.mark.skipif(not keeper.IS_THERE, reason="only Linux gives orphans to who asks for them")
+@pytest.mark.skipif(not supervisor.IS_AVAILABLE, reason="only Linux gives orphans to who asks for them")
 def test_what_a_kernel_started_ends_with_a_judge_that_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
     seconds = f"2000.{os.getpid()}"
     case = "train/f32/B1.T16.S16.N2.K2.H16.V16/full/normal/s0"
@@ -232,7 +232,7 @@ def test_what_a_kernel_started_ends_with_a_judge_that_is_killed(monkeypatch: pyt
 
 
 def test_output_without_end_costs_nothing(find: Find) -> None:
-    assert executor.executor_of(find("floods")).forward(draw(CASE)).values["out"].shape == (1, 16, 2, 16)
+    assert sandboxed_executor.executor_of(find("floods")).forward(draw(CASE)).values["out"].shape == (1, 16, 2, 16)
 
 
 def test_a_process_that_was_lost_is_one_error_of_one_case(find: Find) -> None:
@@ -267,7 +267,7 @@ def test_the_judge_does_not_import_the_kernel_and_declares_nothing_for_it(find: 
 
 @pytest.mark.long
 def test_an_implementation_that_says_by_a_function_what_it_supports_is_asked_there() -> None:
-    found = executor.find(f"{HERE}/declares.py:IMPLEMENTATION", None, LIMITS)
+    found = sandboxed_executor.load_sandboxed(f"{HERE}/declares.py:IMPLEMENTATION", None, LIMITS)
     try:
         assert found.supports(CASE) is None
         assert found.supports(dataclasses.replace(CASE, seed=7)) is None, "it is not told which values a case has"
@@ -290,7 +290,7 @@ def test_an_implementation_that_says_by_a_function_what_it_supports_is_asked_the
 )
 def test_what_is_found_is_what_is_found_in_the_judges_process(check: str) -> None:
     name = f"{HERE.parent}/kernels/naive.py:attention"
-    here, there = (Kernels(in_process=apart).find(name) for apart in (True, False))
+    here, there = (KernelOptions(in_process=apart).find(name) for apart in (True, False))
     planned = plan.plan([here], level="quick", checks=[BY_NAME[check]]).jobs
     case = next(job.case for job in planned if check != "forms" or job.case.scale is not None)
     both = []
@@ -307,7 +307,7 @@ def test_a_kernel_that_does_not_load_is_one_line(name: str, tmp_path: Path) -> N
     (tmp_path / "broken.py").write_text("raise RuntimeError('line one\\nline two')\n")
     source = f"{HERE}/kernels.py:nothing_here" if name == "nothing_here" else f"{tmp_path}/broken.py:attention"
     with pytest.raises(registry.ImplementationNotFound) as raised:
-        Kernels().find(source)
+        KernelOptions().find(source)
     assert "\n" not in str(raised.value)
 
 
@@ -315,11 +315,11 @@ def test_a_kernel_that_does_not_load_is_one_line(name: str, tmp_path: Path) -> N
 def test_what_cannot_say_what_it_supports_is_an_error_of_the_case(what: str, tmp_path: Path) -> None:
     (tmp_path / "mute.py").write_text(
         "import dataclasses, os\n"
-        "from tests.apart import declares\n"
+        "from tests.sandbox import declares\n"
         f"def supports(case):\n    {what}\n"
         "attention = dataclasses.replace(declares.IMPLEMENTATION, supports_case=supports)\n"
     )
-    found = Kernels().find(f"{tmp_path}/mute.py:attention")
+    found = KernelOptions().find(f"{tmp_path}/mute.py:attention")
     with pytest.raises(registry.ImplementationNotFound, match="cannot say whether it supports"):
         plan.single(found, CASE)
     (record,) = Runner(Settings()).run([Job(found, CASE, (BY_NAME["forward"],))])
@@ -330,12 +330,12 @@ def test_what_cannot_say_what_it_supports_is_an_error_of_the_case(what: str, tmp
 def test_what_is_supported_is_said_once(tmp_path: Path) -> None:
     (tmp_path / "once.py").write_text(
         "import dataclasses\n"
-        "from tests.apart import declares\n"
+        "from tests.sandbox import declares\n"
         "asked = []\n"
         "def supports(case):\n    asked.append(case)\n    return 'no more' if len(asked) > 1 else None\n"
         "attention = dataclasses.replace(declares.IMPLEMENTATION, supports_case=supports)\n"
     )
-    found = Kernels().find(f"{tmp_path}/once.py:attention")
+    found = KernelOptions().find(f"{tmp_path}/once.py:attention")
     said = [found.supports(case) for case in (CASE, CASE, dataclasses.replace(CASE, batch=CASE.batch + 1))]
     process_of(found).end()
     assert said == [None, None, "no more"]
@@ -344,7 +344,7 @@ def test_what_is_supported_is_said_once(tmp_path: Path) -> None:
 @pytest.mark.long
 def test_a_folder_of_any_depth_is_removed(find: Find) -> None:
     implementation = find("digs")
-    executor.executor_of(implementation).forward(draw(CASE))
+    sandboxed_executor.executor_of(implementation).forward(draw(CASE))
     (running,) = process_of(implementation)._lives
     process_of(implementation).end()
     assert not Path(running._scratch).exists()
@@ -352,43 +352,44 @@ def test_a_folder_of_any_depth_is_removed(find: Find) -> None:
 
 def test_what_a_kernel_forks_does_not_answer_for_it(find: Find) -> None:
     implementation, problem = find("forks"), draw(CASE)
-    apart = executor.executor_of(implementation)
-    expected = executor.executor_of(find("plain")).forward(problem).values["out"]
+    apart = sandboxed_executor.executor_of(implementation)
+    expected = sandboxed_executor.executor_of(find("plain")).forward(problem).values["out"]
     for _ in range(2):
         assert np.array_equal(apart.forward(problem).values["out"], expected)
 
 
 @pytest.mark.long
 def test_a_kernel_that_does_not_read_is_too_slow(find: Find) -> None:
-    apart = executor.executor_of(find("answers_ahead", Limits(seconds=3.0, memory=LIMITS.memory)))
+    apart = sandboxed_executor.executor_of(find("answers_ahead", Limits(seconds=3.0, memory=LIMITS.memory)))
     large = draw(Case(q_length=256, kv_length=256, head_dim=1024, v_head_dim=1024))
     apart.forward(draw(CASE))
-    with pytest.raises(TooSlow, match="does not read"):
+    with pytest.raises(kernel_process.CallTimeout, match="does not read"):
         apart.forward(large)
 
 
 @pytest.mark.long
 def test_a_process_that_never_begins_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    forked._forget()
-    forked.make_ready()
-    _, origin = forked._started[-1]
+    forked_process._forget()
+    forked_process.start_server()
+    _, origin = forked_process._started[-1]
     origin.send_signal(signal.SIGSTOP)
-    monkeypatch.setattr(process, "_LOADING", 1.0)
-    monkeypatch.setattr(process, "_ENDING", 0.1)
+    monkeypatch.setattr(kernel_process, "_LOADING", 1.0)
+    monkeypatch.setattr(kernel_process, "_ENDING", 0.1)
     with pytest.raises(registry.ImplementationNotFound, match="did not return within 1 s"):
-        executor.find(f"{HERE}/kernels.py:plain", None, Limits(seconds=1.0, memory=2**40))
-    forked._forget()
+        sandboxed_executor.load_sandboxed(f"{HERE}/kernels.py:plain", None, Limits(seconds=1.0, memory=2**40))
+    forked_process._forget()
     origin.kill()
 
 
 def test_a_file_of_a_package_that_imports_beside_itself_is_told_how_to_be_named(tmp_path: Path) -> None:
     (tmp_path / "flash.py").write_text("from .other import attention\n")
     with pytest.raises(registry.ImplementationNotFound, match="a module of a package goes by its name"):
-        Kernels().find(f"{tmp_path}/flash.py:attention")
+        KernelOptions().find(f"{tmp_path}/flash.py:attention")
 
 
 def test_a_kernel_that_reads_arguments_as_it_is_imported_gets_none(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(
-        "import argparse\nfrom tests.apart.kernels import right as attention\nargparse.ArgumentParser().parse_args()\n"
+        "import argparse\nfrom tests.sandbox.kernels import right as attention\n"
+        "argparse.ArgumentParser().parse_args()\n"
     )
-    process_of(Kernels().find(f"{tmp_path}/script.py:attention")).end()
+    process_of(KernelOptions().find(f"{tmp_path}/script.py:attention")).end()

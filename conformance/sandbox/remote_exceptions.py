@@ -7,7 +7,7 @@ import contextlib
 from typing import Any
 
 
-def exception(name: str, kinds: list[Any], message: str) -> Exception:
+def rebuild_exception(name: str, kinds: list[Any], message: str) -> Exception:
     """An exception of the same name and built-in type, which no code of the kernel takes part in."""
     known = (vars(builtins).get(kind) for kind in kinds if isinstance(kind, str))
     bases = [kind for kind in known if isinstance(kind, type) and issubclass(kind, Exception)]

@@ -19,13 +19,13 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
-IS_THERE = sys.platform.startswith("linux")
+IS_AVAILABLE = sys.platform.startswith("linux")
 _TAKE_ORPHANS = 36
 
 
-def keep(pipes: Sequence[int]) -> None:
+def start_supervised(pipes: Sequence[int]) -> None:
     """Go on in a child, which has these pipes for itself; the process that was called stays, and ends as that does."""
-    if not IS_THERE:
+    if not IS_AVAILABLE:
         return
     ctypes.CDLL(None).prctl(_TAKE_ORPHANS, 1, 0, 0, 0)
     asked_to_end = signal.signal(signal.SIGTERM, _end)
@@ -38,7 +38,7 @@ def keep(pipes: Sequence[int]) -> None:
     _wait(kernel)
 
 
-def children(process: int) -> list[int]:
+def list_children(process: int) -> list[int]:
     """The children of a process, in the order in which they came; none where the system does not say."""
     with contextlib.suppress(OSError, ValueError):
         return [int(word) for word in Path(f"/proc/{process}/task/{process}/children").read_text().split()]
@@ -79,7 +79,7 @@ def _end_the_rest() -> None:
         while os.waitpid(-1, os.WNOHANG)[0]:
             pass
     before: list[int] = []
-    while below := children(os.getpid()):
+    while below := list_children(os.getpid()):
         for process in reversed(below):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process, signal.SIGKILL)

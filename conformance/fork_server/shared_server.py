@@ -16,16 +16,16 @@ import sys
 import threading
 from pathlib import Path
 
-from conformance.forking import forked
+from conformance.fork_server import forked_process
 
 _IS_LINUX = sys.platform.startswith("linux")
 _PEER = struct.Struct("3i")  # number, user and group of the process at the other end
 _PATIENCE = 5.0  # seconds; who lends answers at once
 
 
-def lend() -> str:
+def share_server() -> str:
     """Lend this process's origin until it ends; returns the address, empty if there is none or nobody can be told."""
-    if not (forked.is_ready() and _IS_LINUX):
+    if not (forked_process.is_server_started() and _IS_LINUX):
         return ""
     address = f"conformance-origin-{secrets.token_hex(16)}"
     listening = socket.socket(socket.AF_UNIX)
@@ -39,11 +39,11 @@ def _answer(listening: socket.socket) -> None:
     while True:
         with contextlib.suppress(OSError, ValueError), listening.accept()[0] as asker:
             if _parent(asker) == os.getpid():
-                requests, read = forked.asked()
+                requests, read = forked_process.describe_connection()
                 socket.send_fds(asker, [pickle.dumps(dict(read))], [requests])
 
 
-def borrow(address: str) -> None:
+def join_server(address: str) -> None:
     """Ask the origin that is lent there from now on; if that fails, this process will have one of its own."""
     with contextlib.suppress(OSError, ValueError, EOFError, pickle.UnpicklingError):
         with socket.socket(socket.AF_UNIX) as asking:
@@ -51,7 +51,7 @@ def borrow(address: str) -> None:
             asking.connect(f"\0{address}")
             message, files, _, _ = socket.recv_fds(asking, 2**16, 1)
         (requests,) = files
-        forked.adopt(requests, pickle.loads(message))
+        forked_process.use_server(requests, pickle.loads(message))
 
 
 def _parent(asker: socket.socket) -> int:

@@ -19,7 +19,7 @@ _OUR_FOLDER = Path(__file__).parents[2]
 _PASS = 3  # wrappers that are looked through
 
 
-def replaced(root: Path) -> list[str]:
+def find_overrides(root: Path) -> list[str]:
     """What functions and modules are called that judging uses and that a file under `root` has put there."""
     return sorted(called for called, file in _files() if _is_of(root, file))
 

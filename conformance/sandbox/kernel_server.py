@@ -21,15 +21,15 @@ import jax
 
 import conformance.driving
 from conformance import program_cache
-from conformance.apart import confinement, declared, integrity, keeper, shelf, wire
 from conformance.calling import mishaps, registry
 from conformance.calling.execution import Executor
+from conformance.sandbox import compilation_cache, confinement, declaration_codec, protocol, supervisor, tamper_check
 
 LENGTH = struct.Struct("<Q")
 
 
 @dataclasses.dataclass(frozen=True)
-class Load:
+class LoadRequest:
     """Which kernel, and what the process may do.
 
     Attributes:
@@ -48,7 +48,7 @@ class Load:
 
 
 @dataclasses.dataclass(frozen=True)
-class Order:
+class CallRequest:
     """What is asked: a function of an executor, and what it is given.
 
     Attributes:
@@ -67,56 +67,56 @@ class Order:
     given: tuple[Any, ...]
     named: Mapping[str, Any]
 
-    def is_same(self, other: Order) -> bool:
+    def is_same(self, other: CallRequest) -> bool:
         """Whether the other asks for the same: of the very objects that this one is given."""
         mine, others = (dataclasses.replace(order, given=(), named={}) for order in (self, other))
         given = len(self.given) == len(other.given) and all(map(operator.is_, self.given, other.given))
         return mine == others and given and not (self.named or other.named)
 
 
-def main(requests: int, answers: int) -> None:
+def serve(requests: int, answers: int) -> None:
     """Serve until the requests end, in a child: the process that was called stays above it."""
-    keeper.keep((requests, answers))
-    confinement.end_with_parent()
-    load = wire.unpacked(_read(requests))
+    supervisor.start_supervised((requests, answers))
+    confinement.die_with_parent()
+    load = protocol.unpack_request(_read(requests))
     sys.path[:] = load.path
-    _send(answers, wire.answer(confinement.confine([Path(load.scratch)])))
+    _send(answers, protocol.pack_answer(confinement.confine_process([Path(load.scratch)])))
     mine = os.getpid()
     try:
         before = _watched()
         kernel, said = _loaded(load)
     except BaseException as error:  # whatever an import raises, the judge hears of it
-        _send(answers, wire.answer({"raised": _told(error)}))
+        _send(answers, protocol.pack_answer({"raised": _told(error)}))
         return
-    _send(answers, wire.answer({"returned": said, "replaced": []}))
+    _send(answers, protocol.pack_answer({"returned": said, "replaced": []}))
     while True:
         request = _read(requests)
         if not request:
             return
         try:
-            order = wire.unpacked(request)
+            order = protocol.unpack_request(request)
             returned = order.function(kernel(order), *order.given, **order.named)
-            answer = wire.answer({"returned": returned, "replaced": integrity.replaced(before)})
+            answer = protocol.pack_answer({"returned": returned, "replaced": tamper_check.find_replaced(before)})
         except BaseException as error:  # a kernel may raise anything, SystemExit and KeyboardInterrupt too
-            answer = wire.answer({"raised": _told(error)})
+            answer = protocol.pack_answer({"raised": _told(error)})
         if os.getpid() != mine:
             os._exit(1)  # the kernel forked, and what it forked came back here: one process answers
         _send(answers, answer)
 
 
-def _watched() -> integrity.Names:
+def _watched() -> tamper_check.NameSnapshot:
     """What no kernel may replace, all of it loaded before the kernel is."""
     for module in pkgutil.iter_modules(conformance.driving.__path__):
         importlib.import_module(f"{conformance.driving.__name__}.{module.name}")
-    return integrity.names()
+    return tamper_check.take_snapshot()
 
 
-def _loaded(load: Load) -> tuple[Callable[[Order], Any], dict[str, Any]]:
+def _loaded(load: LoadRequest) -> tuple[Callable[[CallRequest], Any], dict[str, Any]]:
     """What gives the executor that an order is for, and what the kernel declares."""
     implementation = registry.find(load.name, products=load.products, problem=load.problem)  # type: ignore[arg-type] # checked before
     executors: dict[Any, Executor] = {}
 
-    def kernel(order: Order) -> Executor:
+    def kernel(order: CallRequest) -> Executor:
         key = (order.options, order.variant, order.generation)
         if key not in executors:
             plain = Executor(implementation, dict(order.options))
@@ -125,11 +125,11 @@ def _loaded(load: Load) -> tuple[Callable[[Order], Any], dict[str, Any]]:
                 del executors[old]  # asked once, and no more
         return executors[key]
 
-    programs = shelf.lent(load.scratch)
+    programs = compilation_cache.find_linked_programs(load.scratch)
     if programs is not None and jax.default_backend() == "cpu":
         program_cache.use(programs)
     place = {"backend": jax.default_backend(), "count": len(jax.devices())}
-    return kernel, {"declared": declared.told(implementation), **place}
+    return kernel, {"declared": declaration_codec.serialize_declarations(implementation), **place}
 
 
 def _send(answers: int, answer: bytes) -> None:

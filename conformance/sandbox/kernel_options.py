@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 
-from conformance.apart import executor
-from conformance.apart.process import Limits
 from conformance.calling import registry
 from conformance.contract import Implementation, Products
+from conformance.sandbox import sandboxed_executor
+from conformance.sandbox.kernel_process import Limits
 
 
 @dataclasses.dataclass(frozen=True)
-class Kernels:
+class KernelOptions:
     """What a command says of the kernels that it judges.
 
     Attributes:
@@ -46,4 +46,6 @@ class Kernels:
         if self.in_process or registry.is_ours(name) or not registry.may_be_found(name):
             return registry.find(name, products=self.products, problem=self.problem)
         limits = Limits.of(self.seconds, self.gib)
-        return executor.find(name, self.products, limits, self.problem, dict(self.said).get(name, ""))
+        return sandboxed_executor.load_sandboxed(
+            name, self.products, limits, self.problem, dict(self.said).get(name, "")
+        )

@@ -34,7 +34,7 @@ _MOST_KERNELS = 12
 _SETTLED = 1.0  # seconds: what was written to later than that before the process ended may be half a program
 
 
-def of(name: str) -> Path | None:
+def find_cache_folder(name: str) -> Path | None:
     """The folder of the kernel that goes by `name`; None if nothing is kept, or its source is not known."""
     folder = kept.folder()
     if folder is None or registry.is_ours(name):
@@ -56,7 +56,7 @@ def _machine() -> str:
     return f"{platform.machine()} {platform.node()}"
 
 
-def lend(shelf: Path | None, scratch: str) -> None:
+def link_programs(shelf: Path | None, scratch: str) -> None:
     """Have a kernel's process find in its scratch folder what was on the shelf before this run."""
     if shelf is None:
         return
@@ -68,13 +68,13 @@ def lend(shelf: Path | None, scratch: str) -> None:
                 (lent / program.name).symlink_to(program.path)
 
 
-def lent(scratch: str) -> Path | None:
+def find_linked_programs(scratch: str) -> Path | None:
     """The folder in which a kernel's process finds programs and leaves them, if it was lent one."""
     folder = Path(scratch, _LENT)
     return folder if folder.is_dir() else None
 
 
-def keep(shelf: Path | None, scratch: str) -> None:
+def store_programs(shelf: Path | None, scratch: str) -> None:
     """Keep what a process has compiled that is gone; a disk that is full or read-only costs time, and nothing else."""
     left = Path(scratch, _LENT)
     if shelf is None or left.is_symlink():

@@ -18,12 +18,20 @@ from pathlib import Path
 from typing import Any
 
 from conformance import environment, records
-from conformance.apart import keeper, kernel_process, raised_by, said, scratch, shelf, wire
-from conformance.apart.kernel_process import LENGTH, Load, Order
-from conformance.apart.said import MOST_WORDS, Said
 from conformance.calling import mishaps
-from conformance.forking import forked
-from conformance.forking.forked import Forked
+from conformance.fork_server import forked_process
+from conformance.fork_server.forked_process import ForkedProcess
+from conformance.sandbox import (
+    compilation_cache,
+    handshake,
+    kernel_server,
+    protocol,
+    remote_exceptions,
+    scratch_folder,
+    supervisor,
+)
+from conformance.sandbox.handshake import MAX_TEXT, Handshake
+from conformance.sandbox.kernel_server import LENGTH, CallRequest, LoadRequest
 
 _LOOK_EVERY = 0.05
 _ENDING = 5.0  # seconds that ending a process and all that it started may take, before it is killed
@@ -61,11 +69,11 @@ class Lost(BaseException):
     """
 
 
-class TooSlow(Lost):
+class CallTimeout(Lost):
     """A call took longer than it may."""
 
 
-class NotLoaded(Exception):  # noqa: N818 -- a statement, as the message is
+class LoadFailed(Exception):  # noqa: N818 -- a statement, as the message is
     """The kernel could not be loaded; the message is one line."""
 
 
@@ -73,7 +81,7 @@ class NotLoaded(Exception):  # noqa: N818 -- a statement, as the message is
 class _Begun:
     """What was begun, the bytes of the request, and its answer once that is heard."""
 
-    order: Order
+    order: CallRequest
     size: int
     message: Any = None
 
@@ -99,19 +107,23 @@ class KernelProcess:
         environment has in place of what others have there.
         """
         self.name, self.limits = name, limits
-        self._first, self._environ, self._shelf = first, dict(environ or {}), None if environ else shelf.of(name)
+        self._first, self._environ, self._shelf = (
+            first,
+            dict(environ or {}),
+            None if environ else compilation_cache.find_cache_folder(name),
+        )
         self._own_flags: KernelProcess | None = None
         self._products, self._problem = products, problem
         self._lives: list[_Running] = []  # the one that there is, if it runs
         self._begun: collections.deque[_Begun] = collections.deque()  # what nobody has asked for yet
-        self._said: Said | None = None
+        self._said: Handshake | None = None
         self._slowest = 0.0  # of the calls that returned, in seconds
         self._too_slow = 0
         weakref.finalize(self, _end, self._lives)  # when nobody refers to this any more, and when the judge ends
         _ALL.add(self)
 
     @property
-    def said(self) -> Said:
+    def said(self) -> Handshake:
         """What the kernel declares, when it was first loaded: it declares it once."""
         if self._said is None:
             self._start()
@@ -129,11 +141,11 @@ class KernelProcess:
         known = (self.name, self._products, self.limits, self._problem, self.said.text)
         return KernelProcess(*known, self._environ if environ is None else environ)
 
-    def begin(self, order: Order) -> None:
+    def begin(self, order: CallRequest) -> None:
         """Have the process start on what it will be asked: the judge finds out meanwhile what to expect."""
         if not self._lives:
             return  # whoever asks will hear why it does not start
-        request = wire.packed(order)
+        request = protocol.pack_request(order)
         while len(self._begun) >= _MOST_BEGUN and self._begun[0].message is not None:
             self._begun.popleft()
         busy = [one for one in self._begun if one.message is None]
@@ -143,10 +155,10 @@ class KernelProcess:
             self._lives[0].tell(request, self._limits_now, busy=bool(busy))
             self._begun.append(_Begun(order, len(request)))
         except Lost as lost:  # whoever asks will hear of it, from another process
-            self._too_slow += isinstance(lost, TooSlow)
+            self._too_slow += isinstance(lost, CallTimeout)
             self.end()
 
-    def ask(self, order: Order) -> Any:
+    def ask(self, order: CallRequest) -> Any:
         """What the kernel's process answers.
 
         Raises:
@@ -161,7 +173,7 @@ class KernelProcess:
             begun = next((one for one in self._begun if one.order.is_same(order)), None)
             self._hear_begun(begun)
             if begun is None:
-                running.tell(wire.packed(order), self._limits_now)
+                running.tell(protocol.pack_request(order), self._limits_now)
                 message = running.hear(self._limits_now)
             else:
                 self._begun.remove(begun)
@@ -169,7 +181,7 @@ class KernelProcess:
             self._slowest = max(self._slowest, time.monotonic() - start)
             return _returned(message, running)
         except Lost as lost:
-            self._too_slow += isinstance(lost, TooSlow)
+            self._too_slow += isinstance(lost, CallTimeout)
             self.end()
             raise
 
@@ -197,16 +209,16 @@ class KernelProcess:
             found = _returned(running.load(self.name, self._products, self._problem, patient), running)
         except Lost as lost:
             self.end()
-            raise NotLoaded(f"{self.name} does not load: {lost}") from lost
+            raise LoadFailed(f"{self.name} does not load: {lost}") from lost
         except Exception as error:  # of whatever type the kernel's import raised
             self.end()
             why = _CONFINED if "PermissionError" in str(error) else ""
-            raise NotLoaded(records.printable(str(error).strip().split("\n")[0]) + why) from error
+            raise LoadFailed(records.printable(str(error).strip().split("\n")[0]) + why) from error
         try:
-            self._said = said.understood(found, running.confined, self._first)
+            self._said = handshake.parse_handshake(found, running.confined, self._first)
         except ValueError as error:
             self.end()
-            raise NotLoaded(f"{self.name} does not load: {error}") from error
+            raise LoadFailed(f"{self.name} does not load: {error}") from error
         self._first = self._said.text
 
     def end(self) -> None:
@@ -220,7 +232,7 @@ class KernelProcess:
 _ALL: weakref.WeakSet[KernelProcess] = weakref.WeakSet()
 
 
-def end_all() -> None:
+def end_all_processes() -> None:
     """End the processes of all kernels, at the end of a command; one that is asked once more is started again."""
     for process in list(_ALL):
         process.end()
@@ -235,8 +247,8 @@ class _Running:
     """One life of a kernel's process."""
 
     def __init__(self, environ: dict[str, str], programs: Path | None) -> None:
-        self._scratch, self._programs = scratch.made(), programs
-        shelf.lend(programs, self._scratch)
+        self._scratch, self._programs = scratch_folder.create_scratch_folder(), programs
+        compilation_cache.link_programs(programs, self._scratch)
         theirs, self._requests = os.pipe()
         self._answers, answers = os.pipe()
         for pipe in (self._requests, self._answers):
@@ -244,8 +256,13 @@ class _Running:
                 fcntl.fcntl(pipe, fcntl.F_SETPIPE_SZ, _PIPE)
         self._output, output = os.pipe()
         os.set_blocking(self._output, False)
-        environ = forked.told() | dict.fromkeys(_CACHES, self._scratch) | {"PYTHONUNBUFFERED": "1"} | environ
-        self._process = Forked(kernel_process.main, passing=(theirs, answers), environ=environ, output=output)
+        environ = (
+            forked_process.filter_environment()
+            | dict.fromkeys(_CACHES, self._scratch)
+            | {"PYTHONUNBUFFERED": "1"}
+            | environ
+        )
+        self._process = ForkedProcess(kernel_server.serve, passing=(theirs, answers), environ=environ, output=output)
         for pipe in (theirs, answers, output):
             os.close(pipe)
         self.confined = ""
@@ -256,8 +273,8 @@ class _Running:
 
     def load(self, name: str, products: str | None, problem: str | None, limits: Limits) -> Any:
         """What it answers to having loaded the kernel."""
-        load = Load(name, products, problem, (os.getcwd(), *sys.path), self._scratch)
-        self._write(wire.packed(load), time.monotonic() + limits.seconds)
+        load = LoadRequest(name, products, problem, (os.getcwd(), *sys.path), self._scratch)
+        self._write(protocol.pack_request(load), time.monotonic() + limits.seconds)
         self.confined = str(self.hear(limits))  # said before anything of the kernel's runs
         return self.hear(limits)
 
@@ -280,9 +297,9 @@ class _Running:
         """The next answer."""
         until = time.monotonic() + limits.seconds
         try:
-            words, rest = wire.lengths(self._read(wire.LENGTHS.size, until, limits))
-            return wire.read(self._read(words, until, limits), self._read(rest, until, limits))
-        except wire.Unreadable as error:
+            words, rest = protocol.parse_lengths(self._read(protocol.LENGTHS.size, until, limits))
+            return protocol.parse_answer(self._read(words, until, limits), self._read(rest, until, limits))
+        except protocol.UnreadableAnswer as error:
             raise Lost(f"the kernel's process gave {error}{self.printed()}") from error
 
     def printed(self) -> str:
@@ -295,18 +312,18 @@ class _Running:
     def end(self) -> None:
         """Kill the process with all that it started, and remove its folder."""
         self._process.signal(signal.SIGTERM)  # who keeps it ends all that is below it
-        if not keeper.IS_THERE or self._process.wait(_ENDING) is None:
+        if not supervisor.IS_AVAILABLE or self._process.wait(_ENDING) is None:
             self._process.signal(signal.SIGKILL)
             self._process.wait(_ENDING)
-        self._process.let_go()
+        self._process.release()
         self._listener.join(timeout=1.0)  # what it started and let go of may still hold its output
         with self._taking:
             for pipe in (self._requests, self._answers, self._output):
                 with contextlib.suppress(OSError):
                     os.close(pipe)
             self._output = -1
-        shelf.keep(self._programs, self._scratch)
-        scratch.remove(self._scratch)
+        compilation_cache.store_programs(self._programs, self._scratch)
+        scratch_folder.remove_scratch_folder(self._scratch)
 
     def _listen(self) -> None:
         """Keep the pipe from filling up."""
@@ -341,7 +358,7 @@ class _Running:
                 except BrokenPipeError:
                     raise Lost(self._how_it_ended()) from None
             if time.monotonic() > until:
-                raise TooSlow("the kernel's process does not read what it is asked")
+                raise CallTimeout("the kernel's process does not read what it is asked")
 
     def _read(self, count: int, until: float, limits: Limits) -> bytes:
         read = bytearray()
@@ -355,7 +372,7 @@ class _Running:
             elif self._process.wait(0) is not None:
                 raise Lost(self._how_it_ended())
             if time.monotonic() > until:
-                raise TooSlow(f"the call did not return within {limits.seconds:.3g} s (--timeout){self.printed()}")
+                raise CallTimeout(f"the call did not return within {limits.seconds:.3g} s (--timeout){self.printed()}")
             # Before it says how it is confined nothing of the kernel's runs, and it may not even have begun.
             if limits.memory and self.confined and (taken := self._memory()) > limits.memory:
                 gib = f"{taken / 2**30:.1f} GiB, {limits.memory / 2**30:.1f} GiB are allowed (--memory)"
@@ -367,7 +384,7 @@ class _Running:
         pages = 0
         # Where there is a keeper, it does nothing, and has in common with the kernel what was loaded before both.
         above = self._process.pid
-        for process in keeper.children(above) if keeper.IS_THERE else [above]:
+        for process in supervisor.list_children(above) if supervisor.IS_AVAILABLE else [above]:
             with contextlib.suppress(OSError, IndexError, ValueError), open(f"/proc/{process}/statm") as file:
                 pages += int(file.read().split()[1])
         return pages * os.sysconf("SC_PAGE_SIZE")
@@ -394,7 +411,9 @@ def _returned(message: Any, running: _Running) -> Any:
     raised = message.get("raised") if isinstance(message, dict) else None
     if not (isinstance(raised, dict) and isinstance(raised.get("kinds"), list)):
         raise Lost("the kernel's process answered with what is no answer")
-    error = raised_by.exception(str(raised.get("type")), raised["kinds"], str(raised.get("message"))[:MOST_WORDS])
+    error = remote_exceptions.rebuild_exception(
+        str(raised.get("type")), raised["kinds"], str(raised.get("message"))[:MAX_TEXT]
+    )
     why = _CONFINED if isinstance(error, PermissionError) else ""
-    mishaps.tell(error, f"{str(raised.get('told'))[:MOST_WORDS]}{why}{running.printed()}")
+    mishaps.tell(error, f"{str(raised.get('told'))[:MAX_TEXT]}{why}{running.printed()}")
     raise error

@@ -9,25 +9,25 @@ from typing import Any, Concatenate
 
 from cases.case import Case
 from conformance import environment
-from conformance.apart import declared
-from conformance.apart.kernel_process import Order
-from conformance.apart.process import KernelProcess, Limits, Lost, NotLoaded
-from conformance.apart.said import MOST_WORDS
 from conformance.calling import mishaps
 from conformance.calling.execution import Executor, P, Returned
 from conformance.calling.registry import ImplementationNotFound
 from conformance.contract import Implementation
 from conformance.records import printable
+from conformance.sandbox import declaration_codec
+from conformance.sandbox.handshake import MAX_TEXT
+from conformance.sandbox.kernel_process import KernelProcess, Limits, LoadFailed, Lost
+from conformance.sandbox.kernel_server import CallRequest
 
 _GENERATIONS = itertools.count(1)
 
 
-class CannotSay(ImplementationNotFound):
+class SupportUnknown(ImplementationNotFound):
     """What says which cases a kernel supports raised, or took its process down."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Elsewhere:
+class RemoteCall:
     """Stands for the calls of a kernel that is in another process."""
 
     process: KernelProcess
@@ -46,15 +46,15 @@ class Elsewhere:
         if asked in self._answered:
             return self._answered[asked]
         try:
-            found = self.process.ask(Order((), "", 0, declared.supports, (asked,), {}))
+            found = self.process.ask(CallRequest((), "", 0, declaration_codec.ask_support, (asked,), {}))
         except (Exception, Lost) as error:
             why = str(error) if isinstance(error, Lost) else mishaps.told(error)
-            raise CannotSay(f"{self.process.name} cannot say whether it supports {case.id}: {why}") from error
-        self._answered[asked] = None if found is None else printable(str(found)[:MOST_WORDS])
+            raise SupportUnknown(f"{self.process.name} cannot say whether it supports {case.id}: {why}") from error
+        self._answered[asked] = None if found is None else printable(str(found)[:MAX_TEXT])
         return self._answered[asked]
 
 
-class ApartExecutor(Executor):
+class SandboxedExecutor(Executor):
     """Has everything done in the kernel's process."""
 
     def __init__(
@@ -80,9 +80,9 @@ class ApartExecutor(Executor):
         """Have the kernel's process start on what will be `run`."""
         self._process.begin(self._order(function, given, named))
 
-    def _order(self, function: Callable[..., Any], given: tuple[Any, ...], named: Mapping[str, Any]) -> Order:
+    def _order(self, function: Callable[..., Any], given: tuple[Any, ...], named: Mapping[str, Any]) -> CallRequest:
         options = tuple(sorted(self.options.items()))
-        return Order(options, self._variant, self._generation, function, given, named)
+        return CallRequest(options, self._variant, self._generation, function, given, named)
 
     def as_jax_compiles(self) -> Executor | None:
         """The executor of the same call in a process that has no flags but JAX's own, as its users' have.
@@ -94,8 +94,8 @@ class ApartExecutor(Executor):
         if not options:
             return None
         if self.backend != "cpu":
-            return ApartExecutor(self.implementation, self._process, options, self._variant)
-        return ApartExecutor(self.implementation, self._process.with_own_flags(), None, self._variant)
+            return SandboxedExecutor(self.implementation, self._process, options, self._variant)
+        return SandboxedExecutor(self.implementation, self._process.with_own_flags(), None, self._variant)
 
     def anew(self) -> Executor:
         """The executor of the same call with the same options, in a process that was asked nothing yet.
@@ -103,17 +103,19 @@ class ApartExecutor(Executor):
         Where processes cannot share an accelerator, in one that has compiled nothing yet for this executor.
         """
         if self.backend != "cpu":
-            return ApartExecutor(self.implementation, self._process, self.options, self._variant, next(_GENERATIONS))
-        return ApartExecutor(self.implementation, self._process.afresh(), self.options, self._variant)
+            return SandboxedExecutor(
+                self.implementation, self._process, self.options, self._variant, next(_GENERATIONS)
+            )
+        return SandboxedExecutor(self.implementation, self._process.afresh(), self.options, self._variant)
 
     def declaring(self, implementation: Implementation) -> Executor:
         """The executor for the same call with other declarations."""
-        return ApartExecutor(implementation, self._process, self.options, self._variant)
+        return SandboxedExecutor(implementation, self._process, self.options, self._variant)
 
     def variant(self, name: str) -> Executor:
         """The executor of one of the other calls that must give the same results."""
         other = dataclasses.replace(self.implementation, parts=None)
-        return ApartExecutor(other, self._process, self.options, name)
+        return SandboxedExecutor(other, self._process, self.options, name)
 
     @property
     def backend(self) -> str:
@@ -131,7 +133,7 @@ class ApartExecutor(Executor):
         return self._process.said.count
 
 
-def find(
+def load_sandboxed(
     name: str, products: str | None, limits: Limits, problem: str | None = None, first: str = ""
 ) -> Implementation:
     """The implementation called `name`, in a process of its own: all that is here is what it declares.
@@ -141,16 +143,18 @@ def find(
       products: what `--products` says.
       limits: of one call.
       problem: the named problem whose operands it takes, if it is said.
-      first: what it said of itself to another process that judges it with this one (`said_by`), if there is one.
+      first: what it told another process of this run about itself (`collect_handshakes`), if there is one.
 
     Raises:
       ImplementationNotFound: with one line that says why.
     """
-    elsewhere = Elsewhere(KernelProcess(name, products, limits, problem, first))
+    elsewhere = RemoteCall(KernelProcess(name, products, limits, problem, first))
     try:
         # It goes by the name that it is found by, whatever it calls itself: that may be another's.
-        return declared.understood({**elsewhere.process.said.declared, "name": name}, elsewhere, elsewhere.supports)
-    except NotLoaded as error:
+        return declaration_codec.parse_declarations(
+            {**elsewhere.process.said.declared, "name": name}, elsewhere, elsewhere.supports
+        )
+    except LoadFailed as error:
         raise ImplementationNotFound(str(error)) from error
     except (ValueError, TypeError, KeyError) as error:
         raise ImplementationNotFound(printable(f"{name} declares what no implementation can: {error}")) from error
@@ -159,21 +163,21 @@ def find(
 def executor_of(implementation: Implementation) -> Executor:
     """The executor of an implementation, wherever it is."""
     call = implementation.call
-    return ApartExecutor(implementation, call.process) if isinstance(call, Elsewhere) else Executor(implementation)
+    return SandboxedExecutor(implementation, call.process) if isinstance(call, RemoteCall) else Executor(implementation)
 
 
-def said_by(implementations: Iterable[Implementation]) -> tuple[tuple[str, str], ...]:
+def collect_handshakes(implementations: Iterable[Implementation]) -> tuple[tuple[str, str], ...]:
     """What each kernel in a process of its own said of itself, by name: it must say so wherever it is judged."""
     calls = ((implementation.name, implementation.call) for implementation in implementations)
-    return tuple((name, call.process.said.text) for name, call in calls if isinstance(call, Elsewhere))
+    return tuple((name, call.process.said.text) for name, call in calls if isinstance(call, RemoteCall))
 
 
-def is_apart(implementation: Implementation) -> bool:
+def is_sandboxed(implementation: Implementation) -> bool:
     """Whether the kernel is in a process of its own."""
-    return isinstance(implementation.call, Elsewhere)
+    return isinstance(implementation.call, RemoteCall)
 
 
-def end(implementation: Implementation) -> None:
+def end_process(implementation: Implementation) -> None:
     """End the kernel's process, if it has one; it is started again if it is asked once more."""
-    if isinstance(implementation.call, Elsewhere):
+    if isinstance(implementation.call, RemoteCall):
         implementation.call.process.end()

@@ -9,27 +9,27 @@ from pathlib import Path
 
 import pytest
 
-from conformance.forking import forked, lent
-from conformance.forking.forked import Forked
-from tests.forking.test_forked import sleeps
+from conformance.fork_server import forked_process, shared_server
+from conformance.fork_server.forked_process import ForkedProcess
+from tests.fork_server.test_forked_process import sleeps
 from tests.processes import PATIENCE
 
 BORROWS = """
 import sys
-from conformance.forking import forked, lent
-from conformance.forking.forked import Forked
-from tests.forking.test_forked import sleeps
-lent.borrow(sys.argv[1])
-had = forked.is_ready()
-process = Forked(sleeps)
+from conformance.fork_server import forked_process, shared_server
+from conformance.fork_server.forked_process import ForkedProcess
+from tests.fork_server.test_forked_process import sleeps
+shared_server.join_server(sys.argv[1])
+had = forked_process.is_server_started()
+process = ForkedProcess(sleeps)
 print(had, open(f"/proc/{process.pid}/stat").read().rpartition(")")[2].split()[1])
-process.let_go()
+process.release()
 """
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only Linux tells who asks")
 
 
-def parent(process: Forked) -> str:
+def parent(process: ForkedProcess) -> str:
     return Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[1]
 
 
@@ -39,28 +39,28 @@ def said(*command: str) -> list[str]:
 
 
 def test_a_process_that_this_one_starts_asks_the_same_origin() -> None:
-    ours = Forked(sleeps)
-    address = lent.lend()
+    ours = ForkedProcess(sleeps)
+    address = shared_server.share_server()
     for _ in range(2):
         assert said(sys.executable, "-c", BORROWS, address) == ["True", parent(ours)]
-    ours.let_go()
+    ours.release()
 
 
 def test_nobody_else_is_answered() -> None:
     """A kernel's process is not one that the judge has started itself."""
-    ours = Forked(sleeps)
-    had, other = said("sh", "-c", '"$0" "$@"; exit $?', sys.executable, "-c", BORROWS, lent.lend())
+    ours = ForkedProcess(sleeps)
+    had, other = said("sh", "-c", '"$0" "$@"; exit $?', sys.executable, "-c", BORROWS, shared_server.share_server())
     assert had == "False"
     assert other != parent(ours)
-    ours.let_go()
+    ours.release()
 
 
 def test_nothing_is_lent_where_there_is_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(forked, "_origin", None)
-    assert lent.lend() == ""
+    monkeypatch.setattr(forked_process, "_origin", None)
+    assert shared_server.share_server() == ""
 
 
 def test_an_address_that_nobody_has_any_more_costs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(forked, "_origin", None)
-    lent.borrow(f"conformance-origin-{os.getpid()}")
-    assert not forked.is_ready()
+    monkeypatch.setattr(forked_process, "_origin", None)
+    shared_server.join_server(f"conformance-origin-{os.getpid()}")
+    assert not forked_process.is_server_started()

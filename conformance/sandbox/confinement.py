@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from conformance import environment
-from conformance.apart import system_calls
+from conformance.sandbox import seccomp
 
 _CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446
 _VERSION = 1
@@ -61,7 +61,7 @@ class _PathBeneath(ctypes.Structure):
     _fields_ = (("allowed", ctypes.c_uint64), ("parent", ctypes.c_int32))
 
 
-def confine(writable: Sequence[Path]) -> str:
+def confine_process(writable: Sequence[Path]) -> str:
     """Confine this process to writing in the folders `writable`; what it can do still is said in a sentence."""
     if not sys.platform.startswith("linux"):
         return f"not confined: {sys.platform} has no Landlock"
@@ -91,7 +91,7 @@ def confine(writable: Sequence[Path]) -> str:
             return f"not confined: {os.strerror(ctypes.get_errno())}"
     finally:
         os.close(ruleset)
-    left = [] if system_calls.forbid() else ["connect to sockets and set the limits of other processes"]
+    left = [] if seccomp.forbid() else ["connect to sockets and set the limits of other processes"]
     left += ["write to shared memory"] if shared else []
     left += [what for what, since in (("bind", 4), ("signal other processes", 6)) if version < since]
     return "confined" + (f", but may {' and '.join(left)}" if left else "")
@@ -120,7 +120,7 @@ def _allow(system: ctypes.CDLL, ruleset: int, place: Path, rights: int) -> None:
         os.close(opened)
 
 
-def end_with_parent() -> None:
+def die_with_parent() -> None:
     """Have the system kill this process when the thread that started it ends."""
     if sys.platform.startswith("linux"):
         ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, _KILL, 0, 0, 0)
