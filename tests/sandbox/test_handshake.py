@@ -45,10 +45,10 @@ def test_what_is_no_declaration_is_one_line(said: object, tmp_path: Path) -> Non
 
 def test_a_kernel_goes_by_the_name_that_it_is_found_by(tmp_path: Path) -> None:
     (tmp_path / "named.py").write_text(
-        "from conformance.sandbox import declared\n"
+        "from conformance.sandbox import declaration_codec\n"
         "from conformance.calling.plain import from_function\n"
         "from tests.sandbox.kernels import forges, right\n"
-        "told = declared.told(from_function(right, 'dot_product'))\n"
+        "told = declaration_codec.serialize_declarations(from_function(right, 'dot_product'))\n"
         "attention = forges({'declared': told, 'backend': 'cpu', 'count': 4})\n"
     )
     found = KernelOptions().find(f"{tmp_path}/named.py:attention")
