@@ -274,6 +274,15 @@ def _add_processes(command: argparse.ArgumentParser) -> None:
     where.add_argument("--timeout", type=float, metavar="SECONDS", help="that one call may take (300)")
     where.add_argument("--memory", type=float, metavar="GIB", help="that it may take (half of the machine's)")
     where.add_argument("--in-process", action="store_true", help="run it in the judge's process, for debugging")
+    where.add_argument(
+        "--sandbox-read", action="append", default=[], metavar="PATH", help="let it read this file or folder too"
+    )
+    where.add_argument(
+        "--sandbox-env", action="append", default=[], metavar="NAME", help="give it this environment variable too"
+    )
+    where.add_argument(
+        "--require-sandbox", action="store_true", help="judge nothing (exit code 2) where the sandbox is not complete"
+    )
 
 
 def _add_explore(commands: argparse._SubParsersAction[CommandParser]) -> None:

@@ -21,7 +21,7 @@ from types import ModuleType
 
 HOME = Path(__file__).resolve().parent.parent
 _CLAIMED = ("cases", "impls", "reports")
-_OURS = (*_CLAIMED, "conformance")
+NAMES = (*_CLAIMED, "conformance")
 _BY_ITSELF = frozenset({"sitecustomize", "usercustomize", *sys.stdlib_module_names})
 
 
@@ -100,7 +100,7 @@ def no_attribute(package: str, name: str) -> str:
 def hidden(name: str) -> str | None:
     """Which module of the user's is hidden by our package that `name` is in: one line, or None if none is."""
     package = name.partition(".")[0]
-    if package not in _OURS:
+    if package not in NAMES:
         return None
     # No copy of this project is what a user means, be it this one or another that is installed as well.
     elsewhere = [entry for entry in sys.path if not (Path(entry) / "conformance" / "contract.py").is_file()]

@@ -17,6 +17,7 @@ from conformance.judging import settings
 from conformance.records import Record
 from conformance.runs import Recorded
 from conformance.sandbox.kernel_options import KernelOptions
+from conformance.sandbox.policy import SandboxPolicy, build_policy
 
 APART = KernelOptions()
 
@@ -35,7 +36,24 @@ def kernels(arguments: argparse.Namespace) -> KernelOptions:
         raise CannotJudge(
             f"unknown problem {problem!r}: known are {', '.join(by_name())} (`list problems` describes them)"
         )
-    return KernelOptions(arguments.products, arguments.in_process, arguments.timeout, arguments.memory, problem)
+    return KernelOptions(
+        arguments.products,
+        arguments.in_process,
+        arguments.timeout,
+        arguments.memory,
+        problem,
+        _build_sandbox_policy(arguments),
+        require_sandbox=arguments.require_sandbox,
+    )
+
+
+def _build_sandbox_policy(arguments: argparse.Namespace) -> SandboxPolicy:
+    """Read what the arguments say of the sandbox. Files that the command writes or compares with are hidden from it."""
+    named = (getattr(arguments, option, None) for option in ("report", "json", "markdown", "resume", "baseline"))
+    try:
+        return build_policy(arguments.sandbox_read, arguments.sandbox_env, [str(path) for path in named if path])
+    except ValueError as error:
+        raise CannotJudge(f"--{error}") from error
 
 
 def reject_contradictions(arguments: argparse.Namespace) -> None:

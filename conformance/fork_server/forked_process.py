@@ -23,10 +23,9 @@ from multiprocessing import connection
 from typing import IO, Any
 
 from conformance import packages
+from conformance.fork_server import visible_environment
 
 NUMBER = struct.Struct("<i")  # what the origin says of a process: its number, then its exit code
-# Which case is judged, and where the judge keeps what it found: nobody who is forked for a kernel may read of it.
-NOT_TOLD = ("PYTEST_", "CONFORMANCE_")
 # What modules read of the environment as they are loaded; the rest is read when it is needed.
 _READ = ("JAX_", "XLA_", "NPY_", "MKL_", "OMP_", "OPENBLAS_", "PYTHON")
 # A user's module may have our name: ours is looked for first, where it is. `-P`: and never in the current folder.
@@ -160,7 +159,7 @@ def start_server() -> None:
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
-                env=filter_environment(),
+                env=visible_environment.filter_environment(os.environ),
                 start_new_session=True,
             )
         _started.append((os.getpid(), process))
@@ -177,11 +176,6 @@ def describe_connection() -> tuple[int, Mapping[str, str]]:
     start_server()
     assert _origin is not None
     return _origin.requests.fileno(), _origin.read
-
-
-def filter_environment() -> dict[str, str]:
-    """This environment, but for what nobody who is forked for a kernel may read."""
-    return {name: value for name, value in os.environ.items() if not name.startswith(NOT_TOLD)}
 
 
 def read_import_environment() -> dict[str, str]:

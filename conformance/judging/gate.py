@@ -51,6 +51,25 @@ def add_options(parser: pytest.Parser) -> None:
     group.addoption(
         "--conformance-in-process", action="store_true", help="run it in the judge's process, for debugging"
     )
+    group.addoption(
+        "--conformance-sandbox-read",
+        action="append",
+        default=[],
+        metavar="PATH",
+        help="let a kernel of yours read this file or folder too",
+    )
+    group.addoption(
+        "--conformance-sandbox-env",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="give a kernel of yours this environment variable too",
+    )
+    group.addoption(
+        "--conformance-require-sandbox",
+        action="store_true",
+        help="judge nothing where the sandbox of a kernel of yours is not complete",
+    )
     group.addoption("--conformance-shard", metavar="K/N", help="judge the Kth of N parts; `report` merges them")
     group.addoption(
         "--conformance-report", metavar="FILE.html", help="write the HTML report, and its records beside it"
@@ -136,11 +155,28 @@ def seconds_beside(config: pytest.Config) -> list[float | None]:
 def kernels(config: pytest.Config) -> KernelOptions:
     """How kernels are found and where they run, by the options of the gate."""
     from conformance.sandbox.kernel_options import KernelOptions  # imported late: it loads JAX
+    from conformance.sandbox.policy import build_policy
 
     option = config.getoption
     limits = option("--conformance-timeout"), option("--conformance-memory")
     said = tuple((name, text) for name, text in getattr(config, "workerinput", {}).get(_SAID, ()))
-    return KernelOptions(None, option("--conformance-in-process"), *limits, said=said)
+    written = ("--conformance-report", "--conformance-json", "--conformance-resume", "--conformance-baseline")
+    try:
+        policy = build_policy(
+            option("--conformance-sandbox-read"),
+            option("--conformance-sandbox-env"),
+            [str(option(name)) for name in written if option(name)],
+        )
+    except ValueError as error:
+        raise pytest.UsageError(f"--conformance-{error}") from error
+    return KernelOptions(
+        None,
+        option("--conformance-in-process"),
+        *limits,
+        sandbox=policy,
+        require_sandbox=option("--conformance-require-sandbox"),
+        said=said,
+    )
 
 
 def tell_worker(told: dict[str, object], planned: Plan) -> None:

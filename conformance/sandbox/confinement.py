@@ -1,126 +1,122 @@
-"""Confining a kernel's process, where Linux allows it without privileges: Landlock, from Linux 5.13 on, and seccomp.
+"""Confine a kernel's process: which files it may use, whom it may reach, and which system calls it may make.
 
-It may compute, and read but for what other processes show of themselves (their arguments name the case). It may not
-write outside a scratch folder, nor, where the system is recent enough, connect to anything or signal a process outside.
-A process that is confined cannot look into one that is not.
-
-Sources: docs.kernel.org/userspace-api/landlock.html, and the numbers of its system calls, the same on every platform.
+Two mechanisms of Linux do this, and neither needs privileges: Landlock restricts files, and seccomp restricts system
+calls. Where one is missing, the process says so in the sentence that `confine_process` returns.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable
 from pathlib import Path
 
 from conformance import environment
-from conformance.sandbox import seccomp
+from conformance.sandbox import landlock, policy, seccomp
+from conformance.sandbox.landlock import READ, WRITE, Access
 
-_CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446
-_VERSION = 1
-_PATH_BENEATH = 1
-_NO_NEW_PRIVS = 38
-_DIE_WITH_PARENT = 1
-# Of linux/capability.h: the version of the calls, and to read any file and lock memory, as drivers of devices do.
-_CAPABILITIES = 0x20080522
-_KEPT = 1 << 1 | 1 << 2 | 1 << 14
-_KILL = 9
-# Rights of files, by the first version that has them: writing, removing, making, then moving, cutting, and devices.
-_WRITING = {
-    1: 0b1_1111_1111_0010,  # all of version 1 but executing (1 << 0), reading files (1 << 2) and folders (1 << 3)
-    2: 1 << 13,
-    3: 1 << 14,
-}
-_READ_FILE, _READ_FOLDER = 1 << 2, 1 << 3
-_READING = _READ_FILE | _READ_FOLDER
-_OF_FILES = 0b111 | 1 << 14  # all others are of folders
-_NETWORK = 0b11  # binding and connecting, from version 4 on
-_SCOPES = 0b11  # abstract sockets and signals, from version 6 on
-# What JAX, NumPy and drivers read of the system; other processes are there too.
-_PROC = Path("/proc")
-_SYSTEM = ("self", "cpuinfo", "meminfo", "stat", "sys", "driver", "version", "filesystems", "devices", "modules")
-# Devices are written to by everybody: /dev/null, GPUs. Memory that is shared by name lies among them, as files; and so
-# do disks, memory, and terminals, in which a verdict is read.
-_DEVICES, _SHARED_MEMORY = Path("/dev"), Path("/dev/shm")
-_NO_DEVICES = ("shm", "mqueue", "hugepages", "pts", "console", "mem", "kmem", "port", "kmsg")
+CONFINED = "confined"
+"""How the sentence of a process begins that both mechanisms restrict."""
+_PR_SET_PDEATHSIG, _PR_SET_NO_NEW_PRIVS = 1, 38
+_SIGKILL = 9
+# Of linux/capability.h: the version of the calls, and the rights to read any file and to lock memory, as drivers do.
+_CAPABILITIES_VERSION = 0x20080522
+_KEPT_CAPABILITIES = 1 << 1 | 1 << 2 | 1 << 14
+_DEVICES = Path("/dev")
+# Shared memory lies among the devices as files. Disks, memory, and terminals, where a verdict is read, do too.
+_FORBIDDEN_DEVICES = ("shm", "mqueue", "hugepages", "pts", "console", "mem", "kmem", "port", "kmsg")
 _TERMINALS = ("tty", "vcs")
-# The driver of NVIDIA GPUs writes about its own threads there, and does not come up if it may not.
-_THREADS = _PROC / "self" / "task"
-_WRITE_FILE = 1 << 1 | 1 << 14  # and cut it
+_ACCELERATORS = ("nvidia*", "accel*", "vfio", "kfd", "dri")
+# NVIDIA's driver makes files in shared memory, and names its threads. It does not start where it may not.
+_NVIDIA_WRITES = (Path("/dev/shm"), Path("/proc/self/task"))
 
 
-class _Ruleset(ctypes.Structure):
-    _fields_ = (("fs", ctypes.c_uint64), ("net", ctypes.c_uint64), ("scoped", ctypes.c_uint64))
+def confine_process(writable: Iterable[Path], readable: Iterable[Path], open_files: Collection[int] = ()) -> str:
+    """Confine this process, and say in a sentence what it may still do.
 
+    Linux only. Call it with one thread, before any code of the kernel runs.
 
-class _PathBeneath(ctypes.Structure):
-    _pack_ = 1
-    _layout_ = "ms"
-    _fields_ = (("allowed", ctypes.c_uint64), ("parent", ctypes.c_int32))
+    Args:
+      writable: folders in which it may do anything with files: its scratch folder.
+      readable: files and folders that it may read besides interpreter, libraries and devices.
+      open_files: descriptors that stay open, besides standard input, output and error.
 
-
-def confine_process(writable: Sequence[Path]) -> str:
-    """Confine this process to writing in the folders `writable`; what it can do still is said in a sentence."""
+    Returns:
+      A sentence that begins with `confined` if Landlock and seccomp both restrict the process.
+    """
     if not sys.platform.startswith("linux"):
-        return f"not confined: {sys.platform} has no Landlock"
-    system = ctypes.CDLL(None, use_errno=True)
-    version = int(system.syscall(_CREATE_RULESET, None, 0, _VERSION))
-    if version < 1:
-        return "not confined: this system has no Landlock"
-    writing = sum(rights for since, rights in _WRITING.items() if version >= since)
-    rules = _Ruleset(writing | _READING, _NETWORK if version >= 4 else 0, _SCOPES if version >= 6 else 0)
-    ruleset = int(system.syscall(_CREATE_RULESET, ctypes.byref(rules), ctypes.sizeof(rules), 0))
-    if ruleset < 0:
-        return f"not confined: {os.strerror(ctypes.get_errno())}"
+        return f"not confined: {sys.platform} has neither Landlock nor seccomp"
+    _close_other_files(open_files)
     nvidia = os.path.exists(environment.NVIDIA_DRIVER)
-    shared = [_SHARED_MEMORY] if nvidia else []  # the driver makes files there
-    try:
-        _allow(system, ruleset, Path("/"), _READ_FOLDER)
-        for place in (*(place for place in Path("/").iterdir() if place != _PROC), *(_PROC / one for one in _SYSTEM)):
-            _allow(system, ruleset, place, _READING)
-        for device in filter(_is_for_kernels, _DEVICES.iterdir()):
-            _allow(system, ruleset, device, writing & _WRITE_FILE | _READING)
-        for folder in (*writable, *shared):
-            _allow(system, ruleset, folder, writing | _READING)
-        if nvidia:
-            _allow(system, ruleset, _THREADS, writing & _WRITE_FILE | _READING)
-        _give_up_capabilities(system)
-        if system.prctl(_NO_NEW_PRIVS, 1, 0, 0, 0) or system.syscall(_RESTRICT_SELF, ruleset, 0):
-            return f"not confined: {os.strerror(ctypes.get_errno())}"
-    finally:
-        os.close(ruleset)
-    left = [] if seccomp.forbid() else ["connect to sockets and set the limits of other processes"]
-    left += ["write to shared memory"] if shared else []
-    left += [what for what, since in (("bind", 4), ("signal other processes", 6)) if version < since]
-    return "confined" + (f", but may {' and '.join(left)}" if left else "")
+    libc = ctypes.CDLL(None, use_errno=True)
+    # Opened before Landlock forbids it: seccomp's options depend on the devices.
+    accelerator = any(device for pattern in _ACCELERATORS for device in _DEVICES.glob(pattern))
+    _drop_capabilities(libc)
+    if libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0):
+        return f"not confined: {os.strerror(ctypes.get_errno())}"
+    version = landlock.query_version()
+    without_landlock = "" if version else "this system has no Landlock, so that it may read and write the user's files"
+    if version:
+        try:
+            _restrict_files(version, writable, readable, nvidia=nvidia)
+        except OSError as error:
+            without_landlock = f"Landlock fails ({error.strerror}), so that it may read and write the user's files"
+    without_seccomp = seccomp.install_filter(seccomp.FilterOptions(accelerator, unix_server=nvidia))
+    if without_seccomp:
+        without_seccomp += ", so that it may use sockets"
+    if without_landlock or without_seccomp:
+        return "not confined: " + "; ".join(filter(None, (without_landlock, without_seccomp)))
+    left = ["write to shared memory and serve a Unix socket, as NVIDIA's driver does"] if nvidia else []
+    left += [action for since, action in landlock.MISSING_BEFORE.items() if version < since]
+    return CONFINED + (f", but may {' and '.join(left)}" if left else "")
 
 
-def _is_for_kernels(device: Path) -> bool:
-    return not (device.name in _NO_DEVICES or device.name.startswith(_TERMINALS) or device.is_block_device())
-
-
-def _give_up_capabilities(system: ctypes.CDLL) -> None:
-    """Keep nothing of what root can do but reading files and locking memory: no look into others, no setting clocks."""
-    header, sets = (ctypes.c_uint32 * 2)(_CAPABILITIES, 0), (ctypes.c_uint32 * 6)()
-    system.capget(header, sets)
-    system.capset(header, (ctypes.c_uint32 * 6)(*(one & _KEPT for one in sets[:3])))
-
-
-def _allow(system: ctypes.CDLL, ruleset: int, place: Path, rights: int) -> None:
-    try:
-        opened = os.open(place, os.O_PATH | os.O_CLOEXEC)
-    except OSError:
-        return  # what is not there needs no rule
-    try:
-        rule = _PathBeneath(rights if place.is_dir() else rights & _OF_FILES, opened)
-        system.syscall(_ADD_RULE, ruleset, _PATH_BENEATH, ctypes.byref(rule), 0)
-    finally:
-        os.close(opened)
+def is_confined(sentence: str) -> bool:
+    """Tell whether a process with this sentence of `confine_process` is restricted by Landlock and seccomp."""
+    return sentence.startswith(CONFINED)
 
 
 def die_with_parent() -> None:
-    """Have the system kill this process when the thread that started it ends."""
+    """Have the system kill this process when the thread that started it ends. Linux only."""
     if sys.platform.startswith("linux"):
-        ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, _KILL, 0, 0, 0)
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, _SIGKILL, 0, 0, 0)
+
+
+def _restrict_files(version: int, writable: Iterable[Path], readable: Iterable[Path], *, nvidia: bool) -> None:
+    with landlock.Ruleset(version) as ruleset:
+        for place in (*policy.find_system_paths(), *readable):
+            ruleset.allow(place, READ)
+        for device in _DEVICES.iterdir():
+            if not _is_forbidden_device(device):
+                ruleset.allow(device, READ | WRITE | Access.IOCTL_DEVICE)
+        for folder in writable:
+            ruleset.allow(folder, landlock.EVERYTHING & ~Access.IOCTL_DEVICE)
+        if nvidia:
+            shared_memory, threads = _NVIDIA_WRITES
+            ruleset.allow(shared_memory, landlock.EVERYTHING & ~Access.IOCTL_DEVICE)
+            ruleset.allow(threads, READ | WRITE)
+        ruleset.enter()
+
+
+def _is_forbidden_device(device: Path) -> bool:
+    if device.is_symlink():  # to this process's own files, or to a device that is listed itself
+        return True
+    return device.name in _FORBIDDEN_DEVICES or device.name.startswith(_TERMINALS) or device.is_block_device()
+
+
+def _close_other_files(kept: Collection[int]) -> None:
+    """Close what was inherited: a socket that is already connected needs no system call to connect."""
+    for name in os.listdir("/proc/self/fd"):
+        descriptor = int(name)
+        if descriptor > 2 and descriptor not in kept:
+            with contextlib.suppress(OSError):  # the one that lists this folder
+                os.close(descriptor)
+
+
+def _drop_capabilities(libc: ctypes.CDLL) -> None:
+    """Keep nothing of what root may do but reading files and locking memory."""
+    header, sets = (ctypes.c_uint32 * 2)(_CAPABILITIES_VERSION, 0), (ctypes.c_uint32 * 6)()
+    libc.capget(header, sets)
+    libc.capset(header, (ctypes.c_uint32 * 6)(*(one & _KEPT_CAPABILITIES for one in sets[:3])))

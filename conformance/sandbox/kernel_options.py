@@ -6,8 +6,9 @@ import dataclasses
 
 from conformance.calling import registry
 from conformance.contract import Implementation, Products
-from conformance.sandbox import sandboxed_executor
+from conformance.sandbox import confinement, sandboxed_executor
 from conformance.sandbox.kernel_process import Limits
+from conformance.sandbox.policy import SandboxPolicy
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,6 +21,8 @@ class KernelOptions:
       seconds: that one call may take, if it is said.
       gib: of memory that a kernel's process may take, if it is said.
       problem: the named problem whose operands the kernels take, if it is said.
+      sandbox: what kernels may read beyond what each needs.
+      require_sandbox: whether a kernel is refused where its sandbox is not complete.
       said: what kernels have said of themselves to a process that has this one judge them too, by name.
     """
 
@@ -28,6 +31,8 @@ class KernelOptions:
     seconds: float | None = None
     gib: float | None = None
     problem: str | None = None
+    sandbox: SandboxPolicy = dataclasses.field(default_factory=SandboxPolicy)
+    require_sandbox: bool = False
     said: tuple[tuple[str, str], ...] = ()
 
     @property
@@ -39,13 +44,23 @@ class KernelOptions:
             *((f"--products={self.products}",) if self.products else ()),
             *(("--in-process",) if self.in_process else ()),
             *(f"--{name}={value:g}" for name, value in numbers if value is not None),
+            *self.sandbox.options,
+            *(("--require-sandbox",) if self.require_sandbox else ()),
         )
 
     def find(self, name: str) -> Implementation:
         """The implementation called `name`. Raises `registry.ImplementationNotFound` with one line that says why."""
-        if self.in_process or registry.is_ours(name) or not registry.may_be_found(name):
+        if registry.is_ours(name) or not registry.may_be_found(name):
+            return registry.find(name, products=self.products, problem=self.problem)
+        if self.in_process:
+            if self.require_sandbox:
+                raise registry.ImplementationNotFound("--in-process has no sandbox, and --require-sandbox asks for one")
             return registry.find(name, products=self.products, problem=self.problem)
         limits = Limits.of(self.seconds, self.gib)
-        return sandboxed_executor.load_sandboxed(
-            name, self.products, limits, self.problem, dict(self.said).get(name, "")
-        )
+        said = dict(self.said).get(name, "")
+        found = sandboxed_executor.load_sandboxed(name, self.products, limits, self.problem, said, self.sandbox)
+        sentence = sandboxed_executor.executor_of(found).isolation
+        if self.require_sandbox and not confinement.is_confined(sentence):
+            sandboxed_executor.end_process(found)
+            raise registry.ImplementationNotFound(f"{name} is {sentence}; --require-sandbox judges no such kernel")
+        return found

@@ -19,10 +19,11 @@ from typing import Any
 
 from conformance import environment, records
 from conformance.calling import mishaps
-from conformance.fork_server import forked_process
+from conformance.fork_server import visible_environment
 from conformance.fork_server.forked_process import ForkedProcess
 from conformance.sandbox import (
     compilation_cache,
+    denials,
     handshake,
     kernel_server,
     protocol,
@@ -32,6 +33,7 @@ from conformance.sandbox import (
 )
 from conformance.sandbox.handshake import MAX_TEXT, Handshake
 from conformance.sandbox.kernel_server import LENGTH, CallRequest, LoadRequest
+from conformance.sandbox.policy import SandboxPolicy
 
 _LOOK_EVERY = 0.05
 _ENDING = 5.0  # seconds that ending a process and all that it started may take, before it is killed
@@ -86,9 +88,6 @@ class _Begun:
     message: Any = None
 
 
-_CONFINED = "; a kernel's process writes to a scratch folder alone, and connects to nothing: --in-process is unconfined"
-
-
 class KernelProcess:
     """The process of one kernel. It is started when it is first asked, and again after it was lost."""
 
@@ -100,12 +99,14 @@ class KernelProcess:
         problem: str | None = None,
         first: str = "",
         environ: Mapping[str, str] | None = None,
+        sandbox: SandboxPolicy | None = None,
     ) -> None:
         """For the kernel that goes by `name`; nothing is started yet.
 
         `first` is what it said when it was first loaded, if it was, by another process. `environ` is what its
-        environment has in place of what others have there.
+        environment has in place of what others have there. `sandbox` is what the command says of the sandbox.
         """
+        self._sandbox = SandboxPolicy() if sandbox is None else sandbox
         self.name, self.limits = name, limits
         self._first, self._environ, self._shelf = (
             first,
@@ -139,7 +140,7 @@ class KernelProcess:
     def afresh(self, environ: Mapping[str, str] | None = None) -> KernelProcess:
         """Another process of the same kernel that was asked nothing, in the same environment unless it is said."""
         known = (self.name, self._products, self.limits, self._problem, self.said.text)
-        return KernelProcess(*known, self._environ if environ is None else environ)
+        return KernelProcess(*known, self._environ if environ is None else environ, self._sandbox)
 
     def begin(self, order: CallRequest) -> None:
         """Have the process start on what it will be asked: the judge finds out meanwhile what to expect."""
@@ -202,7 +203,7 @@ class KernelProcess:
         return dataclasses.replace(self.limits, seconds=seconds)
 
     def _start(self) -> None:
-        running = _Running(self._environ, self._shelf)
+        running = _Running(self._environ, self._shelf, self._sandbox)
         self._lives.append(running)
         try:
             patient = dataclasses.replace(self.limits, seconds=max(self.limits.seconds, _LOADING))
@@ -212,8 +213,7 @@ class KernelProcess:
             raise LoadFailed(f"{self.name} does not load: {lost}") from lost
         except Exception as error:  # of whatever type the kernel's import raised
             self.end()
-            why = _CONFINED if "PermissionError" in str(error) else ""
-            raise LoadFailed(records.printable(str(error).strip().split("\n")[0]) + why) from error
+            raise LoadFailed(records.printable(str(error).strip().split("\n")[0]) + running.denial) from error
         try:
             self._said = handshake.parse_handshake(found, running.confined, self._first)
         except ValueError as error:
@@ -246,7 +246,8 @@ def _end(lives: list[_Running]) -> None:
 class _Running:
     """One life of a kernel's process."""
 
-    def __init__(self, environ: dict[str, str], programs: Path | None) -> None:
+    def __init__(self, environ: dict[str, str], programs: Path | None, sandbox: SandboxPolicy) -> None:
+        self._sandbox = sandbox
         self._scratch, self._programs = scratch_folder.create_scratch_folder(), programs
         compilation_cache.link_programs(programs, self._scratch)
         theirs, self._requests = os.pipe()
@@ -257,7 +258,7 @@ class _Running:
         self._output, output = os.pipe()
         os.set_blocking(self._output, False)
         environ = (
-            forked_process.filter_environment()
+            visible_environment.filter_environment(os.environ, sandbox.variables)
             | dict.fromkeys(_CACHES, self._scratch)
             | {"PYTHONUNBUFFERED": "1"}
             | environ
@@ -266,6 +267,7 @@ class _Running:
         for pipe in (theirs, answers, output):
             os.close(pipe)
         self.confined = ""
+        self.denial = ""  # what of the last error the sandbox caused
         self._printed: collections.deque[bytes] = collections.deque(maxlen=4)
         self._taking = threading.Lock()  # what is printed, which two threads take from the pipe
         self._listener = threading.Thread(target=self._listen, daemon=True)
@@ -273,7 +275,7 @@ class _Running:
 
     def load(self, name: str, products: str | None, problem: str | None, limits: Limits) -> Any:
         """What it answers to having loaded the kernel."""
-        load = LoadRequest(name, products, problem, (os.getcwd(), *sys.path), self._scratch)
+        load = LoadRequest(name, products, problem, (os.getcwd(), *sys.path), self._scratch, self._sandbox)
         self._write(protocol.pack_request(load), time.monotonic() + limits.seconds)
         self.confined = str(self.hear(limits))  # said before anything of the kernel's runs
         return self.hear(limits)
@@ -414,6 +416,8 @@ def _returned(message: Any, running: _Running) -> Any:
     error = remote_exceptions.rebuild_exception(
         str(raised.get("type")), raised["kinds"], str(raised.get("message"))[:MAX_TEXT]
     )
-    why = _CONFINED if isinstance(error, PermissionError) else ""
-    mishaps.tell(error, f"{str(raised.get('told'))[:MAX_TEXT]}{why}{running.printed()}")
+    running.denial = denials.explain_denial(
+        str(raised.get("missing", ""))[:MAX_TEXT], is_permission_error="PermissionError" in raised.get("causes", ())
+    )
+    mishaps.tell(error, f"{str(raised.get('told'))[:MAX_TEXT]}{running.denial}{running.printed()}")
     raise error

@@ -18,6 +18,7 @@ from conformance.sandbox import declaration_codec
 from conformance.sandbox.handshake import MAX_TEXT
 from conformance.sandbox.kernel_process import KernelProcess, Limits, LoadFailed, Lost
 from conformance.sandbox.kernel_server import CallRequest
+from conformance.sandbox.policy import SandboxPolicy
 
 _GENERATIONS = itertools.count(1)
 
@@ -134,7 +135,12 @@ class SandboxedExecutor(Executor):
 
 
 def load_sandboxed(
-    name: str, products: str | None, limits: Limits, problem: str | None = None, first: str = ""
+    name: str,
+    products: str | None,
+    limits: Limits,
+    problem: str | None = None,
+    first: str = "",
+    sandbox: SandboxPolicy | None = None,
 ) -> Implementation:
     """The implementation called `name`, in a process of its own: all that is here is what it declares.
 
@@ -144,11 +150,12 @@ def load_sandboxed(
       limits: of one call.
       problem: the named problem whose operands it takes, if it is said.
       first: what it told another process of this run about itself (`collect_handshakes`), if there is one.
+      sandbox: what the command says of the sandbox, if anything.
 
     Raises:
       ImplementationNotFound: with one line that says why.
     """
-    elsewhere = RemoteCall(KernelProcess(name, products, limits, problem, first))
+    elsewhere = RemoteCall(KernelProcess(name, products, limits, problem, first, sandbox=sandbox))
     try:
         # It goes by the name that it is found by, whatever it calls itself: that may be another's.
         return declaration_codec.parse_declarations(

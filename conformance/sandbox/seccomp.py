@@ -1,10 +1,17 @@
-"""System calls that a kernel's process may not make, by a filter that needs no privileges (seccomp, Linux).
+"""Install a system call filter (seccomp) that allows what JAX and Python need, and refuses everything else.
 
-Landlock lets a process connect to sockets that have a place among the files: those of other programs of the same user,
-which do what they are told there, and are not confined. Neither does it keep a process from setting the limits of
-another, such as how large a file may be.
+The filter is an allow-list (`system_calls.ALLOWED`). It has no sockets, so nothing can be sent to another process or
+machine. It also lacks io_uring, System V and POSIX IPC, priorities, other processes' memory, and mounts. A few calls
+are allowed for some arguments:
 
-Sources: docs.kernel.org/userspace-api/seccomp_filter.html; the numbers are those of Linux's tables of system calls.
+- `clone` without new namespaces;
+- `ioctl` for pipes and terminals; with an accelerator, any device's, but nothing that changes a file's flags;
+- `prlimit64` on the process itself;
+- with an NVIDIA driver, serving a Unix socket. The driver opens one when it starts. Connecting stays forbidden.
+
+Calls that set modes and times of files report success and do nothing. Landlock cannot confine them to a folder.
+
+Sources: docs.kernel.org/userspace-api/seccomp_filter.html, linux/filter.h, linux/audit.h, linux/fs.h.
 """
 
 from __future__ import annotations
@@ -14,65 +21,158 @@ import dataclasses
 import errno
 import os
 import platform
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
-_SET_SECCOMP, _FILTER = 22, 2
-_LOAD, _IF_EQUAL, _IF_AT_LEAST, _RETURN = 0x20, 0x15, 0x35, 0x06
-_ALLOW, _REFUSE = 0x7FFF0000, 0x00050000
-# Where a filter finds the number of the call, the architecture, and the lower half of the first argument.
-_NUMBER, _ARCHITECTURE, _FIRST = 0, 4, 16
-_IO_URING_SETUP = 425  # the same everywhere; what goes through such a ring no filter sees
-_FOREIGN = 0x4000_0000  # from here on, numbers on x86-64 are those of another set of calls
+from conformance.sandbox import system_calls
+from conformance.sandbox.system_calls import SystemCall
+
+_PR_SET_SECCOMP, _SECCOMP_MODE_FILTER = 22, 2
+# Instructions of classic BPF: load a word, jumps, mask the word, return.
+_LOAD, _IF_EQUAL, _IF_GREATER, _IF_AT_LEAST, _IF_ANY_BIT, _MASK, _RETURN = 0x20, 0x15, 0x25, 0x35, 0x45, 0x54, 0x06
+_RET_ALLOW, _RET_ERRNO = 0x7FFF0000, 0x00050000
+# Offsets in `struct seccomp_data`: the number, the architecture, and the lower halves of the first two arguments.
+_NUMBER, _ARCHITECTURE, _ARGUMENT_0, _ARGUMENT_1 = 0, 4, 16, 24
+_X32_BIT = 0x4000_0000  # numbers from here on belong to the x32 ABI
+_AUDIT_ARCH: Mapping[str, int] = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
+_NEW_NAMESPACES = 0x7E02_0000  # CLONE_NEWNS, NEWCGROUP, NEWUTS, NEWIPC, NEWUSER, NEWPID, NEWNET
+_AF_UNIX = 1
+# TCGETS, TIOCGPGRP, TIOCGWINSZ, FIONREAD, FIONBIO, FIONCLEX, FIOCLEX, FIOASYNC, TCGETS2, FS_IOC_GETFLAGS
+_HARMLESS_IOCTLS = (0x5401, 0x540F, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451, 0x5452, 0x802C542A, 0x80086601)
+# Types of the ioctls of file systems (f, X, v, btrfs) and terminals (T). Those of accelerators have other types.
+_FILE_AND_TERMINAL_TYPES = (0x66, 0x58, 0x76, 0x94, 0x54)
 
 
 @dataclasses.dataclass(frozen=True)
-class _Machine:
-    architecture: int
-    connect: int
-    prlimit: int
+class FilterOptions:
+    """What the filter allows beyond the common set.
+
+    Attributes:
+      accelerator: whether the process drives an accelerator by `ioctl`.
+      unix_server: whether the process may serve a Unix socket, as NVIDIA's driver does.
+    """
+
+    accelerator: bool = False
+    unix_server: bool = False
 
 
-_MACHINES: Mapping[str, _Machine] = {
-    "x86_64": _Machine(0xC000003E, 42, 302),
-    "aarch64": _Machine(0xC00000B7, 203, 261),
-}
-
-
-class _Step(ctypes.Structure):
+class _Instruction(ctypes.Structure):
     _fields_ = (("code", ctypes.c_uint16), ("yes", ctypes.c_uint8), ("no", ctypes.c_uint8), ("k", ctypes.c_uint32))
 
 
 class _Program(ctypes.Structure):
-    _fields_ = (("length", ctypes.c_uint16), ("steps", ctypes.POINTER(_Step)))
+    _fields_ = (("length", ctypes.c_uint16), ("instructions", ctypes.POINTER(_Instruction)))
 
 
-def forbid() -> bool:
-    """Forbid this thread, and what it starts, to connect and to set the limits of others. Whether that is so.
+Step = tuple[int, int, int, int]
+"""An instruction: its code, how many to skip if its test holds, how many if not, and its operand."""
 
-    It has to have given up new privileges before.
+
+def install_filter(options: FilterOptions) -> str:
+    """Install the filter in this thread and everything it starts; return why not, or an empty string.
+
+    The thread must have set `PR_SET_NO_NEW_PRIVS`. Linux only.
     """
-    machine = _MACHINES.get(platform.machine())
-    if machine is None:
-        return False
-    refused, not_permitted = _REFUSE | errno.EACCES, _REFUSE | errno.EPERM
-    steps = [
+    machine = platform.machine()
+    if machine not in _AUDIT_ARCH:
+        return f"no table of system calls for {machine}"
+    steps = build_filter(machine, options, os.getpid())
+    program = _Program(len(steps), (_Instruction * len(steps))(*(_Instruction(*step) for step in steps)))
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_SECCOMP, _SECCOMP_MODE_FILTER, ctypes.byref(program), 0, 0):
+        return f"seccomp: {os.strerror(ctypes.get_errno())}"
+    return ""
+
+
+def build_filter(machine: str, options: FilterOptions, pid: int) -> list[Step]:
+    """Return the instructions of the filter of a process for a machine of `platform.machine()`."""
+
+    def numbers(calls: Iterable[SystemCall]) -> list[int]:
+        return sorted(number for call in calls if (number := getattr(call, machine)) is not None)
+
+    def number_of(name: str) -> int:
+        (number,) = numbers(call for call in system_calls.CHECKED + system_calls.UNIX_SERVER if call.name == name)
+        return number
+
+    served = [call for call in system_calls.UNIX_SERVER if options.unix_server]
+    open_served = [call for call in served if call.name != "socket"]
+    forbidden = [*system_calls.FORBIDDEN, *(call for call in system_calls.UNIX_SERVER if call not in served)]
+    steps: list[Step] = [
         (_LOAD, 0, 0, _ARCHITECTURE),
-        (_IF_EQUAL, 1, 0, machine.architecture),
-        (_RETURN, 0, 0, not_permitted),
+        (_IF_EQUAL, 1, 0, _AUDIT_ARCH[machine]),
+        _refuse(errno.EPERM),
         (_LOAD, 0, 0, _NUMBER),
-        (_IF_AT_LEAST, 0, 1, _FOREIGN),
-        (_RETURN, 0, 0, not_permitted),
-        (_IF_EQUAL, 0, 1, machine.connect),
-        (_RETURN, 0, 0, refused),
-        (_IF_EQUAL, 0, 1, _IO_URING_SETUP),
-        (_RETURN, 0, 0, not_permitted),
-        (_IF_EQUAL, 1, 0, machine.prlimit),
-        (_RETURN, 0, 0, _ALLOW),
-        (_LOAD, 0, 0, _FIRST),
-        (_IF_EQUAL, 1, 0, 0),  # the process itself
-        (_IF_EQUAL, 0, 1, os.getpid()),
-        (_RETURN, 0, 0, _ALLOW),
-        (_RETURN, 0, 0, not_permitted),
+        (_IF_AT_LEAST, 0, 1, _X32_BIT),
+        _refuse(errno.EPERM),
     ]
-    program = _Program(len(steps), (_Step * len(steps))(*(_Step(*step) for step in steps)))
-    return not ctypes.CDLL(None).prctl(_SET_SECCOMP, _FILTER, ctypes.byref(program), 0, 0)
+    steps += _return_for(numbers([*system_calls.ALLOWED, *open_served]), (_RETURN, 0, 0, _RET_ALLOW))
+    steps += _return_for(numbers(system_calls.IGNORED), _refuse(0))
+    steps += _return_for(numbers(system_calls.UNSUPPORTED), _refuse(errno.ENOTSUP))
+    steps += _return_for(numbers(forbidden), _refuse(errno.EPERM))
+    steps += _when(number_of("clone"), _check_clone())
+    steps += _when(number_of("ioctl"), _check_ioctl(accelerator=options.accelerator))
+    steps += _when(number_of("prlimit64"), _check_prlimit(pid))
+    if options.unix_server:
+        steps += _when(number_of("socket"), _check_socket())
+    # Calls that are newer than the table, and `system_calls.FALLBACK`: libc and others try an older one.
+    return [*steps, _refuse(errno.ENOSYS)]
+
+
+def _refuse(number: int) -> Step:
+    """Return `number` as `errno` without making the call; zero reports success."""
+    return _RETURN, 0, 0, _RET_ERRNO | number
+
+
+def _return_for(numbers: list[int], verdict: Step) -> list[Step]:
+    """Return `verdict` for each of these system calls, by ranges of consecutive numbers."""
+    ranges: list[tuple[int, int]] = []
+    for number in numbers:
+        if ranges and number == ranges[-1][1] + 1:
+            ranges[-1] = ranges[-1][0], number
+        else:
+            ranges.append((number, number))
+    return [step for low, high in ranges for step in ((_IF_AT_LEAST, 0, 2, low), (_IF_GREATER, 1, 0, high), verdict)]
+
+
+def _when(number: int, steps: list[Step]) -> list[Step]:
+    """Run `steps`, which end with a return, for one system call."""
+    return [(_IF_EQUAL, 0, len(steps), number), *steps]
+
+
+def _check_clone() -> list[Step]:
+    return [
+        (_LOAD, 0, 0, _ARGUMENT_0),
+        (_IF_ANY_BIT, 1, 0, _NEW_NAMESPACES),
+        (_RETURN, 0, 0, _RET_ALLOW),
+        _refuse(errno.EPERM),
+    ]
+
+
+def _check_ioctl(*, accelerator: bool) -> list[Step]:
+    steps: list[Step] = [(_LOAD, 0, 0, _ARGUMENT_1)]
+    for command in _HARMLESS_IOCTLS:
+        steps += [(_IF_EQUAL, 0, 1, command), (_RETURN, 0, 0, _RET_ALLOW)]
+    if not accelerator:
+        return [*steps, _refuse(errno.ENOTTY)]
+    steps += [(_MASK, 0, 0, 0xFF00)]
+    for kind in _FILE_AND_TERMINAL_TYPES:
+        steps += [(_IF_EQUAL, 0, 1, kind << 8), _refuse(errno.ENOTTY)]
+    return [*steps, (_RETURN, 0, 0, _RET_ALLOW)]
+
+
+def _check_prlimit(pid: int) -> list[Step]:
+    return [
+        (_LOAD, 0, 0, _ARGUMENT_0),
+        (_IF_EQUAL, 1, 0, 0),  # zero means the caller
+        (_IF_EQUAL, 0, 1, pid),
+        (_RETURN, 0, 0, _RET_ALLOW),
+        _refuse(errno.EPERM),
+    ]
+
+
+def _check_socket() -> list[Step]:
+    return [
+        (_LOAD, 0, 0, _ARGUMENT_0),
+        (_IF_EQUAL, 0, 1, _AF_UNIX),
+        (_RETURN, 0, 0, _RET_ALLOW),
+        _refuse(errno.EPERM),
+    ]

@@ -1,14 +1,21 @@
-"""Whether a kernel has replaced what its process is asked with: functions of JAX, of NumPy, of this project.
+"""Find what a kernel has replaced of the code that its process is asked with: of JAX, NumPy, Python, and this project.
 
-Gradients that a kernel's own `jax.vjp` has made are not those of the kernel. This finds what is replaced by name, in
-the modules that anybody replaces something in, what our classes have got or lost, functions that are left in their
-place with other code, and a `jit` that is switched off. It runs in the kernel's process, so that it cannot find
-everything.
+Gradients that a kernel's own `jax.vjp` made are not those of the kernel. This finds, in the modules that are watched:
+
+- names that mean something else than before the kernel was imported;
+- methods that a class of this project gained or lost;
+- functions whose code or default arguments were exchanged;
+- a `jit` that is switched off.
+
+It runs in the kernel's process, as a private copy (`private_copy`), so replacing its functions by name does nothing.
+What a kernel changes further inside a library, or in memory, is not found.
 """
 
 from __future__ import annotations
 
+import builtins
 import dataclasses
+import os
 import sys
 from collections.abc import Iterator, Mapping
 from types import FunctionType, MappingProxyType
@@ -16,30 +23,54 @@ from typing import Any
 
 import jax
 
-_LIBRARIES = ("jax", "jax.lax", "jax.numpy", "jax.tree", "jax.tree_util", "json", "numpy", "pickle", "struct")
+_LIBRARIES_TEXT = """
+jax jax.lax jax.numpy jax.tree jax.tree_util json json.encoder json.decoder numpy pickle struct ml_dtypes
+operator dataclasses math io
+"""
+_LIBRARIES = frozenset(_LIBRARIES_TEXT.split())
 _OURS = ("cases", "conformance")
-_ASKED = ("__getattribute__", "__getattr__", "__setattr__", "__setstate__", "__reduce__", "__reduce_ex__", "__new__")
+_USED_OF_OS = ("read", "write", "getpid", "_exit")
+# Honest libraries replace some of these: to trace imports, or to draw progress.
+_REPLACEABLE_BUILT_INS = (
+    "__import__",
+    "__build_class__",
+    "print",
+    "input",
+    "open",
+    "breakpoint",
+    "help",
+    "exit",
+    "quit",
+)
+_SPECIAL = ("__getattribute__", "__getattr__", "__setattr__", "__setstate__", "__reduce__", "__reduce_ex__", "__new__")
 _NOTHING = object()
 
 
 @dataclasses.dataclass(frozen=True)
 class NameSnapshot:
-    """What is where, found once and looked at after every call: so these are plain tuples, and no objects.
+    """What the watched names mean. Plain tuples, since they are looked through after every call.
 
     Attributes:
-      held: what something is called, the namespace that it is in, its name there, and what it is.
-      functions: what a function is called, the function, its code and its defaults.
-      disabled: whether `jit` was switched off before, as `JAX_DISABLE_JIT` does.
+      held: what something is called, the namespace that it is in, its name there, and its value.
+      functions: what a function is called, the function, its code, its defaults and its keyword defaults.
+      jit_disabled: whether `jit` was switched off before, as `JAX_DISABLE_JIT` does.
     """
 
     held: tuple[tuple[str, Mapping[str, Any], str, Any], ...]
     functions: tuple[tuple[str, Any, Any, Any, Any], ...]
-    disabled: bool
+    jit_disabled: bool
 
 
 def take_snapshot() -> NameSnapshot:
-    """The functions and classes of the modules that are watched, what our classes have, and the code of functions."""
-    held: list[tuple[str, Mapping[str, Any], str, Any]] = []
+    """Record what the functions, classes and methods of the watched modules are."""
+    held: list[tuple[str, Mapping[str, Any], str, Any]] = [
+        (f"os.{name}", vars(os), name, vars(os)[name]) for name in _USED_OF_OS
+    ]
+    held += [
+        (f"builtins.{name}", vars(builtins), name, value)
+        for name, value in vars(builtins).items()
+        if callable(value) and name not in _REPLACEABLE_BUILT_INS
+    ]
     functions: dict[int, tuple[str, Any, Any, Any, Any]] = {}
     for name, module in list(sys.modules.items()):
         ours = name.partition(".")[0] in _OURS
@@ -52,7 +83,7 @@ def take_snapshot() -> NameSnapshot:
                 held.append((called, vars(module), inner, value))
             within = {called: value}
             if ours and isinstance(value, type) and value.__module__ == name:
-                held += _of_class(called, value)
+                held += _hold_class(called, value)
                 within = {f"{called}.{method}": x for method, x in vars(value).items()}
             for called_so, function in within.items():
                 if isinstance(function, FunctionType):
@@ -61,16 +92,16 @@ def take_snapshot() -> NameSnapshot:
     return NameSnapshot(tuple(held), tuple(functions.values()), bool(jax.config.jax_disable_jit))  # type: ignore[attr-defined] # made as JAX is loaded
 
 
-def _of_class(called: str, kind: type) -> Iterator[tuple[str, MappingProxyType[str, Any], str, Any]]:
-    # Annotations and the like come into being as they are looked at, and nothing goes by them.
-    for name in {*vars(kind), *getattr(kind, "__dataclass_fields__", ()), *_ASKED}:
+def _hold_class(called: str, kind: type) -> Iterator[tuple[str, MappingProxyType[str, Any], str, Any]]:
+    # Annotations and the like come into being when they are looked at, and nothing depends on them.
+    for name in {*vars(kind), *getattr(kind, "__dataclass_fields__", ()), *_SPECIAL}:
         yield f"{called}.{name}", vars(kind), name, vars(kind).get(name, _NOTHING)
 
 
 def find_replaced(before: NameSnapshot) -> list[str]:
-    """Which of these names mean something else by now."""
+    """Return the watched names that mean something else than in the snapshot, sorted."""
     found = [called for called, place, name, value in before.held if place.get(name, _NOTHING) is not value]
-    if jax.config.jax_disable_jit and not before.disabled:  # type: ignore[attr-defined] # what `jit` would have traced is never seen
+    if jax.config.jax_disable_jit and not before.jit_disabled:  # type: ignore[attr-defined] # what `jit` would have traced is never seen
         found.append("jax.jit (jax_disable_jit)")
     found += [
         f"{called}.__code__"

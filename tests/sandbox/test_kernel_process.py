@@ -31,11 +31,13 @@ from conformance.judging.settings import Settings
 from conformance.sandbox import kernel_process, sandboxed_executor, supervisor
 from conformance.sandbox.kernel_options import KernelOptions
 from conformance.sandbox.kernel_process import KernelProcess, Limits, Lost
+from conformance.sandbox.policy import SandboxPolicy
 from tests.processes import ended, until
 
 CASE = Case(q_length=16, kv_length=16, head_dim=16, v_head_dim=16)
 HERE = Path(__file__).parent
 LIMITS = Limits(seconds=60.0, memory=4 * 2**30)
+SANDBOX = SandboxPolicy(variables=("LINGERS",))
 
 
 Find = Callable[..., Implementation]
@@ -53,7 +55,7 @@ def find() -> Iterator[Find]:
     found: list[Implementation] = []
 
     def kernel(name: str, limits: Limits = LIMITS) -> Implementation:
-        found.append(sandboxed_executor.load_sandboxed(f"{HERE}/kernels.py:{name}", None, limits))
+        found.append(sandboxed_executor.load_sandboxed(f"{HERE}/kernels.py:{name}", None, limits, sandbox=SANDBOX))
         return found[-1]
 
     yield kernel
@@ -80,8 +82,8 @@ def said(implementation: Implementation) -> str:
         ("writes_to_a_console", "PermissionError: [Errno 13] Permission denied"),
         ("sets_the_clock", "PermissionError: [Errno 1] Operation not permitted"),
         ("switches_jit_off", "Lost: the kernel has replaced jax.jit (jax_disable_jit) in its process"),
-        ("connects", "PermissionError: [Errno 13] Permission denied"),
-        ("connects_among_files", "PermissionError: [Errno 13] Permission denied"),
+        ("connects", "PermissionError: [Errno 1] Operation not permitted"),
+        ("connects_among_files", "PermissionError: [Errno 1] Operation not permitted"),
         ("limits_the_judge", "PermissionError: [Errno 1] Operation not permitted"),
         ("kills", "PermissionError: [Errno 1] Operation not permitted"),
         ("looks", "PermissionError: [Errno 13] Permission denied"),
@@ -223,6 +225,7 @@ def test_what_a_kernel_started_ends_with_a_judge_that_is_killed(monkeypatch: pyt
     seconds = f"2000.{os.getpid()}"
     case = "train/f32/B1.T16.S16.N2.K2.H16.V16/full/normal/s0"
     command = [sys.executable, "-m", "conformance", "run", f"--impl={HERE}/kernels.py:lingers", f"--case={case}"]
+    command.append("--sandbox-env=LINGERS")
     environment = {**os.environ, "LINGERS": seconds}
     judge = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, text=True, start_new_session=True)
     with ended(judge):

@@ -1,0 +1,110 @@
+"""Read requests and send answers in a kernel's process.
+
+`kernel_server` runs a private copy of this module, so everything that reads and writes is bound here before the kernel
+is imported. Each answer lists what the kernel has replaced. That list is computed by a private copy of `tamper_check`.
+"""
+
+from __future__ import annotations
+
+import builtins
+from collections.abc import Callable, Iterator
+from os import _exit, getpid, read, write
+from struct import Struct
+from typing import Any
+
+from conformance.calling.mishaps import told
+from conformance.sandbox.private_copy import load_private_copy
+
+protocol = load_private_copy("conformance.sandbox.protocol")
+tamper_check = load_private_copy("conformance.sandbox.tamper_check")
+_LENGTH = Struct("<Q")
+_MAX_MESSAGE = 100_000  # characters
+_MAX_CAUSES = 10
+_EXCEPTIONS = {name: kind for name, kind in vars(builtins).items() if isinstance(kind, type)}
+
+
+def read_request(requests: int) -> Any:
+    """Return the next request; None at the end of the pipe."""
+    head = _read_exactly(requests, _LENGTH.size)
+    body = _read_exactly(requests, _LENGTH.unpack(head)[0]) if head else b""
+    return protocol.unpack_request(body) if body else None
+
+
+def send_value(answers: int, value: Any) -> None:
+    """Send plain data that needs no check: nothing of the kernel has run."""
+    _send(answers, protocol.pack_answer(value))
+
+
+def send_error(answers: int, error: BaseException) -> None:
+    """Send what was raised, as data."""
+    _send(answers, protocol.pack_answer({"raised": describe_error(error)}))
+
+
+def answer_requests(requests: int, answers: int, run: Callable[[Any], Any], snapshot: Any) -> None:
+    """Answer one request after another, until the pipe ends.
+
+    Args:
+      requests: descriptor of the pipe that requests come from.
+      answers: descriptor of the pipe that answers go to.
+      run: does what a request asks.
+      snapshot: what `tamper_check.take_snapshot` returned before the kernel was imported.
+    """
+    process = getpid()
+    while True:
+        try:
+            request = read_request(requests)
+            if request is None:
+                return
+            returned = run(request)
+            answer = protocol.pack_answer({"returned": returned, "replaced": tamper_check.find_replaced(snapshot)})
+        except BaseException as error:  # a kernel may raise anything, SystemExit and KeyboardInterrupt too
+            answer = protocol.pack_answer({"raised": describe_error(error)})
+        if getpid() != process:
+            _exit(1)  # the kernel forked, and its child returned to here: one process answers
+        _send(answers, answer)
+
+
+def describe_error(error: BaseException) -> dict[str, Any]:
+    """Return an exception as data: its type, its built-in base types, its message, and the sentence for records."""
+    kinds = [kind.__name__ for kind in type(error).__mro__ if _EXCEPTIONS.get(kind.__name__) is kind]
+    try:
+        message = str(error)
+    except BaseException as broken:  # the exception's own code may raise anything
+        message = f"(no message: {type(broken).__name__})"
+    denied = [cause for cause in _find_causes(error) if isinstance(cause, PermissionError | ModuleNotFoundError)]
+    named = (cause.filename if isinstance(cause, PermissionError) else cause.name for cause in denied)
+    return {
+        "type": type(error).__name__,
+        "kinds": kinds,
+        "message": message[:_MAX_MESSAGE],
+        "told": told(error),
+        "causes": ["PermissionError" for cause in denied if isinstance(cause, PermissionError)],
+        "missing": next((name[:_MAX_MESSAGE] for name in named if isinstance(name, str)), ""),
+    }
+
+
+def _find_causes(error: BaseException | None) -> Iterator[BaseException]:
+    """Yield an error, and the errors that it was raised from or during."""
+    for _ in range(_MAX_CAUSES):
+        if error is None:
+            return
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+def _send(answers: int, answer: bytes) -> None:
+    rest = memoryview(answer)
+    while rest:
+        rest = rest[write(answers, rest) :]
+
+
+def _read_exactly(pipe: int, count: int) -> bytes:
+    """Return so many bytes; none if the pipe ends before."""
+    parts, left = [], count
+    while left:
+        part = read(pipe, min(left, 2**20))
+        if not part:
+            return b""
+        parts.append(part)
+        left -= len(part)
+    return b"".join(parts)

@@ -1,0 +1,51 @@
+"""Explain an error of a kernel that the sandbox caused, and name the option that allows what was denied."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from pathlib import Path
+
+from conformance.records import printable
+
+UNCONFINED = "--in-process runs the kernel without a sandbox"
+
+
+def explain_denial(missing: str, *, is_permission_error: bool) -> str:
+    """Return what to append to the message of an error; empty if the sandbox has no part in it.
+
+    Args:
+      missing: the file or module that the error names, as the kernel's process says; empty if it names none.
+      is_permission_error: whether the kernel raised a `PermissionError`.
+    """
+    if missing.startswith("/") and is_permission_error:
+        return _explain_file(missing)
+    if missing and not is_permission_error:
+        return _explain_module(missing)
+    if is_permission_error:
+        return f"; a sandboxed kernel writes to its scratch folder alone, and has no network: {UNCONFINED}"
+    return ""
+
+
+def _explain_file(name: str) -> str:
+    if not os.access(name, os.R_OK):
+        return f"; a sandboxed kernel writes to its scratch folder alone: {UNCONFINED}"
+    folder = printable(name if os.path.isdir(name) else os.path.dirname(name))
+    return (
+        f"; a sandboxed kernel reads its own source tree and writes to its scratch folder alone: "
+        f"--sandbox-read={folder} lets it read that folder"
+    )
+
+
+def _explain_module(name: str) -> str:
+    """Look for a module where the judge would find it. This imports nothing: only the first name is looked up."""
+    top = name.partition(".")[0]
+    try:
+        spec = importlib.util.find_spec(top) if top.isidentifier() else None
+    except (ImportError, ValueError):
+        return ""
+    places = [] if spec is None else [*(spec.submodule_search_locations or ()), spec.origin or ""]
+    if not places or not os.path.exists(places[0]):
+        return ""
+    folder = printable(str(Path(places[0]).parent))
+    return f"; the sandbox does not let a kernel read {folder}, where {top} lies: --sandbox-read={folder} allows it"

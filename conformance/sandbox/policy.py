@@ -1,0 +1,177 @@
+"""Decide which files a sandboxed kernel may read.
+
+A kernel needs its own source tree, the interpreter, installed packages, system libraries and its devices. It does not
+need the rest of the user's home, or other processes. Environment variables: `fork_server.visible_environment`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib.util
+import os
+import site
+import sys
+import sysconfig
+import tempfile
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from conformance import packages
+from conformance.calling import registry
+
+_SYSTEM = ("/usr", "/lib", "/lib32", "/lib64", "/bin", "/sbin", "/nix/store", "/gnu/store", "/sys")
+# Of /etc only what libraries read: it may also hold keys and passwords, which root can read.
+_CONFIGURATION_TEXT = """
+ld.so.cache ld.so.conf ld.so.conf.d ld.so.preload localtime timezone locale.alias locale.conf passwd group
+nsswitch.conf os-release debian_version alternatives mime.types magic fonts ssl/openssl.cnf machine-id OpenCL
+vulkan nvidia cuda
+"""
+_CONFIGURATION = tuple(_CONFIGURATION_TEXT.split())
+# Of /proc only what describes the machine, and the process itself.
+_MACHINE_TEXT = """
+self cpuinfo meminfo stat loadavg sys driver version filesystems devices modules
+"""
+_MACHINE = tuple(_MACHINE_TEXT.split())
+# Folders of libraries that variables name.
+_LIBRARY_FOLDERS = ("LD_LIBRARY_PATH", "CUDA_HOME", "CUDA_PATH", "CUDA_ROOT", "ROCM_PATH", "CONDA_PREFIX")
+
+# The current folder comes first on the search path without being asked for: put there by the judge, and by `python -m`.
+_IMPLICIT = 2
+
+
+@dataclasses.dataclass(frozen=True)
+class SandboxPolicy:
+    """What a command says about the sandbox of its kernels.
+
+    Attributes:
+      read: more files and folders that kernels may read (`--sandbox-read`).
+      variables: names of more environment variables that kernels get (`--sandbox-env`).
+      hidden: files in a kernel's source tree that it may not read: those that the command writes.
+    """
+
+    read: tuple[str, ...] = ()
+    variables: tuple[str, ...] = ()
+    hidden: tuple[str, ...] = ()
+
+    @property
+    def options(self) -> tuple[str, ...]:
+        """The options of a command that say the same, but for what the command writes."""
+        return (
+            *(f"--sandbox-read={path}" for path in self.read),
+            *(f"--sandbox-env={name}" for name in self.variables),
+        )
+
+
+def build_policy(read: Iterable[str], variables: Iterable[str], hidden: Iterable[str]) -> SandboxPolicy:
+    """Build a policy from the values of options. Raises `ValueError` for a path that is not there."""
+    paths = tuple(os.path.abspath(path) for path in read)
+    for path in paths:
+        if not os.path.exists(path):
+            raise ValueError(f"sandbox-read={path}: there is no such file or folder")
+    return SandboxPolicy(paths, tuple(variables), tuple(map(os.path.abspath, hidden)))
+
+
+def find_system_paths() -> Iterator[Path]:
+    """Yield the interpreter, installed packages, system libraries and descriptions of the machine."""
+    yield from map(Path, _SYSTEM)
+    yield from (Path("/etc", name) for name in _CONFIGURATION)
+    yield from (Path("/proc", name) for name in _MACHINE)
+    yield from _find_interpreter()
+    for variable in _LIBRARY_FOLDERS:
+        yield from (Path(folder) for folder in os.environ.get(variable, "").split(os.pathsep) if folder.startswith("/"))
+    yield from (packages.HOME / name for name in packages.NAMES)
+    yield from _mapped_libraries()
+
+
+def _find_interpreter() -> set[Path]:
+    """Return the folders of the interpreter, its library, and installed packages."""
+    prefixes = (sys.prefix, sys.exec_prefix, sys.base_prefix, sys.base_exec_prefix)
+    libraries = (sysconfig.get_path(kind) for kind in ("stdlib", "platstdlib", "purelib", "platlib"))
+    return {Path(folder) for folder in (*prefixes, *libraries, *site.getsitepackages(), site.getusersitepackages())}
+
+
+def _mapped_libraries() -> Iterator[Path]:
+    """Yield the files that are mapped into this process, wherever they were installed."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/self/maps").read_text(errors="replace").splitlines():
+            name = line.partition("/")[2]
+            if name and not name.endswith("(deleted)"):
+                yield Path("/", name)
+
+
+def find_source_trees(name: str, search_path: Iterable[str]) -> list[Path]:
+    """Return the folders from which a kernel may import its own modules.
+
+    These are the folder of its file or package, and folders on the module search path that are not of the system. The
+    current folder counts only if the kernel lies in it: a stranger's kernel that is judged from elsewhere has no
+    business there.
+
+    Args:
+      name: the kernel, as `--impl` has it.
+      search_path: `sys.path`.
+    """
+    here = Path.cwd()
+    home = _find_home(name)
+    folders = [Path(entry).absolute() for entry in search_path]
+    for _ in range(_IMPLICIT):
+        if folders and folders[0] == here:
+            folders.pop(0)
+    if home is not None:
+        folders = [home, *([here] if home.is_relative_to(here.resolve()) else []), *folders]
+    system = [place.resolve() for place in _find_interpreter()]
+    return [
+        folder
+        for folder in dict.fromkeys(folders)
+        if folder.is_dir() and not any(folder.resolve().is_relative_to(place) for place in system)
+    ]
+
+
+def _find_home(name: str) -> Path | None:
+    """Return the folder of a kernel's file, or the one that its package lies in; None if it is unknown."""
+    place = name.rpartition(":")[0]
+    if place.endswith(".py"):
+        return Path(place).resolve().parent
+    point = None if place else registry.entry_point(name)
+    module = place or (point.module if point is not None else "")
+    spec = None
+    with contextlib.suppress(ImportError, ValueError):  # the import itself will say what is wrong
+        spec = importlib.util.find_spec(module.partition(".")[0]) if module else None
+    locations = [] if spec is None else [*(spec.submodule_search_locations or ()), spec.origin or ""]
+    return Path(locations[0]).resolve().parent if locations and locations[0].startswith("/") else None
+
+
+def find_readable_sources(tree: Path, hidden: Iterable[Path]) -> Iterator[Path]:
+    """Yield what may be read of a source tree: files and folders that can be allowed one by one.
+
+    Left out are hidden entries (`.git`, `.env`, `.ssh`), links that lead out of the tree, files of records (`*.jsonl`),
+    which have seeds and verdicts, and the files `hidden`. Of a user's home, of a folder for temporary files, and of
+    folders above these, only modules and packages are readable.
+
+    Args:
+      tree: an existing folder.
+      hidden: files that are left out, whether they exist or not.
+    """
+    tree = tree.resolve()
+    hidden = [path.resolve() for path in hidden]
+    only_modules = any(shared.is_relative_to(tree) for shared in _shared_folders())
+    with contextlib.suppress(OSError):
+        for entry in sorted(tree.iterdir()):
+            path = entry.resolve()
+            if entry.name.startswith(".") or entry.suffix == ".jsonl" or not path.is_relative_to(tree):
+                continue
+            if only_modules and not (entry.suffix in (".py", ".so") or (path / "__init__.py").is_file()):
+                continue
+            if path in hidden:
+                continue
+            if path.is_dir() and any(file.is_relative_to(path) for file in hidden):
+                yield from find_readable_sources(path, hidden)
+            else:
+                yield path
+
+
+def _shared_folders() -> Iterator[Path]:
+    """Yield folders that hold far more than one project."""
+    with contextlib.suppress(RuntimeError):  # nobody's home is known
+        yield Path.home().resolve()
+    yield from {Path(folder).resolve() for folder in ("/tmp", "/var/tmp", "/dev/shm", tempfile.gettempdir())}
