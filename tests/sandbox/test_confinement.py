@@ -1,48 +1,205 @@
-"""What a confined process may do, tried in one."""
+"""A confined process does what a kernel needs, and nothing that concerns others."""
 
 from __future__ import annotations
 
+import json
+import os
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 
-_TRIES = """
-import sys, threading
-from pathlib import Path
-from conformance import environment
-from conformance.sandbox import confinement
+from conformance.fork_server import visible_environment
+from conformance.sandbox import confinement, policy, seccomp, system_calls
+from conformance.sandbox.seccomp import FilterOptions
+from tests.sandbox.attempts import NUMBERS, attempts
 
-environment.NVIDIA_DRIVER = sys.argv[1]
-print(confinement.confine_process([Path(sys.argv[2])]))
-for place in ("/proc/self/task", "/proc/self"):
-    name = Path(place, str(threading.get_native_id()) if place.endswith("task") else "", "comm")
-    try:
-        name.write_text("named")
-        print("named")
-    except PermissionError:
-        print("refused")
-try:
-    Path(sys.argv[1] + ".made").write_text("")
-    print("made")
-except PermissionError:
-    print("refused")
-"""
+pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the sandbox is Linux's")
+NEEDED = (
+    *("read a module", "read a data file", "list the tree", "read the library", "write to scratch"),
+    *("rename in scratch", "a child", "a thread", "shared memory of its own", "the machine's processors"),
+    *("its own limits", "signal itself"),
+)
+IGNORED = ("change a mode", "change a time")
+WITH_NVIDIA = ("name a thread",)
+DENIED = tuple(name for name in attempts(Path()) if name not in (*NEEDED, *IGNORED, *WITH_NVIDIA))
 
 
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="Landlock is Linux's")
-@pytest.mark.parametrize("nvidia", [False, True])
-def test_threads_are_written_about_where_an_nvidia_driver_does(nvidia: bool, tmp_path: Path) -> None:
+def make_folder(folder: Path) -> Path:
+    """Make a source tree with things beside and in it that are no kernel's business."""
+    for name in ("tree/data/table.txt", "tree/helper.py", "tree/.git/config", "tree/.env", "tree/records.jsonl"):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text("here")
+    for name in ("tree/out/page.html", "neighbour.txt", "other/file", "driver"):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text("here")
+    (folder / "tree" / "link.txt").symlink_to(folder / "neighbour.txt")
+    (folder / "scratch").mkdir()
+    return folder
+
+
+def run_attempts(folder: Path, driver: str) -> Mapping[str, str]:
+    """Return what became of each attempt in a confined process."""
+    command = [sys.executable, "-m", "tests.sandbox.attempts", str(folder), driver]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    found: Mapping[str, str] = json.loads(done.stdout)
+    if not confinement.is_confined(found["sentence"]):
+        pytest.skip(found["sentence"])
+    return found
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder as `attempts` wants it."""
+    return make_folder(tmp_path_factory.mktemp("confined"))
+
+
+@pytest.fixture(scope="module")
+def outcomes(folder: Path) -> Mapping[str, str]:
+    """What became of each attempt."""
+    return run_attempts(folder, str(folder / "no driver"))
+
+
+@pytest.mark.parametrize("attempt", NEEDED)
+def test_what_a_kernel_needs_is_allowed(attempt: str, outcomes: Mapping[str, str]) -> None:
+    assert outcomes[attempt] == "done"
+
+
+@pytest.mark.parametrize("attempt", DENIED)
+def test_what_concerns_others_is_denied(attempt: str, outcomes: Mapping[str, str]) -> None:
+    assert outcomes[attempt] in ("EPERM", "EACCES", "EXDEV", "ENOTSUP", "EOPNOTSUPP", "ENOTTY")
+
+
+def test_modes_and_times_of_files_stay_as_they_are(outcomes: Mapping[str, str], folder: Path) -> None:
+    assert [outcomes[attempt] for attempt in IGNORED] == ["done", "done"]
+    about = (folder / "neighbour.txt").stat()
+    assert about.st_mode & 0o600
+    assert about.st_mtime > 1
+
+
+def test_an_nvidia_driver_names_its_threads(outcomes: Mapping[str, str], tmp_path: Path) -> None:
     """Without it no GPU comes up: the driver ends with `CUDA_ERROR_OPERATING_SYSTEM`."""
-    driver, scratch = tmp_path / "driver", tmp_path / "scratch"
-    scratch.mkdir()
-    if nvidia:
-        driver.touch()
-    done = subprocess.run(
-        [sys.executable, "-c", _TRIES, str(driver), str(scratch)], capture_output=True, text=True, check=True
-    )
-    confined, *tried = done.stdout.splitlines()
-    if not confined.startswith("confined"):
-        pytest.skip(confined)
-    assert tried == ["named" if nvidia else "refused", "refused", "refused"]
+    assert outcomes["name a thread"] == "EACCES"
+    found = run_attempts(make_folder(tmp_path), str(tmp_path / "driver"))
+    assert found["name a thread"] == "done"
+    assert "shared memory" in found["sentence"]
+    assert {name: what for name, what in found.items() if name in DENIED and what == "done"} == {}
+
+
+@pytest.mark.parametrize("machine", ["x86_64", "aarch64"])
+@pytest.mark.parametrize("options", [FilterOptions(), FilterOptions(True, True)], ids=["cpu", "gpu"])
+def test_a_filter_decides_every_call_of_the_table(machine: str, options: FilterOptions) -> None:
+    verdicts = {}
+    for calls in (
+        *(system_calls.ALLOWED, system_calls.IGNORED, system_calls.UNSUPPORTED, system_calls.CHECKED),
+        *(system_calls.UNIX_SERVER, system_calls.FALLBACK, system_calls.FORBIDDEN),
+    ):
+        for call in calls:
+            assert call.name not in verdicts, "a call stands in two tables"
+            verdicts[call.name] = decide(seccomp.build_filter(machine, options, 5), machine, getattr(call, machine))
+    assert all(verdicts[call.name] == "allow" for call in system_calls.ALLOWED if getattr(call, machine) is not None)
+    assert verdicts["connect"] == verdicts["sendto"] == verdicts["sendmsg"] == 1
+    assert verdicts["bind"] == ("allow" if options.unix_server else 1)
+    assert verdicts["clone3"] == 38
+    assert {name: number for name, (number, _) in NUMBERS.items() if machine == "x86_64"}.items() <= {
+        call.name: call.x86_64 for call in (*system_calls.FORBIDDEN, *system_calls.UNSUPPORTED, *system_calls.CHECKED)
+    }.items()
+
+
+def decide(steps: list[seccomp.Step], machine: str, number: int | None, *arguments: int) -> str | int | None:
+    """Run a filter as the kernel does; return `allow`, or the error number."""
+    if number is None:
+        return None
+    architecture = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}[machine]
+    data = {0: number, 4: architecture} | {16 + 8 * place: value for place, value in enumerate((*arguments, 0, 0))}
+    word, at = 0, 0
+    while True:
+        code, yes, no, operand = steps[at]
+        at += 1
+        match code:
+            case 0x20:
+                word = data[operand]
+            case 0x54:
+                word &= operand
+            case 0x06:
+                return "allow" if operand == 0x7FFF0000 else operand & 0xFFFF
+            case _:
+                holds = {0x15: word == operand, 0x25: word > operand, 0x35: word >= operand, 0x45: word & operand}[code]
+                at += yes if holds else no
+
+
+@pytest.mark.parametrize(
+    ("call", "arguments", "verdict"),
+    [
+        ("clone", (0x3D0F00,), "allow"),  # a thread
+        ("clone", (0x10000011,), 1),  # a process in a new user namespace
+        ("ioctl", (3, 0x5401), "allow"),
+        ("ioctl", (3, 0x5412), 25),  # TIOCSTI types into a terminal
+        ("ioctl", (3, 0x40086602), 25),  # FS_IOC_SETFLAGS
+        ("prlimit64", (0,), "allow"),
+        ("prlimit64", (5,), "allow"),
+        ("prlimit64", (6,), 1),
+        ("socket", (1,), 1),
+    ],
+)
+def test_a_filter_looks_at_arguments(call: str, arguments: tuple[int, ...], verdict: str | int) -> None:
+    numbers = {one.name: one.x86_64 for one in (*system_calls.CHECKED, *system_calls.UNIX_SERVER)}
+    assert decide(seccomp.build_filter("x86_64", FilterOptions(), 5), "x86_64", numbers[call], *arguments) == verdict
+
+
+def test_an_accelerator_is_driven_by_commands_that_are_no_files() -> None:
+    machine = "x86_64"
+    steps = seccomp.build_filter(machine, FilterOptions(accelerator=True), 5)
+    assert decide(steps, machine, 16, 3, 0xC020462A) == "allow"  # NV_ESC_RM_CONTROL
+    assert decide(steps, machine, 16, 3, 0x30000001) == "allow"  # UVM_INITIALIZE
+    assert decide(steps, machine, 16, 3, 0x40086602) == 25
+    assert decide(steps, machine, 16, 3, 0x5412) == 25
+
+
+def test_calls_of_the_other_word_size_are_refused() -> None:
+    steps = seccomp.build_filter("x86_64", FilterOptions(), 5)
+    assert decide(steps, "x86_64", 0x40000000) == 1  # x32
+    assert decide(steps, "aarch64", 0) == 1
+
+
+def test_secrets_stay_out_of_the_environment() -> None:
+    given = {
+        **{"PATH": "/bin", "JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--x", "CUDA_VISIBLE_DEVICES": "0"},
+        **{"GITHUB_TOKEN": "s", "AWS_SECRET_ACCESS_KEY": "s", "PYTEST_CURRENT_TEST": "t", "CONFORMANCE_CACHE": "c"},
+        "BLOCK_Q": "128",
+    }
+    assert set(visible_environment.filter_environment(given)) == {
+        "PATH",
+        "JAX_PLATFORMS",
+        "XLA_FLAGS",
+        "CUDA_VISIBLE_DEVICES",
+    }
+    assert visible_environment.filter_environment(given, ["BLOCK_Q"])["BLOCK_Q"] == "128"
+
+
+def test_a_home_shows_its_modules_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for name in ("flash.py", "package/__init__.py", "letters/one.txt", "diary.txt", ".ssh/id_rsa"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("")
+    found = policy.find_readable_sources(tmp_path, [])
+    assert sorted(path.name for path in found) == ["flash.py", "package"]
+
+
+def test_the_current_folder_counts_if_the_kernel_lies_in_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    here, elsewhere = tmp_path / "here", tmp_path / "elsewhere"
+    for folder in (here / "kernels", elsewhere):
+        folder.mkdir(parents=True)
+        (folder / "flash.py").write_text("")
+    monkeypatch.chdir(here)
+    path = [str(here), str(here), str(tmp_path / "configured"), os.__file__]
+    (tmp_path / "configured").mkdir()
+    assert policy.find_source_trees("kernels/flash.py:attention", path) == [
+        here / "kernels",
+        here,
+        tmp_path / "configured",
+    ]
+    assert policy.find_source_trees(f"{elsewhere}/flash.py:attention", path) == [elsewhere, tmp_path / "configured"]
