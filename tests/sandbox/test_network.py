@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -65,7 +66,7 @@ def listeners(folder: Path) -> Iterator[Listeners]:
     """Listen everywhere."""
     found = Listeners()
     abstract = f"conformance-test-{secrets.token_hex(8)}"
-    kinds = {
+    kinds: dict[str, tuple[tuple[int, int], Any]] = {
         "tcp": ((socket.AF_INET, socket.SOCK_STREAM), ("127.0.0.1", 0)),
         "udp": ((socket.AF_INET, socket.SOCK_DGRAM), ("127.0.0.1", 0)),
         "unix_stream": ((socket.AF_UNIX, socket.SOCK_STREAM), str(folder / "stream")),
@@ -84,7 +85,7 @@ def listeners(folder: Path) -> Iterator[Listeners]:
                 found.addresses[name] = 0
                 continue
             found.listen(one)
-            place = {"tcp": one.getsockname(), "udp": one.getsockname(), "abstract": abstract}
+            place: dict[str, object] = {"tcp": one.getsockname(), "udp": one.getsockname(), "abstract": abstract}
             found.addresses[name] = one.getsockname()[1] if name == "vsock" else place.get(name, address)
         yield found
 
