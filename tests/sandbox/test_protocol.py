@@ -20,7 +20,7 @@ DTYPES = (np.float32, np.float16, ml_dtypes.bfloat16, np.int32, np.bool_, ml_dty
 def sent(value: Any) -> Any:
     """`value` after it has crossed."""
     message = protocol.pack_answer(value)
-    words, rest = protocol.parse_lengths(message[: protocol.LENGTHS.size])
+    words, rest = protocol.parse_lengths(message[: protocol.LENGTHS.size], 2**30)
     body = message[protocol.LENGTHS.size :]
     assert len(body) == words + rest
     return protocol.parse_answer(body[:words], body[words:])
@@ -75,7 +75,7 @@ def test_arrays_that_are_none_are_unreadable(words: bytes) -> None:
 
 def test_a_message_of_terabytes_is_not_waited_for() -> None:
     with pytest.raises(protocol.UnreadableAnswer):
-        protocol.parse_lengths(protocol.LENGTHS.pack(10, 2**42))
+        protocol.parse_lengths(protocol.LENGTHS.pack(10, 2**42), 2**30)
 
 
 @pytest.mark.parametrize("value", [object(), {1, 2}, np.array([object()]), lambda: 0])
