@@ -32,7 +32,7 @@ MAX_DEPTH = 64
 MAX_AXES = 32
 MAX_DIGITS = 40
 _MAX_AXIS = 2**48
-# Four copies of all operands and results in float64: some calls return several results, or results with more rows.
+# Four copies of all operands and results in float64, for each problem: calls of several may return all for each.
 _COPIES = 4
 _SLACK = 2**20
 _DTYPES = {
@@ -80,7 +80,7 @@ def max_array_bytes(*operands: Any) -> int:
     Args:
       *operands: the arguments of the request, with arrays in problems, mappings and sequences.
     """
-    return _COPIES * 8 * _count_elements(operands) + _SLACK
+    return _COPIES * 8 * _count_elements(operands) * max(1, _count_problems(operands)) + _SLACK
 
 
 def pack_answer(value: Any) -> bytes:
@@ -146,6 +146,14 @@ def _count_elements(value: Any) -> int:
     if isinstance(value, list | tuple):
         return sum(map(_count_elements, value))
     return 0
+
+
+def _count_problems(value: Any) -> int:
+    if isinstance(value, list | tuple):
+        return sum(map(_count_problems, value))
+    if isinstance(value, Mapping):
+        return sum(map(_count_problems, value.values()))
+    return int(isinstance(value, Problem))
 
 
 def _encode(value: Any, arrays: list[bytes]) -> Any:

@@ -208,4 +208,3 @@ def _measure_folder(folder: str) -> int:
         except OSError as error:
             raise OverLimit(f"the kernel's scratch folder cannot be measured: {error.strerror}") from error
     return sum(inodes.values())
-
