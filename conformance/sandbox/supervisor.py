@@ -82,7 +82,8 @@ def _limit_resources(memory: int) -> None:
         limits[resource.RLIMIT_MSGQUEUE] = 0
     for name, limit in limits.items():
         with contextlib.suppress(OSError, ValueError):
-            resource.setrlimit(name, tuple(_lower(limit, one) for one in resource.getrlimit(name)))
+            soft, hard = resource.getrlimit(name)
+            resource.setrlimit(name, (_lower(limit, soft), _lower(limit, hard)))
 
 
 def _lower(limit: int, current: int) -> int:
