@@ -58,30 +58,15 @@ def holds_memory_in_children(q: Any, k: Any, v: Any) -> Any:
     return _wait_for_the_end(q, k, v)
 
 
-def starts_many(q: Any, k: Any, v: Any) -> Any:
-    for _ in range(300):
-        if os.fork() == 0:
-            time.sleep(PATIENCE)
-            os._exit(0)
-    return _wait_for_the_end(q, k, v)
-
-
 def fills_its_folder(q: Any, k: Any, v: Any) -> Any:
     for number in range(12):
         Path(os.environ["TMPDIR"], str(number)).write_bytes(bytes(PIECE))
     return _wait_for_the_end(q, k, v)
 
 
-def makes_many_files(q: Any, k: Any, v: Any) -> Any:
-    for number in range(110_000):
-        Path(os.environ["TMPDIR"], str(number)).touch()
-    return _wait_for_the_end(q, k, v)
-
-
 def writes_a_large_file(q: Any, k: Any, v: Any) -> Any:
     with Path(os.environ["TMPDIR"], "large").open("wb") as file:
-        for _ in range(12):
-            file.write(bytes(PIECE))
+        file.truncate(PIECE * 12)
     return right(q, k, v)
 
 

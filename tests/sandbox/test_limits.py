@@ -48,8 +48,6 @@ def find() -> Iterator[Callable[[str], Implementation]]:
         pytest.param("holds_shared_memory", "--memory", marks=pytest.mark.nightly),
         pytest.param("holds_memory_in_children", "--memory", marks=pytest.mark.nightly),
         pytest.param("fills_its_folder", "in files.*--memory", marks=pytest.mark.nightly),
-        pytest.param("makes_many_files", "100,000 files", marks=pytest.mark.nightly),
-        pytest.param("starts_many", "256 processes", marks=pytest.mark.nightly),
     ],
 )
 @needs_supervisor
@@ -174,6 +172,13 @@ def test_folders_that_cannot_be_measured_are_too_much(tmp_path: Path) -> None:
 def test_more_processes_than_are_allowed_are_too_much(tmp_path: Path) -> None:
     with pytest.raises(OverLimit, match="256 processes"):
         check_holder("[fork_and_sleep() for _ in range(260)]", tmp_path, 2**40)
+
+
+@needs_supervisor
+def test_more_files_than_are_allowed_are_too_much(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resource_usage, "MAX_FILES", 100)
+    with pytest.raises(OverLimit, match="100 files"):
+        check_holder("[open(f'{FOLDER}/{number}', 'w').close() for number in range(101)]", tmp_path, 2**40)
 
 
 def leftovers(folder: Path) -> list[str]:
