@@ -29,7 +29,7 @@ IS_AVAILABLE = sys.platform.startswith("linux")
 END_SIGNAL = signal.SIGUSR1
 """Ends the kernel for a judge that removes the scratch folder itself. After SIGTERM the supervisor removes it."""
 _TAKE_ORPHANS = 36
-_POLL_INTERVAL = 0.05  # seconds
+_POLL_INTERVAL = 0.1  # seconds
 _JUDGE_MAY_END = 0.2  # seconds from when the pipes of a killed judge close one after the other
 _MAX_OPEN_FILES = 4096
 
