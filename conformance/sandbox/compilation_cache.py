@@ -1,11 +1,12 @@
-"""Compiled programs of kernels, kept on disk: who judges the same kernel again does not wait for the compiler again.
+"""Cache compiled programs of kernels on disk, so that judging the same kernel again skips compilation.
 
-Compiling takes a third of a run. What a kernel's process compiles is kept when the process ends, in a folder of its
-own for each kernel, by its name, its source and the machine. The next run's processes may read what is there
-(`conformance.program_cache`). They do not write there, and nothing is theirs that was kept since this run began. So no
-process of a kernel finds what another kernel's, or another process of the same run, has left.
+Compiling takes a third of a run. What a kernel's process compiled is stored when the process ends, in a folder of its
+own for each kernel, by its name, its source and the machine. The processes of the next run may read what is there
+(`conformance.program_cache`). They cannot write there, and they get nothing that was stored since their run began. So
+no process of a kernel finds what another kernel, or another process of the same run, has left.
 
-Programs for accelerators are not kept: nobody has seen yet that they are the same.
+The folders have limits in bytes and in files, and the oldest programs are removed. Programs for accelerators are not
+cached: nobody has verified yet that cached and new ones are the same.
 """
 
 from __future__ import annotations
@@ -24,18 +25,20 @@ from pathlib import Path
 from conformance.calling import registry, sources
 from conformance.truth import kept
 
-_BEGAN = time.time()  # of this run: workers and kernels are forked from a process that has loaded this
-_LENT = "programs"
+_RUN_START = time.time()  # workers and kernels are forked from a process that has loaded this
+_FOLDER = "programs"
 _NAME = re.compile(r"[\w.-]{1,150}-[0-9a-f]{64}-cache")  # as JAX calls the file of a program
-# `quick` leaves 300 to 600 programs of 9 to 17 kB. What is more than this, of one kernel and of all, is not kept.
-_LARGEST = 2**24
-_MOST = 6_000
-_MOST_KERNELS = 12
+# `quick` leaves 300 to 600 programs of 9 to 17 kB.
+MAX_PROGRAM_BYTES = 2**24
+MAX_KERNEL_BYTES = 2**26
+MAX_ALL_BYTES = 2**29
+MAX_PROGRAMS = 6_000
+MAX_KERNELS = 12
 _SETTLED = 1.0  # seconds: what was written to later than that before the process ended may be half a program
 
 
 def find_cache_folder(name: str) -> Path | None:
-    """The folder of the kernel that goes by `name`; None if nothing is kept, or its source is not known."""
+    """Return the folder for a kernel's programs; None if nothing is cached, or its source is not known."""
     folder = kept.folder()
     if folder is None or registry.is_ours(name):
         return None
@@ -43,12 +46,12 @@ def find_cache_folder(name: str) -> Path | None:
     if not package and not source:
         return None
     digest = hashlib.blake2b(repr((name, package, source, _machine())).encode(), digest_size=16).hexdigest()
-    return folder / _LENT / digest
+    return folder / _FOLDER / digest
 
 
 @functools.cache
 def _machine() -> str:
-    """What programs are compiled for that JAX does not name them after: a folder may be shared by unlike machines."""
+    """Describe the processor: JAX does not name programs after it, and unlike machines may share a folder."""
     with contextlib.suppress(OSError):
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         found = (line for line in lines if line.startswith(("flags", "Features")))
@@ -56,58 +59,77 @@ def _machine() -> str:
     return f"{platform.machine()} {platform.node()}"
 
 
-def link_programs(shelf: Path | None, scratch: str) -> None:
-    """Have a kernel's process find in its scratch folder what was on the shelf before this run."""
-    if shelf is None:
+def link_programs(cache_folder: Path | None, scratch: str) -> None:
+    """Link the programs that were stored before this run into the scratch folder of a kernel's process."""
+    if cache_folder is None:
         return
-    lent = Path(scratch, _LENT)
-    lent.mkdir()
+    linked = Path(scratch, _FOLDER)
+    linked.mkdir()
     with contextlib.suppress(OSError):
-        for program in os.scandir(shelf):
-            if _NAME.fullmatch(program.name) and program.stat(follow_symlinks=False).st_mtime < _BEGAN:
-                (lent / program.name).symlink_to(program.path)
+        for program in os.scandir(cache_folder):
+            if _NAME.fullmatch(program.name) and program.stat(follow_symlinks=False).st_mtime < _RUN_START:
+                (linked / program.name).symlink_to(program.path)
 
 
 def find_linked_programs(scratch: str) -> Path | None:
-    """The folder in which a kernel's process finds programs and leaves them, if it was lent one."""
-    folder = Path(scratch, _LENT)
+    """Return the folder in which a kernel's process finds programs and leaves them, if it has one."""
+    folder = Path(scratch, _FOLDER)
     return folder if folder.is_dir() else None
 
 
-def store_programs(shelf: Path | None, scratch: str) -> None:
-    """Keep what a process has compiled that is gone; a disk that is full or read-only costs time, and nothing else."""
-    left = Path(scratch, _LENT)
-    if shelf is None or left.is_symlink():
+def store_programs(cache_folder: Path | None, scratch: str) -> None:
+    """Store what a process that has ended compiled. If the disk is full or read-only, the next run compiles again."""
+    linked = Path(scratch, _FOLDER)
+    if cache_folder is None or linked.is_symlink():
         return
     with contextlib.suppress(OSError):
-        found = [program for program in os.scandir(left) if _NAME.fullmatch(program.name)]
-        last = time.time() - _SETTLED
-        new = [one for one in found if not one.is_symlink() and one.stat(follow_symlinks=False).st_mtime < last]
+        new = _find_new_programs(linked)
         if not new:
             return
-        if not shelf.is_dir():
-            shelf.mkdir(parents=True)
-            _make_room(shelf.parent, _MOST_KERNELS)
-        for program in new[:_MOST]:
-            _put(program.path, shelf / program.name)
-        _make_room(shelf, _MOST)
+        cache_folder.mkdir(parents=True, exist_ok=True)
+        _evict_oldest(cache_folder.parent, MAX_KERNELS, MAX_ALL_BYTES - MAX_KERNEL_BYTES, spared=cache_folder)
+        room = MAX_KERNEL_BYTES
+        for program in new[:MAX_PROGRAMS]:
+            room -= _store_program(program, cache_folder / Path(program).name, room)
+        _evict_oldest(cache_folder, MAX_PROGRAMS, MAX_KERNEL_BYTES)
 
 
-def _put(left: str, place: Path) -> None:
-    """Whole or not at all, and only what is a file: a kernel leaves what it likes."""
-    unfinished = place.with_suffix(f".{os.getpid()}.tmp")
+def _find_new_programs(linked: Path) -> list[str]:
+    """Return the paths of programs that were written long enough ago to be whole."""
+    last = time.time() - _SETTLED
+    found = [program for program in os.scandir(linked) if _NAME.fullmatch(program.name) and not program.is_symlink()]
+    return [program.path for program in found if program.stat(follow_symlinks=False).st_mtime < last]
+
+
+def _store_program(path: str, target: Path, room: int) -> int:
+    """Copy a program if it is a file and fits into `room`; return its bytes. A kernel may leave anything."""
+    unfinished = target.with_suffix(f".{os.getpid()}.tmp")
     with contextlib.suppress(OSError):
-        opened = os.open(left, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+        opened = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
         with open(opened, "rb") as program:
             about = os.fstat(program.fileno())
-            if stat.S_ISREG(about.st_mode) and about.st_size <= _LARGEST and not place.exists():
-                unfinished.write_bytes(program.read(_LARGEST))
-                unfinished.replace(place)
+            if not stat.S_ISREG(about.st_mode) or target.exists():
+                return 0
+            if about.st_size <= min(room, MAX_PROGRAM_BYTES):
+                unfinished.write_bytes(program.read(about.st_size))
+                unfinished.replace(target)
+                return about.st_size
+    return 0
 
 
-def _make_room(folder: Path, most: int) -> None:
-    """Remove the oldest entries of a folder."""
-    newest = sorted(folder.iterdir(), key=lambda entry: entry.stat().st_mtime, reverse=True)
-    for old in newest[most:]:
-        with contextlib.suppress(OSError):  # another process may be doing the same
-            shutil.rmtree(old) if old.is_dir() else old.unlink()
+def _evict_oldest(folder: Path, max_entries: int, max_bytes: int, spared: Path | None = None) -> None:
+    """Remove the oldest entries of a folder beyond a number of entries or bytes; `spared` stays and is not counted."""
+    entries = [(entry.stat(follow_symlinks=False).st_mtime, entry) for entry in folder.iterdir() if entry != spared]
+    left = max_bytes
+    for number, (_, entry) in enumerate(sorted(entries, reverse=True)):
+        left -= _count_bytes(entry)
+        if number >= max_entries - (spared is not None) or left < 0:
+            with contextlib.suppress(OSError):  # another process may be doing the same
+                shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
+
+
+def _count_bytes(entry: Path) -> int:
+    with contextlib.suppress(OSError):
+        files = os.scandir(entry) if entry.is_dir() else [entry]
+        return sum(file.stat().st_size for file in files)
+    return 0

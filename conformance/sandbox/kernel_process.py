@@ -1,4 +1,4 @@
-"""A kernel's process, seen from the judge: it is started, asked, watched, and ended."""
+"""Start, call, watch and end a kernel's process, from the judge."""
 
 from __future__ import annotations
 
@@ -28,16 +28,17 @@ from conformance.sandbox import (
     kernel_server,
     protocol,
     remote_exceptions,
-    scratch_folder,
     supervisor,
 )
 from conformance.sandbox.handshake import MAX_TEXT, Handshake
 from conformance.sandbox.kernel_server import LENGTH, CallRequest, LoadRequest
 from conformance.sandbox.policy import SandboxPolicy
+from conformance.sandbox.scratch_folder import ScratchFolder
 
-_LOOK_EVERY = 0.05
+_POLL_INTERVAL = 0.05
 _ENDING = 5.0  # seconds that ending a process and all that it started may take, before it is killed
-_KEPT_OUTPUT = 4096
+_MAX_STATUS = 4096
+_KEPT_OUTPUT = 4096  # bytes
 _PIPE = 2**20  # bytes that a pipe holds, where the system allows it: operands and results pass at one go
 _LEAST_PIPE = 2**16  # what one holds otherwise
 _MOST_BEGUN = 4
@@ -52,14 +53,14 @@ _CACHES = ("TMPDIR", "XDG_CACHE_HOME", "TRITON_CACHE_DIR", "CUDA_CACHE_PATH", "M
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """What one call of a kernel may take: seconds, and bytes of memory of its process."""
+    """The seconds that one call of a kernel may take, and the bytes of memory and files that its processes may hold."""
 
     seconds: float = 300.0
     memory: int = 0
 
     @classmethod
     def of(cls, seconds: float | None, gib: float | None) -> Limits:
-        """Limits as they are given on a command line; half of the machine's memory if it is not said."""
+        """Return the limits of a command line; by default half of the machine's memory."""
         memory = int(gib * 2**30) if gib is not None else os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
         return cls(cls.seconds if seconds is None else seconds, memory)
 
@@ -80,8 +81,8 @@ class LoadFailed(Exception):  # noqa: N818 -- a statement, as the message is
 
 
 @dataclasses.dataclass(eq=False)
-class _Begun:
-    """What was begun, the bytes of the request, and its answer once that is heard."""
+class _PendingCall:
+    """A call that was begun: its request, the bytes of that, and the answer once it is received."""
 
     order: CallRequest
     size: int
@@ -89,7 +90,7 @@ class _Begun:
 
 
 class KernelProcess:
-    """The process of one kernel. It is started when it is first asked, and again after it was lost."""
+    """The process of one kernel. It is started by the first call, and by the next one after it was lost."""
 
     def __init__(
         self,
@@ -101,113 +102,123 @@ class KernelProcess:
         environ: Mapping[str, str] | None = None,
         sandbox: SandboxPolicy | None = None,
     ) -> None:
-        """For the kernel that goes by `name`; nothing is started yet.
+        """Prepare the process of a kernel; nothing is started yet.
 
-        `first` is what it said when it was first loaded, if it was, by another process. `environ` is what its
-        environment has in place of what others have there. `sandbox` is what the command says of the sandbox.
+        Args:
+          name: of the kernel, as `--impl` has it.
+          products: what `--products` says.
+          limits: of one call.
+          problem: what `--problem` says.
+          first: the text of the first handshake of this kernel in another process, if there was one.
+          environ: what replaces variables of the environment.
+          sandbox: what the command says of the sandbox.
         """
         self._sandbox = SandboxPolicy() if sandbox is None else sandbox
         self.name, self.limits = name, limits
-        self._first, self._environ, self._shelf = (
+        self._first, self._environ, self._cache_folder = (
             first,
             dict(environ or {}),
             None if environ else compilation_cache.find_cache_folder(name),
         )
         self._own_flags: KernelProcess | None = None
         self._products, self._problem = products, problem
-        self._lives: list[_Running] = []  # the one that there is, if it runs
-        self._begun: collections.deque[_Begun] = collections.deque()  # what nobody has asked for yet
+        self._running: list[_RunningProcess] = []  # at most one
+        self._pending: collections.deque[_PendingCall] = collections.deque()  # results that nobody has asked for yet
         self._said: Handshake | None = None
         self._slowest = 0.0  # of the calls that returned, in seconds
         self._too_slow = 0
-        weakref.finalize(self, _end, self._lives)  # when nobody refers to this any more, and when the judge ends
+        # Ends the process when nobody refers to this any more, and when the judge ends.
+        weakref.finalize(self, _end, self._running)
         _ALL.add(self)
 
     @property
     def said(self) -> Handshake:
-        """What the kernel declares, when it was first loaded: it declares it once."""
+        """Return the first handshake, in which the kernel declares what it does."""
         if self._said is None:
             self._start()
         assert self._said is not None
         return self._said
 
     def with_own_flags(self) -> KernelProcess:
-        """Another process of the same kernel, whose programs are compiled as JAX compiles by itself."""
+        """Return another process of the same kernel, which compiles with JAX's default flags."""
         if self._own_flags is None:
             self._own_flags = self.afresh(environment.own_flags())
         return self._own_flags
 
     def afresh(self, environ: Mapping[str, str] | None = None) -> KernelProcess:
-        """Another process of the same kernel that was asked nothing, in the same environment unless it is said."""
+        """Return a new process of the same kernel, by default with the same environment."""
         known = (self.name, self._products, self.limits, self._problem, self.said.text)
         return KernelProcess(*known, self._environ if environ is None else environ, self._sandbox)
 
     def begin(self, order: CallRequest) -> None:
-        """Have the process start on what it will be asked: the judge finds out meanwhile what to expect."""
-        if not self._lives:
-            return  # whoever asks will hear why it does not start
+        """Start a call whose result will be asked for; meanwhile the judge computes what to expect."""
+        if not self._running:
+            return  # `ask` will raise why it does not start
         request = protocol.pack_request(order)
-        while len(self._begun) >= _MOST_BEGUN and self._begun[0].message is not None:
-            self._begun.popleft()
-        busy = [one for one in self._begun if one.message is None]
-        if busy and sum(one.size for one in busy) + len(request) > self._lives[0].room:
+        while len(self._pending) >= _MOST_BEGUN and self._pending[0].message is not None:
+            self._pending.popleft()
+        busy = [one for one in self._pending if one.message is None]
+        if busy and sum(one.size for one in busy) + len(request) > self._running[0].room:
             return  # it may be writing an answer, and both would wait for the other to read
         try:
-            self._lives[0].tell(request, self._limits_now, busy=bool(busy))
-            self._begun.append(_Begun(order, len(request)))
-        except Lost as lost:  # whoever asks will hear of it, from another process
+            self._running[0].send(request, self._limits_now, busy=bool(busy))
+            self._pending.append(_PendingCall(order, len(request)))
+        except Lost as lost:  # `ask` will raise it, from another process
             self._too_slow += isinstance(lost, CallTimeout)
             self.end()
 
     def ask(self, order: CallRequest) -> Any:
-        """What the kernel's process answers.
+        """Call a function in the kernel's process and return its result.
 
         Raises:
           Lost: if the process dies, takes too long, takes too much memory, or answers what cannot be read.
           Exception: what the kernel raised, as an exception of the same name.
         """
-        if not self._lives:
+        if not self._running:
             self._start()
-        (running,) = self._lives
+        (running,) = self._running
         try:
             start = time.monotonic()
-            begun = next((one for one in self._begun if one.order.is_same(order)), None)
-            self._hear_begun(begun)
+            begun = next((one for one in self._pending if one.order.is_same(order)), None)
+            self._receive_pending(begun)
             if begun is None:
-                running.tell(protocol.pack_request(order), self._limits_now)
-                message = running.hear(self._limits_now)
+                running.send(protocol.pack_request(order), self._limits_now)
+                message = running.receive(self._limits_now, _max_bytes(order))
             else:
-                self._begun.remove(begun)
+                self._pending.remove(begun)
                 message = begun.message
             self._slowest = max(self._slowest, time.monotonic() - start)
-            return _returned(message, running)
+            return _unpack_result(message, running)
         except Lost as lost:
             self._too_slow += isinstance(lost, CallTimeout)
             self.end()
             raise
 
-    def _hear_begun(self, last: _Begun | None) -> None:
-        """Hear the answers to what was begun, in their order: up to `last`, or all of them."""
-        for one in self._begun:
+    def _receive_pending(self, last: _PendingCall | None) -> None:
+        """Receive the answers to pending calls in their order: up to `last`, or all of them."""
+        for one in self._pending:
             if one.message is None:
-                one.message = self._lives[0].hear(self._limits_now)
+                one.message = self._running[0].receive(self._limits_now, _max_bytes(one.order))
             if one is last:
                 return
 
     @property
     def _limits_now(self) -> Limits:
-        """The limits, less patient with a kernel that has hung before: it may do so in hundreds of cases."""
+        """Return the limits of the next call, with less time for a kernel that has hung before.
+
+        It may hang in hundreds of cases.
+        """
         if self._too_slow < _PATIENCE:
             return self.limits
         seconds = min(self.limits.seconds, max(_LEAST_SECONDS, _TIMES_SLOWEST * self._slowest))
         return dataclasses.replace(self.limits, seconds=seconds)
 
     def _start(self) -> None:
-        running = _Running(self._environ, self._shelf, self._sandbox)
-        self._lives.append(running)
+        running = _RunningProcess(self._environ, self._cache_folder, self.limits, self._sandbox)
+        self._running.append(running)
         try:
             patient = dataclasses.replace(self.limits, seconds=max(self.limits.seconds, _LOADING))
-            found = _returned(running.load(self.name, self._products, self._problem, patient), running)
+            found = _unpack_result(running.load(self.name, self._products, self._problem, patient), running)
         except Lost as lost:
             self.end()
             raise LoadFailed(f"{self.name} does not load: {lost}") from lost
@@ -222,9 +233,9 @@ class KernelProcess:
         self._first = self._said.text
 
     def end(self) -> None:
-        """End the process, and whatever it started."""
-        self._begun.clear()
-        _end(self._lives)
+        """End the process, and all that it started."""
+        self._pending.clear()
+        _end(self._running)
         if self._own_flags is not None:
             self._own_flags.end()
 
@@ -233,79 +244,90 @@ _ALL: weakref.WeakSet[KernelProcess] = weakref.WeakSet()
 
 
 def end_all_processes() -> None:
-    """End the processes of all kernels, at the end of a command; one that is asked once more is started again."""
+    """End the processes of all kernels, at the end of a command. A later call starts one again."""
     for process in list(_ALL):
         process.end()
 
 
-def _end(lives: list[_Running]) -> None:
-    while lives:
-        lives.pop().end()
+def _end(running: list[_RunningProcess]) -> None:
+    while running:
+        running.pop().end()
 
 
-class _Running:
-    """One life of a kernel's process."""
+def _max_bytes(order: CallRequest) -> int:
+    """Return the most bytes of arrays that an answer may have."""
+    return protocol.max_array_bytes(order.given, order.named)
 
-    def __init__(self, environ: dict[str, str], programs: Path | None, sandbox: SandboxPolicy) -> None:
+
+class _RunningProcess:
+    """A kernel's process that was started, from its start to its end."""
+
+    def __init__(
+        self, environ: dict[str, str], cache_folder: Path | None, limits: Limits, sandbox: SandboxPolicy
+    ) -> None:
         self._sandbox = sandbox
-        self._scratch, self._programs = scratch_folder.create_scratch_folder(), programs
-        compilation_cache.link_programs(programs, self._scratch)
+        self._scratch, self._cache_folder = ScratchFolder(), cache_folder
+        compilation_cache.link_programs(cache_folder, self._scratch.path)
+        self._status, status = os.pipe()
         theirs, self._requests = os.pipe()
         self._answers, answers = os.pipe()
         for pipe in (self._requests, self._answers):
             with contextlib.suppress(AttributeError, OSError):  # only Linux can, and not for every user
                 fcntl.fcntl(pipe, fcntl.F_SETPIPE_SZ, _PIPE)
         self._output, output = os.pipe()
-        os.set_blocking(self._output, False)
+        for pipe in (self._output, self._status):
+            os.set_blocking(pipe, False)
         environ = (
             visible_environment.filter_environment(os.environ, sandbox.variables)
-            | dict.fromkeys(_CACHES, self._scratch)
+            | dict.fromkeys(_CACHES, self._scratch.path)
             | {"PYTHONUNBUFFERED": "1"}
             | environ
         )
-        self._process = ForkedProcess(kernel_server.serve, passing=(theirs, answers), environ=environ, output=output)
-        for pipe in (theirs, answers, output):
+        passing = (theirs, answers, status)
+        given = (self._scratch.path, limits.memory)
+        self._process = ForkedProcess(kernel_server.serve, *given, passing=passing, environ=environ, output=output)
+        for pipe in (*passing, output):
             os.close(pipe)
         self.confined = ""
         self.denial = ""  # what of the last error the sandbox caused
         self._printed: collections.deque[bytes] = collections.deque(maxlen=4)
-        self._taking = threading.Lock()  # what is printed, which two threads take from the pipe
+        self._taking = threading.Lock()  # two threads read from the pipe of what is printed
         self._listener = threading.Thread(target=self._listen, daemon=True)
         self._listener.start()
 
     def load(self, name: str, products: str | None, problem: str | None, limits: Limits) -> Any:
-        """What it answers to having loaded the kernel."""
-        load = LoadRequest(name, products, problem, (os.getcwd(), *sys.path), self._scratch, self._sandbox)
+        """Load the kernel and return its handshake."""
+        load = LoadRequest(name, products, problem, (os.getcwd(), *sys.path), self._scratch.path, self._sandbox)
         self._write(protocol.pack_request(load), time.monotonic() + limits.seconds)
-        self.confined = str(self.hear(limits))  # said before anything of the kernel's runs
-        return self.hear(limits)
+        self.confined = str(self.receive(limits, 0))  # sent before anything of the kernel's runs
+        return self.receive(limits, 0)
 
     @property
     def room(self) -> int:
-        """Bytes of requests that may wait to be read."""
+        """Return how many bytes of requests may wait in the pipe."""
         try:
             return fcntl.fcntl(self._requests, fcntl.F_GETPIPE_SZ) // 2
         except (AttributeError, OSError):
             return _LEAST_PIPE // 2
 
-    def tell(self, request: bytes, limits: Limits, *, busy: bool = False) -> None:
-        """Pass an order on; `hear` has the answer. `busy` says whether it is working on another."""
+    def send(self, request: bytes, limits: Limits, *, busy: bool = False) -> None:
+        """Send a request; `receive` returns its answer. `busy` says whether the process works on another."""
         if not busy:
             self._take_printed()
-            self._printed.clear()  # what it printed before belongs to other orders
+            self._printed.clear()  # what it printed before belongs to other requests
         self._write(request, time.monotonic() + limits.seconds)
 
-    def hear(self, limits: Limits) -> Any:
-        """The next answer."""
+    def receive(self, limits: Limits, max_bytes: int) -> Any:
+        """Return the next answer, which may have so many bytes of arrays."""
         until = time.monotonic() + limits.seconds
         try:
-            words, rest = protocol.parse_lengths(self._read(protocol.LENGTHS.size, until, limits))
-            return protocol.parse_answer(self._read(words, until, limits), self._read(rest, until, limits))
+            text, rest = protocol.parse_lengths(self._read(protocol.LENGTHS.size, until, limits), max_bytes)
+            return protocol.parse_answer(self._read(text, until, limits), self._read(rest, until, limits))
         except protocol.UnreadableAnswer as error:
             raise Lost(f"the kernel's process gave {error}{self.printed()}") from error
 
     def printed(self) -> str:
-        """The last lines that the process printed, in brackets, or nothing."""
+        """Return the last lines that the process printed, in brackets, or nothing."""
         self._take_printed()
         text = b"".join(self._printed)[-_KEPT_OUTPUT:].decode(errors="replace")
         lines = [records.printable(line.strip()) for line in text.splitlines() if line.strip()]
@@ -313,30 +335,30 @@ class _Running:
 
     def end(self) -> None:
         """Kill the process with all that it started, and remove its folder."""
-        self._process.signal(signal.SIGTERM)  # who keeps it ends all that is below it
+        self._process.signal(supervisor.END_SIGNAL)  # the supervisor ends all that is below it
         if not supervisor.IS_AVAILABLE or self._process.wait(_ENDING) is None:
             self._process.signal(signal.SIGKILL)
             self._process.wait(_ENDING)
         self._process.release()
         self._listener.join(timeout=1.0)  # what it started and let go of may still hold its output
         with self._taking:
-            for pipe in (self._requests, self._answers, self._output):
+            for pipe in (self._requests, self._answers, self._output, self._status):
                 with contextlib.suppress(OSError):
                     os.close(pipe)
             self._output = -1
-        compilation_cache.store_programs(self._programs, self._scratch)
-        scratch_folder.remove_scratch_folder(self._scratch)
+        compilation_cache.store_programs(self._cache_folder, self._scratch.path)
+        self._scratch.remove()
 
     def _listen(self) -> None:
-        """Keep the pipe from filling up."""
+        """Read what is printed all the time, so that the pipe does not fill up."""
         with contextlib.suppress(OSError, ValueError):  # it was closed meanwhile
             while self._take_printed():
                 select.select((self._output,), (), ())
 
     def _take_printed(self) -> bool:
-        """Keep the last of all that is in the pipe, and say whether there can be more.
+        """Read all that is in the pipe, store the last of it, and return whether more can come.
 
-        Who has an answer finds here whatever was printed before it.
+        After an answer was received, this finds all that was printed before it.
         """
         with self._taking:
             if self._output < 0:
@@ -353,7 +375,7 @@ class _Running:
         rest = memoryview(LENGTH.pack(len(request)) + request)
         os.set_blocking(self._requests, False)
         while rest:
-            _, ready, _ = select.select((), (self._requests,), (), _LOOK_EVERY)
+            _, ready, _ = select.select((), (self._requests,), (), _POLL_INTERVAL)
             if ready:
                 try:
                     rest = rest[os.write(self._requests, rest) :]
@@ -365,7 +387,7 @@ class _Running:
     def _read(self, count: int, until: float, limits: Limits) -> bytes:
         read = bytearray()
         while len(read) < count:
-            ready, _, _ = select.select((self._answers,), (), (), _LOOK_EVERY)
+            ready, _, _ = select.select((self._answers,), (), (), _POLL_INTERVAL)
             if ready:
                 part = os.read(self._answers, min(count - len(read), 2**20))
                 if not part:
@@ -375,24 +397,14 @@ class _Running:
                 raise Lost(self._how_it_ended())
             if time.monotonic() > until:
                 raise CallTimeout(f"the call did not return within {limits.seconds:.3g} s (--timeout){self.printed()}")
-            # Before it says how it is confined nothing of the kernel's runs, and it may not even have begun.
-            if limits.memory and self.confined and (taken := self._memory()) > limits.memory:
-                gib = f"{taken / 2**30:.1f} GiB, {limits.memory / 2**30:.1f} GiB are allowed (--memory)"
-                raise Lost(f"the kernel's process took {gib}{self.printed()}")
         return bytes(read)
 
-    def _memory(self) -> int:
-        """Bytes of memory that the process has, and what it let go of, zero where the system does not say."""
-        pages = 0
-        # Where there is a keeper, it does nothing, and has in common with the kernel what was loaded before both.
-        above = self._process.pid
-        for process in supervisor.list_children(above) if supervisor.IS_AVAILABLE else [above]:
-            with contextlib.suppress(OSError, IndexError, ValueError), open(f"/proc/{process}/statm") as file:
-                pages += int(file.read().split()[1])
-        return pages * os.sysconf("SC_PAGE_SIZE")
-
     def _how_it_ended(self) -> str:
+        """Say how the process ended: by the supervisor's words, its signal or its exit code."""
         code = self._process.wait(_ENDING)
+        with contextlib.suppress(BlockingIOError):
+            if passed := os.read(self._status, _MAX_STATUS):
+                return f"{passed.decode(errors='replace')}{self.printed()}"
         if code is None:
             return f"the kernel's process closed the pipe of its answers{self.printed()}"
         if code < 0:
@@ -401,8 +413,8 @@ class _Running:
         return f"the kernel's process ended by itself, with exit code {code}{self.printed()}"
 
 
-def _returned(message: Any, running: _Running) -> Any:
-    """What an answer brings. Raises what the kernel raised, and `Lost` for what is no answer."""
+def _unpack_result(message: Any, running: _RunningProcess) -> Any:
+    """Return the result in an answer. Raises what the kernel raised, and `Lost` for what is no answer."""
     if isinstance(message, dict) and list(message) == ["returned", "replaced"]:
         if not isinstance(message["replaced"], list):
             raise Lost("the kernel's process answered with what is no answer")

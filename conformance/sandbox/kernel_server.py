@@ -76,9 +76,17 @@ class CallRequest:
         return mine == others and given and not (self.named or other.named)
 
 
-def serve(requests: int, answers: int) -> None:
-    """Serve one kernel until the pipe of requests ends. This runs in a child; the caller's process supervises it."""
-    supervisor.start_supervised((requests, answers))
+def serve(requests: int, answers: int, status: int, scratch: str, memory: int) -> None:
+    """Serve until the requests end, in a child: the process that was called supervises it.
+
+    Args:
+      requests: the pipe of requests.
+      answers: the pipe of answers.
+      status: the pipe in which the supervisor says which limit was passed.
+      scratch: the folder that may be written to.
+      memory: bytes of memory and files that the kernel's processes may hold together; zero for no limit.
+    """
+    supervisor.start_supervised((requests, answers), status, scratch, memory)
     confinement.die_with_parent()
     answering = load_private_copy("conformance.sandbox.answering")
     load: LoadRequest = answering.read_request(requests)

@@ -1,7 +1,10 @@
-"""What crosses between the judge and a kernel's process.
+"""Encode and decode what crosses between the judge and a kernel's process.
 
 Requests are pickled: the judge is trusted. Answers are not: they are JSON, with the bytes of arrays behind it, and
 nothing in them is executed. A message is two lengths of eight bytes, then the JSON, then the bytes.
+
+The kernel's process may forge any answer. So reading one is limited: its bytes by what was asked (`max_array_bytes`),
+its JSON by constants. Each number and shape is checked before anything is computed from it.
 """
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ import math
 import pickle
 import struct
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 import ml_dtypes
 import numpy as np
@@ -21,8 +24,17 @@ import numpy as np
 from cases.inputs import Problem
 
 LENGTHS = struct.Struct("<QQ")
-_MOST_WORDS = 2**24
-_MOST_BYTES = 2**32
+MAX_JSON_BYTES = 2**22
+"""Most answers have less than 2 kB. That of `program` has some 100 bytes for each product of an unrolled loop."""
+MAX_VALUES = 2**17
+MAX_ARRAYS = 2**12
+MAX_DEPTH = 64
+MAX_AXES = 32
+MAX_DIGITS = 40
+_MAX_AXIS = 2**48
+# Four copies of all operands and results in float64, for each problem: calls of several may return all for each.
+_COPIES = 4
+_SLACK = 2**20
 _DTYPES = {
     np.dtype(name).name: np.dtype(name)
     for name in (
@@ -34,15 +46,15 @@ _DTYPES = {
 
 
 class UnreadableAnswer(Exception):  # noqa: N818 -- a statement, as the message is
-    """An answer that is none; the message says why."""
+    """An answer that no request asks for, or that cannot be read; the message says why."""
 
 
 class UnsupportedResult(TypeError):  # noqa: N818 -- a statement, as the message is
     """A kernel returned something that is no array and no number; the message says what."""
 
 
-class _Requests(pickle.Pickler):
-    """Leaves behind what the judge has found out of a problem and keeps with it."""
+class _RequestPickler(pickle.Pickler):
+    """Leaves out what the judge has computed from a problem and caches with it."""
 
     def reducer_override(self, obj: Any) -> Any:
         if type(obj) is Problem:
@@ -51,52 +63,100 @@ class _Requests(pickle.Pickler):
 
 
 def pack_request(request: Any) -> bytes:
-    """A request as bytes."""
+    """Serialize a request."""
     written = io.BytesIO()
-    _Requests(written, protocol=pickle.HIGHEST_PROTOCOL).dump(request)
+    _RequestPickler(written, protocol=pickle.HIGHEST_PROTOCOL).dump(request)
     return written.getvalue()
 
 
 def unpack_request(request: bytes) -> Any:
-    """A request from its bytes, in the kernel's process."""
+    """Deserialize a request, in the kernel's process."""
     return pickle.loads(request)
 
 
+def max_array_bytes(*operands: Any) -> int:
+    """Return how many bytes of arrays the answer to a request may have.
+
+    Args:
+      *operands: the arguments of the request, with arrays in problems, mappings and sequences.
+    """
+    return _COPIES * 8 * _count_elements(operands) * max(1, _count_problems(operands)) + _SLACK
+
+
 def pack_answer(value: Any) -> bytes:
-    """A message with `value` in it: None, booleans, numbers, words, arrays, and lists, tuples and dicts of such.
+    """Serialize None, booleans, numbers, strings, arrays, and lists, tuples and dicts of such.
 
     Raises:
       UnsupportedResult: for anything else.
     """
     arrays: list[bytes] = []
-    words = json.dumps(_encoded(value, arrays)).encode()
+    text = json.dumps(_encode(value, arrays)).encode()
     rest = b"".join(arrays)
-    return LENGTHS.pack(len(words), len(rest)) + words + rest
+    return LENGTHS.pack(len(text), len(rest)) + text + rest
 
 
-def parse_lengths(head: bytes) -> tuple[int, int]:
-    """The lengths of the two parts of a message. Raises `UnreadableAnswer` for more than any answer has."""
-    words, rest = LENGTHS.unpack(head)
-    if words > _MOST_WORDS or rest > _MOST_BYTES:
-        raise UnreadableAnswer(f"an answer of {words + rest:,} bytes")
-    return words, rest
+def parse_lengths(head: bytes, max_bytes: int) -> tuple[int, int]:
+    """Return the lengths of the JSON of a message and of its arrays.
+
+    Args:
+      head: the first bytes of a message.
+      max_bytes: how many bytes of arrays the answer may have.
+
+    Raises:
+      UnreadableAnswer: if one of them is larger than it may be.
+    """
+    text, rest = LENGTHS.unpack(head)
+    if text > MAX_JSON_BYTES:
+        raise UnreadableAnswer(f"an answer with {text:,} bytes of JSON; at most {MAX_JSON_BYTES:,} are read")
+    if rest > max_bytes:
+        raise UnreadableAnswer(f"an answer with {rest:,} bytes of arrays; what was asked has at most {max_bytes:,}")
+    return text, rest
 
 
-def parse_answer(words: bytes, rest: bytes) -> Any:
-    """What a message says. Raises `UnreadableAnswer` for what `answer` would not have written."""
+def parse_answer(text: bytes, rest: bytes) -> Any:
+    """Deserialize an answer from its JSON and the bytes of its arrays.
+
+    Raises:
+      UnreadableAnswer: for what `pack_answer` would not have written.
+    """
+    if len(text) > MAX_JSON_BYTES:
+        raise UnreadableAnswer(f"an answer with {len(text):,} bytes of JSON")
     try:
-        text = json.loads(words)
-        found, used = _decoded(text, rest, 0)
+        encoded = json.loads(text, parse_int=_parse_int, parse_float=_refuse_literal, parse_constant=_refuse_literal)
+        return _Decoder(rest).decode_all(encoded)
     except UnreadableAnswer:
         raise
     except (ValueError, TypeError, KeyError, IndexError, RecursionError, OverflowError) as error:
         raise UnreadableAnswer(f"an answer that cannot be read ({type(error).__name__})") from error
-    if used != len(rest):
-        raise UnreadableAnswer("an answer with bytes that belong to no array")
-    return found
 
 
-def _encoded(value: Any, arrays: list[bytes]) -> Any:
+def _count_elements(value: Any) -> int:
+    """Count the elements of all arrays in `value`, and of the results that a call with them has."""
+    if isinstance(shape := getattr(value, "shape", None), tuple):
+        return math.prod(shape)
+    if dataclasses.is_dataclass(value):
+        named = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+        return _count_elements(named)
+    if isinstance(value, Mapping):
+        results = 0
+        if all(getattr(value.get(name), "ndim", 0) for name in ("q", "v")):
+            *rows, _ = value["q"].shape
+            results = math.prod(rows) * (value["v"].shape[-1] + 2)  # out, logsumexp and max_logits
+        return results + sum(map(_count_elements, value.values()))
+    if isinstance(value, list | tuple):
+        return sum(map(_count_elements, value))
+    return 0
+
+
+def _count_problems(value: Any) -> int:
+    if isinstance(value, list | tuple):
+        return sum(map(_count_problems, value))
+    if isinstance(value, Mapping):
+        return sum(map(_count_problems, value.values()))
+    return int(isinstance(value, Problem))
+
+
+def _encode(value: Any, arrays: list[bytes]) -> Any:
     if value is None or isinstance(value, bool | str):
         return value
     if type(value) is int:
@@ -104,15 +164,15 @@ def _encoded(value: Any, arrays: list[bytes]) -> Any:
     if type(value) is float:
         return {"float": value.hex()}
     if isinstance(value, Mapping):
-        return {"dict": [[str(name), _encoded(item, arrays)] for name, item in value.items()]}
+        return {"dict": [[str(name), _encode(item, arrays)] for name, item in value.items()]}
     if isinstance(value, list | tuple):
-        return {"list" if isinstance(value, list) else "tuple": [_encoded(item, arrays) for item in value]}
-    array = _array(value)
+        return {"list" if isinstance(value, list) else "tuple": [_encode(item, arrays) for item in value]}
+    array = _as_array(value)
     arrays.append(array.tobytes())
     return {"array": array.dtype.name, "shape": list(array.shape)}
 
 
-def _array(value: Any) -> np.ndarray:
+def _as_array(value: Any) -> np.ndarray:
     if hasattr(value, "shape") and hasattr(value, "dtype"):
         array = np.asarray(value)
         if type(array) is np.ndarray and array.dtype.name in _DTYPES:
@@ -120,33 +180,73 @@ def _array(value: Any) -> np.ndarray:
     raise UnsupportedResult(f"returned {type(value).__name__}, must be an array of numbers")
 
 
-def _decoded(text: Any, rest: bytes, at: int) -> tuple[Any, int]:
-    if text is None or isinstance(text, bool | int | str):
-        return text, at
-    if not (isinstance(text, dict) and text):
-        raise UnreadableAnswer("an answer with something in it that nobody writes")
-    if "float" in text:
-        return float.fromhex(text["float"]), at
-    if "array" in text:
-        return _read_array(text["array"], text["shape"], rest, at)
-    if "dict" in text:
-        pairs = {}
-        for name, item in text["dict"]:
-            pairs[str(name)], at = _decoded(item, rest, at)
-        return pairs, at
-    found = []
-    for item in text["list"] if "list" in text else text["tuple"]:
-        one, at = _decoded(item, rest, at)
-        found.append(one)
-    return (found if "list" in text else tuple(found)), at
+def _parse_int(digits: str) -> int:
+    """Parse an integer of JSON; of a long one the time grows with the square of its length."""
+    if len(digits) > MAX_DIGITS:
+        raise UnreadableAnswer(f"an integer of {len(digits):,} digits; at most {MAX_DIGITS} are read")
+    return int(digits)
 
 
-def _read_array(name: str, shape: list[int], rest: bytes, at: int) -> tuple[np.ndarray, int]:
-    dtype = _DTYPES[name]
-    if not all(isinstance(size, int) and size >= 0 for size in shape):
-        raise UnreadableAnswer(f"an array of shape {shape}")
-    end = at + math.prod(shape) * dtype.itemsize
-    if end > len(rest):
-        raise UnreadableAnswer("an array that is longer than its bytes")
-    # A copy: results can be written to, as those of a call in this process can.
-    return np.frombuffer(rest[at:end], dtype).reshape(shape).copy(), end
+def _refuse_literal(literal: str) -> NoReturn:
+    raise UnreadableAnswer("a number that is no integer: floats are strings in base 16")
+
+
+class _Decoder:
+    """Decodes the parsed JSON of one answer, within limits."""
+
+    def __init__(self, rest: bytes) -> None:
+        self._rest = memoryview(rest)
+        self._used = 0
+        self._values = 0
+        self._arrays = 0
+
+    def decode_all(self, encoded: Any) -> Any:
+        """Decode an answer, and check that all bytes belong to its arrays."""
+        value = self._decode(encoded, 0)
+        if self._used != len(self._rest):
+            raise UnreadableAnswer("an answer with bytes that belong to no array")
+        return value
+
+    def _decode(self, encoded: Any, depth: int) -> Any:
+        self._values += 1
+        if self._values > MAX_VALUES:
+            raise UnreadableAnswer(f"an answer with more than {MAX_VALUES:,} values")
+        if depth > MAX_DEPTH:
+            raise UnreadableAnswer(f"an answer nested more than {MAX_DEPTH} deep")
+        match encoded:
+            case None | bool() | int() | str():
+                return encoded
+            case {"float": str(digits), **more} if not more and len(digits) <= MAX_DIGITS:
+                return float.fromhex(digits)
+            case {"array": str(dtype), "shape": list(shape), **more} if not more:
+                return self._decode_array(dtype, shape)
+            case {"dict": list(pairs), **more} if not more:
+                return {_name(name): self._decode(item, depth + 1) for name, item in pairs}
+            case {"list": list(items), **more} if not more:
+                return [self._decode(item, depth + 1) for item in items]
+            case {"tuple": list(items), **more} if not more:
+                return tuple(self._decode(item, depth + 1) for item in items)
+        raise UnreadableAnswer("an answer with a value of no known kind")
+
+    def _decode_array(self, dtype: str, shape: list[Any]) -> np.ndarray:
+        self._arrays += 1
+        if self._arrays > MAX_ARRAYS:
+            raise UnreadableAnswer(f"an answer with more than {MAX_ARRAYS:,} arrays")
+        if len(shape) > MAX_AXES:
+            raise UnreadableAnswer(f"an array of {len(shape):,} axes; at most {MAX_AXES} are read")
+        if not all(type(size) is int and 0 <= size < _MAX_AXIS for size in shape):
+            raise UnreadableAnswer("an array with an axis that is negative, too long or no integer")
+        if dtype not in _DTYPES:
+            raise UnreadableAnswer("an array of an unknown dtype")
+        end = self._used + math.prod(shape) * _DTYPES[dtype].itemsize
+        if end > len(self._rest):
+            raise UnreadableAnswer("an array that is longer than its bytes")
+        part, self._used = self._rest[self._used : end], end
+        # A copy: results can be written to, as those of a call in this process can.
+        return np.frombuffer(part, _DTYPES[dtype]).reshape(shape).copy()
+
+
+def _name(name: Any) -> str:
+    if not isinstance(name, str):
+        raise UnreadableAnswer("a name that is no string")
+    return name

@@ -1,30 +1,143 @@
-"""Scratch folders: where a kernel's process may write. They end with it."""
+"""Create and remove scratch folders, the only place that a kernel's process may write to.
+
+A judge locks the folders that it uses. The lock ends with the judge, however that ends. So a folder of which nobody
+holds the lock was left by a judge that was killed, and the next judge removes it.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
-import shutil
-import subprocess
+import secrets
+import stat
+import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
+from conformance.records import printable
+
 _PREFIX = "conformance-kernel-"
+_OPEN_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
-def create_scratch_folder() -> str:
-    """A new folder. Those that judges left which were killed are removed."""
-    for folder in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*-*"):
-        judge = folder.name.removeprefix(_PREFIX).partition("-")[0]
-        if judge.isdecimal() and not Path(f"/proc/{judge}").exists() and Path("/proc/self").exists():
-            remove_scratch_folder(str(folder))
-    return tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-")
+class ScratchFolder:
+    """A scratch folder that this judge has locked."""
+
+    def __init__(self) -> None:
+        """Create the folder, and remove those that killed judges have left."""
+        for path in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
+            with contextlib.suppress(OSError):
+                if path.lstat().st_uid == os.geteuid() and _is_abandoned(path):
+                    report_remains(remove_folder(str(path)))
+        while True:
+            self.path = tempfile.mkdtemp(prefix=_PREFIX)
+            with contextlib.suppress(OSError):  # another judge may remove it before it is locked
+                self._lock = os.open(self.path, _OPEN_FOLDER)
+                fcntl.flock(self._lock, fcntl.LOCK_SH)
+                if os.path.samestat(os.stat(self.path), os.fstat(self._lock)):
+                    return
+                os.close(self._lock)
+
+    def remove(self) -> None:
+        """Remove the folder and all that a kernel wrote there; warn of what cannot be removed."""
+        report_remains(remove_folder(self.path))
+        os.close(self._lock)
 
 
-def remove_scratch_folder(folder: str) -> None:
-    """Remove a folder in which a kernel wrote what it liked."""
+def remove_folder(folder: str) -> list[str]:
+    """Remove a folder of any depth, whatever the modes and names in it.
+
+    Nested folders are moved up into the top one before they are emptied. So neither the length of a path, nor the
+    number of open files, nor Python's stack limits the depth.
+
+    Returns:
+      What could not be removed, each with the reason.
+    """
+    remains: list[str] = []
     try:
-        shutil.rmtree(folder, ignore_errors=True)
-    except RecursionError:  # thousands of folders within each other
-        with contextlib.suppress(OSError, subprocess.TimeoutExpired):
-            subprocess.run(["rm", "-rf", "--", folder], check=False, capture_output=True, timeout=60)
+        top = _open_folder(folder, None)
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        return [f"{folder}: {error.strerror}"]
+    try:
+        kept: set[str] = set()
+        while names := [name for name in os.listdir(top) if name not in kept]:
+            for name in names:
+                try:
+                    _remove_entry(name, top)
+                except FileNotFoundError:
+                    continue
+                except OSError as error:
+                    kept.add(name)
+                    remains.append(f"{folder}/{name}: {error.strerror}")
+    finally:
+        os.close(top)
+    if not remains:
+        try:
+            os.rmdir(folder)
+        except FileNotFoundError:  # another judge removes it at the same time
+            pass
+        except OSError as error:
+            remains.append(f"{folder}: {error.strerror}")
+    return remains
+
+
+def report_remains(remains: list[str]) -> None:
+    """Print a warning for a few of the files that could not be removed."""
+    for what in remains[:3]:
+        print(f"warning: a kernel left what cannot be removed: {printable(what)}", file=sys.stderr)
+    if len(remains) > 3:
+        print(f"warning: and {len(remains) - 3} files more", file=sys.stderr)
+
+
+def _is_abandoned(path: Path) -> bool:
+    lock = _open_folder(str(path), None)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    finally:
+        os.close(lock)
+    return True
+
+
+def _open_folder(name: str, parent: int | None) -> int:
+    """Open a folder of ours so that its entries can be listed and removed."""
+    about = os.stat(name, dir_fd=parent, follow_symlinks=False)
+    if stat.S_ISDIR(about.st_mode) and about.st_mode & stat.S_IRWXU != stat.S_IRWXU:
+        os.chmod(name, stat.S_IRWXU, dir_fd=parent)
+    return os.open(name, _OPEN_FOLDER, dir_fd=parent)
+
+
+def _remove_entry(name: str, top: int) -> None:
+    """Remove a file of the folder `top`, or empty a folder there by removing its files and moving its folders up."""
+    if not stat.S_ISDIR(os.stat(name, dir_fd=top, follow_symlinks=False).st_mode):
+        os.unlink(name, dir_fd=top)
+        return
+    problem: OSError | None = None
+    with _closing(_open_folder(name, top)) as folder:
+        for inner in os.listdir(folder):
+            try:
+                about = os.stat(inner, dir_fd=folder, follow_symlinks=False)
+                if not stat.S_ISDIR(about.st_mode):
+                    os.unlink(inner, dir_fd=folder)
+                    continue
+                if about.st_mode & stat.S_IRWXU != stat.S_IRWXU:  # moving a folder writes to it
+                    os.chmod(inner, stat.S_IRWXU, dir_fd=folder)
+                os.rename(inner, secrets.token_hex(16), src_dir_fd=folder, dst_dir_fd=top)
+            except OSError as error:
+                problem = error
+    if problem is not None:
+        raise problem
+    os.rmdir(name, dir_fd=top)
+
+
+@contextlib.contextmanager
+def _closing(number: int) -> Iterator[int]:
+    try:
+        yield number
+    finally:
+        os.close(number)

@@ -1,8 +1,11 @@
-"""The process above a kernel's: it ends whatever the kernel has started and let go of, once the kernel is gone.
+"""Supervise a kernel's process from the process above it: enforce its limits, and end all that it started.
 
-A process whose parent has ended gets another parent: the nearest above it that asks for such (`prctl(2)`,
-PR_SET_CHILD_SUBREAPER), which is this one. So nothing that the kernel starts gets out of reach, whatever session it
-makes its own. Only Linux has this; elsewhere there is no process in between.
+A process whose parent has ended gets another parent: the nearest ancestor that asks for such orphans (`prctl(2)`,
+PR_SET_CHILD_SUBREAPER). The supervisor asks for them. So nothing that the kernel starts gets out of reach, whatever
+session it makes its own. Only Linux has this; elsewhere a kernel's process has no supervisor.
+
+The supervisor is not confined. It measures memory and files all the time, also while the judge does something else. If
+the judge was killed, it removes the scratch folder.
 """
 
 from __future__ import annotations
@@ -11,64 +14,134 @@ import contextlib
 import ctypes
 import os
 import resource
+import select
 import signal
 import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
+from conformance.sandbox import scratch_folder
+from conformance.sandbox.resource_usage import OverLimit, UsageMonitor, list_children
+
 IS_AVAILABLE = sys.platform.startswith("linux")
+END_SIGNAL = signal.SIGUSR1
+"""Ends the kernel for a judge that removes the scratch folder itself. After SIGTERM the supervisor removes it."""
 _TAKE_ORPHANS = 36
+_POLL_INTERVAL = 0.1  # seconds
+_JUDGE_MAY_END = 0.2  # seconds from when the pipes of a killed judge close one after the other
+_MAX_OPEN_FILES = 4096
 
 
-def start_supervised(pipes: Sequence[int]) -> None:
-    """Go on in a child, which has these pipes for itself; the process that was called stays, and ends as that does."""
+def start_supervised(pipes: Sequence[int], status: int, scratch: str, memory: int) -> None:
+    """Fork: return in the child, where the kernel will run, and supervise it in this process.
+
+    The supervisor ends as the kernel's process ends.
+
+    Args:
+      pipes: what the child alone keeps.
+      status: a pipe that the supervisor alone keeps. It writes there which limit was passed.
+      scratch: the scratch folder.
+      memory: bytes of memory and files that the kernel's processes may hold together; zero for no limit.
+    """
     if not IS_AVAILABLE:
+        os.close(status)
+        _limit_resources(memory)
         return
     ctypes.CDLL(None).prctl(_TAKE_ORPHANS, 1, 0, 0, 0)
-    asked_to_end = signal.signal(signal.SIGTERM, _end)
+
+    def end_for_judge(number: int, frame: FrameType | None) -> NoReturn:
+        _end_all()
+
+    def end_and_remove(number: int, frame: FrameType | None) -> NoReturn:
+        _kill_descendants()
+        scratch_folder.remove_folder(scratch)
+        _end_all()
+
+    before = {END_SIGNAL: signal.signal(END_SIGNAL, end_for_judge)}
+    before[signal.SIGTERM] = signal.signal(signal.SIGTERM, end_and_remove)
     kernel = os.fork()
     if kernel == 0:
-        signal.signal(signal.SIGTERM, asked_to_end)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        os.close(status)
+        _limit_resources(memory)
         return
     for pipe in (*pipes, 0, 1, 2):
         os.close(pipe)  # the judge must see when the kernel closes its own
-    _wait(kernel)
+    _supervise(kernel, status, scratch, memory)
 
 
-def list_children(process: int) -> list[int]:
-    """The children of a process, in the order in which they came; none where the system does not say."""
-    with contextlib.suppress(OSError, ValueError):
-        return [int(word) for word in Path(f"/proc/{process}/task/{process}/children").read_text().split()]
-    return []
+def _limit_resources(memory: int) -> None:
+    """Set the limits of this process that the system enforces by itself, and that what it starts inherits."""
+    limits = {resource.RLIMIT_CORE: 0, resource.RLIMIT_NOFILE: _MAX_OPEN_FILES}
+    if memory:
+        limits[resource.RLIMIT_FSIZE] = memory
+    if IS_AVAILABLE:
+        limits[resource.RLIMIT_MSGQUEUE] = 0
+    for name, limit in limits.items():
+        with contextlib.suppress(OSError, ValueError):
+            soft, hard = resource.getrlimit(name)
+            resource.setrlimit(name, (_lower(limit, soft), _lower(limit, hard)))
 
 
-def _wait(kernel: int) -> NoReturn:
-    while True:
-        ended, status = os.wait()  # others are orphans
-        if ended == kernel:
-            break
-    _end_the_rest()
-    code = os.waitstatus_to_exitcode(status)
+def _lower(limit: int, current: int) -> int:
+    return limit if current == resource.RLIM_INFINITY else min(limit, current)
+
+
+def _supervise(kernel: int, status: int, scratch: str, memory: int) -> NoReturn:
+    """Check limits until the kernel's process ends, then end likewise."""
+    monitor = UsageMonitor(os.getpid(), scratch, memory)
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
+    while (ended := _reap(kernel)) is None:
+        try:
+            monitor.check()
+        except OverLimit as error:
+            with contextlib.suppress(OSError):  # the judge has ended
+                os.write(status, str(error).encode())
+            _kill_descendants()
+            _remove_for_ended_judge(status, scratch)
+            os._exit(1)
+        signal.sigtimedwait({signal.SIGCHLD}, _POLL_INTERVAL)
+    _kill_descendants()
+    _remove_for_ended_judge(status, scratch)
+    code = os.waitstatus_to_exitcode(ended)
     if code >= 0:
         os._exit(code)
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # the kernel may have left one
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     with contextlib.suppress(OSError):  # SIGKILL has no handler
         signal.signal(-code, signal.SIG_DFL)
     os.kill(os.getpid(), -code)
     os._exit(1)
 
 
-def _end(number: int, frame: FrameType | None) -> NoReturn:
-    _end_the_rest()
-    os.killpg(os.getpid(), signal.SIGKILL)  # also where the system does not say what is below
-    os._exit(128 + number)
+def _reap(kernel: int) -> int | None:
+    """Collect children that have ended, orphans too; return the kernel's status if it is among them."""
+    while True:
+        process, status = os.waitpid(-1, os.WNOHANG)
+        if process == kernel:
+            return status
+        if process == 0:
+            return None
 
 
-def _end_the_rest() -> None:
-    """Kill all that is below; the children of what is killed come here, until there are none.
+def _remove_for_ended_judge(status: int, scratch: str) -> None:
+    """Remove the scratch folder if nobody reads the status any more: the judge was killed."""
+    watched = select.poll()
+    watched.register(status, 0)
+    if watched.poll(_JUDGE_MAY_END * 1000):
+        scratch_folder.remove_folder(scratch)
+
+
+def _end_all() -> NoReturn:
+    _kill_descendants()
+    os.killpg(os.getpid(), signal.SIGKILL)  # also where the system does not list descendants
+    os._exit(1)
+
+
+def _kill_descendants() -> None:
+    """Kill all descendants. The children of what is killed become children of this process, until there are none.
 
     What starts another and ends can be faster than this, over and over. So nothing is waited for, nothing is listed
     that has ended already, and the youngest come first.

@@ -50,7 +50,7 @@ def left_by_a_run(kernel: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[np.nda
 
 
 def begins_now(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compilation_cache, "_BEGAN", time.time() + 60)
+    monkeypatch.setattr(compilation_cache, "_RUN_START", time.time() + 60)
 
 
 def test_a_later_run_compiles_nothing_again_and_returns_the_same(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,7 +148,7 @@ def test_what_may_be_half_a_program_is_not_kept(home: Path, monkeypatch: pytest.
 
 
 def test_the_oldest_make_room(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compilation_cache, "_MOST_KERNELS", 2)
+    monkeypatch.setattr(compilation_cache, "MAX_KERNELS", 2)
     left = home / "scratch" / "programs"
     left.mkdir(parents=True)
     (left / PROGRAM).write_bytes(b"a program")
@@ -158,6 +158,49 @@ def test_the_oldest_make_room(home: Path, monkeypatch: pytest.MonkeyPatch) -> No
         os.utime(place, (number + 1.0,) * 2)
     assert len(list((home / "shelf").iterdir())) <= 3
     assert (home / "shelf" / "3" / PROGRAM).exists()
+
+
+def stored_bytes(folder: Path) -> int:
+    return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+
+
+def test_a_kernel_cannot_fill_the_cache(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compilation_cache, "MAX_KERNEL_BYTES", 10_000)
+    left, place = home / "scratch" / "programs", home / "shelf" / "one"
+    left.mkdir(parents=True)
+    for number in range(1000):
+        (left / f"jit_call-{number:064x}-cache").write_bytes(bytes(100))
+    (left / f"jit_huge-{'f' * 64}-cache").write_bytes(bytes(20_000))
+    for _ in range(2):
+        compilation_cache.store_programs(place, str(home / "scratch"))
+        assert 9_000 < stored_bytes(place) <= 10_000
+    assert not list(place.glob("jit_huge*"))
+
+
+def test_the_oldest_programs_make_room_for_new_ones(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compilation_cache, "MAX_KERNEL_BYTES", 1_000)
+    left, place = home / "scratch" / "programs", home / "shelf" / "one"
+    left.mkdir(parents=True)
+    place.mkdir(parents=True)
+    old = place / f"jit_old-{'0' * 64}-cache"
+    old.write_bytes(bytes(800))
+    os.utime(old, (1.0, 1.0))
+    (left / PROGRAM).write_bytes(bytes(800))
+    compilation_cache.store_programs(place, str(home / "scratch"))
+    assert [program.name for program in place.iterdir()] == [PROGRAM]
+
+
+def test_all_kernels_together_cannot_fill_the_cache(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compilation_cache, "MAX_KERNEL_BYTES", 1_000)
+    monkeypatch.setattr(compilation_cache, "MAX_ALL_BYTES", 3_000)
+    left = home / "scratch" / "programs"
+    left.mkdir(parents=True)
+    (left / PROGRAM).write_bytes(bytes(900))
+    for number in range(6):
+        compilation_cache.store_programs(home / "shelf" / str(number), str(home / "scratch"))
+        os.utime(home / "shelf" / str(number), (number + 1.0,) * 2)
+        assert stored_bytes(home / "shelf") <= 3_000
+    assert (home / "shelf" / "5" / PROGRAM).exists()
 
 
 def test_who_asks_what_compiling_costs_compiles(home: Path) -> None:

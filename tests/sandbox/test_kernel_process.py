@@ -117,12 +117,12 @@ def test_what_was_begun_is_what_it_gives_when_it_is_asked(find: Find) -> None:
         apart.begin_forward(problem)
         apart.begin_gradients(problem, plain)
         apart.begin_forward(other)
-    assert len(process._begun) == 6
+    assert len(process._pending) == 6
     for case in (other, problem, problem):  # in another order, and once more than begun
         assert np.array_equal(apart.forward(case).values["out"], here.forward(case).values["out"])
     got, expected = apart.gradients(problem, plain).values, here.gradients(problem, plain).values
     assert all(np.array_equal(got[name], expected[name]) for name in expected)
-    assert len(process._begun) == 2
+    assert len(process._pending) == 2
 
 
 def test_operands_that_the_pipe_does_not_hold_are_not_begun_beside_others(find: Find) -> None:
@@ -133,7 +133,7 @@ def test_operands_that_the_pipe_does_not_hold_are_not_begun_beside_others(find: 
     apart.begin_forward(large)
     apart.begin_forward(draw(dataclasses.replace(CASE, seed=2)))
     apart.begin_gradients(large, dataclasses.replace(draw_cotangent(case), logsumexp=None))
-    assert len(process_of(implementation)._begun) == 1
+    assert len(process_of(implementation)._pending) == 1
     assert apart.forward(large).values["out"].shape == large.q.shape
 
 
@@ -176,7 +176,7 @@ def test_each_answer_has_all_that_was_printed_for_it_and_nothing_else(find: Find
 
 def test_a_process_ends_when_nobody_refers_to_its_kernel() -> None:
     implementation = sandboxed_executor.load_sandboxed(f"{HERE}/kernels.py:plain", None, LIMITS)
-    process = process_of(implementation)._lives[0]._process
+    process = process_of(implementation)._running[0]._process
     assert process.wait(0) is None
     del implementation
     gc.collect()
@@ -347,10 +347,11 @@ def test_what_is_supported_is_said_once(tmp_path: Path) -> None:
 @pytest.mark.long
 def test_a_folder_of_any_depth_is_removed(find: Find) -> None:
     implementation = find("digs")
-    sandboxed_executor.executor_of(implementation).forward(draw(CASE))
-    (running,) = process_of(implementation)._lives
+    (running,) = process_of(implementation)._running
+    with contextlib.suppress(Lost):  # more nested folders than are measured
+        sandboxed_executor.executor_of(implementation).forward(draw(CASE))
     process_of(implementation).end()
-    assert not Path(running._scratch).exists()
+    assert not Path(running._scratch.path).exists()
 
 
 def test_what_a_kernel_forks_does_not_answer_for_it(find: Find) -> None:

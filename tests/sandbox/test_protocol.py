@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import sys
 from typing import Any
 
 import ml_dtypes
@@ -20,7 +22,7 @@ DTYPES = (np.float32, np.float16, ml_dtypes.bfloat16, np.int32, np.bool_, ml_dty
 def sent(value: Any) -> Any:
     """`value` after it has crossed."""
     message = protocol.pack_answer(value)
-    words, rest = protocol.parse_lengths(message[: protocol.LENGTHS.size])
+    words, rest = protocol.parse_lengths(message[: protocol.LENGTHS.size], 2**30)
     body = message[protocol.LENGTHS.size :]
     assert len(body) == words + rest
     return protocol.parse_answer(body[:words], body[words:])
@@ -75,7 +77,112 @@ def test_arrays_that_are_none_are_unreadable(words: bytes) -> None:
 
 def test_a_message_of_terabytes_is_not_waited_for() -> None:
     with pytest.raises(protocol.UnreadableAnswer):
-        protocol.parse_lengths(protocol.LENGTHS.pack(10, 2**42))
+        protocol.parse_lengths(protocol.LENGTHS.pack(10, 2**42), 2**30)
+
+
+DEEP = protocol.MAX_DEPTH + 1
+
+
+@pytest.mark.parametrize(
+    ("text", "names"),
+    [
+        (b'{"array": "float32", "shape": [' + b", ".join([b"9" * 4000] * 1000) + b"]}", "4,000 digits"),
+        (b'{"array": "float32", "shape": [' + b", ".join([b"9" * 14] * 33) + b"]}", "33 axes"),
+        (b'{"array": "float32", "shape": [0, 281474976710656]}', "axis"),
+        (b'{"array": "float32", "shape": [true]}', "axis"),
+        (b'{"array": "float32", "shape": [0], "more": 1}', "no known kind"),
+        (b'{"array": "float32", "shape": [0]}'.join([b'{"list": [', b"]}"]).replace(b"}{", b"},{"), ""),
+        (b'{"list": [' * DEEP + b"null" + b"]}" * DEEP, "nested"),
+        (b'{"list": [' + b", ".join([b"0"] * protocol.MAX_VALUES) + b"]}", "values"),
+        (b'{"list": [' + b", ".join([b'{"array": "bool", "shape": [0]}'] * 5000) + b"]}", "arrays"),
+        (b" " * (protocol.MAX_JSON_BYTES + 1), "bytes of JSON"),
+        (b"1.5", "no integer"),
+        (b"NaN", "no integer"),
+        (b'{"float": "' + b"1" * 1000 + b'"}', "no known kind"),
+        (b'{"dict": [[["name"], null]]}', "name"),
+    ],
+)
+def test_forged_answers_are_refused_by_name(text: bytes, names: str) -> None:
+    if not names:
+        assert len(protocol.parse_answer(text, b"")) == 1
+        return
+    with pytest.raises(protocol.UnreadableAnswer, match=names):
+        protocol.parse_answer(text, b"")
+
+
+def test_the_largest_answer_goes_by_what_was_asked() -> None:
+    small, large = (draw(Case(q_length=length, kv_length=16, head_dim=16, v_head_dim=64)) for length in (16, 64))
+    out = small.q.size // 16 * 64 * 8
+    assert out < protocol.max_array_bytes(small) < protocol.max_array_bytes([large]) < 2**26
+    assert protocol.max_array_bytes(Case(), None, "text", 3) == protocol.max_array_bytes()
+    head = protocol.LENGTHS.pack(10, protocol.max_array_bytes(small) + 1)
+    with pytest.raises(protocol.UnreadableAnswer, match="what was asked has at most"):
+        protocol.parse_lengths(head, protocol.max_array_bytes(small))
+
+
+def count_calls(text: bytes, rest: bytes) -> int:
+    """Count the functions that are called, in Python and below, to parse an answer or refuse it."""
+    calls = 0
+
+    def count(frame: object, event: str, argument: object) -> None:
+        nonlocal calls
+        calls += event in ("call", "c_call")
+
+    before = sys.getprofile()
+    sys.setprofile(count)
+    try:
+        with contextlib.suppress(protocol.UnreadableAnswer):
+            protocol.parse_answer(text, rest)
+    finally:
+        sys.setprofile(before)
+    return calls
+
+
+# Pieces of which forged answers are made, beside parts of real ones.
+FORGED = st.sampled_from(
+    [
+        *(
+            b'{"list": [',
+            b"]}",
+            b'{"dict": [["a", ',
+            b"]]}",
+            b", ",
+            b"null",
+            b"-1",
+            b"1e9",
+            b'"',
+            b"\\ud800",
+            b"[" * 500,
+        ),
+        *(b'{"array": "float32", "shape": [', b'{"array": "int4", "shape": [0', b"9" * 14, b"9" * 4000, b", 0" * 40),
+        *(
+            b'{"float": "0x1.8p+1"}',
+            b'{"float": "',
+            b"Infinity",
+            b"281474976710655",
+            b'{"tuple": [',
+            b"\x00",
+            b" " * 999,
+        ),
+    ]
+)
+
+
+@given(
+    st.lists(nested, max_size=3),
+    st.lists(st.tuples(FORGED, st.floats(0, 1), st.integers(0, 30), st.integers(1, 40)), max_size=6),
+    st.binary(max_size=64),
+)
+def test_a_forged_answer_is_read_or_refused_in_few_steps(
+    value: Any, forged: list[tuple[bytes, float, int, int]], rest: bytes
+) -> None:
+    message = protocol.pack_answer([value, np.ones(3, np.float32)])
+    length, _ = protocol.LENGTHS.unpack(message[: protocol.LENGTHS.size])
+    text = message[protocol.LENGTHS.size :][:length]
+    for piece, place, removed, copies in forged:
+        start = int(place * len(text))
+        text = text[:start] + piece * copies + text[start + removed :]
+    assert count_calls(text, rest) <= 100 + 10 * len(text)
 
 
 @pytest.mark.parametrize("value", [object(), {1, 2}, np.array([object()]), lambda: 0])
