@@ -57,11 +57,14 @@ def _machine() -> str:
 
 
 def link_programs(shelf: Path | None, scratch: str) -> None:
-    """Have a kernel's process find in its scratch folder what was on the shelf before this run."""
-    if shelf is None:
-        return
+    """Have a kernel's process find in its scratch folder what was on the shelf before this run.
+
+    Without a shelf it finds an empty folder: what it compiles ends with it.
+    """
     lent = Path(scratch, _LENT)
     lent.mkdir()
+    if shelf is None:
+        return
     with contextlib.suppress(OSError):
         for program in os.scandir(shelf):
             if _NAME.fullmatch(program.name) and program.stat(follow_symlinks=False).st_mtime < _BEGAN:

@@ -13,7 +13,6 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -99,20 +98,19 @@ class KernelProcess:
         limits: Limits,
         problem: str | None = None,
         first: str = "",
-        environ: Mapping[str, str] | None = None,
+        xla_flags: str | None = None,
+        *,
+        reads_cache: bool = True,
     ) -> None:
         """For the kernel that goes by `name`; nothing is started yet.
 
-        `first` is what it said when it was first loaded, if it was, by another process. `environ` is what its
-        environment has in place of what others have there.
+        `first` is what it said when it was first loaded, if it was, by another process. `xla_flags` are the flags of
+        XLA, if they are not those of the environment. With `reads_cache` it finds what earlier runs compiled.
         """
         self.name, self.limits = name, limits
-        self._first, self._environ, self._shelf = (
-            first,
-            dict(environ or {}),
-            None if environ else compilation_cache.find_cache_folder(name),
-        )
-        self._own_flags: KernelProcess | None = None
+        self._first, self._xla_flags, self._reads_cache = first, xla_flags, reads_cache
+        self._shelf = compilation_cache.find_cache_folder(name)
+        self._with_default_flags: KernelProcess | None = None
         self._products, self._problem = products, problem
         self._lives: list[_Running] = []  # the one that there is, if it runs
         self._begun: collections.deque[_Begun] = collections.deque()  # what nobody has asked for yet
@@ -130,16 +128,19 @@ class KernelProcess:
         assert self._said is not None
         return self._said
 
-    def with_own_flags(self) -> KernelProcess:
-        """Another process of the same kernel, whose programs are compiled as JAX compiles by itself."""
-        if self._own_flags is None:
-            self._own_flags = self.afresh(environment.own_flags())
-        return self._own_flags
+    def with_default_flags(self) -> KernelProcess:
+        """Return another process of the same kernel, whose programs are compiled as JAX does by default."""
+        if self._with_default_flags is None:
+            self._with_default_flags = self.create_fresh(environment.default_flags())
+        return self._with_default_flags
 
-    def afresh(self, environ: Mapping[str, str] | None = None) -> KernelProcess:
-        """Another process of the same kernel that was asked nothing, in the same environment unless it is said."""
+    def create_fresh(self, xla_flags: str | None = None) -> KernelProcess:
+        """Return another process of the same kernel, under the same XLA flags unless others are given.
+
+        It finds no program of an earlier run. All that are made in this way are alike, but for what XLA reads.
+        """
         known = (self.name, self._products, self.limits, self._problem, self.said.text)
-        return KernelProcess(*known, self._environ if environ is None else environ)
+        return KernelProcess(*known, self._xla_flags if xla_flags is None else xla_flags, reads_cache=False)
 
     def begin(self, order: CallRequest) -> None:
         """Have the process start on what it will be asked: the judge finds out meanwhile what to expect."""
@@ -202,11 +203,11 @@ class KernelProcess:
         return dataclasses.replace(self.limits, seconds=seconds)
 
     def _start(self) -> None:
-        running = _Running(self._environ, self._shelf)
+        running = _Running(self._shelf, reads_cache=self._reads_cache)
         self._lives.append(running)
         try:
             patient = dataclasses.replace(self.limits, seconds=max(self.limits.seconds, _LOADING))
-            found = _returned(running.load(self.name, self._products, self._problem, patient), running)
+            found = _returned(running.load(self.name, self._products, self._problem, self._xla_flags, patient), running)
         except Lost as lost:
             self.end()
             raise LoadFailed(f"{self.name} does not load: {lost}") from lost
@@ -225,8 +226,8 @@ class KernelProcess:
         """End the process, and whatever it started."""
         self._begun.clear()
         _end(self._lives)
-        if self._own_flags is not None:
-            self._own_flags.end()
+        if self._with_default_flags is not None:
+            self._with_default_flags.end()
 
 
 _ALL: weakref.WeakSet[KernelProcess] = weakref.WeakSet()
@@ -246,9 +247,10 @@ def _end(lives: list[_Running]) -> None:
 class _Running:
     """One life of a kernel's process."""
 
-    def __init__(self, environ: dict[str, str], programs: Path | None) -> None:
-        self._scratch, self._programs = scratch_folder.create_scratch_folder(), programs
-        compilation_cache.link_programs(programs, self._scratch)
+    def __init__(self, programs: Path | None, *, reads_cache: bool) -> None:
+        self._scratch, self._programs = scratch_folder.create_scratch_folder(), programs if reads_cache else None
+        if programs is not None:
+            compilation_cache.link_programs(self._programs, self._scratch)
         theirs, self._requests = os.pipe()
         self._answers, answers = os.pipe()
         for pipe in (self._requests, self._answers):
@@ -257,10 +259,7 @@ class _Running:
         self._output, output = os.pipe()
         os.set_blocking(self._output, False)
         environ = (
-            forked_process.filter_environment()
-            | dict.fromkeys(_CACHES, self._scratch)
-            | {"PYTHONUNBUFFERED": "1"}
-            | environ
+            forked_process.filter_environment() | dict.fromkeys(_CACHES, self._scratch) | {"PYTHONUNBUFFERED": "1"}
         )
         self._process = ForkedProcess(kernel_server.serve, passing=(theirs, answers), environ=environ, output=output)
         for pipe in (theirs, answers, output):
@@ -271,10 +270,11 @@ class _Running:
         self._listener = threading.Thread(target=self._listen, daemon=True)
         self._listener.start()
 
-    def load(self, name: str, products: str | None, problem: str | None, limits: Limits) -> Any:
+    def load(self, name: str, products: str | None, problem: str | None, xla_flags: str | None, limits: Limits) -> Any:
         """What it answers to having loaded the kernel."""
         load = LoadRequest(name, products, problem, (os.getcwd(), *sys.path), self._scratch)
-        self._write(protocol.pack_request(load), time.monotonic() + limits.seconds)
+        for request in (xla_flags, load):  # the flags by themselves: the kernel finds what is loaded in frames above it
+            self._write(protocol.pack_request(request), time.monotonic() + limits.seconds)
         self.confined = str(self.hear(limits))  # said before anything of the kernel's runs
         return self.hear(limits)
 

@@ -1,6 +1,6 @@
 """The process in which a kernel runs: it does what it is asked, and answers with data.
 
-It begins with two pipes. The first request says which kernel.
+It begins with two pipes. The first request is the flags of XLA, the second says which kernel.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 import jax
 
 import conformance.driving
-from conformance import program_cache
+from conformance import environment, program_cache
 from conformance.calling import mishaps, registry
 from conformance.calling.execution import Executor
 from conformance.sandbox import compilation_cache, confinement, declaration_codec, protocol, supervisor, tamper_check
@@ -78,11 +78,14 @@ def serve(requests: int, answers: int) -> None:
     """Serve until the requests end, in a child: the process that was called stays above it."""
     supervisor.start_supervised((requests, answers))
     confinement.die_with_parent()
+    xla_flags = protocol.unpack_request(_read(requests))
     load = protocol.unpack_request(_read(requests))
     sys.path[:] = load.path
     _send(answers, protocol.pack_answer(confinement.confine_process([Path(load.scratch)])))
     mine = os.getpid()
     try:
+        environment.start_backends(xla_flags)
+        del xla_flags  # nothing above the kernel's calls says which they are
         before = _watched()
         kernel, said = _loaded(load)
     except BaseException as error:  # whatever an import raises, the judge hears of it

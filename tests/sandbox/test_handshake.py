@@ -85,7 +85,7 @@ def test_a_kernel_that_computes_elsewhere_than_the_judge_is_one_line(tmp_path: P
 
 def test_a_kernel_is_judged_again_in_a_process_that_has_the_flags_of_its_users() -> None:
     first = sandboxed_executor.executor_of(KernelOptions().find(f"{HERE}/kernels.py:tells_its_flags"))
-    again = first.as_jax_compiles()
+    again = first.with_default_flags()
     assert again is not None
     with pytest.raises(Exception, match="xla_backend_optimization_level=0"):
         first.forward(draw(CASE))
