@@ -51,9 +51,9 @@ def _describe_excess(decided: list[Record], judged: int) -> Record:
         observable="all",
         verdict=FAIL,
         reason=(
-            f"{len(decided):,} of {judged:,} results are wrong under the flags that make compiling cheap and right under "
-            f"JAX's own: with more than {MAX_SHARE:.0%} the kernel is believed to be the cause, and not the flags. To have "
-            "it judged under one set of flags alone, set XLA_FLAGS"
+            f"{len(decided):,} of {judged:,} results are wrong under the flags that make compiling cheap, and right "
+            f"under JAX's own: of more than {MAX_SHARE:.0%} the kernel is believed to be the cause, not the flags. "
+            "Set XLA_FLAGS to have it judged under one set of flags alone"
         ),
         reproduce=first.reproduce,
     )

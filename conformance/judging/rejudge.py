@@ -1,14 +1,14 @@
 """Judge each failure a second time before it counts.
 
-The flags that make compiling cheap (`conformance.environment`) must never decide. So a failure is judged once more under
-JAX's own flags, and what comes of that stands. The record keeps the ratio of the first judgement beside it.
+The flags that make compiling cheap (`conformance.environment`) must never decide. So a failure is judged once more
+under JAX's own flags, and what comes of that stands. The record keeps the ratio of the first judgement beside it.
 
-What is right then was wrong because of the flags, or because of the kernel. A kernel may depend on the calls before, or
-recognise that it is judged a second time. To tell, the check is asked of fresh processes that differ by the flags alone,
-some under the first flags and as many under JAX's own, in an order that nobody can foresee. The flags are to blame only
-for what is wrong in all of the first and right in all of the others. All else stays a failure. A kernel can still find
-out under which flags XLA compiles, by looking at its own programs. So the flags may be to blame for a small share of
-its results only (`conformance.judging.flag_share`).
+What is right then was wrong because of the flags, or because of the kernel. A kernel may depend on the calls before,
+or recognise that it is judged a second time. To tell, the check is asked of fresh processes that differ by the flags
+alone: some under the first flags and as many under JAX's own, in an order that nobody can foresee. The flags are to
+blame only for what is wrong in all of the first and right in all of the others. All else stays a failure. A kernel can
+still find out under which flags XLA compiles, by looking at its own programs. So the flags may be to blame for a small
+share of its results only (`conformance.judging.flag_share`).
 
 Then each declaration is tried that a careful library might have made. One under which the whole check passes is named,
 so that nobody looks for a bug where a declaration is missing. It is not named where zeros would pass under it too.
@@ -192,7 +192,7 @@ def _with_first(second: Judgement, first: Judgement | None) -> Judgement:
 
 
 def _with_unsteady(found: list[Judgement], first: list[Judgement], names: Collection[str]) -> list[Judgement]:
-    """Return the judgements, with the first ones in place of those `names` that were wrong at one call and then right."""
+    """Return the judgements, the first ones in place of those `names` that were wrong at one call and then right."""
     wrong = [judgement for judgement in _wrong(first) if judgement.observable in names]
     once = {judgement.observable: _with_reason(judgement, _UNSTEADY) for judgement in wrong}
     there = {judgement.observable for judgement in found}
