@@ -13,7 +13,7 @@ from conformance.records import FAIL, FLAGS_DIFFER, JUDGED, PASS, Record
 
 CHECK = "flags"
 """The name that the record of a kernel beyond the limit has in place of a check's."""
-MAX_SHARE = 0.01
+MAX_SHARE = 0.005
 """The largest share of a kernel's judged results that the flags may decide."""
 
 
@@ -52,7 +52,7 @@ def _describe_excess(decided: list[Record], judged: int) -> Record:
         verdict=FAIL,
         reason=(
             f"{len(decided):,} of {judged:,} results are wrong under the flags that make compiling cheap, and right "
-            f"under JAX's own: of more than {MAX_SHARE:.0%} the kernel is believed to be the cause, not the flags. "
+            f"under JAX's own: of more than {MAX_SHARE:.1%} the kernel is believed to be the cause, not the flags. "
             "Set XLA_FLAGS to have it judged under one set of flags alone"
         ),
         reproduce=first.reproduce,
