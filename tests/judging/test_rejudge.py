@@ -23,7 +23,7 @@ from conformance.calling.execution import Executor
 from conformance.calling.plain import from_function
 from conformance.checks import BY_NAME, Check
 from conformance.contract import Implementation
-from conformance.judging import discrimination, plan, rejudge
+from conformance.judging import discrimination, flag_share, plan, rejudge
 from conformance.judging.declarations import declared
 from conformance.judging.runner import Runner
 from conformance.judging.settings import Settings
@@ -151,6 +151,53 @@ def test_an_error_that_the_flags_alone_make_is_none() -> None:
     assert record.verdict == PASS
     assert "the compiler gives up" in record.reason
     assert FLAGS_DIFFER in record.figures
+
+
+@pytest.mark.usefixtures("jax_flags_matter")
+def test_beyond_what_flags_account_for_failures_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rejudge, "_LEAST_DECIDED", 2)
+    found = judge(wrong_by_the_flags, *(CASE.format("f32", "full", seed) for seed in range(4)))
+    assert [record.verdict for record in found] == [PASS, PASS, FAIL, FAIL]
+    assert not any(FLAGS_DIFFER in record.figures for record in found[2:])
+    assert all("not judged again" in record.reason for record in found[2:])
+    assert flag_share.find_excess(found)
+
+
+class Asked(Executor):
+    """An executor that writes down which fresh ones were made of it."""
+
+    def __init__(self, implementation: Implementation, name: str, order: list[str]) -> None:
+        super().__init__(implementation)
+        self.name, self.order = name, order
+
+    def with_default_flags(self) -> Executor:
+        return Asked(self.implementation, "default", self.order)
+
+    def create_fresh(self) -> Executor:
+        self.order.append(self.name)
+        return Asked(self.implementation, f"fresh {self.name}", self.order)
+
+
+def answers_by_name(subject: Subject) -> Iterator[Judgement]:
+    """Wrong under the first flags, right under JAX's own."""
+    assert isinstance(subject.executor, Asked)
+    red = "default" not in subject.executor.name
+    yield Judgement(observable="out", verdict=FAIL if red else PASS, reason="wrong" if red else "", ratio=9.0)
+
+
+def test_fresh_processes_are_asked_in_an_order_that_nobody_can_foresee() -> None:
+    check = Check("by_name", BY_NAME["calls"].scope, answers_by_name)
+    orders = set()
+    for _ in range(100):
+        order: list[str] = []
+        subject = Subject(Asked(from_function(wrong, "kernel"), "first", order), parse(FULL), tolerances.default())
+        found = rejudge.Rejudge(subject.executor).judge(check, subject, list(check.run(subject)))
+        assert [one.verdict for one in found] == [PASS]
+        assert FLAGS_DIFFER in found[0].figures
+        orders.add(tuple(order))
+    assert {tuple(sorted(order)) for order in orders} == {("default",) * rejudge.FRESH + ("first",) * rejudge.FRESH}
+    # Of six orders, one is missing after a hundred draws once in ten million times.
+    assert len(orders) == 6
 
 
 @pytest.mark.usefixtures("jax_flags_matter")
