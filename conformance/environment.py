@@ -19,14 +19,14 @@ from packaging.version import Version
 # Compiling dominates on CPU. These flags cut a forward plus VJP of a new shape from 150 to 80 ms and keep several
 # processes from fighting over cores. They are meant to change which instructions run and not what is computed, but XLA
 # has computed correct programs wrongly under them that it computes rightly under JAX's own: so they never decide. What
-# fails under them is judged again, compiled as JAX compiles by itself (`own_options`, `conformance.judging.again`).
+# fails under them is judged again under JAX's own (`default_options`, `default_flags`, `conformance.judging.rejudge`).
 _FAST_COMPILE = (
     "--xla_backend_optimization_level=0",
     "--xla_cpu_multi_thread_eigen=false",
     "--xla_cpu_parallel_codegen_split_count=1",
 )
 # The options of one program that undo these flags: XLA's own defaults, as its dump of debug options shows them.
-_OWN: dict[str, bool | int] = {
+_DEFAULTS: dict[str, bool | int] = {
     "--xla_backend_optimization_level=0": 3,
     "--xla_cpu_multi_thread_eigen=false": True,
     "--xla_cpu_parallel_codegen_split_count=1": 32,
@@ -36,7 +36,7 @@ _OWN: dict[str, bool | int] = {
 # On x86, no instructions that multiply and add with one rounding. Without optimisation XLA contracts a product and a
 # sum to one in some loops of a program and not in others: then a value that is computed twice is not equal to itself,
 # and the gradient of a maximum, which looks for the elements equal to it, finds none and divides by zero. No option of
-# one program undoes this; a process can (`own_flags`).
+# one program undoes this; a process can (`default_flags`).
 _ROUND_ALIKE = ("--xla_cpu_max_isa=AVX",)
 _X86 = ("x86_64", "AMD64")
 # XLA's YNN fusions compute some programs wrongly on CPU: jax-ml/jax#39103 from jaxlib 0.10.2 on, and in 0.12.0.1 a sum
@@ -173,20 +173,42 @@ def not_compiled() -> str | None:
     return "JAX_DISABLE_JIT is set: kernels would be judged without being compiled, as nobody runs them"
 
 
-def own_options() -> dict[str, bool | int]:
-    """Compiler options under which one program is compiled as JAX does by itself; empty where all of them are.
+def default_options() -> dict[str, bool | int]:
+    """Return the compiler options that compile one program as JAX does by default; empty if no flag differs.
 
-    What keeps XLA from computing wrongly under its own flags (`_SOUND`) stays, and so does what the user has set, and
-    on x86 the instruction set, which no option of a program extends.
+    Three things stay: what keeps XLA from computing wrongly by default (`_SOUND`), what the user has set, and on x86
+    the instruction set, which no option of a program extends.
     """
     flags = os.environ.get("XLA_FLAGS", "").split()
-    return {flag.removeprefix("--").partition("=")[0]: own for flag, own in _OWN.items() if flag in flags}
+    return {flag.removeprefix("--").partition("=")[0]: value for flag, value in _DEFAULTS.items() if flag in flags}
 
 
-def own_flags() -> dict[str, str]:
-    """What the environment of a process must have for it to compile as JAX does by itself, without any options."""
+def default_flags() -> str:
+    """Return the `XLA_FLAGS` under which a process compiles as JAX does by default."""
     flags = os.environ.get("XLA_FLAGS", "").split()
-    return {"XLA_FLAGS": " ".join(flag for flag in flags if flag not in _OWN and flag not in _ROUND_ALIKE)}
+    return " ".join(flag for flag in flags if flag not in _DEFAULTS and flag not in _ROUND_ALIKE)
+
+
+def start_backends(flags: str | None) -> None:
+    """Start JAX's backends under these XLA flags, and leave the environment as it was.
+
+    XLA reads `XLA_FLAGS` once, when the first backend starts. Whoever looks at the environment later cannot tell from
+    it which flags XLA has read.
+
+    Args:
+      flags: for XLA; None for those that the environment has.
+    """
+    import jax  # imported late: `prepare` must come first
+
+    shown = os.environ.get("XLA_FLAGS")
+    if flags is not None:
+        os.environ["XLA_FLAGS"] = flags
+    try:
+        jax.devices()
+    finally:
+        os.environ.pop("XLA_FLAGS", None)
+        if shown is not None:
+            os.environ["XLA_FLAGS"] = shown
 
 
 def falsifies_timing() -> str | None:

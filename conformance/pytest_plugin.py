@@ -310,22 +310,28 @@ class _Gate:
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
         if hasattr(self._config, "workerinput"):
             return
+        from conformance.judging import flag_share
+
         how, reason = ending.how_it_ended(session)
         if self._records and not reason:
             self._add_stale()
         for record in self._stale:
             self._add_failure(f"expectations[{record.implementation}-{record.case}]", record.reason)
+        excess = flag_share.find_excess(self._records)
+        self._records += excess
+        for record in excess:
+            self._add_failure(f"{record.check}[{record.implementation}]", record.reason)
         sentence = gate.nothing_judged(self._records, self._config.getoption("--require-platform"))
         if not (sentence or reason) and session.exitstatus == 0:
             sentence = gate.not_asked(self._config, self._planned, self._whole, self._records)
         if sentence:
             self._add_failure("something_is_judged", sentence)
-        if (self._stale or sentence) and session.exitstatus == 0:
+        if (self._stale or excess or sentence) and session.exitstatus == 0:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
         if self._written is not None:
-            self._finish(session, how, reason)
+            self._finish(session, how, reason, [*self._stale, *excess])
 
-    def _finish(self, session: pytest.Session, how: str, reason: str) -> None:
+    def _finish(self, session: pytest.Session, how: str, reason: str, more: list[Record]) -> None:
         from conformance.commands.errors import CannotJudge
         from conformance.judging.journal import CannotWrite
 
@@ -334,7 +340,7 @@ class _Gate:
             if not reason:
                 assert self._runner is not None
                 self._written.probe(self._runner, gate.seconds_beside(self._config), self._lent is not None)
-            if worse := self._written.finish(how, reason, self._stale):
+            if worse := self._written.finish(how, reason, more):
                 self._add_failure("baseline", worse)
                 session.exitstatus = session.exitstatus or pytest.ExitCode.TESTS_FAILED
         except (CannotWrite, CannotJudge) as error:

@@ -98,13 +98,13 @@ class Executor:
         else:
             self.begin(_gradients_lse, problem, cotangent.out, cotangent.logsumexp)
 
-    def as_jax_compiles(self) -> Executor | None:
-        """The executor of the same call whose programs are compiled as JAX does by itself; none if all are."""
-        options = environment.own_options()
+    def with_default_flags(self) -> Executor | None:
+        """Return an executor that compiles as JAX does by default; None if this one does."""
+        options = environment.default_options()
         return Executor(self.implementation, options) if options else None
 
-    def anew(self) -> Executor:
-        """The executor of the same call with the same options, which has compiled nothing yet."""
+    def create_fresh(self) -> Executor:
+        """Return an executor of the same call with the same options that has compiled nothing yet."""
         return Executor(self.implementation, self.options)
 
     def declaring(self, implementation: Implementation) -> Executor:

@@ -11,7 +11,7 @@ from conformance.commands import annotate, lookup
 from conformance.commands.errors import CannotJudge
 from conformance.commands.outputs import command_line, outputs_of, step_summary
 from conformance.commands.progress import Exploring
-from conformance.judging import interrupts, provenance
+from conformance.judging import flag_share, interrupts, provenance
 from conformance.judging.evidence import EXPLORE, gather
 from conformance.judging.journal import CannotWrite, Journal
 from conformance.judging.plan import Plan
@@ -68,6 +68,8 @@ def explore(arguments: argparse.Namespace) -> int:
         interrupts.ignore()
         written = {record.key for record in journal.recorded.records}
         journal.add([record for record in found.records if record.key not in written])
+        excess = flag_share.find_excess(journal.recorded.records)
+        journal.add(excess)
         reason = "a signal stopped it" if found.interrupted else ""
         journal.end(INTERRUPTED if found.interrupted else COMPLETE, reason=reason, seconds=found.seconds)
     except CannotWrite as error:
@@ -79,6 +81,6 @@ def explore(arguments: argparse.Namespace) -> int:
     for note in info.notes:
         Console().print(note, highlight=False, soft_wrap=True)
     print("".join(f"{line}\n" for line in annotate.annotated(judged)), end="")
-    if found.failing is not None:
+    if found.failing is not None or excess:
         return 1
     return 0 if found.judged and not found.interrupted else 2

@@ -25,7 +25,7 @@ from conformance.commands.outputs import Outputs, command_line, outputs_of, step
 from conformance.commands.probes import budget, diagnose
 from conformance.commands.progress import Progress
 from conformance.contract import Implementation
-from conformance.judging import interrupts, plan, provenance, runner, settings
+from conformance.judging import flag_share, interrupts, plan, provenance, runner, settings
 from conformance.judging.evidence import gather
 from conformance.judging.job import Job
 from conformance.judging.journal import CannotWrite, Journal, Unlike, from_file, to_go_on
@@ -152,6 +152,7 @@ def _written_down(
             journal.end(FAILED, reason=f"{type(error).__name__}: {error}", seconds=time.perf_counter() - started)
         raise
     journal.add(runner.hardware_records(implementations))
+    journal.add(flag_share.find_excess(journal.recorded.records))
     if how == COMPLETE and _is_whole(arguments):
         journal.add(chosen.stale(journal.recorded.records, jax.__version__))
     journal.end(how, reason=reason, seconds=time.perf_counter() - started)

@@ -115,7 +115,7 @@ def again_and_again(executor: Executor, problem: Problem, count: int) -> int:
     all the same: how several share one is up to XLA.
     """
     plain, given = executor.bind(problem)
-    own = environment.own_options()
+    own = environment.default_options()
     program = jax.jit(plain, compiler_options={**own, **_ONE_THREAD} if own else executor.options or None)
     arrays = jax.tree.map(jnp.asarray, given)
     first = np.asarray(program(arrays))

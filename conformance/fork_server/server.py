@@ -158,6 +158,7 @@ class _Origin:
         for number, output in enumerate(files[:2], start=1):
             os.dup2(output, number)
             os.close(output)
+        passed = [_renumber(file) for file in files[2:]]
         os.environ.clear()
         os.environ.update(letter.environ)
         tempfile.tempdir = None  # it goes by the environment
@@ -166,7 +167,14 @@ class _Origin:
         for generator in (random, sys.modules.get("numpy.random")):  # or all would draw the same
             if generator is not None:
                 generator.seed()
-        return lambda: letter.become(*files[2:], *letter.given)
+        return lambda: letter.become(*passed, *letter.given)
+
+
+def _renumber(file: int) -> int:
+    """Give a file the lowest free number. The one it was received by tells how many processes there were."""
+    lowest = os.dup(file)
+    os.close(file)
+    return lowest
 
 
 def _hear(number: int, frame: FrameType | None) -> None:

@@ -19,8 +19,8 @@ from conformance.calling.execution import Executor
 from conformance.checks import BY_NAME, CHECKS, Check
 from conformance.contract import Implementation
 from conformance.judging import discrimination, interrupts
-from conformance.judging.again import CONFIRMED, Again
 from conformance.judging.job import Job
+from conformance.judging.rejudge import CONFIRMED, Rejudge
 from conformance.judging.settings import Settings
 from conformance.records import Record
 from conformance.sandbox.kernel_process import Lost
@@ -48,7 +48,7 @@ class Runner:
         self._options = tuple(options)
         self._confirmed = confirmed
         self._executors: dict[str, Executor] = {}
-        self._again: dict[str, Again] = {}
+        self._rejudges: dict[str, Rejudge] = {}
         self._done = 0
 
     def run(self, jobs: Sequence[Job], on_job: Callable[[Job, list[Record]], None] | None = None) -> list[Record]:
@@ -69,20 +69,20 @@ class Runner:
         """The records of one job, as they come."""
         executor = self._executors.setdefault(job.implementation.name, executor_of(job.implementation))
         subject = Subject(executor, job.case, self._settings.tolerances, job.turn)
-        again = self._again.setdefault(job.implementation.name, Again(executor, self._confirmed))
+        rejudge = self._rejudges.setdefault(job.implementation.name, Rejudge(executor, self._confirmed))
         self._done += 1
         if self._done % _CLEAR_EVERY == 0:
             jax.clear_caches()  # type: ignore[no-untyped-call] # untyped upstream
         if (absent := job.implementation.accelerator.absent) is not None:
-            found = _absent(subject, job.checks, absent, again)
+            found = _absent(subject, job.checks, absent, rejudge)
         elif isinstance(reason := _reason(job), Judgement):
             found = iter([_record(subject, "support", reason, None, 0.0)])
         elif reason is not None:
-            found = _declined(subject, job.checks, reason, again)
+            found = _declined(subject, job.checks, reason, rejudge)
         elif (count := executor.devices) < job.implementation.devices:
             found = iter([_record(subject, "devices", _too_few(job.implementation.devices, count), None, 0.0)])
         else:
-            found = _judged(subject, job.checks, again)
+            found = _judged(subject, job.checks, rejudge)
         for record in found:
             yield self._told(record)
 
@@ -152,7 +152,7 @@ def reproduction(subject: Subject, check: str) -> str:
     return f"{command} --pullback={subject.turn.pulled[0]}" if alone and check in _PULLS_BY_TURN else command
 
 
-def _judged(subject: Subject, checks: Iterable[Check], again: Again) -> Iterator[Record]:
+def _judged(subject: Subject, checks: Iterable[Check], rejudge: Rejudge) -> Iterator[Record]:
     margin = None
     checks = tuple(checks)
     compares = any(check.compares for check in checks)
@@ -175,7 +175,7 @@ def _judged(subject: Subject, checks: Iterable[Check], again: Again) -> Iterator
             return
     for check in checks:
         try:
-            for judgement, seconds in _timed(check, subject, again):
+            for judgement, seconds in _timed(check, subject, rejudge):
                 if left_out and check.compares:
                     judgement = dataclasses.replace(judgement, figures={**judgement.figures, **left_out})
                 yield _record(subject, check.name, judgement, margin, seconds)
@@ -208,26 +208,26 @@ def _undecided(left_out: Mapping[str, float]) -> Judgement:
     return Judgement(observable="case", verdict=records.UNJUDGED, reason=reason, figures=left_out)
 
 
-def _timed(check: Check, subject: Subject, again: Again) -> Iterator[tuple[Judgement, float]]:
+def _timed(check: Check, subject: Subject, rejudge: Rejudge) -> Iterator[tuple[Judgement, float]]:
     """The check's judgements, each with its share of the time: as they come, where none is made again."""
     start = time.perf_counter()
-    if again.never:
+    if rejudge.never:
         for judgement in _first_answers(check, subject):
             interrupts.check()
             yield judgement, time.perf_counter() - start
             start = time.perf_counter()
         return
-    judgements = _answers(check, subject, again)
+    judgements = _answers(check, subject, rejudge)
     seconds = (time.perf_counter() - start) / max(1, len(judgements))
     for judgement in judgements:
         yield judgement, seconds
 
 
-def _answers(check: Check, subject: Subject, again: Again) -> list[Judgement]:
+def _answers(check: Check, subject: Subject, rejudge: Rejudge) -> list[Judgement]:
     """The check's judgements, failures judged again; what the implementation raises becomes one too."""
     found = list(_first_answers(check, subject))
     interrupts.check()
-    found = again.judged(check, subject, found)
+    found = rejudge.judge(check, subject, found)
     interrupts.check()
     return found
 
@@ -236,26 +236,26 @@ def _first_answers(check: Check, subject: Subject) -> Iterator[Judgement]:
     return guarded("all", lambda: check.run(subject))
 
 
-def _absent(subject: Subject, checks: Iterable[Check], reason: str, again: Again) -> Iterator[Record]:
+def _absent(subject: Subject, checks: Iterable[Check], reason: str, rejudge: Rejudge) -> Iterator[Record]:
     """What needs no accelerator, if there is a call for it and the case is supported; the rest is unjudged."""
     implementation = subject.implementation
     stand_ins = {check: check.scope.without_accelerator for check in checks}
     possible = [check for check, stand_in in stand_ins.items() if stand_in and stand_in(implementation) is not None]
     if possible and implementation.supports(subject.case) is None:
-        yield from _judged(subject, possible, again)
+        yield from _judged(subject, possible, rejudge)
         if len(possible) == len(stand_ins):
             return
     unjudged = Judgement(observable="case", verdict=records.UNJUDGED, reason=reason)
     yield _record(subject, "hardware", unjudged, None, 0.0)
 
 
-def _declined(subject: Subject, checks: Iterable[Check], reason: str, again: Again) -> Iterator[Record]:
+def _declined(subject: Subject, checks: Iterable[Check], reason: str, rejudge: Rejudge) -> Iterator[Record]:
     yield _record(subject, "support", unsupported("case", reason), None, 0.0)
     for check in checks:
         if not check.scope.supported:
             start = time.perf_counter()
             try:
-                found = _answers(check, subject, again)
+                found = _answers(check, subject, rejudge)
             except Lost as lost:
                 found = [_lost(lost)]
             for judgement in found:

@@ -60,11 +60,14 @@ def _machine() -> str:
 
 
 def link_programs(cache_folder: Path | None, scratch: str) -> None:
-    """Link the programs that were stored before this run into the scratch folder of a kernel's process."""
-    if cache_folder is None:
-        return
+    """Link the programs that were stored before this run into the scratch folder of a kernel's process.
+
+    Without a cache folder it finds an empty folder: what it compiles ends with it.
+    """
     linked = Path(scratch, _FOLDER)
     linked.mkdir()
+    if cache_folder is None:
+        return
     with contextlib.suppress(OSError):
         for program in os.scandir(cache_folder):
             if _NAME.fullmatch(program.name) and program.stat(follow_symlinks=False).st_mtime < _RUN_START:

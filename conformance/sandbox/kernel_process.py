@@ -13,7 +13,6 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -99,8 +98,10 @@ class KernelProcess:
         limits: Limits,
         problem: str | None = None,
         first: str = "",
-        environ: Mapping[str, str] | None = None,
+        xla_flags: str | None = None,
         sandbox: SandboxPolicy | None = None,
+        *,
+        reads_cache: bool = True,
     ) -> None:
         """Prepare the process of a kernel; nothing is started yet.
 
@@ -110,17 +111,15 @@ class KernelProcess:
           limits: of one call.
           problem: what `--problem` says.
           first: the text of the first handshake of this kernel in another process, if there was one.
-          environ: what replaces variables of the environment.
+          xla_flags: the flags of XLA, if they are not those of the environment.
           sandbox: what the command says of the sandbox.
+          reads_cache: whether it finds what earlier runs compiled.
         """
         self._sandbox = SandboxPolicy() if sandbox is None else sandbox
         self.name, self.limits = name, limits
-        self._first, self._environ, self._cache_folder = (
-            first,
-            dict(environ or {}),
-            None if environ else compilation_cache.find_cache_folder(name),
-        )
-        self._own_flags: KernelProcess | None = None
+        self._first, self._xla_flags, self._reads_cache = first, xla_flags, reads_cache
+        self._cache_folder = compilation_cache.find_cache_folder(name)
+        self._with_default_flags: KernelProcess | None = None
         self._products, self._problem = products, problem
         self._running: list[_RunningProcess] = []  # at most one
         self._pending: collections.deque[_PendingCall] = collections.deque()  # results that nobody has asked for yet
@@ -139,16 +138,20 @@ class KernelProcess:
         assert self._said is not None
         return self._said
 
-    def with_own_flags(self) -> KernelProcess:
-        """Return another process of the same kernel, which compiles with JAX's default flags."""
-        if self._own_flags is None:
-            self._own_flags = self.afresh(environment.own_flags())
-        return self._own_flags
+    def with_default_flags(self) -> KernelProcess:
+        """Return another process of the same kernel, whose programs are compiled as JAX does by default."""
+        if self._with_default_flags is None:
+            self._with_default_flags = self.create_fresh(environment.default_flags())
+        return self._with_default_flags
 
-    def afresh(self, environ: Mapping[str, str] | None = None) -> KernelProcess:
-        """Return a new process of the same kernel, by default with the same environment."""
+    def create_fresh(self, xla_flags: str | None = None) -> KernelProcess:
+        """Return another process of the same kernel, under the same XLA flags unless others are given.
+
+        It finds no program of an earlier run. All that are made in this way are alike, but for what XLA reads.
+        """
         known = (self.name, self._products, self.limits, self._problem, self.said.text)
-        return KernelProcess(*known, self._environ if environ is None else environ, self._sandbox)
+        flags = self._xla_flags if xla_flags is None else xla_flags
+        return KernelProcess(*known, flags, self._sandbox, reads_cache=False)
 
     def begin(self, order: CallRequest) -> None:
         """Start a call whose result will be asked for; meanwhile the judge computes what to expect."""
@@ -214,11 +217,12 @@ class KernelProcess:
         return dataclasses.replace(self.limits, seconds=seconds)
 
     def _start(self) -> None:
-        running = _RunningProcess(self._environ, self._cache_folder, self.limits, self._sandbox)
+        running = _RunningProcess(self._cache_folder, self.limits, self._sandbox, reads_cache=self._reads_cache)
         self._running.append(running)
         try:
             patient = dataclasses.replace(self.limits, seconds=max(self.limits.seconds, _LOADING))
-            found = _unpack_result(running.load(self.name, self._products, self._problem, patient), running)
+            answer = running.load(self.name, self._products, self._problem, self._xla_flags, patient)
+            found = _unpack_result(answer, running)
         except Lost as lost:
             self.end()
             raise LoadFailed(f"{self.name} does not load: {lost}") from lost
@@ -236,8 +240,8 @@ class KernelProcess:
         """End the process, and all that it started."""
         self._pending.clear()
         _end(self._running)
-        if self._own_flags is not None:
-            self._own_flags.end()
+        if self._with_default_flags is not None:
+            self._with_default_flags.end()
 
 
 _ALL: weakref.WeakSet[KernelProcess] = weakref.WeakSet()
@@ -262,12 +266,11 @@ def _max_bytes(order: CallRequest) -> int:
 class _RunningProcess:
     """A kernel's process that was started, from its start to its end."""
 
-    def __init__(
-        self, environ: dict[str, str], cache_folder: Path | None, limits: Limits, sandbox: SandboxPolicy
-    ) -> None:
+    def __init__(self, cache_folder: Path | None, limits: Limits, sandbox: SandboxPolicy, *, reads_cache: bool) -> None:
         self._sandbox = sandbox
-        self._scratch, self._cache_folder = ScratchFolder(), cache_folder
-        compilation_cache.link_programs(cache_folder, self._scratch.path)
+        self._scratch, self._cache_folder = ScratchFolder(), cache_folder if reads_cache else None
+        if cache_folder is not None:
+            compilation_cache.link_programs(self._cache_folder, self._scratch.path)
         self._status, status = os.pipe()
         theirs, self._requests = os.pipe()
         self._answers, answers = os.pipe()
@@ -281,7 +284,6 @@ class _RunningProcess:
             visible_environment.filter_environment(os.environ, sandbox.variables)
             | dict.fromkeys(_CACHES, self._scratch.path)
             | {"PYTHONUNBUFFERED": "1"}
-            | environ
         )
         passing = (theirs, answers, status)
         given = (self._scratch.path, limits.memory)
@@ -295,10 +297,11 @@ class _RunningProcess:
         self._listener = threading.Thread(target=self._listen, daemon=True)
         self._listener.start()
 
-    def load(self, name: str, products: str | None, problem: str | None, limits: Limits) -> Any:
+    def load(self, name: str, products: str | None, problem: str | None, xla_flags: str | None, limits: Limits) -> Any:
         """Load the kernel and return its handshake."""
         load = LoadRequest(name, products, problem, (os.getcwd(), *sys.path), self._scratch.path, self._sandbox)
-        self._write(protocol.pack_request(load), time.monotonic() + limits.seconds)
+        for request in (xla_flags, load):  # the flags by themselves: the kernel finds what is loaded in frames above it
+            self._write(protocol.pack_request(request), time.monotonic() + limits.seconds)
         self.confined = str(self.receive(limits, 0))  # sent before anything of the kernel's runs
         return self.receive(limits, 0)
 

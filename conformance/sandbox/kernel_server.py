@@ -1,6 +1,6 @@
 """Run a kernel in its own process: load it, do what is asked, and answer with data.
 
-The process begins with two pipes. The first request says which kernel to load.
+The process begins with two pipes. The first request is the flags of XLA, the second says which kernel to load.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 import jax
 
 import conformance.driving
-from conformance import program_cache
+from conformance import environment, program_cache
 from conformance.calling import registry
 from conformance.calling.execution import Executor
 from conformance.sandbox import compilation_cache, confinement, declaration_codec, policy, supervisor
@@ -89,11 +89,14 @@ def serve(requests: int, answers: int, status: int, scratch: str, memory: int) -
     supervisor.start_supervised((requests, answers), status, scratch, memory)
     confinement.die_with_parent()
     answering = load_private_copy("conformance.sandbox.answering")
+    xla_flags: str | None = answering.read_request(requests)
     load: LoadRequest = answering.read_request(requests)
     sys.path[:] = load.path
     readable = list(_find_readable(load))
     answering.send_value(answers, confinement.confine_process([Path(load.scratch)], readable, (requests, answers)))
     try:
+        environment.start_backends(xla_flags)
+        del xla_flags  # nothing in the frames above the kernel's calls says which they are
         _load_drivers()
         snapshot = answering.tamper_check.take_snapshot()
         find_executor, handshake = _load_kernel(load)

@@ -85,29 +85,29 @@ class SandboxedExecutor(Executor):
         options = tuple(sorted(self.options.items()))
         return CallRequest(options, self._variant, self._generation, function, given, named)
 
-    def as_jax_compiles(self) -> Executor | None:
-        """The executor of the same call in a process that has no flags but JAX's own, as its users' have.
+    def with_default_flags(self) -> Executor | None:
+        """Return an executor whose programs are compiled as JAX does by default, as its users' are; None if these are.
 
-        A kernel that could tell that it is judged again, by options or by the calls before, could be right then alone.
-        Where processes cannot share an accelerator, options have to do.
+        On a CPU it asks another process. That differs from this one by what XLA read at its start, and by no option of
+        a request. Processes cannot share an accelerator: there it asks this process, with compiler options.
         """
-        options = environment.own_options()
+        options = environment.default_options()
         if not options:
             return None
         if self.backend != "cpu":
             return SandboxedExecutor(self.implementation, self._process, options, self._variant)
-        return SandboxedExecutor(self.implementation, self._process.with_own_flags(), None, self._variant)
+        return SandboxedExecutor(self.implementation, self._process.with_default_flags(), None, self._variant)
 
-    def anew(self) -> Executor:
-        """The executor of the same call with the same options, in a process that was asked nothing yet.
+    def create_fresh(self) -> Executor:
+        """Return an executor with the same options in a new process.
 
-        Where processes cannot share an accelerator, in one that has compiled nothing yet for this executor.
+        Processes cannot share an accelerator: there it asks this process, which compiles for it once more.
         """
         if self.backend != "cpu":
             return SandboxedExecutor(
                 self.implementation, self._process, self.options, self._variant, next(_GENERATIONS)
             )
-        return SandboxedExecutor(self.implementation, self._process.afresh(), self.options, self._variant)
+        return SandboxedExecutor(self.implementation, self._process.create_fresh(), self.options, self._variant)
 
     def declaring(self, implementation: Implementation) -> Executor:
         """The executor for the same call with other declarations."""

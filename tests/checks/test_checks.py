@@ -48,7 +48,7 @@ CLAIMS = {"memory": "block_flash", "parts": "ragged"}
 
 
 def judge(implementation: Implementation | Callable[..., Any], case: str, check: str) -> list[Record]:
-    """The records of one check on one case, failures as they are first seen (`conformance.judging.again`)."""
+    """The records of one check on one case, failures as they are first seen (`conformance.judging.rejudge`)."""
     if not isinstance(implementation, Implementation):
         implementation = from_function(implementation, "kernel")
     planned = plan.single(implementation, parse(case), [BY_NAME[check]])

@@ -28,7 +28,7 @@ CASE = "decode/f32/B3.T1.S40.N4.K2.H16.V24/{}/sinks/normal/s0"
 
 
 def judge(subject: Implementation, case: str, check: str) -> list[Record]:
-    """The records of one check on one case, failures as they are first seen (`conformance.judging.again`)."""
+    """The records of one check on one case, failures as they are first seen (`conformance.judging.rejudge`)."""
     planned = plan.single(subject, parse(case), [BY_NAME[check]])
     return [record for record in Runner(Settings(), confirmed=0).run(planned.jobs) if record.check == check]
 

@@ -33,7 +33,7 @@ DIGITS = ("bf16", "f16")
 def judge(implementation: Implementation, dtype: str, seed: int = 0) -> dict[str, Record]:
     """Records of the check by observable.
 
-    Failures are not judged again, which costs seven times the check: `tests/judging/test_again.py` asks about that.
+    Failures are not judged again, which costs seven times the check: `tests/judging/test_rejudge.py` asks about that.
     """
     [case] = [case for case in plain_cases(seed, implementation.supports) if case.dtype == dtype]
     planned = plan.single(implementation, case, [BY_NAME["ensemble"]])

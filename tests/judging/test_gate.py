@@ -50,6 +50,29 @@ def test_a_kernel_may_run_in_the_judges_process_and_the_command_says_so(reposito
     assert all(records.IN_PROCESS in record.figures for record in found)
 
 
+BY_FLAGS = """
+import importlib
+from tests.kernels import naive
+
+def attention(q, k, v, *, causal=False, soft_cap=None):
+    options = importlib.import_module("jax._src.lib").xla_client.CompileOptions().executable_build_options
+    right = naive.attention(q, k, v, causal=causal, soft_cap=soft_cap)
+    return right * bool(options.debug_options.xla_backend_optimization_level)
+"""
+
+
+@pytest.mark.long
+def test_a_kernel_that_goes_by_the_compilers_flags_is_red(repository: Repository) -> None:
+    (repository.path / "kernel.py").write_text(BY_FLAGS)
+    result = gate(repository, FEW, "-k=T1 and forward", "--conformance-json=r.jsonl")
+    assert result.ret == 1
+    result.stdout.fnmatch_lines(["*kernel.py:attention (cpu) does not conform*"])
+    found = records.read_jsonl(repository.path / "r.jsonl")
+    (red,) = [record for record in found if record.verdict == records.FAIL]
+    assert red.check == "flags"
+    assert len([record for record in found if records.FLAGS_DIFFER in record.figures]) > 0
+
+
 def collected(repository: Repository, *arguments: str) -> list[str]:
     result = gate(repository, "--collect-only", "-q", *arguments)
     return [line for line in result.stdout.lines if "::" in line]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import fcntl
+import importlib
 import os
 import pathlib
 import resource
@@ -90,8 +91,10 @@ def switches_jit_off(q: Any, k: Any, v: Any) -> Any:
     return right(q, k, v)
 
 
-def tells_its_flags(q: Any, k: Any, v: Any) -> Any:
-    raise ValueError(f"flags: {os.environ['XLA_FLAGS']}")
+def tells_its_level(q: Any, k: Any, v: Any) -> Any:
+    xla_client = importlib.import_module("jax._src.lib").xla_client
+    debug = xla_client.CompileOptions().executable_build_options.debug_options
+    raise ValueError(f"level {debug.xla_backend_optimization_level}")
 
 
 def closes(q: Any, k: Any, v: Any) -> Any:

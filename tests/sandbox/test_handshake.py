@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from cases.case import Case
-from cases.inputs import draw
 from conformance.calling import registry
 from conformance.sandbox import kernel_process, sandboxed_executor
 from conformance.sandbox.kernel_options import KernelOptions
@@ -66,13 +65,21 @@ def test_a_kernel_says_of_itself_what_it_said_first() -> None:
         )
 
 
-def test_a_kernel_that_hides_devices_is_one_line(tmp_path: Path) -> None:
+def test_a_kernel_that_says_it_has_fewer_devices_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "hides.py").write_text(
+        "from tests.sandbox.kernels import forges\nattention = forges({'declared': {}, 'backend': 'cpu', 'count': 1})\n"
+    )
+    with pytest.raises(registry.ImplementationNotFound, match="its process has 1 of 4 devices"):
+        KernelOptions().find(f"{tmp_path}/hides.py:attention")
+
+
+def test_a_kernel_cannot_change_how_many_devices_it_has(tmp_path: Path) -> None:
     flag = "--xla_force_host_platform_device_count=1"
     (tmp_path / "hides.py").write_text(
         f"import os\nos.environ['XLA_FLAGS'] = '{flag}'\nfrom tests.sandbox.kernels import right as attention\n"
     )
-    with pytest.raises(registry.ImplementationNotFound, match="its process has 1 of 4 devices"):
-        KernelOptions().find(f"{tmp_path}/hides.py:attention")
+    found = KernelOptions().find(f"{tmp_path}/hides.py:attention")
+    assert sandboxed_executor.executor_of(found).devices == 4
 
 
 def test_a_kernel_that_computes_elsewhere_than_the_judge_is_one_line(tmp_path: Path) -> None:
@@ -81,14 +88,3 @@ def test_a_kernel_that_computes_elsewhere_than_the_judge_is_one_line(tmp_path: P
     )
     with pytest.raises(registry.ImplementationNotFound, match="its process computes on gpu, and the judge on cpu"):
         KernelOptions().find(f"{tmp_path}/elsewhere.py:attention")
-
-
-def test_a_kernel_is_judged_again_in_a_process_that_has_the_flags_of_its_users() -> None:
-    first = sandboxed_executor.executor_of(KernelOptions().find(f"{HERE}/kernels.py:tells_its_flags"))
-    again = first.as_jax_compiles()
-    assert again is not None
-    with pytest.raises(Exception, match="xla_backend_optimization_level=0"):
-        first.forward(draw(CASE))
-    with pytest.raises(Exception, match="flags") as raised:
-        again.forward(draw(CASE))
-    assert "optimization_level" not in str(raised.value)

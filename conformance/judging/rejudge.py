@@ -1,22 +1,25 @@
-"""A failure is judged again before it is called one.
+"""Judge each failure a second time before it counts.
 
-First as JAX compiles by itself: the flags that make compiling cheap (`conformance.environment`) must never decide. What
-comes of the second judgement stands, and the ratio of the first is kept beside it. What is right then is judged anew
-under both, by a process that was asked nothing before where the kernel has one of its own. Only what is wrong under the
-flags of the first and right under the others is the flags' doing; else it depends on the calls before it, and stays
-wrong. Then under each declaration that a careful library might have made: one under which the whole check passes
-is named, so that nobody looks for a bug where a declaration is missing. Where zeros would pass too, the case would not
-be judged under that declaration, and says nothing of it.
+The flags that make compiling cheap (`conformance.environment`) must never decide. So a failure is judged once more
+under JAX's own flags, and what comes of that stands. The record keeps the ratio of the first judgement beside it.
 
-Both cost, and a wrong kernel has hundreds of failures. So a failure is judged again only until two of its check and
-result (`out`, `dq`, ...) have been confirmed, or two of that result as the plain call gives it (`_PLAIN`): what is
-wrong there is wrong wherever else it is looked at. From then on nothing is at stake: that result does not conform, for
-failures that the flags have no part in. A failure that is not confirmed never counts, so that a false alarm is never
-let through by this, however many there are. What is still red and was not judged again has no `ratio_fast_compile`
-among its figures.
+What is right then was wrong because of the flags, or because of the kernel. A kernel may depend on the calls before,
+or recognise that it is judged a second time. To tell, the check is asked of fresh processes that differ by the flags
+alone: some under the first flags and as many under JAX's own, in an order that nobody can foresee. The flags are to
+blame only for what is wrong in all of the first and right in all of the others. All else stays a failure. A kernel can
+still find out under which flags XLA compiles, by looking at its own programs. So the flags may be to blame for a small
+share of its results only (`conformance.judging.flag_share`).
+
+Then each declaration is tried that a careful library might have made. One under which the whole check passes is named,
+so that nobody looks for a bug where a declaration is missing. It is not named where zeros would pass under it too.
+
+All this costs time, and a wrong kernel has hundreds of failures. So a failure is judged again only until two of its
+check and result (`out`, `dq`, ...) are confirmed, or two of that result in checks of the plain call (`_PLAIN`). From
+then on that result does not conform whatever comes. Failures that are not confirmed do not count, so that each false
+alarm is found out. A red record that was not judged again has no `ratio_fast_compile` among its figures.
 
 Declarations are tried on the first confirmed failure of a check in each dtype, by checks that keep their programs, so
-that nothing is compiled. What lies behind the mask is tried on all later ones too, if it explained the first: nearly
+that nothing is compiled. If what lies behind the mask explained the first, it is tried on all later ones too: nearly
 every published kernel has hundreds of these, and they are one finding.
 """
 
@@ -25,6 +28,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import math
+import secrets
 from collections.abc import Collection, Iterable, Iterator
 
 from conformance import records
@@ -33,26 +37,33 @@ from conformance.asking.scopes import DECODED, ENSEMBLE, GRID, INTERPRETED
 from conformance.asking.subject import Subject
 from conformance.calling.execution import Executor
 from conformance.checks import Check
-from conformance.judging import discrimination
+from conformance.judging import discrimination, flag_share
 from conformance.judging.declarations import Remedy, weaker
 
 CONFIRMED = 2
 """Failures of a check and result that are confirmed, after which no more of them are judged again."""
+FRESH = 2
+"""Fresh processes that are asked under each of the two sets of flags before the flags are blamed."""
+# Results that the flags may decide before their share of all results is looked at: the first ones are a large share.
+_LEAST_DECIDED = 8
 # Checks that compare what the plain call, with residuals or without, gives on the case's own operands.
 _PLAIN = frozenset({"forward", "residuals", "primal", "gradients", "gradients_lse", "gradients_part"})
 # The scopes of checks that run programs which the executor keeps.
 _KEPT = (GRID, DECODED, ENSEMBLE)
 _WRONG = frozenset({records.FAIL, records.ERROR})
+_UNSTEADY = "right when it was called again in the same way: what it returns depends on the calls before"
+_TOO_MANY = "not judged again: the compiler's flags have decided more results of this kernel than XLA accounts for"
 
 
-class Again:
+class Rejudge:
     """Judges the failures of one implementation again."""
 
     def __init__(self, executor: Executor, confirmed: float = CONFIRMED) -> None:
         """For what `executor` runs; `confirmed` failures of a check and result are enough, and 0 are never made."""
-        self._executor = executor.as_jax_compiles()
+        self._executor = executor.with_default_flags()
         self._enough = confirmed
         self._confirmed: collections.Counter[tuple[str, str]] = collections.Counter()
+        self._judged = self._decided = 0  # results in all, and those that the flags decided
         self._remedies: dict[tuple[str, str], Remedy | None] = {}  # by check and dtype
 
     @property
@@ -60,8 +71,9 @@ class Again:
         """Whether nothing is judged again."""
         return not self._enough
 
-    def judged(self, check: Check, subject: Subject, first: list[Judgement]) -> list[Judgement]:
-        """What stands of the judgements of a check, once those that are wrong were judged again."""
+    def judge(self, check: Check, subject: Subject, first: list[Judgement]) -> list[Judgement]:
+        """Return what stands of the first judgements of a check, once those that are wrong were judged again."""
+        self._judged += sum(judgement.verdict in records.JUDGED for judgement in first)
         wrong = _wrong(first)
         # No flag of a compiler changes what JAX's interpreters of kernels see: they compute step by step, and look for
         # races. Under XLA's own flags their callbacks also wait for each other for ever.
@@ -69,24 +81,27 @@ class Again:
             return first
         found = first
         if self._executor is not None and not all(self._is_settled(check, judgement) for judgement in wrong):
-            second = _answers(check, subject.run_by(self._executor))
-            found = _settled(first, second)
-            if changed := {judgement.observable for judgement in wrong} - {x.observable for x in _wrong(second)}:
-                # The flags are to blame only for what is wrong under the same ones again, and right under JAX's own,
-                # where nothing else is otherwise: a process may be asked what it was never asked before.
-                blamed = changed & self._wrong_anew(check, subject, subject.executor)
-                blamed -= self._wrong_anew(check, subject, self._executor) if blamed else set()
-                found = _unsteady(found, first, changed - blamed)
+            found = self._judge_by_default_flags(check, subject, self._executor, first)
         confirmed = _wrong(found)
         self._confirmed.update({(_kind(check), _result(judgement)) for judgement in confirmed})
         if check.scope not in _KEPT or not any(judgement.verdict == records.FAIL for judgement in confirmed):
             return found
         return self._explained(check, subject, found)
 
-    @staticmethod
-    def _wrong_anew(check: Check, subject: Subject, executor: Executor) -> set[str]:
-        """What is wrong where the check is the first thing that is asked."""
-        return {judgement.observable for judgement in _wrong(_answers(check, subject.run_by(executor.anew())))}
+    def _judge_by_default_flags(
+        self, check: Check, subject: Subject, executor: Executor, first: list[Judgement]
+    ) -> list[Judgement]:
+        """Return the judgements under JAX's own flags; where the flags are not to blame, the first ones."""
+        if self._decided >= _LEAST_DECIDED and flag_share.is_beyond_limit(self._decided, self._judged):
+            return [_with_reason(x, _TOO_MANY) if x.verdict in _WRONG else x for x in first]
+        second = _answers(check, subject.run_by(executor))
+        found = _settled(first, second)
+        changed = {judgement.observable for judgement in _wrong(first)} - {x.observable for x in _wrong(second)}
+        if not changed:
+            return found
+        blamed = _find_blamed(check, subject, executor, changed)
+        self._decided += len(blamed)
+        return _with_unsteady(found, first, changed - blamed)
 
     def _is_settled(self, check: Check, judgement: Judgement) -> bool:
         result = _result(judgement)
@@ -102,6 +117,30 @@ class Again:
         if known is None or not known.costs_little:
             return found
         return _with_remedy(found, _tried(check, subject, [known]))
+
+
+def _find_blamed(check: Check, subject: Subject, executor: Executor, changed: Collection[str]) -> set[str]:
+    """Return those of the `changed` results that fresh processes get wrong because of the flags.
+
+    The order of the processes is random, by numbers that the kernel cannot know. What survives outside of a process
+    tells it at most how many were before it, and not under which flags it is itself.
+
+    Args:
+      check: what is asked.
+      subject: of the executor under the first flags.
+      executor: the one under JAX's own flags.
+      changed: results that were wrong under the first flags, and then right under JAX's own.
+    """
+    blamed = set(changed)
+    looks = [(subject.executor, True), (executor, False)] * FRESH
+    secrets.SystemRandom().shuffle(looks)
+    for asked, should_be_wrong in looks:
+        answers = _answers(check, subject.run_by(asked.create_fresh()))
+        wrong = {judgement.observable for judgement in _wrong(answers)}
+        blamed = blamed & wrong if should_be_wrong else blamed - wrong
+        if not blamed:
+            break
+    return blamed
 
 
 def _kind(check: Check) -> str:
@@ -152,14 +191,17 @@ def _with_first(second: Judgement, first: Judgement | None) -> Judgement:
     return dataclasses.replace(second, figures={**figures, records.FLAGS_DIFFER: 1.0}, reason=reason)
 
 
-def _unsteady(found: list[Judgement], first: list[Judgement], names: Collection[str]) -> list[Judgement]:
-    """The judgements, those of `names` as they were first: what is wrong once and then right depends on the call."""
-    why = "right when it was called again in the same way: what it returns depends on the calls before"
+def _with_unsteady(found: list[Judgement], first: list[Judgement], names: Collection[str]) -> list[Judgement]:
+    """Return the judgements, the first ones in place of those `names` that were wrong at one call and then right."""
     wrong = [judgement for judgement in _wrong(first) if judgement.observable in names]
-    once = {x.observable: dataclasses.replace(x, reason=f"{x.reason}; {why}") for x in wrong}
+    once = {judgement.observable: _with_reason(judgement, _UNSTEADY) for judgement in wrong}
     there = {judgement.observable for judgement in found}
     stopped = [judgement for name, judgement in once.items() if name not in there]
     return [once.get(judgement.observable, judgement) for judgement in found] + stopped
+
+
+def _with_reason(wrong: Judgement, more: str) -> Judgement:
+    return dataclasses.replace(wrong, reason=f"{wrong.reason}; {more}")
 
 
 def _tried(check: Check, subject: Subject, declarations: Iterable[Remedy]) -> Remedy | None:
