@@ -152,6 +152,7 @@ def _written_down(
             journal.end(FAILED, reason=f"{type(error).__name__}: {error}", seconds=time.perf_counter() - started)
         raise
     journal.add(runner.hardware_records(implementations))
+    journal.add(runner.changed_file_records(journal.run, journal.recorded.records))
     if how == COMPLETE and _is_whole(arguments):
         journal.add(chosen.stale(journal.recorded.records, jax.__version__))
     journal.end(how, reason=reason, seconds=time.perf_counter() - started)

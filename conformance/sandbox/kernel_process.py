@@ -25,6 +25,7 @@ from conformance.sandbox import (
     compilation_cache,
     handshake,
     kernel_server,
+    loaded_files,
     protocol,
     remote_exceptions,
     scratch_folder,
@@ -112,6 +113,7 @@ class KernelProcess:
             dict(environ or {}),
             None if environ else compilation_cache.find_cache_folder(name),
         )
+        self.files = loaded_files.LoadedFiles(name, handshake.first_files(first))
         self._own_flags: KernelProcess | None = None
         self._products, self._problem = products, problem
         self._lives: list[_Running] = []  # the one that there is, if it runs
@@ -139,7 +141,9 @@ class KernelProcess:
     def afresh(self, environ: Mapping[str, str] | None = None) -> KernelProcess:
         """Another process of the same kernel that was asked nothing, in the same environment unless it is said."""
         known = (self.name, self._products, self.limits, self._problem, self.said.text)
-        return KernelProcess(*known, self._environ if environ is None else environ)
+        other = KernelProcess(*known, self._environ if environ is None else environ)
+        other.files = self.files
+        return other
 
     def begin(self, order: CallRequest) -> None:
         """Have the process start on what it will be asked: the judge finds out meanwhile what to expect."""
@@ -174,7 +178,7 @@ class KernelProcess:
             self._hear_begun(begun)
             if begun is None:
                 running.tell(protocol.pack_request(order), self._limits_now)
-                message = running.hear(self._limits_now)
+                message = self._hear()
             else:
                 self._begun.remove(begun)
                 message = begun.message
@@ -189,9 +193,23 @@ class KernelProcess:
         """Hear the answers to what was begun, in their order: up to `last`, or all of them."""
         for one in self._begun:
             if one.message is None:
-                one.message = self._lives[0].hear(self._limits_now)
+                one.message = self._hear()
             if one is last:
                 return
+
+    def _hear(self) -> Any:
+        """Hear the next answer, and read the files that it names. Raises `Lost`."""
+        message = self._lives[0].hear(self._limits_now)
+        self._note_files(message)
+        return message
+
+    def _note_files(self, message: Any) -> None:
+        try:
+            self.files.note(message)
+        except loaded_files.FileChanged as error:
+            raise Lost(str(error)) from error
+        except ValueError as error:
+            raise Lost("the kernel's process answered with what is no answer") from error
 
     @property
     def _limits_now(self) -> Limits:
@@ -206,7 +224,9 @@ class KernelProcess:
         self._lives.append(running)
         try:
             patient = dataclasses.replace(self.limits, seconds=max(self.limits.seconds, _LOADING))
-            found = _returned(running.load(self.name, self._products, self._problem, patient), running)
+            message = running.load(self.name, self._products, self._problem, patient)
+            self._note_files(message)
+            found = _returned(message, running)
         except Lost as lost:
             self.end()
             raise LoadFailed(f"{self.name} does not load: {lost}") from lost
@@ -215,7 +235,7 @@ class KernelProcess:
             why = _CONFINED if "PermissionError" in str(error) else ""
             raise LoadFailed(records.printable(str(error).strip().split("\n")[0]) + why) from error
         try:
-            self._said = handshake.parse_handshake(found, running.confined, self._first)
+            self._said = handshake.parse_handshake(found, running.confined, self._first, self.files.at_load)
         except ValueError as error:
             self.end()
             raise LoadFailed(f"{self.name} does not load: {error}") from error
@@ -401,7 +421,7 @@ class _Running:
 
 def _returned(message: Any, running: _Running) -> Any:
     """What an answer brings. Raises what the kernel raised, and `Lost` for what is no answer."""
-    if isinstance(message, dict) and list(message) == ["returned", "replaced"]:
+    if isinstance(message, dict) and list(message) == ["returned", "replaced", "files"]:
         if not isinstance(message["replaced"], list):
             raise Lost("the kernel's process answered with what is no answer")
         if message["replaced"]:

@@ -23,7 +23,15 @@ import conformance.driving
 from conformance import program_cache
 from conformance.calling import mishaps, registry
 from conformance.calling.execution import Executor
-from conformance.sandbox import compilation_cache, confinement, declaration_codec, protocol, supervisor, tamper_check
+from conformance.sandbox import (
+    compilation_cache,
+    confinement,
+    declaration_codec,
+    file_watcher,
+    protocol,
+    supervisor,
+    tamper_check,
+)
 
 LENGTH = struct.Struct("<Q")
 
@@ -84,11 +92,13 @@ def serve(requests: int, answers: int) -> None:
     mine = os.getpid()
     try:
         before = _watched()
+        files = file_watcher.FileWatcher(load.scratch)
         kernel, said = _loaded(load)
+        loaded = {"opened": files.report(), "installed": files.installed_modules()}
     except BaseException as error:  # whatever an import raises, the judge hears of it
         _send(answers, protocol.pack_answer({"raised": _told(error)}))
         return
-    _send(answers, protocol.pack_answer({"returned": said, "replaced": []}))
+    _send(answers, protocol.pack_answer({"returned": said, "replaced": [], "files": loaded}))
     while True:
         request = _read(requests)
         if not request:
@@ -96,9 +106,10 @@ def serve(requests: int, answers: int) -> None:
         try:
             order = protocol.unpack_request(request)
             returned = order.function(kernel(order), *order.given, **order.named)
-            answer = protocol.pack_answer({"returned": returned, "replaced": tamper_check.find_replaced(before)})
+            replaced, opened = tamper_check.find_replaced(before), {"opened": files.report()}
+            answer = protocol.pack_answer({"returned": returned, "replaced": replaced, "files": opened})
         except BaseException as error:  # a kernel may raise anything, SystemExit and KeyboardInterrupt too
-            answer = protocol.pack_answer({"raised": _told(error)})
+            answer = protocol.pack_answer({"raised": _told(error), "files": {"opened": files.report()}})
         if os.getpid() != mine:
             os._exit(1)  # the kernel forked, and what it forked came back here: one process answers
         _send(answers, answer)
