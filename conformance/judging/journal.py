@@ -137,14 +137,15 @@ def _difference(before: Run, now: Run, later: Sequence[tuple[str, str]]) -> str 
             return f"{name} was {_shown(getattr(before, name))} there and is {_shown(getattr(now, name))} here"
     if list(before.kernels) != list(now.kernels):
         return f"it judges {', '.join(before.kernels)}, and not {', '.join(now.kernels)}"
+    if changed := loaded_files.find_changed(later):
+        return changed[0]
     for implementation in now.kernels:
         there, here = before.provenance(implementation), now.provenance(implementation)
         there |= {name: here[name] for file, _ in later if (name := f"{runs.DIGEST_OF}{file}") in here}
-        for name in runs.differences(there, here):
+        # A digest of a file says more than that of all sources: it names the file.
+        for name in sorted(runs.differences(there, here), key=lambda name: not name.startswith(runs.DIGEST_OF)):
             what = name if len(now.kernels) == 1 else f"{name} of {implementation}"
             return f"{what} was {_shown(there.get(name))} there and is {_shown(here.get(name))} here"
-    if changed := loaded_files.find_changed(later):
-        return changed[0]
     return "other jobs are planned" if [j.key for j in before.jobs] != [j.key for j in now.jobs] else None
 
 

@@ -139,7 +139,7 @@ def _content_of(path: str) -> bytes | None:
         opened = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # a pipe does not stop this
     except OSError:
         return None
-    with open(opened, "rb", buffering=0) as file:
+    try:
         about = os.fstat(opened)
         if not stat.S_ISREG(about.st_mode):
             return None
@@ -150,9 +150,13 @@ def _content_of(path: str) -> bytes | None:
         if about.st_size > _LARGEST:
             whole.update(f"{about.st_size} bytes".encode())
         else:
-            while part := file.read(_PART):
+            while part := os.read(opened, _PART):
                 whole.update(part)
         # Times are coarse: what was written a moment ago may be written again within the same tick.
         if time.time() - max(about.st_mtime, about.st_ctime) > _SETTLED:
             _read[key] = whole.digest()
         return whole.digest()
+    except OSError:
+        return None
+    finally:
+        os.close(opened)
