@@ -112,6 +112,8 @@ class Record:
         What failed under the flags of the process and was judged again has that ratio as `ratio_fast_compile`, and
         `flags_differ` where JAX's own flags say otherwise. A user's kernel that was judged with `--in-process` has
         `in_process`.
+      files: that the kernel first read while this was judged, with their digests; those that it read as it was loaded,
+        the run record has.
       run: what tells its run from others that are merged with it, in words; empty where there is no other. It is not
         written: of which run a record is, its place in the file says.
       schema: of the line that the record is written as.
@@ -139,6 +141,7 @@ class Record:
     reproduce: str = ""
     seconds: float = 0.0
     figures: Mapping[str, float] = dataclasses.field(default_factory=dict, hash=False)
+    files: Mapping[str, str] = dataclasses.field(default_factory=dict, hash=False)
     run: str = ""
     schema: str = SCHEMA
 
@@ -229,7 +232,7 @@ def to_data(record: Record) -> dict[str, Any]:
     """The JSON object of its line."""
     data = dataclasses.asdict(record)
     del data["run"]
-    for name in ("figures", "pattern", "error_map"):  # most records have none
+    for name in ("figures", "files", "pattern", "error_map"):  # most records have none
         if not data[name]:
             del data[name]
     return data
@@ -280,6 +283,8 @@ def _reject_other_types(record: Record) -> None:
         raise ValueError("seconds and figures must be numbers")
     if not all(isinstance(feature, str) for feature in record.features):
         raise ValueError("features must be text")
+    if not all(isinstance(word, str) for word in itertools.chain(*record.files.items())):
+        raise ValueError("files and their digests must be text")
 
 
 def _reject_contradiction(record: Record) -> None:

@@ -21,6 +21,8 @@ INTERRUPTED = "interrupted"
 FAILED = "failed"
 ENDS = (COMPLETE, INTERRUPTED, FAILED)
 """How a run ends: to its end, stopped from outside or by `--fail-fast`, or by an error that is not the kernel's."""
+DIGEST_OF = "digest of "
+"""What a file is called among the provenance of a run, before its name."""
 # What a job may have in place of a record of its checks: why there is none.
 _INSTEAD = ("support", "discrimination", "devices", "hardware")
 
@@ -48,6 +50,7 @@ class Kernel:
       parted: how many pairs of operands and masks it does not support together, of how many that it does each.
       place: where it ran, as a sentence goes on, if that was neither a confined process of its own nor, for one of this
         project's, the judge's.
+      files: that its process read as it was loaded, with their digests, and the packages that it imported.
     """
 
     package: str = ""
@@ -59,6 +62,7 @@ class Kernel:
     declined: int = 0
     parted: tuple[int, int] = (0, 0)
     place: str = ""
+    files: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,7 +128,7 @@ class Run:
         """All that two runs must share for their records of an implementation to be answers to the same questions."""
         kernel = self.kernels.get(implementation, Kernel())
         known = {"declared": records.strict(kernel.declared), "package": kernel.package, "source": kernel.source}
-        known |= {"place": kernel.place}
+        known |= {"place": kernel.place} | {f"{DIGEST_OF}{name}": digest for name, digest in kernel.files.items()}
         return known | dict(self.environment) | {"tolerances": records.strict({"": list(self.tolerances)})}
 
 

@@ -29,7 +29,7 @@ CHECK_KINDS: Mapping[str, tuple[str, ...]] = {
     "under JAX": ("transforms", "calls", "sharding", "program"),
     "in a model": ("front_end", "decoding"),
     "accelerators": ("compiles", "interpreter", "memory", "hardware"),
-    "the case itself": ("support", "devices", "discrimination", "expectations", "flags"),
+    "the case itself": ("support", "devices", "discrimination", "expectations", "files", "flags"),
 }
 """Checks by the question that they ask, and what else records name in their place."""
 OTHERS = "others"

@@ -141,6 +141,15 @@ class Executor:
         return ""
 
     @property
+    def files(self) -> Mapping[str, str]:
+        """The files that the kernel read as it was loaded, with their digests, where it has a process of its own."""
+        return {}
+
+    def take_later_files(self) -> dict[str, str]:
+        """Return the files that it has first read since then, each of them once."""
+        return {}
+
+    @property
     def devices(self) -> int:
         """How many devices there are."""
         return len(jax.devices())

@@ -21,7 +21,7 @@ from conformance.judging import gate, provenance
 from conformance.judging.evidence import gather
 from conformance.judging.journal import Journal, Unlike, from_file, to_go_on
 from conformance.judging.plan import Plan
-from conformance.judging.runner import Runner, hardware_records
+from conformance.judging.runner import Runner, changed_file_records, hardware_records
 from conformance.judging.settings import Settings
 from conformance.records import RED, Record, RunInfo, printable
 from conformance.runs import Recorded, Run
@@ -153,7 +153,8 @@ class Written:
         """
         names = sorted({record.implementation for record in self._journal.recorded.records})
         judged = [self._implementations[name] for name in names if name in self._implementations]
-        self._journal.add([*more, *hardware_records(judged)])
+        changed_files = changed_file_records(self._run, self._journal.recorded.records)
+        self._journal.add([*more, *hardware_records(judged), *changed_files])
         self._journal.end(how, reason=reason, seconds=time.perf_counter() - self._started)
         facts: dict[str, Any] = {"command": self._run.command, "detection": detection.load()}
         found, info = gather([self._journal.recorded], **facts)

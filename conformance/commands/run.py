@@ -153,6 +153,7 @@ def _written_down(
         raise
     journal.add(runner.hardware_records(implementations))
     journal.add(flag_share.find_excess(journal.recorded.records))
+    journal.add(runner.changed_file_records(journal.run, journal.recorded.records))
     if how == COMPLETE and _is_whole(arguments):
         journal.add(chosen.stale(journal.recorded.records, jax.__version__))
     journal.end(how, reason=reason, seconds=time.perf_counter() - started)

@@ -17,6 +17,7 @@ from conformance import records, runs
 from conformance.judging import interrupts, provenance
 from conformance.records import Record
 from conformance.runs import End, Recorded, Run
+from conformance.sandbox import loaded_files
 
 
 class CannotWrite(Exception):  # noqa: N818 -- a statement, as the message is
@@ -32,6 +33,7 @@ class Journal:
         Raises:
           CannotWrite: if one cannot be written. What was in the others is then gone if nothing is kept.
         """
+        self._run = run
         self._recorded = Recorded(run=run, done=dict(kept or {}))
         self._done: dict[int, tuple[Record, ...]] = dict(kept or {})
         self._others: list[Record] = []
@@ -40,6 +42,11 @@ class Journal:
         self._files: list[_File] = []
         for path in dict.fromkeys(paths):
             self._files.append(_File(path, beginning.encode(), replace=bool(kept)))
+
+    @property
+    def run(self) -> Run:
+        """What holds for all of it."""
+        return self._run
 
     @property
     def recorded(self) -> Recorded:
@@ -106,7 +113,8 @@ def to_go_on(path: Path, run: Run) -> tuple[Run, dict[int, tuple[Record, ...]]]:
     (recorded,) = found
     before = recorded.run
     assert before is not None
-    if (difference := _difference(before, run)) is not None:
+    later = [file for record in recorded.records for file in record.files.items()]
+    if (difference := _difference(before, run, later)) is not None:
         raise Unlike(f"{path} is of another run: {difference}")
     if recorded.is_complete and len(recorded.done) == len(run.jobs):
         return before, dict(recorded.done)
@@ -118,16 +126,24 @@ def from_file(jobs: int) -> str:
     return f"of the jobs, {jobs:,} are as the file has them that is gone on with, and were not judged again"
 
 
-def _difference(before: Run, now: Run) -> str | None:
-    """What differs between two runs that should be one, in words."""
+def _difference(before: Run, now: Run, later: Sequence[tuple[str, str]]) -> str | None:
+    """What differs between two runs that should be one, in words.
+
+    `later` are files that kernels of the first read after they were loaded, with their digests. They must be as they
+    were, and a kernel may read them sooner.
+    """
     for name in ("level", "narrowed", "shard", "seeds"):
         if getattr(before, name) != getattr(now, name):
             return f"{name} was {_shown(getattr(before, name))} there and is {_shown(getattr(now, name))} here"
     if list(before.kernels) != list(now.kernels):
         return f"it judges {', '.join(before.kernels)}, and not {', '.join(now.kernels)}"
+    if changed := loaded_files.find_changed(later):
+        return changed[0]
     for implementation in now.kernels:
         there, here = before.provenance(implementation), now.provenance(implementation)
-        for name in runs.differences(there, here):
+        there |= {name: here[name] for file, _ in later if (name := f"{runs.DIGEST_OF}{file}") in here}
+        # A digest of a file says more than that of all sources: it names the file.
+        for name in sorted(runs.differences(there, here), key=lambda name: not name.startswith(runs.DIGEST_OF)):
             what = name if len(now.kernels) == 1 else f"{name} of {implementation}"
             return f"{what} was {_shown(there.get(name))} there and is {_shown(here.get(name))} here"
     return "other jobs are planned" if [j.key for j in before.jobs] != [j.key for j in now.jobs] else None

@@ -131,6 +131,7 @@ def _kernel(implementation: Implementation, planned: Plan, kernels: KernelOption
         declined=arrays.declined if arrays is not None else 0,
         parted=arrays.parted if arrays is not None else (0, 0),
         place=_place(implementation, kernels),
+        files=dict(executor_of(implementation).files),
     )
 
 

@@ -23,6 +23,8 @@ from conformance.judging.job import Job
 from conformance.judging.rejudge import CONFIRMED, Rejudge
 from conformance.judging.settings import Settings
 from conformance.records import Record
+from conformance.runs import Run
+from conformance.sandbox import loaded_files
 from conformance.sandbox.kernel_process import Lost
 from conformance.sandbox.sandboxed_executor import SupportUnknown, executor_of
 from conformance.truth.patterns.error_map import error_map
@@ -84,6 +86,8 @@ class Runner:
         else:
             found = _judged(subject, job.checks, rejudge)
         for record in found:
+            if later := executor.take_later_files():
+                record = dataclasses.replace(record, files=later)
             yield self._told(record)
 
     def _told(self, record: Record) -> Record:
@@ -125,6 +129,29 @@ def hardware_records(implementations: Iterable[Implementation]) -> list[Record]:
         )
         for name, accelerator in kernels
         if accelerator.platform is not None and accelerator.interpreted and accelerator.absent is None
+    ]
+
+
+def changed_file_records(run: Run, judged: Iterable[Record]) -> list[Record]:
+    """Return an error for each kernel with files that changed while it was judged: nobody knows which content was."""
+    by_kernel = {name: list(kernel.files.items()) for name, kernel in run.kernels.items()}
+    platforms: dict[str, str] = {}
+    for record in judged:
+        by_kernel.setdefault(record.implementation, []).extend(record.files.items())
+        platforms.setdefault(record.implementation, record.platform)
+    return [
+        Record(
+            implementation=name,
+            platform=platforms[name],
+            case="*",
+            check="files",
+            observable="all",
+            verdict=records.ERROR,
+            reason=f"files of the kernel changed while it was judged: {'; '.join(changed)}",
+            reproduce=f"python -m conformance run --impl={shlex.quote(name)}",
+        )
+        for name, files in by_kernel.items()
+        if name in platforms and (changed := loaded_files.find_changed(files))
     ]
 
 

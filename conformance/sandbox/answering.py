@@ -17,6 +17,7 @@ from conformance.sandbox.private_copy import load_private_copy
 
 protocol = load_private_copy("conformance.sandbox.protocol")
 tamper_check = load_private_copy("conformance.sandbox.tamper_check")
+file_watcher = load_private_copy("conformance.sandbox.file_watcher")
 _LENGTH = Struct("<Q")
 _MAX_MESSAGE = 100_000  # characters
 _MAX_CAUSES = 10
@@ -40,7 +41,7 @@ def send_error(answers: int, error: BaseException) -> None:
     _send(answers, protocol.pack_answer({"raised": describe_error(error)}))
 
 
-def answer_requests(requests: int, answers: int, run: Callable[[Any], Any], snapshot: Any) -> None:
+def answer_requests(requests: int, answers: int, run: Callable[[Any], Any], snapshot: Any, files: Any) -> None:
     """Answer one request after another, until the pipe ends.
 
     Args:
@@ -48,6 +49,7 @@ def answer_requests(requests: int, answers: int, run: Callable[[Any], Any], snap
       answers: descriptor of the pipe that answers go to.
       run: does what a request asks.
       snapshot: what `tamper_check.take_snapshot` returned before the kernel was imported.
+      files: a `file_watcher.FileWatcher`.
     """
     process = getpid()
     while True:
@@ -56,9 +58,10 @@ def answer_requests(requests: int, answers: int, run: Callable[[Any], Any], snap
             if request is None:
                 return
             returned = run(request)
-            answer = protocol.pack_answer({"returned": returned, "replaced": tamper_check.find_replaced(snapshot)})
+            replaced, opened = tamper_check.find_replaced(snapshot), {"opened": files.report()}
+            answer = protocol.pack_answer({"returned": returned, "replaced": replaced, "files": opened})
         except BaseException as error:  # a kernel may raise anything, SystemExit and KeyboardInterrupt too
-            answer = protocol.pack_answer({"raised": describe_error(error)})
+            answer = protocol.pack_answer({"raised": describe_error(error), "files": {"opened": files.report()}})
         if getpid() != process:
             _exit(1)  # the kernel forked, and its child returned to here: one process answers
         _send(answers, answer)

@@ -21,12 +21,16 @@ MAX_TEXT = 10_000
 
 @dataclasses.dataclass(frozen=True)
 class Handshake:
-    """What a kernel declares, where it runs, on how many devices, and how its process is confined."""
+    """What a kernel declares, where it runs, on how many devices, and how its process is confined.
+
+    `files` are those that it read as it was first loaded, with their digests (`loaded_files`), which are the judge's.
+    """
 
     declared: Mapping[str, Any]
     backend: str
     count: int
     confined: str
+    files: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     @property
     def text(self) -> str:
@@ -34,13 +38,20 @@ class Handshake:
         return json.dumps(dataclasses.asdict(self), sort_keys=True)
 
 
-def parse_handshake(found: Any, confined: str, first: str) -> Handshake:
+def first_files(first: str) -> Mapping[str, str] | None:
+    """Return the files that a kernel read as it was first loaded, as its first handshake has them; none if none is."""
+    files: Mapping[str, str] | None = json.loads(first)["files"] if first else None
+    return files
+
+
+def parse_handshake(found: Any, confined: str, first: str, files: Mapping[str, str] | None = None) -> Handshake:
     """What a kernel's process said to having loaded it.
 
     Args:
       found: its answer.
       confined: what it said before of how it is confined.
       first: the text of what was said when the kernel was first loaded; empty if it never was.
+      files: that it read when it was first loaded, with their digests.
 
     Raises:
       ValueError: for what is no such answer, or another than the first, or says that devices are hidden.
@@ -48,7 +59,7 @@ def parse_handshake(found: Any, confined: str, first: str) -> Handshake:
     place = (found.get("declared"), found.get("backend"), found.get("count")) if isinstance(found, dict) else ()
     match place:
         case (dict(declared), str(backend), int(count)) if count > 0:
-            said = Handshake(declared, backend, count, confined)
+            said = Handshake(declared, backend, count, confined, dict(files or {}))
         case _:
             raise ValueError("its process answered with what is no answer")
     if first:

@@ -25,6 +25,7 @@ from conformance.sandbox import (
     denials,
     handshake,
     kernel_server,
+    loaded_files,
     protocol,
     remote_exceptions,
     supervisor,
@@ -119,6 +120,7 @@ class KernelProcess:
         self.name, self.limits = name, limits
         self._first, self._xla_flags, self._reads_cache = first, xla_flags, reads_cache
         self._cache_folder = compilation_cache.find_cache_folder(name)
+        self.files = loaded_files.LoadedFiles(name, handshake.first_files(first))
         self._with_default_flags: KernelProcess | None = None
         self._products, self._problem = products, problem
         self._running: list[_RunningProcess] = []  # at most one
@@ -151,7 +153,9 @@ class KernelProcess:
         """
         known = (self.name, self._products, self.limits, self._problem, self.said.text)
         flags = self._xla_flags if xla_flags is None else xla_flags
-        return KernelProcess(*known, flags, self._sandbox, reads_cache=False)
+        other = KernelProcess(*known, flags, self._sandbox, reads_cache=False)
+        other.files = self.files
+        return other
 
     def begin(self, order: CallRequest) -> None:
         """Start a call whose result will be asked for; meanwhile the judge computes what to expect."""
@@ -186,7 +190,7 @@ class KernelProcess:
             self._receive_pending(begun)
             if begun is None:
                 running.send(protocol.pack_request(order), self._limits_now)
-                message = running.receive(self._limits_now, _max_bytes(order))
+                message = self._receive(order)
             else:
                 self._pending.remove(begun)
                 message = begun.message
@@ -201,9 +205,23 @@ class KernelProcess:
         """Receive the answers to pending calls in their order: up to `last`, or all of them."""
         for one in self._pending:
             if one.message is None:
-                one.message = self._running[0].receive(self._limits_now, _max_bytes(one.order))
+                one.message = self._receive(one.order)
             if one is last:
                 return
+
+    def _receive(self, order: CallRequest) -> Any:
+        """Receive the answer to a call, and read the files that it names. Raises `Lost`."""
+        message = self._running[0].receive(self._limits_now, _max_bytes(order))
+        self._note_files(message)
+        return message
+
+    def _note_files(self, message: Any) -> None:
+        try:
+            self.files.note(message)
+        except loaded_files.FileChanged as error:
+            raise Lost(str(error)) from error
+        except ValueError as error:
+            raise Lost("the kernel's process answered with what is no answer") from error
 
     @property
     def _limits_now(self) -> Limits:
@@ -221,8 +239,9 @@ class KernelProcess:
         self._running.append(running)
         try:
             patient = dataclasses.replace(self.limits, seconds=max(self.limits.seconds, _LOADING))
-            answer = running.load(self.name, self._products, self._problem, self._xla_flags, patient)
-            found = _unpack_result(answer, running)
+            message = running.load(self.name, self._products, self._problem, self._xla_flags, patient)
+            self._note_files(message)
+            found = _unpack_result(message, running)
         except Lost as lost:
             self.end()
             raise LoadFailed(f"{self.name} does not load: {lost}") from lost
@@ -230,7 +249,7 @@ class KernelProcess:
             self.end()
             raise LoadFailed(records.printable(str(error).strip().split("\n")[0]) + running.denial) from error
         try:
-            self._said = handshake.parse_handshake(found, running.confined, self._first)
+            self._said = handshake.parse_handshake(found, running.confined, self._first, self.files.at_load)
         except ValueError as error:
             self.end()
             raise LoadFailed(f"{self.name} does not load: {error}") from error
@@ -418,7 +437,7 @@ class _RunningProcess:
 
 def _unpack_result(message: Any, running: _RunningProcess) -> Any:
     """Return the result in an answer. Raises what the kernel raised, and `Lost` for what is no answer."""
-    if isinstance(message, dict) and list(message) == ["returned", "replaced"]:
+    if isinstance(message, dict) and list(message) == ["returned", "replaced", "files"]:
         if not isinstance(message["replaced"], list):
             raise Lost("the kernel's process answered with what is no answer")
         if message["replaced"]:

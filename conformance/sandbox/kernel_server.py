@@ -99,16 +99,18 @@ def serve(requests: int, answers: int, status: int, scratch: str, memory: int) -
         del xla_flags  # nothing in the frames above the kernel's calls says which they are
         _load_drivers()
         snapshot = answering.tamper_check.take_snapshot()
+        files = answering.file_watcher.FileWatcher(load.scratch)
         find_executor, handshake = _load_kernel(load)
+        loaded = {"opened": files.report(), "installed": files.installed_modules()}
     except BaseException as error:  # an import may raise anything, and the judge reports it
         answering.send_error(answers, error)
         return
-    answering.send_value(answers, {"returned": handshake, "replaced": []})
+    answering.send_value(answers, {"returned": handshake, "replaced": [], "files": loaded})
 
     def run(request: CallRequest) -> Any:
         return request.function(find_executor(request), *request.given, **request.named)
 
-    answering.answer_requests(requests, answers, run, snapshot)
+    answering.answer_requests(requests, answers, run, snapshot, files)
 
 
 def _find_readable(load: LoadRequest) -> Iterator[Path]:

@@ -133,6 +133,15 @@ class SandboxedExecutor(Executor):
         """How many devices there are."""
         return self._process.said.count
 
+    @property
+    def files(self) -> Mapping[str, str]:
+        """The files that the kernel read as it was first loaded, with their digests."""
+        return self._process.said.files
+
+    def take_later_files(self) -> dict[str, str]:
+        """Return the files that it has first read since then, each of them once."""
+        return self._process.files.take_later()
+
 
 def load_sandboxed(
     name: str,

@@ -15,6 +15,8 @@ from __future__ import annotations
 
 import builtins
 import dataclasses
+import gc
+import operator
 import os
 import sys
 from collections.abc import Iterator, Mapping
@@ -53,11 +55,13 @@ class NameSnapshot:
     Attributes:
       held: what something is called, the namespace that it is in, its name there, and its value.
       functions: what a function is called, the function, its code, its defaults and its keyword defaults.
+      parts: all that these functions refer to, code and defaults among it.
       jit_disabled: whether `jit` was switched off before, as `JAX_DISABLE_JIT` does.
     """
 
     held: tuple[tuple[str, Mapping[str, Any], str, Any], ...]
     functions: tuple[tuple[str, Any, Any, Any, Any], ...]
+    parts: tuple[Any, ...]
     jit_disabled: bool
 
 
@@ -89,7 +93,9 @@ def take_snapshot() -> NameSnapshot:
                 if isinstance(function, FunctionType):
                     code = (function.__code__, function.__defaults__, function.__kwdefaults__)
                     functions.setdefault(id(function), (called_so, function, *code))
-    return NameSnapshot(tuple(held), tuple(functions.values()), bool(jax.config.jax_disable_jit))  # type: ignore[attr-defined] # made as JAX is loaded
+    found = tuple(functions.values())
+    parts = tuple(gc.get_referents(*(function for _, function, *_ in found)))
+    return NameSnapshot(tuple(held), found, parts, bool(jax.config.jax_disable_jit))  # type: ignore[attr-defined] # made as JAX is loaded
 
 
 def _hold_class(called: str, kind: type) -> Iterator[tuple[str, MappingProxyType[str, Any], str, Any]]:
@@ -103,11 +109,15 @@ def find_replaced(before: NameSnapshot) -> list[str]:
     found = [called for called, place, name, value in before.held if place.get(name, _NOTHING) is not value]
     if jax.config.jax_disable_jit and not before.jit_disabled:  # type: ignore[attr-defined] # what `jit` would have traced is never seen
         found.append("jax.jit (jax_disable_jit)")
-    found += [
-        f"{called}.__code__"
-        for called, function, code, defaults, named in before.functions
-        if function.__code__ is not code
-        or function.__defaults__ is not defaults
-        or function.__kwdefaults__ is not named
-    ]
+    # To read the code of a function is an event for audit hooks (`file_watcher`), and there are thousands of functions.
+    # So all they refer to is compared at one go first: it may also differ by an attribute that somebody has set.
+    parts = gc.get_referents(*(function for _, function, *_ in before.functions))
+    if len(parts) != len(before.parts) or not all(map(operator.is_, parts, before.parts)):
+        found += [
+            f"{called}.__code__"
+            for called, function, code, defaults, named in before.functions
+            if function.__code__ is not code
+            or function.__defaults__ is not defaults
+            or function.__kwdefaults__ is not named
+        ]
     return sorted(found)

@@ -232,12 +232,12 @@ def replaces_a_method(q: Any, k: Any, v: Any) -> Any:
 
 def answers_ahead(q: Any, k: Any, v: Any) -> Any:
     """Fills the pipe with answers that nobody asked for."""
-    one = protocol.pack_answer({"returned": 1, "replaced": []})
+    one = protocol.pack_answer({"returned": 1, "replaced": [], "files": {}})
     os.write(answers(), one * (2**21 // len(one)))
     return right(q, k, v)
 
 
 def forges(said: Any) -> Any:
     """Nothing of a kernel: says `said` in the process's stead as it is looked up."""
-    os.write(answers(), protocol.pack_answer({"returned": said, "replaced": []}))
+    os.write(answers(), protocol.pack_answer({"returned": said, "replaced": [], "files": {}}))
     return right
