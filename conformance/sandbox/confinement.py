@@ -33,7 +33,12 @@ _ACCELERATORS = ("nvidia*", "accel*", "vfio", "kfd", "dri")
 _NVIDIA_WRITES = (Path("/dev/shm"), Path("/proc/self/task"))
 
 
-def confine_process(writable: Iterable[Path], readable: Iterable[Path], open_files: Collection[int] = ()) -> str:
+def confine_process(
+    writable: Iterable[Path],
+    readable: Iterable[Path],
+    listable: Iterable[Path] = (),
+    open_files: Collection[int] = (),
+) -> str:
     """Confine this process, and say in a sentence what it may still do.
 
     Linux only. Call it with one thread, before any code of the kernel runs.
@@ -41,6 +46,8 @@ def confine_process(writable: Iterable[Path], readable: Iterable[Path], open_fil
     Args:
       writable: folders in which it may do anything with files: its scratch folder.
       readable: files and folders that it may read besides interpreter, libraries and devices.
+      listable: folders whose names, and those of all folders below, it may list without reading the files. Python finds
+        no module in a folder that it cannot list.
       open_files: descriptors that stay open, besides standard input, output and error.
 
     Returns:
@@ -60,7 +67,7 @@ def confine_process(writable: Iterable[Path], readable: Iterable[Path], open_fil
     without_landlock = "" if version else "this system has no Landlock, so that it may read and write the user's files"
     if version:
         try:
-            _restrict_files(version, writable, readable, nvidia=nvidia)
+            _restrict_files(version, writable, readable, listable, nvidia=nvidia)
         except OSError as error:
             without_landlock = f"Landlock fails ({error.strerror}), so that it may read and write the user's files"
     without_seccomp = seccomp.install_filter(seccomp.FilterOptions(accelerator, unix_server=nvidia))
@@ -84,8 +91,12 @@ def die_with_parent() -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, _SIGKILL, 0, 0, 0)
 
 
-def _restrict_files(version: int, writable: Iterable[Path], readable: Iterable[Path], *, nvidia: bool) -> None:
+def _restrict_files(
+    version: int, writable: Iterable[Path], readable: Iterable[Path], listable: Iterable[Path], *, nvidia: bool
+) -> None:
     with landlock.Ruleset(version) as ruleset:
+        for folder in (_DEVICES, *listable):
+            ruleset.allow(folder, Access.READ_DIR)
         for place in (*policy.find_system_paths(), *readable):
             ruleset.allow(place, READ)
         for device in _DEVICES.iterdir():

@@ -11,7 +11,7 @@ import operator
 import pkgutil
 import struct
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -92,8 +92,10 @@ def serve(requests: int, answers: int, status: int, scratch: str, memory: int) -
     xla_flags: str | None = answering.read_request(requests)
     load: LoadRequest = answering.read_request(requests)
     sys.path[:] = load.path
-    readable = list(_find_readable(load))
-    answering.send_value(answers, confinement.confine_process([Path(load.scratch)], readable, (requests, answers)))
+    trees = policy.find_source_trees(load.name, load.path)
+    readable = list(_find_readable(load, trees))
+    sentence = confinement.confine_process([Path(load.scratch)], readable, trees, (requests, answers))
+    answering.send_value(answers, sentence)
     try:
         environment.start_backends(xla_flags)
         del xla_flags  # nothing in the frames above the kernel's calls says which they are
@@ -113,10 +115,10 @@ def serve(requests: int, answers: int, status: int, scratch: str, memory: int) -
     answering.answer_requests(requests, answers, run, snapshot, files)
 
 
-def _find_readable(load: LoadRequest) -> Iterator[Path]:
+def _find_readable(load: LoadRequest, trees: Iterable[Path]) -> Iterator[Path]:
     """Yield what this kernel may read: its sources, what the command adds, and programs compiled before."""
     hidden = [Path(name) for name in load.sandbox.hidden]
-    for tree in policy.find_source_trees(load.name, load.path):
+    for tree in trees:
         yield from policy.find_readable_sources(tree, hidden)
     yield from map(Path, load.sandbox.read)
     programs = compilation_cache.find_linked_programs(load.scratch)

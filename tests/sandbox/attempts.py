@@ -68,7 +68,7 @@ def attempts(folder: Path) -> dict[str, Callable[[], Any]]:
         # What a kernel needs.
         "read a module": (tree / "helper.py").read_text,
         "read a data file": (tree / "data" / "table.txt").read_text,
-        "list the tree": lambda: os.listdir(tree / "data"),
+        "list the tree": lambda: os.listdir(tree),
         "read the library": Path(json.__file__).read_text,
         "write to scratch": lambda: inside.write_text("x"),
         "rename in scratch": lambda: inside.rename(scratch / "renamed"),
@@ -135,7 +135,7 @@ def main(folder: str, driver: str) -> None:
     environment.NVIDIA_DRIVER = driver
     root = Path(folder)
     readable = list(policy.find_readable_sources(root / "tree", [root / "tree" / "out" / "page.html"]))
-    found = {"sentence": confinement.confine_process([root / "scratch"], readable)}
+    found = {"sentence": confinement.confine_process([root / "scratch"], readable, [root / "tree"])}
     signal.alarm(60)
     for name, attempt in attempts(root).items():
         try:

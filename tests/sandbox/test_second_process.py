@@ -74,7 +74,7 @@ def test_what_an_earlier_run_left_is_not_there_when_a_kernel_is_judged_again(
 ) -> None:
     monkeypatch.setenv(kept.VARIABLE, str(tmp_path))
     first, second = executors(f"{HERE}/sees.py:attention")
-    place = first._process._shelf  # type: ignore[attr-defined] # what is tested is of the sandbox alone
+    place = first._process._cache_folder  # type: ignore[attr-defined] # what is tested is of the sandbox alone
     place.mkdir(parents=True)
     (place / f"jit_call-{'0' * 64}-cache").write_text("a program")
     kernel_process.end_all_processes()
