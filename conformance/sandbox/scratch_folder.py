@@ -108,8 +108,17 @@ def _open_folder(name: str, parent: int | None) -> int:
     """Open a folder of ours so that its entries can be listed and removed."""
     about = os.stat(name, dir_fd=parent, follow_symlinks=False)
     if stat.S_ISDIR(about.st_mode) and about.st_mode & stat.S_IRWXU != stat.S_IRWXU:
-        os.chmod(name, stat.S_IRWXU, dir_fd=parent)
+        _make_accessible(name, parent)
     return os.open(name, _OPEN_FOLDER, dir_fd=parent)
+
+
+def _make_accessible(folder: str, parent: int | None) -> None:
+    """Give the owner of a folder all rights, and follow no link that may have taken its place."""
+    if not hasattr(os, "O_PATH"):
+        os.chmod(folder, stat.S_IRWXU, dir_fd=parent)
+        return
+    with _closing(os.open(folder, os.O_PATH | _OPEN_FOLDER, dir_fd=parent)) as opened:
+        os.chmod(f"/proc/self/fd/{opened}", stat.S_IRWXU)
 
 
 def _remove_entry(name: str, top: int) -> None:
@@ -126,7 +135,7 @@ def _remove_entry(name: str, top: int) -> None:
                     os.unlink(inner, dir_fd=folder)
                     continue
                 if about.st_mode & stat.S_IRWXU != stat.S_IRWXU:  # moving a folder writes to it
-                    os.chmod(inner, stat.S_IRWXU, dir_fd=folder)
+                    _make_accessible(inner, folder)
                 os.rename(inner, secrets.token_hex(16), src_dir_fd=folder, dst_dir_fd=top)
             except OSError as error:
                 problem = error

@@ -91,7 +91,6 @@ DEEP = protocol.MAX_DEPTH + 1
         (b'{"array": "float32", "shape": [0, 281474976710656]}', "axis"),
         (b'{"array": "float32", "shape": [true]}', "axis"),
         (b'{"array": "float32", "shape": [0], "more": 1}', "no known kind"),
-        (b'{"array": "float32", "shape": [0]}'.join([b'{"list": [', b"]}"]).replace(b"}{", b"},{"), ""),
         (b'{"list": [' * DEEP + b"null" + b"]}" * DEEP, "nested"),
         (b'{"list": [' + b", ".join([b"0"] * protocol.MAX_VALUES) + b"]}", "values"),
         (b'{"list": [' + b", ".join([b'{"array": "bool", "shape": [0]}'] * 5000) + b"]}", "arrays"),
@@ -103,9 +102,6 @@ DEEP = protocol.MAX_DEPTH + 1
     ],
 )
 def test_forged_answers_are_refused_by_name(text: bytes, names: str) -> None:
-    if not names:
-        assert len(protocol.parse_answer(text, b"")) == 1
-        return
     with pytest.raises(protocol.UnreadableAnswer, match=names):
         protocol.parse_answer(text, b"")
 
