@@ -34,8 +34,7 @@ def look() -> dict[str, str]:
         "devices": [str(device) for device in jax.devices()],
         "frames": _frames(sys._getframe(1)),
     }
-    own = {re.escape(scratch): "SCRATCH", rf"\b{os.getpid()}\b": "PROCESS", rf"\b{os.getppid()}\b": "PARENT"}
-    own[r"\b0x[0-9a-f]+"] = "ADDRESS"
+    own = {re.escape(scratch): "SCRATCH", r"conformance-schedules-\d+": "SCHEDULES", r"\b0x[0-9a-f]+": "ADDRESS"}
     told = {}
     for name, value in items.items():
         text = repr(value)
@@ -63,6 +62,7 @@ def _frames(frame: FrameType | None) -> list[object]:
         found.append((frame.f_code.co_qualname, sorted(frame.f_locals)))
         if str(frame.f_globals.get("__name__")).startswith("conformance."):
             plain = {name: x for name, x in frame.f_locals.items() if isinstance(x, str | int | float | None)}
+            plain |= {name: "PROCESS" for name, x in plain.items() if type(x) is int and x == os.getpid()}
             found.append(sorted(plain.items()))
             for value in frame.f_locals.values():
                 found += [(x, repr(getattr(value, x))) for x in ("options", "generation") if hasattr(value, x)]
