@@ -8,9 +8,8 @@ everything.
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
-import gc
-import operator
 import sys
 from collections.abc import Iterator, Mapping
 from types import FunctionType, MappingProxyType
@@ -31,13 +30,15 @@ class NameSnapshot:
     Attributes:
       held: what something is called, the namespace that it is in, its name there, and what it is.
       functions: what a function is called, the function, its code and its defaults.
-      parts: all that these functions refer to, code and defaults among it, as it was when they were last as before.
+      memory: that of each of these functions, which has the addresses of its code and defaults.
+      seen: what was in all of it, one behind the other, when the functions were last found unaltered.
       disabled: whether `jit` was switched off before, as `JAX_DISABLE_JIT` does.
     """
 
     held: tuple[tuple[str, Mapping[str, Any], str, Any], ...]
     functions: tuple[tuple[str, Any, Any, Any, Any], ...]
-    parts: list[Any]
+    memory: tuple[ctypes.Array[ctypes.c_byte], ...]
+    seen: bytearray
     disabled: bool
 
 
@@ -63,8 +64,8 @@ def take_snapshot() -> NameSnapshot:
                     code = (function.__code__, function.__defaults__, function.__kwdefaults__)
                     functions.setdefault(id(function), (called_so, function, *code))
     found = tuple(functions.values())
-    parts = gc.get_referents(*(function for _, function, *_ in found))
-    return NameSnapshot(tuple(held), found, parts, bool(jax.config.jax_disable_jit))  # type: ignore[attr-defined] # made as JAX is loaded
+    memory = tuple(_memory_of(function) for _, function, *_ in found)
+    return NameSnapshot(tuple(held), found, memory, bytearray().join(memory), bool(jax.config.jax_disable_jit))  # type: ignore[attr-defined] # made as JAX is loaded
 
 
 def _of_class(called: str, kind: type) -> Iterator[tuple[str, MappingProxyType[str, Any], str, Any]]:
@@ -73,15 +74,20 @@ def _of_class(called: str, kind: type) -> Iterator[tuple[str, MappingProxyType[s
         yield f"{called}.{name}", vars(kind), name, vars(kind).get(name, _NOTHING)
 
 
+def _memory_of(function: FunctionType) -> ctypes.Array[ctypes.c_byte]:
+    """A view of what CPython has in memory of a function, behind what every object has; the function must live on."""
+    begin = object.__basicsize__
+    return (ctypes.c_byte * (FunctionType.__basicsize__ - begin)).from_address(id(function) + begin)
+
+
 def find_replaced(before: NameSnapshot) -> list[str]:
     """Which of these names mean something else by now."""
     found = [called for called, place, name, value in before.held if place.get(name, _NOTHING) is not value]
     if jax.config.jax_disable_jit and not before.disabled:  # type: ignore[attr-defined] # what `jit` would have traced is never seen
         found.append("jax.jit (jax_disable_jit)")
     # To read the code of a function is an event for audit hooks (`file_watcher`), and there are thousands of functions.
-    # So all they refer to is compared at one go first: it may also differ by an attribute that somebody has set.
-    parts = gc.get_referents(*(function for _, function, *_ in before.functions))
-    if len(parts) != len(before.parts) or not all(map(operator.is_, parts, before.parts)):
+    # So their memory is compared first. It may differ otherwise too: by an attribute, or since the function was called.
+    if (memory := bytearray().join(before.memory)) != before.seen:
         altered = [
             f"{called}.__code__"
             for called, function, code, defaults, named in before.functions
@@ -91,5 +97,5 @@ def find_replaced(before: NameSnapshot) -> list[str]:
         ]
         found += altered
         if not altered:
-            before.parts[:] = parts
+            before.seen[:] = memory
     return sorted(found)
