@@ -55,13 +55,13 @@ class NameSnapshot:
     Attributes:
       held: what something is called, the namespace that it is in, its name there, and its value.
       functions: what a function is called, the function, its code, its defaults and its keyword defaults.
-      parts: all that these functions refer to, code and defaults among it.
+      parts: all that these functions referred to when they were last found unaltered, code and defaults among it.
       jit_disabled: whether `jit` was switched off before, as `JAX_DISABLE_JIT` does.
     """
 
     held: tuple[tuple[str, Mapping[str, Any], str, Any], ...]
     functions: tuple[tuple[str, Any, Any, Any, Any], ...]
-    parts: tuple[Any, ...]
+    parts: list[Any]
     jit_disabled: bool
 
 
@@ -94,7 +94,7 @@ def take_snapshot() -> NameSnapshot:
                     code = (function.__code__, function.__defaults__, function.__kwdefaults__)
                     functions.setdefault(id(function), (called_so, function, *code))
     found = tuple(functions.values())
-    parts = tuple(gc.get_referents(*(function for _, function, *_ in found)))
+    parts = gc.get_referents(*(function for _, function, *_ in found))
     return NameSnapshot(tuple(held), found, parts, bool(jax.config.jax_disable_jit))  # type: ignore[attr-defined] # made as JAX is loaded
 
 
@@ -110,14 +110,17 @@ def find_replaced(before: NameSnapshot) -> list[str]:
     if jax.config.jax_disable_jit and not before.jit_disabled:  # type: ignore[attr-defined] # what `jit` would have traced is never seen
         found.append("jax.jit (jax_disable_jit)")
     # To read the code of a function is an event for audit hooks (`file_watcher`), and there are thousands of functions.
-    # So all they refer to is compared at one go first: it may also differ by an attribute that somebody has set.
+    # So all they refer to is compared first. It also differs when somebody sets an attribute, which is harmless.
     parts = gc.get_referents(*(function for _, function, *_ in before.functions))
     if len(parts) != len(before.parts) or not all(map(operator.is_, parts, before.parts)):
-        found += [
+        altered = [
             f"{called}.__code__"
             for called, function, code, defaults, named in before.functions
             if function.__code__ is not code
             or function.__defaults__ is not defaults
             or function.__kwdefaults__ is not named
         ]
+        if not altered:
+            before.parts[:] = parts
+        found += altered
     return sorted(found)

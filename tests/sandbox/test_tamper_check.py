@@ -1,0 +1,43 @@
+"""What is replaced in a function that stays in its place is found, and what merely changes about it is not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from conformance.calling import clues
+from conformance.sandbox import tamper_check
+
+FUNCTIONS = [value for value in vars(clues).values() if getattr(value, "__module__", "") == clues.__name__]
+FUNCTION: Any = next(value for value in FUNCTIONS if hasattr(value, "__code__"))
+NAME = f"{clues.__name__}.{FUNCTION.__name__}.__code__"
+
+
+@pytest.fixture
+def restored() -> Iterator[None]:
+    before = FUNCTION.__code__, FUNCTION.__defaults__, FUNCTION.__kwdefaults__
+    yield
+    FUNCTION.__code__, FUNCTION.__defaults__, FUNCTION.__kwdefaults__ = before
+    vars(FUNCTION).pop("note", None)
+
+
+@pytest.mark.parametrize(
+    "replace",
+    [
+        lambda: setattr(FUNCTION, "__code__", FUNCTION.__code__.replace(co_name="other")),
+        lambda: setattr(FUNCTION, "__defaults__", (1, 2)),
+        lambda: setattr(FUNCTION, "__kwdefaults__", {"x": 1}),
+    ],
+    ids=["code", "defaults", "defaults by name"],
+)
+@pytest.mark.usefixtures("restored")
+def test_what_is_replaced_in_a_function_is_found_each_time(replace: Callable[[], None]) -> None:
+    before = tamper_check.take_snapshot()
+    FUNCTION.note = "an attribute, which makes no difference"
+    assert tamper_check.find_replaced(before) == []
+    assert tamper_check.find_replaced(before) == []
+    replace()
+    assert NAME in tamper_check.find_replaced(before)
+    assert NAME in tamper_check.find_replaced(before)
