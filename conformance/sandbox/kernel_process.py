@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from conformance import environment, records
+from conformance import environment, interrupts, records
 from conformance.calling import mishaps
 from conformance.fork_server import forked_process
 from conformance.fork_server.forked_process import ForkedProcess
@@ -119,6 +119,7 @@ class KernelProcess:
         self._said: Handshake | None = None
         self._slowest = 0.0  # of the calls that returned, in seconds
         self._too_slow = 0
+        self._lost: Lost | None = None  # a death that `begin` has noticed
         weakref.finalize(self, _end, self._lives)  # when nobody refers to this any more, and when the judge ends
         _ALL.add(self)
 
@@ -154,9 +155,10 @@ class KernelProcess:
         try:
             self._lives[0].tell(request, self._limits_now, busy=bool(busy))
             self._begun.append(_Begun(order, len(request)))
-        except Lost as lost:  # whoever asks will hear of it, from another process
+        except Lost as lost:  # whoever asks next is told, or `settle` says it
             self._too_slow += isinstance(lost, CallTimeout)
             self.end()
+            self._lost = lost
 
     def ask(self, order: CallRequest) -> Any:
         """What the kernel's process answers.
@@ -165,6 +167,7 @@ class KernelProcess:
           Lost: if the process dies, takes too long, takes too much memory, or answers what cannot be read.
           Exception: what the kernel raised, as an exception of the same name.
         """
+        self._raise_lost()
         if not self._lives:
             self._start()
         (running,) = self._lives
@@ -184,6 +187,31 @@ class KernelProcess:
             self._too_slow += isinstance(lost, CallTimeout)
             self.end()
             raise
+        except KeyboardInterrupt:  # the answer may be half read
+            self.end()
+            raise
+
+    def settle(self) -> None:
+        """Wait for what was begun and not asked for, and forget it.
+
+        Raises:
+          Lost: if the process died of it.
+        """
+        self._raise_lost()
+        try:
+            if self._lives:
+                self._hear_begun(None)
+        except Lost as lost:
+            self._too_slow += isinstance(lost, CallTimeout)
+            self.end()
+            raise
+        self._begun.clear()
+
+    def _raise_lost(self) -> None:
+        """Raise the death that `begin` has noticed, once."""
+        lost, self._lost = self._lost, None
+        if lost is not None:
+            raise lost
 
     def _hear_begun(self, last: _Begun | None) -> None:
         """Hear the answers to what was begun, in their order: up to `last`, or all of them."""
@@ -202,8 +230,9 @@ class KernelProcess:
         return dataclasses.replace(self.limits, seconds=seconds)
 
     def _start(self) -> None:
-        running = _Running(self._environ, self._shelf)
-        self._lives.append(running)
+        with interrupts.held():  # or nobody would end it, and remove its folder
+            running = _Running(self._environ, self._shelf)
+            self._lives.append(running)
         try:
             patient = dataclasses.replace(self.limits, seconds=max(self.limits.seconds, _LOADING))
             found = _returned(running.load(self.name, self._products, self._problem, patient), running)
@@ -239,8 +268,9 @@ def end_all_processes() -> None:
 
 
 def _end(lives: list[_Running]) -> None:
-    while lives:
-        lives.pop().end()
+    with interrupts.held():
+        while lives:
+            lives.pop().end()
 
 
 class _Running:
