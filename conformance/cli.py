@@ -342,7 +342,8 @@ def _carry_out(arguments: argparse.Namespace, *, last: bool) -> int:
     """Load what the command needs and run it; whatever ends it is one line and exit code 2."""
     try:
         _reject_no_folder()
-        # Signals are only recorded here: JAX does not stand being interrupted while it loads.
+        if last:
+            interrupts.leave_with(_leave)  # JAX does not stand being interrupted while it loads, and takes seconds
         timing = arguments.command in _TIMING and not getattr(arguments, "static", False)
         environment.prepare(timing=timing)
         packages.claim(alone=last)
@@ -353,6 +354,7 @@ def _carry_out(arguments: argparse.Namespace, *, last: bool) -> int:
         from conformance.commands.table import command  # imported late: it loads JAX
 
         carry_out = command(arguments.command)
+        interrupts.leave_with(None)
         with interrupts.stoppable():
             interrupts.check()
             return carry_out(arguments)
@@ -366,6 +368,12 @@ def _carry_out(arguments: argparse.Namespace, *, last: bool) -> int:
     finally:
         if (kernels := sys.modules.get("conformance.sandbox.kernel_process")) is not None:
             kernels.end_all_processes()
+
+
+def _leave() -> None:
+    """Say that a signal has ended the command, and end the server that was started for it."""
+    os.write(2, f"error: {interrupts.reason()} before anything was judged\n".encode())
+    forked_process.end_server()
 
 
 def _reject_no_folder() -> None:

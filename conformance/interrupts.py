@@ -12,11 +12,12 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import FrameType, TracebackType
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -31,6 +32,7 @@ class _State:
     listening = False
     raising = False
     held = 0
+    leave: Callable[[], None] | None = None
     raised_at = -math.inf
 
 
@@ -53,6 +55,7 @@ def listening() -> Iterator[None]:
             hook(dropped)
 
     _State.received, _State.raising, _State.held, _State.raised_at = 0, False, 0, -math.inf
+    _State.leave = None
     _State.listening = True
     sys.unraisablehook = on_unraisable
     for number in ours:
@@ -63,13 +66,24 @@ def listening() -> Iterator[None]:
     try:
         yield
     finally:
-        _State.raising = False
+        _State.raising, _State.leave = False, None
         ended.set()
         for number in ours:
             if signal.getsignal(number) is _on_signal:
                 signal.signal(number, before[number])
         sys.unraisablehook = hook
         _State.listening = False
+
+
+def leave_with(leave: Callable[[], None] | None) -> None:
+    """Have a stop signal outside `stoppable` call `leave` and end the process at once; None has it recorded only.
+
+    For a process that loads what it needs, which takes seconds and must not be interrupted, and has nothing to write.
+    """
+    _State.leave = leave
+    if leave is not None and _State.received:
+        leave()
+        os._exit(128 + _State.received)
 
 
 class stoppable:  # noqa: N801 -- a context manager, as those of contextlib are
@@ -117,13 +131,13 @@ def held() -> Iterator[None]:
 
 def check() -> None:
     """Raise `KeyboardInterrupt` inside `stoppable` if a stop signal has arrived."""
-    if _State.received and _State.raising and not _State.held and _is_main_thread():
+    if _State.received and _State.listening and _State.raising and not _State.held and _is_main_thread():
         raise KeyboardInterrupt
 
 
 def finish() -> None:
     """Record signals only, until the next `stoppable`: what was judged is written whole."""
-    _State.raising = False
+    _State.raising, _State.leave = False, None
 
 
 def received() -> signal.Signals | None:
@@ -151,6 +165,9 @@ def ignore() -> None:
 def _on_signal(number: int, frame: FrameType | None) -> None:
     if not _State.received:
         _State.received = number
+    if _State.leave is not None and not _State.raising and not _State.held:
+        _State.leave()
+        os._exit(128 + _State.received)
     # Two signals in a row, as a CI service sends them, must not cut off what handles the first.
     if _State.raising and not _State.held and time.monotonic() - _State.raised_at >= _REPEAT:
         _State.raised_at = time.monotonic()

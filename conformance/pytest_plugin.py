@@ -12,16 +12,15 @@ from __future__ import annotations
 import dataclasses
 import json
 import shlex
-import signal
 from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from conformance import packages
+from conformance import interrupts, packages
 from conformance.fork_server import shared_server
-from conformance.judging import ending, gate
+from conformance.judging import ending, gate, stopping
 
 if TYPE_CHECKING:
     from conformance.commands.compare import Side
@@ -44,6 +43,7 @@ def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginMa
     gate.add_options(parser)
     # Here, since any `conftest.py` is imported before what follows.
     pluginmanager.register(ending.Ending(_NAME), ending.NAME)
+    pluginmanager.register(stopping.Stopping(), stopping.NAME)
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -160,16 +160,19 @@ class _Gate:
 
     def _plan(self) -> Plan:
         if self._planned is None:
-            gate.prepare(self._config)
-            from conformance.calling import registry  # imported late: they load JAX
-            from conformance.judging import plan, settings
-            from conformance.judging.runner import Runner
+            with stopping.loading(self._config):
+                gate.prepare(self._config)
+                from conformance.calling import registry  # imported late: they load JAX
+                from conformance.judging import plan, settings
+                from conformance.judging.runner import Runner
 
             option, kernels = self._config.getoption, gate.kernels(self._config)
             try:
                 self._settings = found = settings.load(self._config.rootpath)
                 names = found.members(option("--impl") or found.implementations)
-                implementations = [kernels.find(name) for name in names]
+                with interrupts.stoppable():
+                    interrupts.check()
+                    implementations = [kernels.find(name) for name in names]
             except (settings.SettingsError, registry.ImplementationNotFound) as error:
                 raise pytest.UsageError(str(error)) from error
             if not implementations:
@@ -285,7 +288,7 @@ class _Gate:
             pytest.exit(f"a report has a record that none can be: {error}", returncode=pytest.ExitCode.INTERRUPTED)
 
     def _begin(self) -> Written:
-        """The files of this run, begun at the first record; from then on a signal that ends it leaves them whole."""
+        """Begin the files of this run at the first record."""
         if self._written is None:
             from conformance.commands.gate import Written
 
@@ -301,9 +304,6 @@ class _Gate:
                 baseline=self._baseline,
                 suite=gate.suite_property(self._config),
             )
-            for number in (signal.SIGTERM, signal.SIGHUP):
-                if signal.getsignal(number) == signal.SIG_DFL:
-                    signal.signal(number, signal.default_int_handler)
         return self._written
 
     @pytest.hookimpl(tryfirst=True)

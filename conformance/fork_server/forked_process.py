@@ -204,7 +204,8 @@ def _forget() -> None:
 
 
 @atexit.register
-def _end() -> None:
+def end_server() -> None:
+    """End the servers that this process has started."""
     for starter, process in _started:
         if starter == os.getpid():
             process.kill()
