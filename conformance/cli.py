@@ -414,4 +414,3 @@ def _run(argv: Sequence[str] | None) -> int:
         app.run(functools.partial(main, last=True), argv=list(argv) if argv is not None else None, flags_parser=parse)
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else (0 if end.code is None else 2)
-    return 0

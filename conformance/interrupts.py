@@ -86,25 +86,33 @@ def leave_with(leave: Callable[[], None] | None) -> None:
         os._exit(128 + _State.received)
 
 
-class stoppable:  # noqa: N801 -- a context manager, as those of contextlib are
-    """Raise `KeyboardInterrupt` in the block when a stop signal arrives, or at `check` if one has arrived before.
+class _Raising:
+    """Has the handler raise."""
 
-    Args:
-      ends_here: whether the signal ends this block only, and the code after it goes on.
-    """
-
-    def __init__(self, *, ends_here: bool = False) -> None:
-        self._ends_here = ends_here
+    def __init__(self) -> None:
         self._before = False
 
     def __enter__(self) -> None:
         self._before, _State.raising = _State.raising, True
 
+
+class stoppable(_Raising):  # noqa: N801 -- a context manager, as those of contextlib are
+    """Raise `KeyboardInterrupt` in the block when a stop signal arrives, or at `check` if one has arrived before."""
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        _State.raising = self._before
+
+
+class until_stopped(_Raising):  # noqa: N801 -- as above
+    """Do the block until a stop signal arrives; the code after the block goes on."""
+
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool:
         _State.raising = self._before
-        return self._ends_here and kind is not None and issubclass(kind, KeyboardInterrupt)
+        return kind is not None and issubclass(kind, KeyboardInterrupt)
 
 
 @contextlib.contextmanager

@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import shlex
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -75,6 +75,8 @@ class _Gate:
         self._stale: list[Record] = []
         self._tests: set[str] = set()
         self._whole: set[int] = set()  # jobs that were judged under all of their checks
+        self._selected: set[str] = set()  # the tests of jobs that are to be run
+        self._skipped: set[str] = set()  # those that others have skipped
 
     @pytest.hookimpl
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
@@ -99,7 +101,7 @@ class _Gate:
         expression = self._config.option.keyword
         if not expression or self._planned is None:
             return
-        from conformance.judging.keywords import checks_chosen
+        from conformance.judging.keywords import checks_chosen, platform_for
 
         left_out = []
         for item in items:
@@ -111,7 +113,7 @@ class _Gate:
                 left_out.append(item)
             elif chosen != job.checks:
                 gate.set_job(item, dataclasses.replace(job, checks=chosen))
-            item.extra_keyword_matches.update(check.name for check in chosen)
+            item.extra_keyword_matches.update([platform_for(job), *(check.name for check in chosen)])
         if left_out:
             self._config.hook.pytest_deselected(items=left_out)
             items[:] = [item for item in items if item not in left_out]
@@ -223,8 +225,18 @@ class _Gate:
         except ValueError as error:
             raise pytest.UsageError(f"--conformance-resume: {error}") from error
 
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_xdist_node_collection_finished(self, ids: Iterable[str]) -> None:
+        """Know which tests workers are to run: this process collects none."""
+        if self._planned is not None:
+            from conformance.judging.runner import platform_of
+
+            known = {self._id(job, platform_of(job.implementation)) for job in self._planned.jobs}
+            self._selected.update(test for test in ids if test.partition("[")[2].removesuffix("]") in known)
+
     @pytest.hookimpl
-    def pytest_collection_finish(self) -> None:
+    def pytest_collection_finish(self, session: pytest.Session) -> None:
+        self._selected.update(item.nodeid for item in session.items if gate.job_of(item) is not None)
         if self._planned is not None:
             from conformance import environment
 
@@ -268,6 +280,8 @@ class _Gate:
     @pytest.hookimpl
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         lines = getattr(report, _ATTRIBUTE, None)
+        if report.skipped:
+            self._skipped.add(report.nodeid)
         if lines is None or hasattr(self._config, "workerinput"):
             return
         from conformance.judging.journal import CannotWrite
@@ -311,6 +325,12 @@ class _Gate:
         if hasattr(self._config, "workerinput"):
             return
         how, reason = ending.how_it_ended(session)
+        missing = self._missing() if not reason else set()
+        if missing:
+            from conformance import runs
+
+            what = f"{len(missing):,} of {len(self._selected):,} jobs have no records, as {min(missing)}"
+            how, reason = runs.INTERRUPTED, f"{what}: the process that judged it died, or its test was not run"
         if self._records and not reason:
             self._add_stale()
         for record in self._stale:
@@ -324,6 +344,22 @@ class _Gate:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
         if self._written is not None:
             self._finish(session, how, reason)
+        if missing and session.exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
+            self._end_incomplete(session)
+
+    def _missing(self) -> set[str]:
+        """The tests of jobs that were to be run and left no records."""
+        option = self._config.option
+        if option.collectonly or option.setuponly or option.setupplan:
+            return set()
+        return self._selected - self._tests - self._skipped
+
+    def _end_incomplete(self, session: pytest.Session) -> None:
+        """Have a run that lacks a job end as one that could not be judged, unless what it has is wrong."""
+        from conformance.records import RED
+
+        if not any(record.verdict in RED for record in self._records):
+            session.exitstatus = pytest.ExitCode.INTERRUPTED
 
     def _finish(self, session: pytest.Session, how: str, reason: str) -> None:
         from conformance.commands.errors import CannotJudge

@@ -85,7 +85,7 @@ def test_a_signal_before_there_is_anything_to_stop_is_raised_once_there_is() -> 
 def test_the_exit_code_names_the_first_signal(number: signal.Signals) -> None:
     with interrupts.listening():
         assert interrupts.exit_code(1) == 1
-        with interrupts.stoppable(ends_here=True):
+        with interrupts.until_stopped():
             signal.raise_signal(number)
         signal.raise_signal(signal.SIGHUP)
         assert interrupts.received() is number
@@ -152,7 +152,7 @@ def test_other_threads_are_never_stopped() -> None:
             interrupts.check()
         ended.append("all of it")
 
-    with interrupts.listening(), interrupts.stoppable(ends_here=True):
+    with interrupts.listening(), interrupts.until_stopped():
         swallow()
         thread = threading.Thread(target=work)
         thread.start()

@@ -227,7 +227,7 @@ def _probed(
     if arguments.shrink and interrupts.received() is None:
         from conformance.commands.probes import shrink  # imported late: nothing else here needs Hypothesis
 
-        with interrupts.stoppable(ends_here=True):
+        with interrupts.until_stopped():
             for line in shrink.shrink(journal, implementations, here, console):
                 told.append(line)  # one by one: what was found before Ctrl-C is told
     return told

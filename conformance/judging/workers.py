@@ -154,7 +154,7 @@ def _serve(pipe: int, path: Sequence[str]) -> None:
     packages.claim()
     sys.path[:] = path  # the user's modules are found as in the process that judges
     with interrupts.listening():
-        with interrupts.stoppable(ends_here=True):
+        with interrupts.until_stopped():
             _do_tasks(pipe)
         kernel_process.end_all_processes()  # also where a signal ends this process: they have scratch folders
 

@@ -59,7 +59,7 @@ def ask(
         return
     known = journal.recorded.records
     both, started = allowed(spent), time.monotonic()
-    with interrupts.stoppable(ends_here=True):
+    with interrupts.until_stopped():
         seconds = _CONFIRMING * both if budget.confirm is None else budget.confirm
         allowance = Allowance(runner, both if budget.confirm is None else seconds, known)
         confirm.confirm(journal, implementations, allowance, seconds, console)
