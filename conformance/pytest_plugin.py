@@ -20,7 +20,7 @@ import pytest
 
 from conformance import interrupts, packages
 from conformance.fork_server import shared_server
-from conformance.judging import ending, gate, stopping
+from conformance.judging import ending, gate, plugin_warnings, stopping
 
 if TYPE_CHECKING:
     from conformance.commands.compare import Side
@@ -44,6 +44,7 @@ def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginMa
     # Here, since any `conftest.py` is imported before what follows.
     pluginmanager.register(ending.Ending(_NAME), ending.NAME)
     pluginmanager.register(stopping.Stopping(), stopping.NAME)
+    pluginmanager.register(plugin_warnings.PluginWarnings())
 
 
 def pytest_configure(config: pytest.Config) -> None:
