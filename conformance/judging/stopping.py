@@ -21,6 +21,7 @@ import pytest
 from conformance import interrupts
 from conformance.fork_server import forked_process
 from conformance.judging import ending
+from conformance.sandbox import scratch_folder
 
 NAME = "attention-conformance-stopping"
 _LOOK_EVERY = 0.2
@@ -136,6 +137,7 @@ class Stopping:
         """Say what stopped the run, where pytest has no summary to say it in."""
         if self._is_asked and interrupts.received() is not None and _IS_WORKER not in os.environ:
             sys.stderr.write(f"attention conformance: {interrupts.reason()}\n")
+            scratch_folder.remove_abandoned_folders()  # of workers that pytest-xdist has killed
 
 
 def loading(config: pytest.Config) -> contextlib.AbstractContextManager[None]:
@@ -145,7 +147,9 @@ def loading(config: pytest.Config) -> contextlib.AbstractContextManager[None]:
 
 
 def _leave_worker() -> None:
-    """End a worker that has nothing to tell yet."""
+    """End a worker that has nothing to tell yet, with the processes of kernels that it has started."""
+    if (kernels := sys.modules.get("conformance.sandbox.kernel_process")) is not None:
+        kernels.end_all_processes()
     forked_process.end_server()
 
 

@@ -21,7 +21,7 @@ from typing import Any, Generic, TypeVar
 
 from conformance import interrupts, packages
 from conformance.fork_server.forked_process import ForkedProcess
-from conformance.sandbox import kernel_process
+from conformance.sandbox import kernel_process, scratch_folder
 
 Task = TypeVar("Task")
 Result = TypeVar("Result")
@@ -146,6 +146,7 @@ def _end(worker: _Worker[Task], until: float) -> None:
     if worker.process.wait(max(0.0, until - time.monotonic())) is None:
         worker.process.signal(signal.SIGKILL)
         worker.process.wait()
+        scratch_folder.remove_abandoned_folders()
     worker.process.release()
 
 

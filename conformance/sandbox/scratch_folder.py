@@ -14,11 +14,16 @@ _PREFIX = "conformance-kernel-"
 
 def create_scratch_folder() -> str:
     """A new folder. Those that judges left which were killed are removed."""
+    remove_abandoned_folders()
+    return tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-")
+
+
+def remove_abandoned_folders() -> None:
+    """Remove the folders of judges that were killed."""
     for folder in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*-*"):
         judge = folder.name.removeprefix(_PREFIX).partition("-")[0]
         if judge.isdecimal() and not Path(f"/proc/{judge}").exists() and Path("/proc/self").exists():
             remove_scratch_folder(str(folder))
-    return tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-")
 
 
 def remove_scratch_folder(folder: str) -> None:
