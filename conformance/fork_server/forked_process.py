@@ -205,7 +205,8 @@ def _forget() -> None:
 
 @atexit.register
 def end_server() -> None:
-    """End the servers that this process has started."""
+    """End the servers that this process has started, and ask none any more."""
+    _forget()
     for starter, process in _started:
         if starter == os.getpid():
             process.kill()

@@ -176,8 +176,6 @@ SLOW = [
     Fault(
         "judge-settings-are-a-folder",
         JUDGE,
-        code=2,
-        says="pyproject.toml",
         prepare=lambda folder: (folder / "pyproject.toml").mkdir(),
     ),
     Fault(
