@@ -14,11 +14,10 @@ from collections.abc import Sequence
 
 from absl import app, logging
 
-from conformance import environment, packages
-from conformance.commands import texts
+from conformance import environment, interrupts, packages
+from conformance.commands import errors, streams, texts
 from conformance.commands.errors import CannotJudge, CommandParser, Parser
 from conformance.fork_server import forked_process
-from conformance.judging import interrupts
 from conformance.judging.levels import GRID_LEVELS, LEVELS
 
 # Commands that time programs: they run under JAX's default flags, as everybody's programs do.
@@ -343,39 +342,47 @@ def _asks_others(arguments: argparse.Namespace) -> bool:
 
 def main(arguments: argparse.Namespace, *, last: bool = False) -> int:
     """Carry out a parsed command; returns the exit code. `last` says that nothing of the process comes after it."""
+    with interrupts.listening():
+        code = _carry_out(arguments, last=last)
+        return interrupts.exit_code(code)
+
+
+def _carry_out(arguments: argparse.Namespace, *, last: bool) -> int:
+    """Load what the command needs and run it; whatever ends it is one line and exit code 2."""
     try:
         _reject_no_folder()
-        with interrupts.held():  # JAX does not stand being interrupted while it loads
-            timing = arguments.command in _TIMING and not getattr(arguments, "static", False)
-            environment.prepare(timing=timing)
-            packages.claim(alone=last)
-            if arguments.command in _JUDGING and (reason := environment.not_compiled()) is not None:
-                raise CannotJudge(reason)
-            if _asks_others(arguments):
-                forked_process.start_server()  # beside this process, which loads the same
-            from conformance.commands.table import command  # imported late: it loads JAX
+        if last:
+            interrupts.leave_with(_leave)  # JAX does not stand being interrupted while it loads, and takes seconds
+        timing = arguments.command in _TIMING and not getattr(arguments, "static", False)
+        environment.prepare(timing=timing)
+        packages.claim(alone=last)
+        if arguments.command in _JUDGING and (reason := environment.not_compiled()) is not None:
+            raise CannotJudge(reason)
+        if _asks_others(arguments):
+            forked_process.start_server()  # beside this process, which loads the same
+        from conformance.commands.table import command  # imported late: it loads JAX
 
-            carry_out = command(arguments.command)
-        with interrupts.remembered(last=last):
+        carry_out = command(arguments.command)
+        interrupts.leave_with(None)
+        with interrupts.stoppable():
+            interrupts.check()
             return carry_out(arguments)
-    except (CannotJudge, packages.NameTaken) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
     except KeyboardInterrupt:
-        print("error: interrupted before anything was judged", file=sys.stderr)
-        return 2
-    except BrokenPipeError:
+        stopped = interrupts.reason() if interrupts.received() else "interrupted"
+        streams.say(f"error: {stopped} before anything was judged")
         return 2
     except Exception as error:
-        from conformance.calling.registry import ImplementationNotFound  # imported late: it loads NumPy
-
-        if not isinstance(error, ImplementationNotFound):
-            raise
-        print(f"error: {error}", file=sys.stderr)
+        streams.say(f"error: {errors.describe(error)}")
         return 2
     finally:
         if (kernels := sys.modules.get("conformance.sandbox.kernel_process")) is not None:
             kernels.end_all_processes()
+
+
+def _leave() -> None:
+    """Say that a signal has ended the command, and end the server that was started for it."""
+    os.write(2, f"error: {interrupts.reason()} before anything was judged\n".encode())
+    forked_process.end_server()
 
 
 def _reject_no_folder() -> None:
@@ -385,20 +392,26 @@ def _reject_no_folder() -> None:
         raise CannotJudge(f"the current folder is not there any more: {error.strerror}") from error
 
 
-def _open_what_is_closed() -> None:
-    """Open stdin, stdout and stderr where they are closed.
-
-    Otherwise the next files that are opened get their numbers: records, and what is printed in another process with
-    them, or what the origin of such processes hears from.
-    """
-    while (opened := os.open(os.devnull, os.O_RDWR)) < 3:
-        os.set_inheritable(opened, True)
-    os.close(opened)
-
-
 def run_main(argv: Sequence[str] | None = None) -> None:
-    """Entry point of `python -m conformance` and of the console script."""
-    _open_what_is_closed()
+    """Parse the command line, carry out the command, and end the process with its exit code."""
+    try:
+        streams.open_closed_streams()
+        streams.guard_streams()
+        code = _run(argv)
+        sys.stdout.flush()
+    except streams.OutputFailed as error:
+        streams.say(f"error: {error}")
+        code = 2
+    except Exception as error:
+        streams.say(f"error: {errors.describe(error)}")
+        code = 2
+    code = interrupts.exit_code(code)
+    interrupts.ignore()
+    sys.exit(code)
+
+
+def _run(argv: Sequence[str] | None) -> int:
+    """Parse and carry out; returns the exit code, also where parsing or absl ends the process."""
     logging.set_verbosity(logging.WARNING)
     logging.use_absl_handler()
     python_logging.getLogger("jax").setLevel(python_logging.ERROR)
@@ -406,4 +419,7 @@ def run_main(argv: Sequence[str] | None = None) -> None:
     def parse(args: Sequence[str]) -> argparse.Namespace:
         return parser().parse_args(list(args)[1:])
 
-    app.run(functools.partial(main, last=True), argv=list(argv) if argv is not None else None, flags_parser=parse)
+    try:
+        app.run(functools.partial(main, last=True), argv=list(argv) if argv is not None else None, flags_parser=parse)
+    except SystemExit as end:
+        return end.code if isinstance(end.code, int) else (0 if end.code is None else 2)

@@ -103,7 +103,7 @@ def hidden(name: str) -> str | None:
     if package not in NAMES:
         return None
     # No copy of this project is what a user means, be it this one or another that is installed as well.
-    elsewhere = [entry for entry in sys.path if not (Path(entry) / "conformance" / "contract.py").is_file()]
+    elsewhere = [entry for entry in sys.path if not os.path.isfile(Path(entry, "conformance", "contract.py"))]
     place = _place(PathFinder.find_spec(package, elsewhere))
     return place and f"{package!r} is a package of attention-conformance here, and hides {place}: rename that one"
 

@@ -12,16 +12,15 @@ from __future__ import annotations
 import dataclasses
 import json
 import shlex
-import signal
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from conformance import packages
+from conformance import interrupts, packages
 from conformance.fork_server import shared_server
-from conformance.judging import ending, gate
+from conformance.judging import ending, gate, plugin_warnings, stopping
 
 if TYPE_CHECKING:
     from conformance.commands.compare import Side
@@ -44,6 +43,8 @@ def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginMa
     gate.add_options(parser)
     # Here, since any `conftest.py` is imported before what follows.
     pluginmanager.register(ending.Ending(_NAME), ending.NAME)
+    pluginmanager.register(stopping.Stopping(), stopping.NAME)
+    pluginmanager.register(plugin_warnings.PluginWarnings())
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -75,6 +76,8 @@ class _Gate:
         self._stale: list[Record] = []
         self._tests: set[str] = set()
         self._whole: set[int] = set()  # jobs that were judged under all of their checks
+        self._selected: set[str] = set()  # the tests of jobs that are to be run
+        self._skipped: set[str] = set()  # those that others have skipped
 
     @pytest.hookimpl
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
@@ -99,7 +102,7 @@ class _Gate:
         expression = self._config.option.keyword
         if not expression or self._planned is None:
             return
-        from conformance.judging.keywords import checks_chosen
+        from conformance.judging.keywords import checks_chosen, platform_for
 
         left_out = []
         for item in items:
@@ -111,7 +114,7 @@ class _Gate:
                 left_out.append(item)
             elif chosen != job.checks:
                 gate.set_job(item, dataclasses.replace(job, checks=chosen))
-            item.extra_keyword_matches.update(check.name for check in chosen)
+            item.extra_keyword_matches.update([platform_for(job), *(check.name for check in chosen)])
         if left_out:
             self._config.hook.pytest_deselected(items=left_out)
             items[:] = [item for item in items if item not in left_out]
@@ -160,16 +163,19 @@ class _Gate:
 
     def _plan(self) -> Plan:
         if self._planned is None:
-            gate.prepare(self._config)
-            from conformance.calling import registry  # imported late: they load JAX
-            from conformance.judging import plan, settings
-            from conformance.judging.runner import Runner
+            with stopping.loading(self._config):
+                gate.prepare(self._config)
+                from conformance.calling import registry  # imported late: they load JAX
+                from conformance.judging import plan, settings
+                from conformance.judging.runner import Runner
 
             option, kernels = self._config.getoption, gate.kernels(self._config)
             try:
                 self._settings = found = settings.load(self._config.rootpath)
                 names = found.members(option("--impl") or found.implementations)
-                implementations = [kernels.find(name) for name in names]
+                with interrupts.stoppable():
+                    interrupts.check()
+                    implementations = [kernels.find(name) for name in names]
             except (settings.SettingsError, registry.ImplementationNotFound) as error:
                 raise pytest.UsageError(str(error)) from error
             if not implementations:
@@ -220,8 +226,18 @@ class _Gate:
         except ValueError as error:
             raise pytest.UsageError(f"--conformance-resume: {error}") from error
 
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_xdist_node_collection_finished(self, ids: Iterable[str]) -> None:
+        """Know which tests workers are to run: this process collects none."""
+        if self._planned is not None:
+            from conformance.judging.runner import platform_of
+
+            known = {self._id(job, platform_of(job.implementation)) for job in self._planned.jobs}
+            self._selected.update(test for test in ids if test.partition("[")[2].removesuffix("]") in known)
+
     @pytest.hookimpl
-    def pytest_collection_finish(self) -> None:
+    def pytest_collection_finish(self, session: pytest.Session) -> None:
+        self._selected.update(item.nodeid for item in session.items if gate.job_of(item) is not None)
         if self._planned is not None:
             from conformance import environment
 
@@ -265,6 +281,8 @@ class _Gate:
     @pytest.hookimpl
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         lines = getattr(report, _ATTRIBUTE, None)
+        if report.skipped:
+            self._skipped.add(report.nodeid)
         if lines is None or hasattr(self._config, "workerinput"):
             return
         from conformance.judging.journal import CannotWrite
@@ -285,7 +303,7 @@ class _Gate:
             pytest.exit(f"a report has a record that none can be: {error}", returncode=pytest.ExitCode.INTERRUPTED)
 
     def _begin(self) -> Written:
-        """The files of this run, begun at the first record; from then on a signal that ends it leaves them whole."""
+        """Begin the files of this run at the first record."""
         if self._written is None:
             from conformance.commands.gate import Written
 
@@ -301,9 +319,6 @@ class _Gate:
                 baseline=self._baseline,
                 suite=gate.suite_property(self._config),
             )
-            for number in (signal.SIGTERM, signal.SIGHUP):
-                if signal.getsignal(number) == signal.SIG_DFL:
-                    signal.signal(number, signal.default_int_handler)
         return self._written
 
     @pytest.hookimpl(tryfirst=True)
@@ -313,6 +328,12 @@ class _Gate:
         from conformance.judging import flag_share
 
         how, reason = ending.how_it_ended(session)
+        missing = self._missing() if not reason else set()
+        if missing:
+            from conformance import runs
+
+            what = f"{len(missing):,} of {len(self._selected):,} jobs have no records, as {min(missing)}"
+            how, reason = runs.INTERRUPTED, f"{what}: the process that judged it died, or its test was not run"
         if self._records and not reason:
             self._add_stale()
         for record in self._stale:
@@ -330,6 +351,22 @@ class _Gate:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
         if self._written is not None:
             self._finish(session, how, reason, [*self._stale, *excess])
+        if missing and session.exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
+            self._end_incomplete(session)
+
+    def _missing(self) -> set[str]:
+        """The tests of jobs that were to be run and left no records."""
+        option = self._config.option
+        if option.collectonly or option.setuponly or option.setupplan:
+            return set()
+        return self._selected - self._tests - self._skipped
+
+    def _end_incomplete(self, session: pytest.Session) -> None:
+        """Have a run that lacks a job end as one that could not be judged, unless what it has is wrong."""
+        from conformance.records import RED
+
+        if not any(record.verdict in RED for record in self._records):
+            session.exitstatus = pytest.ExitCode.INTERRUPTED
 
     def _finish(self, session: pytest.Session, how: str, reason: str, more: list[Record]) -> None:
         from conformance.commands.errors import CannotJudge

@@ -118,7 +118,8 @@ def write(path: Path, records: Sequence[Record], run: RunInfo, measurements: Seq
     """Write the page to `path`."""
     beside = path.with_suffix(".jsonl")
     file = shlex.quote(beside.name) if beside.exists() else "*.jsonl"
-    path.write_text(render(records, run, measurements, file), encoding="utf-8")
+    page = render(records, run, measurements, file)
+    path.write_bytes(page.encode(errors="backslashreplace"))  # a path that is named may have bytes that are no text
 
 
 def free_table(rows: Sequence[Mapping[str, Any]], *, cap: int = MOST_ROWS) -> FreeTable:

@@ -12,7 +12,7 @@ import numpy as np
 
 from cases.inputs import Problem
 from cases.operands import GRADIENT_OF
-from conformance.bench.interruption import interrupts_wait
+from conformance import interrupts
 from conformance.bench.measurements import FORWARD
 from conformance.calling.execution import Executor, pull_back
 from conformance.contract import Implementation
@@ -72,7 +72,7 @@ def compile_program(implementation: Implementation, problem: Problem, cotangent:
     operands = (arrays,) if phase == FORWARD else (arrays, on_device)
     function = forward if phase == FORWARD else forward_and_backward
     started = time.perf_counter()
-    with interrupts_wait():
+    with interrupts.held():
         compiled = jax.jit(function).lower(*operands).compile()
     seconds = time.perf_counter() - started
 

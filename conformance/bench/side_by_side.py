@@ -14,11 +14,11 @@ import numpy as np
 
 from cases.case import Case
 from cases.inputs import Problem, draw, draw_cotangent
+from conformance import interrupts
 from conformance.accelerators.compilation import first_words
 from conformance.bench import work
 from conformance.bench.agreement import Finding, Sample
 from conformance.bench.ceiling import Product
-from conformance.bench.interruption import interrupts_wait
 from conformance.bench.measurements import AGREES, BACKWARD, DIFFERS, Measurement, Quartiles
 from conformance.bench.programs import Program, compile_program, device_peak
 from conformance.bench.sampling import Sampled, interleave, paired
@@ -167,7 +167,7 @@ def take_turns(
     functions = {name: entrant.program.run for name, entrant in entrants.items()}
     product = Product(drawn.case.dtype)
     if functions:
-        with interrupts_wait():
+        with interrupts.held():
             product.run(1)  # compiles it
         functions[_PRODUCT] = product.run
     backend = jax.default_backend()

@@ -83,6 +83,9 @@ class Executor:
     def begin(self, function: Callable[Concatenate[Executor, P], Any], *given: P.args, **named: P.kwargs) -> None:
         """Start on what will be `run` with the same objects, where that is in another process: here nothing is done."""
 
+    def settle(self) -> None:
+        """Wait for what was begun and not asked for, where that is in another process."""
+
     def begin_forward(self, problem: Problem) -> None:
         """Start on the plain call."""
         self.begin(_forward, problem)

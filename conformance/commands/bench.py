@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import signal
 import time
 from collections.abc import Sequence
 
@@ -13,7 +12,7 @@ from rich.console import Console
 
 from cases.case import Case, matches
 from cases.inputs import draw
-from conformance import environment
+from conformance import environment, interrupts
 from conformance.bench import measurements, work
 from conformance.bench.measurements import BACKWARD, DIFFERS, FORWARD, TIMED, Measurement
 from conformance.bench.side_by_side import Limits, compare_all
@@ -56,7 +55,7 @@ def bench(arguments: argparse.Namespace) -> int:
             implementations, comparisons, limits, chosen.tolerances, on_step=steps.say, on_compared=on_compared
         )
     if compared.interrupted:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # what was timed gets written, whatever else is pressed
+        interrupts.finish()  # what was timed gets written whole
         console.print("Interrupted: only what was timed before the stop is kept.", style="yellow")
     write(outputs, compared.measurements, "bench", time.perf_counter() - started, interrupted=compared.interrupted)
     return _exit_code(compared.measurements, interrupted=compared.interrupted)

@@ -1,12 +1,20 @@
-"""What ends a command with one line: a command line that is wrong, and what cannot be judged."""
+"""Errors that end a command with one line and exit code 2."""
 
 from __future__ import annotations
 
 import argparse
+import os
+import sys
+import traceback
 from typing import Any, NoReturn
 
 from absl.flags import argparse_flags
 
+from conformance import packages
+from conformance.commands import streams
+
+TRACEBACK = "CONFORMANCE_TRACEBACK"
+"""The environment variable that has an unexpected error print its traceback."""
 _UNKNOWN = "unrecognized arguments: "
 
 
@@ -40,3 +48,27 @@ class CommandParser(argparse.ArgumentParser):
 def refuse(refusing: argparse.ArgumentParser, message: str) -> NoReturn:
     """End with one line that says what is wrong, and where help is."""
     refusing.exit(2, f"error: {message} (see {refusing.prog} --help)\n")
+
+
+def describe(error: Exception) -> str:
+    """Say in one line why a command ended; of an unexpected error also how to see and report it."""
+    lookup = sys.modules.get("conformance.calling.registry")  # it loads NumPy
+    expected: tuple[type[Exception], ...] = (CannotJudge, packages.NameTaken, streams.OutputFailed)
+    if lookup is not None:
+        expected += (lookup.ImplementationNotFound,)
+    if isinstance(error, expected):
+        return str(error)
+    if os.environ.get(TRACEBACK):
+        streams.say("".join(traceback.format_exception(error)).rstrip())
+    if isinstance(error, OSError):
+        return one_line(streams.describe_os_error(error))
+    return one_line(
+        f"unexpected {type(error).__name__}: {error}; this is a bug of attention-conformance: "
+        f"please report it with the traceback, which {TRACEBACK}=1 prints"
+    )
+
+
+def one_line(text: str, longest: int = 400) -> str:
+    """Return the text as one printable line."""
+    line = "".join(c if c.isprintable() else " " for c in " ".join(text.split()))
+    return line if len(line) <= longest else f"{line[:longest]}…"

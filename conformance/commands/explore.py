@@ -7,11 +7,12 @@ import dataclasses
 
 from rich.console import Console
 
+from conformance import interrupts
 from conformance.commands import annotate, lookup
 from conformance.commands.errors import CannotJudge
 from conformance.commands.outputs import command_line, outputs_of, step_summary
 from conformance.commands.progress import Exploring
-from conformance.judging import flag_share, interrupts, provenance
+from conformance.judging import flag_share, provenance
 from conformance.judging.evidence import EXPLORE, gather
 from conformance.judging.journal import CannotWrite, Journal
 from conformance.judging.plan import Plan
@@ -48,11 +49,12 @@ def explore(arguments: argparse.Namespace) -> int:
         limits=chosen.tolerances.rows(),
         kernels=kernels,
     )
+    interrupts.finish()  # from here on a signal ends in a summary and a page
     console = Console(stderr=True)
     console.print(f"seed {budget.seed}", highlight=False)
     try:
         journal = Journal(outputs.journals, described)
-        with Exploring(budget.seconds, console) as progress:
+        with interrupts.stoppable(), Exploring(budget.seconds, console) as progress:
 
             def on_case(seen: exploring.Seen) -> None:
                 if not (seen.shrinking or any(record.verdict in RED for record in seen.records)):
@@ -65,12 +67,11 @@ def explore(arguments: argparse.Namespace) -> int:
                 )
             except exploring.NothingToDraw as error:
                 raise CannotJudge(f"there is no case to draw: {error}") from error
-        interrupts.ignore()
         written = {record.key for record in journal.recorded.records}
         journal.add([record for record in found.records if record.key not in written])
         excess = flag_share.find_excess(journal.recorded.records)
         journal.add(excess)
-        reason = "a signal stopped it" if found.interrupted else ""
+        reason = interrupts.reason() if found.interrupted else ""
         journal.end(INTERRUPTED if found.interrupted else COMPLETE, reason=reason, seconds=found.seconds)
     except CannotWrite as error:
         raise CannotJudge(f"{error}; what was judged before is in it") from error

@@ -16,7 +16,8 @@ from conformance.records import Record, RunInfo, printable
 
 def command_line() -> str:
     """The command line, as it can be repeated."""
-    return " ".join(["python -m conformance", *map(shlex.quote, sys.argv[1:])])
+    words = " ".join(["python -m conformance", *map(shlex.quote, sys.argv[1:])])
+    return words.encode(errors="backslashreplace").decode()  # a path may have bytes that are no text
 
 
 @dataclasses.dataclass(frozen=True)

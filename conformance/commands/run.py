@@ -15,7 +15,7 @@ from pathlib import Path
 import jax
 from rich.console import Console
 
-from conformance import records
+from conformance import interrupts, records
 from conformance.asking.turn import EVERYTHING, Turn
 from conformance.calling import registry
 from conformance.checks import BY_NAME, CHECKS, Check
@@ -24,8 +24,9 @@ from conformance.commands.errors import CannotJudge
 from conformance.commands.outputs import Outputs, command_line, outputs_of, step_summary, writable
 from conformance.commands.probes import budget, diagnose
 from conformance.commands.progress import Progress
+from conformance.commands.streams import OutputFailed
 from conformance.contract import Implementation
-from conformance.judging import flag_share, interrupts, plan, provenance, runner, settings
+from conformance.judging import flag_share, plan, provenance, runner, settings
 from conformance.judging.evidence import gather
 from conformance.judging.job import Job
 from conformance.judging.journal import CannotWrite, Journal, Unlike, from_file, to_go_on
@@ -57,7 +58,6 @@ _QUERY = (
 # Processes share a GPU: what they take time for is compiling, on the CPU. A TPU belongs to one alone.
 _FEW = 8  # jobs that are done before other processes have begun
 _MOST_WORKERS = {"cpu": sys.maxsize, "gpu": 8}
-_BROKEN_PIPE = "nobody read what it printed any more"
 
 
 class _FirstFailure(Exception):  # noqa: N818 -- no error of this program
@@ -87,6 +87,7 @@ def run(arguments: argparse.Namespace) -> int:
         except Unlike as error:
             raise CannotJudge(f"--resume: {error}") from error
     console = Console(stderr=True)
+    interrupts.finish()  # from here on a signal ends in a summary and a page
     try:
         journal = Journal(
             outputs.journals if before is None else _with_first(before, outputs.journals), described, kept
@@ -102,8 +103,6 @@ def run(arguments: argparse.Namespace) -> int:
     found, info = gather([journal.recorded], command=described.command, detection=detection.load())
     info = diagnose.told(info, found)
     outputs.write(found, info)
-    if reason == _BROKEN_PIPE:
-        return 2
     if how == FAILED:
         raise CannotJudge(reason)
     terminal.print_summary(found, info, Console(), str(arguments.report or ""))
@@ -143,7 +142,9 @@ def _written_down(
     """Judge, and write down what comes of it to the end; how it ended, and why if not by itself."""
     try:
         how, reason = _judge(arguments, jobs, chosen, journal, console)
-        if how == COMPLETE:
+        if how == COMPLETE and (missing := _missing(arguments, jobs, journal)):
+            how, reason = FAILED, f"{missing:,} of its jobs have no records"
+        if how == COMPLETE and interrupts.received() is None:
             shrunk += _probed(arguments, implementations, chosen, journal, started, console)
     except CannotWrite:
         raise
@@ -158,6 +159,14 @@ def _written_down(
         journal.add(chosen.stale(journal.recorded.records, jax.__version__))
     journal.end(how, reason=reason, seconds=time.perf_counter() - started)
     return how, reason
+
+
+def _missing(arguments: argparse.Namespace, jobs: Sequence[Job], journal: Journal) -> int:
+    """Count the jobs of this run, or of this shard of it, that are not done."""
+    numbers = {id(job): number for number, job in enumerate(jobs)}
+    mine = plan.sharded(jobs, *arguments.shard) if arguments.shard else jobs
+    done = journal.recorded.done
+    return sum(numbers[id(job)] not in done for job in mine)
 
 
 def _judge(
@@ -176,7 +185,8 @@ def _judge(
     if arguments.fail_fast:
         waiting.sort(key=lambda job: not job.short)  # few programs each: a failure shows sooner
     try:
-        with Progress(len(waiting) + len(before), console, before) as progress:
+        with interrupts.stoppable(), Progress(len(waiting) + len(before), console, before) as progress:
+            interrupts.check()
 
             def on_job(job: Job, judged: list[Record]) -> None:
                 journal.job(numbers[id(job)], judged)
@@ -187,20 +197,15 @@ def _judge(
             if waiting:
                 kernels = lookup.kernels(arguments)
                 _run_jobs(waiting, arguments.jobs, kernels, chosen, on_job, one_by_one=arguments.fail_fast)
-        interrupts.ignore()
     except _FirstFailure:
-        interrupts.ignore()
         console.print("stopped at the first failure, as --fail-fast says", style="yellow")
         return INTERRUPTED, "stopped at the first failure, as --fail-fast says"
     except registry.ImplementationNotFound as error:  # a worker finds less than this process did
-        interrupts.ignore()
         return FAILED, str(error)
     except KeyboardInterrupt:
-        interrupts.ignore()
-        return INTERRUPTED, "a signal stopped it"
-    except BrokenPipeError:
-        interrupts.ignore()
-        return INTERRUPTED, _BROKEN_PIPE
+        return INTERRUPTED, interrupts.reason()
+    except OutputFailed as error:
+        return INTERRUPTED, str(error)
     return COMPLETE, ""
 
 
@@ -221,10 +226,10 @@ def _probed(
         seconds = budget.Budget(arguments.confirm_seconds, arguments.diagnose_seconds)
         spent = time.perf_counter() - started
         budget.ask(journal, implementations, here, seconds, spent=spent, console=console)
-    if arguments.shrink:
+    if arguments.shrink and interrupts.received() is None:
         from conformance.commands.probes import shrink  # imported late: nothing else here needs Hypothesis
 
-        with interrupts.heeded():
+        with interrupts.until_stopped():
             for line in shrink.shrink(journal, implementations, here, console):
                 told.append(line)  # one by one: what was found before Ctrl-C is told
     return told

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import datetime
-import signal
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -14,7 +13,7 @@ import jax
 from rich.console import Console
 
 from cases.case import Case
-from conformance import tunable
+from conformance import interrupts, tunable
 from conformance.bench import static_order, tuning
 from conformance.bench.measurements import Measurement
 from conformance.bench.side_by_side import why_not
@@ -77,7 +76,7 @@ def tune(arguments: argparse.Namespace) -> int:
                 _write(path, [_entry(implementation, declared, tuned, static, narrowed)])
                 written += 1
             if interrupted := tuned.interrupted:
-                signal.signal(signal.SIGINT, signal.SIG_IGN)  # what was timed gets written, whatever else is pressed
+                interrupts.finish()  # what was timed gets written whole
                 break
     shown.print(f"{written} entries written to {path}", highlight=False, soft_wrap=True)
     bench.write(outputs, measured, "tune", time.perf_counter() - started, interrupted=interrupted)

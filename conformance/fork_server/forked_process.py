@@ -198,7 +198,9 @@ def _forget() -> None:
 
 
 @atexit.register
-def _end() -> None:
+def end_server() -> None:
+    """End the servers that this process has started, and ask none any more."""
+    _forget()
     for starter, process in _started:
         if starter == os.getpid():
             process.kill()

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NoReturn, Protocol
 
 import pytest
 
-from conformance import packages
+from conformance import interrupts, packages
 
 if TYPE_CHECKING:
     from conformance.records import Record
@@ -142,6 +142,8 @@ def how_it_ended(session: pytest.Session) -> tuple[str, str]:
 
     ending: Ending | None = session.config.pluginmanager.get_plugin(NAME)
     stopped = session.shouldfail or session.shouldstop or (ending is not None and ending.stopped)
+    if interrupts.received() is not None:
+        return runs.INTERRUPTED, interrupts.reason()
     if stopped or session.exitstatus not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
         return runs.INTERRUPTED, str(stopped) if isinstance(stopped, str) else "it was stopped"
     return runs.COMPLETE, ""

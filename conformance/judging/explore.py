@@ -29,7 +29,7 @@ from cases.exploring.clues import Clues
 from cases.exploring.novelty import Novelty
 from cases.exploring.space import NothingToDraw
 from cases.exploring.strategies import cases
-from conformance import records
+from conformance import interrupts, records
 from conformance.asking.scopes import GRID, Asked
 from conformance.calling.clues import shown
 from conformance.checks import CHECKS, Check
@@ -192,6 +192,7 @@ class _Explorer:
 
     def _run(self) -> Exploration:
         try:
+            interrupts.check()
             with contextlib.suppress(OutOfTime):
                 strategies = [cases(self._supports)]
                 if self._clues:

@@ -13,8 +13,8 @@ import stat
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from conformance import records, runs
-from conformance.judging import interrupts, provenance
+from conformance import interrupts, records, runs
+from conformance.judging import provenance
 from conformance.records import Record
 from conformance.runs import End, Recorded, Run
 from conformance.sandbox import loaded_files

@@ -9,9 +9,11 @@ from _pytest.mark.expression import Expression
 
 from conformance.checks import CHECKS, Check
 from conformance.judging.job import Job
+from conformance.judging.runner import platform_of
 
 _WORD = re.compile(r"[\w.:/\[\]+*=-]+")
 _OPERATORS = frozenset({"and", "or", "not"})
+PLATFORMS = frozenset({"cpu", "gpu", "tpu"})
 
 
 def names_checks(expression: str) -> bool:
@@ -23,7 +25,8 @@ def checks_chosen(expression: str, job: Job, keywords: Sequence[str]) -> tuple[C
     """The checks of a job that an expression of `-k` chooses.
 
     A word that is a part of a check's name stands for checks, implementations and cases, and no longer for the test
-    itself: `forms` is not every `test_conforms`. Other words match as they do for any test.
+    itself: `forms` is not every `test_conforms`. A word that is a platform stands for what the kernel is for: `gpu` is
+    no kernel for TPUs that is interpreted on a GPU. Other words match as they do for any test.
 
     Args:
       expression: as pytest takes it.
@@ -32,16 +35,25 @@ def checks_chosen(expression: str, job: Job, keywords: Sequence[str]) -> tuple[C
     """
     compiled = Expression.compile(expression)
 
+    platform = platform_for(job)
+
     def chosen(check: Check) -> bool:
         names = [job.implementation.name, job.case.id, check.name]
 
         def matches(word: str, /, **_: object) -> bool:
+            if word.lower() in PLATFORMS:
+                return word.lower() == platform or word.lower() in job.implementation.name.lower()
             known = names if _is_of_a_check(word) else [*names, *keywords]
             return any(word.lower() in name.lower() for name in known)
 
         return bool(compiled.evaluate(matches))
 
     return tuple(check for check in job.checks if chosen(check))
+
+
+def platform_for(job: Job) -> str:
+    """Return the platform that the kernel is for, be it interpreted on another; of a plain function, where it runs."""
+    return job.implementation.accelerator.platform or platform_of(job.implementation).partition("-")[0]
 
 
 def _is_of_a_check(word: str) -> bool:

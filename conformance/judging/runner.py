@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 
-from conformance import records
+from conformance import interrupts, records
 from conformance.asking.judgement import Judgement, guarded, told_apart, unsupported
 from conformance.asking.subject import Subject
 from conformance.asking.turn import EVERYTHING, pullbacks_of
@@ -18,7 +18,7 @@ from conformance.calling import registry
 from conformance.calling.execution import Executor
 from conformance.checks import BY_NAME, CHECKS, Check
 from conformance.contract import Implementation
-from conformance.judging import discrimination, interrupts
+from conformance.judging import discrimination
 from conformance.judging.job import Job
 from conformance.judging.rejudge import CONFIRMED, Rejudge
 from conformance.judging.settings import Settings
@@ -199,6 +199,7 @@ def _judged(subject: Subject, checks: Iterable[Check], rejudge: Rejudge) -> Iter
             )
             weak = Judgement(observable="case", verdict=records.UNJUDGED, reason=reason)
             yield _record(subject, "discrimination", weak, margin, 0.0)
+            yield from _unasked_death(subject, checks)
             return
     for check in checks:
         try:
@@ -209,6 +210,15 @@ def _judged(subject: Subject, checks: Iterable[Check], rejudge: Rejudge) -> Iter
         except Lost as lost:  # what else this case is asked might cost a process each
             yield _record(subject, check.name, _lost(lost), margin, 0.0)
             return
+    yield from _unasked_death(subject, checks)
+
+
+def _unasked_death(subject: Subject, checks: Sequence[Check]) -> Iterator[Record]:
+    """Yield an error if the kernel's process died of calls that were begun and that no check asked for."""
+    try:
+        subject.executor.settle()
+    except Lost as lost:
+        yield _record(subject, checks[0].name, _lost(lost), None, 0.0)
 
 
 def _discriminating(subject: Subject) -> tuple[Subject, Mapping[str, float]]:

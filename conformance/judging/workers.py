@@ -12,19 +12,22 @@ import contextlib
 import dataclasses
 import signal
 import sys
+import time
 import traceback
 from collections.abc import Callable, Iterable, Sequence
 from multiprocessing import Pipe, connection
 from multiprocessing.connection import Connection
 from typing import Any, Generic, TypeVar
 
-from conformance import packages
+from conformance import interrupts, packages
 from conformance.fork_server.forked_process import ForkedProcess
-from conformance.judging import interrupts
+from conformance.sandbox import kernel_process, scratch_folder
 
 Task = TypeVar("Task")
 Result = TypeVar("Result")
-_ENDING = 10.0  # seconds that a worker may take to end, with the processes of its kernels, before it is killed
+# Seconds that workers may take to end, with the processes of their kernels, before they are killed.
+_ENDING = 10.0
+_ENDING_AFTER_SIGNAL = 4.0
 
 
 def work_through(
@@ -72,12 +75,14 @@ def _done(
         while waiting or busy:
             while waiting and len(busy) < workers:
                 busy.append(_started(waiting.popleft(), do))
-            for worker in _ready(busy):
+            ready = _ready(busy)
+            interrupts.check()
+            for worker in ready:
                 task = worker.task
                 answer = _answer(worker)
                 if answer is None:
                     busy.remove(worker)
-                    _end(worker)
+                    _end(worker, time.monotonic() + _ENDING)
                     fatal.append(task)
                     continue
                 raised, found = answer
@@ -94,8 +99,10 @@ def _done(
         with interrupts.held():
             for worker in busy:
                 worker.process.signal(signal.SIGTERM)
+            seconds = _ENDING if interrupts.received() is None else _ENDING_AFTER_SIGNAL
+            until = time.monotonic() + seconds
             for worker in (*busy, *idle):
-                _end(worker)
+                _end(worker, until)
     return fatal
 
 
@@ -133,19 +140,27 @@ def _tell(worker: _Worker[Task], do: Callable[[Task], Result]) -> None:
         worker.pipe.send((do, worker.task))
 
 
-def _end(worker: _Worker[Task]) -> None:
+def _end(worker: _Worker[Task], until: float) -> None:
     """End a process that has died, has been told to, or has no more to do, which it sees by its pipe."""
     worker.pipe.close()
-    if worker.process.wait(_ENDING) is None:
+    if worker.process.wait(max(0.0, until - time.monotonic())) is None:
         worker.process.signal(signal.SIGKILL)
         worker.process.wait()
+        scratch_folder.remove_abandoned_folders()
     worker.process.release()
 
 
 def _serve(pipe: int, path: Sequence[str]) -> None:
-    """What a worker does: one task after another, until there are no more."""
+    """Do one task after another, until there are no more or a signal ends the worker."""
     packages.claim()
     sys.path[:] = path  # the user's modules are found as in the process that judges
+    with interrupts.listening():
+        with interrupts.until_stopped():
+            _do_tasks(pipe)
+        kernel_process.end_all_processes()  # also where a signal ends this process: they have scratch folders
+
+
+def _do_tasks(pipe: int) -> None:
     tasks = Connection(pipe)
     while True:
         try:

@@ -16,7 +16,7 @@ import weakref
 from pathlib import Path
 from typing import Any
 
-from conformance import environment, records
+from conformance import environment, interrupts, records
 from conformance.calling import mishaps
 from conformance.fork_server import visible_environment
 from conformance.fork_server.forked_process import ForkedProcess
@@ -128,6 +128,7 @@ class KernelProcess:
         self._said: Handshake | None = None
         self._slowest = 0.0  # of the calls that returned, in seconds
         self._too_slow = 0
+        self._lost: Lost | None = None  # a death that `begin` has noticed
         # Ends the process when nobody refers to this any more, and when the judge ends.
         weakref.finalize(self, _end, self._running)
         _ALL.add(self)
@@ -170,9 +171,10 @@ class KernelProcess:
         try:
             self._running[0].send(request, self._limits_now, busy=bool(busy))
             self._pending.append(_PendingCall(order, len(request)))
-        except Lost as lost:  # `ask` will raise it, from another process
+        except Lost as lost:  # the next `ask` raises it, or `settle`
             self._too_slow += isinstance(lost, CallTimeout)
             self.end()
+            self._lost = lost
 
     def ask(self, order: CallRequest) -> Any:
         """Call a function in the kernel's process and return its result.
@@ -181,6 +183,7 @@ class KernelProcess:
           Lost: if the process dies, takes too long, takes too much memory, or answers what cannot be read.
           Exception: what the kernel raised, as an exception of the same name.
         """
+        self._raise_lost()
         if not self._running:
             self._start()
         (running,) = self._running
@@ -200,6 +203,31 @@ class KernelProcess:
             self._too_slow += isinstance(lost, CallTimeout)
             self.end()
             raise
+        except KeyboardInterrupt:  # the answer may be half read
+            self.end()
+            raise
+
+    def settle(self) -> None:
+        """Wait for pending calls whose results nobody has asked for, and forget them.
+
+        Raises:
+          Lost: if the process died of it.
+        """
+        self._raise_lost()
+        try:
+            if self._running:
+                self._receive_pending(None)
+        except Lost as lost:
+            self._too_slow += isinstance(lost, CallTimeout)
+            self.end()
+            raise
+        self._pending.clear()
+
+    def _raise_lost(self) -> None:
+        """Raise the death that `begin` has noticed, once."""
+        lost, self._lost = self._lost, None
+        if lost is not None:
+            raise lost
 
     def _receive_pending(self, last: _PendingCall | None) -> None:
         """Receive the answers to pending calls in their order: up to `last`, or all of them."""
@@ -235,8 +263,9 @@ class KernelProcess:
         return dataclasses.replace(self.limits, seconds=seconds)
 
     def _start(self) -> None:
-        running = _RunningProcess(self._cache_folder, self.limits, self._sandbox, reads_cache=self._reads_cache)
-        self._running.append(running)
+        with interrupts.held():  # or nobody would end it, and remove its folder
+            running = _RunningProcess(self._cache_folder, self.limits, self._sandbox, reads_cache=self._reads_cache)
+            self._running.append(running)
         try:
             patient = dataclasses.replace(self.limits, seconds=max(self.limits.seconds, _LOADING))
             message = running.load(self.name, self._products, self._problem, self._xla_flags, patient)
@@ -273,8 +302,9 @@ def end_all_processes() -> None:
 
 
 def _end(running: list[_RunningProcess]) -> None:
-    while running:
-        running.pop().end()
+    with interrupts.held():
+        while running:
+            running.pop().end()
 
 
 def _max_bytes(order: CallRequest) -> int:

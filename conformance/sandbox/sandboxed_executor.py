@@ -81,6 +81,10 @@ class SandboxedExecutor(Executor):
         """Have the kernel's process start on what will be `run`."""
         self._process.begin(self._order(function, given, named))
 
+    def settle(self) -> None:
+        """Wait for what was begun and not asked for. Raises `Lost` if the kernel's process died of it."""
+        self._process.settle()
+
     def _order(self, function: Callable[..., Any], given: tuple[Any, ...], named: Mapping[str, Any]) -> CallRequest:
         options = tuple(sorted(self.options.items()))
         return CallRequest(options, self._variant, self._generation, function, given, named)

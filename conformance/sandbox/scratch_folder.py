@@ -27,10 +27,7 @@ class ScratchFolder:
 
     def __init__(self) -> None:
         """Create the folder, and remove those that killed judges have left."""
-        for path in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
-            with contextlib.suppress(OSError):
-                if path.lstat().st_uid == os.geteuid() and _is_abandoned(path):
-                    report_remains(remove_folder(str(path)))
+        remove_abandoned_folders()
         while True:
             self.path = tempfile.mkdtemp(prefix=_PREFIX)
             with contextlib.suppress(OSError):  # another judge may remove it before it is locked
@@ -44,6 +41,14 @@ class ScratchFolder:
         """Remove the folder and all that a kernel wrote there; warn of what cannot be removed."""
         report_remains(remove_folder(self.path))
         os.close(self._lock)
+
+
+def remove_abandoned_folders() -> None:
+    """Remove the folders of judges that were killed, and warn of what cannot be removed."""
+    for path in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
+        with contextlib.suppress(OSError):
+            if path.lstat().st_uid == os.geteuid() and _is_abandoned(path):
+                report_remains(remove_folder(str(path)))
 
 
 def remove_folder(folder: str) -> list[str]:

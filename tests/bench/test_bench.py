@@ -17,10 +17,9 @@ import pytest
 
 from cases.case import Case, parse
 from cases.inputs import draw
-from conformance import cli, environment
+from conformance import cli, environment, interrupts
 from conformance.bench import ceiling, measurements, work
 from conformance.bench.agreement import sampled_rows
-from conformance.bench.interruption import interrupts_wait
 from conformance.bench.measurements import AGREES, BACKWARD, DIFFERS, FORWARD, Measurement, Quartiles
 from conformance.bench.side_by_side import Compared, Limits, compare_all
 from conformance.contract import Accelerator, Arithmetic, Implementation
@@ -370,7 +369,7 @@ def test_ctrl_c_waits_for_what_must_not_be_cut_in_two() -> None:
     done = []
 
     def press() -> None:
-        with interrupts_wait():
+        with interrupts.held():
             signal.raise_signal(signal.SIGINT)
             done.append("the rest")
 
@@ -378,5 +377,5 @@ def test_ctrl_c_waits_for_what_must_not_be_cut_in_two() -> None:
         press()
     assert done == ["the rest"]
     assert signal.getsignal(signal.SIGINT) is before
-    with interrupts_wait():
+    with interrupts.held():
         done.append("nobody pressed anything")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import signal
 import statistics
 import time
 from collections.abc import Collection, Mapping, Sequence
@@ -13,7 +12,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from conformance import environment
+from conformance import environment, interrupts
 from conformance.commands import lookup
 from conformance.commands.bank import signatures
 from conformance.commands.bank.twice import seen_twice
@@ -53,6 +52,7 @@ def sensitivity(arguments: argparse.Namespace) -> int:
     if arguments.save and not whole:
         _reject_other_conditions(last, level, described)
     examined: list[Examination] = []
+    resolutions: list[resolution.Resolution] = []
     interrupted = False
     console = Console(stderr=True)
     with Progress(len(names), console) as progress:
@@ -63,16 +63,18 @@ def sensitivity(arguments: argparse.Namespace) -> int:
 
         try:
             examine_parallel(bank, names, level, arguments.jobs or os.cpu_count() or 1, on_bug)
+            if weighed:
+                resolutions = list(resolution.resolve(chosen.tolerances))
+            interrupts.check()
         except KernelDied as error:
             raise CannotJudge(str(error)) from error
         except KeyboardInterrupt:
-            signal.signal(signal.SIGINT, signal.SIG_IGN)  # what was examined gets written, whatever else is pressed
             interrupted = True
+    interrupts.finish()  # what was examined gets written whole
     complete = bool(names) and len(examined) == len(names)
     stands = last if last is not None and last["level"] == level else None  # what another level saw says nothing here
     kept = detection.examinations(stands, set(bugs) - set(names) if arguments.save else unmeasured)
     examined += kept
-    resolutions = resolution.resolve(chosen.tolerances) if weighed and not interrupted else []
     table = detection.tabulate(examined, resolutions, level=level, environment=described)
     if arguments.save and not whole:
         table = detection.continued(table, last)

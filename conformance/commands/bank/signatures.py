@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from rich.console import Console
 from rich.table import Table
 
+from conformance import interrupts
 from conformance.commands.errors import CannotJudge
 from conformance.commands.progress import Progress
 from conformance.sensitivity import diagnosis, signatures
@@ -32,7 +33,8 @@ def measure(bank: str, bugs: Mapping[str, PlantedBug], arguments: argparse.Names
 
         def on_bug(each: Known) -> None:
             found[each.name] = each
-            signatures.save(found.values())
+            with interrupts.held():
+                signatures.save(found.values())
             progress.advance([])
 
         try:
@@ -40,7 +42,7 @@ def measure(bank: str, bugs: Mapping[str, PlantedBug], arguments: argparse.Names
         except KernelDied as error:
             raise CannotJudge(str(error)) from error
         except KeyboardInterrupt:
-            pass  # what was found is written already
+            interrupts.finish()  # what was found is written already
     left = [name for name in bugs if name not in found and bugs[name].unmeasurable() is None]
     blind = sum(not each.signature.wrong for each in found.values())
     text = f"{len(found)} of {len(bugs)} planted bugs have signatures; {blind} of them are right on all of its cases"

@@ -7,6 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 from rich.console import Console
 
+from conformance import interrupts
 from conformance.commands.errors import CannotJudge
 from conformance.commands.progress import Progress
 from conformance.sensitivity import detection, twice
@@ -36,10 +37,11 @@ def seen_twice(bugs: Mapping[str, PlantedBug], arguments: argparse.Namespace) ->
         try:
             for name in asked:
                 found[name] = twice.look_again(bugs[name], level, kills[name], arguments.seconds)
-                twice.save(list(found.values()), level)
+                with interrupts.held():
+                    twice.save(list(found.values()), level)
                 progress.advance([])
         except KeyboardInterrupt:
-            pass  # what was found is written already
+            interrupts.finish()  # what was found is written already
     _print(list(found.values()), kills)
     return 0 if all(len(each.seen) > 1 for each in found.values()) else 1
 

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 
 from rich.console import Console
 
+from conformance import interrupts
 from conformance.commands.probes import confirm, diagnose
 from conformance.contract import Implementation
-from conformance.judging import interrupts
 from conformance.judging.journal import Journal
 from conformance.judging.probing.allowance import Allowance
 from conformance.judging.runner import Runner
@@ -55,11 +55,11 @@ def ask(
       spent: how many seconds the run took so far.
       console: what is said goes there.
     """
-    if not any(record.verdict in RED for record in journal.recorded.records):
+    if interrupts.received() or not any(record.verdict in RED for record in journal.recorded.records):
         return
     known = journal.recorded.records
     both, started = allowed(spent), time.monotonic()
-    with interrupts.heeded():
+    with interrupts.until_stopped():
         seconds = _CONFIRMING * both if budget.confirm is None else budget.confirm
         allowance = Allowance(runner, both if budget.confirm is None else seconds, known)
         confirm.confirm(journal, implementations, allowance, seconds, console)

@@ -1,0 +1,197 @@
+"""Stop a command on SIGINT, SIGTERM or SIGHUP, without losing the signal.
+
+`KeyboardInterrupt` alone gets lost: Python drops it in callbacks of the garbage collector and of imports, and JAX and
+many a kernel's `except` turn it into another error. So a handler records the first signal, and nothing resets that
+while the command runs. Inside `stoppable` the handler also raises `KeyboardInterrupt`, and a thread sends the signal
+again until the block has ended. Outside it signals are only recorded. `exit_code` reports them at the end.
+
+Every command goes by this: `run`, `explore`, `sensitivity`, their workers, and the pytest gate.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from types import FrameType, TracebackType
+
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_DEFAULTS = (signal.default_int_handler, signal.SIG_DFL)
+_REPEAT = 2.0  # seconds after which a signal that has stopped nothing is raised again
+
+
+class _State:
+    """What this process has received, and what the handler does about it."""
+
+    received = 0
+    listening = False
+    raising = False
+    held = 0
+    leave: Callable[[], None] | None = None
+    raised_at = -math.inf
+
+
+@contextlib.contextmanager
+def listening() -> Iterator[None]:
+    """Record stop signals within the block, and restore the handlers after it.
+
+    Signals that are ignored, or that somebody else handles, are left alone. Does nothing inside another such block,
+    and outside the main thread, which alone gets signals.
+    """
+    if _State.listening or not _is_main_thread():
+        yield
+        return
+    before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+    ours = [number for number, handler in before.items() if handler in _DEFAULTS]
+    hook, ended = sys.unraisablehook, threading.Event()
+
+    def on_unraisable(dropped: sys.UnraisableHookArgs) -> None:
+        if not (_State.received and issubclass(dropped.exc_type, KeyboardInterrupt)):
+            hook(dropped)
+
+    _State.received, _State.raising, _State.held, _State.raised_at = 0, False, 0, -math.inf
+    _State.leave = None
+    _State.listening = True
+    sys.unraisablehook = on_unraisable
+    for number in ours:
+        signal.signal(number, _on_signal)
+    # Without the thread, where there can be no other, a signal that gets lost waits for `check`.
+    with contextlib.suppress(RuntimeError):
+        threading.Thread(target=_repeat, args=(ended,), daemon=True).start()
+    try:
+        yield
+    finally:
+        _State.raising, _State.leave = False, None
+        ended.set()
+        for number in ours:
+            if signal.getsignal(number) is _on_signal:
+                signal.signal(number, before[number])
+        sys.unraisablehook = hook
+        _State.listening = False
+
+
+def leave_with(leave: Callable[[], None] | None) -> None:
+    """Have a stop signal outside `stoppable` call `leave` and end the process at once; None has it recorded only.
+
+    For a process that loads what it needs, which takes seconds and must not be interrupted, and has nothing to write.
+    """
+    _State.leave = leave
+    if leave is not None and _State.received:
+        leave()
+        os._exit(128 + _State.received)
+
+
+class _Raising:
+    """Has the handler raise."""
+
+    def __init__(self) -> None:
+        self._before = False
+
+    def __enter__(self) -> None:
+        self._before, _State.raising = _State.raising, True
+
+
+class stoppable(_Raising):  # noqa: N801 -- a context manager, as those of contextlib are
+    """Raise `KeyboardInterrupt` in the block when a stop signal arrives, or at `check` if one has arrived before."""
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        _State.raising = self._before
+
+
+class until_stopped(_Raising):  # noqa: N801 -- as above
+    """Do the block until a stop signal arrives; the code after the block goes on."""
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool:
+        _State.raising = self._before
+        return kind is not None and issubclass(kind, KeyboardInterrupt)
+
+
+@contextlib.contextmanager
+def held() -> Iterator[None]:
+    """Let the block end before a stop signal raises `KeyboardInterrupt`. For short blocks that must not be cut."""
+    if not _is_main_thread():
+        yield
+        return
+    if not _State.listening:
+        with listening():
+            yield
+        received = _State.received
+        _State.received = 0
+        if received:
+            raise KeyboardInterrupt
+        return
+    _State.held += 1
+    try:
+        yield
+    finally:
+        _State.held -= 1
+    check()
+
+
+def check() -> None:
+    """Raise `KeyboardInterrupt` inside `stoppable` if a stop signal has arrived."""
+    if _State.received and _State.listening and _State.raising and not _State.held and _is_main_thread():
+        raise KeyboardInterrupt
+
+
+def finish() -> None:
+    """Record signals only, until the next `stoppable`: what was judged is written whole."""
+    _State.raising, _State.leave = False, None
+
+
+def received() -> signal.Signals | None:
+    """Return the first stop signal that arrived within `listening`."""
+    return signal.Signals(_State.received) if _State.received else None
+
+
+def exit_code(code: int) -> int:
+    """Return 128 and the number of the signal that stopped the command, or `code` if none did."""
+    return 128 + _State.received if _State.received else code
+
+
+def reason() -> str:
+    """Say in a few words what stopped the command."""
+    found = received()
+    return f"stopped by {found.name}" if found is not None else "it was stopped"
+
+
+def ignore() -> None:
+    """Ignore stop signals until the process ends, which has nothing left to do."""
+    for number in STOP_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+
+
+def _on_signal(number: int, frame: FrameType | None) -> None:
+    if not _State.received:
+        _State.received = number
+    if _State.leave is not None and not _State.raising and not _State.held:
+        _State.leave()
+        os._exit(128 + _State.received)
+    # Two signals in a row, as a CI service sends them, must not cut off what handles the first.
+    if _State.raising and not _State.held and time.monotonic() - _State.raised_at >= _REPEAT:
+        _State.raised_at = time.monotonic()
+        raise KeyboardInterrupt
+
+
+def _repeat(ended: threading.Event) -> None:
+    """Send the signal to the main thread again while it should have stopped and has not."""
+    main = threading.main_thread().ident
+    assert main is not None
+    while not ended.wait(_REPEAT / 4):
+        lost = _State.received and _State.raising and time.monotonic() - _State.raised_at >= _REPEAT
+        if lost and signal.getsignal(_State.received) is _on_signal:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pthread_kill(main, _State.received)
+
+
+def _is_main_thread() -> bool:
+    return threading.current_thread() is threading.main_thread()

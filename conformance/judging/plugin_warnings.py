@@ -1,0 +1,59 @@
+"""Keep warnings of other pytest plugins from ending the gate where a project turns warnings into errors.
+
+A plugin that warns in a hook of its own, as pytest-benchmark does beside pytest-xdist, would end pytest in an internal
+error. Such warnings are shown. Warnings of kernels and of tests stay what the project makes of them.
+"""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Generator
+
+import pytest
+
+from conformance.judging import ending
+
+_NOT_THEIRS = frozenset({"_pytest", "pytest", "conformance"})
+
+
+class PluginWarnings:
+    """Shows warnings whose place is a module of an installed plugin, in all hooks but those that run tests.
+
+    Innermost in each hook: pytest's own wrappers apply the filters of the project.
+    """
+
+    def __init__(self) -> None:
+        self._names: frozenset[str] = frozenset()
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_configure(self, config: pytest.Config) -> None:
+        """Show them while plugins are configured, if this run is to judge."""
+        option = config.getoption
+        if ending.is_asked_for(config.args, option("--impl"), option("--conformance-cases")):
+            plugins = [plugin for plugin, _ in config.pluginmanager.list_plugin_distinfo()]
+            modules = {getattr(plugin, "__name__", type(plugin).__module__) for plugin in plugins}
+            self._names = frozenset(module.partition(".")[0] for module in modules) - _NOT_THEIRS
+        self._show()
+
+    @pytest.hookimpl(wrapper=True, trylast=True)
+    def pytest_collection(self) -> Generator[None, object, object]:
+        """Show them while tests are collected."""
+        self._show()
+        return (yield)
+
+    @pytest.hookimpl(wrapper=True, trylast=True)
+    def pytest_sessionfinish(self) -> Generator[None]:
+        """Show them as the run ends."""
+        self._show()
+        return (yield)
+
+    @pytest.hookimpl(wrapper=True, trylast=True)
+    def pytest_terminal_summary(self) -> Generator[None]:
+        """Show them in the summary."""
+        self._show()
+        return (yield)
+
+    def _show(self) -> None:
+        for name in sorted(self._names):
+            warnings.filterwarnings("default", module=rf"{re.escape(name)}(\.|$)")

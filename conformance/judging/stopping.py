@@ -1,0 +1,183 @@
+"""Signals that stop the pytest gate: with and without pytest-xdist it ends with a verdict, a page and 128+n.
+
+`KeyboardInterrupt` in the main process of pytest-xdist can come while that handles an event of a worker, and workers
+that get Ctrl-C themselves are events too: both end in an internal error. So there a signal is only recorded, and stops
+the loop where it waits for events. Workers begin with signals blocked, until they listen.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import signal
+import sys
+import time
+from collections.abc import Generator, Iterator
+from typing import Any
+
+import pytest
+
+from conformance import interrupts
+from conformance.fork_server import forked_process
+from conformance.judging import ending
+from conformance.sandbox import scratch_folder
+
+NAME = "attention-conformance-stopping"
+_LOOK_EVERY = 0.2
+_IS_WORKER = "PYTEST_XDIST_WORKER"
+
+
+class Stopping:
+    """Listens to signals from before any `conftest.py` is imported until pytest returns its exit code."""
+
+    def __init__(self) -> None:
+        self._listening = contextlib.ExitStack()
+        self._is_asked = False
+        self._gateways: list[Any] = []
+        self._errors = 2
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_load_initial_conftests(self, early_config: pytest.Config) -> Generator[None]:
+        """Listen, if this run is to judge."""
+        given = early_config.known_args_namespace
+        asked = given.file_or_dir or early_config.getini("testpaths")
+        if ending.is_asked_for(asked, given.impl, given.conformance_cases):
+            self._is_asked = True
+            self._errors = os.dup(2)  # pytest captures the usual one
+            self._listening.enter_context(interrupts.listening())
+            if _IS_WORKER in os.environ:
+                interrupts.leave_with(_leave_worker)
+                signal.pthread_sigmask(signal.SIG_UNBLOCK, interrupts.STOP_SIGNALS)
+        return (yield)
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_cmdline_main(self) -> Generator[None, int, int]:
+        """Have the exit code name the signal."""
+        if not self._is_asked:
+            return (yield)
+        try:
+            code = yield
+            return interrupts.exit_code(code)
+        finally:
+            self._listening.close()
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_sessionstart(self, session: pytest.Session) -> Generator[None]:
+        """Start workers that no signal ends before they can say so."""
+        if not self._is_asked or _dsession(session.config) is None:
+            return (yield)
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, interrupts.STOP_SIGNALS)
+        try:
+            return (yield)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_xdist_newgateway(self, gateway: Any) -> None:
+        """Know the workers, and start no more of them once a signal has arrived."""
+        self._gateways.append(gateway)
+        if interrupts.received() is not None:
+            raise KeyboardInterrupt
+
+    @contextlib.contextmanager
+    def loading(self) -> Iterator[None]:
+        """End the process at once if a signal arrives in the block, which loads JAX: nothing is judged yet."""
+        if not self._is_asked or _IS_WORKER in os.environ:
+            yield
+            return
+        interrupts.leave_with(self._leave)
+        try:
+            yield
+        finally:
+            interrupts.leave_with(None)
+
+    def _leave(self) -> None:
+        os.write(self._errors, f"error: {interrupts.reason()} before anything was judged\n".encode())
+        forked_process.end_server()
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_collection(self, session: pytest.Session) -> Generator[None, object, object]:
+        """Stop collecting."""
+        if not self._is_asked or _dsession(session.config) is not None:
+            return (yield)
+        with interrupts.stoppable():
+            interrupts.check()
+            return (yield)
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtestloop(self, session: pytest.Session) -> Generator[None, object, object]:
+        """Stop running tests."""
+        if not self._is_asked:
+            return (yield)
+        if (dsession := _dsession(session.config)) is not None:
+            with _stopping_where_it_waits(dsession):
+                return (yield)
+        with interrupts.stoppable():
+            interrupts.check()
+            return (yield)
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_sessionfinish(self) -> None:
+        """Have what follows written whole."""
+        if self._is_asked:
+            interrupts.finish()
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_keyboard_interrupt(self) -> None:
+        """Have the workers end too, which may not have got the signal."""
+        for gateway in self._gateways:
+            # execnet ends its processes by itself, some seconds later.
+            process = getattr(getattr(gateway, "_io", None), "popen", None)
+            if process is not None and process.poll() is None:
+                with contextlib.suppress(OSError):
+                    process.send_signal(signal.SIGTERM)
+
+    def pytest_unconfigure(self) -> None:
+        """Say what stopped the run, where pytest has no summary to say it in."""
+        if self._is_asked and interrupts.received() is not None and _IS_WORKER not in os.environ:
+            sys.stderr.write(f"attention conformance: {interrupts.reason()}\n")
+            scratch_folder.remove_abandoned_folders()  # of workers that pytest-xdist has killed
+
+
+def loading(config: pytest.Config) -> contextlib.AbstractContextManager[None]:
+    """Within the block, which loads JAX, a signal ends the process at once."""
+    stopping: Stopping | None = config.pluginmanager.get_plugin(NAME)
+    return stopping.loading() if stopping is not None else contextlib.nullcontext()
+
+
+def _leave_worker() -> None:
+    """End a worker that has nothing to tell yet, with the processes of kernels that it has started."""
+    if (kernels := sys.modules.get("conformance.sandbox.kernel_process")) is not None:
+        kernels.end_all_processes()
+    forked_process.end_server()
+
+
+def _dsession(config: pytest.Config) -> Any:
+    """The plugin by which pytest-xdist hands out tests, none if this process runs them."""
+    return config.pluginmanager.get_plugin("dsession")
+
+
+@contextlib.contextmanager
+def _stopping_where_it_waits(dsession: Any) -> Iterator[None]:
+    """Raise `KeyboardInterrupt` out of the queue of events once a signal has arrived, and nowhere else."""
+    events: queue.Queue[Any] = dsession.queue
+    take = events.get
+
+    def take_or_stop(block: bool = True, timeout: float | None = None) -> Any:
+        until = None if timeout is None else time.monotonic() + timeout
+        while True:
+            if interrupts.received() is not None:
+                raise KeyboardInterrupt
+            left = _LOOK_EVERY if until is None else min(_LOOK_EVERY, until - time.monotonic())
+            try:
+                return take(block, max(left, 0.0))
+            except queue.Empty:
+                if not block or (until is not None and time.monotonic() >= until):
+                    raise
+
+    vars(events)["get"] = take_or_stop
+    try:
+        yield
+    finally:
+        del vars(events)["get"]

@@ -1,0 +1,129 @@
+"""What the gate says where a worker died, by platform words of -k, and beside plugins that warn."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from conformance import runs
+from conformance.calling import registry
+from conformance.contract import Accelerator
+from conformance.judging import keywords
+from conformance.judging.job import Job
+from conformance.judging.plan import plan
+from tests.judging.gated import FEW, KERNEL, Repository, gate, with_kernel
+from tests.processes import PATIENCE
+
+
+@pytest.fixture
+def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Repository:
+    return with_kernel(tmp_path, monkeypatch)
+
+
+# In pytest's own process: the first worker that calls it dies, and no other.
+CRASHES = """
+import os
+from pathlib import Path
+
+@declare(behind_mask="finite")
+def crashes(q, k, v, *, causal=False):
+    if "PYTEST_XDIST_WORKER" in os.environ and not Path("crashed").exists():
+        Path("crashed").touch()
+        os._exit(9)
+    return naive.attention(q, k, v, causal=causal)
+"""
+
+
+@pytest.mark.long
+def test_a_job_whose_worker_died_is_missing_and_resumed(repository: Repository) -> None:
+    (repository.path / "kernel.py").write_text(KERNEL + CRASHES)
+    words = (FEW, "--conformance-in-process", "-n", "2")
+    result = gate(repository, *words, "--conformance-json=r.jsonl", name="crashes")
+    assert result.ret == 2
+    (found,) = runs.read(repository.path / "r.jsonl")
+    assert found.end is not None
+    assert found.end.how == runs.INTERRUPTED
+    assert "have no records" in found.end.reason
+    before = len(found.done)
+    assert gate(repository, *words, "--conformance-resume=r.jsonl", name="crashes").ret == 0
+    (found,) = runs.read(repository.path / "r.jsonl")
+    assert found.is_complete
+    assert len(found.done) > before
+
+
+def job_for(platform: str | None, *, interpreted: bool, name: str) -> Job:
+    (job, *_) = plan([registry.find("dot_product")], level="quick", query="train/f32/*.T1.*").jobs
+    accelerator = Accelerator(platform=platform, interpreted=interpreted) if platform else Accelerator()
+    return dataclasses.replace(
+        job, implementation=dataclasses.replace(job.implementation, name=name, accelerator=accelerator)
+    )
+
+
+@pytest.mark.parametrize(
+    ("expression", "platform", "interpreted", "name", "is_chosen"),
+    [
+        ("gpu", "tpu", True, "splash", False),
+        ("tpu", "tpu", True, "splash", True),
+        ("gpu", "gpu", True, "flash", True),
+        ("tpu", "gpu", False, "flash", False),
+        ("gpu", None, False, "plain", True),
+        ("cpu", None, False, "plain", False),
+        ("gpu-interpret and splash", "tpu", True, "splash", True),
+        ("not gpu", "tpu", True, "splash", True),
+    ],
+)
+def test_a_platform_word_is_what_the_kernel_is_for(
+    expression: str,
+    platform: str | None,
+    interpreted: bool,
+    name: str,
+    is_chosen: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On a machine with a GPU."""
+    monkeypatch.setattr(keywords, "platform_of", lambda _: "gpu-interpret" if interpreted else "gpu")
+    job = job_for(platform, interpreted=interpreted, name=name)
+    shown = f"test_conforms[{name}-gpu{'-interpret' if interpreted else ''}-{job.case.id}]"
+    assert bool(keywords.checks_chosen(expression, job, [shown])) is is_chosen
+
+
+PLUGIN = """
+import warnings
+
+def pytest_configure():
+    warnings.warn("configured", stacklevel=1)
+
+def pytest_collection_modifyitems():
+    warnings.warn("collected", stacklevel=1)
+
+def pytest_sessionfinish():
+    warnings.warn("finished", stacklevel=1)
+"""
+
+
+def test_a_plugin_that_warns_does_not_end_the_gate(repository: Repository) -> None:
+    repository.settings('[tool.pytest.ini_options]\nfilterwarnings = ["error"]\n')
+    installed = repository.path / "installed"
+    facts = installed / "theirs-1.0.dist-info"
+    facts.mkdir(parents=True)
+    (installed / "theirs.py").write_text(PLUGIN)
+    (facts / "METADATA").write_text("Metadata-Version: 2.1\nName: theirs\nVersion: 1.0\n")
+    (facts / "entry_points.txt").write_text("[pytest11]\ntheirs = theirs\n")
+    words = ("--pyargs", "conformance", "--impl=kernel.py:attention", FEW, "--collect-only", "-q")
+    path = os.pathsep.join(filter(None, [str(installed), os.environ.get("PYTHONPATH", "")]))
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *words],
+        env={**os.environ, "PYTHONPATH": path, "PYTEST_ADDOPTS": ""},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=PATIENCE,
+    )
+    assert "INTERNALERROR" not in done.stdout + done.stderr
+    assert done.returncode == 0, done.stdout
+    assert "test_conforms" in done.stdout
