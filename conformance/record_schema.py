@@ -118,19 +118,19 @@ class QueryFields(Struct, kw_only=True, forbid_unknown_fields=True):
 
     impl: list[str] | UnsetType = UNSET
     all: bool | UnsetType = UNSET
-    level: Literal["smoke", "quick", "standard", "deep"] | None | UnsetType = UNSET
-    case: str | None | UnsetType = UNSET
-    cases: str | None | UnsetType = UNSET
+    level: Literal["smoke", "quick", "standard", "deep"] | UnsetType | None = UNSET
+    case: str | UnsetType | None = UNSET
+    cases: str | UnsetType | None = UNSET
     regressions: bool | UnsetType = UNSET
-    problem: str | None | UnsetType = UNSET
+    problem: str | UnsetType | None = UNSET
     full_size: bool | UnsetType = UNSET
     check: list[str] | UnsetType = UNSET
-    pullback: Literal["plain", "residuals"] | None | UnsetType = UNSET
+    pullback: Literal["plain", "residuals"] | UnsetType | None = UNSET
     seed: list[Count] | UnsetType = UNSET
-    products: Literal["exact", "tf32", "bf16"] | None | UnsetType = UNSET
+    products: Literal["exact", "tf32", "bf16"] | UnsetType | None = UNSET
     in_process: bool | UnsetType = UNSET
-    timeout: float | None | UnsetType = UNSET
-    memory: float | None | UnsetType = UNSET
+    timeout: float | UnsetType | None = UNSET
+    memory: float | UnsetType | None = UNSET
     pytest: list[str] | UnsetType = UNSET
 
 

@@ -18,9 +18,9 @@ from typing import Any
 
 import msgspec
 
+from conformance import output_files
 from conformance.error_maps import ErrorMap
-from conformance.record_schema import RECORD_SCHEMA as SCHEMA
-from conformance.record_schema import EndLine, JobLine, ProbeLine, RecordLine, RunLine, decode_line
+from conformance.record_schema import RECORD_SCHEMA, EndLine, JobLine, ProbeLine, RecordLine, RunLine, decode_line
 
 PASS = "pass"
 FAIL = "fail"
@@ -148,7 +148,7 @@ class Record:
     seconds: float = 0.0
     figures: Mapping[str, float] = dataclasses.field(default_factory=dict, hash=False)
     run: str = ""
-    schema: str = SCHEMA
+    schema: str = RECORD_SCHEMA
 
     def __post_init__(self) -> None:
         if self.verdict not in VERDICTS:
@@ -256,7 +256,7 @@ def from_json(line: str) -> Record:
     """
     decoded = decode_line(line)
     if not isinstance(decoded, RecordLine):
-        raise ValueError(f"the line is of the schema {decoded.__struct_config__.tag!r}, must be of {SCHEMA!r}")
+        raise ValueError(f"the line is of the schema {decoded.__struct_config__.tag!r}, must be of {RECORD_SCHEMA!r}")
     return from_line(decoded)
 
 
@@ -293,7 +293,7 @@ def _reject_contradictions(record: Record) -> None:
 
 def write_jsonl(path: Path, records: Iterable[Record]) -> None:
     """Write records in the order of their keys."""
-    path.write_text("".join(to_json(record) + "\n" for record in sorted(records, key=lambda r: r.key)))
+    output_files.write_text(path, "".join(to_json(record) + "\n" for record in sorted(records, key=lambda r: r.key)))
 
 
 def read_jsonl(path: Path) -> list[Record]:

@@ -12,6 +12,7 @@ from typing import Any
 
 from markupsafe import Markup
 
+from conformance import output_files
 from conformance.bench.measurements import Measurement
 from conformance.records import ERROR, EXPECTED_FAIL, FAIL, PASS, RED, UNEXPECTED_PASS, VERDICTS, Record, RunInfo
 from reports import embedded, findings, matrices, measures, summary, wording
@@ -118,7 +119,7 @@ def write(path: Path, records: Sequence[Record], run: RunInfo, measurements: Seq
     """Write the page to `path`."""
     beside = path.with_suffix(".jsonl")
     file = shlex.quote(beside.name) if beside.exists() else "*.jsonl"
-    path.write_text(render(records, run, measurements, file), encoding="utf-8")
+    output_files.write_text(path, render(records, run, measurements, file))
 
 
 def free_table(rows: Sequence[Mapping[str, Any]], *, cap: int = MOST_ROWS) -> FreeTable:

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from conformance import output_files
 from conformance.records import ERROR, UNJUDGED, UNSUPPORTED, printable
 
 SCHEMA = "attention-conformance/measurement/1"
@@ -164,7 +165,7 @@ def read_jsonl(path: Path) -> list[Measurement]:
 
 def write_jsonl(path: Path, measurements: Iterable[Measurement]) -> None:
     """Write measurements in the order given: that of the round robin, the baseline first."""
-    path.write_text("".join(to_json(measurement) + "\n" for measurement in measurements), encoding="utf-8")
+    output_files.write_text(path, "".join(to_json(measurement) + "\n" for measurement in measurements))
 
 
 def merge(*groups: Iterable[Measurement]) -> list[Measurement]:

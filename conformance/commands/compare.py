@@ -11,7 +11,7 @@ from rich.console import Console
 
 from conformance.commands import annotate, lookup
 from conformance.commands.errors import CannotJudge
-from conformance.commands.outputs import command_line, writable
+from conformance.commands.outputs import command_line, writable, write_summary
 from conformance.judging.evidence import gather
 from conformance.records import Record, RunInfo
 from conformance.runs import Recorded
@@ -50,7 +50,7 @@ def compare(arguments: argparse.Namespace) -> int:
         if page is not None:
             changes_page.write(page, found, (old.records, old.info), (new.records, new.info))
         if text is not None:
-            text.write_text(changes_page.markdown(found), encoding="utf-8")
+            write_summary(text, changes_page.markdown(found))
     except OSError as error:
         raise CannotJudge(f"{error.filename or 'an output'} cannot be written: {error.strerror or error}") from error
     changes_page.print_comparison(found, Console())

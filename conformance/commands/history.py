@@ -12,7 +12,7 @@ from rich.console import Console
 from conformance.bench import measurements
 from conformance.commands import lookup
 from conformance.commands.errors import CannotJudge
-from conformance.commands.outputs import command_line, writable
+from conformance.commands.outputs import command_line, writable, write_summary
 from conformance.judging import past
 from conformance.judging.evidence import gather
 from conformance.judging.past import Past, Piece
@@ -45,7 +45,7 @@ def history(arguments: argparse.Namespace) -> int:
         if page is not None:
             history_page.write(page, made, entries, notes)
         if text is not None:
-            text.write_text(history_page.markdown(made, entries, notes), encoding="utf-8")
+            write_summary(text, history_page.markdown(made, entries, notes))
     except OSError as error:
         raise CannotJudge(f"{error.filename or 'an output'} cannot be written: {error.strerror or error}") from error
     history_page.print_history(made, entries, notes, Console())

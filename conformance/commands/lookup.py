@@ -58,7 +58,7 @@ def reject_contradictions(arguments: argparse.Namespace) -> None:
     reject_no_time("--confirm-seconds", arguments.confirm_seconds)
     reject_no_time("--diagnose-seconds", arguments.diagnose_seconds)
     for seed in arguments.seed:
-        reject_negative(seed)
+        reject_bad_seed(seed)
 
 
 def reject_no_time(option: str, seconds: float | None) -> None:
@@ -67,10 +67,12 @@ def reject_no_time(option: str, seconds: float | None) -> None:
         raise CannotJudge(f"{option} must not be negative, got {seconds:g}")
 
 
-def reject_negative(seed: int | None) -> None:
+def reject_bad_seed(seed: int | None) -> None:
     """Refuse a seed that no case can have; none is one that is still to be drawn."""
     if seed is not None and seed < 0:
         raise CannotJudge(f"--seed must not be negative, got {seed}")
+    if seed is not None and seed >= 2**64:
+        raise CannotJudge(f"--seed must be less than 2**64, got {seed}")
 
 
 def draw_seeds(arguments: argparse.Namespace) -> list[str]:

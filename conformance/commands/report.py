@@ -33,10 +33,13 @@ def render_report(arguments: argparse.Namespace) -> int:
         info = dataclasses.replace(info, environment=environment | rendered)
     if not found and not measured:
         raise CannotJudge(f"there is no record in {', '.join(arguments.records)}")
-    if found:
-        html.write(path, found, info, measured)
-    else:
-        side_by_side.write(path, measured, info)
+    try:
+        if found:
+            html.write(path, found, info, measured)
+        else:
+            side_by_side.write(path, measured, info)
+    except OSError as error:
+        raise CannotJudge(f"{path} cannot be written: {error.strerror or error}") from error
     return 0
 
 
