@@ -129,8 +129,8 @@ class QueryFields(Struct, kw_only=True, forbid_unknown_fields=True):
     seed: list[Count] | UnsetType = UNSET
     products: Literal["exact", "tf32", "bf16"] | UnsetType | None = UNSET
     in_process: bool | UnsetType = UNSET
-    timeout: float | UnsetType | None = UNSET
-    memory: float | UnsetType | None = UNSET
+    timeout: Figure | UnsetType | None = UNSET
+    memory: Figure | UnsetType | None = UNSET
     pytest: list[str] | UnsetType = UNSET
 
 

@@ -233,7 +233,9 @@ def read(path: Path) -> list[Recorded]:
             else:
                 reading.take(line)
         except ValueError as error:
-            raise RecordFileError(f"{path}:{number} is no word of a conformance run: {error}") from error
+            raise RecordFileError(
+                f"{path}:{number} is no word of a conformance run: {error} (altered or of another version, so judge again)"
+            ) from error
     try:
         found += reading.finished()
     except ValueError as error:

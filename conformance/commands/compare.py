@@ -42,7 +42,7 @@ def compare(arguments: argparse.Namespace) -> int:
     text = writable(arguments.markdown, "markdown") if arguments.markdown is not None else None
     named = [*arguments.old.split(","), *arguments.new.split(",")]
     for option, place in (("report", page), ("markdown", text)):
-        if place is not None and place.resolve() in [Path(name).resolve() for name in named]:
+        if place is not None and place.resolve() in [lookup.input_file(name).resolve() for name in named]:
             raise CannotJudge(f"--{option}={place} is one of the files to be read: give it its own file")
     old, new = side(arguments.old), side(arguments.new)
     found = compared(old, new)

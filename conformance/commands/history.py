@@ -57,9 +57,9 @@ def _files(names: Sequence[str]) -> tuple[list[list[Path]], list[str]]:
     found: list[list[Path]] = []
     notes = []
     for name in names:
-        path = Path(name)
+        path = lookup.input_file(name)
         if not path.is_dir():
-            found.append([Path(part) for part in name.split(",")])
+            found.append([lookup.input_file(part) for part in name.split(",")])
             continue
         there = sorted(path.rglob("*.jsonl"))
         timed = [one for one in there if _holds_measurements(one)]

@@ -14,12 +14,14 @@ from conformance.calling import registry
 from conformance.commands.errors import CannotJudge
 from conformance.contract import Implementation
 from conformance.judging import settings
-from conformance.records import Record
+from conformance.records import Record, printable
 from conformance.runs import Recorded
 from conformance.sandbox.kernel_options import KernelOptions
 
 APART = KernelOptions()
 
+_MOST = 1e9
+"""Seconds or GiB that a limit may be: more is no limit."""
 _TIMES = 20
 """What judging a case takes, in operands as the oracle has them: measured on decoding over pages, all checks, with 4 of
 64 sequences and with 8."""
@@ -28,8 +30,13 @@ _TIMES = 20
 def kernels(arguments: argparse.Namespace) -> KernelOptions:
     """How kernels are found and where they run, by the arguments of a command that judges them."""
     for option in ("timeout", "memory"):
-        if (given := getattr(arguments, option)) is not None and not given > 0:
+        if (given := getattr(arguments, option)) is None:
+            continue
+        given = float(given)  # of the file that is gone on with, it may be text: inf
+        if not given > 0:
             raise CannotJudge(f"--{option} must be more than zero, got {given:g}")
+        if given >= _MOST:
+            raise CannotJudge(f"--{option} must be a finite number below {_MOST:g}, got {given:g}")
     problem = getattr(arguments, "problem", None)  # of the commands that have it
     if problem is not None and problem not in by_name():
         raise CannotJudge(
@@ -152,11 +159,19 @@ def read(name: str) -> list[Record]:
     return [record for one in recorded(name) for record in one.records]
 
 
+def input_file(name: str) -> Path:
+    """The path of a file that is to be read. Raises `CannotJudge` for what no file can be called."""
+    if "\0" in name:
+        raise CannotJudge(f"{printable(name)} cannot be read: no file has a zero byte in its name")
+    return Path(name)
+
+
 def recorded(name: str) -> list[Recorded]:
     """The runs in a file of records."""
+    input_file(name)
     try:
         return runs.read(Path(name))
     except OSError as error:
-        raise CannotJudge(f"{name} cannot be read: {error.strerror or error}") from error
+        raise CannotJudge(f"{printable(name)} cannot be read: {error.strerror or error}") from error
     except ValueError as error:
         raise CannotJudge(str(error)) from error

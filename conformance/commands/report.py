@@ -20,7 +20,7 @@ from reports import html, side_by_side
 def render_report(arguments: argparse.Namespace) -> int:
     """`report`: records and measurements of earlier runs, merged, as one page."""
     path = writable(arguments.report, "report")
-    if path.resolve() in [Path(name).resolve() for name in arguments.records]:
+    if path.resolve() in [lookup.input_file(name).resolve() for name in arguments.records]:
         raise CannotJudge(f"--report={arguments.report} is one of the files to be read: give the page its own file")
     timed = [name for name in arguments.records if _holds_measurements(name)]
     measured = measurements.merge(*(_measurements(name) for name in timed))

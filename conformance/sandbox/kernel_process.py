@@ -213,7 +213,8 @@ class KernelProcess:
         except Exception as error:  # of whatever type the kernel's import raised
             self.end()
             why = _CONFINED if "PermissionError" in str(error) else ""
-            raise LoadFailed(records.printable(str(error).strip().split("\n")[0]) + why) from error
+            message = str(error).strip() or f"{self.name} does not import: {mishaps.told(error)}"
+            raise LoadFailed(records.printable(message.split("\n")[0]) + why) from error
         try:
             self._said = handshake.parse_handshake(found, running.confined, self._first)
         except ValueError as error:
