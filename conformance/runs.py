@@ -233,9 +233,8 @@ def read(path: Path) -> list[Recorded]:
             else:
                 reading.take(line)
         except ValueError as error:
-            raise RecordFileError(
-                f"{path}:{number} is no word of a conformance run: {error} (altered or of another version, so judge again)"
-            ) from error
+            remedy = "altered or of another version, so judge again"
+            raise RecordFileError(f"{path}:{number} is no word of a conformance run: {error} ({remedy})") from error
     try:
         found += reading.finished()
     except ValueError as error:

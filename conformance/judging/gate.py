@@ -124,6 +124,8 @@ def reject_no_limits(config: pytest.Config) -> None:
     for option in ("--conformance-timeout", "--conformance-memory"):
         if (given := config.getoption(option)) is not None and not given > 0:
             raise pytest.UsageError(f"{option} must be more than zero, got {given:g}")
+        if given is not None and given >= 1e9:
+            raise pytest.UsageError(f"{option} must be a finite number below 1e+09, got {given:g}")
     for option in ("--conformance-confirm-seconds", "--conformance-diagnose-seconds"):
         if (given := config.getoption(option)) is not None and not given >= 0:
             raise pytest.UsageError(f"{option} must not be negative, got {given:g}")

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from cases.exploring.clues import Clues
 from conformance import cli, records, runs
 from conformance.calling import registry
 from conformance.judging import explore
@@ -76,7 +77,7 @@ def test_clues_that_are_none_are_no_forgery(monkeypatch: pytest.MonkeyPatch) -> 
     assert not explore._clues(registry.find("dot_product"))
     answering(monkeypatch, ([128, 3], [0.25, 1e300], [3, 0.25]))
     found = explore._clues(registry.find("dot_product"))
-    assert (found.integers, found.floats, found.in_source) == ((128, 3), (0.25, 1e300), {3, 0.25})
+    assert found == Clues((128, 3), (0.25, 1e300), frozenset({3, 0.25}))
 
 
 def test_explore_ends_at_forged_clues(
