@@ -74,7 +74,7 @@ def outputs_of(arguments: argparse.Namespace) -> Outputs:
     outputs = Outputs(**paths)
     for name, path in paths.items():
         if path is not None:
-            writable(str(path), name)
+            writable(getattr(arguments, name), name)
     if outputs.report is not None and (beside := outputs.report.with_suffix(".jsonl")) != outputs.report:
         writable(str(beside), "report", RECORDS)
     _reject_collisions(outputs)
