@@ -1,4 +1,4 @@
-"""The lines of a file of records: their fields and types, and how a line is decoded.
+"""The lines of files of records and of measurements: their fields and types, and how a line is decoded.
 
 A file has one JSON object a line. Its field `schema` says of which kind it is. Fields that are unknown, missing or of
 another type are refused. What a value means is checked by who reads it (`conformance.records`, `conformance.runs`).
@@ -20,6 +20,7 @@ RUN_SCHEMA = "attention-conformance/run/2"
 JOB_SCHEMA = "attention-conformance/job/1"
 END_SCHEMA = "attention-conformance/end/1"
 PROBE_SCHEMA = "attention-conformance/probe/1"
+MEASUREMENT_SCHEMA = "attention-conformance/measurement/1"
 
 Figure: TypeAlias = int | float | Literal["inf", "-inf", "nan"]
 Count: TypeAlias = Annotated[int, Meta(ge=0)]
@@ -177,8 +178,31 @@ class EndLine(Struct, kw_only=True, forbid_unknown_fields=True, tag_field="schem
     seconds: float = 0.0
 
 
+class MeasurementLine(Struct, kw_only=True, forbid_unknown_fields=True, tag_field="schema", tag=MEASUREMENT_SCHEMA):
+    """The fields of `bench.measurements.Measurement`."""
+
+    implementation: str
+    platform: str
+    device: str
+    case: str
+    phase: str
+    outcome: str
+    reason: str = ""
+    baseline: str = ""
+    samples: tuple[Annotated[float, Meta(gt=0)], ...]
+    calls: Annotated[int, Meta(ge=1)] = 1
+    speed: tuple[float, float, float] | None
+    flops: float | None = None
+    ceiling: float | None = None
+    error: Figure | None
+    compile_seconds: float | None = None
+    memory: dict[str, int | float] = {}
+    jax: str = ""
+
+
 Line: TypeAlias = RecordLine | RunLine | JobLine | ProbeLine | EndLine
 
+_MEASUREMENTS = msgspec.json.Decoder(MeasurementLine)
 _DECODER: msgspec.json.Decoder[Line] = msgspec.json.Decoder(Line)
 
 
@@ -190,5 +214,17 @@ def decode_line(text: str) -> Line:
     """
     try:
         return _DECODER.decode(text)
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
+
+
+def decode_measurement(text: str) -> MeasurementLine:
+    """Decode a line of a file of measurements.
+
+    Raises:
+      ValueError: in one sentence that names the field, for a line that is none.
+    """
+    try:
+        return _MEASUREMENTS.decode(text)
     except RecursionError as error:
         raise ValueError("it is nested too deeply") from error

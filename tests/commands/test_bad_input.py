@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from conformance import cli, records
-from conformance.record_schema import RECORD_SCHEMA, RUN_SCHEMA
+from conformance.record_schema import MEASUREMENT_SCHEMA, RECORD_SCHEMA, RUN_SCHEMA
 from conformance.records import ERROR, FAIL, RED, UNSUPPORTED
 
 CASE = "train/f32/B1.T2.S4.N2.K2.H4.V4/full/normal/s0"
@@ -30,6 +30,18 @@ RECORD = {
     "schema": RECORD_SCHEMA,
 }
 
+MEASUREMENT = {
+    "schema": MEASUREMENT_SCHEMA,
+    "implementation": "k",
+    "platform": "cpu",
+    "device": "cpu",
+    "case": CASE,
+    "phase": "forward",
+    "outcome": "agrees",
+    "samples": [0.5],
+    "speed": [1.0, 1.0, 1.0],
+    "error": 0.5,
+}
 RUN = {
     "schema": RUN_SCHEMA,
     "started": "2026-01-01T00:00:00+00:00",
@@ -207,6 +219,14 @@ def bad_run(name: str, first: str, *told: str) -> BadInput:
     return BadInput(f"run-line-{name}", ("run", "--resume=bad.jsonl"), ("bad.jsonl:1", *told), {"bad.jsonl": first})
 
 
+def bad_measurement(name: str, **changed: Any) -> BadInput:
+    """A file whose only line is a bad measurement; its field is named."""
+    (field,) = changed
+    data = {name: value for name, value in {**MEASUREMENT, **changed}.items() if value is not ...}
+    told = ("bad.jsonl:1 is not a measurement", field, "measure again")
+    return BadInput(f"measurement-{name}", RENDER, told, {"bad.jsonl": json.dumps(data) + "\n"})
+
+
 def settings(name: str, text: str, *told: str) -> BadInput:
     """A `pyproject.toml` that is refused."""
     return BadInput(f"settings-{name}", at_case(CASE), ("pyproject.toml", *told), {"pyproject.toml": text})
@@ -378,6 +398,17 @@ RECORDS = [
     BadInput("record-first", RENDER, ("bad.jsonl:1", "give a file that `run` wrote"), {"bad.jsonl": "text\n"}),
     BadInput("record-none", RENDER, ("there is no record in bad.jsonl",), {"bad.jsonl": ""}),
 ]
+MEASUREMENTS = [
+    bad_measurement("sample", samples=["fast"]),
+    bad_measurement("samples", samples=None),
+    bad_measurement("speed", speed=[1.0]),
+    bad_measurement("calls", calls=0),
+    bad_measurement("error", error="large"),
+    bad_measurement("memory", memory={"peak": "much"}),
+    bad_measurement("phase", phase="sideways"),
+    bad_measurement("outcome", outcome="fine"),
+    bad_measurement("missing", case=...),
+]
 RUNS = [
     bad_run("level", run_line(level={}), "`$.level`"),
     bad_run("query", run_line(query=[]), "`$.query`"),
@@ -471,7 +502,7 @@ KERNEL_FILES = [
         "attention = A()\n",
     ),
 ]
-REFUSED = [*VALUES, *SEEDS, *CASES, *GLOBS, *NAMES, *PATHS, *RECORDS, *RUNS, *SETTINGS, *KERNEL_FILES]
+REFUSED = [*VALUES, *SEEDS, *CASES, *GLOBS, *NAMES, *PATHS, *RECORDS, *MEASUREMENTS, *RUNS, *SETTINGS, *KERNEL_FILES]
 
 
 @pytest.mark.parametrize("bad", REFUSED, ids=[bad.name for bad in REFUSED])

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from conformance import cli, runs
-from conformance.bench.measurements import SCHEMA as MEASURED
+from conformance.record_schema import MEASUREMENT_SCHEMA as MEASURED
 from conformance.records import FAIL, PASS, Record, to_json
 from conformance.runs import COMPLETE, End, Kernel, Planned, Run
 
