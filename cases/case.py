@@ -215,8 +215,13 @@ OPT_IN = (
 """Features that only an implementation which says so is taken to have: they need an algorithm of their own."""
 
 
+_LONGEST = 4000  # characters of an id; Python reads no number of more than 4,300 digits
+
+
 def parse(text: str) -> Case:
     """The case that `text` names. Raises `CaseIdError`, which says what part is wrong."""
+    if len(text) > _LONGEST:
+        raise CaseIdError(f"{text[:60]!r}... is not a case id: it has {len(text):,} characters, at most {_LONGEST:,}")
     parts = text.strip().split("/")
     if len(parts) < 6:
         raise CaseIdError(

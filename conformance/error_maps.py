@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 MOST_CELLS = 24
 """Cells along either side: what a picture of the size of a thumbnail can show."""
-_SHADES, _LETTERS = frozenset("-0123456789"), frozenset("BTSNKHV")
-_LARGEST = 2**40  # no axis is as long
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -40,31 +37,3 @@ class ErrorMap:
     marks: str = ""
     along: str = ""
     blocks: tuple[int, int] = (0, 0)
-
-    def __post_init__(self) -> None:
-        """Whatever a file says, this is letters, numbers and shades of the right sizes, or it is refused."""
-        lines = (*self.cells, *self.mask, self.marks)
-        pairs = (self.axes, self.shape, self.at, self.mask_shape, self.blocks)
-        if not all(isinstance(x, tuple) for x in (*pairs, self.cells, self.mask)) or {len(x) for x in pairs} != {2}:
-            raise ValueError("an error map has pairs of axes, sizes and places")
-        if not all(isinstance(line, str) and len(line) <= MOST_CELLS and set(line) <= _SHADES for line in lines):
-            raise ValueError("cells of an error map must be digits and dashes")
-        if max(len(self.cells), len(self.mask)) > MOST_CELLS or any(
-            len(set(map(len, part))) > 1 for part in (self.cells, self.mask)
-        ):
-            raise ValueError(f"an error map has at most {MOST_CELLS} lines, of one length")
-        numbers = (*self.shape, *self.at, *self.mask_shape, *self.blocks)
-        if not all(type(n) is int and 0 <= n < _LARGEST for n in numbers):
-            raise ValueError("sizes and places of an error map must be whole numbers")
-        if not all(isinstance(x, str) and set(x) <= _LETTERS and 0 < len(x) < 3 for x in self.axes):
-            raise ValueError("axes of an error map must be letters of the contract")
-        if self.along not in ("", "T", "S"):
-            raise ValueError("marks of an error map go along T or S")
-
-
-def from_data(data: Any) -> ErrorMap:
-    """The picture in the JSON object of its record. Raises `ValueError` or `TypeError` for what is none."""
-    if not isinstance(data, dict):
-        raise ValueError(f"an error map must be a JSON object, got {type(data).__name__}")
-    fields: dict[str, Any] = {name: tuple(x) if isinstance(x, list) else x for name, x in data.items()}
-    return ErrorMap(**fields)

@@ -131,8 +131,8 @@ class _Gate:
     def check_options(self) -> None:
         """Refuse options that cannot be carried out, before anything is collected or judged."""
         option = self._config.getoption
-        if option("--conformance-seed") < 0:
-            raise pytest.UsageError(f"--conformance-seed must not be negative, got {option('--conformance-seed')}")
+        if not 0 <= option("--conformance-seed") < 2**64:
+            raise pytest.UsageError(f"--conformance-seed must be in 0..2**64-1, got {option('--conformance-seed')}")
         gate.shard(option("--conformance-shard"))
         gate.reject_no_limits(self._config)
         for name in ("report", "json"):
@@ -298,7 +298,8 @@ class _Gate:
             if self._kept is None or number not in self._kept:
                 written.take(number, found)
         except CannotWrite as error:
-            pytest.exit(f"{error}; what was judged before is in it", returncode=pytest.ExitCode.INTERRUPTED)
+            kept = "; what was judged before is in it" if self._written is not None else ""
+            pytest.exit(f"{error}{kept}", returncode=pytest.ExitCode.INTERRUPTED)
         except ValueError as error:
             pytest.exit(f"a report has a record that none can be: {error}", returncode=pytest.ExitCode.INTERRUPTED)
 

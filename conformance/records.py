@@ -16,15 +16,11 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from conformance import error_maps
-from conformance.error_maps import ErrorMap
+import msgspec
 
-SCHEMA = "attention-conformance/record/1"
-RUN_SCHEMA = "attention-conformance/run/2"
-JOB_SCHEMA = "attention-conformance/job/1"
-END_SCHEMA = "attention-conformance/end/1"
-PROBE_SCHEMA = "attention-conformance/probe/1"
-_OTHERS = frozenset({RUN_SCHEMA, JOB_SCHEMA, END_SCHEMA, PROBE_SCHEMA})
+from conformance import output_files
+from conformance.error_maps import ErrorMap
+from conformance.record_schema import RECORD_SCHEMA, EndLine, JobLine, ProbeLine, RecordLine, RunLine, decode_line
 
 PASS = "pass"
 FAIL = "fail"
@@ -50,8 +46,20 @@ JUDGED = frozenset({PASS, FAIL, EXPECTED_FAIL, UNEXPECTED_PASS})
 """Verdicts that rest on a comparison which took place."""
 _WORST_FIRST = (FAIL, ERROR, UNEXPECTED_PASS, EXPECTED_FAIL, PASS, UNJUDGED, UNSUPPORTED)
 
+_FIGURES = ("ratio", "rms", "ratio_flash", "limit", "rms_limit", "margin")
 # The fields of a record that hold what others may have written.
 _WORDS = ("implementation", "case", "check", "observable", "reason", "remedy", "pattern", "reproduce")
+
+
+_LONGEST_MESSAGE = 500
+
+
+class RecordFileError(ValueError):
+    """A file is no file of records; the message is one line that names the file, the line and the field."""
+
+    def __init__(self, message: str) -> None:
+        line = printable(message)
+        super().__init__(line if len(line) <= _LONGEST_MESSAGE else f"{line[:_LONGEST_MESSAGE]} …")
 
 
 def printable(text: str) -> str:
@@ -143,7 +151,7 @@ class Record:
     figures: Mapping[str, float] = dataclasses.field(default_factory=dict, hash=False)
     files: Mapping[str, str] = dataclasses.field(default_factory=dict, hash=False)
     run: str = ""
-    schema: str = SCHEMA
+    schema: str = RECORD_SCHEMA
 
     def __post_init__(self) -> None:
         if self.verdict not in VERDICTS:
@@ -239,100 +247,98 @@ def to_data(record: Record) -> dict[str, Any]:
 
 
 def strict(data: Mapping[str, Any]) -> str:
-    """Data as one line of strict JSON, infinities and NaN as strings."""
+    """Return data as one line of strict JSON, infinities and NaN as strings."""
     return json.dumps(_encode(dict(data)), allow_nan=False)
 
 
 def from_json(line: str) -> Record:
-    """The record in a line written by `to_json`. Raises `ValueError` for another schema."""
-    return from_data(_object(line))
+    """Read the record in a line written by `to_json`.
+
+    Raises:
+      ValueError: for a line that is no record, or one that contradicts itself.
+    """
+    decoded = decode_line(line)
+    if not isinstance(decoded, RecordLine):
+        raise ValueError(f"the line is of the schema {decoded.__struct_config__.tag!r}, must be of {RECORD_SCHEMA!r}")
+    return from_line(decoded)
 
 
-def from_data(data: dict[str, Any]) -> Record:
-    """The record in the JSON object of its line. Raises `ValueError` for another schema."""
-    if data.get("schema") != SCHEMA:
-        raise ValueError(f"schema {data.get('schema')!r} is not {SCHEMA!r}")
-    if data.get("run"):
-        raise ValueError("a record names no run: the lines around it do")
-    for name in ("ratio", "rms", "ratio_flash", "limit", "rms_limit", "margin"):
-        data[name] = _number(data.get(name))
-    if worst := data.get("worst"):
-        figures = {name: _number(worst[name]) for name in ("got", "expected", "bound")}
-        data["worst"] = Worst(index=tuple(worst["index"]), **figures)
-    if (drawn := data.get("error_map")) is not None:
-        data["error_map"] = error_maps.from_data(drawn)
-    data["features"] = tuple(data.get("features", ()))
-    data["figures"] = {name: _number(figure) for name, figure in dict(data.get("figures", {})).items()}
-    record = Record(**data)
-    _reject_other_types(record)
-    _reject_contradiction(record)
+def from_line(line: RecordLine) -> Record:
+    """Build the record that a decoded line has.
+
+    Raises:
+      ValueError: for a verdict that is none, and for a record that contradicts itself.
+    """
+    fields = msgspec.structs.asdict(line)
+    for name in _FIGURES:
+        fields[name] = _number(fields[name])
+    if (worst := line.worst) is not None:
+        fields["worst"] = Worst(worst.index, _number(worst.got), _number(worst.expected), _number(worst.bound))
+    if line.error_map is not None:
+        fields["error_map"] = ErrorMap(**msgspec.structs.asdict(line.error_map))
+    fields["figures"] = {name: _number(figure) for name, figure in line.figures.items()}
+    record = Record(**fields)
+    _reject_contradictions(record)
     return record
 
 
-def _reject_other_types(record: Record) -> None:
-    """Refuse a field that the schema knows under another type: whoever reads it later could not say whose it is."""
-    numbers = ("ratio", "rms", "ratio_flash", "limit", "rms_limit", "margin", "seconds")
-    for name in (*_WORDS, "platform", "dtype"):
-        if not isinstance(getattr(record, name), str):
-            raise ValueError(f"{name} must be text, got {getattr(record, name)!r}")
-    for name in numbers:
-        value = getattr(record, name)
-        if value is not None and not isinstance(value, int | float):
-            raise ValueError(f"{name} must be a number, got {value!r}")
-    if record.seconds is None or not all(isinstance(x, int | float) for x in record.figures.values()):
-        raise ValueError("seconds and figures must be numbers")
-    if not all(isinstance(feature, str) for feature in record.features):
-        raise ValueError("features must be text")
-    if not all(isinstance(word, str) for word in itertools.chain(*record.files.items())):
-        raise ValueError("files and their digests must be text")
-
-
-def _reject_contradiction(record: Record) -> None:
-    """Refuse a pass whose own figures say that it is none, NaN included: nobody here has written it."""
+def _reject_contradictions(record: Record) -> None:
+    """Refuse a record whose fields contradict each other: the judge has not written it."""
     for name, value, limit in (("ratio", record.ratio, record.limit), ("rms", record.rms, record.rms_limit)):
         most = sys.float_info.max if limit is None else limit
-        if record.verdict == PASS and value is not None and not value <= most:
+        if record.verdict == PASS and value is not None and not value <= most:  # NaN is not
             raise ValueError(f"a pass whose {name} is {value:g}, where at most {most:g} is one")
+    if (drawn := record.error_map) is not None:
+        for name, lines in (("cells", drawn.cells), ("mask", drawn.mask)):
+            if len(set(map(len, lines))) > 1:
+                raise ValueError(f"the lines of {name} in error_map must have one length")
 
 
 def write_jsonl(path: Path, records: Iterable[Record]) -> None:
     """Write records in the order of their keys."""
-    path.write_text("".join(to_json(record) + "\n" for record in sorted(records, key=lambda r: r.key)))
+    output_files.write_text(path, "".join(to_json(record) + "\n" for record in sorted(records, key=lambda r: r.key)))
 
 
 def read_jsonl(path: Path) -> list[Record]:
-    """The records of a file; raises `ValueError` naming file and line for a line that is none and no word of a run."""
+    """Read the records of a file.
+
+    Raises:
+      OSError: if the file cannot be read.
+      RecordFileError: for a line that is none of ours.
+    """
     lines, _ = read_lines(path)
     return [record for _, record in lines if isinstance(record, Record)]
 
 
-def read_lines(path: Path) -> tuple[list[tuple[int, Record | dict[str, Any]]], str]:
-    """The numbered lines of a file, those that are no records as JSON objects, and a note of a torn last line.
+def read_lines(path: Path) -> tuple[list[tuple[int, Record | RunLine | JobLine | ProbeLine | EndLine]], str]:
+    """Read the numbered lines of a file, and return a note if the last line is torn.
 
     A process that was killed while it wrote leaves a last line without its end. That is no error, only no record.
 
     Raises:
-      ValueError: naming file and line for any other line that is not of a schema of ours.
+      OSError: if the file cannot be read.
+      RecordFileError: for any other line that is none of ours.
     """
     try:
         text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
-        raise ValueError(
+        raise RecordFileError(
             f"{path} is not a file of conformance records: {error.reason} at byte {error.start}"
         ) from error
-    found: list[tuple[int, Record | dict[str, Any]]] = []
+    found: list[tuple[int, Record | RunLine | JobLine | ProbeLine | EndLine]] = []
     lines = text.split("\n")
     for number, line in enumerate(lines, 1):
         last = number == len(lines)
         if last and not line:
             break
         try:
-            data = _object(line)
-            found.append((number, data if data.get("schema") in _OTHERS else from_data(data)))
-        except (ValueError, TypeError, KeyError, RecursionError) as error:
+            decoded = decode_line(line)
+            found.append((number, from_line(decoded) if isinstance(decoded, RecordLine) else decoded))
+        except ValueError as error:
             if last and number > 1:
                 return found, f"{path.name}: the last line is torn, as if its process was killed while it wrote"
-            raise ValueError(f"{path}:{number} is not a conformance record: {error}") from error
+            remedy = "altered or of another version, so judge again" if number > 1 else "give a file that `run` wrote"
+            raise RecordFileError(f"{path}:{number} is not a conformance record: {error} ({remedy})") from error
     return found, ""
 
 
@@ -349,13 +355,6 @@ def merge(*groups: Iterable[Record]) -> list[Record]:
     return [merged[key] for key in sorted(merged)]
 
 
-def _object(line: str) -> dict[str, Any]:
-    data = json.loads(line)
-    if not isinstance(data, dict):
-        raise ValueError(f"a JSON object is needed, got {type(data).__name__}")
-    return data
-
-
 def _encode(value: Any) -> Any:
     if isinstance(value, dict):
         return {name: _encode(item) for name, item in value.items()}
@@ -363,8 +362,10 @@ def _encode(value: Any) -> Any:
         return [_encode(item) for item in value]
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
+    if isinstance(value, str):  # half a surrogate pair, as of a path that is not UTF-8, is no Unicode
+        return value if value.isascii() else value.encode("utf-8", "backslashreplace").decode()
     return value
 
 
-def _number(value: Any) -> Any:
-    return float(value) if isinstance(value, str) else value
+def _number(figure: Any) -> Any:
+    return float(figure) if isinstance(figure, str) else figure

@@ -9,12 +9,26 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from conformance import records
-from conformance.records import END_SCHEMA, JOB_SCHEMA, PROBE_SCHEMA, RUN_SCHEMA, Record
+from conformance.record_schema import (
+    END_SCHEMA,
+    JOB_SCHEMA,
+    PROBE_SCHEMA,
+    RUN_SCHEMA,
+    EndLine,
+    JobFields,
+    JobLine,
+    KernelFields,
+    ProbeLine,
+    RunLine,
+)
+from conformance.records import Record, RecordFileError
 
 COMPLETE = "complete"
 INTERRUPTED = "interrupted"
@@ -206,28 +220,29 @@ def end_line(end: End) -> str:
 
 
 def read(path: Path) -> list[Recorded]:
-    """The runs of a file: one, or several where files were joined; older records alone are a run without a `Run`.
+    """Read the runs of a file: one, or several where files were joined; older records alone are a run without a `Run`.
 
     Raises:
       OSError: if the file cannot be read.
-      ValueError: naming file and line for what is neither a record nor a word of a run.
+      RecordFileError: for a line that is none of ours, or that contradicts the lines before it.
     """
     lines, note = records.read_lines(path)
     found: list[Recorded] = []
     reading = _Reading(path.name)
     for number, line in lines:
         try:
-            if not isinstance(line, Record) and line["schema"] == RUN_SCHEMA:
+            if isinstance(line, RunLine):
                 found += reading.finished()
                 reading = _Reading(path.name, _run(line))
             else:
                 reading.take(line)
-        except (ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
-            raise ValueError(f"{path}:{number} is no word of a conformance run: {error}") from error
+        except ValueError as error:
+            remedy = "altered or of another version, so judge again"
+            raise RecordFileError(f"{path}:{number} is no word of a conformance run: {error} ({remedy})") from error
     try:
         found += reading.finished()
     except ValueError as error:
-        raise ValueError(f"{path} is no conformance run: {error}") from error
+        raise RecordFileError(f"{path} is no conformance run: {error}") from error
     return [*found[:-1], dataclasses.replace(found[-1], note=note)] if found else []
 
 
@@ -243,18 +258,18 @@ class _Reading:
         self._probes: list[Record] = []
         self._end: End | None = None
 
-    def take(self, line: Record | dict[str, Any]) -> None:
+    def take(self, line: Record | JobLine | ProbeLine | EndLine) -> None:
         if isinstance(line, Record):
             self._open.append(line)
-        elif line["schema"] == PROBE_SCHEMA:
-            self._probes.append(records.from_data(line["record"]))
-        elif line["schema"] == END_SCHEMA:
-            self._end = End(**{name: value for name, value in line.items() if name != "schema"})
+        elif isinstance(line, ProbeLine):
+            self._probes.append(records.from_line(line.record))
+        elif isinstance(line, EndLine):
+            self._end = End(**msgspec.structs.asdict(line))
         else:
-            self._close(line["job"], line["records"])
+            self._close(line.job, line.records)
 
     def _close(self, number: int, count: int) -> None:
-        if self._run is None or not 0 <= number < len(self._run.jobs):
+        if self._run is None or number >= len(self._run.jobs):
             raise ValueError(f"there is no job {number}")
         if count > len(self._open):
             raise ValueError(f"job {number} has {count} records, and {len(self._open)} stand before it")
@@ -296,22 +311,32 @@ def _reject_of_nobody(found: Iterable[Record], run: Run) -> None:
             raise ValueError(f"the run judges {', '.join(run.kernels)}, and has a record of {record.implementation}")
 
 
-def _run(line: Mapping[str, Any]) -> Run:
-    data = {name: value for name, value in line.items() if name not in ("schema", "asked")}
-    names = list(data["kernels"])
-    asked = [tuple(checks) for checks in line["asked"]]
-    data["jobs"] = tuple(
-        Planned(names[implementation], case, asked[checks], tuple(rows))
-        for implementation, checks, case, *rows in data["jobs"]
-    )
-    data["kernels"] = {name: _kernel(kernel) for name, kernel in data["kernels"].items()}
-    return Run(**data | {name: tuple(data[name]) for name in ("seeds", "tolerances", "resumed")})
+def _run(line: RunLine) -> Run:
+    """Build the run that a decoded line has. Raises `ValueError` where its parts contradict each other."""
+    fields = msgspec.structs.asdict(line)
+    names, asked = list(line.kernels), fields.pop("asked")
+    fields["query"] = msgspec.to_builtins(line.query)
+    fields["kernels"] = {name: _kernel(kernel) for name, kernel in line.kernels.items()}
+    fields["jobs"] = tuple(_planned(job, names, asked, line.kernels) for job in line.jobs)
+    return Run(**fields)
 
 
-def _kernel(data: Mapping[str, Any]) -> Kernel:
-    arrays = tuple(Array(**array) for array in data["arrays"])
-    names = ("asks_less", "block_lengths", "parted")
-    return Kernel(**dict(data) | {"arrays": arrays} | {name: tuple(data[name]) for name in names if name in data})
+def _kernel(fields: KernelFields) -> Kernel:
+    arrays = tuple(Array(**msgspec.structs.asdict(array)) for array in fields.arrays)
+    return Kernel(**msgspec.structs.asdict(fields) | {"arrays": arrays})
+
+
+def _planned(
+    job: JobFields, names: Sequence[str], asked: Sequence[tuple[str, ...]], kernels: Mapping[str, KernelFields]
+) -> Planned:
+    for what, place, known in (("kernel", job.kernel, names), ("list of checks", job.checks, asked)):
+        if place >= len(known):
+            raise ValueError(f"a job is of the {what} number {place}, and there are {len(known)}")
+    name = names[job.kernel]
+    rows = tuple(row for row in (job.row, job.row_of_sizes) if row is not msgspec.UNSET)
+    if 0 < len(rows) < len(kernels[name].arrays):
+        raise ValueError(f"a job of {name} has {len(rows)} rows, and its arrays are {len(kernels[name].arrays)}")
+    return Planned(name, job.case, asked[job.checks], rows)
 
 
 def differences(one: Mapping[str, str], other: Mapping[str, str]) -> list[str]:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from cases.case import Case
+from conformance import output_files
 
 SCHEMA = "attention-conformance/tuned/1"
 
@@ -132,7 +133,7 @@ def read(path: Path) -> tuple[Entry, ...]:
 def write(path: Path, entries: Iterable[Entry]) -> None:
     """Write a table, in the order of its places."""
     rows = [dataclasses.asdict(entry) for entry in sorted(entries, key=lambda entry: entry.place)]
-    path.write_text(json.dumps({"schema": SCHEMA, "entries": rows}, indent=1) + "\n", encoding="utf-8")
+    output_files.write_text(path, json.dumps({"schema": SCHEMA, "entries": rows}, indent=1) + "\n")
 
 
 def merged(old: Iterable[Entry], new: Iterable[Entry]) -> list[Entry]:

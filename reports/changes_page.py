@@ -10,6 +10,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
+from conformance import output_files
 from conformance.records import Record, RunInfo
 from reports import changes, summary, wording
 from reports.changes import REGRESSIONS, Comparison
@@ -47,7 +48,7 @@ def write(
     path: Path, found: Comparison, old: tuple[Sequence[Record], RunInfo], new: tuple[Sequence[Record], RunInfo]
 ) -> None:
     """Write the page to `path`."""
-    path.write_text(render(found, old, new), encoding="utf-8")
+    output_files.write_text(path, render(found, old, new))
 
 
 def _standings(records: Sequence[Record], run: RunInfo) -> list[tuple[str, str]]:

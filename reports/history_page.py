@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from conformance import output_files
 from reports import history, wording
 from reports.history import Entry, Point, Track
 from reports.history_figure import MOST_RUNS, history_svg
@@ -51,7 +52,7 @@ def render(made: Sequence[Track], entries: Sequence[Entry], notes: Sequence[str]
 
 def write(path: Path, made: Sequence[Track], entries: Sequence[Entry], notes: Sequence[str]) -> None:
     """Write the page to `path`."""
-    path.write_text(render(made, entries, notes), encoding="utf-8")
+    output_files.write_text(path, render(made, entries, notes))
 
 
 def _state(point: Point) -> str:

@@ -12,6 +12,7 @@ from typing import Any
 
 from markupsafe import Markup
 
+from conformance import output_files
 from conformance.bench.measurements import Measurement
 from conformance.records import ERROR, EXPECTED_FAIL, FAIL, PASS, RED, UNEXPECTED_PASS, VERDICTS, Record, RunInfo
 from reports import embedded, findings, matrices, measures, summary, wording
@@ -118,8 +119,7 @@ def write(path: Path, records: Sequence[Record], run: RunInfo, measurements: Seq
     """Write the page to `path`."""
     beside = path.with_suffix(".jsonl")
     file = shlex.quote(beside.name) if beside.exists() else "*.jsonl"
-    page = render(records, run, measurements, file)
-    path.write_bytes(page.encode(errors="backslashreplace"))  # a path that is named may have bytes that are no text
+    output_files.write_text(path, render(records, run, measurements, file))
 
 
 def free_table(rows: Sequence[Mapping[str, Any]], *, cap: int = MOST_ROWS) -> FreeTable:

@@ -7,6 +7,7 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
+from conformance import output_files
 from conformance.bench.measurements import AGREES, DIFFERS, Measurement
 from conformance.records import RunInfo
 from reports.page import environment
@@ -96,4 +97,4 @@ def render(measurements: Sequence[Measurement], run: RunInfo) -> str:
 
 def write(path: Path, measurements: Sequence[Measurement], run: RunInfo) -> None:
     """Write the page to `path`."""
-    path.write_text(render(measurements, run), encoding="utf-8")
+    output_files.write_text(path, render(measurements, run))

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from conformance import error_maps, records
+from conformance import record_schema, records, runs
 from conformance.error_maps import MOST_CELLS, ErrorMap
-from conformance.records import FAIL, PASS, UNJUDGED, Record, Worst
+from conformance.records import FAIL, PASS, UNJUDGED, Record, RecordFileError, Worst
 
 RECORD = Record(
     implementation="kernel",
@@ -191,14 +191,54 @@ def test_a_picture_of_other_types_and_sizes_is_refused(changed: dict[str, object
         records.read_jsonl(file)
 
 
-@pytest.mark.parametrize("what", ["x", 3, [], True])
-def test_what_is_no_picture_is_refused(what: object) -> None:
-    with pytest.raises(ValueError, match="must be a JSON object"):
-        error_maps.from_data(what)
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("error_map", "x"),
+        ("error_map", 3),
+        ("error_map", []),
+        ("error_map", True),
+        ("pattern", 3),
+        ("pattern", ["only"]),
+        ("pattern", {"a": 1}),
+        ("pattern", None),
+        ("ratio", "1.5"),
+        ("ratio", True),
+        ("seconds", "inf"),
+        ("seconds", None),
+        ("figures", {"rows": None}),
+        ("worst", {"index": [0], "got": 1.0, "expected": 1.0}),
+        ("features", "f32"),
+        ("schema", "attention-conformance/record/9"),
+    ],
+)
+def test_a_field_of_another_type_is_named(field: str, value: object) -> None:
+    data = json.loads(records.to_json(RECORD)) | {field: value}
+    with pytest.raises(ValueError, match=rf"`\$\.{field}"):
+        records.from_json(json.dumps(data))
 
 
-@pytest.mark.parametrize("what", [3, ["only"], {"a": 1}, None])
-def test_a_pattern_that_is_no_text_is_refused(what: object) -> None:
-    data = json.loads(records.to_json(RECORD)) | {"pattern": what}
-    with pytest.raises(ValueError, match="pattern must be text"):
-        records.from_data(data)
+def test_the_schema_has_the_fields_that_are_written() -> None:
+    pairs = [
+        (Record, record_schema.RecordLine, {"run", "schema"}),
+        (Worst, record_schema.WorstFields, set()),
+        (ErrorMap, record_schema.ErrorMapFields, set()),
+        (runs.Run, record_schema.RunLine, set()),
+        (runs.Kernel, record_schema.KernelFields, set()),
+        (runs.Array, record_schema.ArrayFields, set()),
+        (runs.End, record_schema.EndLine, set()),
+    ]
+    for written, decoded, left_out in pairs:
+        names = {field.name for field in dataclasses.fields(written)} - left_out
+        assert names == set(decoded.__struct_fields__) - {"asked"}
+
+
+def test_a_line_that_is_not_unicode_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "r.jsonl").write_bytes(records.to_json(RECORD).encode() + b"\n\xff\n")
+    with pytest.raises(RecordFileError, match="at byte"):
+        records.read_jsonl(tmp_path / "r.jsonl")
+
+
+def test_half_a_surrogate_pair_is_written_as_its_escape() -> None:
+    line = records.strict({"command": "run \udcff"})
+    assert json.loads(line) == {"command": "run \\udcff"}

@@ -12,11 +12,13 @@ import json
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from conformance.records import ERROR, UNJUDGED, UNSUPPORTED, printable
+import msgspec
 
-SCHEMA = "attention-conformance/measurement/1"
+from conformance import output_files
+from conformance.record_schema import MEASUREMENT_SCHEMA, decode_measurement
+from conformance.records import ERROR, UNJUDGED, UNSUPPORTED, RecordFileError, printable
 
 FORWARD = "forward"
 BACKWARD = "forward+backward"
@@ -91,7 +93,7 @@ class Measurement:
     compile_seconds: float | None = None
     memory: Mapping[str, float] = dataclasses.field(default_factory=dict, hash=False)
     jax: str = ""
-    schema: str = SCHEMA
+    schema: str = MEASUREMENT_SCHEMA
 
     def __post_init__(self) -> None:
         if self.outcome not in OUTCOMES:
@@ -134,37 +136,43 @@ def to_json(measurement: Measurement) -> str:
 
 
 def from_json(line: str) -> Measurement:
-    """The measurement in a line written by `to_json`. Raises `ValueError` for another schema."""
-    data: Any = json.loads(line)
-    if not isinstance(data, dict) or data.get("schema") != SCHEMA:
-        schema = data.get("schema") if isinstance(data, dict) else None
-        raise ValueError(f"schema {schema!r} is not {SCHEMA!r}")
-    data["samples"] = tuple(data["samples"])
-    data["speed"] = None if data["speed"] is None else Quartiles(*data["speed"])
-    data["error"] = None if data["error"] is None else float(data["error"])
-    return Measurement(**data)
+    """Read the measurement in a line written by `to_json`. Raises `ValueError` for a line that is none."""
+    fields = msgspec.structs.asdict(decode_measurement(line))
+    fields["speed"] = None if fields["speed"] is None else Quartiles(*fields["speed"])
+    fields["error"] = None if fields["error"] is None else float(fields["error"])
+    return Measurement(**fields)
 
 
 def holds(path: Path) -> bool:
     """Whether the first line of a file is a measurement."""
     with path.open(encoding="utf-8", errors="replace") as file:
-        return f'"{SCHEMA}"' in file.readline()
+        return f'"{MEASUREMENT_SCHEMA}"' in file.readline()
 
 
 def read_jsonl(path: Path) -> list[Measurement]:
-    """Read measurements; raises `ValueError` naming file and line for one that is none."""
+    """Read the measurements of a file.
+
+    Raises:
+      OSError: if the file cannot be read.
+      RecordFileError: for a line that is no measurement.
+    """
     found = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except UnicodeDecodeError as error:
+        raise RecordFileError(f"{path} is not a file of measurements: {error.reason} at byte {error.start}") from error
+    for number, line in enumerate(lines, 1):
         try:
             found.append(from_json(line))
-        except (ValueError, TypeError, KeyError) as error:
-            raise ValueError(f"{path}:{number} is not a measurement: {error}") from error
+        except ValueError as error:
+            remedy = "altered or of another version, so measure again"
+            raise RecordFileError(f"{path}:{number} is not a measurement: {error} ({remedy})") from error
     return found
 
 
 def write_jsonl(path: Path, measurements: Iterable[Measurement]) -> None:
     """Write measurements in the order given: that of the round robin, the baseline first."""
-    path.write_text("".join(to_json(measurement) + "\n" for measurement in measurements), encoding="utf-8")
+    output_files.write_text(path, "".join(to_json(measurement) + "\n" for measurement in measurements))
 
 
 def merge(*groups: Iterable[Measurement]) -> list[Measurement]:

@@ -105,11 +105,14 @@ def write(outputs: Outputs, found: Sequence[Measurement], level: str, seconds: f
         interrupted=interrupted,
         notes=[f"These timings say little: {reason}."] if reason is not None else [],
     )
-    if outputs.json is not None:
-        measurements.write_jsonl(outputs.json, found)
-    if outputs.report is not None:
-        side_by_side.write(outputs.report, found, info)
-        measurements.write_jsonl(outputs.report.with_suffix(".jsonl"), found)
+    try:
+        if outputs.json is not None:
+            measurements.write_jsonl(outputs.json, found)
+        if outputs.report is not None:
+            side_by_side.write(outputs.report, found, info)
+            measurements.write_jsonl(outputs.report.with_suffix(".jsonl"), found)
+    except OSError as error:
+        raise CannotJudge(f"{error.filename} cannot be written: {error.strerror or error}") from error
 
 
 def _cases(arguments: argparse.Namespace) -> list[Case]:

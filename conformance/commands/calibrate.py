@@ -21,7 +21,7 @@ def calibrate(arguments: argparse.Namespace) -> int:
         raise CannotJudge("nothing to calibrate by: give records of correct implementations, or --impl=NAME")
     lookup.reject_no_workers(arguments.jobs)
     for seed in arguments.seed:
-        lookup.reject_negative(seed)
+        lookup.reject_bad_seed(seed)
     found: list[Record] = []
     for name in arguments.records:
         found += lookup.read(name)

@@ -5,13 +5,12 @@ from __future__ import annotations
 import argparse
 import dataclasses
 from collections.abc import Sequence
-from pathlib import Path
 
 from rich.console import Console
 
 from conformance.commands import annotate, lookup
 from conformance.commands.errors import CannotJudge
-from conformance.commands.outputs import command_line, writable
+from conformance.commands.outputs import command_line, writable, write_summary
 from conformance.judging.evidence import gather
 from conformance.records import Record, RunInfo
 from conformance.runs import Recorded
@@ -42,7 +41,7 @@ def compare(arguments: argparse.Namespace) -> int:
     text = writable(arguments.markdown, "markdown") if arguments.markdown is not None else None
     named = [*arguments.old.split(","), *arguments.new.split(",")]
     for option, place in (("report", page), ("markdown", text)):
-        if place is not None and place.resolve() in [Path(name).resolve() for name in named]:
+        if place is not None and place.resolve() in [lookup.input_file(name).resolve() for name in named]:
             raise CannotJudge(f"--{option}={place} is one of the files to be read: give it its own file")
     old, new = side(arguments.old), side(arguments.new)
     found = compared(old, new)
@@ -50,7 +49,7 @@ def compare(arguments: argparse.Namespace) -> int:
         if page is not None:
             changes_page.write(page, found, (old.records, old.info), (new.records, new.info))
         if text is not None:
-            text.write_text(changes_page.markdown(found), encoding="utf-8")
+            write_summary(text, changes_page.markdown(found))
     except OSError as error:
         raise CannotJudge(f"{error.filename or 'an output'} cannot be written: {error.strerror or error}") from error
     changes_page.print_comparison(found, Console())

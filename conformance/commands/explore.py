@@ -17,7 +17,7 @@ from conformance.judging.evidence import EXPLORE, gather
 from conformance.judging.journal import CannotWrite, Journal
 from conformance.judging.plan import Plan
 from conformance.records import RED
-from conformance.runs import COMPLETE, INTERRUPTED
+from conformance.runs import COMPLETE, FAILED, INTERRUPTED
 from reports import terminal
 
 
@@ -26,7 +26,7 @@ def explore(arguments: argparse.Namespace) -> int:
     from conformance.judging import explore as exploring  # imported late: only this and `--shrink` need Hypothesis
 
     if arguments.seed is not None:
-        lookup.reject_negative(arguments.seed)
+        lookup.reject_bad_seed(arguments.seed)
     try:
         budget = exploring.budget(
             arguments.profile, seconds=arguments.seconds, examples=arguments.examples, seed=arguments.seed
@@ -54,6 +54,9 @@ def explore(arguments: argparse.Namespace) -> int:
     console.print(f"seed {budget.seed}", highlight=False)
     try:
         journal = Journal(outputs.journals, described)
+    except CannotWrite as error:
+        raise CannotJudge(str(error)) from error
+    try:
         with interrupts.stoppable(), Exploring(budget.seconds, console) as progress:
 
             def on_case(seen: exploring.Seen) -> None:
@@ -66,7 +69,9 @@ def explore(arguments: argparse.Namespace) -> int:
                     implementation, chosen, budget, query=arguments.cases, on_case=on_case, options=kernels.options
                 )
             except exploring.NothingToDraw as error:
-                raise CannotJudge(f"there is no case to draw: {error}") from error
+                raise _ended(journal, f"there is no case to draw: {error}") from error
+            except exploring.WrongClues as error:
+                raise _ended(journal, f"{error} (`run` judges it without asking that)") from error
         written = {record.key for record in journal.recorded.records}
         journal.add([record for record in found.records if record.key not in written])
         excess = flag_share.find_excess(journal.recorded.records)
@@ -85,3 +90,9 @@ def explore(arguments: argparse.Namespace) -> int:
     if found.failing is not None or excess:
         return 1
     return 0 if found.judged and not found.interrupted else 2
+
+
+def _ended(journal: Journal, reason: str) -> CannotJudge:
+    """End the files of a run that cannot go on, and return what says so."""
+    journal.end(FAILED, reason=reason)
+    return CannotJudge(reason)

@@ -12,7 +12,7 @@ from rich.console import Console
 from conformance.bench import measurements
 from conformance.commands import lookup
 from conformance.commands.errors import CannotJudge
-from conformance.commands.outputs import command_line, writable
+from conformance.commands.outputs import command_line, writable, write_summary
 from conformance.judging import past
 from conformance.judging.evidence import gather
 from conformance.judging.past import Past, Piece
@@ -45,7 +45,7 @@ def history(arguments: argparse.Namespace) -> int:
         if page is not None:
             history_page.write(page, made, entries, notes)
         if text is not None:
-            text.write_text(history_page.markdown(made, entries, notes), encoding="utf-8")
+            write_summary(text, history_page.markdown(made, entries, notes))
     except OSError as error:
         raise CannotJudge(f"{error.filename or 'an output'} cannot be written: {error.strerror or error}") from error
     history_page.print_history(made, entries, notes, Console())
@@ -57,9 +57,9 @@ def _files(names: Sequence[str]) -> tuple[list[list[Path]], list[str]]:
     found: list[list[Path]] = []
     notes = []
     for name in names:
-        path = Path(name)
+        path = lookup.input_file(name)
         if not path.is_dir():
-            found.append([Path(part) for part in name.split(",")])
+            found.append([lookup.input_file(part) for part in name.split(",")])
             continue
         there = sorted(path.rglob("*.jsonl"))
         timed = [one for one in there if _holds_measurements(one)]

@@ -53,7 +53,7 @@ def list_things(arguments: argparse.Namespace) -> int:
 
 def _listed_cases(arguments: argparse.Namespace) -> list[Case]:
     level, seed = arguments.level or "quick", arguments.seed or 0
-    lookup.reject_negative(seed)
+    lookup.reject_bad_seed(seed)
     if arguments.impl is None:
         found = dict.fromkeys((*grid(level, seed).cases, *grid(level, seed, model=sizes.MODEL).cases))
     else:

@@ -14,13 +14,15 @@ from conformance.calling import registry
 from conformance.commands.errors import CannotJudge
 from conformance.contract import Implementation
 from conformance.judging import settings
-from conformance.records import Record
+from conformance.records import Record, printable
 from conformance.runs import Recorded
 from conformance.sandbox.kernel_options import KernelOptions
 from conformance.sandbox.policy import SandboxPolicy, build_policy
 
 APART = KernelOptions()
 
+_MOST = 1e9
+"""Seconds or GiB that a limit may be: more is no limit."""
 _TIMES = 20
 """What judging a case takes, in operands as the oracle has them: measured on decoding over pages, all checks, with 4 of
 64 sequences and with 8."""
@@ -29,8 +31,13 @@ _TIMES = 20
 def kernels(arguments: argparse.Namespace) -> KernelOptions:
     """How kernels are found and where they run, by the arguments of a command that judges them."""
     for option in ("timeout", "memory"):
-        if (given := getattr(arguments, option)) is not None and not given > 0:
+        if (given := getattr(arguments, option)) is None:
+            continue
+        given = float(given)  # of the file that is gone on with, it may be text: inf
+        if not given > 0:
             raise CannotJudge(f"--{option} must be more than zero, got {given:g}")
+        if given >= _MOST:
+            raise CannotJudge(f"--{option} must be a finite number below {_MOST:g}, got {given:g}")
     problem = getattr(arguments, "problem", None)  # of the commands that have it
     if problem is not None and problem not in by_name():
         raise CannotJudge(
@@ -76,7 +83,7 @@ def reject_contradictions(arguments: argparse.Namespace) -> None:
     reject_no_time("--confirm-seconds", arguments.confirm_seconds)
     reject_no_time("--diagnose-seconds", arguments.diagnose_seconds)
     for seed in arguments.seed:
-        reject_negative(seed)
+        reject_bad_seed(seed)
 
 
 def reject_no_time(option: str, seconds: float | None) -> None:
@@ -85,10 +92,12 @@ def reject_no_time(option: str, seconds: float | None) -> None:
         raise CannotJudge(f"{option} must not be negative, got {seconds:g}")
 
 
-def reject_negative(seed: int | None) -> None:
+def reject_bad_seed(seed: int | None) -> None:
     """Refuse a seed that no case can have; none is one that is still to be drawn."""
     if seed is not None and seed < 0:
         raise CannotJudge(f"--seed must not be negative, got {seed}")
+    if seed is not None and seed >= 2**64:
+        raise CannotJudge(f"--seed must be less than 2**64, got {seed}")
 
 
 def draw_seeds(arguments: argparse.Namespace) -> list[str]:
@@ -168,11 +177,19 @@ def read(name: str) -> list[Record]:
     return [record for one in recorded(name) for record in one.records]
 
 
+def input_file(name: str) -> Path:
+    """The path of a file that is to be read. Raises `CannotJudge` for what no file can be called."""
+    if "\0" in name:
+        raise CannotJudge(f"{printable(name)} cannot be read: no file has a zero byte in its name")
+    return Path(name)
+
+
 def recorded(name: str) -> list[Recorded]:
     """The runs in a file of records."""
+    input_file(name)
     try:
         return runs.read(Path(name))
     except OSError as error:
-        raise CannotJudge(f"{name} cannot be read: {error.strerror or error}") from error
+        raise CannotJudge(f"{printable(name)} cannot be read: {error.strerror or error}") from error
     except ValueError as error:
         raise CannotJudge(str(error)) from error

@@ -10,7 +10,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from conformance import output_files
 from conformance.commands.errors import CannotJudge
+from conformance.output_files import PAGE, RECORDS, SUMMARY, TABLE, OutputRefused
 from conformance.records import Record, RunInfo, printable
 
 
@@ -45,8 +47,8 @@ class Outputs:
         try:
             if self.report is not None:
                 html.write(self.report, found, info)
-            if self.markdown is not None and (self.step is None or self.markdown.resolve() != self.step.resolve()):
-                self.markdown.write_text(markdown.render(found, info), encoding="utf-8")
+            if self.markdown is not None and (self.step is None or not _is_step_summary(self.markdown)):
+                write_summary(self.markdown, markdown.render(found, info))
         except OSError as error:
             place = error.filename or "an output"
             raise CannotJudge(f"{place} cannot be written: {error.strerror or error}") from error
@@ -69,11 +71,13 @@ def outputs_of(arguments: argparse.Namespace) -> Outputs:
     paths = {}
     for name in ("report", "json", "markdown"):
         value = getattr(arguments, name, None)
-        paths[name] = writable(value, name) if value is not None else None
+        paths[name] = Path(value) if value is not None else None
     outputs = Outputs(**paths)
-    for path in outputs.journals:
-        if path != outputs.json:
-            writable(str(path), "report")
+    for name, path in paths.items():
+        if path is not None:
+            writable(getattr(arguments, name), name)
+    if outputs.report is not None and (beside := outputs.report.with_suffix(".jsonl")) != outputs.report:
+        writable(str(beside), "report", RECORDS)
     _reject_collisions(outputs)
     return outputs
 
@@ -90,18 +94,40 @@ def _reject_collisions(outputs: Outputs) -> None:
             )
 
 
-def writable(value: str, option: str) -> Path:
-    """The path of an output, tried before any work is done."""
+# What each option writes.
+_KINDS = {"report": PAGE, "json": RECORDS, "resume": RECORDS, "markdown": SUMMARY, "out": TABLE}
+
+
+def writable(value: str, option: str, kind: str | None = None) -> Path:
+    """Return the path of an output, checked before any work is done.
+
+    Args:
+      value: the path, as it is given.
+      option: the option that it is given by, without dashes.
+      kind: of the file, where it is not the one of the option.
+
+    Raises:
+      CannotJudge: if it cannot be written, or something else would be overwritten.
+    """
     path = Path(value)
     try:
-        if path.is_dir():
-            raise IsADirectoryError(f"{value} is a directory")
-        existed = path.exists()
-        with path.open("a"):
-            pass
-        if not existed:
-            path.unlink()
-    except (OSError, ValueError) as error:  # a zero byte in a path is the latter
-        why = getattr(error, "strerror", None) or error
-        raise CannotJudge(f"--{option}={printable(value)} cannot be written: {why}") from error
+        appended = option == "markdown" and _is_step_summary(path)
+        output_files.check_output(path, None if appended else kind or _KINDS[option])
+    except OutputRefused as error:
+        raise CannotJudge(printable(f"--{option}={value} {error}")) from error
     return path
+
+
+def write_summary(path: Path, text: str) -> None:
+    """Write the file of `--markdown`. Raises `OSError`, which names it."""
+    if not _is_step_summary(path):
+        output_files.write_text(path, text)
+        return
+    with path.open("a", encoding="utf-8") as file:
+        file.write(text)
+
+
+def _is_step_summary(path: Path) -> bool:
+    """Whether the file is where GitHub shows summaries, to which every command of a step appends."""
+    step = step_summary()
+    return step is not None and os.path.realpath(path) == os.path.realpath(step)

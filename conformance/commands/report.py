@@ -20,7 +20,7 @@ from reports import html, side_by_side
 def render_report(arguments: argparse.Namespace) -> int:
     """`report`: records and measurements of earlier runs, merged, as one page."""
     path = writable(arguments.report, "report")
-    if path.resolve() in [Path(name).resolve() for name in arguments.records]:
+    if path.resolve() in [lookup.input_file(name).resolve() for name in arguments.records]:
         raise CannotJudge(f"--report={arguments.report} is one of the files to be read: give the page its own file")
     timed = [name for name in arguments.records if _holds_measurements(name)]
     measured = measurements.merge(*(_measurements(name) for name in timed))
@@ -33,10 +33,13 @@ def render_report(arguments: argparse.Namespace) -> int:
         info = dataclasses.replace(info, environment=environment | rendered)
     if not found and not measured:
         raise CannotJudge(f"there is no record in {', '.join(arguments.records)}")
-    if found:
-        html.write(path, found, info, measured)
-    else:
-        side_by_side.write(path, measured, info)
+    try:
+        if found:
+            html.write(path, found, info, measured)
+        else:
+            side_by_side.write(path, measured, info)
+    except OSError as error:
+        raise CannotJudge(f"{path} cannot be written: {error.strerror or error}") from error
     return 0
 
 

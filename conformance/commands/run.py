@@ -124,7 +124,7 @@ def _baseline(arguments: argparse.Namespace, outputs: Outputs) -> compare.Side |
     if arguments.baseline is None:
         return None
     written = [path.resolve() for path in outputs.journals]
-    if Path(arguments.baseline).resolve() in written:
+    if lookup.input_file(arguments.baseline).resolve() in written:
         raise CannotJudge(f"--baseline={arguments.baseline} is written by this run too: give the records another file")
     return compare.side(arguments.baseline)
 

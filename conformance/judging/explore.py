@@ -16,12 +16,14 @@ import contextlib
 import dataclasses
 import math
 import random
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Literal
+from typing import Annotated, Literal
 
 import hypothesis
+import msgspec
 from hypothesis import configuration
 
 from cases.case import Case, matches
@@ -31,6 +33,7 @@ from cases.exploring.space import NothingToDraw
 from cases.exploring.strategies import cases
 from conformance import interrupts, records
 from conformance.asking.scopes import GRID, Asked
+from conformance.calling import mishaps
 from conformance.calling.clues import shown
 from conformance.checks import CHECKS, Check
 from conformance.contract import Implementation
@@ -39,6 +42,7 @@ from conformance.judging.job import Job
 from conformance.judging.runner import Runner
 from conformance.judging.settings import Settings
 from conformance.records import Record
+from conformance.sandbox.kernel_process import Lost
 from conformance.sandbox.sandboxed_executor import executor_of
 from conformance.truth import kept
 
@@ -114,9 +118,33 @@ def budget(
     return Budget(seconds=_EXPLORE_SECONDS if seconds is None else seconds, examples=examples, seed=drawn)
 
 
+class WrongClues(Exception):  # noqa: N818 -- a statement about the kernel's process
+    """The process of a kernel does not say which numbers the kernel shows; the message is one line."""
+
+
+_MOST_CLUES = 64  # more than `shown` ever finds
+_Number = Annotated[float, msgspec.Meta(gt=0, le=sys.float_info.max)]
+# What `shown` returns.
+_ShownNumbers = tuple[
+    Annotated[list[Annotated[int, msgspec.Meta(gt=2, le=2**17)]], msgspec.Meta(max_length=_MOST_CLUES)],
+    Annotated[list[_Number], msgspec.Meta(max_length=_MOST_CLUES)],
+    Annotated[list[_Number], msgspec.Meta(max_length=2 * _MOST_CLUES)],
+]
+
+
 def _clues(implementation: Implementation) -> Clues:
-    """The numbers that a kernel shows, wherever it is."""
-    integers, floats, in_source = executor_of(implementation).run(shown)
+    """Ask the process of a kernel which numbers the kernel shows.
+
+    Raises:
+      WrongClues: if the answer, which the kernel can forge, is none.
+    """
+    try:
+        integers, floats, in_source = msgspec.convert(executor_of(implementation).run(shown), _ShownNumbers)
+    except (Exception, Lost) as error:  # what is raised there is up to the kernel as well
+        why = str(error) if isinstance(error, msgspec.ValidationError | Lost) else mishaps.told(error)
+        raise WrongClues(
+            f"{implementation.name} does not say at which numbers it does something else: {why}"
+        ) from error
     return Clues(tuple(integers), tuple(floats), frozenset(in_source))
 
 
@@ -151,6 +179,7 @@ def explore(
 
     Raises:
       cases.exploring.space.NothingToDraw: if no plain case is supported and matches.
+      WrongClues: if the kernel's process does not say which numbers the kernel shows.
     """
     found = _clues(implementation) if clues is None else clues
     return _Explorer(implementation, settings, budget, query, found, on_case, options).run()

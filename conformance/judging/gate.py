@@ -14,6 +14,7 @@ import pytest
 from conformance import environment, packages
 from conformance.fork_server import forked_process
 from conformance.judging.levels import LEVELS
+from conformance.output_files import PAGE, RECORDS, OutputRefused, check_output
 
 if TYPE_CHECKING:
     from conformance.judging.job import Job
@@ -142,6 +143,8 @@ def reject_no_limits(config: pytest.Config) -> None:
     for option in ("--conformance-timeout", "--conformance-memory"):
         if (given := config.getoption(option)) is not None and not given > 0:
             raise pytest.UsageError(f"{option} must be more than zero, got {given:g}")
+        if given is not None and given >= 1e9:
+            raise pytest.UsageError(f"{option} must be a finite number below 1e+09, got {given:g}")
     for option in ("--conformance-confirm-seconds", "--conformance-diagnose-seconds"):
         if (given := config.getoption(option)) is not None and not given >= 0:
             raise pytest.UsageError(f"{option} must not be negative, got {given:g}")
@@ -189,17 +192,16 @@ def tell_worker(told: dict[str, object], planned: Plan) -> None:
 
 def reject_unwritable(option: str, place: Path, *, page: bool) -> None:
     """Refuse a file that cannot be written, the one of records beside a page too. Raises `pytest.UsageError`."""
-    for path in (place, place.with_suffix(".jsonl")) if page else (place,):
+    from conformance.records import printable
+
+    if page and place.suffix == ".jsonl":
+        raise pytest.UsageError(f"{option} is the file of records beside the page: give the page another suffix")
+    for path, kind in ((place, PAGE), (place.with_suffix(".jsonl"), RECORDS)) if page else ((place, RECORDS),):
         try:
-            existed = path.exists()
-            if path.is_dir() or (page and place.suffix == ".jsonl"):
-                raise IsADirectoryError
-            with path.open("a"):
-                pass
-            if not existed:
-                path.unlink()
-        except OSError as error:
-            raise pytest.UsageError(f"{option} is no file that can be written") from error
+            check_output(path, kind)
+        except OutputRefused as error:
+            beside = f": {path.name} beside it" if path != place else ""
+            raise pytest.UsageError(printable(f"{option}{beside} {error}")) from error
 
 
 def properties(job: Job, found: Iterable[Record]) -> list[tuple[str, object]]:

@@ -13,8 +13,9 @@ import stat
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from conformance import interrupts, records, runs
+from conformance import interrupts, output_files, records, runs
 from conformance.judging import provenance
+from conformance.output_files import OutputRefused
 from conformance.records import Record
 from conformance.runs import End, Recorded, Run
 from conformance.sandbox import loaded_files
@@ -31,7 +32,8 @@ class Journal:
         """Begin files with the run and the jobs that are `kept` from an earlier part of it.
 
         Raises:
-          CannotWrite: if one cannot be written. What was in the others is then gone if nothing is kept.
+          CannotWrite: if one cannot be written, or is written by another run. What was in the others is then gone if
+            nothing is kept, but in the latter case.
         """
         self._run = run
         self._recorded = Recorded(run=run, done=dict(kept or {}))
@@ -40,8 +42,14 @@ class Journal:
         self._probes: list[Record] = []
         beginning = runs.run_line(run) + "\n" + "".join(runs.job_lines(n, found) for n, found in self._done.items())
         self._files: list[_File] = []
-        for path in dict.fromkeys(paths):
-            self._files.append(_File(path, beginning.encode(), replace=bool(kept)))
+        try:
+            for path in dict.fromkeys(paths):
+                self._files.append(_File(path))
+            for file in self._files:
+                file.begin(beginning.encode(), replace=bool(kept))
+        except CannotWrite:
+            self._close()
+            raise
 
     @property
     def run(self) -> Run:
@@ -78,14 +86,19 @@ class Journal:
         with interrupts.held():
             self._recorded = dataclasses.replace(self._recorded, end=end)
             self._put(runs.end_line(end) + "\n")
-        for file in self._files:
-            file.close()
-        self._files = []
+        self._close()
 
     def abandon(self, reason: str) -> None:
         """The run ends since its files cannot be written; what is in memory is all that can be told of it."""
         end = End(ended=provenance.now(), how=runs.FAILED, reason=reason, jobs=len(self._done))
         self._recorded = dataclasses.replace(self._recorded, end=end)
+        self._close()
+
+    def _close(self) -> None:
+        """Close the files, so that others may write them."""
+        for file in self._files:
+            file.close()
+        self._files = []
 
     def _put(self, text: str) -> None:
         data = text.encode()
@@ -157,20 +170,34 @@ def _shown(value: object) -> str:
 class _File:
     """A file of which the first `_good` bytes are whole lines."""
 
-    def __init__(self, path: Path, beginning: bytes, *, replace: bool) -> None:
+    def __init__(self, path: Path) -> None:
+        """Open the file and lock it. Raises `CannotWrite`."""
         self._path = path
+        self._good = 0
         try:
-            regular = not path.exists() or path.is_file()
-            if replace and regular:  # never a moment without what is kept
-                beside = path.with_name(f".{path.name}.{os.getpid()}")
-                beside.write_bytes(beginning)
-                beside.replace(path)
-                self._descriptor = os.open(path, os.O_WRONLY | os.O_APPEND)
-                self._good = len(beginning)
-            else:
-                self._descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_TRUNC, 0o666)
-                self._good = 0
+            self._descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
             self._regular = stat.S_ISREG(os.fstat(self._descriptor).st_mode)
+            if self._regular:
+                output_files.lock(self._descriptor, path)
+        except OutputRefused as error:
+            raise CannotWrite(str(error)) from error
+        except OSError as error:
+            raise CannotWrite(self._why(error)) from error
+
+    def begin(self, beginning: bytes, *, replace: bool) -> None:
+        """Put these whole lines in place of what is there. Raises `CannotWrite`."""
+        try:
+            if replace and self._regular:  # never a moment without what is kept
+                place = self._path.resolve()
+                beside = place.with_name(f".{place.name}.{os.getpid()}")
+                beside.write_bytes(beginning)
+                descriptor = os.open(beside, os.O_WRONLY | os.O_APPEND)
+                output_files.lock(descriptor, beside)
+                beside.replace(place)
+                os.close(self._descriptor)
+                self._descriptor, self._good = descriptor, len(beginning)
+            elif self._regular:
+                os.ftruncate(self._descriptor, 0)
         except OSError as error:
             raise CannotWrite(self._why(error)) from error
         if not self._good:

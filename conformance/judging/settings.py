@@ -154,9 +154,13 @@ def load(start: Path) -> Settings:
         if file.is_file():
             try:
                 tool = tomllib.loads(file.read_text(encoding="utf-8")).get("tool", {})
-            except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+            except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
                 raise SettingsError(f"{file} is not TOML: {error}") from error
-            return _parse(tool.get(TABLE, {}) if isinstance(tool, dict) else {}, file)
+            except OSError as error:
+                raise SettingsError(f"{file} cannot be read: {error.strerror or error}") from error
+            if not isinstance(tool, dict):
+                raise SettingsError(f"{file}: tool must be a table, got {tool!r}: write [tool.{TABLE}]")
+            return _parse(tool.get(TABLE, {}), file)
     return Settings()
 
 

@@ -276,7 +276,8 @@ class KernelProcess:
             raise LoadFailed(f"{self.name} does not load: {lost}") from lost
         except Exception as error:  # of whatever type the kernel's import raised
             self.end()
-            raise LoadFailed(records.printable(str(error).strip().split("\n")[0]) + running.denial) from error
+            message = str(error).strip() or f"{self.name} does not import: {mishaps.told(error)}"
+            raise LoadFailed(records.printable(message.split("\n")[0]) + running.denial) from error
         try:
             self._said = handshake.parse_handshake(found, running.confined, self._first, self.files.at_load)
         except ValueError as error:

@@ -16,6 +16,7 @@ from typing import Any
 
 from cases.case import parse
 from cases.operands import OBSERVABLES
+from conformance import output_files
 from conformance.records import ERROR, FAIL, PASS, UNEXPECTED_PASS, Record
 from conformance.truth.tolerances import CALIBRATION, CALIBRATION_SCHEMA, DTYPES
 
@@ -115,9 +116,10 @@ def _larger(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
 def write(calibration: Mapping[str, Any], path: Path = CALIBRATION) -> None:
     """Write a calibration as JSON, a line for each row."""
     rows = ",\n".join(f"  {json.dumps(row, allow_nan=False)}" for row in calibration["rows"])
-    path.write_text(
+    output_files.write_text(
+        path,
         f'{{\n "schema": {json.dumps(calibration["schema"])},\n'
-        f' "provenance": {json.dumps(calibration["provenance"])},\n "rows": [\n{rows}\n ]\n}}\n'
+        f' "provenance": {json.dumps(calibration["provenance"])},\n "rows": [\n{rows}\n ]\n}}\n',
     )
 
 

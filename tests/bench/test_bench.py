@@ -199,7 +199,7 @@ def test_measurements_come_back_as_they_were(tmp_path: Path, product: None) -> N
     for line in path.read_text().splitlines():
         json.loads(line, parse_constant=pytest.fail)
     path.write_text(path.read_text() + '{"schema": "other"}\n')
-    with pytest.raises(ValueError, match=r"m\.jsonl:23 is not a measurement: schema 'other'"):
+    with pytest.raises(ValueError, match=r"m\.jsonl:23 is not a measurement: .*'other'"):
         measurements.read_jsonl(path)
 
 

@@ -5,15 +5,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from conformance import cli, records
+from conformance.record_schema import MEASUREMENT_SCHEMA, RECORD_SCHEMA, RUN_SCHEMA
 from conformance.records import ERROR, FAIL, RED, UNSUPPORTED
 
 CASE = "train/f32/B1.T2.S4.N2.K2.H4.V4/full/normal/s0"
@@ -24,7 +27,32 @@ RECORD = {
     "check": "forward",
     "observable": "out",
     "verdict": "pass",
-    "schema": records.SCHEMA,
+    "schema": RECORD_SCHEMA,
+}
+
+MEASUREMENT = {
+    "schema": MEASUREMENT_SCHEMA,
+    "implementation": "k",
+    "platform": "cpu",
+    "device": "cpu",
+    "case": CASE,
+    "phase": "forward",
+    "outcome": "agrees",
+    "samples": [0.5],
+    "speed": [1.0, 1.0, 1.0],
+    "error": 0.5,
+}
+RUN = {
+    "schema": RUN_SCHEMA,
+    "started": "2026-01-01T00:00:00+00:00",
+    "command": "run",
+    "level": "quick",
+    "seeds": [0],
+    "tolerances": [],
+    "kernels": {"k": {"arrays": []}},
+    "jobs": [[0, 0, CASE]],
+    "resumed": [],
+    "asked": [["forward"]],
 }
 
 KERNELS = """\
@@ -131,106 +159,373 @@ def test_a_bad_kernel_is_one_record(
 
 
 def test_a_page_shows_no_more_than_text(folder: Path) -> None:
-    (folder / "r.jsonl").write_text(
-        json.dumps({**RECORD, "verdict": "error", "reason": "\x1b[31m \ud800 \u202e"}) + "\n"
-    )
+    (folder / "r.jsonl").write_text(line(verdict="error", reason="\x1b[31m \u202e"))
     assert run("report", "r.jsonl", "--report=r.html") == 0
     page = (folder / "r.html").read_text()
-    assert r"\x1b[31m \ud800 \u202e" in page
+    assert r"\x1b[31m \u202e" in page
     assert all(x.isprintable() or x == "\n" for x in page)
 
 
-FILES: list[tuple[str, Any, str]] = [
-    ("cut", json.dumps(RECORD)[:40], "Unterminated string"),
-    ("twice", json.dumps(RECORD) * 2, "Extra data"),
-    ("deep", "[" * 100_000, "maximum recursion depth"),
-    ("digits", '{"schema": ' + "9" * 5000 + "}", "Exceeds the limit"),
-    ("null", "null", "a JSON object is needed, got NoneType"),
-    ("verdict", {"verdict": "fine"}, "verdict 'fine' is none of pass"),
-    ("unknown", {"colour": "red"}, "unexpected keyword argument 'colour'"),
-    ("name", {"implementation": None}, "implementation must be text, got None"),
-    ("reason", {"reason": 5}, "reason must be text, got 5"),
-    ("ratio", {"ratio": "many"}, "could not convert string to float: 'many'"),
-    ("ratios", {"ratio": [1]}, "ratio must be a number, got [1]"),
-    ("seconds", {"seconds": "x"}, "seconds must be a number, got 'x'"),
-    ("figures", {"figures": [1]}, "is not a conformance record"),
-    ("features", {"features": [1]}, "features must be text"),
-    ("worst", {"worst": [1]}, "is not a conformance record"),
+@dataclasses.dataclass(frozen=True)
+class BadInput:
+    """A command that is refused.
+
+    Attributes:
+      name: of the test.
+      command: the arguments.
+      told: words that the one line must have: the operand, and what to do or what there is instead.
+      files: written before, by name.
+    """
+
+    name: str
+    command: tuple[str, ...]
+    told: tuple[str, ...]
+    files: Mapping[str, str | bytes] = dataclasses.field(default_factory=dict)
+
+
+def run_with(*options: str) -> tuple[str, ...]:
+    return ("run", "--impl=kernels.py:right", *options)
+
+
+def at_case(case: str) -> tuple[str, ...]:
+    return run_with(f"--case={case}")
+
+
+def at_impl(name: str) -> tuple[str, ...]:
+    return ("run", f"--impl={name}", f"--case={CASE}")
+
+
+def line(**changed: Any) -> str:
+    """A record's line in which some fields are changed; those that are `...` are left out."""
+    return json.dumps({name: value for name, value in {**RECORD, **changed}.items() if value is not ...}) + "\n"
+
+
+def run_line(**changed: Any) -> str:
+    """A run's line, likewise."""
+    return json.dumps({name: value for name, value in {**RUN, **changed}.items() if value is not ...}) + "\n"
+
+
+RENDER = ("report", "bad.jsonl", "--report=page.html")
+
+
+def bad_record(name: str, second: str, *told: str) -> BadInput:
+    """A file whose second line is bad."""
+    words = ("bad.jsonl:2 is no", *told, "judge again")
+    return BadInput(f"record-{name}", RENDER, words, {"bad.jsonl": line() + second})
+
+
+def bad_run(name: str, first: str, *told: str) -> BadInput:
+    """A file whose first line is bad, which `--resume` is given."""
+    return BadInput(f"run-line-{name}", ("run", "--resume=bad.jsonl"), ("bad.jsonl:1", *told), {"bad.jsonl": first})
+
+
+def bad_measurement(name: str, **changed: Any) -> BadInput:
+    """A file whose only line is a bad measurement; its field is named."""
+    (field,) = changed
+    data = {name: value for name, value in {**MEASUREMENT, **changed}.items() if value is not ...}
+    told = ("bad.jsonl:1 is not a measurement", field, "measure again")
+    return BadInput(f"measurement-{name}", RENDER, told, {"bad.jsonl": json.dumps(data) + "\n"})
+
+
+def settings(name: str, text: str, *told: str) -> BadInput:
+    """A `pyproject.toml` that is refused."""
+    return BadInput(f"settings-{name}", at_case(CASE), ("pyproject.toml", *told), {"pyproject.toml": text})
+
+
+def kernel(name: str, source: str | bytes, *told: str) -> BadInput:
+    """A file that has no kernel."""
+    return BadInput(f"kernel-{name}", at_impl("bad.py:attention"), ("bad.py", *told), {"bad.py": source})
+
+
+TABLE = "[tool.attention_conformance]\n"
+EXPECTED = "[[tool.attention_conformance.expected_failures]]\n"
+FROM = "from conformance import declare, Implementation\n"
+TOO_LARGE = str(2**64)
+
+VALUES = [
+    BadInput("level", run_with("--level=deepest"), ("--level", "'deepest'", "smoke")),
+    BadInput("check", run_with("--check=nope"), ("'nope'", "known are forward")),
+    BadInput("checks", run_with("--check=*"), ("'*'", "known are forward")),
+    BadInput("jobs", run_with("--jobs=0"), ("--jobs must be at least 1, got 0",)),
+    BadInput("jobs-text", run_with("--jobs=many"), ("--jobs", "'many'", "--help")),
+    BadInput("timeout", run_with("--timeout=0"), ("--timeout must be more than zero, got 0",)),
+    BadInput("timeout-nan", run_with("--timeout=nan"), ("--timeout must be more than zero, got nan",)),
+    BadInput("timeout-infinite", (*at_case(CASE), "--timeout=inf"), ("--timeout", "finite", "got inf")),
+    BadInput("memory", run_with("--memory=-1"), ("--memory must be more than zero, got -1",)),
+    BadInput("memory-infinite", (*at_case(CASE), "--memory=inf"), ("--memory", "finite", "got inf")),
+    BadInput("shard", run_with("--shard=3/2"), ("--shard", "'3/2'", "such as 2/3")),
+    BadInput("shard-text", run_with("--shard=half"), ("--shard", "'half'", "such as 2/3")),
+    BadInput("confirm", run_with("--confirm-seconds=-1"), ("--confirm-seconds must not be negative, got -1",)),
+    BadInput("platform", run_with("--require-platform=abacus"), ("'abacus'", "cpu", "gpu")),
+    BadInput("products", run_with("--products=fp8"), ("'fp8'", "exact", "tf32")),
+    BadInput("pullback", run_with("--pullback=plain"), ("--pullback goes with --case",)),
+    BadInput("problem", run_with("--problem=nope"), ("'nope'", "known are", "list problems")),
+    BadInput("full-size", run_with("--full-size"), ("--full-size goes with --problem",)),
+    BadInput("option", run_with("--lvel=quick"), ("--lvel=quick", "--help")),
+    BadInput("explore-seconds", ("explore", "--impl=kernels.py:right", "--seconds=-1"), ("--seconds", "got -1")),
+    BadInput("explore-examples", ("explore", "--impl=kernels.py:right", "--examples=0"), ("--examples", "got 0")),
+    BadInput("bench-none", ("bench", "--impl=,"), ("nothing to time: give --impl=NAME",)),
+    BadInput("bench-seconds", ("bench", "--impl=kernels.py:right", "--seconds=nan"), ("--seconds", "got nan")),
+    BadInput("bench-runs", ("bench", "--impl=kernels.py:right", "--runs=0"), ("--runs must be at least 1, got 0",)),
+    BadInput("tune-nothing", ("tune", "--impl=kernels.py:right"), ("kernels.py:right declares nothing to tune",)),
+    BadInput("calibrate-nothing", ("calibrate",), ("give records of correct implementations",)),
+    BadInput("bank", ("sensitivity", "--bank=json:dumps"), ("must be a sequence of conformance.sensitivity",)),
+    BadInput("bank-missing", ("sensitivity",), ("no bank: give --bank=module:attribute",)),
 ]
-
-
-@pytest.mark.parametrize(("name", "content", "message"), FILES, ids=[name for name, _, _ in FILES])
-def test_a_bad_file_is_one_line_that_names_it(
-    name: str, content: Any, message: str, folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    text = content if isinstance(content, str) else json.dumps({**RECORD, **content})
-    (folder / f"{name}.jsonl").write_text(json.dumps(RECORD) + "\n" + text + "\n")
-    assert run("report", f"{name}.jsonl", "--report=r.html") == 2
-    said = capsys.readouterr()
-    (line,) = said.err.splitlines()
-    assert line.startswith(f"error: {name}.jsonl:2 is not a conformance record: ")
-    assert message in line
-    assert not (folder / "r.html").exists()
-
-
-SOURCES: list[tuple[str, str | bytes, str]] = [
-    ("zeros", b"\xff\xfe\x00", "null bytes"),
-    ("tabs", "def attention(q, k, v):\n\treturn q\n        return v\n", "does not import: TabError: "),
-    ("coding", "# -*- coding: nonsense -*-\n", "does not import: SyntaxError: unknown encoding: nonsense"),
-    ("latin", b'x = "\xe9"\n', "does not import: SyntaxError: "),
-    ("empty", "", "has no attribute 'attention'"),
-    ("needs", "import nothing_like_it\n", "No module named 'nothing_like_it' (needs.py:1: import nothing_like_it)"),
-    (
-        "skips",
-        "import pytest\npytest.skip('x', allow_module_level=True)\n",
-        "does not import: Skipped: x (skips.py:2: ",
+SEEDS = [
+    BadInput("seed-too-large", run_with(f"--seed={TOO_LARGE}"), ("--seed must be less than 2**64", TOO_LARGE)),
+    BadInput("seed-negative", run_with("--seed=-1"), ("--seed must not be negative, got -1",)),
+    BadInput("seed-fraction", run_with("--seed=1.5"), ("--seed", "whole number or random", "'1.5'")),
+    BadInput("seed-empty", run_with("--seed="), ("--seed", "whole number or random", "''")),
+    BadInput("explore-seed", ("explore", "--impl=kernels.py:right", f"--seed={TOO_LARGE}"), ("--seed", "2**64")),
+    BadInput("list-seed", ("list", "cases", f"--seed={TOO_LARGE}"), ("--seed must be less than 2**64", TOO_LARGE)),
+    BadInput("calibrate-seed", ("calibrate", "--impl=nope", f"--seed={TOO_LARGE}"), ("--seed", "2**64")),
+]
+CASES = [
+    BadInput("case-text", at_case("nonsense"), ("'nonsense' is not a case id", "parts")),
+    BadInput("case-escape", ("explain", "\x1b[31m"), (r"\x1b[31m", "is not a case id")),
+    BadInput("case-lines", at_case(CASE.replace("/full", "\n/full")), (r"H4.V4\n' in", "is not a shape such as")),
+    BadInput("case-seed", at_case(CASE.replace("s0", "s" + TOO_LARGE)), ("seed must be in 0..2**64-1", TOO_LARGE)),
+    BadInput("case-digits", at_case(CASE.replace("B1", "B" + "9" * 5000)), ("is not a case id", "at most 4,000")),
+    BadInput("case-memory", at_case(CASE.replace("B1", "B99999999999")), ("GB for its operands alone",)),
+    BadInput(
+        "case-negative", at_case(CASE.replace("T2", "T-2")), ("'B1.T-2.S4.N2.K2.H4.V4'", "is not a shape such as")
     ),
-    ("word", "attention = 'x'\n", "is a str, not a function or an Implementation"),
-    ("products", "from conformance import declare\n@declare(products='fp8')\ndef attention(q, k, v): ...\n", "'fp8'"),
-    (
-        "rows",
-        "from conformance import declare\n@declare(empty_rows='nan')\ndef attention(q, k, v): ...\n",
-        "empty_rows must be one of 'zero', 'mean', 'undefined', got 'nan' (rows.py:2: @declare(empty_rows='nan'))",
+    BadInput("case-part", at_case(CASE + "/s1"), ("'normal' in", "is none of seg")),
+    BadInput("case-mask", at_case(CASE.replace("full", "window")), ("'window' is not a mask",)),
+    BadInput("explain-case", ("explain", "train"), ("'train' is not a case id",)),
+    BadInput("bench-case", ("bench", "--impl=dot_product", "--case=x"), ("'x' is not a case id",)),
+]
+GLOBS = [
+    BadInput("glob-none", run_with("--cases=zzz"), ("--cases='zzz'", "list cases")),
+    BadInput("glob-bracket", run_with("--cases=["), ("--cases='['", "list cases")),
+    BadInput("glob-backwards", run_with("--cases=train/[z-a]*"), ("--cases='train/[z-a]*'", "list cases")),
+    BadInput("glob-zero", run_with("--cases=\0"), (r"--cases='\x00'", "list cases")),
+    BadInput("glob-list", ("list", "cases", "--cases=zzz"), ("'zzz'", "quick grid")),
+    BadInput("glob-bench", ("bench", "--impl=dot_product", "--cases=zzz"), ("--cases='zzz'", "they are train/")),
+    BadInput("glob-problem", run_with("--problem=sparse_attention", "--cases=zzz"), ("--cases='zzz'",)),
+]
+NAMES = [
+    BadInput("impl-unknown", at_impl("nope"), ("'nope'", "registered are dot_product")),
+    BadInput("impl-empty", at_impl(""), ("unknown implementation ''", "registered are")),
+    BadInput("impl-escape", at_impl("\x1b[31m.py:right"), (r"\x1b[31m.py:right", "a name must be text")),
+    BadInput("impl-zero", at_impl("a\0.py:right"), (r"a\x00.py:right", "a name must be text")),
+    BadInput("impl-no-file", at_impl("no.py:right"), ("no such file: no.py",)),
+    BadInput("impl-folder", at_impl("..:right"), ("cannot import ..",)),
+    BadInput("impl-module", at_impl("no.such:right"), ("cannot import no.such",)),
+    BadInput("impl-takes-nothing", at_impl("os:getcwd"), ("os:getcwd() does not take q, k, v",)),
+    BadInput("impl-no-attribute", at_impl("kernels.py:wrong"), ("kernels.py has no attribute 'wrong'",)),
+    BadInput("impl-no-name", at_impl("kernels.py"), ("file.py:attribute",)),
+    BadInput("impl-half", at_impl(":right"), ("':right'", "is incomplete")),
+    BadInput("impl-long", at_impl("x" * 300 + ".py:right"), (".py", "too long")),
+    BadInput("impl-two", at_impl("dot_product,moba"), ("'dot_product,moba' is several names", "--impl once for each")),
+    BadInput("explain-impl", ("explain", CASE, "--impl=nope"), ("'nope'", "registered are")),
+    BadInput("expect-impl", ("expect", "good.jsonl", "--impl=nope"), ("--impl=nope", "known are k")),
+    BadInput("list-impl", ("list", "cases", "--impl=nope"), ("'nope'", "registered are")),
+]
+PATHS = [
+    BadInput("json-over-kernel", (*at_case(CASE), "--json=kernels.py"), ("--json=kernels.py", "give another name")),
+    BadInput("report-over-kernel", (*at_case(CASE), "--report=kernels.py"), ("--report=kernels.py", "another name")),
+    BadInput(
+        "markdown-over-readme",
+        (*at_case(CASE), "--markdown=README.md"),
+        ("--markdown=README.md", "give another name"),
+        {"README.md": "# Kernels\n"},
     ),
-    (
-        "features",
-        "from conformance import declare\n@declare(unsupported={'causl': 'no'})\ndef attention(q, k, v): ...\n",
-        "unsupported names ['causl'], known are",
+    BadInput(
+        "records-beside-page",
+        (*at_case(CASE), "--report=page.html"),
+        ("page.jsonl", "give another name"),
+        {"page.jsonl": '{"role": "user"}\n'},
     ),
-    (
-        "reasons",
-        "from conformance import declare\n@declare(unsupported=['causal'])\ndef attention(q, k, v): ...\n",
-        "unsupported must name features with their reasons, got ['causal']",
+    BadInput("json-over-page", (*at_case(CASE), "--json=p.html"), ("p.html",), {"p.html": "<!doctype html>\n"}),
+    BadInput("report-over-records", (*at_case(CASE), "--report=good.jsonl"), ("good.jsonl",)),
+    BadInput("explore-json", ("explore", "--impl=dot_product", "--json=kernels.py"), ("--json=kernels.py",)),
+    BadInput("report-command", ("report", "good.jsonl", "--report=kernels.py"), ("--report=kernels.py",)),
+    BadInput("compare-page", ("compare", "good.jsonl", "good.jsonl", "--report=kernels.py"), ("--report=kernels.py",)),
+    BadInput("compare-text", ("compare", "good.jsonl", "good.jsonl", "--markdown=kernels.py"), ("kernels.py",)),
+    BadInput("history-page", ("history", "good.jsonl", "--report=kernels.py"), ("--report=kernels.py",)),
+    BadInput("history-text", ("history", "good.jsonl", "--markdown=kernels.py"), ("--markdown=kernels.py",)),
+    BadInput("bench-json", ("bench", "--impl=dot_product", "--json=kernels.py"), ("--json=kernels.py",)),
+    BadInput("bench-page", ("bench", "--impl=dot_product", "--report=kernels.py"), ("--report=kernels.py",)),
+    BadInput("tune-table", ("tune", "--impl=block_flash", "--out=kernels.py"), ("--out=kernels.py",)),
+    BadInput("calibrate-table", ("calibrate", "good.jsonl", "--out=kernels.py"), ("--out=kernels.py",)),
+    BadInput("json-folder", (*at_case(CASE), "--json=."), ("--json=. cannot be written", "directory")),
+    BadInput("json-absent", (*at_case(CASE), "--json=absent/r"), ("--json=absent/r cannot be written", "No such file")),
+    BadInput("json-zero", (*at_case(CASE), "--json=\0"), (r"--json=\x00 cannot be written",)),
+    BadInput("json-long", (*at_case(CASE), "--json=" + "x" * 300), ("cannot be written", "File name too long")),
+    BadInput("same-file", (*at_case(CASE), "--json=a", "--markdown=a"), ("two outputs go to a", "its own file")),
+    BadInput("baseline", (*at_case(CASE), "--baseline=absent"), ("absent cannot be read", "No such file")),
+    BadInput("resume", ("run", "--resume=absent"), ("absent cannot be read", "No such file")),
+    BadInput("resume-folder", ("run", "--resume=."), (". cannot be read", "directory")),
+    BadInput("resume-records", ("run", "--resume=good.jsonl"), ("--resume=good.jsonl has no run record",)),
+    BadInput("report-absent", ("report", "absent", "--report=page.html"), ("absent cannot be read", "No such file")),
+    BadInput("report-folder", ("report", ".", "--report=page.html"), (". cannot be read: Is a directory",)),
+    BadInput("report-zero", ("report", "\0", "--report=page.html"), (r"\x00 cannot be read",)),
+    BadInput("compare-absent", ("compare", "absent", "good.jsonl"), ("absent cannot be read",)),
+    BadInput("history-empty", ("history", "."), ("there is no run in .",), {"good.jsonl": b""}),
+    BadInput("calibrate-absent", ("calibrate", "absent"), ("absent cannot be read",)),
+]
+RECORDS = [
+    bad_record("cut", line()[:40] + "\n", "truncated"),
+    bad_record("truncated", line()[:-20] + "\n"),
+    bad_record("twice", line().strip() * 2 + "\n", "trailing"),
+    bad_record("deep", "[" * 100_000 + "\n", "`array`"),
+    bad_record("deep-field", line().replace('"k"', "[" * 100_000, 1)),
+    bad_record("digits", line().replace('"pass"', "9" * 5000), "`$.verdict`"),
+    bad_record("null", "null\n", "`null`"),
+    bad_record("blank", "\n"),
+    bad_record("nan", line().replace('"pass"', '"pass", "ratio": NaN'), "JSON"),
+    bad_record("verdict", line(verdict="fine"), "'fine'", "pass, fail"),
+    bad_record("unknown", line(colour="red"), "`colour`"),
+    bad_record("missing", line(case=...), "`case`"),
+    bad_record("name", line(implementation=None), "`$.implementation`"),
+    bad_record("reason", line(reason=5), "`$.reason`"),
+    bad_record("ratio", line(ratio="many"), "`$.ratio`"),
+    bad_record("ratios", line(ratio=[1]), "`$.ratio`"),
+    bad_record("seconds", line(seconds="x"), "`$.seconds`"),
+    bad_record("figures", line(figures=[1]), "`$.figures`"),
+    bad_record("features", line(features=[1]), "`$.features["),
+    bad_record("worst", line(worst=[1]), "`$.worst`"),
+    bad_record("worst-index", line(worst={"index": ["a"], "got": 0, "expected": 0, "bound": 0}), "`$.worst.index["),
+    bad_record("map", line(error_map={"axes": ["T"]}), "`$.error_map"),
+    bad_record("schema", line(schema="other/1"), "'other/1'", "`$.schema`"),
+    bad_record("pass-beyond", line(ratio=5.0, limit=4.0), "a pass whose ratio is 5"),
+    bad_record("pass-nan", line(ratio="nan", limit=4.0), "a pass whose ratio is nan"),
+    bad_record("job", '{"schema": "attention-conformance/job/1", "job": 0, "records": 1}\n', "there is no job 0"),
+    bad_record("surrogate", line(reason="\ud800")),
+    BadInput("record-bytes", RENDER, ("bad.jsonl", "byte 0"), {"bad.jsonl": b"\xff\xfe\n"}),
+    BadInput("record-first", RENDER, ("bad.jsonl:1", "give a file that `run` wrote"), {"bad.jsonl": "text\n"}),
+    BadInput("record-none", RENDER, ("there is no record in bad.jsonl",), {"bad.jsonl": ""}),
+]
+MEASUREMENTS = [
+    bad_measurement("sample", samples=["fast"]),
+    bad_measurement("samples", samples=None),
+    bad_measurement("speed", speed=[1.0]),
+    bad_measurement("calls", calls=0),
+    bad_measurement("error", error="large"),
+    bad_measurement("memory", memory={"peak": "much"}),
+    bad_measurement("phase", phase="sideways"),
+    bad_measurement("outcome", outcome="fine"),
+    bad_measurement("missing", case=...),
+]
+RUNS = [
+    bad_run("level", run_line(level={}), "`$.level`"),
+    bad_run("query", run_line(query=[]), "`$.query`"),
+    bad_run("query-impl", run_line(query={"impl": "kernels.py:right"}), "`$.query.impl`"),
+    bad_run("query-level", run_line(query={"level": "deepest"}), "`$.query.level`"),
+    bad_run("query-seed", run_line(query={"seed": [-1]}), "`$.query.seed["),
+    bad_run("query-unknown", run_line(query={"colour": 1}), "`colour`", "`$.query`"),
+    bad_run("seeds", run_line(seeds=["0"]), "`$.seeds["),
+    bad_run("shard", run_line(shard="half"), "`$.shard`"),
+    bad_run("kernels", run_line(kernels=["k"]), "`$.kernels`"),
+    bad_run("kernel", run_line(kernels={"k": {"arrays": [{"strength": 2}]}}), "`combinations`"),
+    bad_run("job-kernel", run_line(jobs=[[7, 0, CASE]]), "kernel number 7"),
+    bad_run("job-negative", run_line(jobs=[[-1, 0, CASE]]), "`$.jobs["),
+    bad_run("job-checks", run_line(jobs=[[0, 7, CASE]]), "list of checks number 7"),
+    bad_run("job-case", run_line(jobs=[[0, 0, 3]]), "`$.jobs["),
+    bad_run("missing", run_line(jobs=...), "`jobs`"),
+    bad_run("unknown", run_line(colour=1), "`colour`"),
+    BadInput("run-line-two", ("run", "--resume=bad.jsonl"), ("has 2 runs",), {"bad.jsonl": run_line() * 2}),
+    BadInput(
+        "run-line-no-query", ("run", "--resume=bad.jsonl"), ("give what it was given",), {"bad.jsonl": run_line()}
     ),
-    (
-        "uncalled",
-        "from conformance import Implementation\nattention = Implementation(name='x', call=None)\n",
-        "x: call must be a function, got a NoneType",
+    BadInput(
+        "run-line-started", ("history", "bad.jsonl"), ("'noon' is no time",), {"bad.jsonl": run_line(started="noon")}
     ),
-    (
-        "unnamed",
-        "from conformance import Implementation\nattention = Implementation(name='\\x1b[31m', call=print)\n",
-        r"name must be text that shows as it is, got '\x1b[31m'",
+]
+SETTINGS = [
+    settings("toml", "[tool.attention_conformance\n", "is not TOML"),
+    settings("bytes", b"\xff\n".decode("latin-1"), "is not TOML"),
+    settings("tool", "tool = 3\n", "tool must be a table, got 3", "[tool.attention_conformance]"),
+    settings("tool-list", "tool = []\n", "tool must be a table, got []"),
+    settings("table", "[tool]\nattention_conformance = 'x'\n", "must be a table, got 'x'"),
+    settings("table-list", "[[tool.attention_conformance]]\n", "must be a table, got [{}]"),
+    settings("unknown", TABLE + "impls = []\n", "unknown keys ['impls']", "known are"),
+    settings("names", TABLE + "implementations = 'x'\n", "implementations must be a list of names, got 'x'"),
+    settings("name", TABLE + "implementations = [1]\n", "implementations must be a list of names, got [1]"),
+    settings("groups", TABLE + "groups = []\n", "groups must be a table of lists of names, got []"),
+    settings("group", TABLE + "groups = {a = 'x'}\n", "the group 'a' must be a list of names, got 'x'"),
+    settings("group-name", TABLE + "groups = {moba = []}\n", "'moba' has the name of an implementation"),
+    settings("bank", TABLE + "bank = 1\n", "bank must be a string module:attribute, got 1"),
+    settings("tolerances", TABLE + "tolerances = 5\n", "tolerances must be a table, got 5"),
+    settings("tolerance", TABLE + "tolerances = {'f32.out' = '5'}\n", "'f32.out' must be a finite number, got '5'"),
+    settings("tolerance-nan", TABLE + "tolerances = {'f32.out' = nan}\n", "'f32.out' must be a finite number, got nan"),
+    settings("tolerance-true", TABLE + "tolerances = {'f32.out' = true}\n", "must be a finite number, got True"),
+    settings("tolerance-dotted", TABLE + "tolerances = {f32.out = 5}\n", "must be written in quotes"),
+    settings("tolerance-date", TABLE + "tolerances = {'f32.out' = 2026-01-01}\n", "must be a finite number"),
+    settings("expected", TABLE + "expected_failures = {}\n", "expected_failures must be a list of tables, got {}"),
+    settings("expected-text", TABLE + "expected_failures = ['x']\n", "an expected failure must be a table, got 'x'"),
+    settings("expected-needs", EXPECTED + "reason = 'x'\n", "needs 'implementation'"),
+    settings("expected-reason", EXPECTED + "implementation = 'x'\nreason = ' '\n", "needs a reason"),
+    settings(
+        "expected-check", EXPECTED + "implementation = 'x'\nreason = 'x'\ncheck = 'a'\n", "check", "list of patterns"
     ),
-    (
+    settings(
+        "expected-some", EXPECTED + "implementation = 'x'\nreason = 'x'\nsome = 1\n", "some", "true or false, got 1"
+    ),
+    settings("expected-jax", EXPECTED + "implementation = 'x'\nreason = 'x'\njax = 'new'\n", "jax", "such as '>=0.11'"),
+    settings("expected-case", EXPECTED + "implementation = 'x'\nreason = 'x'\ncase = 3\n", "case", "a string, got 3"),
+    settings("expected-platform", EXPECTED + "implementation = 'x'\nreason = 'x'\nplatform = 'npu'\n", "cpu", "'npu'"),
+    settings(
+        "expected-unknown", EXPECTED + "implementation = 'x'\nreason = 'x'\ncases = '*'\n", "unknown keys ['cases']"
+    ),
+]
+KERNEL_FILES = [
+    kernel("zeros", b"\xff\xfe\x00", "null bytes"),
+    kernel("tabs", "def attention(q, k, v):\n\treturn q\n        return v\n", "does not import: TabError: "),
+    kernel("coding", "# -*- coding: nonsense -*-\n", "does not import: SyntaxError: unknown encoding: nonsense"),
+    kernel("latin", b'x = "\xe9"\n', "does not import: SyntaxError: "),
+    kernel("empty", "", "has no attribute 'attention'"),
+    kernel("needs", "import nothing_like_it\n", "'nothing_like_it' (bad.py:1: import nothing_like_it)"),
+    kernel("skips", "import pytest\npytest.skip('x', allow_module_level=True)\n", "Skipped: x (bad.py:2: "),
+    kernel("word", "attention = 'x'\n", "is a str, not a function or an Implementation"),
+    kernel("interrupts", "raise KeyboardInterrupt\n", "does not import: KeyboardInterrupt", "(bad.py:1: "),
+    kernel("ends", "raise GeneratorExit\n", "does not import: GeneratorExit", "(bad.py:1: "),
+    kernel("exits", "import sys\nsys.exit()\n", "does not import: SystemExit", "(bad.py:2: "),
+    kernel("silent", "raise ValueError\n", "does not import: ValueError", "(bad.py:1: "),
+    kernel("asserts", "assert False\n", "does not import: AssertionError", "(bad.py:1: "),
+    kernel("stops", "raise StopIteration\n", "does not import: StopIteration", "(bad.py:1: "),
+    kernel("kills", "import os\nos.abort()\n", "SIGABRT"),
+    kernel("lines", "raise ValueError('a\\nb\\x1b[2J')\n", "does not import: ValueError: a"),
+    kernel("products", FROM + "@declare(products='fp8')\ndef attention(q, k, v): ...\n", "'fp8'"),
+    kernel("rows", FROM + "@declare(empty_rows='nan')\ndef attention(q, k, v): ...\n", "'zero', 'mean', 'undefined'"),
+    kernel(
+        "features", FROM + "@declare(unsupported={'causl': 'no'})\ndef attention(q, k, v): ...\n", "['causl']", "known"
+    ),
+    kernel("reasons", FROM + "@declare(unsupported=['causal'])\ndef attention(q, k, v): ...\n", "with their reasons"),
+    kernel("uncalled", FROM + "attention = Implementation(name='x', call=None)\n", "call must be a function"),
+    kernel("unnamed", FROM + "attention = Implementation(name='\\x1b[31m', call=print)\n", r"got '\x1b[31m'"),
+    kernel(
         "signature",
         "class A:\n    @property\n    def __signature__(self): raise OSError('no')\n    def __call__(self): ...\n"
         "attention = A()\n",
-        "signature.py:attention",
     ),
 ]
+REFUSED = [*VALUES, *SEEDS, *CASES, *GLOBS, *NAMES, *PATHS, *RECORDS, *MEASUREMENTS, *RUNS, *SETTINGS, *KERNEL_FILES]
 
 
-@pytest.mark.parametrize(("name", "source", "message"), SOURCES, ids=[name for name, _, _ in SOURCES])
-def test_what_is_no_kernel_is_one_line(
-    name: str, source: str | bytes, message: str, folder: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("bad", REFUSED, ids=[bad.name for bad in REFUSED])
+def test_bad_input_is_one_line_and_changes_no_file(
+    bad: BadInput, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (folder / f"{name}.py").write_bytes(source if isinstance(source, bytes) else source.encode())
-    assert run("run", f"--impl={name}.py:attention", f"--case={CASE}") == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("error: ")
-    assert message in line
-    assert line.isprintable()
+    for name, content in {"good.jsonl": line(), **bad.files}.items():
+        (folder / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+    before = contents(folder)
+    assert run(*bad.command) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    (message,) = said.err.splitlines()
+    assert message.startswith("error: ")
+    assert message.isprintable()
+    assert len(message) < 2500
+    for words in bad.told:
+        assert words in message
+    assert contents(folder) == before
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
 
 
 def test_a_problem_that_needs_more_memory_than_there_is_says_how_much(
@@ -241,48 +536,6 @@ def test_a_problem_that_needs_more_memory_than_there_is_says_how_much(
     assert run(*asked) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert "sparse_attention needs about 27 GB, and this machine has 20 GB: a --case with fewer" in line
-
-
-COMMANDS = [
-    (["run", "--impl=kernels.py:right", f"--case={CASE.replace('B1', 'B99999999999')}"], "GB for its operands alone"),
-    (["run", "--impl=kernels.py:right", f"--case={CASE.replace('s0', 's' + '9' * 30)}"], "seed must be in 0..2**64-1"),
-    (["run", "--impl=kernels.py:right", f"--case={CASE}", "--report=\0.html"], "cannot be written: embedded null byte"),
-    (
-        ["run", "--impl=\x1b[31m.py:right", f"--case={CASE}"],
-        r"\x1b[31m.py:right: a name must be text",
-    ),
-    (["run", "--impl=..:right", f"--case={CASE}"], "cannot import ..: TypeError"),
-    (["run", "--impl=os:getcwd", f"--case={CASE}"], "os:getcwd() does not take q, k, v"),
-    (["explain", "\x1b[31m"], "is not a case id"),
-    (["bench", "--impl=kernels.py:right", "--cases=zzz"], "no default case matches --cases='zzz': they are train/"),
-    (["bench", "--impl=kernels.py:right", "--seconds=nan"], "--seconds must be positive, got nan"),
-    (["bench", "--impl=,"], "nothing to time: give --impl=NAME"),
-    (["tune", "--impl=kernels.py:right"], "kernels.py:right declares nothing to tune"),
-    (["explore", "--impl=kernels.py:right", "--seconds=-1"], "--seconds must be positive and finite, got -1"),
-    (["calibrate"], "nothing to calibrate by: give records"),
-    (["calibrate", "nope.jsonl"], "nope.jsonl cannot be read: No such file"),
-    (["sensitivity", "--bank=json:dumps"], "must be a sequence of conformance.sensitivity.PlantedBug"),
-    (["sensitivity"], "no bank: give --bank=module:attribute"),
-    (["report", ".", "--report=r.html"], ". cannot be read: Is a directory"),
-]
-
-
-@pytest.mark.parametrize(("arguments", "message"), COMMANDS, ids=[message for _, message in COMMANDS])
-def test_a_bad_command_is_one_line(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(*arguments) == 2
-    said = capsys.readouterr()
-    assert said.out == ""
-    (line,) = said.err.splitlines()
-    assert line.startswith("error: ")
-    assert message in line
-    assert line.isprintable()
-
-
-def test_settings_that_are_no_toml_are_one_line(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (folder / "pyproject.toml").write_text("[tool.attention_conformance\n")
-    assert run("run", "--impl=kernels.py:right", f"--case={CASE}") == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert "pyproject.toml" in line
 
 
 @pytest.mark.long

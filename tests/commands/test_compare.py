@@ -87,7 +87,7 @@ def test_what_cannot_be_compared_is_one_clear_line(folder: Path, capsys: pytest.
     for arguments, message in (
         (["before.jsonl", "absent.jsonl"], "absent.jsonl cannot be read"),
         (["before.jsonl,other.jsonl", "after.jsonl"], "has runs of before.py:attention that differ, such as of jax"),
-        (["before.jsonl", "after.jsonl", "--report=after.jsonl"], "is one of the files to be read"),
+        (["before.jsonl", "after.jsonl", "--report=after.jsonl"], "after.jsonl is no page"),
         (["before.jsonl", "after.jsonl", "--report=absent/c.html"], "cannot be written"),
     ):
         capsys.readouterr()

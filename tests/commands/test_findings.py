@@ -13,7 +13,7 @@ import pytest
 from conformance import cli, records, runs
 from conformance.commands.probes import confirm, shrink
 from conformance.judging.probing.confirming import Prober
-from conformance.records import PROBE_SCHEMA
+from conformance.record_schema import PROBE_SCHEMA
 from tests.processes import interruptible
 
 KERNEL = """

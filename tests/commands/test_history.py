@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from conformance import cli, runs
-from conformance.bench.measurements import SCHEMA as MEASURED
+from conformance.record_schema import MEASUREMENT_SCHEMA as MEASURED
 from conformance.records import FAIL, PASS, Record, to_json
 from conformance.runs import COMPLETE, End, Kernel, Planned, Run
 
@@ -128,7 +128,7 @@ def test_what_cannot_be_shown_is_one_clear_line(folder: Path, capsys: pytest.Cap
         (["nothing.jsonl"], "there is no run in nothing.jsonl"),
         (["junk.jsonl"], "junk.jsonl:1 is not a conformance record"),
         (["when.jsonl"], "when.jsonl does not say when its run began: 'today' is no time"),
-        (["1.jsonl", "--report=1.jsonl"], "is one of the files to be read"),
+        (["1.jsonl", "--report=1.jsonl"], "1.jsonl is no page"),
         (["1.jsonl", "--report=absent/h.html"], "cannot be written"),
         (["1.jsonl", "--report=h", "--markdown=h"], "two outputs go to h"),
         ([], "the following arguments are required"),

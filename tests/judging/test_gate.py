@@ -177,8 +177,14 @@ def test_a_required_platform_that_judged_nothing_fails_the_run(repository: Repos
         ([], "nothing to judge: give --impl=NAME"),
         (["--impl=nope"], "unknown implementation 'nope'"),
         (["--impl=kernel.py:attention", "--conformance-cases=train/f99"], "no case of the grid matches"),
-        (["--impl=kernel.py:attention", "--conformance-report=absent/r.html"], "is no file that can be written"),
-        (["--impl=kernel.py:attention", "--conformance-report=r.jsonl"], "is no file that can be written"),
+        (
+            ["--impl=kernel.py:attention", "--conformance-report=absent/r.html"],
+            "r.html cannot be written: No such file",
+        ),
+        (["--impl=kernel.py:attention", "--conformance-report=r.jsonl"], "give the page another suffix"),
+        (["--impl=kernel.py:attention", "--conformance-report=kernel.py"], "--conformance-report=kernel.py is no page"),
+        (["--impl=kernel.py:attention", "--conformance-json=kernel.py"], "--conformance-json=kernel.py is no file of"),
+        (["--impl=kernel.py:attention", f"--conformance-seed={2**64}"], "--conformance-seed must be in 0..2**64-1"),
         (
             ["--impl=kernel.py:attention", "--conformance-timeout=0"],
             "--conformance-timeout must be more than zero, got",

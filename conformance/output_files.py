@@ -1,0 +1,153 @@
+"""Files that a command writes: what may be overwritten, whole files or none, and one writer at a time."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import json
+import os
+import stat
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+_SCHEMAS = "attention-conformance/"
+_TITLES = ("<title>Attention conformance", "<title>Attention side by side")
+_HEADING = "## Attention conformance"
+_HEAD = 4096  # characters of a file by which a page or a table is recognised
+_LONGEST_COMMAND = 200
+
+
+class OutputRefused(Exception):  # noqa: N818 -- a statement, as the message is
+    """A file must not, or cannot, be written; the message is one line that names the file and the remedy."""
+
+
+def _is_records(path: Path) -> bool:
+    with path.open(encoding="utf-8", errors="replace") as file:
+        line = file.readline()
+    if not line.endswith("\n") and line.startswith(f'{{"schema": "{_SCHEMAS}run/'):
+        return True  # its process was killed while it wrote the first line
+    try:
+        data = json.loads(line)
+    except (ValueError, RecursionError):
+        return False
+    return isinstance(data, dict) and str(data.get("schema")).startswith(_SCHEMAS)
+
+
+def _head(path: Path) -> str:
+    with path.open(encoding="utf-8", errors="replace") as file:
+        return file.read(_HEAD).lstrip()
+
+
+def _is_page(path: Path) -> bool:
+    head = _head(path)
+    return head.startswith("<!doctype html>") and any(title in head for title in _TITLES)
+
+
+def _is_summary(path: Path) -> bool:
+    return _head(path).startswith(_HEADING)
+
+
+def _is_table(path: Path) -> bool:
+    head = _head(path)
+    return head.startswith("{") and f'"schema": "{_SCHEMAS}' in head
+
+
+RECORDS = "file of records or measurements"
+PAGE = "page of this project"
+SUMMARY = "summary of this project"
+TABLE = "table of this project"
+_IS_OURS: dict[str, Callable[[Path], bool]] = {
+    RECORDS: _is_records,
+    PAGE: _is_page,
+    SUMMARY: _is_summary,
+    TABLE: _is_table,
+}
+
+
+def check_output(path: Path, kind: str | None) -> None:
+    """Check that a file can be written, and that nothing is overwritten but an older output of the same kind.
+
+    Args:
+      path: where the output goes.
+      kind: `RECORDS`, `PAGE`, `SUMMARY` or `TABLE`; none where what is there stays.
+
+    Raises:
+      OutputRefused: with the reason and the remedy, without the file's name.
+    """
+    try:
+        try:
+            found = os.stat(path)
+        except FileNotFoundError:
+            with tempfile.TemporaryFile(dir=path.parent):
+                return
+        if stat.S_ISDIR(found.st_mode):
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        if (stat.S_ISFIFO(found.st_mode) or stat.S_ISSOCK(found.st_mode)) and path.parts[1:2] not in (
+            ("dev",),
+            ("proc",),
+        ):
+            # Opening one blocks until somebody reads it, and closing it ends what they read.
+            raise OutputRefused("is a named pipe: give a regular file, or /dev/stdout and pipe that")
+        os.close(os.open(path, os.O_WRONLY | os.O_APPEND | os.O_NONBLOCK))
+        if kind and stat.S_ISREG(found.st_mode) and found.st_size and not _IS_OURS[kind](path):
+            raise OutputRefused(f"is no {kind}, and would be overwritten: give another name, or delete it first")
+    except (OSError, ValueError) as error:  # a zero byte in a path is the latter
+        raise OutputRefused(f"cannot be written: {getattr(error, 'strerror', None) or error}") from error
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a whole file or none: what was there stays until the new text is on the disk.
+
+    A symbolic link stays one. What is no regular file, as /dev/stdout, is written to.
+
+    Raises:
+      OSError: with the file's name, if it cannot be written.
+    """
+    data = text.encode("utf-8", "backslashreplace")
+    try:
+        place = path.resolve()
+        if path.exists() and not path.is_file():
+            path.write_bytes(data)
+            return
+        unfinished = place.with_name(f".attention-conformance-{os.getpid()}")
+        try:
+            with unfinished.open("wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            with contextlib.suppress(FileNotFoundError):
+                unfinished.chmod(stat.S_IMODE(place.stat().st_mode))
+            unfinished.replace(place)
+        finally:
+            unfinished.unlink(missing_ok=True)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror or str(error), str(path)) from error
+
+
+def lock(descriptor: int, path: Path) -> None:
+    """Lock an open file for the rest of this process, so that no other run writes it.
+
+    Raises:
+      OutputRefused: with the file's name, if another process has locked it or put another file in its place.
+    """
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        raise OutputRefused(_in_use(path)) from error
+    except OSError:  # a file system without locks
+        return
+    if not os.path.samestat(os.fstat(descriptor), os.stat(path)):
+        raise OutputRefused(_in_use(path))
+
+
+def _in_use(path: Path) -> str:
+    """Name the file, and the run that writes it as far as its first line says."""
+    try:
+        with path.open(encoding="utf-8") as file:
+            command = str(json.loads(file.readline())["command"])
+    except (OSError, ValueError, TypeError, KeyError, RecursionError):
+        command = ""
+    by = f": {command[:_LONGEST_COMMAND]}" if command.isprintable() and command else ""
+    return f"{path} is written by another run that has not ended (give this one another file){by}"

@@ -1,0 +1,97 @@
+"""What the process of a kernel says of the kernel's numbers is checked: a kernel can forge it."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cases.exploring.clues import Clues
+from conformance import cli, records, runs
+from conformance.calling import registry
+from conformance.judging import explore
+from conformance.sandbox.kernel_process import Lost
+
+KERNEL = """\
+from conformance.calling import clues
+
+class Forged:
+    integers, floats, in_source = ["many"], [], frozenset()
+
+clues.clues_of = lambda implementation: Forged
+
+def attention(q, k, v): return q
+"""
+
+
+def answering(monkeypatch: pytest.MonkeyPatch, answer: Any) -> None:
+    """Have the process of any kernel give this answer, or raise it."""
+
+    def run(*arguments: Any) -> Any:
+        if isinstance(answer, BaseException):
+            raise answer
+        return answer
+
+    monkeypatch.setattr(explore, "executor_of", lambda implementation: type("Process", (), {"run": staticmethod(run)}))
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        None,
+        3,
+        "clues",
+        [],
+        ([], []),
+        ([3.5], [], []),
+        (["3"], [], []),
+        ([True], [], []),
+        ([2], [], []),
+        ([-128], [], []),
+        ([2**60], [], []),
+        ([128] * 1000, [], []),
+        ([], [math.nan], []),
+        ([], [math.inf], []),
+        ([], [-1.0], []),
+        ([], ["0.5"], []),
+        ([], [0.5] * 1000, []),
+        ([], [], [None]),
+        ([], [], {"a": 1}),
+        Lost("the kernel's process was killed"),
+        ValueError(),
+        RecursionError("too deep"),
+    ],
+)
+def test_forged_clues_are_one_line(answer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    answering(monkeypatch, answer)
+    with pytest.raises(explore.WrongClues) as raised:
+        explore._clues(registry.find("dot_product"))
+    assert "dot_product" in str(raised.value)
+    assert str(raised.value).isprintable()
+
+
+def test_clues_that_are_none_are_no_forgery(monkeypatch: pytest.MonkeyPatch) -> None:
+    answering(monkeypatch, ([], [], []))
+    assert not explore._clues(registry.find("dot_product"))
+    answering(monkeypatch, ([128, 3], [0.25, 1e300], [3, 0.25]))
+    found = explore._clues(registry.find("dot_product"))
+    assert found == Clues((128, 3), (0.25, 1e300), frozenset({3, 0.25}))
+
+
+def test_explore_ends_at_forged_clues(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "forges.py").write_text(KERNEL)
+    command = ["explore", "--impl=forges.py:attention", "--examples=1", "--seed=0", "--json=r.jsonl"]
+    assert cli.main(cli.parser().parse_args(command)) == 2
+    seed, line = capsys.readouterr().err.splitlines()
+    assert seed == "seed 0"
+    assert line.startswith("error: forges.py:attention ")
+    assert "run" in line
+    (recorded,) = runs.read(tmp_path / "r.jsonl")
+    assert recorded.end is not None
+    assert recorded.end.how == runs.FAILED
+    assert records.read_jsonl(tmp_path / "r.jsonl") == []
