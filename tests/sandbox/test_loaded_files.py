@@ -24,6 +24,8 @@ from conformance.contract import Implementation
 from conformance.judging import provenance
 from conformance.judging.journal import Unlike, to_go_on
 from conformance.judging.plan import Plan
+from conformance.judging.runner import changed_file_records
+from conformance.records import ERROR, PASS, Record
 from conformance.runs import Run
 from conformance.sandbox import kernel_process, loaded_files, sandboxed_executor
 from conformance.sandbox.kernel_process import Limits, Lost
@@ -264,3 +266,18 @@ def test_a_file_that_is_read_in_calls_is_recorded_and_refuses_to_go_on(folder: P
     assert refused.returncode == 2
     assert "value" in refused.stderr
     assert Path("r.jsonl").read_bytes() == before
+
+
+def test_a_file_that_changed_until_the_end_of_a_run_is_an_error_that_names_it(folder: Path) -> None:
+    Path("kernel.py").write_text(KERNEL.format("from helper import VALUE"))
+    write_module("1")
+    run = run_of(load())
+    record = Record(
+        implementation="kernel.py:attention", platform="cpu", case="c", check="forward", observable="out", verdict=PASS
+    )
+    assert changed_file_records(run, [record]) == []
+    write_module("2")
+    (changed,) = changed_file_records(run, [record])
+    assert changed.verdict == ERROR
+    assert "helper.py" in changed.reason
+    assert "kernel.py" not in changed.reason
