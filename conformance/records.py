@@ -210,6 +210,7 @@ class RunInfo:
     `probes` is what was judged to confirm findings, which nothing counts, and `diagnoses` what that says in words, by
     the label of a contender: which planted bugs it is wrong most like. `files` names the files of the contenders that
     several runs judged, by their label, and `runs` what tells those from others of the same file (`Run.mark`).
+    `unsandboxed` says of contenders whether their kernel ran without a complete sandbox.
     """
 
     command: str
@@ -229,6 +230,7 @@ class RunInfo:
     diagnoses: dict[str, list[str]] = dataclasses.field(default_factory=dict)
     files: dict[str, list[str]] = dataclasses.field(default_factory=dict)
     runs: dict[str, list[str]] = dataclasses.field(default_factory=dict)
+    unsandboxed: dict[str, bool] = dataclasses.field(default_factory=dict)
 
 
 def to_json(record: Record) -> str:

@@ -35,6 +35,8 @@ INTERRUPTED = "interrupted"
 FAILED = "failed"
 ENDS = (COMPLETE, INTERRUPTED, FAILED)
 """How a run ends: to its end, stopped from outside or by `--fail-fast`, or by an error that is not the kernel's."""
+OWN_PROCESS = "ran in a process of its own that was "
+"""How `Kernel.place` begins where a kernel had a process of its own; how that was confined follows."""
 DIGEST_OF = "digest of "
 """What a file is called among the provenance of a run, before its name."""
 # What a job may have in place of a record of its checks: why there is none.
@@ -77,6 +79,11 @@ class Kernel:
     parted: tuple[int, int] = (0, 0)
     place: str = ""
     files: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+    @property
+    def is_unsandboxed(self) -> bool:
+        """Whether a user's kernel ran where Landlock and seccomp did not both confine it."""
+        return bool(self.place) and not self.place.startswith(f"{OWN_PROCESS}confined")
 
 
 @dataclasses.dataclass(frozen=True)

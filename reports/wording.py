@@ -209,6 +209,8 @@ def standing_text(standing: Standing, run: RunInfo) -> str:
         words += f", {pairs}"
     if standing.undeclared:
         words += f", {_refused(standing)}"
+    if _of(run.unsandboxed, standing):
+        words += ", judged without a sandbox"
     if extent.stopped:
         words += " so far"
         words += f" ({extent.done:,} of {extent.planned:,} jobs)" if extent.is_partial else ""

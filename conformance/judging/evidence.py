@@ -89,6 +89,7 @@ def gather(
         },
         extents=extents,
         probes=records.merge(*(part.probes for part in parts)),
+        unsandboxed={name: True for name, _, kernel in known if kernel is not None and kernel.is_unsandboxed},
         files={part.name: sorted(part.sources) for part in parts if part.label},
         runs={part.name: marks for part in parts if (marks := _marks(part, parts))},
     )

@@ -17,7 +17,7 @@ from conformance.contract import Implementation
 from conformance.judging.declarations import declared
 from conformance.judging.plan import Plan
 from conformance.judging.reach import usual_lengths
-from conformance.runs import Kernel, Planned, Run
+from conformance.runs import OWN_PROCESS, Kernel, Planned, Run
 from conformance.sandbox.kernel_options import KernelOptions
 from conformance.sandbox.sandboxed_executor import executor_of
 from conformance.truth import tolerances
@@ -139,7 +139,7 @@ def _place(implementation: Implementation, kernels: KernelOptions) -> str:
     if kernels.in_process and not registry.is_ours(implementation.name):
         return "ran in the judge's own process (--in-process), which it could alter"
     isolation = executor_of(implementation).isolation
-    return "" if isolation in ("", "confined") else f"ran in a process of its own that was {isolation}"
+    return "" if isolation in ("", "confined") else f"{OWN_PROCESS}{isolation}"
 
 
 def _declared(implementation: Implementation) -> dict[str, Any]:

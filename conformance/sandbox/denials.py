@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from importlib.machinery import PathFinder
 from pathlib import Path
 
 from conformance.records import printable
@@ -41,7 +42,8 @@ def _explain_module(name: str) -> str:
     """Look for a module where the judge would find it. This imports nothing: only the first name is looked up."""
     top = name.partition(".")[0]
     try:
-        spec = importlib.util.find_spec(top) if top.isidentifier() else None
+        here = PathFinder.find_spec(top, [os.getcwd()])
+        spec = here or (importlib.util.find_spec(top) if top.isidentifier() else None)
     except (ImportError, ValueError):
         return ""
     places = [] if spec is None else [*(spec.submodule_search_locations or ()), spec.origin or ""]
