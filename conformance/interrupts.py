@@ -11,6 +11,7 @@ Every command goes by this: `run`, `explore`, `sensitivity`, their workers, and 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import math
 import os
 import signal
@@ -25,15 +26,20 @@ _DEFAULTS = (signal.default_int_handler, signal.SIG_DFL)
 _REPEAT = 2.0  # seconds after which a signal that has stopped nothing is raised again
 
 
-class _State:
+@dataclasses.dataclass
+class _Listening:
     """What this process has received, and what the handler does about it."""
 
-    received = 0
-    listening = False
-    raising = False
-    held = 0
+    received: int = 0
+    listening: bool = False
+    raising: bool = False
+    held: int = 0
     leave: Callable[[], None] | None = None
-    raised_at = -math.inf
+    raised_at: float = -math.inf
+
+
+_state = _Listening()
+_repeating = threading.Lock()  # held while a signal is sent again, so that none is sent after `listening`
 
 
 @contextlib.contextmanager
@@ -43,7 +49,8 @@ def listening() -> Iterator[None]:
     Signals that are ignored, or that somebody else handles, are left alone. Does nothing inside another such block,
     and outside the main thread, which alone gets signals.
     """
-    if _State.listening or not _is_main_thread():
+    global _state
+    if _state.listening or not _is_main_thread():
         yield
         return
     before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
@@ -51,12 +58,10 @@ def listening() -> Iterator[None]:
     hook, ended = sys.unraisablehook, threading.Event()
 
     def on_unraisable(dropped: sys.UnraisableHookArgs) -> None:
-        if not (_State.received and issubclass(dropped.exc_type, KeyboardInterrupt)):
+        if not (_state.received and issubclass(dropped.exc_type, KeyboardInterrupt)):
             hook(dropped)
 
-    _State.received, _State.raising, _State.held, _State.raised_at = 0, False, 0, -math.inf
-    _State.leave = None
-    _State.listening = True
+    _state = _Listening(listening=True)
     sys.unraisablehook = on_unraisable
     for number in ours:
         signal.signal(number, _on_signal)
@@ -66,13 +71,15 @@ def listening() -> Iterator[None]:
     try:
         yield
     finally:
-        _State.raising, _State.leave = False, None
+        _state.raising, _state.leave = False, None
         ended.set()
+        with _repeating:  # from here on the thread sends nothing
+            pass
         for number in ours:
             if signal.getsignal(number) is _on_signal:
                 signal.signal(number, before[number])
         sys.unraisablehook = hook
-        _State.listening = False
+        _state.listening = False
 
 
 def leave_with(leave: Callable[[], None] | None) -> None:
@@ -80,10 +87,10 @@ def leave_with(leave: Callable[[], None] | None) -> None:
 
     For a process that loads what it needs, which takes seconds and must not be interrupted, and has nothing to write.
     """
-    _State.leave = leave
-    if leave is not None and _State.received:
+    _state.leave = leave
+    if leave is not None and _state.received:
         leave()
-        os._exit(128 + _State.received)
+        os._exit(128 + _state.received)
 
 
 class _Raising:
@@ -93,7 +100,7 @@ class _Raising:
         self._before = False
 
     def __enter__(self) -> None:
-        self._before, _State.raising = _State.raising, True
+        self._before, _state.raising = _state.raising, True
 
 
 class stoppable(_Raising):  # noqa: N801 -- a context manager, as those of contextlib are
@@ -102,7 +109,7 @@ class stoppable(_Raising):  # noqa: N801 -- a context manager, as those of conte
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        _State.raising = self._before
+        _state.raising = self._before
 
 
 class until_stopped(_Raising):  # noqa: N801 -- as above
@@ -111,7 +118,7 @@ class until_stopped(_Raising):  # noqa: N801 -- as above
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool:
-        _State.raising = self._before
+        _state.raising = self._before
         return kind is not None and issubclass(kind, KeyboardInterrupt)
 
 
@@ -121,41 +128,41 @@ def held() -> Iterator[None]:
     if not _is_main_thread():
         yield
         return
-    if not _State.listening:
+    if not _state.listening:
         with listening():
             yield
-        received = _State.received
-        _State.received = 0
+        received = _state.received
+        _state.received = 0
         if received:
             raise KeyboardInterrupt
         return
-    _State.held += 1
+    _state.held += 1
     try:
         yield
     finally:
-        _State.held -= 1
+        _state.held -= 1
     check()
 
 
 def check() -> None:
     """Raise `KeyboardInterrupt` inside `stoppable` if a stop signal has arrived."""
-    if _State.received and _State.listening and _State.raising and not _State.held and _is_main_thread():
+    if _state.received and _state.listening and _state.raising and not _state.held and _is_main_thread():
         raise KeyboardInterrupt
 
 
 def finish() -> None:
     """Record signals only, until the next `stoppable`: what was judged is written whole."""
-    _State.raising, _State.leave = False, None
+    _state.raising, _state.leave = False, None
 
 
 def received() -> signal.Signals | None:
     """Return the first stop signal that arrived within `listening`."""
-    return signal.Signals(_State.received) if _State.received else None
+    return signal.Signals(_state.received) if _state.received else None
 
 
 def exit_code(code: int) -> int:
     """Return 128 and the number of the signal that stopped the command, or `code` if none did."""
-    return 128 + _State.received if _State.received else code
+    return 128 + _state.received if _state.received else code
 
 
 def reason() -> str:
@@ -171,14 +178,14 @@ def ignore() -> None:
 
 
 def _on_signal(number: int, frame: FrameType | None) -> None:
-    if not _State.received:
-        _State.received = number
-    if _State.leave is not None and not _State.raising and not _State.held:
-        _State.leave()
-        os._exit(128 + _State.received)
+    if not _state.received:
+        _state.received = number
+    if _state.leave is not None and not _state.raising and not _state.held:
+        _state.leave()
+        os._exit(128 + _state.received)
     # Two signals in a row, as a CI service sends them, must not cut off what handles the first.
-    if _State.raising and not _State.held and time.monotonic() - _State.raised_at >= _REPEAT:
-        _State.raised_at = time.monotonic()
+    if _state.raising and not _state.held and time.monotonic() - _state.raised_at >= _REPEAT:
+        _state.raised_at = time.monotonic()
         raise KeyboardInterrupt
 
 
@@ -187,10 +194,11 @@ def _repeat(ended: threading.Event) -> None:
     main = threading.main_thread().ident
     assert main is not None
     while not ended.wait(_REPEAT / 4):
-        lost = _State.received and _State.raising and time.monotonic() - _State.raised_at >= _REPEAT
-        if lost and signal.getsignal(_State.received) is _on_signal:
-            with contextlib.suppress(ProcessLookupError):
-                signal.pthread_kill(main, _State.received)
+        with _repeating:
+            lost = _state.received and _state.raising and time.monotonic() - _state.raised_at >= _REPEAT
+            if lost and not ended.is_set() and signal.getsignal(_state.received) is _on_signal:
+                with contextlib.suppress(ProcessLookupError):
+                    signal.pthread_kill(main, _state.received)
 
 
 def _is_main_thread() -> bool:

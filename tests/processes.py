@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
+from conformance import interrupts
 from conformance.fork_server.forked_process import ForkedProcess
 
 PATIENCE = 400  # seconds for a command, on a machine that does other things too; a test that hangs ends at 900
@@ -31,15 +32,20 @@ class Interrupted:
 
 @contextlib.contextmanager
 def interruptible() -> Iterator[None]:
-    """What is started within is interrupted by SIGINT, as in a terminal.
+    """Give the block the signal handlers that a terminal's processes have, and no part in the gate that runs the test.
 
-    Tests that run in the background inherit an ignored SIGINT, and so would what they start.
+    Tests that run in the background inherit an ignored SIGINT, and so would what they start. The gate, where this
+    repository's tests run beside it, listens to signals itself: one that a test raises would stop the whole session.
     """
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    state, interrupts._state = interrupts._state, interrupts._Listening()
+    handlers = {number: signal.signal(number, signal.SIG_DFL) for number in interrupts.STOP_SIGNALS}
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, before)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        interrupts._state = state
 
 
 @contextlib.contextmanager

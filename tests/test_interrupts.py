@@ -12,6 +12,7 @@ from collections.abc import Iterator
 import pytest
 
 from conformance import interrupts
+from tests.processes import interruptible
 
 PATIENCE = 60.0
 
@@ -19,13 +20,10 @@ PATIENCE = 60.0
 @pytest.fixture(autouse=True)
 def usual_handlers() -> Iterator[None]:
     """Handlers as a terminal's processes have them; the tests may themselves run in the background."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
+    with interruptible():
         yield
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
         assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
-    finally:
-        signal.signal(signal.SIGINT, before)
 
 
 def swallow(number: signal.Signals = signal.SIGINT) -> None:

@@ -258,6 +258,8 @@ def test_the_command_prints_writes_and_merges(
 KERNELS = """
 import os, sys
 from tests.kernels import naive
+from tests.processes import interruptible
+from tests.processes import interruptible
 
 def short(q, k, v, *, causal=False):
     return naive.attention(q, k, v, causal=causal)[:, :-1]
@@ -365,7 +367,6 @@ def test_ctrl_c_keeps_the_comparisons_that_are_done() -> None:
 
 def test_ctrl_c_waits_for_what_must_not_be_cut_in_two() -> None:
     """The block goes on to its end, the interrupt comes after it, and the handler is as it was."""
-    before = signal.getsignal(signal.SIGINT)
     done = []
 
     def press() -> None:
@@ -373,9 +374,11 @@ def test_ctrl_c_waits_for_what_must_not_be_cut_in_two() -> None:
             signal.raise_signal(signal.SIGINT)
             done.append("the rest")
 
-    with pytest.raises(KeyboardInterrupt):
-        press()
-    assert done == ["the rest"]
-    assert signal.getsignal(signal.SIGINT) is before
-    with interrupts.held():
-        done.append("nobody pressed anything")
+    with interruptible():
+        before = signal.getsignal(signal.SIGINT)
+        with pytest.raises(KeyboardInterrupt):
+            press()
+        assert done == ["the rest"]
+        assert signal.getsignal(signal.SIGINT) is before
+        with interrupts.held():
+            done.append("nobody pressed anything")

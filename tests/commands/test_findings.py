@@ -116,7 +116,7 @@ def test_a_signal_while_findings_are_confirmed_costs_nothing_that_was_judged(mon
 
     monkeypatch.setattr(Prober, "confirm", press)
     with interruptible():
-        assert run("--impl=kernel.py:wrong", *WHAT, "--json=stopped.jsonl", "--diagnose-seconds=5") == 1
+        assert run("--impl=kernel.py:wrong", *WHAT, "--json=stopped.jsonl", "--diagnose-seconds=5") == 130
     assert len(pressed) == 1
     (recorded,) = runs.read(Path("stopped.jsonl"))
     assert recorded.is_complete
