@@ -260,6 +260,7 @@ import os, sys
 from tests.kernels import naive
 from tests.processes import interruptible
 from tests.processes import interruptible
+from tests.processes import interruptible
 
 def short(q, k, v, *, causal=False):
     return naive.attention(q, k, v, causal=causal)[:, :-1]
