@@ -28,6 +28,7 @@ from conformance.truth import tolerances
 from impls.dot_product import attention
 from reports import html
 from reports import side_by_side as section
+from tests.processes import interruptible
 
 CASE = "train/f32/B1.T16.S16.N2.K1.H16.V16/causal/normal/s0"
 
@@ -258,9 +259,6 @@ def test_the_command_prints_writes_and_merges(
 KERNELS = """
 import os, sys
 from tests.kernels import naive
-from tests.processes import interruptible
-from tests.processes import interruptible
-from tests.processes import interruptible
 
 def short(q, k, v, *, causal=False):
     return naive.attention(q, k, v, causal=causal)[:, :-1]
