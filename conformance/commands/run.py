@@ -380,12 +380,12 @@ def _exit_code(
         implementation.name: summary.conformity([r for r in found if r.implementation == implementation.name])
         for implementation in present or implementations
     }
-    if required and not any(r.platform == required and r.verdict in records.JUDGED for r in found):
+    is_missing = bool(required) and not any(r.platform == required and r.verdict in records.JUDGED for r in found)
+    if is_missing:
         console.print(f"--require-platform={required}: nothing was judged there", style="red")
-        return 1
     if summary.DOES_NOT_CONFORM in standings.values():
         return 1
-    if interrupted or summary.NOT_JUDGED in standings.values():
+    if is_missing or interrupted or summary.NOT_JUDGED in standings.values():
         return 2
     return 0
 

@@ -18,7 +18,8 @@ examples:
   python -m conformance list cases --cases='*/softcap*'
   python -m conformance explain train/bf16/B2.T128.S128.N4.K2.H64.V64/causal/seg/softcap30/sinks/normal/s7
 
-exit codes: 0 conforms, 1 does not, 2 could not be judged (bad arguments, import failure, nothing supported)
+exit codes: 0 conforms, 1 does not, 2 could not be judged (bad arguments, import failure, nothing supported),
+130 and 143 stopped by Ctrl-C and by SIGTERM
 """
 
 EXPLORE = """\
@@ -37,7 +38,7 @@ profiles:
   explore   until a case is wrong or the time is up, from a seed that is drawn and printed
   ci        a fixed number of cases from seed 0, however long they take
 
-exit codes: 0 nothing wrong was found, 1 a wrong case was found, 2 could not be judged
+exit codes: 0 nothing wrong was found, 1 a wrong case was found, 2 could not be judged, 130 and 143 stopped by a signal
 """
 
 LIST_EXAMPLES = """\

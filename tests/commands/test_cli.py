@@ -75,7 +75,7 @@ def test_what_cannot_run_here_is_shown_and_fails_nothing_else(capsys: pytest.Cap
 
 
 def test_a_required_platform_that_judged_nothing_fails_the_run(capsys: pytest.CaptureFixture[str]) -> None:
-    assert judge("right", "--check=forward", "--require-platform=tpu") == 1
+    assert judge("right", "--check=forward", "--require-platform=tpu") == 2
     assert "--require-platform=tpu: nothing was judged there" in capsys.readouterr().err
     assert judge("right", "--check=forward", "--require-platform=cpu") == 0
 
