@@ -46,12 +46,19 @@ _repeating = threading.Lock()  # held while a signal is sent again, so that none
 def listening() -> Iterator[None]:
     """Record stop signals within the block, and restore the handlers after it.
 
-    Signals that are ignored, or that somebody else handles, are left alone. Does nothing inside another such block,
-    and outside the main thread, which alone gets signals.
+    Signals that are ignored, or that somebody else handles, are left alone. Inside another such block this restores
+    what that one does about signals. It does nothing outside the main thread, which alone gets signals.
     """
     global _state
-    if _state.listening or not _is_main_thread():
+    if not _is_main_thread():
         yield
+        return
+    if _state.listening:
+        raising, leave = _state.raising, _state.leave
+        try:
+            yield
+        finally:  # a command that a test of the gate runs has finished, and the gate has not
+            _state.raising, _state.leave = raising, leave
         return
     before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
     ours = [number for number, handler in before.items() if handler in _DEFAULTS]
