@@ -9,7 +9,8 @@ are allowed for some arguments:
 - `prlimit64` on the process itself;
 - with an NVIDIA driver, serving a Unix socket. The driver opens one when it starts. Connecting stays forbidden.
 
-Calls that set modes and times of files report success and do nothing. Landlock cannot confine them to a folder.
+Calls that set modes of files report success and do nothing, since copying a file makes them. Landlock cannot confine
+them to a folder.
 
 Sources: docs.kernel.org/userspace-api/seccomp_filter.html, linux/filter.h, linux/audit.h, linux/fs.h.
 """

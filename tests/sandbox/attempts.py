@@ -13,6 +13,7 @@ import json
 import mmap
 import os
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -60,6 +61,11 @@ def system_call(name: str, *arguments: Any) -> None:
         raise OSError(number, os.strerror(number))
 
 
+def _touch(file: Path) -> None:
+    file.touch()
+    file.unlink()
+
+
 def attempts(folder: Path) -> dict[str, Callable[[], Any]]:
     """What is tried, by name."""
     tree, scratch, inside = folder / "tree", folder / "scratch", folder / "scratch" / "made"
@@ -71,6 +77,8 @@ def attempts(folder: Path) -> dict[str, Callable[[], Any]]:
         "list the tree": lambda: os.listdir(tree),
         "read the library": Path(json.__file__).read_text,
         "write to scratch": lambda: inside.write_text("x"),
+        "make a file in scratch": lambda: _touch(scratch / "touched"),
+        "copy in scratch": lambda: shutil.copy(inside, scratch / "copied"),
         "rename in scratch": lambda: inside.rename(scratch / "renamed"),
         "a child": lambda: subprocess.run([sys.executable, "-S", "-c", "pass"], check=True, capture_output=True),
         "a thread": lambda: threading.Thread(target=int).start(),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import time
@@ -104,12 +105,12 @@ def answers_deeply(q: Any, k: Any, v: Any) -> Any:
 def locks_its_folder(q: Any, k: Any, v: Any) -> Any:
     """Leaves folders that only their modes keep from being removed, and names that no text has."""
     folder = os.path.join(os.environ["TMPDIR"], "locked")
-    os.makedirs(os.path.join(folder, "inner"))
-    Path(folder, "inner", "file").touch()
+    os.mkdir(folder)
+    os.mkdir(os.path.join(folder, "inner"), 0)
+    with contextlib.suppress(PermissionError):  # root may
+        os.mkdir(os.path.join(folder, "inner", "innermost"), 0)
     for name in (b"\xff\xfe", b"line\nbreak", b"-rf"):
         os.mkdir(os.path.join(os.fsencode(folder), name))
-    for place in (os.path.join(folder, "inner"), folder, os.environ["TMPDIR"]):
-        os.chmod(place, 0)
     return right(q, k, v)
 
 
