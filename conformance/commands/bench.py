@@ -23,7 +23,7 @@ from conformance.commands.progress import Steps
 from conformance.driving import alone
 from conformance.records import ERROR, RunInfo
 from conformance.sandbox.kernel_options import KernelOptions
-from conformance.sandbox.kernel_process import Lost
+from conformance.sandbox.kernel_process import ProcessLost
 from conformance.sandbox.sandboxed_executor import end_process, executor_of, is_sandboxed
 from reports import side_by_side, terminal
 
@@ -72,7 +72,7 @@ def _reject_what_ends_its_process(name: str, kernels: KernelOptions, cases: Sequ
             if implementation.supports(case) is None:
                 with contextlib.suppress(Exception):  # what it raises stands in its row
                     executor.run(alone.trace, draw(case))
-    except Lost as lost:
+    except ProcessLost as lost:
         raise CannotJudge(f"{name} cannot be timed: {lost}") from lost
     finally:
         end_process(implementation)  # what it holds of a device is needed

@@ -42,7 +42,7 @@ from conformance.judging.job import Job
 from conformance.judging.runner import Runner
 from conformance.judging.settings import Settings
 from conformance.records import Record
-from conformance.sandbox.kernel_process import Lost
+from conformance.sandbox.kernel_process import ProcessLost
 from conformance.sandbox.sandboxed_executor import executor_of
 from conformance.truth import kept
 
@@ -140,8 +140,8 @@ def _clues(implementation: Implementation) -> Clues:
     """
     try:
         integers, floats, in_source = msgspec.convert(executor_of(implementation).run(shown), _ShownNumbers)
-    except (Exception, Lost) as error:  # what is raised there is up to the kernel as well
-        why = str(error) if isinstance(error, msgspec.ValidationError | Lost) else mishaps.told(error)
+    except (Exception, ProcessLost) as error:  # what is raised there is up to the kernel as well
+        why = str(error) if isinstance(error, msgspec.ValidationError | ProcessLost) else mishaps.told(error)
         raise WrongClues(
             f"{implementation.name} does not say at which numbers it does something else: {why}"
         ) from error

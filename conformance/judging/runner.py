@@ -25,7 +25,7 @@ from conformance.judging.settings import Settings
 from conformance.records import Record
 from conformance.runs import Run
 from conformance.sandbox import loaded_files
-from conformance.sandbox.kernel_process import Lost
+from conformance.sandbox.kernel_process import ProcessLost
 from conformance.sandbox.sandboxed_executor import SupportUnknown, executor_of
 from conformance.truth.patterns.error_map import error_map
 from conformance.truth.patterns.pattern import pattern
@@ -207,7 +207,7 @@ def _judged(subject: Subject, checks: Iterable[Check], rejudge: Rejudge) -> Iter
                 if left_out and check.compares:
                     judgement = dataclasses.replace(judgement, figures={**judgement.figures, **left_out})
                 yield _record(subject, check.name, judgement, margin, seconds)
-        except Lost as lost:  # what else this case is asked might cost a process each
+        except ProcessLost as lost:  # what else this case is asked might cost a process each
             yield _record(subject, check.name, _lost(lost), margin, 0.0)
             return
     yield from _unasked_death(subject, checks)
@@ -217,7 +217,7 @@ def _unasked_death(subject: Subject, checks: Sequence[Check]) -> Iterator[Record
     """Yield an error if the kernel's process died of calls that were begun and that no check asked for."""
     try:
         subject.executor.settle()
-    except Lost as lost:
+    except ProcessLost as lost:
         yield _record(subject, checks[0].name, _lost(lost), None, 0.0)
 
 
@@ -293,13 +293,13 @@ def _declined(subject: Subject, checks: Iterable[Check], reason: str, rejudge: R
             start = time.perf_counter()
             try:
                 found = _answers(check, subject, rejudge)
-            except Lost as lost:
+            except ProcessLost as lost:
                 found = [_lost(lost)]
             for judgement in found:
                 yield _record(subject, check.name, judgement, None, time.perf_counter() - start)
 
 
-def _lost(lost: Lost) -> Judgement:
+def _lost(lost: ProcessLost) -> Judgement:
     return Judgement(observable="all", verdict=records.ERROR, reason=f"{lost}; the case was asked no further")
 
 

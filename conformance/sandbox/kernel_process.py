@@ -65,14 +65,14 @@ class Limits:
         return cls(cls.seconds if seconds is None else seconds, memory)
 
 
-class Lost(BaseException):
+class ProcessLost(BaseException):
     """The kernel's process is gone, or had to be ended; the message says why.
 
     It is no `Exception`: no check may take it for something that the kernel raised. It ends the job.
     """
 
 
-class CallTimeout(Lost):
+class CallTimeout(ProcessLost):
     """A call took longer than it may."""
 
 
@@ -128,7 +128,7 @@ class KernelProcess:
         self._said: Handshake | None = None
         self._slowest = 0.0  # of the calls that returned, in seconds
         self._too_slow = 0
-        self._lost: Lost | None = None  # a death that `begin` has noticed
+        self._lost: ProcessLost | None = None  # a death that `begin` has noticed
         # Ends the process when nobody refers to this any more, and when the judge ends.
         weakref.finalize(self, _end, self._running)
         _ALL.add(self)
@@ -171,7 +171,7 @@ class KernelProcess:
         try:
             self._running[0].send(request, self._limits_now, busy=bool(busy))
             self._pending.append(_PendingCall(order, len(request)))
-        except Lost as lost:  # the next `ask` raises it, or `settle`
+        except ProcessLost as lost:  # the next `ask` raises it, or `settle`
             self._too_slow += isinstance(lost, CallTimeout)
             self.end()
             self._lost = lost
@@ -180,7 +180,7 @@ class KernelProcess:
         """Call a function in the kernel's process and return its result.
 
         Raises:
-          Lost: if the process dies, takes too long, takes too much memory, or answers what cannot be read.
+          ProcessLost: if the process dies, takes too long, takes too much memory, or answers what cannot be read.
           Exception: what the kernel raised, as an exception of the same name.
         """
         self._raise_lost()
@@ -199,7 +199,7 @@ class KernelProcess:
                 message = begun.message
             self._slowest = max(self._slowest, time.monotonic() - start)
             return _unpack_result(message, running)
-        except Lost as lost:
+        except ProcessLost as lost:
             self._too_slow += isinstance(lost, CallTimeout)
             self.end()
             raise
@@ -211,13 +211,13 @@ class KernelProcess:
         """Wait for pending calls whose results nobody has asked for, and forget them.
 
         Raises:
-          Lost: if the process died of it.
+          ProcessLost: if the process died of it.
         """
         self._raise_lost()
         try:
             if self._running:
                 self._receive_pending(None)
-        except Lost as lost:
+        except ProcessLost as lost:
             self._too_slow += isinstance(lost, CallTimeout)
             self.end()
             raise
@@ -238,7 +238,7 @@ class KernelProcess:
                 return
 
     def _receive(self, order: CallRequest) -> Any:
-        """Receive the answer to a call, and read the files that it names. Raises `Lost`."""
+        """Receive the answer to a call, and read the files that it names. Raises `ProcessLost`."""
         message = self._running[0].receive(self._limits_now, _max_bytes(order))
         self._note_files(message)
         return message
@@ -247,9 +247,9 @@ class KernelProcess:
         try:
             self.files.note(message)
         except loaded_files.FileChanged as error:
-            raise Lost(str(error)) from error
+            raise ProcessLost(str(error)) from error
         except ValueError as error:
-            raise Lost("the kernel's process answered with what is no answer") from error
+            raise ProcessLost("the kernel's process answered with what is no answer") from error
 
     @property
     def _limits_now(self) -> Limits:
@@ -271,7 +271,7 @@ class KernelProcess:
             message = running.load(self.name, self._products, self._problem, self._xla_flags, patient)
             self._note_files(message)
             found = _unpack_result(message, running)
-        except Lost as lost:
+        except ProcessLost as lost:
             self.end()
             raise LoadFailed(f"{self.name} does not load: {lost}") from lost
         except Exception as error:  # of whatever type the kernel's import raised
@@ -377,7 +377,7 @@ class _RunningProcess:
             text, rest = protocol.parse_lengths(self._read(protocol.LENGTHS.size, until, limits), max_bytes)
             return protocol.parse_answer(self._read(text, until, limits), self._read(rest, until, limits))
         except protocol.UnreadableAnswer as error:
-            raise Lost(f"the kernel's process gave {error}{self.printed()}") from error
+            raise ProcessLost(f"the kernel's process gave {error}{self.printed()}") from error
 
     def printed(self) -> str:
         """Return the last lines that the process printed, in brackets, or nothing."""
@@ -433,7 +433,7 @@ class _RunningProcess:
                 try:
                     rest = rest[os.write(self._requests, rest) :]
                 except BrokenPipeError:
-                    raise Lost(self._how_it_ended()) from None
+                    raise ProcessLost(self._how_it_ended()) from None
             if time.monotonic() > until:
                 raise CallTimeout("the kernel's process does not read what it is asked")
 
@@ -444,10 +444,10 @@ class _RunningProcess:
             if ready:
                 part = os.read(self._answers, min(count - len(read), 2**20))
                 if not part:
-                    raise Lost(self._how_it_ended())
+                    raise ProcessLost(self._how_it_ended())
                 read += part
             elif self._process.wait(0) is not None:
-                raise Lost(self._how_it_ended())
+                raise ProcessLost(self._how_it_ended())
             if time.monotonic() > until:
                 raise CallTimeout(f"the call did not return within {limits.seconds:.3g} s (--timeout){self.printed()}")
         return bytes(read)
@@ -467,17 +467,19 @@ class _RunningProcess:
 
 
 def _unpack_result(message: Any, running: _RunningProcess) -> Any:
-    """Return the result in an answer. Raises what the kernel raised, and `Lost` for what is no answer."""
+    """Return the result in an answer. Raises what the kernel raised, and `ProcessLost` for what is no answer."""
     if isinstance(message, dict) and list(message) == ["returned", "replaced", "files"]:
         if not isinstance(message["replaced"], list):
-            raise Lost("the kernel's process answered with what is no answer")
+            raise ProcessLost("the kernel's process answered with what is no answer")
         if message["replaced"]:
             names = records.printable(", ".join(str(name) for name in message["replaced"][:3]))
-            raise Lost(f"the kernel has replaced {names} in its process: what comes from there is not what it computes")
+            raise ProcessLost(
+                f"the kernel has replaced {names} in its process: what comes from there is not what it computes"
+            )
         return message["returned"]
     raised = message.get("raised") if isinstance(message, dict) else None
     if not (isinstance(raised, dict) and isinstance(raised.get("kinds"), list)):
-        raise Lost("the kernel's process answered with what is no answer")
+        raise ProcessLost("the kernel's process answered with what is no answer")
     error = remote_exceptions.rebuild_exception(
         str(raised.get("type")), raised["kinds"], str(raised.get("message"))[:MAX_TEXT]
     )

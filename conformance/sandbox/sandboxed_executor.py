@@ -16,7 +16,7 @@ from conformance.contract import Implementation
 from conformance.records import printable
 from conformance.sandbox import declaration_codec
 from conformance.sandbox.handshake import MAX_TEXT
-from conformance.sandbox.kernel_process import KernelProcess, Limits, LoadFailed, Lost
+from conformance.sandbox.kernel_process import KernelProcess, Limits, LoadFailed, ProcessLost
 from conformance.sandbox.kernel_server import CallRequest
 from conformance.sandbox.policy import SandboxPolicy
 
@@ -48,8 +48,8 @@ class RemoteCall:
             return self._answered[asked]
         try:
             found = self.process.ask(CallRequest((), "", 0, declaration_codec.ask_support, (asked,), {}))
-        except (Exception, Lost) as error:
-            why = str(error) if isinstance(error, Lost) else mishaps.told(error)
+        except (Exception, ProcessLost) as error:
+            why = str(error) if isinstance(error, ProcessLost) else mishaps.told(error)
             raise SupportUnknown(f"{self.process.name} cannot say whether it supports {case.id}: {why}") from error
         self._answered[asked] = None if found is None else printable(str(found)[:MAX_TEXT])
         return self._answered[asked]
@@ -82,7 +82,7 @@ class SandboxedExecutor(Executor):
         self._process.begin(self._order(function, given, named))
 
     def settle(self) -> None:
-        """Wait for what was begun and not asked for. Raises `Lost` if the kernel's process died of it."""
+        """Wait for what was begun and not asked for. Raises `ProcessLost` if the kernel's process died of it."""
         self._process.settle()
 
     def _order(self, function: Callable[..., Any], given: tuple[Any, ...], named: Mapping[str, Any]) -> CallRequest:

@@ -30,7 +30,7 @@ from conformance.judging.runner import Runner
 from conformance.judging.settings import Settings
 from conformance.sandbox import kernel_process, sandboxed_executor, supervisor
 from conformance.sandbox.kernel_options import KernelOptions
-from conformance.sandbox.kernel_process import KernelProcess, Limits, Lost
+from conformance.sandbox.kernel_process import KernelProcess, Limits, ProcessLost
 from conformance.sandbox.policy import SandboxPolicy
 from tests.processes import ended, until
 
@@ -65,7 +65,7 @@ def find() -> Iterator[Find]:
 
 def said(implementation: Implementation) -> str:
     """What is said of a kernel that gives no result."""
-    with pytest.raises((Exception, Lost)) as raised:
+    with pytest.raises((Exception, ProcessLost)) as raised:
         sandboxed_executor.executor_of(implementation).forward(draw(CASE))
     return f"{raised.type.__name__}: {raised.value}"
 
@@ -73,25 +73,25 @@ def said(implementation: Implementation) -> str:
 @pytest.mark.parametrize(
     ("name", "sentence"),
     [
-        ("dies", "Lost: the kernel's process ended by itself, with exit code 0"),
-        ("crashes", "Lost: the kernel's process died of SIGSEGV (it printed: about to crash)"),
-        ("closes", "Lost: the kernel's process"),
+        ("dies", "ProcessLost: the kernel's process ended by itself, with exit code 0"),
+        ("crashes", "ProcessLost: the kernel's process died of SIGSEGV (it printed: about to crash)"),
+        ("closes", "ProcessLost: the kernel's process"),
         ("writes", "PermissionError: [Errno 13] Permission denied"),
         ("writes_to_shared_memory", "PermissionError: [Errno 13] Permission denied"),
         ("writes_to_a_device", "OddError: written"),
         ("writes_to_a_console", "PermissionError: [Errno 13] Permission denied"),
         ("sets_the_clock", "PermissionError: [Errno 1] Operation not permitted"),
-        ("switches_jit_off", "Lost: the kernel has replaced jax.jit (jax_disable_jit) in its process"),
+        ("switches_jit_off", "ProcessLost: the kernel has replaced jax.jit (jax_disable_jit) in its process"),
         ("connects", "PermissionError: [Errno 1] Operation not permitted"),
         ("connects_among_files", "PermissionError: [Errno 1] Operation not permitted"),
         ("limits_the_judge", "PermissionError: [Errno 1] Operation not permitted"),
         ("kills", "PermissionError: [Errno 1] Operation not permitted"),
         ("looks", "PermissionError: [Errno 13] Permission denied"),
         ("reads_arguments", "PermissionError: [Errno 13] Permission denied"),
-        ("replaces", "Lost: the kernel has replaced jax.vjp in its process"),
+        ("replaces", "ProcessLost: the kernel has replaced jax.vjp in its process"),
         (
             "replaces_a_method",
-            "Lost: the kernel has replaced conformance.calling.execution.Executor.jit in its process",
+            "ProcessLost: the kernel has replaced conformance.calling.execution.Executor.jit in its process",
         ),
         ("exits", "SystemExit: 0"),
         ("raises", "OddError: q is odd"),
@@ -137,12 +137,14 @@ def test_operands_that_the_pipe_does_not_hold_are_not_begun_beside_others(find: 
     assert apart.forward(large).values["out"].shape == large.q.shape
 
 
-@pytest.mark.parametrize(("name", "sentence"), [("dies", "Lost: the kernel's process ended"), ("raises", "OddError: ")])
+@pytest.mark.parametrize(
+    ("name", "sentence"), [("dies", "ProcessLost: the kernel's process ended"), ("raises", "OddError: ")]
+)
 def test_what_goes_wrong_with_what_was_begun_is_told_when_it_is_asked(find: Find, name: str, sentence: str) -> None:
     implementation, problem = find(name), draw(CASE)
     apart = sandboxed_executor.executor_of(implementation)
     apart.begin_forward(problem)
-    with pytest.raises((Exception, Lost)) as raised:
+    with pytest.raises((Exception, ProcessLost)) as raised:
         apart.forward(problem)
     assert f"{raised.type.__name__}: {raised.value}".startswith(sentence)
 
@@ -202,7 +204,7 @@ def test_what_a_kernel_started_and_let_go_of_ends_with_it(find: Find, monkeypatc
     assert left_behind(seconds)
     process_of(lingers).end()
     assert not left_behind(seconds)
-    assert said(find("lingers_and_dies")) == "Lost: the kernel's process ended by itself, with exit code 3"
+    assert said(find("lingers_and_dies")) == "ProcessLost: the kernel's process ended by itself, with exit code 3"
     assert not left_behind(seconds)
 
 
@@ -348,7 +350,7 @@ def test_what_is_supported_is_said_once(tmp_path: Path) -> None:
 def test_a_folder_of_any_depth_is_removed(find: Find) -> None:
     implementation = find("digs")
     (running,) = process_of(implementation)._running
-    with contextlib.suppress(Lost):  # more nested folders than are measured
+    with contextlib.suppress(ProcessLost):  # more nested folders than are measured
         sandboxed_executor.executor_of(implementation).forward(draw(CASE))
     process_of(implementation).end()
     assert not Path(running._scratch.path).exists()

@@ -15,7 +15,7 @@ from cases.case import Case
 from cases.inputs import draw
 from conformance.contract import Implementation
 from conformance.sandbox import resource_usage, sandboxed_executor, scratch_folder, supervisor
-from conformance.sandbox.kernel_process import Limits, Lost
+from conformance.sandbox.kernel_process import Limits, ProcessLost
 from conformance.sandbox.resource_usage import OverLimit, UsageMonitor
 from conformance.sandbox.scratch_folder import ScratchFolder
 from tests.processes import ended, until
@@ -52,7 +52,7 @@ def find() -> Iterator[Callable[[str], Implementation]]:
 )
 @needs_supervisor
 def test_a_kernel_that_takes_too_much_is_ended(find: Callable[[str], Implementation], name: str, words: str) -> None:
-    with pytest.raises(Lost, match=words):
+    with pytest.raises(ProcessLost, match=words):
         sandboxed_executor.executor_of(find(name)).forward(draw(CASE))
 
 
@@ -68,7 +68,7 @@ def test_a_kernel_that_takes_too_much_is_ended(find: Callable[[str], Implementat
 def test_an_answer_that_nobody_asked_for_is_not_read(
     find: Callable[[str], Implementation], name: str, words: str
 ) -> None:
-    with pytest.raises(Lost, match=words):
+    with pytest.raises(ProcessLost, match=words):
         sandboxed_executor.executor_of(find(name)).forward(draw(CASE))
 
 

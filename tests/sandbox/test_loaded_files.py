@@ -28,7 +28,7 @@ from conformance.judging.runner import changed_file_records
 from conformance.records import ERROR, PASS, Record
 from conformance.runs import Run
 from conformance.sandbox import kernel_process, loaded_files, sandboxed_executor
-from conformance.sandbox.kernel_process import Limits, Lost
+from conformance.sandbox.kernel_process import Limits, ProcessLost
 from conformance.sandbox.sandboxed_executor import SandboxedExecutor
 from tests.processes import PATIENCE
 
@@ -194,7 +194,7 @@ def test_a_file_that_is_first_read_in_a_call_is_told_once_and_may_not_change(fol
     asked.forward(draw(dataclasses.replace(CASE, q_length=32)))
     assert asked.take_later_files() == {}
     Path("value").write_text("2")
-    with pytest.raises(Lost, match="value has changed"):
+    with pytest.raises(ProcessLost, match="value has changed"):
         asked.forward(draw(dataclasses.replace(CASE, q_length=64)))
 
 
