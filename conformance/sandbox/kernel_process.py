@@ -337,7 +337,7 @@ class _RunningProcess:
         )
         passing = (theirs, answers, status)
         given = (self._scratch.path, limits.memory)
-        self._process = ForkedProcess(kernel_server.serve, *given, passing=passing, environ=environ, output=output)
+        self._process = ForkedProcess(kernel_server.serve, *given, pass_fds=passing, environ=environ, output=output)
         for pipe in (*passing, output):
             os.close(pipe)
         self.confined = ""

@@ -375,16 +375,16 @@ def test_a_kernel_that_does_not_read_is_too_slow(find: Find) -> None:
 
 @pytest.mark.long
 def test_a_process_that_never_begins_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    forked_process._forget()
+    forked_process._disconnect()
     forked_process.start_server()
-    _, origin = forked_process._started[-1]
-    origin.send_signal(signal.SIGSTOP)
+    _, server = forked_process._started_servers[-1]
+    server.send_signal(signal.SIGSTOP)
     monkeypatch.setattr(kernel_process, "_LOADING", 1.0)
     monkeypatch.setattr(kernel_process, "_ENDING", 0.1)
     with pytest.raises(registry.ImplementationNotFound, match="did not return within 1 s"):
         sandboxed_executor.load_sandboxed(f"{HERE}/kernels.py:plain", None, Limits(seconds=1.0, memory=2**40))
-    forked_process._forget()
-    origin.kill()
+    forked_process._disconnect()
+    server.kill()
 
 
 def test_a_file_of_a_package_that_imports_beside_itself_is_told_how_to_be_named(tmp_path: Path) -> None:
