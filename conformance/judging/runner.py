@@ -26,7 +26,7 @@ from conformance.records import Record
 from conformance.runs import Run
 from conformance.sandbox import loaded_files
 from conformance.sandbox.kernel_process import ProcessLost
-from conformance.sandbox.sandboxed_executor import SupportUnknown, executor_of
+from conformance.sandbox.sandboxed_executor import SupportQueryFailed, create_executor
 from conformance.truth.patterns.error_map import error_map
 from conformance.truth.patterns.pattern import pattern
 
@@ -69,7 +69,7 @@ class Runner:
 
     def stream(self, job: Job) -> Iterator[Record]:
         """The records of one job, as they come."""
-        executor = self._executors.setdefault(job.implementation.name, executor_of(job.implementation))
+        executor = self._executors.setdefault(job.implementation.name, create_executor(job.implementation))
         subject = Subject(executor, job.case, self._settings.tolerances, job.turn)
         rejudge = self._rejudges.setdefault(job.implementation.name, Rejudge(executor, self._confirmed))
         self._done += 1
@@ -86,7 +86,7 @@ class Runner:
         else:
             found = _judged(subject, job.checks, rejudge)
         for record in found:
-            if later := executor.take_later_files():
+            if later := executor.pop_later_files():
                 record = dataclasses.replace(record, files=later)
             yield self._told(record)
 
@@ -98,7 +98,7 @@ class Runner:
 
     def lost(self, job: Job) -> list[Record]:
         """The records of a job whose process died: an error for each of its checks."""
-        subject = Subject(executor_of(job.implementation), job.case, self._settings.tolerances, job.turn)
+        subject = Subject(create_executor(job.implementation), job.case, self._settings.tolerances, job.turn)
         reason = "the process that judged this case died: the kernel crashed it, or it ran out of memory"
         died = Judgement(observable="all", verdict=records.ERROR, reason=reason)
         found = [_record(subject, check.name, died, None, 0.0) for check in job.checks]
@@ -109,7 +109,7 @@ def _reason(job: Job) -> str | Judgement | None:
     """Why the case is not supported, none if it is; an error where the kernel cannot even say that."""
     try:
         return job.implementation.supports(job.case)
-    except SupportUnknown as error:
+    except SupportQueryFailed as error:
         return Judgement(observable="case", verdict=records.ERROR, reason=str(error))
 
 
@@ -166,7 +166,7 @@ def platform_of(implementation: Implementation, check: str | None = None) -> str
         if check not in _NEED_NO_ACCELERATOR and accelerator.platform is not None:
             return accelerator.platform
         interpreted = True
-    backend = executor_of(implementation).backend
+    backend = create_executor(implementation).backend
     return f"{backend}-interpret" if interpreted else backend
 
 

@@ -34,7 +34,7 @@ MAX_KERNEL_BYTES = 2**26
 MAX_ALL_BYTES = 2**29
 MAX_PROGRAMS = 6_000
 MAX_KERNELS = 12
-_SETTLED = 1.0  # seconds: what was written to later than that before the process ended may be half a program
+_SETTLE_SECONDS = 1.0  # seconds: what was written to later than that before the process ended may be half a program
 
 
 def find_cache_folder(name: str) -> Path | None:
@@ -45,12 +45,12 @@ def find_cache_folder(name: str) -> Path | None:
     package, source = sources.origin(name)
     if not package and not source:
         return None
-    digest = hashlib.blake2b(repr((name, package, source, _machine())).encode(), digest_size=16).hexdigest()
+    digest = hashlib.blake2b(repr((name, package, source, _describe_machine())).encode(), digest_size=16).hexdigest()
     return folder / _FOLDER / digest
 
 
 @functools.cache
-def _machine() -> str:
+def _describe_machine() -> str:
     """Describe the processor: JAX does not name programs after it, and unlike machines may share a folder."""
     with contextlib.suppress(OSError):
         lines = Path("/proc/cpuinfo").read_text().splitlines()
@@ -99,7 +99,7 @@ def store_programs(cache_folder: Path | None, scratch: str) -> None:
 
 def _find_new_programs(linked: Path) -> list[str]:
     """Return the paths of programs that were written long enough ago to be whole."""
-    last = time.time() - _SETTLED
+    last = time.time() - _SETTLE_SECONDS
     found = [program for program in os.scandir(linked) if _NAME.fullmatch(program.name) and not program.is_symlink()]
     return [program.path for program in found if program.stat(follow_symlinks=False).st_mtime < last]
 

@@ -38,13 +38,15 @@ class Handshake:
         return json.dumps(dataclasses.asdict(self), sort_keys=True)
 
 
-def first_files(first: str) -> Mapping[str, str] | None:
+def parse_first_files(first_handshake: str) -> Mapping[str, str] | None:
     """Return the files that a kernel read as it was first loaded, as its first handshake has them; none if none is."""
-    files: Mapping[str, str] | None = json.loads(first)["files"] if first else None
+    files: Mapping[str, str] | None = json.loads(first_handshake)["files"] if first_handshake else None
     return files
 
 
-def parse_handshake(found: Any, confined: str, first: str, files: Mapping[str, str] | None = None) -> Handshake:
+def parse_handshake(
+    answer: Any, confined: str, first_handshake: str, files: Mapping[str, str] | None = None
+) -> Handshake:
     """What a kernel's process said to having loaded it.
 
     Args:
@@ -56,27 +58,27 @@ def parse_handshake(found: Any, confined: str, first: str, files: Mapping[str, s
     Raises:
       ValueError: for what is no such answer, or another than the first, or says that devices are hidden.
     """
-    place = (found.get("declared"), found.get("backend"), found.get("count")) if isinstance(found, dict) else ()
-    match place:
+    fields = (answer.get("declared"), answer.get("backend"), answer.get("count")) if isinstance(answer, dict) else ()
+    match fields:
         case (dict(declared), str(backend), int(count)) if count > 0:
-            said = Handshake(declared, backend, count, confined, dict(files or {}))
+            handshake = Handshake(declared, backend, count, confined, dict(files or {}))
         case _:
             raise ValueError("its process answered with what is no answer")
-    if first:
-        if first != said.text:
-            names = ", ".join(_differing(first, said.text))
+    if first_handshake:
+        if first_handshake != handshake.text:
+            names = ", ".join(_find_differences(first_handshake, handshake.text))
             raise ValueError(f"it says otherwise than when it was first loaded of: {names}")
-        return said
+        return handshake
     if backend != (here := jax.default_backend()):
         raise ValueError(
             f"its process computes on {backend}, and the judge on {here}: set JAX_PLATFORMS to one of them"
         )
     if count < (there := len(jax.devices())):
         raise ValueError(f"its process has {count} of {there} devices: it must leave XLA_FLAGS alone")
-    return said
+    return handshake
 
 
-def _differing(*texts: str) -> list[str]:
+def _find_differences(*texts: str) -> list[str]:
     """The names of what two texts do not have in common."""
-    one, other = ({**said.pop("declared"), **said} for said in map(json.loads, texts))
+    one, other = ({**handshake.pop("declared"), **handshake} for handshake in map(json.loads, texts))
     return [printable(name) for name in sorted({*one, *other}) if one.get(name) != other.get(name)]

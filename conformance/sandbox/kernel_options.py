@@ -23,7 +23,7 @@ class KernelOptions:
       problem: the named problem whose operands the kernels take, if it is said.
       sandbox: what kernels may read beyond what each needs.
       require_sandbox: whether a kernel is refused where its sandbox is not complete.
-      said: what kernels have said of themselves to a process that has this one judge them too, by name.
+      handshakes: what kernels have said of themselves to a process that has this one judge them too, by name.
     """
 
     products: Products | None = None
@@ -33,7 +33,7 @@ class KernelOptions:
     problem: str | None = None
     sandbox: SandboxPolicy = dataclasses.field(default_factory=SandboxPolicy)
     require_sandbox: bool = False
-    said: tuple[tuple[str, str], ...] = ()
+    handshakes: tuple[tuple[str, str], ...] = ()
 
     @property
     def options(self) -> tuple[str, ...]:
@@ -56,10 +56,12 @@ class KernelOptions:
             if self.require_sandbox:
                 raise registry.ImplementationNotFound("--in-process has no sandbox, and --require-sandbox asks for one")
             return registry.find(name, products=self.products, problem=self.problem)
-        limits = Limits.of(self.seconds, self.gib)
-        said = dict(self.said).get(name, "")
-        found = sandboxed_executor.load_sandboxed(name, self.products, limits, self.problem, said, self.sandbox)
-        sentence = sandboxed_executor.executor_of(found).isolation
+        limits = Limits.from_options(self.seconds, self.gib)
+        first_handshake = dict(self.handshakes).get(name, "")
+        found = sandboxed_executor.load_sandboxed(
+            name, self.products, limits, self.problem, first_handshake, self.sandbox
+        )
+        sentence = sandboxed_executor.create_executor(found).isolation
         if self.require_sandbox and not confinement.is_confined(sentence):
             sandboxed_executor.end_process(found)
             raise registry.ImplementationNotFound(f"{name} is {sentence}; --require-sandbox judges no such kernel")

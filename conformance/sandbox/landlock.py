@@ -36,9 +36,9 @@ class Access(enum.IntFlag):
 READ = Access.EXECUTE | Access.READ_FILE | Access.READ_DIR
 WRITE = Access.WRITE_FILE | Access.TRUNCATE
 EVERYTHING = READ | WRITE | Access.REMOVE_AND_MAKE | Access.MOVE | Access.IOCTL_DEVICE
-_OF_FILES = Access.EXECUTE | Access.READ_FILE | WRITE | Access.IOCTL_DEVICE
+_FILE_RIGHTS = Access.EXECUTE | Access.READ_FILE | WRITE | Access.IOCTL_DEVICE
 """Rights that a rule about a single file may have."""
-_SINCE: Mapping[Access, int] = {Access.MOVE: 2, Access.TRUNCATE: 3, Access.IOCTL_DEVICE: 5}
+_FIRST_VERSIONS: Mapping[Access, int] = {Access.MOVE: 2, Access.TRUNCATE: 3, Access.IOCTL_DEVICE: 5}
 _TCP = 0b11  # binding and connecting, from version 4 on
 _SCOPES = 0b11  # abstract Unix sockets and signals, from version 6 on
 MISSING_BEFORE: Mapping[int, str] = {3: "truncate files", 5: "send commands to devices", 6: "signal other processes"}
@@ -73,7 +73,7 @@ class Ruleset:
         """Create a ruleset of an interface version of at least 1. Raises `OSError` where the system refuses."""
         self._libc = ctypes.CDLL(None, use_errno=True)
         self._handled = EVERYTHING
-        for right, since in _SINCE.items():
+        for right, since in _FIRST_VERSIONS.items():
             if version < since:
                 self._handled &= ~right
         attributes = _RulesetAttributes(self._handled, _TCP if version >= 4 else 0, _SCOPES if version >= 6 else 0)
@@ -97,7 +97,7 @@ class Ruleset:
         except OSError:
             return
         try:
-            allowed = rights & self._handled & (EVERYTHING if place.is_dir() else _OF_FILES)
+            allowed = rights & self._handled & (EVERYTHING if place.is_dir() else _FILE_RIGHTS)
             rule = _PathBeneath(allowed, opened)
             if allowed and self._libc.syscall(_ADD_RULE, self._descriptor, _PATH_BENEATH, ctypes.byref(rule), 0):
                 raise _last_error()

@@ -20,24 +20,24 @@ from pathlib import Path
 from conformance import packages
 from conformance.calling import registry
 
-_SYSTEM = ("/usr", "/lib", "/lib32", "/lib64", "/bin", "/sbin", "/nix/store", "/gnu/store", "/sys")
+_SYSTEM_FOLDERS = ("/usr", "/lib", "/lib32", "/lib64", "/bin", "/sbin", "/nix/store", "/gnu/store", "/sys")
 # Of /etc only what libraries read: it may also hold keys and passwords, which root can read.
-_CONFIGURATION_TEXT = """
+_ETC_ENTRIES_TEXT = """
 ld.so.cache ld.so.conf ld.so.conf.d ld.so.preload localtime timezone locale.alias locale.conf passwd group
 nsswitch.conf os-release debian_version alternatives mime.types magic fonts ssl/openssl.cnf machine-id OpenCL
 vulkan nvidia cuda
 """
-_CONFIGURATION = tuple(_CONFIGURATION_TEXT.split())
+_ETC_ENTRIES = tuple(_ETC_ENTRIES_TEXT.split())
 # Of /proc only what describes the machine, and the process itself.
-_MACHINE_TEXT = """
+_PROC_ENTRIES_TEXT = """
 self cpuinfo meminfo stat loadavg sys driver version filesystems devices modules
 """
-_MACHINE = tuple(_MACHINE_TEXT.split())
+_PROC_ENTRIES = tuple(_PROC_ENTRIES_TEXT.split())
 # Folders of libraries that variables name.
 _LIBRARY_FOLDERS = ("LD_LIBRARY_PATH", "CUDA_HOME", "CUDA_PATH", "CUDA_ROOT", "ROCM_PATH", "CONDA_PREFIX")
 
 # The current folder comes first on the search path without being asked for: put there by the judge, and by `python -m`.
-_IMPLICIT = 2
+_MAX_IMPLICIT_ENTRIES = 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,14 +74,14 @@ def build_policy(read: Iterable[str], variables: Iterable[str], hidden: Iterable
 
 def find_system_paths() -> Iterator[Path]:
     """Yield the interpreter, installed packages, system libraries and descriptions of the machine."""
-    yield from map(Path, _SYSTEM)
-    yield from (Path("/etc", name) for name in _CONFIGURATION)
-    yield from (Path("/proc", name) for name in _MACHINE)
+    yield from map(Path, _SYSTEM_FOLDERS)
+    yield from (Path("/etc", name) for name in _ETC_ENTRIES)
+    yield from (Path("/proc", name) for name in _PROC_ENTRIES)
     yield from _find_interpreter()
     for variable in _LIBRARY_FOLDERS:
         yield from (Path(folder) for folder in os.environ.get(variable, "").split(os.pathsep) if folder.startswith("/"))
     yield from (packages.HOME / name for name in packages.NAMES)
-    yield from _mapped_libraries()
+    yield from _list_mapped_libraries()
 
 
 def _find_interpreter() -> set[Path]:
@@ -91,7 +91,7 @@ def _find_interpreter() -> set[Path]:
     return {Path(folder) for folder in (*prefixes, *libraries, *site.getsitepackages(), site.getusersitepackages())}
 
 
-def _mapped_libraries() -> Iterator[Path]:
+def _list_mapped_libraries() -> Iterator[Path]:
     """Yield the files that are mapped into this process, wherever they were installed."""
     with contextlib.suppress(OSError):
         for line in Path("/proc/self/maps").read_text(errors="replace").splitlines():
@@ -114,7 +114,7 @@ def find_source_trees(name: str, search_path: Iterable[str]) -> list[Path]:
     here = Path.cwd()
     home = _find_home(name)
     folders = [Path(entry).absolute() for entry in search_path]
-    for _ in range(_IMPLICIT):
+    for _ in range(_MAX_IMPLICIT_ENTRIES):
         if folders and folders[0] == here:
             folders.pop(0)
     if home is not None:
@@ -154,7 +154,7 @@ def find_readable_sources(tree: Path, hidden: Iterable[Path]) -> Iterator[Path]:
     """
     tree = tree.resolve()
     hidden = [path.resolve() for path in hidden]
-    only_modules = any(shared.is_relative_to(tree) for shared in _shared_folders())
+    only_modules = any(shared.is_relative_to(tree) for shared in _list_shared_folders())
     with contextlib.suppress(OSError):
         for entry in sorted(tree.iterdir()):
             path = entry.resolve()
@@ -170,7 +170,7 @@ def find_readable_sources(tree: Path, hidden: Iterable[Path]) -> Iterator[Path]:
                 yield path
 
 
-def _shared_folders() -> Iterator[Path]:
+def _list_shared_folders() -> Iterator[Path]:
     """Yield folders that hold far more than one project."""
     with contextlib.suppress(RuntimeError):  # nobody's home is known
         yield Path.home().resolve()

@@ -221,7 +221,7 @@ class _Decoder:
             case {"array": str(dtype), "shape": list(shape), **more} if not more:
                 return self._decode_array(dtype, shape)
             case {"dict": list(pairs), **more} if not more:
-                return {_name(name): self._decode(item, depth + 1) for name, item in pairs}
+                return {_check_name(name): self._decode(item, depth + 1) for name, item in pairs}
             case {"list": list(items), **more} if not more:
                 return [self._decode(item, depth + 1) for item in items]
             case {"tuple": list(items), **more} if not more:
@@ -246,7 +246,7 @@ class _Decoder:
         return np.frombuffer(part, _DTYPES[dtype]).reshape(shape).copy()
 
 
-def _name(name: Any) -> str:
+def _check_name(name: Any) -> str:
     if not isinstance(name, str):
         raise UnreadableAnswer("a name that is no string")
     return name

@@ -16,15 +16,15 @@ from typing import Any
 _LIBRARIES = ("jax", "jax.lax", "jax.numpy", "json", "numpy")
 _OURS = ("cases", "conformance", "impls", "reports")
 _OUR_FOLDER = Path(__file__).parents[2]
-_PASS = 3  # wrappers that are looked through
+_MAX_WRAPPERS = 3  # wrappers that are looked through
 
 
 def find_overrides(root: Path) -> list[str]:
     """What functions and modules are called that judging uses and that a file under `root` has put there."""
-    return sorted(called for called, file in _files() if _is_of(root, file))
+    return sorted(called for called, file in _list_definitions() if _belongs_to_repository(root, file))
 
 
-def _is_of(root: Path, file: str | None) -> bool:
+def _belongs_to_repository(root: Path, file: str | None) -> bool:
     """Whether a file is the repository's own: neither ours nor installed in an environment within it."""
     if not file:
         return False
@@ -33,21 +33,21 @@ def _is_of(root: Path, file: str | None) -> bool:
     return path.is_relative_to(root) and not ours and "site-packages" not in path.parts
 
 
-def _files() -> Iterator[tuple[str, str | None]]:
+def _list_definitions() -> Iterator[tuple[str, str | None]]:
     for name, module in list(sys.modules.items()):
         if not (name in _LIBRARIES or name.partition(".")[0] in _OURS) or not isinstance(module, ModuleType):
             continue
         yield name, getattr(module, "__file__", None)
         for inner, value in list(vars(module).items()):
-            yield f"{name}.{inner}", _file_of(value)
+            yield f"{name}.{inner}", _find_source_file(value)
             if isinstance(value, type) and value.__module__ == name:
                 for method, function in list(vars(value).items()):
-                    yield f"{name}.{inner}.{method}", _file_of(function)
+                    yield f"{name}.{inner}.{method}", _find_source_file(function)
 
 
-def _file_of(value: Any) -> str | None:
+def _find_source_file(value: Any) -> str | None:
     """The file that a function was written in, behind what wraps it; of a class or an object, that of a method."""
-    for _ in range(_PASS):
+    for _ in range(_MAX_WRAPPERS):
         if isinstance(value, FunctionType):
             return value.__code__.co_filename
         inner = getattr(value, "__func__", None) or getattr(value, "fget", None) or getattr(value, "func", None)

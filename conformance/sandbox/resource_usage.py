@@ -22,9 +22,9 @@ MAX_DEPTH = 64
 # The children of one thread take 0.02 ms to list, those of all threads of a process of JAX 1 ms, its mappings 2 ms, and
 # what smaps_rollup says of it 6 ms.
 CHECKS_PER_THOROUGH = 10
-_PAGE = os.sysconf("SC_PAGE_SIZE")
+_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 # A shared mapping of a file without a name: addresses, rights, offset, device, inode, and what was its name.
-_SHARED = re.compile(
+_SHARED_MAPPING = re.compile(
     rb"^([0-9a-f]+)-([0-9a-f]+) [r-][w-][x-]s ([0-9a-f]+) ([0-9a-f]+):([0-9a-f]+) (\d+) +/.*\(deleted\)$", re.MULTILINE
 )
 
@@ -44,7 +44,7 @@ def list_children(process: int, *, of_all_threads: bool = True) -> list[int]:
     with contextlib.suppress(OSError, ValueError):
         for thread in os.listdir(f"/proc/{process}/task") if of_all_threads else [process]:
             with contextlib.suppress(OSError):
-                found += map(int, _read(f"/proc/{process}/task/{thread}/children").split())
+                found += map(int, _read_file(f"/proc/{process}/task/{thread}/children").split())
     return found
 
 
@@ -82,7 +82,7 @@ class UsageMonitor:
         """
         self._process, self._scratch, self._memory = process, scratch, memory
         self._descendants: list[int] = []  # by threads other than main ones, as the last thorough check found them
-        self._times: dict[int, bytes] = {}
+        self._processor_times: dict[int, bytes] = {}
         self._checks = 0
 
     def check(self) -> None:
@@ -92,7 +92,7 @@ class UsageMonitor:
           OverLimit: if it is too much.
         """
         self._checks += 1
-        is_due = self._checks % CHECKS_PER_THOROUGH == 0 and self._have_run()
+        is_due = self._checks % CHECKS_PER_THOROUGH == 0 and self._has_any_run()
         processes = list_descendants(self._process, of_all_threads=is_due)
         if is_due:
             self._descendants = processes
@@ -100,35 +100,35 @@ class UsageMonitor:
             processes = list({*processes, *self._descendants})
         if not self._memory:
             return
-        held = sum(map(_resident, processes))
+        held = sum(map(_measure_resident, processes))
         inodes: dict[tuple[int, int], int] = {}
         for process in processes:
-            inodes |= _unnamed_files(process)
+            inodes |= _list_unnamed_files(process)
         if is_due or held + sum(inodes.values()) > self._memory:
             self._check_thoroughly(processes, held, inodes)
 
-    def _have_run(self) -> bool:
+    def _has_any_run(self) -> bool:
         """Return whether one of the processes has used time of a processor since this was last asked."""
         known = {*self._descendants, *list_descendants(self._process, of_all_threads=False)}
-        times = {process: _processor_time(process) for process in known}
-        before, self._times = self._times, times
+        times = {process: _read_processor_time(process) for process in known}
+        before, self._processor_times = self._processor_times, times
         return times != before
 
     def _check_thoroughly(self, processes: list[int], resident: int, inodes: dict[tuple[int, int], int]) -> None:
         for process in processes:
-            for inode, size in _shared_mappings(process):
+            for inode, size in _list_shared_mappings(process):
                 inodes[inode] = max(size, inodes.get(inode, 0))
         shared, files = sum(inodes.values()), _measure_folder(self._scratch)
         if resident + shared + files <= self._memory:
             return
-        held = sum(map(_proportional, processes)) + shared + files
+        held = sum(map(_measure_proportional, processes)) + shared + files
         if held > self._memory:
             of_it = f" ({files / 2**30:.1f} GiB of it in files)" if files > 0.05 * held else ""
             allowed = f"{self._memory / 2**30:.1f} GiB are allowed (--memory)"
             raise OverLimit(f"the kernel's process took {held / 2**30:.1f} GiB{of_it}, {allowed}")
 
 
-def _read(path: str) -> bytes:
+def _read_file(path: str) -> bytes:
     opened = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         parts = []
@@ -139,31 +139,33 @@ def _read(path: str) -> bytes:
         os.close(opened)
 
 
-def _resident(process: int) -> int:
+def _measure_resident(process: int) -> int:
     with contextlib.suppress(OSError, IndexError, ValueError):
-        return int(_read(f"/proc/{process}/statm").split()[1]) * _PAGE
+        return int(_read_file(f"/proc/{process}/statm").split()[1]) * _PAGE_BYTES
     return 0
 
 
-def _processor_time(process: int) -> bytes:
+def _read_processor_time(process: int) -> bytes:
     """Return the time that a process, and its children that have ended, have used of processors, as the system says."""
     with contextlib.suppress(OSError):  # the name of the program stands in brackets, and may have any character
-        return b" ".join(_read(f"/proc/{process}/stat").rpartition(b")")[2].split()[11:15])
+        return b" ".join(_read_file(f"/proc/{process}/stat").rpartition(b")")[2].split()[11:15])
     return b""
 
 
-def _proportional(process: int) -> int:
+def _measure_proportional(process: int) -> int:
     """Return the memory of a process without shared memory; each page counts by how many processes share it."""
     try:
         fields = dict(
-            line.split()[:2] for line in _read(f"/proc/{process}/smaps_rollup").splitlines() if line.startswith(b"Pss_")
+            line.split()[:2]
+            for line in _read_file(f"/proc/{process}/smaps_rollup").splitlines()
+            if line.startswith(b"Pss_")
         )
         return 1024 * sum(int(fields[name]) for name in (b"Pss_Anon:", b"Pss_File:"))
     except (OSError, KeyError, ValueError):
-        return _resident(process)
+        return _measure_resident(process)
 
 
-def _unnamed_files(process: int) -> dict[tuple[int, int], int]:
+def _list_unnamed_files(process: int) -> dict[tuple[int, int], int]:
     """Return the sizes of open files without a name, by device and inode: memfd, and files that were removed.
 
     Raises:
@@ -185,16 +187,16 @@ def _unnamed_files(process: int) -> dict[tuple[int, int], int]:
     return found
 
 
-def _shared_mappings(process: int) -> Iterator[tuple[tuple[int, int], int]]:
+def _list_shared_mappings(process: int) -> Iterator[tuple[tuple[int, int], int]]:
     """Yield device and inode of each piece of shared memory that is mapped, and its size.
 
     The size is of all its pages where the system shows them (to root), else of the mapping.
     """
     try:
-        maps = _read(f"/proc/{process}/maps")
+        maps = _read_file(f"/proc/{process}/maps")
     except OSError:
         return
-    for first, last, offset, major, minor, inode in _SHARED.findall(maps):
+    for first, last, offset, major, minor, inode in _SHARED_MAPPING.findall(maps):
         start, end = int(first, 16), int(last, 16)
         try:
             size = os.stat(f"/proc/{process}/map_files/{start:x}-{end:x}").st_blocks * 512

@@ -23,16 +23,16 @@ from conformance.sandbox.policy import SandboxPolicy
 _GENERATIONS = itertools.count(1)
 
 
-class SupportUnknown(ImplementationNotFound):
+class SupportQueryFailed(ImplementationNotFound):
     """What says which cases a kernel supports raised, or took its process down."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class RemoteCall:
+class KernelProxy:
     """Stands for the calls of a kernel that is in another process."""
 
     process: KernelProcess
-    _answered: dict[Case, str | None] = dataclasses.field(default_factory=dict)
+    _support_by_case: dict[Case, str | None] = dataclasses.field(default_factory=dict)
 
     def __call__(self, *operands: Any, **options: Any) -> Any:
         """Never to be called: nothing of the kernel is here."""
@@ -43,16 +43,16 @@ class RemoteCall:
 
         It says so once: one that went by how often it was asked could have a level left out that is not declined.
         """
-        asked = dataclasses.replace(case, seed=0)
-        if asked in self._answered:
-            return self._answered[asked]
+        unseeded = dataclasses.replace(case, seed=0)
+        if unseeded in self._support_by_case:
+            return self._support_by_case[unseeded]
         try:
-            found = self.process.ask(CallRequest((), "", 0, declaration_codec.ask_support, (asked,), {}))
+            found = self.process.call(CallRequest((), "", 0, declaration_codec.evaluate_support, (unseeded,), {}))
         except (Exception, ProcessLost) as error:
             why = str(error) if isinstance(error, ProcessLost) else mishaps.told(error)
-            raise SupportUnknown(f"{self.process.name} cannot say whether it supports {case.id}: {why}") from error
-        self._answered[asked] = None if found is None else printable(str(found)[:MAX_TEXT])
-        return self._answered[asked]
+            raise SupportQueryFailed(f"{self.process.name} cannot say whether it supports {case.id}: {why}") from error
+        self._support_by_case[unseeded] = None if found is None else printable(str(found)[:MAX_TEXT])
+        return self._support_by_case[unseeded]
 
 
 class SandboxedExecutor(Executor):
@@ -71,23 +71,25 @@ class SandboxedExecutor(Executor):
         self._process, self._variant, self._generation = process, variant, generation
 
     def run(
-        self, function: Callable[Concatenate[Executor, P], Returned], *given: P.args, **named: P.kwargs
+        self, function: Callable[Concatenate[Executor, P], Returned], *args: P.args, **kwargs: P.kwargs
     ) -> Returned:
         """What `function` returns there."""
-        found: Returned = self._process.ask(self._order(function, given, named))
+        found: Returned = self._process.call(self._build_request(function, args, kwargs))
         return found
 
-    def begin(self, function: Callable[Concatenate[Executor, P], Any], *given: P.args, **named: P.kwargs) -> None:
+    def begin(self, function: Callable[Concatenate[Executor, P], Any], *args: P.args, **kwargs: P.kwargs) -> None:
         """Have the kernel's process start on what will be `run`."""
-        self._process.begin(self._order(function, given, named))
+        self._process.begin(self._build_request(function, args, kwargs))
 
     def settle(self) -> None:
         """Wait for what was begun and not asked for. Raises `ProcessLost` if the kernel's process died of it."""
         self._process.settle()
 
-    def _order(self, function: Callable[..., Any], given: tuple[Any, ...], named: Mapping[str, Any]) -> CallRequest:
+    def _build_request(
+        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> CallRequest:
         options = tuple(sorted(self.options.items()))
-        return CallRequest(options, self._variant, self._generation, function, given, named)
+        return CallRequest(options, self._variant, self._generation, function, args, kwargs)
 
     def with_default_flags(self) -> Executor | None:
         """Return an executor whose programs are compiled as JAX does by default, as its users' are; None if these are.
@@ -125,26 +127,26 @@ class SandboxedExecutor(Executor):
     @property
     def backend(self) -> str:
         """The JAX backend that it runs on."""
-        return self._process.said.backend
+        return self._process.handshake.backend
 
     @property
     def isolation(self) -> str:
         """How the kernel's process is kept from what is none of its business."""
-        return self._process.said.confined
+        return self._process.handshake.confined
 
     @property
     def devices(self) -> int:
         """How many devices there are."""
-        return self._process.said.count
+        return self._process.handshake.count
 
     @property
     def files(self) -> Mapping[str, str]:
         """The files that the kernel read as it was first loaded, with their digests."""
-        return self._process.said.files
+        return self._process.handshake.files
 
-    def take_later_files(self) -> dict[str, str]:
+    def pop_later_files(self) -> dict[str, str]:
         """Return the files that it has first read since then, each of them once."""
-        return self._process.files.take_later()
+        return self._process.files.pop_later()
 
 
 def load_sandboxed(
@@ -152,7 +154,7 @@ def load_sandboxed(
     products: str | None,
     limits: Limits,
     problem: str | None = None,
-    first: str = "",
+    first_handshake: str = "",
     sandbox: SandboxPolicy | None = None,
 ) -> Implementation:
     """The implementation called `name`, in a process of its own: all that is here is what it declares.
@@ -168,11 +170,11 @@ def load_sandboxed(
     Raises:
       ImplementationNotFound: with one line that says why.
     """
-    elsewhere = RemoteCall(KernelProcess(name, products, limits, problem, first, sandbox=sandbox))
+    proxy = KernelProxy(KernelProcess(name, products, limits, problem, first_handshake, sandbox=sandbox))
     try:
         # It goes by the name that it is found by, whatever it calls itself: that may be another's.
         return declaration_codec.parse_declarations(
-            {**elsewhere.process.said.declared, "name": name}, elsewhere, elsewhere.supports
+            {**proxy.process.handshake.declared, "name": name}, proxy, proxy.supports
         )
     except LoadFailed as error:
         raise ImplementationNotFound(str(error)) from error
@@ -180,24 +182,26 @@ def load_sandboxed(
         raise ImplementationNotFound(printable(f"{name} declares what no implementation can: {error}")) from error
 
 
-def executor_of(implementation: Implementation) -> Executor:
+def create_executor(implementation: Implementation) -> Executor:
     """The executor of an implementation, wherever it is."""
     call = implementation.call
-    return SandboxedExecutor(implementation, call.process) if isinstance(call, RemoteCall) else Executor(implementation)
+    return (
+        SandboxedExecutor(implementation, call.process) if isinstance(call, KernelProxy) else Executor(implementation)
+    )
 
 
 def collect_handshakes(implementations: Iterable[Implementation]) -> tuple[tuple[str, str], ...]:
     """What each kernel in a process of its own said of itself, by name: it must say so wherever it is judged."""
     calls = ((implementation.name, implementation.call) for implementation in implementations)
-    return tuple((name, call.process.said.text) for name, call in calls if isinstance(call, RemoteCall))
+    return tuple((name, call.process.handshake.text) for name, call in calls if isinstance(call, KernelProxy))
 
 
 def is_sandboxed(implementation: Implementation) -> bool:
     """Whether the kernel is in a process of its own."""
-    return isinstance(implementation.call, RemoteCall)
+    return isinstance(implementation.call, KernelProxy)
 
 
 def end_process(implementation: Implementation) -> None:
     """End the kernel's process, if it has one; it is started again if it is asked once more."""
-    if isinstance(implementation.call, RemoteCall):
+    if isinstance(implementation.call, KernelProxy):
         implementation.call.process.end()

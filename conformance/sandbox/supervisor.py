@@ -28,9 +28,9 @@ from conformance.sandbox.resource_usage import OverLimit, UsageMonitor, list_chi
 IS_AVAILABLE = sys.platform.startswith("linux")
 END_SIGNAL = signal.SIGUSR1
 """Ends the kernel for a judge that removes the scratch folder itself. After SIGTERM the supervisor removes it."""
-_TAKE_ORPHANS = 36
+_PR_SET_CHILD_SUBREAPER = 36
 _POLL_INTERVAL = 0.1  # seconds
-_JUDGE_MAY_END = 0.2  # seconds from when the pipes of a killed judge close one after the other
+_JUDGE_END_SECONDS = 0.2  # seconds from when the pipes of a killed judge close one after the other
 _MAX_OPEN_FILES = 4096
 
 
@@ -49,7 +49,7 @@ def start_supervised(pipes: Sequence[int], status: int, scratch: str, memory: in
         os.close(status)
         _limit_resources(memory)
         return
-    ctypes.CDLL(None).prctl(_TAKE_ORPHANS, 1, 0, 0, 0)
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
     def end_for_judge(number: int, frame: FrameType | None) -> NoReturn:
         _end_all()
@@ -130,7 +130,7 @@ def _remove_for_ended_judge(status: int, scratch: str) -> None:
     """Remove the scratch folder if nobody reads the status any more: the judge was killed."""
     watched = select.poll()
     watched.register(status, 0)
-    if watched.poll(_JUDGE_MAY_END * 1000):
+    if watched.poll(_JUDGE_END_SECONDS * 1000):
         scratch_folder.remove_folder(scratch)
 
 

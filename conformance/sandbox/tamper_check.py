@@ -31,7 +31,7 @@ operator dataclasses math io
 """
 _LIBRARIES = frozenset(_LIBRARIES_TEXT.split())
 _OURS = ("cases", "conformance")
-_USED_OF_OS = ("read", "write", "getpid", "_exit")
+_WATCHED_OS_NAMES = ("read", "write", "getpid", "_exit")
 # Honest libraries replace some of these: to trace imports, or to draw progress.
 _REPLACEABLE_BUILT_INS = (
     "__import__",
@@ -44,8 +44,16 @@ _REPLACEABLE_BUILT_INS = (
     "exit",
     "quit",
 )
-_SPECIAL = ("__getattribute__", "__getattr__", "__setattr__", "__setstate__", "__reduce__", "__reduce_ex__", "__new__")
-_NOTHING = object()
+_SPECIAL_METHODS = (
+    "__getattribute__",
+    "__getattr__",
+    "__setattr__",
+    "__setstate__",
+    "__reduce__",
+    "__reduce_ex__",
+    "__new__",
+)
+_MISSING = object()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,18 +67,18 @@ class NameSnapshot:
       jit_disabled: whether `jit` was switched off before, as `JAX_DISABLE_JIT` does.
     """
 
-    held: tuple[tuple[str, Mapping[str, Any], str, Any], ...]
+    bindings: tuple[tuple[str, Mapping[str, Any], str, Any], ...]
     functions: tuple[tuple[str, Any, Any, Any, Any], ...]
-    parts: list[Any]
+    referents: list[Any]
     jit_disabled: bool
 
 
 def take_snapshot() -> NameSnapshot:
     """Record what the functions, classes and methods of the watched modules are."""
-    held: list[tuple[str, Mapping[str, Any], str, Any]] = [
-        (f"os.{name}", vars(os), name, vars(os)[name]) for name in _USED_OF_OS
+    bindings: list[tuple[str, Mapping[str, Any], str, Any]] = [
+        (f"os.{name}", vars(os), name, vars(os)[name]) for name in _WATCHED_OS_NAMES
     ]
-    held += [
+    bindings += [
         (f"builtins.{name}", vars(builtins), name, value)
         for name, value in vars(builtins).items()
         if callable(value) and name not in _REPLACEABLE_BUILT_INS
@@ -80,47 +88,47 @@ def take_snapshot() -> NameSnapshot:
         ours = name.partition(".")[0] in _OURS
         if not (ours or name in _LIBRARIES):
             continue
-        held.append((name, sys.modules, name, module))
+        bindings.append((name, sys.modules, name, module))
         for inner, value in list(vars(module).items()):
-            called = f"{name}.{inner}"
+            label = f"{name}.{inner}"
             if callable(value):
-                held.append((called, vars(module), inner, value))
-            within = {called: value}
+                bindings.append((label, vars(module), inner, value))
+            candidates = {label: value}
             if ours and isinstance(value, type) and value.__module__ == name:
-                held += _hold_class(called, value)
-                within = {f"{called}.{method}": x for method, x in vars(value).items()}
-            for called_so, function in within.items():
+                bindings += _list_class_attributes(label, value)
+                candidates = {f"{label}.{method}": x for method, x in vars(value).items()}
+            for function_label, function in candidates.items():
                 if isinstance(function, FunctionType):
                     code = (function.__code__, function.__defaults__, function.__kwdefaults__)
-                    functions.setdefault(id(function), (called_so, function, *code))
+                    functions.setdefault(id(function), (function_label, function, *code))
     found = tuple(functions.values())
-    parts = gc.get_referents(*(function for _, function, *_ in found))
-    return NameSnapshot(tuple(held), found, parts, bool(jax.config.jax_disable_jit))  # type: ignore[attr-defined] # made as JAX is loaded
+    referents = gc.get_referents(*(function for _, function, *_ in found))
+    return NameSnapshot(tuple(bindings), found, referents, bool(jax.config.jax_disable_jit))  # type: ignore[attr-defined] # made as JAX is loaded
 
 
-def _hold_class(called: str, kind: type) -> Iterator[tuple[str, MappingProxyType[str, Any], str, Any]]:
+def _list_class_attributes(label: str, kind: type) -> Iterator[tuple[str, MappingProxyType[str, Any], str, Any]]:
     # Annotations and the like come into being when they are looked at, and nothing depends on them.
-    for name in {*vars(kind), *getattr(kind, "__dataclass_fields__", ()), *_SPECIAL}:
-        yield f"{called}.{name}", vars(kind), name, vars(kind).get(name, _NOTHING)
+    for name in {*vars(kind), *getattr(kind, "__dataclass_fields__", ()), *_SPECIAL_METHODS}:
+        yield f"{label}.{name}", vars(kind), name, vars(kind).get(name, _MISSING)
 
 
 def find_replaced(before: NameSnapshot) -> list[str]:
     """Return the watched names that mean something else than in the snapshot, sorted."""
-    found = [called for called, place, name, value in before.held if place.get(name, _NOTHING) is not value]
+    found = [label for label, place, name, value in before.bindings if place.get(name, _MISSING) is not value]
     if jax.config.jax_disable_jit and not before.jit_disabled:  # type: ignore[attr-defined] # what `jit` would have traced is never seen
         found.append("jax.jit (jax_disable_jit)")
     # To read the code of a function is an event for audit hooks (`file_watcher`), and there are thousands of functions.
     # So all they refer to is compared first. It also differs when somebody sets an attribute, which is harmless.
-    parts = gc.get_referents(*(function for _, function, *_ in before.functions))
-    if len(parts) != len(before.parts) or not all(map(operator.is_, parts, before.parts)):
+    referents = gc.get_referents(*(function for _, function, *_ in before.functions))
+    if len(referents) != len(before.referents) or not all(map(operator.is_, referents, before.referents)):
         altered = [
-            f"{called}.__code__"
-            for called, function, code, defaults, named in before.functions
+            f"{label}.__code__"
+            for label, function, code, defaults, named in before.functions
             if function.__code__ is not code
             or function.__defaults__ is not defaults
             or function.__kwdefaults__ is not named
         ]
         if not altered:
-            before.parts[:] = parts
+            before.referents[:] = referents
         found += altered
     return sorted(found)

@@ -34,7 +34,9 @@ def answering(monkeypatch: pytest.MonkeyPatch, answer: Any) -> None:
             raise answer
         return answer
 
-    monkeypatch.setattr(explore, "executor_of", lambda implementation: type("Process", (), {"run": staticmethod(run)}))
+    monkeypatch.setattr(
+        explore, "create_executor", lambda implementation: type("Process", (), {"run": staticmethod(run)})
+    )
 
 
 @pytest.mark.parametrize(

@@ -41,13 +41,13 @@ def test_there_are_as_many_error_records_as_deaths(rest: int, tmp_path: Path, mo
     (tmp_path / "kernel.py").write_text(KERNEL.format(rest=rest))
     monkeypatch.chdir(tmp_path)
     died: list[str] = []
-    how_it_ended = kernel_process._RunningProcess._how_it_ended
+    describe_end = kernel_process._RunningProcess._describe_end
 
     def count(running: kernel_process._RunningProcess) -> str:
-        died.append(how_it_ended(running))
+        died.append(describe_end(running))
         return died[-1]
 
-    monkeypatch.setattr(kernel_process._RunningProcess, "_how_it_ended", count)
+    monkeypatch.setattr(kernel_process._RunningProcess, "_describe_end", count)
     try:
         implementation = KernelOptions().find("kernel.py:dies")
     except ImplementationNotFound as error:

@@ -29,7 +29,7 @@ def ended() -> Iterator[None]:
 
 def executors(name: str) -> tuple[Executor, Executor]:
     """Executors of the kernel, under the first flags and under JAX's own."""
-    first = sandboxed_executor.executor_of(KernelOptions().find(name))
+    first = sandboxed_executor.create_executor(KernelOptions().find(name))
     second = first.with_default_flags()
     assert second is not None
     return first, second
