@@ -78,7 +78,7 @@ def test_what_an_earlier_run_left_is_not_there_when_a_kernel_is_judged_again(
     place.mkdir(parents=True)
     (place / f"jit_call-{'0' * 64}-cache").write_text("a program")
     kernel_process.end_all_processes()
-    monkeypatch.setattr("conformance.sandbox.compilation_cache._BEGAN", float("inf"))
+    monkeypatch.setattr("conformance.sandbox.compilation_cache._RUN_START", float("inf"))
     with_program = json.loads(told(first))["as it is loaded"]["scratch"]
     assert "jit_call" in with_program
     for executor in (second, first.create_fresh(), second.create_fresh()):
