@@ -1,7 +1,11 @@
-"""The process that others are forked from: it loads what they need, JAX above all, once.
+"""Run the fork server: load JAX and this project once, then fork a process for each request.
 
-It computes nothing and starts no threads, so that forking it is safe. It understands nothing of what they do: it forks
-where it is asked to, passes signals on, says how each process ended, and ends those that nobody has any more.
+The server computes nothing and starts no threads, so forking it is safe. It knows nothing of what its processes do. It
+forwards signals to them, reports how each ended, and ends those whose requesters have released them.
+
+A request is one byte with descriptors: a request socket, the process's connection, its specification, its stdout, its
+stderr, and what is passed on. The connection carries the process id and the exit code to the requester, and signals to
+the server.
 """
 
 from __future__ import annotations
@@ -27,13 +31,19 @@ from conformance.fork_server import forked_process
 _PRELOADED_MODULES = ("conformance.judging.parallel", "conformance.sandbox.kernel_server")
 _MAX_FILES = 16
 _PR_SET_PDEATHSIG = 1
-_TERMINATION_SECONDS = 10.0  # seconds that a process may take to end which nobody has any more, before it is killed
+_TERMINATION_SECONDS = 10.0  # from SIGTERM to SIGKILL, for a process that was released
 
 
 def serve(requests: int) -> None:
-    """Fork what is asked for, until nobody can ask any more and all of them have ended; in each of them, be it."""
+    """Serve requests until all clients have disconnected and all processes have ended.
+
+    In each forked process, this runs the function of its specification instead, and returns.
+
+    Args:
+      requests: the descriptor of the socket that requests come from.
+    """
     del sys.argv[1:]
-    # Who starts this may ignore or block signals, which is inherited; and all of this goes by them.
+    # The process that starts the server may ignore or block signals. Both are inherited, and the server needs them.
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -49,18 +59,18 @@ def serve(requests: int) -> None:
 
 
 class _ForkServer:
-    """What it listens to, and who lives."""
+    """The loop of the fork server, with its clients and the processes that it has forked."""
 
     def __init__(self, requests: socket.socket, import_environment: Mapping[str, str]) -> None:
         self._requests, self._import_environment = requests, import_environment
         self._pid = os.getpid()
-        self._has_clients = True  # whether anybody can ask
-        self._connections: dict[int, socket.socket] = {}  # by number: what its requester holds the other end of
-        self._kill_deadlines: dict[int, float] = {}  # those that nobody has any more, and when they are killed
+        self._has_clients = True
+        self._connections: dict[int, socket.socket] = {}  # by process id
+        self._kill_deadlines: dict[int, float] = {}  # of released processes, by process id
         self._wakeup_read, self._wakeup_write = socket.socketpair()
 
     def serve(self) -> Callable[[], None] | None:
-        """Returns in each process that is forked, with what that is to do; in this one at the end, with nothing."""
+        """Serve requests; return None in the server at the end, and in each forked process what it has to run."""
         for end in (self._wakeup_read, self._wakeup_write):
             end.setblocking(False)
         signal.signal(signal.SIGCHLD, _wake_up)
@@ -91,12 +101,12 @@ class _ForkServer:
     def _fork(self) -> Callable[[], None] | None:
         message, fds, _, _ = socket.recv_fds(self._requests, 1, _MAX_FILES)
         if not message:
-            self._has_clients = False  # who asked may have those that live all the same
+            self._has_clients = False  # clients may still wait for processes that were forked before
             return None
         try:
             requests_fd, connection_fd, spec_fd, *other_fds = fds
             pid = os.fork()
-        except (ValueError, OSError):  # too many files, or too little memory: who asked sees that it never began
+        except (ValueError, OSError):  # too many files, or too little memory: the client sees a closed connection
             for fd in fds:
                 os.close(fd)
             return None
@@ -110,7 +120,7 @@ class _ForkServer:
         return None
 
     def _forward_signal(self, child_connection: socket.socket) -> None:
-        """Pass a signal on to a process, or end it where its asker has let go of it."""
+        """Forward a signal to a process, or end the process if its requester has closed the connection."""
         (pid,) = (pid for pid, one in self._connections.items() if one is child_connection)
         try:
             message = child_connection.recv(1)
@@ -141,7 +151,10 @@ class _ForkServer:
     def _set_up_child(
         self, child_connection: socket.socket, requests_fd: int, spec_fd: int, fds: Sequence[int]
     ) -> Callable[[], None]:
-        """In a process that was forked: have nothing that is another's, and then be what the letter says."""
+        """Prepare a forked process, and return what it has to run.
+
+        Nothing of the server or of other processes stays open in it.
+        """
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -156,7 +169,7 @@ class _ForkServer:
         os.setsid()
         if sys.platform.startswith("linux"):
             ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
-        if os.getppid() != self._pid:  # the origin was killed before
+        if os.getppid() != self._pid:  # the server was killed before PR_SET_PDEATHSIG took effect
             sys.exit(1)
         with open(spec_fd, "rb") as file:
             spec: forked_process.ProcessSpec = pickle.load(file)
@@ -170,28 +183,31 @@ class _ForkServer:
         passed = [_renumber(fd) for fd in fds[2:]]
         os.environ.clear()
         os.environ.update(spec.environ)
-        tempfile.tempdir = None  # it goes by the environment
+        tempfile.tempdir = None  # so that it is found again, in the new environment
         environment.set_flags()
         os.chdir(spec.folder)
-        for generator in (random, sys.modules.get("numpy.random")):  # or all would draw the same
+        for generator in (random, sys.modules.get("numpy.random")):  # all processes inherit the same state
             if generator is not None:
                 generator.seed()
         return lambda: spec.function(*passed, *spec.arguments)
 
 
 def _renumber(fd: int) -> int:
-    """Give a file the lowest free number. The one it was received by tells how many processes there were."""
+    """Duplicate a descriptor to the lowest free number, and close the original.
+
+    The original number depends on how many processes the server has, which a kernel must not learn.
+    """
     lowest = os.dup(fd)
     os.close(fd)
     return lowest
 
 
 def _wake_up(number: int, frame: FrameType | None) -> None:
-    """Have the signal wake who waits, and no more."""
+    """Do nothing: Python writes to the wakeup descriptor when a signal has a handler, and that ends the wait."""
 
 
 def _send_integer(child_connection: socket.socket, value: int) -> None:
-    with contextlib.suppress(OSError):  # who asked has ended
+    with contextlib.suppress(OSError):  # the requester has ended
         child_connection.send(forked_process.INT32.pack(value))
 
 
