@@ -1,4 +1,7 @@
-"""What an implementation declares, as data; and the implementation as the judge knows it, made of that."""
+"""Serialize the declarations of an implementation in its process, and rebuild an implementation from them in the judge.
+
+The rebuilt implementation has all declarations and no function of the kernel.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,7 @@ _FIELD_TYPES = {
 
 
 def serialize_declarations(implementation: Implementation) -> dict[str, Any]:
-    """What `implementation` declares: numbers and words alone."""
+    """Return the declarations of an implementation as plain data: numbers, strings, lists and dicts."""
     support, accelerator = implementation.supports_case, implementation.accelerator
     return {
         **{name: getattr(implementation, name) for name in _PLAIN_FIELDS},
@@ -64,15 +67,15 @@ def serialize_declarations(implementation: Implementation) -> dict[str, Any]:
 def parse_declarations(
     declared: Mapping[str, Any], call: Callable[..., Any], query_support: Callable[[Case], str | None]
 ) -> Implementation:
-    """The implementation that declares what was `said`.
+    """Return an implementation with these declarations.
 
     Args:
-      said: what `told` wrote.
-      call: stands for every call that it has, none of which is here.
-      asks: asks it whether it supports a case, if no declaration says so.
+      declared: data of the kernel's process, as `serialize_declarations` returns it. It may be forged.
+      call: stands for each of its functions.
+      query_support: asks the kernel's process whether it supports a case, for a kernel that has a function for this.
 
     Raises:
-      ValueError: for what no implementation declares.
+      ValueError: if a declaration has a value that no implementation may declare.
     """
     for name, kind in _FIELD_TYPES.items():
         if type(declared[name]) is not kind:
@@ -116,6 +119,9 @@ def parse_declarations(
 
 
 def evaluate_support(executor: Executor, case: Case) -> str | None:
-    """Whether the implementation supports a case, as its own function says; asked of the kernel's process."""
-    asked = executor.implementation.supports_case
-    return None if asked is None else asked(case)
+    """Return why the implementation does not support a case, by its own function; None if it does.
+
+    This runs in the kernel's process.
+    """
+    supports_case = executor.implementation.supports_case
+    return None if supports_case is None else supports_case(case)

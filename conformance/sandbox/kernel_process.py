@@ -1,4 +1,8 @@
-"""Start, call, watch and end a kernel's process, from the judge."""
+"""Start, call, watch and end a kernel's process, from the judge.
+
+`KernelProcess` stands for a kernel and starts a process for it when it is needed. `_RunningProcess` is one such process
+with its pipes. A process that dies, takes too long or answers nonsense is ended, and the next call starts another one.
+"""
 
 from __future__ import annotations
 
@@ -35,20 +39,18 @@ from conformance.sandbox.policy import SandboxPolicy
 from conformance.sandbox.scratch_folder import ScratchFolder
 
 _POLL_INTERVAL = 0.05
-_END_SECONDS = 5.0  # seconds that ending a process and all that it started may take, before it is killed
+_END_SECONDS = 5.0  # from the signal to the supervisor to SIGKILL: time to end all that the kernel started
 _MAX_STATUS = 4096
 _MAX_KEPT_OUTPUT = 4096  # bytes
-_PIPE_BYTES = 2**20  # bytes that a pipe holds, where the system allows it: operands and results pass at one go
-_DEFAULT_PIPE_BYTES = 2**16  # what one holds otherwise
+_PIPE_BYTES = 2**20  # capacity of a pipe where the system allows it: operands and results pass in one write
+_DEFAULT_PIPE_BYTES = 2**16  # capacity of a pipe otherwise
 _MAX_PENDING = 4
-# After so many calls that did not return, others get a multiple of what the slowest took that did.
+# After so many timeouts, a call gets a multiple of the time of the slowest call that returned.
 _TIMEOUTS_BEFORE_CUT = 2
-_MIN_LOAD_SECONDS = (
-    120.0  # seconds that loading a kernel may take at least: JAX is imported for it, and no call is made
-)
+_MIN_LOAD_SECONDS = 120.0  # `--timeout` limits calls; loading, which may import JAX, gets at least this
 _MIN_CALL_SECONDS = 10.0
 _SLOWEST_MULTIPLE = 5
-# What caches of compilers go by: they belong into the scratch folder, the only one that may be written to.
+# Variables that name cache folders of compilers. These must lie in the scratch folder, the only writable one.
 _CACHE_VARIABLES = (
     "TMPDIR",
     "XDG_CACHE_HOME",
@@ -61,36 +63,47 @@ _CACHE_VARIABLES = (
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """The seconds that one call of a kernel may take, and the bytes of memory and files that its processes may hold."""
+    """Limits of a kernel's process.
+
+    Attributes:
+      seconds: how long one call may take.
+      memory: how many bytes of memory and files the kernel's processes may hold together; zero for no limit.
+    """
 
     seconds: float = 300.0
     memory: int = 0
 
     @classmethod
     def from_options(cls, seconds: float | None, gib: float | None) -> Limits:
-        """Return the limits of a command line; by default half of the machine's memory."""
+        """Return the limits for `--timeout` and `--memory`; by default memory is half of the machine's."""
         memory = int(gib * 2**30) if gib is not None else os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
         return cls(cls.seconds if seconds is None else seconds, memory)
 
 
 class ProcessLost(BaseException):
-    """The kernel's process is gone, or had to be ended; the message says why.
+    """Raised when the kernel's process has died or had to be ended; the message says why.
 
-    It is no `Exception`: no check may take it for something that the kernel raised. It ends the job.
+    It is not an `Exception`, so no check takes it for an error that the kernel raised. It ends the job.
     """
 
 
 class CallTimeout(ProcessLost):
-    """A call took longer than it may."""
+    """Raised when a call takes longer than its limit."""
 
 
 class LoadFailed(Exception):  # noqa: N818 -- a statement, as the message is
-    """The kernel could not be loaded; the message is one line."""
+    """Raised when the kernel could not be loaded; the message is one line."""
 
 
 @dataclasses.dataclass(eq=False)
 class _PendingCall:
-    """A call that was begun: its request, the bytes of that, and the answer once it is received."""
+    """A call that was begun and whose result nobody has asked for yet.
+
+    Attributes:
+      request: what was asked.
+      size: the bytes of the serialized request.
+      message: the answer, once it is received.
+    """
 
     request: CallRequest
     size: int
@@ -98,7 +111,7 @@ class _PendingCall:
 
 
 class KernelProcess:
-    """The process of one kernel. It is started by the first call, and by the next one after it was lost."""
+    """The process of one kernel. The first call starts it, and so does the next call after it was lost."""
 
     def __init__(
         self,
@@ -112,17 +125,17 @@ class KernelProcess:
         *,
         reads_cache: bool = True,
     ) -> None:
-        """Prepare the process of a kernel; nothing is started yet.
+        """Prepare the process of a kernel, without starting it.
 
         Args:
-          name: of the kernel, as `--impl` has it.
-          products: what `--products` says.
-          limits: of one call.
-          problem: what `--problem` says.
-          first: the text of the first handshake of this kernel in another process, if there was one.
-          xla_flags: the flags of XLA, if they are not those of the environment.
-          sandbox: what the command says of the sandbox.
-          reads_cache: whether it finds what earlier runs compiled.
+          name: the kernel, as given to `--impl`.
+          products: the value of `--products`.
+          limits: limits of a call and of memory.
+          problem: the value of `--problem`.
+          first_handshake: the text of the kernel's first handshake, if another process has had it.
+          xla_flags: flags of XLA, if they are not those of the environment.
+          sandbox: the command's policy for the sandbox.
+          reads_cache: whether the process may read programs that earlier runs compiled.
         """
         self._sandbox = SandboxPolicy() if sandbox is None else sandbox
         self.name, self.limits = name, limits
@@ -132,25 +145,25 @@ class KernelProcess:
         self._with_default_flags: KernelProcess | None = None
         self._products, self._problem = products, problem
         self._running: list[_RunningProcess] = []  # at most one
-        self._pending: collections.deque[_PendingCall] = collections.deque()  # results that nobody has asked for yet
+        self._pending: collections.deque[_PendingCall] = collections.deque()  # in the order of their answers
         self._handshake: Handshake | None = None
-        self._slowest_seconds = 0.0  # of the calls that returned, in seconds
+        self._slowest_seconds = 0.0  # time of the slowest call that returned
         self._timeouts = 0
-        self._lost: ProcessLost | None = None  # a death that `begin` has noticed
-        # Ends the process when nobody refers to this any more, and when the judge ends.
+        self._lost: ProcessLost | None = None  # a loss that `begin` has noticed and nobody has raised yet
+        # End the process when this object is collected, and when the judge ends.
         weakref.finalize(self, _end, self._running)
         _ALL.add(self)
 
     @property
     def handshake(self) -> Handshake:
-        """Return the first handshake, in which the kernel declares what it does."""
+        """Return the kernel's handshake; start its process if there was none."""
         if self._handshake is None:
             self._start()
         assert self._handshake is not None
         return self._handshake
 
     def with_default_flags(self) -> KernelProcess:
-        """Return another process of the same kernel, whose programs are compiled as JAX does by default."""
+        """Return another process of the same kernel, which compiles under JAX's default flags."""
         if self._with_default_flags is None:
             self._with_default_flags = self.create_fresh(environment.default_flags())
         return self._with_default_flags
@@ -158,7 +171,7 @@ class KernelProcess:
     def create_fresh(self, xla_flags: str | None = None) -> KernelProcess:
         """Return another process of the same kernel, under the same XLA flags unless others are given.
 
-        It finds no program of an earlier run. All that are made in this way are alike, but for what XLA reads.
+        It reads no programs of earlier runs. The kernel sees the same in all such processes, except the flags of XLA.
         """
         arguments = (self.name, self._products, self.limits, self._problem, self.handshake.text)
         flags = self._xla_flags if xla_flags is None else xla_flags
@@ -167,19 +180,19 @@ class KernelProcess:
         return other
 
     def begin(self, request: CallRequest) -> None:
-        """Start a call whose result will be asked for; meanwhile the judge computes what to expect."""
+        """Start a call whose result `call` returns later. Meanwhile the judge computes the expected result."""
         if not self._running:
-            return  # `ask` will raise why it does not start
+            return  # `call` will start the process, and raise if that fails
         packed = protocol.pack_request(request)
         while len(self._pending) >= _MAX_PENDING and self._pending[0].message is not None:
             self._pending.popleft()
         unanswered = [one for one in self._pending if one.message is None]
         if unanswered and sum(one.size for one in unanswered) + len(packed) > self._running[0].room:
-            return  # it may be writing an answer, and both would wait for the other to read
+            return  # the process may be writing an answer: then each side would wait for the other to read
         try:
             self._running[0].send(packed, self._current_limits, is_busy=bool(unanswered))
             self._pending.append(_PendingCall(request, len(packed)))
-        except ProcessLost as lost:  # the next `ask` raises it, or `settle`
+        except ProcessLost as lost:  # the next `call` or `settle` raises it
             self._timeouts += isinstance(lost, CallTimeout)
             self.end()
             self._lost = lost
@@ -188,7 +201,7 @@ class KernelProcess:
         """Call a function in the kernel's process and return its result.
 
         Raises:
-          ProcessLost: if the process dies, takes too long, takes too much memory, or answers what cannot be read.
+          ProcessLost: if the process dies, takes too long or too much memory, or its answer cannot be read.
           Exception: what the kernel raised, as an exception of the same name.
         """
         self._raise_lost()
@@ -211,15 +224,15 @@ class KernelProcess:
             self._timeouts += isinstance(lost, CallTimeout)
             self.end()
             raise
-        except KeyboardInterrupt:  # the answer may be half read
+        except KeyboardInterrupt:  # the answer may have been read in part
             self.end()
             raise
 
     def settle(self) -> None:
-        """Wait for pending calls whose results nobody has asked for, and forget them.
+        """Wait for all pending calls, and discard their results.
 
         Raises:
-          ProcessLost: if the process died of it.
+          ProcessLost: if the process was lost in one of them.
         """
         self._raise_lost()
         try:
@@ -232,13 +245,13 @@ class KernelProcess:
         self._pending.clear()
 
     def _raise_lost(self) -> None:
-        """Raise the death that `begin` has noticed, once."""
+        """Raise the loss that `begin` has noticed, once."""
         lost, self._lost = self._lost, None
         if lost is not None:
             raise lost
 
     def _receive_pending(self, last: _PendingCall | None) -> None:
-        """Receive the answers to pending calls in their order: up to `last`, or all of them."""
+        """Receive the answers to pending calls in order: up to `last`, or all of them."""
         for one in self._pending:
             if one.message is None:
                 one.message = self._receive(one.request)
@@ -246,7 +259,7 @@ class KernelProcess:
                 return
 
     def _receive(self, request: CallRequest) -> Any:
-        """Receive the answer to a call, and read the files that it names. Raises `ProcessLost`."""
+        """Receive the answer to a call, and record the files that it reports. Raises `ProcessLost`."""
         message = self._running[0].receive(self._current_limits, _max_bytes(request))
         self._record_files(message)
         return message
@@ -261,17 +274,14 @@ class KernelProcess:
 
     @property
     def _current_limits(self) -> Limits:
-        """Return the limits of the next call, with less time for a kernel that has hung before.
-
-        It may hang in hundreds of cases.
-        """
+        """Return the limits of the next call. A kernel that has hung gets less time, as it may hang in many cases."""
         if self._timeouts < _TIMEOUTS_BEFORE_CUT:
             return self.limits
         seconds = min(self.limits.seconds, max(_MIN_CALL_SECONDS, _SLOWEST_MULTIPLE * self._slowest_seconds))
         return dataclasses.replace(self.limits, seconds=seconds)
 
     def _start(self) -> None:
-        with interrupts.held():  # or nobody would end it, and remove its folder
+        with interrupts.held():  # an interrupt here would leave the process, and its folder, to nobody
             running = _RunningProcess(self._cache_folder, self.limits, self._sandbox, reads_cache=self._reads_cache)
             self._running.append(running)
         try:
@@ -282,7 +292,7 @@ class KernelProcess:
         except ProcessLost as lost:
             self.end()
             raise LoadFailed(f"{self.name} does not load: {lost}") from lost
-        except Exception as error:  # of whatever type the kernel's import raised
+        except Exception as error:  # of any type: the kernel's import raised it
             self.end()
             message = str(error).strip() or f"{self.name} does not import: {mishaps.told(error)}"
             raise LoadFailed(records.printable(message.split("\n")[0]) + running.denial) from error
@@ -294,7 +304,7 @@ class KernelProcess:
         self._first_handshake = self._handshake.text
 
     def end(self) -> None:
-        """End the process, and all that it started."""
+        """End the process with all that it started. The next call starts it again."""
         self._pending.clear()
         _end(self._running)
         if self._with_default_flags is not None:
@@ -305,7 +315,7 @@ _ALL: weakref.WeakSet[KernelProcess] = weakref.WeakSet()
 
 
 def end_all_processes() -> None:
-    """End the processes of all kernels, at the end of a command. A later call starts one again."""
+    """End the processes of all kernels, at the end of a command. The next call of a kernel starts its process again."""
     for process in list(_ALL):
         process.end()
 
@@ -317,12 +327,12 @@ def _end(running: list[_RunningProcess]) -> None:
 
 
 def _max_bytes(request: CallRequest) -> int:
-    """Return the most bytes of arrays that an answer may have."""
+    """Return how many bytes of arrays the answer to a request may have."""
     return protocol.max_array_bytes(request.arguments, request.keywords)
 
 
 class _RunningProcess:
-    """A kernel's process that was started, from its start to its end."""
+    """One started process of a kernel, with its pipes and its scratch folder."""
 
     def __init__(self, cache_folder: Path | None, limits: Limits, sandbox: SandboxPolicy, *, reads_cache: bool) -> None:
         self._sandbox = sandbox
@@ -351,37 +361,43 @@ class _RunningProcess:
         for pipe in (*child_pipes, output):
             os.close(pipe)
         self.confined = ""
-        self.denial = ""  # what of the last error the sandbox caused
+        self.denial = ""  # explains the kernel's last error, if the sandbox caused it
         self._output_parts: collections.deque[bytes] = collections.deque(maxlen=4)
-        self._output_lock = threading.Lock()  # two threads read from the pipe of what is printed
+        self._output_lock = threading.Lock()  # two threads read the output
         self._output_reader = threading.Thread(target=self._drain_output, daemon=True)
         self._output_reader.start()
 
     def load(self, name: str, products: str | None, problem: str | None, xla_flags: str | None, limits: Limits) -> Any:
-        """Load the kernel and return its handshake."""
+        """Have the process load the kernel, and return its answer, the handshake."""
         load = LoadRequest(name, products, problem, (os.getcwd(), *sys.path), self._scratch.path, self._sandbox)
-        for request in (xla_flags, load):  # the flags by themselves: the kernel finds what is loaded in frames above it
+        for request in (xla_flags, load):  # two requests: a kernel finds the second in frames above it
             self._write(protocol.pack_request(request), time.monotonic() + limits.seconds)
-        self.confined = str(self.receive(limits, 0))  # sent before anything of the kernel's runs
+        self.confined = str(self.receive(limits, 0))  # sent before any code of the kernel runs
         return self.receive(limits, 0)
 
     @property
     def room(self) -> int:
-        """Return how many bytes of requests may wait in the pipe."""
+        """Return how many bytes of requests may wait in the pipe: half of its capacity."""
         try:
             return fcntl.fcntl(self._requests, fcntl.F_GETPIPE_SZ) // 2
         except (AttributeError, OSError):
             return _DEFAULT_PIPE_BYTES // 2
 
     def send(self, packed: bytes, limits: Limits, *, is_busy: bool = False) -> None:
-        """Send a request; `receive` returns its answer. `is_busy` says whether the process works on another."""
+        """Send a request; `receive` returns its answer.
+
+        Args:
+          packed: the serialized request.
+          limits: limits of the call.
+          is_busy: whether the process still works on an earlier request.
+        """
         if not is_busy:
             self._read_output()
-            self._output_parts.clear()  # what it printed before belongs to other requests
+            self._output_parts.clear()  # it belongs to earlier requests
         self._write(packed, time.monotonic() + limits.seconds)
 
     def receive(self, limits: Limits, max_bytes: int) -> Any:
-        """Return the next answer, which may have so many bytes of arrays."""
+        """Receive the next answer, with at most `max_bytes` bytes of arrays. Raises `ProcessLost`."""
         deadline = time.monotonic() + limits.seconds
         try:
             text, rest = protocol.parse_lengths(self._read(protocol.LENGTHS.size, deadline, limits), max_bytes)
@@ -390,20 +406,20 @@ class _RunningProcess:
             raise ProcessLost(f"the kernel's process gave {error}{self.format_output()}") from error
 
     def format_output(self) -> str:
-        """Return the last lines that the process printed, in brackets, or nothing."""
+        """Return the last lines that the process printed, in brackets; empty if it printed nothing."""
         self._read_output()
         text = b"".join(self._output_parts)[-_MAX_KEPT_OUTPUT:].decode(errors="replace")
         lines = [records.printable(line.strip()) for line in text.splitlines() if line.strip()]
         return f" (it printed: {' | '.join(lines[-3:])[:300]})" if lines else ""
 
     def end(self) -> None:
-        """Kill the process with all that it started, and remove its folder."""
-        self._process.signal(supervisor.END_SIGNAL)  # the supervisor ends all that is below it
+        """End the process with all that it started, store its compiled programs and remove its scratch folder."""
+        self._process.signal(supervisor.END_SIGNAL)  # the supervisor kills all its descendants
         if not supervisor.IS_AVAILABLE or self._process.wait(_END_SECONDS) is None:
             self._process.signal(signal.SIGKILL)
             self._process.wait(_END_SECONDS)
         self._process.release()
-        self._output_reader.join(timeout=1.0)  # what it started and let go of may still hold its output
+        self._output_reader.join(timeout=1.0)  # without a supervisor, a descendant may still hold the pipe
         with self._output_lock:
             for pipe in (self._requests, self._answers, self._output, self._status):
                 with contextlib.suppress(OSError):
@@ -413,13 +429,13 @@ class _RunningProcess:
         self._scratch.remove()
 
     def _drain_output(self) -> None:
-        """Read what is printed all the time, so that the pipe does not fill up."""
-        with contextlib.suppress(OSError, ValueError):  # it was closed meanwhile
+        """Read the output continuously, so that the pipe does not fill up. This runs in a thread."""
+        with contextlib.suppress(OSError, ValueError):  # `end` closes the pipe
             while self._read_output():
                 select.select((self._output,), (), ())
 
     def _read_output(self) -> bool:
-        """Read all that is in the pipe, store the last of it, and return whether more can come.
+        """Read what is in the pipe of output, keep the end of it, and return whether more may come.
 
         After an answer was received, this finds all that was printed before it.
         """
@@ -465,7 +481,7 @@ class _RunningProcess:
         return bytes(received)
 
     def _describe_end(self) -> str:
-        """Say how the process ended: by the supervisor's words, its signal or its exit code."""
+        """Describe how the process ended: by the supervisor's message, its signal or its exit code."""
         code = self._process.wait(_END_SECONDS)
         with contextlib.suppress(BlockingIOError):
             if reason := os.read(self._status, _MAX_STATUS):
@@ -479,7 +495,12 @@ class _RunningProcess:
 
 
 def _unpack_result(message: Any, running: _RunningProcess) -> Any:
-    """Return the result in an answer. Raises what the kernel raised, and `ProcessLost` for what is no answer."""
+    """Return the result in an answer.
+
+    Raises:
+      ProcessLost: if this is no valid answer, or the kernel has replaced something that it is asked with.
+      Exception: what the kernel raised, as an exception of the same name.
+    """
     if isinstance(message, dict) and list(message) == ["returned", "replaced", "files"]:
         if not isinstance(message["replaced"], list):
             raise ProcessLost("the kernel's process answered with what is no answer")

@@ -1,6 +1,7 @@
-"""Run a kernel in its own process: load it, do what is asked, and answer with data.
+"""Run a kernel in its own process: confine the process, load the kernel, execute requests and answer with data.
 
-The process begins with two pipes. The first request is the flags of XLA, the second says which kernel to load.
+The fork server runs `serve` in a new process. The first request has the flags of XLA, the second names the kernel to
+load. All later ones are calls.
 """
 
 from __future__ import annotations
@@ -33,12 +34,12 @@ class LoadRequest:
     """The kernel to load, and what its process may do.
 
     Attributes:
-      name: as `--impl` has it.
+      name: the kernel, as given to `--impl`.
       products: the value of `--products`.
       problem: the value of `--problem`.
       path: `sys.path` of the judge.
       scratch: the folder that the process may write to.
-      sandbox: what the command says of the sandbox.
+      sandbox: the command's policy for the sandbox.
     """
 
     name: str
@@ -54,12 +55,12 @@ class CallRequest:
     """A function to call with an executor of the kernel, and its arguments.
 
     Attributes:
-      options: of the compiler.
-      variant: which of the implementation's other calls, or "" for its own.
-      generation: which of several executors that are otherwise alike; each compiles for itself.
+      options: options of the compiler.
+      variant: the name of one of the implementation's variants; empty for its plain call.
+      generation: distinguishes executors that are otherwise alike; each compiles for itself.
       function: a function of `conformance.driving`, or of another module of this project.
-      given: its arguments behind the executor.
-      named: its keyword arguments.
+      arguments: its arguments after the executor.
+      keywords: its keyword arguments.
     """
 
     options: tuple[tuple[str, bool | int], ...]
@@ -70,7 +71,7 @@ class CallRequest:
     keywords: Mapping[str, Any]
 
     def is_same(self, other: CallRequest) -> bool:
-        """Tell whether the other request asks for the same, with the very same objects as arguments."""
+        """Tell whether the other request is the same call with identical objects as arguments."""
         own, others = (dataclasses.replace(one, arguments=(), keywords={}) for one in (self, other))
         arguments = len(self.arguments) == len(other.arguments) and all(
             map(operator.is_, self.arguments, other.arguments)
@@ -79,13 +80,15 @@ class CallRequest:
 
 
 def serve(requests: int, answers: int, status: int, scratch: str, memory: int) -> None:
-    """Serve until the requests end, in a child: the process that was called supervises it.
+    """Load the kernel that is requested and answer requests, until the pipe of requests ends.
+
+    This process forks: the child runs the kernel, and the parent supervises it.
 
     Args:
-      requests: the pipe of requests.
-      answers: the pipe of answers.
-      status: the pipe in which the supervisor says which limit was passed.
-      scratch: the folder that may be written to.
+      requests: the descriptor that requests are read from.
+      answers: the descriptor that answers are written to.
+      status: the descriptor where the supervisor writes which limit was exceeded.
+      scratch: the folder that the kernel may write to.
       memory: bytes of memory and files that the kernel's processes may hold together; zero for no limit.
     """
     supervisor.start_supervised((requests, answers), status, scratch, memory)
@@ -100,13 +103,13 @@ def serve(requests: int, answers: int, status: int, scratch: str, memory: int) -
     answering.send_value(answers, isolation)
     try:
         environment.start_backends(xla_flags)
-        del xla_flags  # nothing in the frames above the kernel's calls says which they are
+        del xla_flags  # the kernel can read the variables of frames above its own
         _import_request_functions()
         snapshot = answering.tamper_check.take_snapshot()
         files = answering.file_watcher.FileWatcher(load_request.scratch)
         get_executor, handshake = _load_kernel(load_request)
         loaded = {"opened": files.report(), "installed": files.list_installed_modules()}
-    except BaseException as error:  # an import may raise anything, and the judge reports it
+    except BaseException as error:  # the kernel's import may raise anything; the judge reports it
         answering.send_error(answers, error)
         return
     answering.send_value(answers, {"returned": handshake, "replaced": [], "files": loaded})
@@ -118,7 +121,7 @@ def serve(requests: int, answers: int, status: int, scratch: str, memory: int) -
 
 
 def _find_readable(load_request: LoadRequest, trees: Iterable[Path]) -> Iterator[Path]:
-    """Yield what this kernel may read: its sources, what the command adds, and programs compiled before."""
+    """Yield what this kernel may read: its sources, what the command adds, and cached programs."""
     hidden = [Path(name) for name in load_request.sandbox.hidden]
     for tree in trees:
         yield from policy.find_readable_sources(tree, hidden)
@@ -129,13 +132,13 @@ def _find_readable(load_request: LoadRequest, trees: Iterable[Path]) -> Iterator
 
 
 def _import_request_functions() -> None:
-    """Import what requests call, before the kernel could replace anything in it."""
+    """Import the functions that requests call, before the kernel can replace any of them."""
     for module in pkgutil.iter_modules(conformance.driving.__path__):
         importlib.import_module(f"{conformance.driving.__name__}.{module.name}")
 
 
 def _load_kernel(load_request: LoadRequest) -> tuple[Callable[[CallRequest], Executor], dict[str, Any]]:
-    """Import the kernel; return a function that finds the executor for a request, and what the kernel declares."""
+    """Import the kernel; return a function that returns the executor for a request, and the handshake."""
     implementation = registry.find(load_request.name, products=load_request.products, problem=load_request.problem)  # type: ignore[arg-type] # checked before
     executors: dict[Any, Executor] = {}
 
@@ -145,7 +148,7 @@ def _load_kernel(load_request: LoadRequest) -> tuple[Callable[[CallRequest], Exe
             plain = Executor(implementation, dict(request.options))
             executors[key] = plain.variant(request.variant) if request.variant else plain
             for old in [one for one in executors if 0 < one[2] < request.generation]:
-                del executors[old]  # each generation is asked once
+                del executors[old]  # fresh executors are used one after the other
         return executors[key]
 
     programs = compilation_cache.find_linked_programs(load_request.scratch)

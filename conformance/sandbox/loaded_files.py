@@ -1,7 +1,7 @@
-"""The files that a kernel's processes have read, with their digests, which the judge makes itself.
+"""Record which files a kernel's processes have read, with digests that the judge computes.
 
-A process names the files (`conformance.sandbox.file_watcher`). The judge reads them as soon as it hears of them, and
-each time that it hears of them again: all processes of a kernel, at all times, must have found the same in them.
+A kernel's process reports paths (`conformance.sandbox.file_watcher`). The judge hashes a file whenever it is reported.
+All processes of a kernel must have read the same content at all times: a changed file ends the process.
 """
 
 from __future__ import annotations
@@ -17,23 +17,28 @@ from typing import Any
 from conformance.calling import installed_packages
 from conformance.records import printable
 
-_DIGEST_DIGITS = 32  # of a digest: nobody finds two files that have these in common
-_MAX_HASHED_BYTES = 2**32  # bytes of a file that is read for its digest; a larger one goes by its size
+_DIGEST_DIGITS = 32  # of hexadecimal: 128 bits, so that no two files with the same digest can be found
+_MAX_HASHED_BYTES = 2**32  # a larger file is not read; its digest is of its size
 _CHUNK_BYTES = 2**20
 _MAX_NAMES = 10_000  # in one answer
 _PACKAGE_PREFIX = "package "
-_SETTLE_SECONDS = 1.0  # seconds after which a change of a file shows in its times
+_SETTLE_SECONDS = 1.0  # seconds; a file that changed more recently may change again without a new timestamp
 
 
 class FileChanged(Exception):  # noqa: N818 -- a statement, as the message is
-    """A file is not what it was when the kernel first read it; the message names it."""
+    """Raised when a file has changed since the kernel first read it; the message names the file."""
 
 
 class LoadedFiles:
-    """The files of one kernel: those that it read as it was first loaded, and those that it read later."""
+    """The files that one kernel read: when it was first loaded, and later."""
 
     def __init__(self, kernel: str, files_at_load: Mapping[str, str] | None = None) -> None:
-        """For the kernel that goes by this name; `at_load` is what another process of the judge's knows of it."""
+        """Start a record.
+
+        Args:
+          kernel: the kernel, as given to `--impl`.
+          files_at_load: its files at load, if another process of the judge has recorded them.
+        """
         self._folder = _find_folder(kernel)
         self._at_load = files_at_load
         self._known = dict(files_at_load or {})
@@ -41,18 +46,21 @@ class LoadedFiles:
 
     @property
     def files_at_load(self) -> Mapping[str, str]:
-        """Digests of the files that were read as the kernel was first loaded, and of the packages that it imported."""
+        """Return digests by name: of files read until the kernel was first loaded, and of packages that it imported.
+
+        The first use of this property ends the loading: files that are recorded later are new.
+        """
         if self._at_load is None:
             self._at_load = dict(self._known)
             self._new_files = {}
         return self._at_load
 
     def record_reported(self, answer: Any) -> None:
-        """Read the files that an answer of a kernel's process names.
+        """Hash and record the files that an answer of a kernel's process reports.
 
         Raises:
-          FileChanged: if one of them is not what it was.
-          ValueError: if what should be names is something else.
+          FileChanged: if one of them has changed.
+          ValueError: if the report is not a list of paths.
         """
         report = answer.get("files", {}) if isinstance(answer, dict) else {}
         if not isinstance(report, dict):
@@ -70,12 +78,12 @@ class LoadedFiles:
                 self._known[name] = self._new_files[name] = digest
 
     def pop_later(self) -> dict[str, str]:
-        """Return the files that were read after the kernel was first loaded, each of them once."""
+        """Return the new files since the last call: those that were first read after the kernel was loaded."""
         found, self._new_files = self._new_files, {}
         return found
 
     def _digest_packages(self, modules: Iterable[str]) -> dict[str, str]:
-        """Digests of the packages that modules belong to, and of modules that are not as their package's list says."""
+        """Return digests of the packages of these modules, and of modules that differ from their package's list."""
         found = {}
         folders = installed_packages.package_folders()
         for module in modules:
@@ -91,7 +99,7 @@ class LoadedFiles:
         return found
 
     def _shorten_path(self, path: str) -> str:
-        """The path, from the current folder if it is there or below the kernel's."""
+        """Return a path for a record: relative if it lies below the current folder or the kernel's folder."""
         here = os.getcwd()
         if any(path.startswith(f"{folder}{os.sep}") for folder in (here, self._folder) if folder):
             path = os.path.relpath(path, here)
@@ -99,7 +107,11 @@ class LoadedFiles:
 
 
 def find_changed(files: Iterable[tuple[str, str]]) -> list[str]:
-    """Say which files are not what they were: of each a name and the digest that it had, once or several times."""
+    """Return a sentence for each file that has changed.
+
+    Args:
+      files: names with recorded digests. A name may occur several times.
+    """
     found: dict[str, str] = {}
     first: dict[str, str] = {}
     for name, digest in files:
@@ -125,7 +137,7 @@ def _find_folder(kernel: str) -> str:
 
 
 def _digest_file(path: str) -> str:
-    """The digest of a file; empty for what is not there, cannot be read, or is no file."""
+    """Return the digest of a file as text; empty if it cannot be read or is no regular file."""
     content = _hash_file(path)
     return "" if content is None else _format_digest(content)
 
@@ -134,13 +146,13 @@ def _format_digest(content: bytes) -> str:
     return content.hex()[:_DIGEST_DIGITS]
 
 
-_hash_cache: dict[tuple[int, ...], bytes] = {}  # by what the system says of a file, which changes with its content
+_hash_cache: dict[tuple[int, ...], bytes] = {}  # by device, inode, size and times
 
 
 def _hash_file(path: str) -> bytes | None:
-    """The SHA-256 of a file; none for what is not there, cannot be read, or is no file."""
+    """Return the SHA-256 of a file; None if it cannot be read or is no regular file."""
     try:
-        opened = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # a pipe does not stop this
+        opened = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # do not wait for a pipe
     except OSError:
         return None
     try:
@@ -156,7 +168,7 @@ def _hash_file(path: str) -> bytes | None:
         else:
             while part := os.read(opened, _CHUNK_BYTES):
                 whole.update(part)
-        # Times are coarse: what was written a moment ago may be written again within the same tick.
+        # Timestamps are coarse: a file that was just written may be written again without a new timestamp.
         if time.time() - max(about.st_mtime, about.st_ctime) > _SETTLE_SECONDS:
             _hash_cache[key] = whole.digest()
         return whole.digest()

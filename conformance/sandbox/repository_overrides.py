@@ -1,8 +1,8 @@
-"""Whether what judges is what it was: no function of it has come from the folder of the kernel's own repository.
+"""Find functions and modules of the judge that the kernel's repository has replaced.
 
-The gate runs in pytest's process, and so does a `conftest.py`. What that puts in the place of a function of this
-project, of NumPy or of JAX decides about verdicts, and often nobody meant it to: a wrapper that logs, a stub that
-another test needs. What is replaced by name is found; what is changed further inside is not.
+The gate runs in pytest's process, and so does a `conftest.py` of the repository. If that replaces a function of this
+project, of NumPy or of JAX, verdicts depend on it. Often this is an accident: a wrapper that logs, a stub that another
+test needs. Replaced names are found; changes inside of objects are not.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from typing import Any
 _LIBRARIES = ("jax", "jax.lax", "jax.numpy", "json", "numpy")
 _OURS = ("cases", "conformance", "impls", "reports")
 _OUR_FOLDER = Path(__file__).parents[2]
-_MAX_WRAPPERS = 3  # wrappers that are looked through
+_MAX_WRAPPERS = 3  # to unwrap
 
 
 def find_overrides(root: Path) -> list[str]:
-    """What functions and modules are called that judging uses and that a file under `root` has put there."""
+    """Return the names of functions and modules of the judge that are defined in a file below `root`, sorted."""
     return sorted(called for called, file in _list_definitions() if _belongs_to_repository(root, file))
 
 
 def _belongs_to_repository(root: Path, file: str | None) -> bool:
-    """Whether a file is the repository's own: neither ours nor installed in an environment within it."""
+    """Tell whether a file lies below `root`, and is neither ours nor installed in an environment there."""
     if not file:
         return False
     path = Path(file)
@@ -46,7 +46,10 @@ def _list_definitions() -> Iterator[tuple[str, str | None]]:
 
 
 def _find_source_file(value: Any) -> str | None:
-    """The file that a function was written in, behind what wraps it; of a class or an object, that of a method."""
+    """Return the file that defines a function, behind its wrappers, or a method of a class or an object.
+
+    None if there is no such file.
+    """
     for _ in range(_MAX_WRAPPERS):
         if isinstance(value, FunctionType):
             return value.__code__.co_filename
@@ -57,6 +60,6 @@ def _find_source_file(value: Any) -> str | None:
     if isinstance(value, ModuleType) or not callable(value):
         return None
     kind = value if isinstance(value, type) else type(value)
-    # By its methods: more than one file may be called `conftest`, and the name of a module says which is the last.
+    # Use the methods, not the module: several files may be called `conftest`, and `sys.modules` has the last of them.
     written = (method.__code__.co_filename for method in vars(kind).values() if isinstance(method, FunctionType))
     return next((file for file in written if not file.startswith("<")), None)
