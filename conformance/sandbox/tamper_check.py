@@ -108,7 +108,7 @@ def take_snapshot() -> NameSnapshot:
 
 
 def _list_class_attributes(label: str, kind: type) -> Iterator[tuple[str, MappingProxyType[str, Any], str, Any]]:
-    # Names that appear later do not count, except special methods. Python adds some, such as annotations, as they are read.
+    # Other names that appear later do not count: Python adds some, such as annotations, when they are read.
     for name in {*vars(kind), *getattr(kind, "__dataclass_fields__", ()), *_SPECIAL_METHODS}:
         yield f"{label}.{name}", vars(kind), name, vars(kind).get(name, _MISSING)
 
