@@ -97,7 +97,7 @@ def forked_pytest(arguments: Sequence[str], environ: Mapping[str, str]) -> subpr
     """
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
         files = (out.fileno(), err.fileno())
-        process = ForkedProcess(_be_pytest, tuple(arguments), environ=environ, passing=files, may_ask=True)
+        process = ForkedProcess(_be_pytest, tuple(arguments), environ=environ, pass_fds=files, may_fork=True)
         returncode = process.wait(PATIENCE)
         process.release()
         if returncode is None:

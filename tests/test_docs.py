@@ -25,7 +25,12 @@ from conformance.sensitivity import detection
 from conformance.truth import tolerances
 
 ROOT = Path(__file__).parent.parent
-DOCUMENTS = (ROOT / "README.md", ROOT / ".github" / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md")))
+DOCUMENTS = (
+    ROOT / "README.md",
+    ROOT / ".github" / "CONTRIBUTING.md",
+    *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "conformance").rglob("*.md")),
+)
 CONTRACT, NUMERICS, CHECKED = (ROOT / "docs" / name for name in ("contract.md", "numerics.md", "checks.md"))
 FOLDERS = ("cases", "conformance", "impls", "reports", "tests")
 SOURCES = sorted(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py"))
@@ -135,7 +140,7 @@ def code_spans(path: Path) -> str:
     return "\n".join(re.findall(r"`([^`\n]+)`", path.read_text(encoding="utf-8")))
 
 
-@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_every_link_leads_somewhere(path: Path) -> None:
     assert broken_links(path) == []
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from conformance import records
 from conformance.calling import mishaps
 from conformance.records import Worst
-from conformance.sandbox.kernel_process import Lost
+from conformance.sandbox.kernel_process import ProcessLost
 from conformance.truth.comparison import Comparison
 from conformance.truth.patterns.failure import Failure
 from conformance.truth.tolerances import RMS_MIN_ELEMENTS, Tolerances
@@ -116,7 +116,7 @@ def guarded(observable: str, judge: Callable[[], Iterable[Judgement]]) -> Iterat
         yield dataclasses.replace(refused, figures={records.REFUSED: 1.0})
     except BaseException as error:  # of any type: whatever the implementation raises is the finding
         left = isinstance(error, GeneratorExit) and mishaps.place_of(error) is None  # by whoever asked: no error
-        if left or isinstance(error, KeyboardInterrupt | Lost):
+        if left or isinstance(error, KeyboardInterrupt | ProcessLost):
             raise
         yield Judgement(observable=observable, verdict=records.ERROR, reason=mishaps.told(error))
 

@@ -148,7 +148,7 @@ class Executor:
         """The files that the kernel read as it was loaded, with their digests, where it has a process of its own."""
         return {}
 
-    def take_later_files(self) -> dict[str, str]:
+    def pop_later_files(self) -> dict[str, str]:
         """Return the files that it has first read since then, each of them once."""
         return {}
 

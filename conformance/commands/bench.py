@@ -23,8 +23,8 @@ from conformance.commands.progress import Steps
 from conformance.driving import alone
 from conformance.records import ERROR, RunInfo
 from conformance.sandbox.kernel_options import KernelOptions
-from conformance.sandbox.kernel_process import Lost
-from conformance.sandbox.sandboxed_executor import end_process, executor_of, is_sandboxed
+from conformance.sandbox.kernel_process import ProcessLost
+from conformance.sandbox.sandboxed_executor import create_executor, end_process, is_sandboxed
 from reports import side_by_side, terminal
 
 _PHASES = {"forward": (FORWARD,), "backward": (BACKWARD,), "both": (FORWARD, BACKWARD)}
@@ -66,13 +66,13 @@ def _reject_what_ends_its_process(name: str, kernels: KernelOptions, cases: Sequ
     implementation = lookup.find(name, kernels)
     if not is_sandboxed(implementation) or implementation.accelerator.absent is not None:
         return
-    executor = executor_of(implementation)
+    executor = create_executor(implementation)
     try:
         for case in cases:
             if implementation.supports(case) is None:
                 with contextlib.suppress(Exception):  # what it raises stands in its row
                     executor.run(alone.trace, draw(case))
-    except Lost as lost:
+    except ProcessLost as lost:
         raise CannotJudge(f"{name} cannot be timed: {lost}") from lost
     finally:
         end_process(implementation)  # what it holds of a device is needed

@@ -11,7 +11,7 @@ from conformance.asking.subject import Subject
 from conformance.calling.execution import Result
 from conformance.commands.errors import CannotJudge
 from conformance.contract import Implementation
-from conformance.sandbox.sandboxed_executor import SupportUnknown, executor_of
+from conformance.sandbox.sandboxed_executor import SupportQueryFailed, create_executor
 from conformance.truth import terms
 from conformance.truth.bounds import Bounded, Expectation
 from conformance.truth.comparison import compare
@@ -33,12 +33,12 @@ def explain_bounds(implementation: Implementation, case: Case, tolerances: Toler
     Raises:
       CannotJudge: if it cannot run here, or does not support the case.
     """
-    subject = Subject(executor_of(implementation), case, tolerances)
+    subject = Subject(create_executor(implementation), case, tolerances)
     if (absent := implementation.accelerator.absent) is not None:
         raise CannotJudge(f"{implementation.name} cannot run here: {absent}")
     try:
         reason = implementation.supports(case)
-    except SupportUnknown as error:
+    except SupportQueryFailed as error:
         raise CannotJudge(str(error)) from error
     if reason is not None:
         raise CannotJudge(f"{implementation.name} does not support {case.id}: {reason}")

@@ -1,1 +1,1 @@
-"""Processes that begin with JAX loaded: they are forked from one that has loaded it, once, and computes nothing."""
+"""Start processes quickly: fork them from a server process that has loaded JAX once and computes nothing itself."""

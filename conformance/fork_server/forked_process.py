@@ -1,7 +1,9 @@
-"""A process that is forked from the one that has loaded everything, seen by who asked for it.
+"""Request processes from the fork server, and signal, wait for and release them.
 
-The one that has loaded everything, the *origin*, is started once. It serves this process, and those that it forks for
-it. It says how each ended, and ends each that nobody has any more.
+The fork server is a process that has loaded JAX and this project. This process starts one when it first needs it. The
+processes that the server forks may use the same server, if their specification says so.
+
+The server reports how each process ended. It ends a process when the process that requested it releases it or ends.
 """
 
 from __future__ import annotations
@@ -25,11 +27,12 @@ from typing import IO, Any
 from conformance import packages
 from conformance.fork_server import visible_environment
 
-NUMBER = struct.Struct("<i")  # what the origin says of a process: its number, then its exit code
-# What modules read of the environment as they are loaded; the rest is read when it is needed.
-_READ = ("JAX_", "XLA_", "NPY_", "MKL_", "OMP_", "OPENBLAS_", "PYTHON")
-# A user's module may have our name: ours is looked for first, where it is. `-P`: and never in the current folder.
-_MAIN = (
+INT32 = struct.Struct("<i")
+"""A message of the fork server about a process: first its process id, later its exit code."""
+# Variables that modules read when they are imported. A server that was started under other values cannot be used.
+_IMPORT_VARIABLE_PREFIXES = ("JAX_", "XLA_", "NPY_", "MKL_", "OMP_", "OPENBLAS_", "PYTHON")
+# A user's module may be called `conformance` too. So our folder comes first, and `-P` leaves out the current folder.
+_SERVER_CODE = (
     "import sys; sys.path.insert(0, {home!r}); "
     "from conformance.fork_server.server import serve; serve(int(sys.argv[1]))"
 )
@@ -37,124 +40,139 @@ _MAIN = (
 
 @dataclasses.dataclass(frozen=True)
 class ProcessSpec:
-    """What a process is to be.
+    """A request for a process: what it runs, and where.
 
     Attributes:
-      become: a function that can be pickled; it is given the numbers of the files that are passed on, then `given`.
-      given: its other arguments.
-      environ: the environment.
-      folder: the current folder.
-      may_ask: whether it may have processes forked itself.
+      function: a function that can be pickled. It gets the descriptors that are passed on, then `arguments`.
+      arguments: its other arguments.
+      environ: the environment of the process.
+      folder: the current folder of the process.
+      may_fork: whether the process may use the fork server itself.
     """
 
-    become: Callable[..., None]
-    given: tuple[Any, ...]
+    function: Callable[..., None]
+    arguments: tuple[Any, ...]
     environ: Mapping[str, str]
     folder: str
-    may_ask: bool
+    may_fork: bool
 
 
 class ForkedProcess:
-    """A process of ours. It leads a session of its own, which no Ctrl-C reaches."""
+    """A process that the fork server has forked for this one.
+
+    It leads a session of its own, so Ctrl-C in a terminal does not reach it.
+    """
 
     def __init__(
         self,
-        become: Callable[..., None],
-        *given: Any,
-        passing: Sequence[int] = (),
+        function: Callable[..., None],
+        *arguments: Any,
+        pass_fds: Sequence[int] = (),
         environ: Mapping[str, str] | None = None,
         output: int | None = None,
-        may_ask: bool = False,
+        may_fork: bool = False,
     ) -> None:
-        """Have it forked; this does not wait for it.
+        """Request the process, without waiting until it has begun.
 
         Args:
-          become: what it does, with the files that are passed on and with `given`.
-          *given: arguments.
-          passing: files that it gets; they stay open here.
-          environ: its environment; this process's if it is not said.
-          output: the file that its stdout and stderr go to; where this process's go to if it is not said.
-          may_ask: whether it may have processes forked itself.
+          function: what it runs. It gets the descriptors that are passed on, then `arguments`.
+          *arguments: further arguments of `function`.
+          pass_fds: descriptors to pass on. They stay open in this process.
+          environ: its environment; by default that of this process.
+          output: the descriptor for its stdout and stderr; by default it shares those of this process.
+          may_fork: whether it may use the fork server itself.
         """
-        letter = ProcessSpec(become, given, dict(os.environ if environ is None else environ), os.getcwd(), may_ask)
-        self._life, life = socket.socketpair()
-        self._said = b""
+        spec = ProcessSpec(function, arguments, dict(os.environ if environ is None else environ), os.getcwd(), may_fork)
+        self._connection, server_end = socket.socketpair()
+        self._received = b""
         with contextlib.ExitStack() as closing:
-            closing.enter_context(life)
-            written = closing.enter_context(_file())
-            pickle.dump(letter, written)
+            closing.enter_context(server_end)
+            written = closing.enter_context(_create_memory_file())
+            pickle.dump(spec, written)
             written.flush()
             written.seek(0)
-            outputs = [_there(closing, number) if output is None else output for number in (1, 2)]
-            _ask([life.fileno(), written.fileno(), *outputs, *passing])
+            outputs = [_open_or_null(closing, number) if output is None else output for number in (1, 2)]
+            _send_request([server_end.fileno(), written.fileno(), *outputs, *pass_fds])
 
     @property
-    def ends(self) -> socket.socket:
-        """To wait for: there is something to read here, for `wait`, when it begins and when it ends."""
-        return self._life
+    def sentinel(self) -> socket.socket:
+        """Return a socket to select on: it becomes readable when the process begins and when it ends."""
+        return self._connection
 
     @property
     def pid(self) -> int:
-        """Its number, once it has begun; zero if it never will."""
-        while len(self._said) < NUMBER.size and self._hear(None):
+        """Wait until the process has begun and return its id; zero if it could not be forked."""
+        while len(self._received) < INT32.size and self._receive(None):
             pass
-        return int(NUMBER.unpack_from(self._said)[0]) if len(self._said) >= NUMBER.size else 0
+        return int(INT32.unpack_from(self._received)[0]) if len(self._received) >= INT32.size else 0
 
     def wait(self, seconds: float | None = None) -> int | None:
-        """Its exit code, negative for a signal, once it has ended; None if it has not within so many seconds."""
+        """Wait until the process has ended and return its exit code, which is negative for a signal.
+
+        Args:
+          seconds: how long to wait; None for as long as it takes.
+
+        Returns:
+          The exit code, or None if the process has not ended in time.
+        """
         deadline = None if seconds is None else time.monotonic() + seconds
-        while len(self._said) < 2 * NUMBER.size:
+        while len(self._received) < 2 * INT32.size:
             left = None if deadline is None else max(0.0, deadline - time.monotonic())
-            heard = self._hear(left)
-            if heard is None:
+            has_received = self._receive(left)
+            if has_received is None:
                 return None
-            if not heard:  # the origin has ended, and whatever it forked with it
+            if not has_received:  # the fork server has ended, and with it all processes that it forked
                 return -signal.SIGTERM
-        return int(NUMBER.unpack_from(self._said, NUMBER.size)[0])
+        return int(INT32.unpack_from(self._received, INT32.size)[0])
 
     def signal(self, number: signal.Signals) -> None:
-        """Send it a signal; SIGKILL to its whole session."""
-        with contextlib.suppress(OSError):  # it has ended
-            self._life.send(bytes([number]))
+        """Send the process a signal. SIGKILL goes to its whole session."""
+        with contextlib.suppress(OSError):  # the process has ended
+            self._connection.send(bytes([number]))
 
     def release(self) -> None:
-        """Have it ended, if it has not; nobody will hear how."""
-        self._life.close()
+        """Let go of the process. If it still runs, the fork server ends it and reports nothing."""
+        self._connection.close()
 
-    def _hear(self, seconds: float | None) -> bool | None:
-        """Read what is said of it; false if nothing will be said any more, None if nothing was within so long."""
-        if not connection.wait([self._life], seconds):
+    def _receive(self, seconds: float | None) -> bool | None:
+        """Receive the next part of a message about the process.
+
+        Returns:
+          True if something was received, False at the end of the connection, None after so many seconds.
+        """
+        if not connection.wait([self._connection], seconds):
             return None
         try:
-            part = self._life.recv(NUMBER.size)
+            part = self._connection.recv(INT32.size)
         except OSError:
             return False
-        self._said += part
+        self._received += part
         return bool(part)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class _Origin:
-    """The process to ask: our end of what it listens to, and what it has read of the environment."""
+class _ServerConnection:
+    """A connection to a fork server: a socket for requests, and the environment that its imports have read."""
 
     requests: socket.socket
-    read: Mapping[str, str]
+    import_environment: Mapping[str, str]
 
 
-_origin: _Origin | None = None
-_started: list[tuple[int, subprocess.Popen[bytes]]] = []  # by which process; several if the environment has changed
+_server: _ServerConnection | None = None
+# Servers with the id of the process that started them. A forked process inherits this list and must end none of them.
+_started_servers: list[tuple[int, subprocess.Popen[bytes]]] = []
 
 
 def start_server() -> None:
-    """Start loading what is forked later, for who will ask in a second or two."""
-    global _origin
-    if _origin is not None and _origin.read != read_import_environment():
-        _forget()
-    if _origin is None:
+    """Start a fork server if there is none for the current environment. It loads JAX while this process goes on."""
+    global _server
+    if _server is not None and _server.import_environment != read_import_environment():
+        _disconnect()
+    if _server is None:
         ours, theirs = socket.socketpair()
         with theirs:
             process = subprocess.Popen(
-                [sys.executable, "-u", "-P", "-c", _MAIN.format(home=str(packages.HOME)), str(theirs.fileno())],
+                [sys.executable, "-u", "-P", "-c", _SERVER_CODE.format(home=str(packages.HOME)), str(theirs.fileno())],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
@@ -162,72 +180,77 @@ def start_server() -> None:
                 env=visible_environment.filter_environment(os.environ),
                 start_new_session=True,
             )
-        _started.append((os.getpid(), process))
-        _origin = _Origin(ours, read_import_environment())
+        _started_servers.append((os.getpid(), process))
+        _server = _ServerConnection(ours, read_import_environment())
 
 
-def is_server_started() -> bool:
-    """Whether there is an origin, which may still be loading."""
-    return _origin is not None
+def has_server() -> bool:
+    """Tell whether this process is connected to a fork server, which may still be loading."""
+    return _server is not None
 
 
-def describe_connection() -> tuple[int, Mapping[str, str]]:
-    """What `adopt` takes: the file to ask the origin by, and what that has read of the environment."""
+def export_connection() -> tuple[int, Mapping[str, str]]:
+    """Return the arguments with which `adopt_connection` connects another process to this one's fork server."""
     start_server()
-    assert _origin is not None
-    return _origin.requests.fileno(), _origin.read
+    assert _server is not None
+    return _server.requests.fileno(), _server.import_environment
 
 
 def read_import_environment() -> dict[str, str]:
-    """What modules read of this environment as they are loaded."""
-    return {name: value for name, value in os.environ.items() if name.startswith(_READ)}
+    """Return the environment variables that modules read when they are imported."""
+    return {name: value for name, value in os.environ.items() if name.startswith(_IMPORT_VARIABLE_PREFIXES)}
 
 
-def use_server(requests: int, read_there: Mapping[str, str]) -> None:
-    """Ask, from now on, the origin of another process: the one this was forked from, or one that is lent."""
-    global _origin
-    _origin = _Origin(socket.socket(fileno=requests), read_there)
+def adopt_connection(requests: int, import_environment: Mapping[str, str]) -> None:
+    """Use the fork server of another process from here on.
+
+    Args:
+      requests: a descriptor of the socket through which requests are sent.
+      import_environment: the variables that the server's imports have read.
+    """
+    global _server
+    _server = _ServerConnection(socket.socket(fileno=requests), import_environment)
 
 
-def _forget() -> None:
-    """Have no origin any more. What it has forked for us lives on while we have it."""
-    global _origin
-    if _origin is not None:
-        _origin.requests.close()
-        _origin = None
+def _disconnect() -> None:
+    """Close the connection to the fork server. Processes that it has forked for this one go on."""
+    global _server
+    if _server is not None:
+        _server.requests.close()
+        _server = None
 
 
 @atexit.register
 def end_server() -> None:
-    """End the servers that this process has started, and ask none any more."""
-    _forget()
-    for starter, process in _started:
-        if starter == os.getpid():
+    """Disconnect, and end the fork servers that this process has started."""
+    _disconnect()
+    for starter_pid, process in _started_servers:
+        if starter_pid == os.getpid():
             process.kill()
             process.wait()
 
 
-def _ask(files: Sequence[int]) -> None:
-    for again in (True, False):
+def _send_request(files: Sequence[int]) -> None:
+    for is_first_try in (True, False):
         start_server()
-        assert _origin is not None
+        assert _server is not None
         try:
-            socket.send_fds(_origin.requests, [b"+"], [_origin.requests.fileno(), *files])
-        except OSError:  # it has ended, which nobody asked it to
-            _forget()
-            if not again:
+            socket.send_fds(_server.requests, [b"+"], [_server.requests.fileno(), *files])
+        except OSError:  # the server has ended unexpectedly: start another one, once
+            _disconnect()
+            if not is_first_try:
                 raise
         else:
             return
 
 
-def _file() -> IO[bytes]:
-    """A file without a name: in memory, which no full disk concerns, where the system has such."""
-    return open(os.memfd_create("letter"), "w+b") if hasattr(os, "memfd_create") else tempfile.TemporaryFile()
+def _create_memory_file() -> IO[bytes]:
+    """Create a file without a name. It is in memory where the system allows it, since a disk may be full."""
+    return open(os.memfd_create("process-spec"), "w+b") if hasattr(os, "memfd_create") else tempfile.TemporaryFile()
 
 
-def _there(closing: contextlib.ExitStack, number: int) -> int:
-    """The file of this number, or one that swallows everything where there is none."""
+def _open_or_null(closing: contextlib.ExitStack, number: int) -> int:
+    """Return a descriptor if it is open, or else one of the null device, which `closing` closes."""
     try:
         os.fstat(number)
     except OSError:

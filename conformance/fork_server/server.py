@@ -1,7 +1,11 @@
-"""The process that others are forked from: it loads what they need, JAX above all, once.
+"""Run the fork server: load JAX and this project once, then fork a process for each request.
 
-It computes nothing and starts no threads, so that forking it is safe. It understands nothing of what they do: it forks
-where it is asked to, passes signals on, says how each process ended, and ends those that nobody has any more.
+The server computes nothing and starts no threads, so forking it is safe. It knows nothing of what its processes do. It
+forwards signals to them, reports how each ended, and ends those whose requesters have released them.
+
+A request is one byte with descriptors: a request socket, the process's connection, its specification, its stdout, its
+stderr, and what is passed on. The connection carries the process id and the exit code to the requester, and signals to
+the server.
 """
 
 from __future__ import annotations
@@ -24,171 +28,192 @@ from types import FrameType
 from conformance import environment, packages
 from conformance.fork_server import forked_process
 
-_LOADED = ("conformance.judging.parallel", "conformance.sandbox.kernel_server")
-_MOST_FILES = 16
-_DIE_WITH_PARENT = 1
-_ENDING = 10.0  # seconds that a process may take to end which nobody has any more, before it is killed
+_PRELOADED_MODULES = ("conformance.judging.parallel", "conformance.sandbox.kernel_server")
+_MAX_FILES = 16
+_PR_SET_PDEATHSIG = 1
+_TERMINATION_SECONDS = 10.0  # from SIGTERM to SIGKILL, for a process that was released
 
 
 def serve(requests: int) -> None:
-    """Fork what is asked for, until nobody can ask any more and all of them have ended; in each of them, be it."""
+    """Serve requests until all clients have disconnected and all processes have ended.
+
+    In each forked process, this runs the function of its specification instead, and returns.
+
+    Args:
+      requests: the descriptor of the socket that requests come from.
+    """
     del sys.argv[1:]
-    # Who starts this may ignore or block signals, which is inherited; and all of this goes by them.
+    # The process that starts the server may ignore or block signals. Both are inherited, and the server needs them.
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    read = forked_process.read_import_environment()
+    import_environment = forked_process.read_import_environment()
     packages.claim()
     environment.prepare()
-    for name in _LOADED:
+    for name in _PRELOADED_MODULES:
         importlib.import_module(name)
     environment.collect_rarely()
-    asked = socket.socket(fileno=requests)
-    born = _Origin(asked, read).serve()
-    if born is not None:
-        born()
+    child_task = _ForkServer(socket.socket(fileno=requests), import_environment).serve()
+    if child_task is not None:
+        child_task()
 
 
-class _Origin:
-    """What it listens to, and who lives."""
+class _ForkServer:
+    """The loop of the fork server, with its clients and the processes that it has forked."""
 
-    def __init__(self, requests: socket.socket, read: Mapping[str, str]) -> None:
-        self._requests, self._read = requests, read
-        self._number = os.getpid()
-        self._asked = True  # whether anybody can ask
-        self._lives: dict[int, socket.socket] = {}  # by number: what its asker holds the other end of
-        self._ending: dict[int, float] = {}  # those that nobody has any more, and when they are killed
-        self._woken, self._wakes = socket.socketpair()
+    def __init__(self, requests: socket.socket, import_environment: Mapping[str, str]) -> None:
+        self._requests, self._import_environment = requests, import_environment
+        self._pid = os.getpid()
+        self._has_clients = True
+        self._connections: dict[int, socket.socket] = {}  # by process id
+        self._kill_deadlines: dict[int, float] = {}  # of released processes, by process id
+        self._wakeup_read, self._wakeup_write = socket.socketpair()
 
     def serve(self) -> Callable[[], None] | None:
-        """Returns in each process that is forked, with what that is to do; in this one at the end, with nothing."""
-        for end in (self._woken, self._wakes):
+        """Serve requests; return None in the server at the end, and in each forked process what it has to run."""
+        for end in (self._wakeup_read, self._wakeup_write):
             end.setblocking(False)
-        signal.signal(signal.SIGCHLD, _hear)
-        signal.set_wakeup_fd(self._wakes.fileno(), warn_on_full_buffer=False)
-        while self._asked or self._lives:
-            for ready in self._ready():
+        signal.signal(signal.SIGCHLD, _wake_up)
+        signal.set_wakeup_fd(self._wakeup_write.fileno(), warn_on_full_buffer=False)
+        while self._has_clients or self._connections:
+            for ready in self._wait_for_ready():
                 if ready is self._requests:
-                    if (born := self._fork()) is not None:
-                        return born
-                elif ready is self._woken:
+                    if (child_task := self._fork()) is not None:
+                        return child_task
+                elif ready is self._wakeup_read:
                     with contextlib.suppress(BlockingIOError):
-                        self._woken.recv(2**12)
+                        self._wakeup_read.recv(2**12)
                 else:
-                    self._pass_on(ready)
-            self._say_who_ended()
-            self._kill_the_late()
+                    self._forward_signal(ready)
+            self._report_exits()
+            self._kill_overdue()
         return None
 
-    def _ready(self) -> list[socket.socket]:
-        watched = [life for number, life in self._lives.items() if number not in self._ending]
-        if self._asked:
+    def _wait_for_ready(self) -> list[socket.socket]:
+        watched = [
+            child_connection for pid, child_connection in self._connections.items() if pid not in self._kill_deadlines
+        ]
+        if self._has_clients:
             watched.append(self._requests)
-        found = connection.wait([self._woken, *watched], 1.0 if self._ending else None)
+        found = connection.wait([self._wakeup_read, *watched], 1.0 if self._kill_deadlines else None)
         return [one for one in found if isinstance(one, socket.socket)]
 
     def _fork(self) -> Callable[[], None] | None:
-        message, files, _, _ = socket.recv_fds(self._requests, 1, _MOST_FILES)
+        message, fds, _, _ = socket.recv_fds(self._requests, 1, _MAX_FILES)
         if not message:
-            self._asked = False  # who asked may have those that live all the same
+            self._has_clients = False  # clients may still wait for processes that were forked before
             return None
         try:
-            asking, life_file, letter, *others = files
-            number = os.fork()
-        except (ValueError, OSError):  # too many files, or too little memory: who asked sees that it never began
-            for file in files:
-                os.close(file)
+            requests_fd, connection_fd, spec_fd, *other_fds = fds
+            pid = os.fork()
+        except (ValueError, OSError):  # too many files, or too little memory: the client sees a closed connection
+            for fd in fds:
+                os.close(fd)
             return None
-        life = socket.socket(fileno=life_file)
-        if number == 0:
-            return self._born(life, asking, letter, others)
-        self._lives[number] = life
-        _say(life, number)
-        for file in (asking, letter, *others):
-            os.close(file)
+        child_connection = socket.socket(fileno=connection_fd)
+        if pid == 0:
+            return self._set_up_child(child_connection, requests_fd, spec_fd, other_fds)
+        self._connections[pid] = child_connection
+        _send_integer(child_connection, pid)
+        for fd in (requests_fd, spec_fd, *other_fds):
+            os.close(fd)
         return None
 
-    def _pass_on(self, life: socket.socket) -> None:
-        """Pass a signal on to a process, or end it where its asker has let go of it."""
-        (number,) = (number for number, one in self._lives.items() if one is life)
+    def _forward_signal(self, child_connection: socket.socket) -> None:
+        """Forward a signal to a process, or end the process if its requester has closed the connection."""
+        (pid,) = (pid for pid, one in self._connections.items() if one is child_connection)
         try:
-            asked = life.recv(1)
+            message = child_connection.recv(1)
         except OSError:
-            asked = b""
-        if asked:
-            _send(number, asked[0])
+            message = b""
+        if message:
+            _send_signal(pid, message[0])
         else:
-            self._end(number)
+            self._terminate(pid)
 
-    def _end(self, number: int) -> None:
-        self._ending.setdefault(number, time.monotonic() + _ENDING)
-        _send(number, signal.SIGTERM)
+    def _terminate(self, pid: int) -> None:
+        self._kill_deadlines.setdefault(pid, time.monotonic() + _TERMINATION_SECONDS)
+        _send_signal(pid, signal.SIGTERM)
 
-    def _kill_the_late(self) -> None:
-        for number, deadline in self._ending.items():
+    def _kill_overdue(self) -> None:
+        for pid, deadline in self._kill_deadlines.items():
             if time.monotonic() > deadline:
-                _send(number, signal.SIGKILL)
+                _send_signal(pid, signal.SIGKILL)
 
-    def _say_who_ended(self) -> None:
+    def _report_exits(self) -> None:
         with contextlib.suppress(ChildProcessError):
             while (ended := os.waitpid(-1, os.WNOHANG))[0]:
-                number, status = ended
-                self._ending.pop(number, None)
-                with self._lives.pop(number) as life:
-                    _say(life, os.waitstatus_to_exitcode(status))
+                pid, status = ended
+                self._kill_deadlines.pop(pid, None)
+                with self._connections.pop(pid) as child_connection:
+                    _send_integer(child_connection, os.waitstatus_to_exitcode(status))
 
-    def _born(self, life: socket.socket, asking: int, letter_file: int, files: Sequence[int]) -> Callable[[], None]:
-        """In a process that was forked: have nothing that is another's, and then be what the letter says."""
+    def _set_up_child(
+        self, child_connection: socket.socket, requests_fd: int, spec_fd: int, fds: Sequence[int]
+    ) -> Callable[[], None]:
+        """Prepare a forked process, and return what it has to run.
+
+        Nothing of the server or of other processes stays open in it.
+        """
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        for one in (life, self._requests, self._woken, self._wakes, *self._lives.values()):
+        for one in (
+            child_connection,
+            self._requests,
+            self._wakeup_read,
+            self._wakeup_write,
+            *self._connections.values(),
+        ):
             one.close()
         os.setsid()
         if sys.platform.startswith("linux"):
-            ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, signal.SIGTERM, 0, 0, 0)
-        if os.getppid() != self._number:  # the origin was killed before
+            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+        if os.getppid() != self._pid:  # the server was killed before PR_SET_PDEATHSIG took effect
             sys.exit(1)
-        with open(letter_file, "rb") as file:
-            letter: forked_process.ProcessSpec = pickle.load(file)
-        if letter.may_ask:
-            forked_process.use_server(asking, self._read)
+        with open(spec_fd, "rb") as file:
+            spec: forked_process.ProcessSpec = pickle.load(file)
+        if spec.may_fork:
+            forked_process.adopt_connection(requests_fd, self._import_environment)
         else:
-            os.close(asking)
-        for number, output in enumerate(files[:2], start=1):
-            os.dup2(output, number)
+            os.close(requests_fd)
+        for standard_fd, output in enumerate(fds[:2], start=1):
+            os.dup2(output, standard_fd)
             os.close(output)
-        passed = [_renumber(file) for file in files[2:]]
+        passed = [_renumber(fd) for fd in fds[2:]]
         os.environ.clear()
-        os.environ.update(letter.environ)
-        tempfile.tempdir = None  # it goes by the environment
+        os.environ.update(spec.environ)
+        tempfile.tempdir = None  # so that it is found again, in the new environment
         environment.set_flags()
-        os.chdir(letter.folder)
-        for generator in (random, sys.modules.get("numpy.random")):  # or all would draw the same
+        os.chdir(spec.folder)
+        for generator in (random, sys.modules.get("numpy.random")):  # all processes inherit the same state
             if generator is not None:
                 generator.seed()
-        return lambda: letter.become(*passed, *letter.given)
+        return lambda: spec.function(*passed, *spec.arguments)
 
 
-def _renumber(file: int) -> int:
-    """Give a file the lowest free number. The one it was received by tells how many processes there were."""
-    lowest = os.dup(file)
-    os.close(file)
+def _renumber(fd: int) -> int:
+    """Duplicate a descriptor to the lowest free number, and close the original.
+
+    The original number depends on how many processes the server has, which a kernel must not learn.
+    """
+    lowest = os.dup(fd)
+    os.close(fd)
     return lowest
 
 
-def _hear(number: int, frame: FrameType | None) -> None:
-    """Have the signal wake who waits, and no more."""
+def _wake_up(number: int, frame: FrameType | None) -> None:
+    """Do nothing: Python writes to the wakeup descriptor when a signal has a handler, and that ends the wait."""
 
 
-def _say(life: socket.socket, number: int) -> None:
-    with contextlib.suppress(OSError):  # who asked has ended
-        life.send(forked_process.NUMBER.pack(number))
+def _send_integer(child_connection: socket.socket, value: int) -> None:
+    with contextlib.suppress(OSError):  # the requester has ended
+        child_connection.send(forked_process.INT32.pack(value))
 
 
-def _send(process: int, number: int) -> None:
+def _send_signal(pid: int, number: int) -> None:
     with contextlib.suppress(ProcessLookupError):
-        os.kill(process, number)
+        os.kill(pid, number)
     if number == signal.SIGKILL:
         with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(process, number)
+            os.killpg(pid, number)

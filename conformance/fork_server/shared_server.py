@@ -1,7 +1,7 @@
-"""One origin for processes that this one starts but does not fork: the workers of pytest.
+"""Share the fork server with processes that were started in another way: the workers of pytest-xdist.
 
-Open files pass from one process to another through a socket alone. This one answers nobody but processes that this
-one has started itself: no kernel can reach the origin through it.
+This process passes the server's socket on through an abstract Unix socket. It answers only processes that it has
+started itself. A kernel's process is not among them, so no kernel can reach the fork server.
 """
 
 from __future__ import annotations
@@ -19,44 +19,48 @@ from pathlib import Path
 from conformance.fork_server import forked_process
 
 _IS_LINUX = sys.platform.startswith("linux")
-_PEER = struct.Struct("3i")  # number, user and group of the process at the other end
-_PATIENCE = 5.0  # seconds; who lends answers at once
+_PEER_CREDENTIALS = struct.Struct("3i")  # process id, user and group of the process at the other end
+_ANSWER_TIMEOUT = 5.0  # seconds; an answer comes at once
 
 
 def share_server() -> str:
-    """Lend this process's origin until it ends; returns the address, empty if there is none or nobody can be told."""
-    if not (forked_process.is_server_started() and _IS_LINUX):
+    """Offer this process's fork server to its children, until this process ends.
+
+    Returns:
+      The address for `join_server`; empty where there is no server, or where the system does not name the children.
+    """
+    if not (forked_process.has_server() and _IS_LINUX):
         return ""
-    address = f"conformance-origin-{secrets.token_hex(16)}"
+    address = f"conformance-fork-server-{secrets.token_hex(16)}"
     listening = socket.socket(socket.AF_UNIX)
-    listening.bind(f"\0{address}")  # a name that needs no file
+    listening.bind(f"\0{address}")  # abstract: it needs no file
     listening.listen()
-    threading.Thread(target=_answer, args=(listening,), daemon=True).start()
+    threading.Thread(target=_serve_clients, args=(listening,), daemon=True).start()
     return address
 
 
-def _answer(listening: socket.socket) -> None:
+def _serve_clients(listening: socket.socket) -> None:
     while True:
-        with contextlib.suppress(OSError, ValueError), listening.accept()[0] as asker:
-            if _parent(asker) == os.getpid():
-                requests, read = forked_process.describe_connection()
-                socket.send_fds(asker, [pickle.dumps(dict(read))], [requests])
+        with contextlib.suppress(OSError, ValueError), listening.accept()[0] as client:
+            if _find_parent(client) == os.getpid():
+                requests, import_environment = forked_process.export_connection()
+                socket.send_fds(client, [pickle.dumps(dict(import_environment))], [requests])
 
 
 def join_server(address: str) -> None:
-    """Ask the origin that is lent there from now on; if that fails, this process will have one of its own."""
+    """Use the fork server that is offered at an address. If that fails, this process starts one of its own."""
     with contextlib.suppress(OSError, ValueError, EOFError, pickle.UnpicklingError):
-        with socket.socket(socket.AF_UNIX) as asking:
-            asking.settimeout(_PATIENCE)
-            asking.connect(f"\0{address}")
-            message, files, _, _ = socket.recv_fds(asking, 2**16, 1)
-        (requests,) = files
-        forked_process.use_server(requests, pickle.loads(message))
+        with socket.socket(socket.AF_UNIX) as client:
+            client.settimeout(_ANSWER_TIMEOUT)
+            client.connect(f"\0{address}")
+            message, fds, _, _ = socket.recv_fds(client, 2**16, 1)
+        (requests,) = fds
+        forked_process.adopt_connection(requests, pickle.loads(message))
 
 
-def _parent(asker: socket.socket) -> int:
-    """The number of the process that started the one at the other end."""
-    peer = asker.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size)
-    number, _, _ = _PEER.unpack(peer)
-    # The name of the program stands in brackets, and may have any character.
-    return int(Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()[1])
+def _find_parent(client: socket.socket) -> int:
+    """Return the id of the process that started the one at the other end."""
+    peer = client.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER_CREDENTIALS.size)
+    pid, _, _ = _PEER_CREDENTIALS.unpack(peer)
+    # The name of the program stands in brackets and may contain any character, brackets too.
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])

@@ -1,6 +1,6 @@
 """Decide which environment variables a kernel's process gets: settings of libraries, and no secrets of a CI job.
 
-The fork server begins with the same ones, since `/proc/self/environ` of what it forks shows its own.
+The fork server starts with the same variables. A forked process shows them in its `/proc/self/environ`.
 """
 
 from __future__ import annotations
@@ -21,6 +21,11 @@ _VARIABLE_PREFIXES = tuple(_VARIABLE_PREFIXES_TEXT.split())
 
 
 def filter_environment(environment: Mapping[str, str], more: Iterable[str] = ()) -> dict[str, str]:
-    """Return the variables that a kernel's process may read: known settings of libraries, and those named in `more`."""
+    """Return the variables that a kernel's process may read.
+
+    Args:
+      environment: all variables.
+      more: names to keep besides the known settings of libraries.
+    """
     names = {*_VARIABLES, *more}
     return {name: value for name, value in environment.items() if name in names or name.startswith(_VARIABLE_PREFIXES)}

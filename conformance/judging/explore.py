@@ -42,8 +42,8 @@ from conformance.judging.job import Job
 from conformance.judging.runner import Runner
 from conformance.judging.settings import Settings
 from conformance.records import Record
-from conformance.sandbox.kernel_process import Lost
-from conformance.sandbox.sandboxed_executor import executor_of
+from conformance.sandbox.kernel_process import ProcessLost
+from conformance.sandbox.sandboxed_executor import create_executor
 from conformance.truth import kept
 
 _CI_EXAMPLES = 50
@@ -139,9 +139,9 @@ def _clues(implementation: Implementation) -> Clues:
       WrongClues: if the answer, which the kernel can forge, is none.
     """
     try:
-        integers, floats, in_source = msgspec.convert(executor_of(implementation).run(shown), _ShownNumbers)
-    except (Exception, Lost) as error:  # what is raised there is up to the kernel as well
-        why = str(error) if isinstance(error, msgspec.ValidationError | Lost) else mishaps.told(error)
+        integers, floats, in_source = msgspec.convert(create_executor(implementation).run(shown), _ShownNumbers)
+    except (Exception, ProcessLost) as error:  # what is raised there is up to the kernel as well
+        why = str(error) if isinstance(error, msgspec.ValidationError | ProcessLost) else mishaps.told(error)
         raise WrongClues(
             f"{implementation.name} does not say at which numbers it does something else: {why}"
         ) from error

@@ -178,7 +178,7 @@ def kernels(config: pytest.Config) -> KernelOptions:
         *limits,
         sandbox=policy,
         require_sandbox=option("--conformance-require-sandbox"),
-        said=said,
+        handshakes=said,
     )
 
 

@@ -54,7 +54,7 @@ def run_parallel(
       one_by_one: whether a process takes one job at a time, so that the first of them ends soonest.
     """
     kernels = dataclasses.replace(
-        kernels, said=collect_handshakes({job.implementation.name: job.implementation for job in jobs}.values())
+        kernels, handshakes=collect_handshakes({job.implementation.name: job.implementation for job in jobs}.values())
     )
     by_order = {_order(job, kernels): job for job in jobs}
 

@@ -19,7 +19,7 @@ from conformance.judging.plan import Plan
 from conformance.judging.reach import usual_lengths
 from conformance.runs import OWN_PROCESS, Kernel, Planned, Run
 from conformance.sandbox.kernel_options import KernelOptions
-from conformance.sandbox.sandboxed_executor import executor_of
+from conformance.sandbox.sandboxed_executor import create_executor
 from conformance.truth import tolerances
 
 _HOME = Path(__file__).resolve().parent.parent.parent
@@ -131,14 +131,14 @@ def _kernel(implementation: Implementation, planned: Plan, kernels: KernelOption
         declined=arrays.declined if arrays is not None else 0,
         parted=arrays.parted if arrays is not None else (0, 0),
         place=_place(implementation, kernels),
-        files=dict(executor_of(implementation).files),
+        files=dict(create_executor(implementation).files),
     )
 
 
 def _place(implementation: Implementation, kernels: KernelOptions) -> str:
     if kernels.in_process and not registry.is_ours(implementation.name):
         return "ran in the judge's own process (--in-process), which it could alter"
-    isolation = executor_of(implementation).isolation
+    isolation = create_executor(implementation).isolation
     return "" if isolation in ("", "confined") else f"{OWN_PROCESS}{isolation}"
 
 

@@ -25,8 +25,8 @@ from conformance.judging.settings import Settings
 from conformance.records import Record
 from conformance.runs import Run
 from conformance.sandbox import loaded_files
-from conformance.sandbox.kernel_process import Lost
-from conformance.sandbox.sandboxed_executor import SupportUnknown, executor_of
+from conformance.sandbox.kernel_process import ProcessLost
+from conformance.sandbox.sandboxed_executor import SupportQueryFailed, create_executor
 from conformance.truth.patterns.error_map import error_map
 from conformance.truth.patterns.pattern import pattern
 
@@ -69,7 +69,7 @@ class Runner:
 
     def stream(self, job: Job) -> Iterator[Record]:
         """The records of one job, as they come."""
-        executor = self._executors.setdefault(job.implementation.name, executor_of(job.implementation))
+        executor = self._executors.setdefault(job.implementation.name, create_executor(job.implementation))
         subject = Subject(executor, job.case, self._settings.tolerances, job.turn)
         rejudge = self._rejudges.setdefault(job.implementation.name, Rejudge(executor, self._confirmed))
         self._done += 1
@@ -86,7 +86,7 @@ class Runner:
         else:
             found = _judged(subject, job.checks, rejudge)
         for record in found:
-            if later := executor.take_later_files():
+            if later := executor.pop_later_files():
                 record = dataclasses.replace(record, files=later)
             yield self._told(record)
 
@@ -98,7 +98,7 @@ class Runner:
 
     def lost(self, job: Job) -> list[Record]:
         """The records of a job whose process died: an error for each of its checks."""
-        subject = Subject(executor_of(job.implementation), job.case, self._settings.tolerances, job.turn)
+        subject = Subject(create_executor(job.implementation), job.case, self._settings.tolerances, job.turn)
         reason = "the process that judged this case died: the kernel crashed it, or it ran out of memory"
         died = Judgement(observable="all", verdict=records.ERROR, reason=reason)
         found = [_record(subject, check.name, died, None, 0.0) for check in job.checks]
@@ -109,7 +109,7 @@ def _reason(job: Job) -> str | Judgement | None:
     """Why the case is not supported, none if it is; an error where the kernel cannot even say that."""
     try:
         return job.implementation.supports(job.case)
-    except SupportUnknown as error:
+    except SupportQueryFailed as error:
         return Judgement(observable="case", verdict=records.ERROR, reason=str(error))
 
 
@@ -166,7 +166,7 @@ def platform_of(implementation: Implementation, check: str | None = None) -> str
         if check not in _NEED_NO_ACCELERATOR and accelerator.platform is not None:
             return accelerator.platform
         interpreted = True
-    backend = executor_of(implementation).backend
+    backend = create_executor(implementation).backend
     return f"{backend}-interpret" if interpreted else backend
 
 
@@ -207,7 +207,7 @@ def _judged(subject: Subject, checks: Iterable[Check], rejudge: Rejudge) -> Iter
                 if left_out and check.compares:
                     judgement = dataclasses.replace(judgement, figures={**judgement.figures, **left_out})
                 yield _record(subject, check.name, judgement, margin, seconds)
-        except Lost as lost:  # what else this case is asked might cost a process each
+        except ProcessLost as lost:  # what else this case is asked might cost a process each
             yield _record(subject, check.name, _lost(lost), margin, 0.0)
             return
     yield from _unasked_death(subject, checks)
@@ -217,7 +217,7 @@ def _unasked_death(subject: Subject, checks: Sequence[Check]) -> Iterator[Record
     """Yield an error if the kernel's process died of calls that were begun and that no check asked for."""
     try:
         subject.executor.settle()
-    except Lost as lost:
+    except ProcessLost as lost:
         yield _record(subject, checks[0].name, _lost(lost), None, 0.0)
 
 
@@ -293,13 +293,13 @@ def _declined(subject: Subject, checks: Iterable[Check], reason: str, rejudge: R
             start = time.perf_counter()
             try:
                 found = _answers(check, subject, rejudge)
-            except Lost as lost:
+            except ProcessLost as lost:
                 found = [_lost(lost)]
             for judgement in found:
                 yield _record(subject, check.name, judgement, None, time.perf_counter() - start)
 
 
-def _lost(lost: Lost) -> Judgement:
+def _lost(lost: ProcessLost) -> Judgement:
     return Judgement(observable="all", verdict=records.ERROR, reason=f"{lost}; the case was asked no further")
 
 

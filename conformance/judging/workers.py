@@ -109,7 +109,7 @@ def _done(
 def _ready(busy: Sequence[_Worker[Task]]) -> list[_Worker[Task]]:
     """The workers that have answered or died, once there is one."""
     while True:
-        connection.wait([x for worker in busy for x in (worker.pipe, worker.process.ends)])
+        connection.wait([x for worker in busy for x in (worker.pipe, worker.process.sentinel)])
         if found := [worker for worker in busy if worker.pipe.poll() or worker.process.wait(0) is not None]:
             return found
 
@@ -129,7 +129,7 @@ def _started(task: Task, do: Callable[[Task], Result]) -> _Worker[Task]:
     """A new worker, at work on this."""
     ours, theirs = Pipe()
     with theirs:  # the worker's death must be seen at our end
-        process = ForkedProcess(_serve, tuple(sys.path), passing=[theirs.fileno()], may_ask=True)
+        process = ForkedProcess(_serve, tuple(sys.path), pass_fds=[theirs.fileno()], may_fork=True)
     worker = _Worker(process, ours, task)
     _tell(worker, do)
     return worker

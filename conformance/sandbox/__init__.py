@@ -1,5 +1,5 @@
-"""A kernel in a process of its own: what it declares, what is asked of it, and what it answers, travel as data.
+"""Run a kernel in a confined process of its own, and exchange nothing but data with it.
 
-The judge never imports the kernel, and the kernel's process never has what is expected. What that process can reach of
-the judge is a pipe of bytes.
+The judge never imports the kernel, and the kernel's process never gets the expected results. README.md in this folder
+is the introduction.
 """

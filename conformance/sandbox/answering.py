@@ -1,7 +1,7 @@
 """Read requests and send answers in a kernel's process.
 
-`kernel_server` runs a private copy of this module, so everything that reads and writes is bound here before the kernel
-is imported. Each answer lists what the kernel has replaced. That list is computed by a private copy of `tamper_check`.
+`kernel_server` runs a private copy of this module. So the functions that read and write are bound before the kernel is
+imported. Each answer lists the names that the kernel has replaced; a private copy of `tamper_check` finds them.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ _EXCEPTIONS = {name: kind for name, kind in vars(builtins).items() if isinstance
 
 
 def read_request(requests: int) -> Any:
-    """Return the next request; None at the end of the pipe."""
+    """Read the next request; return None at the end of the pipe."""
     head = _read_exactly(requests, _LENGTH.size)
     body = _read_exactly(requests, _LENGTH.unpack(head)[0]) if head else b""
     return protocol.unpack_request(body) if body else None
 
 
 def send_value(answers: int, value: Any) -> None:
-    """Send plain data that needs no check: nothing of the kernel has run."""
+    """Send plain data without a tamper check, before any code of the kernel has run."""
     _send(answers, protocol.pack_answer(value))
 
 
 def send_error(answers: int, error: BaseException) -> None:
-    """Send what was raised, as data."""
+    """Send an exception as data."""
     _send(answers, protocol.pack_answer({"raised": describe_error(error)}))
 
 
@@ -47,7 +47,7 @@ def answer_requests(requests: int, answers: int, run: Callable[[Any], Any], snap
     Args:
       requests: descriptor of the pipe that requests come from.
       answers: descriptor of the pipe that answers go to.
-      run: does what a request asks.
+      run: executes a request and returns its result.
       snapshot: what `tamper_check.take_snapshot` returned before the kernel was imported.
       files: a `file_watcher.FileWatcher`.
     """
@@ -63,12 +63,12 @@ def answer_requests(requests: int, answers: int, run: Callable[[Any], Any], snap
         except BaseException as error:  # a kernel may raise anything, SystemExit and KeyboardInterrupt too
             answer = protocol.pack_answer({"raised": describe_error(error), "files": {"opened": files.report()}})
         if getpid() != process:
-            _exit(1)  # the kernel forked, and its child returned to here: one process answers
+            _exit(1)  # the kernel forked, and its child returned to here: only one process may answer
         _send(answers, answer)
 
 
 def describe_error(error: BaseException) -> dict[str, Any]:
-    """Return an exception as data: its type, its built-in base types, its message, and the sentence for records."""
+    """Return an exception as data: its type, built-in base types and message, and what was denied or missing."""
     kinds = [kind.__name__ for kind in type(error).__mro__ if _EXCEPTIONS.get(kind.__name__) is kind]
     try:
         message = str(error)
@@ -102,7 +102,7 @@ def _send(answers: int, answer: bytes) -> None:
 
 
 def _read_exactly(pipe: int, count: int) -> bytes:
-    """Return so many bytes; none if the pipe ends before."""
+    """Read exactly `count` bytes; return none if the pipe ends before."""
     parts, left = [], count
     while left:
         part = read(pipe, min(left, 2**20))

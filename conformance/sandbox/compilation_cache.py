@@ -1,12 +1,14 @@
 """Cache compiled programs of kernels on disk, so that judging the same kernel again skips compilation.
 
-Compiling takes a third of a run. What a kernel's process compiled is stored when the process ends, in a folder of its
-own for each kernel, by its name, its source and the machine. The processes of the next run may read what is there
-(`conformance.program_cache`). They cannot write there, and they get nothing that was stored since their run began. So
-no process of a kernel finds what another kernel, or another process of the same run, has left.
+Compiling takes a third of a run. When a kernel's process ends, the judge stores the programs that it compiled. Each
+kernel has a folder of its own, named after its name, its source and the machine.
 
-The folders have limits in bytes and in files, and the oldest programs are removed. Programs for accelerators are not
-cached: nobody has verified yet that cached and new ones are the same.
+Processes of later runs read the programs (`conformance.program_cache`) and cannot write to the folder. Programs that
+were stored after a run began are hidden from it. So a process finds nothing that another kernel, or another process of
+the same run, has left.
+
+The folders are limited in bytes and in files; the oldest programs are removed. Programs for accelerators are not
+cached: it is not verified that cached and newly compiled ones are the same.
 """
 
 from __future__ import annotations
@@ -25,16 +27,16 @@ from pathlib import Path
 from conformance.calling import registry, sources
 from conformance.truth import kept
 
-_RUN_START = time.time()  # workers and kernels are forked from a process that has loaded this
+_RUN_START = time.time()  # inherited: workers and kernels' processes are forked from a process that has imported this
 _FOLDER = "programs"
-_NAME = re.compile(r"[\w.-]{1,150}-[0-9a-f]{64}-cache")  # as JAX calls the file of a program
+_NAME = re.compile(r"[\w.-]{1,150}-[0-9a-f]{64}-cache")  # how JAX names the file of a program
 # `quick` leaves 300 to 600 programs of 9 to 17 kB.
 MAX_PROGRAM_BYTES = 2**24
 MAX_KERNEL_BYTES = 2**26
 MAX_ALL_BYTES = 2**29
 MAX_PROGRAMS = 6_000
 MAX_KERNELS = 12
-_SETTLED = 1.0  # seconds: what was written to later than that before the process ended may be half a program
+_SETTLE_SECONDS = 1.0  # seconds; a program that was written to more recently than this may be incomplete
 
 
 def find_cache_folder(name: str) -> Path | None:
@@ -45,13 +47,13 @@ def find_cache_folder(name: str) -> Path | None:
     package, source = sources.origin(name)
     if not package and not source:
         return None
-    digest = hashlib.blake2b(repr((name, package, source, _machine())).encode(), digest_size=16).hexdigest()
+    digest = hashlib.blake2b(repr((name, package, source, _describe_machine())).encode(), digest_size=16).hexdigest()
     return folder / _FOLDER / digest
 
 
 @functools.cache
-def _machine() -> str:
-    """Describe the processor: JAX does not name programs after it, and unlike machines may share a folder."""
+def _describe_machine() -> str:
+    """Describe the processor. JAX does not name programs after it, and different machines may share a folder."""
     with contextlib.suppress(OSError):
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         found = (line for line in lines if line.startswith(("flags", "Features")))
@@ -62,7 +64,7 @@ def _machine() -> str:
 def link_programs(cache_folder: Path | None, scratch: str) -> None:
     """Link the programs that were stored before this run into the scratch folder of a kernel's process.
 
-    Without a cache folder it finds an empty folder: what it compiles ends with it.
+    Without a cache folder the process gets an empty folder, and its programs are removed when it ends.
     """
     linked = Path(scratch, _FOLDER)
     linked.mkdir()
@@ -75,13 +77,13 @@ def link_programs(cache_folder: Path | None, scratch: str) -> None:
 
 
 def find_linked_programs(scratch: str) -> Path | None:
-    """Return the folder in which a kernel's process finds programs and leaves them, if it has one."""
+    """Return the folder where a kernel's process reads and writes programs; None if it has none."""
     folder = Path(scratch, _FOLDER)
     return folder if folder.is_dir() else None
 
 
 def store_programs(cache_folder: Path | None, scratch: str) -> None:
-    """Store what a process that has ended compiled. If the disk is full or read-only, the next run compiles again."""
+    """Store the programs of a process that has ended. If the disk is full or read-only, store nothing."""
     linked = Path(scratch, _FOLDER)
     if cache_folder is None or linked.is_symlink():
         return
@@ -98,14 +100,17 @@ def store_programs(cache_folder: Path | None, scratch: str) -> None:
 
 
 def _find_new_programs(linked: Path) -> list[str]:
-    """Return the paths of programs that were written long enough ago to be whole."""
-    last = time.time() - _SETTLED
+    """Return the paths of new programs that were written long enough ago to be complete."""
+    last = time.time() - _SETTLE_SECONDS
     found = [program for program in os.scandir(linked) if _NAME.fullmatch(program.name) and not program.is_symlink()]
     return [program.path for program in found if program.stat(follow_symlinks=False).st_mtime < last]
 
 
 def _store_program(path: str, target: Path, room: int) -> int:
-    """Copy a program if it is a file and fits into `room`; return its bytes. A kernel may leave anything."""
+    """Copy a program if it is a regular file and fits into `room` bytes; return its size.
+
+    The kernel controls the folder, so anything may be there.
+    """
     unfinished = target.with_suffix(f".{os.getpid()}.tmp")
     with contextlib.suppress(OSError):
         opened = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
@@ -127,7 +132,7 @@ def _evict_oldest(folder: Path, max_entries: int, max_bytes: int, spared: Path |
     for number, (_, entry) in enumerate(sorted(entries, reverse=True)):
         left -= _count_bytes(entry)
         if number >= max_entries - (spared is not None) or left < 0:
-            with contextlib.suppress(OSError):  # another process may be doing the same
+            with contextlib.suppress(OSError):  # another process may remove it at the same time
                 shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
 
 

@@ -1,7 +1,7 @@
-"""Confine a kernel's process: which files it may use, whom it may reach, and which system calls it may make.
+"""Confine a kernel's process: restrict its files, its connections and its system calls.
 
-Two mechanisms of Linux do this, and neither needs privileges: Landlock restricts files, and seccomp restricts system
-calls. Where one is missing, the process says so in the sentence that `confine_process` returns.
+Linux has two mechanisms for this, and neither needs privileges. Landlock restricts files; seccomp restricts system
+calls. `confine_process` returns a sentence that says whether both are in force.
 """
 
 from __future__ import annotations
@@ -18,18 +18,19 @@ from conformance.sandbox import landlock, policy, seccomp
 from conformance.sandbox.landlock import READ, WRITE, Access
 
 CONFINED = "confined"
-"""How the sentence of a process begins that both mechanisms restrict."""
+"""The beginning of the sentence of `confine_process` if both mechanisms are in force."""
 _PR_SET_PDEATHSIG, _PR_SET_NO_NEW_PRIVS = 1, 38
 _SIGKILL = 9
-# Of linux/capability.h: the version of the calls, and the rights to read any file and to lock memory, as drivers do.
+# From linux/capability.h: the version of the calls, and the capabilities to read any file and to lock memory, which
+# drivers need.
 _CAPABILITIES_VERSION = 0x20080522
 _KEPT_CAPABILITIES = 1 << 1 | 1 << 2 | 1 << 14
 _DEVICES = Path("/dev")
-# Shared memory lies among the devices as files. Disks, memory, and terminals, where a verdict is read, do too.
+# Entries of /dev that are no harmless devices: shared memory, terminals (a verdict is printed there), and memory.
 _FORBIDDEN_DEVICES = ("shm", "mqueue", "hugepages", "pts", "console", "mem", "kmem", "port", "kmsg")
 _TERMINALS = ("tty", "vcs")
 _ACCELERATORS = ("nvidia*", "accel*", "vfio", "kfd", "dri")
-# NVIDIA's driver makes files in shared memory, and names its threads. It does not start where it may not.
+# NVIDIA's driver creates files in shared memory and names its threads. It does not start if it may not do so.
 _NVIDIA_WRITES = (Path("/dev/shm"), Path("/proc/self/task"))
 
 
@@ -39,15 +40,16 @@ def confine_process(
     listable: Iterable[Path] = (),
     open_files: Collection[int] = (),
 ) -> str:
-    """Confine this process, and say in a sentence what it may still do.
+    """Confine this process, and return a sentence that says what it may still do.
 
-    Linux only. Call it with one thread, before any code of the kernel runs.
+    This confines the calling thread, so it must be the only one, and no code of the kernel may have run. Where the
+    system is not Linux, nothing is confined.
 
     Args:
-      writable: folders in which it may do anything with files: its scratch folder.
-      readable: files and folders that it may read besides interpreter, libraries and devices.
-      listable: folders whose names, and those of all folders below, it may list without reading the files. Python finds
-        no module in a folder that it cannot list.
+      writable: folders where it may read, write, create and remove files: its scratch folder.
+      readable: files and folders that it may read besides the interpreter, libraries and devices.
+      listable: folders that it may list, with all folders below, without reading their files. Python finds no module in
+        a folder that it cannot list.
       open_files: descriptors that stay open, besides standard input, output and error.
 
     Returns:
@@ -58,7 +60,7 @@ def confine_process(
     _close_other_files(open_files)
     nvidia = os.path.exists(environment.NVIDIA_DRIVER)
     libc = ctypes.CDLL(None, use_errno=True)
-    # Opened before Landlock forbids it: seccomp's options depend on the devices.
+    # Look for devices before Landlock forbids it: the options of seccomp depend on them.
     accelerator = any(device for pattern in _ACCELERATORS for device in _DEVICES.glob(pattern))
     _drop_capabilities(libc)
     if libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0):
@@ -81,7 +83,7 @@ def confine_process(
 
 
 def is_confined(sentence: str) -> bool:
-    """Tell whether a process with this sentence of `confine_process` is restricted by Landlock and seccomp."""
+    """Tell whether a sentence of `confine_process` says that Landlock and seccomp are both in force."""
     return sentence.startswith(CONFINED)
 
 
@@ -112,22 +114,22 @@ def _restrict_files(
 
 
 def _is_forbidden_device(device: Path) -> bool:
-    if device.is_symlink():  # to this process's own files, or to a device that is listed itself
+    if device.is_symlink():  # it leads to this process's own files, or to another entry of /dev
         return True
     return device.name in _FORBIDDEN_DEVICES or device.name.startswith(_TERMINALS) or device.is_block_device()
 
 
 def _close_other_files(kept: Collection[int]) -> None:
-    """Close what was inherited: a socket that is already connected needs no system call to connect."""
+    """Close inherited descriptors: an inherited socket may be connected already, and then seccomp does not stop it."""
     for name in os.listdir("/proc/self/fd"):
         descriptor = int(name)
         if descriptor > 2 and descriptor not in kept:
-            with contextlib.suppress(OSError):  # the one that lists this folder
+            with contextlib.suppress(OSError):  # one of them has listed this folder and is closed already
                 os.close(descriptor)
 
 
 def _drop_capabilities(libc: ctypes.CDLL) -> None:
-    """Keep nothing of what root may do but reading files and locking memory."""
+    """Drop all capabilities of root except those to read files and to lock memory."""
     header, sets = (ctypes.c_uint32 * 2)(_CAPABILITIES_VERSION, 0), (ctypes.c_uint32 * 6)()
     libc.capget(header, sets)
     libc.capset(header, (ctypes.c_uint32 * 6)(*(one & _KEPT_CAPABILITIES for one in sets[:3])))

@@ -1,4 +1,7 @@
-"""What an implementation declares, as data; and the implementation as the judge knows it, made of that."""
+"""Serialize the declarations of an implementation in its process, and rebuild an implementation from them in the judge.
+
+The rebuilt implementation has all declarations and no function of the kernel.
+"""
 
 from __future__ import annotations
 
@@ -13,25 +16,25 @@ from conformance.contract import Accelerator, Arithmetic, BehindMask, EmptyRows,
 from conformance.records import printable
 from conformance.sandbox.handshake import MAX_TEXT
 
-_SETS = ("offers", "residuals", "differentiable_residuals", "gradients")
-_PLAIN = (
+_SET_FIELDS = ("offers", "residuals", "differentiable_residuals", "gradients")
+_PLAIN_FIELDS = (
     *("name", "description", "empty_rows", "behind_mask", "validates", "memory", "refuses_by_signature", "devices"),
     "writes_pages",
 )
-_WORDS: Mapping[str, Any] = {"empty_rows": EmptyRows, "behind_mask": BehindMask}
+_CHOICES: Mapping[str, Any] = {"empty_rows": EmptyRows, "behind_mask": BehindMask}
 
-_KINDS = {
+_FIELD_TYPES = {
     **{"description": str, "devices": int, "unsupported": dict},
     **dict.fromkeys(("validates", "refuses_by_signature", "writes_pages"), bool),
 }
 
 
 def serialize_declarations(implementation: Implementation) -> dict[str, Any]:
-    """What `implementation` declares: numbers and words alone."""
+    """Return the declarations of an implementation as plain data: numbers, strings, lists and dicts."""
     support, accelerator = implementation.supports_case, implementation.accelerator
     return {
-        **{name: getattr(implementation, name) for name in _PLAIN},
-        **{name: sorted(getattr(implementation, name)) for name in _SETS},
+        **{name: getattr(implementation, name) for name in _PLAIN_FIELDS},
+        **{name: sorted(getattr(implementation, name)) for name in _SET_FIELDS},
         "unsupported": dict(implementation.unsupported),
         "arithmetic": dataclasses.asdict(implementation.arithmetic),
         "storage": implementation.storage,
@@ -62,34 +65,34 @@ def serialize_declarations(implementation: Implementation) -> dict[str, Any]:
 
 
 def parse_declarations(
-    said: Mapping[str, Any], call: Callable[..., Any], asks: Callable[[Case], str | None]
+    declared: Mapping[str, Any], call: Callable[..., Any], query_support: Callable[[Case], str | None]
 ) -> Implementation:
-    """The implementation that declares what was `said`.
+    """Return an implementation with these declarations.
 
     Args:
-      said: what `told` wrote.
-      call: stands for every call that it has, none of which is here.
-      asks: asks it whether it supports a case, if no declaration says so.
+      declared: data of the kernel's process, as `serialize_declarations` returns it. It may be forged.
+      call: stands for each of its functions.
+      query_support: asks the kernel's process whether it supports a case, for a kernel that has a function for this.
 
     Raises:
-      ValueError: for what no implementation declares.
+      ValueError: if a declaration has a value that no implementation may declare.
     """
-    for name, kind in _KINDS.items():
-        if type(said[name]) is not kind:
-            raise ValueError(f"{name} must be of type {kind.__name__}, got {said[name]!r}")
-    names = (*said["variants"], *said["checkpoint_names"])
-    if odd := [name for name in names if not (isinstance(name, str) and name.isprintable())]:
-        raise ValueError(f"names must be text that shows as it is, got {odd[0]!r}")
-    for name, known in _WORDS.items():
-        if said[name] not in get_args(known):
-            raise ValueError(f"{name} must be one of {', '.join(map(str, get_args(known)))}, got {said[name]!r}")
-    there: dict[str, Any] = {name: call if said[name] else None for name in ("parts", "merge", "front_end")}
-    accelerator = dict(said["accelerator"])
+    for name, kind in _FIELD_TYPES.items():
+        if type(declared[name]) is not kind:
+            raise ValueError(f"{name} must be of type {kind.__name__}, got {declared[name]!r}")
+    names = (*declared["variants"], *declared["checkpoint_names"])
+    if unprintable := [name for name in names if not (isinstance(name, str) and name.isprintable())]:
+        raise ValueError(f"names must be text that shows as it is, got {unprintable[0]!r}")
+    for name, known in _CHOICES.items():
+        if declared[name] not in get_args(known):
+            raise ValueError(f"{name} must be one of {', '.join(map(str, get_args(known)))}, got {declared[name]!r}")
+    functions: dict[str, Any] = {name: call if declared[name] else None for name in ("parts", "merge", "front_end")}
+    accelerator = dict(declared["accelerator"])
     for name in ("native", "under_interpreter"):
         accelerator[name] = call if accelerator[name] else None
-    supports: Callable[[Case], str | None] | None = asks if said["asks"] else None
-    if said["plain"] is not None:
-        plain = said["plain"]
+    supports: Callable[[Case], str | None] | None = query_support if declared["asks"] else None
+    if declared["plain"] is not None:
+        plain = declared["plain"]
         supports = PlainSupport(
             frozenset(plain["parameters"]),
             plain["causal"],
@@ -98,24 +101,27 @@ def parse_declarations(
             tuple(map(printable, plain["others"])),
             tuple(map(printable, plain["scales"])),
         )
-    fields: dict[str, Any] = {name: said[name] for name in _PLAIN}
-    fields["description"] = printable(said["description"][:MAX_TEXT])
-    fields |= {name: frozenset(said[name]) for name in _SETS}
+    fields: dict[str, Any] = {name: declared[name] for name in _PLAIN_FIELDS}
+    fields["description"] = printable(declared["description"][:MAX_TEXT])
+    fields |= {name: frozenset(declared[name]) for name in _SET_FIELDS}
     return Implementation(
         call=call,
         **fields,
-        unsupported={feature: printable(reason[:MAX_TEXT]) for feature, reason in said["unsupported"].items()},
-        arithmetic=Arithmetic(**said["arithmetic"]),
-        storage=said["storage"],
-        checkpoint_names=tuple(said["checkpoint_names"]),
-        variants=dict.fromkeys(said["variants"], call),
+        unsupported={feature: printable(reason[:MAX_TEXT]) for feature, reason in declared["unsupported"].items()},
+        arithmetic=Arithmetic(**declared["arithmetic"]),
+        storage=declared["storage"],
+        checkpoint_names=tuple(declared["checkpoint_names"]),
+        variants=dict.fromkeys(declared["variants"], call),
         accelerator=Accelerator(**accelerator),
         supports_case=supports,
-        **there,
+        **functions,
     )
 
 
-def ask_support(executor: Executor, case: Case) -> str | None:
-    """Whether the implementation supports a case, as its own function says; asked of the kernel's process."""
-    asked = executor.implementation.supports_case
-    return None if asked is None else asked(case)
+def evaluate_support(executor: Executor, case: Case) -> str | None:
+    """Return why the implementation does not support a case, by its own function; None if it does.
+
+    This runs in the kernel's process.
+    """
+    supports_case = executor.implementation.supports_case
+    return None if supports_case is None else supports_case(case)

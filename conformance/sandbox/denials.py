@@ -13,10 +13,10 @@ UNCONFINED = "--in-process runs the kernel without a sandbox"
 
 
 def explain_denial(missing: str, *, is_permission_error: bool) -> str:
-    """Return what to append to the message of an error; empty if the sandbox has no part in it.
+    """Return what to append to the message of an error; empty if the sandbox did not cause it.
 
     Args:
-      missing: the file or module that the error names, as the kernel's process says; empty if it names none.
+      missing: the file or module that the error names, as the kernel's process reports it; empty if it names none.
       is_permission_error: whether the kernel raised a `PermissionError`.
     """
     if missing.startswith("/") and is_permission_error:
@@ -39,7 +39,10 @@ def _explain_file(name: str) -> str:
 
 
 def _explain_module(name: str) -> str:
-    """Look for a module where the judge would find it. This imports nothing: only the first name is looked up."""
+    """Explain why a module is missing, if the judge would find it. This imports nothing of it.
+
+    Only the top-level name is looked up, since looking up a submodule imports its parent.
+    """
     top = name.partition(".")[0]
     try:
         here = PathFinder.find_spec(top, [os.getcwd()])

@@ -1,8 +1,10 @@
-"""Which files a kernel's process reads: what Python opens in it, what it maps, and which installed modules it imports.
+"""List the files that a kernel's process reads: opened by Python, mapped into memory, or imported from packages.
 
-This runs in the kernel's process, before the kernel is imported. It names files and nothing else: their digests are
-made by the judge (`conformance.sandbox.loaded_files`). Files of the interpreter, of installed packages, of this project
-and of the system are left out, and so is the scratch folder, in which a kernel finds only what it wrote.
+The watcher runs in the kernel's process and starts before the kernel is imported. It reports paths only; the judge
+computes the digests (`conformance.sandbox.loaded_files`).
+
+Files of the interpreter, of installed packages, of this project and of the system are not listed. Neither are files of
+the scratch folder: a kernel finds only its own files there.
 """
 
 from __future__ import annotations
@@ -16,70 +18,70 @@ from typing import Any
 from conformance.calling import installed_packages
 
 _BYTE_CODE = ".pyc"
-_DELETED = " (deleted)"  # what the system adds to the name of a mapped file that has been removed
+_DELETED = " (deleted)"  # the system adds this to the name of a mapped file that was removed
 
 
 class FileWatcher:
-    """Notes the files that this process reads from the moment on in which it is made. It cannot be switched off."""
+    """Records the files that this process reads, from its creation on. It cannot be switched off."""
 
     def __init__(self, scratch: str) -> None:
-        """Begin to watch; `scratch` is the folder that the process may write to."""
+        """Start to watch. `scratch` is the folder that the process may write to."""
         folders = (*installed_packages.trusted_folders(), os.path.abspath(scratch), os.path.realpath(scratch))
-        self._left_out = tuple(f"{folder}{os.sep}" for folder in folders)
-        self._installed = tuple(f"{folder}{os.sep}" for folder in installed_packages.package_folders())
-        self._modules = frozenset(sys.modules)
-        self._mapped_before = _mapped_files()
-        self._has_mapped = True  # whether something may have been mapped since somebody looked
+        self._ignored_folders = tuple(f"{folder}{os.sep}" for folder in folders)
+        self._package_folders = tuple(f"{folder}{os.sep}" for folder in installed_packages.package_folders())
+        self._modules_before = frozenset(sys.modules)
+        self._mapped_before = _list_mapped_files()
+        self._may_have_mapped = True  # whether files may have been mapped since the last report
         self._opened: dict[str, None] = {}
         sys.addaudithook(self._audit)
 
     def report(self) -> list[str]:
         """Return the files that were read since the last report."""
         opened, self._opened = self._opened, {}
-        if self._has_mapped:
-            self._has_mapped = False
-            opened |= dict.fromkeys(filter(self._is_told, sorted(_mapped_files() - self._mapped_before)))
+        if self._may_have_mapped:
+            self._may_have_mapped = False
+            opened |= dict.fromkeys(filter(self._is_reported, sorted(_list_mapped_files() - self._mapped_before)))
         return list(opened)
 
-    def installed_modules(self) -> list[str]:
-        """Return the files of the modules of installed packages that were imported since this began."""
-        new = (module for name, module in sorted(sys.modules.items()) if name not in self._modules)
+    def list_installed_modules(self) -> list[str]:
+        """Return the files of modules of installed packages that were imported since the watcher started."""
+        new = (module for name, module in sorted(sys.modules.items()) if name not in self._modules_before)
         files = (getattr(module, "__file__", None) for module in new)
-        return [file for file in files if isinstance(file, str) and file.startswith(self._installed)]
+        return [file for file in files if isinstance(file, str) and file.startswith(self._package_folders)]
 
     def _audit(self, event: str, arguments: tuple[Any, ...]) -> None:
         if event == "open":
             name, _, flags = arguments
             if not isinstance(name, int) and flags & os.O_ACCMODE != os.O_WRONLY:
-                self._note(name)
+                self._record_open(name)
         elif event == "import":
-            if arguments[1] is not None:  # an extension module, which is mapped
-                self._has_mapped = True
-                self._note(arguments[1])
+            if arguments[1] is not None:  # the path of an extension module, which is mapped
+                self._may_have_mapped = True
+                self._record_open(arguments[1])
         elif event == "ctypes.dlopen":
-            self._has_mapped = True
+            self._may_have_mapped = True
 
-    def _note(self, name: Any) -> None:
+    def _record_open(self, name: Any) -> None:
         try:
             path = os.path.abspath(os.fsdecode(name))
-        except (TypeError, ValueError, OSError):  # no path, or one in a folder that is gone: opening it fails as well
+        except (TypeError, ValueError, OSError):  # no valid path, or no current folder: opening it fails too
             return
-        if not self._is_told(path):
+        if not self._is_reported(path):
             return
         if path.endswith(_BYTE_CODE):
-            # An import goes on with the source where there is one: of `OSError` it takes no notice.
+            # An import ignores an `OSError` here, and goes on with the source if there is one.
             raise OSError(
                 f"{path}: byte code is loaded from the interpreter's and installed packages' folders alone, since "
                 f"nobody can read it: give the source, {Path(path).stem.partition('.')[0]}.py"
             )
         self._opened[path] = None
 
-    def _is_told(self, path: str) -> bool:
-        return not path.startswith(self._left_out)
+    def _is_reported(self, path: str) -> bool:
+        return not path.startswith(self._ignored_folders)
 
 
-def _mapped_files() -> frozenset[str]:
-    """The files that this process has mapped; none where the system does not say."""
+def _list_mapped_files() -> frozenset[str]:
+    """Return the files that this process has mapped; none where there is no /proc."""
     found = set()
     with contextlib.suppress(OSError), open("/proc/self/maps", errors="surrogateescape") as lines:
         for line in lines:

@@ -1,7 +1,8 @@
-"""What a kernel says of itself when it is loaded: what it declares, where it runs, and on how many devices.
+"""Parse the handshake: what a kernel's process sends once it has loaded the kernel.
 
-It says so once. Whichever process it is loaded in later, of a worker or after it was lost, must hear the same: a kernel
-that could tell its processes apart would be judged by one declaration and reported by another.
+A handshake has the kernel's declarations, its JAX backend and its number of devices. The first handshake of a kernel
+is binding. Each later process of the kernel, in a worker or after a loss, must send the same one. Otherwise a kernel
+could be judged by one declaration and reported with another.
 """
 
 from __future__ import annotations
@@ -16,14 +17,19 @@ import jax
 from conformance.records import printable
 
 MAX_TEXT = 10_000
-"""Characters of a message or reason of a kernel's; what is longer is cut, since each of its records has it."""
+"""The most characters of a kernel's message or reason. Longer ones are cut: each record of the kernel has them."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Handshake:
-    """What a kernel declares, where it runs, on how many devices, and how its process is confined.
+    """What a kernel's process sent once it had loaded the kernel, and the files that it read until then.
 
-    `files` are those that it read as it was first loaded, with their digests (`loaded_files`), which are the judge's.
+    Attributes:
+      declared: the declarations, as data (`declaration_codec`).
+      backend: the JAX backend.
+      count: the number of devices.
+      confined: the sentence of `confinement.confine_process`.
+      files: files that the kernel read when it was first loaded, with digests that the judge computed (`loaded_files`).
     """
 
     declared: Mapping[str, Any]
@@ -34,49 +40,52 @@ class Handshake:
 
     @property
     def text(self) -> str:
-        """All of it as text: whoever says the same says the same text."""
+        """Return the handshake as JSON text. Equal handshakes have equal texts."""
         return json.dumps(dataclasses.asdict(self), sort_keys=True)
 
 
-def first_files(first: str) -> Mapping[str, str] | None:
-    """Return the files that a kernel read as it was first loaded, as its first handshake has them; none if none is."""
-    files: Mapping[str, str] | None = json.loads(first)["files"] if first else None
+def parse_first_files(first_handshake: str) -> Mapping[str, str] | None:
+    """Return the files of a kernel's first handshake with their digests; None if there was no handshake."""
+    files: Mapping[str, str] | None = json.loads(first_handshake)["files"] if first_handshake else None
     return files
 
 
-def parse_handshake(found: Any, confined: str, first: str, files: Mapping[str, str] | None = None) -> Handshake:
-    """What a kernel's process said to having loaded it.
+def parse_handshake(
+    answer: Any, confined: str, first_handshake: str, files: Mapping[str, str] | None = None
+) -> Handshake:
+    """Parse and check the answer of a kernel's process to a request to load the kernel.
 
     Args:
-      found: its answer.
-      confined: what it said before of how it is confined.
-      first: the text of what was said when the kernel was first loaded; empty if it never was.
-      files: that it read when it was first loaded, with their digests.
+      answer: the answer, which may be forged.
+      confined: the sentence about its confinement, which the process sent before it loaded the kernel.
+      first_handshake: the text of the kernel's first handshake; empty if this is the first.
+      files: files that the kernel read when it was first loaded, with their digests.
 
     Raises:
-      ValueError: for what is no such answer, or another than the first, or says that devices are hidden.
+      ValueError: if this is no handshake, differs from the first one, or reports another backend or fewer devices than
+        the judge has.
     """
-    place = (found.get("declared"), found.get("backend"), found.get("count")) if isinstance(found, dict) else ()
-    match place:
+    fields = (answer.get("declared"), answer.get("backend"), answer.get("count")) if isinstance(answer, dict) else ()
+    match fields:
         case (dict(declared), str(backend), int(count)) if count > 0:
-            said = Handshake(declared, backend, count, confined, dict(files or {}))
+            handshake = Handshake(declared, backend, count, confined, dict(files or {}))
         case _:
             raise ValueError("its process answered with what is no answer")
-    if first:
-        if first != said.text:
-            names = ", ".join(_differing(first, said.text))
+    if first_handshake:
+        if first_handshake != handshake.text:
+            names = ", ".join(_find_differences(first_handshake, handshake.text))
             raise ValueError(f"it says otherwise than when it was first loaded of: {names}")
-        return said
+        return handshake
     if backend != (here := jax.default_backend()):
         raise ValueError(
             f"its process computes on {backend}, and the judge on {here}: set JAX_PLATFORMS to one of them"
         )
     if count < (there := len(jax.devices())):
         raise ValueError(f"its process has {count} of {there} devices: it must leave XLA_FLAGS alone")
-    return said
+    return handshake
 
 
-def _differing(*texts: str) -> list[str]:
-    """The names of what two texts do not have in common."""
-    one, other = ({**said.pop("declared"), **said} for said in map(json.loads, texts))
+def _find_differences(*texts: str) -> list[str]:
+    """Return the names of the fields in which two texts of handshakes differ."""
+    one, other = ({**handshake.pop("declared"), **handshake} for handshake in map(json.loads, texts))
     return [printable(name) for name in sorted({*one, *other}) if one.get(name) != other.get(name)]

@@ -1,4 +1,4 @@
-"""How kernels are found, and where they run: ours in the judge's process, everybody else's in one of their own."""
+"""Find kernels under the options of a command: ours in the judge's process, all others in a sandbox."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from conformance.sandbox.policy import SandboxPolicy
 
 @dataclasses.dataclass(frozen=True)
 class KernelOptions:
-    """What a command says of the kernels that it judges.
+    """The options of a command that concern the kernels that it judges.
 
     Attributes:
-      products: how plain functions multiply f32 operands, if it is said.
-      in_process: whether all of them run in the judge's process, for debugging.
-      seconds: that one call may take, if it is said.
-      gib: of memory that a kernel's process may take, if it is said.
-      problem: the named problem whose operands the kernels take, if it is said.
+      products: how plain functions multiply f32 operands (`--products`), if it is given.
+      in_process: whether all kernels run in the judge's process, for debugging (`--in-process`).
+      seconds: how long one call may take (`--timeout`), if it is given.
+      gib: how much memory a kernel's process may take (`--memory`), if it is given.
+      problem: the named problem whose operands the kernels take (`--problem`), if it is given.
       sandbox: what kernels may read beyond what each needs.
-      require_sandbox: whether a kernel is refused where its sandbox is not complete.
-      said: what kernels have said of themselves to a process that has this one judge them too, by name.
+      require_sandbox: whether a kernel is refused if it cannot be confined completely (`--require-sandbox`).
+      handshakes: the first handshakes of kernels, by name, from the process that started this one.
     """
 
     products: Products | None = None
@@ -33,11 +33,11 @@ class KernelOptions:
     problem: str | None = None
     sandbox: SandboxPolicy = dataclasses.field(default_factory=SandboxPolicy)
     require_sandbox: bool = False
-    said: tuple[tuple[str, str], ...] = ()
+    handshakes: tuple[tuple[str, str], ...] = ()
 
     @property
     def options(self) -> tuple[str, ...]:
-        """The options of a command that say the same."""
+        """Return the command-line options that give these values."""
         numbers = (("timeout", self.seconds), ("memory", self.gib))
         return (
             *((f"--problem={self.problem}",) if self.problem else ()),
@@ -49,17 +49,23 @@ class KernelOptions:
         )
 
     def find(self, name: str) -> Implementation:
-        """The implementation called `name`. Raises `registry.ImplementationNotFound` with one line that says why."""
+        """Load an implementation by its name, and start its process if it gets one.
+
+        Raises:
+          registry.ImplementationNotFound: with one line that says why.
+        """
         if registry.is_ours(name) or not registry.may_be_found(name):
             return registry.find(name, products=self.products, problem=self.problem)
         if self.in_process:
             if self.require_sandbox:
                 raise registry.ImplementationNotFound("--in-process has no sandbox, and --require-sandbox asks for one")
             return registry.find(name, products=self.products, problem=self.problem)
-        limits = Limits.of(self.seconds, self.gib)
-        said = dict(self.said).get(name, "")
-        found = sandboxed_executor.load_sandboxed(name, self.products, limits, self.problem, said, self.sandbox)
-        sentence = sandboxed_executor.executor_of(found).isolation
+        limits = Limits.from_options(self.seconds, self.gib)
+        first_handshake = dict(self.handshakes).get(name, "")
+        found = sandboxed_executor.load_sandboxed(
+            name, self.products, limits, self.problem, first_handshake, self.sandbox
+        )
+        sentence = sandboxed_executor.create_executor(found).isolation
         if self.require_sandbox and not confinement.is_confined(sentence):
             sandboxed_executor.end_process(found)
             raise registry.ImplementationNotFound(f"{name} is {sentence}; --require-sandbox judges no such kernel")

@@ -1,6 +1,7 @@
-"""Run a kernel in its own process: load it, do what is asked, and answer with data.
+"""Run a kernel in its own process: confine the process, load the kernel, execute requests and answer with data.
 
-The process begins with two pipes. The first request is the flags of XLA, the second says which kernel to load.
+The fork server runs `serve` in a new process. The first request has the flags of XLA, the second names the kernel to
+load. All later ones are calls.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from conformance.sandbox import compilation_cache, confinement, declaration_code
 from conformance.sandbox.policy import SandboxPolicy
 from conformance.sandbox.private_copy import load_private_copy
 
-LENGTH = struct.Struct("<Q")
+REQUEST_LENGTH = struct.Struct("<Q")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,12 +34,12 @@ class LoadRequest:
     """The kernel to load, and what its process may do.
 
     Attributes:
-      name: as `--impl` has it.
+      name: the kernel, as given to `--impl`.
       products: the value of `--products`.
       problem: the value of `--problem`.
       path: `sys.path` of the judge.
       scratch: the folder that the process may write to.
-      sandbox: what the command says of the sandbox.
+      sandbox: the command's policy for the sandbox.
     """
 
     name: str
@@ -54,100 +55,104 @@ class CallRequest:
     """A function to call with an executor of the kernel, and its arguments.
 
     Attributes:
-      options: of the compiler.
-      variant: which of the implementation's other calls, or "" for its own.
-      generation: which of several executors that are otherwise alike; each compiles for itself.
+      options: options of the compiler.
+      variant: the name of one of the implementation's variants; empty for its plain call.
+      generation: distinguishes executors that are otherwise alike; each compiles for itself.
       function: a function of `conformance.driving`, or of another module of this project.
-      given: its arguments behind the executor.
-      named: its keyword arguments.
+      arguments: its arguments after the executor.
+      keywords: its keyword arguments.
     """
 
     options: tuple[tuple[str, bool | int], ...]
     variant: str
     generation: int
     function: Callable[..., Any]
-    given: tuple[Any, ...]
-    named: Mapping[str, Any]
+    arguments: tuple[Any, ...]
+    keywords: Mapping[str, Any]
 
     def is_same(self, other: CallRequest) -> bool:
-        """Tell whether the other request asks for the same, with the very same objects as arguments."""
-        mine, others = (dataclasses.replace(one, given=(), named={}) for one in (self, other))
-        given = len(self.given) == len(other.given) and all(map(operator.is_, self.given, other.given))
-        return mine == others and given and not (self.named or other.named)
+        """Tell whether the other request is the same call with identical objects as arguments."""
+        own, others = (dataclasses.replace(one, arguments=(), keywords={}) for one in (self, other))
+        arguments = len(self.arguments) == len(other.arguments) and all(
+            map(operator.is_, self.arguments, other.arguments)
+        )
+        return own == others and arguments and not (self.keywords or other.keywords)
 
 
 def serve(requests: int, answers: int, status: int, scratch: str, memory: int) -> None:
-    """Serve until the requests end, in a child: the process that was called supervises it.
+    """Load the kernel that is requested and answer requests, until the pipe of requests ends.
+
+    This process forks: the child runs the kernel, and the parent supervises it.
 
     Args:
-      requests: the pipe of requests.
-      answers: the pipe of answers.
-      status: the pipe in which the supervisor says which limit was passed.
-      scratch: the folder that may be written to.
+      requests: the descriptor that requests are read from.
+      answers: the descriptor that answers are written to.
+      status: the descriptor where the supervisor writes which limit was exceeded.
+      scratch: the folder that the kernel may write to.
       memory: bytes of memory and files that the kernel's processes may hold together; zero for no limit.
     """
     supervisor.start_supervised((requests, answers), status, scratch, memory)
     confinement.die_with_parent()
     answering = load_private_copy("conformance.sandbox.answering")
     xla_flags: str | None = answering.read_request(requests)
-    load: LoadRequest = answering.read_request(requests)
-    sys.path[:] = load.path
-    trees = policy.find_source_trees(load.name, load.path)
-    readable = list(_find_readable(load, trees))
-    sentence = confinement.confine_process([Path(load.scratch)], readable, trees, (requests, answers))
-    answering.send_value(answers, sentence)
+    load_request: LoadRequest = answering.read_request(requests)
+    sys.path[:] = load_request.path
+    trees = policy.find_source_trees(load_request.name, load_request.path)
+    readable = list(_find_readable(load_request, trees))
+    isolation = confinement.confine_process([Path(load_request.scratch)], readable, trees, (requests, answers))
+    answering.send_value(answers, isolation)
     try:
         environment.start_backends(xla_flags)
-        del xla_flags  # nothing in the frames above the kernel's calls says which they are
-        _load_drivers()
+        del xla_flags  # the kernel can read the variables of frames above its own
+        _import_request_functions()
         snapshot = answering.tamper_check.take_snapshot()
-        files = answering.file_watcher.FileWatcher(load.scratch)
-        find_executor, handshake = _load_kernel(load)
-        loaded = {"opened": files.report(), "installed": files.installed_modules()}
-    except BaseException as error:  # an import may raise anything, and the judge reports it
+        files = answering.file_watcher.FileWatcher(load_request.scratch)
+        get_executor, handshake = _load_kernel(load_request)
+        loaded = {"opened": files.report(), "installed": files.list_installed_modules()}
+    except BaseException as error:  # the kernel's import may raise anything; the judge reports it
         answering.send_error(answers, error)
         return
     answering.send_value(answers, {"returned": handshake, "replaced": [], "files": loaded})
 
     def run(request: CallRequest) -> Any:
-        return request.function(find_executor(request), *request.given, **request.named)
+        return request.function(get_executor(request), *request.arguments, **request.keywords)
 
     answering.answer_requests(requests, answers, run, snapshot, files)
 
 
-def _find_readable(load: LoadRequest, trees: Iterable[Path]) -> Iterator[Path]:
-    """Yield what this kernel may read: its sources, what the command adds, and programs compiled before."""
-    hidden = [Path(name) for name in load.sandbox.hidden]
+def _find_readable(load_request: LoadRequest, trees: Iterable[Path]) -> Iterator[Path]:
+    """Yield what this kernel may read: its sources, what the command adds, and cached programs."""
+    hidden = [Path(name) for name in load_request.sandbox.hidden]
     for tree in trees:
         yield from policy.find_readable_sources(tree, hidden)
-    yield from map(Path, load.sandbox.read)
-    programs = compilation_cache.find_linked_programs(load.scratch)
+    yield from map(Path, load_request.sandbox.read)
+    programs = compilation_cache.find_linked_programs(load_request.scratch)
     if programs is not None:
         yield from {program.resolve().parent for program in programs.iterdir() if program.is_symlink()}
 
 
-def _load_drivers() -> None:
-    """Import what requests call, before the kernel could replace anything in it."""
+def _import_request_functions() -> None:
+    """Import the functions that requests call, before the kernel can replace any of them."""
     for module in pkgutil.iter_modules(conformance.driving.__path__):
         importlib.import_module(f"{conformance.driving.__name__}.{module.name}")
 
 
-def _load_kernel(load: LoadRequest) -> tuple[Callable[[CallRequest], Executor], dict[str, Any]]:
-    """Import the kernel; return a function that finds the executor for a request, and what the kernel declares."""
-    implementation = registry.find(load.name, products=load.products, problem=load.problem)  # type: ignore[arg-type] # checked before
+def _load_kernel(load_request: LoadRequest) -> tuple[Callable[[CallRequest], Executor], dict[str, Any]]:
+    """Import the kernel; return a function that returns the executor for a request, and the handshake."""
+    implementation = registry.find(load_request.name, products=load_request.products, problem=load_request.problem)  # type: ignore[arg-type] # checked before
     executors: dict[Any, Executor] = {}
 
-    def find_executor(request: CallRequest) -> Executor:
+    def get_executor(request: CallRequest) -> Executor:
         key = (request.options, request.variant, request.generation)
         if key not in executors:
             plain = Executor(implementation, dict(request.options))
             executors[key] = plain.variant(request.variant) if request.variant else plain
             for old in [one for one in executors if 0 < one[2] < request.generation]:
-                del executors[old]  # each generation is asked once
+                del executors[old]  # fresh executors are used one after the other
         return executors[key]
 
-    programs = compilation_cache.find_linked_programs(load.scratch)
+    programs = compilation_cache.find_linked_programs(load_request.scratch)
     if programs is not None and jax.default_backend() == "cpu":
         program_cache.use(programs)
     place = {"backend": jax.default_backend(), "count": len(jax.devices())}
-    return find_executor, {"declared": declaration_codec.serialize_declarations(implementation), **place}
+    return get_executor, {"declared": declaration_codec.serialize_declarations(implementation), **place}

@@ -1,6 +1,6 @@
-"""Restrict what files this process reads and writes, and whom it reaches, by Landlock (Linux 5.13 and later).
+"""Restrict the files, connections and signals of this process by Landlock (Linux 5.13 and later).
 
-Landlock needs no privileges. A process that enters a ruleset cannot leave it, nor can what it starts.
+Landlock needs no privileges. A process that enters a ruleset cannot leave it. Neither can the processes that it starts.
 
 Sources: docs.kernel.org/userspace-api/landlock.html, linux/landlock.h; the numbers are the same on every machine.
 """
@@ -36,13 +36,13 @@ class Access(enum.IntFlag):
 READ = Access.EXECUTE | Access.READ_FILE | Access.READ_DIR
 WRITE = Access.WRITE_FILE | Access.TRUNCATE
 EVERYTHING = READ | WRITE | Access.REMOVE_AND_MAKE | Access.MOVE | Access.IOCTL_DEVICE
-_OF_FILES = Access.EXECUTE | Access.READ_FILE | WRITE | Access.IOCTL_DEVICE
-"""Rights that a rule about a single file may have."""
-_SINCE: Mapping[Access, int] = {Access.MOVE: 2, Access.TRUNCATE: 3, Access.IOCTL_DEVICE: 5}
+_FILE_RIGHTS = Access.EXECUTE | Access.READ_FILE | WRITE | Access.IOCTL_DEVICE
+"""Rights that a rule for a single file may have; all others need a folder."""
+_FIRST_VERSIONS: Mapping[Access, int] = {Access.MOVE: 2, Access.TRUNCATE: 3, Access.IOCTL_DEVICE: 5}
 _TCP = 0b11  # binding and connecting, from version 4 on
 _SCOPES = 0b11  # abstract Unix sockets and signals, from version 6 on
 MISSING_BEFORE: Mapping[int, str] = {3: "truncate files", 5: "send commands to devices", 6: "signal other processes"}
-"""What a process may still do on a system with an older version than this, where seccomp does not forbid it."""
+"""By version: what a process may still do on a system with an older version, unless seccomp forbids it."""
 
 
 class _RulesetAttributes(ctypes.Structure):
@@ -64,16 +64,16 @@ def query_version() -> int:
 
 
 class Ruleset:
-    """A set of rules that forbids all use of files, network and signals but what is allowed one by one.
+    """A set of rules that forbids all files, connections and signals that are not allowed explicitly.
 
     Use it as a context manager; it closes its descriptor at the end.
     """
 
     def __init__(self, version: int) -> None:
-        """Create a ruleset of an interface version of at least 1. Raises `OSError` where the system refuses."""
+        """Create a ruleset for a version of the interface, at least 1. Raises `OSError` if the system refuses."""
         self._libc = ctypes.CDLL(None, use_errno=True)
         self._handled = EVERYTHING
-        for right, since in _SINCE.items():
+        for right, since in _FIRST_VERSIONS.items():
             if version < since:
                 self._handled &= ~right
         attributes = _RulesetAttributes(self._handled, _TCP if version >= 4 else 0, _SCOPES if version >= 6 else 0)
@@ -91,13 +91,13 @@ class Ruleset:
         os.close(self._descriptor)
 
     def allow(self, place: Path, rights: Access) -> None:
-        """Allow these rights to a file, or to a folder and everything below; ignore what is not there."""
+        """Grant rights to a file, or to a folder and everything below it. Ignore a path that does not exist."""
         try:
             opened = os.open(place, os.O_PATH | os.O_CLOEXEC)
         except OSError:
             return
         try:
-            allowed = rights & self._handled & (EVERYTHING if place.is_dir() else _OF_FILES)
+            allowed = rights & self._handled & (EVERYTHING if place.is_dir() else _FILE_RIGHTS)
             rule = _PathBeneath(allowed, opened)
             if allowed and self._libc.syscall(_ADD_RULE, self._descriptor, _PATH_BENEATH, ctypes.byref(rule), 0):
                 raise _last_error()
@@ -105,7 +105,10 @@ class Ruleset:
             os.close(opened)
 
     def enter(self) -> None:
-        """Restrict this thread and everything it starts. `PR_SET_NO_NEW_PRIVS` must be set. Raises `OSError`."""
+        """Restrict this thread, and the threads and processes that it starts.
+
+        `PR_SET_NO_NEW_PRIVS` must be set. Raises `OSError` if the system refuses.
+        """
         if self._libc.syscall(_RESTRICT_SELF, self._descriptor, 0):
             raise _last_error()
 

@@ -1,7 +1,7 @@
 """Decide which files a sandboxed kernel may read.
 
 A kernel needs its own source tree, the interpreter, installed packages, system libraries and its devices. It does not
-need the rest of the user's home, or other processes. Environment variables: `fork_server.visible_environment`.
+need the rest of the user's home. `fork_server.visible_environment` decides about environment variables.
 """
 
 from __future__ import annotations
@@ -20,34 +20,34 @@ from pathlib import Path
 from conformance import packages
 from conformance.calling import registry
 
-_SYSTEM = ("/usr", "/lib", "/lib32", "/lib64", "/bin", "/sbin", "/nix/store", "/gnu/store", "/sys")
-# Of /etc only what libraries read: it may also hold keys and passwords, which root can read.
-_CONFIGURATION_TEXT = """
+_SYSTEM_FOLDERS = ("/usr", "/lib", "/lib32", "/lib64", "/bin", "/sbin", "/nix/store", "/gnu/store", "/sys")
+# Entries of /etc that libraries read. Others may hold keys and passwords, which root can read.
+_ETC_ENTRIES_TEXT = """
 ld.so.cache ld.so.conf ld.so.conf.d ld.so.preload localtime timezone locale.alias locale.conf passwd group
 nsswitch.conf os-release debian_version alternatives mime.types magic fonts ssl/openssl.cnf machine-id OpenCL
 vulkan nvidia cuda
 """
-_CONFIGURATION = tuple(_CONFIGURATION_TEXT.split())
-# Of /proc only what describes the machine, and the process itself.
-_MACHINE_TEXT = """
+_ETC_ENTRIES = tuple(_ETC_ENTRIES_TEXT.split())
+# Entries of /proc that describe the machine, or the process itself.
+_PROC_ENTRIES_TEXT = """
 self cpuinfo meminfo stat loadavg sys driver version filesystems devices modules
 """
-_MACHINE = tuple(_MACHINE_TEXT.split())
-# Folders of libraries that variables name.
+_PROC_ENTRIES = tuple(_PROC_ENTRIES_TEXT.split())
+# Variables that name folders of libraries.
 _LIBRARY_FOLDERS = ("LD_LIBRARY_PATH", "CUDA_HOME", "CUDA_PATH", "CUDA_ROOT", "ROCM_PATH", "CONDA_PREFIX")
 
-# The current folder comes first on the search path without being asked for: put there by the judge, and by `python -m`.
-_IMPLICIT = 2
+# The judge puts the current folder first on the search path, and so does `python -m`. Neither is a wish of the user's.
+_MAX_IMPLICIT_ENTRIES = 2
 
 
 @dataclasses.dataclass(frozen=True)
 class SandboxPolicy:
-    """What a command says about the sandbox of its kernels.
+    """The options of a command that concern the sandbox of its kernels.
 
     Attributes:
       read: more files and folders that kernels may read (`--sandbox-read`).
       variables: names of more environment variables that kernels get (`--sandbox-env`).
-      hidden: files in a kernel's source tree that it may not read: those that the command writes.
+      hidden: files that kernels may not read, even in their source trees: those that the command writes.
     """
 
     read: tuple[str, ...] = ()
@@ -56,7 +56,7 @@ class SandboxPolicy:
 
     @property
     def options(self) -> tuple[str, ...]:
-        """The options of a command that say the same, but for what the command writes."""
+        """Return the command-line options that give this policy, without `hidden`."""
         return (
             *(f"--sandbox-read={path}" for path in self.read),
             *(f"--sandbox-env={name}" for name in self.variables),
@@ -64,7 +64,7 @@ class SandboxPolicy:
 
 
 def build_policy(read: Iterable[str], variables: Iterable[str], hidden: Iterable[str]) -> SandboxPolicy:
-    """Build a policy from the values of options. Raises `ValueError` for a path that is not there."""
+    """Build a policy from the values of options. Raises `ValueError` for a path that does not exist."""
     paths = tuple(os.path.abspath(path) for path in read)
     for path in paths:
         if not os.path.exists(path):
@@ -74,14 +74,14 @@ def build_policy(read: Iterable[str], variables: Iterable[str], hidden: Iterable
 
 def find_system_paths() -> Iterator[Path]:
     """Yield the interpreter, installed packages, system libraries and descriptions of the machine."""
-    yield from map(Path, _SYSTEM)
-    yield from (Path("/etc", name) for name in _CONFIGURATION)
-    yield from (Path("/proc", name) for name in _MACHINE)
+    yield from map(Path, _SYSTEM_FOLDERS)
+    yield from (Path("/etc", name) for name in _ETC_ENTRIES)
+    yield from (Path("/proc", name) for name in _PROC_ENTRIES)
     yield from _find_interpreter()
     for variable in _LIBRARY_FOLDERS:
         yield from (Path(folder) for folder in os.environ.get(variable, "").split(os.pathsep) if folder.startswith("/"))
     yield from (packages.HOME / name for name in packages.NAMES)
-    yield from _mapped_libraries()
+    yield from _list_mapped_libraries()
 
 
 def _find_interpreter() -> set[Path]:
@@ -91,8 +91,8 @@ def _find_interpreter() -> set[Path]:
     return {Path(folder) for folder in (*prefixes, *libraries, *site.getsitepackages(), site.getusersitepackages())}
 
 
-def _mapped_libraries() -> Iterator[Path]:
-    """Yield the files that are mapped into this process, wherever they were installed."""
+def _list_mapped_libraries() -> Iterator[Path]:
+    """Yield the files that are mapped into this process, such as libraries outside the usual folders."""
     with contextlib.suppress(OSError):
         for line in Path("/proc/self/maps").read_text(errors="replace").splitlines():
             name = line.partition("/")[2]
@@ -103,18 +103,17 @@ def _mapped_libraries() -> Iterator[Path]:
 def find_source_trees(name: str, search_path: Iterable[str]) -> list[Path]:
     """Return the folders from which a kernel may import its own modules.
 
-    These are the folder of its file or package, and folders on the module search path that are not of the system. The
-    current folder counts only if the kernel lies in it: a stranger's kernel that is judged from elsewhere has no
-    business there.
+    These are the folder of its file or package, and the folders of the module search path except those of the system.
+    The current folder counts only if the kernel lies in it: a kernel from elsewhere need not read it.
 
     Args:
-      name: the kernel, as `--impl` has it.
+      name: the kernel, as given to `--impl`.
       search_path: `sys.path`.
     """
     here = Path.cwd()
     home = _find_home(name)
     folders = [Path(entry).absolute() for entry in search_path]
-    for _ in range(_IMPLICIT):
+    for _ in range(_MAX_IMPLICIT_ENTRIES):
         if folders and folders[0] == here:
             folders.pop(0)
     if home is not None:
@@ -128,33 +127,33 @@ def find_source_trees(name: str, search_path: Iterable[str]) -> list[Path]:
 
 
 def _find_home(name: str) -> Path | None:
-    """Return the folder of a kernel's file, or the one that its package lies in; None if it is unknown."""
+    """Return the folder that contains a kernel's file or package; None if it is unknown."""
     place = name.rpartition(":")[0]
     if place.endswith(".py"):
         return Path(place).resolve().parent
     point = None if place else registry.entry_point(name)
     module = place or (point.module if point is not None else "")
     spec = None
-    with contextlib.suppress(ImportError, ValueError):  # the import itself will say what is wrong
+    with contextlib.suppress(ImportError, ValueError):  # importing the kernel will raise the error
         spec = importlib.util.find_spec(module.partition(".")[0]) if module else None
     locations = [] if spec is None else [*(spec.submodule_search_locations or ()), spec.origin or ""]
     return Path(locations[0]).resolve().parent if locations and locations[0].startswith("/") else None
 
 
 def find_readable_sources(tree: Path, hidden: Iterable[Path]) -> Iterator[Path]:
-    """Yield what may be read of a source tree: files and folders that can be allowed one by one.
+    """Yield the files and folders of a source tree that a kernel may read.
 
-    Left out are hidden entries (`.git`, `.env`, `.ssh`), links that lead out of the tree, files of records (`*.jsonl`),
-    which have seeds and verdicts, and the files `hidden`. Of a user's home, of a folder for temporary files, and of
-    folders above these, only modules and packages are readable.
+    Not readable are hidden entries (`.git`, `.env`, `.ssh`), links that lead out of the tree, the files `hidden`, and
+    files of records (`*.jsonl`), which have seeds and verdicts. In a user's home, in folders for temporary files, and
+    in folders above these, only modules and packages are readable.
 
     Args:
       tree: an existing folder.
-      hidden: files that are left out, whether they exist or not.
+      hidden: files that are not readable; they need not exist.
     """
     tree = tree.resolve()
     hidden = [path.resolve() for path in hidden]
-    only_modules = any(shared.is_relative_to(tree) for shared in _shared_folders())
+    only_modules = any(shared.is_relative_to(tree) for shared in _list_shared_folders())
     with contextlib.suppress(OSError):
         for entry in sorted(tree.iterdir()):
             path = entry.resolve()
@@ -170,8 +169,8 @@ def find_readable_sources(tree: Path, hidden: Iterable[Path]) -> Iterator[Path]:
                 yield path
 
 
-def _shared_folders() -> Iterator[Path]:
-    """Yield folders that hold far more than one project."""
-    with contextlib.suppress(RuntimeError):  # nobody's home is known
+def _list_shared_folders() -> Iterator[Path]:
+    """Yield folders that hold much more than one project: the user's home, and folders for temporary files."""
+    with contextlib.suppress(RuntimeError):  # the home is unknown
         yield Path.home().resolve()
     yield from {Path(folder).resolve() for folder in ("/tmp", "/var/tmp", "/dev/shm", tempfile.gettempdir())}

@@ -1,8 +1,8 @@
 """Load copies of modules that a kernel cannot reach by name.
 
-A kernel shares its process with the code that answers for it. It can replace `os.write`, or any function of a module
-that it imports. A private copy is not among `sys.modules`, and has its own built-in functions. Replacing names
-elsewhere does not change what it does.
+A kernel shares its process with the code that answers requests. It can replace `os.write`, or any function of a module
+that it imports. A private copy of a module is not in `sys.modules`, and has its own names of built-in functions. So
+replacing names elsewhere does not change it.
 """
 
 from __future__ import annotations

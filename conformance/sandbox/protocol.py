@@ -1,10 +1,10 @@
 """Encode and decode what crosses between the judge and a kernel's process.
 
-Requests are pickled: the judge is trusted. Answers are not: they are JSON, with the bytes of arrays behind it, and
-nothing in them is executed. A message is two lengths of eight bytes, then the JSON, then the bytes.
+Requests are pickled, since the judge is trusted. Answers are JSON followed by the bytes of arrays, and nothing in them
+is executed. An answer begins with the lengths of both, in eight bytes each.
 
-The kernel's process may forge any answer. So reading one is limited: its bytes by what was asked (`max_array_bytes`),
-its JSON by constants. Each number and shape is checked before anything is computed from it.
+The kernel's process may forge any answer. So there are limits: for the bytes of arrays by the request
+(`max_array_bytes`), for the JSON by constants. Each number and shape is checked before anything is computed from it.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from cases.inputs import Problem
 
 LENGTHS = struct.Struct("<QQ")
 MAX_JSON_BYTES = 2**22
-"""Most answers have less than 2 kB. That of `program` has some 100 bytes for each product of an unrolled loop."""
+"""Most answers have less than 2 kB. The answer of `program` has some 100 bytes for each product of an unrolled loop."""
 MAX_VALUES = 2**17
 MAX_ARRAYS = 2**12
 MAX_DEPTH = 64
 MAX_AXES = 32
 MAX_DIGITS = 40
 _MAX_AXIS = 2**48
-# Four copies of all operands and results in float64, for each problem: calls of several may return all for each.
+# For each problem, four copies of all operands and results in float64: a call with several may return all for each.
 _COPIES = 4
 _SLACK = 2**20
 _DTYPES = {
@@ -46,15 +46,15 @@ _DTYPES = {
 
 
 class UnreadableAnswer(Exception):  # noqa: N818 -- a statement, as the message is
-    """An answer that no request asks for, or that cannot be read; the message says why."""
+    """Raised for an answer that cannot be read, or that is larger than its request allows; the message says why."""
 
 
 class UnsupportedResult(TypeError):  # noqa: N818 -- a statement, as the message is
-    """A kernel returned something that is no array and no number; the message says what."""
+    """Raised when a kernel returned something that is neither an array nor a number; the message names its type."""
 
 
 class _RequestPickler(pickle.Pickler):
-    """Leaves out what the judge has computed from a problem and caches with it."""
+    """Pickles the fields of a problem only, not the values that the judge has computed from it and cached there."""
 
     def reducer_override(self, obj: Any) -> Any:
         if type(obj) is Problem:
@@ -84,7 +84,7 @@ def max_array_bytes(*operands: Any) -> int:
 
 
 def pack_answer(value: Any) -> bytes:
-    """Serialize None, booleans, numbers, strings, arrays, and lists, tuples and dicts of such.
+    """Serialize None, booleans, numbers, strings, arrays, and lists, tuples and dicts of these.
 
     Raises:
       UnsupportedResult: for anything else.
@@ -181,7 +181,7 @@ def _as_array(value: Any) -> np.ndarray:
 
 
 def _parse_int(digits: str) -> int:
-    """Parse an integer of JSON; of a long one the time grows with the square of its length."""
+    """Parse an integer of JSON. Long ones are refused: parsing takes time in the square of their length."""
     if len(digits) > MAX_DIGITS:
         raise UnreadableAnswer(f"an integer of {len(digits):,} digits; at most {MAX_DIGITS} are read")
     return int(digits)
@@ -192,7 +192,7 @@ def _refuse_literal(literal: str) -> NoReturn:
 
 
 class _Decoder:
-    """Decodes the parsed JSON of one answer, within limits."""
+    """Decodes the JSON and the arrays of one answer, within limits."""
 
     def __init__(self, rest: bytes) -> None:
         self._rest = memoryview(rest)
@@ -221,7 +221,7 @@ class _Decoder:
             case {"array": str(dtype), "shape": list(shape), **more} if not more:
                 return self._decode_array(dtype, shape)
             case {"dict": list(pairs), **more} if not more:
-                return {_name(name): self._decode(item, depth + 1) for name, item in pairs}
+                return {_check_name(name): self._decode(item, depth + 1) for name, item in pairs}
             case {"list": list(items), **more} if not more:
                 return [self._decode(item, depth + 1) for item in items]
             case {"tuple": list(items), **more} if not more:
@@ -242,11 +242,11 @@ class _Decoder:
         if end > len(self._rest):
             raise UnreadableAnswer("an array that is longer than its bytes")
         part, self._used = self._rest[self._used : end], end
-        # A copy: results can be written to, as those of a call in this process can.
+        # A copy, so that results can be written to, like those of a call in this process.
         return np.frombuffer(part, _DTYPES[dtype]).reshape(shape).copy()
 
 
-def _name(name: Any) -> str:
+def _check_name(name: Any) -> str:
     if not isinstance(name, str):
         raise UnreadableAnswer("a name that is no string")
     return name

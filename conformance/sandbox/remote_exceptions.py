@@ -1,4 +1,4 @@
-"""What a kernel raised in its process, as an exception of the judge's."""
+"""Rebuild an exception that a kernel raised in its process, in the judge."""
 
 from __future__ import annotations
 
@@ -8,7 +8,13 @@ from typing import Any
 
 
 def rebuild_exception(name: str, kinds: list[Any], message: str) -> Exception:
-    """An exception of the same name and built-in type, which no code of the kernel takes part in."""
+    """Return an exception of the same name and built-in type, without any code of the kernel.
+
+    Args:
+      name: the name of its type.
+      kinds: the names of its built-in base types, most specific first.
+      message: its message.
+    """
     known = (vars(builtins).get(kind) for kind in kinds if isinstance(kind, str))
     bases = [kind for kind in known if isinstance(kind, type) and issubclass(kind, Exception)]
     for base in (*bases, RuntimeError):

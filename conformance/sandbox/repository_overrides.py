@@ -1,8 +1,8 @@
-"""Whether what judges is what it was: no function of it has come from the folder of the kernel's own repository.
+"""Find functions and modules of the judge that the kernel's repository has replaced.
 
-The gate runs in pytest's process, and so does a `conftest.py`. What that puts in the place of a function of this
-project, of NumPy or of JAX decides about verdicts, and often nobody meant it to: a wrapper that logs, a stub that
-another test needs. What is replaced by name is found; what is changed further inside is not.
+The gate runs in pytest's process, and so does a `conftest.py` of the repository. If that replaces a function of this
+project, of NumPy or of JAX, verdicts depend on it. Often this is an accident: a wrapper that logs, a stub that another
+test needs. Replaced names are found; changes inside of objects are not.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from typing import Any
 _LIBRARIES = ("jax", "jax.lax", "jax.numpy", "json", "numpy")
 _OURS = ("cases", "conformance", "impls", "reports")
 _OUR_FOLDER = Path(__file__).parents[2]
-_PASS = 3  # wrappers that are looked through
+_MAX_WRAPPERS = 3  # to unwrap
 
 
 def find_overrides(root: Path) -> list[str]:
-    """What functions and modules are called that judging uses and that a file under `root` has put there."""
-    return sorted(called for called, file in _files() if _is_of(root, file))
+    """Return the names of functions and modules of the judge that are defined in a file below `root`, sorted."""
+    return sorted(called for called, file in _list_definitions() if _belongs_to_repository(root, file))
 
 
-def _is_of(root: Path, file: str | None) -> bool:
-    """Whether a file is the repository's own: neither ours nor installed in an environment within it."""
+def _belongs_to_repository(root: Path, file: str | None) -> bool:
+    """Tell whether a file lies below `root`, and is neither ours nor installed in an environment there."""
     if not file:
         return False
     path = Path(file)
@@ -33,21 +33,24 @@ def _is_of(root: Path, file: str | None) -> bool:
     return path.is_relative_to(root) and not ours and "site-packages" not in path.parts
 
 
-def _files() -> Iterator[tuple[str, str | None]]:
+def _list_definitions() -> Iterator[tuple[str, str | None]]:
     for name, module in list(sys.modules.items()):
         if not (name in _LIBRARIES or name.partition(".")[0] in _OURS) or not isinstance(module, ModuleType):
             continue
         yield name, getattr(module, "__file__", None)
         for inner, value in list(vars(module).items()):
-            yield f"{name}.{inner}", _file_of(value)
+            yield f"{name}.{inner}", _find_source_file(value)
             if isinstance(value, type) and value.__module__ == name:
                 for method, function in list(vars(value).items()):
-                    yield f"{name}.{inner}.{method}", _file_of(function)
+                    yield f"{name}.{inner}.{method}", _find_source_file(function)
 
 
-def _file_of(value: Any) -> str | None:
-    """The file that a function was written in, behind what wraps it; of a class or an object, that of a method."""
-    for _ in range(_PASS):
+def _find_source_file(value: Any) -> str | None:
+    """Return the file that defines a function, behind its wrappers, or a method of a class or an object.
+
+    None if there is no such file.
+    """
+    for _ in range(_MAX_WRAPPERS):
         if isinstance(value, FunctionType):
             return value.__code__.co_filename
         inner = getattr(value, "__func__", None) or getattr(value, "fget", None) or getattr(value, "func", None)
@@ -57,6 +60,6 @@ def _file_of(value: Any) -> str | None:
     if isinstance(value, ModuleType) or not callable(value):
         return None
     kind = value if isinstance(value, type) else type(value)
-    # By its methods: more than one file may be called `conftest`, and the name of a module says which is the last.
+    # Use the methods, not the module: several files may be called `conftest`, and `sys.modules` has the last of them.
     written = (method.__code__.co_filename for method in vars(kind).values() if isinstance(method, FunctionType))
     return next((file for file in written if not file.startswith("<")), None)

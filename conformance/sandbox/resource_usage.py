@@ -1,11 +1,10 @@
-"""Measure what a kernel's processes hold on Linux: memory, files and processes.
+"""Measure the memory, files and processes of a kernel on Linux.
 
-The measurements read /proc from a process above the kernel's. There is a quick one and a thorough one:
+The measurements read /proc from a process above the kernel's. There is a quick check and a thorough one:
 
-- Quick: resident memory of every descendant (statm) and files without a name that they have open, such as memfd.
-- Thorough: shared memory with all of its pages, also those that no process has touched lately; the files of the
-  scratch folder; and, where the sum is beyond the limit, proportional memory (smaps_rollup), so that pages that
-  processes share count once.
+- Quick: resident memory of each descendant (statm), and open files without a name, such as memfd.
+- Thorough: also all pages of shared memory, even those that no process has touched lately, and the files of the scratch
+  folder. If the sum exceeds the limit, proportional memory (smaps_rollup) is measured, where shared pages count once.
 """
 
 from __future__ import annotations
@@ -19,22 +18,22 @@ from collections.abc import Iterator
 MAX_PROCESSES = 256
 MAX_FILES = 100_000
 MAX_DEPTH = 64
-# The children of one thread take 0.02 ms to list, those of all threads of a process of JAX 1 ms, its mappings 2 ms, and
-# what smaps_rollup says of it 6 ms.
+# Measured on a process of JAX: listing the children of one thread takes 0.02 ms, of all its threads 1 ms, its mappings
+# 2 ms, and smaps_rollup 6 ms.
 CHECKS_PER_THOROUGH = 10
-_PAGE = os.sysconf("SC_PAGE_SIZE")
-# A shared mapping of a file without a name: addresses, rights, offset, device, inode, and what was its name.
-_SHARED = re.compile(
+_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+# A shared mapping of a file without a name: addresses, rights, offset, device, inode, and its former name.
+_SHARED_MAPPING = re.compile(
     rb"^([0-9a-f]+)-([0-9a-f]+) [r-][w-][x-]s ([0-9a-f]+) ([0-9a-f]+):([0-9a-f]+) (\d+) +/.*\(deleted\)$", re.MULTILINE
 )
 
 
 class OverLimit(Exception):  # noqa: N818 -- a statement, as the message is
-    """The kernel's processes hold more than they may; the message says of what."""
+    """Raised when a kernel's processes hold more than they may; the message says of what."""
 
 
 def list_children(process: int, *, of_all_threads: bool = True) -> list[int]:
-    """Return the children of a process, oldest first; none where the system does not say.
+    """Return the children of a process, oldest first; none where the system does not list them.
 
     Args:
       process: the parent.
@@ -44,7 +43,7 @@ def list_children(process: int, *, of_all_threads: bool = True) -> list[int]:
     with contextlib.suppress(OSError, ValueError):
         for thread in os.listdir(f"/proc/{process}/task") if of_all_threads else [process]:
             with contextlib.suppress(OSError):
-                found += map(int, _read(f"/proc/{process}/task/{thread}/children").split())
+                found += map(int, _read_file(f"/proc/{process}/task/{thread}/children").split())
     return found
 
 
@@ -66,10 +65,10 @@ def list_descendants(process: int, *, of_all_threads: bool = True) -> list[int]:
 
 
 class UsageMonitor:
-    """Checks what the descendants of a process hold.
+    """Checks the memory, files and processes that the descendants of a process hold.
 
-    It is asked ten times a second, so most checks are cheap. Each tenth is thorough, unless none of the processes has
-    run since the last thorough one: then they hold what they held.
+    It runs ten times a second, so most checks are quick. Every tenth is thorough, unless no process has run since the
+    last thorough one: then nothing has changed.
     """
 
     def __init__(self, process: int, scratch: str, memory: int) -> None:
@@ -78,21 +77,23 @@ class UsageMonitor:
         Args:
           process: the process above the kernel's.
           scratch: the kernel's scratch folder.
-          memory: bytes of memory and files that may be held together; zero for no limit.
+          memory: how many bytes of memory and files may be held together; zero for no limit.
         """
         self._process, self._scratch, self._memory = process, scratch, memory
-        self._descendants: list[int] = []  # by threads other than main ones, as the last thorough check found them
-        self._times: dict[int, bytes] = {}
+        self._descendants: list[
+            int
+        ] = []  # of the last thorough check, with those that other than main threads have started
+        self._processor_times: dict[int, bytes] = {}
         self._checks = 0
 
     def check(self) -> None:
-        """Check what is held.
+        """Measure, quickly or thoroughly.
 
         Raises:
-          OverLimit: if it is too much.
+          OverLimit: if the processes hold too much.
         """
         self._checks += 1
-        is_due = self._checks % CHECKS_PER_THOROUGH == 0 and self._have_run()
+        is_due = self._checks % CHECKS_PER_THOROUGH == 0 and self._has_any_run()
         processes = list_descendants(self._process, of_all_threads=is_due)
         if is_due:
             self._descendants = processes
@@ -100,35 +101,35 @@ class UsageMonitor:
             processes = list({*processes, *self._descendants})
         if not self._memory:
             return
-        held = sum(map(_resident, processes))
+        held = sum(map(_measure_resident, processes))
         inodes: dict[tuple[int, int], int] = {}
         for process in processes:
-            inodes |= _unnamed_files(process)
+            inodes |= _list_unnamed_files(process)
         if is_due or held + sum(inodes.values()) > self._memory:
             self._check_thoroughly(processes, held, inodes)
 
-    def _have_run(self) -> bool:
-        """Return whether one of the processes has used time of a processor since this was last asked."""
+    def _has_any_run(self) -> bool:
+        """Tell whether a process has used processor time since the last call."""
         known = {*self._descendants, *list_descendants(self._process, of_all_threads=False)}
-        times = {process: _processor_time(process) for process in known}
-        before, self._times = self._times, times
+        times = {process: _read_processor_time(process) for process in known}
+        before, self._processor_times = self._processor_times, times
         return times != before
 
     def _check_thoroughly(self, processes: list[int], resident: int, inodes: dict[tuple[int, int], int]) -> None:
         for process in processes:
-            for inode, size in _shared_mappings(process):
+            for inode, size in _list_shared_mappings(process):
                 inodes[inode] = max(size, inodes.get(inode, 0))
         shared, files = sum(inodes.values()), _measure_folder(self._scratch)
         if resident + shared + files <= self._memory:
             return
-        held = sum(map(_proportional, processes)) + shared + files
+        held = sum(map(_measure_proportional, processes)) + shared + files
         if held > self._memory:
             of_it = f" ({files / 2**30:.1f} GiB of it in files)" if files > 0.05 * held else ""
             allowed = f"{self._memory / 2**30:.1f} GiB are allowed (--memory)"
             raise OverLimit(f"the kernel's process took {held / 2**30:.1f} GiB{of_it}, {allowed}")
 
 
-def _read(path: str) -> bytes:
+def _read_file(path: str) -> bytes:
     opened = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         parts = []
@@ -139,32 +140,34 @@ def _read(path: str) -> bytes:
         os.close(opened)
 
 
-def _resident(process: int) -> int:
+def _measure_resident(process: int) -> int:
     with contextlib.suppress(OSError, IndexError, ValueError):
-        return int(_read(f"/proc/{process}/statm").split()[1]) * _PAGE
+        return int(_read_file(f"/proc/{process}/statm").split()[1]) * _PAGE_BYTES
     return 0
 
 
-def _processor_time(process: int) -> bytes:
-    """Return the time that a process, and its children that have ended, have used of processors, as the system says."""
-    with contextlib.suppress(OSError):  # the name of the program stands in brackets, and may have any character
-        return b" ".join(_read(f"/proc/{process}/stat").rpartition(b")")[2].split()[11:15])
+def _read_processor_time(process: int) -> bytes:
+    """Return the processor times of a process and of its ended children, as the fields of /proc/<pid>/stat."""
+    with contextlib.suppress(OSError):  # the name of the program stands in brackets and may contain any character
+        return b" ".join(_read_file(f"/proc/{process}/stat").rpartition(b")")[2].split()[11:15])
     return b""
 
 
-def _proportional(process: int) -> int:
-    """Return the memory of a process without shared memory; each page counts by how many processes share it."""
+def _measure_proportional(process: int) -> int:
+    """Return the memory of a process without shared memory, each page divided by the processes that share it."""
     try:
         fields = dict(
-            line.split()[:2] for line in _read(f"/proc/{process}/smaps_rollup").splitlines() if line.startswith(b"Pss_")
+            line.split()[:2]
+            for line in _read_file(f"/proc/{process}/smaps_rollup").splitlines()
+            if line.startswith(b"Pss_")
         )
         return 1024 * sum(int(fields[name]) for name in (b"Pss_Anon:", b"Pss_File:"))
     except (OSError, KeyError, ValueError):
-        return _resident(process)
+        return _measure_resident(process)
 
 
-def _unnamed_files(process: int) -> dict[tuple[int, int], int]:
-    """Return the sizes of open files without a name, by device and inode: memfd, and files that were removed.
+def _list_unnamed_files(process: int) -> dict[tuple[int, int], int]:
+    """Return the sizes of open files without a name (memfd, removed files), by device and inode.
 
     Raises:
       OverLimit: if the process hides its files from the one above it.
@@ -185,16 +188,16 @@ def _unnamed_files(process: int) -> dict[tuple[int, int], int]:
     return found
 
 
-def _shared_mappings(process: int) -> Iterator[tuple[tuple[int, int], int]]:
-    """Yield device and inode of each piece of shared memory that is mapped, and its size.
+def _list_shared_mappings(process: int) -> Iterator[tuple[tuple[int, int], int]]:
+    """Yield device and inode of each mapped piece of shared memory, and its size.
 
-    The size is of all its pages where the system shows them (to root), else of the mapping.
+    The size covers all its pages if the system shows them (to root), otherwise the mapping.
     """
     try:
-        maps = _read(f"/proc/{process}/maps")
+        maps = _read_file(f"/proc/{process}/maps")
     except OSError:
         return
-    for first, last, offset, major, minor, inode in _SHARED.findall(maps):
+    for first, last, offset, major, minor, inode in _SHARED_MAPPING.findall(maps):
         start, end = int(first, 16), int(last, 16)
         try:
             size = os.stat(f"/proc/{process}/map_files/{start:x}-{end:x}").st_blocks * 512
@@ -223,11 +226,11 @@ def _measure_folder(folder: str) -> int:
                         raise OverLimit(f"the kernel's process made more than {MAX_FILES:,} files")
                     if entry.is_dir(follow_symlinks=False):
                         waiting.append((entry.path, depth + 1))
-                    elif not entry.is_symlink():  # these take next to nothing, and a cache has hundreds
+                    elif not entry.is_symlink():  # links take almost no space, and a cache has hundreds of them
                         with contextlib.suppress(FileNotFoundError):
                             about = entry.stat(follow_symlinks=False)
                             inodes[about.st_dev, about.st_ino] = about.st_blocks * 512
-        except (FileNotFoundError, NotADirectoryError):  # the kernel goes on meanwhile
+        except (FileNotFoundError, NotADirectoryError):  # the kernel has removed it meanwhile
             continue
         except OSError as error:
             raise OverLimit(f"the kernel's scratch folder cannot be measured: {error.strerror}") from error

@@ -1,4 +1,8 @@
-"""An executor whose kernel is in a process of its own."""
+"""Execute a kernel in a process of its own, behind the interface of `Executor`.
+
+`load_sandboxed` returns an implementation whose functions are a proxy. `create_executor` returns the executor for any
+implementation, wherever it runs. Checks use executors only, so they do not depend on where a kernel runs.
+"""
 
 from __future__ import annotations
 
@@ -16,47 +20,51 @@ from conformance.contract import Implementation
 from conformance.records import printable
 from conformance.sandbox import declaration_codec
 from conformance.sandbox.handshake import MAX_TEXT
-from conformance.sandbox.kernel_process import KernelProcess, Limits, LoadFailed, Lost
+from conformance.sandbox.kernel_process import KernelProcess, Limits, LoadFailed, ProcessLost
 from conformance.sandbox.kernel_server import CallRequest
 from conformance.sandbox.policy import SandboxPolicy
 
 _GENERATIONS = itertools.count(1)
 
 
-class SupportUnknown(ImplementationNotFound):
-    """What says which cases a kernel supports raised, or took its process down."""
+class SupportQueryFailed(ImplementationNotFound):
+    """Raised when the kernel's own function for which cases it supports raised, or its process was lost in it."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class RemoteCall:
-    """Stands for the calls of a kernel that is in another process."""
+class KernelProxy:
+    """Stands for the functions of a kernel that is in another process."""
 
     process: KernelProcess
-    _answered: dict[Case, str | None] = dataclasses.field(default_factory=dict)
+    _support_by_case: dict[Case, str | None] = dataclasses.field(default_factory=dict)
 
     def __call__(self, *operands: Any, **options: Any) -> Any:
-        """Never to be called: nothing of the kernel is here."""
+        """Raise: the kernel cannot be called in this process, only through its executor."""
         raise RuntimeError(f"{self.process.name} is in a process of its own, and is asked through its executor")
 
     def supports(self, case: Case) -> str | None:
-        """Why the kernel does not support a case, by its own function. It is not told which values the case has.
+        """Return why the kernel does not support a case, by its own function; None if it does.
 
-        It says so once: one that went by how often it was asked could have a level left out that is not declined.
+        The kernel does not learn the case's seed. It is asked once for each case: a kernel whose answer depended on how
+        often it was asked could skip a level without declining it.
+
+        Raises:
+          SupportQueryFailed: if the kernel's function raised, or its process was lost.
         """
-        asked = dataclasses.replace(case, seed=0)
-        if asked in self._answered:
-            return self._answered[asked]
+        unseeded = dataclasses.replace(case, seed=0)
+        if unseeded in self._support_by_case:
+            return self._support_by_case[unseeded]
         try:
-            found = self.process.ask(CallRequest((), "", 0, declaration_codec.ask_support, (asked,), {}))
-        except (Exception, Lost) as error:
-            why = str(error) if isinstance(error, Lost) else mishaps.told(error)
-            raise SupportUnknown(f"{self.process.name} cannot say whether it supports {case.id}: {why}") from error
-        self._answered[asked] = None if found is None else printable(str(found)[:MAX_TEXT])
-        return self._answered[asked]
+            found = self.process.call(CallRequest((), "", 0, declaration_codec.evaluate_support, (unseeded,), {}))
+        except (Exception, ProcessLost) as error:
+            why = str(error) if isinstance(error, ProcessLost) else mishaps.told(error)
+            raise SupportQueryFailed(f"{self.process.name} cannot say whether it supports {case.id}: {why}") from error
+        self._support_by_case[unseeded] = None if found is None else printable(str(found)[:MAX_TEXT])
+        return self._support_by_case[unseeded]
 
 
 class SandboxedExecutor(Executor):
-    """Has everything done in the kernel's process."""
+    """Executes everything in the kernel's process."""
 
     def __init__(
         self,
@@ -66,34 +74,44 @@ class SandboxedExecutor(Executor):
         variant: str = "",
         generation: int = 0,
     ) -> None:
-        """An executor of what `process` has, or of a variant of it; its programs get these compiler options."""
+        """Create an executor.
+
+        Args:
+          implementation: the declarations of the kernel.
+          process: the kernel's process.
+          options: compiler options for its programs.
+          variant: the name of a variant of the kernel; empty for its plain call.
+          generation: distinguishes executors that are otherwise alike; each compiles for itself.
+        """
         super().__init__(implementation, options)
         self._process, self._variant, self._generation = process, variant, generation
 
     def run(
-        self, function: Callable[Concatenate[Executor, P], Returned], *given: P.args, **named: P.kwargs
+        self, function: Callable[Concatenate[Executor, P], Returned], *args: P.args, **kwargs: P.kwargs
     ) -> Returned:
-        """What `function` returns there."""
-        found: Returned = self._process.ask(self._order(function, given, named))
+        """Call `function` with an executor of the kernel in its process, and return the result."""
+        found: Returned = self._process.call(self._build_request(function, args, kwargs))
         return found
 
-    def begin(self, function: Callable[Concatenate[Executor, P], Any], *given: P.args, **named: P.kwargs) -> None:
-        """Have the kernel's process start on what will be `run`."""
-        self._process.begin(self._order(function, given, named))
+    def begin(self, function: Callable[Concatenate[Executor, P], Any], *args: P.args, **kwargs: P.kwargs) -> None:
+        """Start a call in the kernel's process. A later `run` with the same objects returns its result."""
+        self._process.begin(self._build_request(function, args, kwargs))
 
     def settle(self) -> None:
-        """Wait for what was begun and not asked for. Raises `Lost` if the kernel's process died of it."""
+        """Wait for calls that were begun and never run. Raises `ProcessLost` if the process was lost in one of them."""
         self._process.settle()
 
-    def _order(self, function: Callable[..., Any], given: tuple[Any, ...], named: Mapping[str, Any]) -> CallRequest:
+    def _build_request(
+        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> CallRequest:
         options = tuple(sorted(self.options.items()))
-        return CallRequest(options, self._variant, self._generation, function, given, named)
+        return CallRequest(options, self._variant, self._generation, function, args, kwargs)
 
     def with_default_flags(self) -> Executor | None:
-        """Return an executor whose programs are compiled as JAX does by default, as its users' are; None if these are.
+        """Return an executor that compiles under JAX's default flags; None if this one does.
 
-        On a CPU it asks another process. That differs from this one by what XLA read at its start, and by no option of
-        a request. Processes cannot share an accelerator: there it asks this process, with compiler options.
+        On a CPU it uses another process, whose XLA has read other flags at its start. The requests are the same.
+        Processes cannot share an accelerator: there it uses this process, with compiler options.
         """
         options = environment.default_options()
         if not options:
@@ -105,7 +123,7 @@ class SandboxedExecutor(Executor):
     def create_fresh(self) -> Executor:
         """Return an executor with the same options in a new process.
 
-        Processes cannot share an accelerator: there it asks this process, which compiles for it once more.
+        Processes cannot share an accelerator: there it uses this process, which compiles everything again.
         """
         if self.backend != "cpu":
             return SandboxedExecutor(
@@ -114,37 +132,37 @@ class SandboxedExecutor(Executor):
         return SandboxedExecutor(self.implementation, self._process.create_fresh(), self.options, self._variant)
 
     def declaring(self, implementation: Implementation) -> Executor:
-        """The executor for the same call with other declarations."""
+        """Return an executor for the same call with other declarations."""
         return SandboxedExecutor(implementation, self._process, self.options, self._variant)
 
     def variant(self, name: str) -> Executor:
-        """The executor of one of the other calls that must give the same results."""
+        """Return an executor for a variant of the kernel: another call that must give the same results."""
         other = dataclasses.replace(self.implementation, parts=None)
         return SandboxedExecutor(other, self._process, self.options, name)
 
     @property
     def backend(self) -> str:
-        """The JAX backend that it runs on."""
-        return self._process.said.backend
+        """Return the JAX backend that the kernel runs on."""
+        return self._process.handshake.backend
 
     @property
     def isolation(self) -> str:
-        """How the kernel's process is kept from what is none of its business."""
-        return self._process.said.confined
+        """Return the sentence that says how the kernel's process is confined."""
+        return self._process.handshake.confined
 
     @property
     def devices(self) -> int:
-        """How many devices there are."""
-        return self._process.said.count
+        """Return the number of devices of the kernel's process."""
+        return self._process.handshake.count
 
     @property
     def files(self) -> Mapping[str, str]:
-        """The files that the kernel read as it was first loaded, with their digests."""
-        return self._process.said.files
+        """Return the files that the kernel read when it was first loaded, with their digests."""
+        return self._process.handshake.files
 
-    def take_later_files(self) -> dict[str, str]:
-        """Return the files that it has first read since then, each of them once."""
-        return self._process.files.take_later()
+    def pop_later_files(self) -> dict[str, str]:
+        """Return the files that the kernel has first read since the last call, with their digests."""
+        return self._process.files.pop_later()
 
 
 def load_sandboxed(
@@ -152,27 +170,27 @@ def load_sandboxed(
     products: str | None,
     limits: Limits,
     problem: str | None = None,
-    first: str = "",
+    first_handshake: str = "",
     sandbox: SandboxPolicy | None = None,
 ) -> Implementation:
-    """The implementation called `name`, in a process of its own: all that is here is what it declares.
+    """Load a kernel in a process of its own, and return an implementation with its declarations and a proxy.
 
     Args:
-      name: as `--impl` has it.
-      products: what `--products` says.
-      limits: of one call.
-      problem: the named problem whose operands it takes, if it is said.
-      first: what it told another process of this run about itself (`collect_handshakes`), if there is one.
-      sandbox: what the command says of the sandbox, if anything.
+      name: the kernel, as given to `--impl`.
+      products: the value of `--products`.
+      limits: limits of a call and of memory.
+      problem: the named problem whose operands the kernel takes, if one is given.
+      first_handshake: the kernel's first handshake in another process of this run (`collect_handshakes`), if any.
+      sandbox: the command's policy for the sandbox, if any.
 
     Raises:
       ImplementationNotFound: with one line that says why.
     """
-    elsewhere = RemoteCall(KernelProcess(name, products, limits, problem, first, sandbox=sandbox))
+    proxy = KernelProxy(KernelProcess(name, products, limits, problem, first_handshake, sandbox=sandbox))
     try:
-        # It goes by the name that it is found by, whatever it calls itself: that may be another's.
+        # It has the name that it is found by. The name that it declares may be another kernel's.
         return declaration_codec.parse_declarations(
-            {**elsewhere.process.said.declared, "name": name}, elsewhere, elsewhere.supports
+            {**proxy.process.handshake.declared, "name": name}, proxy, proxy.supports
         )
     except LoadFailed as error:
         raise ImplementationNotFound(str(error)) from error
@@ -180,24 +198,26 @@ def load_sandboxed(
         raise ImplementationNotFound(printable(f"{name} declares what no implementation can: {error}")) from error
 
 
-def executor_of(implementation: Implementation) -> Executor:
-    """The executor of an implementation, wherever it is."""
+def create_executor(implementation: Implementation) -> Executor:
+    """Return an executor for an implementation, in the kernel's process if it has one."""
     call = implementation.call
-    return SandboxedExecutor(implementation, call.process) if isinstance(call, RemoteCall) else Executor(implementation)
+    return (
+        SandboxedExecutor(implementation, call.process) if isinstance(call, KernelProxy) else Executor(implementation)
+    )
 
 
 def collect_handshakes(implementations: Iterable[Implementation]) -> tuple[tuple[str, str], ...]:
-    """What each kernel in a process of its own said of itself, by name: it must say so wherever it is judged."""
+    """Return the name and the handshake of each sandboxed kernel, which all its other processes must repeat."""
     calls = ((implementation.name, implementation.call) for implementation in implementations)
-    return tuple((name, call.process.said.text) for name, call in calls if isinstance(call, RemoteCall))
+    return tuple((name, call.process.handshake.text) for name, call in calls if isinstance(call, KernelProxy))
 
 
 def is_sandboxed(implementation: Implementation) -> bool:
-    """Whether the kernel is in a process of its own."""
-    return isinstance(implementation.call, RemoteCall)
+    """Tell whether a kernel runs in a process of its own."""
+    return isinstance(implementation.call, KernelProxy)
 
 
 def end_process(implementation: Implementation) -> None:
-    """End the kernel's process, if it has one; it is started again if it is asked once more."""
-    if isinstance(implementation.call, RemoteCall):
+    """End the kernel's process, if it has one. The next call starts it again."""
+    if isinstance(implementation.call, KernelProxy):
         implementation.call.process.end()

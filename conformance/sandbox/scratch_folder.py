@@ -1,7 +1,7 @@
 """Create and remove scratch folders, the only place that a kernel's process may write to.
 
-A judge locks the folders that it uses. The lock ends with the judge, however that ends. So a folder of which nobody
-holds the lock was left by a judge that was killed, and the next judge removes it.
+A judge locks the folders that it uses, and its locks end with it, even if it is killed. So a folder without a lock was
+left by a killed judge, and the next judge removes it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class ScratchFolder:
         remove_abandoned_folders()
         while True:
             self.path = tempfile.mkdtemp(prefix=_PREFIX)
-            with contextlib.suppress(OSError):  # another judge may remove it before it is locked
+            with contextlib.suppress(OSError):  # another judge may remove the folder before it is locked
                 self._lock = os.open(self.path, _OPEN_FOLDER)
                 fcntl.flock(self._lock, fcntl.LOCK_SH)
                 if os.path.samestat(os.stat(self.path), os.fstat(self._lock)):
@@ -38,13 +38,13 @@ class ScratchFolder:
                 os.close(self._lock)
 
     def remove(self) -> None:
-        """Remove the folder and all that a kernel wrote there; warn of what cannot be removed."""
+        """Remove the folder with all that a kernel wrote there; warn about what cannot be removed."""
         report_remains(remove_folder(self.path))
         os.close(self._lock)
 
 
 def remove_abandoned_folders() -> None:
-    """Remove the folders of judges that were killed, and warn of what cannot be removed."""
+    """Remove the folders of judges that were killed; warn about what cannot be removed."""
     for path in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
         with contextlib.suppress(OSError):
             if path.lstat().st_uid == os.geteuid() and _is_abandoned(path):
@@ -54,11 +54,11 @@ def remove_abandoned_folders() -> None:
 def remove_folder(folder: str) -> list[str]:
     """Remove a folder of any depth, whatever the modes and names in it.
 
-    Nested folders are moved up into the top one before they are emptied. So neither the length of a path, nor the
-    number of open files, nor Python's stack limits the depth.
+    Nested folders are moved up into the top one before they are emptied. So the depth is not limited by the length of a
+    path, the number of open files or Python's stack.
 
     Returns:
-      What could not be removed, each with the reason.
+      The paths that could not be removed, each with the reason.
     """
     remains: list[str] = []
     try:
@@ -91,7 +91,7 @@ def remove_folder(folder: str) -> list[str]:
 
 
 def report_remains(remains: list[str]) -> None:
-    """Print a warning for a few of the files that could not be removed."""
+    """Print a warning about files that could not be removed: the first few, and how many more."""
     for what in remains[:3]:
         print(f"warning: a kernel left what cannot be removed: {printable(what)}", file=sys.stderr)
     if len(remains) > 3:
@@ -110,7 +110,7 @@ def _is_abandoned(path: Path) -> bool:
 
 
 def _open_folder(name: str, parent: int | None) -> int:
-    """Open a folder of ours so that its entries can be listed and removed."""
+    """Open a folder so that its entries can be listed and removed; give its owner the rights if necessary."""
     about = os.stat(name, dir_fd=parent, follow_symlinks=False)
     if stat.S_ISDIR(about.st_mode) and about.st_mode & stat.S_IRWXU != stat.S_IRWXU:
         _make_accessible(name, parent)
@@ -118,7 +118,7 @@ def _open_folder(name: str, parent: int | None) -> int:
 
 
 def _make_accessible(folder: str, parent: int | None) -> None:
-    """Give the owner of a folder all rights, and follow no link that may have taken its place."""
+    """Give the owner of a folder all rights. Follow no link, since a kernel may have replaced the folder by one."""
     if not hasattr(os, "O_PATH"):
         os.chmod(folder, stat.S_IRWXU, dir_fd=parent)
         return
@@ -127,7 +127,7 @@ def _make_accessible(folder: str, parent: int | None) -> None:
 
 
 def _remove_entry(name: str, top: int) -> None:
-    """Remove a file of the folder `top`, or empty a folder there by removing its files and moving its folders up."""
+    """Remove a file or folder of the folder `top`. The folders that it contains are moved up into `top`."""
     if not stat.S_ISDIR(os.stat(name, dir_fd=top, follow_symlinks=False).st_mode):
         os.unlink(name, dir_fd=top)
         return

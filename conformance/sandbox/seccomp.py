@@ -1,13 +1,13 @@
 """Install a system call filter (seccomp) that allows what JAX and Python need, and refuses everything else.
 
-The filter is an allow-list (`system_calls.ALLOWED`). It has no sockets, so nothing can be sent to another process or
-machine. It also lacks io_uring, System V and POSIX IPC, priorities, other processes' memory, and mounts. A few calls
+The filter is an allow-list (`system_calls.ALLOWED`). Sockets are not on it, so nothing can be sent to another process
+or machine. Neither are io_uring, System V and POSIX IPC, priorities, other processes' memory, and mounts. A few calls
 are allowed for some arguments:
 
 - `clone` without new namespaces;
-- `ioctl` for pipes and terminals; with an accelerator, any device's, but nothing that changes a file's flags;
+- `ioctl` for pipes and terminals; with an accelerator, for any device, but not to change the flags of a file;
 - `prlimit64` on the process itself;
-- with an NVIDIA driver, serving a Unix socket. The driver opens one when it starts. Connecting stays forbidden.
+- with an NVIDIA driver, those that serve a Unix socket. The driver opens one when it starts. Connecting is forbidden.
 
 Calls that set modes of files report success and do nothing, since copying a file makes them. Landlock cannot confine
 them to a folder.
@@ -69,9 +69,12 @@ Step = tuple[int, int, int, int]
 
 
 def install_filter(options: FilterOptions) -> str:
-    """Install the filter in this thread and everything it starts; return why not, or an empty string.
+    """Install the filter in this thread, and in the threads and processes that it starts. Linux only.
 
-    The thread must have set `PR_SET_NO_NEW_PRIVS`. Linux only.
+    The thread must have set `PR_SET_NO_NEW_PRIVS`.
+
+    Returns:
+      Why the filter could not be installed; empty if it is installed.
     """
     machine = platform.machine()
     if machine not in _AUDIT_ARCH:
@@ -85,7 +88,13 @@ def install_filter(options: FilterOptions) -> str:
 
 
 def build_filter(machine: str, options: FilterOptions, pid: int) -> list[Step]:
-    """Return the instructions of the filter of a process for a machine of `platform.machine()`."""
+    """Return the instructions of the filter.
+
+    Args:
+      machine: the machine, as `platform.machine()` names it.
+      options: what the filter allows beyond the common set.
+      pid: the process that is filtered.
+    """
 
     def numbers(calls: Iterable[SystemCall]) -> list[int]:
         return sorted(number for call in calls if (number := getattr(call, machine)) is not None)
@@ -114,17 +123,17 @@ def build_filter(machine: str, options: FilterOptions, pid: int) -> list[Step]:
     steps += _when(number_of("prlimit64"), _check_prlimit(pid))
     if options.unix_server:
         steps += _when(number_of("socket"), _check_socket())
-    # Calls that are newer than the table, and `system_calls.FALLBACK`: libc and others try an older one.
+    # The rest: `system_calls.FALLBACK`, and calls that are newer than the table. On ENOSYS, libc tries an older call.
     return [*steps, _refuse(errno.ENOSYS)]
 
 
 def _refuse(number: int) -> Step:
-    """Return `number` as `errno` without making the call; zero reports success."""
+    """Return the instruction that sets `errno` to `number` instead of making the call; zero reports success."""
     return _RETURN, 0, 0, _RET_ERRNO | number
 
 
 def _return_for(numbers: list[int], verdict: Step) -> list[Step]:
-    """Return `verdict` for each of these system calls, by ranges of consecutive numbers."""
+    """Return instructions that give `verdict` for these system calls, by ranges of consecutive numbers."""
     ranges: list[tuple[int, int]] = []
     for number in numbers:
         if ranges and number == ranges[-1][1] + 1:
@@ -135,7 +144,7 @@ def _return_for(numbers: list[int], verdict: Step) -> list[Step]:
 
 
 def _when(number: int, steps: list[Step]) -> list[Step]:
-    """Run `steps`, which end with a return, for one system call."""
+    """Return instructions that run `steps`, which end with a return, for one system call."""
     return [(_IF_EQUAL, 0, len(steps), number), *steps]
 
 

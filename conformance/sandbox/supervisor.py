@@ -1,11 +1,11 @@
-"""Supervise a kernel's process from the process above it: enforce its limits, and end all that it started.
+"""Supervise a kernel's process from its parent process: enforce its limits, and end all that it started.
 
-A process whose parent has ended gets another parent: the nearest ancestor that asks for such orphans (`prctl(2)`,
-PR_SET_CHILD_SUBREAPER). The supervisor asks for them. So nothing that the kernel starts gets out of reach, whatever
-session it makes its own. Only Linux has this; elsewhere a kernel's process has no supervisor.
+When the parent of a process ends, the process gets a new parent: the nearest ancestor that is a subreaper (`prctl(2)`,
+PR_SET_CHILD_SUBREAPER). The supervisor is one. So no process that the kernel starts can escape it, even in a session
+of its own. Only Linux has subreapers; elsewhere a kernel's process has no supervisor.
 
-The supervisor is not confined. It measures memory and files all the time, also while the judge does something else. If
-the judge was killed, it removes the scratch folder.
+The supervisor is not confined. It measures memory and files continuously, also while the judge is busy. It removes the
+scratch folder if the judge was killed.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ from conformance.sandbox.resource_usage import OverLimit, UsageMonitor, list_chi
 
 IS_AVAILABLE = sys.platform.startswith("linux")
 END_SIGNAL = signal.SIGUSR1
-"""Ends the kernel for a judge that removes the scratch folder itself. After SIGTERM the supervisor removes it."""
-_TAKE_ORPHANS = 36
+"""Ends the kernel and leaves the scratch folder to the judge. SIGTERM also removes the scratch folder."""
+_PR_SET_CHILD_SUBREAPER = 36
 _POLL_INTERVAL = 0.1  # seconds
-_JUDGE_MAY_END = 0.2  # seconds from when the pipes of a killed judge close one after the other
+_JUDGE_END_SECONDS = 0.2  # in this time all pipes of a killed judge close, one after the other
 _MAX_OPEN_FILES = 4096
 
 
 def start_supervised(pipes: Sequence[int], status: int, scratch: str, memory: int) -> None:
-    """Fork: return in the child, where the kernel will run, and supervise it in this process.
+    """Fork: return in the child, which will run the kernel, and supervise it in this process.
 
-    The supervisor ends as the kernel's process ends.
+    The supervisor ends in the same way as the kernel's process: with its exit code, or of its signal.
 
     Args:
-      pipes: what the child alone keeps.
-      status: a pipe that the supervisor alone keeps. It writes there which limit was passed.
+      pipes: descriptors that only the child keeps.
+      status: a pipe that only the supervisor keeps, to write which limit was exceeded.
       scratch: the scratch folder.
       memory: bytes of memory and files that the kernel's processes may hold together; zero for no limit.
     """
@@ -49,7 +49,7 @@ def start_supervised(pipes: Sequence[int], status: int, scratch: str, memory: in
         os.close(status)
         _limit_resources(memory)
         return
-    ctypes.CDLL(None).prctl(_TAKE_ORPHANS, 1, 0, 0, 0)
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
     def end_for_judge(number: int, frame: FrameType | None) -> NoReturn:
         _end_all()
@@ -69,12 +69,12 @@ def start_supervised(pipes: Sequence[int], status: int, scratch: str, memory: in
         _limit_resources(memory)
         return
     for pipe in (*pipes, 0, 1, 2):
-        os.close(pipe)  # the judge must see when the kernel closes its own
+        os.close(pipe)  # or the judge would not see that the kernel's process closed them
     _supervise(kernel, status, scratch, memory)
 
 
 def _limit_resources(memory: int) -> None:
-    """Set the limits of this process that the system enforces by itself, and that what it starts inherits."""
+    """Set limits that the system enforces, in this process and in those that it starts."""
     limits = {resource.RLIMIT_CORE: 0, resource.RLIMIT_NOFILE: _MAX_OPEN_FILES}
     if memory:
         limits[resource.RLIMIT_FSIZE] = memory
@@ -91,7 +91,7 @@ def _lower(limit: int, current: int) -> int:
 
 
 def _supervise(kernel: int, status: int, scratch: str, memory: int) -> NoReturn:
-    """Check limits until the kernel's process ends, then end likewise."""
+    """Check limits until the kernel's process ends, then end in the same way."""
     monitor = UsageMonitor(os.getpid(), scratch, memory)
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
     while (ended := _reap(kernel)) is None:
@@ -117,7 +117,7 @@ def _supervise(kernel: int, status: int, scratch: str, memory: int) -> NoReturn:
 
 
 def _reap(kernel: int) -> int | None:
-    """Collect children that have ended, orphans too; return the kernel's status if it is among them."""
+    """Reap children that have ended, adopted ones too; return the wait status of the kernel's process if it is one."""
     while True:
         process, status = os.waitpid(-1, os.WNOHANG)
         if process == kernel:
@@ -127,27 +127,27 @@ def _reap(kernel: int) -> int | None:
 
 
 def _remove_for_ended_judge(status: int, scratch: str) -> None:
-    """Remove the scratch folder if nobody reads the status any more: the judge was killed."""
+    """Remove the scratch folder if the judge was killed: then nobody reads the status pipe."""
     watched = select.poll()
     watched.register(status, 0)
-    if watched.poll(_JUDGE_MAY_END * 1000):
+    if watched.poll(_JUDGE_END_SECONDS * 1000):
         scratch_folder.remove_folder(scratch)
 
 
 def _end_all() -> NoReturn:
     _kill_descendants()
-    os.killpg(os.getpid(), signal.SIGKILL)  # also where the system does not list descendants
+    os.killpg(os.getpid(), signal.SIGKILL)  # for systems that do not list descendants
     os._exit(1)
 
 
 def _kill_descendants() -> None:
-    """Kill all descendants. The children of what is killed become children of this process, until there are none.
+    """Kill all descendants. Children of a killed process become children of this one, until there are none.
 
-    What starts another and ends can be faster than this, over and over. So nothing is waited for, nothing is listed
-    that has ended already, and the youngest come first.
+    A process that starts another one and ends, over and over, can be faster than this loop. So the loop waits for
+    nothing, ended processes are not listed, and the youngest are killed first.
     """
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # what ends from now on is gone at once
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # ended children leave no zombies from here on
     with contextlib.suppress(ChildProcessError):
         while os.waitpid(-1, os.WNOHANG)[0]:
             pass
@@ -156,6 +156,6 @@ def _kill_descendants() -> None:
         for process in reversed(below):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process, signal.SIGKILL)
-        if below == before:  # killed, and not gone yet
+        if below == before:  # they are killed and have not ended yet
             time.sleep(0.001)
         before = below

@@ -1,4 +1,4 @@
-"""Tables of Linux system calls: which of them a sandboxed kernel may make, with their numbers on each machine.
+"""List the Linux system calls that a sandboxed kernel may and may not make, with their numbers on each machine.
 
 Each entry is a name, its number on x86-64, and its number on AArch64, or `-` where the machine lacks the call.
 
@@ -20,7 +20,7 @@ class SystemCall:
 
 
 def _parse(table: str) -> tuple[SystemCall, ...]:
-    """Read entries of the form `name x86_64 aarch64`, separated by commas."""
+    """Parse entries of the form `name x86_64 aarch64`, separated by commas."""
     entries = (entry.split() for entry in table.replace("\n", " ").split(","))
     return tuple(
         SystemCall(name, *(None if text == "-" else int(text) for text in numbers)) for name, *numbers in entries

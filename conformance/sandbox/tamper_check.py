@@ -1,14 +1,15 @@
-"""Find what a kernel has replaced of the code that its process is asked with: of JAX, NumPy, Python, and this project.
+"""Find what a kernel has replaced in JAX, NumPy, Python and this project, in its own process.
 
-Gradients that a kernel's own `jax.vjp` made are not those of the kernel. This finds, in the modules that are watched:
+Requests are executed with this code, so a kernel that replaces `jax.vjp` could return gradients that are not its own.
+This finds, in watched modules:
 
-- names that mean something else than before the kernel was imported;
+- names that refer to another object than before the kernel was imported;
 - methods that a class of this project gained or lost;
-- functions whose code or default arguments were exchanged;
+- functions whose code or default arguments were replaced;
 - a `jit` that is switched off.
 
-It runs in the kernel's process, as a private copy (`private_copy`), so replacing its functions by name does nothing.
-What a kernel changes further inside a library, or in memory, is not found.
+It runs in the kernel's process as a private copy (`private_copy`), so replacing its functions by name has no effect.
+Changes deeper inside a library, or in memory, are not found.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ operator dataclasses math io
 """
 _LIBRARIES = frozenset(_LIBRARIES_TEXT.split())
 _OURS = ("cases", "conformance")
-_USED_OF_OS = ("read", "write", "getpid", "_exit")
-# Honest libraries replace some of these: to trace imports, or to draw progress.
+_WATCHED_OS_NAMES = ("read", "write", "getpid", "_exit")
+# Libraries replace some of these for good reasons, such as to trace imports or to show progress.
 _REPLACEABLE_BUILT_INS = (
     "__import__",
     "__build_class__",
@@ -44,33 +45,41 @@ _REPLACEABLE_BUILT_INS = (
     "exit",
     "quit",
 )
-_SPECIAL = ("__getattribute__", "__getattr__", "__setattr__", "__setstate__", "__reduce__", "__reduce_ex__", "__new__")
-_NOTHING = object()
+_SPECIAL_METHODS = (
+    "__getattribute__",
+    "__getattr__",
+    "__setattr__",
+    "__setstate__",
+    "__reduce__",
+    "__reduce_ex__",
+    "__new__",
+)
+_MISSING = object()
 
 
 @dataclasses.dataclass(frozen=True)
 class NameSnapshot:
-    """What the watched names mean. Plain tuples, since they are looked through after every call.
+    """The objects that watched names referred to. Plain tuples, since all are compared after each call.
 
     Attributes:
-      held: what something is called, the namespace that it is in, its name there, and its value.
-      functions: what a function is called, the function, its code, its defaults and its keyword defaults.
-      parts: all that these functions referred to when they were last found unaltered, code and defaults among it.
-      jit_disabled: whether `jit` was switched off before, as `JAX_DISABLE_JIT` does.
+      bindings: for each name a label, the namespace, the name there, and the object.
+      functions: for each function a label, the function, its code, its defaults and its keyword defaults.
+      referents: all objects that these functions referred to when they were last found unaltered.
+      jit_disabled: whether `jit` was switched off before the kernel was imported, as by `JAX_DISABLE_JIT`.
     """
 
-    held: tuple[tuple[str, Mapping[str, Any], str, Any], ...]
+    bindings: tuple[tuple[str, Mapping[str, Any], str, Any], ...]
     functions: tuple[tuple[str, Any, Any, Any, Any], ...]
-    parts: list[Any]
+    referents: list[Any]
     jit_disabled: bool
 
 
 def take_snapshot() -> NameSnapshot:
-    """Record what the functions, classes and methods of the watched modules are."""
-    held: list[tuple[str, Mapping[str, Any], str, Any]] = [
-        (f"os.{name}", vars(os), name, vars(os)[name]) for name in _USED_OF_OS
+    """Record the functions, classes and methods of the watched modules."""
+    bindings: list[tuple[str, Mapping[str, Any], str, Any]] = [
+        (f"os.{name}", vars(os), name, vars(os)[name]) for name in _WATCHED_OS_NAMES
     ]
-    held += [
+    bindings += [
         (f"builtins.{name}", vars(builtins), name, value)
         for name, value in vars(builtins).items()
         if callable(value) and name not in _REPLACEABLE_BUILT_INS
@@ -80,47 +89,47 @@ def take_snapshot() -> NameSnapshot:
         ours = name.partition(".")[0] in _OURS
         if not (ours or name in _LIBRARIES):
             continue
-        held.append((name, sys.modules, name, module))
+        bindings.append((name, sys.modules, name, module))
         for inner, value in list(vars(module).items()):
-            called = f"{name}.{inner}"
+            label = f"{name}.{inner}"
             if callable(value):
-                held.append((called, vars(module), inner, value))
-            within = {called: value}
+                bindings.append((label, vars(module), inner, value))
+            candidates = {label: value}
             if ours and isinstance(value, type) and value.__module__ == name:
-                held += _hold_class(called, value)
-                within = {f"{called}.{method}": x for method, x in vars(value).items()}
-            for called_so, function in within.items():
+                bindings += _list_class_attributes(label, value)
+                candidates = {f"{label}.{method}": x for method, x in vars(value).items()}
+            for function_label, function in candidates.items():
                 if isinstance(function, FunctionType):
                     code = (function.__code__, function.__defaults__, function.__kwdefaults__)
-                    functions.setdefault(id(function), (called_so, function, *code))
+                    functions.setdefault(id(function), (function_label, function, *code))
     found = tuple(functions.values())
-    parts = gc.get_referents(*(function for _, function, *_ in found))
-    return NameSnapshot(tuple(held), found, parts, bool(jax.config.jax_disable_jit))  # type: ignore[attr-defined] # made as JAX is loaded
+    referents = gc.get_referents(*(function for _, function, *_ in found))
+    return NameSnapshot(tuple(bindings), found, referents, bool(jax.config.jax_disable_jit))  # type: ignore[attr-defined] # made as JAX is loaded
 
 
-def _hold_class(called: str, kind: type) -> Iterator[tuple[str, MappingProxyType[str, Any], str, Any]]:
-    # Annotations and the like come into being when they are looked at, and nothing depends on them.
-    for name in {*vars(kind), *getattr(kind, "__dataclass_fields__", ()), *_SPECIAL}:
-        yield f"{called}.{name}", vars(kind), name, vars(kind).get(name, _NOTHING)
+def _list_class_attributes(label: str, kind: type) -> Iterator[tuple[str, MappingProxyType[str, Any], str, Any]]:
+    # Other names that appear later do not count: Python adds some, such as annotations, when they are read.
+    for name in {*vars(kind), *getattr(kind, "__dataclass_fields__", ()), *_SPECIAL_METHODS}:
+        yield f"{label}.{name}", vars(kind), name, vars(kind).get(name, _MISSING)
 
 
 def find_replaced(before: NameSnapshot) -> list[str]:
-    """Return the watched names that mean something else than in the snapshot, sorted."""
-    found = [called for called, place, name, value in before.held if place.get(name, _NOTHING) is not value]
-    if jax.config.jax_disable_jit and not before.jit_disabled:  # type: ignore[attr-defined] # what `jit` would have traced is never seen
+    """Return the labels of watched names and functions that differ from the snapshot, sorted."""
+    found = [label for label, place, name, value in before.bindings if place.get(name, _MISSING) is not value]
+    if jax.config.jax_disable_jit and not before.jit_disabled:  # type: ignore[attr-defined] # without `jit`, nothing is traced
         found.append("jax.jit (jax_disable_jit)")
-    # To read the code of a function is an event for audit hooks (`file_watcher`), and there are thousands of functions.
-    # So all they refer to is compared first. It also differs when somebody sets an attribute, which is harmless.
-    parts = gc.get_referents(*(function for _, function, *_ in before.functions))
-    if len(parts) != len(before.parts) or not all(map(operator.is_, parts, before.parts)):
+    # Reading the code of a function raises an audit event (`file_watcher`), and there are thousands of functions. So
+    # their referents are compared first. These also differ if somebody has set an attribute, which is harmless.
+    referents = gc.get_referents(*(function for _, function, *_ in before.functions))
+    if len(referents) != len(before.referents) or not all(map(operator.is_, referents, before.referents)):
         altered = [
-            f"{called}.__code__"
-            for called, function, code, defaults, named in before.functions
+            f"{label}.__code__"
+            for label, function, code, defaults, named in before.functions
             if function.__code__ is not code
             or function.__defaults__ is not defaults
             or function.__kwdefaults__ is not named
         ]
         if not altered:
-            before.parts[:] = parts
+            before.referents[:] = referents
         found += altered
     return sorted(found)

@@ -114,7 +114,7 @@ def test_it_ends_once_nobody_has_it_any_more() -> None:
 
 def test_what_does_not_listen_is_killed() -> None:
     with pipe() as (reads, writes):
-        process = ForkedProcess(does_not_listen, passing=[writes])
+        process = ForkedProcess(does_not_listen, pass_fds=[writes])
         assert os.read(reads, 1) == b"!"
     process.signal(signal.SIGTERM)
     assert process.wait(0.2) is None
@@ -129,7 +129,7 @@ def test_it_has_what_it_is_given_and_nothing_of_others(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("CONFORMANCE_CACHE", "where the judge keeps what it found")
     with pipe() as (reads, writes):
-        process = ForkedProcess(tells, "given", passing=[writes], environ={"NAME": "value"})
+        process = ForkedProcess(tells, "given", pass_fds=[writes], environ={"NAME": "value"})
         told = json.loads(os.read(reads, 2**16))
         assert process.wait() == 0
     process.release()
@@ -142,9 +142,9 @@ def test_it_has_what_it_is_given_and_nothing_of_others(
     assert len(told["open"]) == 4  # input, output twice, and the pipe
 
 
-def test_one_that_may_ask_has_others_forked_by_the_same() -> None:
+def test_a_process_that_may_fork_uses_the_same_fork_server() -> None:
     with pipe() as (reads, writes):
-        process = ForkedProcess(forks_another, passing=[writes], may_ask=True)
+        process = ForkedProcess(forks_another, pass_fds=[writes], may_fork=True)
         assert os.read(reads, 16) == b"5"
         assert process.wait() == 0
     process.release()
@@ -152,14 +152,14 @@ def test_one_that_may_ask_has_others_forked_by_the_same() -> None:
 
 def test_what_is_loaded_under_another_environment_is_loaded_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     forked_process.start_server()
-    before = forked_process._origin
+    before = forked_process._server
     monkeypatch.setenv("HOME", "/elsewhere")
     forked_process.start_server()
-    assert forked_process._origin is before
+    assert forked_process._server is before
     monkeypatch.setenv("JAX_ENABLE_X64", "1")
     forked_process.start_server()
-    assert forked_process._origin is not before
-    forked_process._forget()
+    assert forked_process._server is not before
+    forked_process._disconnect()
 
 
 @pytest.mark.long
@@ -173,21 +173,21 @@ def test_what_was_forked_before_the_environment_changed_lives_on(
     sleeping.release()
     until(lambda: not is_there(sleeping.pid))
     following.release()
-    forked_process._forget()
+    forked_process._disconnect()
 
 
 def test_no_two_draw_the_same_random_numbers() -> None:
     drawn: list[float] = []
     for _ in range(2):
         with pipe() as (reads, writes):
-            process = ForkedProcess(draws, passing=[writes])
+            process = ForkedProcess(draws, pass_fds=[writes])
             drawn += json.loads(os.read(reads, 2**10))
             process.release()
     assert len(set(drawn)) == 4
 
 
 def test_signals_that_who_asks_ignores_or_blocks_reach_it_all_the_same() -> None:
-    forked_process._forget()
+    forked_process._disconnect()
     before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM, signal.SIGCHLD])
     try:
@@ -199,16 +199,16 @@ def test_signals_that_who_asks_ignores_or_blocks_reach_it_all_the_same() -> None
     process.signal(signal.SIGTERM)
     assert process.wait(60) == -signal.SIGTERM
     process.release()
-    forked_process._forget()
+    forked_process._disconnect()
 
 
 @pytest.mark.long
-def test_an_origin_that_is_killed_takes_its_own_with_it_and_is_followed_by_another() -> None:
-    forked_process._forget()
+def test_a_killed_fork_server_ends_its_processes_and_is_replaced() -> None:
+    forked_process._disconnect()
     process = ForkedProcess(sleeps)
     number = process.pid
-    _, origin = forked_process._started[-1]
-    origin.kill()
+    _, server = forked_process._started_servers[-1]
+    server.kill()
     assert process.wait() == -signal.SIGTERM
     until(lambda: not is_there(number))
     following = ForkedProcess(exits, 4)

@@ -1,4 +1,4 @@
-"""An origin that is lent: who may ask it, and who may not."""
+"""A shared fork server: which processes may use it, and which may not."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from conformance.fork_server import forked_process, shared_server
 from conformance.fork_server.forked_process import ForkedProcess
 from tests.fork_server.test_forked_process import sleeps
 shared_server.join_server(sys.argv[1])
-had = forked_process.is_server_started()
+had = forked_process.has_server()
 process = ForkedProcess(sleeps)
 print(had, open(f"/proc/{process.pid}/stat").read().rpartition(")")[2].split()[1])
 process.release()
@@ -38,7 +38,7 @@ def said(*command: str) -> list[str]:
     return done.stdout.split()
 
 
-def test_a_process_that_this_one_starts_asks_the_same_origin() -> None:
+def test_a_process_that_this_one_starts_uses_the_same_fork_server() -> None:
     ours = ForkedProcess(sleeps)
     address = shared_server.share_server()
     for _ in range(2):
@@ -55,12 +55,12 @@ def test_nobody_else_is_answered() -> None:
     ours.release()
 
 
-def test_nothing_is_lent_where_there_is_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(forked_process, "_origin", None)
+def test_nothing_is_shared_without_a_fork_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(forked_process, "_server", None)
     assert shared_server.share_server() == ""
 
 
-def test_an_address_that_nobody_has_any_more_costs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(forked_process, "_origin", None)
-    shared_server.join_server(f"conformance-origin-{os.getpid()}")
-    assert not forked_process.is_server_started()
+def test_joining_an_unused_address_does_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(forked_process, "_server", None)
+    shared_server.join_server(f"conformance-fork-server-{os.getpid()}")
+    assert not forked_process.has_server()

@@ -192,7 +192,7 @@ def test_a_slot_filled_before_it_is_let_go_of_is_a_race() -> None:
     """Who does not wait can also be a whole round ahead: others then wait for ever, here as on a chip."""
     for _ in range(3):
         reading, writing = os.pipe()
-        process = ForkedProcess(judges_careless, passing=(writing,))
+        process = ForkedProcess(judges_careless, pass_fds=(writing,))
         os.close(writing)
         ended = process.wait(PATIENCE / 3)
         process.release()

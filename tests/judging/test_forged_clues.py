@@ -12,7 +12,7 @@ from cases.exploring.clues import Clues
 from conformance import cli, records, runs
 from conformance.calling import registry
 from conformance.judging import explore
-from conformance.sandbox.kernel_process import Lost
+from conformance.sandbox.kernel_process import ProcessLost
 
 KERNEL = """\
 from conformance.calling import clues
@@ -34,7 +34,9 @@ def answering(monkeypatch: pytest.MonkeyPatch, answer: Any) -> None:
             raise answer
         return answer
 
-    monkeypatch.setattr(explore, "executor_of", lambda implementation: type("Process", (), {"run": staticmethod(run)}))
+    monkeypatch.setattr(
+        explore, "create_executor", lambda implementation: type("Process", (), {"run": staticmethod(run)})
+    )
 
 
 @pytest.mark.parametrize(
@@ -59,7 +61,7 @@ def answering(monkeypatch: pytest.MonkeyPatch, answer: Any) -> None:
         ([], [0.5] * 1000, []),
         ([], [], [None]),
         ([], [], {"a": 1}),
-        Lost("the kernel's process was killed"),
+        ProcessLost("the kernel's process was killed"),
         ValueError(),
         RecursionError("too deep"),
     ],

@@ -28,7 +28,7 @@ PROGRAM = f"jit_call-{'0' * 64}-cache"
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """What is kept is kept here, however lately it was written."""
     monkeypatch.setenv(kept.VARIABLE, str(tmp_path / "kept"))
-    monkeypatch.setattr(compilation_cache, "_SETTLED", -60.0)
+    monkeypatch.setattr(compilation_cache, "_SETTLE_SECONDS", -60.0)
     return tmp_path
 
 
@@ -44,7 +44,7 @@ def left_by_a_run(kernel: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[np.nda
     with monkeypatch.context() as patched:
         patched.setattr(compilation_cache, "store_programs", keep)
         found = sandboxed_executor.load_sandboxed(f"{kernel}:attention", None, Limits(seconds=60.0, memory=4 * 2**30))
-        out = sandboxed_executor.executor_of(found).forward(draw(CASE)).values["out"]
+        out = sandboxed_executor.create_executor(found).forward(draw(CASE)).values["out"]
         sandboxed_executor.end_process(found)
     return out, compiled
 
@@ -98,7 +98,7 @@ def test_another_machine_has_another_folder(home: Path, monkeypatch: pytest.Monk
     kernel = home / "kernel.py"
     kernel.write_text(KERNEL.format("q"))
     before = compilation_cache.find_cache_folder(f"{kernel}:attention")
-    monkeypatch.setattr(compilation_cache, "_machine", lambda: "a machine with half as wide vectors")
+    monkeypatch.setattr(compilation_cache, "_describe_machine", lambda: "a machine with half as wide vectors")
     assert compilation_cache.find_cache_folder(f"{kernel}:attention") != before
 
 
@@ -137,7 +137,7 @@ def test_a_folder_that_was_made_a_link_is_not_followed(home: Path) -> None:
 
 
 def test_what_may_be_half_a_program_is_not_kept(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compilation_cache, "_SETTLED", 30.0)
+    monkeypatch.setattr(compilation_cache, "_SETTLE_SECONDS", 30.0)
     left, place = home / "scratch" / "programs", home / "shelf" / "one"
     left.mkdir(parents=True)
     for number, age in enumerate((60.0, 0.0)):

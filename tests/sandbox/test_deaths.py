@@ -15,7 +15,7 @@ from conformance.judging.runner import Runner
 from conformance.judging.settings import Settings
 from conformance.sandbox import kernel_process
 from conformance.sandbox.kernel_options import KernelOptions
-from conformance.sandbox.kernel_process import KernelProcess, Lost
+from conformance.sandbox.kernel_process import KernelProcess, ProcessLost
 
 # Dies in every third program that it is traced for, whichever check asks: also of what was begun ahead.
 KERNEL = """
@@ -41,13 +41,13 @@ def test_there_are_as_many_error_records_as_deaths(rest: int, tmp_path: Path, mo
     (tmp_path / "kernel.py").write_text(KERNEL.format(rest=rest))
     monkeypatch.chdir(tmp_path)
     died: list[str] = []
-    how_it_ended = kernel_process._RunningProcess._how_it_ended
+    describe_end = kernel_process._RunningProcess._describe_end
 
     def count(running: kernel_process._RunningProcess) -> str:
-        died.append(how_it_ended(running))
+        died.append(describe_end(running))
         return died[-1]
 
-    monkeypatch.setattr(kernel_process._RunningProcess, "_how_it_ended", count)
+    monkeypatch.setattr(kernel_process._RunningProcess, "_describe_end", count)
     try:
         implementation = KernelOptions().find("kernel.py:dies")
     except ImplementationNotFound as error:
@@ -63,8 +63,8 @@ def test_there_are_as_many_error_records_as_deaths(rest: int, tmp_path: Path, mo
 
 def test_a_death_that_is_noticed_ahead_is_told_once() -> None:
     process = KernelProcess("kernel.py:absent", None, kernel_process.Limits())
-    process._lost = Lost("it died")
-    with pytest.raises(Lost, match="it died"):
+    process._lost = ProcessLost("it died")
+    with pytest.raises(ProcessLost, match="it died"):
         process.settle()
     process.settle()
 

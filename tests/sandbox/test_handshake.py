@@ -61,7 +61,7 @@ def test_a_kernel_says_of_itself_what_it_said_first() -> None:
         registry.ImplementationNotFound, match=r"otherwise than when it was first loaded of: .*arithmetic"
     ):
         sandboxed_executor.load_sandboxed(
-            name, None, LIMITS, first=text.replace('"products": "exact"', '"products": "bf16"')
+            name, None, LIMITS, first_handshake=text.replace('"products": "exact"', '"products": "bf16"')
         )
 
 
@@ -79,7 +79,7 @@ def test_a_kernel_cannot_change_how_many_devices_it_has(tmp_path: Path) -> None:
         f"import os\nos.environ['XLA_FLAGS'] = '{flag}'\nfrom tests.sandbox.kernels import right as attention\n"
     )
     found = KernelOptions().find(f"{tmp_path}/hides.py:attention")
-    assert sandboxed_executor.executor_of(found).devices == 4
+    assert sandboxed_executor.create_executor(found).devices == 4
 
 
 def test_a_kernel_that_computes_elsewhere_than_the_judge_is_one_line(tmp_path: Path) -> None:

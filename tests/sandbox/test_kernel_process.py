@@ -30,7 +30,7 @@ from conformance.judging.runner import Runner
 from conformance.judging.settings import Settings
 from conformance.sandbox import kernel_process, sandboxed_executor, supervisor
 from conformance.sandbox.kernel_options import KernelOptions
-from conformance.sandbox.kernel_process import KernelProcess, Limits, Lost
+from conformance.sandbox.kernel_process import KernelProcess, Limits, ProcessLost
 from conformance.sandbox.policy import SandboxPolicy
 from tests.processes import ended, until
 
@@ -45,7 +45,7 @@ Find = Callable[..., Implementation]
 
 def process_of(implementation: Implementation) -> KernelProcess:
     """The process of a kernel that is not here."""
-    assert isinstance(implementation.call, sandboxed_executor.RemoteCall)
+    assert isinstance(implementation.call, sandboxed_executor.KernelProxy)
     return implementation.call.process
 
 
@@ -65,33 +65,33 @@ def find() -> Iterator[Find]:
 
 def said(implementation: Implementation) -> str:
     """What is said of a kernel that gives no result."""
-    with pytest.raises((Exception, Lost)) as raised:
-        sandboxed_executor.executor_of(implementation).forward(draw(CASE))
+    with pytest.raises((Exception, ProcessLost)) as raised:
+        sandboxed_executor.create_executor(implementation).forward(draw(CASE))
     return f"{raised.type.__name__}: {raised.value}"
 
 
 @pytest.mark.parametrize(
     ("name", "sentence"),
     [
-        ("dies", "Lost: the kernel's process ended by itself, with exit code 0"),
-        ("crashes", "Lost: the kernel's process died of SIGSEGV (it printed: about to crash)"),
-        ("closes", "Lost: the kernel's process"),
+        ("dies", "ProcessLost: the kernel's process ended by itself, with exit code 0"),
+        ("crashes", "ProcessLost: the kernel's process died of SIGSEGV (it printed: about to crash)"),
+        ("closes", "ProcessLost: the kernel's process"),
         ("writes", "PermissionError: [Errno 13] Permission denied"),
         ("writes_to_shared_memory", "PermissionError: [Errno 13] Permission denied"),
         ("writes_to_a_device", "OddError: written"),
         ("writes_to_a_console", "PermissionError: [Errno 13] Permission denied"),
         ("sets_the_clock", "PermissionError: [Errno 1] Operation not permitted"),
-        ("switches_jit_off", "Lost: the kernel has replaced jax.jit (jax_disable_jit) in its process"),
+        ("switches_jit_off", "ProcessLost: the kernel has replaced jax.jit (jax_disable_jit) in its process"),
         ("connects", "PermissionError: [Errno 1] Operation not permitted"),
         ("connects_among_files", "PermissionError: [Errno 1] Operation not permitted"),
         ("limits_the_judge", "PermissionError: [Errno 1] Operation not permitted"),
         ("kills", "PermissionError: [Errno 1] Operation not permitted"),
         ("looks", "PermissionError: [Errno 13] Permission denied"),
         ("reads_arguments", "PermissionError: [Errno 13] Permission denied"),
-        ("replaces", "Lost: the kernel has replaced jax.vjp in its process"),
+        ("replaces", "ProcessLost: the kernel has replaced jax.vjp in its process"),
         (
             "replaces_a_method",
-            "Lost: the kernel has replaced conformance.calling.execution.Executor.jit in its process",
+            "ProcessLost: the kernel has replaced conformance.calling.execution.Executor.jit in its process",
         ),
         ("exits", "SystemExit: 0"),
         ("raises", "OddError: q is odd"),
@@ -100,8 +100,8 @@ def said(implementation: Implementation) -> str:
 )
 def test_what_it_does_there_is_told_in_a_sentence(find: Find, name: str, sentence: str) -> None:
     implementation = find(name)
-    if sentence.startswith("PermissionError") and process_of(implementation).said.confined != "confined":
-        pytest.skip(process_of(implementation).said.confined)
+    if sentence.startswith("PermissionError") and process_of(implementation).handshake.confined != "confined":
+        pytest.skip(process_of(implementation).handshake.confined)
     assert said(implementation).startswith(sentence)
     assert not (HERE / "written.txt").exists()
 
@@ -109,7 +109,7 @@ def test_what_it_does_there_is_told_in_a_sentence(find: Find, name: str, sentenc
 def test_what_was_begun_is_what_it_gives_when_it_is_asked(find: Find) -> None:
     implementation, problem, other = find("plain"), draw(CASE), draw(dataclasses.replace(CASE, seed=1))
     here = Executor(registry.find(f"{HERE}/kernels.py:plain"))
-    apart = sandboxed_executor.executor_of(implementation)
+    apart = sandboxed_executor.create_executor(implementation)
     process = process_of(implementation)
     cotangent = draw_cotangent(CASE)
     plain = dataclasses.replace(cotangent, logsumexp=None)
@@ -129,7 +129,7 @@ def test_operands_that_the_pipe_does_not_hold_are_not_begun_beside_others(find: 
     implementation = find("plain")
     case = Case(q_length=256, kv_length=256, head_dim=1024, v_head_dim=1024)
     large = draw(case)
-    apart = sandboxed_executor.executor_of(implementation)
+    apart = sandboxed_executor.create_executor(implementation)
     apart.begin_forward(large)
     apart.begin_forward(draw(dataclasses.replace(CASE, seed=2)))
     apart.begin_gradients(large, dataclasses.replace(draw_cotangent(case), logsumexp=None))
@@ -137,12 +137,14 @@ def test_operands_that_the_pipe_does_not_hold_are_not_begun_beside_others(find: 
     assert apart.forward(large).values["out"].shape == large.q.shape
 
 
-@pytest.mark.parametrize(("name", "sentence"), [("dies", "Lost: the kernel's process ended"), ("raises", "OddError: ")])
+@pytest.mark.parametrize(
+    ("name", "sentence"), [("dies", "ProcessLost: the kernel's process ended"), ("raises", "OddError: ")]
+)
 def test_what_goes_wrong_with_what_was_begun_is_told_when_it_is_asked(find: Find, name: str, sentence: str) -> None:
     implementation, problem = find(name), draw(CASE)
-    apart = sandboxed_executor.executor_of(implementation)
+    apart = sandboxed_executor.create_executor(implementation)
     apart.begin_forward(problem)
-    with pytest.raises((Exception, Lost)) as raised:
+    with pytest.raises((Exception, ProcessLost)) as raised:
         apart.forward(problem)
     assert f"{raised.type.__name__}: {raised.value}".startswith(sentence)
 
@@ -167,7 +169,7 @@ def test_an_error_has_its_place_in_the_users_code_and_what_was_printed_before_it
 
 
 def test_each_answer_has_all_that_was_printed_for_it_and_nothing_else(find: Find) -> None:
-    apart, problem = sandboxed_executor.executor_of(find("raises")), draw(CASE)
+    apart, problem = sandboxed_executor.create_executor(find("raises")), draw(CASE)
     for _ in range(50):
         with pytest.raises(ValueError, match="q is odd") as raised:
             apart.forward(problem)
@@ -198,11 +200,11 @@ def test_what_a_kernel_started_and_let_go_of_ends_with_it(find: Find, monkeypatc
     seconds = f"1000.{os.getpid()}"
     monkeypatch.setenv("LINGERS", seconds)
     lingers = find("lingers")
-    sandboxed_executor.executor_of(lingers).forward(draw(CASE))
+    sandboxed_executor.create_executor(lingers).forward(draw(CASE))
     assert left_behind(seconds)
     process_of(lingers).end()
     assert not left_behind(seconds)
-    assert said(find("lingers_and_dies")) == "Lost: the kernel's process ended by itself, with exit code 3"
+    assert said(find("lingers_and_dies")) == "ProcessLost: the kernel's process ended by itself, with exit code 3"
     assert not left_behind(seconds)
 
 
@@ -214,7 +216,7 @@ def test_what_starts_another_and_ends_over_and_over_ends_with_its_kernel(
     number = f"3000.{os.getpid()}"
     monkeypatch.setenv("LINGERS", number)
     chains = find("chains")
-    sandboxed_executor.executor_of(chains).forward(draw(CASE))
+    sandboxed_executor.create_executor(chains).forward(draw(CASE))
     process_of(chains).end()
     assert not any(left_behind(number) for _ in range(10))  # one that is between two is not seen at once
 
@@ -235,7 +237,7 @@ def test_what_a_kernel_started_ends_with_a_judge_that_is_killed(monkeypatch: pyt
 
 
 def test_output_without_end_costs_nothing(find: Find) -> None:
-    assert sandboxed_executor.executor_of(find("floods")).forward(draw(CASE)).values["out"].shape == (1, 16, 2, 16)
+    assert sandboxed_executor.create_executor(find("floods")).forward(draw(CASE)).values["out"].shape == (1, 16, 2, 16)
 
 
 def test_a_process_that_was_lost_is_one_error_of_one_case(find: Find) -> None:
@@ -348,23 +350,23 @@ def test_what_is_supported_is_said_once(tmp_path: Path) -> None:
 def test_a_folder_of_any_depth_is_removed(find: Find) -> None:
     implementation = find("digs")
     (running,) = process_of(implementation)._running
-    with contextlib.suppress(Lost):  # more nested folders than are measured
-        sandboxed_executor.executor_of(implementation).forward(draw(CASE))
+    with contextlib.suppress(ProcessLost):  # more nested folders than are measured
+        sandboxed_executor.create_executor(implementation).forward(draw(CASE))
     process_of(implementation).end()
     assert not Path(running._scratch.path).exists()
 
 
 def test_what_a_kernel_forks_does_not_answer_for_it(find: Find) -> None:
     implementation, problem = find("forks"), draw(CASE)
-    apart = sandboxed_executor.executor_of(implementation)
-    expected = sandboxed_executor.executor_of(find("plain")).forward(problem).values["out"]
+    apart = sandboxed_executor.create_executor(implementation)
+    expected = sandboxed_executor.create_executor(find("plain")).forward(problem).values["out"]
     for _ in range(2):
         assert np.array_equal(apart.forward(problem).values["out"], expected)
 
 
 @pytest.mark.long
 def test_a_kernel_that_does_not_read_is_too_slow(find: Find) -> None:
-    apart = sandboxed_executor.executor_of(find("answers_ahead", Limits(seconds=3.0, memory=LIMITS.memory)))
+    apart = sandboxed_executor.create_executor(find("answers_ahead", Limits(seconds=3.0, memory=LIMITS.memory)))
     large = draw(Case(q_length=256, kv_length=256, head_dim=1024, v_head_dim=1024))
     apart.forward(draw(CASE))
     with pytest.raises(kernel_process.CallTimeout, match="does not read"):
@@ -373,16 +375,16 @@ def test_a_kernel_that_does_not_read_is_too_slow(find: Find) -> None:
 
 @pytest.mark.long
 def test_a_process_that_never_begins_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    forked_process._forget()
+    forked_process._disconnect()
     forked_process.start_server()
-    _, origin = forked_process._started[-1]
-    origin.send_signal(signal.SIGSTOP)
-    monkeypatch.setattr(kernel_process, "_LOADING", 1.0)
-    monkeypatch.setattr(kernel_process, "_ENDING", 0.1)
+    _, server = forked_process._started_servers[-1]
+    server.send_signal(signal.SIGSTOP)
+    monkeypatch.setattr(kernel_process, "_MIN_LOAD_SECONDS", 1.0)
+    monkeypatch.setattr(kernel_process, "_END_SECONDS", 0.1)
     with pytest.raises(registry.ImplementationNotFound, match="did not return within 1 s"):
         sandboxed_executor.load_sandboxed(f"{HERE}/kernels.py:plain", None, Limits(seconds=1.0, memory=2**40))
-    forked_process._forget()
-    origin.kill()
+    forked_process._disconnect()
+    server.kill()
 
 
 def test_a_file_of_a_package_that_imports_beside_itself_is_told_how_to_be_named(tmp_path: Path) -> None:

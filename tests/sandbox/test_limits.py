@@ -15,7 +15,7 @@ from cases.case import Case
 from cases.inputs import draw
 from conformance.contract import Implementation
 from conformance.sandbox import resource_usage, sandboxed_executor, scratch_folder, supervisor
-from conformance.sandbox.kernel_process import Limits, Lost
+from conformance.sandbox.kernel_process import Limits, ProcessLost
 from conformance.sandbox.resource_usage import OverLimit, UsageMonitor
 from conformance.sandbox.scratch_folder import ScratchFolder
 from tests.processes import ended, until
@@ -52,8 +52,8 @@ def find() -> Iterator[Callable[[str], Implementation]]:
 )
 @needs_supervisor
 def test_a_kernel_that_takes_too_much_is_ended(find: Callable[[str], Implementation], name: str, words: str) -> None:
-    with pytest.raises(Lost, match=words):
-        sandboxed_executor.executor_of(find(name)).forward(draw(CASE))
+    with pytest.raises(ProcessLost, match=words):
+        sandboxed_executor.create_executor(find(name)).forward(draw(CASE))
 
 
 @pytest.mark.parametrize(
@@ -68,19 +68,19 @@ def test_a_kernel_that_takes_too_much_is_ended(find: Callable[[str], Implementat
 def test_an_answer_that_nobody_asked_for_is_not_read(
     find: Callable[[str], Implementation], name: str, words: str
 ) -> None:
-    with pytest.raises(Lost, match=words):
-        sandboxed_executor.executor_of(find(name)).forward(draw(CASE))
+    with pytest.raises(ProcessLost, match=words):
+        sandboxed_executor.create_executor(find(name)).forward(draw(CASE))
 
 
 def test_a_file_has_a_largest_size(find: Callable[[str], Implementation]) -> None:
     with pytest.raises(OSError, match="File too large"):
-        sandboxed_executor.executor_of(find("writes_a_large_file")).forward(draw(CASE))
+        sandboxed_executor.create_executor(find("writes_a_large_file")).forward(draw(CASE))
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", ["shares_memory_with_children", "makes_a_sparse_file"])
 def test_what_takes_little_is_not_ended(find: Callable[[str], Implementation], name: str) -> None:
-    assert sandboxed_executor.executor_of(find(name)).forward(draw(CASE)).values["out"].shape == (1, 16, 2, 16)
+    assert sandboxed_executor.create_executor(find(name)).forward(draw(CASE)).values["out"].shape == (1, 16, 2, 16)
 
 
 # Each holds 192 MiB in a child of the process whose descendants are measured.
@@ -191,7 +191,7 @@ def test_a_locked_folder_is_removed(
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     kernel = find("locks_its_folder")
     assert leftovers(tmp_path)
-    sandboxed_executor.executor_of(kernel).forward(draw(CASE))
+    sandboxed_executor.create_executor(kernel).forward(draw(CASE))
     sandboxed_executor.end_process(kernel)
     assert not leftovers(tmp_path)
 

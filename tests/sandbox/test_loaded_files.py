@@ -28,7 +28,7 @@ from conformance.judging.runner import changed_file_records
 from conformance.records import ERROR, PASS, Record
 from conformance.runs import Run
 from conformance.sandbox import kernel_process, loaded_files, sandboxed_executor
-from conformance.sandbox.kernel_process import Limits, Lost
+from conformance.sandbox.kernel_process import Limits, ProcessLost
 from conformance.sandbox.sandboxed_executor import SandboxedExecutor
 from tests.processes import PATIENCE
 
@@ -55,11 +55,11 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 def load(first: str = "") -> Implementation:
     limits = Limits(seconds=60.0, memory=4 * 2**30)
-    return sandboxed_executor.load_sandboxed("kernel.py:attention", None, limits, first=first)
+    return sandboxed_executor.load_sandboxed("kernel.py:attention", None, limits, first_handshake=first)
 
 
 def executor(implementation: Implementation) -> SandboxedExecutor:
-    found = sandboxed_executor.executor_of(implementation)
+    found = sandboxed_executor.create_executor(implementation)
     assert isinstance(found, SandboxedExecutor)
     return found
 
@@ -190,11 +190,11 @@ def test_a_file_that_is_first_read_in_a_call_is_told_once_and_may_not_change(fol
     asked = executor(implementation)
     assert "value" not in asked.files
     asked.forward(draw(CASE))
-    assert list(asked.take_later_files()) == ["value"]
+    assert list(asked.pop_later_files()) == ["value"]
     asked.forward(draw(dataclasses.replace(CASE, q_length=32)))
-    assert asked.take_later_files() == {}
+    assert asked.pop_later_files() == {}
     Path("value").write_text("2")
-    with pytest.raises(Lost, match="value has changed"):
+    with pytest.raises(ProcessLost, match="value has changed"):
         asked.forward(draw(dataclasses.replace(CASE, q_length=64)))
 
 
@@ -230,22 +230,24 @@ def test_an_installed_module_that_is_not_as_its_package_lists_it_is_told_by_itse
     (tmp_path / "altered.py").write_text("VALUE = 1\n")
     monkeypatch.setattr(installed_packages, "package_folders", lambda: (str(tmp_path),))
     found = loaded_files.LoadedFiles("theirs:attention")
-    found.note({"files": {"installed": [str(tmp_path / "listed.py"), str(tmp_path / "altered.py")]}})
-    assert set(found.at_load) == {"package theirs", str(tmp_path / "altered.py")}
-    assert found.at_load["package theirs"].startswith("1.0 ")
+    found.record_reported({"files": {"installed": [str(tmp_path / "listed.py"), str(tmp_path / "altered.py")]}})
+    assert set(found.files_at_load) == {"package theirs", str(tmp_path / "altered.py")}
+    assert found.files_at_load["package theirs"].startswith("1.0 ")
 
 
 @pytest.mark.parametrize("names", [{"opened": "kernel.py"}, {"opened": [1]}, [], {"installed": {"a": "b"}}])
 def test_what_names_no_files_is_no_answer(names: object) -> None:
     with pytest.raises(ValueError, match="files"):
-        loaded_files.LoadedFiles("kernel.py:attention").note({"files": names})
+        loaded_files.LoadedFiles("kernel.py:attention").record_reported({"files": names})
 
 
 def test_pipes_devices_and_what_is_not_there_have_no_digest(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     found = loaded_files.LoadedFiles("kernel.py:attention")
-    found.note({"files": {"opened": [str(tmp_path / "pipe"), "/dev/zero", str(tmp_path), str(tmp_path / "absent")]}})
-    assert found.at_load == {}
+    found.record_reported(
+        {"files": {"opened": [str(tmp_path / "pipe"), "/dev/zero", str(tmp_path), str(tmp_path / "absent")]}}
+    )
+    assert found.files_at_load == {}
 
 
 def judged(*arguments: str) -> subprocess.CompletedProcess[str]:

@@ -29,7 +29,7 @@ def ended() -> Iterator[None]:
 
 def executors(name: str) -> tuple[Executor, Executor]:
     """Executors of the kernel, under the first flags and under JAX's own."""
-    first = sandboxed_executor.executor_of(KernelOptions().find(name))
+    first = sandboxed_executor.create_executor(KernelOptions().find(name))
     second = first.with_default_flags()
     assert second is not None
     return first, second
@@ -78,7 +78,7 @@ def test_what_an_earlier_run_left_is_not_there_when_a_kernel_is_judged_again(
     place.mkdir(parents=True)
     (place / f"jit_call-{'0' * 64}-cache").write_text("a program")
     kernel_process.end_all_processes()
-    monkeypatch.setattr("conformance.sandbox.compilation_cache._BEGAN", float("inf"))
+    monkeypatch.setattr("conformance.sandbox.compilation_cache._RUN_START", float("inf"))
     with_program = json.loads(told(first))["as it is loaded"]["scratch"]
     assert "jit_call" in with_program
     for executor in (second, first.create_fresh(), second.create_fresh()):

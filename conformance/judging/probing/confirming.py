@@ -20,7 +20,7 @@ from conformance.contract import Implementation
 from conformance.judging.job import Job
 from conformance.judging.probing.allowance import Allowance
 from conformance.records import RED, Record
-from conformance.sandbox.sandboxed_executor import SupportUnknown
+from conformance.sandbox.sandboxed_executor import SupportQueryFailed
 
 Fields = tuple[str, ...]
 """Names of fields of a case."""
@@ -169,5 +169,5 @@ def _changed(case: Case, changes: Mapping[str, Any]) -> Iterator[Case]:
 def _is_supported(case: Case, implementation: Implementation) -> bool:
     try:
         return implementation.supports(case) is None
-    except SupportUnknown:
+    except SupportQueryFailed:
         return False

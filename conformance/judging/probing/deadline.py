@@ -10,12 +10,12 @@ import time
 from collections.abc import Iterator
 from types import FrameType
 
-from conformance.sandbox.kernel_process import Lost
+from conformance.sandbox.kernel_process import ProcessLost
 
 _SOON, _AGAIN = 1e-3, 1.0  # seconds until an alarm rings at the earliest, and until it rings once more
 
 
-class Overdue(Lost):
+class Overdue(ProcessLost):
     """What was done took longer than it may: whatever was asked of a kernel's process, the process is ended."""
 
 

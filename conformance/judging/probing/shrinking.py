@@ -24,7 +24,7 @@ from conformance.judging.explore import OutOfTime, Wrong, batch, no_traces, plai
 from conformance.judging.job import Job
 from conformance.judging.runner import Runner
 from conformance.records import RED, Record
-from conformance.sandbox.sandboxed_executor import SupportUnknown
+from conformance.sandbox.sandboxed_executor import SupportQueryFailed
 from conformance.truth import kept
 
 _DRAWS = 100
@@ -111,7 +111,7 @@ def _smaller(case: Case, implementation: Implementation) -> strategies.SearchStr
         try:
             smaller = dataclasses.replace(case, **changes)
             hypothesis.assume(implementation.supports(smaller) is None)
-        except (CaseIdError, SupportUnknown):
+        except (CaseIdError, SupportQueryFailed):
             hypothesis.reject()
         return smaller
 
