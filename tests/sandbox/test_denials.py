@@ -33,7 +33,7 @@ def attention(q, k, v):
 def confined() -> None:
     """Skip where the system has no sandbox."""
     found = KernelOptions().find(f"{RIGHT}:attention")
-    sentence = sandboxed_executor.executor_of(found).isolation
+    sentence = sandboxed_executor.create_executor(found).isolation
     sandboxed_executor.end_process(found)
     if not confinement.is_confined(sentence):
         pytest.skip(sentence)
