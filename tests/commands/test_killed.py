@@ -45,7 +45,7 @@ def recorded(path: Path) -> Recorded | None:
 
 
 GATE_CASES = "--conformance-cases=train/f32/*.T1.*"
-MARK = "KILLED_IN"  # a variable of the environment that all processes of a killed command have
+MARK = "PYTHON_KILLED_IN"  # a variable that all processes of a killed command have: those of kernels get PYTHON*
 BUGS = ("--bank=tests.planted.bank:BANK", "--bug=cap-before-bias", "--bug=cap-derivative-missing")
 
 
