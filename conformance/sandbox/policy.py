@@ -111,7 +111,9 @@ def find_source_trees(name: str, search_path: Iterable[str]) -> list[Path]:
       search_path: `sys.path`.
     """
     here = Path.cwd()
-    home = _find_home(name)
+    home = None
+    with contextlib.suppress(OSError, ValueError):  # loading the kernel will say what is wrong with its name
+        home = _find_home(name)
     folders = [Path(entry).absolute() for entry in search_path]
     for _ in range(_MAX_IMPLICIT_ENTRIES):
         if folders and folders[0] == here:
