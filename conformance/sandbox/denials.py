@@ -7,6 +7,7 @@ import os
 from importlib.machinery import PathFinder
 from pathlib import Path
 
+from conformance import packages
 from conformance.records import printable
 
 UNCONFINED = "--in-process runs the kernel without a sandbox"
@@ -44,6 +45,8 @@ def _explain_module(name: str) -> str:
     Only the top-level name is looked up, since looking up a submodule imports its parent.
     """
     top = name.partition(".")[0]
+    if top in packages.NAMES:
+        return ""
     try:
         here = PathFinder.find_spec(top, [os.getcwd()])
         spec = here or (importlib.util.find_spec(top) if top.isidentifier() else None)

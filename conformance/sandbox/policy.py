@@ -135,6 +135,8 @@ def _find_home(name: str) -> Path | None:
         return Path(place).resolve().parent
     point = None if place else registry.entry_point(name)
     module = place or (point.module if point is not None else "")
+    if module.partition(".")[0] in packages.NAMES:  # a user's package may have the name of ours: it is refused by name
+        return Path.cwd()
     spec = None
     with contextlib.suppress(ImportError, ValueError):  # importing the kernel will raise the error
         spec = importlib.util.find_spec(module.partition(".")[0]) if module else None

@@ -24,6 +24,9 @@ KERNEL = """
 from tests.kernels import naive
 from conformance import declare
 
+# What is forked sets limits and starts another program. So JAX, which other tests have loaded here, has no part in it.
+pytestmark = pytest.mark.filterwarnings(r"ignore:os\.fork:RuntimeWarning")
+
 @declare(behind_mask="finite")
 def right(q, k, v, *, causal=False):
     return naive.attention(q, k, v, causal=causal)

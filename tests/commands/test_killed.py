@@ -219,8 +219,8 @@ def is_killed_and_gone_on_with(
     if number != signal.SIGKILL:
         assert not list((folder / "scratch").glob("conformance-kernel-*"))
         if after is not None:
-            assert after.end is not None
-            assert page.exists()
+            assert after.end is not None, said
+            assert page.exists(), said
     if door.resume is None or not resumes:
         return
     process = started(door.resume(file, jobs), home.path, folder)

@@ -36,5 +36,5 @@ def test_a_signal_while_the_page_is_written_does_not_cost_the_page(
     arguments = [command, "--impl=dot_product", *what, "--report=page.html"]
     with interruptible():
         assert cli.main(cli.parser().parse_args(arguments)) == 130  # as the first of them has it
+        assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
     assert (tmp_path / "page.html").exists()
-    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
