@@ -25,7 +25,6 @@ from conformance.sandbox import scratch_folder
 
 NAME = "attention-conformance-stopping"
 _LOOK_EVERY = 0.2
-_IS_WORKER = "PYTEST_XDIST_WORKER"
 
 
 class Stopping:
@@ -34,6 +33,7 @@ class Stopping:
     def __init__(self) -> None:
         self._listening = contextlib.ExitStack()
         self._is_asked = False
+        self._is_worker = False
         self._gateways: list[Any] = []
         self._errors = 2
 
@@ -46,10 +46,18 @@ class Stopping:
             self._is_asked = True
             self._errors = os.dup(2)  # pytest captures the usual one
             self._listening.enter_context(interrupts.listening())
-            if _IS_WORKER in os.environ:
-                interrupts.leave_with(_leave_worker)
-                signal.pthread_sigmask(signal.SIG_UNBLOCK, interrupts.STOP_SIGNALS)
         return (yield)
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_configure(self, config: pytest.Config) -> None:
+        """Have a worker of pytest-xdist end at once: its signals have been blocked until here.
+
+        Not by the environment: what a test of another session starts has the variables of that session's worker.
+        """
+        self._is_worker = hasattr(config, "workerinput")
+        if self._is_asked and self._is_worker:
+            interrupts.leave_with(_leave_worker)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, interrupts.STOP_SIGNALS)
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_cmdline_main(self) -> Generator[None, int, int]:
@@ -83,7 +91,7 @@ class Stopping:
     @contextlib.contextmanager
     def loading(self) -> Iterator[None]:
         """End the process at once if a signal arrives in the block, which loads JAX: nothing is judged yet."""
-        if not self._is_asked or _IS_WORKER in os.environ:
+        if not self._is_asked or self._is_worker:
             yield
             return
         interrupts.leave_with(self._leave)
@@ -135,7 +143,7 @@ class Stopping:
 
     def pytest_unconfigure(self) -> None:
         """Say what stopped the run, where pytest has no summary to say it in."""
-        if self._is_asked and interrupts.received() is not None and _IS_WORKER not in os.environ:
+        if self._is_asked and interrupts.received() is not None and not self._is_worker:
             sys.stderr.write(f"attention conformance: {interrupts.reason()}\n")
             scratch_folder.remove_abandoned_folders()  # of workers that pytest-xdist has killed
 
