@@ -28,7 +28,7 @@ _REPEAT = 2.0  # seconds after which a signal that has stopped nothing is raised
 
 @dataclasses.dataclass
 class _Listening:
-    """What this process has received, and what the handler does about it."""
+    """State of the signal handler: what it has received, and what it does about it."""
 
     received: int = 0
     listening: bool = False

@@ -117,7 +117,7 @@ class JobFields(Struct, array_like=True, forbid_unknown_fields=True):
 
 
 class QueryFields(Struct, kw_only=True, forbid_unknown_fields=True):
-    """What a run was asked for: the options of `run` by name, or the arguments of pytest."""
+    """The query of a run: the options of `run` by name, or the arguments of pytest."""
 
     impl: list[str] | UnsetType = UNSET
     all: bool | UnsetType = UNSET

@@ -36,9 +36,9 @@ FAILED = "failed"
 ENDS = (COMPLETE, INTERRUPTED, FAILED)
 """How a run ends: to its end, stopped from outside or by `--fail-fast`, or by an error that is not the kernel's."""
 OWN_PROCESS = "ran in a process of its own that was "
-"""How `Kernel.place` begins where a kernel had a process of its own; how that was confined follows."""
+"""Beginning of `Kernel.place` where a kernel had a process of its own; how that was confined follows."""
 DIGEST_OF = "digest of "
-"""What a file is called among the provenance of a run, before its name."""
+"""Beginning of the name that a file has among the provenance of a run."""
 # What a job may have in place of a record of its checks: why there is none.
 _INSTEAD = ("support", "discrimination", "devices", "hardware")
 
@@ -82,7 +82,7 @@ class Kernel:
 
     @property
     def is_unsandboxed(self) -> bool:
-        """Whether a user's kernel ran where Landlock and seccomp did not both confine it."""
+        """Tell whether a user's kernel ran without being confined by both Landlock and seccomp."""
         return bool(self.place) and not self.place.startswith(f"{OWN_PROCESS}confined")
 
 

@@ -1,4 +1,4 @@
-"""Which installed package a file belongs to, and what its list of files (`RECORD`) says of it."""
+"""Find the installed package that a file belongs to, and what its list of files (`RECORD`) says of the file."""
 
 from __future__ import annotations
 

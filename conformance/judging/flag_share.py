@@ -18,7 +18,7 @@ MAX_SHARE = 0.005
 
 
 def is_beyond_limit(decided: int, judged: int) -> bool:
-    """Whether the flags decided more of the judged results than XLA is believed to."""
+    """Tell whether the flags decided more of the judged results than XLA is believed to."""
     return decided > MAX_SHARE * judged
 
 
@@ -37,7 +37,7 @@ def find_excess(records: Iterable[Record]) -> list[Record]:
 
 
 def is_decided_by_flags(record: Record) -> bool:
-    """Whether the record is a pass that is a failure under the flags that make compiling cheap."""
+    """Tell whether the record is a pass that is a failure under the flags that make compiling cheap."""
     return record.verdict == PASS and FLAGS_DIFFER in record.figures
 
 

@@ -53,7 +53,7 @@ class Journal:
 
     @property
     def run(self) -> Run:
-        """What holds for all of it."""
+        """The run that the files are of."""
         return self._run
 
     @property
