@@ -18,14 +18,15 @@ import pytest
 
 from tests.processes import PATIENCE
 
+# What is forked sets limits and starts another program. So JAX, which other tests have loaded here, has no part in it.
+pytestmark = pytest.mark.filterwarnings(r"ignore:os\.fork:RuntimeWarning")
+
 ROOT = Path(__file__).parent.parent.parent
 CASE = "train/f32/B1.T2.S4.N2.K2.H4.V4/full/normal/s0"
 KERNEL = """
 from tests.kernels import naive
 from conformance import declare
 
-# What is forked sets limits and starts another program. So JAX, which other tests have loaded here, has no part in it.
-pytestmark = pytest.mark.filterwarnings(r"ignore:os\.fork:RuntimeWarning")
 
 @declare(behind_mask="finite")
 def right(q, k, v, *, causal=False):
