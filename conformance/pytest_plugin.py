@@ -335,6 +335,7 @@ class _Gate:
 
             what = f"{len(missing):,} of {len(self._selected):,} jobs have no records, as {min(missing)}"
             how, reason = runs.INTERRUPTED, f"{what}: the process that judged it died, or its test was not run"
+            self._add_failure("every_job_has_records", reason)
         if self._records and not reason:
             self._add_stale()
         for record in self._stale:

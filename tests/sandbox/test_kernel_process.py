@@ -216,7 +216,9 @@ def test_what_starts_another_and_ends_over_and_over_ends_with_its_kernel(
     number = f"3000.{os.getpid()}"
     monkeypatch.setenv("LINGERS", number)
     chains = find("chains")
-    sandboxed_executor.create_executor(chains).forward(draw(CASE))
+    # On a slow machine they may become more processes than a kernel may have, which ends them all the same.
+    with contextlib.suppress(ProcessLost):
+        sandboxed_executor.create_executor(chains).forward(draw(CASE))
     process_of(chains).end()
     assert not any(left_behind(number) for _ in range(10))  # one that is between two is not seen at once
 
