@@ -128,6 +128,6 @@ def write_summary(path: Path, text: str) -> None:
 
 
 def _is_step_summary(path: Path) -> bool:
-    """Whether the file is where GitHub shows summaries, to which every command of a step appends."""
+    """Tell whether the file is where GitHub shows summaries, to which every command of a step appends."""
     step = step_summary()
     return step is not None and os.path.realpath(path) == os.path.realpath(step)

@@ -77,7 +77,7 @@ def confine_process(
         without_seccomp += ", so that it may use sockets"
     if without_landlock or without_seccomp:
         return "not confined: " + "; ".join(filter(None, (without_landlock, without_seccomp)))
-    left = ["write to shared memory and serve a Unix socket, as NVIDIA's driver does"] if nvidia else []
+    left = ["write to shared memory and serve a Unix socket, for NVIDIA's driver"] if nvidia else []
     left += [action for since, action in landlock.MISSING_BEFORE.items() if version < since]
     return CONFINED + (f", but may {' and '.join(left)}" if left else "")
 

@@ -7,7 +7,7 @@ are allowed for some arguments:
 - `clone` without new namespaces;
 - `ioctl` for pipes and terminals; with an accelerator, for any device, but not to change the flags of a file;
 - `prlimit64` on the process itself;
-- with an NVIDIA driver, those that serve a Unix socket. The driver opens one when it starts. Connecting is forbidden.
+- with an NVIDIA driver, those that serve a Unix socket, which the driver is believed to need. Connecting is forbidden.
 
 Calls that set modes of files report success and do nothing, since copying a file makes them. Landlock cannot confine
 them to a folder.
@@ -45,11 +45,11 @@ _FILE_AND_TERMINAL_TYPES = (0x66, 0x58, 0x76, 0x94, 0x54)
 
 @dataclasses.dataclass(frozen=True)
 class FilterOptions:
-    """What the filter allows beyond the common set.
+    """Options that allow more than the common set.
 
     Attributes:
       accelerator: whether the process drives an accelerator by `ioctl`.
-      unix_server: whether the process may serve a Unix socket, as NVIDIA's driver does.
+      unix_server: whether the process may serve a Unix socket, for NVIDIA's driver.
     """
 
     accelerator: bool = False

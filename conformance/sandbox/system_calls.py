@@ -95,7 +95,7 @@ UNIX_SERVER = _parse("""
 socket 41 198, bind 49 200, listen 50 201, accept 43 202, accept4 288 242, getsockname 51 204,
 getsockopt 55 209, setsockopt 54 208, shutdown 48 210
 """)
-"""Calls by which a process serves a Unix socket, as NVIDIA's driver does when it starts."""
+"""Calls by which a process serves a Unix socket, allowed for NVIDIA's driver, which was not tried without."""
 
 FALLBACK = _parse("""
 clone3 435 435
