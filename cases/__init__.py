@@ -1,4 +1,4 @@
-"""The attention problems that exist: masks, cases and their ids, inputs, the axes and the covering grid.
+"""The attention problems that exist: masks, cases and their ids, operands, the grids of cases.
 
-This package knows nothing of implementations or tolerances, and imports no JAX.
+This package needs NumPy only, and draws the same bits on every machine.
 """

@@ -1,7 +1,7 @@
 """Cases for the checks of accelerator kernels: few, long, each with several features at once.
 
 Compilers and interpreters of accelerators cost seconds a case. What they find depends on single shapes and features
-more than on combinations of them. So each shape and feature occurs at least once, if an implementation supports it.
+more than on combinations. So each shape and feature occurs at least once, if an implementation supports it.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from cases.quantization import WHOLE_CACHES
 def _build_case(
     lengths: int | tuple[int, int], heads: tuple[int, int], depths: tuple[int, int], mask: str, **changes: Any
 ) -> Case:
+    """Build a case from `lengths` (one or both), heads `(N, K)`, depths `(H, V)`, a mask and other fields."""
     q_length, kv_length = lengths if isinstance(lengths, tuple) else (lengths, lengths)
     sizes = {"q_length": q_length, "kv_length": kv_length}
     named = {"num_q_heads": heads[0], "num_kv_heads": heads[1], "head_dim": depths[0], "v_head_dim": depths[1]}
@@ -26,11 +27,11 @@ def _build_case(
 
 @functools.cache
 def _build_compiled_cases() -> tuple[Case, ...]:
-    """Cases that have, between them, every dtype, every kind of mask and every operand.
+    """Build cases that have, between them, every dtype, every kind of mask and every operand.
 
     Heads are equal, grouped, or share one key/value head. Depths are below, at and beyond the 128 lanes, and unequal.
     Lengths are 8 to 32 blocks of 128, and one that no block divides. The longest case is forward only: gradients take
-    three times as long to compile. They are made when they are asked for: drawing a mask takes a tenth of a second.
+    three times as long to compile. The cases are built on demand, since drawing a mask takes a tenth of a second.
     """
     return (
         _build_case(1024, (4, 4), (128, 128), "causal"),
@@ -62,7 +63,7 @@ def _build_compiled_cases() -> tuple[Case, ...]:
 
 
 def _build_stored_cases() -> tuple[Case, ...]:
-    """Caches in pages of 16 to 128 tokens, with single tokens of many sequences, prompts and both; and packs."""
+    """Build caches in pages of 16 to 128 tokens, with single tokens, prompts and both; and packed sequences."""
     served: dict[str, Any] = {"heads": (64, 8), "depths": (128, 128)}
     return (
         _build_case((1, 4096), **served, mask="causal-o4095", batch=64, phase="decode", storage="paged16"),
@@ -91,7 +92,7 @@ def _build_stored_cases() -> tuple[Case, ...]:
 
 
 def _build_latent_cases() -> tuple[Case, ...]:
-    """Latents in pages, of the rank and the heads of DeepSeek V3 too, as wide as they are and in whole lanes."""
+    """Build latents in pages; one has the rank and heads of DeepSeek V3, in whole lanes too."""
     real: dict[str, Any] = {"heads": (128, 1), "scale": 0.072}
     return (
         _build_case(
@@ -116,7 +117,10 @@ def _build_latent_cases() -> tuple[Case, ...]:
 
 
 def _build_scaled_page_cases() -> tuple[Case, ...]:
-    """Pages with scales. Each has a sequence of several queries: kernels of one query a sequence have others."""
+    """Build pages with scales.
+
+    Each case has a sequence of several queries. Kernels that take one query a sequence have other cases.
+    """
     grouped: dict[str, Any] = {"heads": (64, 8), "depths": (128, 128), "phase": "prefill"}
     served: dict[str, Any] = {"batch": 2, "phase": "prefill", "storage": "paged32-q16-1"}
     return (
@@ -161,7 +165,7 @@ def _build_scaled_page_cases() -> tuple[Case, ...]:
     )
 
 
-# Lengths from short to long with every depth, and nothing else varied: what grows out of proportion shows.
+# Lengths from short to long with every depth and nothing else varied, to show what grows out of proportion.
 _LENGTHS = (1024, 2048, 4096, 8192, 16384, 32768)
 _DEPTHS = ((64, 64), (128, 128), (192, 128), (256, 256))
 _LENGTH_SWEEP = tuple(
@@ -171,10 +175,10 @@ _LENGTH_SWEEP = tuple(
     for length in _LENGTHS
 )
 
-# Of each line, the first case that is supported is taken. The lines: gradients with all operands; forward only under a
-# mask that hides whole blocks; ragged decode. Four key blocks of 128 are enough for a sum to go wrong in their order.
-# Two cores can share two query blocks and two heads. There is one batch row, and one key/value head where that is
-# supported: some kernels are mapped over these, and the interpreter has no `vmap`.
+# From each line the first supported case is used. The first lines are: gradients with all operands; forward only with a
+# mask that hides whole blocks. Four key blocks of 128 are enough for a sum to go wrong by their order. Two cores can
+# share two query blocks and two heads. There is one batch row, and one key/value head where that is supported: some
+# kernels are mapped over these, and the interpreter has no `vmap`.
 _OPERANDS = {"segments": "seg", "soft_cap": 30.0, "sinks": True}
 _INTERPRETED: tuple[tuple[Case, ...], ...] = (
     (
@@ -218,7 +222,7 @@ _INTERPRETED: tuple[tuple[Case, ...], ...] = (
             soft_cap=30.0,
         ),
     ),
-    # The same two with scales, and of latents.
+    # The same two cases with scales, and with latents.
     (
         _build_case(
             (20, 120),
@@ -287,15 +291,15 @@ _INTERPRETED: tuple[tuple[Case, ...], ...] = (
             sinks=True,
         ),
     ),
-    # Chunks that queries choose: of fewer keys than are computed at a time, and of more, with a last one that is cut.
+    # Chunks that queries choose: shorter than a block, and longer, with a shorter last one.
     (_build_case(120, (2, 1), (64, 48), "moba-24-3", dtype="f32", soft_cap=30.0, sinks=True),),
     (_build_case((200, 500), (2, 2), (64, 64), "moba-150-2-o300"),),
-    # Sequences of a cache are batch rows: kernels that take their lengths have a batch axis of their own.
+    # Sequences of a cache are batch rows. Kernels that take lengths have a batch axis of their own.
     (_build_case((1, 500), (4, 2), (64, 64), "lengths-0-1-500-0", batch=4, phase="decode", dtype="f32", sinks=True),),
 )
 
 
-# One case, since each program takes seconds. Its last query block and its last key block are not whole. It has more key
+# One case, since each program takes seconds. Its last query block and its last key block are partial. It has more key
 # blocks than are in flight at once, full and partial ones, and every operand that the kernels take.
 _INTERPRETED_GPU: tuple[tuple[Case, ...], ...] = (
     (_build_case((100, 180), (2, 1), (128, 128), "causal-o80", **_OPERANDS),),
@@ -305,7 +309,7 @@ _INTERPRETED_GPU: tuple[tuple[Case, ...], ...] = (
 def select_interpreted_cases(
     seed: int = 0, supports: Supports = lambda case: None, platform: str | None = "tpu"
 ) -> tuple[Case, ...]:
-    """The cases to run in the interpreter of an accelerator, of those that are supported."""
+    """Select the supported cases to run in the interpreter of an accelerator."""
     chosen = _INTERPRETED_GPU if platform == "gpu" else _INTERPRETED
     lines = ((dataclasses.replace(case, seed=seed) for case in line) for line in chosen)
     found = (next((case for case in line if supports(case) is None), None) for line in lines)
@@ -313,5 +317,5 @@ def select_interpreted_cases(
 
 
 def select_compiled_cases(supports: Supports = lambda case: None, *, sweep: bool = False) -> tuple[Case, ...]:
-    """The cases to compile, of those that are supported; with `sweep` also 1024 to 32768 long with every depth."""
+    """Select the supported cases to compile; with `sweep` also lengths of 1024 to 32768 with every depth."""
     return tuple(case for case in _build_compiled_cases() + (_LENGTH_SWEEP if sweep else ()) if supports(case) is None)

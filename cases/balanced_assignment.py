@@ -1,10 +1,10 @@
-"""Taking turns: each case is given one of a few alternatives, and each alternative falls to as many cases as any other.
+"""Assign one of a few alternatives to each case, as evenly as possible on every level of every axis.
 
-That holds of all cases together. As far as possible it also holds of the cases of each level of each axis, so that all
-pairs of an alternative and a level occur equally often. What is made small is the sum of squares of these counts, as in
-the minimisation of clinical trials (Pocock and Simon, "Sequential treatment assignment with balancing for prognostic
-factors in the controlled clinical trial", Biometrics 31(1), 1975). Unlike patients, cases do not come one at a time, so
-alternatives may be exchanged afterwards. Nothing is random: ties go to what comes first.
+Each alternative goes to as many cases as any other, in total and among the cases at each level of each axis. Evenly
+means that all pairs of an alternative and a level occur equally often. The sum of the squares of these counts is made
+small, as in the minimisation of clinical trials (Pocock and Simon, "Sequential treatment assignment with balancing for
+prognostic factors in the controlled clinical trial", Biometrics 31(1), 1975). Unlike patients, cases do not arrive one
+at a time, so alternatives may be exchanged afterwards. Nothing is random: ties go to what comes first.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from collections.abc import Hashable, Sequence
 
 import numpy as np
 
-# In the grids of three implementations, eight starts instead of one make the sum of squares less by 10 to 264 for the
-# choice that cases share, and 64 by another 4 to 8 at eight times the cost.
+# In the grids of three implementations, eight starts instead of one reduce the sum of squares by 10 to 264 for the
+# choice that cases share. 64 starts reduce it by another 4 to 8, at eight times the cost.
 _STARTS = 8
 
 
@@ -27,18 +27,18 @@ def assign(
     together: Sequence[Hashable] | None = None,
     first: int = 0,
 ) -> tuple[int | None, ...]:
-    """One alternative of `0..count - 1` for each case.
+    """Assign an alternative of `0..count - 1` to each case.
 
     Args:
-      levels: of each case, its level on each axis.
-      allowed: of each case, the alternatives that it can take; none if the choice means nothing to it.
+      levels: for each case, its level on each axis.
+      allowed: for each case, the alternatives that it can take; empty if the choice has no meaning for it.
       count: how many alternatives there are.
-      together: cases of the same label take the same alternative, one that all of them can take; by default each case
-        takes its own.
-      first: the alternative that goes first. Another one gives another assignment that is as even.
+      together: cases with the same label take the same alternative, which all of them must be able to take. By default
+        each case takes its own.
+      first: the alternative that goes first. Another one gives another assignment that is equally even.
 
     Returns:
-      An alternative for each case, None for those that can take none.
+      An alternative for each case; None for cases that can take none.
 
     Raises:
       ValueError: if cases that go together have no alternative in common.
@@ -55,7 +55,7 @@ def _assign(
     together: tuple[Hashable, ...],
     first: int,
 ) -> tuple[int | None, ...]:
-    """`assign`, kept: implementations that support the same have the same cases."""
+    """Assign as `assign` does, cached: implementations that support the same features have the same cases."""
     groups: dict[Hashable, list[int]] = {}
     for case, possible in enumerate(allowed):
         if possible:
@@ -77,11 +77,11 @@ def _assign(
 
 
 def _compute_products(levels: Sequence[tuple[Hashable, ...]], groups: Sequence[Sequence[int]]) -> np.ndarray:
-    """What two groups add to the sum of squares if they take the same alternative, each for its part `[G, G]`.
+    """Compute what each pair of groups adds to the sum of squares by taking the same alternative, `[G, G]`.
 
-    It is the number of cases that the one has at a level times that of the other, over all levels of all axes. That
-    they are two groups counts as much as if they met on every axis: groups are dear. That they are so many cases counts
-    for more than all else can: cases are even first.
+    It is the number of cases of one group at a level times that of the other, summed over all levels of all axes.
+    Sharing an alternative also counts as if the two groups met on every axis, since each group is expensive. The
+    product of their sizes counts more than everything else together, so that cases are spread evenly first.
     """
     places: dict[tuple[int, Hashable], int] = {}
     for members in groups:
@@ -101,19 +101,19 @@ def _compute_products(levels: Sequence[tuple[Hashable, ...]], groups: Sequence[S
 
 
 def _find_most_even(products: np.ndarray, can: np.ndarray) -> np.ndarray:
-    """The alternative of each group `[G]`, the best of what is found from several starts."""
+    """Return the alternative of each group `[G]`, the best result from several starts."""
     orders = (np.roll(np.arange(len(can)), -start * len(can) // _STARTS) for start in range(_STARTS))
     found = [_improve_assignment(products, can, _assign_greedily(products, can, order)) for order in orders]
     return min(found, key=lambda taken: _sum_squares(products, taken))
 
 
 def _sum_squares(products: np.ndarray, taken: np.ndarray) -> int:
-    """The sum of squares."""
+    """Return the sum of squares of an assignment."""
     return int(products[taken[:, None] == taken].sum())
 
 
 def _assign_greedily(products: np.ndarray, can: np.ndarray, order: np.ndarray) -> np.ndarray:
-    """Each group, those with the fewest alternatives first, takes the one that leaves the counts most even."""
+    """Assign groups one by one to what keeps the counts most even, those with fewest alternatives first."""
     taken = np.full(len(can), -1)
     for group in sorted(order, key=lambda group: int(can[group].sum())):
         possible = np.flatnonzero(can[group])
@@ -122,13 +122,13 @@ def _assign_greedily(products: np.ndarray, can: np.ndarray, order: np.ndarray) -
 
 
 def _improve_assignment(products: np.ndarray, can: np.ndarray, taken: np.ndarray) -> np.ndarray:
-    """Groups take another alternative, or two exchange theirs, the best of these changes first, while that helps."""
+    """Change one group's alternative, or exchange two groups', as long as that helps; the best change first."""
     alternatives = np.arange(can.shape[1])
     alone = np.diagonal(products)
     apart = alone[:, None] + alone - 2 * products
     taken = taken.copy()
     while True:
-        # What each change adds to the sum of squares, halved; below zero it helps.
+        # Half of what each change adds to the sum of squares; a negative number is an improvement.
         with_all = products @ (taken[:, None] == alternatives)  # [G, A]
         before = np.take_along_axis(with_all, taken[:, None], axis=1)
         moved = np.where(can & (taken[:, None] != alternatives), with_all - before + alone[:, None], 0)

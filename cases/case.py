@@ -2,10 +2,10 @@
 
     train/bf16/B2.T128.S128.N4.K2.H64.V64/causal/seg/softcap30/sinks/normal/s7
 
-The parts are: phase, dtype, shape, mask, then whatever of segment ids, soft cap, sinks, bias, scale, quantised cache,
-ALiBi, score (`cases.score_functions`), storage (`cases.storage_forms.storage_spec`) and front end (`cases.front_ends`) the case has, then the
-value distribution and the seed. Ids use letters, digits and `. / _ -` only, so that a shell and pytest's `-k` take them
-unquoted.
+The parts are: phase, dtype, shape, mask; then the optional operands that the case has, in the order of
+`cases.operand_registry.OPTIONAL`; then storage (`cases.storage_forms.storage_spec`) and front end (`cases.front_ends`)
+if it has any; then the value distribution and the seed. Ids use letters, digits and `. / _ -` only, so that a shell and
+pytest's `-k` take them unquoted.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ _SEED = re.compile(r"s(\d+)")
 
 
 class CaseIdError(ValueError):
-    """A string is not a case id; the message says which part is wrong and what would be right."""
+    """A string is no case id. The message names the wrong part and says what would be right."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Case:
-    """One attention problem; sizes as in the contract, `mask` a mask spec (`cases.mask_spec`)."""
+    """One attention problem. Sizes are named as in the contract; `mask` is a mask spec (`cases.mask_spec`)."""
 
     phase: str = "train"
     dtype: str = "f32"
@@ -81,8 +81,8 @@ class Case:
         if self.distribution == "knee" and self.soft_cap is None:
             raise CaseIdError("distribution 'knee' puts logits at the soft cap's knee, so the case needs a soft cap")
         try:
-            self.steps  # noqa: B018  raises for what cannot be
-            self.stored  # noqa: B018  likewise
+            self.steps  # noqa: B018  raises for impossible steps
+            self.stored  # noqa: B018  raises for impossible storage
             mask_spec.parse_mask_spec(self.mask)
             mask_spec.build_mask(self.mask, self.batch, self.num_q_heads, self.q_length, self.kv_length, self.seed)
         except ValueError as error:
@@ -97,7 +97,7 @@ class Case:
 
     @property
     def stored(self) -> storages.Spec | None:
-        """How the operands are stored, none if they are dense."""
+        """How the operands are stored; None if they are dense."""
         found = None if self.storage is None else storages.parse_storage(self.storage, self.batch, self.q_length)
         if found is not None and found.kind in storages.IN_PAGES and self.phase == "train":
             raise ValueError(f"storage {self.storage!r} is a cache, which prefill and decode read; phase is 'train'")
@@ -108,12 +108,12 @@ class Case:
 
     @functools.cached_property
     def q_lengths(self) -> tuple[int, ...]:
-        """How many queries each sequence has: all `T`, unless the storage says less."""
+        """The number of queries of each sequence: all `T`, unless the storage says less."""
         return (self.q_length,) * self.batch if self.stored is None else self.stored.lengths(self.batch, self.q_length)
 
     @functools.cached_property
     def kv_lengths(self) -> tuple[int, ...]:
-        """How many keys each sequence has: those of the mask's lengths, or all `S`."""
+        """The number of keys of each sequence: the mask's lengths, or all `S`."""
         mask = mask_spec.build_mask(self.mask, self.batch, self.num_q_heads, self.q_length, self.kv_length, self.seed)
         return storages.find_kv_lengths(mask, self.batch, self.kv_length)
 
@@ -127,7 +127,7 @@ class Case:
 
     @property
     def id(self) -> str:
-        """The readable id; `parse(case.id) == case`."""
+        """The readable id; `parse_case_id(case.id) == case`."""
         parts = [self.phase, self.dtype, self.shape, self.mask]
         values = ((operand, getattr(self, operand.field)) for operand in OPTIONAL)
         parts += [operand.write(value) for operand, value in values if value != operand.absent]
@@ -139,7 +139,7 @@ class Case:
 
     @property
     def program(self) -> str:
-        """The id without the distribution: cases that share it differ in values alone, and share compiled programs."""
+        """The id without the distribution. Cases that share it differ in values alone, and share compiled programs."""
         *parts, _, seed = self.id.split("/")
         return "/".join([*parts, seed])
 
@@ -148,13 +148,13 @@ class Case:
 
     @functools.cached_property
     def features(self) -> tuple[str, ...]:
-        """What an implementation must be able to do to compute this case, by name (`FEATURES`)."""
+        """The names of the features that an implementation needs to compute this case (`FEATURES`)."""
         found = [self.dtype, self.phase]
         if self.num_q_heads == self.num_kv_heads:
             found.append("mha")
         else:
             found.append("mqa" if self.num_kv_heads == 1 else "gqa")
-        # Latents that are not packed have the masks of dense operands.
+        # Latents that are not packed take the masks of dense operands.
         packed = self.stored is not None and self.stored.kind != "latent"
         if self.stored is not None and packed:
             found += self._list_stored_features(self.stored)
@@ -171,7 +171,10 @@ class Case:
         return tuple(found)
 
     def _list_stored_features(self, stored: storages.Spec) -> list[str]:
-        """Of masks the sides alone: that each sequence has its own length goes without saying."""
+        """List the features of stored operands and their mask.
+
+        Of a mask only its sides count: all stored sequences have their own length.
+        """
         mask = mask_spec.build_mask(self.mask, self.batch, self.num_q_heads, self.q_length, self.kv_length, self.seed)
         seen = storages.find_sides(mask, self.q_length, self.kv_length)
         if seen is None:
@@ -205,23 +208,27 @@ FEATURES: dict[str, str] = {
 }
 KV_FEATURES = frozenset(name for name in FEATURES if name.startswith("kv_"))
 SCALED_FEATURES = frozenset({"kv_int8", "kv_fp8", "kv_token_scales"})
-"""Those of quantised keys and values that pages may have (`cases.quantization.PAGED_CACHES`)."""
+"""Features of quantised pages with a scale for each token and head (`cases.quantization.PAGED_CACHES`)."""
 WHOLE_FEATURES = frozenset({"kv_int8", "kv_fp8", "kv_tensor_scales"})
-"""Likewise, with a number for all keys and one for all values (`cases.quantization.WHOLE_CACHES`)."""
+"""Features of quantised pages with one scale for all keys and one for all values (`WHOLE_CACHES`)."""
 OPERAND_FEATURES = frozenset(operand.name for operand in REMOVABLE) | KV_FEATURES
-"""Features that a case has for its optional operands."""
+"""Features that a case has because of its optional operands."""
 
 OPT_IN = (
     mask_spec.OPT_IN | {operand.name for operand in REMOVABLE if operand.opt_in} | KV_FEATURES | set(storages.KINDS)
 )
-"""Features that only an implementation which says so is taken to have: they need an algorithm of their own."""
+"""Features that an implementation has only by declaring them: they need an algorithm of their own."""
 
 
 _LONGEST = 4000  # characters of an id; Python reads no number of more than 4,300 digits
 
 
 def parse_case_id(text: str) -> Case:
-    """The case that `text` names. Raises `CaseIdError`, which says what part is wrong."""
+    """Parse a case id.
+
+    Raises:
+      CaseIdError: naming the part that is wrong.
+    """
     if len(text) > _LONGEST:
         raise CaseIdError(f"{text[:60]!r}... is not a case id: it has {len(text):,} characters, at most {_LONGEST:,}")
     parts = text.strip().split("/")
@@ -262,6 +269,7 @@ def parse_case_id(text: str) -> Case:
 
 
 def _parse_option(option: str, text: str) -> tuple[str, Any]:
+    """Parse an optional part into a field of the case and its value."""
     for operand in OPTIONAL:
         if (value := operand.read(option)) is not None:
             return operand.field, value
@@ -274,7 +282,7 @@ def _parse_option(option: str, text: str) -> tuple[str, Any]:
 
 
 def matches_query(query: str, case_id: str) -> bool:
-    """Whether `case_id` falls under `query`.
+    """Return whether `case_id` matches `query`.
 
     A query is a prefix of whole parts, with `*` for any run of characters: `train/bf16`, `train/*/causal`,
     `*/softcap*`. Trailing parts may be left out.
@@ -284,11 +292,13 @@ def matches_query(query: str, case_id: str) -> bool:
 
 
 def _check_choice(name: str, value: Any, choices: tuple[Any, ...]) -> None:
+    """Raise `CaseIdError`, naming the field, unless `value` is one of `choices`."""
     if value not in choices:
         raise CaseIdError(f"{name} {value!r} is none of {', '.join(choices)}")
 
 
 def _check_operand(operand: OptionalOperand, value: Any) -> None:
+    """Raise `CaseIdError` unless `value` is a level of the operand, or a positive finite number."""
     if value == operand.absent:
         return
     if operand.number is None:

@@ -1,8 +1,8 @@
-"""Random numbers with the same bits on every platform and NumPy version.
+"""Draw random numbers with the same bits on every platform and NumPy version.
 
-Only the raw output of the Philox counter-based generator is used (its stream is guaranteed by NumPy, those of
-`Generator.normal` and friends are not), and it is turned into values by operations that IEEE 754 rounds exactly:
-integer arithmetic, addition, multiplication. No `log`, `exp` or `cos`, whose last bit differs between libraries.
+Only the raw output of the Philox counter-based generator is used. NumPy guarantees its stream, but not those of
+`Generator.normal` and the like. The words become values by operations that IEEE 754 rounds exactly: integer arithmetic,
+addition, multiplication. `log`, `exp` and `cos` are avoided, since their last bit differs between libraries.
 
 Source: J. Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011.
 """
@@ -14,24 +14,29 @@ import zlib
 
 import numpy as np
 
-_DRAWS = 8  # 16-bit uniforms added up for one normal value
+_DRAWS = 8  # 16-bit uniforms that are added for one normal value
 
 
 def _draw_raw(seed: int, stream: str, count: int) -> np.ndarray:
+    """Draw `count` 64-bit words; `stream` names an independent stream of the seed."""
     key = np.array([seed, zlib.crc32(stream.encode())], np.uint64)
     return np.random.Philox(key=key).random_raw(count)
 
 
 def draw_integers(seed: int, stream: str, shape: tuple[int, ...], high: int) -> np.ndarray:
-    """Integers in `[0, high)`, int64. `high` is small against 2**64, so the modulo's bias is nil for testing."""
+    """Draw integers in `[0, high)`, int64.
+
+    `high` must be small against 2**64: then the bias of the modulo is negligible for testing.
+    """
     raw = _draw_raw(seed, stream, math.prod(shape))
     return (raw % np.uint64(high)).astype(np.int64).reshape(shape)
 
 
 def draw_normal(seed: int, stream: str, shape: tuple[int, ...]) -> np.ndarray:
-    """Nearly normal values of mean 0 and variance 1, float64: a centred sum of eight 16-bit uniforms (Irwin-Hall).
+    """Draw nearly normal values of mean 0 and variance 1, float64.
 
-    The sum is an integer, so every value is exact; the tails end at 4.9 standard deviations.
+    Each is a centred sum of eight 16-bit uniforms (Irwin-Hall). The sum is an integer, so every value is exact. The
+    tails end at 4.9 standard deviations.
     """
     words = _draw_raw(seed, stream, 2 * math.prod(shape)).astype("<u8").view("<u2")
     total = words.reshape((*shape, _DRAWS)).sum(axis=-1, dtype=np.int64)

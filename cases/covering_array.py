@@ -1,11 +1,12 @@
-"""Covering arrays: small sets of rows in which every feasible combination of `strength` levels occurs.
+"""Build covering arrays: small sets of rows in which every feasible combination of `strength` levels occurs.
 
-The greedy construction of the AETG family (Cohen et al., "The AETG system", IEEE TSE 23(7), 1997): seed each row with a
-combination that is still missing, then give every other axis the level that covers most of what is missing. It is
-deterministic: ties go to the lowest level index. Coverage is counted from the finished rows, never assumed.
+The construction is greedy, of the AETG family (Cohen et al., "The AETG system", IEEE TSE 23(7), 1997). Each row is
+seeded with a combination that is still missing. Every other axis then gets the level that covers most of what is
+missing. It is deterministic: ties go to the lowest level index. Coverage is counted from the finished rows, never
+assumed.
 
-One axis may be cheap: rows that differ in it alone share what is dear about a row. Then the number of rows that differ
-in another axis is what counts. So rows are built without the cheap axis first, and get its levels afterwards.
+One axis may be cheap: rows that differ in it alone share their expensive part. Then the number of rows that differ in
+another axis is what counts. Rows are therefore built without the cheap axis first, and get its levels afterwards.
 """
 
 from __future__ import annotations
@@ -16,9 +17,9 @@ import itertools
 from collections.abc import Callable, Iterable, Sequence
 
 Row = tuple[int, ...]
-"""One level index an axis."""
+"""One level index for each axis."""
 Partial = tuple[int | None, ...]
-"""A row in the making; None for an axis that is still open."""
+"""An incomplete row; None for an axis that is still open."""
 Tuple = tuple[tuple[int, int], ...]
 """A combination: `(axis, level)` pairs in the order of the axes."""
 Feasible = Callable[[Partial], bool]
@@ -42,17 +43,17 @@ def build_rows(
     start: Sequence[Row] = (),
     cheap: int | None = None,
 ) -> list[Row]:
-    """Rows over axes with `sizes[a]` levels each that cover every feasible `strength`-combination.
+    """Build rows that cover every feasible combination of `strength` levels.
 
     Args:
-      sizes: levels of each axis.
-      strength: how many axes a combination is of.
+      sizes: the number of levels of each axis.
+      strength: how many axes a combination has.
       feasible: the constraints.
-      start: rows that are there already.
-      cheap: an axis that rows are to differ in, rather than in another.
+      start: rows that exist already.
+      cheap: an axis in which rows should differ rather than in another one.
 
     Returns:
-      The rows, those of `start` among them; rows that differ in the cheap axis alone stand together.
+      The rows, those of `start` among them. Rows that differ in the cheap axis alone stand together.
     """
     missing = dict.fromkeys(list_combinations(sizes, strength, feasible))
     rows = list(start)
@@ -64,7 +65,7 @@ def build_rows(
         seed = next(iter(missing))
         row = _complete(seed, sizes, strength, missing, feasible)
         if row is None:
-            del missing[seed]  # its levels are compatible one by one, but no full row contains them all
+            del missing[seed]  # no constraint excludes it, but no full row contains it
             continue
         rows.append(row)
         _remove(missing, _iter_combinations(row, strength))
@@ -74,12 +75,14 @@ def build_rows(
 def _build_bases(
     sizes: Sequence[int], strength: int, feasible: Feasible, start: Sequence[Row], cheap: int
 ) -> list[Partial]:
-    """Rows with the cheap axis open that cover what can be covered without it, those of `start` among them."""
+    """Build rows with the cheap axis open that cover all that can be covered without it; includes `start`."""
 
     def opened(partial: Partial) -> Partial:
+        """Insert the open cheap axis into a row of the other axes."""
         return (*partial[:cheap], None, *partial[cheap:])
 
     def completable(partial: Partial) -> bool:
+        """Return whether some level of the cheap axis makes the row feasible."""
         whole = opened(partial)
         if not feasible(whole):
             return False
@@ -99,12 +102,14 @@ def _add_cheap_levels(
     feasible: Feasible,
     cheap: int,
 ) -> list[Row]:
-    """The bases, each with as many levels of the cheap axis as cover something new, but one at least."""
+    """Complete each base with at least one level of the cheap axis, and with more where they cover something new."""
 
     def gain(row: Row) -> int:
+        """Count the missing combinations that the row covers."""
         return sum(found in missing for found in _iter_combinations(row, strength))
 
     def take(row: Row) -> None:
+        """Add the row, and remove what it covers from the missing combinations."""
         rows.append(row)
         _remove(missing, _iter_combinations(row, strength))
 
@@ -118,7 +123,7 @@ def _add_cheap_levels(
         if base not in begun:
             take(max(possible, key=gain))
         choices += possible
-    # Gains only fall: what was best when last looked at, and still has that gain, is best.
+    # Gains only fall. So a row that had the best gain, and still has it, is the best.
     queue = [(-gain(row), row) for row in choices]
     heapq.heapify(queue)
     while queue and missing:
@@ -132,6 +137,7 @@ def _add_cheap_levels(
 
 
 def _group_rows(rows: Sequence[Row], cheap: int) -> list[Row]:
+    """Reorder rows so that those that differ in the cheap axis alone stand together."""
     groups: dict[Partial, list[Row]] = {}
     for row in rows:
         groups.setdefault(_set_level(row, cheap, None), []).append(row)
@@ -139,7 +145,7 @@ def _group_rows(rows: Sequence[Row], cheap: int) -> list[Row]:
 
 
 def list_combinations(sizes: Sequence[int], strength: int, feasible: Feasible) -> list[Tuple]:
-    """All combinations of `strength` levels of different axes that break no constraint."""
+    """List all combinations of `strength` levels of different axes that break no constraint."""
     found = []
     for axes in itertools.combinations(range(len(sizes)), strength):
         for levels in itertools.product(*(range(sizes[a]) for a in axes)):
@@ -152,7 +158,7 @@ def list_combinations(sizes: Sequence[int], strength: int, feasible: Feasible) -
 def count_coverage(rows: Iterable[Row], sizes: Sequence[int], strength: int, feasible: Feasible) -> Coverage:
     """Count the feasible combinations that `rows` contain.
 
-    A combination that no full row can contain (its levels exclude each other through a third axis) is not feasible.
+    A combination that no full row can contain is not feasible: its levels exclude each other through a third axis.
     """
     present = {found for row in rows for found in _iter_combinations(row, strength)}
     wanted = list_combinations(sizes, strength, feasible)
@@ -161,6 +167,7 @@ def count_coverage(rows: Iterable[Row], sizes: Sequence[int], strength: int, fea
 
 
 def _assign_levels(combination: Tuple, axes: int) -> Partial:
+    """Return the row that has the levels of a combination and is open otherwise."""
     assigned = dict(combination)
     return tuple(assigned.get(a) for a in range(axes))
 
@@ -170,22 +177,28 @@ def _iter_combinations(row: Row, strength: int) -> Iterable[Tuple]:
 
 
 def _remove(missing: dict[Tuple, None], found: Iterable[Tuple]) -> None:
+    """Remove the found combinations from the missing ones."""
     for combination in found:
         missing.pop(combination, None)
 
 
 def _set_level(row: Partial, axis: int, level: int | None) -> Partial:
+    """Return the row with another level on one axis."""
     return (*row[:axis], level, *row[axis + 1 :])
 
 
 def _drop_open_axes(row: Partial) -> Row:
+    """Return the assigned levels of a row."""
     return tuple(level for level in row if level is not None)
 
 
 def _complete(
     seed: Tuple, sizes: Sequence[int], strength: int, missing: dict[Tuple, None], feasible: Feasible
 ) -> Row | None:
-    """A full row that contains `seed`, greedily covering `missing`; None if there is none. Larger axes go first."""
+    """Complete `seed` to a full row that greedily covers `missing`, or return None if no full row contains it.
+
+    Larger axes are assigned first.
+    """
     order = sorted((a for a in range(len(sizes)) if a not in dict(seed)), key=lambda a: (-sizes[a], a))
     return _extend(_assign_levels(seed, len(sizes)), order, sizes, strength, missing, feasible)
 
@@ -198,12 +211,14 @@ def _extend(
     missing: dict[Tuple, None],
     feasible: Feasible,
 ) -> Row | None:
+    """Assign the axes of `order`, backtracking where a constraint leaves no level."""
     if not order:
         return _drop_open_axes(partial)
     axis, rest = order[0], order[1:]
     assigned = [(a, level) for a, level in enumerate(partial) if level is not None]
 
     def gain(level: int) -> int:
+        """Count the missing combinations that this level of the axis covers."""
         if not missing:
             return 0
         others = itertools.combinations(assigned, strength - 1)

@@ -1,4 +1,4 @@
-"""Models: the axes that the cases of a covering array vary along, and what goes together on them."""
+"""Models: the axes along which the cases of a covering array vary, and which levels exclude each other."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ class Lengths:
     phase: str
     q: int
     kv: int
-    may_swap: bool = False  # whether q and kv change places in some cases
-    instead_of: Lengths | None = None  # only for what does not support that level
+    may_swap: bool = False  # whether q and kv are exchanged in some cases
+    instead_of: Lengths | None = None  # the level that it replaces for implementations that do not support that one
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,25 +27,28 @@ class Axis:
 
     name: str
     levels: tuple[Any, ...]
-    rich: Any = None  # the level of the case that has every operand, as far as it is supported
-    rare: bool = False  # few implementations support more than its first level; the others' grids leave the axis out
-    cheap: bool = False  # cases that differ in it alone share compiled programs
+    rich: Any = None  # the level in the case that has every supported operand
+    rare: bool = False  # whether grids leave it out where only its first level is supported
+    cheap: bool = False  # whether cases that differ in it alone share compiled programs
 
     def stand_ins(self) -> list[tuple[int, int]]:
-        """The stand-ins, `(level, the other)` by index: asked only of implementations that do not support the other."""
+        """List the stand-ins as index pairs `(level, the level that it replaces)`.
+
+        A stand-in is tested only on implementations that do not support the level that it replaces.
+        """
         replaced = ((n, getattr(level, "instead_of", None)) for n, level in enumerate(self.levels))
         return [(n, self.levels.index(other)) for n, other in replaced if other is not None]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Model:
-    """What a covering array covers. There are few models, and each is equal to itself alone.
+    """What a covering array covers. There are few models, and each is equal only to itself.
 
     Attributes:
-      axes: one of them is cheap.
-      compatible: false if levels given so far, by name of the axis, cannot stand in one case.
-      assemble: the case with one level of every axis, and a seed.
-      strongest: how many levels are covered together at most, at whatever level of the grid.
+      axes: the axes, exactly one of them cheap.
+      compatible: returns False if the levels given so far, by axis name, cannot stand in one case.
+      assemble: builds the case from one level of every axis and a seed.
+      strongest: the largest number of levels that are covered together, at any level of the grid.
     """
 
     axes: tuple[Axis, ...]
@@ -55,14 +58,14 @@ class Model:
 
     @functools.cached_property
     def names(self) -> tuple[str, ...]:
-        """Names of the axes."""
+        """The names of the axes."""
         return tuple(axis.name for axis in self.axes)
 
     @functools.cached_property
     def sizes(self) -> tuple[int, ...]:
-        """How many levels each axis has."""
+        """The number of levels of each axis."""
         return tuple(len(axis.levels) for axis in self.axes)
 
     def levels(self, row: tuple[int | None, ...]) -> dict[str, Any]:
-        """The levels of a row, by name of the axis, those that are still open left out."""
+        """Return the assigned levels of a row, by axis name."""
         return {self.names[a]: self.axes[a].levels[level] for a, level in enumerate(row) if level is not None}

@@ -1,4 +1,4 @@
-"""Distributions that shape queries and keys: logits at certain levels, tails, and keys that win most rows."""
+"""Shape queries and keys: logits at chosen levels, heavy tails, and keys that win most rows."""
 
 from __future__ import annotations
 
@@ -9,20 +9,19 @@ import numpy as np
 from cases.case import Case
 from cases.counter_rng import draw_integers
 
-# Logits at which kernels clip, mask or start: where exp overflows and underflows in f32 and f16, what stands for minus
-# infinity in some (-1e4), and zero.
+# Logits at which kernels clip, mask or start a running maximum: where exp overflows and underflows in f32 and f16, what
+# some kernels use for minus infinity (-1e4), and zero.
 _LEVELS = (0.0, 81.0, -81.0, 90.0, -90.0, 105.0, -105.0, 130.0, -130.0, 1100.0, -1100.0, 1.1e4, -1.1e4)
 _LEVEL_KEY = 16.0
 _JUMP = 200.0
 
 
 def lift_logits(case: Case, q: np.ndarray, k: np.ndarray, scale: float) -> tuple[np.ndarray, np.ndarray]:
-    """Every query has its logits around one of `_LEVELS`, the next head around the next one, in a group too.
+    """Lift the logits of every query to one of `_LEVELS`; heads of a group get different levels too.
 
-    Some queries are zero, and some keys the same as others.
-
-    As in `huge` (`cases.operand_values`), one coordinate lifts all logits of a query without touching their differences. For
-    one query in four another coordinate lifts the second half of the keys, by more than exp can bear.
+    Some queries are zero, and some keys are copies of others. As in `huge`, one coordinate lifts all logits of a query
+    without changing their differences. For one query in four, a second coordinate lifts the second half of the keys by
+    more than exp can represent.
     """
     heads = np.arange(case.num_q_heads)
     level = np.take(_LEVELS, np.arange(case.q_length)[:, None] + heads, mode="wrap")  # [T, N]
@@ -37,14 +36,20 @@ def lift_logits(case: Case, q: np.ndarray, k: np.ndarray, scale: float) -> tuple
 
 
 def make_heavy_tailed(case: Case, name: str, x: np.ndarray) -> np.ndarray:
-    """A normal times a power of two: 1 half the time, then 2, 4, 8 ever more rarely, as real activations have."""
+    """Multiply each value by a power of two: 1 half the time, then ever more rarely 2, 4 and 8.
+
+    Activations of trained models have such tails.
+    """
     draws = draw_integers(case.seed, f"{name}-tail", x.shape, 64)
     exponent = (draws >= 32).astype(int) + (draws >= 52) + (draws >= 62)
     return x * 2.0 ** (exponent - 1)
 
 
 def add_dominant_keys(case: Case, q: np.ndarray, k: np.ndarray, scale: float) -> np.ndarray:
-    """A few keys that win most rows, the strongest last, so that a running maximum keeps rising."""
+    """Make a few keys win most rows.
+
+    The strongest is last, so that a running maximum keeps rising.
+    """
     direction = draw_integers(case.seed, "direction", (case.head_dim,), 2) * 2.0 - 1.0
     q += direction
     for rank, position in enumerate((0, case.kv_length // 2, case.kv_length - 1)):

@@ -5,9 +5,9 @@ from __future__ import annotations
 from cases.case import Case
 from cases.grid import Supports
 
-# (T, S, N, K, mask), of which the first that is supported is taken. Eight blocks of 64 keys, and a group of eight query
-# heads, show a sum that is rounded at every step. Without a mask the softmax is flat, and all terms of a sum are of
-# like size. The later ones suit implementations that need more key/value heads, T = S, or a causal mask.
+# (T, S, N, K, mask); the first supported one is used. Eight blocks of 64 keys, and a group of eight query heads, show a
+# sum that is rounded at every step. Without a mask the softmax is flat, and all terms of a sum have similar size. The
+# later ones suit implementations that need more key/value heads, T = S, or a causal mask.
 _SIZES = (
     (128, 512, 8, 1, "full"),
     (128, 512, 8, 2, "full"),
@@ -19,8 +19,8 @@ _SIZES = (
 )
 
 
-# Where a kernel may take another path: under a window, with heads that share keys, for one query over a cache, and
-# where gradients of keys are summed over more than eight blocks of queries, of 64 or of 128.
+# Cases in which a kernel may take another code path: a window with heads that share keys, one query over a cache, and
+# gradients of keys that are summed over more than eight blocks of 64 or 128 queries.
 _OTHER_PATHS = (
     ("train", 512, 512, 4, 2, "window-l80-r0"),
     ("decode", 1, 1024, 32, 4, "full"),
@@ -29,15 +29,18 @@ _OTHER_PATHS = (
 
 
 def select_ensemble_cases(seed: int, supports: Supports = lambda case: None) -> tuple[Case, ...]:
-    """The plain cases, and in bf16 one under a window, one of decoding, one of many queries, as far as supported."""
+    """Select the plain cases, and in bf16 one with a window, one of decoding and one with many queries.
+
+    Unsupported cases are left out.
+    """
     elsewhere = (_build_case(where[0], "bf16", seed, *where[1:]) for where in _OTHER_PATHS)
     return (*select_plain_cases(seed, supports), *(case for case in elsewhere if supports(case) is None))
 
 
 def select_plain_cases(seed: int, supports: Supports = lambda case: None) -> tuple[Case, ...]:
-    """One case in bf16 and one in f16, as far as they are supported; with gradients where those are supported.
+    """Select one case in bf16 and one in f16, with gradients where those are supported.
 
-    Head depth 64 makes the scale a power of two: an implementation that rounds `q * scale` loses nothing by it.
+    Head depth 64 makes the scale a power of two, so an implementation that rounds `q * scale` loses nothing by it.
     """
     found = []
     for dtype in ("bf16", "f16"):
@@ -47,4 +50,5 @@ def select_plain_cases(seed: int, supports: Supports = lambda case: None) -> tup
 
 
 def _build_case(phase: str, dtype: str, seed: int, t: int, s: int, n: int, k: int, mask: str) -> Case:
+    """Build the case with these sizes."""
     return Case(phase=phase, dtype=dtype, q_length=t, kv_length=s, num_q_heads=n, num_kv_heads=k, mask=mask, seed=seed)

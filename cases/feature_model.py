@@ -1,6 +1,6 @@
 """The model of features: every mask, operand and distribution of values, at a few lengths and head counts.
 
-A level is a set of `Case` fields; a mask level is a template that becomes a mask spec once the lengths are known.
+A level is a set of `Case` fields. A mask level is a function that writes the mask spec once the lengths are known.
 `cases.size_model` is the other model.
 """
 
@@ -20,52 +20,60 @@ from cases.score_functions import LEVELS as SCORES
 
 
 def _format_offset(value: int) -> str:
+    """Return the offset part of a mask term; empty for 0."""
     return f"-o{value}" if value else ""
 
 
 def _format_causal_end(q: int, kv: int, batch: int) -> str:
-    # At equal lengths the aligned offset is 0; 3 keeps it apart from plain causal.
+    # At equal lengths the aligned offset is 0, which is plain causal; 3 differs from it.
+    """Return a causal mask that aligns the last query with the last key."""
     return f"causal{_format_offset(kv - q if kv != q else 3)}"
 
 
 def _format_window(q: int, kv: int, batch: int) -> str:
+    """Return a window that reaches backwards."""
     if q > kv:
         return f"window-l{kv + 8}-r0"  # it reaches back further than there are keys
     return f"window-l{max(1, kv // 4) - 1}-r0{_format_offset(kv - q)}"
 
 
 def _format_two_sided_window(q: int, kv: int, batch: int) -> str:
+    """Return a window that reaches both ways."""
     return "window-linf-r5" if q > kv else f"window-l17-r5{_format_offset(kv - q)}"
 
 
 def _format_chunked(q: int, kv: int, batch: int) -> str:
+    """Return a chunked mask with three chunks."""
     return f"chunked-{kv // 3 + 1}{_format_offset(max(0, kv - q))}"
 
 
 def _format_spans(q: int, kv: int, batch: int) -> str:
+    """Return two spans."""
     size = min(q, kv)
     return f"causal_or_spans-{size // 8}-{size // 3}-{size // 2}-{size - 3}"
 
 
 def _format_lengths(q: int, kv: int, batch: int) -> str:
+    """Return key lengths, with zero for one row of three."""
     chosen = {1: (2 * kv // 3,), 2: (kv // 2 + 1, kv), 3: (0, kv // 3 + 1, kv)}[batch]
     causal = "causal_and_" if q == kv else ""
     return causal + "-".join(("lengths", *map(str, chosen)))
 
 
 def _make_moba_formatter(pieces: int, topk: int) -> Callable[[int, int, int], str]:
-    """Chunks that cut the keys in about `pieces`, the last one shorter."""
+    """Make the formatter of a mask whose chunks cut the keys into about `pieces`, the last one shorter."""
     return lambda q, kv, batch: f"moba-{kv // pieces + 1}-{topk}{_format_offset(kv - q)}"
 
 
 def _format_edge_lengths(q: int, kv: int, batch: int) -> str:
     # One key, and around the end of a block of any power of two up to 128.
+    """Return key lengths at and beside the end of a block."""
     return "-".join(("lengths", *map(str, {1: (1,), 2: (127, 129), 3: (128, 0, 1)}[batch])))
 
 
 _MaskFormatter = Callable[[int, int, int], str]
 
-# By kind of mask, for those that do not stand in every case as in their example.
+# The levels by kind of mask. Kinds that are not listed have one level, their example.
 _FORMATTERS: dict[str, dict[str, _MaskFormatter]] = {
     "causal": {"causal": lambda q, kv, batch: "causal", "causal_end": _format_causal_end},
     "window": {"window": _format_window, "window_both": _format_two_sided_window},
@@ -79,11 +87,12 @@ _FORMATTERS: dict[str, dict[str, _MaskFormatter]] = {
         "moba_one": _make_moba_formatter(3, 1),
         "moba_all": _make_moba_formatter(4, 99),
     },
-    "own": {},  # an axis of its own
+    "own": {},  # it has an axis of its own
 }
 
 
 def _list_formatters(kind: Kind) -> dict[str, _MaskFormatter]:
+    """List the mask levels of a kind; by default its example."""
     return _FORMATTERS.get(kind.name, {kind.name: lambda q, kv, batch: kind.example})
 
 
@@ -107,10 +116,10 @@ AXES: tuple[Axis, ...] = (
             Lengths("train", 1, 72),
             _PREFILL,
             _DECODE,
-            # The dearest levels are last: a case that may have any level gets an early one.
+            # The most expensive levels are last: a case that may have any level gets an early one.
             _ODD,
             Lengths("train", 40, 1500, may_swap=True),
-            # Equal, and no multiple of a block: for kernels that take lengths below their block, or multiples of it.
+            # Equal and no multiple of a block, for kernels that take lengths below their block or multiples of it.
             Lengths("train", 100, 100, instead_of=_ODD),
             # Three and more whole blocks, for kernels that take multiples of 128, of 256 or of 512.
             _THREE,
@@ -139,7 +148,7 @@ AXES: tuple[Axis, ...] = (
     Axis("sinks", (False, True), rich=True),
     Axis("scale", (None, 0.3), rich=0.3),
     Axis("kv_cache", (None, *KV_CACHES), rare=True),
-    # Keys before the last that a token sees of its own sequence: all of them, within a block, more than one block.
+    # How many earlier keys of its own sequence a token sees: all, within a block, more than one block.
     Axis("own_window", (None, "inf", 6, 70), rare=True),
     Axis("alibi", (False, True), rich=True, rare=True),
     Axis("score", (None, *SCORES), rich=SCORES[0], rare=True),
@@ -147,23 +156,23 @@ AXES: tuple[Axis, ...] = (
 
 NAMES = tuple(axis.name for axis in AXES)
 
-# With more pairs of query and key than this, a case has few heads: the time of an interpreted kernel grows with the
-# square of batch times heads.
+# Cases with more pairs of query and key have few heads: the time of an interpreted kernel grows with the square of
+# batch times heads.
 _MANY_PAIRS = 50_000
 _FEW_HEADS = ((1, 2, 2), (1, 2, 1))
 
-# Where `turns` is set, lengths have more queries than keys under these masks, and fewer under the others. Where heads
-# share keys it is the other way round.
+# Where `may_swap` is set, these masks get more queries than keys, and the others fewer. Where heads share keys it is
+# the other way round.
 _MORE_QUERIES = ("full", "causal", "window_both", "balanced", "dense", "densebatch")
 
 
 def are_compatible(levels: Mapping[str, Any]) -> bool:
-    """False if the levels given so far (by axis name) cannot stand in one case."""
+    """Return False if the levels given so far, by axis name, cannot stand in one case."""
     lengths = _order_lengths(levels)
     if lengths is not None and lengths.q == 1 and levels.get("mask") in ("causal", "spans", "balanced"):
-        return False  # for one query: causal leaves one key, spans nothing to cut, balanced no chunks
+        return False  # with one query causal leaves one key, spans cannot be cut, and balanced has no chunks
     if lengths is not None and lengths.phase != "decode" and levels.get("mask") == "lengths_edges":
-        return False  # the other lengths ask what kernels for whole sequences do at the end of a block
+        return False  # other lengths test what kernels for whole sequences do at the end of a block
     if lengths is not None and lengths.q % 4 and levels.get("mask") == "balanced":
         return False  # four chunks of one size
     heads = levels.get("heads")
@@ -171,50 +180,51 @@ def are_compatible(levels: Mapping[str, Any]) -> bool:
         return False
     if _is_moba(levels):
         if lengths is not None and lengths.q > lengths.kv:
-            return False  # every query is at the position of a key
+            return False  # every query must be at the position of a key
         if levels.get("distribution") == "huge":
-            return False  # gates of 1e5 round by more than they differ: nearly no query has one right choice
+            return False  # gates of 1e5 round by more than they differ, so few queries have one right choice
     if levels.get("kv_cache") is not None and lengths is not None and lengths.phase == "train":
         return False  # a cache is read, not differentiated
     if levels.get("own_window") is not None:
         if levels.get("mask", "lengths") not in ("lengths", "lengths_edges"):
-            return False  # it is a window in each of those lengths
+            return False  # it is a window within each of those lengths
         if lengths is not None and lengths.phase == "train":
             return False
     if levels.get("score") == CAPPING and levels.get("soft_cap") is not None:
-        return False  # one cap
+        return False  # a case has one cap
     if levels.get("score") == CAPPING and levels.get("distribution") in ("knee", "huge"):
-        return False  # no logits at the knee of another cap, and none that it flattens
+        return False  # these logits are made for the knee of another cap, or would be flattened by this one
     if levels.get("distribution") == "knee" and "soft_cap" in levels and levels["soft_cap"] is None:
         return False
     if levels.get("distribution") == "huge":
-        # Logits of 7e4 in f32 are rounded by so much that probabilities change by 1%. One key among many, and the
-        # gradient of a sink, are lost in that. Such logits also lie where any cap is flat.
+        # Logits of 7e4 round so coarsely in f32 that probabilities change by 1%. That hides one key among many, and the
+        # gradient of a sink. Any cap is flat at such logits.
         short = lengths is None or (lengths.phase == "train" and lengths.q > 1 and max(lengths.q, lengths.kv) <= 384)
         return short and levels.get("soft_cap") is None and not levels.get("sinks")
     return True
 
 
 def _order_lengths(levels: Mapping[str, Any]) -> Lengths | None:
-    """The lengths with q and kv in their places; as given while mask or heads, which decide that, are open."""
+    """Exchange q and kv where the mask and the heads say so; keep them while either is open."""
     lengths: Lengths | None = levels.get("lengths")
     mask, heads = levels.get("mask"), levels.get("heads")
     if lengths is None or not lengths.may_swap or mask is None or heads is None or _is_moba(levels):
         return lengths
     _, num_q_heads, num_kv_heads = heads
-    # Half of the masks have one order and the rest the other; where heads share keys it is reversed. So both orders
-    # occur in every grid, and with every mask in a grid that covers triples.
+    # Half of the masks have one order and the rest the other, reversed where heads share keys. So both orders occur in
+    # every grid, and with every mask in a grid that covers triples.
     if (mask in _MORE_QUERIES) == (num_q_heads > num_kv_heads):
         return lengths
     return dataclasses.replace(lengths, q=lengths.kv, kv=lengths.q)
 
 
 def _is_moba(levels: Mapping[str, Any]) -> bool:
+    """Return whether the mask level is a MoBA mask."""
     return str(levels.get("mask")).startswith("moba")
 
 
 def assemble(levels: Mapping[str, Any], seed: int) -> Case:
-    """The case with one level of every axis."""
+    """Build the case from one level of every axis."""
     lengths = _order_lengths(levels)
     assert lengths is not None
     batch, num_q_heads, num_kv_heads = levels["heads"]

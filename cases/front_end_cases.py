@@ -1,4 +1,4 @@
-"""Cases fed by a model's front end: few, since each compiles a program of its own."""
+"""Cases whose operands come from a model's front end. They are few, since each compiles a program of its own."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from typing import Any
 from cases.case import Case
 from cases.grid import Supports
 
-# Between them the first two have every step. The first is that of models that norm queries and keys, the second that of
-# models with interleaved rotary, a norm after it, and one projection for k and v. The others are of no model: they have
-# these steps once more, so that what is wrong in one of them shows in two cases. They have one norm each, since another
-# would undo what is wrong in the first.
+# Together the first two have every step. The first occurs in models that normalise queries and keys. The second occurs
+# in models with interleaved rotary, a norm after it, and one projection for k and v. The others occur in no model. They
+# repeat the steps, so that a bug in one step shows in two cases. They have one norm each, since a second norm would
+# hide a bug of the first.
 _QUICK = (
     "rms-half-temperature",
     "interleaved-l2-prescale-shared",
@@ -27,8 +27,8 @@ _MORE = (
     "temperature-l2-partial",
     "decoupled",
 )
-# (B, T, S, N, K, H, mask), of which the first that is supported is taken. In the first, positions do not start at zero.
-# The others suit implementations that support less.
+# (B, T, S, N, K, H, mask); the first supported one is used. In the first one positions do not start at zero. The others
+# suit implementations that support less.
 _SIZES = (
     (2, 40, 72, 4, 2, 32, "causal-o32"),
     (1, 64, 64, 4, 2, 64, "causal"),
@@ -37,12 +37,15 @@ _SIZES = (
     (1, 128, 128, 2, 2, 64, "causal"),
     (1, 128, 128, 2, 2, 128, "full"),
 )
-# Of steps that turn a third of the dimensions.
+# Sizes for steps that rotate a third of the dimensions.
 _THIRDS = ((2, 40, 72, 4, 2, 48, "causal-o32"), (1, 64, 64, 4, 2, 96, "causal"), (1, 128, 128, 2, 2, 96, "causal"))
 
 
 def select_front_end_cases(level: str, seed: int, supports: Supports = lambda case: None) -> tuple[Case, ...]:
-    """The cases at `level`: four at `quick`, one for each step and in bf16 too from `standard` on; with gradients."""
+    """Select the cases at `level`, with gradients.
+
+    `quick` has four. From `standard` on there is one for each step, and the four are tested in bf16 too.
+    """
     wanted = [(steps, "f32") for steps in _QUICK]
     if level != "quick":
         wanted += [*((steps, "f32") for steps in _MORE), *((steps, "bf16") for steps in _QUICK)]
@@ -55,9 +58,11 @@ def select_front_end_cases(level: str, seed: int, supports: Supports = lambda ca
 
 
 def _list_sizes(steps: str) -> tuple[tuple[int, int, int, int, int, int, str], ...]:
+    """List the sizes to try for these steps."""
     return _THIRDS if "decoupled" in steps else _SIZES
 
 
 def _build_case(steps: str, dtype: str, seed: int, b: int, t: int, s: int, n: int, k: int, h: int, mask: str) -> Case:
+    """Build the case with these steps and sizes."""
     sizes: dict[str, Any] = {"batch": b, "q_length": t, "kv_length": s, "num_q_heads": n, "num_kv_heads": k}
     return Case(**sizes, dtype=dtype, head_dim=h, v_head_dim=h, mask=mask, front_end=steps, seed=seed)

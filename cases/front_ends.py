@@ -29,7 +29,7 @@ import numpy as np
 STEPS = ("rms", "l2", "half", "interleaved", "partial", "sections", "decoupled", "prescale", "temperature", "shared")
 QUERIES_ONLY = ("prescale", "temperature")
 SHARE = "share"
-"""The part of `decoupled` that keys have alone; no id names it by itself."""
+"""The part of `decoupled` that applies to keys only; no case id names it."""
 EPSILON = 1e-6
 BASE = 10_000.0
 PRE_SCALE = 1.5
@@ -38,7 +38,7 @@ TEMPERATURE_FLOOR, TEMPERATURE_SCALE = 16, 0.5
 
 @dataclasses.dataclass(frozen=True)
 class Rotation:
-    """Dimension `first[p]` turns with `second[p]`, by `streams[p]`'s position times `frequency[p]`."""
+    """Dimension `first[p]` rotates with `second[p]`, by the position in stream `streams[p]` times `frequency[p]`."""
 
     first: np.ndarray  # [P]
     second: np.ndarray  # [P]
@@ -48,7 +48,7 @@ class Rotation:
 
 @dataclasses.dataclass(frozen=True)
 class Raw:
-    """Raw projections, in the operands' dtype, and the weights of the norms, f32; none where there are none."""
+    """Raw projections in the operands' dtype, and the f32 weights of the norms; None where there are none."""
 
     q: np.ndarray  # [B, T, N, H]
     k: np.ndarray  # [B, S, K, H]
@@ -58,7 +58,11 @@ class Raw:
 
 
 def parse_front_end(text: str, head_dim: int, v_head_dim: int) -> tuple[str, ...]:
-    """The steps of `rms-half-temperature`. Raises `ValueError`, saying what cannot be."""
+    """Parse `rms-half-temperature` into steps.
+
+    Raises:
+      ValueError: naming the step that is unknown, repeated or does not fit the depths.
+    """
     steps = tuple(text.split("-"))
     for step in steps:
         if step not in STEPS:
@@ -77,9 +81,10 @@ def parse_front_end(text: str, head_dim: int, v_head_dim: int) -> tuple[str, ...
 
 
 def compute_positions(q_length: int, kv_length: int) -> tuple[np.ndarray, np.ndarray]:
-    """Position streams int32 `[3, T]` and `[3, S]`: the place in the sequence, and row and column in a grid."""
+    """Compute position streams int32 `[3, T]` and `[3, S]`: place in the sequence, row and column in a grid."""
 
     def streams(start: int, length: int) -> np.ndarray:
+        """Compute the three streams of `length` positions."""
         place = np.arange(start, start + length)
         return np.stack([place, place // 4, place % 4 * 8]).astype(np.int32)
 
@@ -88,7 +93,7 @@ def compute_positions(q_length: int, kv_length: int) -> tuple[np.ndarray, np.nda
 
 
 def build_rotation(step: str, head_dim: int) -> Rotation:
-    """The pairs of a rotary step."""
+    """Build the dimension pairs and frequencies of a rotary step."""
     turned = {"partial": head_dim // 2, "decoupled": head_dim // 3}.get(step, head_dim)
     pair = np.arange(turned // 2)
     start = head_dim - turned if step == "decoupled" else 0
@@ -101,23 +106,23 @@ def build_rotation(step: str, head_dim: int) -> Rotation:
 
 
 def compute_temperature(place: np.ndarray) -> np.ndarray:
-    """Factor of the queries at these places."""
+    """Compute the factor of queries at these positions."""
     return 1 + TEMPERATURE_SCALE * np.log1p((place + 1) // TEMPERATURE_FLOOR)
 
 
 def list_key_steps(steps: tuple[str, ...]) -> tuple[str, ...]:
-    """The steps of keys: `decoupled` is to share its third among the heads (`SHARE`), and then to turn it."""
+    """List the steps of keys. `decoupled` becomes two: share the third among heads (`SHARE`), then rotate it."""
     kept = [step for step in steps if step not in QUERIES_ONLY]
     return tuple(part for step in kept for part in ((SHARE, step) if step == "decoupled" else (step,)))
 
 
 def slice_last_third(head_dim: int) -> slice:
-    """The dimensions that `decoupled` turns."""
+    """Return the slice of dimensions that `decoupled` rotates."""
     return slice(head_dim - head_dim // 3, head_dim)
 
 
 def apply_front_end(steps: tuple[str, ...], raw: Raw) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """q, k and v in float64."""
+    """Compute q, k and v in float64."""
     at_q, at_kv = compute_positions(raw.q.shape[1], raw.k.shape[1])
     q = _apply_steps(steps, raw.q.astype(np.float64), at_q, raw.q_norm)
     k = _apply_steps(list_key_steps(steps), raw.k.astype(np.float64), at_kv, raw.k_norm)
@@ -125,7 +130,7 @@ def apply_front_end(steps: tuple[str, ...], raw: Raw) -> tuple[np.ndarray, np.nd
 
 
 def _apply_steps(steps: tuple[str, ...], x: np.ndarray, at: np.ndarray, norm: np.ndarray | None) -> np.ndarray:
-    """The steps on `x [B, L, heads, H]`, at position streams `[3, L]`."""
+    """Apply the steps to `x [B, L, heads, H]`, at position streams `[3, L]`."""
     for step in steps:
         if step in ("rms", "l2"):
             x = x / np.sqrt(np.mean(x**2, axis=-1, keepdims=True) + EPSILON)

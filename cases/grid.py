@@ -2,13 +2,13 @@
 
 Every pair of levels occurs at `quick`, every triple at `standard`, every quadruple at `deep`, as far as the model goes.
 
-An implementation declines what it does not support, and says why. Levels that it declines stay out of the array: they
-would make most of its rows unjudgeable. Each of them has one case of its own instead, which must be refused.
+An implementation declines what it does not support, and says why. Declined levels stay out of the array, since they
+would make most of its rows impossible to judge. Each has one case of its own instead, which must be refused.
 
 The base is the plainest case that an implementation supports. The rich case is the base with every optional operand
-that it supports; beyond `quick` there is a second one, of another dtype, other sizes and other shapes of operands, as
-far as these are supported: what is asked of a rich case alone is asked of two that share no program. A stand-in is a
-level that is asked only of implementations that decline another one.
+that it supports. Beyond `quick` there is a second rich case, with another dtype, other sizes and other shapes of
+operands, as far as these are supported. Checks that use rich cases alone are then asked of two cases that share no
+program. A stand-in is a level that is tested only on implementations that decline another one.
 """
 
 from __future__ import annotations
@@ -26,35 +26,35 @@ from cases.operand_registry import QUIET, REMOVABLE
 
 STRENGTH = {"quick": 2, "standard": 3, "deep": 4}
 Supports = Callable[[Case], "str | None"]
-"""Why a case is not supported, or None if it is."""
+"""Returns why a case is not supported, or None if it is."""
 
-# Those of `cases.storage_forms.stored_grids` that are neither shapes nor operands.
+# Axes of `cases.storage_forms.stored_grids` that are neither shapes nor operands.
 _STORAGE_AXES = ("window", "page", "shared")
-# What a call may have or lack: the axes of `singles`.
+# The axes of `Grid.singles`: what a call may have or lack.
 _ARGUMENT_AXES = (*(operand.field for operand in REMOVABLE), "mask", "own_window", "window")
-# The same with what only has another form: the type of a cache, the size of its pages, pages that sequences share.
+# The same and what only changes form: the type of a cache, the size of its pages, pages that sequences share.
 _OPERAND_AXES = (*_ARGUMENT_AXES, "kv_cache", *(axis for axis in _STORAGE_AXES if axis not in _ARGUMENT_AXES))
-# Those of the second rich case, and of the rich one, in the order in which their levels are tried.
+# The axes of the second rich case, and of the first, in the order in which their levels are tried.
 _SECOND_AXES = ("dtype", "heads", "depths", "bias", "segments", "soft_cap")
 _RICH_AXES = ("mask", *(operand.field for operand in REMOVABLE), "heads", "depths", *_STORAGE_AXES)
 
 
 @dataclasses.dataclass(frozen=True)
 class Grid:
-    """The cases to judge, and the coverage that was achieved.
+    """The cases to judge, and the coverage that they achieve.
 
     Attributes:
       level: `quick`, `standard` or `deep`.
       cases: those of the covering array.
       rows: for each of `cases`, its level on every axis of the model.
-      singles: the base, then cases that have one optional operand or one mask more.
+      singles: the base, then cases with one more optional operand or one other mask.
       rich: the rich case, if any case is supported, and beyond `quick` a second one.
       declined: one case for each level that is not supported.
-      coverage: of the feasible combinations, how many some case has.
-      varied: the axes that are covered, by their place in the model.
-      weighed: the axes by whose levels cases take turns.
-      parted: of the optional operands and masks that are supported each, how many pairs are not supported together,
-        and how many pairs there are.
+      coverage: how many of the feasible combinations some case has.
+      varied: the indices of the axes that are covered.
+      weighed: the indices of the axes by whose levels checks are distributed among cases.
+      parted: for optional operands and masks that are supported singly: how many pairs are not supported together, and
+        how many pairs there are.
     """
 
     level: str
@@ -69,7 +69,7 @@ class Grid:
     parted: tuple[int, int]
 
     def count_covered_by(self, cases: Collection[Case]) -> int:
-        """How many combinations those of `cases` have that are cases of the grid."""
+        """Count the combinations that those of `cases` cover which are cases of the grid."""
         rows = (row for case, row in zip(self.cases, self.rows, strict=True) if case in cases)
         chosen = (tuple((axis, row[axis]) for axis in self.varied) for row in rows)
         return len({found for row in chosen for found in itertools.combinations(row, self.coverage.strength)})
@@ -78,12 +78,12 @@ class Grid:
 def build_grid(
     level: str, seed: int, supports: Supports = lambda case: None, model: Model = feature_model.MODEL
 ) -> Grid:
-    """The grid at `level` for an implementation that declines cases by `supports`.
+    """Build the grid at `level` for an implementation.
 
     Args:
       level: `quick`, `standard` or `deep`.
-      seed: of the cases.
-      supports: why a case is not supported.
+      seed: the seed of the cases.
+      supports: returns why a case is not supported, or None if it is.
       model: what the array covers.
     """
     support = _Support(supports, seed, model)
@@ -108,6 +108,7 @@ def build_grid(
 
 
 def _count_unsupported_pairs(excluded: Matrix, model: Model) -> tuple[int, int]:
+    """Count the pairs of operands that are not supported together, and all pairs (`Grid.parted`)."""
     axes_of_operands = [a for a, name in enumerate(model.names) if name in _OPERAND_AXES]
     items = [(a, level) for a in axes_of_operands for level in range(1, model.sizes[a])]
     asked = [item for item in items if (item, item) not in excluded]
@@ -116,23 +117,27 @@ def _count_unsupported_pairs(excluded: Matrix, model: Model) -> tuple[int, int]:
 
 
 def _deduplicate(cases: list[Case]) -> tuple[Case, ...]:
+    """Return the cases without repetitions."""
     return tuple(dict.fromkeys(cases))
 
 
 @functools.lru_cache(maxsize=1 << 14)
 def _build_case(row: Row, seed: int, model: Model) -> Case:
-    """The case of a row. Kept, since every implementation's support is asked through the same few thousand cases."""
+    """Build the case of a row; cached, since every implementation is asked about the same few thousand cases."""
     return model.assemble(model.levels(row), seed)
 
 
 Matrix = frozenset[tuple[tuple[int, int], tuple[int, int]]]
-"""Pairs of `(axis, level)` that do not go together; a level with itself if it is not asked at all."""
+"""Pairs of `(axis, level)` that are excluded; a level paired with itself is excluded altogether."""
 
 
 @functools.lru_cache(maxsize=32)
 def _build_rows(strength: int, excluded: Matrix, model: Model) -> tuple[tuple[Row, ...], Coverage]:
-    @functools.cache  # while rows are found, and when what they cover is counted
+    """Build the rows of the array, and count what they cover."""
+
+    @functools.cache  # it is called while rows are built, and again while coverage is counted
     def feasible(partial: Partial) -> bool:
+        """Return whether no pair of the assigned levels is excluded."""
         assigned = [(a, level) for a, level in enumerate(partial) if level is not None]
         pairs = itertools.combinations_with_replacement(assigned, 2)
         return excluded.isdisjoint(pairs) and _is_allowed(partial, model)
@@ -141,10 +146,11 @@ def _build_rows(strength: int, excluded: Matrix, model: Model) -> tuple[tuple[Ro
     sizes = [model.sizes[a] for a in kept]
 
     def whole(partial: Partial) -> Partial:
+        """Return the row with its axes that are left out at their first level."""
         levels = dict(zip(kept, partial, strict=True))
         return tuple(levels.get(a, 0) for a in range(len(model.axes)))
 
-    # Every level has the rows of `quick`: what is seen there is seen at all of them.
+    # Every level includes the rows of `quick`, so that what `quick` finds is found at all of them.
     start = (
         [tuple(row[a] for a in kept) for row in _build_rows(strength - 1, excluded, model)[0]] if strength > 2 else []
     )
@@ -155,17 +161,20 @@ def _build_rows(strength: int, excluded: Matrix, model: Model) -> tuple[tuple[Ro
 
 
 def _find_varied_axes(excluded: Matrix, model: Model) -> tuple[int, ...]:
-    """The axes of the array: a rare one with its first level alone would disturb the order in which rows are found."""
+    """Find the axes of the array.
+
+    A rare axis with only its first level is left out: it would change the order in which rows are found.
+    """
     return tuple(a for a, axis in enumerate(model.axes) if not axis.rare or _has_supported_level(a, excluded, model))
 
 
 def _has_supported_level(axis: int, excluded: Matrix, model: Model) -> bool:
-    """Whether a level of the axis other than its first is supported."""
+    """Return whether a level of the axis other than its first is supported."""
     return any(((axis, level),) * 2 not in excluded for level in range(1, model.sizes[axis]))
 
 
 class _Support:
-    """What an implementation supports, found out by cases that differ from the base in one or two levels."""
+    """What an implementation supports, found by cases that differ from the base in one or two levels."""
 
     def __init__(self, supports: Supports, seed: int, model: Model) -> None:
         self._supports = supports
@@ -175,7 +184,7 @@ class _Support:
         self._base = self._find_base()
 
     def matrix(self) -> Matrix:
-        """What stays out of the array: unsupported levels, stand-ins for supported ones, other unsupported pairs."""
+        """Return what stays out of the array: unsupported levels, needless stand-ins, other unsupported pairs."""
         single = {item for item in self._items if self._find_refusal(item) is not None}
         stand_ins = ((a, pair) for a, axis in enumerate(self._model.axes) for pair in axis.stand_ins())
         single |= {(a, level) for a, (level, other) in stand_ins if (a, other) not in single}
@@ -187,7 +196,7 @@ class _Support:
         return frozenset(excluded)
 
     def singles(self) -> list[Case]:
-        """The base, then one case for each supported level of the optional operands and the mask."""
+        """Return the base, then one case for each supported level of the optional operands and the mask."""
         base = _build_case(self._base, self._seed, self._model)
         if self._supports(base) is not None:
             return []
@@ -201,7 +210,7 @@ class _Support:
         return [base] + [self._case(item) for item in items if self._find_refusal(item) is None]
 
     def rich(self) -> tuple[Case, ...]:
-        """The base with as many levels of a rich case as are supported together, and the same with other levels."""
+        """Return the base with as many rich levels as are supported together, and the same with other levels."""
         row = self._base
         for place in (self._model.names.index(name) for name in _RICH_AXES if name in self._model.names):
             axis = self._model.axes[place]
@@ -220,16 +229,17 @@ class _Support:
         return _deduplicate([_build_case(one, self._seed, self._model) for one in (row, second)])
 
     def _is_supported(self, row: Row) -> bool:
+        """Return whether the model allows the row and the implementation supports its case."""
         return _is_allowed(row, self._model) and self._supports(_build_case(row, self._seed, self._model)) is None
 
     def declined(self) -> list[Case]:
-        """One case for each level that is not supported, but for stand-ins: what they stand for is there already."""
+        """Return one case for each unsupported level, except stand-ins: the level they replace has one."""
         stand_ins = {(a, level) for a, axis in enumerate(self._model.axes) for level, _ in axis.stand_ins()}
         items = (item for item in self._items if item not in stand_ins)
         return [self._case(item) for item in items if self._find_refusal(item) is not None]
 
     def _find_base(self) -> Row:
-        """The base: the first level of every axis if that is supported, else with other levels on one axis or two."""
+        """Find the base: the first level of every axis if supported, else with other levels on one or two axes."""
         plain = (0,) * len(self._model.axes)
         items = self._items
         for moves in itertools.chain(((),), ((i,) for i in items), itertools.combinations(items, 2)):
@@ -240,10 +250,12 @@ class _Support:
 
     @functools.cache  # noqa: B019 -- the object lives as long as one call of `grid`
     def _find_refusal(self, *items: tuple[int, int]) -> str | None:
+        """Return why no case with these levels is supported, or None if one is."""
         reasons = [self._supports(case) for case in self._candidates(*items)]
         return None if None in reasons or not reasons else reasons[0]
 
     def _case(self, item: tuple[int, int]) -> Case:
+        """Return a case with this level, a supported one if there is one."""
         cases = self._candidates(item)
         if not cases:
             axis = self._model.axes[item[0]]
@@ -251,15 +263,15 @@ class _Support:
         return next((case for case in cases if self._supports(case) is None), cases[0])
 
     def _candidates(self, *items: tuple[int, int]) -> list[Case]:
-        """Cases with the levels `items`, otherwise as plain as they allow."""
+        """List cases with these levels that are otherwise as plain as the levels allow."""
         return [_build_case(row, self._seed, self._model) for row in _find_candidates(self._base, items, self._model)]
 
 
 @functools.lru_cache(maxsize=1 << 14)
 def _find_candidates(base: Row, items: tuple[tuple[int, int], ...], model: Model) -> tuple[Row, ...]:
-    """Rows with the levels `items`, otherwise as `base` as far as they allow.
+    """Find rows with these levels that are otherwise like `base`, as far as they allow.
 
-    Kept, since most implementations have the same base, and mending a row tries a thousand others.
+    Cached: most implementations have the same base, and repairing a row tries a thousand others.
     """
     row = _replace_levels(base, *items)
     rows = _repair_row(row, dict(items), model)
@@ -269,6 +281,7 @@ def _find_candidates(base: Row, items: tuple[tuple[int, int], ...], model: Model
 
 
 def _replace_levels(row: Row, *items: tuple[int, int]) -> Row:
+    """Return the row with other levels."""
     moved = list(row)
     for axis, level in items:
         moved[axis] = level
@@ -277,11 +290,15 @@ def _replace_levels(row: Row, *items: tuple[int, int]) -> Row:
 
 @functools.lru_cache(maxsize=1 << 16)
 def _is_allowed(row: Partial, model: Model) -> bool:
+    """Return whether the model allows the row."""
     return model.compatible(model.levels(row))
 
 
 def _repair_row(row: Row, fixed: Mapping[int, int], model: Model, moves: int = 1) -> list[Row]:
-    """The row. If its levels exclude each other, all rows that mend it on `moves` axes: a knee needs a cap."""
+    """Return the row, or all rows that repair it by changing `moves` axes if its levels exclude each other.
+
+    For example, values at the knee of a cap need a cap.
+    """
     if _is_allowed(row, model):
         return [row]
     free = [axis for axis in range(len(model.axes)) if axis not in fixed]

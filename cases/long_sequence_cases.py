@@ -1,9 +1,9 @@
-"""Sequences that go farther than small integers and 16-bit floats count: few cases, long one way and thin the other.
+"""Sequences longer than small integers and 16-bit floats can count: few cases, long on one axis and short on the other.
 
-Blocks of queries are more than int8 and uint8 can number, in blocks of 64 and of 128, and their places go beyond int16.
-Places of keys go beyond what bf16 and f16 tell apart. There are no more, since kernels that unroll their loop over keys
-would compile for minutes; decoding has 33,024. The border of a window lies at the far end, so that a place which is off
-by one there hides a key or shows one.
+There are more query blocks than int8 and uint8 can number, in blocks of 64 and of 128. Query positions exceed int16,
+and key positions exceed what bf16 and f16 tell apart. There are not more keys, since kernels that unroll their loop
+over keys would compile for minutes; one case of decoding has 33,024 (`cases.size_model`). The border of the window lies
+at the far end, so that a position that is off by one there hides a key or shows one.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from __future__ import annotations
 from cases.case import Case
 from cases.grid import Supports
 
-# 65 blocks of 512, 260 of 128 and 520 of 64; 9, 36 and 72.
+# Queries are 65 blocks of 512, 260 of 128 and 520 of 64; keys are 9, 36 and 72.
 _QUERIES, _KEYS = 33_280, 4_608
-# The last rows lose a key each, and none loses all; likewise the last keys.
+# The last rows lose one key each, and none loses all; likewise the last keys.
 _SHORT_OF = 124
-# Of each line the first that is supported is taken: the other way thin, or as thin as blocks of 512 are; without
-# windows the causal mask, from the first key or up to the last.
+# Of each line the first supported case is used. The short axis has 128 elements, or 512 for kernels with blocks of 512.
+# A causal mask stands in for the window where windows are unsupported.
 _LINES = (
     tuple((_QUERIES, thin, mask) for mask in (f"window-l{_QUERIES - _SHORT_OF}-r0", "causal") for thin in (128, 512)),
     (
@@ -28,7 +28,7 @@ _DEPTHS = (16, 64, 128)
 
 
 def select_long_sequence_cases(seed: int = 0, supports: Supports = lambda case: None) -> tuple[Case, ...]:
-    """Many queries by few keys, and few by many, as far as they are supported."""
+    """Select one case with many queries and few keys, and one with few queries and many keys."""
     found = []
     for line in _LINES:
         cases = (_build_case(*sizes, depth, seed) for sizes in line for depth in _DEPTHS)
@@ -37,6 +37,7 @@ def select_long_sequence_cases(seed: int = 0, supports: Supports = lambda case: 
 
 
 def _build_case(q_length: int, kv_length: int, mask: str, depth: int, seed: int) -> Case:
+    """Build the case with these sizes."""
     return Case(
         phase="train",
         dtype="f32",

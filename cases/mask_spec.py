@@ -38,7 +38,7 @@ from cases.moba_mask import Moba
 
 
 class Sizes(NamedTuple):
-    """What a mask is made for; random ones are drawn from `seed`. Messages name the whole spec."""
+    """The spec and sizes that a mask is built for, and the seed of random masks. Messages name the whole spec."""
 
     spec: str
     batch: int
@@ -55,17 +55,19 @@ class Kind:
     Attributes:
       name: what its terms start with.
       form: a term of it in messages.
-      pattern: its terms, with a group for each argument; what is left out comes as an empty string.
+      pattern: its terms, with a group for each argument. An argument that is left out is an empty string.
       type: the class of the mask.
-      says: what it is, as the description of its feature.
+      says: the description of its feature.
       feature: the feature, if it is not that of the class.
       also: other features that it needs.
-      build: the mask that the arguments mean at some sizes. Raises `ValueError` if they do not fit them.
-      offset: whether its last argument is an offset (`-oN`), which may be any, or must leave queries among the keys.
-      example: a term that fits one batch row of equal lengths of 72 and more (`cases.case_space.alternatives`), and its level
-        of the grid if `cases.feature_model` has no other.
-      numbers: the least and the largest number that fits lengths T and S, by what is written before it, for those whose
-        arguments, beside the offset, are numbers that may be drawn independently (`cases.case_space.case_strategies`).
+      build: builds the mask from the arguments at some sizes. It raises `ValueError` if they do not fit.
+      offset: whether its last argument is an offset (`-oN`), and whether that may be any number or must leave every
+        query at the position of a key.
+      example: a term that fits one batch row of equal lengths of 72 and more (`cases.case_space.alternatives`). It is
+        also its level of the grid if `cases.feature_model` has no other.
+      numbers: the least and the largest number that fits lengths T and S, by the text in front of it. It is for kinds
+        whose arguments, beside the offset, are numbers that may be drawn independently
+        (`cases.case_space.case_strategies`).
     """
 
     name: str
@@ -82,30 +84,34 @@ class Kind:
 
     @property
     def features(self) -> tuple[str, ...]:
-        """Names of what it asks for, its own last."""
+        """The names of the features that it needs, its own last."""
         return (*self.also, self.feature or self.type.feature)
 
 
 def _build_dense(sizes: Sizes, percent: str) -> Mask:
+    """Build a random mask that all heads and batch rows share."""
     return Dense(_draw_random_mask(sizes.seed, (1, 1, sizes.q_length, sizes.kv_length), int(percent)))
 
 
 def _build_dense_head(sizes: Sizes, percent: str) -> Mask:
+    """Build a random mask for each head."""
     array = _draw_random_mask(sizes.seed, (1, sizes.num_q_heads, sizes.q_length, sizes.kv_length), int(percent))
     return Dense(array if sizes.num_q_heads == 1 else _make_every_second_causal(array, axis=1))
 
 
 def _build_dense_batch(sizes: Sizes, percent: str) -> Mask:
+    """Build a random mask for each batch row."""
     array = _draw_random_mask(sizes.seed, (sizes.batch, 1, sizes.q_length, sizes.kv_length), int(percent))
     return Dense(array if sizes.batch == 1 else _make_every_second_causal(array, axis=0))
 
 
 def _build_indexer(sizes: Sizes, percent: str) -> Mask:
+    """Build a random selection of keys for each batch row."""
     return Indexer(_build_dense_batch(sizes, percent).dense(sizes.q_length, sizes.kv_length))
 
 
 def _make_every_second_causal(array: np.ndarray, axis: int) -> np.ndarray:
-    """Every second head or batch row is causal too, so that blocks are empty for it and not for the others."""
+    """Make every second head or batch row causal too, so that blocks are empty for it and not for the others."""
     q_length, kv_length = array.shape[2:]
     every_second = np.moveaxis(array, axis, 0)[::2]
     every_second &= np.tri(q_length, kv_length, max(0, kv_length - q_length), dtype=bool)
@@ -113,15 +119,22 @@ def _make_every_second_causal(array: np.ndarray, axis: int) -> np.ndarray:
 
 
 def _build_lengths(sizes: Sizes, text: str) -> Lengths:
+    """Build key lengths from `-A-B...`."""
     return Lengths(_parse_one_per_row(sizes, text))
 
 
 def _build_own_window(sizes: Sizes, left: str, text: str) -> Mask:
+    """Build a window that ends with each row's sequence."""
     lengths = _parse_one_per_row(sizes, text)
     return OwnWindow(_parse_side(left), tuple(n - sizes.q_length for n in lengths)) & Lengths(lengths)
 
 
 def _parse_one_per_row(sizes: Sizes, text: str) -> tuple[int, ...]:
+    """Parse one length for each batch row.
+
+    Raises:
+      ValueError: there are more or fewer, or one exceeds S.
+    """
     lengths = _parse_integers(text)
     if len(lengths) != sizes.batch or max(lengths) > sizes.kv_length:
         raise ValueError(f"{sizes.spec!r} needs one length <= S={sizes.kv_length} for each of {sizes.batch} batch rows")
@@ -129,12 +142,14 @@ def _parse_one_per_row(sizes: Sizes, text: str) -> tuple[int, ...]:
 
 
 def _build_moba(sizes: Sizes, *arguments: str) -> Moba:
+    """Build a mask of chunks that queries choose."""
     mask = Moba(*map(_parse_integer, arguments))
     mask.check_lengths(sizes.q_length, sizes.kv_length)
     return mask
 
 
 def _build_spans(_: Sizes, text: str) -> Mask:
+    """Build bidirectional spans from their edges."""
     edges = _parse_integers(text)
     return Bidirectional(tuple(zip(edges[::2], edges[1::2], strict=True)))
 
@@ -275,17 +290,22 @@ KINDS: tuple[Kind, ...] = (
 _BY_NAME = {kind.name: kind for kind in KINDS}
 
 FEATURES = {kind.features[-1]: kind.says for kind in KINDS} | {"offset": "mask offset (absolute query positions)"}
-"""Names of what masks ask for, with what they are."""
+"""Features of masks, by name, with their descriptions."""
 OPT_IN = frozenset(kind.features[-1] for kind in KINDS if kind.type.refusal)
-"""Those that an implementation has only if it says so."""
+"""Features of masks that an implementation has only by declaring them."""
 
 
 def parse_mask_spec(spec: str) -> tuple[tuple[tuple[str, tuple[str, ...]], ...], ...]:
-    """Terms of the spec, `((kind, arguments), ...)` and-ed inside and or-ed outside. Raises `ValueError`."""
+    """Parse a spec into terms `((kind, arguments), ...)`, joined by `and` inside and by `or` outside.
+
+    Raises:
+      ValueError: naming a term that is no mask.
+    """
     return tuple(tuple(_parse_term(term, spec) for term in group.split("_and_")) for group in spec.split("_or_"))
 
 
 def _parse_term(term: str, spec: str) -> tuple[str, tuple[str, ...]]:
+    """Parse a term into the name of its kind and its arguments."""
     for kind in KINDS:
         if found := kind.pattern.fullmatch(term):
             return kind.name, tuple(group or "" for group in found.groups())
@@ -294,7 +314,7 @@ def _parse_term(term: str, spec: str) -> tuple[str, tuple[str, ...]]:
 
 
 def list_mask_features(spec: str) -> list[str]:
-    """Feature names of the spec, in the order of first use."""
+    """List the feature names of the spec, in the order of first use."""
     found: list[str] = []
     for name, arguments in (term for group in parse_mask_spec(spec) for term in group):
         kind = _BY_NAME[name]
@@ -305,7 +325,7 @@ def list_mask_features(spec: str) -> list[str]:
 
 
 def shift_mask_spec(spec: str, start: int) -> str:
-    """The spec for the queries from `start` on, or one of the same features where it is no formula."""
+    """Return the spec for the queries from `start` on; a random mask with the same features if it is no formula."""
     if "_or_" in spec:
         return "dense-d60"
     terms = [(term, _BY_NAME[_parse_term(term, spec)[0]]) for term in spec.split("_and_")]
@@ -314,7 +334,7 @@ def shift_mask_spec(spec: str, start: int) -> str:
 
 @functools.lru_cache(maxsize=64)
 def build_mask(spec: str, batch: int, num_q_heads: int, q_length: int, kv_length: int, seed: int) -> Mask:
-    """The mask object that `spec` names at these sizes; random masks are drawn from `seed`."""
+    """Build the mask that `spec` names at these sizes; random masks are drawn from `seed`."""
     sizes = Sizes(spec, batch, num_q_heads, q_length, kv_length, seed)
     either = []
     for group in parse_mask_spec(spec):
@@ -324,7 +344,10 @@ def build_mask(spec: str, batch: int, num_q_heads: int, q_length: int, kv_length
 
 
 def _draw_random_mask(seed: int, shape: tuple[int, ...], percent: int) -> np.ndarray:
-    """Random booleans; the first key and one key in nine are hidden from everybody, one query in seven sees nothing."""
+    """Draw random booleans.
+
+    The first key and one key in nine are hidden from all queries. One query in seven sees nothing.
+    """
     if not 0 < percent <= 100:
         raise ValueError(f"the percentage of allowed pairs must be in 1..100, got {percent}")
     array = counter_rng.draw_integers(seed, "mask", shape, 100) < percent
@@ -336,12 +359,15 @@ def _draw_random_mask(seed: int, shape: tuple[int, ...], percent: int) -> np.nda
 
 
 def _parse_integers(text: str) -> tuple[int, ...]:
+    """Parse `-A-B...`."""
     return tuple(int(part) for part in text.split("-") if part)
 
 
 def _parse_integer(text: str) -> int:
+    """Parse an integer; empty text is 0."""
     return int(text or 0)
 
 
 def _parse_side(text: str) -> int | None:
+    """Parse the side of a window; `inf` is None."""
     return None if text == "inf" else int(text)

@@ -1,8 +1,8 @@
 """Mixture of block attention: the mask that queries choose by their gates, in float64 (docs/contract.md, section 5).
 
-Straight from the definition (Lu et al. 2025, MoBA, arXiv:2502.13189, equations 2 to 6). Keys are cut into chunks. The
-gate of query `i` on a chunk is `<q_i, mean of its keys>`. A query always takes its own chunk, and never a later one.
-The other places go to the highest gates among earlier chunks.
+It follows the definition (Lu et al. 2025, MoBA, arXiv:2502.13189, equations 2 to 6). Keys are cut into chunks. The gate
+of query `i` on a chunk is `<q_i, mean of its keys>`. A query always takes its own chunk, and never a later one. The
+remaining chunks are those with the highest gates among earlier chunks.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from cases.masks import FAR, And, Dense, Mask, OffsetMask, Or, iter_leaves
 from cases.masks.mask_numbers import require_integer
 
 _U = 2.0**-24  # unit roundoff of f32, in which gates are computed
-# Correct kernels stay within the limit of the tolerance table, in units of their first-order error; so do gates.
+# Gates get the limit that the tolerance table has for results, in units of their first-order error.
 _LIMIT = 4.0
 
 
 @dataclasses.dataclass(frozen=True)
 class Moba(OffsetMask):
-    """The query's own chunk up to the query, and the `topk - 1` earlier chunks of the highest gates.
+    """The query's own chunk up to the query, and the `topk - 1` earlier chunks with the highest gates.
 
     Query `i` stands at position `i + offset`, which must be that of a key. The last chunk may be shorter. Which pairs
-    are allowed depends on q and k (`resolve`).
+    are allowed depends on q and k (`resolve_choices`).
     """
 
     chunk: int
@@ -44,7 +44,7 @@ class Moba(OffsetMask):
             object.__setattr__(self, name, min(value, FAR))
 
     def chunks(self, kv_length: int) -> int:
-        """How many chunks there are."""
+        """Return the number of chunks."""
         return -(-kv_length // self.chunk)
 
     def check_lengths(self, q_length: int, kv_length: int) -> None:
@@ -69,14 +69,14 @@ class Moba(OffsetMask):
         self.dense(q_length, kv_length)
 
     def earlier(self, q_length: int, kv_length: int) -> np.ndarray:
-        """Chunks before the query's own, booleans `[T, C]`: those that its gates choose from."""
+        """Return which chunks lie before each query's own, booleans `[T, C]`: its gates choose among these."""
         own = (np.arange(q_length) + self.offset) // self.chunk
         return np.arange(self.chunks(kv_length)) < own[:, None]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Chosen(Dense):
-    """What a `Moba` mask allows with q and k known, `[B, N, T, S]`.
+    """What a `Moba` mask allows once q and k are known, `[B, N, T, S]`.
 
     Attributes:
       decided: rows whose choice the rounding of f32 gates cannot change, `[B, N, T]`.
@@ -88,23 +88,24 @@ class Chosen(Dense):
 
 
 def depends_on_data(mask: Mask) -> bool:
-    """Whether q and k have a say in which pairs are allowed."""
+    """Return whether the allowed pairs depend on q and k."""
     return any(isinstance(leaf, Moba) for leaf in iter_leaves(mask))
 
 
 def resolve_choices(mask: Mask, q: np.ndarray, k: np.ndarray) -> Mask:
-    """The mask with every choice made: `q [B, T, N, H]`, `k [B, S, K, H]`; itself where there is none to make."""
+    """Make every choice in the mask, from `q [B, T, N, H]` and `k [B, S, K, H]`; other masks stay."""
     if isinstance(mask, And | Or):
         return type(mask)(resolve_choices(mask.left, q, k), resolve_choices(mask.right, q, k))
     return _choose_for_all(mask, q, k) if isinstance(mask, Moba) else mask
 
 
 def list_choices(mask: Mask) -> Iterator[Chosen]:
-    """The choices in a resolved mask."""
+    """Iterate over the choices in a resolved mask."""
     return (leaf for leaf in iter_leaves(mask) if isinstance(leaf, Chosen))
 
 
 def _choose_for_all(mask: Moba, q: np.ndarray, k: np.ndarray) -> Chosen:
+    """Make the choices of all batch rows and heads."""
     batch, q_length, num_q_heads, _ = q.shape
     kv_length, num_kv_heads = k.shape[1:3]
     mask.check_lengths(q_length, kv_length)
@@ -127,11 +128,14 @@ def _choose_for_all(mask: Moba, q: np.ndarray, k: np.ndarray) -> Chosen:
 
 
 def _choose(mask: Moba, q: np.ndarray, k: np.ndarray, earlier: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Earlier chunks that each query of one head takes, `[T, C]`, and whether rounding leaves it no doubt, `[T]`."""
+    """Choose the earlier chunks of each query of one head, `[T, C]`.
+
+    Also return for which queries no rounding changes the choice, `[T]`.
+    """
     pieces = [k[start : start + mask.chunk] for start in range(0, len(k), mask.chunk)]
     same = _find_first_equal_chunk(pieces)
     means = np.stack([piece.mean(axis=0) for piece in pieces])  # [C, H]
-    gates = (q @ means.T)[:, same]  # equal chunks have one gate, whatever the last bit of a product says
+    gates = (q @ means.T)[:, same]  # equal chunks get one gate, although the last bits of their products may differ
     order = np.argsort(np.where(earlier, -gates, np.inf), axis=1, kind="stable")  # ties to the lower index
     taken = np.zeros(gates.shape, bool)
     np.put_along_axis(taken, order[:, : mask.topk - 1], True, axis=1)
@@ -139,8 +143,8 @@ def _choose(mask: Moba, q: np.ndarray, k: np.ndarray, earlier: np.ndarray) -> tu
     error = np.sqrt(q**2 @ np.stack([(piece**2).mean(axis=0) for piece in pieces]).T) * max(1, mask.chunk**0.5 / 4)
     error += (np.abs(q) @ np.abs(means).T) * (1 + max(1, q.shape[1] ** 0.5 / 4))
     error *= _LIMIT * _U
-    # In doubt: a chunk that is taken and one that is not, whose gates differ by less than their errors together. Equal
-    # chunks are in no doubt: their gates are equal whatever the rounding.
+    # A query is in doubt if a chunk is taken and another is not, and their gates differ by less than both errors. Equal
+    # chunks cause no doubt: their gates are equal however they round.
     doubt = np.zeros(len(q), bool)
     for c in range(gates.shape[1]):
         other = (earlier & ~taken) & (np.asarray(same) != same[c])
@@ -151,6 +155,6 @@ def _choose(mask: Moba, q: np.ndarray, k: np.ndarray, earlier: np.ndarray) -> tu
 
 
 def _find_first_equal_chunk(pieces: list[np.ndarray]) -> list[int]:
-    """For each chunk, the first one that has the same keys in the same order."""
+    """Return, for each chunk, the first one with the same keys in the same order."""
     first: dict[bytes, int] = {}
     return [first.setdefault(piece.tobytes(), c) for c, piece in enumerate(pieces)]

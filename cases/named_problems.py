@@ -1,7 +1,7 @@
-"""Named problems: attention tasks by which kernels are compared elsewhere, as cases that can tell right from wrong.
+"""Named problems: attention tasks of a public benchmark, as cases that can tell right from wrong.
 
 They are the seven attention tasks among the priority kernels of JAXBench (AI-Hypercomputer/accelerator-agents, commit
-c4f3b17): operands, layouts and sizes are those of its `create_inputs`, values are ours. A kernel is given as that
+c4f3b17). Operands, layouts and sizes are those of its `create_inputs`; values are ours. A kernel is given as that
 benchmark takes it, a function `workload` of its operands (`conformance.execution.workload_adapters`).
 """
 
@@ -32,7 +32,7 @@ _LATENT = (
     "bf16/B2.T384.S384.{sizes}/causal{more}/normal/s0",
     "bf16/B2.T384.S384.{sizes}/causal{more}/large/s0",
 )
-# Lengths of whole pages, one key more, one page and less than one: of a table of 32 and of 256 pages.
+# Lengths of whole pages, one key more, one page, and less than one; tables have 32 and 256 pages.
 _DECODED = tuple(
     f"decode/{dtype}/B5.T1.S{keys}.N8.K2.H128.V128/own-linf-{keys}-16-17-{keys // 2 + 7}-5/paged16/{values}/s0"
     for dtype, keys, values in (
@@ -45,7 +45,7 @@ _DECODED = tuple(
         ("bf16", 4096, "dominant"),
     )
 )
-# Single tokens of four sequences, then a chunk of each of three others: one whole prompt, and two that go on.
+# Single tokens of four sequences, then chunks of three others: one whole prompt and two continued ones.
 _MIXED = tuple(
     f"prefill/{dtype}/B7.T128.S640.N8.K2.H128.V128/own-linf-257-16-17-640-128-633-300/paged16-q1-1-1-1-128-128-45/"
     f"{values}/s0"
@@ -64,7 +64,7 @@ class NamedProblem:
     """A task with a name.
 
     Attributes:
-      name: as `--problem` has it.
+      name: the value of `--problem`.
       task: what the benchmark calls it.
       about: what it is, in a sentence.
       takes: the operands of `workload`, with their shapes.
@@ -80,13 +80,14 @@ class NamedProblem:
     full: tuple[str, ...]
 
     def cases(self, *, full_size: bool) -> tuple[Case, ...]:
-        """Its cases."""
+        """Return its cases."""
         return tuple(parse_case_id(text) for text in (self.full if full_size else self.small))
 
     def declines(self, case: Case) -> str | None:
-        """Why a case is none of this problem, none if it could be: in what all of its own share, they share it too.
+        """Return why a case does not belong to this problem, or None if it could.
 
-        Lengths, heads, depths, dtype and values are free, as far as nothing relates them.
+        What all cases of the problem have in common, the case must have too. Lengths, heads, depths, dtype and values
+        are free, as far as nothing relates them.
         """
         own = [*self.cases(full_size=False), *self.cases(full_size=True)]
         for name, field in _FIXED.items():
@@ -99,6 +100,7 @@ class NamedProblem:
 
 
 def _describe_storage(case: Case) -> tuple[str, int | None] | None:
+    """Return the kind of storage and the page size; None for dense operands."""
     return None if case.stored is None else (case.stored.kind, case.stored.page_size)
 
 
@@ -109,21 +111,23 @@ _FIXED: Mapping[str, Callable[[Case], Any]] = {
     "storage": _describe_storage,
     "front_end": lambda case: case.front_end,
 }
-"""What a problem says once and for all: of a mask its kind, of pages their size."""
+"""Properties that all cases of a problem share: the kind of a mask, the size of pages, each operand."""
 _RELATED: Mapping[str, Callable[[Case], bool]] = {
     "as many queries as keys": lambda case: case.q_length == case.kv_length,
     "one query a sequence": lambda case: set(case.q_lengths) == {1},
     "as many key heads as query heads": lambda case: case.num_q_heads == case.num_kv_heads,
     "values as deep as keys": lambda case: case.head_dim == case.v_head_dim,
 }
-"""How sizes are related, where they are in all of its cases."""
+"""Relations between sizes that hold if they hold in all cases of a problem."""
 
 
 def _build_ids(patterns: tuple[str, ...], sizes: str, more: str = "") -> tuple[str, ...]:
+    """Build the ids of small cases."""
     return tuple(f"train/{pattern.format(sizes=sizes, more=more)}" for pattern in patterns)
 
 
 def _build_full_ids(sizes: str, more: str = "") -> tuple[str, ...]:
+    """Build the ids of cases at the benchmark's sizes."""
     return tuple(f"train/bf16/{sizes}/causal{more}/{values}/s0" for values in ("normal", "dominant"))
 
 
@@ -200,5 +204,5 @@ PROBLEMS = (
 
 @functools.cache
 def index_problems() -> dict[str, NamedProblem]:
-    """The named problems, by name."""
+    """Return the named problems by name."""
     return {problem.name: problem for problem in PROBLEMS}

@@ -2,8 +2,8 @@
 
 The operands of a case are the same bits everywhere, and so are the exact results and their bounds. Two kernels that
 compute the same wrong thing are therefore wrong by the same ratio, however different they are inside. The cases of a
-grid are chosen by what a kernel supports, so that those of two kernels differ; these are the same for all, and each
-kernel is asked those that it supports.
+grid depend on what a kernel supports, so those of two kernels differ. These are the same for all, and each kernel gets
+those that it supports.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from cases.case import Case, parse_case_id
 
 @dataclasses.dataclass(frozen=True)
 class SignatureCase:
-    """A case, and the names of the checks that it is asked: those that say there what no other case says."""
+    """A case, and the names of the checks that run on it: those that reveal there what no other case does."""
 
     case: Case
     checks: tuple[str, ...]
@@ -30,7 +30,7 @@ _LATENT = "B2.T40.S40.N4.K1.H80.V64"
 _LATENTS = "B4.T13.S45.N4.K1.H80.V64"
 _PACKED = "B4.T30.S30.N4.K2.H64.V64"
 
-# Beside `forward` and `gradients`: what is saved beside the results, its gradient, and what lies behind the mask.
+# Checks beside `forward` and `gradients`: residuals, their gradient, and what lies behind the mask.
 _SAVED = ("residuals",)
 _LSE = ("residuals", "gradients_lse")
 _BEHIND = ("residuals", "poison")
@@ -38,12 +38,12 @@ _BEHIND = ("residuals", "poison")
 SIGNATURE_CASES: tuple[SignatureCase, ...] = tuple(
     SignatureCase(parse_case_id(f"{case}/s0"), ("forward", "gradients", *beside))
     for case, beside in (
-        # Nothing but attention; then what every kernel has in some form.
+        # Attention alone; then features that every kernel has in some form.
         (f"train/f32/{_ONE}/full/normal", _SAVED),
         (f"train/f32/{_GROUPS}/full/normal", _LSE),
         (f"train/f32/{_ONE}/causal/normal", _SAVED),
         (f"train/f32/{_GROUPS}/causal/seg/normal", ()),
-        # Lengths: those that no block divides, more queries than keys, and more keys than queries.
+        # Lengths that no block divides, more queries than keys, and more keys than queries.
         ("train/f32/B1.T200.S200.N2.K2.H64.V64/causal/normal", _SAVED),
         ("train/f32/B1.T384.S128.N2.K2.H64.V64/full/normal", ()),
         ("train/f32/B1.T100.S300.N2.K2.H64.V64/full/normal", ()),

@@ -1,9 +1,10 @@
-"""The model of sizes: whole blocks, long sequences, decoding, head counts, depths, and the forms that arguments have.
+"""The model of sizes: whole blocks, long sequences, decoding, head counts, depths, and the forms of arguments.
 
-The model of features (`cases.feature_model`) has every mask and operand at short and odd lengths. This one has few of them, and
-what a kernel does about its blocks: lengths of three and more whole blocks of 128, each way and square; more than eight
-and sixteen blocks along an axis; one to sixteen queries over caches of more than a thousand keys; positions beyond
-16 bits. Each length is combined with masks, operands and dtypes, in pairs.
+The model of features (`cases.feature_model`) has every mask and operand at short and odd lengths. This one has few
+masks and operands, and the sizes at which a kernel's handling of blocks may go wrong: lengths of three and more whole
+blocks of 128, each way and square; more than eight and sixteen blocks along an axis; one to sixteen queries over caches
+of more than a thousand keys; positions beyond 16 bits. Each length is combined with masks, operands and dtypes, in
+pairs.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ class Shape:
     kv: int
     heads: tuple[int, int, int] = (1, 2, 2)
     depths: tuple[int, int] = (64, 64)
-    instead_of: Shape | None = None  # only for what does not support that level
+    instead_of: Shape | None = None  # the level that it replaces for implementations that do not support that one
 
 
 _PLAIN = Shape("train", 128, 128)
@@ -34,7 +35,7 @@ _SQUARE = Shape("train", 384, 384, (1, 2, 1))
 _WIDE = Shape("train", 256, 512)
 _TALL = Shape("train", 512, 256, (1, 4, 2), (32, 32))
 _SPECULATIVE = Shape("prefill", 4, 1152, (1, 8, 1))
-# Those that meet every form of a mask.
+# The shapes that are combined with every form of a mask.
 _ALL_FORMS = (_PLAIN, _WIDE, _SPECULATIVE)
 _BLOCKS = (
     _PLAIN,
@@ -50,12 +51,12 @@ _BLOCKS = (
 )
 # Head counts, each with depths of its own.
 _HEADS = {(1, 32, 4): (33, 17), (2, 10, 2): (80, 80), (1, 3, 3): (96, 96), (2, 3, 1): (192, 128), (5, 1, 1): (256, 256)}
-# Nine blocks each way: the dearest is last.
+# Nine blocks each way; it is last, since it is the most expensive.
 _LARGEST = Shape("train", 1152, 1152, (1, 1, 1), (16, 16))
 
 
 def _add_stand_ins(shape: Shape) -> tuple[Shape, ...]:
-    """The shape, and with the usual depths for kernels that do not take its own."""
+    """Return the shape and stand-ins with usual depths, for kernels that do not support its own."""
     found = [shape]
     for depth in (64, 128):
         if shape.depths != (depth, depth):
@@ -73,34 +74,39 @@ _IN_BLOCKS_OF_512 = tuple(
 )
 _STAND_INS = (
     *(other for shape in _SHAPES for other in _add_stand_ins(shape)[1:]),
-    # Three blocks and more for those that take only multiples of 256 or 512.
+    # Three and more blocks, for kernels that take only multiples of 256 or 512.
     *_IN_BLOCKS_OF_512,
-    # Three blocks of queries, for those that are not differentiated.
+    # Three blocks of queries, for kernels without gradients.
     Shape("prefill", 384, 768, (1, 2, 1), instead_of=_IN_BLOCKS_OF_512[0]),
 )
 
 
 def _compute_end_offset(shape: Shape) -> str:
+    """Return the offset that aligns the last query with the last key, as a mask term writes it."""
     return f"-o{shape.kv - shape.q}" if shape.kv != shape.q else ""
 
 
 def _format_causal(shape: Shape) -> str:
+    """Return a causal mask that aligns the last query with the last key."""
     return f"causal{_compute_end_offset(shape)}"
 
 
 def _format_window(shape: Shape) -> str:
-    """A window of several blocks, and not of all, where there are as many."""
+    """Return a window of several blocks, but not of all where there are as many."""
     return f"window-l{max(3, 5 * shape.kv // 8) - 1}-r0{_compute_end_offset(shape)}"
 
 
 def _format_causal_and_window(shape: Shape) -> str:
-    """Both matter, and are counted from the first key in training and so that the last ones meet in decoding."""
+    """Return a causal mask combined with a window, which both matter.
+
+    They count from the first key in training, and from the end in decoding.
+    """
     first = "" if shape.phase == "train" else _compute_end_offset(shape)
     return f"causal{first}_and_window-l{min(200, shape.kv // 4)}-r9{first}"
 
 
 def _format_lengths(shape: Shape) -> str:
-    """Keys up to a border of a block and next to it, none at all for one row."""
+    """Return key lengths at and beside the border of a block, and zero for one row."""
     borders = (max(65, shape.kv - 127), 128, shape.kv, 1, 0)
     return "-".join(("lengths", *(str(min(shape.kv, n)) for n in borders[: shape.heads[0]])))
 
@@ -121,7 +127,7 @@ _FORMS: dict[str, Callable[[Shape], str]] = {
     "causal_window": _format_causal_and_window,
 }
 _MASKS = {**_USUAL, **_FORMS}
-# The other shapes meet as many masks, and as many forms of a bias, as there are dtypes: three cases are enough then.
+# The other shapes get as many masks and forms of a bias as there are dtypes, so that three cases cover their pairs.
 _MASKS_ELSEWHERE = ("causal_end", "window", "lengths")
 _BIASES_ELSEWHERE = (None, "biasslope", "biasbatch")
 
@@ -140,12 +146,12 @@ AXES: tuple[Axis, ...] = (
 
 
 def _resolve_stand_in(shape: Shape) -> Shape:
-    """The shape for which a stand-in stands, at last."""
+    """Return the shape that a stand-in replaces in the end."""
     return shape if shape.instead_of is None else _resolve_stand_in(shape.instead_of)
 
 
 def are_compatible(levels: Mapping[str, Any]) -> bool:
-    """False if the levels given so far (by axis name) cannot stand in one case, or would cost more than they show."""
+    """Return False if the levels given so far cannot stand in one case, or cost more than they can show."""
     shape, mask = levels.get("shape"), levels.get("mask")
     if levels.get("kv_cache") is not None and shape is not None and shape.phase == "train":
         return False  # a cache is read, not differentiated
@@ -155,13 +161,13 @@ def are_compatible(levels: Mapping[str, Any]) -> bool:
     if elsewhere and (mask not in (None, *_MASKS_ELSEWHERE) or levels.get("bias") not in _BIASES_ELSEWHERE):
         return False
     if levels.get("bias") == "biasinf":
-        # What a segment or a narrow mask leaves to a row may be just what the bias hides.
+        # The bias might hide all that a segment or a narrow mask leaves to a row.
         hides_few = mask in (None, "full", "causal_end", "unbounded", "wider")
         if not hides_few or levels.get("segments") is not None or levels.get("soft_cap") is not None:
             return False
     if levels.get("distribution") == "levels":
-        # Logits around 1.1e4 lie where any cap is flat, and a sink is then everything or nothing. Each level of the
-        # logits has a query.
+        # Any cap is flat at logits around 1.1e4, and a sink gets all of the weight or none. Each level of the logits
+        # needs a query.
         if shape is not None and shape.q < 16:
             return False
         return levels.get("soft_cap") is None and not levels.get("sinks")
@@ -169,7 +175,7 @@ def are_compatible(levels: Mapping[str, Any]) -> bool:
 
 
 def assemble(levels: Mapping[str, Any], seed: int) -> Case:
-    """The case with one level of every axis."""
+    """Build the case from one level of every axis."""
     shape: Shape = levels["shape"]
     batch, num_q_heads, num_kv_heads = shape.heads
     head_dim, v_head_dim = shape.depths

@@ -1,1 +1,1 @@
-"""What `explore` draws: the space of cases, how to draw from it, and what is new or near a clue."""
+"""The space of cases that `explore` draws from: what is in it, how to draw from it, what is new in a case."""

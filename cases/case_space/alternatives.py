@@ -1,8 +1,8 @@
-"""The case space as far as it is wanted: the alternatives of each choice, the plainest first.
+"""The alternatives of each choice in the case space, the plainest first, as far as they are supported.
 
-An implementation says case by case what it supports. A kernel that supports little would be left with almost nothing if
-cases were drawn from everything and then thrown away. So each alternative is first tried alone, on a case that is
-otherwise plain. An alternative that is never supported is not drawn.
+An implementation says case by case what it supports. If cases were drawn from everything and then filtered, a kernel
+that supports little would have almost none left. So each alternative is first tried alone, on a case that is otherwise
+plain. An alternative that is never supported is not drawn.
 """
 
 from __future__ import annotations
@@ -19,13 +19,14 @@ from cases.operand_registry import OPTIONAL
 from cases.score_functions import CAPPING
 
 Supports = Callable[[Case], "str | None"]
-"""Why a case is not wanted, or None if it is."""
+"""Returns why a case is not wanted, or None if it is."""
 
 MASKS: Mapping[str, str] = {kind.name: kind.example for kind in KINDS}
-"""Kinds of mask, the plainest first, each with a spec that fits the plain case."""
+"""An example spec that fits the plain case, by kind of mask, the plainest first."""
 _OFFSETS = {kind.name: f"{kind.example}-o3" for kind in KINDS if kind.offset == "any"}
 _JOINTS = {"_and_": "causal_and_window-l31-r7", "_or_": "causal_or_window-l7-r7"}
-# Some kernels take only lengths and depths that are multiples of a block: the first step that is supported is taken.
+# Some kernels take only lengths and depths that are multiples of a block. The first supported step is used. Each step
+# has a size that is tried.
 _LENGTH_STEPS = {1: 77, 8: 72, 128: 128}
 _DEPTH_STEPS = {1: 37, 8: 40, 64: 64, 128: 128}
 
@@ -36,17 +37,17 @@ class NothingToDraw(ValueError):  # noqa: N818 -- a statement, as the message is
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Space:
-    """What there is to draw from; every tuple has the plainest alternative first.
+    """What to draw from; every tuple has the plainest alternative first.
 
     Attributes:
       phases, dtypes, masks, distributions: as in `Case`.
-      operands: by field of `Case`, what it may be; of a number, one that stands for all.
+      operands: by field of `Case`, its possible values; for a number, one that stands for all.
       offsets: the kinds of mask that may have an offset.
       joints: how masks may be combined.
       grouped: whether query heads may share a key/value head.
       unequal_lengths, v_head_dim: whether T may differ from S, and V from H.
       length_step, depth_step: lengths and depths are multiples of these.
-      clues: numbers that the implementation shows; sizes beside them are drawn too.
+      clues: numbers found in the implementation; sizes beside them are drawn too.
     """
 
     phases: tuple[str, ...]
@@ -65,19 +66,21 @@ class Space:
 
 
 def build_space(supports: Supports = lambda case: None, phases: tuple[str, ...] = PHASES) -> Space:
-    """The space that `supports` leaves of the given phases.
+    """Build the space that `supports` leaves of the given phases.
 
     Raises:
-      NothingToDraw: if no plain case is supported; the message has the reason for the plainest.
+      NothingToDraw: no plain case is supported; the message has the reason for the plainest.
     """
     base = _find_base(supports, phases)
 
     def supported(**changes: Any) -> bool:
+        """Return whether the plain case with these changes is supported."""
         if _is_impossible(dataclasses.asdict(base) | changes):
             return False
         return supports(dataclasses.replace(base, **changes)) is None
 
     def kept(field: str, values: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Return the values of the field that are supported."""
         return tuple(value for value in values if supported(**{field: value}, **_choose_phase(field, value, base)))
 
     return Space(
@@ -104,25 +107,30 @@ def build_space(supports: Supports = lambda case: None, phases: tuple[str, ...] 
 
 
 def _adapt_mask(mask: str, length: int) -> str:
-    """The mask of the plain case at another length, which must divide for a balanced one."""
+    """Return the plain case's mask at another length: a balanced one needs a length that divides."""
     return "causal" if mask == MASKS["balanced"] and length % 4 else mask
 
 
 def _find_step(steps: Mapping[int, int], supported: Callable[[int], bool]) -> int:
+    """Return the smallest step that is supported."""
     return next((step for step, probe in steps.items() if supported(probe)), max(steps))
 
 
 def _choose_phase(field: str, value: Any, base: Case) -> dict[str, Any]:
-    """The phase of a case with this value, where it cannot be that of the plain one: no cache is trained from."""
+    """Choose the phase of a case with this value where it cannot be that of the plain one: a cache is not trained."""
     return {"phase": "prefill"} if field == "kv_cache" and value and base.phase == "train" else {}
 
 
 def _build_phase_fields(phase: str) -> dict[str, Any]:
+    """Return the fields of a phase."""
     return {"phase": phase, "q_length": 1} if phase == "decode" else {"phase": phase}
 
 
 def _is_impossible(changed: Mapping[str, Any]) -> bool:
-    """Whether no case can have all of these: one query to balance, a knee without a cap, two caps, training a cache."""
+    """Return whether no case can have these fields.
+
+    Examples are one query in a balanced mask, a knee without a cap, two caps, and training on a cache.
+    """
     if changed.get("kv_cache") and changed.get("phase", "train") == "train":
         return True
     if changed.get("score") == CAPPING and changed.get("soft_cap") is not None:
@@ -132,7 +140,7 @@ def _is_impossible(changed: Mapping[str, Any]) -> bool:
 
 
 def _find_base(supports: Supports, phases: tuple[str, ...]) -> Case:
-    """The plainest supported case: with one or two things changed if need be."""
+    """Find the plainest supported case, with one or two changes if need be."""
     plain = Case()
     first: str | None = None
     changes: list[dict[str, Any]] = [

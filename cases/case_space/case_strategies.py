@@ -1,7 +1,7 @@
 """Hypothesis strategies over the whole case space, not only the levels of the grid.
 
-Everything is drawn so that it fits what was drawn before, and shrinks towards the smallest and plainest case: one
-query, one key, one head, f32, no mask and no optional operand.
+Everything is drawn so that it fits what was drawn before. It shrinks towards the smallest and plainest case: one query,
+one key, one head, f32, no mask and no optional operand.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from cases.storage_forms.storage_spec import LATENT, Kind
 
 LONGEST = 600
 _USUAL = 300
-# Time and memory of the oracle grow with B * N * T * S; beyond this, more heads and batch rows cost seconds.
+# Time and memory of the oracle grow with B * N * T * S. Beyond this product, more heads and batch rows cost seconds.
 _PAIRS = 150_000
 _MOST_BATCH = 3
 _MOST_HEADS = 3
@@ -35,22 +35,22 @@ _LARGEST_GROUP = 4
 _DEPTHS = (8, 136)
 _USUAL_DEPTHS = (16, 32, 64, 72, 128)
 _BLOCKS = (32, 64, 128)
-# Logits of 7e4 in f32 are rounded by so much that probabilities change by 1%: one key among many is lost in that.
+# Logits of 7e4 round so coarsely in f32 that probabilities change by 1%, which hides one key among many.
 _LONGEST_HUGE = 128
 _MANY_QUERIES = 16
-# Beside clues: so many pairs of query and key with few heads, and such depths that long sequences remain cheap.
+# Limits beside clues: pairs of query and key with few heads, and depths that keep long sequences cheap.
 _MOST_PAIRS = 1_400_000
 _LONG = 2048
-_LITTLE_DEPTHS = (8, 16, 64, 128)  # of which the first two are taken
+_LITTLE_DEPTHS = (8, 16, 64, 128)  # the first two supported ones are used
 _BRIEF = (1, 16, 40, 64, 100, 128)
 _MOST_COUNTED = {"batch": 9, "heads": 34, "depth": 272}
-# At scale 1 many logits are about this large at usual depths.
+# The usual size of large logits at scale 1 and usual depths.
 _LOGIT = 16
 _LARGEST_LOGIT = 4000.0
 _COMMON_MASKS = ("full", "causal", "window", "lengths")
 _OTHER_DEPTHS = (80, 96, 160, 192, 256)
 
-# Plain cases of stored operands, which only those support who take their operands so.
+# Plain cases of stored operands, which only implementations of that storage support.
 _STORED: dict[Kind, Case] = {
     "packed": Case(mask="own-linf-128", storage="packed", phase="prefill"),
     "paged": Case(mask="own-linf-128", storage="paged16", phase="prefill"),
@@ -66,20 +66,20 @@ _T = TypeVar("_T")
 def draw_cases(
     supports: Supports = lambda case: None, phases: tuple[str, ...] = PHASES, clues: Clues = NO_CLUES
 ) -> st.SearchStrategy[Case]:
-    """Cases of the given phases that `supports` accepts.
+    """Return the strategy of cases of the given phases that `supports` accepts.
 
     Args:
-      supports: why a case is not wanted, or None if it is.
+      supports: returns why a case is not wanted, or None if it is.
       phases: which phases to draw.
-      clues: numbers that a kernel shows: sizes, masks, caps and scales beside them are drawn too.
+      clues: numbers found in a kernel: sizes, masks, caps and scales beside them are drawn too.
 
     Raises:
-      cases.case_space.alternatives.NothingToDraw: if no case is supported, however plain.
+      cases.case_space.alternatives.NothingToDraw: no case is supported, however plain.
     """
     try:
         within = dataclasses.replace(build_space(supports, phases), clues=clues)
     except NothingToDraw:
-        # One that takes its operands stored takes no others.
+        # An implementation that takes stored operands takes no others.
         kind = next((kind for kind, case in _STORED.items() if _list_supported_caches(case, supports)), None)
         if kind is None or supports(Case()) is None:
             raise
@@ -94,14 +94,14 @@ def draw_cases(
 
 
 def _list_supported_caches(case: Case, supports: Supports) -> serving.Caches:
-    """What pages may hold that is supported in a plain case; empty if the case is not, whatever they hold."""
+    """List what pages may hold that is supported in a plain case; empty if the case is not."""
     caches = PAGES_HOLD if case.storage == "paged16" else (None,)
     return tuple(cache for cache in caches if supports(dataclasses.replace(case, kv_cache=cache)) is None)
 
 
 @st.composite
 def draw_any_case(draw: st.DrawFn, within: Space) -> Case:
-    """Cases within a space."""
+    """Draw a case within a space."""
     phase = draw(_draw_seldom(within.phases))
     dtype = draw(st.sampled_from(within.dtypes))
     q_length, kv_length = draw(draw_lengths(phase, within))
@@ -111,23 +111,23 @@ def draw_any_case(draw: st.DrawFn, within: Space) -> Case:
     head_dim = draw(depth)
     other_depth = draw(st.sampled_from(within.v_head_dim))
     mask = draw(draw_mask_specs(batch, q_length, kv_length, within))
-    # Each operand is left out in most draws: otherwise every case would have half of them.
+    # Most draws leave an operand out; otherwise every case would have half of them.
     operands: dict[str, Any] = {}
     for field, levels in within.operands.items():
-        if field == "kv_cache" and phase == "train":  # a cache is read
+        if field == "kv_cache" and phase == "train":  # a cache is read, not differentiated
             continue
-        if field in QUIET and len(levels) == 1:  # who lacks it is drawn what there was before it
+        if field in QUIET and len(levels) == 1:  # draws for implementations without it do not change
             continue
         level = draw(_draw_seldom(levels))
         operands[field] = draw(_draw_number(field, within)) if level is not None and field in _NUMBERS else level
     if operands["bias"] == "biasinf" and not _can_hide_keys(operands, mask):
         operands["bias"] = "bias"
     if operands["soft_cap"] is not None and operands.get("score") == CAPPING:
-        operands["score"] = None  # one cap
+        operands["score"] = None  # a case has one cap
     capped = operands["soft_cap"] is not None
     flat = capped or operands.get("score") == CAPPING
     huge = not flat and not operands["sinks"] and phase == "train" and max(q_length, kv_length) <= _LONGEST_HUGE
-    # Each level of those logits has a query; where a cap is flat, or beside a sink, there is nothing to see.
+    # Each level of those logits needs a query. A cap is flat there, and a sink gets all of the weight or none.
     leveled = not flat and not operands["sinks"] and phase == "train" and q_length >= _MANY_QUERIES
     fitting = {"knee": capped, "huge": huge, "levels": leveled}
     return Case(
@@ -148,17 +148,20 @@ def draw_any_case(draw: st.DrawFn, within: Space) -> Case:
 
 
 def _can_hide_keys(operands: Mapping[str, Any], mask: str) -> bool:
-    """Whether a bias may hide keys: what segments or a mask leave to a row may be just what it hides."""
+    """Return whether a bias may hide keys.
+
+    Beside segments or a narrow mask it might hide all that they leave to a row.
+    """
     return mask in ("full", "causal") and operands["segments"] is None and operands["soft_cap"] is None
 
 
 @st.composite
 def draw_lengths(draw: st.DrawFn, phase: str, within: Space) -> tuple[int, int]:
-    """T and S: one query in decode, no more queries than keys in prefill."""
+    """Draw T and S: one query in decode, no more queries than keys in prefill."""
     step = within.length_step
     kv_length = draw(_draw_length(within))
     unequal = draw(st.sampled_from(within.unequal_lengths))
-    if phase == "decode":  # after as many draws as the plain case, since fewer would count as smaller
+    if phase == "decode":  # after as many draws as in the plain case, since Hypothesis counts fewer as smaller
         return 1, kv_length
     if not unequal:
         return (
@@ -172,18 +175,21 @@ def draw_lengths(draw: st.DrawFn, phase: str, within: Space) -> tuple[int, int]:
     q_length = draw(_draw_length(within))
     if q_length <= most:
         return q_length, kv_length
-    # Both are long: one of the two stays so.
+    # Both are long: shorten one of them.
     brief = _draw_short_length(within, min(most, draw(st.sampled_from(_BRIEF))))
     return (q_length, brief) if draw(st.booleans()) else (brief, kv_length)
 
 
 def _draw_short_length(within: Space, length: int = 1) -> int:
-    """A short length that is supported."""
+    """Return a short length that is supported."""
     return -(-length // within.length_step) * within.length_step
 
 
 def _draw_length(within: Space) -> st.SearchStrategy[int]:
-    """Lengths up to 300, now and then up to 600; blocks and their neighbours more often than others; beside clues."""
+    """Return the strategy of lengths up to 300, and now and then up to 600.
+
+    Blocks and their neighbours come more often than others, and so do lengths beside clues.
+    """
     step = within.length_step
     if step > 1:
         usual = st.integers(1, max(1, LONGEST // step)).map(lambda n: n * step)
@@ -200,14 +206,14 @@ def _draw_length(within: Space) -> st.SearchStrategy[int]:
 
 @st.composite
 def _draw_near_block(draw: st.DrawFn) -> int:
-    """A multiple of a usual block, or one more or less: where tails go wrong."""
+    """Draw a multiple of a usual block, or one more or less, where the last block goes wrong."""
     block = draw(st.sampled_from(_BLOCKS))
     return block * draw(st.integers(1, _USUAL // block)) + draw(st.sampled_from((0, 1, -1)))
 
 
 @st.composite
 def draw_heads(draw: st.DrawFn, pairs: int, within: Space) -> tuple[int, int, int]:
-    """B, N and K, as many as `pairs` = T * S leave room for."""
+    """Draw B, N and K, as many as `pairs` = T * S leave room for."""
     room = max(1, _PAIRS // pairs)
     num_kv_heads = draw(_draw_count("heads", _MOST_HEADS, room, within))
     fewest = 1 if False in within.grouped else 2
@@ -218,13 +224,14 @@ def draw_heads(draw: st.DrawFn, pairs: int, within: Space) -> tuple[int, int, in
 
 
 def _draw_count(of: str, usual: int, room: int, within: Space) -> st.SearchStrategy[int]:
-    """Up to the usual number and to what there is room for, or beside a clue."""
+    """Return the strategy of counts up to the usual number and to `room`, or beside a clue."""
     few = st.integers(1, max(1, min(usual, room)))
     beside = within.clues.counts(min(_MOST_COUNTED[of], room))
     return st.one_of(few, few, st.sampled_from(beside)) if beside else few
 
 
 def _draw_depth(within: Space) -> st.SearchStrategy[int]:
+    """Return the strategy of depths."""
     step = within.depth_step
     low, high = _DEPTHS
     if step > 1:
@@ -237,12 +244,13 @@ def _draw_depth(within: Space) -> st.SearchStrategy[int]:
 
 
 def _draw_small_depth(within: Space) -> st.SearchStrategy[int]:
-    """Depths of long sequences."""
+    """Return the strategy of depths for long sequences."""
     fitting = [depth for depth in _LITTLE_DEPTHS if depth % within.depth_step == 0]
     return st.sampled_from(fitting[:2])
 
 
 def _draw_seldom(values: tuple[_T, ...]) -> st.SearchStrategy[_T]:
+    """Return the strategy of values that gives the plainest half the time."""
     plainest, *others = values
     return st.sampled_from((plainest,) * (1 + len(others)) + tuple(others))
 
@@ -254,7 +262,7 @@ _NUMBERS = {
 
 
 def _draw_number(field: str, within: Space) -> st.SearchStrategy[float]:
-    """A cap or a scale: usual ones, and what puts logits below, at and above a clue."""
+    """Return the strategy of a cap or a scale: usual ones, and those that put logits around a clue."""
     levels = within.clues.levels
     if field == "scale":
         levels = tuple(x / _LOGIT for x in levels if x <= _LARGEST_LOGIT)
@@ -263,18 +271,18 @@ def _draw_number(field: str, within: Space) -> st.SearchStrategy[float]:
 
 @st.composite
 def draw_mask_specs(draw: st.DrawFn, batch: int, q_length: int, kv_length: int, within: Space) -> str:
-    """Masks that fit the lengths: mostly one term, else two or three joined by `_and_` and `_or_`."""
+    """Draw a mask that fits the lengths: mostly one term, else two or three joined by `_and_` and `_or_`."""
     unfit = {"balanced": q_length % 2 == 1, "moba": q_length > kv_length}
     fitting = [kind for kind in within.masks if not unfit.get(kind)] or ["full"]
-    # Beside clues, masks that kernels have paths of their own for come more often.
+    # Beside clues, masks for which kernels have their own code paths come more often.
     common = [kind for kind in _COMMON_MASKS if kind in fitting and within.clues]
     kind = draw(st.sampled_from([*fitting, *common * 3]))
     spec = draw(_draw_term(kind, batch, q_length, kv_length, within))
     partners = [kind for kind in fitting if kind not in ("full", "own")]
-    if kind in ("full", "own") or not within.joints:  # other masks have one place for all batch rows
+    if kind in ("full", "own") or not within.joints:  # other masks have one position for all batch rows
         return spec
     for _ in range(draw(st.sampled_from((0, 0, 0, 0, 0, 1) if within.clues else (0, 0, 0, 1, 1, 2)))):
-        # Of masks that count queries along the sequence, none goes with those in load-balanced order.
+        # Masks that count queries along the sequence do not combine with those in load-balanced order.
         apart = {"balanced"} if kind in _ORDERED - {"balanced"} else _ORDERED if kind == "balanced" else frozenset()
         partners = [partner for partner in partners if partner not in apart]
         if not partners:
@@ -291,8 +299,9 @@ _NUMBERED = {kind.name: kind.numbers for kind in KINDS}
 
 @st.composite
 def _draw_term(draw: st.DrawFn, kind: str, batch: int, q_length: int, kv_length: int, within: Space) -> str:
+    """Draw one term of a mask spec."""
     if kind == "spans":
-        # Past the end too: a mask may have been made for longer operands.
+        # Edges past the end are allowed: a mask may have been made for longer operands.
         edge = st.integers(0, max(q_length, kv_length) + 8)
         edges = sorted(draw(st.lists(edge, min_size=2, max_size=6, unique=True)))
         return "-".join(("spans", *map(str, edges[: len(edges) // 2 * 2])))
@@ -303,7 +312,7 @@ def _draw_term(draw: st.DrawFn, kind: str, batch: int, q_length: int, kv_length:
         beside = [kv_length - n for n in reversed(within.clues.lengths) if n <= kv_length]
         left_out = st.integers(0, kv_length) | st.sampled_from(beside) if beside else st.integers(0, kv_length)
         missing = draw(st.lists(left_out, min_size=batch, max_size=batch))
-        missing[-1] %= kv_length  # somebody sees something
+        missing[-1] %= kv_length  # some query sees a key
         name = "lengths" if kind == "lengths" else f"own-l{draw(st.integers(0, kv_length).map(str) | st.just('inf'))}"
         return "-".join((name, *(str(kv_length - n) for n in missing)))
     if kind == "moba":
@@ -311,7 +320,7 @@ def _draw_term(draw: st.DrawFn, kind: str, batch: int, q_length: int, kv_length:
         ahead = draw(st.integers(0, kv_length - q_length))
         return f"moba-{chunk}-{topk}" + (f"-o{ahead}" if ahead else "")
     offset = draw(_draw_offset(q_length, kv_length)) if kind in within.offsets else ""
-    if within.clues and draw(st.booleans()):  # kernels have paths of their own for masks without one
+    if within.clues and draw(st.booleans()):  # kernels have their own code paths for masks without an offset
         offset = ""
     if kind == "window":
         sides = [st.integers(0, kv_length), *([st.sampled_from(near)] if (near := within.clues.lengths) else [])]
@@ -323,7 +332,7 @@ def _draw_term(draw: st.DrawFn, kind: str, batch: int, q_length: int, kv_length:
 
 
 def _draw_offset(q_length: int, kv_length: int) -> st.SearchStrategy[str]:
-    """None, the one that aligns the ends, or any that leaves some query a key."""
+    """Return the strategy of offsets: none, the one that aligns the ends, or any that leaves some query a key."""
     aligned = max(0, kv_length - q_length)
     drawn = st.one_of(st.just(0), st.just(aligned), st.integers(1 - q_length, kv_length))
     return drawn.map(lambda n: f"-o{n}" if n else "")

@@ -1,4 +1,4 @@
-"""Numbers at which a kernel may do something else, and the sizes beside them that are worth a try."""
+"""Clues: numbers at which a kernel may change its behaviour, and sizes beside them that are worth testing."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ _LEAST, _MOST = 1e-3, 1e5
 
 @dataclasses.dataclass(frozen=True)
 class Clues:
-    """Numbers that a kernel shows, those first by which more is likely to be decided.
+    """Numbers found in a kernel, the most decisive first.
 
     Attributes:
       integers: blocks, lengths, counts; all above 2.
       floats: thresholds; all positive.
-      in_source: those of both that stand in the source; the others stand in the program alone.
+      in_source: the numbers that stand in the source; the others stand in the compiled program alone.
     """
 
     integers: tuple[int, ...] = ()
@@ -47,31 +47,31 @@ class Clues:
 
     @functools.cached_property
     def far(self) -> tuple[int, ...]:
-        """Lengths beside a number of blocks, where one clue is the block and another how many, shortest first."""
+        """Lengths beside a number of blocks, where one clue is the block and another the count, shortest first."""
         pairs = itertools.product((c for c in self.integers if c >= _LEAST_BLOCK), self.integers)
         beside = {block * count + more for block, count in pairs for more in (1, block)}
         return tuple(sorted(x for x in beside if 1000 <= x <= _LONGEST))
 
     def counts(self, most: int) -> tuple[int, ...]:
-        """Numbers of heads, batch rows or channels beside a clue, at most `most`."""
+        """List numbers of heads, batch rows or channels beside a clue, at most `most`."""
         return tuple(sorted({c + d for c in self.integers for d in _BESIDE if 0 < c + d <= most}))
 
     @functools.cached_property
     def levels(self) -> tuple[float, ...]:
-        """Numbers below, at and above each float, and each integer that is no length alone."""
+        """Numbers below, at and above each clue, for caps and scales."""
         found = [*self.floats, *map(float, self.integers)]
         beside = (float(f"{x * by:.6g}") for x in found for by in _LEVELS if _LEAST < x < _MOST)
         return tuple(sorted(set(beside)))
 
-    def near(self, size: int) -> str:
-        """The clue that a length is beside, as text: `128`, `2*128+1`; empty if there is none."""
+    def describe_size(self, size: int) -> str:
+        """Return the clue that a length is beside, as text: `128`, `2*128+1`; empty if there is none."""
         for c, n, d in itertools.product(self.integers, _TIMES, _BESIDE):
             if size == c * n + d:
                 return (f"{n}*" if n > 1 else "") + f"{c}" + (f"{d:+d}" if d else "")
         return ""
 
-    def told(self) -> str:
-        """The numbers with where they stand."""
+    def format_numbers(self) -> str:
+        """Return the numbers and where they stand, as text."""
         ours = [f"{x:g}" for x in (*self.integers, *self.floats) if x in self.in_source]
         theirs = [f"{x:g}" for x in (*self.integers, *self.floats) if x not in self.in_source]
         parts = [f"{', '.join(xs)} ({where})" for xs, where in ((ours, "source"), (theirs, "program")) if xs]

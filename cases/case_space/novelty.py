@@ -1,7 +1,7 @@
-"""What a case combines, coarsely, and which combinations nobody has asked about yet.
+"""Measure what is new in a case: which pairs of its marks no earlier case had.
 
-A mark is one thing that a case has: a kind of mask, an operand, how long it is and by what its length divides. The grid
-combines levels of its own in pairs. What it leaves out are pairs of marks, which exploring goes for first.
+A mark is one coarse property of a case: a kind of mask, an operand, how long it is and what divides its length. The
+grid combines levels of its own in pairs. Exploring prefers pairs of marks that the grid leaves out.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from cases.operand_registry import OPTIONAL
 
 Pair = tuple[str, str]
 _BLOCKS = (256, 128, 64, 8)
-# A size beside a clue that no case had yet is worth so many pairs.
+# How many new pairs a new size beside a clue is worth.
 _NEW_CLUE = 10
 
 
 def find_marks(case: Case) -> frozenset[str]:
-    """The marks of a case."""
+    """Return the marks of a case."""
     q, kv = case.q_length, case.kv_length
     order = "T=S" if q == kv else ("T<S" if q < kv else "T>S")
     group = case.num_q_heads // case.num_kv_heads
@@ -54,7 +54,7 @@ def find_marks(case: Case) -> frozenset[str]:
 
 
 def find_clue_marks(case: Case, clues: Clues) -> frozenset[str]:
-    """The clues that sizes of the case are beside, each with the size and on which side of the clue."""
+    """Return the clues that sizes of the case are beside, each with the size and the side."""
     sizes = {
         "T": case.q_length,
         "S": case.kv_length,
@@ -63,7 +63,7 @@ def find_clue_marks(case: Case, clues: Clues) -> frozenset[str]:
         "N": case.num_q_heads,
         "B": case.batch,
     }
-    found = {f"{name} {near}" for name, size in sizes.items() if (near := clues.near(size))}
+    found = {f"{name} {near}" for name, size in sizes.items() if (near := clues.describe_size(size))}
     far = {*clues.far, *clues.exact}
     found |= {f"{name} {size}" for name, size in sizes.items() if size in far}
     if case.soft_cap in clues.levels:
@@ -72,34 +72,34 @@ def find_clue_marks(case: Case, clues: Clues) -> frozenset[str]:
 
 
 def pair_marks(found: Iterable[str]) -> frozenset[Pair]:
-    """Pairs of marks."""
+    """Return all pairs of marks."""
     return frozenset(itertools.combinations(sorted(found), 2))
 
 
 class Novelty:
-    """Which pairs of marks were met in the grids, and which since."""
+    """Which pairs of marks occurred in the grids, and which since."""
 
     def __init__(self, grid: Iterable[Case], clues: Clues) -> None:
-        """Nothing is met yet but what the cases of `grid` have."""
+        """Start with the pairs of the cases of `grid`."""
         self._clues = clues
         self._gridded = frozenset().union(*(pair_marks(find_marks(case)) for case in grid))
         self._met = set(self._gridded)
-        self._beside: set[Pair] = set()  # a clue with a mark
+        self._beside: set[Pair] = set()  # pairs of a clue with a mark or another clue
         self.used: set[str] = set()
         """Clues that sizes of cases were beside, as `clues_in` writes them."""
 
     def count_new(self, case: Case) -> int:
-        """How much a case has that none had so far."""
+        """Count the pairs of marks, and weigh the clues, that no earlier case had."""
         found, clues = find_marks(case), find_clue_marks(case, self._clues)
         new = len(pair_marks(found) - self._met) + len(_pair_with_clues(clues, found) - self._beside)
         return new + _NEW_CLUE * len(clues - self.used)
 
-    def best(self, among: Sequence[Case]) -> Case:
-        """The case that has most; the first of several."""
+    def find_best(self, among: Sequence[Case]) -> Case:
+        """Return the case with the most that is new; the first of several."""
         return max(among, key=self.count_new)
 
     def add_case(self, case: Case) -> None:
-        """Count a case."""
+        """Record that a case was judged."""
         found, clues = find_marks(case), find_clue_marks(case, self._clues)
         self._met |= pair_marks(found)
         self._beside |= _pair_with_clues(clues, found)
@@ -107,16 +107,17 @@ class Novelty:
 
     @property
     def beyond(self) -> int:
-        """How many pairs were met since that the grids do not have."""
+        """How many pairs occurred since that the grids do not have."""
         return len(self._met - self._gridded)
 
 
 def _pair_with_clues(clues: Iterable[str], found: Iterable[str]) -> frozenset[Pair]:
-    """Each clue with each mark, and with each other."""
+    """Return each clue paired with each mark, and with each other clue."""
     return frozenset(itertools.product(clues, found)) | pair_marks(clues)
 
 
 def _format_length(name: str, length: int) -> str:
+    """Return a length as a mark: its power of two, and the largest usual block that divides it."""
     if length <= 16:
         return f"{name}<=16" if length > 1 else f"{name}1"
     divisor = next((block for block in _BLOCKS if length % block == 0), 1)
@@ -124,11 +125,12 @@ def _format_length(name: str, length: int) -> str:
 
 
 def _format_depth(name: str, depth: int) -> str:
+    """Return a depth as a mark."""
     return f"{name}{_round_down_to_power_of_two(depth)}" + (
         "" if depth & (depth - 1) == 0 else ("odd" if depth % 2 else "even")
     )
 
 
 def _round_down_to_power_of_two(number: int) -> int:
-    """The power of two that is not above."""
+    """Return the largest power of two that is at most `number`."""
     return 1 << (number.bit_length() - 1)

@@ -1,4 +1,4 @@
-"""What every mask can be asked, masks that are written out, and masks that are composed of others."""
+"""The base class of masks, masks given as arrays, and masks composed of others."""
 
 from __future__ import annotations
 
@@ -19,14 +19,16 @@ EMPTY, PARTIAL, FULL = 0, 1, 2
 class Mask:
     """Base of all masks.
 
-    `computed` masks are a formula of `(i, j)`, the same for every batch row and head; `allowed` then works on any array
-    type with operators (NumPy, JAX, a Pallas tile). The others are backed by an array `[b, n, T, S]`.
+    `computed` masks are a formula of `(i, j)`, the same for every batch row and head. Their `allowed` works on any
+    array type with operators (NumPy, JAX, a Pallas tile). The others are backed by an array `[b, n, T, S]`.
 
     Attributes:
-      feature: what an implementation must be able to do to take it (`cases.case.FEATURES`).
-      refusal: what an implementation does that does not offer the feature; empty if it need not be offered.
-      relative: whether it goes by `i - j` alone, so that it stays when queries and keys move along together.
-      traced: its fields that are masks or arrays of any library, for JAX to trace; the others are static.
+      feature: what an implementation must support to take the mask (`cases.case.FEATURES`).
+      refusal: how a message goes on that says why an implementation without the feature refuses the mask. It is empty
+        if the feature is not opt-in.
+      relative: whether the mask depends on `i - j` alone, so that it stays the same when queries and keys move
+        together.
+      traced: the fields that are masks or arrays of any library, which JAX traces; the others are static.
     """
 
     computed: ClassVar[bool] = True
@@ -36,27 +38,33 @@ class Mask:
     traced: ClassVar[tuple[str, ...]] = ()
 
     def allowed(self, i: Any, j: Any) -> Any:
-        """Whether query `i` may attend to key `j`; shape `broadcast(i, j)`, with `[b, n]` in front if not computed."""
+        """Return whether query `i` may attend to key `j`.
+
+        The shape is that of `i` and `j` broadcast together, with `[b, n]` in front if the mask is not computed.
+        """
         raise NotImplementedError
 
     @property
     def is_computed(self) -> bool:
-        """True if `allowed` is a formula, the same for every batch row and head."""
+        """Whether `allowed` is a formula, the same for every batch row and head."""
         return self.computed
 
     @property
     def at_run_time(self) -> bool:
-        """True if what is allowed is not known yet: an `Indexer` of an array that is not NumPy's."""
+        """Whether the mask is unknown until run time: an `Indexer` whose array is not NumPy's."""
         return False
 
     @property
     def query_order(self) -> str:
-        """The order in which it takes queries to lie along their axis; empty if it may be any."""
+        """The order of queries along their axis that the mask assumes; empty if it assumes none."""
         return ""
 
     @property
     def features(self) -> tuple[str, ...]:
-        """Names of what a call with it asks for; those of a case's mask spec are the same or more."""
+        """The names of the features that a call with this mask needs.
+
+        Those of a case's mask spec are the same or more.
+        """
         return (self.feature or ("dense" if self.is_computed else "dense_batch"),)
 
     def check_lengths(self, q_length: int, kv_length: int) -> None:
@@ -66,20 +74,20 @@ class Mask:
         """Raise `ValueError`, naming the mask, if it is for other operands (docs/contract.md, section 7)."""
 
     def of_queries(self, start: int, stop: int, lengths: tuple[int, int]) -> Mask:
-        """What the mask, for `lengths` T and S, allows queries `start` to `stop - 1`, as if there were no others."""
+        """Return the mask of queries `start` to `stop - 1` alone; `lengths` are T and S of the whole."""
         return Dense(self.dense(*lengths)[:, :, start:stop])
 
     def of_keys(self, start: int, stop: int) -> Mask | None:
-        """What the mask allows of keys `start` to `stop - 1`, as if there were no others; none if it has no form."""
+        """Return the mask of keys `start` to `stop - 1` alone, or None if that has no form."""
         return None
 
     @property
     def key_step(self) -> int | None:
-        """Keys may be masked apart (`of_keys`) before and behind multiples of this; none if it may be any key."""
+        """`of_keys` may cut at multiples of this; None if it may cut at any key."""
         return None
 
     def dense(self, q_length: int, kv_length: int) -> np.ndarray:
-        """Booleans `[b, n, T, S]`, where `b` and `n` are 1 unless the mask differs by batch row or head."""
+        """Return booleans `[b, n, T, S]`, where `b` and `n` are 1 unless the mask differs by batch row or head."""
         self.check_lengths(q_length, kv_length)
         i = np.arange(q_length)[:, None]
         j = np.arange(kv_length)[None, :]
@@ -87,9 +95,12 @@ class Mask:
         return np.array(np.broadcast_to(allowed, (*_get_leading_shape(allowed.shape), q_length, kv_length)))
 
     def blocks(self, q_length: int, kv_length: int, block_q: int, block_kv: int) -> np.ndarray:
-        """Block summary `[b, n, ceil(T / block_q), ceil(S / block_kv)]` of `EMPTY`, `PARTIAL` and `FULL`.
+        """Summarise blocks as `EMPTY`, `PARTIAL` and `FULL`, `[b, n, ceil(T / block_q), ceil(S / block_kv)]`.
 
-        A tail block is judged by the pairs that exist. Memory is one strip of `block_q` rows, not `T * S`.
+        A block at the end counts only the pairs that exist. Memory is one strip of `block_q` rows, not `T * S`.
+
+        Raises:
+          ValueError: a block size is not positive, or the mask is for other lengths.
         """
         if block_q <= 0 or block_kv <= 0:
             raise ValueError(f"block sizes must be positive, got block_q={block_q}, block_kv={block_kv}")
@@ -114,12 +125,13 @@ class Mask:
 
 
 def _get_leading_shape(shape: tuple[int, ...]) -> tuple[int, int]:
+    """Return the sizes of the axes in front of `T` and `S`."""
     return (1, 1) if len(shape) <= 2 else (shape[0], shape[1])
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Dense(Mask):
-    """A boolean array `[T, S]`, or `[b, n, T, S]` with `b` and `n` either 1 or the batch size and `num_q_heads`."""
+    """A boolean array `[T, S]`, or `[b, n, T, S]` with `b` 1 or the batch size and `n` 1 or `num_q_heads`."""
 
     array: np.ndarray
     computed: ClassVar[bool] = False
@@ -128,7 +140,7 @@ class Dense(Mask):
     def __post_init__(self) -> None:
         try:
             given = np.asarray(self.array)
-        except TypeError as error:  # what JAX raises of an array that is traced
+        except TypeError as error:  # JAX raises it for a traced array
             raise TypeError(
                 f"mask array of {type(self).__name__} must be known before tracing, got {type(self.array).__name__}; "
                 f"wrap an array that is traced in Indexer"
@@ -145,6 +157,7 @@ class Dense(Mask):
 
     @functools.cached_property
     def _digest(self) -> bytes:
+        """A hash of the array, which compares large masks quickly."""
         return hashlib.sha256(repr(self.array.shape).encode() + np.packbits(self.array).tobytes()).digest()
 
     def __eq__(self, other: object) -> bool:
@@ -180,7 +193,7 @@ class Dense(Mask):
 
 @dataclasses.dataclass(frozen=True)
 class Pair(Mask):
-    """Two masks that make one. Both must take the queries to lie in the same order, or be for any."""
+    """Two masks combined into one. Both must assume the same order of queries, or one of them none."""
 
     left: Mask
     right: Mask
@@ -221,7 +234,7 @@ class Pair(Mask):
 
 
 class And(Pair):
-    """Both masks allow the pair."""
+    """Pairs that both masks allow."""
 
     def allowed(self, i: Any, j: Any) -> Any:
         return self.left.allowed(i, j) & self.right.allowed(i, j)
@@ -243,7 +256,7 @@ class And(Pair):
 
 
 class Or(Pair):
-    """Either mask allows the pair."""
+    """Pairs that either mask allows."""
 
     def allowed(self, i: Any, j: Any) -> Any:
         return self.left.allowed(i, j) | self.right.allowed(i, j)
@@ -253,14 +266,14 @@ class Or(Pair):
 
 
 def list_conjuncts(mask: Mask) -> tuple[Mask, ...]:
-    """The masks whose conjunction `mask` is: `a & b & c` gives `(a, b, c)`."""
+    """List the masks whose conjunction `mask` is: `a & b & c` gives `(a, b, c)`."""
     if isinstance(mask, And):
         return list_conjuncts(mask.left) + list_conjuncts(mask.right)
     return (mask,)
 
 
 def iter_leaves(mask: Mask) -> Iterator[Mask]:
-    """The masks that `mask` is composed of by `&` and `|`."""
+    """Iterate over the masks that `&` and `|` combine in `mask`."""
     if isinstance(mask, Pair):
         yield from iter_leaves(mask.left)
         yield from iter_leaves(mask.right)

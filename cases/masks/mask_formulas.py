@@ -1,4 +1,4 @@
-"""Masks that are a formula of the places of query and key, the same for every batch row and head."""
+"""Masks that are a formula of the positions of query and key, the same for every batch row and head."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Full(Mask):
 
 
 class OffsetMask(Mask):
-    """A mask whose queries stand at `i + offset`, among keys that stand where they are."""
+    """A mask whose query `i` stands at position `i + offset`, and whose key `j` at `j`."""
 
     offset: int
 
@@ -45,7 +45,7 @@ class OffsetMask(Mask):
         return (self.feature, "offset") if self.offset else (self.feature,)
 
     def shift(self, by: int) -> Self:
-        """The mask of queries that stand `by` further on."""
+        """Return the mask of queries that stand `by` positions later."""
         changed: dict[str, Any] = {"offset": self.offset + by}
         return dataclasses.replace(self, **changed)  # type: ignore[type-var]  # every form is a dataclass
 
@@ -73,11 +73,10 @@ class Causal(OffsetMask):
 
 @dataclasses.dataclass(frozen=True)
 class Window(OffsetMask):
-    """`i + offset - left <= j <= i + offset + right`; `None` leaves a side unbounded.
+    """`i + offset - left <= j <= i + offset + right`; None leaves a side unbounded.
 
     A sliding window of `w` keys that includes the query's own is `Window(w - 1, 0)`. A side that reaches beyond every
-    position (`FAR`) is unbounded and becomes `None`, whatever number was written: `Window(4, 2**31 - 1)` is
-    `Window(4, None)`.
+    position (`FAR`) is unbounded and becomes None, whatever its number: `Window(4, 2**31 - 1)` is `Window(4, None)`.
     """
 
     left: int | None
@@ -93,7 +92,7 @@ class Window(OffsetMask):
         for name, value in (("left", left), ("right", right)):
             if value is not None and value < 0:
                 raise ValueError(f"window {name} must be >= 0 or None (unbounded), got {value}")
-        # The keys seen are those from `i + first` to `i + last`; these two stay, whatever becomes of the offset.
+        # Query `i` sees the keys from `i + first` to `i + last`. Clipping the offset must not change these two.
         first = -FAR if left is None else clip_to_far(offset - left)
         last = FAR if right is None else clip_to_far(offset + right)
         object.__setattr__(self, "offset", clip_to_far(offset))
@@ -140,7 +139,7 @@ class Chunked(OffsetMask):
 
 @dataclasses.dataclass(frozen=True)
 class Bidirectional(Mask):
-    """Query and key inside the same span `[start, stop)`; or-ed with `Causal` for image tokens."""
+    """Query and key inside the same span `[start, stop)`. Combine it with `Causal` by `|` for image tokens."""
 
     spans: tuple[tuple[int, int], ...]
     feature: ClassVar[str] = "bidirectional"
@@ -170,9 +169,9 @@ class Bidirectional(Mask):
 class LoadBalancedCausal(Mask):
     """Causal for queries in load-balanced context-parallel order; keys stay in sequence order.
 
-    The `length` queries are cut into `2 * cp_size` chunks; device `r` holds chunks `r` and `2 * cp_size - 1 - r`, in
-    that order, and devices follow one another along the query axis. It combines with masks that are for any order of
-    queries or for this one, not with those that count queries along the sequence, such as a window.
+    The `length` queries are cut into `2 * cp_size` chunks. Device `r` holds chunks `r` and `2 * cp_size - 1 - r`, in
+    that order, and devices follow one another along the query axis. The mask combines with masks that assume no order
+    of queries or this one. It does not combine with those that count queries along the sequence, such as a window.
     """
 
     cp_size: int
@@ -201,7 +200,7 @@ class LoadBalancedCausal(Mask):
             )
 
     def position(self, i: Any) -> Any:
-        """Sequence position of the query at permuted index `i`."""
+        """Return the sequence position of the query at permuted index `i`."""
         chunk_length = self.length // (2 * self.cp_size)
         slot = i // chunk_length
         rank, second = slot // 2, slot % 2
@@ -213,12 +212,13 @@ class LoadBalancedCausal(Mask):
 
 
 def relax_to_known(mask: Mask) -> Mask:
-    """What is known of `mask` before run time: it allows all that `mask` may turn out to allow."""
+    """Replace what is unknown before run time by `Full`: the result allows all that `mask` may turn out to allow."""
     if isinstance(mask, Pair):
         return type(mask)(relax_to_known(mask.left), relax_to_known(mask.right))
     return Full() if mask.at_run_time else mask
 
 
 def _check_positive(name: str, value: int) -> None:
+    """Raise `ValueError`, naming the number, unless it is positive."""
     if value <= 0:
         raise ValueError(f"{name} must be positive, got {value}")

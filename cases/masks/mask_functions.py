@@ -1,4 +1,4 @@
-"""Masks as functions of batch row, query head and places, for kernels that compute a mask where they have the logit."""
+"""Masks as functions of batch row, query head and positions, for kernels that compute a mask beside each logit."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["MaskFunction", "has_formula"]
 
 
 def has_formula(mask: Mask) -> bool:
-    """Whether `mask` is a formula of places, and of what each batch row has: one that is an array is none."""
+    """Return whether `mask` is a formula of positions and batch row, and no array."""
     return all(leaf.is_computed or isinstance(leaf, Lengths | OwnWindow) for leaf in iter_leaves(mask))
 
 
@@ -21,9 +21,9 @@ def has_formula(mask: Mask) -> bool:
 class MaskFunction:
     """`(b, n, i, j) -> booleans`: whether query `i` of head `n` in batch row `b` may attend to key `j`.
 
-    All are integers or integer arrays that broadcast with each other, of any library with operators (NumPy, JAX, a
-    Pallas tile); `i` and `j` are places along the axes, from 0. It captures no array. What it gives broadcasts with
-    them: axes along which nothing differs may be left out.
+    All arguments are integers or integer arrays that broadcast with each other, of any library with operators (NumPy,
+    JAX, a Pallas tile). `i` and `j` are positions along the axes, from 0. It captures no array. The result broadcasts
+    with the arguments: it may lack axes along which nothing differs.
     """
 
     mask: Mask
@@ -33,11 +33,12 @@ class MaskFunction:
             raise ValueError(f"mask must be a formula of places to be a function, got {self.mask}")
 
     def __call__(self, b: Any, n: Any, i: Any, j: Any) -> Any:
-        """Whether each pair may attend."""
+        """Return whether each pair may attend."""
         return _evaluate(self.mask, b, i, j)
 
 
 def _evaluate(mask: Mask, b: Any, i: Any, j: Any) -> Any:
+    """Evaluate `mask` for batch rows `b`, queries `i` and keys `j`."""
     if isinstance(mask, And):
         return _evaluate(mask.left, b, i, j) & _evaluate(mask.right, b, i, j)
     if isinstance(mask, Or):
@@ -51,7 +52,7 @@ def _evaluate(mask: Mask, b: Any, i: Any, j: Any) -> Any:
 
 
 def _select_row(numbers: Sequence[int], b: Any) -> Any:
-    """The number of batch row `b`, found without an array of them."""
+    """Return the number of batch row `b` by arithmetic alone, so that no array is captured."""
     found: Any = 0
     for row, number in enumerate(numbers):
         found = found + (b == row) * number

@@ -1,4 +1,4 @@
-"""The numbers in a mask: whole, known before tracing, and small enough to be added to a position in int32."""
+"""Numbers in masks: integers, known before tracing, and small enough to be added to a position in int32."""
 
 from __future__ import annotations
 
@@ -15,7 +15,11 @@ The sum of two numbers up to it fits in int32, in which kernels compute position
 
 
 def require_integer(name: str, value: Any) -> int:
-    """`value` as a Python integer. Raises `TypeError`, naming it, if it is none or is not known yet."""
+    """Return `value` as a Python integer.
+
+    Raises:
+      TypeError: naming it, if it is no integer or is not known before tracing.
+    """
     try:
         return operator.index(value)
     except TypeError as error:
@@ -26,7 +30,11 @@ def require_integer(name: str, value: Any) -> int:
 
 
 def require_integers(name: str, values: Any) -> tuple[int, ...]:
-    """`values` as Python integers. Raises `TypeError`, naming them, if they are none or are not known yet."""
+    """Return `values` as Python integers.
+
+    Raises:
+      TypeError: naming them, if they are no integers or are not known before tracing.
+    """
     try:
         each = tuple(values)
     except TypeError as error:
@@ -35,5 +43,5 @@ def require_integers(name: str, values: Any) -> tuple[int, ...]:
 
 
 def clip_to_far(value: int) -> int:
-    """`value`, or the nearest number that is at most `FAR` from 0."""
+    """Clip `value` to the range from `-FAR` to `FAR`."""
     return max(-FAR, min(value, FAR))

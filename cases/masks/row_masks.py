@@ -1,4 +1,4 @@
-"""Masks that differ by batch row: key lengths, windows of each sequence, selections that are made at run time."""
+"""Masks that differ by batch row: key lengths, windows that end with each sequence, selections made at run time."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ __all__ = ["Indexer", "Lengths", "OwnWindow"]
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Indexer(Dense):
-    """Token selection per batch row `[B, 1, T, S]`, given at run time.
+    """A selection of keys per batch row, `[B, 1, T, S]`, given at run time.
 
     No kernel may rely on its structure at trace time, so every block of it counts as partial. Its array may be of
-    another library, and traced; such a mask is no value yet and can be neither compared nor hashed.
+    another library, and traced. Such a mask has no value yet and can be neither compared nor hashed.
     """
 
     feature: ClassVar[str] = "indexer"
@@ -82,10 +82,10 @@ class Lengths(Mask):
 
 @dataclasses.dataclass(frozen=True)
 class OwnWindow(Mask):
-    """`p - left <= j <= p` with `p = positions[b] + i`: the queries of each batch row have a place of their own.
+    """`p - left <= j <= p` with `p = positions[b] + i`: each batch row's queries start at their own position.
 
-    A window in ragged decode, where every sequence ends elsewhere; causal with `left=None`. A position may be negative:
-    such a query sees nothing.
+    It is a window in ragged decode, where every sequence ends elsewhere, and causal with `left=None`. A position may be
+    negative: such a query sees nothing.
     """
 
     left: int | None
@@ -101,7 +101,7 @@ class OwnWindow(Mask):
             raise ValueError(f"window left must be >= 0 or None (unbounded), got {left}")
         if any(abs(position) > FAR for position in positions):
             raise ValueError(f"mask positions must be at most {FAR} from 0, got {positions}")
-        # From any of these positions, a window of twice as many keys reaches all that there are.
+        # From any of these positions, a window of `2 * FAR` keys reaches all keys.
         object.__setattr__(self, "left", None if left is None or left >= 2 * FAR else left)
         object.__setattr__(self, "positions", positions)
 

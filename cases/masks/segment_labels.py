@@ -1,4 +1,4 @@
-"""Segment ids of a case: sequences that lie in one row, cut at random places."""
+"""Draw segment ids: sequences that share one row, cut at random positions."""
 
 from __future__ import annotations
 
@@ -10,11 +10,13 @@ from cases.masks import Mask
 
 
 def draw_segment_ids(case: Case, mask: Mask) -> tuple[np.ndarray, np.ndarray] | None:
-    """Packed sequences, cut anew in every batch row; labels are not monotone.
+    """Draw packed sequences with new cuts in every batch row, int32 `[B, T]` and `[B, S]`; labels are not sorted.
 
-    `segpad` adds padding on both sides. `segwild` has the labels that a narrower type confuses, and they come back.
-    `segmany` has short sequences, each of a label of its own. `segamid` has text of one label, and
-    pictures amid it that are shorter than any block.
+    Args:
+      case: `case.segments` says which. `segpad` adds padding on both sides. `segwild` has labels that a narrower type
+        confuses, and they return. `segmany` has short sequences, each with a label of its own. `segamid` has text with
+        one label, and pictures inside it that are shorter than any block.
+      mask: the case's mask, with every choice made. Queries that would see no key of their segment move to another.
     """
     if case.segments is None:
         return None
@@ -25,28 +27,28 @@ def draw_segment_ids(case: Case, mask: Mask) -> tuple[np.ndarray, np.ndarray] | 
     else:
         q_ids = np.stack([_draw_labels(case, f"q{b}", case.q_length, b) for b in range(case.batch)])
     if case.segments == "segpad":
-        # Padding of q and padding of kv carry different ids: nobody attends from or to it.
+        # Padding of q and padding of kv have different ids, so that no query attends from or to padding.
         kv_ids[:, case.kv_length - max(1, shorter // 6) :] = -2
         q_ids[:, case.q_length - shorter // 6 :] = -1
     return _make_reachable(q_ids, kv_ids, mask.dense(case.q_length, case.kv_length)), kv_ids
 
 
-# Zero is a label like any other. Two are equal to it in 8 and in 16 bits, the largest is equal to another in f32, and
-# one is negative. The first comes back at the end, behind larger ones.
+# Zero is a label like any other. Two labels equal it in 8 and in 16 bits, the largest equals another one in f32, and
+# one is negative. The first label returns at the end, after larger ones.
 _CONFUSABLE_LABELS = (0, 2**31 - 2, -1, 256, 65536, 2**31 - 1, 0)
 
 
-# Positions that a sequence of `segmany` has at most.
+# The most positions that a sequence of `segmany` has.
 _MAX_SHORT_LENGTH = 12
-# Of so many places the middle ones are a picture's: a block of 16 or more begins and ends with text, and has both.
+# The middle positions of each period are a picture's, so a block of 16 or more begins and ends with text and has both.
 _TEXT_AND_PICTURE_PERIOD = 16
 
 
 def _draw_labels(case: Case, stream: str, length: int, row: int) -> np.ndarray:
-    """Segment labels, cut at two random places and at two that the last and the first queries are sure to see."""
+    """Draw the labels of one row. Two cuts are random; two are where the last and the first queries can see them."""
     if case.segments == "segmany":
         lengths = 1 + draw_integers(case.seed, f"lengths-{stream}", (length,), _MAX_SHORT_LENGTH)
-        # Neighbours differ, and none is as large as its place says.
+        # Neighbours differ, and no label equals its index.
         return np.repeat(np.arange(length)[::-1] * 3, lengths)[:length].astype(np.int32)
     if case.segments == "segamid":
         place = np.arange(length) % _TEXT_AND_PICTURE_PERIOD
@@ -62,7 +64,7 @@ def _draw_labels(case: Case, stream: str, length: int, row: int) -> np.ndarray:
 
 
 def _make_reachable(q_ids: np.ndarray, kv_ids: np.ndarray, mask: np.ndarray) -> np.ndarray:
-    """Moves queries that may see no key of their segment to the segment of the last key that they may see."""
+    """Move queries that see no key of their segment to the segment of the last key that they may see."""
     visible = mask.any(axis=1) & (kv_ids != -2)[:, None, :]  # [B, T, S]
     meets = (visible & (q_ids[:, :, None] == kv_ids[:, None, :])).any(axis=-1)
     last = visible.shape[-1] - 1 - np.argmax(visible[..., ::-1], axis=-1)

@@ -1,7 +1,7 @@
-"""Named regressions: bugs that public attention kernels really had, each as the least case that triggers it.
+"""Named regressions: bugs that published attention kernels had, each as the smallest case that triggers it.
 
-The grid reaches most of these conditions by its own means; here each stands by itself, with its reference, so that a
-kernel which has the bug fails under the bug's name.
+The grid reaches most of these conditions too. Here each stands alone with its reference, so that a kernel with the bug
+fails under the bug's name.
 """
 
 from __future__ import annotations
@@ -21,5 +21,5 @@ _BY_CASE = {regression.case.id: regression for regression in REGRESSIONS}
 
 
 def find_regression(case_id: str) -> Regression | None:
-    """The regression whose case has this id, or None. No two regressions share a case."""
+    """Return the regression whose case has this id, or None. No two regressions share a case."""
     return _BY_CASE.get(case_id)

@@ -1,4 +1,4 @@
-"""Masks: alignment, windows, chunks, block metadata, mask values."""
+"""Regressions of masks: alignment, windows, chunks, block metadata, mask values."""
 
 from __future__ import annotations
 

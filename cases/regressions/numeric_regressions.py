@@ -1,4 +1,4 @@
-"""Lengths, depths, layouts, residuals and the arithmetic of the softmax."""
+"""Regressions of lengths, depths, layouts, residuals and the arithmetic of the softmax."""
 
 from __future__ import annotations
 

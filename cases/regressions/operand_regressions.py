@@ -1,4 +1,4 @@
-"""Soft cap, sinks, bias and scale."""
+"""Regressions of the soft cap, sinks, bias and scale."""
 
 from __future__ import annotations
 

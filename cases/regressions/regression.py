@@ -1,4 +1,4 @@
-"""What a named regression is."""
+"""The type of a named regression."""
 
 from __future__ import annotations
 

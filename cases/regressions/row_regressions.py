@@ -1,4 +1,4 @@
-"""Rows that see nothing or not everything: empty rows, segments, head groups."""
+"""Regressions of rows that see nothing or not everything: empty rows, segments, head groups."""
 
 from __future__ import annotations
 

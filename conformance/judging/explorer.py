@@ -290,7 +290,7 @@ class _Explorer:
         """Judge the case that has most that none had; if it is wrong, draw its batch again to shrink it."""
         if not (left := [case for case in pool if case not in self._right]):
             return
-        case = self._novelty.best(left)
+        case = self._novelty.find_best(left)
         self._novelty.add_case(case)
         if self._judge_drawn(case):
             self._batch(strategy, pool[case], self._raise_if_wrong)

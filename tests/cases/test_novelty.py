@@ -16,7 +16,7 @@ def test_clues_give_lengths_at_below_and_above_them_and_their_multiples() -> Non
     assert {1601, 1700, 1616} <= set(clues.far)
     assert clues.counts(20) == (15, 16, 17)
     assert list(clues.lengths) == sorted(clues.lengths)
-    assert (clues.near(200), clues.near(17), clues.near(18)) == ("2*100", "16+1", "")
+    assert (clues.describe_size(200), clues.describe_size(17), clues.describe_size(18)) == ("2*100", "16+1", "")
 
 
 def test_levels_are_below_at_and_above_a_number() -> None:
@@ -26,7 +26,7 @@ def test_levels_are_below_at_and_above_a_number() -> None:
 
 def test_clues_are_told_with_where_they_stand() -> None:
     clues = Clues(integers=(128, 64), floats=(80.0,), in_source=frozenset({128.0, 80.0}))
-    assert clues.told() == "128, 80 (source); 64 (program)"
+    assert clues.format_numbers() == "128, 80 (source); 64 (program)"
     assert NO_CLUES.told() == "none"
     assert not NO_CLUES
 
@@ -41,7 +41,7 @@ def test_what_was_not_met_is_worth_more() -> None:
     novelty = Novelty([plain], NO_CLUES)
     assert novelty.count_new(plain) == 0
     assert novelty.count_new(other) == len(pair_marks(find_marks(other)) - pair_marks(find_marks(plain)))
-    assert novelty.best([plain, other]) == other
+    assert novelty.find_best([plain, other]) == other
     assert novelty.beyond == 0
     novelty.add_case(other)
     assert novelty.count_new(other) == 0
