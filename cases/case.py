@@ -18,7 +18,8 @@ import re
 from typing import Any
 
 from cases import front_ends, mask_spec, score_functions
-from cases.operand_registry import OPTIONAL, REMOVABLE, OptionalOperand
+from cases.operand import OptionalOperand
+from cases.operand_registry import OPTIONAL, REMOVABLE
 from cases.storage_forms import storage_spec as storages
 
 PHASES = ("train", "prefill", "decode")
@@ -195,7 +196,7 @@ FEATURES: dict[str, str] = {
     "gqa": "query heads share key/value heads in groups",
     "mqa": "all query heads share one key/value head",
     **mask_spec.FEATURES,
-    **{operand.name: operand.says for operand in REMOVABLE},
+    **{operand.name: operand.description for operand in REMOVABLE},
     "v_head_dim": "value depth other than key depth",
     "unequal_lengths": "T != S",
     **storages.FEATURES,

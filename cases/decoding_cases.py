@@ -8,6 +8,7 @@ end of the cache: with these, a piece gets the filled part alone.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -22,11 +23,10 @@ LENGTH = 40
 PIECES = ((0, 18), (18, 36), (36, 37), (38, 39))
 """The first query of each piece and one past the last. Positions in no piece count as filled by an earlier call."""
 
-# The masks that say which keys a token sees before there are later tokens: a formula of its position; chunks, one of
-# which ends where the first token is decoded; packed sequences; rows of an array; a selection made at run time; spans
-# of a prompt, each within one piece; the chunks that a token's gates choose. Then some with a quantised cache, one
-# whose logits fall with the distance, and one with a score of batch row, head and distance.
-_DECODING_FIELDS: tuple[dict[str, Any], ...] = (
+# Masks that say which keys a token sees before there are later tokens: a formula of its position; chunks, one of which
+# ends where the first token is decoded; packed sequences; rows of an array; a selection made at run time; spans of a
+# prompt, each within one piece; the chunks that a token's gates choose. Then the cases that operands ask for.
+_DECODING_FIELDS: tuple[Mapping[str, Any], ...] = (
     {"mask": "causal"},
     {"mask": "window-l9-r0"},
     {"mask": "chunked-12"},
@@ -35,10 +35,7 @@ _DECODING_FIELDS: tuple[dict[str, Any], ...] = (
     {"mask": "causal_and_indexer-d60"},
     {"mask": "causal_or_spans-3-14-20-33"},
     {"mask": "moba-8-3"},
-    {"mask": "causal", "kv_cache": "kvint8-token"},
-    {"mask": "window-l9-r0", "kv_cache": "kvfp8-head"},
-    {"mask": "causal", "alibi": True},
-    {"mask": "causal", "score": "score-rows"},
+    *(fields for operand in OPTIONAL for fields in operand.decoding),
 )
 _HEADS = ((4, 2), (2, 2))
 
@@ -67,13 +64,13 @@ def cut_problem(whole: Problem, start: int, stop: int, *, stale: float) -> Probl
       stop: one past the last query.
       stale: what lies behind the last key. Memory that holds integers gets its largest number instead.
     """
-    cut = whole.along("T", lambda x, axis: x.take(range(start, stop), axis))
+    cut = whole.map_along("T", lambda x, axis: x.take(range(start, stop), axis))
     mask = whole.mask.of_queries(start, stop, (whole.q.shape[1], whole.k.shape[1]))
     if whole.is_positional:
         # Operands that count from the end of the cache get the filled part alone.
-        cut = cut.along("S", lambda x, axis: x.take(range(stop), axis))
+        cut = cut.map_along("S", lambda x, axis: x.take(range(stop), axis))
         return dataclasses.replace(cut, mask=mask)
-    cut = cut.along("S", lambda x, axis: _fill_behind(x, axis, stop, stale))
+    cut = cut.map_along("S", lambda x, axis: _fill_behind(x, axis, stop, stale))
     if whole.segment_ids is not None and cut.segment_ids is not None:
         q_ids, kv_ids = whole.segment_ids
         # Unfilled keys get the last token's segment, so that a kernel that treats them as filled attends to them.
@@ -87,7 +84,7 @@ def select_decoding_cases(seed: int = 0, supports: Supports = lambda case: None)
     return tuple(case for fields in _DECODING_FIELDS if (case := _find_supported(fields, seed, supports)) is not None)
 
 
-def _find_supported(fields: dict[str, Any], seed: int, supports: Supports) -> Case | None:
+def _find_supported(fields: Mapping[str, Any], seed: int, supports: Supports) -> Case | None:
     """Return the case with these fields whose pieces are all supported, or None."""
     for num_q_heads, num_kv_heads in _HEADS:
         case = Case(

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from cases.case import Case
 from cases.counter_rng import draw_integers
+
+if TYPE_CHECKING:  # cases have operands, whose modules import this one
+    from cases.case import Case
 
 # Logits at which kernels clip, mask or start a running maximum: where exp overflows and underflows in f32 and f16, what
 # some kernels use for minus infinity (-1e4), and zero.
 _LEVELS = (0.0, 81.0, -81.0, 90.0, -90.0, 105.0, -105.0, 130.0, -130.0, 1100.0, -1100.0, 1.1e4, -1.1e4)
 _LEVEL_KEY = 16.0
 _JUMP = 200.0
+# Beyond the largest float16, 65504.
+_HUGE_LOGIT = 6.6e4
 
 
 def lift_logits(case: Case, q: np.ndarray, k: np.ndarray, scale: float) -> tuple[np.ndarray, np.ndarray]:
@@ -55,3 +60,10 @@ def add_dominant_keys(case: Case, q: np.ndarray, k: np.ndarray, scale: float) ->
     for rank, position in enumerate((0, case.kv_length // 2, case.kv_length - 1)):
         k[:, position] += direction * ((5.0 + rank) / (scale * case.head_dim))
     return k
+
+
+def compute_huge_coordinates(scale: float) -> tuple[float, float]:
+    """Return first coordinates of k and q that lift logits just above `_HUGE_LOGIT`, in bf16's 8 significant bits."""
+    k = 2.0**11
+    mantissa, exponent = math.frexp(_HUGE_LOGIT / (scale * k))
+    return k, math.ldexp(math.ceil(mantissa * 256), exponent - 8)

@@ -14,9 +14,7 @@ from cases.case import Case
 from cases.covering_model import Axis, Lengths, Model
 from cases.mask_spec import KINDS, Kind
 from cases.operand_registry import OPTIONAL
-from cases.quantization import KV_CACHES
 from cases.score_functions import CAPPING
-from cases.score_functions import LEVELS as SCORES
 
 
 def _format_offset(value: int) -> str:
@@ -25,8 +23,8 @@ def _format_offset(value: int) -> str:
 
 
 def _format_causal_end(q: int, kv: int, batch: int) -> str:
-    # At equal lengths the aligned offset is 0, which is plain causal; 3 differs from it.
     """Return a causal mask that aligns the last query with the last key."""
+    # At equal lengths the aligned offset is 0, which is plain causal; 3 differs from it.
     return f"causal{_format_offset(kv - q if kv != q else 3)}"
 
 
@@ -66,8 +64,8 @@ def _make_moba_formatter(pieces: int, topk: int) -> Callable[[int, int, int], st
 
 
 def _format_edge_lengths(q: int, kv: int, batch: int) -> str:
-    # One key, and around the end of a block of any power of two up to 128.
     """Return key lengths at and beside the end of a block."""
+    # One key, and around the end of a block of any power of two up to 128.
     return "-".join(("lengths", *map(str, {1: (1,), 2: (127, 129), 3: (128, 0, 1)}[batch])))
 
 
@@ -106,6 +104,14 @@ _DECODE = Lengths("decode", 1, 200)
 _ODD = Lengths("train", 321, 321)  # one more than a multiple of 32 and 64
 _THREE = Lengths("train", 384, 384, instead_of=_ODD)
 
+
+def _build_operand_axis(name: str) -> Axis:
+    """Build the axis of an optional operand from what the registry says of it."""
+    operand = next(operand for operand in OPTIONAL if operand.name == name)
+    levels = (operand.absent, *operand.grid_levels)
+    return Axis(operand.field, levels, rich=operand.rich_level, rare=operand.is_rare)
+
+
 AXES: tuple[Axis, ...] = (
     Axis(
         "lengths",
@@ -141,17 +147,17 @@ AXES: tuple[Axis, ...] = (
     # (batch, query heads, key/value heads): B == K in one of them on purpose, and all sizes distinct in another.
     Axis("heads", ((1, 2, 2), (2, 4, 2), (1, 6, 2), (3, 2, 1), (1, 2, 1)), rich=(2, 4, 2)),
     Axis("depths", ((64, 64), (32, 32), (16, 48), (72, 40), (128, 128)), rich=(16, 48)),
-    Axis("bias", (None, "bias", "biashead", "biaskey"), rich="biashead"),
+    _build_operand_axis("bias"),
     Axis("dtype", ("f32", "bf16", "f16")),
-    Axis("segments", (None, "seg", "segpad"), rich="seg"),
-    Axis("soft_cap", (None, 2.0, 30.0), rich=30.0),
-    Axis("sinks", (False, True), rich=True),
-    Axis("scale", (None, 0.3), rich=0.3),
-    Axis("kv_cache", (None, *KV_CACHES), rare=True),
+    _build_operand_axis("segment_ids"),
+    _build_operand_axis("soft_cap"),
+    _build_operand_axis("sinks"),
+    _build_operand_axis("scale"),
+    _build_operand_axis("kv_scales"),
     # How many earlier keys of its own sequence a token sees: all, within a block, more than one block.
     Axis("own_window", (None, "inf", 6, 70), rare=True),
-    Axis("alibi", (False, True), rich=True, rare=True),
-    Axis("score", (None, *SCORES), rich=SCORES[0], rare=True),
+    _build_operand_axis("alibi_slopes"),
+    _build_operand_axis("score_mod"),
 )
 
 NAMES = tuple(axis.name for axis in AXES)
@@ -245,7 +251,7 @@ def assemble(levels: Mapping[str, Any], seed: int) -> Case:
         seed=seed,
         distribution=levels["distribution"],
         dtype=levels["dtype"],
-        **{operand.field: levels[operand.field] for operand in OPTIONAL},
+        **{operand.field: levels[operand.field] for operand in OPTIONAL if operand.field in levels},
     )
 
 

@@ -10,18 +10,20 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 
-from cases import distributions, front_ends, logit_terms, mask_spec, moba_mask, quantization
+from cases import distributions, front_ends, mask_spec, moba_mask, quantization
 from cases.case import Case
 from cases.counter_rng import draw_normal
-from cases.masks import Mask, segment_labels
-from cases.operand_registry import OPERANDS, PLACED
-from cases.score_functions import CAPPING, Score
+from cases.masks import Mask
+from cases.operand import OptionalOperand
+from cases.operand_registry import OPERANDS, OPTIONAL, POSITIONAL
+from cases.optional_operands.segment_ids_operand import find_equal_segments
+from cases.score_functions import Score
 from cases.storage_forms import storage_layout
 from cases.storage_forms.storage_layout import Storage
 from cases.storage_forms.storage_spec import LATENT
@@ -38,8 +40,6 @@ _LOGIT_SPREAD = {"small": 0.3, "large": 4.0, "ties": 2.0, "dominant": 0.5}
 _SPREAD_PER_CAP = 0.6
 # Queries that leave no choice in doubt are mostly found in the first or second draw; a few distributions take more.
 _ATTEMPTS = 8
-# Beyond the largest float16, 65504.
-_HUGE_LOGIT = 6.6e4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,39 +100,38 @@ class Problem:
         return 1 / math.sqrt(self.q.shape[-1]) if self.scale is None else self.scale
 
     @functools.cached_property
-    def alibi(self) -> np.ndarray | None:
-        """What ALiBi adds to scaled logits, `-slope_n |i + S - T - j|`, `[N, T, S]` in float64; none without slopes."""
-        if self.alibi_slopes is None:
-            return None
-        q_length, kv_length = self.q.shape[1], self.k.shape[1]
-        distance = np.abs(np.arange(q_length)[:, None] + (kv_length - q_length) - np.arange(kv_length))
-        return -self.alibi_slopes.astype(np.float64)[:, None, None] * distance
+    def head_factors(self) -> dict[str, np.ndarray]:
+        """What multiplies `<q, k>` beside the scale, float64 `[N]` by operand."""
+        return {operand.name: operand.factor(self) for operand in self._iter_given() if operand.factor}
 
     @functools.cached_property
-    def score(self) -> np.ndarray | None:
-        """What a score by formula adds to scaled logits, `[B, N, T, S]` in float64; none if it adds nothing."""
-        return None if self.score_mod is None or self.score_mod.caps else self._dense_score(self.score_mod)
+    def logit_terms(self) -> tuple[tuple[OptionalOperand, np.ndarray], ...]:
+        """What is added to scaled logits: operands, each with float64 broadcastable to `[B, N, T, S]`."""
+        found = ((operand, operand.term(self)) for operand in self._iter_given() if operand.term)
+        return tuple((operand, term) for operand, term in found if term is not None)
 
     @functools.cached_property
     def soft_caps(self) -> float | np.ndarray | None:
-        """The soft cap, `[B, N, T, S]` in float64 where it is a formula; none without one.
+        """The soft cap, a number or float64 `[B, N, T, S]`; None without one.
 
         Raises:
           ValueError: if there are two.
         """
-        if self.score_mod is None or not self.score_mod.caps:
-            return self.soft_cap
-        if self.soft_cap is not None:
-            raise ValueError(f"score_mod is a soft cap, and the problem has another, {self.soft_cap}")
-        return self._dense_score(self.score_mod)
+        found = ((operand.name, operand.cap(self)) for operand in self._iter_given() if operand.cap)
+        caps = {name: cap for name, cap in found if cap is not None}
+        if len(caps) > 1:
+            raise ValueError(f"a problem has one soft cap, this one has {' and '.join(caps)}")
+        cap: float | np.ndarray | None = next(iter(caps.values()), None)
+        return cap
 
-    def _dense_score(self, score: Score) -> np.ndarray:
-        return score.dense(self.q.shape[0], self.q.shape[2], self.q.shape[1], self.k.shape[1])
+    def _iter_given(self) -> Iterator[OptionalOperand]:
+        """Iterate over the optional operands that the problem has."""
+        return (operand for operand in OPTIONAL if getattr(self, operand.name) is not None)
 
     @property
     def is_positional(self) -> bool:
         """Whether an operand goes by where queries and keys stand: some of them alone are another problem."""
-        return any(getattr(self, name) is not None for name in PLACED)
+        return any(getattr(self, name) is not None for name in POSITIONAL)
 
     @functools.cached_property
     def resolved_mask(self) -> Mask:
@@ -144,8 +143,7 @@ class Problem:
         """Mask and segment ids together, booleans `[b, n, T, S]` with `b` and `n` 1 where nothing differs."""
         allowed = self.resolved_mask.dense(self.q.shape[1], self.k.shape[1])
         if self.segment_ids is not None:
-            q_ids, kv_ids = self.segment_ids
-            allowed = allowed & (q_ids[:, None, :, None] == kv_ids[:, None, None, :])
+            allowed = allowed & find_equal_segments(self.segment_ids)
         if self.storage is not None:
             allowed = allowed & self.storage.present[:, None, :, None]
         return allowed
@@ -191,12 +189,12 @@ class Problem:
         changed: dict[str, Any] = dict.fromkeys(operands)
         return dataclasses.replace(self, **changed)
 
-    def along(self, letter: str, change: Callable[[np.ndarray, int], np.ndarray]) -> Problem:
+    def map_along(self, letter: str, change: Callable[[np.ndarray, int], np.ndarray]) -> Problem:
         """The problem with `change(array, axis)` in place of each array that differs along the axis `letter`.
 
         Of the operands alone (`cases.operand_registry`): the mask stays as it is.
         """
-        changed = {o.name: o.along(getattr(self, o.name), letter, change) for o in OPERANDS}
+        changed = {o.name: o.map_along(getattr(self, o.name), letter, change) for o in OPERANDS}
         return dataclasses.replace(self, **changed)
 
 
@@ -214,28 +212,32 @@ def _dequantize(stored: np.ndarray, scales: np.ndarray | None) -> np.ndarray:
 
 
 def draw_problem(case: Case) -> Problem:
-    """The operands of `case`.
+    """Draw the operands of `case`.
 
-    Where queries choose their keys (`cases.moba_mask`), a case in which rounding could change a choice has more than one
-    answer. So queries are drawn anew, a few times at most, until there is no such choice.
+    Where queries choose their keys (`cases.moba_mask`), a case has more than one answer if rounding could change a
+    choice. Queries are therefore drawn again, a few times at most, until no choice is in doubt.
     """
     for attempt in range(_ATTEMPTS):
-        problem = _draw_without_sinks(case, attempt)
+        problem = _draw_required(case, attempt)
         if problem.decided.all():
             break
-    return dataclasses.replace(problem, sinks=_draw_sinks(case, problem.allowed)) if case.sinks else problem
+    spread = _compute_logit_spread(case)
+    for operand in OPTIONAL:
+        value = getattr(case, operand.field)
+        if value != operand.absent and getattr(problem, operand.name) is None:
+            drawn = value if operand.draw is None else operand.draw(case, problem, spread)
+            problem = dataclasses.replace(problem, **{operand.name: drawn})
+    return problem
 
 
-def _draw_without_sinks(case: Case, attempt: int) -> Problem:
-    """The operands without sinks; `attempt` chooses among queries."""
+def _draw_required(case: Case, attempt: int) -> Problem:
+    """Draw q, k, v and the mask, with scales if k and v are quantised; `attempt` chooses among queries."""
     dtype = DTYPES[case.dtype]
     if case.steps:
         operands = front_ends.apply_front_end(case.steps, draw_raw_projections(case, attempt))
     else:
         operands = _draw_queries_keys_values(case, attempt)
     q, k, v = (x.astype(dtype) for x in operands)
-    mask = mask_spec.build_mask(case.mask, case.batch, case.num_q_heads, case.q_length, case.kv_length, case.seed)
-    spread = _compute_logit_spread(case)
     scales = None
     if case.kv_cache is not None:
         (k, k_scales), (v, v_scales) = (quantization.quantize(x, case.kv_cache) for x in (k, v))
@@ -244,14 +246,8 @@ def _draw_without_sinks(case: Case, attempt: int) -> Problem:
         q=q,
         k=k,
         v=v,
-        mask=mask,
+        mask=mask_spec.build_mask(case.mask, case.batch, case.num_q_heads, case.q_length, case.kv_length, case.seed),
         kv_scales=scales,
-        segment_ids=segment_labels.draw_segment_ids(case, moba_mask.resolve_choices(mask, q, k)),
-        soft_cap=case.soft_cap,
-        bias=logit_terms.draw_bias(case, spread, dtype),
-        scale=case.scale,
-        alibi_slopes=logit_terms.draw_alibi_slopes(case, spread),
-        score_mod=logit_terms.build_case_score(case, spread),
         storage=storage_layout.draw_storage(case),
         tied=_has_tied_values(case),
     )
@@ -338,32 +334,6 @@ def _draw_queries_keys_values(case: Case, attempt: int) -> tuple[np.ndarray, np.
     elif case.distribution == "huge":
         # One coordinate, the same in every key, lifts all logits of a query without touching their differences, and
         # lowers those of the next.
-        k[..., 0], size = _compute_huge_coordinates(scale)
+        k[..., 0], size = distributions.compute_huge_coordinates(scale)
         q[..., 0] = np.where(np.arange(case.q_length) % 2, -size, size)[:, None]
     return q, k, v
-
-
-def _compute_huge_coordinates(scale: float) -> tuple[float, float]:
-    """First coordinate of k and q that lifts the logits to just above `_HUGE_LOGIT`, in bf16's 8 significant bits."""
-    k = 2.0**11
-    mantissa, exponent = math.frexp(_HUGE_LOGIT / (scale * k))
-    return k, math.ldexp(math.ceil(mantissa * 256), exponent - 8)
-
-
-def _draw_sinks(case: Case, allowed: np.ndarray) -> np.ndarray:
-    """Sinks near the typical logsumexp of the keys alone, so that they take a visible part of the weight."""
-    rows = max(1, int(allowed.any(axis=-1).sum()))
-    keys = math.log(max(1.0, int(allowed.sum()) / rows))
-    spread = _compute_logit_spread(case)
-    typical = keys + spread**2 / 2 if spread < math.sqrt(2 * keys) else spread * math.sqrt(2 * keys)
-    if case.score == CAPPING:
-        typical = min(typical, max(2.0, spread))  # about where it bends
-    if case.soft_cap is not None:
-        # A cap below log(keys) leaves many keys of like weight; a higher one, the few largest.
-        many = case.soft_cap < keys
-        typical = keys + case.soft_cap / 2 if many else case.soft_cap * math.tanh(typical / case.soft_cap)
-    if case.distribution == "huge":
-        scale = 1 / math.sqrt(case.head_dim) if case.scale is None else case.scale
-        typical += scale * math.prod(_compute_huge_coordinates(scale))
-    rounded = round(typical * 16) / 16
-    return (rounded + draw_normal(case.seed, "sinks", (case.num_q_heads,))).astype(np.float32)

@@ -7,7 +7,7 @@ The canonical call (docs/contract.md, section 1):
 with the operands of `cases.operand_registry`, which has their shapes, and `mask` a `cases.masks.Mask`. It returns
 `out [B, T, N, V]` in q's dtype, or `(out, residuals)` with `save_residuals=True`, where residuals maps `"logsumexp"`
 and `"max_logits"` to f32 `[B, N, T]`. An operand that has to be offered is a parameter only where it is: `kv_scales`,
-with k and v in int8, int4 or float8_e4m3fn, where a quantised cache is offered, `draw_alibi_slopes`, and `score_mod`, a
+with k and v in int8, int4 or float8_e4m3fn, where a quantised cache is offered, `alibi_slopes`, and `score_mod`, a
 function `(score, b, n, i, j) -> score`.
 
 An implementation may also offer attention that is not normalised, as a part to be merged with others (contract,
@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 import types
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -33,7 +32,8 @@ import numpy as np
 from cases import mask_spec
 from cases.case import FEATURES, OPT_IN, Case
 from cases.masks import Full, Mask, MaskFunction, has_formula, iter_leaves
-from cases.operand_registry import GRADIENTS, RESIDUALS
+from cases.operand_registry import GRADIENTS, OPTIONAL, RESIDUALS
+from cases.operand_validation import CallSizes, validate_array, validate_dtype
 from cases.quantization import STORED
 from cases.storage_forms.storage_spec import LATENT, Kind
 from cases.storage_forms.stored_case_rules import find_refusal, lower_sides
@@ -268,31 +268,40 @@ FLOATS = ("float32", "bfloat16", "float16")
 """The dtypes of the operands, by name."""
 
 
-def validate_operands(
-    q: Any,
-    k: Any,
-    v: Any,
-    *,
-    segment_ids: tuple[Any, Any] | None = None,
-    soft_cap: float | None = None,
-    sinks: Any = None,
-    bias: Any = None,
-    scale: float | None = None,
-    kv_scales: tuple[Any, Any] | None = None,
-    alibi_slopes: Any = None,
-    score_mod: Any = None,
-    dtypes: Collection[str] = FLOATS,
-) -> None:
-    """Check the operands of the canonical call; with `kv_scales`, k and v are as a cache stores them.
+def validate_operands(q: Any, k: Any, v: Any, *, dtypes: Collection[str] = FLOATS, **operands: Any) -> None:
+    """Check the operands of the canonical call.
 
-    `dtypes` are the names of those that q, k, v, sinks, bias and slopes may have.
+    Args:
+      q: queries.
+      k: keys, as a cache stores them if `operands` has `kv_scales`.
+      v: values, likewise.
+      dtypes: names of the dtypes that floating-point operands may have.
+      **operands: optional operands by name (`cases.operand_registry.OPTIONAL`); None for one that is not given.
 
     Raises:
-      TypeError: naming an operand that is no array, or no number that is known before tracing, and what to do.
-      ValueError: naming the operand, what it is and what it must be.
+      TypeError: an operand is no array, or no number that is known before tracing; the message says what to do.
+      ValueError: an operand is wrong; the message names it, says what it is and what it must be.
     """
+    given = {name: value for name, value in operands.items() if value is not None}
+    if unknown := sorted(set(operands) - {operand.name for operand in OPTIONAL}):
+        raise TypeError(f"the canonical call has no operand {', '.join(unknown)}")
+    sizes = _validate_shapes(q, k, v)
+    if "kv_scales" in given:
+        _validate_stored_dtypes(k, v)
+        validate_dtype("q", q, dtypes)
+    else:
+        if not q.dtype == k.dtype == v.dtype:
+            raise ValueError(f"q, k and v must have one dtype, got {q.dtype}, {k.dtype} and {v.dtype}")
+        validate_dtype("q, k and v", q, dtypes)
+    for operand in OPTIONAL:
+        if operand.name in given:
+            operand.validate(operand.name, given[operand.name], sizes, dtypes)
+
+
+def _validate_shapes(q: Any, k: Any, v: Any) -> CallSizes:
+    """Raise unless q, k and v are arrays whose shapes fit each other; return their sizes."""
     for name, x in (("q", q), ("k", k), ("v", v)):
-        _validate_array(name, x)
+        validate_array(name, x)
         if np.ndim(x) != 4:
             raise ValueError(f"{name} must have 4 axes, [batch, length, heads, depth], got shape {np.shape(x)}")
         if 0 in x.shape:
@@ -305,81 +314,14 @@ def validate_operands(
         raise ValueError(f"k has head_dim {k.shape[3]}, q has {q.shape[3]}: they must be equal")
     if q.shape[2] % k.shape[2]:
         raise ValueError(f"q has {q.shape[2]} heads, which must be a multiple of the {k.shape[2]} heads of k and v")
-    if kv_scales is not None:
-        _validate_cache(k, v, kv_scales)
-    elif not q.dtype == k.dtype == v.dtype:
-        raise ValueError(f"q, k and v must have one dtype, got {q.dtype}, {k.dtype} and {v.dtype}")
-    _validate_dtype("q" if kv_scales is not None else "q, k and v", q, dtypes)
-    (batch, q_length, num_q_heads, _), kv_length = q.shape, k.shape[1]
-    if segment_ids is not None:
-        _validate_pair("segment_ids", segment_ids)
-        for name, ids, length in zip(("q", "kv"), segment_ids, (q_length, kv_length), strict=True):
-            _validate_array(f"segment_ids of {name}", ids)
-            if np.shape(ids) != (batch, length):
-                raise ValueError(f"segment_ids of {name} must have shape {(batch, length)}, got {np.shape(ids)}")
-        for name, ids in zip(("q", "kv"), segment_ids, strict=True):
-            if not np.issubdtype(ids.dtype, np.integer):
-                raise ValueError(f"segment_ids of {name} must be integers, of dtype int32, got {ids.dtype}")
-    _validate_number("soft_cap", soft_cap, none="no cap")
-    _validate_number("scale", scale, none="1/sqrt(head_dim)")
-    if score_mod is not None and not callable(score_mod):
-        raise TypeError(f"score_mod must be a function (score, b, n, i, j) -> score, got {type(score_mod).__name__}")
-    for name, x, one in (("sinks", sinks, "logit"), ("alibi_slopes", alibi_slopes, "slope")):
-        if x is not None:
-            _validate_array(name, x)
-            if np.shape(x) != (num_q_heads,):
-                raise ValueError(f"{name} must have shape {(num_q_heads,)}, one {one} a query head, got {np.shape(x)}")
-            _validate_dtype(name, x, dtypes)
-    if bias is not None:
-        _validate_array("bias", bias)
-        full = (batch, num_q_heads, q_length, kv_length)
-        if np.ndim(bias) != 4 or not all(n in (1, m) for n, m in zip(np.shape(bias), full, strict=True)):
-            raise ValueError(f"bias must have 4 axes broadcastable to {full}, got shape {np.shape(bias)}")
-        _validate_dtype("bias", bias, dtypes)
+    return CallSizes(q.shape[0], q.shape[1], k.shape[1], q.shape[2], k.shape[2])
 
 
-def _validate_array(name: str, x: Any) -> None:
-    if not (hasattr(x, "shape") and hasattr(x, "dtype")):
-        raise TypeError(f"{name} must be an array, got {type(x).__name__}: make one of it by jax.numpy.asarray")
-
-
-def _validate_pair(name: str, x: Any) -> None:
-    if not isinstance(x, tuple | list) or len(x) != 2:
-        raise TypeError(f"{name} must be a pair of arrays, one of the queries or keys and one of the keys or values")
-
-
-def _validate_dtype(name: str, x: Any, dtypes: Collection[str]) -> None:
-    if str(x.dtype) not in dtypes:
-        raise ValueError(f"{name} must have dtype {' or '.join(dtypes)}, got {x.dtype}: cast with astype")
-
-
-def _validate_number(name: str, x: Any, *, none: str) -> None:
-    if x is None:
-        return
-    try:
-        number = None if isinstance(x, str | bool) else float(x)
-    except (TypeError, ValueError):  # what JAX raises of a number that is traced, among others
-        number = None
-    if number is None:
-        raise TypeError(
-            f"{name} must be a number that is known before tracing (None for {none}), got {type(x).__name__}: "
-            f"pass a Python number, or make it static in jit"
-        )
-    if not 0 < number < math.inf:
-        raise ValueError(f"{name} must be positive and finite (None for {none}), got {x}")
-
-
-def _validate_cache(k: Any, v: Any, kv_scales: tuple[Any, Any]) -> None:
+def _validate_stored_dtypes(k: Any, v: Any) -> None:
+    """Raise unless k and v have one of the dtypes that a quantised cache stores."""
     names = ", ".join(dtype.name for dtype in STORED.values())
-    _validate_pair("kv_scales", kv_scales)
     if k.dtype != v.dtype or k.dtype not in STORED.values():
         raise ValueError(f"k and v must have one dtype of {names} with kv_scales, got dtype {k.dtype} and {v.dtype}")
-    for name, scales in zip(("k", "v"), kv_scales, strict=True):
-        _validate_array(f"kv_scales of {name}", scales)
-        fits = np.ndim(scales) == 3 and all(n in (1, m) for n, m in zip(np.shape(scales), k.shape[:3], strict=True))
-        if not fits or np.shape(scales)[2] != k.shape[2]:
-            full = "[batch or 1, length or 1, heads]"
-            raise ValueError(f"kv_scales of {name} must be {full} of {k.shape[:3]}, got {np.shape(scales)}")
 
 
 def validate_mask(

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import numpy as np
 
-from cases.case import Case
 from cases.counter_rng import draw_integers
 from cases.masks import Mask
+
+if TYPE_CHECKING:  # cases have operands, whose modules import this one
+    from cases.case import Case
 
 
 def draw_segment_ids(case: Case, mask: Mask) -> tuple[np.ndarray, np.ndarray] | None:

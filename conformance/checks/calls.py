@@ -102,8 +102,8 @@ def check_calls(subject: Subject) -> Iterator[Judgement]:
     pair = ProblemPair.of(subject)
     for name, sequence in _SUBCHECKS.items():
         yield from run_subcheck(name, functools.partial(sequence, pair))
-    if "alibi_slopes" in subject.implementation.offers:
-        for name, call in few_operand_calls.ALIBI_CALLS.items():
+    for operand in few_operand_calls.list_operands_with_calls(subject.implementation, subject.case):
+        for name, call in operand.calls.items():
             yield from run_subcheck(name, functools.partial(_check_few_operands, call, pair))
     kind = subject.implementation.storage
     for name, changes in FURTHER_SEQUENCES[kind].items() if kind is not None else ():

@@ -22,7 +22,9 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from cases.case import Case
-from cases.operand_registry import REMOVABLE
+from cases.operand import OptionalOperand
+from cases.operand_registry import OPTIONAL, REMOVABLE
+from conformance.contract import Implementation
 
 
 def _with_length(length: int) -> dict[str, Any]:
@@ -77,15 +79,6 @@ CALLS: dict[str, dict[str, Any]] = {
     "biased_heads": {"mask": "causal", "bias": "biashead"},
     "biased_apart": {"mask": "full", "bias": "biashead", "grouped": False},
 }
-ALIBI_CALLS: dict[str, dict[str, Any]] = {
-    "sloped": {"mask": "causal", "alibi": True},
-    "sloped_sunk": {"mask": "causal", "alibi": True, "sinks": True},
-    "sloped_ahead": {"phase": "prefill", "mask": "window-l9-r3", "alibi": True, "kv_length": 72},
-}
-"""Of kernels that offer ALiBi: under a causal mask it is a number for each key, as far as weights go, but for sinks.
-
-A window is counted from the first key and distances from the last one: that differs where there are fewer queries.
-"""
 _DEFAULTS: dict[str, Any] = {
     **{operand.field: operand.absent for operand in REMOVABLE},
     "batch": 2,
@@ -99,6 +92,15 @@ _DEFAULTS: dict[str, Any] = {
 _HEADS = (4, 2), (4, 4)
 _DTYPES = ("bf16", "f16", "f32")
 _BLOCK = 128
+
+
+def list_operands_with_calls(implementation: Implementation, case: Case) -> list[OptionalOperand]:
+    """List the operands that `implementation` offers and that have calls of their own.
+
+    An operand with its own cases has its calls made beside these alone.
+    """
+    offered = [operand for operand in OPTIONAL if operand.calls and operand.name in implementation.offers]
+    return [o for o in offered if not o.has_own_cases or getattr(case, o.field) != o.absent]
 
 
 def iter_variants(case: Case, call: Mapping[str, Any]) -> Iterator[Case]:

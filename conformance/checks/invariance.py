@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import numpy as np
 
 from cases.masks import Full, list_conjuncts
-from cases.operand_registry import PLACED, RESIDUALS
+from cases.operand_registry import POSITIONAL, RESIDUALS
 from cases.operand_values import Problem
 from conformance.check_api.judgement import Judgement, build_unsupported
 from conformance.check_api.subject import Subject
@@ -39,7 +39,7 @@ def _check_full_mask(subject: Subject) -> Iterator[Judgement]:
         yield build_unsupported("permuted", reason)
         yield build_unsupported("merged", reason)
         return
-    problem = dataclasses.replace(subject.problem.without(*PLACED), mask=Full())
+    problem = dataclasses.replace(subject.problem.without(*POSITIONAL), mask=Full())
     whole = subject.run_results(problem)
     expected = subject.expect(problem)
     yield from _compare_results(subject, "permuted", subject.run_results(_permute_keys(problem)), whole, expected)
@@ -76,7 +76,7 @@ def _permute_keys(problem: Problem) -> Problem:
 
 def _select_keys(problem: Problem, keys: np.ndarray | slice) -> Problem:
     """The problem with these keys only, in this order."""
-    return problem.along("S", lambda x, axis: x[(slice(None),) * axis + (keys,)])
+    return problem.map_along("S", lambda x, axis: x[(slice(None),) * axis + (keys,)])
 
 
 def _merge(parts: Sequence[Values]) -> Values:
@@ -134,7 +134,7 @@ def _check_padding(subject: Subject) -> Iterator[Judgement]:
     kv_length = problem.k.shape[1]
     ids = problem.segment_ids or (np.zeros((batch, q_length), np.int32), np.zeros((batch, kv_length), np.int32))
     q_ids, kv_ids = (np.pad(x, [(0, 0), (1, 0)], constant_values=n) for x, n in zip(ids, (-1, -2), strict=True))
-    longer = problem.along("T", _prepend_first).along("S", _prepend_first)
+    longer = problem.map_along("T", _prepend_first).map_along("S", _prepend_first)
     longer = dataclasses.replace(longer, segment_ids=(q_ids, kv_ids))
     got = subject.run_results(longer)
     kept = {name: x[:, 1:] if name == "out" else x[..., 1:] for name, x in got.items()}

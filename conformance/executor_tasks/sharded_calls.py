@@ -12,7 +12,8 @@ import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from cases.masks import Dense
-from cases.operand_registry import OPERANDS, Axes, Operand
+from cases.operand import Axes, Operand
+from cases.operand_registry import OPERANDS
 from cases.operand_values import Problem
 from conformance.execution.executor import Arrays, Executor, Values, pull_back
 
@@ -78,7 +79,7 @@ def _build_specs(problem: Problem, letters: str) -> dict[str, Any]:
         shared = [axis for letter in letters if (axis := operand.find_axis(x, axes, letter)) is not None]
         return _build_spec(*(None,) * shared[0], _AXIS) if shared else _build_spec()
 
-    return {o.name: o.each(getattr(problem, o.name), functools.partial(spec, o)) for o in OPERANDS}
+    return {o.name: o.map_arrays(getattr(problem, o.name), functools.partial(spec, o)) for o in OPERANDS}
 
 
 def _shard_batch(executor: Executor, problem: Problem) -> tuple[Call, Arrays, Specs, Any]:
@@ -103,7 +104,7 @@ def _shard_queries(executor: Executor, problem: Problem) -> tuple[Call, Arrays, 
     q_length, kv_length = problem.q.shape[1], problem.k.shape[1]
     dense = problem.mask.dense(q_length, kv_length)
     local = q_length // DEVICES
-    here = problem.along("T", lambda x, axis: x.take(range(local), axis))
+    here = problem.map_along("T", lambda x, axis: x.take(range(local), axis))
     calls = [
         _bind_mask(executor, dataclasses.replace(here, mask=Dense(dense[..., n * local : (n + 1) * local, :])))
         for n in range(DEVICES)

@@ -7,7 +7,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from cases.case import Case
-from cases.operand_registry import OPTIONAL, OptionalOperand
+from cases.operand import OptionalOperand
+from cases.operand_registry import OPTIONAL
 from conformance.contract import Arithmetic, Implementation
 
 # Tried in this order: of f32 operands, and of the others.

@@ -84,7 +84,8 @@ def describe_exploration(found: Exploration, seed: int) -> list[str]:
         f"reached {', '.join(f'{name} {count}' for name, count in found.reached.most_common()) or 'nothing'}",
     ]
     lines += [
-        f"clues: {found.clues.format_numbers()}" + (f"; tried beside them: {', '.join(found.used)}" if found.used else ""),
+        f"clues: {found.clues.format_numbers()}"
+        + (f"; tried beside them: {', '.join(found.used)}" if found.used else ""),
         f"{found.beyond} pairs that the grid has not combined",
     ]
     if found.failing is not None:

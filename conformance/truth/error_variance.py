@@ -1,10 +1,11 @@
 """How much the errors of a correct kernel in bf16 or f16 scatter: their variance, element by element.
 
-`conformance.truth.rounding_bounds` says how far a result may be from the truth; errors below one rounding of the output dtype
-pass it. They still show over many elements, where the mean square of the errors has an expected value: this module
-derives it. Rounding to nearest of a value with spacing `ulp` errs by up to half of it, uniformly and independently from
-one value to the next, so its variance is `ulp^2 / 12`. For the results the spacing is that of the element's own binade;
-for the many terms inside a sum it is averaged over the mantissa `m in [1, 2)`, whose logarithm is uniform:
+`conformance.truth.rounding_bounds` says how far a result may be from the truth; errors below one rounding of the output
+dtype pass it. They still show over many elements, where the mean square of the errors has an expected value: this
+module derives it. Rounding to nearest of a value with spacing `ulp` errs by up to half of it, uniformly and
+independently from one value to the next, so its variance is `ulp^2 / 12`. For the results the spacing is that of the
+element's own binade; for the many terms inside a sum it is averaged over the mantissa `m in [1, 2)`, whose logarithm is
+uniform:
 
     var(round x) = x^2 u^2 / 3 E[1 / m^2] = c u^2 x^2,    c = 1 / (8 ln 2) = 0.180
 
@@ -97,8 +98,8 @@ def compute_error_variance(
     u = Roundoff.of(arithmetic, problem)
     if dtype not in _PRECISION:
         raise ValueError(f"the spread of errors is derived for {', '.join(_PRECISION)}, got operands in {dtype}")
-    if any(x is not None for x in (problem.soft_cap, problem.sinks, problem.bias, problem.score_mod)):
-        raise ValueError("the spread of errors is derived without soft cap, sinks, bias and score; the problem has one")
+    if problem.sinks is not None or problem.soft_caps is not None or problem.logit_terms or problem.head_factors:
+        raise ValueError("the spread of errors is derived for logits `scale <q, k>`; the problem has another operand")
     if u.scaled_q:
         # Errors of q * scale are shared by all keys of a row: another derivation, that powers of two do not need.
         raise ValueError(f"with scaled_q the scale must be a power of two, got {problem.effective_scale}")

@@ -4,9 +4,11 @@ Every logit, weight and probability rounds by itself, up to `u` of the operands'
 way back. Added by magnitude, hundreds of such roundings would hide a result of zeros. They are independent from one
 pair to the next, so they are added in quadrature: `Q(x) = sqrt(2 sum x^2)`, which is 3.3 standard deviations of
 roundings that are as large as they can be, and is divided by nothing. What a row shares (the rounded sum, D) is added
-by magnitude to dq, and in quadrature over the rows to dk and dv. With the notation of `bounds`, `k' = sum_j p k`:
+by magnitude to dq, and in quadrature over the rows to dk and dv. With the notation of
+`rounding_bounds`, `k' = sum_j p k`, `y` the logit before terms are added, `y_t` after term `t`, and `r_t` the roundings
+of the term itself:
 
-    off   = g u (2 |x - bias| + |x| (with a bias) + 4 |z| (capped)) + u (|z| + |z - m| + 1)             of one logit
+    off   = g u ((2 + n_f) |y| + sum_t (r_t |t| + |y_t|) + 4 |z| (capped)) + u (|z| + |z - m| + 1)      of one logit
     share = 2u + Q(p off) + p_sink u (2 |sink| + |sink - m| + 1)                                     of the row's sum
     rnd   = u (2 p |dp| + p |D| + 4 |dz|), and u (8 tanh^2 + 1) |dz| (capped)                         of one pair
     err D = u |D| + Q(p |dp| (off + 2u)) + share |D|
@@ -48,14 +50,14 @@ class LowPrecisionSoftmax:
         """The errors that `u` means for the slab; none where the softmax is in f32."""
         if not u.softmax:
             return None
-        scored = slab.x if slab.score is None else slab.x - slab.score
-        biased = scored if slab.alibi is None else scored - slab.alibi
-        unbiased = biased if slab.bias is None else biased - slab.bias
-        before_cap = 2 * np.abs(unbiased) + (0 if slab.bias is None else np.abs(biased))
-        if slab.alibi is not None:  # the distance, its product with the slope, and the sum
-            before_cap = before_cap + 2 * np.abs(slab.alibi) + np.abs(scored)
-        if slab.score is not None:  # its whole number, and the sum
-            before_cap = before_cap + np.abs(slab.score) + np.abs(slab.x)
+        sums = [slab.x]  # the logit after each term is added, the last one first
+        for term in reversed(slab.terms):
+            sums.append(sums[-1] - term.value)
+        before_cap = (2 + len(slab.head_factors)) * np.abs(sums.pop())  # the product, the scale and other factors
+        for term in slab.terms:
+            if roundings := term.rounding.integers + term.rounding.products:
+                before_cap = before_cap + roundings * np.abs(term.value)
+            before_cap = before_cap + np.abs(sums.pop())
         capped = 0.0 if slab.soft_cap is None else 4.0
         off = slab.cap_derivative * before_cap + (1 + capped) * np.abs(slab.z)
         off = np.where(slab.allowed, u.softmax * (off + np.abs(slab.z - slab.pivot[..., None]) + 1), 0.0)
@@ -98,7 +100,7 @@ class LowPrecisionSoftmax:
         dk = self._over_rows(both, slab.q)
         dv = self._over_rows(p_both, do)
         err_dsink = slab.p_sink * (self.share + 4 * u) * np.abs(d - dlse) + slab.p_sink * err_d
-        return SoftmaxGradientErrors(slab.scale * dq, slab.scale * dk, dv, both, err_dsink)
+        return SoftmaxGradientErrors(slab.abs_scale * dq, slab.abs_scale * dk, dv, both, err_dsink)
 
     def _squares(self, x: Array) -> Array:
         return np.where(self.small[..., None], x, 0.0) ** 2

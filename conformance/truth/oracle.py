@@ -13,11 +13,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
 import numpy as np
 
+from cases.operand import OptionalOperand, TermRounding
 from cases.operand_registry import GRADIENT_OF
 from cases.operand_values import Problem
 
@@ -25,6 +27,19 @@ Array = np.ndarray
 Backward = Literal["vanilla", "flash"]
 EmptyRows = Literal["zero", "mean"]
 Rows = slice | Array
+
+
+@dataclasses.dataclass(frozen=True)
+class LogitTerm:
+    """What an optional operand adds to scaled logits of a slab, `[G, T, S]`."""
+
+    operand: OptionalOperand
+    value: Array
+
+    @property
+    def rounding(self) -> TermRounding:
+        """How a kernel rounds the term before it adds it."""
+        return self.operand.term_rounding
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,20 +53,29 @@ class Slab:
     k: Array  # [S, H]
     v: Array  # [S, V]
     allowed: Array  # [G, T, S]
-    bias: Array | None  # [G, T, S]
-    alibi: Array | None  # what ALiBi adds, [G, T, S]
-    score: Array | None  # what a score by formula adds, [G, T, S]
+    terms: tuple[LogitTerm, ...]
     sinks: Array | None  # [G]
     soft_cap: float | Array | None  # [G, T, S] by formula
-    scale: float
+    fixed_scale: float
+    head_factors: Mapping[str, Array]  # what multiplies <q, k> beside the scale, by operand, [G, 1, 1]
     empty_rows: EmptyRows
+
+    @functools.cached_property
+    def scale(self) -> Any:
+        """The factor of `<q, k>`: a number, or `[G, 1, 1]` where heads differ."""
+        return math.prod(self.head_factors.values(), start=self.fixed_scale)
+
+    @property
+    def abs_scale(self) -> Any:
+        """The magnitude of `scale`, for bounds."""
+        return np.abs(self.scale)
 
     @functools.cached_property
     def x(self) -> Array:
         """Logits before the soft cap, `[G, T, S]`."""
         x = self.scale * (self.q @ self.k.T)
-        for added in (self.bias, self.alibi, self.score):
-            x = x if added is None else x + added
+        for term in self.terms:
+            x = x + term.value
         return x
 
     @functools.cached_property
@@ -122,10 +146,18 @@ class Slab:
 
     def only(self, rows: Array) -> Slab:
         """The slab with these queries alone."""
-        names = ("q", "allowed", "bias", "alibi", "score", "soft_cap")
-        found = {name: getattr(self, name) for name in names}
+        found = {name: getattr(self, name) for name in ("q", "allowed", "soft_cap")}
         cut: dict[str, Any] = {name: x[:, rows] for name, x in found.items() if isinstance(x, np.ndarray)}
-        return dataclasses.replace(self, **cut)
+        terms = tuple(dataclasses.replace(term, value=term.value[:, rows]) for term in self.terms)
+        return dataclasses.replace(self, **cut, terms=terms)
+
+    def drop_factor(self, operand: str) -> Slab:
+        """Return the slab without terms and without the factor of `operand`.
+
+        Its logits `x` are the derivative of this slab's `x` by that factor.
+        """
+        factors = {name: factor for name, factor in self.head_factors.items() if name != operand}
+        return dataclasses.replace(self, head_factors=factors, terms=())
 
     def dp(self, do: Array) -> Array:
         """`<do_i, v_j>`, `[G, T, S]`."""
@@ -152,12 +184,13 @@ def iter_slabs(problem: Problem, empty_rows: EmptyRows = "zero") -> Iterator[Sla
     group = num_q_heads // num_kv_heads
     full = (batch, num_q_heads, problem.q.shape[1], problem.k.shape[1])
     allowed = np.broadcast_to(problem.allowed, full)
-    bias = None if problem.bias is None else np.broadcast_to(problem.bias.astype(np.float64), full)
     caps = problem.soft_caps
-    if bias is not None and caps is None:
-        # A cap would make it finite. Without one it hides the key, and nothing of it is left to be rounded.
-        hidden = np.isneginf(bias)
-        allowed, bias = allowed & ~hidden, np.where(hidden, 0.0, bias)
+    terms = []
+    for operand, value in problem.logit_terms:
+        if caps is None and (hidden := np.isneginf(value)).any():
+            # A cap would make it finite. Without one it hides the key, and nothing of it is left to be rounded.
+            allowed, value = allowed & ~hidden, np.where(hidden, 0.0, value)
+        terms.append((operand, np.broadcast_to(value, full)))
     dead = problem.dead_keys[..., None]
     mean_needs_v = empty_rows == "mean" and problem.sinks is None
     k = np.where(dead, 0, problem.keys)
@@ -174,12 +207,11 @@ def iter_slabs(problem: Problem, empty_rows: EmptyRows = "zero") -> Iterator[Sla
                 k=k[b, :, h],
                 v=v[b, :, h],
                 allowed=allowed[b, heads],
-                bias=None if bias is None else bias[b, heads],
-                alibi=None if problem.alibi is None else problem.alibi[heads],
-                score=None if problem.score is None else problem.score[b, heads],
+                terms=tuple(LogitTerm(operand, value[b, heads]) for operand, value in terms),
                 sinks=None if problem.sinks is None else np.maximum(problem.sinks[heads].astype(np.float64), _NO_SINK),
                 soft_cap=caps[b, heads] if isinstance(caps, np.ndarray) else caps,
-                scale=problem.effective_scale,
+                fixed_scale=problem.effective_scale,
+                head_factors={name: x[heads, None, None] for name, x in problem.head_factors.items()},
                 empty_rows=empty_rows,
             )
 
@@ -244,15 +276,32 @@ def compute_backward(
         gradients.add(
             slab,
             dq=slab.scale * dx @ slab.k,
-            dk=slab.scale * np.einsum("gts,gth->sh", dx, slab.q, optimize=True),
+            dk=_pull_back_keys(slab, dx),
             dv=np.einsum("gts,gtv->sv", averaging, do_slab, optimize=True),
-            dsinks=(p_sink * (dlse_slab - d)).sum(axis=-1),
+            by_head={
+                "dsinks": (p_sink * (dlse_slab - d)).sum(axis=-1),
+                **pull_back_factors(slab, dx),
+            },
             dx=dx,
         )
     found = dict(gradients.arrays)
     if problem.tied:
         found["dk"] = found["dk"] + pad_value_gradient(found.pop("dv"), problem.k.shape[-1])
     return found
+
+
+def pull_back_factors(slab: Slab, dx: Array) -> dict[str, Array]:
+    """Return the gradients of the factors that differ by query head, by name, `[G]`, from that of the logits."""
+    factors = slab.head_factors
+    return {GRADIENT_OF[operand]: (dx * slab.drop_factor(operand).x).sum(axis=(1, 2)) for operand in factors}
+
+
+def _pull_back_keys(slab: Slab, dx: Array) -> Array:
+    """Return the gradient of the keys, `[S, H]`, from that of the logits."""
+    if not slab.head_factors:  # one product less for each pair
+        dk: Array = slab.scale * np.einsum("gts,gth->sh", dx, slab.q, optimize=True)
+        return dk
+    return np.asarray(np.einsum("gts,gth->sh", slab.scale * dx, slab.q, optimize=True))
 
 
 def pad_value_gradient(dv: Array, depth: int) -> Array:
@@ -273,23 +322,40 @@ class Gradients:
         return cls({gradient: np.zeros(x.shape) for gradient, x in operands.items() if x is not None})
 
     def add(
-        self, slab: Slab, *, dq: Array, dk: Array, dv: Array, dsinks: Array, dx: Array, rows: Rows = slice(None)
+        self,
+        slab: Slab,
+        *,
+        dq: Array,
+        dk: Array,
+        dv: Array,
+        by_head: Mapping[str, Array],
+        dx: Array,
+        rows: Rows = slice(None),
     ) -> None:
-        """Add one slab's parts: dq `[G, T, H]`, dk `[S, H]`, dv `[S, V]`, dsinks `[G]`, dx `[G, T, S]`.
+        """Add one slab's parts.
 
-        `rows` says which queries of the operands the slab holds.
+        Args:
+          slab: whose parts they are.
+          dq: `[G, T, H]`.
+          dk: `[S, H]`.
+          dv: `[S, V]`.
+          by_head: gradients of operands with one value for each query head, by name, `[G]`.
+          dx: the gradient of the logits before the soft cap, `[G, T, S]`, from which those of added terms follow.
+          rows: which queries of the operands the slab holds.
         """
         self.arrays["dq"][slab.batch, rows, slab.heads] += dq.transpose(1, 0, 2)
         self.arrays["dk"][slab.batch, :, slab.kv_head] += dk
         self.arrays["dv"][slab.batch, :, slab.kv_head] += dv
-        if "dsinks" in self.arrays:
-            self.arrays["dsinks"][slab.heads] += dsinks
-        if "dbias" in self.arrays:
-            _add_broadcast(self.arrays["dbias"], slab, dx, rows)
+        for name, gradient in by_head.items():
+            if name in self.arrays:
+                self.arrays[name][slab.heads] += gradient
+        for term in slab.terms:
+            if term.operand.gradient in self.arrays:
+                _add_broadcast(self.arrays[term.operand.gradient], slab, dx, rows)
 
 
 def _add_broadcast(total: Array, slab: Slab, dx: Array, rows: Rows) -> None:
-    """Add `dx [G, T, S]` into `total`, of the bias's shape, summing over its broadcast axes."""
+    """Add `dx [G, T, S]` to `total`, of the shape of an added term, summing over its broadcast axes."""
     batch = slab.batch if total.shape[0] > 1 else 0
     if total.shape[3] == 1:
         dx = dx.sum(axis=2, keepdims=True)

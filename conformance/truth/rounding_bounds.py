@@ -5,10 +5,11 @@ Beside each exact observable `y` stands `E(y)`, how far a correct implementation
 cancellation, and one constant a dtype judges them all. Notation as in docs/contract.md, section 2: `x` logits, `z`
 capped, `p` probabilities, `D`, `dp`, `g = dz/dx`. docs/numerics.md goes through it term by term.
 
-The derivation, with `s|x| = scale sum_d |q||k| + |bias| + |alibi| + |score|` and `u` the f32 unit roundoff:
+The derivation, with `s|x| = scale sum_d |q||k| + sum |term|` over the added terms (bias, ALiBi, score) and `u` the f32
+unit roundoff. `scale` is the magnitude of the fixed scale times the factors by query head, of which there are `n_f`:
 
     err(x)   = u_prod s|x| + u max(s|x|, 3/4 sqrt(H) max(sqrt(sum_d (scale q k)^2), |x|)) + u |alibi|
-               + u_q scale |q||k|
+               + (n_f u + u_q) scale |q||k|
     err(z)   = g err(x) + u_logits |z| + 4u |z| (capped) + u (|z| + |z - m|)
     err(l)   = sum_j p err(z) + p_sink u |sink| + gamma(S)                                            (relative)
     err(p)   = p expm1(err(z) + err(l) + 2u), never more than max(p, 1 - p)
@@ -28,6 +29,8 @@ The derivation, with `s|x| = scale sum_d |q||k| + |bias| + |alibi| + |score|` an
     err(ds)  = err(p_sink) |D - dlse| + p_sink (err(D) + u |dlse|)                                    (of one row)
     E(dsink) = 2 sqrt(sum_{b,i} err(ds)^2) + gamma(BT) sum_{b,i} |p_sink (D - dlse)| + u |dsink|
     E(dbias) = sum [err(dx) + gamma(n) |dx|] over the broadcast axes + u_bias |dbias|
+    E(df)    = 2 sqrt(sum_{b,i} (sum_j [err(dx) |y| + |dx| err(y)])^2) + gamma(BTS) sum |dx y| + u |df|
+               of a factor f by query head, with y = x / f without added terms: the logit without f
     E(dk)    = E(dk) + E(dv) + u_out |dk + dv|         of keys whose first coordinates are the values
 
 What this adds to the usual first-order bound, and why:
@@ -41,8 +44,8 @@ What this adds to the usual first-order bound, and why:
 * `expm1` and the cap at `max(p, 1 - p)`: with logits of 1e5 in f32, `err(z)` is no longer small against 1.
 * `u_prod` in the second products: tf32 and bf16 products round `p` and `dx` as well as `q` and `k`.
 * `u_out` once more over the group: an implementation may round each head's dk and dv before it sums the group.
-* rows are summed in quadrature for dsink: their errors are independent, and thousands of rows added up in magnitude
-  would hide a gradient that is wrong altogether.
+* rows are summed in quadrature for dsink and df: their errors are independent, and thousands of rows added up in
+  magnitude would hide a gradient that is wrong altogether.
 * `tiny` in `err(D)`: a flash backward takes D from the stored `out`, which in f16 may be subnormal (a sink that takes
   all the weight).
 * `tiny |r|` in `err(dx)`: a probability that underflows is off by `tiny`, and is multiplied by `r`.
@@ -60,11 +63,20 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from cases.operand_registry import GRADIENT_OF
 from cases.operand_values import Cotangent, Problem
 from conformance.contract import Arithmetic
 from conformance.truth.equal_terms import compute_equal_term_excess
 from conformance.truth.low_precision_softmax import LowPrecisionSoftmax, SoftmaxGradientErrors
-from conformance.truth.oracle import Array, EmptyRows, Gradients, Slab, iter_slabs, pad_value_gradient
+from conformance.truth.oracle import (
+    Array,
+    EmptyRows,
+    Gradients,
+    Slab,
+    iter_slabs,
+    pad_value_gradient,
+    pull_back_factors,
+)
 from conformance.truth.roundoff import Roundoff, U
 
 
@@ -170,7 +182,7 @@ class _ForwardErrors:
         keys = slab.k.shape[0]
         x = _bound_logit_errors(slab, u)
         if operands is not None:
-            x = x + slab.scale * (operands.q @ np.abs(slab.k).T + np.abs(slab.q) @ operands.k.T)
+            x = x + _bound_operand_errors(slab, operands)
         z = np.abs(slab.z)
         capped = 0.0 if slab.soft_cap is None else 4 * u.cap
         err_z = (
@@ -181,7 +193,7 @@ class _ForwardErrors:
         err_z = np.where(slab.allowed, err_z, 0.0)
         fine = err_z
         if u.coarse:
-            coarse = slab.scale * _bound_coarse_products(u, np.abs(slab.q @ slab.k.T), slab.q**2 @ (slab.k**2).T)
+            coarse = _bound_coarse_logits(slab, u)
             off = np.where(slab.allowed, slab.cap_derivative * coarse, 0.0)
             x, err_z = x + coarse, err_z + off
         err_l = (slab.p * err_z).sum(axis=-1) + u.gamma(keys)
@@ -234,14 +246,31 @@ def _bound_out_shift(slab: Slab, off: Array) -> Array:
 
 def _bound_logit_errors(slab: Slab, u: Roundoff) -> Array:
     """err(x), `[G, T, S]`, but for products of operands that are rounded to fewer bits."""
-    products = slab.scale * (np.abs(slab.q) @ np.abs(slab.k).T)
-    magnitude = products if slab.bias is None else products + np.abs(slab.bias)
-    alibi = 0.0 if slab.alibi is None else np.abs(slab.alibi)
-    magnitude = magnitude + alibi + (0.0 if slab.score is None else np.abs(slab.score))
-    spread = slab.scale * np.sqrt(slab.q**2 @ (slab.k**2).T)
+    products = slab.abs_scale * (np.abs(slab.q) @ np.abs(slab.k).T)
+    magnitude: Array = products
+    rounded_terms: Array | float = 0.0  # terms that round while they are computed
+    for term in slab.terms:
+        magnitude = magnitude + np.abs(term.value)
+        if term.rounding.products:
+            rounded_terms = rounded_terms + term.rounding.products * np.abs(term.value)
+    spread = slab.abs_scale * np.sqrt(slab.q**2 @ (slab.k**2).T)
     running = 0.75 * np.sqrt(slab.q.shape[-1]) * np.maximum(spread, np.abs(slab.x))
-    rounded = u.products * magnitude + u.depth * (np.maximum(magnitude, running) + alibi)
+    rounded = u.products * magnitude + u.depth * (np.maximum(magnitude, running) + rounded_terms)
+    if slab.head_factors:
+        rounded = rounded + u.depth * len(slab.head_factors) * products
     return rounded + (u.scaled_q + u.cache) * products
+
+
+def _bound_operand_errors(slab: Slab, operands: OperandErrors) -> Array:
+    """Return what errors of q and k add to err(x), `[G, T, S]`."""
+    found: Array = slab.abs_scale * (operands.q @ np.abs(slab.k).T + np.abs(slab.q) @ operands.k.T)
+    return found
+
+
+def _bound_coarse_logits(slab: Slab, u: Roundoff) -> Array:
+    """Return what rounding q and k to fewer bits adds to err(x), `[G, T, S]`."""
+    found: Array = slab.abs_scale * _bound_coarse_products(u, np.abs(slab.q @ slab.k.T), slab.q**2 @ (slab.k**2).T)
+    return found
 
 
 def _store_forward(forward: dict[str, Bounded], slab: Slab, errors: _ForwardErrors, u: Roundoff) -> None:
@@ -337,7 +366,7 @@ def _add_gradients(
         dq=dq,
         dk=dk_by_head.sum(axis=0),
         dv=dv_by_head.sum(axis=0),
-        dsinks=back.dsink.sum(axis=-1),
+        by_head={"dsinks": back.dsink.sum(axis=-1), **pull_back_factors(slab, back.dx)},
         dx=back.dx,
         rows=rows,
     )
@@ -345,13 +374,14 @@ def _add_gradients(
     terms = u.gamma(group * queries) + u.bound_block_sums(queries)
     along_keys = u.gamma(slab.k.shape[0]) + u.bound_block_sums(slab.k.shape[0])
     abs_dx = np.abs(back.dx)
-    err_dk = slab.scale * ((back.err_dx + terms * abs_dx).transpose(0, 2, 1) @ np.abs(slab.q)).sum(axis=0)
-    err_dq = slab.scale * ((back.err_dx + along_keys * abs_dx) @ np.abs(slab.k))
+    err_dk = _sum_scaled(slab, (back.err_dx + terms * abs_dx).transpose(0, 2, 1) @ np.abs(slab.q))
+    err_dq = slab.abs_scale * ((back.err_dx + along_keys * abs_dx) @ np.abs(slab.k))
     if not do.any():
-        err_dq = err_dq + slab.scale * u.sums * compute_equal_term_excess(back.dx, slab.k) * (abs_dx @ np.abs(slab.k))
+        excess = slab.abs_scale * u.sums * compute_equal_term_excess(back.dx, slab.k)
+        err_dq = err_dq + excess * (abs_dx @ np.abs(slab.k))
     if errors.operands is not None:
-        err_dk = err_dk + slab.scale * (abs_dx.transpose(0, 2, 1) @ errors.operands.q).sum(axis=0)
-        err_dq = err_dq + slab.scale * (abs_dx @ errors.operands.k)
+        err_dk = err_dk + _sum_scaled(slab, abs_dx.transpose(0, 2, 1) @ errors.operands.q)
+        err_dq = err_dq + slab.abs_scale * (abs_dx @ errors.operands.k)
     err_pv = errors.p + (u.probabilities + u.products + terms) * slab.averaging + u.tiny * back.live
     err_dv = (err_pv.transpose(0, 2, 1) @ np.abs(do)).sum(axis=0)
     if u.coarse:
@@ -371,19 +401,46 @@ def _add_gradients(
         dq=err_dq,
         dk=err_dk + by_head * np.abs(dk_by_head).sum(axis=0),
         dv=err_dv + by_head * np.abs(dv_by_head).sum(axis=0),
-        dsinks=2 * np.sqrt((back.err_dsink**2).sum(axis=-1)) + sink_sum,
+        by_head={
+            "dsinks": 2 * np.sqrt((back.err_dsink**2).sum(axis=-1)) + sink_sum,
+            **{GRADIENT_OF[name]: _bound_factor_gradient(slab, name, back, errors, u) for name in slab.head_factors},
+        },
         dx=err_dx,
         rows=rows,
     )
 
 
+def _sum_scaled(slab: Slab, by_head: Array) -> Array:
+    """Sum arrays by head, `[G, ...]`, times the magnitude of the scale, over the group."""
+    if not slab.head_factors:  # one product for all heads
+        found: Array = slab.abs_scale * by_head.sum(axis=0)
+        return found
+    return np.asarray((slab.abs_scale * by_head).sum(axis=0))
+
+
+def _bound_factor_gradient(
+    slab: Slab, operand: str, back: _BackwardErrors, errors: _ForwardErrors, u: Roundoff
+) -> Array:
+    """Return the bound of the gradient of a factor by query head, `[G]`: `E(dfactor)` of the module docstring."""
+    others = slab.drop_factor(operand)
+    err_logit = _bound_logit_errors(others, u)
+    if errors.operands is not None:
+        err_logit = err_logit + _bound_operand_errors(others, errors.operands)
+    if u.coarse:
+        err_logit = err_logit + _bound_coarse_logits(others, u)
+    err_dx = back.err_dx if back.narrow is None else back.err_dx + back.narrow.dx
+    by_row = (err_dx * np.abs(others.x) + np.abs(back.dx) * err_logit).sum(axis=-1)
+    terms = np.abs(back.dx * others.x)
+    return np.asarray(2 * np.sqrt((by_row**2).sum(axis=-1)) + u.gamma(terms[0].size) * terms.sum(axis=(1, 2)))
+
+
 def _finish_gradients(values: Gradients, bounds: Gradients, u: Roundoff, *, tied: bool) -> dict[str, Bounded]:
     """Add the final rounding; a bound of exactly zero stays zero."""
-    rounding = {"dq": u.out + u.scaled_q, "dk": u.out, "dv": u.out, "dsinks": u.backward, "dbias": u.bias}
+    rounding = {"dq": u.out + u.scaled_q, "dk": u.out, "dv": u.out, "dbias": u.bias}  # others stay in f32
     finished = {}
     for name, value in values.arrays.items():
         bound = bounds.arrays[name]
-        finished[name] = Bounded(value, bound + rounding[name] * np.abs(value) + u.tiny * (bound > 0))
+        finished[name] = Bounded(value, bound + rounding.get(name, u.backward) * np.abs(value) + u.tiny * (bound > 0))
     if tied:
         finished["dk"] = _add_value_gradient(finished["dk"], finished.pop("dv"), u)
     return finished

@@ -51,7 +51,7 @@ class Roundoff:
         exact = arithmetic.products == "exact"
         in_input = arithmetic.softmax == "input"
         below = 0.0 if single else u_in
-        power_of_two = np.frexp(problem.effective_scale)[0] == 0.5
+        exact_scale = np.frexp(problem.effective_scale)[0] == 0.5 and not problem.head_factors
         return cls(
             products=U if single and exact else 0.0,
             coarse=UNIT_ROUNDOFF[arithmetic.products] if single and not exact else 0.0,
@@ -61,7 +61,7 @@ class Roundoff:
             block_sums=below if arithmetic.block_sums is not None else 0.0,
             block=arithmetic.block_sums,
             probabilities=below if arithmetic.probabilities == "input" or in_input else 0.0,
-            scaled_q=u_in if arithmetic.scaled_q and not power_of_two else 0.0,
+            scaled_q=u_in if arithmetic.scaled_q and not exact_scale else 0.0,
             residuals=below if arithmetic.residuals == "input" else 0.0,
             out=u_in,
             bias=UNIT_ROUNDOFF[get_dtype_name(problem.bias.dtype)] if problem.bias is not None else U,

@@ -47,15 +47,6 @@ _MASKS = {
     "own": "under a window in each row's own length",
 }
 _ROW_MASKS = frozenset({"lengths", "own", "densebatch", "indexer"})
-_OPERANDS = {
-    "segment_ids": "segment ids",
-    "soft_cap": "a soft cap",
-    "sinks": "sinks",
-    "bias": "a bias",
-    "scale": "a scale",
-    "kv_scales": "a quantised cache",
-    "score_mod": "a score by formula",
-}
 _FEATURES = frozenset(itertools.chain.from_iterable(FEATURE_KINDS.values()))
 # What is declared unsupported by another name, or by several.
 _DECLARED_FEATURES: Mapping[str, tuple[str, ...]] = {
@@ -210,7 +201,7 @@ def _find_offset_mask(kind: str) -> dict[str, str] | None:
 
 def _iter_operand_levels(fields: Mapping[str, str]) -> Iterator[Level]:
     for operand in OPTIONAL:
-        words = _OPERANDS.get(operand.name, operand.name)
+        words = operand.words
         part = fields.get(operand.field)
         if part is None:
             counter = {operand.field: operand.levels[0]}

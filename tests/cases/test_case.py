@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cases.case import DISTRIBUTIONS, DTYPES, FEATURES, PHASES, Case, CaseIdError, matches_query, parse_case_id
-from cases.operand_registry import BIASES, SEGMENTS
+from cases.optional_operands.bias_operand import BIASES
+from cases.optional_operands.segment_ids_operand import SEGMENTS
 
 SETTINGS = settings(derandomize=True, deadline=None, max_examples=150)
 GOOD = "train/bf16/B2.T128.S128.N4.K2.H64.V64/causal/seg/softcap30/sinks/biashead/scale0.3/normal/s7"

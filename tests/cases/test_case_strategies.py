@@ -13,8 +13,9 @@ from cases.case import DISTRIBUTIONS, FEATURES, PHASES, Case, matches_query, par
 from cases.case_space.alternatives import NothingToDraw, build_space
 from cases.case_space.case_strategies import LONGEST, draw_cases
 from cases.moba_mask import depends_on_data
-from cases.operand_registry import BIASES, SEGMENTS
 from cases.operand_values import draw_problem
+from cases.optional_operands.bias_operand import BIASES
+from cases.optional_operands.segment_ids_operand import SEGMENTS
 from cases.storage_forms.storage_spec import KINDS, Kind
 from cases.storage_forms.stored_case_rules import find_refusal
 

@@ -27,7 +27,7 @@ def test_levels_are_below_at_and_above_a_number() -> None:
 def test_clues_are_told_with_where_they_stand() -> None:
     clues = Clues(integers=(128, 64), floats=(80.0,), in_source=frozenset({128.0, 80.0}))
     assert clues.format_numbers() == "128, 80 (source); 64 (program)"
-    assert NO_CLUES.told() == "none"
+    assert NO_CLUES.format_numbers() == "none"
     assert not NO_CLUES
 
 

@@ -176,10 +176,9 @@ def test_a_case_says_its_score_and_draws_it_alike_for_every_seed() -> None:
 def test_a_score_follows_the_lengths_of_its_problem() -> None:
     problem = draw_problem(parse_case_id("train/f32/B2.T12.S20.N4.K2.H8.V8/full/score-relative/normal/s0"))
     shorter = dataclasses.replace(problem, k=problem.k[:, :15], v=problem.v[:, :15])
-    assert problem.score is not None
-    assert shorter.score is not None
-    # What is 3 keys before the last query is so in both.
-    assert (shorter.score[..., -1, -4] == problem.score[..., -1, -4]).all()
+    [(_, term)], [(_, shorter_term)] = problem.logit_terms, shorter.logit_terms
+    # In both it is the key that is three before the last query's.
+    assert (shorter_term[..., -1, -4] == term[..., -1, -4]).all()
     capped = dataclasses.replace(problem, score_mod=score_of("score-cap"))
-    with pytest.raises(ValueError, match="score_mod is a soft cap"):
+    with pytest.raises(ValueError, match="soft_cap and score_mod"):
         _ = dataclasses.replace(capped, soft_cap=2.0).soft_caps

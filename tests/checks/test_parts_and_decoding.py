@@ -120,11 +120,10 @@ def test_a_piece_has_the_rows_of_the_whole_and_nothing_behind_them(case: Case) -
         np.testing.assert_array_equal(some.allowed, whole.allowed[..., start:stop, :kv_length])
         assert not some.allowed[..., stop:].any()
         np.testing.assert_array_equal(some.keys[:, :stop], whole.keys[:, :stop])
-        if whole.alibi is not None:
-            np.testing.assert_array_equal(some.alibi, whole.alibi[:, start:stop, :stop])
-        elif whole.score is not None:
-            np.testing.assert_array_equal(some.score, whole.score[..., start:stop, :stop])
-        else:
+        assert [operand for operand, _ in some.logit_terms] == [operand for operand, _ in whole.logit_terms]
+        for (_, term), (_, of_all) in zip(some.logit_terms, whole.logit_terms, strict=True):
+            np.testing.assert_array_equal(term, of_all[..., start:stop, :stop])
+        if not whole.logit_terms:
             assert (some.keys[:, stop:] != whole.keys[:, stop:]).mean() > 0.9
         assert set(find_features(some)) <= set(cut_case(case, start, stop).features)
 

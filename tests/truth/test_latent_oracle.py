@@ -217,7 +217,7 @@ def test_values_of_a_tied_problem_are_its_keys_whatever_is_given() -> None:
     problem = draw_problem(parse_case_id(CASES[0]))
     other = dataclasses.replace(problem, k=2 * problem.k, v=np.zeros_like(problem.v))
     assert (other.v == other.k[..., :6]).all()
-    half = problem.along("S", lambda x, axis: x.take(range(0, 15, 2), axis))
+    half = problem.map_along("S", lambda x, axis: x.take(range(0, 15, 2), axis))
     assert (half.v == half.k[..., :6]).all()
 
 

@@ -80,7 +80,7 @@ class SampledRows:
     def _compare(self, implementation: Implementation, name: str, got: np.ndarray, expected: Bounded) -> Agreement:
         if wrong := self.describe_misshapen(name, got.shape):
             return Agreement(np.inf, wrong)
-        part = got[:, self.rows] if name == "out" else _BY_GRADIENT[name].along(got, "T", self._taken)
+        part = got[:, self.rows] if name == "out" else _BY_GRADIENT[name].map_along(got, "T", self._taken)
         judged = self._judged(implementation) if name == "out" else None
         comparison = compare(part, expected, judged)
         limits = self._tolerances.of(implementation.arithmetic, jax.default_backend())
@@ -116,7 +116,7 @@ class SampledRows:
 
     def _select_rows(self, problem: Problem) -> Problem:
         """The problem of the sampled queries alone; segment ids are in its mask."""
-        part = problem.along("T", self._taken)
+        part = problem.map_along("T", self._taken)
         return dataclasses.replace(part, mask=Dense(self._allowed), segment_ids=None)
 
     def _taken(self, x: np.ndarray, axis: int) -> np.ndarray:

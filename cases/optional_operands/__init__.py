@@ -1,0 +1,1 @@
+"""The optional operands, one module each; `cases.operand_registry` lists them."""

@@ -1,0 +1,83 @@
+"""Bias: numbers that are added to scaled logits, broadcastable to `[B, N, T, S]`."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from cases.counter_rng import draw_normal
+from cases.operand import OptionalOperand
+from cases.operand_validation import CallSizes, validate_array, validate_dtype
+
+if TYPE_CHECKING:
+    from cases.case import Case
+    from cases.operand_values import Problem
+
+# The axes of `[B, N, T, S]` along which a bias of each level varies; on the others its length is 1.
+_AXES = {
+    "bias": "BNTS",
+    "biashead": "NTS",
+    "biaskey": "BS",
+    "biasbatch": "BTS",
+    "biaspair": "TS",
+    "biasslope": "NS",
+    "biasinf": "BTS",
+}
+BIASES = tuple(_AXES)
+"""What a case id may ask for."""
+# `biasinf` is a mask. Of ten keys it hides one by minus infinity, and one by the finite number that some prefer.
+_HIDING = {3: -np.inf, 7: -1e9}
+
+
+def _draw(case: Case, problem: Problem, spread: float) -> np.ndarray:
+    """Draw a bias as large as the logits' own spread, so that both matter.
+
+    `biaskey` has the operands' dtype, the others f32.
+    """
+    assert case.bias is not None
+    sizes = {"B": case.batch, "N": case.num_q_heads, "T": case.q_length, "S": case.kv_length}
+    shape = tuple(size if axis in _AXES[case.bias] else 1 for axis, size in sizes.items())
+    values = draw_normal(case.seed, "bias", shape) * max(1.0, spread / 2)
+    if case.bias == "biasinf":
+        for key, hidden in _HIDING.items():
+            values[..., key::10] = hidden
+    return values.astype(problem.q.dtype if case.bias == "biaskey" else np.float32)
+
+
+def _validate(name: str, value: Any, sizes: CallSizes, dtypes: Collection[str]) -> None:
+    validate_array(name, value)
+    full = (sizes.batch, sizes.num_q_heads, sizes.q_length, sizes.kv_length)
+    if np.ndim(value) != 4 or not all(n in (1, m) for n, m in zip(np.shape(value), full, strict=True)):
+        raise ValueError(f"{name} must have 4 axes broadcastable to {full}, got shape {np.shape(value)}")
+    validate_dtype(name, value, dtypes)
+
+
+def _compute_term(problem: Problem) -> np.ndarray:
+    assert problem.bias is not None
+    return problem.bias.astype(np.float64)
+
+
+def _build_null(problem: Problem) -> np.ndarray:
+    return np.zeros((1, 1, 1, problem.k.shape[1]), np.float32)
+
+
+OPERAND = OptionalOperand(
+    name="bias",
+    arrays=(("B", "N", "T", "S"),),
+    broadcasts=True,
+    gradient="dbias",
+    field="bias",
+    form="bias",
+    levels=BIASES,
+    description="additive bias",
+    words="a bias",
+    grid_levels=("bias", "biashead", "biaskey"),
+    rich_level="biashead",
+    vmap="kv",
+    draw=_draw,
+    validate=_validate,
+    null=_build_null,
+    term=_compute_term,
+)

@@ -1,0 +1,53 @@
+"""Scales of a quantised cache: k and v hold small numbers, which stand for themselves times their scales.
+
+The scales belong to the stored numbers, so both are drawn together (`cases.operand_values.draw_problem`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from cases.operand import OptionalOperand
+from cases.operand_validation import CallSizes, validate_array, validate_pair
+from cases.quantization import KV_CACHES, WHOLE_CACHES
+
+if TYPE_CHECKING:
+    from cases.operand_values import Problem
+
+
+def _validate(name: str, value: Any, sizes: CallSizes, dtypes: Collection[str]) -> None:
+    validate_pair(name, value)
+    full = (sizes.batch, sizes.kv_length, sizes.num_kv_heads)
+    for side, scales in zip(("k", "v"), value, strict=True):
+        validate_array(f"{name} of {side}", scales)
+        fits = np.ndim(scales) == 3 and all(n in (1, m) for n, m in zip(np.shape(scales), full, strict=True))
+        if not fits or np.shape(scales)[2] != sizes.num_kv_heads:
+            raise ValueError(
+                f"{name} of {side} must be [batch or 1, length or 1, heads] of {full}, got {np.shape(scales)}"
+            )
+
+
+def _build_null(problem: Problem) -> Any:
+    """Return scales of one."""
+    return None if problem.kv_scales is None else tuple(np.ones_like(scales) for scales in problem.kv_scales)
+
+
+OPERAND = OptionalOperand(
+    name="kv_scales",
+    arrays=(("B", "S", "K"), ("B", "S", "K")),
+    broadcasts=True,
+    field="kv_cache",
+    form="kvKIND-BY",
+    levels=(*KV_CACHES, *WHOLE_CACHES),
+    words="a quantised cache",
+    grid_levels=KV_CACHES,
+    is_rare=True,
+    opt_in=True,
+    vmap="kv",
+    decoding=({"mask": "causal", "kv_cache": "kvint8-token"}, {"mask": "window-l9-r0", "kv_cache": "kvfp8-head"}),
+    validate=_validate,
+    null=_build_null,
+)

@@ -1,0 +1,62 @@
+"""Score by formula: a function `(score, b, n, i, j) -> score` of scaled logits (`cases.score_functions`).
+
+The formulas of cases either add a term to the logit or are its soft cap.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from cases import score_functions
+from cases.operand import OptionalOperand, TermRounding
+from cases.operand_validation import CallSizes
+
+if TYPE_CHECKING:
+    from cases.case import Case
+    from cases.operand_values import Problem
+
+
+def _draw(case: Case, problem: Problem, spread: float) -> score_functions.Score:
+    """Build the score of the case. It is the same for every seed, so that calls under `vmap` share it."""
+    assert case.score is not None
+    sizes = {"num_q_heads": case.num_q_heads, "q_length": case.q_length, "kv_length": case.kv_length}
+    return score_functions.build_score(case.score, spread=spread, **sizes)
+
+
+def _validate(name: str, value: Any, sizes: CallSizes, dtypes: Collection[str]) -> None:
+    if not callable(value):
+        raise TypeError(f"{name} must be a function (score, b, n, i, j) -> score, got {type(value).__name__}")
+
+
+def _compute(problem: Problem, *, caps: bool) -> np.ndarray | None:
+    score = problem.score_mod
+    assert score is not None
+    if score.caps != caps:
+        return None
+    return score.dense(problem.q.shape[0], problem.q.shape[2], problem.q.shape[1], problem.k.shape[1])
+
+
+OPERAND = OptionalOperand(
+    name="score_mod",
+    arrays=(),
+    field="score",
+    form="score-NAME",
+    levels=score_functions.LEVELS,
+    description="scaled logits changed by a function of batch row, query head and places",
+    words="a score by formula",
+    grid_levels=score_functions.LEVELS,
+    rich_level=score_functions.LEVELS[0],
+    is_rare=True,
+    opt_in=True,
+    is_quiet=True,
+    is_positional=True,
+    decoding=({"mask": "causal", "score": "score-rows"},),
+    draw=_draw,
+    validate=_validate,
+    term=lambda problem: _compute(problem, caps=False),
+    term_rounding=TermRounding(integers=1),  # a whole number times a power of two
+    cap=lambda problem: _compute(problem, caps=True),
+)

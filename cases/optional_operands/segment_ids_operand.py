@@ -1,0 +1,64 @@
+"""Segment ids: sequences that lie in one row; a query attends only to keys with its own id."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from cases.masks import segment_labels
+from cases.moba_mask import resolve_choices
+from cases.operand import OptionalOperand
+from cases.operand_validation import CallSizes, validate_array, validate_pair
+
+if TYPE_CHECKING:
+    from cases.case import Case
+    from cases.operand_values import Problem
+
+SEGMENTS = ("seg", "segpad", "segwild", "segmany", "segamid")
+"""What a case id may ask for (`cases.masks.segment_labels`)."""
+
+
+def find_equal_segments(segment_ids: tuple[np.ndarray, np.ndarray]) -> np.ndarray:
+    """Return where query and key have equal ids, booleans `[B, 1, T, S]`."""
+    q_ids, kv_ids = segment_ids
+    found: np.ndarray = q_ids[:, None, :, None] == kv_ids[:, None, None, :]
+    return found
+
+
+def _draw(case: Case, problem: Problem, spread: float) -> Any:
+    return segment_labels.draw_segment_ids(case, resolve_choices(problem.mask, problem.q, problem.k))
+
+
+def _validate(name: str, segment_ids: Any, sizes: CallSizes, dtypes: Collection[str]) -> None:
+    validate_pair(name, segment_ids)
+    for side, ids, length in zip(("q", "kv"), segment_ids, (sizes.q_length, sizes.kv_length), strict=True):
+        validate_array(f"{name} of {side}", ids)
+        if np.shape(ids) != (sizes.batch, length):
+            raise ValueError(f"{name} of {side} must have shape {(sizes.batch, length)}, got {np.shape(ids)}")
+    for side, ids in zip(("q", "kv"), segment_ids, strict=True):
+        if not np.issubdtype(ids.dtype, np.integer):
+            raise ValueError(f"{name} of {side} must be integers, of dtype int32, got {ids.dtype}")
+
+
+def _build_null(problem: Problem) -> tuple[np.ndarray, np.ndarray]:
+    """Return ids that are all equal."""
+    return np.zeros(problem.q.shape[:2], np.int32), np.zeros(problem.k.shape[:2], np.int32)
+
+
+OPERAND = OptionalOperand(
+    name="segment_ids",
+    arrays=(("B", "T"), ("B", "S")),
+    field="segments",
+    form="segments",
+    levels=SEGMENTS,
+    description="segment ids of q and kv",
+    words="segment ids",
+    grid_levels=("seg", "segpad"),
+    rich_level="seg",
+    vmap="segments",
+    draw=_draw,
+    validate=_validate,
+    null=_build_null,
+)

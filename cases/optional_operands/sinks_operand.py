@@ -1,0 +1,69 @@
+"""Sinks: one learned logit for each query head, which joins the denominator of the softmax.
+
+A sink is neither scaled nor capped nor masked. The oracle adds it to the softmax itself, since it is no part of the
+logits (`conformance.truth.oracle.Slab.sinks`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from cases.counter_rng import draw_normal
+from cases.distributions import compute_huge_coordinates
+from cases.operand import OptionalOperand
+from cases.operand_validation import CallSizes, validate_per_query_head
+from cases.score_functions import CAPPING
+
+if TYPE_CHECKING:
+    from cases.case import Case
+    from cases.operand_values import Problem
+
+
+def _draw(case: Case, problem: Problem, spread: float) -> np.ndarray:
+    """Draw sinks near the typical logsumexp of the keys alone, so that they take a visible part of the weight."""
+    allowed = problem.allowed
+    rows = max(1, int(allowed.any(axis=-1).sum()))
+    keys = math.log(max(1.0, int(allowed.sum()) / rows))
+    typical = keys + spread**2 / 2 if spread < math.sqrt(2 * keys) else spread * math.sqrt(2 * keys)
+    if case.score == CAPPING:
+        typical = min(typical, max(2.0, spread))  # about where it bends
+    if case.soft_cap is not None:
+        # A cap below log(keys) leaves many keys of like weight; a higher one, the few largest.
+        many = case.soft_cap < keys
+        typical = keys + case.soft_cap / 2 if many else case.soft_cap * math.tanh(typical / case.soft_cap)
+    if case.distribution == "huge":
+        typical += problem.effective_scale * math.prod(compute_huge_coordinates(problem.effective_scale))
+    rounded = round(typical * 16) / 16
+    return (rounded + draw_normal(case.seed, "sinks", (case.num_q_heads,))).astype(np.float32)
+
+
+def _validate(name: str, value: Any, sizes: CallSizes, dtypes: Collection[str]) -> None:
+    validate_per_query_head(name, value, sizes, dtypes, one="logit")
+
+
+def _build_null(problem: Problem) -> np.ndarray:
+    """Return sinks without weight."""
+    return np.full(problem.q.shape[2], -np.inf, np.float32)
+
+
+OPERAND = OptionalOperand(
+    name="sinks",
+    arrays=(("N",),),
+    gradient="dsinks",
+    field="sinks",
+    form="sinks",
+    levels=(True,),
+    description="one learned sink logit for each query head",
+    words="sinks",
+    grid_levels=(True,),
+    rich_level=True,
+    stored=True,
+    vmap="sinks",
+    draw=_draw,
+    validate=_validate,
+    null=_build_null,
+)

@@ -1,0 +1,31 @@
+"""Soft cap: logits become `soft_cap * tanh(x / soft_cap)`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection
+from typing import Any
+
+from cases.operand import OptionalOperand
+from cases.operand_validation import CallSizes, validate_positive_number
+
+
+def _validate(name: str, value: Any, sizes: CallSizes, dtypes: Collection[str]) -> None:
+    validate_positive_number(name, value, none="no cap")
+
+
+OPERAND = OptionalOperand(
+    name="soft_cap",
+    arrays=(),
+    field="soft_cap",
+    form="softcapC",
+    levels=(30.0,),
+    number=re.compile(r"(?:soft)?cap(\d+(?:\.\d+)?)"),
+    description="soft cap of the logits",
+    words="a soft cap",
+    grid_levels=(2.0, 30.0),
+    rich_level=30.0,
+    stored=True,
+    validate=_validate,
+    cap=lambda problem: problem.soft_cap,
+)
