@@ -57,6 +57,7 @@ class Case:
     kv_cache: str | None = None
     alibi: bool = False
     score: str | None = None
+    logit_scale: bool = False
     storage: str | None = None
     front_end: str | None = None
     distribution: str = "normal"

@@ -78,9 +78,9 @@ class TermRounding:
     products: int = 0
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class OptionalOperand(Operand):
-    """An operand that a call may lack.
+    """An operand that a call may lack; each is equal to itself alone.
 
     In a case id:
 

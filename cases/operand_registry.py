@@ -12,6 +12,7 @@ from cases.optional_operands import (
     alibi_slopes_operand,
     bias_operand,
     kv_scales_operand,
+    logit_scale_operand,
     scale_operand,
     score_mod_operand,
     segment_ids_operand,
@@ -33,6 +34,7 @@ OPTIONAL: tuple[OptionalOperand, ...] = (
     kv_scales_operand.OPERAND,
     alibi_slopes_operand.OPERAND,
     score_mod_operand.OPERAND,
+    logit_scale_operand.OPERAND,
 )
 """The order of the parts of a case id, and that in which the values of a case are drawn."""
 OPERANDS: tuple[Operand, ...] = (*REQUIRED, *OPTIONAL)

@@ -64,6 +64,7 @@ class Problem:
     kv_scales: tuple[np.ndarray, np.ndarray] | None = None  # [B or 1, S or 1, K] or []
     alibi_slopes: np.ndarray | None = None  # [N]
     score_mod: Score | None = None
+    logit_scale: np.ndarray | None = None  # [N]
     storage: Storage | None = None
     tied: bool = False
 

@@ -21,6 +21,8 @@ from cases.ensemble_cases import select_ensemble_cases
 from cases.front_end_cases import select_front_end_cases
 from cases.grid import Grid, build_grid
 from cases.long_sequence_cases import select_long_sequence_cases
+from cases.operand_model import build_operand_model
+from cases.operand_registry import WITH_OWN_CASES
 from cases.regressions import REGRESSIONS
 from cases.storage_forms import latent_grids, stored_grids
 from cases.storage_forms.page_scale_grids import SCALED, SCALED_BOTH, WHOLE
@@ -47,6 +49,29 @@ class ImplementationGrids:
     def sizes(self) -> Grid:
         """The grid of the sizes that the implementation supports."""
         return build_grid(self.level, self.seed, self.implementation.supports, self._models[1])
+
+    @functools.cached_property
+    def operand_grids(self) -> tuple[Grid, ...]:
+        """The grids of the operands that have their own cases and that the implementation offers."""
+        offered = [operand for operand in WITH_OWN_CASES if operand.name in self.implementation.offers]
+        supports = self.implementation.supports
+        return tuple(build_grid(self.level, self.seed, supports, build_operand_model(each)) for each in offered)
+
+    @property
+    def all_grids(self) -> tuple[Grid, ...]:
+        """The grids of features, of sizes, and of operands that have their own cases."""
+        return (self.grid, self.sizes, *self.operand_grids)
+
+    @property
+    def declined(self) -> tuple[Case, ...]:
+        """One case for each level, and for each operand with its own cases, that is not supported."""
+        plainest = self.grid.singles[:1] if self.implementation.storage is None else ()
+        declined = [case for grid in self.all_grids for case in grid.declined]
+        for operand in WITH_OWN_CASES:
+            changed: dict[str, Any] = {operand.field: operand.levels[0]}
+            if operand.name not in self.implementation.offers:
+                declined += [dataclasses.replace(case, **changed) for case in plainest]
+        return tuple(dict.fromkeys(declined))
 
     @property
     def _models(self) -> tuple[Model, Model]:
@@ -103,12 +128,12 @@ def _build_scope(
 
 def _list_grid_cases(asked: ImplementationGrids) -> tuple[Case, ...]:
     """The rows of both grids; beyond `quick` what is long and thin, and the named regressions, as far as supported."""
-    both = (*asked.grid.cases, *asked.sizes.cases)
+    gridded = [case for grid in asked.all_grids for case in grid.cases]
     if asked.level == "quick":
-        return tuple(dict.fromkeys(both))
+        return tuple(dict.fromkeys(gridded))
     supports = asked.implementation.supports
     named = (regression.case for regression in REGRESSIONS if supports(regression.case) is None)
-    return tuple(dict.fromkeys((*both, *select_long_sequence_cases(asked.seed, supports), *named)))
+    return tuple(dict.fromkeys((*gridded, *select_long_sequence_cases(asked.seed, supports), *named)))
 
 
 def _list_compiled_cases(asked: ImplementationGrids) -> tuple[Case, ...]:
@@ -151,12 +176,15 @@ GRID = Scope(
 )
 RICH = _build_scope(
     "rich",
-    "the case with every supported operand, and beyond quick a second one",
-    lambda asked: asked.grid.rich,
+    "the case with every supported operand, and beyond quick a second one; one more for operands with their own cases",
+    lambda asked: (*asked.grid.rich, *(case for grid in asked.operand_grids for case in grid.rich)),
     accepts_any_case=_accept_any,
 )
 BASE = _build_scope(
-    "base", "the plainest supported case", lambda asked: asked.grid.singles[:1], accepts_any_case=_accept_any
+    "base",
+    "the plainest supported case; one more for operands with their own cases",
+    lambda asked: tuple(case for grid in (asked.grid, *asked.operand_grids) for case in grid.singles[:1]),
+    accepts_any_case=_accept_any,
 )
 DECODED = _build_scope(
     "decoded",
@@ -195,7 +223,7 @@ COMPILED = _build_scope(
 DECLINED = Scope(
     name="declined",
     about="one case for each feature that is not supported",
-    cases=lambda asked: tuple(dict.fromkeys((*asked.grid.declined, *asked.sizes.declined))),
+    cases=lambda asked: asked.declined,
     has=lambda asked, case: asked.implementation.supports(case) is not None,
     short=True,
     supported=False,
@@ -203,7 +231,7 @@ DECLINED = Scope(
 FEATURE = _build_scope(
     "feature",
     "one plain case for each supported argument and mask",
-    lambda asked: asked.grid.singles[1:],
+    lambda asked: (*asked.grid.singles[1:], *(case for grid in asked.operand_grids for case in grid.singles[:1])),
     accepts_any_case=_accept_any,
     short=True,
 )

@@ -64,6 +64,7 @@ def check_errors(subject: Subject) -> Iterator[Judgement]:
         yield build_unsupported("operands", f"what is wrong of the operands of a {kind} call has no rule yet")
         return
     refused = {o.name for o in OPTIONAL if o.opt_in and o.name not in subject.implementation.offers}
+    refused |= {o.name for o in OPTIONAL if o.has_own_cases and getattr(subject.problem, o.name) is None}
     if "score_mod" not in refused:
         number = _WrongCall("score_mod_number", ("score_mod",), _build_arguments(subject.problem, score_mod=2.0))
         yield _judge_error(subject, number, (ValueError, TypeError))

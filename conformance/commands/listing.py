@@ -58,7 +58,7 @@ def _select_cases(arguments: argparse.Namespace) -> list[Case]:
         found = dict.fromkeys((*build_grid(level, seed).cases, *build_grid(level, seed, model=size_model.MODEL).cases))
     else:
         asked = ImplementationGrids(argument_lookup.find_implementation(arguments.impl), level, seed)
-        found = dict.fromkeys((*asked.grid.cases, *asked.sizes.cases))
+        found = dict.fromkeys(case for grid in asked.all_grids for case in grid.cases)
     chosen = [case for case in found if arguments.cases is None or matches_query(arguments.cases, case.id)]
     if not chosen:
         raise CannotJudge(f"no case of the {level} grid matches {arguments.cases or '*'!r}")

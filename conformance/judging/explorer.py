@@ -245,7 +245,7 @@ class _Explorer:
                     strategies.insert(0, draw_cases(self._supports, clues=self._clues))
                 self._declined.clear()  # what was asked to narrow the space was not drawn
                 asked = ImplementationGrids(self._implementation, "quick", 0)
-                self._novelty = Novelty({*asked.grid.cases, *asked.sizes.cases}, self._clues)
+                self._novelty = Novelty({case for grid in asked.all_grids for case in grid.cases}, self._clues)
                 self._draw(strategies)
             self._judge_fully()
         except KeyboardInterrupt:

@@ -110,7 +110,7 @@ def _build_arrays(asked: Sequence[ImplementationGrids]) -> CoveringArrays:
             CoveringArraySize(strength=made.coverage.strength, combinations=made.coverage.feasible) for made in first
         ),
         rows,
-        len({case for made in first for case in made.declined}),
+        len(asked[0].declined),
         first[0].parted,
     )
 
@@ -126,9 +126,9 @@ def _build_jobs(asked: ImplementationGrids, checks: tuple[Check, ...], *, first:
         take_turns = asked.level == "quick" and scope is GRID and len(checks) == len(CHECKS)
         turns: dict[Case, Rotation] = {}
         if take_turns:
-            turns = assign_size_rotations(implementation, asked.sizes, seed) | assign_rotations(
-                implementation, asked.grid, seed
-            )
+            turns = assign_size_rotations(implementation, asked.sizes, seed)
+            for grid in (*asked.operand_grids, asked.grid):
+                turns |= assign_rotations(implementation, grid, seed)
         jobs += [Job(implementation, case, theirs, turns.get(case, FULL_ROTATION)) for case in scope.cases(asked)]
     return jobs
 
@@ -136,13 +136,13 @@ def _build_jobs(asked: ImplementationGrids, checks: tuple[Check, ...], *, first:
 def _measure_coverage(asked: ImplementationGrids, level: str, jobs: Iterable[Job]) -> dict[str, Any]:
     """What the cases of the grids cover: all of them but at `smoke`."""
     chosen = {job.case for job in jobs if job.is_on_grid} if level == "smoke" else None
-    grids = (asked.grid, asked.sizes)
+    grids = asked.all_grids
     return {
         "implementation": asked.implementation.name,
         "level": level,
         "strength": asked.grid.coverage.strength,
         "cases": len({case for grid in grids for case in grid.cases if chosen is None or case in chosen}),
-        "declined": len({case for grid in grids for case in grid.declined}),
+        "declined": len(asked.declined),
         "combinations": sum(grid.coverage.feasible for grid in grids),
         "covered": sum(grid.coverage.covered if chosen is None else grid.count_covered_by(chosen) for grid in grids),
     }

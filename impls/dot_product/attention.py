@@ -1,6 +1,6 @@
 """Dot-product attention from its formula, with all logits in memory.
 
-    (1)  x_ij = score_mod(scale <q_i, k_j> + bias_ij - alibi_slope |i + S - T - j|, b, n, i, j)
+    (1)  x_ij = score_mod(logit_scale scale <q_i, k_j> + bias_ij - alibi_slope |i + S - T - j|, b, n, i, j)
     (2)  z_ij = soft_cap tanh(x_ij / soft_cap)
     (3)  z_ij = -inf, where i may not attend to j
     (4)  m_i = max(max_j z_ij, sink)
@@ -49,6 +49,7 @@ def attention(
     scale: float | None = None,
     alibi_slopes: jax.Array | None = None,
     score_mod: ScoreMod | None = None,
+    logit_scale: jax.Array | None = None,
     save_residuals: bool = False,
     float32_logits: bool = True,
     float32_qk_product: bool = True,
@@ -72,6 +73,8 @@ def attention(
       alibi_slopes: `[N]`, constants: logits lose `slope * |i + S - T - j|` where the bias is added (Press et al. 2021,
         arXiv:2108.12409; queries are counted from the end, as Dao's flash-attention has it).
       score_mod: `(score, b, n, i, j) -> score`, of scaled logits before the soft cap, with places along the axes.
+      logit_scale: `[N]`, a learned factor of each query head's `scale <q, k>`, before the bias (Liu et al. 2021,
+        arXiv:2111.09883, equation 2).
       save_residuals: also return `logsumexp` and `max_logits`.
       float32_logits: softmax in f32. With this and `float32_qk_product` off, logits are rounded to the operands' dtype;
         in f16 that limits them to 65504.
@@ -86,7 +89,7 @@ def attention(
       ValueError: an operand, the mask or an option is not as above; the message names it.
     """
     options: dict[str, Any] = {"soft_cap": soft_cap, "sinks": sinks, "bias": bias, "alibi_slopes": alibi_slopes}
-    options["score_mod"] = score_mod
+    options |= {"score_mod": score_mod, "logit_scale": logit_scale}
     validate_operands(q, k, v, segment_ids=segment_ids, scale=scale, **options)
     validate_mask(mask, q.shape[0], q.shape[2], q.shape[1], k.shape[1])
     if compute_axis_order not in EINSUMS:
@@ -123,6 +126,7 @@ def attend(
     kv_scales: tuple[jax.Array, jax.Array] | None = None,
     alibi_slopes: jax.Array | None = None,
     score_mod: ScoreMod | None = None,
+    logit_scale: jax.Array | None = None,
 ) -> Any:
     """`attention` of valid operands, with mask and segment ids as booleans.
 
@@ -143,6 +147,9 @@ def attend(
     logits = _multiply(qk, *operands) * (1 / math.sqrt(q.shape[-1]) if scale is None else scale)  # (1)
     if k_scales is not None:
         logits = logits * k_scales
+    if logit_scale is not None:
+        factor = jnp.asarray(logit_scale, jnp.float32).reshape(num_kv_heads, -1, 1, 1)
+        logits = logits * factor
     if bias is not None:
         logits = logits + _split_heads(jnp.asarray(bias, jnp.float32), num_kv_heads)
     if alibi_slopes is not None:

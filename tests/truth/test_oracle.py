@@ -42,6 +42,7 @@ CASES = (
     "train/f32/B2.T12.S15.N4.K1.H6.V3/lengths-0-9/alibi/score-alibi/large/s1",
     "train/f32/B3.T15.S12.N4.K2.H3.V5/densehead-d40/score-rows/normal/s2",
     "train/f32/B2.T12.S15.N4.K2.H3.V5/causal-o3/sinks/bias/score-cap/large/s3",
+    "train/f32/B2.T12.S15.N4.K2.H3.V5/dense-d40/softcap2/sinks/biashead/scale0.7/alibi/logitscale/normal/s4",
 )
 TINY = (
     "train/f32/B1.T3.S4.N2.K1.H2.V3/causal-o1/softcap2/sinks/bias/scale0.7/alibi/normal/s1",
@@ -49,8 +50,9 @@ TINY = (
     "train/f32/B1.T3.S3.N2.K1.H2.V2/dense-d60/biashead/normal/s3",
     "train/f32/B2.T3.S4.N2.K1.H2.V1/causal-o1/score-rows/softcap2/normal/s4",
     "train/f32/B1.T3.S4.N2.K1.H2.V2/full/sinks/score-cap/large/s5",
+    "train/f32/B1.T2.S3.N4.K2.H2.V1/causal-o1/softcap2/bias/scale0.7/logitscale/normal/s5",
 )
-NAMES = {"dq": "q", "dk": "k", "dv": "v", "dsinks": "sinks", "dbias": "bias"}
+NAMES = {"dq": "q", "dk": "k", "dv": "v", "dsinks": "sinks", "dbias": "bias", "dlogit_scale": "logit_scale"}
 Gradients = dict[str, np.ndarray]
 
 
@@ -113,7 +115,10 @@ def literal_forward(problem: Problem, operands: dict[str, Any]) -> tuple[jax.Arr
     outs, lses = [], []
     for n in range(heads):
         kv = n // (heads // k.shape[2])
-        x = scale * jnp.einsum("bth,bsh->bts", q[:, :, n], k[:, :, kv]) + bias[:, n] - slopes[n] * distance
+        x = scale * jnp.einsum("bth,bsh->bts", q[:, :, n], k[:, :, kv])
+        if "logit_scale" in operands:
+            x = operands["logit_scale"][n] * x
+        x = x + bias[:, n] - slopes[n] * distance
         if problem.score_mod is not None:
             behind = before_the_last[1] - before_the_last[0]
             number = number_of(problem.score_mod, np.arange(batch)[:, None, None], n, behind)

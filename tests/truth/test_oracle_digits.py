@@ -39,6 +39,8 @@ class Digits:
         q, k = self.operands["q"], self.operands["k"]
         scale = mpmath.mpf(self.problem.scale) if self.problem.scale else 1 / mpmath.sqrt(self.depth)
         x = scale * sum(q[b, i, n, h] * k[b, j, kv, h] for h in range(self.depth))
+        if "logit_scale" in self.operands:
+            x *= self.operands["logit_scale"][n,]
         if self.problem.bias is not None:
             place = zip((b, n, i, j), self.problem.bias.shape, strict=True)
             x += self.operands["bias"][tuple(at if size > 1 else 0 for at, size in place)]

@@ -1,0 +1,52 @@
+"""The model of one operand: it in every case, beside the masks, sizes and operands that it may go wrong with.
+
+An operand with cases of its own (`OptionalOperand.has_own_cases`) is no axis of `cases.feature_model`: a new axis would
+change the covering array, and so every case of the kernels that support the operand.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+from cases import feature_model
+from cases.case import Case
+from cases.covering_model import Axis, Lengths, Model
+from cases.operand import OptionalOperand
+
+# Fewer levels than in the model of all features: whole and partial blocks, both orders of lengths, one query.
+_LENGTHS = (
+    Lengths("train", 128, 128),
+    Lengths("train", 48, 200),
+    Lengths("prefill", 64, 320),
+    Lengths("decode", 1, 200),
+    Lengths("train", 321, 321),
+)
+_LEVELS: dict[str, tuple[Any, ...]] = {
+    "mask": ("full", "causal", "window", "lengths", "dense"),
+    "distribution": ("normal", "large", "cancel", "dominant"),
+    "heads": ((1, 2, 2), (2, 4, 2), (1, 6, 2), (3, 2, 1)),
+    "depths": ((64, 64), (16, 48)),
+    "bias": (None, "biashead", "biaskey"),
+    "segments": (None, "seg"),
+    "soft_cap": (None, 2.0, 30.0),
+}
+
+
+@functools.cache
+def build_operand_model(operand: OptionalOperand) -> Model:
+    """Build the model whose cases all have `operand`."""
+    axes = [Axis("lengths", _LENGTHS)]
+    for axis in feature_model.AXES[1:]:
+        levels = _LEVELS.get(axis.name, axis.levels)
+        if axis.name not in ("kv_cache", "own_window", operand.field):
+            axes.append(dataclasses.replace(axis, levels=levels, rich=axis.rich if axis.rich in levels else None))
+    missing = {axis.name: axis.levels[0] for axis in feature_model.AXES}
+
+    def assemble(levels: Mapping[str, Any], seed: int) -> Case:
+        changed: dict[str, Any] = {operand.field: operand.levels[0]}
+        return dataclasses.replace(feature_model.assemble({**missing, **levels}, seed), **changed)
+
+    return Model(tuple(axes), feature_model.are_compatible, assemble, strongest=3)

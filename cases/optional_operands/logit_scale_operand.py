@@ -1,0 +1,75 @@
+"""Logit scale: a learned factor of the logits for each query head, beside the fixed scale.
+
+Cosine attention and attention with normalised queries and keys learn a temperature for each head: Swin v2
+(arXiv:2111.09883, equation 2), ViT-22B (arXiv:2302.05442, section 2.1), query-key normalisation (arXiv:2010.04245).
+
+    x_ij = logit_scale_n * scale * <q_i, k_j>, before the bias and the soft cap
+
+It multiplies the scale and does not stand in its place: a model whose temperature is the whole factor passes `scale=1`.
+Its gradient is `sum_{b,i,j} dx_ij * scale * <q_i, k_j>`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from cases.counter_rng import draw_normal
+from cases.operand import OptionalOperand
+from cases.operand_validation import CallSizes, validate_per_query_head
+
+if TYPE_CHECKING:
+    from cases.case import Case
+    from cases.operand_values import Problem
+
+# The factors of the first head and of the one past the last: heads differ, and no softmax is flat or one key alone.
+_FIRST, _PAST_LAST = 0.6, 1.8
+
+
+def _draw(case: Case, problem: Problem, spread: float) -> np.ndarray:
+    """Draw factors that grow from head to head; no powers of two."""
+    heads = np.arange(case.num_q_heads) / case.num_q_heads
+    noise = 2 ** (draw_normal(case.seed, "logit_scale", heads.shape) / 8)
+    return (_FIRST * (_PAST_LAST / _FIRST) ** heads * noise).astype(np.float32)
+
+
+def _validate(name: str, value: Any, sizes: CallSizes, dtypes: Collection[str]) -> None:
+    validate_per_query_head(name, value, sizes, dtypes, one="factor")
+
+
+def _compute_factor(problem: Problem) -> np.ndarray:
+    assert problem.logit_scale is not None
+    return problem.logit_scale.astype(np.float64)
+
+
+def _build_null(problem: Problem) -> np.ndarray:
+    return np.ones(problem.q.shape[2], np.float32)
+
+
+OPERAND = OptionalOperand(
+    name="logit_scale",
+    arrays=(("N",),),
+    gradient="dlogit_scale",
+    field="logit_scale",
+    form="logitscale",
+    levels=(True,),
+    description="one learned factor of the logits for each query head",
+    words="a logit scale",
+    opt_in=True,
+    rich_level=True,
+    is_quiet=True,
+    has_own_cases=True,
+    vmap="logit_scale",
+    calls={
+        "tempered": {"mask": "causal", "logit_scale": True},
+        "tempered_scaled": {"mask": "full", "logit_scale": True, "scale": 1.0},
+        "tempered_token": {"phase": "decode", "mask": "full", "logit_scale": True, "q_length": 1, "kv_length": 72},
+    },
+    decoding=({"mask": "causal", "logit_scale": True},),
+    draw=_draw,
+    validate=_validate,
+    null=_build_null,
+    factor=_compute_factor,
+)
