@@ -1,8 +1,8 @@
-"""The operands of a case, drawn from its seed with the same bits everywhere.
+"""A problem, which is the operands of a case, drawn from the case's seed with the same bits everywhere.
 
-Values are scaled so that everything that the case names matters: logits reach the soft cap, sinks carry about as much
-weight as the keys, a custom scale does not flatten the softmax. The scaling uses the distribution's definition. It
-never uses matrix products of the drawn values, whose last bit differs between machines.
+Values are scaled so that everything in the case matters: logits reach the soft cap, sinks get about as much weight as
+the keys, a custom scale does not flatten the softmax. The scaling follows from the distribution's definition. It never
+uses matrix products of the drawn values, whose last bit differs between machines.
 """
 
 from __future__ import annotations
@@ -34,22 +34,23 @@ DTYPES: dict[str, np.dtype] = {
     "f16": np.dtype(np.float16),
 }
 
-# Standard deviation of the logits before bias and soft cap, except where `_keys` shapes them itself.
+# Standard deviation of the logits before bias and soft cap; a few distributions shape logits themselves.
 _LOGIT_SPREAD = {"small": 0.3, "large": 4.0, "ties": 2.0, "dominant": 0.5}
 # A tanh bends visibly from about half its cap on.
 _SPREAD_PER_CAP = 0.6
-# Queries that leave no choice in doubt are mostly found in the first or second draw; a few distributions take more.
+# The first or second draw mostly leaves no choice in doubt; a few distributions take more.
 _ATTEMPTS = 8
 
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """Operands of one attention call (docs/contract.md, section 1) as NumPy arrays; `scale=None` means `1 / sqrt(H)`.
+    """The operands of one attention call as NumPy arrays (docs/contract.md, section 1).
 
-    With `kv_scales`, those of k and of v, k and v are numbers as a cache stores them (`cases.quantization`). With
-    `storage` all of it lies elsewhere (`cases.storage_forms.storage_layout`): keys that share a place are one, and a sequence may
-    have fewer than `T` queries. With `tied` there are no values beside the keys: v is the first `V` coordinates of k,
-    whatever v was given, and the gradient of k is that of both.
+    Without a `scale` the scale is `1 / sqrt(H)`. With `kv_scales`, k and v are stored numbers, which stand for
+    themselves times these scales (`cases.quantization`). With `storage`, the operands lie elsewhere
+    (`cases.storage_forms.storage_layout`): keys that share a place in memory are one key, and a sequence may have fewer
+    than `T` queries. With `tied` the values are the first `V` coordinates of k, whatever v was given, and the gradient
+    of k is that of both.
     """
 
     q: np.ndarray  # [B, T, N, H]
@@ -74,7 +75,7 @@ class Problem:
                 object.__setattr__(self, name, self.storage.settled(getattr(self, name)))
             if self.kv_scales is not None and not self.has_whole_scales:
                 object.__setattr__(self, "kv_scales", tuple(map(self.storage.settled, self.kv_scales)))
-        if self.score_mod is not None:  # it goes by where the last query stands
+        if self.score_mod is not None:  # it depends on the position of the last query
             moved = self.score_mod.between(self.q.shape[1], self.k.shape[1])
             object.__setattr__(self, "score_mod", moved)
         if self.tied:
@@ -87,17 +88,17 @@ class Problem:
 
     @functools.cached_property
     def keys(self) -> np.ndarray:
-        """The keys that k stands for, in float64."""
+        """The keys, dequantised, in float64."""
         return _dequantize(self.k, None if self.kv_scales is None else self.kv_scales[0])
 
     @functools.cached_property
     def values(self) -> np.ndarray:
-        """The values that v stands for, in float64."""
+        """The values, dequantised, in float64."""
         return _dequantize(self.v, None if self.kv_scales is None else self.kv_scales[1])
 
     @property
     def effective_scale(self) -> float:
-        """The factor that multiplies `<q, k>`."""
+        """The fixed factor of `<q, k>`."""
         return 1 / math.sqrt(self.q.shape[-1]) if self.scale is None else self.scale
 
     @functools.cached_property
@@ -131,12 +132,12 @@ class Problem:
 
     @property
     def is_positional(self) -> bool:
-        """Whether an operand goes by where queries and keys stand: some of them alone are another problem."""
+        """Whether an operand depends on positions, so that some of the queries or keys are another problem."""
         return any(getattr(self, name) is not None for name in POSITIONAL)
 
     @functools.cached_property
     def resolved_mask(self) -> Mask:
-        """The mask, with the choices that q and k make where queries choose their keys (`cases.moba_mask.resolve_choices`)."""
+        """The mask with every choice made that depends on q and k (`cases.moba_mask.resolve_choices`)."""
         return moba_mask.resolve_choices(self.mask, self.q, self.k if self.kv_scales is None else self.keys)
 
     @functools.cached_property
@@ -157,13 +158,13 @@ class Problem:
 
     @functools.cached_property
     def dead_keys(self) -> np.ndarray:
-        """Keys that no query may attend to, of whatever sequence, booleans `[B, S, K]`."""
+        """Keys that no query of any sequence may attend to, booleans `[B, S, K]`."""
         seen = self._reduce_to_kv_heads(self.allowed)
         return np.logical_not(seen if self.storage is None else self.storage.anywhere(seen))
 
     @functools.cached_property
     def unread_keys(self) -> np.ndarray:
-        """Dead keys that take no part in any query's choice of keys either, booleans `[B, S, K]`."""
+        """Dead keys that also take part in no query's choice of keys, booleans `[B, S, K]`."""
         return self.dead_keys & ~self._reduce_to_kv_heads(self.choosing)
 
     @functools.cached_property
@@ -180,20 +181,20 @@ class Problem:
         return functools.reduce(np.logical_and, (c.decided for c in moba_mask.list_choices(self.resolved_mask)), every)
 
     def _reduce_to_kv_heads(self, pairs: np.ndarray) -> np.ndarray:
-        """Keys of some pair of `pairs [b, n, T, S]`, `[B, S, K]`."""
+        """Return which keys are in some pair of `pairs [b, n, T, S]`, `[B, S, K]`."""
         batch, kv_length, num_kv_heads, _ = self.k.shape
         seen = np.broadcast_to(np.any(pairs, axis=2), (batch, self.q.shape[2], kv_length))
         return np.moveaxis(np.any(seen.reshape(batch, num_kv_heads, -1, kv_length), axis=2), 1, 2)
 
     def without(self, *operands: str) -> Problem:
-        """The same problem without these optional operands."""
+        """Return the same problem without these optional operands."""
         changed: dict[str, Any] = dict.fromkeys(operands)
         return dataclasses.replace(self, **changed)
 
     def map_along(self, letter: str, change: Callable[[np.ndarray, int], np.ndarray]) -> Problem:
-        """The problem with `change(array, axis)` in place of each array that differs along the axis `letter`.
+        """Replace each array that varies along the axis `letter` by `change(array, axis)`.
 
-        Of the operands alone (`cases.operand_registry`): the mask stays as it is.
+        Only operands change (`cases.operand_registry`); the mask stays as it is.
         """
         changed = {o.name: o.map_along(getattr(self, o.name), letter, change) for o in OPERANDS}
         return dataclasses.replace(self, **changed)
@@ -201,7 +202,7 @@ class Problem:
 
 @dataclasses.dataclass(frozen=True)
 class Cotangent:
-    """Cotangents of the outputs: `out [B, T, N, V]` in the operands' dtype, `logsumexp [B, N, T]` in f32 or none."""
+    """Cotangents of the outputs: `out [B, T, N, V]` in the operands' dtype, `logsumexp [B, N, T]` in f32 or None."""
 
     name: str
     out: np.ndarray
@@ -209,6 +210,7 @@ class Cotangent:
 
 
 def _dequantize(stored: np.ndarray, scales: np.ndarray | None) -> np.ndarray:
+    """Return stored numbers times their scales, if they have any, in float64."""
     return stored.astype(np.float64) if scales is None else quantization.dequantize(stored, scales)
 
 
@@ -255,11 +257,15 @@ def _draw_required(case: Case, attempt: int) -> Problem:
 
 
 def _has_tied_values(case: Case) -> bool:
+    """Return whether the values are coordinates of the keys."""
     return case.stored is not None and case.stored.kind in LATENT
 
 
 def build_hollow_problem(case: Case) -> Problem:
-    """The problem of a case whose operands are stored, with zeros that take no memory for all values but integers."""
+    """Build the problem of a case with stored operands, with zeros for all values but integers.
+
+    The zeros take no memory.
+    """
 
     def zeros(*shape: int, dtype: Any = DTYPES[case.dtype]) -> np.ndarray:
         return np.broadcast_to(np.zeros((), dtype), shape)
@@ -283,7 +289,7 @@ def build_hollow_problem(case: Case) -> Problem:
 
 
 def draw_raw_projections(case: Case, attempt: int = 0) -> front_ends.Raw:
-    """The raw projections from which the front end of `case` makes the operands."""
+    """Draw the raw projections from which the front end of `case` makes the operands."""
     dtype = DTYPES[case.dtype]
     q, k, v = (x.astype(dtype) for x in _draw_queries_keys_values(case, attempt))
     weights = {}
@@ -296,13 +302,14 @@ def draw_raw_projections(case: Case, attempt: int = 0) -> front_ends.Raw:
 
 
 def draw_cotangent(case: Case) -> Cotangent:
-    """Random cotangents of `out` and `logsumexp`."""
+    """Draw random cotangents of `out` and `logsumexp`."""
     out = draw_normal(case.seed, "do", (case.batch, case.q_length, case.num_q_heads, case.v_head_dim))
     lse = draw_normal(case.seed, "dlse", (case.batch, case.num_q_heads, case.q_length))
     return Cotangent("random", out.astype(DTYPES[case.dtype]), lse.astype(np.float32))
 
 
 def _compute_logit_spread(case: Case) -> float:
+    """Compute the standard deviation of the logits before bias and soft cap."""
     spread = _LOGIT_SPREAD.get(case.distribution, 1.0)
     if case.soft_cap is None:
         return spread
@@ -310,7 +317,7 @@ def _compute_logit_spread(case: Case) -> float:
 
 
 def _draw_queries_keys_values(case: Case, attempt: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """q `[B, T, N, H]`, k `[B, S, K, H]`, v `[B, S, K, V]` in float64."""
+    """Draw q `[B, T, N, H]`, k `[B, S, K, H]` and v `[B, S, K, V]` in float64."""
     q = draw_normal(case.seed, f"q{attempt or ''}", (case.batch, case.q_length, case.num_q_heads, case.head_dim))
     k = draw_normal(case.seed, "k", (case.batch, case.kv_length, case.num_kv_heads, case.head_dim))
     v = draw_normal(case.seed, "v", (case.batch, case.kv_length, case.num_kv_heads, case.v_head_dim))
@@ -327,14 +334,14 @@ def _draw_queries_keys_values(case: Case, attempt: int) -> tuple[np.ndarray, np.
         k[:, 1::2] = k[:, 0::2][:, :odd]
         v[:, 1::2] = -v[:, 0::2][:, :odd] * (1 - 2**-6)
     elif case.distribution == "ties":
-        # Three keys, again and again; one of them is zero, as padding often is.
+        # Three keys repeat; one of them is zero, as padding often is.
         k[:, 2:3] = 0.0
         k = k[:, np.arange(case.kv_length) % min(3, case.kv_length)]
     elif case.distribution == "levels":
         q, k = distributions.lift_logits(case, q, k, scale)
     elif case.distribution == "huge":
-        # One coordinate, the same in every key, lifts all logits of a query without touching their differences, and
-        # lowers those of the next.
+        # One coordinate, the same in every key, lifts all logits of a query without changing their differences, and
+        # lowers those of the next query.
         k[..., 0], size = distributions.compute_huge_coordinates(scale)
         q[..., 0] = np.where(np.arange(case.q_length) % 2, -size, size)[:, None]
     return q, k, v

@@ -1,22 +1,22 @@
-"""What an implementation is: the canonical call, what it declares, and operand validation.
+"""What an implementation is: the canonical call, what it declares, and validation of operands.
 
 The canonical call (docs/contract.md, section 1):
 
     call(q, k, v, *, mask, segment_ids=None, soft_cap=None, sinks=None, bias=None, scale=None, save_residuals=False)
 
-with the operands of `cases.operand_registry`, which has their shapes, and `mask` a `cases.masks.Mask`. It returns
-`out [B, T, N, V]` in q's dtype, or `(out, residuals)` with `save_residuals=True`, where residuals maps `"logsumexp"`
-and `"max_logits"` to f32 `[B, N, T]`. An operand that has to be offered is a parameter only where it is: `kv_scales`,
-with k and v in int8, int4 or float8_e4m3fn, where a quantised cache is offered, `alibi_slopes`, and `score_mod`, a
-function `(score, b, n, i, j) -> score`.
+Its operands are those of `cases.operand_registry`, which has their shapes, and `mask` is a `cases.masks.Mask`. It
+returns `out [B, T, N, V]` in q's dtype, or `(out, residuals)` with `save_residuals=True`. Residuals map `"logsumexp"`
+and `"max_logits"` to f32 `[B, N, T]`. An opt-in operand is a parameter only where it is offered: `kv_scales` with k and
+v in int8, int4 or float8_e4m3fn, `alibi_slopes`, `logit_scale`, and `score_mod`, a function `(score, b, n, i, j) ->
+score`.
 
-An implementation may also offer attention that is not normalised, as a part to be merged with others (contract,
-section 4):
+An implementation may also offer attention that is not normalised, as a part to be merged with others (contract, section
+4):
 
     parts(q, k, v, *, mask, soft_cap=None, sinks=None, scale=None) -> (out, max, sum)
 
-f32 of `[B, T, N, V]`, `[B, T, N, 1]` and `[B, T, N, 1]`, with `out / sum` attention, and `max` the largest logit, the
-sink among them, that the others were shifted by; zero, -inf and zero where there is no key.
+These are f32 `[B, T, N, V]`, `[B, T, N, 1]` and `[B, T, N, 1]`. `out / sum` is attention. `max` is the logit that the
+others were shifted by: the largest, the sink among them. Without keys they are zero, -inf and zero.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ CausalFrom = Literal["start", "end"]
 
 
 def reject_unknown_choices(declared: object) -> None:
-    """Refuse a declaration that is none of those there are.
+    """Refuse a declaration with a word that is not among its choices.
 
     Raises:
-      ValueError: if a field of the dataclass that is one of a few words has another value.
+      ValueError: a field of the dataclass whose values are a few words has another value.
     """
     for name, choices in _list_choices(type(declared)).items():  # type: ignore[arg-type] # classes can be hashed
         if (value := getattr(declared, name)) not in choices:
@@ -58,7 +58,7 @@ def reject_unknown_choices(declared: object) -> None:
 
 @functools.cache
 def _list_choices(declaring: type) -> dict[str, tuple[Any, ...]]:
-    """The fields that are one of a few words, or that or None."""
+    """List the fields whose values are a few words, or such a word or None, with the choices."""
     found = {}
     for name, hint in get_type_hints(declaring).items():
         parts = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
@@ -79,7 +79,7 @@ class Arithmetic:
         at its end.
       group_sums: dtype in which dk and dv are summed over the query heads of a group, `"f32"` or `"input"`.
       block_sums: how many keys (of `out` and dq) or queries (of dk and dv) are summed in f32 before the sum so far is
-        rounded to the operands' dtype; none if sums stay in f32 to their end.
+        rounded to the operands' dtype; None if sums stay in f32 to their end.
       probabilities: dtype in which probabilities and their gradient enter a product, `"input"` or `"f32"`.
       scaled_q: True if `q * scale` is rounded to the operands' dtype before the product.
       residuals: dtype of the returned residuals, `"f32"` or `"input"`.
@@ -111,7 +111,7 @@ Lowering = Callable[[Mask, int, int, int, int], tuple[Mapping[str, Hashable], Ma
 def structured_mask(
     mask: Mask, batch: int, num_q_heads: int, q_length: int, kv_length: int
 ) -> tuple[Mapping[str, Hashable], Mapping[str, Any]]:
-    """The default lowering: the call gets the mask object itself, one with an array to be traced as an operand."""
+    """Lower a mask by default: the call gets the mask object, traced as an operand if it has an array."""
     del batch, num_q_heads, q_length, kv_length
     if any(leaf.traced for leaf in iter_leaves(mask)):
         return {}, {"mask": mask}
@@ -121,9 +121,9 @@ def structured_mask(
 def mask_function(
     mask: Mask, batch: int, num_q_heads: int, q_length: int, kv_length: int
 ) -> tuple[Mapping[str, Hashable], Mapping[str, Any]]:
-    """The lowering for calls that take `mask_mod(b, n, i, j) -> booleans` (contract, section 3); none of a full mask.
+    """Lower a mask for calls that take `mask_mod(b, n, i, j) -> booleans` (contract, section 3).
 
-    A mask that is no formula of places is unsupported.
+    A full mask gives no `mask_mod`. A mask that is no formula of positions is unsupported.
     """
     del batch, num_q_heads, q_length, kv_length
     return ({} if isinstance(mask, Full) else {"mask_mod": MaskFunction(mask)}), {}
@@ -131,19 +131,19 @@ def mask_function(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Accelerator:
-    """The accelerator that a kernel is written for, and how it is run and compiled without one; by default, none.
+    """The accelerator that a kernel is written for, and how to run and compile it without one; by default, none.
 
     Attributes:
-      platform: `"tpu"` or `"gpu"`, none for portable code.
+      platform: `"tpu"` or `"gpu"`; None for portable code.
       interpreted: True where this process runs the kernel in an interpreter instead of on its accelerator.
-      absent: why this process cannot run it at all, none if it can: its accelerator is missing and nothing interprets
-        it, or its library is not installed. Its cases are unjudged, for this reason.
-      native: the canonical call lowered for `platform`'s real compiler, never interpreted; none if there is no such
+      absent: why this process cannot run the kernel; None if it can. Its accelerator may be missing with nothing to
+        interpret it, or its library may not be installed. Its cases are then unjudged, for this reason.
+      native: the canonical call lowered for `platform`'s real compiler, never interpreted; None if there is no such
         call. It is compiled for every generation of the accelerator, on machines without one too.
-      under_interpreter: `parameters -> call`: the canonical call run by JAX's interpreter of TPU kernels, or of
-        Mosaic GPU kernels, with these `InterpretParams` or `InterpretGPUParams`. It gets cases with one batch row only,
-        since the interpreter of TPU kernels has no `vmap`; one of decode with lengths, where the kernel has a batch
-        axis of its own; and stored ones, of several sequences.
+      under_interpreter: `parameters -> call`: the canonical call run by JAX's interpreter of TPU kernels, or of Mosaic
+        GPU kernels, with these `InterpretParams` or `InterpretGPUParams`. It gets cases with one batch row only, since
+        the interpreter of TPU kernels has no `vmap`. Exceptions are one case of decode with lengths, where the kernel
+        has a batch axis of its own, and stored operands, of several sequences.
     """
 
     platform: str | None = None
@@ -161,33 +161,34 @@ class Implementation:
       name: how reports and `--impl` name it.
       call: the canonical call (module docstring).
       description: one line for `list`.
-      unsupported: feature name (`cases.case.FEATURES`) to the reason why it is not supported. A call that asks for
-        such a feature must raise `NotImplementedError`.
+      unsupported: feature name (`cases.case.FEATURES`) to the reason why it is not supported. A call that asks for such
+        a feature must raise `NotImplementedError`.
       offers: which of `cases.case.OPT_IN` it has; the others are unsupported without being named.
       supports_case: further limits, as `case -> reason or None`.
       arithmetic: how it computes.
       residuals: which of `cases.operand_registry.RESIDUALS` it returns.
       differentiable_residuals: which of them carry gradients.
-      gradients: which of `cases.operand_registry.GRADIENTS` it offers, of optional operands only those that it takes.
+      gradients: which of `cases.operand_registry.GRADIENTS` it offers. Gradients of optional operands that it does not
+        take do not count.
       empty_rows: `out` of a query that may attend to nothing: `"zero"` (then `logsumexp` is -inf or the sink, and
         `max_logits` -inf), `"mean"` of v over all keys, or `"undefined"`.
-      behind_mask: `"any"` if nothing in keys and values that no query may attend to can matter, `"finite"` if they
-        must be finite.
+      behind_mask: `"any"` if nothing in keys and values that no query may attend to can matter, `"finite"` if they must
+        be finite.
       validates: True if wrong operands raise `ValueError` or `TypeError` naming the operand (contract, section 7).
       lower_mask: `(mask, B, N, T, S) -> (static keywords, array keywords)`: how the mask reaches `call`.
       storage: `"paged"`, `"packed"`, `"latent_pages"` or `"latent"` if `call` takes its operands so (contract, section
         8) and no others. The mask reaches all but `"latent"` as `causal` or `window`. A latent's gradient is `dk`.
       writes_pages: True if a `"paged"` call is `call(q, k, v, k_pages, v_pages, ...)`, and returns the pages as well.
       accelerator: the accelerator that the kernel is written for, and how it is run without one.
-      refuses_by_signature: True if unsupported features cannot even be asked for, so that there is nothing to refuse.
+      tunable: block sizes and the like that `python -m conformance tune` may choose.
       variants: other calls that must give the same results, by name: other block sizes, other schedules.
       memory: `"linear"` if the temporary memory of forward and backward grows no faster than the lengths.
       parts: the call that gives a part (module docstring); the mask reaches it as `lower_mask` makes it.
-      merge: a sequence of parts to the part over the keys of all; none if it offers none of its own.
+      merge: a sequence of parts to the part over the keys of all; None if it offers none of its own.
       checkpoint_names: names under which the residuals of the backward are tagged for `jax.checkpoint` policies.
-      front_end: a model's own front end in place of `conformance.reference.front_end_reference.apply_front_end`, with the signature of
-        that one.
-      tunable: block sizes and the like that `python -m conformance tune` may choose.
+      refuses_by_signature: True if unsupported features cannot even be asked for, so that there is nothing to refuse.
+      front_end: a model's own front end in place of `conformance.reference.front_end_reference.apply_front_end`, with
+        the same signature.
       devices: how many devices a call takes; with fewer it is not judged.
     """
 
@@ -236,6 +237,7 @@ class Implementation:
                 raise ValueError(f"{self.name}: {field} names {unknown}, known are {sorted(known)}")
 
     def _apply_storage(self, kind: Kind | None) -> None:
+        """Refuse declarations that do not fit the storage, and set those that follow from it."""
         if self.writes_pages and kind != "paged":
             raise ValueError(f"{self.name}: writes_pages needs storage 'paged', got {kind!r}")
         if kind in LATENT:
@@ -250,7 +252,7 @@ class Implementation:
             object.__setattr__(self, "lower_mask", functools.partial(lower_sides, kind=kind))
 
     def supports(self, case: Case) -> str | None:
-        """Why the implementation does not support `case`, or None if it does."""
+        """Return why the implementation does not support `case`, or None if it does."""
         for feature in case.features:
             if feature in self.unsupported:
                 return f"{feature}: {self.unsupported[feature]}"
@@ -327,12 +329,12 @@ def _validate_stored_dtypes(k: Any, v: Any) -> None:
 def validate_mask(
     mask: Any, batch: int, num_q_heads: int, q_length: int, kv_length: int, *, offers: Collection[str] = ()
 ) -> None:
-    """Check that `mask` fits the operands; `offers` are the features of masks that have to be offered.
+    """Check that `mask` fits the operands; `offers` are the opt-in features of masks that are offered.
 
     Raises:
       ValueError: naming the mask, what it is and what it must be.
-      NotImplementedError: for a mask that needs a kernel of its own and is not offered: one that depends on q and k, a
-        window that moves with each batch row.
+      NotImplementedError: the mask needs a kernel of its own and is not offered: it depends on q and k, or is a window
+        that moves with each batch row.
     """
     if not isinstance(mask, Mask):
         raise ValueError(f"mask must be a cases.masks.Mask, got {type(mask).__name__}; wrap booleans in Dense")
