@@ -116,7 +116,10 @@ def _split_cache(problem: Problem) -> list[Problem]:
     """
     kv_length = problem.k.shape[1]
     cut = problem.mask.key_step or (kv_length + 1) // 2
-    if problem.bias is not None or problem.segment_ids is not None or problem.is_positional or cut >= kv_length:
+    # `parts` takes neither of these operands (contract, section 4).
+    if problem.bias is not None or problem.segment_ids is not None or problem.is_positional or problem.head_factors:
+        return []
+    if cut >= kv_length:
         return []
     before, after = problem.mask.of_keys(0, cut), problem.mask.of_keys(cut, kv_length)
     if before is None or after is None:
