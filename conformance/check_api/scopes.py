@@ -64,9 +64,9 @@ class ImplementationGrids:
 
     @property
     def declined(self) -> tuple[Case, ...]:
-        """One case for each level, and for each operand with its own cases, that is not supported."""
+        """One case for each level of the two main grids, and each operand with its own cases, that is not supported."""
         plainest = self.grid.singles[:1] if self.implementation.storage is None else ()
-        declined = [case for grid in self.all_grids for case in grid.declined]
+        declined = [case for grid in (self.grid, self.sizes) for case in grid.declined]
         for operand in WITH_OWN_CASES:
             changed: dict[str, Any] = {operand.field: operand.levels[0]}
             if operand.name not in self.implementation.offers:

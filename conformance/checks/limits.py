@@ -13,6 +13,7 @@ import numpy as np
 
 from cases.masks import Dense
 from cases.moba_mask import depends_on_data
+from cases.operand_registry import WITH_OWN_CASES
 from cases.operand_values import Cotangent, Problem, draw_cotangent, draw_problem
 from conformance import records
 from conformance.check_api.judgement import Judgement, run_subcheck
@@ -50,6 +51,10 @@ def check_limits(subject: Subject) -> Iterator[Judgement]:
     are the cap. With a bias of -inf results are those of a mask that hides the same keys.
     """
     problem = subject.problem
+    for operand in WITH_OWN_CASES:  # the others have limits of their own below
+        if operand.null is not None and getattr(problem, operand.name) is not None:
+            at_null = dataclasses.replace(problem, **{operand.name: operand.null(problem)})
+            yield from _check_equal(subject, f"null_{operand.name}", at_null, problem.without(operand.name))
     if problem.soft_cap is not None:
         high = dataclasses.replace(problem, soft_cap=_HIGH_CAP)
         yield from _check_equal(subject, "high_soft_cap", high, problem.without("soft_cap"))
