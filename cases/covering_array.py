@@ -77,20 +77,20 @@ def _build_bases(
 ) -> list[Partial]:
     """Build rows with the cheap axis open that cover all that can be covered without it; includes `start`."""
 
-    def opened(partial: Partial) -> Partial:
+    def insert_open_axis(partial: Partial) -> Partial:
         """Insert the open cheap axis into a row of the other axes."""
         return (*partial[:cheap], None, *partial[cheap:])
 
-    def completable(partial: Partial) -> bool:
+    def is_completable(partial: Partial) -> bool:
         """Return whether some level of the cheap axis makes the row feasible."""
-        whole = opened(partial)
+        whole = insert_open_axis(partial)
         if not feasible(whole):
             return False
         return None in partial or any(feasible(_set_level(whole, cheap, level)) for level in range(sizes[cheap]))
 
     fewer = [size for axis, size in enumerate(sizes) if axis != cheap]
     given = list(dict.fromkeys((*row[:cheap], *row[cheap + 1 :]) for row in start))
-    return [opened(row) for row in build_rows(fewer, strength, completable, start=given)]
+    return [insert_open_axis(row) for row in build_rows(fewer, strength, is_completable, start=given)]
 
 
 def _add_cheap_levels(
@@ -104,7 +104,7 @@ def _add_cheap_levels(
 ) -> list[Row]:
     """Complete each base with at least one level of the cheap axis, and with more where they cover something new."""
 
-    def gain(row: Row) -> int:
+    def count_gain(row: Row) -> int:
         """Count the missing combinations that the row covers."""
         return sum(found in missing for found in _iter_combinations(row, strength))
 
@@ -121,14 +121,14 @@ def _add_cheap_levels(
             _drop_open_axes(whole) for n in range(sizes[cheap]) if feasible(whole := _set_level(base, cheap, n))
         ]
         if base not in begun:
-            take(max(possible, key=gain))
+            take(max(possible, key=count_gain))
         choices += possible
     # Gains only fall. So a row that had the best gain, and still has it, is the best.
-    queue = [(-gain(row), row) for row in choices]
+    queue = [(-count_gain(row), row) for row in choices]
     heapq.heapify(queue)
     while queue and missing:
         before, row = heapq.heappop(queue)
-        if now := gain(row):
+        if now := count_gain(row):
             if now == -before:
                 take(row)
             else:
@@ -217,14 +217,14 @@ def _extend(
     axis, rest = order[0], order[1:]
     assigned = [(a, level) for a, level in enumerate(partial) if level is not None]
 
-    def gain(level: int) -> int:
+    def count_gain(level: int) -> int:
         """Count the missing combinations that this level of the axis covers."""
         if not missing:
             return 0
         others = itertools.combinations(assigned, strength - 1)
         return sum(tuple(sorted((*other, (axis, level)))) in missing for other in others)
 
-    for level in sorted(range(sizes[axis]), key=lambda level: (-gain(level), level)):
+    for level in sorted(range(sizes[axis]), key=lambda level: (-count_gain(level), level)):
         extended = _set_level(partial, axis, level)
         if feasible(extended):
             row = _extend(extended, rest, sizes, strength, missing, feasible)

@@ -31,7 +31,7 @@ class Axis:
     rare: bool = False  # whether grids leave it out where only its first level is supported
     cheap: bool = False  # whether cases that differ in it alone share compiled programs
 
-    def stand_ins(self) -> list[tuple[int, int]]:
+    def list_stand_ins(self) -> list[tuple[int, int]]:
         """List the stand-ins as index pairs `(level, the level that it replaces)`.
 
         A stand-in is tested only on implementations that do not support the level that it replaces.

@@ -65,7 +65,7 @@ def cut_problem(whole: Problem, start: int, stop: int, *, stale: float) -> Probl
       stale: what lies behind the last key. Memory that holds integers gets its largest number instead.
     """
     cut = whole.map_along("T", lambda x, axis: x.take(range(start, stop), axis))
-    mask = whole.mask.of_queries(start, stop, (whole.q.shape[1], whole.k.shape[1]))
+    mask = whole.mask.select_queries(start, stop, (whole.q.shape[1], whole.k.shape[1]))
     if whole.is_positional:
         # Operands that count from the end of the cache get the filled part alone.
         cut = cut.map_along("S", lambda x, axis: x.take(range(stop), axis))

@@ -83,13 +83,13 @@ def parse_front_end(text: str, head_dim: int, v_head_dim: int) -> tuple[str, ...
 def compute_positions(q_length: int, kv_length: int) -> tuple[np.ndarray, np.ndarray]:
     """Compute position streams int32 `[3, T]` and `[3, S]`: place in the sequence, row and column in a grid."""
 
-    def streams(start: int, length: int) -> np.ndarray:
+    def compute_streams(start: int, length: int) -> np.ndarray:
         """Compute the three streams of `length` positions."""
         place = np.arange(start, start + length)
         return np.stack([place, place // 4, place % 4 * 8]).astype(np.int32)
 
     longest = max(q_length, kv_length)
-    return streams(longest - q_length, q_length), streams(longest - kv_length, kv_length)
+    return compute_streams(longest - q_length, q_length), compute_streams(longest - kv_length, kv_length)
 
 
 def build_rotation(step: str, head_dim: int) -> Rotation:

@@ -87,7 +87,7 @@ def build_grid(
       model: what the array covers.
     """
     support = _Support(supports, seed, model)
-    matrix = support.matrix()
+    matrix = support.build_matrix()
     rows, coverage = _build_rows(min(STRENGTH[level], model.strongest), matrix, model)
     cases: dict[Case, Row] = {}
     for row in rows:
@@ -97,9 +97,9 @@ def build_grid(
         level=level,
         cases=tuple(cases),
         rows=tuple(cases.values()),
-        singles=_deduplicate(support.singles()),
-        rich=support.rich()[: 1 if level == "quick" else 2],
-        declined=_deduplicate(support.declined()),
+        singles=_deduplicate(support.list_singles()),
+        rich=support.list_rich()[: 1 if level == "quick" else 2],
+        declined=_deduplicate(support.list_declined()),
         coverage=coverage,
         varied=varied,
         weighed=tuple(a for a, axis in enumerate(model.axes) if a in varied or axis.name not in QUIET),
@@ -136,7 +136,7 @@ def _build_rows(strength: int, excluded: Matrix, model: Model) -> tuple[tuple[Ro
     """Build the rows of the array, and count what they cover."""
 
     @functools.cache  # it is called while rows are built, and again while coverage is counted
-    def feasible(partial: Partial) -> bool:
+    def is_feasible(partial: Partial) -> bool:
         """Return whether no pair of the assigned levels is excluded."""
         assigned = [(a, level) for a, level in enumerate(partial) if level is not None]
         pairs = itertools.combinations_with_replacement(assigned, 2)
@@ -145,7 +145,7 @@ def _build_rows(strength: int, excluded: Matrix, model: Model) -> tuple[tuple[Ro
     kept = _find_varied_axes(excluded, model)
     sizes = [model.sizes[a] for a in kept]
 
-    def whole(partial: Partial) -> Partial:
+    def fill_row(partial: Partial) -> Partial:
         """Return the row with its axes that are left out at their first level."""
         levels = dict(zip(kept, partial, strict=True))
         return tuple(levels.get(a, 0) for a in range(len(model.axes)))
@@ -155,9 +155,9 @@ def _build_rows(strength: int, excluded: Matrix, model: Model) -> tuple[tuple[Ro
         [tuple(row[a] for a in kept) for row in _build_rows(strength - 1, excluded, model)[0]] if strength > 2 else []
     )
     cheap = next(place for place, axis in enumerate(kept) if model.axes[axis].cheap)
-    rows = covering_array.build_rows(sizes, strength, lambda row: feasible(whole(row)), start=start, cheap=cheap)
-    counted = covering_array.count_coverage(rows, sizes, strength, lambda partial: feasible(whole(partial)))
-    return tuple(tuple(level or 0 for level in whole(row)) for row in rows), counted
+    rows = covering_array.build_rows(sizes, strength, lambda row: is_feasible(fill_row(row)), start=start, cheap=cheap)
+    counted = covering_array.count_coverage(rows, sizes, strength, lambda partial: is_feasible(fill_row(partial)))
+    return tuple(tuple(level or 0 for level in fill_row(row)) for row in rows), counted
 
 
 def _find_varied_axes(excluded: Matrix, model: Model) -> tuple[int, ...]:
@@ -183,10 +183,10 @@ class _Support:
         self._items = [(a, level) for a, size in enumerate(model.sizes) for level in range(size)]
         self._base = self._find_base()
 
-    def matrix(self) -> Matrix:
+    def build_matrix(self) -> Matrix:
         """Return what stays out of the array: unsupported levels, needless stand-ins, other unsupported pairs."""
         single = {item for item in self._items if self._find_refusal(item) is not None}
-        stand_ins = ((a, pair) for a, axis in enumerate(self._model.axes) for pair in axis.stand_ins())
+        stand_ins = ((a, pair) for a, axis in enumerate(self._model.axes) for pair in axis.list_stand_ins())
         single |= {(a, level) for a, (level, other) in stand_ins if (a, other) not in single}
         excluded = {(item, item) for item in single}
         asked = [item for item in self._items if item not in single]
@@ -195,7 +195,7 @@ class _Support:
                 excluded.add((one, other))
         return frozenset(excluded)
 
-    def singles(self) -> list[Case]:
+    def list_singles(self) -> list[Case]:
         """Return the base, then one case for each supported level of the optional operands and the mask."""
         base = _build_case(self._base, self._seed, self._model)
         if self._supports(base) is not None:
@@ -207,9 +207,9 @@ class _Support:
             for level, value in enumerate(self._model.axes[a].levels)
             if level != self._base[a] and value is not None
         ]
-        return [base] + [self._case(item) for item in items if self._find_refusal(item) is None]
+        return [base] + [self._find_case(item) for item in items if self._find_refusal(item) is None]
 
-    def rich(self) -> tuple[Case, ...]:
+    def list_rich(self) -> tuple[Case, ...]:
         """Return the base with as many rich levels as are supported together, and the same with other levels."""
         row = self._base
         for place in (self._model.names.index(name) for name in _RICH_AXES if name in self._model.names):
@@ -232,11 +232,11 @@ class _Support:
         """Return whether the model allows the row and the implementation supports its case."""
         return _is_allowed(row, self._model) and self._supports(_build_case(row, self._seed, self._model)) is None
 
-    def declined(self) -> list[Case]:
+    def list_declined(self) -> list[Case]:
         """Return one case for each unsupported level, except stand-ins: the level they replace has one."""
-        stand_ins = {(a, level) for a, axis in enumerate(self._model.axes) for level, _ in axis.stand_ins()}
+        stand_ins = {(a, level) for a, axis in enumerate(self._model.axes) for level, _ in axis.list_stand_ins()}
         items = (item for item in self._items if item not in stand_ins)
-        return [self._case(item) for item in items if self._find_refusal(item) is not None]
+        return [self._find_case(item) for item in items if self._find_refusal(item) is not None]
 
     def _find_base(self) -> Row:
         """Find the base: the first level of every axis if supported, else with other levels on one or two axes."""
@@ -251,18 +251,18 @@ class _Support:
     @functools.cache  # noqa: B019 -- the object lives as long as one call of `grid`
     def _find_refusal(self, *items: tuple[int, int]) -> str | None:
         """Return why no case with these levels is supported, or None if one is."""
-        reasons = [self._supports(case) for case in self._candidates(*items)]
+        reasons = [self._supports(case) for case in self._list_candidates(*items)]
         return None if None in reasons or not reasons else reasons[0]
 
-    def _case(self, item: tuple[int, int]) -> Case:
+    def _find_case(self, item: tuple[int, int]) -> Case:
         """Return a case with this level, a supported one if there is one."""
-        cases = self._candidates(item)
+        cases = self._list_candidates(item)
         if not cases:
             axis = self._model.axes[item[0]]
             raise ValueError(f"no case has level {axis.levels[item[1]]!r} of axis {axis.name}")
         return next((case for case in cases if self._supports(case) is None), cases[0])
 
-    def _candidates(self, *items: tuple[int, int]) -> list[Case]:
+    def _list_candidates(self, *items: tuple[int, int]) -> list[Case]:
         """List cases with these levels that are otherwise as plain as the levels allow."""
         return [_build_case(row, self._seed, self._model) for row in _find_candidates(self._base, items, self._model)]
 

@@ -43,7 +43,7 @@ class Moba(OffsetMask):
                 raise ValueError(f"moba {name} must be at least {least}, got {value}")
             object.__setattr__(self, name, min(value, FAR))
 
-    def chunks(self, kv_length: int) -> int:
+    def count_chunks(self, kv_length: int) -> int:
         """Return the number of chunks."""
         return -(-kv_length // self.chunk)
 
@@ -68,10 +68,10 @@ class Moba(OffsetMask):
         """Raise, as `allowed` does."""
         self.dense(q_length, kv_length)
 
-    def earlier(self, q_length: int, kv_length: int) -> np.ndarray:
+    def find_earlier(self, q_length: int, kv_length: int) -> np.ndarray:
         """Return which chunks lie before each query's own, booleans `[T, C]`: its gates choose among these."""
         own = (np.arange(q_length) + self.offset) // self.chunk
-        return np.arange(self.chunks(kv_length)) < own[:, None]
+        return np.arange(self.count_chunks(kv_length)) < own[:, None]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -109,7 +109,7 @@ def _choose_for_all(mask: Moba, q: np.ndarray, k: np.ndarray) -> Chosen:
     batch, q_length, num_q_heads, _ = q.shape
     kv_length, num_kv_heads = k.shape[1:3]
     mask.check_lengths(q_length, kv_length)
-    earlier = mask.earlier(q_length, kv_length)
+    earlier = mask.find_earlier(q_length, kv_length)
     taken = np.zeros((batch, num_q_heads, q_length, earlier.shape[1]), bool)
     decided = np.zeros((batch, num_q_heads, q_length), bool)
     for b in range(batch):

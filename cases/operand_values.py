@@ -76,7 +76,7 @@ class Problem:
             if self.kv_scales is not None and not self.has_whole_scales:
                 object.__setattr__(self, "kv_scales", tuple(map(self.storage.settled, self.kv_scales)))
         if self.score_mod is not None:  # it depends on the position of the last query
-            moved = self.score_mod.between(self.q.shape[1], self.k.shape[1])
+            moved = self.score_mod.align_to(self.q.shape[1], self.k.shape[1])
             object.__setattr__(self, "score_mod", moved)
         if self.tied:
             object.__setattr__(self, "v", self.k[..., : self.v.shape[-1]])
@@ -267,17 +267,17 @@ def build_hollow_problem(case: Case) -> Problem:
     The zeros take no memory.
     """
 
-    def zeros(*shape: int, dtype: Any = DTYPES[case.dtype]) -> np.ndarray:
+    def make_zeros(*shape: int, dtype: Any = DTYPES[case.dtype]) -> np.ndarray:
         return np.broadcast_to(np.zeros((), dtype), shape)
 
     tokens = (case.batch, case.kv_length, case.num_kv_heads)
     held = DTYPES[case.dtype] if case.kv_cache is None else quantization.get_stored_dtype(case.kv_cache)
     whole = case.kv_cache in quantization.WHOLE_CACHES
-    scales = np.ones((), np.float32) if whole else zeros(*tokens, dtype=np.float32)
+    scales = np.ones((), np.float32) if whole else make_zeros(*tokens, dtype=np.float32)
     return Problem(
-        q=zeros(case.batch, case.q_length, case.num_q_heads, case.head_dim),
-        k=zeros(*tokens, case.head_dim, dtype=held),
-        v=zeros(*tokens, case.v_head_dim, dtype=held),
+        q=make_zeros(case.batch, case.q_length, case.num_q_heads, case.head_dim),
+        k=make_zeros(*tokens, case.head_dim, dtype=held),
+        v=make_zeros(*tokens, case.v_head_dim, dtype=held),
         kv_scales=None if case.kv_cache is None else (scales, scales),
         mask=mask_spec.build_mask(case.mask, case.batch, case.num_q_heads, case.q_length, case.kv_length, case.seed),
         soft_cap=case.soft_cap,

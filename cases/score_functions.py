@@ -49,7 +49,7 @@ class Score:
         number = (whole.astype(score.dtype) if hasattr(whole, "astype") else whole) * self.step
         return number * library.tanh(score / number) if self.caps else score + number
 
-    def between(self, q_length: int, kv_length: int) -> Score:
+    def align_to(self, q_length: int, kv_length: int) -> Score:
         """Return the score for these lengths."""
         return dataclasses.replace(self, offset=kv_length - q_length)
 
@@ -135,7 +135,7 @@ def build_score(level: str, *, num_q_heads: int, q_length: int, kv_length: int, 
         score = Cap(step=_round_down_to_power_of_two(2 * size) / _REACH)
     else:
         raise ValueError(f"score must be one of {', '.join(LEVELS)}, got {level!r}")
-    return score.between(q_length, kv_length)
+    return score.align_to(q_length, kv_length)
 
 
 def _round_down_to_power_of_two(number: float) -> float:

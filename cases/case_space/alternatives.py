@@ -73,35 +73,35 @@ def build_space(supports: Supports = lambda case: None, phases: tuple[str, ...] 
     """
     base = _find_base(supports, phases)
 
-    def supported(**changes: Any) -> bool:
+    def is_supported(**changes: Any) -> bool:
         """Return whether the plain case with these changes is supported."""
         if _is_impossible(dataclasses.asdict(base) | changes):
             return False
         return supports(dataclasses.replace(base, **changes)) is None
 
-    def kept(field: str, values: tuple[Any, ...]) -> tuple[Any, ...]:
+    def keep_supported(field: str, values: tuple[Any, ...]) -> tuple[Any, ...]:
         """Return the values of the field that are supported."""
-        return tuple(value for value in values if supported(**{field: value}, **_choose_phase(field, value, base)))
+        return tuple(value for value in values if is_supported(**{field: value}, **_choose_phase(field, value, base)))
 
     return Space(
-        phases=tuple(phase for phase in phases if supported(**_build_phase_fields(phase))),
-        dtypes=kept("dtype", DTYPES),
-        masks=tuple(kind for kind, spec in MASKS.items() if supported(mask=spec)),
-        offsets=tuple(kind for kind, spec in _OFFSETS.items() if supported(mask=spec)),
-        joints=tuple(joint for joint, spec in _JOINTS.items() if supported(mask=spec)),
-        grouped=tuple(on for on in (False, True) if supported(num_q_heads=4 if on else 2, num_kv_heads=2)),
-        unequal_lengths=tuple(on for on in (False, True) if supported(kv_length=base.q_length * (2 if on else 1)))
+        phases=tuple(phase for phase in phases if is_supported(**_build_phase_fields(phase))),
+        dtypes=keep_supported("dtype", DTYPES),
+        masks=tuple(kind for kind, spec in MASKS.items() if is_supported(mask=spec)),
+        offsets=tuple(kind for kind, spec in _OFFSETS.items() if is_supported(mask=spec)),
+        joints=tuple(joint for joint, spec in _JOINTS.items() if is_supported(mask=spec)),
+        grouped=tuple(on for on in (False, True) if is_supported(num_q_heads=4 if on else 2, num_kv_heads=2)),
+        unequal_lengths=tuple(on for on in (False, True) if is_supported(kv_length=base.q_length * (2 if on else 1)))
         or (True,),
-        v_head_dim=tuple(on for on in (False, True) if supported(v_head_dim=base.head_dim * (2 if on else 1))),
+        v_head_dim=tuple(on for on in (False, True) if is_supported(v_head_dim=base.head_dim * (2 if on else 1))),
         length_step=_find_step(
-            _LENGTH_STEPS, lambda n: supported(q_length=n, kv_length=n, mask=_adapt_mask(base.mask, n))
+            _LENGTH_STEPS, lambda n: is_supported(q_length=n, kv_length=n, mask=_adapt_mask(base.mask, n))
         ),
-        depth_step=_find_step(_DEPTH_STEPS, lambda n: supported(head_dim=n, v_head_dim=n)),
-        operands={o.field: kept(o.field, (o.absent, *o.levels)) or (o.absent,) for o in OPTIONAL},
+        depth_step=_find_step(_DEPTH_STEPS, lambda n: is_supported(head_dim=n, v_head_dim=n)),
+        operands={o.field: keep_supported(o.field, (o.absent, *o.levels)) or (o.absent,) for o in OPTIONAL},
         distributions=tuple(
             name
             for name in DISTRIBUTIONS
-            if supported(distribution=name, soft_cap=30.0 if name == "knee" else base.soft_cap)
+            if is_supported(distribution=name, soft_cap=30.0 if name == "knee" else base.soft_cap)
         ),
     )
 

@@ -226,7 +226,7 @@ def draw_heads(draw: st.DrawFn, pairs: int, within: Space) -> tuple[int, int, in
 def _draw_count(of: str, usual: int, room: int, within: Space) -> st.SearchStrategy[int]:
     """Return the strategy of counts up to the usual number and to `room`, or beside a clue."""
     few = st.integers(1, max(1, min(usual, room)))
-    beside = within.clues.counts(min(_MOST_COUNTED[of], room))
+    beside = within.clues.list_counts(min(_MOST_COUNTED[of], room))
     return st.one_of(few, few, st.sampled_from(beside)) if beside else few
 
 
@@ -238,7 +238,7 @@ def _draw_depth(within: Space) -> st.SearchStrategy[int]:
         return st.integers(math.ceil(low / step), high // step).map(lambda n: n * step)
     ways = [st.integers(low, high), st.sampled_from(_USUAL_DEPTHS)]
     if within.clues:
-        beside = [n for n in within.clues.counts(_MOST_COUNTED["depth"]) if n >= low]
+        beside = [n for n in within.clues.list_counts(_MOST_COUNTED["depth"]) if n >= low]
         ways.append(st.sampled_from(sorted({*_OTHER_DEPTHS, *beside})))
     return st.one_of(*ways)
 

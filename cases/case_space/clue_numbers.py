@@ -52,7 +52,7 @@ class Clues:
         beside = {block * count + more for block, count in pairs for more in (1, block)}
         return tuple(sorted(x for x in beside if 1000 <= x <= _LONGEST))
 
-    def counts(self, most: int) -> tuple[int, ...]:
+    def list_counts(self, most: int) -> tuple[int, ...]:
         """List numbers of heads, batch rows or channels beside a clue, at most `most`."""
         return tuple(sorted({c + d for c in self.integers for d in _BESIDE if 0 < c + d <= most}))
 

@@ -73,17 +73,17 @@ class Mask:
     def check_operands(self, batch: int, num_q_heads: int, q_length: int, kv_length: int) -> None:
         """Raise `ValueError`, naming the mask, if it is for other operands (docs/contract.md, section 7)."""
 
-    def of_queries(self, start: int, stop: int, lengths: tuple[int, int]) -> Mask:
+    def select_queries(self, start: int, stop: int, lengths: tuple[int, int]) -> Mask:
         """Return the mask of queries `start` to `stop - 1` alone; `lengths` are T and S of the whole."""
         return Dense(self.dense(*lengths)[:, :, start:stop])
 
-    def of_keys(self, start: int, stop: int) -> Mask | None:
+    def select_keys(self, start: int, stop: int) -> Mask | None:
         """Return the mask of keys `start` to `stop - 1` alone, or None if that has no form."""
         return None
 
     @property
     def key_step(self) -> int | None:
-        """`of_keys` may cut at multiples of this; None if it may cut at any key."""
+        """`select_keys` may cut at multiples of this; None if it may cut at any key."""
         return None
 
     def dense(self, q_length: int, kv_length: int) -> np.ndarray:
@@ -242,11 +242,11 @@ class And(Pair):
     def dense(self, q_length: int, kv_length: int) -> np.ndarray:
         return self.left.dense(q_length, kv_length) & self.right.dense(q_length, kv_length)
 
-    def of_queries(self, start: int, stop: int, lengths: tuple[int, int]) -> Mask:
-        return self.left.of_queries(start, stop, lengths) & self.right.of_queries(start, stop, lengths)
+    def select_queries(self, start: int, stop: int, lengths: tuple[int, int]) -> Mask:
+        return self.left.select_queries(start, stop, lengths) & self.right.select_queries(start, stop, lengths)
 
-    def of_keys(self, start: int, stop: int) -> Mask | None:
-        left, right = self.left.of_keys(start, stop), self.right.of_keys(start, stop)
+    def select_keys(self, start: int, stop: int) -> Mask | None:
+        left, right = self.left.select_keys(start, stop), self.right.select_keys(start, stop)
         return None if left is None or right is None else left & right
 
     @property

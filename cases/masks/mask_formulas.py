@@ -24,10 +24,10 @@ class Full(Mask):
     def allowed(self, i: Any, j: Any) -> Any:
         return (i >= 0) & (j >= 0)
 
-    def of_queries(self, start: int, stop: int, lengths: tuple[int, int]) -> Mask:
+    def select_queries(self, start: int, stop: int, lengths: tuple[int, int]) -> Mask:
         return self
 
-    def of_keys(self, start: int, stop: int) -> Mask | None:
+    def select_keys(self, start: int, stop: int) -> Mask | None:
         return self
 
 
@@ -49,10 +49,10 @@ class OffsetMask(Mask):
         changed: dict[str, Any] = {"offset": self.offset + by}
         return dataclasses.replace(self, **changed)  # type: ignore[type-var]  # every form is a dataclass
 
-    def of_queries(self, start: int, stop: int, lengths: tuple[int, int]) -> Mask:
+    def select_queries(self, start: int, stop: int, lengths: tuple[int, int]) -> Mask:
         return self.shift(start)
 
-    def of_keys(self, start: int, stop: int) -> Mask | None:
+    def select_keys(self, start: int, stop: int) -> Mask | None:
         return self.shift(-start) if self.relative else None
 
 
@@ -129,7 +129,7 @@ class Chunked(OffsetMask):
         position = i + self.offset
         return (position // self.size == j // self.size) & (j <= position)
 
-    def of_keys(self, start: int, stop: int) -> Mask | None:
+    def select_keys(self, start: int, stop: int) -> Mask | None:
         return None if start % self.size else self.shift(-start)
 
     @property
@@ -199,7 +199,7 @@ class LoadBalancedCausal(Mask):
                 f"mask length must be the query length {q_length}, got {self.length} in LoadBalancedCausal"
             )
 
-    def position(self, i: Any) -> Any:
+    def compute_position(self, i: Any) -> Any:
         """Return the sequence position of the query at permuted index `i`."""
         chunk_length = self.length // (2 * self.cp_size)
         slot = i // chunk_length
@@ -208,7 +208,7 @@ class LoadBalancedCausal(Mask):
         return chunk * chunk_length + i % chunk_length
 
     def allowed(self, i: Any, j: Any) -> Any:
-        return j <= self.position(i)
+        return j <= self.compute_position(i)
 
 
 def relax_to_known(mask: Mask) -> Mask:

@@ -49,7 +49,7 @@ class Indexer(Dense):
         self.check_lengths(q_length, kv_length)
         return np.full((*self.array.shape[:2], -(-q_length // block_q), -(-kv_length // block_kv)), PARTIAL, np.int8)
 
-    def of_queries(self, start: int, stop: int, lengths: tuple[int, int]) -> Mask:
+    def select_queries(self, start: int, stop: int, lengths: tuple[int, int]) -> Mask:
         return Indexer(self.dense(*lengths)[:, :, start:stop])
 
 
@@ -76,7 +76,7 @@ class Lengths(Mask):
         if max(self.lengths) > kv_length:
             raise ValueError(f"mask lengths must be at most the key length {kv_length}, got {self.lengths}")
 
-    def of_keys(self, start: int, stop: int) -> Mask | None:
+    def select_keys(self, start: int, stop: int) -> Mask | None:
         return Lengths(tuple(min(max(n - start, 0), stop - start) for n in self.lengths))
 
 
@@ -118,5 +118,5 @@ class OwnWindow(Mask):
         if len(self.positions) != batch:
             raise ValueError(f"mask positions must be {batch}, one a batch row, got {len(self.positions)}")
 
-    def of_keys(self, start: int, stop: int) -> Mask | None:
+    def select_keys(self, start: int, stop: int) -> Mask | None:
         return dataclasses.replace(self, positions=tuple(n - start for n in self.positions))

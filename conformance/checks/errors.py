@@ -38,7 +38,7 @@ def check_arguments(subject: Subject) -> Iterator[Judgement]:
 def iter_without_argument(problem: Problem) -> Iterator[tuple[str, Problem]]:
     """The arguments that the problem has and may lack, each with the problem without it."""
     if isinstance(problem.mask, Moba):
-        every = dataclasses.replace(problem.mask, topk=problem.mask.chunks(problem.k.shape[1]))
+        every = dataclasses.replace(problem.mask, topk=problem.mask.count_chunks(problem.k.shape[1]))
         yield "gates", dataclasses.replace(problem, mask=every)
     elif problem.storage is not None:
         if (unlimited := _remove_window(problem)).mask != problem.mask:

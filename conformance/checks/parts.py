@@ -121,7 +121,7 @@ def _split_cache(problem: Problem) -> list[Problem]:
         return []
     if cut >= kv_length:
         return []
-    before, after = problem.mask.of_keys(0, cut), problem.mask.of_keys(cut, kv_length)
+    before, after = problem.mask.select_keys(0, cut), problem.mask.select_keys(cut, kv_length)
     if before is None or after is None:
         return []
     return [

@@ -56,7 +56,7 @@ def compute_allowed_pairs(moba: Moba, q: jax.Array, k: jax.Array) -> jax.Array:
     batch, q_length, _, depth = q.shape
     kv_length, num_kv_heads = k.shape[1:3]
     q = q.reshape(batch, q_length, num_kv_heads, -1, depth)
-    chunks = moba.chunks(kv_length)
+    chunks = moba.count_chunks(kv_length)
     position = jnp.arange(q_length) + moba.offset
     own = (position // moba.chunk)[:, None] == jnp.arange(chunks)  # [T, C]
     earlier = jnp.arange(chunks) < (position // moba.chunk)[:, None]

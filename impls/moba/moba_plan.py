@@ -56,7 +56,7 @@ class MobaPlan:
     @property
     def chunks(self) -> int:
         """Chunks of a lane."""
-        return self.moba.chunks(self.kv_length)
+        return self.moba.count_chunks(self.kv_length)
 
     @property
     def bins(self) -> int:

@@ -147,7 +147,7 @@ def test_load_balanced_is_causal_with_its_rows_permuted(cp_size: int) -> None:
     causal = Causal().dense(length, length)[0, 0]
     balanced = LoadBalancedCausal(cp_size, length).dense(length, length)[0, 0]
     np.testing.assert_array_equal(balanced, causal[balanced_order(cp_size, length)])
-    assert sorted(LoadBalancedCausal(cp_size, length).position(np.arange(length))) == list(range(length))
+    assert sorted(LoadBalancedCausal(cp_size, length).compute_position(np.arange(length))) == list(range(length))
 
 
 def test_the_two_sliding_window_conventions_differ_by_one_key() -> None:

@@ -14,7 +14,7 @@ def test_clues_give_lengths_at_below_and_above_them_and_their_multiples() -> Non
     assert {99, 100, 101, 199, 200, 201, 299, 300, 301, 15, 16, 17} <= set(clues.lengths)
     assert clues.exact == (16, 32, 48, 100, 112, 200, 300)
     assert {1601, 1700, 1616} <= set(clues.far)
-    assert clues.counts(20) == (15, 16, 17)
+    assert clues.list_counts(20) == (15, 16, 17)
     assert list(clues.lengths) == sorted(clues.lengths)
     assert (clues.describe_size(200), clues.describe_size(17), clues.describe_size(18)) == ("2*100", "16+1", "")
 

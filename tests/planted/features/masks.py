@@ -36,7 +36,7 @@ class _UnpairedChunks(LoadBalancedCausal):
 
     def position(self, i: Any) -> Any:
         half = dataclasses.replace(self, cp_size=max(1, self.cp_size // 2))
-        return LoadBalancedCausal.position(half, i)
+        return LoadBalancedCausal.compute_position(half, i)
 
 
 def _in_backward(change: Callable[[Mask, Call], Mask]) -> BackwardSteps:

@@ -110,7 +110,7 @@ def _empty_slots_are_the_first_chunk(x: Array, call: Call) -> Array:
     mask = call.mask
     assert isinstance(mask, Moba)
     own = (jnp.arange(call.q_length) + mask.offset) // mask.chunk
-    empty = jnp.clip(mask.topk - 1, 0, mask.chunks(call.kv_length)) - own
+    empty = jnp.clip(mask.topk - 1, 0, mask.count_chunks(call.kv_length)) - own
     times = 1 + jnp.clip(empty, 0)[:, None] * (jnp.arange(call.kv_length) < mask.chunk)
     z = x if call.soft_cap is None else call.soft_cap * jnp.tanh(x / call.soft_cap)
     return z + jnp.log(times.astype(jnp.float32))
