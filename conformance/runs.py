@@ -160,7 +160,7 @@ class Run:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class End:
-    """How a run ended: when, how (`COMPLETE`, `INTERRUPTED` or `FAILED`), why, how many jobs were done, and how long."""
+    """How a run ended: when, how (`COMPLETE`, `INTERRUPTED` or `FAILED`), why, how many jobs it did, and how long."""
 
     ended: str
     how: str

@@ -64,13 +64,13 @@ SWITCHES_JIT_OFF = "import os\nos.environ['JAX_DISABLE_JIT'] = '1'\n"
 @pytest.mark.parametrize(
     ("conftest", "code", "said"),
     [
-        pytest.param(LEAVES, 2, "the process was ended before", id="leaves"),
-        pytest.param(LEAVES_POLITELY, 4, "a conftest.py ends the process", id="leaves politely"),
+        pytest.param(LEAVES, 2, "the process ended before", id="leaves"),
+        pytest.param(LEAVES_POLITELY, 4, "a conftest.py ended the process", id="leaves politely"),
         pytest.param(LEAVES_LAST, 1, "", id="leaves last", marks=pytest.mark.long),
         pytest.param(LEAVES_POLITELY_LAST, 2, "", id="leaves politely last", marks=pytest.mark.long),
-        pytest.param(TAKES_ITS_PLACE, 2, "ran in its place", id="takes its place"),
+        pytest.param(TAKES_ITS_PLACE, 2, "ran in place of pytest", id="takes its place"),
         pytest.param(JUDGES_BY_ITSELF, 2, "conformance.judging.runner.Runner.judge, by which", id="judges by itself"),
-        pytest.param(LEAVES_BY_ANOTHER_NAME, 2, "the process was ended before", id="leaves by another name"),
+        pytest.param(LEAVES_BY_ANOTHER_NAME, 2, "the process ended before", id="leaves by another name"),
         pytest.param(STARTS_ANOTHER, 4, "another program in the gate's place", id="starts another"),
         pytest.param(SAYS_PASS, 2, "", id="says pass"),
         pytest.param(SWITCHES_JIT_OFF, 4, "JAX_DISABLE_JIT is set", id="switches jit off"),

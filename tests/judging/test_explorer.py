@@ -161,7 +161,7 @@ def test_a_constant_in_the_source_leads_to_the_lengths_at_which_it_matters() -> 
     assert any(tried.startswith("S ") for tried in found.used)
     said = "\n".join(explorer.describe_exploration(found, 0))
     assert re.search(r"clues: .*192.* \(source\)", said)
-    assert "tried beside them: " in said
+    assert "tried around them: " in said
 
 
 @pytest.mark.nightly
@@ -174,7 +174,7 @@ def test_without_clues_such_lengths_are_not_drawn() -> None:
 def test_what_the_grid_has_not_combined_is_counted() -> None:
     found = explore_kernel(right, examples=4)
     assert found.beyond > 0
-    assert f"{found.beyond} pairs that the grid has not combined" in explorer.describe_exploration(found, 0)
+    assert f"{found.beyond} pairs of properties" in explorer.describe_exploration(found, 0)
 
 
 @pytest.mark.long

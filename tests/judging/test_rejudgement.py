@@ -122,7 +122,7 @@ def right_from_the_second_time(how: str) -> Callable[..., Any]:
 def test_what_is_wrong_once_is_not_the_flags_doing(how: str, verdict: str) -> None:
     wrong = [record for record in judge(right_from_the_second_time(how), FULL) if record.verdict != PASS]
     assert [record.verdict for record in wrong] == [verdict]
-    assert "depends on the calls before" in wrong[0].reason
+    assert "depends on earlier calls" in wrong[0].reason
 
 
 @pytest.mark.parametrize("stays", [True, False])
@@ -142,7 +142,7 @@ def test_calls_in_a_row_have_one_name_and_verdicts_of_their_own(stays: bool) -> 
     found = rejudgement.Rejudger(executor).judge(check, subject, list(check.run(subject)))
     assert found[0].verdict == FAIL
     assert FLAGS_DIFFER not in found[0].figures
-    assert ("depends on the calls before" in found[0].reason) != stays
+    assert ("depends on earlier calls" in found[0].reason) != stays
 
 
 @pytest.mark.usefixtures("jax_flags_matter")

@@ -91,7 +91,7 @@ def test_what_is_given_together_is_one_run() -> None:
 
 
 def test_a_time_that_is_none_is_named() -> None:
-    with pytest.raises(ValueError, match=r"1\.jsonl does not say when its run began: 'today' is no time"):
+    with pytest.raises(ValueError, match=r"1\.jsonl does not say when its run began: 'today' is not a time"):
         run_history.order_runs([[build_piece("1", build_run(1, started="today"))]])
 
 

@@ -57,7 +57,7 @@ def entry(text: str) -> str:
         (entry('implementation = "x"\nreason = "y"\ncheck = "forward"'), "check of an expected failure must be a list"),
         (entry('implementation = "x"\nreason = "y"\nsome = "yes"'), "must be true or false, got 'yes'"),
         (entry('implementation = "x"\nreason = 3'), "reason of an expected failure must be a string, got 3"),
-        (entry('implementation = "x"\nreason = "y"\njax = "new"'), "is no version range"),
+        (entry('implementation = "x"\nreason = "y"\njax = "new"'), "is not a version range"),
         (entry('implementation = "x"\nreason = "y"\nplatform = "cuda"'), "must be one of cpu, cpu-interpret, gpu, tpu"),
     ],
 )
