@@ -44,9 +44,8 @@ _SURROUNDING_FAMILIES = frozenset({"context parallelism", "dispatch", "gaming"})
 _EXTRA_WEIGHT = 0.4
 # The factor of the second comparison, with what a bug shows in the wrong gradients alone.
 _SHARED_RESULT_WEIGHT = 0.75
-# The closeness of two wrong results at the same place has a constant share, a share that falls slowly with the
-# difference of their sizes, and the rest, which falls fast. The decays are differences of logarithms that leave 1/e of a
-# share.
+# The closeness of two wrong results at one place has a constant share, a share that falls slowly with the difference of
+# their sizes, and the rest, which falls fast. The decays are differences of logarithms that leave 1/e of a share.
 _SAME_PLACE_SHARE = 0.35
 _ORDER_SHARE, _ORDER_DECAY = 0.1, 0.5
 _SIZE_DECAY = 0.1

@@ -1,4 +1,4 @@
-"""A run of the gate on a wrong kernel does not end in success, whatever a `conftest.py` beside it does."""
+"""Test that a run of the gate on a wrong kernel never ends in success, whatever a `conftest.py` does."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ EXPECTS_FAILURES = (
     "import pytest\ndef pytest_collection_modifyitems(items):\n"
     "    for item in items:\n        item.add_marker(pytest.mark.xfail)\n"
 )
-# Every judgement passes; a record is red by its verdict alone, so that nothing else tells.
+# Every judgement passes; only the verdict of a record says that it is red.
 JUDGES_BY_ITSELF = """
 import dataclasses
 def pytest_collection_finish(session):
@@ -42,7 +42,7 @@ def pytest_collection_finish(session):
 LEAVES_BY_ANOTHER_NAME = "import posix\nposix._exit(0)\n"
 STARTS_ANOTHER = "import os, sys\nos.execv(sys.executable, [sys.executable, '-c', 'print(1)'])\n"
 LEAVES_OUT = "def pytest_collection_modifyitems(items):\n    del items[-1]\n"
-# A `conftest.py` that is not above the gate's module has its hooks for tests called as a plugin alone.
+# Hooks for tests in a `conftest.py` that is not above the gate's module are called only if it is a plugin too.
 _AS_A_PLUGIN = """
 import pytest
 class Plugin:

@@ -1,4 +1,4 @@
-"""Entries for what fails now: they match every failure, as little beside as they can, and wait for a reason."""
+"""Test that suggested entries match every failure and little else, and wait for a reason."""
 
 from __future__ import annotations
 

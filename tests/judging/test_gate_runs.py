@@ -1,4 +1,4 @@
-"""The pytest gate, as a kernel author runs it from a repository of their own."""
+"""Test the pytest gate as a kernel author runs it, from a repository of their own."""
 
 from __future__ import annotations
 

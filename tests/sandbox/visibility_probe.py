@@ -1,4 +1,4 @@
-"""A kernel that tells what it sees of its process, as it is loaded and as it is called."""
+"""A kernel that reports what it can see of its process, while it is loaded and while it is called."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import jax
 
 
 def look() -> dict[str, str]:
-    """What a process shows of itself: each item by name, without what is another number in each process."""
+    """Return what can be seen of the process, by name, without what differs in every process."""
     scratch = os.environ["TMPDIR"]
     items: dict[str, object] = {
         "environ": sorted(os.environ.items()),
@@ -51,12 +51,15 @@ def _mapped() -> list[str]:
 def _kind(descriptor: str) -> str:
     try:
         return os.readlink(descriptor).partition(":[")[0]
-    except OSError:  # the folder that was listed
+    except OSError:  # the descriptor of the listed folder
         return "gone"
 
 
 def _frames(frame: FrameType | None) -> list[object]:
-    """The functions above, those of the judge with all of their texts and numbers; JAX's have clocks."""
+    """Return the frames above, with all texts and numbers of the judge's frames.
+
+    JAX's frames are left out of that: they contain clocks.
+    """
     found: list[object] = []
     while frame is not None:
         found.append((frame.f_code.co_qualname, sorted(frame.f_locals)))

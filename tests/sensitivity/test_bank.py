@@ -1,4 +1,4 @@
-"""The gate catches every planted bug, by what the bug says it shows; and needs every check it has."""
+"""Test that the gate sees every planted bug as the bug declares, and needs every check."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.planted.planting.blockwise import implementation
 from tests.planted.planting.steps import BlockSteps
 from tests.sensitivity.nightly_bugs import sample_by_kind
 
-# Part of the short jobs, spread over them, on which the correct kernel must not fail; at night more of them.
+# Of the short jobs, one in so many must pass on the correct kernel; at night more of them.
 _CORRECT_STRIDES = [30, pytest.param(10, marks=pytest.mark.nightly)]
 _SEEN_AT_QUICK = 0.95
 
@@ -61,7 +61,7 @@ CORRECT = {
 
 
 def _marks(name: str) -> list[pytest.MarkDecorator]:
-    """Those that take a second and more."""
+    """Mark tests that take a second and more."""
     slow = ("blockwise", "writing", "functions", "moba-block-sparse", "packed")
     return [pytest.mark.long] if name in slow else []
 

@@ -1,4 +1,4 @@
-"""Bugs planted in the GPU kernels: the gate sees each of them at `quick`, in the interpreter."""
+"""Test that the gate sees bugs planted in the GPU kernels at `quick`, in the interpreter."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def without_offset(mask: Mask) -> Mask:
 
 
 def backward_of(change: Callable[[Mask], Mask]) -> Patch:
-    """The backward pass has another mask than the forward pass."""
+    """Give the backward pass another mask than the forward pass."""
     correct = flash_gpu_passes.run_backward
 
     def wrong(plan: FlashGpuPlan, *rest: Any) -> Any:
@@ -80,7 +80,7 @@ def stale_dq(patch: pytest.MonkeyPatch) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Bug:
-    """How to plant it, the observables by which it should show, and the cases in which it can."""
+    """How to plant a bug, the observables in which it should show, and the cases in which it can."""
 
     plant: Patch
     shows: tuple[str, ...]
@@ -111,13 +111,13 @@ BUGS = {
 
 @pytest.fixture(autouse=True)
 def _fresh_traces() -> Iterator[None]:
-    """What was traced with a bug, or without one, must not be found by the other."""
+    """Clear JAX's caches, so that traces with a bug and without it are not mixed up."""
     jax.clear_caches()
     yield
     jax.clear_caches()
 
 
-# The one that takes the longest until it shows.
+# This bug takes the longest to show.
 _LONG = "missing-rescale"
 
 

@@ -1,4 +1,4 @@
-"""Whether a second, independent case sees a bug: what is known, what is looked for, and what is kept of it."""
+"""Test the search for a second, independent case that sees a bug, and the file of results."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_what_was_found_is_kept_for_its_level(tmp_path: Path) -> None:
 
 @pytest.fixture
 def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Figures of one bug that one case saw, and a file for what is found."""
+    """Create the table of one bug that one case saw, and a file for the results."""
     row = {"bug": ZEROS.name, "family": "f", "kind": "k", "reference": "r", "judged": 1, "planned": 2}
     row["kills"] = {"forward": ["out", 9.0, _CASE.format("normal")]}
     monkeypatch.setattr(detection_table, "load_table", lambda: {"level": "quick", "bugs": [row]})

@@ -1,4 +1,4 @@
-"""The resolution of the gate: what it says is seen is seen, what is ten times smaller is not."""
+"""Test the resolution of the gate: ten times the smallest error is seen, a tenth of it is not."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def resolved() -> dict[tuple[str, str, str], Resolution]:
 @pytest.mark.long
 def test_a_scale_error_of_30_roundoffs_is_seen_in_f32() -> None:
     found = by_name(measure_resolutions(dtypes=["f32"]))
-    # The gradient shows it to who returns no residuals.
+    # Without residuals, the gradient shows it.
     for observable in ("logsumexp", "max_logits", "dv"):
         roundoffs = found["f32", SCALE, observable].roundoffs
         assert roundoffs is not None
@@ -64,7 +64,7 @@ def test_every_error_is_seen_by_what_it_concerns(resolved: dict[tuple[str, str, 
             found = resolved[dtype, perturbation, observable]
             assert found.smallest is not None
             assert found.roundoffs == found.smallest / UNIT_ROUNDOFF[dtype]
-            # A gradient that is off by one part in ten never hides, in any dtype.
+            # A gradient that is off by a tenth is always seen, in any dtype.
             assert found.smallest < 0.1
             assert found.case in FEW[dtype]
     assert ("bf16", "scale", "dsinks") in resolved

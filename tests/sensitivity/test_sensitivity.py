@@ -1,4 +1,4 @@
-"""The gate sees small, realistic errors at `quick`, and passes the same kernel without them."""
+"""Test that the gate sees small, realistic errors at `quick`, and passes the same kernel without them."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ from tests.planted.planting.plain import (
     stop,
 )
 
-# What stands this far apart in the grid: on it the correct kernels must not fail; at night on more of it.
+# One case of the grid in so many must pass on the correct kernels; at night more of them.
 _CORRECT_STRIDES = [30, pytest.param(10, marks=pytest.mark.nightly)]
 
 
 def _gradient_off_by(operand: int, relative: float) -> Step:
-    """The operand's value is untouched, its gradient is `1 + relative` times what it should be."""
+    """Keep the operand's value, and multiply its gradient by `1 + relative`."""
 
     def operands(*given: Any) -> tuple[Array, ...]:
         *xs, _ = given
@@ -47,7 +47,7 @@ def _gradient_off_by(operand: int, relative: float) -> Step:
 
 
 def _first_head_only(k: Array, call: Call) -> Array:
-    """The values of a repeat, but only the first head of each group hands its gradient back."""
+    """Repeat values, but pass back only the gradient of the first head of each group."""
     first = jnp.arange(call.q.shape[2])[:, None] % call.group == 0
     return jnp.where(first, repeat_heads(k, call), stop(repeat_heads(k, call)))
 
@@ -62,7 +62,7 @@ def _q_ids_for_both(q_ids: Array, kv_ids: Array, call: Call) -> Array:
     return same_segment(q_ids, jax.vmap(lambda row: jnp.resize(row, kv_ids.shape[1:]))(q_ids), call)
 
 
-# Small errors that the quick grid must see, by what they are, and where each shows.
+# Small errors that the quick grid must see, with the observables in which each shows.
 SENSITIVITY: dict[str, tuple[str, PlainSteps]] = {
     "scale-wrong-by-a-thousandth": (
         "out logsumexp",
