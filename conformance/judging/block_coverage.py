@@ -1,4 +1,4 @@
-"""Tell on how many blocks a kernel was judged, from the lengths of its judged cases."""
+"""Count the blocks on which a kernel was judged, from the lengths of its judged cases."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def describe_block_counts(block_lengths: Sequence[int], records: Iterable[Record
 
 
 def find_block_lengths(implementation: Implementation, cases: Iterable[Case]) -> list[int]:
-    """Find the usual block lengths that the implementation accepts as a sequence's, if it rejects others.
+    """Find which usual block lengths the implementation accepts as sequence lengths; empty if it accepts all.
 
     They are tried on the first of `cases`, by id, with more than one query.
     """

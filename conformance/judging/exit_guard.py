@@ -30,17 +30,17 @@ class _RecordHolder(Protocol):
 class ExitGuard:
     """Keep a run of the gate from ending in success in any way but its own.
 
-    A `conftest.py` may end the process, on purpose or by what it imports, so that nothing is reported. It may also have
-    failed tests reported as something else. This plugin tells both from success. It is no protection against code that
-    means harm: such code runs in the judge's process and has other ways.
+    A `conftest.py` may end the process, on purpose or by what it imports, so that nothing is reported. It may also
+    report failed tests as something else. This plugin notices both. It is no protection against code that means harm:
+    such code runs in the judge's process and has other ways.
 
     Attributes:
       stopped: why a plugin stopped the run; empty if none did.
     """
 
-    def __init__(self, judging: str) -> None:
+    def __init__(self, holder_name: str) -> None:
         """Create the guard; `judging` is the name of the plugin that has the records."""
-        self._holder_name = judging
+        self._holder_name = holder_name
         self._is_guarding = self._has_begun = self._has_ended = False
         self._code = int(pytest.ExitCode.INTERRUPTED)
         self.stopped = ""

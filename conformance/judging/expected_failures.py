@@ -1,4 +1,4 @@
-"""Suggest entries of expected failures for what fails: the narrowest that the table's patterns can say."""
+"""Suggest entries of expected failures for what fails now, as narrow as the table's patterns allow."""
 
 from __future__ import annotations
 

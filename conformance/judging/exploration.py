@@ -27,7 +27,7 @@ class Exploration:
       shrunk: whether shrinking ran to its end.
       reached: number of judged cases with each feature, distribution of values and phase.
       clues: the numbers found in the implementation's source.
-      used: the clues that judged cases were tried beside, each with the side.
+      used: the clues near which judged cases had a size or a number, each with the side.
       beyond: number of pairs of marks (`cases.case_space.novelty`) of judged cases that no case of the grids has.
       seconds: duration.
       interrupted: whether a signal stopped it.

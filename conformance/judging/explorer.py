@@ -140,9 +140,9 @@ class InvalidClues(Exception):  # noqa: N818 -- a statement about the kernel's p
     """The kernel's process sent no valid list of clues; the message is one line."""
 
 
-_MAX_CLUES = 64  # more than `shown` ever returns
+_MAX_CLUES = 64  # more than `report_clues` ever returns
 _Number = Annotated[float, msgspec.Meta(gt=0, le=sys.float_info.max)]
-# What `shown` returns.
+# The type of what `report_clues` returns.
 _ClueNumbers = tuple[
     Annotated[list[Annotated[int, msgspec.Meta(gt=2, le=2**17)]], msgspec.Meta(max_length=_MAX_CLUES)],
     Annotated[list[_Number], msgspec.Meta(max_length=_MAX_CLUES)],
@@ -253,8 +253,8 @@ class _Explorer:
                 if self._clues:
                     strategies.insert(0, draw_cases(self._supports, clues=self._clues))
                 self._declined.clear()  # cases that only narrowed the space do not count as drawn
-                asked = ImplementationGrids(self._implementation, "quick", 0)
-                self._novelty = Novelty({*asked.grid.cases, *asked.sizes.cases}, self._clues)
+                grids = ImplementationGrids(self._implementation, "quick", 0)
+                self._novelty = Novelty({*grids.grid.cases, *grids.sizes.cases}, self._clues)
                 self._draw(strategies)
             self._judge_fully()
         except KeyboardInterrupt:
@@ -380,20 +380,20 @@ class _Explorer:
 
     def _build_result(self) -> Exploration:
         failing = self._smallest
-        shown = list(self._right.values())
-        judged = [case for case, found in self._right.items() if _is_judged(found)]
+        by_case = list(self._right.values())
+        judged = [case for case, case_records in self._right.items() if _is_judged(case_records)]
         if failing is not None and self._first is not None:
-            shown.append(self._wrong[failing])
+            by_case.append(self._wrong[failing])
             judged.append(self._first)
         reached: collections.Counter[str] = collections.Counter()
         for case in judged:
             reached.update((*case.features, case.distribution))
         return Exploration(
-            records=[record for found in shown for record in found],
+            records=[record for case_records in by_case for record in case_records],
             failing=failing,
             first=self._first,
             judged=len(judged),
-            unjudged=len(shown) - len(judged),
+            unjudged=len(by_case) - len(judged),
             declined=len(self._declined),
             shrinks=len(self._wrong) + len(self._right_smaller) - (self._first is not None),
             shrunk=self._shrunk,

@@ -150,7 +150,7 @@ def load_resumed_run(path: Path, run: Run) -> tuple[Run, dict[int, tuple[Record,
 
 
 def describe_resumed_jobs(jobs: int) -> str:
-    """Say how many jobs were taken from the resumed file: nobody has signed that file."""
+    """Return the note about jobs that were taken from the resumed file, which nobody has signed."""
     return f"{jobs:,} jobs were taken from the resumed file and not judged again"
 
 
@@ -172,12 +172,15 @@ def _find_difference(before: Run, now: Run, later: Sequence[tuple[str, str]]) ->
     if changed := loaded_files.find_changed(later):
         return changed[0]
     for implementation in now.kernels:
-        there, here = before.provenance(implementation), now.provenance(implementation)
-        there |= {name: here[name] for file, _ in later if (name := f"{runs.DIGEST_OF}{file}") in here}
+        old_facts, new_facts = before.provenance(implementation), now.provenance(implementation)
+        old_facts |= {name: new_facts[name] for file, _ in later if (name := f"{runs.DIGEST_OF}{file}") in new_facts}
         # A file's digest is reported before the digest of all sources: it names the file.
-        for name in sorted(runs.list_differences(there, here), key=lambda name: not name.startswith(runs.DIGEST_OF)):
+        for name in sorted(
+            runs.list_differences(old_facts, new_facts), key=lambda name: not name.startswith(runs.DIGEST_OF)
+        ):
             label = name if len(now.kernels) == 1 else f"{name} of {implementation}"
-            return f"{label} was {_format_value(there.get(name))} there and is {_format_value(here.get(name))} here"
+            old, new = old_facts.get(name), new_facts.get(name)
+            return f"{label} was {_format_value(old)} there and is {_format_value(new)} here"
     return "other jobs are planned" if [j.key for j in before.jobs] != [j.key for j in now.jobs] else None
 
 

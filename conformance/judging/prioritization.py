@@ -23,7 +23,7 @@ from conformance.judging.job import Job
 SMOKE_PROGRAMS = 36
 """Number of compiled programs of the grid that `smoke` judges: about ten seconds for a plain function."""
 SMOKE_CHECKS = ("errors", "refusals", "limits", "differentiation", "front_end", "memory", "program", "aliasing")
-"""Checks beside the grid that `smoke` runs: those that compile one or two programs."""
+"""Checks of cases beside the grid that `smoke` runs: those that compile one or two programs."""
 
 # A new mark is worth so many new pairs. The value is a choice: about half the number of marks of a case.
 _PAIRS_PER_MARK = 12
@@ -44,7 +44,7 @@ def order_jobs(jobs: Sequence[Job]) -> list[Job]:
 
 
 def select_smoke_jobs(jobs: Sequence[Job]) -> list[Job]:
-    """Select the jobs of `smoke`: the most telling programs, and `SMOKE_CHECKS` on cases beside the grid."""
+    """Select the jobs of `smoke`: the most telling programs of the grid, and `SMOKE_CHECKS`."""
     off_grid = (
         dataclasses.replace(job, checks=tuple(check for check in job.checks if check.name in SMOKE_CHECKS))
         for job in jobs
@@ -71,7 +71,7 @@ def order_programs(jobs: Sequence[Job]) -> list[list[Job]]:
 
 
 Question = tuple[Case, Rotation]
-"""A case, and the rotation that says what it is asked."""
+"""A case, and the rotation that says which costly questions it is asked."""
 
 
 @functools.lru_cache(maxsize=64)

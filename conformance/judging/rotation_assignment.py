@@ -1,4 +1,4 @@
-"""Assign rotations: at `quick`, cases of a grid take turns with the costly questions.
+"""Assign rotations: which of the costly questions each case of a grid is asked at `quick`.
 
 Nearly all of the cost is compilation, and there are many cases. So each case has one of the two calls differentiated,
 with one of the partial cotangents; one of the laws; and one of the poisons that are not numbers. One case in four
@@ -32,7 +32,7 @@ from conformance.check_api.rotation import (
 from conformance.contract import Implementation
 
 _QUARTERS = range(4)
-"""The question for one case in four is asked of the first quarter."""
+"""Four alternatives. The question for one case in four goes to the cases that get the first."""
 
 Alternative = TypeVar("Alternative")
 

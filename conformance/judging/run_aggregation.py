@@ -62,7 +62,13 @@ class _ProvenanceGroup:
 def aggregate_runs(
     recorded: Sequence[RecordedRun], *, command: str, detection: dict[str, Any] | None = None
 ) -> tuple[list[Record], RunInfo]:
-    """Merge the records of runs, and collect what a report says beside them."""
+    """Merge the records of runs, and collect the other facts that a report shows.
+
+    Args:
+      recorded: the runs, as read from files or from this process.
+      command: the command that asked for the report.
+      detection: what the gate sees of planted bugs (`conformance.sensitivity.detection_table`).
+    """
     groups = _group_by_provenance(recorded)
     merged = records.merge_records(*(group.records for group in groups))
     extents = {group.name: _compute_extent(group) for group in groups}
@@ -168,14 +174,16 @@ def _build_labels(provenances: Sequence[dict[str, str] | None], sources: Sequenc
     """Describe in a few words what tells provenances apart; empty if there is only one."""
     if len(provenances) == 1:
         return [""]
-    known = [provenance for provenance in provenances if provenance is not None]
+    known_provenances = [provenance for provenance in provenances if provenance is not None]
     differing = list(
-        dict.fromkeys(name for one, other in itertools.pairwise(known) for name in runs.list_differences(one, other))
+        dict.fromkeys(
+            name for one, other in itertools.pairwise(known_provenances) for name in runs.list_differences(one, other)
+        )
     )
     named = [
         name
         for name in differing
-        if name == "place" or all(len(one.get(name, "")) <= _MAX_VALUE_LENGTH for one in known)
+        if name == "place" or all(len(one.get(name, "")) <= _MAX_VALUE_LENGTH for one in known_provenances)
     ]
     labels = []
     for provenance, source in zip(provenances, sources, strict=True):
@@ -364,7 +372,7 @@ def _build_notes(recorded: Sequence[RecordedRun], extents: Mapping[str, Extent])
 
 
 def _find_missing_shards(recorded: Iterable[RecordedRun]) -> list[str]:
-    """List the shards that are missing, by the number of shards that others name."""
+    """Return a note for each missing shard of a run that was split into shards."""
     present: dict[int, set[int]] = {}
     for one in recorded:
         if one.run is not None and one.run.shard:
@@ -372,7 +380,7 @@ def _find_missing_shards(recorded: Iterable[RecordedRun]) -> list[str]:
             present.setdefault(int(shards), set()).add(int(shard))
     return [
         f"shard {shard} of {shards} is missing"
-        for shards, there in sorted(present.items())
+        for shards, present_shards in sorted(present.items())
         for shard in range(1, shards + 1)
-        if shard not in there
+        if shard not in present_shards
     ]

@@ -71,16 +71,16 @@ def list_pieces(path: Path, recorded: Sequence[RecordedRun]) -> list[RunPiece]:
     return [RunPiece(path, n, one.run, hash((one.end, *one.records))) for n, one in enumerate(recorded)]
 
 
-def order_runs(given: Iterable[Sequence[RunPiece]]) -> list[PastRun]:
+def order_runs(pieces_of_runs: Iterable[Sequence[RunPiece]]) -> list[PastRun]:
     """Return runs from the oldest to the newest; those without a time come first.
 
-    Pieces that are given together are one run. Shards that are given one by one are one run if they were cut from the
-    same jobs by the same versions. A second copy of a shard begins another run.
+    Each item of `pieces_of_runs` is one run. Runs with one shard each are joined if the shards were cut from the same
+    jobs by the same versions. A second copy of a shard begins another run.
 
     Raises:
       ValueError: for a run whose start is no valid time.
     """
-    past_runs = [PastRun(tuple(group), _find_start(group)) for group in given if group]
+    past_runs = [PastRun(tuple(group), _find_start(group)) for group in pieces_of_runs if group]
     undated = [past for past in past_runs if past.started is None]
     dated = sorted((past for past in past_runs if past.started is not None), key=_get_start)
     ordered: list[PastRun] = []

@@ -122,35 +122,38 @@ def _build_arrays(grids_by_seed: Sequence[ImplementationGrids]) -> CoveringArray
     )
 
 
-def _build_jobs(asked: ImplementationGrids, checks: tuple[Check, ...], *, first: bool) -> list[Job]:
-    """Build the jobs of an implementation for one seed. Checks that no seed changes are planned for the first only."""
-    implementation, seed = asked.implementation, asked.seed
+def _build_jobs(grids: ImplementationGrids, checks: tuple[Check, ...], *, first: bool) -> list[Job]:
+    """Build the jobs of an implementation for one seed.
+
+    Checks that do not depend on the seed are planned for the first seed only.
+    """
+    implementation, seed = grids.implementation, grids.seed
     jobs = []
     for scope in SCOPES:
         scope_checks = tuple(check for check in checks if check.scope is scope)
         if not scope_checks or not (first or scope.seeded):
             continue
-        # At `quick`, cases of the grids take turns with costly questions, unless checks are named.
-        takes_turns = asked.level == "quick" and scope is GRID and len(checks) == len(CHECKS)
+        # At `quick`, rotations assign the costly questions to cases of the grids, unless checks are named.
+        takes_turns = grids.level == "quick" and scope is GRID and len(checks) == len(CHECKS)
         rotations: dict[Case, Rotation] = {}
         if takes_turns:
-            rotations = assign_size_rotations(implementation, asked.sizes, seed) | assign_rotations(
-                implementation, asked.grid, seed
+            rotations = assign_size_rotations(implementation, grids.sizes, seed) | assign_rotations(
+                implementation, grids.grid, seed
             )
         jobs += [
-            Job(implementation, case, scope_checks, rotations.get(case, FULL_ROTATION)) for case in scope.cases(asked)
+            Job(implementation, case, scope_checks, rotations.get(case, FULL_ROTATION)) for case in scope.cases(grids)
         ]
     return jobs
 
 
-def _measure_coverage(asked: ImplementationGrids, level: str, jobs: Iterable[Job]) -> dict[str, Any]:
+def _measure_coverage(implementation_grids: ImplementationGrids, level: str, jobs: Iterable[Job]) -> dict[str, Any]:
     """Measure what the planned cases of the grids cover: all of them, except at `smoke`."""
     chosen = {job.case for job in jobs if job.is_on_grid} if level == "smoke" else None
-    grids = (asked.grid, asked.sizes)
+    grids = (implementation_grids.grid, implementation_grids.sizes)
     return {
-        "implementation": asked.implementation.name,
+        "implementation": implementation_grids.implementation.name,
         "level": level,
-        "strength": asked.grid.coverage.strength,
+        "strength": implementation_grids.grid.coverage.strength,
         "cases": len({case for grid in grids for case in grid.cases if chosen is None or case in chosen}),
         "declined": len({case for grid in grids for case in grid.declined}),
         "combinations": sum(grid.coverage.feasible for grid in grids),
@@ -184,7 +187,7 @@ def plan_case(
     """Plan one case: the checks of the grid, or the refusal if the case is not supported.
 
     Checks with cases of their own are run too, if this is one of their cases or if they are named in `checks`.
-    `rotation` says what the case is asked of the questions that cases take turns with.
+    `rotation` says which of the costly questions the case is asked.
     """
     chosen = tuple(checks)
     supported = implementation.supports(case) is None

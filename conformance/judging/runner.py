@@ -103,7 +103,7 @@ class Runner:
             yield self._finish_record(record)
 
     def _finish_record(self, record: Record) -> Record:
-        settled = self._settings.settle(record, jax.__version__)
+        settled = self._settings.mark_expected_failures(record, jax.__version__)
         if "--in-process" in self._options and not implementation_registry.is_builtin(record.implementation):
             settled = dataclasses.replace(settled, figures={**settled.figures, records.IN_PROCESS: 1.0})
         return dataclasses.replace(settled, reproduce=" ".join((settled.reproduce, *self._options)))
@@ -235,7 +235,7 @@ def _judge_checks(subject: Subject, checks: Iterable[Check], rejudge: Rejudger) 
 
 
 def _report_unrequested_death(subject: Subject, checks: Sequence[Check]) -> Iterator[Record]:
-    """Yield an error if the kernel's process died in a call that was begun ahead and that no check used."""
+    """Yield an error if the kernel's process died in a call that was begun early and that no check used."""
     try:
         subject.executor.settle()
     except ProcessLost as lost:
@@ -243,7 +243,10 @@ def _report_unrequested_death(subject: Subject, checks: Sequence[Check]) -> Iter
 
 
 def _ensure_discrimination(subject: Subject) -> tuple[Subject, Mapping[str, float]]:
-    """Return the subject and its margins. If its rotation alone does not discriminate, ask it everything."""
+    """Return the subject and its margins.
+
+    If the subject does not discriminate by the questions of its rotation, it is asked all of them.
+    """
     margins = discrimination.compute_margins(subject)
     discriminates = not margins or discrimination.find_weakest_null(margins)[1] >= discrimination.REQUIRED_MARGIN
     if discriminates or subject.rotation == FULL_ROTATION:

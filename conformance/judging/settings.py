@@ -102,7 +102,7 @@ class Settings:
         members = (member for name in names for member in self.groups.get(name, (name,)))
         return list(dict.fromkeys(members))
 
-    def settle(self, record: Record, jax_version: str) -> Record:
+    def mark_expected_failures(self, record: Record, jax_version: str) -> Record:
         """Return the record, marked if it is an expected failure or an unexpected pass."""
         for expected in self.expected_failures:
             if not expected.applies(record, jax_version):

@@ -189,26 +189,26 @@ def rank_bugs(signature: Signature, bank: Iterable[KnownBug]) -> list[Similarity
 
 def compare_signatures(signature: Signature, bug: KnownBug) -> Similarity:
     """Compare a kernel with a planted bug, on the cases and results that both have."""
-    mine, other = _select_comparable(signature, bug.signature), _select_comparable(bug.signature, signature)
-    index = _compute_tversky_index(mine, other)
-    wrong = {_get_result_name(element) for element in mine}
+    of_kernel, of_bug = _select_comparable(signature, bug.signature), _select_comparable(bug.signature, signature)
+    index = _compute_tversky_index(of_kernel, of_bug)
+    wrong = {_get_result_name(element) for element in of_kernel}
     if all(name.startswith("d") for name in wrong):
-        in_same_gradients = {element: size for element, size in other.items() if _get_result_name(element) in wrong}
-        index = max(index, _SHARED_RESULT_WEIGHT * _compute_tversky_index(mine, in_same_gradients))
-    both = sorted(mine.keys() & other.keys())
+        in_same_gradients = {element: size for element, size in of_bug.items() if _get_result_name(element) in wrong}
+        index = max(index, _SHARED_RESULT_WEIGHT * _compute_tversky_index(of_kernel, in_same_gradients))
+    both = sorted(of_kernel.keys() & of_bug.keys())
     return Similarity(bug, index, tuple(both), len(signature.wrong) - len(both))
 
 
-def _compute_tversky_index(mine: Mapping[Element, float], other: Mapping[Element, float]) -> float:
+def _compute_tversky_index(kernel: Mapping[Element, float], bug: Mapping[Element, float]) -> float:
     """Compute Tversky's index of what is wrong with a kernel and with a bug."""
-    weights = _compute_weights(mine.keys() | other.keys())
-    both = {element: _compute_closeness(mine[element], other[element]) for element in mine.keys() & other.keys()}
+    weights = _compute_weights(kernel.keys() | bug.keys())
+    both = {element: _compute_closeness(kernel[element], bug[element]) for element in kernel.keys() & bug.keys()}
     common = sum(weights[element] * close for element, close in both.items())
     differing = sum(weights[element] * (1 - close) for element, close in both.items())
-    bug_only = sum(weights[element] for element in other.keys() - mine.keys())
+    bug_only = sum(weights[element] for element in bug.keys() - kernel.keys())
     # Where the forward pass is wrong the gradients follow: a bug in these gradients alone explains neither.
-    unexplained = {case for case, name in mine.keys() - other.keys() if name == "out"} & {case for case, _ in other}
-    kernel_elements = mine.keys() - other.keys()
+    unexplained = {case for case, name in kernel.keys() - bug.keys() if name == "out"} & {case for case, _ in bug}
+    kernel_elements = kernel.keys() - bug.keys()
     kernel_only = sum(weights[one] * (1 if one[0] in unexplained else _EXTRA_WEIGHT) for one in kernel_elements)
     total = common + differing + bug_only + kernel_only
     return common / total if total else 0.0

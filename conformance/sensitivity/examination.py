@@ -63,11 +63,11 @@ class Examination:
 
 
 def order_jobs_for_bug(bug: PlantedBug, level: str) -> list[Job]:
-    """Order the jobs of the gate: `NEAREST_CASES` cases of the grid, jobs beside the grid, the rest of the grid.
+    """Order the jobs of the gate so that a bug is seen early.
 
-    Cases with the bug's trigger come first, small before large. Jobs beside the grid come in the order of `SCOPES`. The
-    order saves time and changes no result. At `smoke` the order is that of a run, since how soon that turns red is
-    measured.
+    `NEAREST_CASES` cases of the grid come first, then jobs beside the grid in the order of `SCOPES`, then the rest of
+    the grid. In the grid, cases with the bug's trigger come first, small before large. The order saves time and changes
+    no result. At `smoke` the order is that of a run, since how soon that turns red is measured.
     """
     jobs = plan_run([bug.build()], level=level).jobs
     if level == "smoke":
@@ -79,7 +79,7 @@ def order_jobs_for_bug(bug: PlantedBug, level: str) -> list[Job]:
 
 
 def is_still_asked(bug: PlantedBug, level: str, kills: Mapping[str, Kill]) -> bool:
-    """Tell whether some check that saw the bug still runs on the case on which it did."""
+    """Tell whether some check that saw the bug is still planned on the case on which it did."""
     planned = {(check.name, job.case.id) for job in order_jobs_for_bug(bug, level) for check in job.checks}
     return any((check, kill.case) in planned for check, kill in kills.items())
 

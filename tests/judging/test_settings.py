@@ -120,7 +120,7 @@ def build_settings(**fields: object) -> Settings:
     ],
 )
 def test_what_becomes_of_an_expected_failure(before: str, some: bool, after: str) -> None:
-    assert build_settings(some=some).settle(build_record(before), JAX).verdict == after
+    assert build_settings(some=some).mark_expected_failures(build_record(before), JAX).verdict == after
 
 
 @pytest.mark.parametrize(
@@ -129,13 +129,13 @@ def test_what_becomes_of_an_expected_failure(before: str, some: bool, after: str
     ids=lambda fields: next(iter(fields)),
 )
 def test_what_an_entry_is_not_about_stays_a_failure(fields: dict[str, object]) -> None:
-    assert build_settings(**fields).settle(build_record(FAIL), JAX).verdict == FAIL
+    assert build_settings(**fields).mark_expected_failures(build_record(FAIL), JAX).verdict == FAIL
 
 
 def test_patterns_and_version_ranges_match() -> None:
     chosen = build_settings(case="train/*", check=["grad*"], observable=["d?"], jax=">=0.10")
-    assert chosen.settle(build_record(FAIL), JAX).verdict == EXPECTED_FAIL
-    assert chosen.settle(build_record(FAIL), "0.12.0.1").verdict == EXPECTED_FAIL
+    assert chosen.mark_expected_failures(build_record(FAIL), JAX).verdict == EXPECTED_FAIL
+    assert chosen.mark_expected_failures(build_record(FAIL), "0.12.0.1").verdict == EXPECTED_FAIL
 
 
 def test_an_entry_that_nothing_fails_for_is_stale_and_red() -> None:
@@ -145,7 +145,7 @@ def test_an_entry_that_nothing_fails_for_is_stale_and_red() -> None:
 
 
 def test_an_entry_is_not_stale_where_it_fails_was_not_judged_or_is_about_another_version() -> None:
-    assert not build_settings().stale([build_settings().settle(build_record(FAIL), JAX)], JAX)
+    assert not build_settings().stale([build_settings().mark_expected_failures(build_record(FAIL), JAX)], JAX)
     assert not build_settings().stale([build_record(PASS, implementation="other")], JAX)
     assert not build_settings(jax=">=0.11").stale([build_record(PASS)], JAX)
     assert not build_settings(platform="gpu").stale([build_record(PASS, platform="cpu")], JAX)

@@ -1,1 +1,1 @@
-"""Judge cases beside those of a run: to confirm what a failure depends on, and to find a smaller one."""
+"""Judge cases that a run did not plan, to confirm or to shrink its failures."""

@@ -75,7 +75,7 @@ class Prober:
         seconds: float,
         on_records: Callable[[list[Record]], None],
     ) -> None:
-        """Create a prober. `heard` is called with the records of each judged case; after `seconds` none is begun."""
+        """Create a prober that calls `on_records` with each judged case; after `seconds` it begins none."""
         self._allowance = allowance
         self._implementations = {implementation.name: implementation for implementation in implementations}
         self._deadline = time.monotonic() + seconds
