@@ -178,7 +178,7 @@ def test_without_clues_such_lengths_are_not_drawn() -> None:
 def test_what_the_grid_has_not_combined_is_counted() -> None:
     found = explore_kernel(compute_right, examples=4)
     assert found.beyond > 0
-    assert f"{found.beyond} pairs of properties" in explorer.describe_exploration(found, 0)
+    assert f"{found.beyond} pairs of properties" in "\n".join(explorer.describe_exploration(found, 0))
 
 
 @pytest.mark.long
