@@ -33,6 +33,7 @@ from conformance.records import Record, RecordFileError
 COMPLETE = "complete"
 INTERRUPTED = "interrupted"
 FAILED = "failed"
+ENDS = (COMPLETE, INTERRUPTED, FAILED)
 """How a run ends: to its end, stopped from outside or by `--fail-fast`, or by an error that is not the kernel's."""
 OWN_PROCESS = "ran in a process of its own that was "
 """Beginning of `Kernel.place` where a kernel had a process of its own; how that was confined follows."""
@@ -160,7 +161,7 @@ class Run:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class End:
-    """How a run ended: when, how (`COMPLETE`, `INTERRUPTED` or `FAILED`), why, how many jobs it did, and how long."""
+    """How a run ended: when, how (`ENDS`), why if not by itself, how many jobs were done, and how long it took."""
 
     ended: str
     how: str

@@ -11,13 +11,14 @@ from conformance.contract import Implementation
 from conformance.judging.failure_probes.confirmation import Prober, Suspicion
 from conformance.judging.failure_probes.probe_budget import ProbeBudget
 from conformance.judging.journal import Journal
-from conformance.judging.runner import ABANDONED_CASE
 from conformance.records import Record
 from reports.causes import root_causes
 from reports.causes.finding import RAISES, Finding
 
 _MAX_ALTERNATIVES = 3  # suspicions that are told apart
 _MAX_ROUNDS = 2  # what was seen may say that something else is to be suspected
+# What took a kernel's process down would take down another.
+_ABANDONED_CASE = "the case was asked no further"
 
 
 def confirm_findings(
@@ -46,8 +47,7 @@ def confirm_findings(
 
 def _is_worth_probing(finding: Finding) -> bool:
     told = not finding.others and (finding.is_confirmed or finding.passes)
-    # A case that killed the kernel's process would kill another one.
-    lost = finding.kind == RAISES and finding.smallest.reason.endswith(ABANDONED_CASE)
+    lost = finding.kind == RAISES and finding.smallest.reason.endswith(_ABANDONED_CASE)
     return bool(finding.levels) and not told and not lost
 
 
