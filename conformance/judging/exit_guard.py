@@ -39,7 +39,7 @@ class ExitGuard:
     """
 
     def __init__(self, holder_name: str) -> None:
-        """Create the guard; `judging` is the name of the plugin that has the records."""
+        """Create the guard; `holder_name` is the name of the plugin that has the records."""
         self._holder_name = holder_name
         self._is_guarding = self._has_begun = self._has_ended = False
         self._code = int(pytest.ExitCode.INTERRUPTED)
