@@ -56,7 +56,7 @@ def test_a_job_whose_worker_died_is_missing_and_resumed(repository: Repository) 
     assert len(found.done) > before
 
 
-def job_for(platform: str | None, *, interpreted: bool, name: str) -> Job:
+def build_job(platform: str | None, *, interpreted: bool, name: str) -> Job:
     (job, *_) = plan_run(
         [implementation_registry.find_implementation("dot_product")], level="quick", query="train/f32/*.T1.*"
     ).jobs
@@ -88,7 +88,7 @@ def test_a_platform_word_is_what_the_kernel_is_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(keyword_selection, "find_platform", lambda _: "gpu-interpret" if interpreted else "gpu")
-    job = job_for(platform, interpreted=interpreted, name=name)
+    job = build_job(platform, interpreted=interpreted, name=name)
     shown = f"test_conforms[{name}-gpu{'-interpret' if interpreted else ''}-{job.case.id}]"
     assert bool(keyword_selection.select_checks(expression, job, [shown])) is is_chosen
 

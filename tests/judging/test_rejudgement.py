@@ -71,13 +71,13 @@ def judge(function: Callable[..., Any], *cases: str, checks: tuple[str, ...] = (
 
 
 @declare(behind_mask="finite")
-def wrong_by_the_flags(q: Any, k: Any, v: Any) -> Any:
+def fail_by_flags(q: Any, k: Any, v: Any) -> Any:
     out = naive.attention(q, k, v)
     return out if _traced_as_by_jax.get() else 2 * out
 
 
 @declare(behind_mask="finite")
-def raises_by_the_flags(q: Any, k: Any, v: Any) -> Any:
+def raise_by_flags(q: Any, k: Any, v: Any) -> Any:
     if not _traced_as_by_jax.get():
         raise RuntimeError("the compiler gives up")
     return naive.attention(q, k, v)
@@ -90,7 +90,7 @@ def wrong(q: Any, k: Any, v: Any) -> Any:
 
 @pytest.mark.usefixtures("jax_flags_matter")
 def test_what_the_flags_alone_make_fail_passes_and_says_so() -> None:
-    (record,) = judge(wrong_by_the_flags, FULL)
+    (record,) = judge(fail_by_flags, FULL)
     assert record.verdict == PASS
     assert record.ratio is not None
     assert record.limit is not None
@@ -100,7 +100,7 @@ def test_what_the_flags_alone_make_fail_passes_and_says_so() -> None:
     assert record.reason.startswith("differs by the compiler's flags: ratio ")
 
 
-def right_from_the_second_time(how: str) -> Callable[..., Any]:
+def build_right_from_second_time(how: str) -> Callable[..., Any]:
     """Build a kernel that is wrong once: the first time it is traced, or run, or raises."""
     times = itertools.count()
 
@@ -120,7 +120,7 @@ def right_from_the_second_time(how: str) -> Callable[..., Any]:
 @pytest.mark.parametrize(("how", "verdict"), [("traced", FAIL), ("run", FAIL), ("raised", ERROR)])
 @pytest.mark.usefixtures("jax_flags_matter")
 def test_what_is_wrong_once_is_not_the_flags_doing(how: str, verdict: str) -> None:
-    wrong = [record for record in judge(right_from_the_second_time(how), FULL) if record.verdict != PASS]
+    wrong = [record for record in judge(build_right_from_second_time(how), FULL) if record.verdict != PASS]
     assert [record.verdict for record in wrong] == [verdict]
     assert "depends on earlier calls" in wrong[0].reason
 
@@ -147,7 +147,7 @@ def test_calls_in_a_row_have_one_name_and_verdicts_of_their_own(stays: bool) -> 
 
 @pytest.mark.usefixtures("jax_flags_matter")
 def test_an_error_that_the_flags_alone_make_is_none() -> None:
-    (record,) = judge(raises_by_the_flags, FULL)
+    (record,) = judge(raise_by_flags, FULL)
     assert record.verdict == PASS
     assert "the compiler gives up" in record.reason
     assert FLAGS_DIFFER in record.figures
@@ -156,7 +156,7 @@ def test_an_error_that_the_flags_alone_make_is_none() -> None:
 @pytest.mark.usefixtures("jax_flags_matter")
 def test_beyond_what_flags_account_for_failures_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rejudgement, "_MIN_DECIDED", 2)
-    found = judge(wrong_by_the_flags, *(CASE.format("f32", "full", seed) for seed in range(4)))
+    found = judge(fail_by_flags, *(CASE.format("f32", "full", seed) for seed in range(4)))
     assert [record.verdict for record in found] == [PASS, PASS, FAIL, FAIL]
     assert not any(FLAGS_DIFFER in record.figures for record in found[2:])
     assert all("not judged again" in record.reason for record in found[2:])
@@ -209,7 +209,7 @@ def test_fresh_processes_are_asked_in_an_order_that_nobody_can_foresee() -> None
 @pytest.mark.usefixtures("jax_flags_matter")
 def test_a_false_alarm_is_judged_again_however_often_it_comes() -> None:
     found = judge(
-        wrong_by_the_flags, *(CASE.format("f32", "full", seed) for seed in range(2 * rejudgement.ENOUGH_CONFIRMED + 1))
+        fail_by_flags, *(CASE.format("f32", "full", seed) for seed in range(2 * rejudgement.ENOUGH_CONFIRMED + 1))
     )
     assert [record.verdict for record in found] == [PASS] * (2 * rejudgement.ENOUGH_CONFIRMED + 1)
 

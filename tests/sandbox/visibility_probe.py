@@ -27,12 +27,14 @@ def look() -> dict[str, str]:
         "folder": os.getcwd(),
         "modules": sorted(sys.modules),
         "limits": [resource.getrlimit(number) for number in range(16)],
-        "mapped files": _mapped(),
-        "open files": [(n, _kind(f"/proc/self/fd/{n}")) for n in sorted(map(int, os.listdir("/proc/self/fd")))],
+        "mapped files": _list_mapped(),
+        "open files": [
+            (n, _classify_file(f"/proc/self/fd/{n}")) for n in sorted(map(int, os.listdir("/proc/self/fd")))
+        ],
         "scratch": sorted(str(place.relative_to(scratch)) for place in Path(scratch).rglob("*")),
         "jax": sorted((name, repr(value)) for name, value in jax.config.values.items()),
         "devices": [str(device) for device in jax.devices()],
-        "frames": _frames(sys._getframe(1)),
+        "frames": _describe_frames(sys._getframe(1)),
     }
     own = {re.escape(scratch): "SCRATCH", r"conformance-schedules-\d+": "SCHEDULES", r"\b0x[0-9a-f]+": "ADDRESS"}
     told = {}
@@ -44,18 +46,18 @@ def look() -> dict[str, str]:
     return told
 
 
-def _mapped() -> list[str]:
+def _list_mapped() -> list[str]:
     return sorted({line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "/" in line})
 
 
-def _kind(descriptor: str) -> str:
+def _classify_file(descriptor: str) -> str:
     try:
         return os.readlink(descriptor).partition(":[")[0]
     except OSError:  # the descriptor of the listed folder
         return "gone"
 
 
-def _frames(frame: FrameType | None) -> list[object]:
+def _describe_frames(frame: FrameType | None) -> list[object]:
     """Return the frames above, with all texts and numbers of the judge's frames.
 
     JAX's frames are left out of that: they contain clocks.

@@ -201,7 +201,7 @@ _VALUES: dict[str, Witness] = {
 }
 
 
-def _sixteen(
+def _build_sixteen(
     options: str, *checks: str | Check, dtype: str = "bf16", shape: str = _LONG, phase: str = "train"
 ) -> Witness:
     return asked(_build_case(options, dtype=dtype, shape=shape, phase=phase), *checks)
@@ -209,29 +209,29 @@ def _sixteen(
 
 _DECODE = "B2.T1.S320.N4.K2.H32.V32"
 _PRECISION: dict[str, Witness] = {
-    "out-accumulated-in-operands-dtype-if-causal": _sixteen("causal", "ensemble"),
-    "out-accumulated-in-operands-dtype-in-decode": _sixteen("full", "ensemble", shape=_DECODE, phase="decode"),
-    "out-of-groups-from-rounded-halves": _sixteen("full", "ensemble", shape=_GROUPS),
-    "denominator-rounded-between-blocks": _sixteen("full"),
-    "denominator-sums-rounded-weights-if-causal": _sixteen("causal"),
-    "sinks-rounded-to-operands-in-decode": _sixteen("full/sinks", shape=_DECODE, phase="decode"),
-    "scale-rounded-to-operands": _sixteen("full/scale0.3"),
-    "logits-rounded-under-a-window": _sixteen("window-l80-r0"),
-    "out-truncated-under-a-window": _sixteen("window-l80-r0", "ensemble"),
-    "logsumexp-rounded-in-groups": _sixteen("full", shape=_GROUPS),
-    "max-logits-rounded-if-causal": _sixteen("causal"),
-    "logsumexp-in-bf16-where-differentiated": _sixteen("full", "primal"),
+    "out-accumulated-in-operands-dtype-if-causal": _build_sixteen("causal", "ensemble"),
+    "out-accumulated-in-operands-dtype-in-decode": _build_sixteen("full", "ensemble", shape=_DECODE, phase="decode"),
+    "out-of-groups-from-rounded-halves": _build_sixteen("full", "ensemble", shape=_GROUPS),
+    "denominator-rounded-between-blocks": _build_sixteen("full"),
+    "denominator-sums-rounded-weights-if-causal": _build_sixteen("causal"),
+    "sinks-rounded-to-operands-in-decode": _build_sixteen("full/sinks", shape=_DECODE, phase="decode"),
+    "scale-rounded-to-operands": _build_sixteen("full/scale0.3"),
+    "logits-rounded-under-a-window": _build_sixteen("window-l80-r0"),
+    "out-truncated-under-a-window": _build_sixteen("window-l80-r0", "ensemble"),
+    "logsumexp-rounded-in-groups": _build_sixteen("full", shape=_GROUPS),
+    "max-logits-rounded-if-causal": _build_sixteen("causal"),
+    "logsumexp-in-bf16-where-differentiated": _build_sixteen("full", "primal"),
     "first-product-at-default-precision": asked(_build_case("full"), ask.exact_products),
     "dq-product-at-default-precision": asked(_build_case("full"), ask.exact_products),
-    "dq-accumulated-in-operands-dtype-if-causal": _sixteen(
+    "dq-accumulated-in-operands-dtype-if-causal": _build_sixteen(
         "causal-o896", "ensemble", shape="B1.T128.S1024.N2.K2.H32.V32"
     ),
-    "dk-accumulated-in-operands-dtype-over-query-blocks": _sixteen("full", "ensemble"),
-    "dv-of-groups-accumulated-in-operands-dtype": _sixteen("full", "ensemble", shape=_GROUPS),
+    "dk-accumulated-in-operands-dtype-over-query-blocks": _build_sixteen("full", "ensemble"),
+    "dv-of-groups-accumulated-in-operands-dtype": _build_sixteen("full", "ensemble", shape=_GROUPS),
     "delta-of-terms-in-bf16-if-causal": asked(_build_case("causal")),
-    "dp-rounded-to-operands": _sixteen("full", ask.no_wider_than_without),
-    "logits-rounded-where-made-again": _sixteen("full", "ensemble"),
-    "logsumexp-rounded-for-the-backward-under-a-window": _sixteen("window-l80-r0", "ensemble"),
+    "dp-rounded-to-operands": _build_sixteen("full", ask.no_wider_than_without),
+    "logits-rounded-where-made-again": _build_sixteen("full", "ensemble"),
+    "logsumexp-rounded-for-the-backward-under-a-window": _build_sixteen("window-l80-r0", "ensemble"),
     "bias-read-in-operands-dtype-by-the-backward": asked(
         _build_case("full/bias", dtype="bf16"), change=replaced(bias=lambda problem: 16 * problem.bias)
     ),
@@ -248,8 +248,8 @@ _PRECISION: dict[str, Witness] = {
     "delta-of-products-overflows-f16": asked(
         _build_case("full", dtype="f16"), change=replaced(v=_separate_halves(256)), pulled=_repeat_halves(512.0)
     ),
-    "dk-of-queries-scaled-in-operands-dtype": _sixteen("full/scale0.3", ask.no_wider_than_without),
-    "dq-truncated": _sixteen("full", "ensemble"),
+    "dk-of-queries-scaled-in-operands-dtype": _build_sixteen("full/scale0.3", ask.no_wider_than_without),
+    "dq-truncated": _build_sixteen("full", "ensemble"),
 }
 _EVERYTHING = "causal/seg/softcap30/sinks/bias"
 _STATE: dict[str, Witness] = {

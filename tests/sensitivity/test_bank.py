@@ -60,14 +60,16 @@ CORRECT = {
 }
 
 
-def _marks(name: str) -> list[pytest.MarkDecorator]:
+def _choose_marks(name: str) -> list[pytest.MarkDecorator]:
     """Mark tests that take a second and more."""
     slow = ("blockwise", "writing", "functions", "moba-block-sparse", "packed")
     return [pytest.mark.long] if name in slow else []
 
 
 @pytest.mark.parametrize("stride", _CORRECT_STRIDES)
-@pytest.mark.parametrize("kernel", [pytest.param(one, id=name, marks=_marks(name)) for name, one in CORRECT.items()])
+@pytest.mark.parametrize(
+    "kernel", [pytest.param(one, id=name, marks=_choose_marks(name)) for name, one in CORRECT.items()]
+)
 def test_a_kernel_without_a_bug_passes(kernel: Implementation, stride: int) -> None:
     jobs = [job for job in run_plan.plan_run([kernel], level="quick").jobs if job.short][::stride]
     found = runner.Runner(settings.Settings()).run(jobs)
