@@ -46,8 +46,8 @@ These terms go beyond the usual first-order bound, for these reasons:
 * `u_out` once more over the group. An implementation may round the dk and dv of each head before it sums the group.
 * Quadrature over the rows in `E(dsink)`. Errors of rows are independent. Adding thousands of rows by magnitude would
   hide a gradient that is wrong altogether.
-* `tiny` in `err(D)`. A flash backward pass takes D from the stored `out`, which in f16 may be subnormal, for instance if
-  a sink takes all the weight.
+* `tiny` in `err(D)`. A flash backward pass takes D from the stored `out`, which may be subnormal in f16, for instance
+  if a sink takes all the weight.
 * `tiny |r|` in `err(dx)`. A probability that underflows is off by `tiny`, and is multiplied by `r`.
 * A quantised cache adds `u_cache s|x|` to `err(x)` and `u_cache p` to `E(out)`: keys and values round when they are
   multiplied by their scales. Their distance from the values before quantisation is an error of the operands

@@ -10,8 +10,8 @@ Both reference backward passes are here. They differ only in where `D` comes fro
 - `"flash"` takes `D_i = <out_i, do_i>` and `p = exp(z - logsumexp)` from saved `out` and `logsumexp` (Dao et al.,
   arXiv:2205.14135, section 3.1 and appendix B).
 
-Axes: `B` batch rows, `N` query heads, `K` key/value heads, `G` query heads that share a key/value head, `T` queries, `S`
-keys, `H` depth of queries and keys, `V` depth of values.
+Axes: `B` batch rows, `N` query heads, `K` key/value heads, `G` query heads that share a key/value head, `T` queries,
+`S` keys, `H` depth of queries and keys, `V` depth of values.
 """
 
 from __future__ import annotations

@@ -3,9 +3,9 @@
 The bounds of `conformance.truth.bounds` let errors pass that are smaller than one rounding of the output dtype. Such
 errors still show over many elements, since their mean square has an expected value. This module derives it.
 
-Rounding to nearest a value with spacing `ulp` errs by up to half of `ulp`, uniformly and independently from one value to
-the next. So its variance is `ulp^2 / 12`. For a result, the spacing is that of the element's own binade. For the many
-terms inside a sum, it is averaged over the mantissa `m in [1, 2)`, whose logarithm is uniform:
+Rounding a value to nearest errs by up to half of the spacing `ulp`, uniformly and independently from one value to the
+next. So its variance is `ulp^2 / 12`. For a result, the spacing is that of the element's own binade. For the many terms
+inside a sum, it is averaged over the mantissa `m in [1, 2)`, whose logarithm is uniform:
 
     var(round x) = x^2 u^2 / 3 E[1 / m^2] = c u^2 x^2,    c = 1 / (8 ln 2) = 0.180
 
@@ -37,9 +37,10 @@ of a row. The backward pass rounds `p dp`, `D` and `p D`:
 Sums over a group in the operands' dtype round each partial sum over its heads: `var(round sum of the first n heads)`
 for `n` from 2.
 
-Sums over blocks of keys (for dk and dv, of queries) round what each block adds, and each partial sum: `c u^2 (block
-n)^2` for each `n` but the first, and `c u^2 (sum of the first n blocks)^2` for each `n` but the last. JAX differentiates
-a scan from the last block to the first. No declaration fixes the order, so each of these is the mean over both orders.
+Sums over blocks of keys (for dk and dv, of queries) round what each block adds, `c u^2 (block n)^2` for each `n` but
+the first. They also round each partial sum, `c u^2 (sum of the first n blocks)^2` for each `n` but the last. JAX
+differentiates a scan from the last block to the first. No declaration fixes the order, so each of these is the mean
+over both orders.
 
 The variance is an upper estimate: it counts all roundings that a correct kernel may make, and most kernels make fewer.
 A blocked kernel keeps dp in f32, a kernel differentiated by JAX keeps dz in f32 and has no D, and not every kernel
