@@ -31,23 +31,23 @@ _PRIVATE = "jax._src.pallas.mosaic.interpret"
 _PRIVATE_GPU = "jax._src.pallas.mosaic_gpu.interpret"
 _CORES = 2
 _RACE = re.compile(r"RACE DETECTED\n(?:[ ]{2}.*\n?)+")
-_ACCESS = re.compile(r"^ {2}((?:read|write) of .*?)$", re.MULTILINE)
-_RAISED = re.compile(r"^(\w+(?:Error|Exception)): (.*)$", re.MULTILINE)
+_RACE_ACCESS = re.compile(r"^ {2}((?:read|write) of .*?)$", re.MULTILINE)
+_RAISED_ERROR = re.compile(r"^(\w+(?:Error|Exception)): (.*)$", re.MULTILINE)
 
 
-def seeds(platform: str | None) -> range:
+def list_seeds(platform: str | None) -> range:
     """List the seeds to run kernels of a platform with; one on GPUs, whose programs run in a fixed order."""
     return range(1 if platform == "gpu" else SEEDS)
 
 
-def parameters(seed: int, platform: str | None = "tpu") -> Any:
+def build_parameters(seed: int, platform: str | None = "tpu") -> Any:
     """Build strict interpreter parameters: fresh memory is NaN, races are detected, out-of-bounds reads raise.
 
     Args:
       seed: seed of the order in which the parallel dimensions of a TPU's grid run, on two cores.
       platform: `"tpu"` or `"gpu"`.
     """
-    kind: Any = _tpu().InterpretParams
+    kind: Any = _load_tpu().InterpretParams
     options: dict[str, Any] = {
         "detect_races": True,
         "out_of_bounds_reads": "raise",
@@ -63,33 +63,35 @@ def parameters(seed: int, platform: str | None = "tpu") -> Any:
 
 
 @contextlib.contextmanager
-def races() -> Iterator[list[str]]:
+def capture_races() -> Iterator[list[str]]:
     """Collect the races within this context, as one line each; the list is filled when the context ends.
 
     The interpreters are reset before and after, since an error leaves the state of the kernel that failed.
     """
     found: list[str] = []
     printed = io.StringIO()
-    _reset()
+    _reset_interpreters()
     try:
         with (
-            _heard(f"{_PRIVATE}.race_detection_state", _to(printed)),
-            _heard(None, _to(printed)),
-            _heard("jax._src.callback", logging.NullHandler()),  # logs the traceback of an exception that is raised too
+            _redirect_logger(f"{_PRIVATE}.race_detection_state", _build_race_handler(printed)),
+            _redirect_logger(None, _build_race_handler(printed)),
+            _redirect_logger(
+                "jax._src.callback", logging.NullHandler()
+            ),  # logs the traceback of an exception that is raised too
             contextlib.redirect_stdout(printed),
         ):
             yield found
     finally:
         text = printed.getvalue()
-        found += [_told(race) for race in _RACE.findall(text)]
-        if not found and _flag():
+        found += [_format_race(race) for race in _RACE.findall(text)]
+        if not found and _has_race_flag():
             found.append("two accesses, of which nothing more is said")
-        _reset()
+        _reset_interpreters()
         if rest := _RACE.sub("", text).strip("\n"):  # the kernel's own output
             print(rest, file=sys.stdout)
 
 
-def _to(stream: io.StringIO) -> logging.Handler:
+def _build_race_handler(stream: io.StringIO) -> logging.Handler:
     """Build a log handler that writes only races to a stream."""
     handler = logging.StreamHandler(stream)
     handler.addFilter(lambda record: "RACE DETECTED" in record.getMessage())
@@ -97,7 +99,7 @@ def _to(stream: io.StringIO) -> logging.Handler:
 
 
 @contextlib.contextmanager
-def _heard(name: str | None, handler: logging.Handler) -> Iterator[None]:
+def _redirect_logger(name: str | None, handler: logging.Handler) -> Iterator[None]:
     """Send a logger's messages to `handler` only, not to its parents; None names the root logger."""
     logger = logging.getLogger(name)
     propagates, logger.propagate = logger.propagate, False
@@ -109,24 +111,24 @@ def _heard(name: str | None, handler: logging.Handler) -> Iterator[None]:
         logger.propagate = propagates
 
 
-def what_it_raised(error: BaseException) -> str:
+def format_interpreter_error(error: BaseException) -> str:
     """Format the interpreter's error in one line: the error inside a callback's error, otherwise the first line."""
     text = str(error)
-    if raised := _RAISED.findall(text):
+    if raised := _RAISED_ERROR.findall(text):
         name, words = raised[-1]
         return f"{name}: {words}"
     first = text.strip().split("\n")[0]
     return f"{type(error).__name__}: {first}"
 
 
-def _tpu() -> Any:
+def _load_tpu() -> Any:
     """Import Pallas for TPUs late: it takes a fifth of a second, which only interpreting needs."""
     return importlib.import_module("jax.experimental.pallas.tpu")
 
 
-def _reset() -> None:
+def _reset_interpreters() -> None:
     """Reset the interpreters, and drop the effects of a failed kernel, whose error JAX would raise again."""
-    _tpu().reset_tpu_interpret_mode_state()
+    _load_tpu().reset_tpu_interpret_mode_state()
     if (gpu := sys.modules.get(f"{_PRIVATE_GPU}.gpu_callbacks")) is not None:
         gpu.reset_gpu_interpret_mode_state()
     with contextlib.suppress(Exception):  # the error of a kernel that failed, which the caller already has
@@ -134,12 +136,12 @@ def _reset() -> None:
     importlib.import_module("jax._src.dispatch").runtime_tokens.clear()  # a barrier that fails leaves them
 
 
-def _told(race: str) -> str:
+def _format_race(race: str) -> str:
     """Format one race report as one line: its two accesses."""
-    return " and ".join(_ACCESS.findall(race)) or race.strip().replace("\n", " ")
+    return " and ".join(_RACE_ACCESS.findall(race)) or race.strip().replace("\n", " ")
 
 
-def _flag() -> bool:
+def _has_race_flag() -> bool:
     """Read the interpreters' own flags, which say whether the last kernel raced."""
     states = (
         getattr(importlib.import_module(f"{_PRIVATE}.interpret_pallas_call"), "races", None),

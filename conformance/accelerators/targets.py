@@ -48,7 +48,7 @@ class Toolchain:
     @property
     def missing(self) -> str | None:
         """Why this machine cannot compile for the platform; None if it can."""
-        absent = [module for module in self.modules if not _importable(module)]
+        absent = [module for module in self.modules if not _is_importable(module)]
         if not absent and self.programs is not None and self.programs() is None:
             absent = [self.programs_are]
         if not absent:
@@ -77,29 +77,29 @@ class CompileTarget:
     topology: Mapping[str, str] = dataclasses.field(hash=False)
 
 
-def cuda_toolkit() -> Path | None:
+def find_cuda_toolkit() -> Path | None:
     """Find the folder with `bin/ptxas` and `nvvm/libdevice`: in `CUDA_HOME`, `/usr/local/cuda` or the wheels."""
     places = [Path(home) for name in ("CUDA_HOME", "CUDA_PATH") if (home := os.environ.get(name))]
-    places += [Path("/usr/local/cuda"), *_wheels()]
+    places += [Path("/usr/local/cuda"), *_list_wheel_folders()]
     return next((p for p in places if (p / "bin/ptxas").is_file() and (p / "nvvm/libdevice").is_dir()), None)
 
 
-def disassembler() -> Path | None:
+def find_disassembler() -> Path | None:
     """Find `nvdisasm`: in the CUDA toolkit, in the wheels, or on `PATH`."""
     places = [Path(home) for name in ("CUDA_HOME", "CUDA_PATH") if (home := os.environ.get(name))]
-    places += [Path("/usr/local/cuda"), *_wheels()]
+    places += [Path("/usr/local/cuda"), *_list_wheel_folders()]
     found = next((place / "bin/nvdisasm" for place in places if (place / "bin/nvdisasm").is_file()), None)
     elsewhere = shutil.which("nvdisasm")
     return found or (Path(elsewhere) if elsewhere else None)
 
 
-def _wheels() -> list[Path]:
+def _list_wheel_folders() -> list[Path]:
     """List the folders of NVIDIA's wheels for CUDA 13."""
     package = importlib.util.find_spec("nvidia")
     return [] if package is None else [Path(place) / "cu13" for place in package.submodule_search_locations or ()]
 
 
-def _importable(module: str) -> bool:
+def _is_importable(module: str) -> bool:
     """Check whether a module can be imported, without importing it."""
     try:
         return importlib.util.find_spec(module) is not None
@@ -125,7 +125,7 @@ GPU = Toolchain(
     topologies="cuda",
     modules=("jax_plugins.xla_cuda13", "jax_cuda13_plugin"),  # the compiler; the bindings of Triton and Mosaic
     install='pip install "attention-conformance[gpu-compile]" (CUDA 13)',
-    programs=cuda_toolkit,
+    programs=find_cuda_toolkit,
     programs_are="ptxas and libdevice",
     folder_option="xla_gpu_cuda_data_dir",
     # Compile as users do, although the checks lower this level on the CPU (`conformance.environment`).
@@ -142,6 +142,6 @@ TARGETS: tuple[CompileTarget, ...] = (
 )
 
 
-def targets_of(platform: str | None) -> tuple[CompileTarget, ...]:
+def list_targets(platform: str | None) -> tuple[CompileTarget, ...]:
     """List the chips that kernels written for `platform` are compiled for; none for portable code."""
     return tuple(target for target in TARGETS if target.toolchain.platform == platform)

@@ -28,7 +28,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from cases.operands import OBSERVABLES
+from cases.operand_registry import OBSERVABLES
 from conformance.contract import Arithmetic
 
 DTYPES = ("f32", "bf16", "f16")
@@ -39,7 +39,7 @@ CALIBRATION = Path(__file__).with_name("calibration.json")
 CALIBRATION_SCHEMA = "attention-conformance/calibration/1"
 _HEADROOM = 1.5
 _HEADROOM_RMS = 3.0
-_STEPS_RMS = 10  # in 1
+_RMS_STEPS_PER_UNIT = 10  # in 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,11 +73,11 @@ class Tolerances:
         """Return the table for an implementation that declares `arithmetic`, on a platform (a JAX backend)."""
         # Probabilities in f32 round less than the default, so declaring them does not widen the limits.
         plain = dataclasses.replace(arithmetic, probabilities="input") == Arithmetic()
-        return self if plain and platform in self.platforms else self._widest()
+        return self if plain and platform in self.platforms else self._widen_all()
 
-    def _widest(self) -> Tolerances:
+    def _widen_all(self) -> Tolerances:
         """Return the table with every calibrated limit set to the widest one; the user's own limits stay."""
-        calibrated = default().limits
+        calibrated = load_default_tolerances().limits
         ratio = max(limit.ratio for limit in calibrated.values())
         rms = max(limit.rms for limit in calibrated.values())
         why = "the widest limit of all: nothing narrower was measured for this arithmetic and platform"
@@ -97,12 +97,12 @@ class Tolerances:
 
 
 @functools.cache
-def default() -> Tolerances:
+def load_default_tolerances() -> Tolerances:
     """Load the calibrated table that comes with the project."""
-    return from_calibration(calibrated())
+    return build_tolerances(load_calibration())
 
 
-def from_calibration(calibration: Mapping[str, Any]) -> Tolerances:
+def build_tolerances(calibration: Mapping[str, Any]) -> Tolerances:
     """Build the tolerance table from a calibration, by the rules of the module docstring.
 
     Raises:
@@ -117,31 +117,35 @@ def from_calibration(calibration: Mapping[str, Any]) -> Tolerances:
     widest = math.ceil(2 * _HEADROOM * max(row["max_rms"] or 0.0 for row in rows.values())) / 2
     name = calibration["provenance"]["name"]
     limits = {
-        (d, o): Limit(ratio, min(widest, _rms(rows[d, o]["max_rms"])), _source(rows[d, o], name))
+        (d, o): Limit(
+            ratio, min(widest, _compute_rms_limit(rows[d, o]["max_rms"])), _format_limit_source(rows[d, o], name)
+        )
         for d in DTYPES
         for o in OBSERVABLES
     }
     return Tolerances(limits, frozenset(calibration["provenance"]["platforms"]))
 
 
-def _rms(largest: float | None) -> float:
+def _compute_rms_limit(largest: float | None) -> float:
     """Compute the limit of a root mean square; infinite if it is never judged."""
-    return math.inf if largest is None else math.ceil(_STEPS_RMS * _HEADROOM_RMS * largest) / _STEPS_RMS
+    return (
+        math.inf if largest is None else math.ceil(_RMS_STEPS_PER_UNIT * _HEADROOM_RMS * largest) / _RMS_STEPS_PER_UNIT
+    )
 
 
 @functools.cache
-def calibrated() -> Mapping[str, Any]:
+def load_calibration() -> Mapping[str, Any]:
     """Load the stored figures of correct implementations."""
     return json.loads(CALIBRATION.read_text())
 
 
-def _source(row: Mapping[str, Any], name: str) -> str:
+def _format_limit_source(row: Mapping[str, Any], name: str) -> str:
     """Format where the limits of a row come from."""
     rms = "" if row["max_rms"] is None else f" (rms {row['max_rms']:.2f})"
     return f"correct kernels reached {row['max_ratio']:.2f}{rms} {name}"
 
 
-def overridden(table: Tolerances, overrides: Mapping[str, float], source: str) -> Tolerances:
+def override_limits(table: Tolerances, overrides: Mapping[str, float], source: str) -> Tolerances:
     """Return a table with some limits replaced; the limit of the root mean square scales with that of the ratio.
 
     Args:

@@ -1,0 +1,296 @@
+"""Bound the cycles of a GPU kernel from below, by counting the instructions of its loops.
+
+The instructions of one iteration (`conformance.cost.gpu.sass_loops`) keep each unit of a multiprocessor busy for some
+cycles. The busiest unit bounds the loop. The bound leaves out waits, the latency of memory, and units that do not
+overlap.
+
+Throughputs are from the CUDA C++ programming guide, "Throughput of native arithmetic instructions", for compute
+capability 8.0, 9.0 and 10.0:
+
+- f32 arithmetic has as many lanes as `conformance.accelerators.gpus` says.
+- Integers, comparisons, selections, shifts and conversions have 64 lanes; special functions have 16.
+- Each of four schedulers issues one instruction of a warp in a cycle.
+- Shared memory has 32 banks of 4 bytes (same guide, "Compute capabilities").
+- Tensor cores are in `conformance.accelerators.gpus`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+
+from conformance.accelerators.gpus import Gpu
+from conformance.cost.gpu.sass_loops import Instruction, Loop
+
+_WARP_SIZE = 32
+_SCHEDULERS = 4
+_SHARED_BYTES_PER_CYCLE = 128  # bytes of shared memory in a cycle
+_LANES = {"mufu": 16, "alu": 64, "convert": 64}
+_F32 = ("FADD", "FMUL", "FFMA", "FADD2", "FMUL2", "FFMA2", "FADD32I", "FMUL32I", "FFMA32I")
+_INTEGER_PRODUCTS = ("IMAD", "IMUL", "IDP")  # on half of the lanes of f32
+_ALU = (
+    *("FMNMX", "FMNMX3", "FSEL", "FSET", "FSETP", "FCHK", "ISETP", "SEL", "IADD", "IADD3", "VIADD", "IMNMX", "VIMNMX"),
+    *("LOP", "LOP3", "PLOP3", "PRMT", "SHF", "SHL", "SHR", "LEA", "IABS", "SGXT", "BMSK", "P2R", "R2P", "VIADDMNMX"),
+)
+_CONVERT = ("F2F", "F2FP", "F2I", "I2F", "I2FP", "F2IP", "FRND")
+_SHARED = ("LDS", "STS", "LDSM", "STSM")
+_GLOBAL = ("LDG", "STG", "LDGSTS", "RED", "REDG", "ATOMG", "UTMALDG", "UTMASTG", "UBLKCP")
+_SPILL = ("LDL", "STL")
+_BARRIERS = ("BAR", "SYNCS", "WARPSYNC", "DEPBAR", "LDGDEPBAR", "WARPGROUP", "MEMBAR", "FENCE", "UTCBAR")
+_INSTRUCTION_GROUPS = {
+    "mufu": ("MUFU",),
+    "f32": _F32,
+    "integer_products": _INTEGER_PRODUCTS,
+    "alu": _ALU,
+    "convert": _CONVERT,
+    "shared": _SHARED,
+    "global": _GLOBAL,
+    "spill": _SPILL,
+    "barrier": _BARRIERS,
+}
+UNITS = ("issue", "tensor", "mufu", "f32", "alu", "convert", "shared")
+"""Units that may bound a loop."""
+_EXPONENTIALS = "exponentials"
+_ROUNDED_NUMBERS = "rounded"  # f32 numbers that are rounded to 16 bits
+BOUND_FIGURE = "pair_cycles"
+"""Name of the figure that bounds a kernel's full blocks."""
+TENSOR_PREFIX = "tensor_"
+"""Prefix of the figures that count tensor-core instructions by their shape."""
+PAIRS_PER_FIGURE = 1000
+"""Cycles are given for this many pairs of a query and a key of one head."""
+
+
+@dataclasses.dataclass(frozen=True)
+class LoopKind:
+    """A kind of loop over blocks, told by its matrix products.
+
+    Attributes:
+      name: what the products compute.
+      of_pairs: number of products with one result for each pair: those that sum over the depth of keys, and those that
+        sum over the depth of values.
+      of_sums: number of products that add to sums which the loop carries, in the same order.
+      operands: numbers of each pair that these products take, rounded to the dtype of the tensor cores.
+      more: largest number of exponentials beside the one of each pair, as a share of these.
+    """
+
+    name: str
+    of_pairs: tuple[int, int]
+    of_sums: tuple[int, int]
+    operands: int
+    more: float
+
+
+LOOP_KINDS = (
+    LoopKind("forward", (1, 0), (0, 1), 1, 0.5),  # q k; p v. Rescaling a row takes an exponential
+    LoopKind("dq", (1, 1), (1, 0), 1, 0.02),  # q k, do v; dx k
+    LoopKind("dkv", (1, 1), (1, 1), 2, 0.02),  # q k, do v; dx q, p do
+    LoopKind("all", (1, 1), (2, 1), 2, 0.02),  # all three gradients
+)
+_REPETITIONS = (1, 2, 4)
+"""How often a pair may be computed: warps that share the sums may each compute the pair."""
+
+
+@dataclasses.dataclass(frozen=True)
+class LoopBound:
+    """The bound of one iteration of a loop by a warp.
+
+    Attributes:
+      kind: name of the loop's kind.
+      pairs: pairs of a query and a key in an iteration; pairs that several warps compute are divided among them.
+      cycles: cycles of each unit for `PAIRS` pairs.
+      counts: number of instructions by what they do.
+    """
+
+    kind: str
+    pairs: float
+    cycles: Mapping[str, float]
+    counts: Mapping[str, float]
+
+    @property
+    def unit(self) -> str:
+        """The busiest unit, which bounds the loop."""
+        return max(self.cycles, key=self.cycles.__getitem__)
+
+    @property
+    def least(self) -> float:
+        """Least number of cycles for `PAIRS` pairs."""
+        return self.cycles[self.unit]
+
+
+def bound_loop(loop: Loop, gpu: Gpu, warps: int, depths: tuple[int, int]) -> tuple[LoopBound, LoopBound] | None:
+    """Bound the shortest and the longest path through a loop; None if the number of its pairs is not known.
+
+    Args:
+      loop: a loop of a kernel.
+      gpu: the GPU, which determines throughputs.
+      warps: warps of a block, among which a product of the whole block is divided.
+      depths: depths of keys and of values.
+    """
+    found = [_bound_path(way, loop.idle, gpu, warps, depths) for way in (loop.shortest, loop.longest)]
+    return (found[0], found[1]) if found[0] and found[1] else None
+
+
+def _bound_path(
+    way: Sequence[Instruction], idle: Sequence[Instruction], gpu: Gpu, warps: int, depths: tuple[int, int]
+) -> LoopBound | None:
+    """Bound one path through a loop; None if the number of its pairs is not known."""
+    products = sum(one.product.multiplications / (one.product.warps or warps) for one in way if one.product)
+    counts = count_instructions(way)
+    known = count_pairs(products, counts[_EXPONENTIALS], counts[_ROUNDED_NUMBERS], depths)
+    if known is None:
+        return None
+    kind, pairs = known
+    if any(one.product and not one.product.warps for one in way):
+        # One warp issues the products of the whole block. The others skip that part.
+        others = count_instructions(idle)
+        counts = {name: (count + (warps - 1) * others.get(name, 0.0)) / warps for name, count in counts.items()}
+    tensor = sum(
+        one.product.multiplications * one.product.bits / 16 / (one.product.warps or warps) for one in way if one.product
+    )
+    cycles = {
+        "issue": counts["instructions"] / _SCHEDULERS,
+        "tensor": tensor / gpu.products_per_core,
+        "mufu": counts["mufu_instructions"] * _WARP_SIZE / _LANES["mufu"],
+        "f32": max(
+            (counts["f32_instructions"] + counts["integer_products_instructions"]) * _WARP_SIZE / gpu.fpus_per_core,
+            counts["integer_products_instructions"] * _WARP_SIZE / 64,
+        ),
+        "alu": counts["alu_instructions"] * _WARP_SIZE / _LANES["alu"],
+        "convert": counts["convert_instructions"] * _WARP_SIZE / _LANES["convert"],
+        "shared": (sum(map(_count_shared_bytes, way)) + _count_product_bytes(way, warps)) / _SHARED_BYTES_PER_CYCLE,
+    }
+    return LoopBound(kind, pairs, {unit: cycles[unit] * PAIRS_PER_FIGURE / pairs for unit in UNITS}, counts)
+
+
+def count_instructions(way: Iterable[Instruction]) -> dict[str, float]:
+    """Count the instructions of a path: all of them, those of each unit, and those that tell the pairs."""
+    way = list(way)
+    names = Counter(one.name for one in way)
+    return {
+        "instructions": float(len(way)),
+        **Counter(one.product.name for one in way if one.product),
+        _ROUNDED_NUMBERS: 2.0 * sum(one.opcode.startswith("F2FP") and "PACK" in one.opcode for one in way),
+        _EXPONENTIALS: float(sum(one.opcode.startswith("MUFU.EX2") for one in way)),
+        **{
+            f"{group}_instructions": float(sum(names[name] for name in members))
+            for group, members in _INSTRUCTION_GROUPS.items()
+        },
+    }
+
+
+def count_pairs(
+    products: float, exponentials: float, rounded: float, depths: tuple[int, int]
+) -> tuple[str, float] | None:
+    """Find how many pairs an iteration of a warp computes, and the kind of the loop.
+
+    Each product multiplies once for every pair and every term that it sums over. That leaves open which products the
+    loop has, whether a depth is padded to a multiple of 64 or to a power of two, and whether several warps compute the
+    same pairs. Two more counts decide:
+
+    - Each pair takes one exponential; in the forward pass rows take some more.
+    - One or two numbers of each pair are rounded as operands of a product.
+
+    If several answers fit, one without repeated pairs is preferred, then the one with the most pairs.
+
+    Args:
+      products: multiplications of one warp on the tensor cores.
+      exponentials: number of `MUFU.EX2` instructions, each of which computes one exponential in every thread.
+      rounded: numbers that each thread rounds to 16 bits; 0 if the operands have more bits.
+      depths: depths of keys and of values.
+
+    Returns:
+      the name of the loop's kind and the number of pairs; None if nothing fits.
+    """
+    there = exponentials * _WARP_SIZE
+    of_keys, of_values = ({-(-depth // 64) * 64, 1 << (depth - 1).bit_length()} for depth in depths)
+    fitting = []
+    for kind, times in itertools.product(LOOP_KINDS, _REPETITIONS):
+        for keys, values in itertools.product(of_keys, of_values):
+            of_pairs, of_sums = (per[0] * keys + per[1] * values for per in (kind.of_pairs, kind.of_sums))
+            pairs = products / (of_pairs + of_sums / times)
+            operands = round(rounded * _WARP_SIZE / pairs)
+            if pairs <= there <= (1 + kind.more) * pairs and (not rounded or operands == kind.operands):
+                fitting.append((-times, pairs, kind.name))
+    if not fitting:
+        return None
+    times, pairs, name = max(fitting)
+    return name, pairs / -times
+
+
+def _count_shared_bytes(one: Instruction) -> int:
+    """Count the bytes of shared memory that an instruction of a warp reads or writes."""
+    if one.name in ("LDSM", "STSM"):
+        matrices = one.opcode.rpartition(".")[2]
+        return 128 * (int(matrices) if matrices.isdigit() else 1)
+    if one.name in ("LDS", "STS"):
+        wide = next((bits for bits in (128, 64) if f".{bits}" in one.opcode), 32)
+        return _WARP_SIZE * wide // 8
+    return 0
+
+
+def _count_product_bytes(way: Iterable[Instruction], warps: int) -> float:
+    """Count the bytes of shared memory that the matrix products of one warp read."""
+    return sum(one.product.shared_bytes / (one.product.warps or warps) for one in way if one.product)
+
+
+def compute_occupancy(gpu: Gpu, *, threads: int, registers: float, shared_bytes: float) -> float:
+    """Compute the occupancy: the share of a multiprocessor's 64 warps that fit at once.
+
+    Limits of compute capability 8.0, 9.0 and 10.0 (CUDA C++ programming guide, "Compute capabilities"): 65,536
+    registers, allocated to a warp in units of 256; 32 blocks; 1 KiB of shared memory reserved for each block.
+
+    Args:
+      gpu: the GPU, which determines the shared memory.
+      threads: threads of a block.
+      registers: registers of a thread.
+      shared_bytes: shared memory of a block.
+    """
+    warps = -(-threads // _WARP_SIZE)
+    of_warp = -(-int(registers) * _WARP_SIZE // 256) * 256
+    blocks = min(
+        _MAX_BLOCKS,
+        MAX_WARPS // warps,
+        _MAX_REGISTERS // of_warp // warps if of_warp else _MAX_BLOCKS,
+        gpu.shared_memory_per_core // (int(shared_bytes) + 1024),
+    )
+    return blocks * warps / MAX_WARPS
+
+
+_MAX_BLOCKS, MAX_WARPS, _MAX_REGISTERS = 32, 64, 65536
+
+
+def compute_kernel_figures(loops: Sequence[Loop], gpu: Gpu, warps: int, depths: tuple[int, int]) -> dict[str, float]:
+    """Compute the figures of a kernel from its loops; empty if the number of pairs of a loop is not known.
+
+    A kernel may have several loops of one kind, for blocks with and without a mask. Each pair is in one of them. So the
+    shortest path counts for full blocks, and the longest for masked blocks. Loops of different kinds each compute all
+    pairs, so their cycles are added.
+    """
+    of_kind: dict[str, list[LoopBound]] = {}
+    for loop in loops:
+        found = bound_loop(loop, gpu, warps, depths)
+        if found is None:
+            return {}
+        of_kind.setdefault(found[0].kind, []).extend(found)
+    full = [min(of_one, key=_get_sort_key) for of_one in of_kind.values()]
+    masked = [max(of_one, key=_get_sort_key) for of_one in of_kind.values()]
+    figures = {
+        BOUND_FIGURE: sum(one.least for one in full),
+        "masked_pair_cycles": sum(one.least for one in masked),
+        **{f"{unit}_cycles": sum(one.cycles[unit] for one in full) for unit in UNITS},
+        "masked_issue_cycles": sum(one.cycles["issue"] for one in masked),
+        "pairs": sum(one.pairs for one in full),
+        "spill_slots": max(one.counts["spill_instructions"] for one in (*full, *masked)),
+    }
+    for name in ("instructions", *(f"{group}_instructions" for group in _INSTRUCTION_GROUPS)):
+        figures[name] = sum(one.counts[name] for one in full)
+    shapes = dict.fromkeys(name for one in full for name in one.counts if name.startswith(TENSOR_PREFIX))
+    figures |= {name: sum(one.counts.get(name, 0.0) for one in full) for name in shapes}
+    return {name: round(value, 3) for name, value in figures.items()}
+
+
+def _get_sort_key(one: LoopBound) -> tuple[float, float]:
+    """Return the key by which bounds are sorted."""
+    return one.least, one.cycles["issue"]

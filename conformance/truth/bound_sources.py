@@ -1,0 +1,135 @@
+"""Split a bound into terms by source of rounding, and find which term an error resembles.
+
+To first order, a bound is a sum over everything that rounds. The term of one source is the bound of an arithmetic in
+which nothing else rounds. If errors are not small (`expm1`, the cap on a probability's error), the terms do not add up
+to the bound, and callers report the rest.
+
+An error that comes from one source is, element by element, the source's term times a random number. So the logarithm of
+error over term varies over the elements like that of a normal number's magnitude, with variance `pi^2 / 8`. For another
+source's term it varies more. The error resembles the term that leaves the smallest variance.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+
+from cases.operand_values import Cotangent, Problem
+from conformance.contract import Arithmetic
+from conformance.truth.oracle import Array, EmptyRows
+from conformance.truth.rounding_bounds import Expectation, compute_expectation_for_roundoff
+from conformance.truth.roundoff import Roundoff
+
+SOURCES = {
+    "products": "rounding the products of f32 operands",
+    "coarse": "rounding operands of products to fewer bits, as declared",
+    "scaled_q": "rounding q * scale to the operands' dtype, as declared",
+    "cache": "rounding keys and values times the scales of the cache",
+    "depth": "summing logits over the head dimension, in f32",
+    "logits": "rounding logits to the operands' dtype, as declared",
+    "softmax": "a softmax in the operands' dtype, as declared",
+    "exponent": "storing, shifting and exponentiating logits, in f32",
+    "cap": "the tanh of the soft cap and its slope, in f32",
+    "probabilities": "rounding probabilities to the operands' dtype",
+    "sums": "sums over keys, queries and the depth of values, in f32",
+    "block_sums": "rounding sums after each block, as declared",
+    "group_sums": "rounding sums over the heads of a group, as declared",
+    "log": "the logarithm and the pivot added to it, in f32",
+    "backward": "differences and products of the backward pass, in f32",
+    "residuals": "rounding residuals to the operands' dtype, as declared",
+    "out": "rounding results to the operands' dtype",
+    "bias": "rounding dbias to the dtype of the bias",
+    "tiny": "underflow",
+}
+"""What rounds, by the field of `Roundoff` that holds its unit roundoff."""
+MIN_ELEMENTS = 64  # fewest elements with an error, to say what their errors resemble
+_MIN_EXPLAINED = 0.05  # share of the variance that a term must explain: several times what chance explains of `ENOUGH`
+_MIN_RANDOM_VARIANCE = np.pi**2 / 8 / 4  # a quarter of the variance of the logarithm of a normal number's magnitude
+_ALIKE_SHARE = 0.02  # terms whose remaining variance is within this share of the smallest are reported together
+
+
+@dataclasses.dataclass(frozen=True)
+class Resemblance:
+    """Which sources an error resembles.
+
+    Attributes:
+      sources: names of the sources, the best first.
+      times: how many times the best source's term the errors are. For random errors it is the root mean square of
+        normal numbers that have the quotients' mean logarithm, otherwise the geometric mean of the quotients.
+      is_random: whether the quotients vary as rounding does. Otherwise errors are always about the same multiple of the
+        term, which no rounding is.
+    """
+
+    sources: tuple[str, ...]
+    times: float
+    is_random: bool
+
+
+def compute_expectation_by_source(
+    problem: Problem,
+    arithmetic: Arithmetic,
+    cotangents: Sequence[Cotangent] = (),
+    *,
+    empty_rows: EmptyRows = "zero",
+) -> dict[str, Expectation]:
+    """Compute the expectation with one source alone rounding, for each source that rounds at all."""
+    whole = Roundoff.of(arithmetic, problem)
+    sizes = {name: getattr(whole, name) for name in SOURCES}
+    silent = dict.fromkeys(SOURCES, 0.0)
+    return {
+        name: compute_expectation_for_roundoff(
+            problem, dataclasses.replace(whole, **silent | {name: size}), cotangents, empty_rows=empty_rows
+        )
+        for name, size in sizes.items()
+        if size
+    }
+
+
+def list_terms(terms: Mapping[str, Array], index: tuple[int, ...], bound: float) -> list[tuple[str, float]]:
+    """List the terms of the bound at one element, largest first, without those that do not show in three digits."""
+    found = [(name, float(term[index])) for name, term in terms.items()]
+    return sorted((one for one in found if one[1] > 5e-4 * bound), key=lambda one: -one[1])
+
+
+def find_resemblance(
+    error: Array, terms: Mapping[str, Array], judged: Array, *, most: float = np.inf
+) -> Resemblance | None:
+    """Find the terms that have the shape of an error over the elements.
+
+    Args:
+      error: `|got - expected|`.
+      terms: the term of each source, in the same shape.
+      judged: which elements count, in the same shape.
+      most: how many times a term the errors may be to resemble it.
+
+    Returns:
+      the resemblance; None if no term explains enough, or fewer than `ENOUGH` elements have an error.
+    """
+    off = judged & (error > 0) & np.isfinite(error)
+    if off.sum() < MIN_ELEMENTS:
+        return None
+    size = np.log(error[off])
+    left: dict[str, float] = {}
+    times: dict[str, float] = {}
+    for name, term in terms.items():
+        there = term[off]
+        if not (there > 0).all():  # some error is where this source has none
+            continue
+        quotient = size - np.log(there)
+        variance = float(quotient.var())
+        # The mean logarithm of a normal number's magnitude is -(Euler's constant + ln 2) / 2.
+        mean = quotient.mean() + (np.euler_gamma + np.log(2)) / 2 * (variance > _MIN_RANDOM_VARIANCE)
+        if np.exp(mean) <= most:
+            left[name], times[name] = variance, float(np.exp(mean))
+    best = min(left, key=left.__getitem__, default=None)
+    if best is None or left[best] > (1 - _MIN_EXPLAINED) * float(size.var()):
+        return None
+    alike = sorted((name for name in left if left[name] <= (1 + _ALIKE_SHARE) * left[best]), key=left.__getitem__)
+    return Resemblance(tuple(alike), times[best], left[best] > _MIN_RANDOM_VARIANCE)
+
+
+def select_bounds(expected: Mapping[str, Expectation], pick: Callable[[Expectation], Array]) -> dict[str, Array]:
+    """Select the bounds of one result by source; `pick` finds the result in an expectation."""
+    return {name: pick(one) for name, one in expected.items()}

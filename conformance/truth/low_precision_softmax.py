@@ -1,0 +1,155 @@
+"""Bound the errors that a softmax in the operands' dtype (bf16, f16) adds to `conformance.truth.rounding_bounds`.
+
+Every logit, weight and probability rounds by itself, up to `u` of the operands' dtype. So does each product of the
+backward pass. Added by magnitude, hundreds of such roundings would hide a result of zeros. They are independent from
+one pair to the next, so they are added in quadrature: `Q(x) = sqrt(2 sum x^2)`. That is 3.3 standard deviations if
+every rounding is as large as it can be. Errors that a whole row shares (of the rounded sum, and of D) are added by
+magnitude to dq, and in quadrature over the rows to dk and dv. With the notation of `conformance.truth.rounding_bounds` and
+`k' = sum_j p k`:
+
+    off   = g u (2 |x - bias| + |x| (with a bias) + 4 |z| (capped)) + u (|z| + |z - m| + 1)             of one logit
+    share = 2u + Q(p off) + p_sink u (2 |sink| + |sink - m| + 1)                                     of the row's sum
+    rnd   = u (2 p |dp| + p |D| + 4 |dz|), and u (8 tanh^2 + 1) |dz| (capped)                         of one pair
+    err D = u |D| + Q(p |dp| (off + 2u)) + share |D|
+    out   + Q(p off |v - out|) + 2u |out| + Q(u p v) + p_sink share |out|
+    lse   + share
+    dx    + e,                     e = p |r| off + rnd,  with row = |dz| share + p err D beside it
+    dq    + s [Q(e k) + share |sum_j dz k| + err D |k'|]
+    dk    + s Q([e + row] q)       dv + Q(p (off + share + 2u) do)
+
+Quadrature needs small errors. If the logits of a row may be off by so much that its weights change by half or more
+(`sum_j p expm1(off)`), its errors are added by magnitude instead, with `err(p)` at most `max(p, 1 - p)`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+
+from conformance.truth.oracle import Array, Slab
+from conformance.truth.roundoff import Roundoff
+
+_MAX_SMALL_CHANGE = 0.5
+
+
+@dataclasses.dataclass(frozen=True)
+class LowPrecisionSoftmax:
+    """Errors of one slab's softmax that is computed in the operands' dtype.
+
+    Attributes:
+      slab: the slab.
+      u: unit roundoff of the operands' dtype.
+      off: error of each logit, `[G, T, S]`.
+      share: relative error of each row's sum, `[G, T]`.
+      p: err(p) as it is added by magnitude, `[G, T, S]`.
+      small: rows whose errors are added in quadrature, `[G, T]`.
+    """
+
+    slab: Slab
+    u: float
+    off: Array
+    share: Array
+    p: Array
+    small: Array
+
+    @classmethod
+    def of(cls, slab: Slab, u: Roundoff) -> LowPrecisionSoftmax | None:
+        """Bound the errors of the slab's softmax; None if the softmax is in f32."""
+        if not u.softmax:
+            return None
+        scored = slab.x if slab.score is None else slab.x - slab.score
+        biased = scored if slab.alibi is None else scored - slab.alibi
+        unbiased = biased if slab.bias is None else biased - slab.bias
+        before_cap = 2 * np.abs(unbiased) + (0 if slab.bias is None else np.abs(biased))
+        if slab.alibi is not None:  # the distance, its product with the slope, and the sum
+            before_cap = before_cap + 2 * np.abs(slab.alibi) + np.abs(scored)
+        if slab.score is not None:  # its whole number, and the sum
+            before_cap = before_cap + np.abs(slab.score) + np.abs(slab.x)
+        capped = 0.0 if slab.soft_cap is None else 4.0
+        off = slab.cap_derivative * before_cap + (1 + capped) * np.abs(slab.z)
+        off = np.where(slab.allowed, u.softmax * (off + np.abs(slab.z - slab.pivot[..., None]) + 1), 0.0)
+        share = 2 * u.softmax + _sum_in_quadrature(slab.p * off)
+        if slab.sinks is not None:
+            sink = slab.sinks[:, None]
+            share = share + slab.p_sink * u.softmax * (2 * np.abs(sink) + np.abs(sink - slab.pivot) + 1)
+        grown = slab.p * np.expm1(np.minimum(off, 50.0))
+        small = grown.sum(axis=-1) < _MAX_SMALL_CHANGE
+        share = np.where(small, share, (slab.p * off).sum(axis=-1) + share)
+        p = np.where(small[..., None], grown, slab.p * np.expm1(np.minimum(off + share[..., None], 50.0)))
+        return cls(slab, u.softmax, off, share, np.minimum(p, np.maximum(slab.p, 1 - slab.p)), small)
+
+    @property
+    def out(self) -> Array:
+        """The error that is added to `out`, `[G, T, V]`."""
+        slab, by_pair = self.slab, self._squares(self.p)
+        p2, v2, out2 = slab.averaging**2, slab.v**2, slab.out**2
+        moved = by_pair @ v2 - 2 * slab.out * (by_pair @ slab.v) + out2 * by_pair.sum(axis=-1, keepdims=True)
+        found = np.sqrt(2 * np.maximum(moved, 0.0)) + self._magnitudes(self.p) @ np.abs(slab.v)
+        rounded = 2 * self.u * np.abs(slab.out) + self.u * np.sqrt(2 * (p2 @ v2))
+        return found + rounded + (slab.p_sink * self.share)[..., None] * np.abs(slab.out)
+
+    def backward(self, do: Array, dp: Array, d: Array, dlse: Array) -> SoftmaxGradientErrors:
+        """Bound the errors that are added to gradients.
+
+        Args:
+          do: cotangent of `out`, `[G, T, V]`.
+          dp: `<do_i, v_j>`, `[G, T, S]`.
+          d: D of each row, `[G, T]`.
+          dlse: cotangent of `logsumexp`, `[G, T]`.
+        """
+        slab, u = self.slab, self.u
+        r = dp - d[..., None] + dlse[..., None]
+        dz = slab.p * r
+        pair = self.p * np.abs(r) + u * (slab.p * (2 * np.abs(dp) + np.abs(d)[..., None]) + 3 * np.abs(dz))
+        err_d = u * np.abs(d) + self.share * np.abs(d)
+        by_key = (self.p + 2 * u * slab.p) * np.abs(dp)
+        err_d = err_d + np.where(self.small, _sum_in_quadrature(by_key), by_key.sum(axis=-1))
+        row = np.abs(dz) * self.share[..., None] + slab.p * err_d[..., None]
+        g = slab.cap_derivative
+        slope = 1.0 if slab.tanh is None else g + 8 * slab.tanh**2 + 1
+        pair, row = pair * g + u * slope * np.abs(dz), row * g
+        shared = self.share[..., None] * np.abs((g * dz) @ slab.k) + err_d[..., None] * np.abs((g * slab.p) @ slab.k)
+        dq = np.sqrt(2 * (self._squares(pair) @ slab.k**2)) + self._magnitudes(pair) @ np.abs(slab.k) + shared
+        both, p_both = pair + row, self.p + slab.averaging * (self.share[..., None] + 2 * u)
+        dk = self._over_rows(both, slab.q)
+        dv = self._over_rows(p_both, do)
+        err_dsink = slab.p_sink * (self.share + 4 * u) * np.abs(d - dlse) + slab.p_sink * err_d
+        return SoftmaxGradientErrors(slab.scale * dq, slab.scale * dk, dv, both, err_dsink)
+
+    def _squares(self, x: Array) -> Array:
+        """Square errors `x [G, T, S]` of rows that are added in quadrature; 0 in the others."""
+        return np.where(self.small[..., None], x, 0.0) ** 2
+
+    def _magnitudes(self, x: Array) -> Array:
+        """Keep errors `x [G, T, S]` of rows that are added by magnitude; 0 in the others."""
+        return np.where(self.small[..., None], 0.0, x)
+
+    def _over_rows(self, x: Array, y: Array) -> Array:
+        """Sum errors `x [G, T, S]` times `y [G, T, .]` over the rows of each head: `[G, S, .]`."""
+        squares, magnitudes = (z.transpose(0, 2, 1) for z in (self._squares(x), self._magnitudes(x)))
+        return np.sqrt(2 * (squares @ y**2)) + magnitudes @ np.abs(y)
+
+
+@dataclasses.dataclass(frozen=True)
+class SoftmaxGradientErrors:
+    """Errors that a softmax in the operands' dtype adds to gradients.
+
+    Attributes:
+      dq: `[G, T, H]`.
+      dk: of each query head, `[G, S, H]`.
+      dv: of each query head, `[G, S, V]`.
+      dx: gradient of the logits, `[G, T, S]`.
+      dsink: each row's part of dsinks, `[G, T]`.
+    """
+
+    dq: Array
+    dk: Array
+    dv: Array
+    dx: Array
+    dsink: Array
+
+
+def _sum_in_quadrature(x: Array) -> Array:
+    """Add errors in quadrature over the last axis."""
+    return np.sqrt(2 * (x**2).sum(axis=-1))
