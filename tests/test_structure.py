@@ -28,8 +28,8 @@ ALLOWED = {
     },
     "conformance": {"conformance", "cases"},
 }
-# Only the command line and the pytest plugin see everything.
-SEE_EVERYTHING = {"conformance/commands", "conformance/pytest_plugin.py"}
+# Only commands and the pytest plugin see everything.
+SEE_EVERYTHING = {"conformance/commands", "conformance/cost/commands", "conformance/pytest_plugin.py"}
 
 
 def imports(path: Path) -> set[str]:
@@ -59,16 +59,16 @@ def test_imports_run_one_way(package: str) -> None:
 PUBLIC_FACE = "__init__"
 # The rooms of `conformance`, from the ground up: a room may import what stands on a lower floor, and nothing else.
 FLOORS = (
-    {"output_files", "packages", "error_maps", "environment", "interrupts", "program_cache"},
+    {"output_files", "packages", "error_maps", "environment", "interrupts", "program_cache", "extensions"},
     {"tunable", "record_schema"},
     {"records", "accelerators", "fork_server"},
-    {"runs"},
+    {"runs", "measurements"},
     {"contract"},
-    {"truth", "calling"},
+    {"truth", "execution"},
     {"reference"},
-    {"bench", "driving"},
+    {"executor_tasks"},
     {"sandbox"},
-    {PUBLIC_FACE, "asking"},
+    {PUBLIC_FACE, "check_api"},
     {"checks"},
     {"judging"},
     {"sensitivity", "test_gate"},
@@ -76,6 +76,8 @@ FLOORS = (
     {"pytest_plugin"},
     {"cli"},
     {"__main__"},
+    # Optional packages stand above everything, so nothing else may import them (`conformance.extensions`).
+    {"cost"},
 )
 
 
@@ -124,7 +126,7 @@ def modules(package: str) -> dict[str, Path]:
 
 
 def test_help_loads_no_jax() -> None:
-    asked = "import sys, conformance.cli as cli; cli.parser().format_help(); sys.exit('jax' in sys.modules)"
+    asked = "import sys, conformance.cli as cli; cli.build_parser().format_help(); sys.exit('jax' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", asked], check=False, cwd=ROOT).returncode == 0
 
 

@@ -30,7 +30,7 @@ class CompilerRequests:
 
 
 @dataclasses.dataclass(frozen=True)
-class CompiledProgram:
+class ObservedProgram:
     """A program that an absent accelerator's compiler has compiled.
 
     Attributes:
@@ -64,7 +64,7 @@ class ProgramObserver(Protocol):
         """
         ...
 
-    def measure(self, program: CompiledProgram) -> Mapping[str, float]:
+    def measure(self, program: ObservedProgram) -> Mapping[str, float]:
         """Return figures of a compiled program by name."""
         ...
 

@@ -35,6 +35,33 @@ _UNCOUNTED = frozenset({"parameter", "constant"})
 _COPY_STARTS = frozenset({"copy-start", "slice-start"})
 _CONCATENATION = 'custom_call_target="ConcatBitcast"'  # joins slices that are adjacent already
 
+# A Pallas kernel in the text of a compiled program, and its scoped VMEM, which is XLA's memory space 1.
+_PALLAS_KERNEL = 'custom_call_target="tpu_custom_call"'
+_SCOPED_MEMORY = re.compile(r'"used_scoped_memory_configs":\[([^\]]*)\]')
+_VMEM_SIZE = re.compile(r'"memory_space":"1","offset":"\d+","size":"(\d+)"')
+
+
+def measure_program_memory(program: str) -> dict[str, float]:
+    """Measure `live_bytes` and `vmem_bytes` of a compiled program, as far as its text tells them."""
+    sizes = {"live_bytes": measure_live_bytes(program), "vmem_bytes": measure_vmem_bytes(program)}
+    return {name: float(size) for name, size in sizes.items() if size is not None}
+
+
+def measure_vmem_bytes(program: str) -> int | None:
+    """Measure the largest scoped VMEM (blocks, scratch, stack) of one Pallas kernel.
+
+    The kernels of a program run one after the other. VMEM that XLA itself uses, as for small operands, does not count.
+
+    Args:
+      program: text of the compiled program.
+
+    Returns:
+      the bytes; None if there is no kernel, or the text does not say.
+    """
+    kernels = program.split(_PALLAS_KERNEL)[1:]  # an instruction may take several lines
+    used = [match for text in kernels if (match := _SCOPED_MEMORY.search(text))]
+    return max((sum(map(int, _VMEM_SIZE.findall(match[1]))) for match in used), default=None)
+
 
 @dataclasses.dataclass(frozen=True)
 class _Instruction:

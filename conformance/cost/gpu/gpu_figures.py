@@ -17,12 +17,11 @@ from typing import Any
 from jaxlib.mlir import ir
 
 from conformance.accelerators.gpus import Gpu
+from conformance.accelerators.mosaic_kernels import iter_mosaic_kernels
 from conformance.cost.gpu import gpu_cycle_bounds, sass_loops
 
 # Make the compiler of Mosaic GPU kernels print each kernel's PTX, and the output of `ptxas --verbose`.
 VERBOSE_VARIABLES = {"MOSAIC_GPU_DUMP_PTXAS": "1", "MOSAIC_GPU_DUMP_PTX": "1"}
-KERNEL_HASH = "kernel_hash"
-"""Name of the attribute by which the compiler of Mosaic GPU kernels identifies a kernel."""
 _MODULE = "module"
 _LAUNCH, _FUNCTION = "gpu.launch", "func.func"
 _MOSAIC_SUFFIX = "_mosaic_gpu"  # suffix of its kernels' names; functions on the GPU have `_kernel` after it
@@ -187,20 +186,6 @@ def _select_kernel_lines(kernel: str, heard: Sequence[str]) -> list[str]:
         elif current == kernel:
             own.append(line)
     return own
-
-
-def iter_mosaic_kernels(module: Any) -> Iterator[tuple[Any, dict[str, Any]]]:
-    """Yield the calls of Mosaic GPU kernels in a lowered module, each with its configuration."""
-    found = []
-
-    def look(operation: ir.Operation) -> ir.WalkResult:
-        config: Any = operation.attributes.get("mhlo.backend_config", None)
-        if isinstance(config, ir.DictAttr) and KERNEL_HASH in config:
-            found.append((operation, {config[at].name: config[at].attr for at in range(len(config))}))
-        return ir.WalkResult.ADVANCE
-
-    module.operation.walk(look)
-    yield from found
 
 
 def measure_mosaic_shared_bytes(module: Any) -> dict[str, int]:

@@ -1,0 +1,1 @@
+"""Bound the cycles of GPU kernels by their machine code."""

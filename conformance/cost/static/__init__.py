@@ -1,0 +1,1 @@
+"""Choose block sizes by static cycles, and compare kernels with recorded ones."""

@@ -1,0 +1,1 @@
+"""Estimate the cycles of TPU kernels by their schedules."""
