@@ -3,8 +3,8 @@
 These interpreters simulate memories, copies and cores, or warpgroups and barriers. So they see what the fast
 interpreter (`interpret=True`) cannot: reads of memory that nothing wrote, accesses out of bounds, and races.
 
-JAX has no public interface that reports races. jax 0.10.2 prints them, jax 0.12 logs them (some by the root logger), and
-both keep a flag for the last kernel only.
+JAX has no public interface that reports races. jax 0.10.2 prints them, and jax 0.12 logs them (some by the root
+logger). Both keep a flag for the last kernel only.
 """
 
 from __future__ import annotations

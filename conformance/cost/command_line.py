@@ -29,9 +29,9 @@ examples:
   python -m conformance tune --impl=flash_gpu --seconds=300 --out=tuned.json --report=tuned.html
   python -m conformance tune --impl=splash_tpu --static --target=v6e
 
-Candidates are timed side by side in rounds. After each round the slower half is dropped. The last one left replaces the
-setting in force only if it is faster by more than the spread of the comparison. Candidates that do not compile, or whose
-results differ from the oracle, are shown and never chosen.
+Candidates are timed side by side in stages. After each stage the slower half is dropped. The fastest of the last stage
+replaces the setting in force only if it is faster by more than the spread of the comparison. Candidates that do not
+compile, or whose results differ from the oracle, are shown and never chosen.
 With --static nothing is timed: the cycles of each candidate's call are counted in the schedules of the TPU's compiler.
 That is deterministic, and no chip has confirmed it.
 exit codes: 0 tuned, 2 could not be tuned (nothing to tune, or not on this machine)
