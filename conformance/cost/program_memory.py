@@ -5,9 +5,9 @@ although there are temporaries. XLA keeps some in VMEM, which is 128 MiB on some
 results will be written. With larger operands the same program needs HBM for them. So this module counts all values that
 are live at once, in any memory.
 
-A value is live from the instruction that makes it to the last one that reads it, in the order of the schedule. Operands,
-constants and results do not count. A value that is copied from one memory to another counts once, even if it is copied
-in slices.
+A value is live from the instruction that makes it to the last one that reads it, in the order of the schedule.
+Operands, constants and results do not count. A value that is copied from one memory to another counts once, even if it
+is copied in slices.
 """
 
 from __future__ import annotations

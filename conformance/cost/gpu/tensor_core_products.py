@@ -1,8 +1,8 @@
 """Read the matrix products of tensor-core instructions, and the shared memory that they read.
 
 Up to Hopper the opcode contains the shape: `HMMA.16816` is 16 by 8 by 16, of a warp; `HGMMA.64x128x16` is of a
-warpgroup of four warps. Since Blackwell the shape is in the instruction descriptor, a word of 32 bits (PTX ISA, "tcgen05
-instruction descriptor"), which the code writes to a uniform register as a constant.
+warpgroup of four warps. Since Blackwell the shape is in the instruction descriptor, a word of 32 bits (PTX ISA,
+"tcgen05 instruction descriptor"), which the code writes to a uniform register as a constant.
 """
 
 from __future__ import annotations

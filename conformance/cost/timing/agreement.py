@@ -1,8 +1,8 @@
 """Check roughly whether a timed program computes attention, so that no wrong program is ranked by its speed.
 
-Only `run` decides whether a kernel conforms. Here some queries of every batch row and head are compared with the float64
-oracle. The cotangent is zero for all other queries, so the oracle can leave them out of the gradients too. Errors are
-measured against the bounds of the checks, with a wider limit.
+Only `run` decides whether a kernel conforms. Here some queries of every batch row and head are compared with the
+float64 oracle. The cotangent is zero for all other queries, so the oracle can leave them out of the gradients too.
+Errors are measured against the bounds of the checks, with a wider limit.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Count the pairs that a case's mask allows, and the floating-point operations that they require.
 
-Operations are counted from the allowed pairs, not from what a kernel computes. A kernel that visits blocks which the mask
-leaves empty gets no credit for them. A multiplication and an addition are two operations. For each pair and query head:
+Operations are counted from the allowed pairs, not from what a kernel computes. A kernel that visits blocks which the
+mask leaves empty gets no credit for them. A multiplication and an addition are two operations. For each pair and query
+head:
 
     forward             2 H for <q, k>, 2 V for p v
     forward+backward    beside these, 2 H each for the logits once more, dq and dk; 2 V each for dp and dv

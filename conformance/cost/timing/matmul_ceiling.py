@@ -18,8 +18,8 @@ _SIDE = 8192  # 1.1e12 operations: a millisecond or more, so that neither dispat
 class CeilingProduct:
     """The product of two square matrices in a dtype, at JAX's default precision.
 
-    For f32 on an accelerator, that is the rounded product (tf32, bf16) of its matrix units. Exact products of f32 are far
-    slower.
+    For f32 on an accelerator, that is the rounded product (tf32, bf16) of its matrix units. Exact products of f32 are
+    far slower.
     """
 
     dtype: str

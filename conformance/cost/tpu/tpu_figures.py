@@ -31,8 +31,9 @@ def compute_tpu_figures(folder: Path, calls: Sequence[PallasCall], program: str,
       tpu: the TPU that it was compiled for.
 
     Returns:
-      the figures of the kernel's parts (`tpu_schedule.compute_schedule_figures`). If the program has one call of that name, also the
-      figures of the call (`compute_call_figures`). If it has several, the parts are those of the call with the longest block.
+      the figures of the kernel's parts (`tpu_schedule.compute_schedule_figures`). If the program has one call of that
+      name, also the figures of the call (`compute_call_figures`). If it has several, the parts are those of the call
+      with the longest block.
     """
     found: dict[str, float] = {}
     kernels = tpu_schedule.read_schedules(folder)
