@@ -275,7 +275,7 @@ def test_kernels_stand_side_by_side_each_at_its_best_blocks(
         ["`splash_tpu_fused`", "all kernels", "9.5 |"],  # it has nothing to choose
     ]
     assert cli.main(cli.build_parser().parse_args(["cycles", f"--case={CASE.id}"])) == 2
-    assert "--case compares implementations, which --impl names" in capsys.readouterr().err
+    assert "--case compares implementations: name them by --impl" in capsys.readouterr().err
 
 
 def test_the_order_of_static_cycles_is_held_against_the_clock() -> None:

@@ -87,7 +87,7 @@ def _compare_with_baselines(arguments: argparse.Namespace, targets: Sequence[Com
 def _compare_implementations(arguments: argparse.Namespace, targets: Sequence[CompileTarget], platform: str) -> int:
     """Compare kernels on the cases of the command line."""
     if not arguments.impl or arguments.save:
-        raise CannotJudge("--case compares the implementations of --impl, and cannot be combined with --save")
+        raise CannotJudge("--case compares implementations: name them by --impl, and leave out --save")
     if platform == "gpu" and arguments.knob:
         raise CannotJudge("--knob is for TPU kernels only")
     implementations = [implementation_registry.find_implementation(name) for name in arguments.impl]
