@@ -8,12 +8,14 @@ from pathlib import Path
 import pytest
 
 from conformance.records import RED
-from reports import html_page, matrices
-from reports.conformity import get_contender
+from reports import html_page
+from reports.matrices import build_matrices
+from reports.page_model import build_summary
+from reports.record_groups import get_contender, group_records
 from tests.reports import browser
 from tests.reports.browser import Tab
+from tests.reports.report_samples import make_failure, make_many, make_record, make_run_info
 from tests.reports.test_html_page import make_some, run_query, save_two_runs
-from tests.reports.test_reports import make_failure, make_many, make_record, make_run_info
 
 pytestmark = pytest.mark.skipif(
     browser.find_browser() is None, reason="no Chromium here: the page was not tried in one"
@@ -40,7 +42,7 @@ def tab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tab]:
 @pytest.fixture(scope="module")
 def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("page") / "report.html"
-    html_page.save_page(path, RECORDS, make_run_info())
+    html_page.save_page(path, build_summary(RECORDS, make_run_info()))
     return path
 
 
@@ -81,11 +83,8 @@ def test_the_command_tells_runs_of_one_file_apart(tab: Tab, tmp_path: Path) -> N
 
 def test_findings_are_searched(tab: Tab, tmp_path: Path) -> None:
     page = tmp_path / "report.html"
-    html_page.save_page(
-        page,
-        [make_failure(implementation="first"), make_failure(implementation="second"), make_record()],
-        make_run_info(),
-    )
+    records = [make_failure(implementation="first"), make_failure(implementation="second"), make_record()]
+    html_page.save_page(page, build_summary(records, make_run_info()))
     tab.open(page)
     tab.evaluate("document.querySelector('#find [type=search]').focus()")
     tab.type("second")
@@ -126,7 +125,7 @@ NAMES = "[...document.querySelector('table.matrix').tBodies[0].rows].map((row) =
 def test_a_matrix_is_sorted_by_a_column_by_keys_alone(tab: Tab, page: Path) -> None:
     tab.open(page)
     by_name = tab.evaluate(NAMES)
-    matrix = matrices.build_feature_matrix(RECORDS)
+    matrix = build_matrices(group_records(RECORDS))[0]
     ranks = [[matrix.ranks.get((x, column), 99) for x in matrix.contenders] for column in matrix.columns]
     number = next(n for n, each in enumerate(ranks) if each != sorted(each))
     column = matrix.columns[number]
@@ -139,13 +138,13 @@ def test_a_matrix_is_sorted_by_a_column_by_keys_alone(tab: Tab, page: Path) -> N
     assert tab.evaluate(f"{head}.textContent") == column
     assert tab.evaluate(f"{head}.ariaSort") == "descending"
     worst_first = tab.evaluate(NAMES)
-    told = [cell.goodness for name in worst_first if (cell := cells[name])]
+    told = [cell.rank for name in worst_first if (cell := cells[name])]
     assert told == sorted(told)
     assert worst_first != by_name
     assert [cells[name] for name in worst_first[len(told) :]] == [None] * (len(cells) - len(told))
     tab.press("Enter")
     assert tab.evaluate(f"{head}.ariaSort") == "ascending"
-    told = [cell.goodness for name in tab.evaluate(NAMES) if (cell := cells[name])]
+    told = [cell.rank for name in tab.evaluate(NAMES) if (cell := cells[name])]
     assert told == sorted(told, reverse=True)
     # Down from there lies a cell of the column, and the first column sorts by name again.
     tab.press("ArrowDown")
@@ -183,7 +182,7 @@ def test_further_records_are_one_click_away(tab: Tab, page: Path) -> None:
 
 @pytest.mark.long
 def test_a_page_of_20000_records_is_drawn_in_two_seconds(tab: Tab, tmp_path: Path) -> None:
-    html_page.save_page(tmp_path / "report.html", make_many(20_000), make_run_info())
+    html_page.save_page(tmp_path / "report.html", build_summary(make_many(20_000), make_run_info()))
     assert tab.open(tmp_path / "report.html") < 2
     assert tab.evaluate(TOLD) == "20,000 records"
     assert tab.errors == []

@@ -130,20 +130,20 @@ def test_a_kernel_before_and_after_may_have_two_names_and_two_chips_two_platform
 
 def test_ratios_that_move_are_shown_and_no_regression() -> None:
     old = [make_record(number) for number in range(40)]
-    assert not compare_records(old, old).moved_alone
+    assert not compare_records(old, old).single_shifts
     slightly = [dataclasses.replace(one, ratio=1.0 + 0.01 * (place % 7)) for place, one in enumerate(old)]
-    assert not compare_records(old, slightly).moved_alone
-    assert not compare_records(old, slightly).moved_together
+    assert not compare_records(old, slightly).single_shifts
+    assert not compare_records(old, slightly).common_shifts
     all_of_them = [dataclasses.replace(one, ratio=1.5) for one in old]
     found = compare_records(old, all_of_them)
-    assert [round(moved.factor, 3) for moved in found.moved_together] == [1.5]
-    assert not found.moved_alone
+    assert [round(moved.factor, 3) for moved in found.common_shifts] == [1.5]
+    assert not found.single_shifts
     one_alone = [dataclasses.replace(old[0], ratio=3.9), *old[1:]]
-    assert not compare_records(old, one_alone).moved_together
+    assert not compare_records(old, one_alone).common_shifts
     far = [dataclasses.replace(old[0], ratio=1.0 / 5), *old[1:]]
-    assert [moved.example for moved in compare_records(old, far).moved_alone] == [CASE.format(0)]
+    assert [moved.example for moved in compare_records(old, far).single_shifts] == [CASE.format(0)]
     small = [dataclasses.replace(one, ratio=1e-3) for one in old], [dataclasses.replace(one, ratio=0.1) for one in old]
-    assert not compare_records(*small).moved_alone  # far below the limit, before and after
+    assert not compare_records(*small).single_shifts  # far below the limit, before and after
     assert not found.regressions
 
 

@@ -10,10 +10,12 @@ import pytest
 from rich.console import Console
 
 from conformance.records import ERROR, EXPECTED_FAIL, FAIL, PASS, UNJUDGED, UNSUPPORTED, Extent, Record, RunInfo
-from reports import conformity, history_page, history_tracks
+from reports import history_page, history_tracks
+from reports.conformity import summarize_contenders
 from reports.history_figure import MAX_RUNS, draw_history, render_history
 from reports.history_tracks import RunEntry, RunTrack
-from reports.ratio_figure import MUTED
+from reports.record_groups import group_by_contender
+from reports.svg_figure import MUTED
 
 WHOLE = Extent(level="quick", planned=4, done=4)
 NARROWED = Extent(level="quick", narrowed="--check=forward", planned=1, done=1)
@@ -33,12 +35,14 @@ def make_record(verdict: str, number: int = 0, name: str = "kernel", **changed: 
 def make_entry(*verdicts: str, extent: Extent = WHOLE, name: str = "kernel", planned: str = "kernel") -> RunEntry:
     records = [make_record(verdict, number, name) for number, verdict in enumerate(verdicts)]
     info = RunInfo(command="", level=extent.level, environment={}, tolerances=[], extents={f"{name} (cpu)": extent})
-    several = ("forward", "gradients")  # one check alone never says that a kernel conforms
-    standings = tuple(dataclasses.replace(one, checks=several) for one in conformity.build_standings(records))
+    contenders = summarize_contenders(group_by_contender(records), info)
+    # One check alone never says that a kernel conforms: the words are those of a run in which another passes too.
+    several = summarize_contenders(group_by_contender([*records, make_record(PASS, 0, name, check="gradients")]), info)
+    contenders = tuple(dataclasses.replace(one, checks=several[0].checks, text=several[0].text) for one in contenders)
     return RunEntry(
         started="2026-01-02T03:04:05+00:00",
         sources=("a",),
-        standings=standings,
+        contenders=contenders,
         info=info,
         planned=frozenset({planned}),
     )

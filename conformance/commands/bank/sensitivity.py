@@ -144,7 +144,7 @@ def _print_results(
         _print_powers(console, ranked)
         _print_resolution(console, resolutions)
     if times := [e.first_red for e in examined if e.first_red is not None]:
-        text = f"first red after {text_format.brief(statistics.median(times))} of judging (median of those seen)"
+        text = f"first red after {text_format.format_time(statistics.median(times))} of judging (median of those seen)"
         console.print(text, highlight=False)
     survivors = [e.bug for e in examined if e.survives]
     console.print(f"{len(examined) - len(survivors)} of {len(examined)} planted bugs are seen", highlight=False)

@@ -16,7 +16,8 @@ from cases.grid import build_grid
 from conformance.records import ERROR, FAIL, PASS, RED, UNEXPECTED_PASS, UNSUPPORTED, Record
 from reports.causes import finding_text, root_causes
 from reports.causes.case_levels import find_levels, parse_fields, rank_plainness
-from reports.causes.finding import BEHIND_MASK, CHECK, FORWARD, GRADIENTS, RAISES, UNEXPECTED, Finding, choose_foremost
+from reports.causes.finding import BEHIND_MASK, CHECK, FORWARD, GRADIENTS, RAISES, UNEXPECTED, Finding
+from reports.causes.remedies import summarize_mask_leak
 
 BASE = "train/f32/B1.T128.S128.N2.K2.H64.V64/full/normal/s0"
 SINKS = "train/f32/B1.T128.S128.N2.K2.H64.V64/full/sinks/normal/s0"
@@ -221,7 +222,7 @@ def test_leaks_and_unexpected_passes_have_findings_of_their_own() -> None:
     found = root_causes.find_root_causes([make_record(BASE), leak, passing])
     assert [finding.kind for finding in found] == [BEHIND_MASK, UNEXPECTED]
     assert [finding.is_explained for finding in found] == [True, True]
-    assert finding_text.list_facts(found[0]) == [finding_text.format_leak(found[0])]
+    assert finding_text.list_facts(found[0]) == [finding_text.format_mask_leak(summarize_mask_leak(found[0].records))]
 
 
 def test_probes_are_evidence_and_are_not_counted() -> None:
@@ -308,9 +309,11 @@ def test_thousands_of_records_take_about_a_second() -> None:
 def test_no_contender_pushes_the_findings_of_another_out() -> None:
     many = [make_record(BASE, f"check{n}", verdict=FAIL) for n in range(20)]
     found = root_causes.find_root_causes([*many, make_record(BASE, verdict=FAIL, implementation="other")])
-    shown = choose_foremost(found, 3)
-    assert [finding.contender.implementation for _, finding in shown] == ["kernel", "kernel", "other"]
-    assert [number for number, _ in shown] == [1, 2, 21]
+    texts = [finding_text.describe_finding(number, finding) for number, finding in enumerate(found, 1)]
+    shown, hidden, failures = finding_text.choose_foremost(texts, 3)
+    assert [text.finding.contender.implementation for text in shown] == ["kernel", "kernel", "other"]
+    assert [text.number for text in shown] == [1, 2, 21]
+    assert hidden == failures == 18
 
 
 def test_what_is_seen_of_one_level_of_two_confirms_in_part() -> None:

@@ -1,11 +1,8 @@
-"""What many records say together: what lies behind the mask, what a declaration explains, what flags decide."""
+"""Findings name the declaration that mends them, and reports name what the compiler's flags decide."""
 
 from __future__ import annotations
 
 import dataclasses
-import io
-
-from rich.console import Console
 
 from conformance.records import (
     DECLARATIONS_TRIED,
@@ -17,8 +14,11 @@ from conformance.records import (
     Record,
     RunInfo,
 )
-from reports import conformity, html_page, markdown_summary, shared_evidence, terminal, text_format
 from reports.causes import finding_text, root_causes
+from reports.causes.finding import is_mask_leak
+from reports.causes.remedies import summarize_mask_leak
+from reports.page_model import build_summary
+from tests.reports.report_samples import render_html, render_markdown, render_terminal
 
 SMALL, LARGE = (f"train/f32/B1.T{t}.S{t}.N2.K2.H16.V16/lengths-5/normal/s0" for t in (8, 64))
 FINITE = 'behind_mask="finite"'
@@ -51,13 +51,10 @@ LEAKS = [
 
 
 def render_texts(records: list[Record], run: RunInfo = RUN) -> dict[str, str]:
-    console = Console(file=io.StringIO(), width=300)
-    terminal.print_summary(records, run, console)
-    assert isinstance(console.file, io.StringIO)
     return {
-        "terminal": console.file.getvalue(),
-        "markdown": markdown_summary.format_markdown(records, run).replace("\\", ""),
-        "html": html_page.render_page(records, run).replace("&#34;", '"'),
+        "terminal": render_terminal(records, run, width=300),
+        "markdown": render_markdown(records, run).replace("\\", ""),
+        "html": render_html(records, run).replace("&#34;", '"'),
     }
 
 
@@ -71,29 +68,26 @@ def test_what_lies_behind_the_mask_is_one_finding_everywhere() -> None:
 
 def test_other_failures_stay_beside_it() -> None:
     other = make_record(FAIL, LARGE, "gradients", "dq")
-    leaks, others = shared_evidence.find_mask_leaks([*LEAKS, other, make_record()])
-    assert [leak.count for leak in leaks] == [len(LEAKS)]
-    assert others == [other, make_record()]
+    assert [is_mask_leak(one) for one in (*LEAKS, other, make_record())] == [True] * len(LEAKS) + [False, False]
     for text in render_texts([*LEAKS, other]).values():
         assert LARGE in text
 
 
 def test_huge_numbers_behind_the_mask_are_a_failure_of_their_own() -> None:
     huge = make_record(FAIL, check="poison", observable="out.huge")
-    assert shared_evidence.find_mask_leaks([huge]) == ([], [huge])
+    assert not is_mask_leak(huge)
 
 
 def test_a_cache_that_leaks_is_the_same_finding() -> None:
-    (leak,), _ = shared_evidence.find_mask_leaks(
-        [*LEAKS, make_record(FAIL, check="decoding", observable="out.chunk0", remedy=FINITE)]
-    )
-    assert leak.checks == ("poison", "decoding")
+    found = [*LEAKS, make_record(FAIL, check="decoding", observable="out.chunk0", remedy=FINITE)]
+    assert all(map(is_mask_leak, found))
+    assert summarize_mask_leak(found).checks == ("poison", "decoding")
 
 
 def test_no_declaration_is_named_that_was_not_seen_to_help() -> None:
     unexplained = [dataclasses.replace(leak, remedy="") for leak in LEAKS]
     assert "would pass" not in render_texts(unexplained)["terminal"]
-    some = text_format.format_mask_leak(shared_evidence.find_mask_leaks([*unexplained[1:], LEAKS[0]])[0][0])
+    some = finding_text.format_mask_leak(summarize_mask_leak([*unexplained[1:], LEAKS[0]]))
     assert some.endswith(f"; 1 would pass as declared {FINITE}")
 
 
@@ -146,7 +140,7 @@ def test_what_flags_decide_is_counted() -> None:
     for text in render_texts([make_record(figures=figures), make_record(case=LARGE, figures=figures)]).values():
         assert "2 judgements differ by the compiler" in text
         assert SMALL in text
-    assert shared_evidence.find_flag_differences([make_record(figures={RATIO_FAST_COMPILE: 40.0})]) == []
+    assert not build_summary([make_record(figures={RATIO_FAST_COMPILE: 40.0})], RUN).flag_differences
 
 
 def test_the_verdict_says_what_is_declared() -> None:
@@ -155,10 +149,7 @@ def test_the_verdict_says_what_is_declared() -> None:
     right = [make_record(), make_record(check="gradients")]
     for text in render_texts(right, run).values():
         assert sentence in text
-    assert (
-        text_format.format_headline(conformity.build_standings([make_record(FAIL)]), run)
-        == "kernel (cpu) does not conform."
-    )
+    assert build_summary([make_record(FAIL)], run).headline == "kernel (cpu) does not conform."
     interrupted = dataclasses.replace(run, interrupted=True)
-    assert "passes as declared so far" in text_format.format_headline(conformity.build_standings(right), interrupted)
-    assert text_format.format_headline(conformity.build_standings(right), RUN) == "kernel (cpu) conforms."
+    assert "passes as declared so far" in build_summary(right, interrupted).headline
+    assert build_summary(right, RUN).headline == "kernel (cpu) conforms."
