@@ -317,8 +317,10 @@ def build_free_table(rows: Sequence[Mapping[str, Any]], *, cap: int = MAX_ROWS) 
 def _build_panel(text: FindingText) -> FindingPanel:
     """Build a finding with all of its records, those of its own kind first; each group shows a few."""
     records = text.finding.records
-    groups = build_failure_groups(group_by_result(records), cap=len(records))
-    groups = [dataclasses.replace(group, shown=min(group.shown, SHOWN_PER_GROUP)) for group in groups]
+    groups = [
+        dataclasses.replace(group, shown=min(group.shown, SHOWN_PER_GROUP))
+        for group in build_failure_groups(group_by_result(records), cap=len(records))
+    ]
     groups.sort(key=lambda group: classify_record(group.records[0]) != text.finding.kind)
     return FindingPanel(text, tuple(groups))
 

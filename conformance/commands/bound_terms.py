@@ -103,7 +103,8 @@ def _format_terms(
     lines = [f"{name}: {text_format.format_metric(Metric('max', comparison.ratio, limit.ratio))}", f"  {place}"]
     found = bound_sources.list_terms(by_source, worst.index, worst.bound)
     for source, size in found:
-        lines.append(f"  {text_format.format_number(size):>9}  {size / worst.bound:>4.0%}  {bound_sources.SOURCES[source]}")
+        part = f"{size / worst.bound:>4.0%}"
+        lines.append(f"  {text_format.format_number(size):>9}  {part}  {bound_sources.SOURCES[source]}")
     rest = worst.bound - sum(size for _, size in found)
     if worst.bound and abs(rest) >= 0.01 * worst.bound:
         why = "more, since errors are not small here" if rest > 0 else "less, since not all are largest at once"
