@@ -24,7 +24,7 @@ pytestmark = pytest.mark.skipif(
 RECORDS = [*make_some(), *(make_record(case=f"more/{i}", features=("sinks",), check="poison") for i in range(120))]
 RED_ONES = sum(one.verdict in RED for one in RECORDS)
 ROWS = "document.querySelectorAll('#rows tbody tr').length"
-TOLD = "document.getElementById('told').textContent"
+MATCH_COUNT = "document.getElementById('match-count').textContent"
 CHOOSE = """((name, text) => {
   const select = document.getElementById('filters').elements[name];
   select.value = [...select.options].find((one) => one.text.includes(text)).value;
@@ -48,20 +48,20 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_filters_search_and_sort(tab: Tab, page: Path) -> None:
     tab.open(page)
-    assert tab.evaluate(TOLD) == f"{len(RECORDS)} records"
+    assert tab.evaluate(MATCH_COUNT) == f"{len(RECORDS)} records"
     assert tab.evaluate(ROWS) == 50
     tab.evaluate(f"{CHOOSE}('verdict', 'red')")
-    assert tab.evaluate(TOLD) == f"{RED_ONES} records"
+    assert tab.evaluate(MATCH_COUNT) == f"{RED_ONES} records"
     tab.evaluate(f"{CHOOSE}('contender', 'kernel_1')")
     mine = [one for one in RECORDS if one.implementation == "kernel_1" and one.verdict in RED]
-    assert tab.evaluate(TOLD) == f"{len(mine)} records"
+    assert tab.evaluate(MATCH_COUNT) == f"{len(mine)} records"
     query = tab.evaluate("document.getElementById('query').textContent")
     assert '.implementation=="kernel_1"' in query
     tab.evaluate("document.querySelector('#filters [type=reset]').click()")
     tab.evaluate("document.querySelector('#filters [type=search]').focus()")
     tab.type("MORE/11")
     tab.evaluate("new Promise((done) => setTimeout(done, 200))")
-    assert tab.evaluate(TOLD) == f"{sum('more/11' in one.case for one in RECORDS)} records"
+    assert tab.evaluate(MATCH_COUNT) == f"{sum('more/11' in one.case for one in RECORDS)} records"
     tab.evaluate("document.querySelector('[data-by=caseId]').click()")
     cases = tab.evaluate("[...document.querySelectorAll('#rows summary')].map((one) => one.textContent)")
     assert cases == sorted(cases)
@@ -108,9 +108,9 @@ def test_a_cell_opens_its_records_by_keys_alone(tab: Tab, page: Path) -> None:
     tab.press("Enter")
     tab.evaluate("new Promise((done) => setTimeout(done, 100))")
     counts = tab.evaluate("[...document.querySelectorAll('table.matrix a.cell')][0].textContent")
-    assert tab.evaluate(TOLD).partition(" ")[0] in counts or tab.evaluate(ROWS) > 0
-    assert tab.evaluate("document.activeElement.id") == "told"
-    shown = tab.evaluate(TOLD)
+    assert tab.evaluate(MATCH_COUNT).partition(" ")[0] in counts or tab.evaluate(ROWS) > 0
+    assert tab.evaluate("document.activeElement.id") == "match-count"
+    shown = tab.evaluate(MATCH_COUNT)
     label = tab.evaluate("document.querySelector('table.matrix tbody th').firstChild.textContent")
     feature = tab.evaluate("document.getElementById('filters').elements.feature.selectedOptions[0].text")
     wanted = [one for one in RECORDS if one.implementation == label and feature in one.features]
@@ -160,7 +160,7 @@ def test_a_matrix_is_sorted_by_a_column_by_keys_alone(tab: Tab, page: Path) -> N
 def test_addresses_of_a_case_a_finding_and_a_cell(tab: Tab, page: Path) -> None:
     case = "train/f32/drawn"
     tab.open(page, fragment=f"#case-{case}")
-    assert tab.evaluate(TOLD) == f"1 record of case {case}"
+    assert tab.evaluate(MATCH_COUNT) == f"1 record of case {case}"
     tab.open(page, fragment="#finding-1")
     assert abs(tab.evaluate("document.getElementById('finding-1').getBoundingClientRect().top")) < 100  # pixels
     tab.open(page, fragment="#records-finding-1")
@@ -184,5 +184,5 @@ def test_further_records_are_one_click_away(tab: Tab, page: Path) -> None:
 def test_a_page_of_20000_records_is_drawn_in_two_seconds(tab: Tab, tmp_path: Path) -> None:
     html_page.save_page(tmp_path / "report.html", build_summary(make_many(20_000), make_run_info()))
     assert tab.open(tmp_path / "report.html") < 2
-    assert tab.evaluate(TOLD) == "20,000 records"
+    assert tab.evaluate(MATCH_COUNT) == "20,000 records"
     assert tab.errors == []
