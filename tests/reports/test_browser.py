@@ -1,4 +1,4 @@
-"""The page in a browser: filters, keys, addresses, no error, quick to draw."""
+"""In a browser the page filters, sorts, follows keys and addresses, and raises no error."""
 
 from __future__ import annotations
 
@@ -138,15 +138,15 @@ def test_a_matrix_is_sorted_by_a_column_by_keys_alone(tab: Tab, page: Path) -> N
     assert tab.evaluate(f"{head}.textContent") == column
     assert tab.evaluate(f"{head}.ariaSort") == "descending"
     worst_first = tab.evaluate(NAMES)
-    told = [cell.rank for name in worst_first if (cell := cells[name])]
-    assert told == sorted(told)
+    ranks = [cell.rank for name in worst_first if (cell := cells[name])]
+    assert ranks == sorted(ranks)
     assert worst_first != by_name
-    assert [cells[name] for name in worst_first[len(told) :]] == [None] * (len(cells) - len(told))
+    assert [cells[name] for name in worst_first[len(ranks) :]] == [None] * (len(cells) - len(ranks))
     tab.press("Enter")
     assert tab.evaluate(f"{head}.ariaSort") == "ascending"
-    told = [cell.rank for name in tab.evaluate(NAMES) if (cell := cells[name])]
-    assert told == sorted(told, reverse=True)
-    # Down from there lies a cell of the column, and the first column sorts by name again.
+    ranks = [cell.rank for name in tab.evaluate(NAMES) if (cell := cells[name])]
+    assert ranks == sorted(ranks, reverse=True)
+    # The arrow down leads to a cell of the column, and the first column sorts by name again.
     tab.press("ArrowDown")
     assert tab.evaluate("document.activeElement.matches('a.cell')")
     tab.press("ArrowUp")

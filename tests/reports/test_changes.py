@@ -1,4 +1,4 @@
-"""Two runs compared: what became worse is a regression, and nothing else is."""
+"""In a comparison of two runs, what became worse is a regression, and nothing else is."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_what_becomes_of_a_judgement(before: str, after: str, kind: str | None) 
 def test_what_is_there_no_more_is_gone_if_its_case_was_asked() -> None:
     old, new = [make_record(0), make_record(1)], [make_record(0)]
     assert compare_records(old, new).counts == {GONE: 1}
-    assert compare_records(old, new, planned=None).counts == {GONE: 1}  # an older file, which does not say
+    assert compare_records(old, new, planned=None).counts == {GONE: 1}  # an older file does not state what was planned
     assert compare_records(old, new, planned={(CASE.format(0), "forward")}).counts == {NOT_ASKED_AGAIN: 1}
     assert compare_records(old, new, planned={(CASE.format(0), "forward"), (CASE.format(1), "poison")}).counts == {
         NOT_ASKED_AGAIN: 1

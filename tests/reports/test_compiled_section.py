@@ -1,4 +1,4 @@
-"""The section of a report on what compiled."""
+"""The section on compiled programs has the largest figures of each target, and names what did not compile."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.reports.report_samples import make_record, make_run_info, render_html
 
 
 def make_compilation(**changes: Any) -> Record:
-    """A program that compiled, but for what is changed."""
+    """Make the record of a program that compiled, but for what is changed."""
     figures = {"compile_seconds": 2.5, "temporary_bytes": 3 * 2.0**20, "live_bytes": 2.0**24, "vmem_bytes": 2.0**19}
     values = {"check": "compiles", "observable": "v5e.forward", "ratio": None, "limit": None, "figures": figures}
     return make_record(**values | changes)

@@ -1,4 +1,4 @@
-"""Whether a contender conforms: a run that judged little or nothing never reads as clean."""
+"""A run that judged little or nothing never reads as conforming."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_the_terminal_says_why_nothing_could_be_judged() -> None:
 def test_a_run_that_judged_nothing_never_reads_as_clean(render: Render, verdicts: list[str]) -> None:
     text = render([make_record(verdict=v, ratio=None, reason="no GPU") for v in verdicts], make_run_info())
     assert "could not be judged" in text.lower().replace("\n", " ")
-    # The page explains its terms, so only a claim counts: a standing or the headline.
+    # The page explains its terms, so only a claim counts: a verdict or the headline.
     assert not re.search(r"cpu\)\**\W+conforms|✓ conforms|None of the", text)
     assert "othing here says that anything is right" in " ".join(text.split())
 
@@ -98,15 +98,15 @@ def test_one_check_alone_is_no_conformity() -> None:
 
 
 def test_what_is_refused_without_a_declaration_is_in_the_verdict() -> None:
-    def said(check: str, refused: int, judged: int = 2) -> str:
+    def format_verdict(check: str, refused: int, judged: int = 2) -> str:
         what = {"check": check, "verdict": UNSUPPORTED, "observable": "all", "figures": {REFUSED: 1.0}}
         found = [make_record(case=f"case/{n}", **what) for n in range(refused)]
         right = [make_record(case=f"case/{9 - n}", check=each) for n in range(judged) for each in ("forward", check)]
         return build_summary([*found, *right], make_run_info()).headline
 
-    some = said("gradients", refused=2)
+    some = format_verdict("gradients", refused=2)
     assert some == "block_flash (cpu) conforms, refusing 2 of 6 questions undeclared."
-    most = said("gradients", refused=3)
+    most = format_verdict("gradients", refused=3)
     assert most.endswith("conforms, refusing 3 of 7 questions undeclared, most of what gradients asks.")
     unoffered = make_record(check="gradients_lse", verdict=UNSUPPORTED, observable="all", reason="not offered")
     found = [make_record(), make_record(check="gradients"), unoffered]
@@ -116,5 +116,5 @@ def test_what_is_refused_without_a_declaration_is_in_the_verdict() -> None:
 def test_operands_that_are_declined_together_are_in_the_verdict() -> None:
     found = [make_record(), make_record(check="gradients")]
     rows = [{"implementation": "block_flash (cpu)", "pairs declined": 148, "pairs": 150}]
-    said = build_summary(found, dataclasses.replace(make_run_info(), coverage=rows)).headline
-    assert said == "block_flash (cpu) conforms, declining 148 of 150 pairs of operands and masks."
+    format_verdict = build_summary(found, dataclasses.replace(make_run_info(), coverage=rows)).headline
+    assert format_verdict == "block_flash (cpu) conforms, declining 148 of 150 pairs of operands and masks."

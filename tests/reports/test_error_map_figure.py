@@ -1,4 +1,4 @@
-"""The picture of an error: what is in it, in which colours, and nothing of a record taken for markup."""
+"""The drawing of an error map has its cells in the page's colours, and no text of a record becomes markup."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ WORDS = "only rows from 128 on, a multiple of 128; there zero"
 
 
 def list_paths(svg: str) -> list[str]:
-    """Where each shade of a drawing is, and what it is filled with."""
+    """List the paths of a drawing, one for each shade."""
     return [f"{part.get('fill')}@{part.get('fill-opacity')}: {part.get('d')}" for part in parse_svg(svg).iter("path")]
 
 
@@ -45,7 +45,7 @@ def parse_svg(svg: str) -> ElementTree.Element:
 
 
 def list_panels(drawn: ErrorMap) -> list[str]:
-    """The drawings of a picture, those of its legend left out."""
+    """List the drawings of an error map, without those of its legend."""
     return re.findall(r'<svg role="img".*?</svg>', render_error_map(drawn))
 
 

@@ -1,4 +1,4 @@
-"""The structure of the page, asked of its text: addresses, headings, captions, labels; whole without its script."""
+"""The page has addresses, headings, captions and labels, and is complete without its script."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ MAP = ErrorMap(axes=("T", "BN"), shape=(16, 2), cells=("20", "30"), blocks=(0, 0
 
 
 def make_some() -> list[Record]:
-    """Records of every verdict, with reasons, patterns and an error map, of several implementations."""
+    """Make records of every verdict, with reasons, patterns and an error map, of several implementations."""
     drawn = dataclasses.replace(make_failure(case="train/f32/drawn", pattern="only rows from 8 on"), error_map=MAP)
     expected = [make_failure(case=f"expected/{i}", verdict=EXPECTED_FAIL, reason=f"known {i}") for i in range(4)]
     return [*make_one_of_each(), *make_many(300), *expected, drawn]
@@ -169,7 +169,7 @@ def test_merged_runs_of_one_kernel_are_asked_for_by_their_files() -> None:
 
 
 def save_two_runs(folder: Path) -> tuple[Path, list[Record], RunInfo]:
-    """A page of two runs of a kernel with another JAX each, and the one file that has both beside it."""
+    """Save a page of two runs of a kernel under two versions of JAX, and the one file that has both."""
     one = Run(
         started="2026-01-01T00:00:00+00:00",
         command="run",
@@ -177,7 +177,7 @@ def save_two_runs(folder: Path) -> tuple[Path, list[Record], RunInfo]:
         kernels={make_record().implementation: Kernel()},
     )
     first = dataclasses.replace(one, id="0a", environment={"jax": "0.10.2"})
-    other = dataclasses.replace(one, environment={"jax": "0.12.0"})  # of before there were ids
+    other = dataclasses.replace(one, environment={"jax": "0.12.0"})  # from before runs had ids
     text = (
         runs.serialize_run(first)
         + "\n"
@@ -207,7 +207,7 @@ def test_runs_of_one_kernel_in_one_file_are_told_apart(tmp_path: Path) -> None:
 
 
 def run_query(command: str, folder: Path) -> list[str]:
-    """The lines that a shell has of a command of `jq`."""
+    """Run a command of `jq` in a shell and return its lines."""
     if shutil.which("jq") is None:
         pytest.skip("jq is not installed: the command of a cell was not tried")
     return subprocess.run(

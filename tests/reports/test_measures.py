@@ -1,4 +1,4 @@
-"""What the figures of records show: gradients, margins, quantiles and cost."""
+"""Gradients, margins, quantiles and cost are computed from the figures of records."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The model of a page: groups of failures and reasons, and rows that were not judged."""
+"""The page model groups failures and reasons, and counts rows that were not judged."""
 
 from __future__ import annotations
 

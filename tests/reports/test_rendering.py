@@ -119,7 +119,7 @@ def test_a_long_run_stays_small_and_quick(tmp_path: Path) -> None:
         html_page.save_page(tmp_path / "report.html", build_summary(records, make_run_info()))
         return time.process_time() - start
 
-    # Whoever else is on the machine may slow one of them.
+    # Other processes on the machine may slow one of them.
     assert any(seconds() < 10 for _ in range(3))
     assert (tmp_path / "report.html").stat().st_size < 5_000_000
 

@@ -1,4 +1,4 @@
-"""What differs looks different, and a word such as "conforms" stands for what was asked."""
+"""Figures that differ look different."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def test_the_difference_can_be_read_off_what_is_shown(got: float, expected: floa
     found = re.search(r"got (\S+), expected (\S+),", text)
     assert found is not None
     shown, true = float(found[1]) - float(found[2]), got - expected
-    assert abs(shown - true) <= 0.1 * abs(true)  # Tolerance: to a tenth, as the wording promises
+    assert abs(shown - true) <= 0.1 * abs(true)  # Tolerance: to a tenth, as `_format_distinct` promises
 
 
 def test_limits_that_differ_are_shown_apart() -> None:

@@ -98,7 +98,7 @@ def test_a_declaration_that_explains_is_named_with_what_it_explains() -> None:
 
 
 def test_a_declaration_is_named_that_explains_most_of_what_was_tried() -> None:
-    def told(explained: int, tried: int) -> list[str]:
+    def list_remedies(explained: int, tried: int) -> list[str]:
         remedies = ['logits="input"'] * explained + [""] * (tried - explained)
         found = [make_record(FAIL, SMALL.replace("s0", f"s{n}")) for n in range(20)]
         found += [
@@ -108,13 +108,15 @@ def test_a_declaration_is_named_that_explains_most_of_what_was_tried() -> None:
         (finding,) = root_causes.find_root_causes(found)
         return finding_text.format_remedies(finding)
 
-    assert told(3, 4) == ['3 failures of 4 on which it was tried in forward would pass as declared logits="input"']
-    assert told(3, 3) == ['3 failures in forward would pass as declared logits="input"']
-    assert told(2, 4) == told(1, 1) == []
+    assert list_remedies(3, 4) == [
+        '3 failures of 4 on which it was tried in forward would pass as declared logits="input"'
+    ]
+    assert list_remedies(3, 3) == ['3 failures in forward would pass as declared logits="input"']
+    assert list_remedies(2, 4) == list_remedies(1, 1) == []
 
 
 def test_declarations_are_named_together_that_explain_most_and_none_of_them_alone() -> None:
-    def told(*remedies: str) -> list[str]:
+    def list_remedies(*remedies: str) -> list[str]:
         found = [
             make_record(FAIL, LARGE, observable=f"dq{n}", remedy=remedy, figures={DECLARATIONS_TRIED: 1.0})
             for n, remedy in enumerate(remedies)
@@ -124,12 +126,12 @@ def test_declarations_are_named_together_that_explain_most_and_none_of_them_alon
         return finding_text.format_remedies(finding)
 
     logits, softmax, both = 'logits="input"', 'softmax="input"', 'softmax="input", scaled_q=True'
-    (line,) = told(logits, logits, softmax, both, "")
+    (line,) = list_remedies(logits, logits, softmax, both, "")
     assert line.startswith(f"4 of 5 failures would pass as declared: 2 as {logits}; 1 as {softmax}; 1 as {both}.")
-    assert told(logits, softmax, "", "") == []  # what is left unexplained may be a bug
+    assert list_remedies(logits, softmax, "", "") == []  # what is left unexplained may be a bug
 
 
-def test_why_nothing_was_judged_is_told_if_all_is_unsupported() -> None:
+def test_why_nothing_was_judged_is_shown_if_all_is_unsupported() -> None:
     found = [make_record(UNSUPPORTED, reason="causal: the function has no parameter 'mask'")]
     assert "kernel (cpu): causal: the function has no parameter 'mask'" in render_texts(found)["terminal"]
     assert "no parameter" not in render_texts([*found, make_record()])["terminal"]

@@ -1,4 +1,4 @@
-"""Red records are under what causes them: each in exactly one finding, what follows with what it follows from."""
+"""Each red record is in exactly one finding, with the cause that it follows from."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SINKS = "train/f32/B1.T128.S128.N2.K2.H64.V64/full/sinks/normal/s0"
 
 @functools.cache
 def list_cases() -> tuple[str, ...]:
-    """The rows of the grid at `quick`."""
+    """List the rows of the grid at `quick`."""
     return tuple(case.id for case in build_grid("quick", 0, lambda case: None).cases if case.kv_cache is None)
 
 
@@ -43,7 +43,7 @@ Wrong = Callable[[str, str], bool]
 
 
 def make_records(wrong: Wrong) -> list[Record]:
-    """What a run leaves of a kernel: the plain call, gradients of training, and a law of attention."""
+    """Make the records of a run: the plain call, gradients in training, and a law of attention."""
     found = []
     for case in list_cases():
         asked = [("forward", "out"), ("residuals", "logsumexp"), ("poison", "out.huge")]
@@ -149,7 +149,7 @@ def test_what_rounds_too_much_explains_nothing_where_other_results_say_otherwise
     assert "calls" in gradients.follows
 
 
-def test_what_raises_is_told_by_its_line() -> None:
+def test_what_raises_is_named_by_its_line() -> None:
     def raised(case: str, check: str) -> Record:
         if not has_levels(case, "soft_cap", "bias"):
             return make_record(case, check)
@@ -163,7 +163,7 @@ def test_what_raises_is_told_by_its_line() -> None:
     assert finding_text.format_title(finding).endswith(", with a bias and with a soft cap")
     assert finding_text.format_title(finding).startswith("raises ValueError: no ")
     assert set(finding.checks) == {"forward", "poison"}
-    assert finding_text.format_refusal(finding) == ""  # no declaration says that two features do not go together
+    assert finding_text.format_refusal(finding) == ""  # no declaration excludes a pair of features
 
 
 def test_messages_that_differ_by_shapes_and_dtypes_are_one_finding() -> None:
@@ -185,11 +185,11 @@ def test_what_always_raises_with_one_feature_names_the_declaration_of_it() -> No
         (finding,) = root_causes.find_root_causes([bad.get(case, make_record(case)) for case in list_cases()])
         return finding
 
-    told = "if it is not supported: unsupported={}".format
-    assert finding_text.format_refusal(found(lambda case: has_levels(case, "groups"))) == told(
+    hint = "if it is not supported: unsupported={}".format
+    assert finding_text.format_refusal(found(lambda case: has_levels(case, "groups"))) == hint(
         '{"gqa": "...", "mqa": "..."}'
     )
-    assert finding_text.format_refusal(found(lambda case: has_levels(case, "sinks"))) == told('{"sinks": "..."}')
+    assert finding_text.format_refusal(found(lambda case: has_levels(case, "sinks"))) == hint('{"sinks": "..."}')
     assert finding_text.format_refusal(found(lambda case: has_levels(case, "sinks"), FAIL)) == ""
     assert finding_text.format_refusal(found(lambda case: True)) == ""
 
@@ -283,11 +283,11 @@ def test_each_red_record_is_in_exactly_one_finding(found: list[Record]) -> None:
 def test_findings_do_not_hang_on_the_order_of_records(found: list[Record], drawn: random.Random) -> None:
     shuffled = found.copy()
     drawn.shuffle(shuffled)
-    told = [
+    found_in = [
         {(finding.kind, tuple(name_levels(finding)), finding.records) for finding in root_causes.find_root_causes(x)}
         for x in (found, shuffled)
     ]
-    assert told[0] == told[1]
+    assert found_in[0] == found_in[1]
 
 
 @pytest.mark.long
