@@ -185,15 +185,15 @@ def _format_conformity(
     if not extent.known:
         text = "passes as far as is known (no run record)"
     elif narrowing:
-        text = f"passes as far as asked ({narrowing})"
+        text = f"passes as far as checked ({narrowing})"
     elif len(checks) == 1 and not extent.stopped:
-        text = f"passes in what {checks[0]} alone judged ({format_count(counts.judged, 'record')})"
+        text = f"passes {checks[0]}, the only check that judged anything ({format_count(counts.judged, 'record')})"
     elif extent.stopped:
         text = "passes"
     if _find_entry(run.declared, contender):
         text += " as declared"
     if few := _find_entry(run.few_blocks, contender):
-        text += f", asked about {few} only"
+        text += f", checked on {few} only"
     coverage = _find_coverage(contender, run)
     text += _format_declined_cases(coverage) + _format_declined_pairs(coverage) + _format_refused(records, counts)
     if _find_entry(run.unsandboxed, contender):
@@ -240,10 +240,11 @@ def _format_refused(records: Sequence[Record], counts: Counts) -> str:
     undeclared = sum(REFUSED in record.figures for record in records)
     if not undeclared:
         return ""
-    text = f", refusing {undeclared:,} of {format_count(undeclared + counts.judged, 'question')} undeclared"
+    questions = format_count(undeclared + counts.judged, "question")
+    text = f", refusing {undeclared:,} of {questions} without declaring them unsupported"
     refused = _list_refused_checks(records)
     if refused:
-        text += f", most of what {refused[0]} asks"
+        text += f", most of those of {refused[0]}"
     return f"{text} and {format_count(len(refused) - 1, 'other check')}" if len(refused) > 1 else text
 
 

@@ -156,9 +156,9 @@ def _print_findings(summary: Summary, console: Console, page: str) -> None:
             console.print(Text(f"  {line}"), soft_wrap=True)
         console.print()
     if findings and page:
-        console.print(Text(f"all of it: {page}#findings", style="dim"), soft_wrap=True)
+        console.print(Text(f"all findings: {page}#findings", style="dim"), soft_wrap=True)
     if findings and (command := findings[0].finding.smallest.reproduce) and "--shrink" not in run.command:
-        console.print(Text("the smallest case that fails like the first:", style="dim"))
+        console.print(Text("to find the smallest case that fails like the first finding:", style="dim"))
         console.print(Text(f"{command} --shrink", style="cyan"), soft_wrap=True)
 
 
@@ -182,7 +182,7 @@ def _print_failure(record: Record, console: Console) -> None:
     title = Text(f"{GLYPHS[record.verdict]} {record.verdict} ", style="bold red")
     title.append(f"{get_contender(record).label} {record.check}/{record.observable}", style="bold")
     console.print(title)
-    remedy = f"would pass as declared {record.remedy}" if record.remedy else ""
+    remedy = f"would pass with the declaration {record.remedy}" if record.remedy else ""
     facts = (record.case, format_judged(record), format_worst(record), format_pattern(record), remedy)
     for fact in (*facts, shorten_text(record.reason, longest=_MAX_REASON)):
         if fact:

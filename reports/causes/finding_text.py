@@ -124,8 +124,10 @@ def format_shares(finding: Finding) -> str:
     if finding.levels is None and finding.is_explained:
         return f"fails in {_format_share(inside)}"
     if finding.levels is None:
-        return f"fails in {_format_share(inside)}, and no feature or pair of features tells which"
-    left_out = f"; {format_count(finding.left_out, 'case')} that fail otherwise left out" if finding.left_out else ""
+        return f"fails in {_format_share(inside)}, and no feature or pair of features distinguishes them"
+    left_out = (
+        f"; {format_count(finding.left_out, 'case')} that fail for other reasons left out" if finding.left_out else ""
+    )
     if not finding.levels:
         return f"fails in {_format_share(inside)}{left_out}"
     others = f", and in {outside.red:,} of {outside.asked:,} others" if outside.asked else ""
@@ -137,7 +139,7 @@ def format_alternatives(finding: Finding) -> str:
     if not finding.others:
         return ""
     more = f", or {len(finding.others) - _MAX_OTHERS} more" if len(finding.others) > _MAX_OTHERS else ""
-    return f"or {', or '.join(map(_format_levels, finding.others[:_MAX_OTHERS]))}{more}: no case tells them apart"
+    return f"or {', or '.join(map(_format_levels, finding.others[:_MAX_OTHERS]))}{more}: no case distinguishes them"
 
 
 def format_confirmation(finding: Finding) -> str:
@@ -148,7 +150,7 @@ def format_confirmation(finding: Finding) -> str:
         partly = "" if finding.is_confirmed else " in part"
         return f"confirmed{partly}: this case fails, and the same {' or '.join(ways)} passes"
     if finding.passes and finding.levels:
-        return f"not all it takes: {finding.passes} is such a case, and passes"
+        return f"needs more than that: {finding.passes} has the same features, and passes"
     return ""
 
 
@@ -186,7 +188,7 @@ def format_mask_leak(leak: MaskLeak) -> str:
     if not leak.remedy:
         return text
     tried = "all" if leak.tried == leak.count else f"{leak.tried:,}"
-    return f"{text}; {tried} would pass as declared {leak.remedy}"
+    return f"{text}; {tried} would pass with the declaration {leak.remedy}"
 
 
 def format_remedies(finding: Finding) -> list[str]:
@@ -238,15 +240,16 @@ def _format_mask_leak(finding: Finding) -> str:
 def _format_remedy(remedy: Remedy) -> str:
     tried = f" of {remedy.tried:,} on which it was tried" if remedy.tried > remedy.count else ""
     failures = f"{format_count(remedy.count, 'failure')}{tried}"
-    return f"{failures} in {', '.join(remedy.checks)} would pass as declared {remedy.declaration}"
+    return f"{failures} in {', '.join(remedy.checks)} would pass with the declaration {remedy.declaration}"
 
 
 def _format_several_remedies(found: Sequence[Remedy]) -> str:
     """Format several declarations that explain most failures together, where none of them does alone."""
     ranked = sorted(found, key=lambda remedy: (-remedy.count, remedy.declaration))
     explained, tried = sum(remedy.count for remedy in ranked), max(remedy.tried for remedy in ranked)
-    each = "; ".join(f"{remedy.count} as {remedy.declaration}" for remedy in ranked)
-    return f"{explained:,} of {tried:,} failures would pass as declared: {each}. Declare them together to see if all do"
+    each = "; ".join(f"{remedy.count} with {remedy.declaration}" for remedy in ranked)
+    failures = f"{explained:,} of {tried:,} failures"
+    return f"{failures} would pass with a declaration: {each}. Declare them together to see if all do"
 
 
 def _format_fault(finding: Finding) -> str:
@@ -286,7 +289,7 @@ def _format_where(finding: Finding) -> str:
     if finding.levels:
         return _format_levels(finding.levels)
     is_plain = rank_plainness(finding.smallest.case)[0] == 0
-    return "in every case" if is_plain else "in every case that was asked"
+    return "in every case" if is_plain else "in every case that was judged"
 
 
 def _format_levels(levels: Sequence[Level]) -> str:

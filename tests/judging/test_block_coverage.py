@@ -94,4 +94,4 @@ def test_the_verdict_says_so() -> None:
     blocks = {"it": "one block of 128 queries"}
     run = RunInfo(command="", level="quick", environment={}, tolerances=[], few_blocks=blocks)
     said = build_summary([right, others], run).headline
-    assert said == "it (cpu) conforms, asked about one block of 128 queries only."
+    assert said == "it (cpu) conforms, checked on one block of 128 queries only."

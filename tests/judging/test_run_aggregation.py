@@ -78,19 +78,19 @@ def test_coverage_counts_what_was_judged() -> None:
     headline, info = render_summary(unjudged)
     assert (info.coverage[0]["cases planned"], info.coverage[0]["cases judged"]) == (4, 2)
     assert info.coverage[0]["covered"] == 2
-    assert headline == "kernel (cpu) passes as far as asked (narrowed to 3 of 4 jobs)."
+    assert headline == "kernel (cpu) passes as far as checked (narrowed to 3 of 4 jobs)."
 
 
 def test_a_job_without_a_record_is_not_done() -> None:
     found = build_recorded(*ALL)
     headline, info = render_summary(dataclasses.replace(found, done={**found.done, 2: ()}))
-    assert headline == "kernel (cpu) passes as far as asked (narrowed to 3 of 4 jobs)."
+    assert headline == "kernel (cpu) passes as far as checked (narrowed to 3 of 4 jobs)."
     assert conformity.format_state(info) == "partial"
 
 
 def test_a_narrowed_run_says_to_what_and_how_little_that_is() -> None:
     headline, info = render_summary(build_recorded(0, jobs=build_run().jobs[:1], narrowed="--cases=train/f32/B1.T512"))
-    assert headline == "kernel (cpu) passes as far as asked (narrowed to --cases=train/f32/B1.T512: 1 of 4 jobs)."
+    assert headline == "kernel (cpu) passes as far as checked (narrowed to --cases=train/f32/B1.T512: 1 of 4 jobs)."
     for shown in (
         render_html([build_record(CASES[0])], info),
         render_markdown([build_record(CASES[0])], info),
@@ -124,7 +124,7 @@ def test_a_run_that_was_stopped_or_killed_does_not_conform(how: str | None) -> N
 def test_a_merge_notices_a_shard_that_is_missing() -> None:
     one, two = build_recorded(0, 1, source="1.jsonl", shard="1/2"), build_recorded(2, 3, source="2.jsonl", shard="2/2")
     headline, info = render_summary(one)
-    assert headline == "kernel (cpu) passes as far as asked (narrowed to 2 of 4 jobs)."
+    assert headline == "kernel (cpu) passes as far as checked (narrowed to 2 of 4 jobs)."
     assert "shard 2 of 2 is missing" in info.notes
     assert conformity.format_shortfall(info) == "Not all that was planned was judged: 2 of 4 jobs."
     headline, info = render_summary(one, two)
@@ -231,7 +231,7 @@ def test_few_blocks_come_from_the_record() -> None:
     one = Kernel(source="abc", block_lengths=(512,), arrays=(CoveringArraySize(strength=2, combinations=4),))
     jobs = build_run().jobs[:1]
     headline, _ = render_summary(build_recorded(0, kernels={"kernel": one}, jobs=jobs))
-    assert "asked about one block of 512 queries and one block of 512 keys only" in headline
+    assert "checked on one block of 512 queries and one block of 512 keys only" in headline
 
 
 def test_an_implementation_that_no_job_reached_is_named() -> None:

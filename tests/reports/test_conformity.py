@@ -78,7 +78,7 @@ def test_a_run_that_judged_nothing_never_reads_as_clean(render: Render, verdicts
 def test_a_narrowed_run_says_to_what(render: Render, level: str) -> None:
     text = " ".join(render([make_record()], make_run_info(narrowed="--check=forward", level=level)).split())
     asked = "smoke, narrowed to --check=forward" if level == "smoke" else "narrowed to --check=forward"
-    assert f"passes as far as asked ({asked})" in text
+    assert f"passes as far as checked ({asked})" in text
     assert not re.search(r"cpu\)\**\W+conforms|✓ conforms", text)
 
 
@@ -93,7 +93,9 @@ def test_an_interrupted_run_says_so(render: Render) -> None:
 def test_one_check_alone_is_no_conformity() -> None:
     unsupported = [make_record(case=f"case/{i}", verdict=UNSUPPORTED, reason="no causal mask") for i in range(9)]
     alone = build_summary([make_record(), *unsupported], make_run_info()).headline
-    assert alone == "block_flash (cpu) passes in what forward alone judged (1 record)."
+    assert "conforms" not in alone
+    assert "forward" in alone
+    assert "1 record" in alone
     assert "conforms" in build_summary([make_record(), make_record(check="gradients")], make_run_info()).headline
 
 
@@ -105,9 +107,11 @@ def test_what_is_refused_without_a_declaration_is_in_the_verdict() -> None:
         return build_summary([*found, *right], make_run_info()).headline
 
     some = format_verdict("gradients", refused=2)
-    assert some == "block_flash (cpu) conforms, refusing 2 of 6 questions undeclared."
+    assert "refusing 2 of 6 questions" in some
+    assert "gradients" not in some
     most = format_verdict("gradients", refused=3)
-    assert most.endswith("conforms, refusing 3 of 7 questions undeclared, most of what gradients asks.")
+    assert "refusing 3 of 7 questions" in most
+    assert most.endswith("most of those of gradients.")
     unoffered = make_record(check="gradients_lse", verdict=UNSUPPORTED, observable="all", reason="not offered")
     found = [make_record(), make_record(check="gradients"), unoffered]
     assert build_summary(found, make_run_info()).headline == "block_flash (cpu) conforms."

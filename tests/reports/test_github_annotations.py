@@ -59,7 +59,7 @@ def test_one_cause_in_many_checks_is_one_finding() -> None:
     assert list_titles(poisoned) == ["NaN or infinity behind the mask reaches the results"]
     (one,) = annotate_records(explained, find_no_place)
     assert one.title == "kernel (cpu): out is wrong"
-    assert '2 failures in forward, gradients would pass as declared products="tf32"' in one.lines
+    assert '2 failures in forward, gradients would pass with the declaration products="tf32"' in one.lines
     raised = [
         make_record(ERROR, n, check=c, reason=f"ValueError: {n} heads") for n in (3, 4) for c in ("forward", "primal")
     ]

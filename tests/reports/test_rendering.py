@@ -134,7 +134,7 @@ def test_every_red_record_is_reachable_on_the_page() -> None:
 
 def test_what_is_not_there_without_the_script_is_counted() -> None:
     page = render_html([make_failure(case=f"case/{i}") for i in range(900)], make_run_info())
-    assert f"{900 - page_model.SHOWN_PER_GROUP} more: in the table of records" in page
+    assert f"{900 - page_model.SHOWN_PER_GROUP} more are in the table of records" in page
 
 
 @RENDERERS

@@ -60,7 +60,7 @@ def render_texts(records: list[Record], run: RunInfo = RUN) -> dict[str, str]:
 
 def test_what_lies_behind_the_mask_is_one_finding_everywhere() -> None:
     for name, text in render_texts([*LEAKS, make_record()]).items():
-        assert "12 failures in 2 cases (poison); all would pass as declared" in text
+        assert "12 failures in 2 cases (poison); all would pass with the declaration" in text
         assert FINITE in text
         assert SMALL in text
         assert (LARGE in text) == (name == "html")  # where all records are reachable
@@ -88,13 +88,13 @@ def test_no_declaration_is_named_that_was_not_seen_to_help() -> None:
     unexplained = [dataclasses.replace(leak, remedy="") for leak in LEAKS]
     assert "would pass" not in render_texts(unexplained)["terminal"]
     some = finding_text.format_mask_leak(summarize_mask_leak([*unexplained[1:], LEAKS[0]]))
-    assert some.endswith(f"; 1 would pass as declared {FINITE}")
+    assert some.endswith(f"; 1 would pass with the declaration {FINITE}")
 
 
 def test_a_declaration_that_explains_is_named_with_what_it_explains() -> None:
     narrow = [make_record(FAIL, case, remedy='logits="input"') for case in (SMALL, LARGE)]
     for text in render_texts(narrow).values():
-        assert '2 failures in forward would pass as declared logits="input"' in text
+        assert '2 failures in forward would pass with the declaration logits="input"' in text
 
 
 def test_a_declaration_is_named_that_explains_most_of_what_was_tried() -> None:
@@ -109,9 +109,9 @@ def test_a_declaration_is_named_that_explains_most_of_what_was_tried() -> None:
         return finding_text.format_remedies(finding)
 
     assert list_remedies(3, 4) == [
-        '3 failures of 4 on which it was tried in forward would pass as declared logits="input"'
+        '3 failures of 4 on which it was tried in forward would pass with the declaration logits="input"'
     ]
-    assert list_remedies(3, 3) == ['3 failures in forward would pass as declared logits="input"']
+    assert list_remedies(3, 3) == ['3 failures in forward would pass with the declaration logits="input"']
     assert list_remedies(2, 4) == list_remedies(1, 1) == []
 
 
@@ -127,7 +127,9 @@ def test_declarations_are_named_together_that_explain_most_and_none_of_them_alon
 
     logits, softmax, both = 'logits="input"', 'softmax="input"', 'softmax="input", scaled_q=True'
     (line,) = list_remedies(logits, logits, softmax, both, "")
-    assert line.startswith(f"4 of 5 failures would pass as declared: 2 as {logits}; 1 as {softmax}; 1 as {both}.")
+    assert line.startswith(
+        f"4 of 5 failures would pass with a declaration: 2 with {logits}; 1 with {softmax}; 1 with {both}."
+    )
     assert list_remedies(logits, softmax, "", "") == []  # what is left unexplained may be a bug
 
 
