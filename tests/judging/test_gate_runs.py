@@ -164,7 +164,7 @@ def test_the_report_and_its_records_are_the_same_from_two_processes(repository: 
     found = records.read_jsonl(repository.path / "one.jsonl")
     assert {record.verdict for record in found} <= {PASS, UNSUPPORTED}
     page = (repository.path / "two.html").read_text()
-    assert "kernel.py:attention (cpu) passes as far as asked (narrowed to --conformance-cases=" in page
+    assert "kernel.py:attention (cpu) passes as far as checked (narrowed to --conformance-cases=" in page
 
 
 def test_a_required_platform_that_judged_nothing_fails_the_run(repository: Repository) -> None:
@@ -251,7 +251,7 @@ def test_the_suite_of_a_junit_file_says_what_holds_for_the_run(
     environment = {f"environment.{name}": value for name, value in recorded.run.environment.items()}
     assert {"environment.jax", "environment.commit", "environment.XLA_FLAGS", "environment.devices"} <= set(environment)
     assert environment.items() <= said.items()
-    assert said["verdict[kernel.py:attention (cpu)]"].startswith("passes as far as asked (narrowed to --conformance-")
+    assert said["verdict[kernel.py:attention (cpu)]"].startswith("passes as far as checked (narrowed to --conformance-")
     assert said["declared[kernel.py:attention]"] == 'behind_mask="finite"'
     assert said["source[kernel.py:attention]"] == recorded.run.kernels["kernel.py:attention"].source != ""
     assert said["place[kernel.py:attention]"].startswith("ran in a ")

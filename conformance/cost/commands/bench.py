@@ -25,7 +25,7 @@ from conformance.records import ERROR, RunInfo
 from conformance.sandbox.kernel_options import KernelOptions
 from conformance.sandbox.kernel_process import ProcessLost
 from conformance.sandbox.sandboxed_executor import create_executor, end_process, is_sandboxed
-from reports import speed_section, terminal
+from reports import speed_page, terminal
 
 _PHASES = {"forward": (FORWARD,), "backward": (BACKWARD,), "both": (FORWARD, BACKWARD)}
 
@@ -127,7 +127,7 @@ def write_outputs(
         if outputs.json is not None:
             measurements.write_measurements(outputs.json, found)
         if outputs.report is not None:
-            speed_section.save_speed_page(outputs.report, found, info)
+            speed_page.save_speed_page(outputs.report, found, info)
             measurements.write_measurements(outputs.report.with_suffix(".jsonl"), found)
     except OSError as error:
         raise CannotJudge(f"{error.filename} cannot be written: {error.strerror or error}") from error
