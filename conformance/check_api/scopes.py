@@ -1,8 +1,7 @@
-"""Scopes: which cases a check is asked of.
+"""Define scopes: which cases each check runs on.
 
-A scope is a value that carries what planning, running and measuring need to know of it: its cases, whether its jobs are
-short, and which call stands in where the accelerator is missing. They are listed in `SCOPES`, those first in which one
-case catches most.
+A scope holds all that planning, running and measuring need to know: its cases, how expensive they are, and which call
+replaces the kernel's own where its accelerator is missing. `SCOPES` lists them, the most revealing first.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from conformance.contract import Implementation
 
 @dataclasses.dataclass(frozen=True)
 class ImplementationGrids:
-    """An implementation that is asked at a level of the grid, with a base seed."""
+    """The covering grids of one implementation, at a level and with a base seed."""
 
     implementation: Implementation
     level: str
@@ -40,12 +39,12 @@ class ImplementationGrids:
 
     @functools.cached_property
     def grid(self) -> Grid:
-        """The grid of what the implementation supports."""
+        """The covering grid over the features that the implementation supports."""
         return build_grid(self.level, self.seed, self.implementation.supports, self._models[0])
 
     @functools.cached_property
     def sizes(self) -> Grid:
-        """The grid of the sizes that the implementation supports."""
+        """The covering grid over the sizes that the implementation supports."""
         return build_grid(self.level, self.seed, self.implementation.supports, self._models[1])
 
     @property
@@ -54,7 +53,7 @@ class ImplementationGrids:
 
 
 def select_models(implementation: Implementation) -> tuple[Model, Model]:
-    """The models of features and of sizes: those of its storage, if it takes its operands stored."""
+    """Select the models of features and of sizes for the implementation's storage form."""
     if implementation.storage is None:
         return feature_model.MODEL, size_model.MODEL
     if implementation.writes_pages:
@@ -68,19 +67,19 @@ def select_models(implementation: Implementation) -> tuple[Model, Model]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Scope:
-    """Which cases a check is asked of.
+    """Which cases a check runs on.
 
     Attributes:
-      name: how `list checks` and messages name it.
+      name: its name in `list checks` and in messages.
       about: its cases in a few words.
-      cases: those of one implementation, at a level and with a base seed.
-      has: whether a case is one of them. One that is judged by itself is asked the checks of the scopes that have it.
-      any_case: whether a check that is named may be asked of any supported case of this implementation.
-      short: whether a case takes few programs.
-      supported: whether its cases are supported; false where they are there to be refused.
-      seeded: whether values matter; where they do not, one seed is enough.
-      without_accelerator: gives the call that is judged where the implementation's accelerator is missing, if it has
-        one; none where nothing can be judged there.
+      cases: lists the cases of one implementation, at a level and with a base seed.
+      has: whether a case belongs to the scope. A single case that the user names gets the checks of all such scopes.
+      any_case: whether a check that the user names may run on any supported case of this implementation.
+      short: whether a case needs only a few programs.
+      supported: whether its cases are supported. If not, the implementation must refuse them.
+      seeded: whether operand values matter. If not, one seed is enough.
+      without_accelerator: returns the call to judge where the implementation's accelerator is missing, or none if
+        nothing can be judged there.
     """
 
     name: str
@@ -97,12 +96,15 @@ class Scope:
 def _build_scope(
     name: str, about: str, cases: Callable[[ImplementationGrids], tuple[Case, ...]], **facts: Any
 ) -> Scope:
-    """A scope that has the cases it lists, and no others."""
+    """Build a scope that contains exactly the cases that it lists."""
     return Scope(name=name, about=about, cases=cases, has=lambda asked, case: case in cases(asked), **facts)
 
 
 def _list_grid_cases(asked: ImplementationGrids) -> tuple[Case, ...]:
-    """The rows of both grids; beyond `quick` what is long and thin, and the named regressions, as far as supported."""
+    """List the supported cases of both grids.
+
+    Beyond `quick`, very long sequences and the named regressions are added.
+    """
     both = (*asked.grid.cases, *asked.sizes.cases)
     if asked.level == "quick":
         return tuple(dict.fromkeys(both))
@@ -112,7 +114,10 @@ def _list_grid_cases(asked: ImplementationGrids) -> tuple[Case, ...]:
 
 
 def _list_compiled_cases(asked: ImplementationGrids) -> tuple[Case, ...]:
-    """A few long cases of kernels for a platform with a compiler; one, to say so, if there is no call to compile."""
+    """List a few long cases for platforms that have a compiler here.
+
+    An implementation that declares no native call gets one case, so that the report says so.
+    """
     implementation = asked.implementation
     if not list_targets(implementation.accelerator.platform):
         return ()
@@ -121,7 +126,10 @@ def _list_compiled_cases(asked: ImplementationGrids) -> tuple[Case, ...]:
 
 
 def _list_interpreted_cases(asked: ImplementationGrids) -> tuple[Case, ...]:
-    """Cases of kernels that JAX can interpret; one of a TPU kernel that has no call to run."""
+    """List cases for kernels that JAX can interpret.
+
+    A TPU kernel that declares no call for the interpreter gets one case, so that the report says so.
+    """
     implementation = asked.implementation
     if not _has_interpreter(implementation):
         return ()
@@ -130,7 +138,7 @@ def _list_interpreted_cases(asked: ImplementationGrids) -> tuple[Case, ...]:
 
 
 def _has_interpreter(implementation: Implementation) -> bool:
-    """Whether JAX interprets the accelerator: TPUs, and of GPU kernels those of Mosaic, which say so."""
+    """Return whether JAX can interpret the kernel: TPU kernels, and GPU kernels that declare a call for it."""
     accelerator = implementation.accelerator
     return accelerator.platform == "tpu" or (
         accelerator.platform == "gpu" and accelerator.under_interpreter is not None
@@ -138,6 +146,7 @@ def _has_interpreter(implementation: Implementation) -> bool:
 
 
 def _accept_any(implementation: Implementation) -> bool:
+    """Accept every case."""
     return True
 
 
@@ -160,7 +169,7 @@ BASE = _build_scope(
 )
 DECODED = _build_scope(
     "decoded",
-    "a sequence under each mask that has a meaning token by token, of those who support its pieces",
+    "a sequence under each mask that can be decoded token by token, if all its pieces are supported",
     lambda asked: (
         *select_decoding_cases(asked.seed, asked.implementation.supports),
         *build_traces(asked.seed, asked.implementation.supports),
@@ -209,4 +218,4 @@ FEATURE = _build_scope(
 )
 
 SCOPES = (GRID, RICH, BASE, DECODED, FRONT, ENSEMBLE, INTERPRETED, COMPILED, DECLINED, FEATURE)
-"""The order in which jobs are planned, and in which planted bugs are looked for."""
+"""All scopes, in the order in which jobs are planned and planted bugs are searched for."""

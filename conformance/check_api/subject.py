@@ -1,4 +1,4 @@
-"""One implementation on one case: its results and what to expect, each computed once."""
+"""Define `Subject`: one implementation on one case, with cached results and expectations."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from conformance.truth.oracle import EmptyRows
 from conformance.truth.rounding_bounds import Bounded, Expectation, OperandErrors, compute_expectation
 from conformance.truth.tolerances import Tolerances
 
-# What a subject keeps once it is computed: of the oracle, and of the implementation.
+# Cached values by origin: drawn operands, expectations of the oracle, results of the implementation.
 _OPERAND_CACHE = frozenset({"problem"})
 _EXPECTATION_CACHE = _OPERAND_CACHE | {"expectation", "before_storing", "cotangents", "judged_out", "_defined"}
 _RESULT_CACHE = _OPERAND_CACHE | {"forward", "residuals", "part", "_calls"}
@@ -32,7 +32,16 @@ _RESULT_CACHE = _OPERAND_CACHE | {"forward", "residuals", "part", "_calls"}
 
 @dataclasses.dataclass(frozen=True)
 class Subject:
-    """What the checks look at, and what it is the case's turn to be asked."""
+    """One implementation on one case: what checks run on.
+
+    Results of the implementation and expectations of the oracle are computed once and cached.
+
+    Attributes:
+      executor: runs the implementation, here or in its sandbox.
+      case: the attention problem.
+      tolerances: the table of limits.
+      turn: which of the rotating questions the case is asked.
+    """
 
     executor: Executor
     case: Case
@@ -45,13 +54,13 @@ class Subject:
         return self.executor.implementation
 
     def with_executor(self, executor: Executor) -> Subject:
-        """The same, run by an executor that compiles otherwise: what is expected stays as it was found."""
+        """Return the subject with another executor, which compiles differently, and keep cached expectations."""
         return self._replace_executor(executor, _EXPECTATION_CACHE)
 
     def declaring(self, implementation: Implementation) -> Subject:
-        """The same call under other declarations: what it returned stays as it was found.
+        """Return the subject with other declarations of the same call, and keep cached results.
 
-        So does what is expected, where the arithmetic and what empty rows return are declared as before.
+        Cached expectations are kept if the arithmetic and the treatment of empty rows are declared as before.
         """
         before = self.implementation
         same = (before.arithmetic, before.empty_rows) == (implementation.arithmetic, implementation.empty_rows)
@@ -60,18 +69,19 @@ class Subject:
         )
 
     def _replace_executor(self, executor: Executor, kept: frozenset[str]) -> Subject:
+        """Return a copy with another executor that keeps the named cached values."""
         other = dataclasses.replace(self, executor=executor)
         vars(other).update({name: found for name, found in vars(self).items() if name in kept})
         return other
 
     @functools.cached_property
     def problem(self) -> Problem:
-        """The operands."""
+        """The operands and the mask of the case."""
         return draw_problem(self.case)
 
     @functools.cached_property
     def limits(self) -> Tolerances:
-        """The table for what the implementation declares, on this platform."""
+        """The limits for the declared arithmetic on this platform."""
         return self.tolerances.of(self.implementation.arithmetic, self.executor.backend)
 
     @property
@@ -81,12 +91,12 @@ class Subject:
 
     @property
     def empty_rows(self) -> EmptyRows:
-        """What the oracle returns for rows that may attend to nothing."""
+        """The value that the oracle returns for rows that may attend to nothing."""
         return "mean" if self.implementation.empty_rows == "mean" else "zero"
 
     @functools.cached_property
     def expectation(self) -> Expectation:
-        """Exact results and bounds, gradients in the order of `cotangents`."""
+        """Exact results and bounds; gradients in the order of `cotangents`."""
         return compute_expectation(
             self.problem,
             self.implementation.arithmetic,
@@ -96,9 +106,9 @@ class Subject:
 
     @functools.cached_property
     def expectation_before_storing(self) -> Expectation | None:
-        """What attention to the keys and values gives that a quantised cache was made of, none without one.
+        """The expectation for the keys and values before they were quantised; none without a quantised cache.
 
-        The bounds include what storing them costs.
+        The bounds include the error of quantisation.
         """
         stored = self.problem
         if stored.kv_scales is None:
@@ -110,16 +120,16 @@ class Subject:
         return compute_expectation(plain, self.implementation.arithmetic, empty_rows=self.empty_rows, inexact=stored_to)
 
     def expected_gradients(self, cotangent: str) -> dict[str, Bounded]:
-        """Expected gradients for the named cotangent."""
+        """Return the exact gradients and bounds for the named cotangent."""
         return self.expectation.gradients[list(self.cotangents).index(cotangent)]
 
     @functools.cached_property
     def cotangents(self) -> dict[str, Cotangent]:
         """The cotangents to pull back, by name.
 
-        `random` and `random_lse` reach every row that is judged; `row` and `head` a single one; `lse` is
-        zero for `out`; `empty` reaches only rows that may attend to nothing. Rows whose output is undefined get a zero
-        cotangent, as a loss that ignores them gives.
+        `random` and `random_lse` reach every judged row. `row` and `head` reach a single one. `lse` is zero for `out`.
+        `empty` reaches only rows that may attend to nothing. Rows with undefined output get a zero cotangent, as from a
+        loss that ignores them.
         """
         if not self.has_gradients:
             return {}
@@ -147,16 +157,17 @@ class Subject:
 
     @property
     def _pulled(self) -> tuple[Pullback, ...]:
-        """Which calls get differentiated, of those that can be."""
+        """The calls to differentiate, among those that can be."""
         return tuple(call for call in list_pullbacks(self.implementation, self.case) if call in self.rotation.pulled)
 
     @property
     def full_cotangent(self) -> str:
-        """The name of a cotangent that reaches every row that is judged."""
+        """The name of a cotangent that reaches every judged row: `random` or `random_lse`."""
         return "random" if "plain" in self._pulled else "random_lse"
 
     @property
     def _last_live_row(self) -> int:
+        """The last query that may attend to a key in some head; the last query if none may."""
         live = (~self.problem.empty_rows & self.problem.decided).any(axis=(0, 1))
         return int(np.flatnonzero(live)[-1]) if live.any() else self.case.q_length - 1
 
@@ -166,14 +177,14 @@ class Subject:
         return self.find_judged_rows(self.problem)
 
     def find_judged_rows(self, problem: Problem) -> np.ndarray:
-        """Which rows of `out` are judged on another problem, `[B, T, N, 1]`."""
+        """Return which rows of `out` are judged on another problem, `[B, T, N, 1]`."""
         keep = ~problem.empty_rows | (self.implementation.empty_rows != "undefined")
-        keep = keep & problem.decided  # where rounding may choose other keys, there is more than one right answer
+        keep = keep & problem.decided  # if rounding may choose other keys, there are several right results
         return keep.transpose(0, 2, 1)[..., None]
 
     @property
     def judged_residuals(self) -> np.ndarray:
-        """Which rows of the residuals are judged, `[B, N, T]`: those of empty rows only where they are defined."""
+        """Which rows of the residuals are judged, `[B, N, T]`; empty rows only if they are declared zero."""
         return self._defined
 
     @functools.cached_property
@@ -181,14 +192,14 @@ class Subject:
         return (~self.problem.empty_rows | (self.implementation.empty_rows == "zero")) & self.problem.decided
 
     def begin_forward(self) -> None:
-        """Have the implementation start on its forward calls, if that is in another process."""
+        """Start the forward calls ahead of time if they run in another process."""
         if self._has_other_calls:
             self.executor.begin_calls(self.problem)
         else:
             self.executor.begin_forward(self.problem)
 
     def begin_gradients(self, cotangent: str) -> None:
-        """Have it start on the gradients for the named cotangent, if there is one."""
+        """Start computing the gradients for the named cotangent ahead of time, if the case has it."""
         if cotangent in self.cotangents:
             self.executor.begin_gradients(self.problem, self.cotangents[cotangent])
 
@@ -199,51 +210,53 @@ class Subject:
 
     @functools.cached_property
     def forward(self) -> Result:
-        """The plain call."""
+        """The result of the plain call."""
         return self._calls.forward if self._calls else self.executor.forward(self.problem)
 
     @functools.cached_property
     def residuals(self) -> Result:
-        """The call with residuals."""
+        """The result of the call with residuals."""
         together = self._calls and self._calls.residuals
         return together or self.executor.residuals(self.problem)
 
     @functools.cached_property
     def part(self) -> Any:
-        """Attention that is not normalised, as it was returned."""
+        """The unnormalised part `(out, max, sum)`, exactly as it was returned."""
         return self._calls.part if self._calls else self.executor.part(self.problem)
 
     @functools.cached_property
     def _calls(self) -> Calls | None:
-        """All forward calls at once; none if one of them raises, so that each can be asked by itself."""
+        """The results of all forward calls in one program; none if one of them raises."""
         if not self._has_other_calls:
             return None
         try:
             return self.executor.calls(self.problem)
-        except Exception:  # the separate calls raise it again, where it is judged
+        except Exception:  # the separate calls raise it again where it is judged
             return None
 
     def run_forward(self, problem: Problem) -> Result:
-        """The plain call on other values of the same shapes, by a program that is compiled already."""
+        """Run the plain call on other values of the same shapes, by an already compiled program."""
         return self.executor.calls(problem).forward if self._calls else self.executor.forward(problem)
 
     def run_residuals(self, problem: Problem) -> Result:
-        """The call with residuals on other values of the same shapes, by the program that is compiled already."""
+        """Run the call with residuals on other values of the same shapes, by an already compiled program."""
         together = self._calls and self.executor.calls(problem).residuals
         return together or self.executor.residuals(problem)
 
     def run_results(self, problem: Problem) -> Mapping[str, np.ndarray]:
-        """`out` and the residuals that are offered, on a problem of any shape."""
+        """Return `out` and the offered residuals by name, on a problem of any shape."""
         if problem is self.problem:
             return (self.residuals if self.implementation.residuals else self.forward).values
         run = self.executor.residuals if self.implementation.residuals else self.executor.forward
         return run(problem).values
 
     def require_shapes(self, result: Result) -> Result:
-        """The result of a call on operands of the case's shapes, for what is computed of it without comparing.
+        """Return the result if it has the shapes of the case.
+
+        For checks that compute with a result before they compare it.
 
         Raises:
-          WrongReturn: if it has another shape than it must have.
+          WrongReturn: if it has another shape.
         """
         case = self.case
         out = case.batch, case.q_length, case.num_q_heads, case.v_head_dim
@@ -253,7 +266,7 @@ class Subject:
         return result
 
     def expect(self, problem: Problem, cotangents: Sequence[Cotangent] = ()) -> Expectation:
-        """Exact results and bounds on another problem."""
+        """Return exact results and bounds on another problem."""
         return compute_expectation(problem, self.implementation.arithmetic, cotangents, empty_rows=self.empty_rows)
 
     def judge(
@@ -266,15 +279,16 @@ class Subject:
         label: str | None = None,
         flash: np.ndarray | None = None,
     ) -> Judgement:
-        """Judge what came by what was expected, within the limit of `observable`.
+        """Judge a result by its expectation and the limit of `observable`.
 
         Args:
           observable: which limit applies.
-          got: what came.
+          got: the result.
           expected: exact values and bounds.
-          judged: booleans broadcastable to the shape; elements that are False are left out.
-          label: how the record names the observable, if not by its plain name.
-          flash: what the flash backward gives from the implementation's own saved results, shown beside the truth.
+          judged: booleans broadcastable to the shape; false elements are ignored.
+          label: the name in the record, if it differs from `observable`.
+          flash: gradients by the flash backward pass from the implementation's own residuals. Their ratio is shown
+            only.
         """
         comparison = compare(got, expected, judged)
         against_flash = None if flash is None else compare(got, dataclasses.replace(expected, value=flash), judged)
@@ -287,7 +301,7 @@ class Subject:
         return dataclasses.replace(judgement, failure=failure)
 
     def _find_results(self, expected: Bounded) -> Mapping[str, Bounded]:
-        """The results of the case among which `expected` is, none if it is another's."""
+        """Return all results that were expected together with `expected`; none if it is of another problem."""
         if "expectation" not in vars(self):
             return {}
         forward = self.expectation.forward
@@ -295,30 +309,31 @@ class Subject:
         return next((found for found in together if any(one is expected for one in found.values())), {})
 
     def malformed(self, observable: str, problem: str, *, label: str | None = None) -> Judgement:
-        """The judgement of what cannot be compared at all."""
+        """Judge a result that cannot be compared at all, such as one of the wrong shape."""
         return self._judge_comparison(observable, Comparison.malformed(problem), label, None)
 
     def _judge_comparison(
         self, observable: str, comparison: Comparison, label: str | None, flash: Comparison | None
     ) -> Judgement:
+        """Judge a comparison by the limits of this subject."""
         table = self.limits
         return judge_comparison(
             observable, comparison, dtype=self.case.dtype, tolerances=table, label=label, flash=flash
         )
 
     def gradients(self, cotangent: str) -> Result:
-        """The named cotangent pulled back through the implementation."""
+        """Return the implementation's gradients for the named cotangent."""
         if cotangent not in self._pulled_back:
             self._pulled_back[cotangent] = self.run_gradients(self.problem, self.cotangents[cotangent])
         return self._pulled_back[cotangent]
 
     @functools.cached_property
     def _pulled_back(self) -> dict[str, Result]:
-        """What `gradients` has found, by cotangent."""
+        """The gradients computed so far, by cotangent."""
         return {}
 
     def run_gradients(self, problem: Problem, cotangent: Cotangent) -> Result:
-        """A cotangent pulled back on any values of the same shapes, by a program that is compiled already."""
+        """Pull a cotangent back on other values of the same shapes, by an already compiled program."""
         if cotangent.logsumexp is None and "plain" in self._pulled:
             return self.executor.gradients(problem, cotangent)
         if cotangent.logsumexp is None:
@@ -328,6 +343,7 @@ class Subject:
 
 
 def _keep_index(cotangent: np.ndarray, *, axis: int, index: int) -> np.ndarray:
+    """Return the cotangent with zeros everywhere but at one index of one axis."""
     kept = np.zeros_like(cotangent)
     place = (slice(None),) * axis + (index,)
     kept[place] = cotangent[place]

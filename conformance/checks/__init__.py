@@ -1,7 +1,7 @@
-"""The checks: what is asked of an implementation on a case.
+"""List the checks: each one asks a question of a `Subject` and yields `Judgement`s.
 
-A check takes a `Subject` and yields `Judgement`s; it knows no particular implementation. `CHECKS` names them in the
-order in which they run.
+No check knows a particular implementation. `CHECKS` lists them in the order in which they run. README.md in this folder
+says how they work and how to add one.
 """
 
 from __future__ import annotations
@@ -53,10 +53,14 @@ from conformance.checks import (
 
 @dataclasses.dataclass(frozen=True)
 class Check:
-    """A named question, asked of the cases of its `scope`.
+    """A named question, and the cases that it is asked of.
 
-    `begins` has a kernel in another process start on what it will be asked, before the judge finds out what to expect.
-    `compares` is false for a question that no value answers: its cases need not discriminate, and have no oracle.
+    Attributes:
+      name: as users type it after `--check=`.
+      scope: the cases.
+      run: yields the judgements of one subject. The first line of its docstring describes the check in `list checks`.
+      begins: starts the kernel's work in its own process, so that it runs while the judge computes what to expect.
+      compares: whether a result is compared with the oracle. If not, cases need not discriminate, and need no oracle.
     """
 
     name: str
@@ -67,7 +71,7 @@ class Check:
 
     @property
     def asks(self) -> str:
-        """First sentence of the check's description."""
+        """The first line of the check's description."""
         return (self.run.__doc__ or "").strip().split("\n")[0]
 
 

@@ -1,4 +1,4 @@
-"""Compiling: an accelerator's kernel goes through its real compiler, for each generation, without the accelerator."""
+"""Check `compiles`: a kernel compiles by its accelerator's real compiler, without the accelerator."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ _VERDICTS = {
 
 
 def check_compiles(subject: Subject) -> Iterator[Judgement]:
-    """The call, with residuals and with gradients too, compiles for each generation of its accelerator.
+    """Check that the kernel compiles for each generation of its accelerator, with residuals and gradients.
 
-    Where a compiler takes seconds a program, only the plainest and the fullest of these programs are compiled.
+    If the compiler takes seconds for a program, only the plainest and the largest program are compiled.
     """
     implementation = subject.implementation
     if implementation.accelerator.native is None:

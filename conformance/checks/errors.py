@@ -1,4 +1,4 @@
-"""Operands: an accepted one must matter as the oracle says, a wrong one must be named in the error."""
+"""Checks `arguments` and `errors`: accepted arguments matter, and wrong ones are named in the error."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from conformance.truth.rounding_bounds import Bounded, compute_expectation
 
 
 def check_arguments(subject: Subject) -> Iterator[Judgement]:
-    """The result with an accepted argument differs from the result without it as the oracle says."""
+    """Check that leaving out an argument changes the result as the oracle says."""
     for name, without in iter_without_argument(subject.problem):
         arithmetic = subject.implementation.arithmetic
         other = compute_expectation(without, arithmetic, empty_rows=subject.empty_rows).forward["out"]
@@ -36,7 +36,7 @@ def check_arguments(subject: Subject) -> Iterator[Judgement]:
 
 
 def iter_without_argument(problem: Problem) -> Iterator[tuple[str, Problem]]:
-    """The arguments that the problem has and may lack, each with the problem without it."""
+    """Yield each argument that can be left out, with the problem without it."""
     if isinstance(problem.mask, Moba):
         every = dataclasses.replace(problem.mask, topk=problem.mask.chunks(problem.k.shape[1]))
         yield "gates", dataclasses.replace(problem, mask=every)
@@ -51,17 +51,17 @@ def iter_without_argument(problem: Problem) -> Iterator[tuple[str, Problem]]:
 
 
 def _remove_window(problem: Problem) -> Problem:
-    """The problem in which each query sees all keys of its sequence up to its own: the lengths stay."""
+    """Return the problem without its window: each query sees all keys of its sequence up to its own."""
     parts = [dataclasses.replace(x, left=None) if isinstance(x, OwnWindow) else x for x in list_conjuncts(problem.mask)]
     return dataclasses.replace(problem, mask=functools.reduce(lambda one, other: one & other, parts))
 
 
 def check_errors(subject: Subject) -> Iterator[Judgement]:
-    """Wrong operands raise an error that names the operand, before any work; what no result would be right for too."""
+    """Check that wrong operands raise an error naming the operand, before any computation."""
     if not subject.implementation.validates:
         return
     if (kind := subject.implementation.storage) is not None:
-        yield build_unsupported("operands", f"what is wrong of the operands of a {kind} call has no rule yet")
+        yield build_unsupported("operands", f"the contract does not define wrong operands of a {kind} call")
         return
     refused = {o.name for o in OPTIONAL if o.opt_in and o.name not in subject.implementation.offers}
     if "score_mod" not in refused:
@@ -84,10 +84,11 @@ class _WrongCall:
 
     Attributes:
       what: the observable.
-      names: the message has one of these words.
+      names: the message must contain one of these words.
       given: the arguments.
-      traced: the one among them that is traced, if any.
-      meant: what it could mean to an implementation that takes it: then the result must be right; none if nothing.
+      traced: the one argument that is traced, if any.
+      meant: the problem that an implementation may take the call for. Then the result must be right. None if there is
+        none.
     """
 
     what: str
@@ -98,12 +99,13 @@ class _WrongCall:
 
 
 def _build_arguments(problem: Problem, **changed: Any) -> dict[str, Any]:
-    """The arguments of the canonical call, some of them changed."""
+    """Build the arguments of the canonical call, with some of them changed."""
     values = {operand.name: getattr(problem, operand.name) for operand in OPERANDS}
     return {"mask": problem.mask, **{name: x for name, x in values.items() if x is not None}, **changed}
 
 
 def _judge_error(subject: Subject, wrong: _WrongCall, kinds: tuple[type[Exception], ...]) -> Judgement:
+    """Judge how the implementation reacts to a wrong call."""
     said = f"must be a {' or a '.join(kind.__name__ for kind in kinds)} naming {wrong.names[0]!r}"
     try:
         got = subject.executor.run(single_calls.run_exactly, wrong.given, wrong.traced)
@@ -114,7 +116,7 @@ def _judge_error(subject: Subject, wrong: _WrongCall, kinds: tuple[type[Exceptio
             return Judgement(observable=wrong.what, verdict=records.PASS)
         reason = f"the {type(error).__name__} does not name {wrong.names[0]!r}: {error}".split("\n")[0]
         return Judgement(observable=wrong.what, verdict=records.FAIL, reason=reason)
-    except Exception as error:  # any other type is the finding
+    except Exception as error:  # an error of another type is a failure
         reason = f"raises {type(error).__name__}, {said}: {error}".split("\n")[0]
         return Judgement(observable=wrong.what, verdict=records.FAIL, reason=reason)
     accepted = f"a wrong {wrong.names[0]} is accepted"
@@ -124,7 +126,10 @@ def _judge_error(subject: Subject, wrong: _WrongCall, kinds: tuple[type[Exceptio
 
 
 def _judge_accepted(subject: Subject, wrong: _WrongCall, got: np.ndarray, accepted: str) -> Judgement:
-    """What was taken as it was meant must be right; where there is nothing to be right, it has the shape and no NaN."""
+    """Judge the result of a call that was accepted, by the problem that it may mean.
+
+    If that problem has an axis of length 0, only the shape matters and that all values are finite.
+    """
     meant = wrong.meant
     assert meant is not None
     if 0 in (*meant.q.shape, *meant.k.shape, *meant.v.shape):
@@ -139,7 +144,7 @@ def _judge_accepted(subject: Subject, wrong: _WrongCall, got: np.ndarray, accept
 
 
 def _check_second_derivatives(subject: Subject) -> Iterator[Judgement]:
-    """A gradient of a gradient is computed, or a sentence says that it is not."""
+    """Check that a gradient of a gradient is computed, or refused by a message about derivatives."""
     if not subject.has_gradients or "dq" not in subject.implementation.gradients:
         return
     name = "second_derivatives"
@@ -151,7 +156,7 @@ def _check_second_derivatives(subject: Subject) -> Iterator[Judgement]:
         yield Judgement(
             observable=name, verdict=records.UNSUPPORTED if said else records.FAIL, reason=reason or str(error)
         )
-    except Exception as error:  # whatever it is, it is not a sentence about derivatives
+    except Exception as error:  # no other error tells the user that derivatives are the reason
         reason = f"a grad of grad raises {type(error).__name__}, must be a NotImplementedError that says so: {error}"
         yield Judgement(observable=name, verdict=records.FAIL, reason=reason.split("\n")[0])
     else:
@@ -168,7 +173,7 @@ _OPERAND_WORDS = {
 
 
 def _iter_empty_operands(problem: Problem) -> Iterator[_WrongCall]:
-    """Operands with an axis of length 0; who takes them gives an empty or finite result."""
+    """Yield calls with an axis of length 0; if accepted, the result must be empty or finite."""
     scales = {} if problem.kv_scales is None else {"kv_scales": tuple(x[:, :1] for x in problem.kv_scales)}
     cut: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         "no_queries": ({"q": problem.q[:, :0]}, _OPERAND_WORDS["q"]),
@@ -186,7 +191,7 @@ def _iter_empty_operands(problem: Problem) -> Iterator[_WrongCall]:
 
 
 def _iter_wrong_dtypes(problem: Problem) -> Iterator[_WrongCall]:
-    """Operands of each kind of dtype that the contract does not have: `out` would be in it too."""
+    """Yield calls with dtypes that the contract excludes; `out` would have them too."""
     changed = ("q",) if problem.kv_scales is not None else ("q", "k", "v")
     for dtype in (np.int8, np.int32, np.bool_, np.complex64, ml_dtypes.float8_e4m3fn, np.float64):
         name = np.dtype(dtype).name
@@ -195,7 +200,7 @@ def _iter_wrong_dtypes(problem: Problem) -> Iterator[_WrongCall]:
 
 
 def _iter_wrong_types(problem: Problem) -> Iterator[_WrongCall]:
-    """Lists, numbers of another kind, and numbers that are traced."""
+    """Yield calls with lists, numbers of a wrong type, and traced numbers."""
     yield _WrongCall("q_list", _OPERAND_WORDS["q"], _build_arguments(problem, q=problem.q.tolist()), meant=problem)
     rows, columns = np.zeros(problem.q.shape[:2], np.float32), np.zeros(problem.k.shape[:2], np.float32)
     lists = tuple(x.astype(int).tolist() for x in (rows, columns))
@@ -220,7 +225,7 @@ def _iter_wrong_types(problem: Problem) -> Iterator[_WrongCall]:
 
 
 def _iter_wrong_operands(problem: Problem) -> Iterator[tuple[str, str, Problem]]:
-    """`(what is wrong, operand to be named, problem)`."""
+    """Yield `(observable, operand to be named, problem)` for operands that do not fit together."""
     q, k, v = problem.q, problem.k, problem.v
     num_q_heads = q.shape[2]
     wrong = dataclasses.replace
@@ -240,7 +245,7 @@ def _iter_wrong_operands(problem: Problem) -> Iterator[tuple[str, str, Problem]]
 
 
 def _iter_wrong_shapes(problem: Problem, refused: Collection[str]) -> Iterator[tuple[str, str, Problem]]:
-    """Likewise, every optional array in turn with one query or query head too many; none of those `refused`."""
+    """Yield the same for each optional array with one query or head too many, except those in `refused`."""
     batch, q_length, num_q_heads, _ = problem.q.shape
     sizes = {"B": batch, "T": q_length, "S": problem.k.shape[1], "N": num_q_heads, "K": problem.k.shape[2]}
     for operand in OPTIONAL:

@@ -1,12 +1,12 @@
-"""Independence: what a result may not depend on can change freely, and the result keeps its bits.
+"""Check `independence`: a result keeps its bits when inputs that it must not depend on change.
 
 No oracle is needed. One part of the problem is kept: a batch row, a key/value head with its query heads, and a range of
-queries with the keys that they may attend to. Everything else gets other values. In the part itself every operation has
-the operands that it had, in the order that it had, so the results must be the same to the bit.
+queries with the keys that they may attend to. Everything else gets other values. Within the part every operation has
+the same operands in the same order, so its results must be equal to the bit.
 
-Where queries choose their keys (`cases.moba_mask`) that is not so. A kernel gathers the queries that chose the same chunk in
-one block. What other queries choose thus moves a query to another row of a matrix product, and on CPU the last bit of
-such a product depends on the row. There the results must be as right as they were.
+Where queries choose their keys (`cases.moba_mask`), this does not hold. A kernel gathers the queries that chose the
+same chunk in one block. So the choices of other queries move a query to another row of a matrix product, and on CPU the
+last bit of such a product depends on the row. There the results must only stay within their bounds.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from conformance.truth.rounding_bounds import Bounded
 
 @dataclasses.dataclass(frozen=True)
 class _Part:
-    """A batch row, a key/value head with its query heads, and a range of queries."""
+    """The part that is kept: a batch row, a key/value head with its query heads, and some queries."""
 
     name: str
     batch: int
@@ -39,7 +39,7 @@ class _Part:
 
 
 def check_independence(subject: Subject) -> Iterator[Judgement]:
-    """Other batch rows, other heads and keys that a query may not attend to change no bit of its results."""
+    """Check that other batch rows, other heads and hidden keys change no bit of a result."""
     if "independence" not in subject.rotation.laws:
         return
     clean = _run_call(subject, subject.problem)
@@ -59,6 +59,7 @@ def check_independence(subject: Subject) -> Iterator[Judgement]:
 
 
 def _check_gradients(subject: Subject) -> Iterator[Judgement]:
+    """Check that other batch rows and heads change no bit of a gradient."""
     part = _build_parts(subject.problem)[0]
     changed = _change_elsewhere(subject.problem, part, keys=False)
     if changed is None:
@@ -74,7 +75,7 @@ def _check_gradients(subject: Subject) -> Iterator[Judgement]:
 
 
 def _run_call(subject: Subject, problem: Problem) -> Result:
-    """The call with residuals if there are any."""
+    """Run the call with residuals if they are offered, else the plain call."""
     if subject.implementation.residuals:
         return subject.require_shapes(
             subject.residuals if problem is subject.problem else subject.run_residuals(problem)
@@ -83,6 +84,7 @@ def _run_call(subject: Subject, problem: Problem) -> Result:
 
 
 def _build_parts(problem: Problem) -> tuple[_Part, _Part]:
+    """Return two parts: the first batch row, head and half of the queries, and the last ones."""
     batch, q_length, num_q_heads, _ = problem.q.shape
     num_kv_heads = problem.k.shape[2]
     group, half = num_q_heads // num_kv_heads, (q_length + 1) // 2
@@ -94,9 +96,9 @@ def _build_parts(problem: Problem) -> tuple[_Part, _Part]:
 
 
 def _change_elsewhere(problem: Problem, part: _Part, *, keys: bool) -> Problem | None:
-    """The problem with other values outside the part; with `keys`, in keys that its queries may not attend to too.
+    """Return the problem with other values outside the part; none if the part is everything.
 
-    None if there is nothing else.
+    With `keys`, keys of the part that its queries may not attend to are changed too.
     """
     q, k, v = (x.copy() for x in (problem.q, problem.k, problem.v))
     q_here = np.zeros(q.shape[:3], bool)
@@ -111,7 +113,7 @@ def _change_elsewhere(problem: Problem, part: _Part, *, keys: bool) -> Problem |
         attended = allowed[part.batch, part.heads, part.rows].any(axis=(0, 1))
         v_here[part.batch, :, part.kv_head] = attended
         k_here[part.batch, :, part.kv_head] = attended | problem.choosing[0, 0, part.rows].any(axis=0)
-        if problem.storage is not None:  # what the part reads may lie where others read it too
+        if problem.storage is not None:  # stored tokens of the part may be shared with other sequences
             v_here, k_here = problem.storage.anywhere(v_here), problem.storage.anywhere(k_here)
     if q_here.all() and v_here.all():
         return None
@@ -138,22 +140,22 @@ def _change_cotangent_elsewhere(cotangent: Cotangent, part: _Part) -> Cotangent:
 
 
 def _replace_values(x: np.ndarray) -> np.ndarray:
-    """Finite values of another sign and size: whatever is shared by mistake (a maximum, a scale) shows."""
+    """Return finite values of another sign and size, so that a wrongly shared maximum or scale shows."""
     limit = quantization.find_largest(x.dtype) or float(np.finfo(np.float16).max if x.dtype == np.float16 else 2.0**60)
     other: np.ndarray = np.clip(-16 * x.astype(np.float64), -limit, limit).astype(x.dtype)
     return other
 
 
 def _replace_scales(scales: np.ndarray, here: np.ndarray) -> np.ndarray:
-    """Other scales `[B or 1, S or 1, K]` for what is nowhere `here [B, S, K]`."""
+    """Return other scales `[B or 1, S or 1, K]` where no token of `here [B, S, K]` uses them."""
     shared = tuple(axis for axis, size in enumerate(scales.shape) if size < here.shape[axis])
     return np.where(here.any(axis=shared, keepdims=True), scales, 4 * scales)
 
 
 def _select_part(name: str, result: Result, part: _Part, subject: Subject) -> np.ndarray:
-    """The part's values, zero in rows that may attend to nothing unless those are declared to be zero.
+    """Select the part's results, with zeros in empty rows unless these are declared to be zero.
 
-    The mean over all keys depends on all of them.
+    The mean over all keys depends on all of them, so it is not compared.
     """
     live = ~subject.problem.empty_rows | (subject.implementation.empty_rows == "zero")  # [B, N, T]
     if name == "out":
@@ -164,7 +166,7 @@ def _select_part(name: str, result: Result, part: _Part, subject: Subject) -> np
 
 
 def _judge_accuracy(subject: Subject, part: _Part, name: str, got: Result) -> Judgement:
-    """Judgements of the part's results against what is expected of the part, whatever else was changed."""
+    """Judge the part's results by the oracle."""
     place = (part.batch, part.rows, part.heads) if name == "out" else (part.batch, part.heads, part.rows)
     judged = subject.judged_out if name == "out" else subject.judged_residuals
     expected = subject.expectation.forward[name]
@@ -177,6 +179,7 @@ def _judge_accuracy(subject: Subject, part: _Part, name: str, got: Result) -> Ju
 
 
 def _judge_bits(subject: Subject, part: _Part, name: str, before: np.ndarray, after: np.ndarray) -> Judgement:
+    """Judge whether two results of the part have the same bits."""
     same = (before == after) | (np.isnan(before) & np.isnan(after))
     if same.all():
         return Judgement(observable=f"{name}.{part.name}", verdict=records.PASS)

@@ -1,4 +1,4 @@
-"""Pages that a call writes: they are compared bit for bit, row by row."""
+"""Compare the pages that a call writes, bit for bit and row by row."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _CONTENTS = {"k_pages": "keys", "v_pages": "values"}
 
 
 def check_pages(subject: Subject, *, save_residuals: bool) -> Iterator[Judgement]:
-    """The pages that a call returns: new tokens in their rows, and every other bit as it was."""
+    """Check the pages that a call returns: new tokens in their rows, every other bit unchanged."""
     what = build_page_writing(subject)
     got = subject.executor.run(
         driven.run_page_write, subject.problem, what.tokens, what.before, save_residuals=save_residuals
@@ -25,19 +25,22 @@ def check_pages(subject: Subject, *, save_residuals: bool) -> Iterator[Judgement
 
 
 def build_page_writing(subject: Subject) -> Writing:
-    """What the call of the case writes, into pages that hold anything where that is allowed."""
+    """Build the expected page writes of the case.
+
+    Unwritten rows hold arbitrary bits where the implementation allows that.
+    """
     return build_writing(subject.problem, subject.case.seed, finite=subject.implementation.behind_mask == "finite")
 
 
 def judge_pages(what: Writing, got: Mapping[str, np.ndarray]) -> Iterator[Judgement]:
-    """The verdict on each of the pools that came."""
+    """Judge each returned page array by the expected one."""
     for name in PAGE_ARRAYS:
         reason = _describe_difference(name, what, got[name])
         yield Judgement(observable=name, verdict=records.FAIL if reason else records.PASS, reason=reason)
 
 
 def _describe_difference(name: str, what: Writing, got: np.ndarray) -> str:
-    """What is wrong of a pool, in words; empty if nothing is."""
+    """Describe what is wrong with a page array; empty if nothing is."""
     must, before = what.after[name], what.before[name]
     if (got.shape, got.dtype) != (must.shape, must.dtype):
         return f"must be {must.dtype}{list(must.shape)} as before the call, and is {got.dtype}{list(got.shape)}"
@@ -48,9 +51,9 @@ def _describe_difference(name: str, what: Writing, got: np.ndarray) -> str:
     found = []
     if missing.any():
         count = f"{missing.sum()} of {what.written.sum()} rows do not hold the new {_CONTENTS[name]}"
-        found.append(
-            f"{count}: {_describe_first(missing, got, must)}{_describe_unchanged(missing, got, before)}{_describe_misplaced(missing, got, must)}"
-        )
+        first = _describe_first(missing, got, must)
+        where = _describe_unchanged(missing, got, before) + _describe_misplaced(missing, got, must)
+        found.append(f"{count}: {first}{where}")
     if stray.any():
         count = f"{stray.sum()} of {(~what.written).sum()} rows that nothing is written to have changed"
         found.append(f"{count}: {_describe_first(stray, got, must)}")
@@ -58,7 +61,7 @@ def _describe_difference(name: str, what: Writing, got: np.ndarray) -> str:
 
 
 def _describe_first(rows: np.ndarray, got: np.ndarray, must: np.ndarray) -> str:
-    """The first element of the first of `rows` that differs."""
+    """Describe the first element that differs, in the first of `rows`."""
     page, row = np.argwhere(rows)[0]
     mine, theirs = view_bits(got)[page, row], view_bits(must)[page, row]
     head, depth = np.argwhere(mine != theirs)[0]
@@ -72,12 +75,13 @@ def _describe_first(rows: np.ndarray, got: np.ndarray, must: np.ndarray) -> str:
 
 
 def _describe_unchanged(rows: np.ndarray, got: np.ndarray, before: np.ndarray) -> str:
+    """Say so if none of `rows` was changed by the call."""
     same = not (view_bits(got)[rows] != view_bits(before)[rows]).any()
     return "; all of them are as before the call" if same else ""
 
 
 def _describe_misplaced(rows: np.ndarray, got: np.ndarray, must: np.ndarray) -> str:
-    """Where the first missing row is instead, if it is anywhere."""
+    """Say where the content of the first missing row is instead, if it is in another row."""
     page, row = np.argwhere(rows)[0]
     there = np.argwhere((view_bits(got) == view_bits(must)[page, row]).all(axis=(2, 3)))
     return f"; what must be there is in page {there[0][0]}, row {there[0][1]}" if len(there) else ""

@@ -1,4 +1,4 @@
-"""A model's front end and attention in one program."""
+"""Run a model's front end and attention in one program."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ def run_front_end(
     places: tuple[np.ndarray, np.ndarray],
     do: np.ndarray | None,
 ) -> tuple[np.ndarray, Values]:
-    """`out` and, for a cotangent, the gradients of what the front end takes.
+    """Return `out` and, with a cotangent, the gradients of the front end's inputs.
 
     Args:
-      executor: of the implementation.
-      problem: all that reaches attention beside what comes out of the front end.
-      steps: what the front end does (`cases.front_ends`).
+      executor: runs the implementation.
+      problem: the operands of attention besides those that the front end computes.
+      steps: the steps of the front end (`cases.front_ends`).
       given: raw projections and the weights of norms, by name.
       places: the positions of queries and of keys.
-      do: the cotangent of `out`, if gradients are asked for.
+      do: the cotangent of `out`, or none.
     """
     call, arrays = executor.bind(problem)
     function = executor.implementation.front_end or reference

@@ -1,4 +1,4 @@
-"""What the call asks of a chip, read from its traced programs."""
+"""Inspect the traced programs of the call: the precision of products, and dependence on the platform."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from cases.operand_values import Problem
 from conformance.execution.executor import Arrays, Executor, pull_back
 
 _OTHER_BACKENDS = ("tpu", "gpu")
-# What chooses among branches by the platform that a program is lowered for.
+# Primitives that choose a branch by the platform that the program is lowered for.
 _PLATFORM_PRIMITIVES = ("platform_index", "platform_dependent")
 
 
 def inspect_program(
     executor: Executor, problem: Problem, do: np.ndarray | None
 ) -> tuple[list[tuple[bool, str, str]], bool, str]:
-    """What the traced programs of the call, and of its gradients for a cotangent `do`, ask for.
+    """Inspect the traced programs of the call and, with a cotangent `do`, of its gradients.
 
     Returns:
-      Of each product of f32 operands whether all of f32 is asked for, the precision by name, and its place in the
-      source; whether some branch is chosen by the platform; and a backend on which the programs are others, or "".
+      For each product of f32 operands whether it requests all of f32, the name of the precision, and its place in the
+      source; whether a branch depends on the platform; and a backend for which the traced programs differ, or "".
     """
     traced = _trace_programs(executor, problem, do)
     operations = list(_iter_operations(traced))
@@ -35,7 +35,7 @@ def inspect_program(
 
 
 def _trace_programs(executor: Executor, problem: Problem, do: np.ndarray | None) -> tuple[Any, ...]:
-    """The traced programs of the call, and of its gradients where there are any."""
+    """Trace the call, and its gradients with a cotangent."""
     plain, arrays = executor.bind(problem)
     arrays = jax.tree.map(jax.numpy.asarray, arrays)
     found: list[Any] = [jax.make_jaxpr(plain)(arrays)]
@@ -49,7 +49,7 @@ def _trace_programs(executor: Executor, problem: Problem, do: np.ndarray | None)
 
 
 def _iter_operations(programs: Iterable[Any]) -> Iterator[Any]:
-    """Every operation of traced programs, those inside of loops, branches and kernels too."""
+    """Yield every operation of traced programs, including those in loops, branches and kernels."""
     for traced in programs:
         inner = getattr(traced, "jaxpr", traced)
         for operation in getattr(inner, "eqns", ()):
@@ -85,7 +85,7 @@ def _is_exact(precision: Any) -> bool:
 
 
 def _describe_place(operation: Any) -> str:
-    from jax._src import source_info_util  # what it says of a place is for people alone
+    from jax._src import source_info_util  # private API, used only for a message
 
     return str(source_info_util.summarize(operation.source_info))
 
@@ -93,9 +93,9 @@ def _describe_place(operation: Any) -> str:
 def _is_other_program(
     executor: Executor, problem: Problem, do: np.ndarray | None, traced: tuple[Any, ...], backend: str
 ) -> bool:
-    """Whether the traced program is another one if JAX says that it computes on `backend`."""
+    """Return whether the traced program changes if JAX reports `backend` as its backend."""
     with mock.patch.object(jax, "default_backend", return_value=backend):
         try:
             return [str(one) for one in _trace_programs(executor, problem, do)] != [str(one) for one in traced]
-        except Exception:  # a path that cannot even be traced here is another one
+        except Exception:  # a path that cannot be traced here is certainly another one
             return True

@@ -1,4 +1,4 @@
-"""The call on several devices: under `shard_map` over batch, heads and query sequence, and on explicit axes."""
+"""Run the call on several devices: under `shard_map` over batch, heads and queries, and on an explicit mesh."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Specs = Mapping[str, Any]
 def run_sharded(
     executor: Executor, axis: ShardedAxis, problem: Problem, do: np.ndarray | None
 ) -> tuple[np.ndarray, Values]:
-    """`out`, and the gradients for a cotangent, with the axis shared by the devices."""
+    """Return `out`, and gradients for a cotangent, with one axis sharded over the devices."""
     call, arrays, specs, out_spec = _SHARDS[axis](executor, problem)
     in_specs = {name: specs.get(name, _build_spec()) for name in arrays}
     mesh = jax.make_mesh((DEVICES,), (_AXIS,), axis_types=(AxisType.Auto,))
@@ -38,7 +38,7 @@ def run_sharded(
 
 
 def run_on_explicit_mesh(executor: Executor, problem: Problem, do: np.ndarray | None) -> tuple[np.ndarray, Values]:
-    """Likewise, batch rows on a mesh of explicit axes, as `jax.make_mesh` makes it from jax 0.12 on."""
+    """Return the same with batch rows on a mesh of explicit axes, the default of `jax.make_mesh` from jax 0.12 on."""
     call, arrays, specs, out_spec = _shard_batch(executor, problem)
     mesh = jax.make_mesh((DEVICES,), (_AXIS,), axis_types=(AxisType.Explicit,))
 
@@ -56,7 +56,7 @@ def run_on_explicit_mesh(executor: Executor, problem: Problem, do: np.ndarray | 
 
 
 def trace_with_vma_check(executor: Executor, problem: Problem, do: np.ndarray | None) -> None:
-    """`shard_map` over batch rows as it is by default, `check_vma=True`; traced only."""
+    """Trace `shard_map` over batch rows with its default `check_vma=True`."""
     call, arrays, specs, out_spec = _shard_batch(executor, problem)
     in_specs = {name: specs.get(name, _build_spec()) for name in arrays}
     mesh = jax.make_mesh((DEVICES,), (_AXIS,), axis_types=(AxisType.Auto,))
@@ -72,7 +72,7 @@ def _build_spec(*axes: str | None) -> Any:
 
 
 def _build_specs(problem: Problem, letters: str) -> dict[str, Any]:
-    """How the operands of `problem` are shared where devices share the axes `letters`; the others have all of it."""
+    """Return how each operand is sharded if devices share the axes `letters`; other operands are replicated."""
 
     def spec(operand: Operand, x: np.ndarray, axes: Axes) -> Any:
         shared = [axis for letter in letters if (axis := operand.find_axis(x, axes, letter)) is not None]
@@ -82,6 +82,7 @@ def _build_specs(problem: Problem, letters: str) -> dict[str, Any]:
 
 
 def _shard_batch(executor: Executor, problem: Problem) -> tuple[Call, Arrays, Specs, Any]:
+    """Shard batch rows, and mask arrays that have a value for each row."""
     call, arrays = executor.bind(problem)
     rows = _build_spec(_AXIS)
     own = {name: rows for name in _find_mask_arrays(arrays) if arrays[name].shape[0] == problem.q.shape[0]}
@@ -89,7 +90,7 @@ def _shard_batch(executor: Executor, problem: Problem) -> tuple[Call, Arrays, Sp
 
 
 def _find_mask_arrays(arrays: Arrays) -> set[str]:
-    """Names of the arrays that the mask was lowered to: those with a value for each batch row are sharded with them."""
+    """Return the names of the arrays that the mask was lowered to."""
     return set(arrays) - {operand.name for operand in OPERANDS}
 
 
@@ -99,7 +100,7 @@ def _shard_heads(executor: Executor, problem: Problem) -> tuple[Call, Arrays, Sp
 
 
 def _shard_queries(executor: Executor, problem: Problem) -> tuple[Call, Arrays, Specs, Any]:
-    """Each device has some of the queries, and masks with the rows that are theirs."""
+    """Shard queries; each device gets the mask of its own rows."""
     q_length, kv_length = problem.q.shape[1], problem.k.shape[1]
     dense = problem.mask.dense(q_length, kv_length)
     local = q_length // DEVICES
@@ -117,7 +118,7 @@ def _shard_queries(executor: Executor, problem: Problem) -> tuple[Call, Arrays, 
 
 
 def _bind_mask(executor: Executor, problem: Problem) -> Call:
-    """The call with the mask of `problem`, be it static or an array."""
+    """Return the call with the mask of `problem` bound, whether it is static or an array."""
     call, arrays = executor.bind(problem)
     extra = {name: x for name, x in arrays.items() if name == "mask"}
     return lambda moving: call({**moving, **extra})

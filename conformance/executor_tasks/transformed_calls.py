@@ -1,4 +1,4 @@
-"""The call under each transformation that JAX has for it."""
+"""Run the call under each transformation of JAX."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ MappingOrder = Literal["outside", "inside", "scan"]
 
 
 def run_vmap(executor: Executor, problems: Sequence[Problem]) -> np.ndarray:
-    """`out` of `problems` of one configuration, stacked: all operands have the mapped axis."""
+    """Return `out` of stacked problems of one configuration, with every operand mapped."""
     plain, _ = executor.bind(problems[0])
     return np.asarray(executor.jit(jax.vmap(plain))(_stack_operands(executor, problems)))
 
 
 def run_vmap_with_residuals(executor: Executor, problems: Sequence[Problem]) -> Values:
-    """Likewise, `out` and the residuals by name."""
+    """Return the same with residuals, by name."""
     statics, _ = executor.arguments(problems[0])
     call = functools.partial(executor.implementation.call, **statics, save_residuals=True)
     mapped = jax.vmap(lambda arrays: kernel_errors.check_residuals(call(**arrays)))
@@ -38,10 +38,10 @@ def run_vmap_with_residuals(executor: Executor, problems: Sequence[Problem]) -> 
 def run_vmap_over(
     executor: Executor, problems: Sequence[Problem], names: Sequence[str], of_pair: int | None = None
 ) -> np.ndarray:
-    """Likewise, with the mapped axis in the operands `names` alone; the others are those of the first problem.
+    """Return `out` with the operands `names` mapped; the first problem's others are shared.
 
-    Keys and values have it second if both have it. Of pairs, as segment ids are, `of_pair` says which of the two has
-    it, both without.
+    If both keys and values are mapped, they have the mapped axis second. For pairs such as segment ids, `of_pair` says
+    which of the two arrays is mapped; by default both are.
     """
     plain, shared = executor.bind(problems[0])
     stacked = dict(_stack_operands(executor, problems))
@@ -51,14 +51,14 @@ def run_vmap_over(
         for name in names:
             axes[name] = tuple(0 if n == of_pair else None for n in range(2))
             arrays[name] = tuple((stacked if n == of_pair else shared)[name][n] for n in range(2))
-    if {"k", "v"} <= set(names):  # a rule of a kernel's own may take the mapped axis for the first
+    if {"k", "v"} <= set(names):  # a kernel's own batching rule may assume that the mapped axis comes first
         for name in ("k", "v"):
             axes[name], arrays[name] = 1, jax.tree.map(lambda x: np.moveaxis(x, 0, 1), stacked[name])
     return np.asarray(executor.jit(jax.vmap(plain, in_axes=(axes,)))(arrays))
 
 
 def run_vmap_twice(executor: Executor, problems: Sequence[Problem], names: Sequence[str]) -> np.ndarray:
-    """Likewise, with two mapped axes: `out` of the problems as they are, then in reverse."""
+    """Return `out` with two mapped axes: of the problems in order, then in reverse."""
     plain, shared = executor.bind(problems[0])
     stacked = _stack_operands(executor, problems)
     axes = {name: 0 if name in names else None for name in shared}
@@ -69,30 +69,30 @@ def run_vmap_twice(executor: Executor, problems: Sequence[Problem], names: Seque
 
 
 def run_at_highest_precision(executor: Executor, problem: Problem) -> np.ndarray:
-    """`out` where JAX multiplies as exactly as it can unless a product says otherwise."""
+    """Return `out` under `jax.default_matmul_precision("highest")`."""
     plain, arrays = executor.bind(problem)
     with jax.default_matmul_precision("highest"):
         return np.asarray(executor.jit(plain)(arrays))
 
 
 def run_donated(executor: Executor, problem: Problem) -> np.ndarray:
-    """`out` where the call may reuse the memory of its operands."""
+    """Return `out` of a call whose operands are donated."""
     plain, given = executor.bind(problem)
     arrays = jax.tree.map(jnp.array, given)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that not every buffer could be reused is no finding
+        warnings.simplefilter("ignore")  # JAX warns about buffers that it cannot reuse, which is harmless
         return np.asarray(executor.jit(plain, donate_argnums=0)(arrays))
 
 
 def run_x64(executor: Executor, problem: Problem) -> np.ndarray:
-    """`out` where JAX may use doubles."""
+    """Return `out` where JAX may use doubles."""
     plain, arrays = executor.bind(problem)
     with jax.enable_x64(True):
         return np.asarray(executor.jit(plain)(arrays))
 
 
 def find_residual_dtypes(executor: Executor, problem: Problem, *, doubles: bool) -> dict[str, str]:
-    """The dtypes of the residuals, by tracing, where JAX may use doubles or may not."""
+    """Return the dtypes of the residuals by tracing, with x64 enabled or not."""
     compiled, arrays = executor.compiled(problem)
     with jax.enable_x64(doubles):
         _, found = jax.eval_shape(compiled.residuals, arrays)
@@ -100,7 +100,7 @@ def find_residual_dtypes(executor: Executor, problem: Problem, *, doubles: bool)
 
 
 def run_x64_backward(executor: Executor, problem: Problem, do: np.ndarray) -> Values:
-    """The gradients where JAX may use doubles."""
+    """Return the gradients where JAX may use doubles."""
     plain, arrays = executor.bind(problem)
     with jax.enable_x64(True):
         return _copy_to_host(executor.jit(functools.partial(pull_back, plain))(arrays, do)[1])
@@ -109,10 +109,10 @@ def run_x64_backward(executor: Executor, problem: Problem, do: np.ndarray) -> Va
 def run_gradients(
     executor: Executor, how: MappingOrder, problems: Sequence[Problem], do: np.ndarray
 ) -> OutAndGradients:
-    """`out` and gradients of `problems` for stacked cotangents `do`.
+    """Return `out` and gradients of several problems for stacked cotangents.
 
-    Of the mapped call (`outside`), mapped over the call's own gradients (`inside`), or as layers under `lax.scan`, each
-    with operands of its own.
+    The problems are mapped inside the differentiated function (`outside`: `grad` of `vmap`), or outside of it
+    (`inside`: `vmap` of `grad`), or they are layers under `lax.scan` with their own operands.
     """
     plain, _ = executor.bind(problems[0])
 
@@ -128,7 +128,10 @@ def run_gradients(
 
 
 def run_alternating_layers(executor: Executor, problems: Sequence[Problem], dos: Sequence[np.ndarray]) -> list[Values]:
-    """The gradients of problems of several configurations in one program: all calls are traced, then all pullbacks."""
+    """Return the gradients of problems of several configurations in one program.
+
+    All calls are traced first, then all pullbacks.
+    """
     calls, given = zip(*(executor.bind(problem) for problem in problems), strict=True)
     moving = [{name: x for name, x in arrays.items() if name in GRADIENT_OF} for arrays in given]
     fixed = [{name: x for name, x in arrays.items() if name not in GRADIENT_OF} for arrays in given]
@@ -145,7 +148,7 @@ def run_alternating_layers(executor: Executor, problems: Sequence[Problem], dos:
 def run_shared_gradients(
     executor: Executor, problems: Sequence[Problem], names: Sequence[str], dos: np.ndarray
 ) -> Values:
-    """The gradients of the call mapped over the operands `names` alone, for stacked cotangents."""
+    """Return the gradients for stacked cotangents of the call mapped over the operands `names`."""
     plain, shared = executor.bind(problems[0])
     axes = {name: 0 if name in names else None for name in shared}
     stacked = _stack_operands(executor, problems)
@@ -154,9 +157,9 @@ def run_shared_gradients(
 
 
 def run_gradients_eagerly(executor: Executor, problems: Sequence[Problem], dos: Sequence[np.ndarray]) -> Values:
-    """The gradients of the first problem outside `jit`, on JAX arrays: of the second use of one pullback.
+    """Return the first problem's gradients outside `jit`, from the second use of its pullback.
 
-    Its first use, and that of the other problem's pullback, come before and have the other cotangent.
+    Its first use, and the pullback of the other problem, come before and get the other cotangent.
     """
     for problem in reversed(problems):
         plain, given = executor.bind(problem)
@@ -170,7 +173,7 @@ def run_gradients_eagerly(executor: Executor, problems: Sequence[Problem], dos: 
 
 
 def run_query_gradient_eagerly(executor: Executor, problem: Problem, do: np.ndarray) -> Values:
-    """The gradient of q outside `jit`, where all else is JAX arrays and no tracers."""
+    """Return the gradient of q outside `jit`, where all other operands are arrays, not tracers."""
     plain, given = executor.bind(problem)
     arrays = jax.tree.map(jnp.asarray, given)
     out, pullback = jax.vjp(lambda q: plain({**arrays, "q": q}), arrays["q"])
@@ -178,7 +181,7 @@ def run_query_gradient_eagerly(executor: Executor, problem: Problem, do: np.ndar
 
 
 def run_mapped_pullback(executor: Executor, problem: Problem, dos: np.ndarray) -> Values:
-    """The gradients of one problem for stacked cotangents: its pullback, mapped over them alone."""
+    """Return the gradients of one problem from its pullback, mapped over stacked cotangents."""
     plain, arrays = executor.bind(problem)
 
     def pulled(arrays: Arrays, stacked: Any) -> Any:
@@ -188,7 +191,7 @@ def run_mapped_pullback(executor: Executor, problem: Problem, dos: np.ndarray) -
 
 
 def run_checkpoint(executor: Executor, problem: Problem, do: np.ndarray, saved: Sequence[str]) -> OutAndGradients:
-    """`out` and gradients under `jax.checkpoint`, which saves what goes by one of the names `saved` alone."""
+    """Return `out` and gradients under `jax.checkpoint`, which saves only values with the names `saved`."""
     plain, arrays = executor.bind(problem)
     policies = jax.checkpoint_policies
     policy = policies.save_only_these_names(*saved) if saved else policies.nothing_saveable
@@ -199,7 +202,7 @@ def run_checkpoint(executor: Executor, problem: Problem, do: np.ndarray, saved: 
 def run_forward_mode(
     executor: Executor, problem: Problem, tangents: Mapping[str, np.ndarray]
 ) -> tuple[str, np.ndarray | None]:
-    """The tangent of `out` for those of some operands; or why there is no forward mode."""
+    """Return the tangent of `out` for tangents of operands; or why there is no forward mode."""
     plain, arrays = executor.bind(problem)
     moving = {name: jnp.asarray(arrays[name]) for name in tangents}
     fixed = {name: x for name, x in arrays.items() if name not in moving}
@@ -209,12 +212,12 @@ def run_forward_mode(
 
     try:
         return "", np.asarray(executor.jit(along)(moving, dict(tangents))[1])
-    except TypeError as error:  # a pullback by hand has no forward mode, and JAX says so
+    except TypeError as error:  # JAX raises this for a custom VJP, which has no forward mode
         return f"forward mode: {error}".split("\n")[0], None
 
 
 def run_single_gradients(executor: Executor, problem: Problem, do: np.ndarray) -> Values:
-    """The gradient of each operand, asked for when nobody asks for the others."""
+    """Return the gradient of each operand, computed without the others."""
     plain, arrays = executor.bind(problem)
     names = [name for name in GRADIENT_OF if name in arrays]
 
@@ -231,7 +234,7 @@ def run_single_gradients(executor: Executor, problem: Problem, do: np.ndarray) -
 def run_second_derivative(
     executor: Executor, problem: Problem, do: np.ndarray, weights: Mapping[str, np.ndarray]
 ) -> Values:
-    """The gradients of `<gradients, weights>` by operand, in float64, for a cotangent `do` of `out`."""
+    """Return the gradients of `<gradients, weights>` by operand, in float64, for a cotangent `do`."""
     plain, arrays = executor.bind(problem)
     fixed = {name: x for name, x in arrays.items() if name not in weights}
 
