@@ -32,14 +32,14 @@ class Rotation:
     """The rotating questions that one case is asked; by default all of them.
 
     Attributes:
-      pulled: the calls that are differentiated.
-      cotangents: the partial cotangents that are pulled back, among those of `list_parts`.
+      pullbacks: the calls that are differentiated.
+      cotangents: the partial cotangents that are pulled back, among those of `list_partial_cotangents`.
       laws: the laws that are checked.
       poisons: the non-finite values that are put behind the mask; huge numbers always are.
       merges: whether parts over pieces of the cache are merged.
     """
 
-    pulled: tuple[Pullback, ...] = PULLBACKS
+    pullbacks: tuple[Pullback, ...] = PULLBACKS
     cotangents: tuple[PartialCotangent, ...] = PARTIAL_COTANGENTS
     laws: tuple[Law, ...] = LAWS
     poisons: tuple[Poison, ...] = POISONS
@@ -56,15 +56,15 @@ def list_pullbacks(implementation: Implementation, case: Case) -> tuple[Pullback
     return PULLBACKS if "logsumexp" in implementation.differentiable_residuals else ("plain",)
 
 
-def list_parts(case: Case, pulled: tuple[Pullback, ...]) -> tuple[PartialCotangent, ...]:
+def list_partial_cotangents(case: Case, pullbacks: tuple[Pullback, ...]) -> tuple[PartialCotangent, ...]:
     """List the partial cotangents of a case, given the calls that are differentiated.
 
-    A single row or a single head is the whole result, so it is not listed. Only the call with residuals returns
+    A cotangent on the only row or head reaches the whole result, so it is not listed. Only the call with residuals returns
     `logsumexp`.
     """
-    there: dict[PartialCotangent, bool] = {
-        "row": bool(pulled) and case.q_length > 1,
-        "head": bool(pulled) and case.num_q_heads > 1,
-        "lse": "residuals" in pulled,
+    exists: dict[PartialCotangent, bool] = {
+        "row": bool(pullbacks) and case.q_length > 1,
+        "head": bool(pullbacks) and case.num_q_heads > 1,
+        "lse": "residuals" in pullbacks,
     }
-    return tuple(part for part in PARTIAL_COTANGENTS if there[part])
+    return tuple(part for part in PARTIAL_COTANGENTS if exists[part])

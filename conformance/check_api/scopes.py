@@ -67,14 +67,14 @@ def select_models(implementation: Implementation) -> tuple[Model, Model]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Scope:
-    """Which cases a check runs on.
+    """The cases that a check runs on.
 
     Attributes:
       name: its name in `list checks` and in messages.
       about: its cases in a few words.
       cases: lists the cases of one implementation, at a level and with a base seed.
-      has: whether a case belongs to the scope. A single case that the user names gets the checks of all such scopes.
-      any_case: whether a check that the user names may run on any supported case of this implementation.
+      contains: whether a case belongs to the scope. A single case that the user names gets the checks of all such scopes.
+      accepts_any_case: whether a check that the user names may run on any supported case of this implementation.
       short: whether a case needs only a few programs.
       supported: whether its cases are supported. If not, the implementation must refuse them.
       seeded: whether operand values matter. If not, one seed is enough.
@@ -85,7 +85,7 @@ class Scope:
     name: str
     about: str
     cases: Callable[[ImplementationGrids], tuple[Case, ...]]
-    has: Callable[[ImplementationGrids, Case], bool]
+    contains: Callable[[ImplementationGrids, Case], bool]
     accepts_any_case: Callable[[Implementation], bool] = lambda implementation: False
     short: bool = False
     supported: bool = True
@@ -94,46 +94,46 @@ class Scope:
 
 
 def _build_scope(
-    name: str, about: str, cases: Callable[[ImplementationGrids], tuple[Case, ...]], **facts: Any
+    name: str, about: str, cases: Callable[[ImplementationGrids], tuple[Case, ...]], **options: Any
 ) -> Scope:
     """Build a scope that contains exactly the cases that it lists."""
-    return Scope(name=name, about=about, cases=cases, has=lambda asked, case: case in cases(asked), **facts)
+    return Scope(name=name, about=about, cases=cases, contains=lambda grids, case: case in cases(grids), **options)
 
 
-def _list_grid_cases(asked: ImplementationGrids) -> tuple[Case, ...]:
+def _list_grid_cases(grids: ImplementationGrids) -> tuple[Case, ...]:
     """List the supported cases of both grids.
 
     Beyond `quick`, very long sequences and the named regressions are added.
     """
-    both = (*asked.grid.cases, *asked.sizes.cases)
-    if asked.level == "quick":
+    both = (*grids.grid.cases, *grids.sizes.cases)
+    if grids.level == "quick":
         return tuple(dict.fromkeys(both))
-    supports = asked.implementation.supports
+    supports = grids.implementation.supports
     named = (regression.case for regression in REGRESSIONS if supports(regression.case) is None)
-    return tuple(dict.fromkeys((*both, *select_long_sequence_cases(asked.seed, supports), *named)))
+    return tuple(dict.fromkeys((*both, *select_long_sequence_cases(grids.seed, supports), *named)))
 
 
-def _list_compiled_cases(asked: ImplementationGrids) -> tuple[Case, ...]:
+def _list_compiled_cases(grids: ImplementationGrids) -> tuple[Case, ...]:
     """List a few long cases for platforms that have a compiler here.
 
     An implementation that declares no native call gets one case, so that the report says so.
     """
-    implementation = asked.implementation
+    implementation = grids.implementation
     if not list_targets(implementation.accelerator.platform):
         return ()
-    cases = select_compiled_cases(implementation.supports, sweep=asked.level == "deep")
+    cases = select_compiled_cases(implementation.supports, sweep=grids.level == "deep")
     return cases if implementation.accelerator.native is not None else cases[:1]
 
 
-def _list_interpreted_cases(asked: ImplementationGrids) -> tuple[Case, ...]:
+def _list_interpreted_cases(grids: ImplementationGrids) -> tuple[Case, ...]:
     """List cases for kernels that JAX can interpret.
 
     A TPU kernel that declares no call for the interpreter gets one case, so that the report says so.
     """
-    implementation = asked.implementation
+    implementation = grids.implementation
     if not _has_interpreter(implementation):
         return ()
-    cases = select_interpreted_cases(asked.seed, implementation.supports, implementation.accelerator.platform)
+    cases = select_interpreted_cases(grids.seed, implementation.supports, implementation.accelerator.platform)
     return cases if implementation.accelerator.under_interpreter is not None else cases[:1]
 
 
@@ -154,37 +154,37 @@ GRID = Scope(
     name="grid",
     about="every case of the covering grids",
     cases=_list_grid_cases,
-    has=lambda asked, case: True,
+    contains=lambda grids, case: True,
     accepts_any_case=_accept_any,
     short=True,
 )
 RICH = _build_scope(
     "rich",
     "the case with every supported operand, and beyond quick a second one",
-    lambda asked: asked.grid.rich,
+    lambda grids: grids.grid.rich,
     accepts_any_case=_accept_any,
 )
 BASE = _build_scope(
-    "base", "the plainest supported case", lambda asked: asked.grid.singles[:1], accepts_any_case=_accept_any
+    "base", "the plainest supported case", lambda grids: grids.grid.singles[:1], accepts_any_case=_accept_any
 )
 DECODED = _build_scope(
     "decoded",
     "a sequence under each mask that can be decoded token by token, if all its pieces are supported",
-    lambda asked: (
-        *select_decoding_cases(asked.seed, asked.implementation.supports),
-        *build_traces(asked.seed, asked.implementation.supports),
+    lambda grids: (
+        *select_decoding_cases(grids.seed, grids.implementation.supports),
+        *build_traces(grids.seed, grids.implementation.supports),
     ),
 )
 FRONT = Scope(
     name="front",
     about="cases whose operands come out of a model's front end",
-    cases=lambda asked: select_front_end_cases(asked.level, asked.seed, asked.implementation.supports),
-    has=lambda asked, case: bool(case.steps),
+    cases=lambda grids: select_front_end_cases(grids.level, grids.seed, grids.implementation.supports),
+    contains=lambda grids, case: bool(case.steps),
 )
 ENSEMBLE = _build_scope(
     "ensemble",
     "one plain, long case in bf16 and one in f16; in bf16 one under a window, one of decoding and one of many queries",
-    lambda asked: select_ensemble_cases(asked.seed, asked.implementation.supports),
+    lambda grids: select_ensemble_cases(grids.seed, grids.implementation.supports),
 )
 INTERPRETED = _build_scope(
     "interpreted",
@@ -204,15 +204,15 @@ COMPILED = _build_scope(
 DECLINED = Scope(
     name="declined",
     about="one case for each feature that is not supported",
-    cases=lambda asked: tuple(dict.fromkeys((*asked.grid.declined, *asked.sizes.declined))),
-    has=lambda asked, case: asked.implementation.supports(case) is not None,
+    cases=lambda grids: tuple(dict.fromkeys((*grids.grid.declined, *grids.sizes.declined))),
+    contains=lambda grids, case: grids.implementation.supports(case) is not None,
     short=True,
     supported=False,
 )
 FEATURE = _build_scope(
     "feature",
     "one plain case for each supported argument and mask",
-    lambda asked: asked.grid.singles[1:],
+    lambda grids: grids.grid.singles[1:],
     accepts_any_case=_accept_any,
     short=True,
 )

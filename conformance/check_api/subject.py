@@ -14,7 +14,7 @@ from cases.case import Case
 from cases.operand_values import Cotangent, Problem, draw_cotangent, draw_problem
 from conformance import records
 from conformance.check_api.judgement import Judgement, judge_comparison
-from conformance.check_api.rotation import FULL_ROTATION, Pullback, Rotation, list_parts, list_pullbacks
+from conformance.check_api.rotation import FULL_ROTATION, Pullback, Rotation, list_partial_cotangents, list_pullbacks
 from conformance.contract import Implementation
 from conformance.execution import kernel_errors
 from conformance.execution.executor import Calls, Executor, Result
@@ -26,7 +26,13 @@ from conformance.truth.tolerances import Tolerances
 
 # Cached values by origin: drawn operands, expectations of the oracle, results of the implementation.
 _OPERAND_CACHE = frozenset({"problem"})
-_EXPECTATION_CACHE = _OPERAND_CACHE | {"expectation", "before_storing", "cotangents", "judged_out", "_defined"}
+_EXPECTATION_CACHE = _OPERAND_CACHE | {
+    "expectation",
+    "expectation_before_storing",
+    "cotangents",
+    "judged_out",
+    "judged_residuals",
+}
 _RESULT_CACHE = _OPERAND_CACHE | {"forward", "residuals", "part", "_calls"}
 
 
@@ -40,7 +46,7 @@ class Subject:
       executor: runs the implementation, here or in its sandbox.
       case: the attention problem.
       tolerances: the table of limits.
-      turn: which of the rotating questions the case is asked.
+      rotation: which of the rotating questions the case is asked.
     """
 
     executor: Executor
@@ -57,21 +63,20 @@ class Subject:
         """Return the subject with another executor, which compiles differently, and keep cached expectations."""
         return self._replace_executor(executor, _EXPECTATION_CACHE)
 
-    def declaring(self, implementation: Implementation) -> Subject:
+    def with_declarations(self, implementation: Implementation) -> Subject:
         """Return the subject with other declarations of the same call, and keep cached results.
 
         Cached expectations are kept if the arithmetic and the treatment of empty rows are declared as before.
         """
         before = self.implementation
         same = (before.arithmetic, before.empty_rows) == (implementation.arithmetic, implementation.empty_rows)
-        return self._replace_executor(
-            self.executor.declaring(implementation), _RESULT_CACHE | _EXPECTATION_CACHE if same else _RESULT_CACHE
-        )
+        kept = _RESULT_CACHE | _EXPECTATION_CACHE if same else _RESULT_CACHE
+        return self._replace_executor(self.executor.declaring(implementation), kept)
 
     def _replace_executor(self, executor: Executor, kept: frozenset[str]) -> Subject:
         """Return a copy with another executor that keeps the named cached values."""
         other = dataclasses.replace(self, executor=executor)
-        vars(other).update({name: found for name, found in vars(self).items() if name in kept})
+        vars(other).update({name: value for name, value in vars(self).items() if name in kept})
         return other
 
     @functools.cached_property
@@ -110,14 +115,14 @@ class Subject:
 
         The bounds include the error of quantisation.
         """
-        stored = self.problem
-        if stored.kv_scales is None:
+        quantized = self.problem
+        if quantized.kv_scales is None:
             return None
-        pairs = zip((stored.k, stored.v), stored.kv_scales, strict=True)
+        pairs = zip((quantized.k, quantized.v), quantized.kv_scales, strict=True)
         k_steps, v_steps = (quantization.compute_half_steps(*pair) for pair in pairs)
         plain = draw_problem(dataclasses.replace(self.case, kv_cache=None))
-        stored_to = OperandErrors(self.case.dtype, np.zeros(plain.q.shape), k_steps, v_steps)
-        return compute_expectation(plain, self.implementation.arithmetic, empty_rows=self.empty_rows, inexact=stored_to)
+        errors = OperandErrors(self.case.dtype, np.zeros(plain.q.shape), k_steps, v_steps)
+        return compute_expectation(plain, self.implementation.arithmetic, empty_rows=self.empty_rows, inexact=errors)
 
     def expected_gradients(self, cotangent: str) -> dict[str, Bounded]:
         """Return the exact gradients and bounds for the named cotangent."""
@@ -137,33 +142,35 @@ class Subject:
         assert drawn.logsumexp is not None
         out = np.where(self.judged_out, drawn.out, np.zeros_like(drawn.out))
         lse = np.where(self.judged_residuals, drawn.logsumexp, np.zeros_like(drawn.logsumexp))
-        parts = [part for part in list_parts(self.case, self._pulled) if part in self.rotation.cotangents]
-        found = {}
-        if "plain" in self._pulled:
-            found["random"] = Cotangent("random", out)
-        if "residuals" in self._pulled:
-            found["random_lse"] = Cotangent("random_lse", out, lse)
+        parts = [
+            part for part in list_partial_cotangents(self.case, self._pullbacks) if part in self.rotation.cotangents
+        ]
+        cotangents = {}
+        if "plain" in self._pullbacks:
+            cotangents["random"] = Cotangent("random", out)
+        if "residuals" in self._pullbacks:
+            cotangents["random_lse"] = Cotangent("random_lse", out, lse)
         if "row" in parts:
-            found["row"] = Cotangent("row", _keep_index(out, axis=1, index=self._last_live_row))
+            cotangents["row"] = Cotangent("row", _keep_index(out, axis=1, index=self._last_live_row))
         if "lse" in parts:
-            found["lse"] = Cotangent("lse", np.zeros_like(out), lse)
+            cotangents["lse"] = Cotangent("lse", np.zeros_like(out), lse)
         if "head" in parts:
-            found["head"] = Cotangent("head", _keep_index(out, axis=2, index=self.case.num_q_heads - 1))
+            cotangents["head"] = Cotangent("head", _keep_index(out, axis=2, index=self.case.num_q_heads - 1))
         empty = self.problem.empty_rows
         if self.implementation.empty_rows != "undefined" and empty.any():
             rows = empty.transpose(0, 2, 1)[..., None]
-            found["empty"] = Cotangent("empty", np.where(rows, drawn.out, np.zeros_like(drawn.out)))
-        return found
+            cotangents["empty"] = Cotangent("empty", np.where(rows, drawn.out, np.zeros_like(drawn.out)))
+        return cotangents
 
     @property
-    def _pulled(self) -> tuple[Pullback, ...]:
+    def _pullbacks(self) -> tuple[Pullback, ...]:
         """The calls to differentiate, among those that can be."""
-        return tuple(call for call in list_pullbacks(self.implementation, self.case) if call in self.rotation.pulled)
+        return tuple(call for call in list_pullbacks(self.implementation, self.case) if call in self.rotation.pullbacks)
 
     @property
     def full_cotangent(self) -> str:
         """The name of a cotangent that reaches every judged row: `random` or `random_lse`."""
-        return "random" if "plain" in self._pulled else "random_lse"
+        return "random" if "plain" in self._pullbacks else "random_lse"
 
     @property
     def _last_live_row(self) -> int:
@@ -182,13 +189,9 @@ class Subject:
         keep = keep & problem.decided  # if rounding may choose other keys, there are several right results
         return keep.transpose(0, 2, 1)[..., None]
 
-    @property
+    @functools.cached_property
     def judged_residuals(self) -> np.ndarray:
         """Which rows of the residuals are judged, `[B, N, T]`; empty rows only if they are declared zero."""
-        return self._defined
-
-    @functools.cached_property
-    def _defined(self) -> np.ndarray:
         return (~self.problem.empty_rows | (self.implementation.empty_rows == "zero")) & self.problem.decided
 
     def begin_forward(self) -> None:
@@ -323,22 +326,22 @@ class Subject:
 
     def gradients(self, cotangent: str) -> Result:
         """Return the implementation's gradients for the named cotangent."""
-        if cotangent not in self._pulled_back:
-            self._pulled_back[cotangent] = self.run_gradients(self.problem, self.cotangents[cotangent])
-        return self._pulled_back[cotangent]
+        if cotangent not in self._gradient_cache:
+            self._gradient_cache[cotangent] = self.run_gradients(self.problem, self.cotangents[cotangent])
+        return self._gradient_cache[cotangent]
 
     @functools.cached_property
-    def _pulled_back(self) -> dict[str, Result]:
+    def _gradient_cache(self) -> dict[str, Result]:
         """The gradients computed so far, by cotangent."""
         return {}
 
     def run_gradients(self, problem: Problem, cotangent: Cotangent) -> Result:
         """Pull a cotangent back on other values of the same shapes, by an already compiled program."""
-        if cotangent.logsumexp is None and "plain" in self._pulled:
+        if cotangent.logsumexp is None and "plain" in self._pullbacks:
             return self.executor.gradients(problem, cotangent)
         if cotangent.logsumexp is None:
-            none = np.zeros(self.judged_residuals.shape, np.float32)
-            cotangent = dataclasses.replace(cotangent, logsumexp=none)
+            zeros = np.zeros(self.judged_residuals.shape, np.float32)
+            cotangent = dataclasses.replace(cotangent, logsumexp=zeros)
         return self.executor.gradients_lse(problem, cotangent)
 
 

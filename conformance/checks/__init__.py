@@ -26,6 +26,7 @@ from conformance.check_api.scopes import (
 from conformance.check_api.subject import Subject
 from conformance.checks import (
     aliasing,
+    arguments,
     calls,
     compiles,
     decoding,
@@ -59,7 +60,7 @@ class Check:
       name: as users type it after `--check=`.
       scope: the cases.
       run: yields the judgements of one subject. The first line of its docstring describes the check in `list checks`.
-      begins: starts the kernel's work in its own process, so that it runs while the judge computes what to expect.
+      start: starts the kernel's work in its own process, so that it runs while the judge computes what to expect.
       compares: whether a result is compared with the oracle. If not, cases need not discriminate, and need no oracle.
     """
 
@@ -70,8 +71,8 @@ class Check:
     compares: bool = True
 
     @property
-    def asks(self) -> str:
-        """The first line of the check's description."""
+    def question(self) -> str:
+        """The first line of the check's docstring."""
         return (self.run.__doc__ or "").strip().split("\n")[0]
 
 
@@ -92,7 +93,7 @@ CHECKS: tuple[Check, ...] = (
     Check("linearity", GRID, linearity.check_linearity),
     Check("parts", GRID, parts.check_parts),
     Check("refusals", DECLINED, refusals.check_refusals),
-    Check("arguments", FEATURE, errors.check_arguments),
+    Check("arguments", FEATURE, arguments.check_arguments),
     Check("forms", FEATURE, forms.check_forms),
     Check("errors", BASE, errors.check_errors),
     Check("memory", BASE, memory.check_memory),

@@ -252,7 +252,7 @@ def _check_few_operands(call: Mapping[str, Any], pair: ProblemPair) -> Iterator[
             continue
         pulled = list_pullbacks(subject.implementation, case)[-1:]
         other = dataclasses.replace(
-            subject, case=case, rotation=Rotation(pulled=pulled, cotangents=(), laws=(), poisons=())
+            subject, case=case, rotation=Rotation(pullbacks=pulled, cotangents=(), laws=(), poisons=())
         )
         if not other.has_gradients:
             yield from check_problem(other, other.problem)

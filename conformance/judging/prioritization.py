@@ -108,11 +108,11 @@ def compute_value(program: Sequence[Question], met: Set[str], met_pairs: Set[Pai
 def collect_marks(question: Question) -> frozenset[str]:
     """The marks of the case, and what it is asked."""
     case, turn = question
-    asked = itertools.chain(turn.pulled, turn.cotangents) if case.phase == "train" else ()
+    asked = itertools.chain(turn.pullbacks, turn.cotangents) if case.phase == "train" else ()
     return find_marks(case) | {f"asks {what}" for what in itertools.chain(asked, turn.laws, turn.poisons)}
 
 
 def _estimate_cost(case: Case, turn: Rotation) -> float:
     run = case.batch * case.num_q_heads * case.q_length * case.kv_length * (case.head_dim + case.v_head_dim)
-    calls = len(turn.pulled) if case.phase == "train" else 0
+    calls = len(turn.pullbacks) if case.phase == "train" else 0
     return _FORWARD_COST + _PULLBACK_COST * calls + run * (1 + 3 * bool(calls)) / _MULTIPLICATIONS_PER_COST

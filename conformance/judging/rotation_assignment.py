@@ -24,7 +24,7 @@ from conformance.check_api.rotation import (
     POISONS,
     PULLBACKS,
     Rotation,
-    list_parts,
+    list_partial_cotangents,
     list_pullbacks,
 )
 from conformance.contract import Implementation
@@ -46,12 +46,12 @@ def assign_rotations(implementation: Implementation, found: Grid, seed: int) -> 
     choices = _RotationAssigner(rows, seed)
     pulled = choices.of(PULLBACKS, lambda case: list_pullbacks(implementation, case), share=True)
     merges = choices.of(_QUARTERS, lambda case: _QUARTERS if implementation.parts else (), share=True)
-    cotangents = choices.of(PARTIAL_COTANGENTS, lambda case: list_parts(case, pulled[case]))
+    cotangents = choices.of(PARTIAL_COTANGENTS, lambda case: list_partial_cotangents(case, pulled[case]))
     laws = choices.of(LAWS, lambda case: LAWS)
     poisons = choices.of(POISONS, lambda case: POISONS if implementation.behind_mask == "any" else ())
     turned = {
         case: Rotation(
-            pulled=pulled[case],
+            pullbacks=pulled[case],
             cotangents=cotangents[case],
             laws=laws[case],
             poisons=poisons[case],

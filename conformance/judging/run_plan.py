@@ -181,7 +181,7 @@ def plan_case(
         scope
         for scope in SCOPES
         if scope.supported == supported
-        and ((named and scope.accepts_any_case(implementation)) or scope.has(asked, case))
+        and ((named and scope.accepts_any_case(implementation)) or scope.contains(asked, case))
     ]
     theirs = tuple(check for check in chosen if check.scope in scopes)
     # A declined case is shown with its reason, whichever checks are asked for.

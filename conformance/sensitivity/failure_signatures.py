@@ -26,8 +26,8 @@ SCHEMA = "attention-conformance/signatures/1"
 FILE = Path(__file__).with_name("signatures.json")
 
 # One backward pass, of the call that every kernel has; the other too where a case asks for that of `logsumexp`.
-_PLAIN_ROTATION = Rotation(pulled=("plain",), cotangents=(), laws=(), poisons=("nan",))
-_BOTH_ROTATION = dataclasses.replace(_PLAIN_ROTATION, pulled=PULLBACKS)
+_PLAIN_ROTATION = Rotation(pullbacks=("plain",), cotangents=(), laws=(), poisons=("nan",))
+_BOTH_ROTATION = dataclasses.replace(_PLAIN_ROTATION, pullbacks=PULLBACKS)
 # A ratio is kept as its logarithm in steps of so much: 1%, which is what two orders of summation may differ by.
 _SIZE_STEP = 0.005
 _INFINITE_SIZE = 40.0

@@ -300,7 +300,7 @@ def test_cases_that_differ_in_values_alone_are_judged_by_the_same_programs() -> 
     runner = Runner(Settings())
 
     # Questions that need no compilation may differ between cases.
-    once = Rotation(pulled=("plain",), cotangents=("row",), laws=("linearity",))
+    once = Rotation(pullbacks=("plain",), cotangents=("row",), laws=("linearity",))
     again = dataclasses.replace(once, cotangents=("head",), laws=("independence",))
 
     def judge_with(distribution: str, turn: Rotation) -> list[Record]:
@@ -319,7 +319,7 @@ def test_cases_that_differ_in_values_alone_are_judged_by_the_same_programs() -> 
 
 
 def test_every_check_says_what_it_asks() -> None:
-    assert all(check.asks.endswith((".", ":")) or check.asks for check in CHECKS)
+    assert all(check.question.endswith((".", ":")) or check.asks for check in CHECKS)
     assert len(CHECKS_BY_NAME) == len(CHECKS)
 
 

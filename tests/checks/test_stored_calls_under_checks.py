@@ -13,7 +13,7 @@ from cases.case import Case
 from cases.storage_forms.server_traces import build_traces
 from conformance.check_api.scopes import FEATURE, ImplementationGrids
 from conformance.checks import CHECKS_BY_NAME
-from conformance.checks.errors import iter_without_argument
+from conformance.checks.arguments import iter_without_argument
 from conformance.contract import Implementation
 from conformance.execution import implementation_registry
 from conformance.execution.plain_functions import build_implementation
