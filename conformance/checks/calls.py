@@ -119,27 +119,23 @@ def check_calls(subject: Subject) -> Iterator[Judgement]:
         yield from run_subcheck(name, functools.partial(_check_stored_sequences, changes, pair))
 
 
-def _call_eagerly(pair: ProblemPair, problem: Problem) -> np.ndarray:
-    return pair.subject.executor.run(call_sequences.run_eagerly, problem)
-
-
 def _check_other_masks(pair: ProblemPair) -> Iterator[Judgement]:
     """Check other masks of the same shapes outside `jit`, then the first mask again."""
     case = pair.subject.case
     specs = _OTHER_MASKS if case.storage is None else list_other_masks(case)
-    possible = (dataclasses.replace(case, mask=spec) for spec in specs)
-    others = [other for other in possible if pair.subject.implementation.supports(other) is None]
+    candidates = (dataclasses.replace(case, mask=spec) for spec in specs)
+    others = [other for other in candidates if pair.subject.implementation.supports(other) is None]
     sizes = (case.batch, case.num_q_heads, case.q_length, case.kv_length, case.seed)
     problems = [
         dataclasses.replace(pair.problems[0], mask=mask_spec.build_mask(other.mask, *sizes)) for other in others
     ]
     if others and others[-1].mask == _OTHER_MASKS[-1]:
         problems.append(dataclasses.replace(pair.problems[0], mask=_reverse_rows(problems[-1])))
-    beside = dataclasses.replace(case, mask="causal_and_dense-d60")
-    if case.storage is None and pair.subject.implementation.supports(beside) is None:
+    combined = dataclasses.replace(case, mask="causal_and_dense-d60")
+    if case.storage is None and pair.subject.implementation.supports(combined) is None:
         problems.append(dataclasses.replace(pair.problems[0], mask=_add_trivial_mask(pair.problems[0])))
     for problem in [*problems, pair.problems[0]] if problems else []:
-        got = _call_eagerly(pair, problem)
+        got = pair.run_eagerly(problem)
         yield pair.judge_out_for(got, (problem,), (pair.subject.expect(problem),))
 
 
@@ -159,9 +155,9 @@ def _check_other_values(pair: ProblemPair) -> Iterator[Judgement]:
 
     Results are read last: no call may overwrite the results of an earlier one.
     """
-    turns = (0, 1, 0)
-    found = pair.subject.executor.run(call_sequences.run_sequence_eagerly, [pair.problems[n] for n in turns])
-    for n, got in zip(turns, found, strict=True):
+    order = (0, 1, 0)
+    results = pair.subject.executor.run(call_sequences.run_sequence_eagerly, [pair.problems[n] for n in order])
+    for n, got in zip(order, results, strict=True):
         yield pair.judge_out_for(got, (pair.problems[n],), (pair.expected[n],))
 
 
@@ -179,7 +175,7 @@ def _check_other_bias(pair: ProblemPair) -> Iterator[Judgement]:
     assert bias is not None
     bias[:, :, 0] = 0
     problem = dataclasses.replace(pair.problems[0], bias=bias)
-    yield pair.judge_out_for(_call_eagerly(pair, problem), (problem,), (pair.subject.expect(problem),))
+    yield pair.judge_out_for(pair.run_eagerly(problem), (problem,), (pair.subject.expect(problem),))
 
 
 def _check_other_shapes(pair: ProblemPair) -> Iterator[Judgement]:
@@ -195,7 +191,7 @@ def _check_other_shapes(pair: ProblemPair) -> Iterator[Judgement]:
     for other in others:
         if pair.subject.implementation.supports(other) is None:
             subject = dataclasses.replace(pair.subject, case=other)
-            got = _call_eagerly(pair, subject.problem)
+            got = pair.run_eagerly(subject.problem)
             yield subject.judge("out", got, subject.expectation.forward["out"], subject.judged_out)
 
 
@@ -224,10 +220,10 @@ def _check_stored_sequences(changes: Mapping[str, Any], pair: ProblemPair) -> It
     If so many heads are not supported, the case's own number is used.
     """
     subject = pair.subject
-    told = dataclasses.replace(subject.case, **changes)
+    requested = dataclasses.replace(subject.case, **changes)
     heads = {name: getattr(subject.case, name) for name in ("num_q_heads", "num_kv_heads")}
     refusals = []
-    for case in (told, dataclasses.replace(told, **heads)):
+    for case in (requested, dataclasses.replace(requested, **heads)):
         if (refusal := subject.implementation.supports(case)) is None:
             other = dataclasses.replace(subject, case=case)
             yield from check_problem(other, other.problem)
@@ -250,9 +246,9 @@ def _check_few_operands(call: Mapping[str, Any], pair: ProblemPair) -> Iterator[
         if (refusal := subject.implementation.supports(case)) is not None:
             refusals.append(refusal)
             continue
-        pulled = list_pullbacks(subject.implementation, case)[-1:]
+        pullbacks = list_pullbacks(subject.implementation, case)[-1:]
         other = dataclasses.replace(
-            subject, case=case, rotation=Rotation(pullbacks=pulled, cotangents=(), laws=(), poisons=())
+            subject, case=case, rotation=Rotation(pullbacks=pullbacks, cotangents=(), laws=(), poisons=())
         )
         if not other.has_gradients:
             yield from check_problem(other, other.problem)
@@ -270,12 +266,12 @@ def _check_numpy(pair: ProblemPair) -> Iterator[Judgement]:
     The first result is read after the second call, which must not change it.
     """
     for problem, other in (pair.problems, *_add_dense_masks(pair)):
-        refused, found = pair.subject.executor.run(call_sequences.run_on_reused_numpy_arrays, problem, other)
+        refused, results = pair.subject.executor.run(call_sequences.run_on_reused_numpy_arrays, problem, other)
         if refused:
             yield build_unsupported("out", refused)
             return
-        for got, meant in zip(found, (problem, other), strict=True):
-            yield pair.judge_out_for(got, (meant,), (pair.subject.expect(meant),))
+        for got, given in zip(results, (problem, other), strict=True):
+            yield pair.judge_out_for(got, (given,), (pair.subject.expect(given),))
 
 
 def _check_numpy_views(pair: ProblemPair) -> Iterator[Judgement]:
@@ -288,12 +284,14 @@ def _add_dense_masks(pair: ProblemPair) -> list[tuple[Problem, Problem]]:
     """Return the two problems with dense masks, if such a mask reaches the call as an array."""
     case, subject = pair.subject.case, pair.subject
     sizes = (case.batch, case.num_q_heads, case.q_length, case.kv_length, case.seed)
-    one, other = (
+    first, second = (
         dataclasses.replace(problem, mask=mask_spec.build_mask(spec, *sizes))
         for problem, spec in zip(pair.problems, ("dense-d60", "dense-d30"), strict=True)
     )
     refused = case.storage is not None or subject.implementation.supports(dataclasses.replace(case, mask="dense-d60"))
-    return [] if refused or not subject.executor.run(single_calls.find_mask_arguments, one)["mask"] else [(one, other)]
+    if refused or not subject.executor.run(single_calls.find_mask_arguments, first)["mask"]:
+        return []
+    return [(first, second)]
 
 
 def _check_thread(pair: ProblemPair) -> Iterator[Judgement]:
@@ -324,17 +322,17 @@ def _check_shared_array(pair: ProblemPair) -> Iterator[Judgement]:
     if case.storage is not None:
         yield build_unsupported("out", "stored operands are separate arrays")
         return
-    alike: dict[str, Any] = {operand.field: operand.absent for operand in REMOVABLE}
-    alike |= {
+    changes: dict[str, Any] = {operand.field: operand.absent for operand in REMOVABLE}
+    changes |= {
         "kv_cache": None,
         "kv_length": case.q_length,
         "num_kv_heads": case.num_q_heads,
         "v_head_dim": case.head_dim,
     }
-    plain = dataclasses.replace(case, **alike)
-    possible = (dataclasses.replace(plain, mask=mask) for mask in ("full", "causal", case.mask))
+    plain = dataclasses.replace(case, **changes)
+    candidates = (dataclasses.replace(plain, mask=mask) for mask in ("full", "causal", case.mask))
     refusals = []
-    for other in possible:
+    for other in candidates:
         if (refusal := pair.subject.implementation.supports(other)) is None:
             problem = draw_problem(other)
             tokens = problem.q.copy()
@@ -351,9 +349,9 @@ def _check_shared_array(pair: ProblemPair) -> Iterator[Judgement]:
 def _check_repetition(pair: ProblemPair) -> Iterator[Judgement]:
     """Check that a thousand calls of one program on the same operands give the same bits."""
     count = _REPEATS_INTERPRETED if pair.subject.implementation.accelerator.interpreted else _REPEATS
-    different = pair.subject.executor.run(call_sequences.count_differing_calls, pair.problems[0], count)
-    reason = "" if not different else f"{different} of {count:,} calls give other bits than the first"
-    yield Judgement(observable="bits", verdict=records.FAIL if different else records.PASS, reason=reason)
+    count_different = pair.subject.executor.run(call_sequences.count_differing_calls, pair.problems[0], count)
+    reason = "" if not count_different else f"{count_different} of {count:,} calls give other bits than the first"
+    yield Judgement(observable="bits", verdict=records.FAIL if count_different else records.PASS, reason=reason)
 
 
 _SUBCHECKS: dict[str, Callable[[ProblemPair], Iterator[Judgement]]] = {

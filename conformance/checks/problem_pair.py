@@ -16,6 +16,7 @@ from cases.operand_registry import GRADIENT_OF
 from cases.operand_values import Cotangent, Problem, draw_cotangent, draw_problem
 from conformance.check_api.judgement import Judgement
 from conformance.check_api.subject import Subject
+from conformance.executor_tasks import call_sequences
 from conformance.truth.rounding_bounds import Bounded, Expectation
 
 
@@ -55,6 +56,10 @@ class ProblemPair:
     def expected(self) -> tuple[Expectation, ...]:
         """The expectation for each problem."""
         return tuple(self.subject.expect(p, self.cotangents[n : n + 1]) for n, p in enumerate(self.problems))
+
+    def run_eagerly(self, problem: Problem) -> np.ndarray:
+        """Return `out` of the call outside `jit`, on JAX arrays."""
+        return self.subject.executor.run(call_sequences.run_eagerly, problem)
 
     def judge_out(self, got: Any, count: int = 1) -> Judgement:
         """Judge `out` of the case's problem, or of both problems stacked."""

@@ -53,7 +53,7 @@ def check_transforms(subject: Subject) -> Iterator[Judgement]:
 
 def _check_eager(pair: ProblemPair) -> Iterator[Judgement]:
     """Check the call outside `jit`, with its residuals."""
-    yield pair.judge_out(_call_eagerly(pair, pair.problems[0]))
+    yield pair.judge_out(pair.run_eagerly(pair.problems[0]))
     if pair.subject.implementation.residuals:
         results = pair.subject.executor.run(call_sequences.run_residuals_eagerly, pair.problems[0])
         yield from _judge_residuals(pair, {name: x[None] for name, x in results.items()}, 1)
@@ -61,10 +61,6 @@ def _check_eager(pair: ProblemPair) -> Iterator[Judgement]:
         # A kernel may have declared that it has no residuals, so that no other check looks at them.
         reason = f"returns {' and '.join(returned)}, which it declares not to offer"
         yield Judgement(observable="residuals", verdict=records.FAIL, reason=reason)
-
-
-def _call_eagerly(pair: ProblemPair, problem: Problem) -> np.ndarray:
-    return pair.subject.executor.run(call_sequences.run_eagerly, problem)
 
 
 def _check_vmap(pair: ProblemPair) -> Iterator[Judgement]:
@@ -102,9 +98,9 @@ def _check_vmap_over(names: Sequence[str], pair: ProblemPair) -> Iterator[Judgem
     )
     changed: dict[str, Any] = {name: getattr(other, name) for name in mapped}
     mixed = dataclasses.replace(problem, **changed)
-    found, expected = (problem, mixed), (pair.expected[0], pair.subject.expect(mixed))
-    turns = (0, 1, 1, 0) if twice else (0, 1)
-    yield pair.judge_out_for(got, [found[n] for n in turns], [expected[n] for n in turns])
+    problems, expected = (problem, mixed), (pair.expected[0], pair.subject.expect(mixed))
+    order = (0, 1, 1, 0) if twice else (0, 1)
+    yield pair.judge_out_for(got, [problems[n] for n in order], [expected[n] for n in order])
 
 
 def _check_vmap_over_half(name: str, which: int, pair: ProblemPair) -> Iterator[Judgement]:
@@ -113,10 +109,10 @@ def _check_vmap_over_half(name: str, which: int, pair: ProblemPair) -> Iterator[
     Models do this for keys of several prompts, or for queries over one cache.
     """
     problem, other = pair.problems
-    ours, theirs = getattr(problem, name), getattr(other, name)
-    if ours is None:
+    shared, mapped = getattr(problem, name), getattr(other, name)
+    if shared is None:
         return
-    changed: dict[str, Any] = {name: tuple((theirs if n == which else ours)[n] for n in range(2))}
+    changed: dict[str, Any] = {name: tuple((mapped if n == which else shared)[n] for n in range(2))}
     mixed = dataclasses.replace(problem, **changed)
     got = pair.subject.executor.run(transformed_calls.run_vmap_over, (problem, mixed), [name], which)
     yield pair.judge_out_for(got, (problem, mixed), (pair.expected[0], pair.subject.expect(mixed)))
@@ -175,13 +171,13 @@ def _check_x64_residuals(pair: ProblemPair) -> Iterator[Judgement]:
 
 
 def _check_x64_dtypes(pair: ProblemPair, problem: Problem) -> Iterator[Judgement]:
-    usual, found = (
+    usual, with_x64 = (
         pair.subject.executor.run(transformed_calls.find_residual_dtypes, problem, doubles=doubles)
         for doubles in (False, True)
     )
     for name in sorted(usual):
-        same = found[name] == usual[name]
-        reason = "" if same else f"dtype is {found[name]}, must be {usual[name]} as without x64"
+        same = with_x64[name] == usual[name]
+        reason = "" if same else f"dtype is {with_x64[name]}, must be {usual[name]} as without x64"
         yield Judgement(observable=name, verdict=records.PASS if same else records.FAIL, reason=reason)
 
 
@@ -210,7 +206,7 @@ def _check_other_statics(pair: ProblemPair) -> Iterator[Judgement]:
         yield pair.judge_out_for(got, (other,), (pair.subject.expect(other),))
     # Only one number changes, so a cache key must contain all its digits.
     for other in (dataclasses.replace(problem, **{name: number * _NEARBY_FACTOR}) for name, number in numbers.items()):
-        yield pair.judge_out_for(_call_eagerly(pair, other), (other,), (pair.subject.expect(other),))
+        yield pair.judge_out_for(pair.run_eagerly(other), (other,), (pair.subject.expect(other),))
 
 
 def _check_vmap_few(pair: ProblemPair) -> Iterator[Judgement]:
@@ -226,7 +222,7 @@ def _check_vmap_few(pair: ProblemPair) -> Iterator[Judgement]:
 
 
 def _check_gradients(how: transformed_calls.MappingOrder, pair: ProblemPair) -> Iterator[Judgement]:
-    """Check gradients of the mapped call, mapped gradients, or gradients of layers under `lax.scan`."""
+    """Check gradients of both problems: `grad` of `vmap`, `vmap` of `grad`, or layers under `lax.scan`."""
     out, got = pair.subject.executor.run(transformed_calls.run_gradients, how, pair.problems, pair.stacked_cotangents)
     yield pair.judge_out(out, 2)
     yield from pair.judge_gradients(got, 2)
@@ -260,16 +256,16 @@ def _check_eager_gradients(pair: ProblemPair) -> Iterator[Judgement]:
     The pullback is used for the second time, after the other problem's.
     """
     dos = [cotangent.out for cotangent in pair.cotangents]
-    found = pair.subject.executor.run(transformed_calls.run_gradients_eagerly, pair.problems, dos)
-    yield from pair.judge_gradients(found)
+    got = pair.subject.executor.run(transformed_calls.run_gradients_eagerly, pair.problems, dos)
+    yield from pair.judge_gradients(got)
 
 
 def _check_eager_query_gradient(pair: ProblemPair) -> Iterator[Judgement]:
     """Check the gradient of q alone outside `jit`, where keys and values are arrays, not tracers."""
-    found = pair.subject.executor.run(
+    got = pair.subject.executor.run(
         transformed_calls.run_query_gradient_eagerly, pair.problems[0], pair.cotangents[0].out
     )
-    yield from pair.judge_gradients(found)
+    yield from pair.judge_gradients(got)
 
 
 def _check_two_kinds(pair: ProblemPair) -> Iterator[Judgement]:
@@ -312,11 +308,9 @@ def _build_other_kind(subject: Subject) -> Problem | None:
 
 def _check_vmap_of_pullback(pair: ProblemPair) -> Iterator[Judgement]:
     """Check one pullback that is mapped over cotangents only."""
-    problem = pair.problems[0]
-
-    first = pair.cotangents[0]
-    turned = np.where(pair.subject.judged_out, first.out[:, ::-1], np.zeros_like(first.out))
-    cotangents = [first, dataclasses.replace(first, out=turned)]
+    problem, first = pair.problems[0], pair.cotangents[0]
+    reversed_do = np.where(pair.subject.judged_out, first.out[:, ::-1], np.zeros_like(first.out))
+    cotangents = [first, dataclasses.replace(first, out=reversed_do)]
     dos = np.stack([cotangent.out for cotangent in cotangents])
     got = pair.subject.executor.run(transformed_calls.run_mapped_pullback, problem, dos)
     expected = pair.subject.expect(problem, cotangents).gradients
@@ -363,8 +357,8 @@ def _check_forward_mode(pair: ProblemPair) -> Iterator[Judgement]:
 
 def _check_one_gradient(pair: ProblemPair) -> Iterator[Judgement]:
     """Check the gradient of each operand alone."""
-    found = pair.subject.executor.run(transformed_calls.run_single_gradients, pair.problems[0], pair.cotangents[0].out)
-    yield from pair.judge_gradients(found)
+    got = pair.subject.executor.run(transformed_calls.run_single_gradients, pair.problems[0], pair.cotangents[0].out)
+    yield from pair.judge_gradients(got)
 
 
 def _check_x64_backward(pair: ProblemPair) -> Iterator[Judgement]:
@@ -372,9 +366,9 @@ def _check_x64_backward(pair: ProblemPair) -> Iterator[Judgement]:
     problem = pair.problems[0]
     got = pair.subject.executor.run(transformed_calls.run_x64_backward, problem, pair.cotangents[0].out)
     for judgement, name in zip(pair.judge_gradients(got), pair.list_judged_operands(got), strict=True):
-        want = getattr(problem, name).dtype
-        if got[name].dtype != want:
-            reason = f"dtype is {got[name].dtype}, must be that of {name}, {want}"
+        required = getattr(problem, name).dtype
+        if got[name].dtype != required:
+            reason = f"dtype is {got[name].dtype}, must be that of {name}, {required}"
             judgement = dataclasses.replace(judgement, verdict=records.FAIL, reason=reason)
         yield judgement
 
@@ -408,8 +402,8 @@ _FORWARD_SUBCHECKS: dict[str, Callable[[ProblemPair], Iterator[Judgement]]] = {
     "other_statics": _check_other_statics,
 }
 _BACKWARD_SUBCHECKS: dict[str, Callable[[ProblemPair], Iterator[Judgement]]] = {
-    "grad_of_vmap": functools.partial(_check_gradients, "outside"),
-    "vmap_of_grad": functools.partial(_check_gradients, "inside"),
+    "grad_of_vmap": functools.partial(_check_gradients, "grad_of_vmap"),
+    "vmap_of_grad": functools.partial(_check_gradients, "vmap_of_grad"),
     "checkpoint": functools.partial(_check_checkpoint, False),
     "checkpoint_names": functools.partial(_check_checkpoint, True),
     "vmap_of_pullback": _check_vmap_of_pullback,

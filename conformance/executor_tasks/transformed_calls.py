@@ -17,7 +17,7 @@ from conformance.execution import kernel_errors
 from conformance.execution.executor import Arrays, Executor, Values, pull_back
 
 OutAndGradients = tuple[np.ndarray, Values]
-MappingOrder = Literal["outside", "inside", "scan"]
+MappingOrder = Literal["grad_of_vmap", "vmap_of_grad", "scan"]
 
 
 def run_vmap(executor: Executor, problems: Sequence[Problem]) -> np.ndarray:
@@ -111,8 +111,8 @@ def run_gradients(
 ) -> OutAndGradients:
     """Return `out` and gradients of several problems for stacked cotangents.
 
-    The problems are mapped inside the differentiated function (`outside`: `grad` of `vmap`), or outside of it
-    (`inside`: `vmap` of `grad`), or they are layers under `lax.scan` with their own operands.
+    The mapped call is differentiated (`grad_of_vmap`), or the differentiated call is mapped (`vmap_of_grad`), or the
+    problems are layers under `lax.scan` (`scan`), each with its own operands.
     """
     plain, _ = executor.bind(problems[0])
 
@@ -120,8 +120,8 @@ def run_gradients(
         return jax.lax.scan(lambda carry, arrays: (carry, plain(arrays)), None, stacked)[1]
 
     program: dict[str, Callable[..., Any]] = {
-        "outside": functools.partial(pull_back, jax.vmap(plain)),
-        "inside": jax.vmap(functools.partial(pull_back, plain)),
+        "grad_of_vmap": functools.partial(pull_back, jax.vmap(plain)),
+        "vmap_of_grad": jax.vmap(functools.partial(pull_back, plain)),
         "scan": functools.partial(pull_back, layers),
     }
     return _copy_pulled_to_host(executor.jit(program[how])(_stack_operands(executor, problems), do))
