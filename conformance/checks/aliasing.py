@@ -33,9 +33,9 @@ def check_aliasing(subject: Subject) -> Iterator[Judgement]:
     yield from _check_operands(subject, subject.problem)
     absent: dict[str, Any] = {operand.field: operand.absent for operand in REMOVABLE}
     plain = dataclasses.replace(subject.case, mask="full", **absent)
-    alike = dataclasses.replace(plain, v_head_dim=plain.head_dim)
-    if subject.implementation.supports(alike) is None:
-        plain = alike
+    equal_depths = dataclasses.replace(plain, v_head_dim=plain.head_dim)
+    if subject.implementation.supports(equal_depths) is None:
+        plain = equal_depths
     masked = dataclasses.replace(subject.case, mask=_DENSE_CAUSAL_MASK)
     for name, case in (("plain", plain), ("mask", masked)):
         if subject.implementation.supports(case) is None:
@@ -52,10 +52,13 @@ def _check_operands(subject: Subject, problem: Problem) -> Iterator[Judgement]:
 
 def _check_pages(subject: Subject) -> Iterator[Judgement]:
     """Check the pages, new keys and new values that are given to a call that writes pages."""
-    what = page_comparison.build_page_writing(subject)
+    writing = page_comparison.build_page_writing(subject)
     for how in ("eager", "jit"):
-        asked = subject.problem, what.tokens, what.before
-        yield _judge(how, *subject.executor.run(page_write_calls.find_written_operands, *asked, compiled=how == "jit"))
+        arguments = subject.problem, writing.tokens, writing.before
+        changed, reason = subject.executor.run(
+            page_write_calls.find_written_operands, *arguments, compiled=how == "jit"
+        )
+        yield _judge(how, changed, reason)
 
 
 def _judge(how: str, changed: list[str], reason: str) -> Judgement:

@@ -33,13 +33,13 @@ def check_compiles(subject: Subject) -> Iterator[Judgement]:
     if missing := {reason for target in targets if (reason := target.toolchain.missing)}:
         yield _build_unjudged("all", "; ".join(sorted(missing)))
         return
-    found = subject.executor.run(native_compilation.compile_programs, subject.case, gradients=subject.has_gradients)
-    for one in found:
+    programs = subject.executor.run(native_compilation.compile_programs, subject.case, gradients=subject.has_gradients)
+    for program in programs:
         yield Judgement(
-            observable=f"{one['target']}.{one['program']}",
-            verdict=_VERDICTS[one["outcome"]],
-            reason=one["reason"],
-            figures=one["figures"],
+            observable=f"{program['target']}.{program['program']}",
+            verdict=_VERDICTS[program["outcome"]],
+            reason=program["reason"],
+            figures=program["figures"],
         )
 
 

@@ -17,7 +17,7 @@ from cases.storage_forms.server_traces import Step, iter_steps
 from conformance.check_api.judgement import Judgement, add_label
 from conformance.check_api.subject import Subject
 from conformance.checks import page_comparison
-from conformance.executor_tasks import page_write_calls as driven
+from conformance.executor_tasks import page_write_calls
 from conformance.truth.rounding_bounds import Bounded
 
 # Content of unwritten memory if it must be finite.
@@ -55,12 +55,12 @@ def check_decoding(subject: Subject) -> Iterator[Judgement]:
 def _check_server_trace(subject: Subject) -> Iterator[Judgement]:
     """Check that each step of a server trace gives the rows of one pass over all its sequences."""
     whole = subject.expectation.forward
-    life = tuple(iter_steps(subject.case, subject.problem))
-    written = _run_page_writes(subject, life) if subject.implementation.writes_pages else ()
-    for number, step in enumerate(life):
-        if written:
-            what, got = written[number]
-            yield from add_label(f"step{number}", page_comparison.judge_pages(what, got))
+    trace = tuple(iter_steps(subject.case, subject.problem))
+    writes = _run_page_writes(subject, trace) if subject.implementation.writes_pages else ()
+    for number, step in enumerate(trace):
+        if writes:
+            writing, got = writes[number]
+            yield from add_label(f"step{number}", page_comparison.judge_pages(writing, got))
         else:
             got = subject.run_results(step.problem)
         for name, judged in (
@@ -73,22 +73,22 @@ def _check_server_trace(subject: Subject) -> Iterator[Judgement]:
                 yield subject.judge(name, got[name], expected, judged, label=f"{name}.step{number}")
 
 
-def _run_page_writes(subject: Subject, life: tuple[Step, ...]) -> tuple[tuple[Writing, Mapping[str, np.ndarray]], ...]:
+def _run_page_writes(subject: Subject, trace: tuple[Step, ...]) -> tuple[tuple[Writing, Mapping[str, np.ndarray]], ...]:
     """Run all steps of a call that writes pages.
 
     Returns:
       For each step the expected page writes, and its results: `out` and residuals in dense form, and the page arrays.
     """
     finite = subject.implementation.behind_mask == "finite"
-    expected: list[Writing] = []
-    for step in life:
-        before = expected[-1].after if expected else None
-        expected.append(build_writing(step.problem, subject.case.seed, finite=finite, before=before))
-    problems, tokens = [step.problem for step in life], [what.tokens for what in expected]
-    found = subject.executor.run(driven.run_steps, problems, tokens, expected[0].before)
+    writings: list[Writing] = []
+    for step in trace:
+        before = writings[-1].after if writings else None
+        writings.append(build_writing(step.problem, subject.case.seed, finite=finite, before=before))
+    problems, tokens = [step.problem for step in trace], [writing.tokens for writing in writings]
+    results = subject.executor.run(page_write_calls.run_steps, problems, tokens, writings[0].before)
     return tuple(
-        (what, {**_unpack_results(got, step.problem), **{name: got[name] for name in PAGE_ARRAYS}})
-        for what, got, step in zip(expected, found, life, strict=True)
+        (writing, {**_unpack_results(got, step.problem), **{name: got[name] for name in PAGE_ARRAYS}})
+        for writing, got, step in zip(writings, results, trace, strict=True)
     )
 
 
@@ -98,8 +98,8 @@ def _unpack_results(got: Mapping[str, np.ndarray], problem: Problem) -> dict[str
     places = problem.storage.places
     dense = {}
     for name in got.keys() - set(PAGE_ARRAYS):
-        x = np.where((places >= 0).reshape(*places.shape, *(1,) * (got[name].ndim - 1)), got[name][places], 0)
-        dense[name] = x.astype(got[name].dtype) if name == "out" else np.moveaxis(x, 1, 2)
+        rows = np.where((places >= 0).reshape(*places.shape, *(1,) * (got[name].ndim - 1)), got[name][places], 0)
+        dense[name] = rows.astype(got[name].dtype) if name == "out" else np.moveaxis(rows, 1, 2)
     return dense
 
 
@@ -107,9 +107,9 @@ def _select_step_rows(whole: Bounded, step: Step, *, axis: int, shape: tuple[int
     """Select the rows of one pass that belong to a step, each sequence's last row at the end."""
     value, bound = np.zeros(shape), np.zeros(shape)
     for row, start, stop in step.queries:
-        behind = step.remaining(row, stop)  # the one pass has later tokens of the sequence after these
-        for into, of in ((value, whole.value), (bound, whole.bound)):
-            last = of.shape[axis] - behind
-            rows = of[row].take(range(last - (stop - start), last), axis - 1)
-            np.moveaxis(into[row], axis - 1, 0)[shape[axis] - (stop - start) :] = np.moveaxis(rows, axis - 1, 0)
+        later = step.remaining(row, stop)  # the one pass has later tokens of the sequence after these
+        for target, source in ((value, whole.value), (bound, whole.bound)):
+            last = source.shape[axis] - later
+            rows = source[row].take(range(last - (stop - start), last), axis - 1)
+            np.moveaxis(target[row], axis - 1, 0)[shape[axis] - (stop - start) :] = np.moveaxis(rows, axis - 1, 0)
     return Bounded(value, bound)

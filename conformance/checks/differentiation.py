@@ -70,19 +70,19 @@ def _check_sparse_cotangents(subject: Subject) -> Iterator[Judgement]:
     mean of `out` has.
     """
     like = subject.cotangents[subject.full_cotangent]
-    there = np.argwhere(like.out)
-    if not len(there):
+    nonzero = np.argwhere(like.out)
+    if not len(nonzero):
         return
-    place, (batch, row, head, _) = tuple(there[len(there) // 3]), there[0]
+    place, (batch, row, head, _) = tuple(nonzero[len(nonzero) // 3]), nonzero[0]
     parts: dict[str, tuple[Any, ...]] = {"element": place, "column": (..., place[-1]), "first": (batch, row, head)}
     lse = None if like.logsumexp is None else np.zeros_like(like.logsumexp)
     cotangents = {"constant": subject.judged_out * np.full_like(like.out, _CONSTANT)}
     for name, index in parts.items():
         cotangents[name] = np.zeros_like(like.out)
         cotangents[name][index] = like.out[index]
-    given = [dataclasses.replace(like, out=out, logsumexp=lse) for out in cotangents.values()]
-    expected = subject.expect(subject.problem, given).gradients
-    for name, cotangent, bounded in zip(cotangents, given, expected, strict=True):
+    sparse = [dataclasses.replace(like, out=out, logsumexp=lse) for out in cotangents.values()]
+    expected = subject.expect(subject.problem, sparse).gradients
+    for name, cotangent, bounded in zip(cotangents, sparse, expected, strict=True):
         for gradient, got in _compute_gradients(subject, cotangent).items():
             yield _judge(subject, f"{gradient}.{name}", gradient, got, bounded[gradient])
 
@@ -91,15 +91,15 @@ def _check_sum(subject: Subject) -> Iterator[Judgement]:
     """Check that gradients for even and for odd queries add up to the gradients for all."""
     whole = subject.cotangents[subject.full_cotangent]
     parts = [_keep_queries(whole, slice(start, None, 2)) for start in (0, 1)]
-    got = [_compute_gradients(subject, part) for part in parts]
-    together = subject.gradients(subject.full_cotangent).values
+    halves = [_compute_gradients(subject, part) for part in parts]
+    at_once = subject.gradients(subject.full_cotangent).values
     bounds = compute_expectation(
         subject.problem, subject.implementation.arithmetic, [whole, *parts], empty_rows=subject.empty_rows
     ).gradients
-    for name in got[0]:
-        total = got[0][name].astype(np.float64) + got[1][name].astype(np.float64)
+    for name in halves[0]:
+        summed = halves[0][name].astype(np.float64) + halves[1][name].astype(np.float64)
         bound = sum(expected[name].bound for expected in bounds)
-        yield _judge(subject, f"{name}.sum", name, total, Bounded(together[name].astype(np.float64), np.asarray(bound)))
+        yield _judge(subject, f"{name}.sum", name, summed, Bounded(at_once[name].astype(np.float64), np.asarray(bound)))
 
 
 def _check_finite_differences(subject: Subject) -> Iterator[Judgement]:
@@ -116,22 +116,26 @@ def _check_finite_differences(subject: Subject) -> Iterator[Judgement]:
             step: [_move_operand(subject, _OPERAND[name], sign * step * direction) for sign in (1, -1)]
             for step in (_STEP, _STEP / 2)
         }
-        stays = _find_unchanged_choices(subject.problem, [moved for pair in problems.values() for moved in pair])
+        unchanged = _find_unchanged_choices(subject.problem, [moved for pair in problems.values() for moved in pair])
         smooth, gradient = cotangent, gradients[name]
-        if not stays.all():
-            smooth = dataclasses.replace(cotangent, out=np.where(stays, cotangent.out, np.zeros_like(cotangent.out)))
+        if not unchanged.all():
+            smooth = dataclasses.replace(
+                cotangent, out=np.where(unchanged, cotangent.out, np.zeros_like(cotangent.out))
+            )
             gradient = _compute_gradients(subject, smooth)[name]
         weights = smooth.out.astype(np.float64)
         noise = np.sqrt(np.sum((weights * subject.expectation.forward["out"].bound) ** 2))
-        slope, size = {}, 0.0
+        discrepancy, distance = {}, 0.0
         for step, pair in problems.items():
             ahead, behind = (_run_moved(subject, _OPERAND[name], problem) for problem in pair)
             difference = (ahead.out - behind.out) * weights
             moved = ahead.operand - behind.operand
-            slope[step] = float(difference.sum()) - float(np.sum(gradient.astype(np.float64) * moved))
-            size = float(np.abs(moved).max())
-        error = abs(slope[_STEP / 2])
-        allowed = abs(slope[_STEP] / 2 - slope[_STEP / 2]) + 2 * subject.limits.limit("f32", "out").ratio * noise
+            discrepancy[step] = float(difference.sum()) - float(np.sum(gradient.astype(np.float64) * moved))
+            distance = float(np.abs(moved).max())
+        error = abs(discrepancy[_STEP / 2])
+        allowed = (
+            abs(discrepancy[_STEP] / 2 - discrepancy[_STEP / 2]) + 2 * subject.limits.limit("f32", "out").ratio * noise
+        )
         yield Judgement(
             observable=f"{name}.differences",
             verdict=records.PASS if error <= allowed else records.FAIL,
@@ -139,7 +143,7 @@ def _check_finite_differences(subject: Subject) -> Iterator[Judgement]:
             limit=1.0,
             reason=""
             if error <= allowed
-            else f"moving {_OPERAND[name]} by up to {size:.2g} changes <out, cotangent> by "
+            else f"moving {_OPERAND[name]} by up to {distance:.2g} changes <out, cotangent> by "
             + "{} more or less than the gradient says; rounding and curvature explain {}".format(
                 *format_distinct(error, allowed)
             ),
@@ -222,7 +226,9 @@ def check_second_derivatives(subject: Subject) -> Iterator[Judgement]:
     ]
     weights = {name: _draw_weights(subject, name) for name in names}
     try:
-        found = subject.executor.run(transformed_calls.run_second_derivative, subject.problem, cotangent.out, weights)
+        derivatives = subject.executor.run(
+            transformed_calls.run_second_derivative, subject.problem, cotangent.out, weights
+        )
     except Exception as error:  # an exception of any type is a refusal: no wrong result was returned
         yield build_unsupported("second", f"{type(error).__name__}: {error}".split("\n")[0])
         return
@@ -231,24 +237,24 @@ def check_second_derivatives(subject: Subject) -> Iterator[Judgement]:
     limit = subject.limits.limit("f32", "dq").ratio
     for name in names:
         direction = _draw_direction(subject, name)
-        left = {
-            step: _compute_discrepancy(subject, cotangent, weights, name, step * direction, found)
+        discrepancy = {
+            step: _compute_discrepancy(subject, cotangent, weights, name, step * direction, derivatives)
             for step in (_STEP, _STEP / 2)
         }
         # The two discrepancies differ by at least twice the curvature error of the half step.
-        allowed = abs(left[_STEP] / 2 - left[_STEP / 2]) + 2 * limit * float(noise)
-        off = abs(left[_STEP / 2])
-        agrees = off <= allowed
+        allowed = abs(discrepancy[_STEP] / 2 - discrepancy[_STEP / 2]) + 2 * limit * float(noise)
+        remaining = abs(discrepancy[_STEP / 2])
+        agrees = remaining <= allowed
         yield Judgement(
             observable=f"second.{GRADIENT_OF[name]}",
             verdict=records.PASS if agrees else records.FAIL,
-            ratio=off / allowed,
+            ratio=remaining / allowed,
             limit=1.0,
             reason=""
             if agrees
             else f"moving {name} changes <gradients, weights> by "
             + "{} more or less than their derivative says; rounding and curvature explain {}".format(
-                *format_distinct(off, allowed)
+                *format_distinct(remaining, allowed)
             ),
         )
 

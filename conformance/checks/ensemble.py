@@ -100,8 +100,8 @@ def _check_wide_sums(subject: Subject) -> Iterator[Judgement]:
     problem = dataclasses.replace(
         subject.problem, v=v + np.where(depth < half, _VALUE_SHIFT, -_VALUE_SHIFT).astype(v.dtype)
     )
-    alike = np.abs(drawn[..., np.where(depth < half, depth, depth - half)])
-    cotangent = Cotangent("random", alike * drawn.dtype.type(_COTANGENT_FACTOR))
+    equal_halves = np.abs(drawn[..., np.where(depth < half, depth, depth - half)])
+    cotangent = Cotangent("random", equal_halves * drawn.dtype.type(_COTANGENT_FACTOR))
     got = subject.executor.gradients(problem, cotangent).values
     expected = subject.expect(problem, [cotangent]).gradients[0]
     for name in subject.implementation.gradients:
@@ -146,14 +146,14 @@ def _run_case(subject: Subject) -> Result:
     return subject.executor.forward(subject.problem)
 
 
-def judge_statistics(name: str, found: Statistics, dtype: str) -> Iterator[Judgement]:
+def judge_statistics(name: str, computed: Statistics, dtype: str) -> Iterator[Judgement]:
     """Judge both statistics of an observable, as `name.bias` and `name.spread`."""
-    limit = max(BIAS_LIMIT, _STANDARD_ERRORS * found.standard_error)
-    yield _judge_statistic(f"{name}.bias", found.bias, limit, _describe_bias(found.bias))
-    scatter = f"errors scatter {found.spread:.3g} times as much as all roundings of a correct kernel together"
-    if abs(found.bias) <= limit:  # otherwise the bias explains the spread
+    limit = max(BIAS_LIMIT, _STANDARD_ERRORS * computed.standard_error)
+    yield _judge_statistic(f"{name}.bias", computed.bias, limit, _describe_bias(computed.bias))
+    scatter = f"errors scatter {computed.spread:.3g} times as much as all roundings of a correct kernel together"
+    if abs(computed.bias) <= limit:  # otherwise the bias explains the spread
         scatter += f": is a sum rounded to {dtype} at every step, instead of being accumulated in f32?"
-    yield _judge_statistic(f"{name}.spread", found.spread, SPREAD_LIMIT, scatter)
+    yield _judge_statistic(f"{name}.spread", computed.spread, SPREAD_LIMIT, scatter)
 
 
 def _describe_bias(bias: float) -> str:

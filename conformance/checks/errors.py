@@ -105,8 +105,8 @@ def _judge_accepted(subject: Subject, wrong: _WrongCall, got: np.ndarray, accept
         reason = f"{accepted}, and the result is not an array {list(shape)} of finite numbers"
         return Judgement(observable=wrong.observable, verdict=records.FAIL, reason=reason)
     expected, judged = subject.expect(meant).forward["out"], subject.find_judged_rows(meant)
-    found = subject.judge("out", got, expected, judged, label=wrong.observable)
-    return dataclasses.replace(found, reason=f"{accepted}: {found.reason}" if found.reason else "")
+    judgement = subject.judge("out", got, expected, judged, label=wrong.observable)
+    return dataclasses.replace(judgement, reason=f"{accepted}: {judgement.reason}" if judgement.reason else "")
 
 
 def _check_second_derivatives(subject: Subject) -> Iterator[Judgement]:
@@ -115,7 +115,7 @@ def _check_second_derivatives(subject: Subject) -> Iterator[Judgement]:
         return
     name = "second_derivatives"
     try:
-        found = subject.executor.run(single_calls.compute_second_derivative, subject.problem)
+        derivative = subject.executor.run(single_calls.compute_second_derivative, subject.problem)
     except NotImplementedError as error:
         names_derivatives = "derivative" in str(error) or "differentia" in str(error)
         reason = (
@@ -134,7 +134,7 @@ def _check_second_derivatives(subject: Subject) -> Iterator[Judgement]:
         )
         yield Judgement(observable=name, verdict=records.FAIL, reason=reason.split("\n")[0])
     else:
-        finite = bool(np.isfinite(found).all())
+        finite = bool(np.isfinite(derivative).all())
         reason = "" if finite else "a grad of grad is not finite"
         yield Judgement(observable=name, verdict=records.PASS if finite else records.FAIL, reason=reason)
 

@@ -107,13 +107,13 @@ _BLOCK = 128
 
 def iter_variants(case: Case, call: Mapping[str, Any]) -> Iterator[Case]:
     """Yield `case` changed to one of `CALLS`, in each variant that may be supported, the preferred one first."""
-    told = {name: value for name, value in call.items() if name not in ("grouped", "times_heads")}
-    times = call.get("times_heads", 1)
-    order = _HEADS if call.get("grouped", True) else _HEADS[::-1]
-    usual = {**_DEFAULTS, **told}
-    whole = {name: -(-usual[name] // _BLOCK) * _BLOCK for name in ("q_length", "kv_length")}
-    lengths: tuple[dict[str, Any], ...] = ({}, whole) if usual["q_length"] > 1 else ({},)
-    for blocks, (num_q_heads, num_kv_heads), dtype in itertools.product(lengths, order, _DTYPES):
-        heads = {"num_q_heads": times * num_q_heads, "num_kv_heads": times * num_kv_heads, "dtype": dtype}
-        changes: dict[str, Any] = {**_DEFAULTS, **heads, **told, **blocks}
+    fields = {name: value for name, value in call.items() if name not in ("grouped", "times_heads")}
+    factor = call.get("times_heads", 1)
+    head_counts = _HEADS if call.get("grouped", True) else _HEADS[::-1]
+    with_defaults = {**_DEFAULTS, **fields}
+    whole_blocks = {name: -(-with_defaults[name] // _BLOCK) * _BLOCK for name in ("q_length", "kv_length")}
+    lengths: tuple[dict[str, Any], ...] = ({}, whole_blocks) if with_defaults["q_length"] > 1 else ({},)
+    for padded, (num_q_heads, num_kv_heads), dtype in itertools.product(lengths, head_counts, _DTYPES):
+        heads = {"num_q_heads": factor * num_q_heads, "num_kv_heads": factor * num_kv_heads, "dtype": dtype}
+        changes: dict[str, Any] = {**_DEFAULTS, **heads, **fields, **padded}
         yield dataclasses.replace(case, **changes)

@@ -59,11 +59,11 @@ def _judge_form(subject: Subject, form: _Form) -> Judgement:
     except Exception as error:  # an exception of any type is a refusal: no wrong result was returned
         return build_unsupported(label, f"{type(error).__name__}: {error}".split("\n")[0])
     expected = subject.expect(form.meant).forward["out"]
-    found = subject.judge("out", got, expected, subject.find_judged_rows(form.meant), label=label)
-    if found.verdict == records.PASS and got.dtype != form.meant.q.dtype:
+    judgement = subject.judge("out", got, expected, subject.find_judged_rows(form.meant), label=label)
+    if judgement.verdict == records.PASS and got.dtype != form.meant.q.dtype:
         # The result is right and its dtype is promoted as JAX does: the argument was not misread.
         return build_unsupported(label, f"the argument makes the result {got.dtype}, where q is {form.meant.q.dtype}")
-    return found
+    return judgement
 
 
 def _iter_forms(subject: Subject) -> Iterator[_Form]:
@@ -119,12 +119,12 @@ def _iter_number_forms(subject: Subject, name: str) -> Iterator[_Form]:
 
 def _iter_mask_forms(problem: Problem) -> Iterator[_Form]:
     """Yield masks shared by heads and rows, or by heads and keys, and one without batch and head axes."""
-    whole = problem.resolved_mask.dense(problem.q.shape[1], problem.k.shape[1])[:1, :1]
-    key = int(np.argmin(np.abs(whole[0, 0].mean(axis=0) - 0.5)))  # a key that about half of the rows see
-    for name, part in (("rows", whole[:, :, -1:, :]), ("keys", whole[..., key : key + 1])):
-        meant = dataclasses.replace(problem, mask=Dense(np.ascontiguousarray(np.broadcast_to(part, whole.shape))))
+    mask = problem.resolved_mask.dense(problem.q.shape[1], problem.k.shape[1])[:1, :1]
+    key = int(np.argmin(np.abs(mask[0, 0].mean(axis=0) - 0.5)))  # a key that about half of the rows see
+    for name, part in (("rows", mask[:, :, -1:, :]), ("keys", mask[..., key : key + 1])):
+        meant = dataclasses.replace(problem, mask=Dense(np.ascontiguousarray(np.broadcast_to(part, mask.shape))))
         yield _Form(f"mask_shared_by_{name}", meant, {"mask": part})
-    yield _Form("mask_of_rank_two", dataclasses.replace(problem, mask=Dense(whole)), {"mask": whole[0, 0]})
+    yield _Form("mask_of_rank_two", dataclasses.replace(problem, mask=Dense(mask)), {"mask": mask[0, 0]})
 
 
 def _iter_bias_forms(problem: Problem) -> Iterator[_Form]:
@@ -162,9 +162,9 @@ def _check_shared_bias_gradient(subject: Subject) -> Iterator[Judgement]:
     if subject.problem.bias is None or not subject.has_gradients or "dbias" not in subject.implementation.gradients:
         return
     # Without a sink, a bias that all keys share changes no weight.
-    beside = dataclasses.replace(subject.case, sinks=True)
-    if subject.implementation.supports(beside) is None:
-        subject = dataclasses.replace(subject, case=beside)
+    with_sinks = dataclasses.replace(subject.case, sinks=True)
+    if subject.implementation.supports(with_sinks) is None:
+        subject = dataclasses.replace(subject, case=with_sinks)
     problem = subject.problem
     assert problem.bias is not None
     shared = dataclasses.replace(problem, bias=problem.bias[..., :1])

@@ -44,9 +44,9 @@ def check_front_end(subject: Subject) -> Iterator[Judgement]:
     if not cotangents:
         return
     u = Roundoff.of(subject.implementation.arithmetic, subject.problem)
-    found = expected.gradients[0]
-    through = truth.pull_back(found["dq"], found["dk"], found["dv"], u.out, u.tiny)
-    for name, bounded in through.items():
+    gradient_bounds = expected.gradients[0]
+    raw_bounds = truth.pull_back(gradient_bounds["dq"], gradient_bounds["dk"], gradient_bounds["dv"], u.out, u.tiny)
+    for name, bounded in raw_bounds.items():
         yield _judge(subject, _GRADIENT_OF_RAW[name], f"d{name}_raw", gradients[name], bounded, None)
 
 

@@ -87,8 +87,8 @@ def _judge_padding(subject: Subject, result: Result) -> Iterator[Judgement]:
     storage = subject.problem.storage
     if storage is None or not ((storage.q_rows == NOBODY).any() or (storage.held == NOBODY).any()):
         return
-    found = {name: result.values.get(f"{name}.padding") for name in ("dq", "dk", "dv")}
-    offered = {name: x for name, x in found.items() if x is not None and name in subject.implementation.gradients}
+    padding = {name: result.values.get(f"{name}.padding") for name in ("dq", "dk", "dv")}
+    offered = {name: x for name, x in padding.items() if x is not None and name in subject.implementation.gradients}
     for name, x in offered.items():
         wrong = np.argwhere(x != 0)  # also true of NaN
         if len(wrong):

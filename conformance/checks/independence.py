@@ -101,31 +101,31 @@ def _change_elsewhere(problem: Problem, part: _Part, *, keys: bool) -> Problem |
     With `keys`, keys of the part that its queries may not attend to are changed too.
     """
     q, k, v = (x.copy() for x in (problem.q, problem.k, problem.v))
-    q_here = np.zeros(q.shape[:3], bool)
-    q_here[part.batch, :, part.heads] = True
-    v_here = np.zeros(k.shape[:3], bool)
-    v_here[part.batch, :, part.kv_head] = True
-    k_here = v_here.copy()
+    q_kept = np.zeros(q.shape[:3], bool)
+    q_kept[part.batch, :, part.heads] = True
+    v_kept = np.zeros(k.shape[:3], bool)
+    v_kept[part.batch, :, part.kv_head] = True
+    k_kept = v_kept.copy()
     if keys:
-        q_here[part.batch, :, part.heads] = False
-        q_here[part.batch, part.rows, part.heads] = True
+        q_kept[part.batch, :, part.heads] = False
+        q_kept[part.batch, part.rows, part.heads] = True
         allowed = np.broadcast_to(problem.allowed, (*q.shape[:1], q.shape[2], q.shape[1], k.shape[1]))
         attended = allowed[part.batch, part.heads, part.rows].any(axis=(0, 1))
-        v_here[part.batch, :, part.kv_head] = attended
-        k_here[part.batch, :, part.kv_head] = attended | problem.choosing[0, 0, part.rows].any(axis=0)
+        v_kept[part.batch, :, part.kv_head] = attended
+        k_kept[part.batch, :, part.kv_head] = attended | problem.choosing[0, 0, part.rows].any(axis=0)
         if problem.storage is not None:  # stored tokens of the part may be shared with other sequences
-            v_here, k_here = problem.storage.anywhere(v_here), problem.storage.anywhere(k_here)
-    if q_here.all() and v_here.all():
+            v_kept, k_kept = problem.storage.anywhere(v_kept), problem.storage.anywhere(k_kept)
+    if q_kept.all() and v_kept.all():
         return None
     if problem.kv_scales is not None and not problem.has_whole_scales:
         k_scales, v_scales = problem.kv_scales
-        scales = _replace_scales(k_scales, k_here), _replace_scales(v_scales, v_here)
+        scales = _replace_scales(k_scales, k_kept), _replace_scales(v_scales, v_kept)
         problem = dataclasses.replace(problem, kv_scales=scales)
     return dataclasses.replace(
         problem,
-        q=np.where(q_here[..., None], q, _replace_values(q)),
-        k=np.where(k_here[..., None], k, _replace_values(k)),
-        v=np.where(v_here[..., None], v, _replace_values(v)),
+        q=np.where(q_kept[..., None], q, _replace_values(q)),
+        k=np.where(k_kept[..., None], k, _replace_values(k)),
+        v=np.where(v_kept[..., None], v, _replace_values(v)),
     )
 
 
@@ -146,10 +146,10 @@ def _replace_values(x: np.ndarray) -> np.ndarray:
     return other
 
 
-def _replace_scales(scales: np.ndarray, here: np.ndarray) -> np.ndarray:
-    """Return other scales `[B or 1, S or 1, K]` where no token of `here [B, S, K]` uses them."""
-    shared = tuple(axis for axis, size in enumerate(scales.shape) if size < here.shape[axis])
-    return np.where(here.any(axis=shared, keepdims=True), scales, 4 * scales)
+def _replace_scales(scales: np.ndarray, used: np.ndarray) -> np.ndarray:
+    """Return other scales `[B or 1, S or 1, K]` where no token of `used [B, S, K]` has them."""
+    shared = tuple(axis for axis, size in enumerate(scales.shape) if size < used.shape[axis])
+    return np.where(used.any(axis=shared, keepdims=True), scales, 4 * scales)
 
 
 def _select_part(name: str, result: Result, part: _Part, subject: Subject) -> np.ndarray:
@@ -159,10 +159,10 @@ def _select_part(name: str, result: Result, part: _Part, subject: Subject) -> np
     """
     live = ~subject.problem.empty_rows | (subject.implementation.empty_rows == "zero")  # [B, N, T]
     if name == "out":
-        kept = np.where(live.transpose(0, 2, 1)[..., None], result.values[name], 0)
-        return kept[part.batch, part.rows, part.heads]
-    kept = np.where(live, result.values[name], 0)
-    return kept[part.batch, part.heads, part.rows]
+        values = np.where(live.transpose(0, 2, 1)[..., None], result.values[name], 0)
+        return values[part.batch, part.rows, part.heads]
+    values = np.where(live, result.values[name], 0)
+    return values[part.batch, part.heads, part.rows]
 
 
 def _judge_accuracy(subject: Subject, part: _Part, name: str, got: Result) -> Judgement:
@@ -170,12 +170,12 @@ def _judge_accuracy(subject: Subject, part: _Part, name: str, got: Result) -> Ju
     place = (part.batch, part.rows, part.heads) if name == "out" else (part.batch, part.heads, part.rows)
     judged = subject.judged_out if name == "out" else subject.judged_residuals
     expected = subject.expectation.forward[name]
-    here = Bounded(expected.value[place], expected.bound[place])
-    found = subject.judge(name, got.values[name][place], here, judged[place], label=f"{name}.{part.name}")
-    if found.verdict != records.FAIL:
-        return found
+    part_bounds = Bounded(expected.value[place], expected.bound[place])
+    judgement = subject.judge(name, got.values[name][place], part_bounds, judged[place], label=f"{name}.{part.name}")
+    if judgement.verdict != records.FAIL:
+        return judgement
     changed = f"{name} ({_describe_part(part, name)}; the index is within these) when other rows, heads and keys change"
-    return dataclasses.replace(found, reason=f"{changed}: {found.reason}")
+    return dataclasses.replace(judgement, reason=f"{changed}: {judgement.reason}")
 
 
 def _judge_bits(subject: Subject, part: _Part, name: str, before: np.ndarray, after: np.ndarray) -> Judgement:
@@ -194,14 +194,14 @@ def _judge_bits(subject: Subject, part: _Part, name: str, before: np.ndarray, af
 
 def _describe_change(problem: Problem, part: _Part, name: str, count: int) -> str:
     batch, _, num_q_heads, _ = problem.q.shape
-    others: Mapping[str, bool] = {
+    changed: Mapping[str, bool] = {
         "another batch row": batch > 1,
         "another head": num_q_heads > part.heads.stop - part.heads.start,
         "a key that these queries may not attend to": name in ("out", "logsumexp", "max_logits"),
     }
     return (
         f"{count} values of {name} ({_describe_part(part, name)}; the index is within these) change when only "
-        f"{' or '.join(what for what, there in others.items() if there)} changes"
+        f"{' or '.join(what for what, is_changed in changed.items() if is_changed)} changes"
     )
 
 

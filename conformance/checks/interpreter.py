@@ -59,16 +59,16 @@ def _list_programs(subject: Subject, seed: int) -> list[interpreter_runs.Program
     """
     residuals = subject.implementation.residuals
     leave_out = subject.implementation.accelerator.platform == "gpu" and residuals
-    found: list[interpreter_runs.Program] = [] if leave_out else ["forward"]
+    programs: list[interpreter_runs.Program] = [] if leave_out else ["forward"]
     if seed == 0 and residuals:
-        found.append("residuals")
+        programs.append("residuals")
     if seed >= _BACKWARD_SEEDS:
-        return found
+        return programs
     if "random_lse" in subject.cotangents:
-        found.append("gradients_lse")
+        programs.append("gradients_lse")
     elif "random" in subject.cotangents:
-        found.append("gradients")
-    return found
+        programs.append("gradients")
+    return programs
 
 
 def _judge_program(subject: Subject, name: str, result: Result) -> Iterator[Judgement]:

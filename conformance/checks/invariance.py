@@ -158,10 +158,12 @@ def _check_variants(subject: Subject) -> Iterator[Judgement]:
         if not subject.has_gradients:
             continue
         cotangent = subject.full_cotangent
-        here, there = subject.gradients(cotangent), variant.gradients(cotangent)
+        plain, varied = subject.gradients(cotangent), variant.gradients(cotangent)
         for gradient, expected in subject.expected_gradients(cotangent).items():
             if gradient in subject.implementation.gradients:
-                yield _judge_agreement(subject, gradient, name, there.values[gradient], here.values[gradient], expected)
+                yield _judge_agreement(
+                    subject, gradient, name, varied.values[gradient], plain.values[gradient], expected
+                )
 
 
 def _compare_results(

@@ -43,15 +43,15 @@ def check_parts(subject: Subject) -> Iterator[Judgement]:
     lone_sink = subject.problem.sinks is not None and any(piece.empty_rows.any() for piece in pieces)
     if not (lone_sink or subject.rotation.merges):
         return
-    found = [subject.executor.part(piece) for piece in pieces]
-    yield from _judge_part(subject, "merged", _merge_parts(subject, found), expected)
+    piece_parts = [subject.executor.part(piece) for piece in pieces]
+    yield from _judge_part(subject, "merged", _merge_parts(subject, piece_parts), expected)
 
 
-def _merge_parts(subject: Subject, found: Sequence[Any]) -> Any:
+def _merge_parts(subject: Subject, parts: Sequence[Any]) -> Any:
     """Merge parts by the implementation's own merge, or by the contract's formula if it has none."""
     if subject.implementation.merge is not None:
-        return subject.executor.run(single_calls.merge_parts, list(found))
-    arrays = [UnnormalizedPart(*(np.asarray(x, np.float64) for x in part)) for part in found]
+        return subject.executor.run(single_calls.merge_parts, list(parts))
+    arrays = [UnnormalizedPart(*(np.asarray(x, np.float64) for x in part)) for part in parts]
     top = np.max([np.where(part.sum > 0, part.max, -np.inf) for part in arrays], axis=0)
     weights = [
         np.exp(np.where(part.sum > 0, part.max - np.where(np.isfinite(top), top, 0), -np.inf)) for part in arrays
@@ -80,18 +80,18 @@ def _compute_expectation(subject: Subject) -> Mapping[str, Bounded]:
 
 
 def _judge_part(subject: Subject, how: str, part: Any, expected: Mapping[str, Bounded]) -> Iterator[Judgement]:
-    wrong = _find_malformation(subject.problem, part)
+    malformation = _find_malformation(subject.problem, part)
     values: dict[str, np.ndarray] = {}
-    if not wrong:
+    if not malformation:
         out, top, total = (np.asarray(x, np.float64) for x in part)
-        some = total != 0
+        nonempty = total != 0
         with np.errstate(divide="ignore", invalid="ignore"):
-            values["out"] = np.where(some | (out != 0), out / total, 0.0)
-            values["logsumexp"] = np.where(some, top + np.log(total), -np.inf)[..., 0].swapaxes(1, 2)
+            values["out"] = np.where(nonempty | (out != 0), out / total, 0.0)
+            values["logsumexp"] = np.where(nonempty, top + np.log(total), -np.inf)[..., 0].swapaxes(1, 2)
         values["max_logits"] = top[..., 0].swapaxes(1, 2)
     for name, label in (("out", "out"), ("logsumexp", "logsumexp"), ("max_logits", "max")):
-        if wrong:
-            yield subject.malformed(name, wrong, label=f"{label}.{how}")
+        if malformation:
+            yield subject.malformed(name, malformation, label=f"{label}.{how}")
         else:
             yield subject.judge(name, values[name], expected[name], label=f"{label}.{how}")
 

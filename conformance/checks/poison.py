@@ -52,29 +52,29 @@ def _check_poisoned(subject: Subject, name: str, value: float) -> Iterator[Judge
     # Rows that average all of v include the poison, as declared. They are not judged, and get no cotangent.
     rows = subject.judged_residuals & ~(clean.empty_rows & (subject.implementation.empty_rows == "mean"))
     judged_out = rows.transpose(0, 2, 1)[..., None]
-    found: list[Judgement] = []
+    judgements: list[Judgement] = []
     if subject.implementation.residuals:
         result = subject.run_residuals(problem)
-        found.append(judge_out(subject, result, judged=judged_out))
-        found += [
+        judgements.append(judge_out(subject, result, judged=judged_out))
+        judgements += [
             judge_residual(subject, residual, result, judged=rows)
             for residual in RESIDUALS
             if residual in subject.implementation.residuals
         ]
     else:
-        found.append(judge_out(subject, subject.executor.forward(problem), judged=judged_out))
+        judgements.append(judge_out(subject, subject.executor.forward(problem), judged=judged_out))
     if subject.has_gradients and not (subject.implementation.empty_rows == "mean" and clean.empty_rows.any()):
         cotangent = subject.full_cotangent
         result = subject.run_gradients(problem, subject.cotangents[cotangent])
-        found += list(judge_gradients(subject, result, subject.expected_gradients(cotangent)))
-    yield from add_label(name, found)
+        judgements += list(judge_gradients(subject, result, subject.expected_gradients(cotangent)))
+    yield from add_label(name, judgements)
 
 
 def _cast_poison(value: float, dtype: np.dtype) -> np.ndarray:
     """Cast the poison to a dtype; dtypes of caches without NaN or infinity get their largest number."""
-    top = quantization.find_largest(dtype)
-    bad = value if top is None or (np.isnan(value) and dtype == quantization.STORED["fp8"]) else top
-    return np.asarray(bad).astype(dtype)
+    largest = quantization.find_largest(dtype)
+    poison = value if largest is None or (np.isnan(value) and dtype == quantization.STORED["fp8"]) else largest
+    return np.asarray(poison).astype(dtype)
 
 
 def _poison_scales(scales: np.ndarray, dead: np.ndarray, value: float) -> np.ndarray:

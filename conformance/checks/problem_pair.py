@@ -67,26 +67,26 @@ class ProblemPair:
 
     def judge_out_for(self, got: Any, problems: Sequence[Problem], expected: Sequence[Expectation]) -> Judgement:
         """Judge `out` of any problems, stacked if there are several."""
-        want = _stack([e.forward["out"] for e in expected])
+        bounded = _stack([e.forward["out"] for e in expected])
         judged = np.stack([self.subject.find_judged_rows(problem) for problem in problems])
-        return self._judge("out", got, want, judged)
+        return self._judge("out", got, bounded, judged)
 
     def judge_gradients(self, got: Mapping[str, Any], count: int = 1) -> Iterator[Judgement]:
         """Judge the gradients of the case's problem, or of both problems stacked."""
         for operand in self.list_judged_operands(got):
             name = GRADIENT_OF[operand]
-            want = _stack([e.gradients[0][name] for e in self.expected[:count]])
-            yield self._judge(name, got[operand], want, None)
+            bounded = _stack([e.gradients[0][name] for e in self.expected[:count]])
+            yield self._judge(name, got[operand], bounded, None)
 
     def list_judged_operands(self, got: Mapping[str, Any]) -> list[str]:
         """List the operands with judged gradients, in the order in which they are judged."""
         offered = self.subject.implementation.gradients
         return [operand for operand, name in GRADIENT_OF.items() if operand in got and name in offered]
 
-    def _judge(self, name: str, got: Any, want: Bounded, judged: np.ndarray | None) -> Judgement:
+    def _judge(self, name: str, got: Any, bounded: Bounded, judged: np.ndarray | None) -> Judgement:
         array = np.asarray(got)
-        array = array[None] if array.ndim == want.value.ndim - 1 else array
-        return self.subject.judge(name, array, want, judged)
+        array = array[None] if array.ndim == bounded.value.ndim - 1 else array
+        return self.subject.judge(name, array, bounded, judged)
 
 
 def _stack(bounded: Sequence[Bounded]) -> Bounded:

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from conformance import records
 from conformance.check_api.judgement import Judgement
 from conformance.check_api.subject import Subject
-from conformance.executor_tasks import program_inspection as driven
+from conformance.executor_tasks import program_inspection
 
 
 def check_program(subject: Subject) -> Iterator[Judgement]:
@@ -20,7 +20,7 @@ def check_program(subject: Subject) -> Iterator[Judgement]:
     The first applies if products are declared exact. Another path for another platform is not judged here.
     """
     do = subject.cotangents[subject.full_cotangent].out if subject.has_gradients else None
-    products, chosen, other = subject.executor.run(driven.inspect_program, subject.problem, do)
+    products, chosen, other = subject.executor.run(program_inspection.inspect_program, subject.problem, do)
     yield from _judge_products(subject, products)
     # A kernel that declares its platform is reported elsewhere if that platform is missing.
     if subject.implementation.accelerator.platform is None:

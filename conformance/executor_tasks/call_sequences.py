@@ -26,11 +26,11 @@ def run_eagerly(executor: Executor, problem: Problem) -> np.ndarray:
 
 def run_sequence_eagerly(executor: Executor, problems: Sequence[Problem]) -> list[np.ndarray]:
     """Return `out` of several calls outside `jit`; all calls are made before any result is read."""
-    found = []
+    results = []
     for problem in problems:
         plain, arrays = executor.bind(problem)
-        found.append(plain(jax.tree.map(jnp.asarray, arrays)))
-    return [np.array(out) for out in found]
+        results.append(plain(jax.tree.map(jnp.asarray, arrays)))
+    return [np.array(out) for out in results]
 
 
 def run_residuals_eagerly(executor: Executor, problem: Problem) -> Mapping[str, np.ndarray]:
@@ -63,13 +63,13 @@ def run_on_reused_numpy_arrays(executor: Executor, problem: Problem, other: Prob
       Why NumPy arrays are refused, or ""; and `out` of both calls.
     """
     plain, arrays = executor.bind(problem)
-    given = jax.tree.map(lambda x: np.array(x, copy=True), arrays)
+    copies = jax.tree.map(lambda x: np.array(x, copy=True), arrays)
     try:
-        first = jax.block_until_ready(plain(given))  # type: ignore[no-untyped-call] # untyped upstream
+        first = jax.block_until_ready(plain(copies))  # type: ignore[no-untyped-call] # untyped upstream
     except Exception as error:  # a kernel may refuse NumPy arrays, but must not misread them
         return f"NumPy operands outside jit: {type(error).__name__}: {error}".split("\n")[0], []
-    jax.tree.map(np.copyto, given, executor.bind(other)[1])
-    second = plain(given)
+    jax.tree.map(np.copyto, copies, executor.bind(other)[1])
+    second = plain(copies)
     return "", [np.array(first), np.array(second)]
 
 
@@ -93,8 +93,8 @@ def run_on_numpy_views(executor: Executor, problem: Problem) -> tuple[str, np.nd
 def run_on_shared_array(executor: Executor, problem: Problem) -> np.ndarray:
     """Return `out` of the call outside `jit`, with one array for queries, keys and values."""
     plain, arrays = executor.bind(problem)
-    given = dict(jax.tree.map(jnp.asarray, arrays))
-    return np.asarray(plain({**given, "k": given["q"], "v": given["q"]}))
+    jax_arrays = dict(jax.tree.map(jnp.asarray, arrays))
+    return np.asarray(plain({**jax_arrays, "k": jax_arrays["q"], "v": jax_arrays["q"]}))
 
 
 def run_in_thread(executor: Executor, problem: Problem) -> np.ndarray:
@@ -106,9 +106,9 @@ def run_in_thread(executor: Executor, problem: Problem) -> np.ndarray:
 def run_on_shared_ids(executor: Executor, problem: Problem) -> np.ndarray:
     """Return `out` of the call outside `jit`, with the segment ids of the keys for queries too."""
     plain, arrays = executor.bind(problem)
-    given = dict(jax.tree.map(jnp.asarray, arrays))
-    given["segment_ids"] = (given["segment_ids"][1],) * 2
-    return np.asarray(plain(given))
+    jax_arrays = dict(jax.tree.map(jnp.asarray, arrays))
+    jax_arrays["segment_ids"] = (jax_arrays["segment_ids"][1],) * 2
+    return np.asarray(plain(jax_arrays))
 
 
 def count_differing_calls(executor: Executor, problem: Problem, count: int) -> int:
@@ -117,9 +117,9 @@ def count_differing_calls(executor: Executor, problem: Problem, count: int) -> i
     JAX's default compiler options are used, since many calls would take too long otherwise. Products run on one thread
     all the same: how several threads share a product is up to XLA.
     """
-    plain, given = executor.bind(problem)
-    own = environment.build_default_options()
-    program = jax.jit(plain, compiler_options={**own, **_ONE_THREAD} if own else executor.options or None)
-    arrays = jax.tree.map(jnp.asarray, given)
+    plain, host_arrays = executor.bind(problem)
+    options = environment.build_default_options()
+    program = jax.jit(plain, compiler_options={**options, **_ONE_THREAD} if options else executor.options or None)
+    arrays = jax.tree.map(jnp.asarray, host_arrays)
     first = np.asarray(program(arrays))
     return sum(np.asarray(program(arrays)).tobytes() != first.tobytes() for _ in range(count))

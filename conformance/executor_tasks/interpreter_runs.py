@@ -30,22 +30,22 @@ def run_programs(
     """
     accelerator = executor.implementation.accelerator
     assert accelerator.under_interpreter is not None
-    other = executor.with_call(accelerator.under_interpreter(build_parameters(seed, accelerator.platform)))
-    found = []
+    interpreted = executor.with_call(accelerator.under_interpreter(build_parameters(seed, accelerator.platform)))
+    runs = []
     for program in programs:
         values: Values = {}
-        stopped = ""
-        with capture_races() as raced:
+        error_message = ""
+        with capture_races() as observed:
             try:
-                values = _run_program(other, program, problem, cotangents.get(program)).values
+                values = _run_program(interpreted, program, problem, cotangents.get(program)).values
             except NotImplementedError:
                 raise
             except Exception as error:  # the interpreter stops a kernel by errors of many types
-                stopped = format_interpreter_error(error)
-        found.append((program, values, list(raced), stopped))
-        if stopped:
+                error_message = format_interpreter_error(error)
+        runs.append((program, values, list(observed), error_message))
+        if error_message:
             break
-    return found
+    return runs
 
 
 def _run_program(executor: Executor, program: Program, problem: Problem, cotangent: Cotangent | None) -> Result:

@@ -76,8 +76,8 @@ def compile_largest_program(
     function, (arrays, *cotangents) = programs[name]
     steering = _find_steering_operands(executor, problem)
     others = {key: x for key, x in arrays.items() if key not in steering}
-    known = jax.jit(lambda arrays, *given: function({**arrays, **steering}, *given)) if steering else function
-    return _compile_program(target, name, known, (others, *cotangents), _get_depths(problem))
+    specialized = jax.jit(lambda arrays, *rest: function({**arrays, **steering}, *rest)) if steering else function
+    return _compile_program(target, name, specialized, (others, *cotangents), _get_depths(problem))
 
 
 def _find_steering_operands(executor: Executor, problem: Problem) -> dict[str, np.ndarray]:
@@ -86,8 +86,8 @@ def _find_steering_operands(executor: Executor, problem: Problem) -> dict[str, n
     if isinstance(call, StoredCall) and problem.storage is not None:
         return {key: np.asarray(x) for key, x in call.tables(arrays["storage"]).items()}
     sizes = (*problem.q.shape[:1], problem.q.shape[2], problem.q.shape[1], problem.k.shape[1])
-    _, of_mask = executor.implementation.lower_mask(problem.mask, *sizes)
-    return {key: np.asarray(x) for key, x in of_mask.items() if isinstance(x, np.ndarray) and x.ndim == 1}
+    _, mask_arrays = executor.implementation.lower_mask(problem.mask, *sizes)
+    return {key: np.asarray(x) for key, x in mask_arrays.items() if isinstance(x, np.ndarray) and x.ndim == 1}
 
 
 def _build_programs(executor: Executor, problem: Problem, *, gradients: bool) -> Programs:
@@ -98,20 +98,20 @@ def _build_programs(executor: Executor, problem: Problem, *, gradients: bool) ->
     """
     implementation = executor.implementation
     compiled, arrays = executor.compiled(problem) if problem.storage is None else _build_stored_call(executor, problem)
-    found: Programs = {"forward": (compiled.forward, (arrays,))}
+    programs: Programs = {"forward": (compiled.forward, (arrays,))}
     if implementation.residuals:
-        found["residuals"] = (compiled.residuals, (arrays,))
+        programs["residuals"] = (compiled.residuals, (arrays,))
     if not gradients:
-        return found
+        return programs
     *rows, num_q_heads, _ = arrays["q"].shape  # [B, T], or [total_q]
     do = _build_shape((*rows, num_q_heads, problem.v.shape[-1]), problem.q.dtype)
-    found["gradients"] = (compiled.gradients, (arrays, do))
+    programs["gradients"] = (compiled.gradients, (arrays, do))
     if "logsumexp" in implementation.differentiable_residuals:
         dlse = _build_shape(
             (*rows[:-1], num_q_heads, rows[-1]) if problem.storage is None else (*rows, num_q_heads), jnp.float32
         )
-        found["gradients_lse"] = (compiled.gradients_lse, (arrays, do, dlse))
-    return found
+        programs["gradients_lse"] = (compiled.gradients_lse, (arrays, do, dlse))
+    return programs
 
 
 def _build_stored_call(executor: Executor, problem: Problem) -> tuple[Entries, Arrays]:

@@ -48,15 +48,17 @@ def run_steps(
     save_residuals = bool(executor.implementation.residuals)
     program, _ = _bind_call(executor, problems[0], save_residuals=save_residuals)
     compiled = executor.jit(program, donate_argnums=2)
-    kept: Mapping[str, Any] = {name: jnp.array(x) for name, x in before.items()}
-    found: list[Values] = []
-    for problem, new in zip(problems, tokens, strict=True):
+    pages: Mapping[str, Any] = {name: jnp.array(x) for name, x in before.items()}
+    results: list[Values] = []
+    for problem, step_tokens in zip(problems, tokens, strict=True):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # JAX warns about buffers that it cannot reuse, which is harmless
-            out, residuals, kept = compiled(_bind_call(executor, problem, save_residuals=save_residuals)[1], new, kept)
-        values = {**(residuals or {}), "out": out, **kept}
-        found.append({name: np.array(x, copy=True) for name, x in values.items()})
-    return found
+            out, residuals, pages = compiled(
+                _bind_call(executor, problem, save_residuals=save_residuals)[1], step_tokens, pages
+            )
+        values = {**(residuals or {}), "out": out, **pages}
+        results.append({name: np.array(x, copy=True) for name, x in values.items()})
+    return results
 
 
 def find_written_operands(
@@ -69,8 +71,8 @@ def find_written_operands(
     """
     program, arrays = _bind_call(executor, problem, save_residuals=False)
     call = executor.jit(program) if compiled else program
-    given, reason = _run_on_copies(call, arrays, {**tokens, **before}, tuple(tokens))
-    changed = [name for name, x in {**tokens, **before}.items() if _is_changed(x, given[name])]
+    copies, reason = _run_on_copies(call, arrays, {**tokens, **before}, tuple(tokens))
+    changed = [name for name, x in {**tokens, **before}.items() if _is_changed(x, copies[name])]
     return changed, reason
 
 

@@ -29,23 +29,23 @@ def inspect_program(
     traced = _trace_programs(executor, problem, do)
     operations = list(_iter_operations(traced))
     products = [_describe_product(operation) for operation in operations if _is_f32_product(operation)]
-    chosen = bool({operation.primitive.name for operation in operations} & {*_PLATFORM_PRIMITIVES})
-    others = (backend for backend in _OTHER_BACKENDS if _is_other_program(executor, problem, do, traced, backend))
-    return products, chosen, next(others, "")
+    has_branches = bool({operation.primitive.name for operation in operations} & {*_PLATFORM_PRIMITIVES})
+    dependent = (backend for backend in _OTHER_BACKENDS if _is_other_program(executor, problem, do, traced, backend))
+    return products, has_branches, next(dependent, "")
 
 
 def _trace_programs(executor: Executor, problem: Problem, do: np.ndarray | None) -> tuple[Any, ...]:
     """Trace the call, and its gradients with a cotangent."""
     plain, arrays = executor.bind(problem)
     arrays = jax.tree.map(jax.numpy.asarray, arrays)
-    found: list[Any] = [jax.make_jaxpr(plain)(arrays)]
+    programs: list[Any] = [jax.make_jaxpr(plain)(arrays)]
     if do is not None:
 
         def pulled(arrays: Arrays, do: Any) -> Any:
             return pull_back(plain, arrays, do)
 
-        found.append(jax.make_jaxpr(pulled)(arrays, do))
-    return tuple(found)
+        programs.append(jax.make_jaxpr(pulled)(arrays, do))
+    return tuple(programs)
 
 
 def _iter_operations(programs: Iterable[Any]) -> Iterator[Any]:
@@ -73,9 +73,9 @@ def _is_f32_product(operation: Any) -> bool:
 
 def _describe_product(operation: Any) -> tuple[bool, str, str]:
     precision = operation.params.get("precision")
-    asked = precision if isinstance(precision, tuple) else (precision,)
-    exact = all(_is_exact(one) for one in asked)
-    name = "DEFAULT" if precision is None else "/".join(getattr(one, "name", str(one)) for one in asked)
+    requested = precision if isinstance(precision, tuple) else (precision,)
+    exact = all(_is_exact(one) for one in requested)
+    name = "DEFAULT" if precision is None else "/".join(getattr(one, "name", str(one)) for one in requested)
     return exact, name, _describe_place(operation)
 
 

@@ -85,8 +85,8 @@ def _shard_batch(executor: Executor, problem: Problem) -> tuple[Call, Arrays, Sp
     """Shard batch rows, and mask arrays that have a value for each row."""
     call, arrays = executor.bind(problem)
     rows = _build_spec(_AXIS)
-    own = {name: rows for name in _find_mask_arrays(arrays) if arrays[name].shape[0] == problem.q.shape[0]}
-    return call, arrays, _build_specs(problem, "B") | own, rows
+    mask_specs = {name: rows for name in _find_mask_arrays(arrays) if arrays[name].shape[0] == problem.q.shape[0]}
+    return call, arrays, _build_specs(problem, "B") | mask_specs, rows
 
 
 def _find_mask_arrays(arrays: Arrays) -> set[str]:
@@ -103,10 +103,13 @@ def _shard_queries(executor: Executor, problem: Problem) -> tuple[Call, Arrays, 
     """Shard queries; each device gets the mask of its own rows."""
     q_length, kv_length = problem.q.shape[1], problem.k.shape[1]
     dense = problem.mask.dense(q_length, kv_length)
-    local = q_length // DEVICES
-    here = problem.along("T", lambda x, axis: x.take(range(local), axis))
+    local_length = q_length // DEVICES
+    local_problem = problem.along("T", lambda x, axis: x.take(range(local_length), axis))
     calls = [
-        _bind_mask(executor, dataclasses.replace(here, mask=Dense(dense[..., n * local : (n + 1) * local, :])))
+        _bind_mask(
+            executor,
+            dataclasses.replace(local_problem, mask=Dense(dense[..., n * local_length : (n + 1) * local_length, :])),
+        )
         for n in range(DEVICES)
     ]
 
@@ -131,5 +134,5 @@ _SHARDS: dict[ShardedAxis, Callable[[Executor, Problem], tuple[Call, Arrays, Spe
 }
 
 
-def _copy_to_host(found: tuple[Any, Arrays]) -> tuple[np.ndarray, Values]:
-    return np.asarray(found[0]), {name: np.asarray(x) for name, x in found[1].items()}
+def _copy_to_host(results: tuple[Any, Arrays]) -> tuple[np.ndarray, Values]:
+    return np.asarray(results[0]), {name: np.asarray(x) for name, x in results[1].items()}

@@ -101,8 +101,8 @@ def measure_temporary_bytes(executor: Executor, problem: Problem, *, gradients: 
     """Return the temporary memory of the compiled call, with its backward pass if asked; none if unknown."""
     plain, arrays = executor.bind(problem)
     out = jax.eval_shape(plain, arrays)
-    given = (arrays, out) if gradients else (arrays,)
-    lowered = executor.jit(functools.partial(pull_back, plain) if gradients else plain).lower(*given)
+    operands = (arrays, out) if gradients else (arrays,)
+    lowered = executor.jit(functools.partial(pull_back, plain) if gradients else plain).lower(*operands)
     with program_cache.bypass_cache():
         analysis = lowered.compile().memory_analysis()
     return None if analysis is None else int(analysis.temp_size_in_bytes)

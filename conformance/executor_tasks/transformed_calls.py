@@ -77,8 +77,8 @@ def run_at_highest_precision(executor: Executor, problem: Problem) -> np.ndarray
 
 def run_donated(executor: Executor, problem: Problem) -> np.ndarray:
     """Return `out` of a call whose operands are donated."""
-    plain, given = executor.bind(problem)
-    arrays = jax.tree.map(jnp.array, given)
+    plain, host_arrays = executor.bind(problem)
+    arrays = jax.tree.map(jnp.array, host_arrays)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # JAX warns about buffers that it cannot reuse, which is harmless
         return np.asarray(executor.jit(plain, donate_argnums=0)(arrays))
@@ -95,8 +95,8 @@ def find_residual_dtypes(executor: Executor, problem: Problem, *, doubles: bool)
     """Return the dtypes of the residuals by tracing, with x64 enabled or not."""
     compiled, arrays = executor.compiled(problem)
     with jax.enable_x64(doubles):
-        _, found = jax.eval_shape(compiled.residuals, arrays)
-    return {name: str(x.dtype) for name, x in found.items()}
+        _, residuals = jax.eval_shape(compiled.residuals, arrays)
+    return {name: str(x.dtype) for name, x in residuals.items()}
 
 
 def run_x64_backward(executor: Executor, problem: Problem, do: np.ndarray) -> Values:
@@ -132,9 +132,9 @@ def run_alternating_layers(executor: Executor, problems: Sequence[Problem], dos:
 
     All calls are traced first, then all pullbacks.
     """
-    calls, given = zip(*(executor.bind(problem) for problem in problems), strict=True)
-    moving = [{name: x for name, x in arrays.items() if name in GRADIENT_OF} for arrays in given]
-    fixed = [{name: x for name, x in arrays.items() if name not in GRADIENT_OF} for arrays in given]
+    calls, operands = zip(*(executor.bind(problem) for problem in problems), strict=True)
+    moving = [{name: x for name, x in arrays.items() if name in GRADIENT_OF} for arrays in operands]
+    fixed = [{name: x for name, x in arrays.items() if name not in GRADIENT_OF} for arrays in operands]
 
     def pulled(moving: Sequence[Arrays], fixed: Sequence[Arrays], dos: Sequence[Any]) -> Any:
         def layers(moving: Sequence[Arrays]) -> list[Any]:
@@ -162,8 +162,8 @@ def run_gradients_eagerly(executor: Executor, problems: Sequence[Problem], dos: 
     Its first use, and the pullback of the other problem, come before and get the other cotangent.
     """
     for problem in reversed(problems):
-        plain, given = executor.bind(problem)
-        arrays = jax.tree.map(jnp.asarray, given)
+        plain, host_arrays = executor.bind(problem)
+        arrays = jax.tree.map(jnp.asarray, host_arrays)
         fixed = {name: x for name, x in arrays.items() if name not in GRADIENT_OF}
         moving = {name: x for name, x in arrays.items() if name in GRADIENT_OF}
         out, pullback = jax.vjp(lambda m, plain=plain, fixed=fixed: plain({**fixed, **m}), moving)
@@ -174,8 +174,8 @@ def run_gradients_eagerly(executor: Executor, problems: Sequence[Problem], dos: 
 
 def run_query_gradient_eagerly(executor: Executor, problem: Problem, do: np.ndarray) -> Values:
     """Return the gradient of q outside `jit`, where all other operands are arrays, not tracers."""
-    plain, given = executor.bind(problem)
-    arrays = jax.tree.map(jnp.asarray, given)
+    plain, host_arrays = executor.bind(problem)
+    arrays = jax.tree.map(jnp.asarray, host_arrays)
     out, pullback = jax.vjp(lambda q: plain({**arrays, "q": q}), arrays["q"])
     return _copy_to_host({"q": pullback(jnp.asarray(do).astype(out.dtype))[0]})
 
@@ -243,9 +243,9 @@ def run_second_derivative(
         return sum(jnp.vdot(pulled[name], x) for name, x in weights.items())
 
     moving = {name: jnp.asarray(arrays[name]) for name in weights}
-    narrow = {name: x.astype(np.float32) for name, x in weights.items()}
-    found = executor.jit(jax.grad(weighed))(moving, fixed, do, narrow)
-    return {name: np.asarray(x).astype(np.float64) for name, x in found.items()}
+    f32_weights = {name: x.astype(np.float32) for name, x in weights.items()}
+    derivatives = executor.jit(jax.grad(weighed))(moving, fixed, do, f32_weights)
+    return {name: np.asarray(x).astype(np.float64) for name, x in derivatives.items()}
 
 
 def _stack_operands(executor: Executor, problems: Sequence[Problem]) -> Arrays:
@@ -253,8 +253,8 @@ def _stack_operands(executor: Executor, problems: Sequence[Problem]) -> Arrays:
     return stacked
 
 
-def _copy_pulled_to_host(found: tuple[Any, Arrays]) -> OutAndGradients:
-    return np.asarray(found[0]), _copy_to_host(found[1])
+def _copy_pulled_to_host(results: tuple[Any, Arrays]) -> OutAndGradients:
+    return np.asarray(results[0]), _copy_to_host(results[1])
 
 
 def _copy_to_host(values: Arrays) -> Values:

@@ -181,9 +181,13 @@ def format_reproduction(subject: Subject, check: str) -> str:
     command = f"python -m conformance run --impl={shlex.quote(subject.implementation.name)} --case={subject.case.id}"
     if check in CHECKS_BY_NAME:
         command += f" --check={check}"
-    alone = "plain" not in subject.rotation.pullbacks and "plain" in list_pullbacks(subject.implementation, subject.case)
+    alone = "plain" not in subject.rotation.pullbacks and "plain" in list_pullbacks(
+        subject.implementation, subject.case
+    )
     return (
-        f"{command} --pullback={subject.rotation.pullbacks[0]}" if alone and check in _ROTATED_PULLBACK_CHECKS else command
+        f"{command} --pullback={subject.rotation.pullbacks[0]}"
+        if alone and check in _ROTATED_PULLBACK_CHECKS
+        else command
     )
 
 
