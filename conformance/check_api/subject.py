@@ -124,7 +124,7 @@ class Subject:
         errors = OperandErrors(self.case.dtype, np.zeros(plain.q.shape), k_steps, v_steps)
         return compute_expectation(plain, self.implementation.arithmetic, empty_rows=self.empty_rows, inexact=errors)
 
-    def expected_gradients(self, cotangent: str) -> dict[str, Bounded]:
+    def get_expected_gradients(self, cotangent: str) -> dict[str, Bounded]:
         """Return the exact gradients and bounds for the named cotangent."""
         return self.expectation.gradients[list(self.cotangents).index(cotangent)]
 
@@ -311,7 +311,7 @@ class Subject:
         together = ({**forward, **gradients} for gradients in ({}, *self.expectation.gradients))
         return next((found for found in together if any(one is expected for one in found.values())), {})
 
-    def malformed(self, observable: str, problem: str, *, label: str | None = None) -> Judgement:
+    def judge_malformed(self, observable: str, problem: str, *, label: str | None = None) -> Judgement:
         """Judge a result that cannot be compared at all, such as one of the wrong shape."""
         return self._judge_comparison(observable, Comparison.malformed(problem), label, None)
 

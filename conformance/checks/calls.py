@@ -108,7 +108,7 @@ _SIZES: dict[str, tuple[dict[str, Any], ...]] = {
 
 def check_calls(subject: Subject) -> Iterator[Judgement]:
     """Check consecutive calls with other masks, values, shapes and dtypes, and a thousand equal ones."""
-    pair = ProblemPair.of(subject)
+    pair = ProblemPair.draw(subject)
     for name, sequence in _SUBCHECKS.items():
         yield from run_subcheck(name, functools.partial(sequence, pair))
     if "alibi_slopes" in subject.implementation.offers:
@@ -255,7 +255,7 @@ def _check_few_operands(call: Mapping[str, Any], pair: ProblemPair) -> Iterator[
             return
         yield from check_primal(other)
         name = other.full_cotangent
-        yield from judge_gradients(other, other.gradients(name), other.expected_gradients(name))
+        yield from judge_gradients(other, other.gradients(name), other.get_expected_gradients(name))
         return
     yield build_unsupported("out", refusals[0])
 

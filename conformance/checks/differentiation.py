@@ -232,7 +232,7 @@ def check_second_derivatives(subject: Subject) -> Iterator[Judgement]:
     except Exception as error:  # an exception of any type is a refusal: no wrong result was returned
         yield build_unsupported("second", f"{type(error).__name__}: {error}".split("\n")[0])
         return
-    bounds = subject.expected_gradients(subject.full_cotangent)
+    bounds = subject.get_expected_gradients(subject.full_cotangent)
     noise = np.sqrt(sum(np.sum((weights[name] * bounds[GRADIENT_OF[name]].bound) ** 2) for name in names))
     limit = subject.limits.limit("f32", "dq").ratio
     for name in names:

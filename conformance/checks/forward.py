@@ -65,7 +65,7 @@ def judge_out(subject: Subject, result: Result, *, label: str = "out", judged: n
     got = result.values["out"]
     if got.dtype != subject.problem.q.dtype:
         wrong = f"dtype is {got.dtype}, must be that of q, {subject.problem.q.dtype}"
-        return subject.malformed("out", wrong, label=label)
+        return subject.judge_malformed("out", wrong, label=label)
     rows = subject.judged_out if judged is None else judged
     return subject.judge("out", got, subject.expectation.forward["out"], rows, label=label)
 
@@ -73,6 +73,6 @@ def judge_out(subject: Subject, result: Result, *, label: str = "out", judged: n
 def judge_residual(subject: Subject, name: str, result: Result, *, judged: np.ndarray | None = None) -> Judgement:
     """Judge one residual of a result by the case's expectation."""
     if name not in result.values:
-        return subject.malformed(name, f"the residuals have no entry {name!r}, which the implementation offers")
+        return subject.judge_malformed(name, f"the residuals have no entry {name!r}, which the implementation offers")
     rows = subject.judged_residuals if judged is None else judged
     return subject.judge(name, result.values[name], subject.expectation.forward[name], rows)

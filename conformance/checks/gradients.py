@@ -59,7 +59,7 @@ def _judge_if_drawn(subject: Subject, cotangent: str, *, saved: bool = False) ->
     if cotangent not in subject.cotangents:
         return
     result = subject.gradients(cotangent)
-    expected = subject.expected_gradients(cotangent)
+    expected = subject.get_expected_gradients(cotangent)
     flash = _compute_flash_gradients(subject, cotangent, result) if saved else {}
     yield from judge_gradients(subject, result, expected, flash)
 

@@ -81,7 +81,7 @@ def _judge_program(subject: Subject, name: str, result: Result) -> Iterator[Judg
                 yield judge_residual(subject, residual, result)
     cotangent = _COTANGENT_OF.get(name)
     if cotangent is not None:
-        yield from judge_gradients(subject, result, subject.expected_gradients(cotangent))
+        yield from judge_gradients(subject, result, subject.get_expected_gradients(cotangent))
 
 
 def _judge_races(raced: dict[str, list[str]]) -> Iterator[Judgement]:

@@ -68,7 +68,7 @@ def _check_cotangents(subject: Subject, factor: float) -> Iterator[Judgement]:
     cotangent = subject.cotangents[subject.full_cotangent]
     clean = subject.gradients(subject.full_cotangent)
     scaled = subject.run_gradients(subject.problem, _scale_cotangent(cotangent, factor))
-    for name, expected in subject.expected_gradients(subject.full_cotangent).items():
+    for name, expected in subject.get_expected_gradients(subject.full_cotangent).items():
         if name in subject.implementation.gradients:
             yield _judge_proportional(subject, name, clean.values[name], scaled.values[name], expected.bound, factor)
 

@@ -91,7 +91,7 @@ def _judge_part(subject: Subject, how: str, part: Any, expected: Mapping[str, Bo
         values["max_logits"] = top[..., 0].swapaxes(1, 2)
     for name, label in (("out", "out"), ("logsumexp", "logsumexp"), ("max_logits", "max")):
         if malformation:
-            yield subject.malformed(name, malformation, label=f"{label}.{how}")
+            yield subject.judge_malformed(name, malformation, label=f"{label}.{how}")
         else:
             yield subject.judge(name, values[name], expected[name], label=f"{label}.{how}")
 

@@ -66,7 +66,7 @@ def _check_poisoned(subject: Subject, name: str, value: float) -> Iterator[Judge
     if subject.has_gradients and not (subject.implementation.empty_rows == "mean" and clean.empty_rows.any()):
         cotangent = subject.full_cotangent
         result = subject.run_gradients(problem, subject.cotangents[cotangent])
-        judgements += list(judge_gradients(subject, result, subject.expected_gradients(cotangent)))
+        judgements += list(judge_gradients(subject, result, subject.get_expected_gradients(cotangent)))
     yield from add_label(name, judgements)
 
 

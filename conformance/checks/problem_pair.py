@@ -35,8 +35,8 @@ class ProblemPair:
     cotangents: tuple[Cotangent, ...]
 
     @classmethod
-    def of(cls, subject: Subject) -> ProblemPair:
-        """Build the pair: the case, and the same case with the next seed and the same mask."""
+    def draw(cls, subject: Subject) -> ProblemPair:
+        """Draw the pair: the case, and the same case with the next seed and the same mask."""
         other = dataclasses.replace(subject.case, seed=subject.case.seed + 1)
         problems = (subject.problem, dataclasses.replace(draw_problem(other), mask=subject.problem.mask))
         cotangents: tuple[Cotangent, ...] = ()

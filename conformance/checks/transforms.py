@@ -39,7 +39,7 @@ _SCALE_FACTOR = 5.0
 
 def check_transforms(subject: Subject) -> Iterator[Judgement]:
     """Check `jit`, `vmap`, `grad`, `checkpoint`, `scan`, donation, x64 and repeated calls."""
-    pair = ProblemPair.of(subject)
+    pair = ProblemPair.draw(subject)
     for name, transform in _FORWARD_SUBCHECKS.items():
         if name.startswith("vmap") and subject.implementation.storage in IN_PAGES:
             yield build_unsupported(f"out.{name}", "all sequences share the pages of a cache, so it is not mapped over")
@@ -216,7 +216,7 @@ def _check_vmap_few(pair: ProblemPair) -> Iterator[Judgement]:
         return  # then `vmap_q` checks the same call
     for case in few_operand_calls.iter_variants(subject.case, {"mask": "causal"}):
         if subject.implementation.supports(case) is None:
-            few = ProblemPair.of(dataclasses.replace(subject, case=case))
+            few = ProblemPair.draw(dataclasses.replace(subject, case=case))
             yield from _check_vmap_over(("q",), few)
             return
 

@@ -77,7 +77,7 @@ def run_on_numpy_views(executor: Executor, problem: Problem) -> tuple[str, np.nd
     """Return `out` outside `jit` on non-contiguous NumPy arrays; or why they are refused."""
     plain, arrays = executor.bind(problem)
 
-    def apart(x: np.ndarray) -> np.ndarray:
+    def make_view(x: np.ndarray) -> np.ndarray:
         if not x.ndim:
             return x
         wide = np.zeros((*x.shape[:-1], 2 * x.shape[-1]), x.dtype)
@@ -85,7 +85,7 @@ def run_on_numpy_views(executor: Executor, problem: Problem) -> tuple[str, np.nd
         return wide[..., ::2]
 
     try:
-        return "", np.array(plain(jax.tree.map(apart, arrays)))
+        return "", np.array(plain(jax.tree.map(make_view, arrays)))
     except Exception as error:  # a kernel may refuse views, but must not misread them
         return f"views of NumPy arrays outside jit: {type(error).__name__}: {error}".split("\n")[0], None
 

@@ -36,7 +36,7 @@ def run_front_end(
     function = executor.implementation.front_end or reference
     q_positions, kv_positions = places
 
-    def composed(moving: Mapping[str, Any]) -> Any:
+    def run_composed(moving: Mapping[str, Any]) -> Any:
         norms = {name: moving[name] for name in ("q_norm", "k_norm") if name in moving}
         q, k, v = function(
             steps,
@@ -50,8 +50,8 @@ def run_front_end(
         return call({**arrays, "q": q, "k": k, "v": v})
 
     if do is None:
-        return np.asarray(executor.jit(composed)(given)), {}
-    out, gradients = executor.jit(functools.partial(_pull_back, composed))(given, do)
+        return np.asarray(executor.jit(run_composed)(given)), {}
+    out, gradients = executor.jit(functools.partial(_pull_back, run_composed))(given, do)
     return np.asarray(out), {name: np.asarray(x) for name, x in gradients.items()}
 
 

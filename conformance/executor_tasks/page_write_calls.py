@@ -82,17 +82,17 @@ def _run_on_copies(call: Any, arrays: Arrays, kept: Values, tokens: tuple[str, .
     NumPy arrays are tried first. If they are refused, JAX arrays are given, and the reason is returned too.
     """
 
-    def made(arrays: Arrays, given: dict[str, Any]) -> dict[str, Any]:
+    def run(arrays: Arrays, given: dict[str, Any]) -> dict[str, Any]:
         of_tokens = {name: x for name, x in given.items() if name in tokens}
         of_pages = {name: x for name, x in given.items() if name not in tokens}
         jax.block_until_ready(call(arrays, of_tokens, of_pages))  # type: ignore[no-untyped-call] # untyped upstream
         return given
 
     try:
-        return made(arrays, {name: np.array(x, copy=True) for name, x in kept.items()}), ""
+        return run(arrays, {name: np.array(x, copy=True) for name, x in kept.items()}), ""
     except Exception as refusal:  # libraries that check types raise errors of their own types
         reason = f"given JAX arrays, since NumPy arrays are refused ({type(refusal).__name__})"
-        return made(jax.tree.map(jnp.array, arrays), {name: jnp.array(x) for name, x in kept.items()}), reason
+        return run(jax.tree.map(jnp.array, arrays), {name: jnp.array(x) for name, x in kept.items()}), reason
 
 
 def _is_changed(before: np.ndarray, after: Any) -> bool:

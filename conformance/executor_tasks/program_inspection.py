@@ -41,10 +41,10 @@ def _trace_programs(executor: Executor, problem: Problem, do: np.ndarray | None)
     programs: list[Any] = [jax.make_jaxpr(plain)(arrays)]
     if do is not None:
 
-        def pulled(arrays: Arrays, do: Any) -> Any:
+        def compute_gradients(arrays: Arrays, do: Any) -> Any:
             return pull_back(plain, arrays, do)
 
-        programs.append(jax.make_jaxpr(pulled)(arrays, do))
+        programs.append(jax.make_jaxpr(compute_gradients)(arrays, do))
     return tuple(programs)
 
 

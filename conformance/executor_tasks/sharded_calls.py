@@ -42,17 +42,17 @@ def run_on_explicit_mesh(executor: Executor, problem: Problem, do: np.ndarray | 
     call, arrays, specs, out_spec = _shard_batch(executor, problem)
     mesh = jax.make_mesh((DEVICES,), (_AXIS,), axis_types=(AxisType.Explicit,))
 
-    def put(x: Any, spec: Any) -> Any:
+    def place(x: Any, spec: Any) -> Any:
         return jax.tree.map(lambda leaf: jax.device_put(leaf, NamedSharding(mesh, spec)), x)
 
-    def put_each(x: Any, spec: Any) -> Any:
-        return tuple(map(put, x, spec)) if isinstance(spec, tuple) and isinstance(x, tuple) else put(x, spec)
+    def place_all(x: Any, spec: Any) -> Any:
+        return tuple(map(place, x, spec)) if isinstance(spec, tuple) and isinstance(x, tuple) else place(x, spec)
 
     with jax.set_mesh(mesh):
-        placed = {name: put_each(x, specs.get(name, _build_spec())) for name, x in arrays.items()}
+        placed = {name: place_all(x, specs.get(name, _build_spec())) for name, x in arrays.items()}
         if do is None:
             return np.asarray(jax.jit(call)(placed)), {}
-        return _copy_to_host(jax.jit(functools.partial(pull_back, call))(placed, put(do, out_spec)))
+        return _copy_to_host(jax.jit(functools.partial(pull_back, call))(placed, place(do, out_spec)))
 
 
 def trace_with_vma_check(executor: Executor, problem: Problem, do: np.ndarray | None) -> None:
@@ -74,11 +74,11 @@ def _build_spec(*axes: str | None) -> Any:
 def _build_specs(problem: Problem, letters: str) -> dict[str, Any]:
     """Return how each operand is sharded if devices share the axes `letters`; other operands are replicated."""
 
-    def spec(operand: Operand, x: np.ndarray, axes: Axes) -> Any:
+    def build_spec(operand: Operand, x: np.ndarray, axes: Axes) -> Any:
         shared = [axis for letter in letters if (axis := operand.find_axis(x, axes, letter)) is not None]
         return _build_spec(*(None,) * shared[0], _AXIS) if shared else _build_spec()
 
-    return {o.name: o.each(getattr(problem, o.name), functools.partial(spec, o)) for o in OPERANDS}
+    return {o.name: o.each(getattr(problem, o.name), functools.partial(build_spec, o)) for o in OPERANDS}
 
 
 def _shard_batch(executor: Executor, problem: Problem) -> tuple[Call, Arrays, Specs, Any]:

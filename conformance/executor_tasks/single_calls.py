@@ -91,10 +91,10 @@ def compute_second_derivative(executor: Executor, problem: Problem) -> np.ndarra
     call, arrays = executor.bind(problem)
     rest = {name: x for name, x in arrays.items() if name != "q"}
 
-    def first(q: Any) -> Any:
+    def compute_gradient(q: Any) -> Any:
         return jax.grad(lambda q: (call({**rest, "q": q}).astype(np.float32) ** 2).sum())(q)
 
-    return np.asarray(jax.grad(lambda q: (first(q).astype(np.float32) ** 2).sum())(jnp.asarray(arrays["q"])))
+    return np.asarray(jax.grad(lambda q: (compute_gradient(q).astype(np.float32) ** 2).sum())(jnp.asarray(arrays["q"])))
 
 
 def measure_temporary_bytes(executor: Executor, problem: Problem, *, gradients: bool) -> int | None:

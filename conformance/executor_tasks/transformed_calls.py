@@ -116,13 +116,13 @@ def run_gradients(
     """
     plain, _ = executor.bind(problems[0])
 
-    def layers(stacked: Arrays) -> Any:
+    def apply_layers(stacked: Arrays) -> Any:
         return jax.lax.scan(lambda carry, arrays: (carry, plain(arrays)), None, stacked)[1]
 
     program: dict[str, Callable[..., Any]] = {
         "grad_of_vmap": functools.partial(pull_back, jax.vmap(plain)),
         "vmap_of_grad": jax.vmap(functools.partial(pull_back, plain)),
-        "scan": functools.partial(pull_back, layers),
+        "scan": functools.partial(pull_back, apply_layers),
     }
     return _copy_pulled_to_host(executor.jit(program[how])(_stack_operands(executor, problems), do))
 
@@ -136,13 +136,13 @@ def run_alternating_layers(executor: Executor, problems: Sequence[Problem], dos:
     moving = [{name: x for name, x in arrays.items() if name in GRADIENT_OF} for arrays in operands]
     fixed = [{name: x for name, x in arrays.items() if name not in GRADIENT_OF} for arrays in operands]
 
-    def pulled(moving: Sequence[Arrays], fixed: Sequence[Arrays], dos: Sequence[Any]) -> Any:
-        def layers(moving: Sequence[Arrays]) -> list[Any]:
+    def compute_gradients(moving: Sequence[Arrays], fixed: Sequence[Arrays], dos: Sequence[Any]) -> Any:
+        def apply_layers(moving: Sequence[Arrays]) -> list[Any]:
             return [call({**m, **f}) for call, m, f in zip(calls, moving, fixed, strict=True)]
 
-        return jax.vjp(layers, moving)[1](list(dos))[0]
+        return jax.vjp(apply_layers, moving)[1](list(dos))[0]
 
-    return [_copy_to_host(x) for x in executor.jit(pulled)(moving, fixed, list(dos))]
+    return [_copy_to_host(x) for x in executor.jit(compute_gradients)(moving, fixed, list(dos))]
 
 
 def run_shared_gradients(
@@ -184,10 +184,10 @@ def run_mapped_pullback(executor: Executor, problem: Problem, dos: np.ndarray) -
     """Return the gradients of one problem from its pullback, mapped over stacked cotangents."""
     plain, arrays = executor.bind(problem)
 
-    def pulled(arrays: Arrays, stacked: Any) -> Any:
+    def compute_gradients(arrays: Arrays, stacked: Any) -> Any:
         return jax.vmap(lambda do: pull_back(plain, arrays, do)[1])(stacked)
 
-    return _copy_to_host(executor.jit(pulled)(arrays, dos))
+    return _copy_to_host(executor.jit(compute_gradients)(arrays, dos))
 
 
 def run_checkpoint(executor: Executor, problem: Problem, do: np.ndarray, saved: Sequence[str]) -> OutAndGradients:
@@ -207,11 +207,11 @@ def run_forward_mode(
     moving = {name: jnp.asarray(arrays[name]) for name in tangents}
     fixed = {name: x for name, x in arrays.items() if name not in moving}
 
-    def along(moving: Arrays, tangents: Arrays) -> Any:
+    def compute_tangent(moving: Arrays, tangents: Arrays) -> Any:
         return jax.jvp(lambda m: plain({**m, **fixed}), (moving,), (tangents,))
 
     try:
-        return "", np.asarray(executor.jit(along)(moving, dict(tangents))[1])
+        return "", np.asarray(executor.jit(compute_tangent)(moving, dict(tangents))[1])
     except TypeError as error:  # JAX raises this for a custom VJP, which has no forward mode
         return f"forward mode: {error}".split("\n")[0], None
 
@@ -221,14 +221,14 @@ def run_single_gradients(executor: Executor, problem: Problem, do: np.ndarray) -
     plain, arrays = executor.bind(problem)
     names = [name for name in GRADIENT_OF if name in arrays]
 
-    def alone(name: str, arrays: Arrays, do: Any) -> Any:
+    def differentiate(name: str, arrays: Arrays, do: Any) -> Any:
         fixed = {other: x for other, x in arrays.items() if other != name}
         return jax.vjp(lambda x: plain({**fixed, name: x}), arrays[name])[1](do)[0]
 
-    def each(arrays: Arrays, do: Any) -> Arrays:
-        return {name: alone(name, arrays, do) for name in names}
+    def differentiate_each(arrays: Arrays, do: Any) -> Arrays:
+        return {name: differentiate(name, arrays, do) for name in names}
 
-    return _copy_to_host(executor.jit(each)(arrays, do))
+    return _copy_to_host(executor.jit(differentiate_each)(arrays, do))
 
 
 def run_second_derivative(
@@ -238,13 +238,13 @@ def run_second_derivative(
     plain, arrays = executor.bind(problem)
     fixed = {name: x for name, x in arrays.items() if name not in weights}
 
-    def weighed(moving: Arrays, fixed: Arrays, do: Any, weights: Arrays) -> Any:
+    def weigh_gradients(moving: Arrays, fixed: Arrays, do: Any, weights: Arrays) -> Any:
         _, pulled = pull_back(plain, {**fixed, **moving}, do)
         return sum(jnp.vdot(pulled[name], x) for name, x in weights.items())
 
     moving = {name: jnp.asarray(arrays[name]) for name in weights}
     f32_weights = {name: x.astype(np.float32) for name, x in weights.items()}
-    derivatives = executor.jit(jax.grad(weighed))(moving, fixed, do, f32_weights)
+    derivatives = executor.jit(jax.grad(weigh_gradients))(moving, fixed, do, f32_weights)
     return {name: np.asarray(x).astype(np.float64) for name, x in derivatives.items()}
 
 
