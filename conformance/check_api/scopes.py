@@ -73,7 +73,7 @@ class Scope:
       name: its name in `list checks` and in messages.
       about: its cases in a few words.
       cases: lists the cases of one implementation, at a level and with a base seed.
-      contains: whether a case belongs to the scope. A single case that the user names gets the checks of all such scopes.
+      contains: whether a case belongs to the scope. A case that the user names gets the checks of all such scopes.
       accepts_any_case: whether a check that the user names may run on any supported case of this implementation.
       short: whether a case needs only a few programs.
       supported: whether its cases are supported. If not, the implementation must refuse them.

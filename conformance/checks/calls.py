@@ -336,7 +336,7 @@ def _check_shared_array(pair: ProblemPair) -> Iterator[Judgement]:
         if (refusal := pair.subject.implementation.supports(other)) is None:
             problem = draw_problem(other)
             tokens = problem.q.copy()
-            tokens[:, 1:][:, -1:] = 0  # a padding token, which no mask hides here; never the only token
+            tokens[:, 1:][:, -1:] = 0  # the last token is padding, which no mask hides; the only token never is
             shared = dataclasses.replace(problem, q=tokens, k=tokens, v=tokens)
             subject = dataclasses.replace(pair.subject, case=other)
             got = pair.subject.executor.run(call_sequences.run_on_shared_array, shared)

@@ -92,7 +92,9 @@ def check_ensemble(subject: Subject) -> Iterator[Judgement]:
 def _check_wide_sums(subject: Subject) -> Iterator[Judgement]:
     """Check f16 gradients where partial sums over the depth overflow f16 and whole sums do not."""
     if subject.implementation.arithmetic.softmax != "f32":
-        yield build_unsupported("gradients", "sums on the way back are declared in f16")
+        yield build_unsupported(
+            "gradients", "the softmax is declared in f16, so sums of its backward pass may overflow"
+        )
         return
     v, drawn = subject.problem.v, subject.cotangents["random"].out
     half = v.shape[-1] // 2

@@ -122,7 +122,7 @@ def _compute_flash_gradients(subject: Subject, cotangent: str, result: Result) -
         return {}
     saved = oracle.Forward(out, lse, truth["max_logits"].value)
     drawn = subject.cotangents[cotangent]
-    with np.errstate(invalid="ignore", over="ignore"):  # infinities of a wrong `logsumexp`
+    with np.errstate(invalid="ignore", over="ignore"):  # a wrong `logsumexp` may be infinite
         return oracle.compute_backward(
             subject.problem, drawn.out, drawn.logsumexp, form="flash", saved=saved, empty_rows=subject.empty_rows
         )

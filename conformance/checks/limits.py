@@ -166,7 +166,7 @@ def _check_nan(subject: Subject) -> Iterator[Judgement]:
     out = subject.run_forward(dataclasses.replace(problem, k=k, v=v)).values["out"]
     attends = np.moveaxis(seen[..., key], 1, 2)[..., None]
     lost = int((attends & np.isfinite(out.astype(np.float64))).any(axis=-1).sum())
-    reason = f"{lost} rows are finite that attend to a key and value of NaN" if lost else ""
+    reason = f"{lost} rows that attend to a key and value of NaN are finite" if lost else ""
     yield Judgement(observable="out", verdict=records.FAIL if lost else records.PASS, reason=reason)
 
 

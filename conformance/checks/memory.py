@@ -23,14 +23,14 @@ def check_memory(subject: Subject) -> Iterator[Judgement]:
     The temporaries of the compiled program at 2048 may be at most 1.25 times four times those at 512.
     """
     if subject.implementation.memory != "linear":
-        yield build_unsupported("temporaries", "linear memory is not claimed")
+        yield build_unsupported("temporaries", "linear memory is not declared")
         return
     sizes = []
     for length in _LENGTHS:
         try:
             case = with_length(subject.case, length)
         except CaseIdError as error:
-            yield build_unsupported("temporaries", f"this case has no longer form: {error}")
+            yield build_unsupported("temporaries", f"this case cannot be made longer: {error}")
             return
         if (reason := subject.implementation.supports(case)) is not None:
             yield build_unsupported("temporaries", reason)

@@ -51,5 +51,5 @@ def _judge_paths(subject: Subject, chosen: bool, other: str) -> Judgement:
     if not (chosen or other):
         return Judgement(observable="paths", verdict=records.PASS)
     on = f"a {other.upper()}" if other else "another platform"
-    reason = f"takes another path on {on} than here ({subject.executor.backend}), which is judged there only"
+    reason = f"takes another path on {on} than here ({subject.executor.backend}), which can be judged only there"
     return Judgement(observable="paths", verdict=records.UNJUDGED, reason=reason)

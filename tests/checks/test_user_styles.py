@@ -21,7 +21,7 @@ from tests.kernels.orders import ORDERS
 from tests.kernels.styles import STYLES
 
 Style = Callable[..., Any]
-# Every this many jobs of the quick grid run by default, starting at another one for each style.
+# One of this many jobs of the quick grid runs by default. Each style starts at another job.
 _STRIDE = 42
 
 each_style = pytest.mark.parametrize("style", STYLES, ids=lambda style: style.__name__)
