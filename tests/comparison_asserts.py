@@ -50,7 +50,7 @@ def compute_expected(
 
 
 def compute_float64_bounds(expected: Expected, computations: int = 1) -> dict[str, Bounded]:
-    """Return the same values with the bounds of a float64 computation.
+    """Return the expected values with the bounds of a float64 computation.
 
     With `computations=2` the values are themselves results of a float64 computation. Both may be off, so the bounds add
     up.

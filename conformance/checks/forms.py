@@ -87,13 +87,13 @@ def _iter_forms(subject: Subject) -> Iterator[_Form]:
         yield _Form("window_numpy", problem, {"window": tuple(None if n is None else np.int32(n) for n in window)})
     if flags["mask"] and subject.case.mask.startswith("dense-"):
         yield from _iter_mask_forms(problem)
-    if problem.bias is not None and (subject.case.bias == "bias" or not _supports_any_bias(subject)):
+    if problem.bias is not None and (subject.case.bias == "bias" or not _supports_plain_bias(subject)):
         yield from _iter_bias_forms(problem)
         yield from _iter_rank_three_bias(subject)
 
 
-def _supports_any_bias(subject: Subject) -> bool:
-    """Return whether the implementation supports the plain kind of bias."""
+def _supports_plain_bias(subject: Subject) -> bool:
+    """Return whether the implementation supports the level `bias`."""
     return subject.implementation.supports(dataclasses.replace(subject.case, bias="bias")) is None
 
 

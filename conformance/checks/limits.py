@@ -180,7 +180,7 @@ def _check_low_rows(subject: Subject, problem: Problem) -> Iterator[Judgement]:
 
 
 def _check_low_rows_by_queries(subject: Subject, problem: Problem) -> Iterator[Judgement]:
-    """Check such rows where no bias is taken: the first coordinate of q and k lowers every third row."""
+    """Check low rows without a bias: the first coordinate of q and k lowers every third row."""
     scale = problem.q.shape[-1] ** -0.5 if problem.scale is None else problem.scale
     root = 2.0 ** np.round(np.log2(_LOW_LOGIT / scale) / 2)
     q, k = problem.q.copy(), problem.k.copy()

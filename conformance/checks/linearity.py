@@ -106,6 +106,6 @@ def _judge_proportional(
         observable=label,
         verdict=records.FAIL,
         worst=Worst(tuple(int(n) for n in index), float(scaled[index]), float(once[index]), 0.0),
-        reason=f"{int(wrong.sum())} of {wrong.size} values change if {operand} is multiplied by {factor:g} and the result "
-        "divided by it",
+        reason=f"{int(wrong.sum())} of {wrong.size} values change if {operand} is multiplied by {factor:g} and the "
+        "result is divided by it",
     )

@@ -147,7 +147,7 @@ def _check_vmap_masks(pair: ProblemPair) -> Iterator[Judgement]:
 
 
 def _check_call(how: Callable[..., np.ndarray], pair: ProblemPair) -> Iterator[Judgement]:
-    """Check `out` of one way to call."""
+    """Check `out` of a task that makes the call in one way, such as with donated operands."""
     yield pair.judge_out(pair.subject.executor.run(how, pair.problems[0]))
 
 

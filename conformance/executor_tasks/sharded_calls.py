@@ -38,7 +38,10 @@ def run_sharded(
 
 
 def run_on_explicit_mesh(executor: Executor, problem: Problem, do: np.ndarray | None) -> tuple[np.ndarray, Values]:
-    """Return the same with batch rows on a mesh of explicit axes, the default of `jax.make_mesh` from jax 0.12 on."""
+    """Return `out`, and gradients for a cotangent, with batch rows on a mesh of explicit axes.
+
+    Such a mesh is the default of `jax.make_mesh` from jax 0.12 on.
+    """
     call, arrays, specs, out_spec = _shard_batch(executor, problem)
     mesh = jax.make_mesh((DEVICES,), (_AXIS,), axis_types=(AxisType.Explicit,))
 

@@ -27,7 +27,7 @@ def run_vmap(executor: Executor, problems: Sequence[Problem]) -> np.ndarray:
 
 
 def run_vmap_with_residuals(executor: Executor, problems: Sequence[Problem]) -> Values:
-    """Return the same with residuals, by name."""
+    """Return `out` and residuals by name of stacked problems, with every operand mapped."""
     statics, _ = executor.arguments(problems[0])
     call = functools.partial(executor.implementation.call, **statics, save_residuals=True)
     mapped = jax.vmap(lambda arrays: kernel_errors.check_residuals(call(**arrays)))

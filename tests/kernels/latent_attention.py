@@ -57,7 +57,7 @@ def dense(
     sinks: jax.Array | None = None,  # [N]
     save_residuals: bool = False,
 ) -> Any:
-    """Compute the same for a dense latent, differentiated by JAX."""
+    """Compute attention to a dense latent, differentiated by JAX."""
     k = latent[:, :, None]
     operands = {"mask": mask, "segment_ids": segment_ids, "soft_cap": soft_cap, "sinks": sinks, "scale": scale}
     return naive.attention(q, k, k[..., :value_dim], **operands, save_residuals=save_residuals)
