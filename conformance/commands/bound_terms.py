@@ -75,7 +75,7 @@ def _iter_results(subject: Subject) -> Iterator[_OfferedResult]:
     cotangent = subject.full_cotangent
     if cotangent in subject.cotangents:
         everywhere = np.ones((), bool)
-        for name, bounded in subject.expected_gradients(cotangent).items():
+        for name, bounded in subject.get_expected_gradients(cotangent).items():
             if name in subject.implementation.gradients:
                 yield name, lambda: subject.gradients(cotangent), bounded, everywhere, gradient(name)
 

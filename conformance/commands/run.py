@@ -321,7 +321,7 @@ def _plan(arguments: argparse.Namespace, implementations: Sequence[Implementatio
         return run_plan.plan_problem(implementations, argument_lookup.select_problem_cases(arguments), checks)
     if arguments.case is not None:
         case = argument_lookup.parse_case(arguments.case)
-        turn = Rotation(pulled=(arguments.pullback,)) if arguments.pullback else FULL_ROTATION
+        turn = Rotation(pullbacks=(arguments.pullback,)) if arguments.pullback else FULL_ROTATION
         plans = [run_plan.plan_case(implementation, case, checks, turn) for implementation in implementations]
         return run_plan.Plan(tuple(job for one in plans for job in one.jobs), ())
     if arguments.regressions:
