@@ -30,9 +30,9 @@ from conformance.judging.runner import Runner, platform_of
 from conformance.judging.settings import Settings
 from conformance.records import FAIL, PASS, UNJUDGED, UNSUPPORTED, Record
 from impls import flash_gpu
-from impls.flash_gpu import backends
+from impls.flash_gpu import pallas_backends
 from impls.flash_gpu.block_sizes import BlockSizes, Tiles
-from impls.versions import runs_on
+from impls.jax_compat import runs_on
 
 CASE = parse("train/bf16/B1.T1000.S1000.N4.K2.H64.V64/causal/seg/softcap30/sinks/normal/s0")
 SMALL = parse("prefill/f16/B1.T128.S128.N1.K1.H64.V64/full/normal/s0")
@@ -140,7 +140,7 @@ def test_a_hopper_kernel_fails_elsewhere_although_the_process_compiled_it_for_ho
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The compiler keeps Mosaic kernels in the process by their hash, whatever the architecture."""
-    monkeypatch.setattr(backends, "HOPPER", ("NVIDIA",))
+    monkeypatch.setattr(pallas_backends, "HOPPER", ("NVIDIA",))
     first, *others = sorted(GPUS, key=lambda gpu: gpu.name != "h100")
     monkeypatch.setattr(targets, "TARGETS", tuple(t for gpu in (first, *others) for t in TARGETS if t.name == gpu.name))
     found = judge(natively(backend="mosaic"), SMALL)

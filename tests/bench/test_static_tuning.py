@@ -22,7 +22,7 @@ from conformance.bench.measurements import AGREES, Measurement
 from conformance.bench.tuning import Choice, Tuned
 from conformance.calling import registry
 from conformance.commands import cycles, cycles_beside, static_tune, tune
-from impls.splash_tpu import tuned
+from impls.splash_tpu import splash_tuning
 from impls.splash_tpu.block_sizes import Blocks, BlockSizes
 from impls.splash_tpu.vmem import Depths
 
@@ -56,7 +56,7 @@ def compiled(executor: Any, problem: Any, target: Any, *, gradients: bool = True
 def no_chip(monkeypatch: pytest.MonkeyPatch) -> None:
     """No compiler is asked, and no table is there."""
     monkeypatch.setattr(compilation, "for_chip", lambda target: contextlib.nullcontext())
-    monkeypatch.setattr(tuned, "_ENTRIES", ())
+    monkeypatch.setattr(splash_tuning, "_ENTRIES", ())
 
 
 def choose(*names: str) -> dict[str, static_tuning.StaticChoice]:
@@ -139,8 +139,8 @@ def test_the_command_shows_candidates_and_keeps_the_choice_with_its_provenance(
     assert "v6e dkv q=1024 kv=1024 kv_compute=512 part=512: refused: no room" in said
     assert f"v6e takes forward q=2048 kv=2048 kv_compute=512 part=512, {CASE.id}" in said
     # One kernel by itself: no gradients are compiled, and what was said of the others stays.
-    monkeypatch.setattr(tuned, "_ENTRIES", (entry,))
-    monkeypatch.setattr(tuned, "device_kind", lambda platform: entry.device)
+    monkeypatch.setattr(splash_tuning, "_ENTRIES", (entry,))
+    monkeypatch.setattr(splash_tuning, "get_device_kind", lambda platform: entry.device)
     assert cli.main(cli.parser().parse_args([*arguments, "--knob=forward"])) == 0
     (again,) = tunable.read(path)
     assert again.settings == entry.settings
@@ -167,7 +167,11 @@ def test_what_cannot_be_tuned_so_is_refused(
 def entry(span: int, q: int, fused: int = 0, **key: int) -> tunable.Entry:
     sizes = {"itemsize": 2, "head_dim": 128, "head_dim_v": 128, "kv_length": 8192, "span": span, **key}
     blocks = {"q": q, "kv": 1024, "kv_compute": 512}
-    settings = {**dict.fromkeys(tuned.KERNELS, blocks), "fused": {**blocks, "part": 128}, "backward": {"fused": fused}}
+    settings = {
+        **dict.fromkeys(splash_tuning.KERNEL_KNOBS, blocks),
+        "fused": {**blocks, "part": 128},
+        "backward": {"fused": fused},
+    }
     return tunable.Entry(device="chip", key=sizes, settings=settings, provenance={"case": "x"})
 
 
@@ -188,20 +192,20 @@ def test_a_call_takes_what_was_chosen_for_the_likest(
     mask: Mask, length: int, depth: int, itemsize: int, plain: bool, q: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     entries = (entry(8192, 1024), entry(1024, 256), entry(8192, 128, head_dim=256, head_dim_v=256))
-    monkeypatch.setattr(tuned, "_ENTRIES", entries)
-    monkeypatch.setattr(tuned, "device_kind", lambda platform: "chip")
-    found = tuned.look_up(mask, length, Depths(depth, depth, itemsize), plain=plain)
+    monkeypatch.setattr(splash_tuning, "_ENTRIES", entries)
+    monkeypatch.setattr(splash_tuning, "get_device_kind", lambda platform: "chip")
+    found = splash_tuning.look_up(mask, length, Depths(depth, depth, itemsize), plain=plain)
     assert found.forward.q == q
-    monkeypatch.setattr(tuned, "device_kind", lambda platform: "")
-    assert tuned.look_up(mask, length, Depths(depth, depth, itemsize), plain=plain) == BlockSizes()
+    monkeypatch.setattr(splash_tuning, "get_device_kind", lambda platform: "")
+    assert splash_tuning.look_up(mask, length, Depths(depth, depth, itemsize), plain=plain) == BlockSizes()
 
 
 def test_what_does_not_fit_is_left_at_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
     """A stored mask takes VMEM that nothing was tuned with."""
-    monkeypatch.setattr(tuned, "_ENTRIES", (entry(8192, 2048),))
-    monkeypatch.setattr(tuned, "device_kind", lambda platform: "chip")
+    monkeypatch.setattr(splash_tuning, "_ENTRIES", (entry(8192, 2048),))
+    monkeypatch.setattr(splash_tuning, "get_device_kind", lambda platform: "chip")
     depths = Depths(128, 128, 2)
-    assert tuned.look_up(Causal(), 8192, depths, plain=False).dkv == Blocks()
+    assert splash_tuning.look_up(Causal(), 8192, depths, plain=False).dkv == Blocks()
 
 
 @pytest.mark.parametrize(
@@ -229,23 +233,23 @@ def test_the_backward_is_fused_where_the_table_says_so(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     shallow = entry(8192, 512, fused=1, head_dim=64, head_dim_v=64)
-    monkeypatch.setattr(tuned, "_ENTRIES", (entry(8192, 1024, fused=1), entry(1024, 256), shallow))
-    monkeypatch.setattr(tuned, "device_kind", lambda platform: kind)
-    found = tuned.look_up(mask, 8192, Depths(depth, depth, itemsize), plain=plain)
+    monkeypatch.setattr(splash_tuning, "_ENTRIES", (entry(8192, 1024, fused=1), entry(1024, 256), shallow))
+    monkeypatch.setattr(splash_tuning, "get_device_kind", lambda platform: kind)
+    found = splash_tuning.look_up(mask, 8192, Depths(depth, depth, itemsize), plain=plain)
     assert (found.fused_backward, found.dkv.part) == (fused, part)
 
 
 def test_the_table_is_whole() -> None:
     """Every entry is for a chip that is known, says which figures it rests on, and holds sizes that a kernel takes."""
-    entries = tunable.read(tuned.TABLE)
+    entries = tunable.read(splash_tuning.TABLE)
     assert {one.device for one in entries} == {tpu.kind for tpu in TPUS}
     for one in entries:
-        assert set(one.settings) == {*tuned.KERNELS, "backward"}
-        assert [Blocks(**one.settings[kernel]) for kernel in tuned.KERNELS]
-        assert one.settings["backward"] in [way for way, _ in tuned.WAYS]
+        assert set(one.settings) == {*splash_tuning.KERNEL_KNOBS, "backward"}
+        assert [Blocks(**one.settings[kernel]) for kernel in splash_tuning.KERNEL_KNOBS]
+        assert one.settings["backward"] in [way for way, _ in splash_tuning.BACKWARD_CHOICES]
         assert one.provenance["compiler"].startswith("libtpu ")
         assert one.key == dict(registry.find("splash_tpu").tunable.key(parse(one.provenance["case"])))  # type: ignore[union-attr] # it has one
-    assert json.loads(tuned.TABLE.read_text())["entries"] == [
+    assert json.loads(splash_tuning.TABLE.read_text())["entries"] == [
         dataclasses.asdict(one) for one in sorted(entries, key=lambda one: one.place)
     ]
 

@@ -29,10 +29,10 @@ from conformance.tunable import Entry, Knob, KnobSettings, Tunable
 from impls import flash_gpu
 from impls.block_flash import block_sizes
 from impls.dot_product import attention
-from impls.flash_gpu import backends
 from impls.flash_gpu import block_sizes as gpu_block_sizes
-from impls.flash_gpu.block_sizes import KERNELS, BlockSizes, Kernel, Ring, from_settings
-from impls.versions import runs_on
+from impls.flash_gpu import pallas_backends
+from impls.flash_gpu.block_sizes import KERNELS, BlockSizes, Kernel, Ring, parse_settings
+from impls.jax_compat import runs_on
 
 _ORDER = ("forward", "dkv", "dq")
 CASE = "train/f32/B1.T16.S16.N2.K2.H16.V16/causal/normal/s0"
@@ -183,7 +183,7 @@ def test_the_command_fills_the_table_with_provenance(
 ) -> None:
     """block_flash itself, with few candidates: what is chosen is for the machine to say, how it is kept is not."""
     monkeypatch.setattr(ceiling, "_SIDE_ON_CPU", 16)
-    monkeypatch.setattr(block_sizes, "_SIDES", (16, 32))
+    monkeypatch.setattr(block_sizes, "_BLOCK_LENGTHS", (16, 32))
     monkeypatch.chdir(tmp_path)
     case = "train/f32/B1.T32.S32.N1.K1.H16.V16/causal/normal/s0"
     assert run("tune", "--impl=block_flash", f"--case={case}", "--runs=3", "--out=t.json", "--report=t.html") == 0
@@ -228,7 +228,7 @@ def test_block_flash_takes_what_was_measured_for_its_length(monkeypatch: pytest.
         for length, blocks in (*sizes.items(), (32, {"block_q": 8, "block_kv": 8}))
     ]
     monkeypatch.setattr(block_sizes, "_ENTRIES", (*entries, dataclasses.replace(ENTRY, device="another chip")))
-    assert block_sizes.look_up(1000, 9000) == block_sizes.PLAIN  # short calls keep several blocks
+    assert block_sizes.look_up(1000, 9000) == block_sizes.DEFAULT_SIZES  # short calls keep several blocks
     assert block_sizes.look_up(1024, 2048) == sizes[1024]
     assert block_sizes.look_up(16384, 4096) == sizes[4096]
 
@@ -288,7 +288,7 @@ def test_rings_are_tried_where_mosaic_serves_the_case_and_they_fit() -> None:
     for name, found in rings("NVIDIA H100 80GB HBM3", causal("f16", 64)).items():
         kernel: Kernel = name.removeprefix("mosaic_")  # type: ignore[assignment] # one of them, by the knob's name
         assert (128, 2) in [(ring.block, ring.num_stages) for ring in found]
-        assert all(backends.misfits(kernel, ring, 64, 64, segmented=True) is None for ring in found)
+        assert all(pallas_backends.find_misfit(kernel, ring, 64, 64, segmented=True) is None for ring in found)
     assert not any(rings("NVIDIA H200", causal("bf16", 256)).values())  # nothing fits
     assert not rings("NVIDIA H200", causal("bf16", 192, v_head_dim=64))["mosaic_dq"]  # which Triton serves
     for kind, case in (
@@ -356,7 +356,7 @@ def tuned(monkeypatch: pytest.MonkeyPatch, wrong: Callable[[BlockSizes], bool]) 
             tolerances.default(),
             knobs=declared.knobs,
         )
-    return found, from_settings(found.settings)
+    return found, parse_settings(found.settings)
 
 
 def test_a_mosaic_kernel_is_preferred_where_it_is_right_and_faster_than_the_tuned_triton_one(
@@ -388,8 +388,10 @@ def test_the_table_decides_which_back_end_computes_a_kernel(tmp_path: Path, monk
     key = {"max_depth": 64, "max_itemsize": 2}
     entry = Entry(device="NVIDIA H200", key=key, settings=settings, provenance=provenance)
     tunable.write(tmp_path / "t.json", [entry])
-    monkeypatch.setattr(gpu_block_sizes, "MEASURED", tmp_path / "t.json")
-    monkeypatch.setattr(gpu_block_sizes, "TABLE", (*gpu_block_sizes._measured(), *gpu_block_sizes._TABLE))
+    monkeypatch.setattr(gpu_block_sizes, "MEASURED_TABLE", tmp_path / "t.json")
+    monkeypatch.setattr(
+        gpu_block_sizes, "TABLE", (*gpu_block_sizes._load_measured(), *gpu_block_sizes._REASONED_ENTRIES)
+    )
     x = jax.ShapeDtypeStruct((1, 128, 1, 64), "bfloat16")
     loss = jax.grad(lambda q, k, v: flash_gpu.attention(q, k, v, interpret=False).astype("float32").sum(), (0, 1, 2))
     for kind, mosaic in (("NVIDIA H200", 2), ("NVIDIA H100 80GB HBM3", 0)):

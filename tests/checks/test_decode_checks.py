@@ -20,7 +20,7 @@ from conformance.judging import plan
 from conformance.judging.runner import Runner
 from conformance.judging.settings import Settings
 from conformance.records import FAIL, PASS, RED, Record
-from impls.features import OPTIONAL, asked
+from impls.requested_features import OPTIONAL, list_requested_features
 from tests.kernels.decode import DecodeSteps, implementation
 from tests.planted.features.decode import BUGS
 
@@ -131,7 +131,7 @@ def test_a_piece_has_the_rows_of_the_whole_and_nothing_behind_them(case: Case) -
 
 def features_of(problem: Problem) -> tuple[str, ...]:
     options = {name: getattr(problem, name) for name in (*OPTIONAL, "kv_scales", "alibi_slopes", "score_mod")}
-    return asked(problem.q, problem.k, problem.v, problem.mask, options)
+    return list_requested_features(problem.q, problem.k, problem.v, problem.mask, options)
 
 
 def test_heads_in_groups_are_decoded_only_where_they_are_supported() -> None:

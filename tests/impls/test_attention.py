@@ -21,7 +21,7 @@ from tests.judged import assert_attention
 # Compiles faster; only run time, of no interest here, suffers.
 FAST_COMPILE = {"xla_backend_optimization_level": 0}
 
-SMALL_BLOCKS = block_flash.implementation("small_blocks", block_q=32, block_kv=48)
+SMALL_BLOCKS = block_flash.build_implementation("small_blocks", block_q=32, block_kv=48)
 BOTH = (*dot_product.IMPLEMENTATIONS, SMALL_BLOCKS)
 JOINT = (
     "train/f32/B2.T50.S70.N4.K2.H16.V24/densebatch-d40_and_window-l40-r60/seg/softcap5/sinks/bias/scale0.3/normal/s1"
@@ -102,14 +102,14 @@ def test_forward_and_gradients_match_the_oracle(impl: Implementation, case_id: s
     ids=str,
 )
 def test_dot_product_options_stay_within_their_declared_arithmetic(options: dict[str, Any]) -> None:
-    check(dot_product.implementation("variant", **options), JOINT.replace("f32", "bf16"))
+    check(dot_product.build_implementation("variant", **options), JOINT.replace("f32", "bf16"))
 
 
 def test_logits_are_rounded_only_without_both_float32_options() -> None:
     problem = draw(parse("train/bf16/B1.T40.S40.N2.K2.H16.V16/causal/normal/s1"))
 
     def rounded(**options: Any) -> bool:
-        impl = dot_product.implementation("variant", **options)
+        impl = dot_product.build_implementation("variant", **options)
         _, residuals = compiled(bind(impl, problem))(operands(problem))
         x = residuals["max_logits"]
         return bool((x == x.astype(jnp.bfloat16).astype(jnp.float32)).all())
@@ -195,7 +195,7 @@ def test_options_are_checked() -> None:
     with pytest.raises(ValueError, match="compute_axis_order must be one of"):
         dot_product.attention(x, x, x, compute_axis_order=(0, 3, 1, 2))
     with pytest.raises(ValueError, match="no option block_q"):
-        dot_product.implementation("variant", block_q=3)
+        dot_product.build_implementation("variant", block_q=3)
 
 
 @pytest.mark.parametrize("impl", BOTH, ids=lambda impl: impl.name)

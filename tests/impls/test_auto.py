@@ -54,7 +54,7 @@ PLAIN = "train/bf16/B1.T128.S128.N2.K2.H64.V64/causal/normal/s0"
     ],
 )
 def test_the_kernel_suits_platform_phase_and_lengths(case_id: str, platform: str, kernel: str) -> None:
-    found, candidate = auto.route(**shapes(parse(case_id)), platform=platform)
+    found, candidate = auto.find_route(**shapes(parse(case_id)), platform=platform)
     assert found.kernel == candidate.kernel.name == kernel
     assert platform in found.reason
 
@@ -62,8 +62,8 @@ def test_the_kernel_suits_platform_phase_and_lengths(case_id: str, platform: str
 def test_decode_goes_to_kernels_without_gradients_only_where_the_caller_says_so() -> None:
     case = parse("decode/bf16/B1.T1.S200.N2.K2.H64.V64/lengths-70/normal/s0")
     for platform, kernel in (("cpu", "ragged"), ("tpu", "ragged_tpu"), ("gpu", "ragged_gpu")):
-        assert auto.route(**shapes(case), platform=platform, phase="decode")[0].kernel == kernel
-        guessed, _ = auto.route(**shapes(case), platform=platform)
+        assert auto.find_route(**shapes(case), platform=platform, phase="decode")[0].kernel == kernel
+        guessed, _ = auto.find_route(**shapes(case), platform=platform)
         assert guessed.kernel == "dot_product"
         assert dict(guessed.passed_over)[kernel] == "has no gradients, and nobody said that this is decode"
 
@@ -85,27 +85,27 @@ def test_a_fallback_says_what_was_passed_over_and_why(
     platform: str, change: dict[str, Any], kernel: str, lacking: tuple[str, str]
 ) -> None:
     case = dataclasses.replace(parse(PLAIN), **change)
-    found, _ = auto.route(**shapes(case), platform=platform)
+    found, _ = auto.find_route(**shapes(case), platform=platform)
     assert found.kernel == kernel
     reasons = dict(found.passed_over)
     assert reasons[lacking[0]].startswith(lacking[1])
     assert f"{lacking[0]} {reasons[lacking[0]]}" in str(found)
     with pytest.raises(NotImplementedError, match=lacking[0]):
-        auto.route(**shapes(case), platform=platform, fall_back=False)
+        auto.find_route(**shapes(case), platform=platform, fall_back=False)
 
 
 def test_a_kernel_asked_for_by_name_is_taken_or_refuses() -> None:
-    found, _ = auto.route(**shapes(parse(PLAIN)), kernel="block_flash")
+    found, _ = auto.find_route(**shapes(parse(PLAIN)), kernel="block_flash")
     assert found == Route("block_flash", "asked for by name")
     biased = shapes(dataclasses.replace(parse(PLAIN), bias="bias"))
     with pytest.raises(NotImplementedError, match="splash_tpu does not support bias"):
-        auto.route(**biased, kernel="splash_tpu")
+        auto.find_route(**biased, kernel="splash_tpu")
     with pytest.raises(
         ValueError, match=r"kernel must be one of .*splash_tpu, flash_gpu, dot_product, block_flash, got 'x'"
     ):
-        auto.route(**biased, kernel="x")
+        auto.find_route(**biased, kernel="x")
     with pytest.raises(ValueError, match="phase must be one of"):
-        auto.route(**biased, phase="training")  # type: ignore[arg-type]  # on purpose
+        auto.find_route(**biased, phase="training")  # type: ignore[arg-type]  # on purpose
 
 
 def test_a_call_that_no_kernel_supports_says_what_each_lacks() -> None:
@@ -113,7 +113,7 @@ def test_a_call_that_no_kernel_supports_says_what_each_lacks() -> None:
     with pytest.raises(
         NotImplementedError, match=r"no kernel supports this call: splash_tpu is for tpu.*; flash_gpu is"
     ):
-        auto.route(**shapes(parse(PLAIN)), platform="cpu", candidates=only)
+        auto.find_route(**shapes(parse(PLAIN)), platform="cpu", candidates=only)
 
 
 def test_the_route_is_logged_and_handed_out(caplog: pytest.LogCaptureFixture) -> None:
@@ -139,10 +139,10 @@ def test_a_quantised_cache_goes_to_the_kernel_that_takes_one() -> None:
     case = parse("decode/bf16/B2.T1.S20.N2.K2.H8.V8/lengths-7-20/kvint8-token/normal/s0")
     problem = draw(case)
     asked: dict[str, Any] = {"mask": problem.mask, "options": {"kv_scales": problem.kv_scales}}
-    found, _ = auto.route(problem.q, problem.k, problem.v, **asked)
+    found, _ = auto.find_route(problem.q, problem.k, problem.v, **asked)
     assert found.kernel == "quantized_kv"
     with pytest.raises(NotImplementedError, match="block_flash does not support kv_int8"):
-        auto.route(problem.q, problem.k, problem.v, **asked, kernel="block_flash")
+        auto.find_route(problem.q, problem.k, problem.v, **asked, kernel="block_flash")
     plain = draw(parse(PLAIN))
     with pytest.raises(NotImplementedError, match="only quantised caches"):
         auto.attention(*map(jnp.asarray, (plain.q, plain.k, plain.v)), kernel="quantized_kv")

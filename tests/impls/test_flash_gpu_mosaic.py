@@ -29,10 +29,10 @@ from conformance.judging.runner import Runner
 from conformance.judging.settings import Settings
 from conformance.records import FAIL, PASS, Record
 from impls import flash_gpu
-from impls.flash_gpu import backends, block_sizes
+from impls.flash_gpu import block_sizes, pallas_backends
 from impls.flash_gpu.block_sizes import Tiles
-from impls.flash_gpu.mosaic import launch as mosaic_launch
-from impls.flash_gpu.schedule import FlashGpuPlan
+from impls.flash_gpu.mosaic import mosaic_launch as mosaic_launch
+from impls.flash_gpu.tile_schedule import FlashGpuPlan
 from tests.processes import PATIENCE
 
 OF_ANY = block_sizes.look_up("any", 64, 2)
@@ -237,8 +237,8 @@ def test_the_list_of_blocks_is_that_of_the_schedule(mask: Mask) -> None:
         sizes=flash_gpu.BlockSizes(forward=tiles, dq=tiles, dkv=tiles),
         interpret=True,
     )
-    visits = found.visits(found.sizes.forward, "q")
-    table, blocks = mosaic_launch.listed(visits)
+    visits = found.build_visits(found.sizes.forward, "q")
+    table, blocks = mosaic_launch.list_visits(visits)
     kinds = mask.blocks(256, 256, 64, 32)
     for program, (start, full, total) in enumerate(table[0, 0]):
         mine = blocks[start : start + total].tolist()
@@ -259,7 +259,7 @@ def test_the_list_of_blocks_is_that_of_the_schedule(mask: Mask) -> None:
 def test_releases_of_cuda_that_miscompile_masks_are_avoided(
     monkeypatch: pytest.MonkeyPatch, cuda: int, mosaic: int
 ) -> None:
-    monkeypatch.setattr(backends, "cuda_runtime", lambda: cuda)
+    monkeypatch.setattr(pallas_backends, "get_cuda_version", lambda: cuda)
     assert kernels("NVIDIA H200") == [mosaic, 3 - mosaic]
     assert kernels("NVIDIA H200", mask=Full()) == [3, 0]
     if not mosaic:
@@ -269,7 +269,7 @@ def test_releases_of_cuda_that_miscompile_masks_are_avoided(
 
 def test_shards_of_a_mesh_are_differentiated(monkeypatch: pytest.MonkeyPatch) -> None:
     """`shard_map` demands that gradients differ over the mesh axes that the operands differ over."""
-    monkeypatch.setattr(backends, "device_kind", lambda platform: "NVIDIA H200")
+    monkeypatch.setattr(pallas_backends, "get_device_kind", lambda platform: "NVIDIA H200")
     mesh = jax.make_mesh((1,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
 
     @functools.partial(jax.shard_map, mesh=mesh, in_specs=PartitionSpec("x"), out_specs=PartitionSpec("x"))

@@ -22,7 +22,7 @@ from tests import judged
 CASE = parse("train/f32/B3.T40.S56.N4.K2.H16.V16/full/sinks/normal/s1")
 IMPLEMENTATIONS = (
     dot_product.IMPLEMENTATIONS[0],
-    block_flash.implementation("small", block_q=16, block_kv=24),
+    block_flash.build_implementation("small", block_q=16, block_kv=24),
     splash_tpu.IMPLEMENTATIONS[0],
 )
 
@@ -121,20 +121,20 @@ def test_a_selection_must_have_four_axes() -> None:
 def test_a_block_without_a_selected_key_is_not_computed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Outside `jit` a scan is a loop and a branch is taken or not, so that products can be counted."""
     import impls.block_flash.backward as backward
-    import impls.block_flash.blocks as blocks
     import impls.block_flash.forward as forward
+    import impls.block_flash.operand_blocks as operand_blocks
 
     counts = {forward: 0, backward: 0}
 
     def counted(module: Any) -> Any:
         def product(*operands: Any) -> jax.Array:
             counts[module] += 1
-            return blocks.product(*operands)
+            return operand_blocks.multiply(*operands)
 
         return product
 
     for module in counts:
-        monkeypatch.setattr(module, "product", counted(module))
+        monkeypatch.setattr(module, "multiply", counted(module))
     selected = np.zeros((2, 1, 48, 48), bool)
     selected[0, 0, 20, 3] = selected[1, 0, 40:, :20] = True  # three of the causal mask's six blocks of 16 x 16
     x = jnp.asarray(np.random.default_rng(0).standard_normal((2, 48, 2, 8), np.float32))

@@ -27,8 +27,8 @@ from conformance.judging.settings import Settings
 from conformance.records import PASS, UNJUDGED, Record
 from conformance.truth.bounds import Bounded
 from impls import dot_product
-from impls.moba import attention, dense_attention, tpu
-from impls.moba.plan import MobaPlan, divide
+from impls.moba import attention, dense_attention, moba_tpu
+from impls.moba.moba_plan import MobaPlan, divide_work
 from tests.judged import assert_attention, assert_right, expected_of
 
 SETTINGS = settings(derandomize=True, deadline=None, max_examples=60)
@@ -204,7 +204,7 @@ PLAN = MobaPlan(
     bias_shape=None,
     most_rows=16,
 )
-_DIVIDE = jax.jit(functools.partial(divide, PLAN))
+_DIVIDE = jax.jit(functools.partial(divide_work, PLAN))
 
 
 @settings(SETTINGS, max_examples=25)
@@ -308,5 +308,5 @@ def test_what_no_tpu_kernel_takes_is_named(changes: dict[str, Any], error: type[
 
 def test_blocks_of_long_chunks_have_fewer_queries_where_vmem_is_small() -> None:
     few = MobaPlan(Moba(4096, 2), 1, 4, 1, 8192, 8192, 1.0, None, None, most_rows=512, backend="tpu")
-    assert tpu.with_room(few, (128, 128), 2).most_rows == 512
-    assert tpu.with_room(dataclasses.replace(few, moba=Moba(1024, 2)), (256, 256), 4).most_rows < 512
+    assert moba_tpu.fit_block_rows(few, (128, 128), 2).most_rows == 512
+    assert moba_tpu.fit_block_rows(dataclasses.replace(few, moba=Moba(1024, 2)), (256, 256), 4).most_rows < 512

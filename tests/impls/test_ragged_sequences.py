@@ -15,7 +15,7 @@ from cases.case import parse
 from cases.inputs import Problem, draw
 from cases.masks import Causal, Chunked, Lengths, Mask, Window
 from conformance.truth.bounds import expect
-from impls import merging, ragged
+from impls import ragged, softmax_merge
 from impls.ragged.attention import Backend
 from tests.impls.test_ragged import IMPLEMENTATIONS, OPTIONS, int32, sinks_of
 from tests.judged import assert_right
@@ -74,9 +74,9 @@ def test_a_prompts_cache_and_what_was_generated_since_merge_to_one_pass(backend:
             caches[number][row, :a] = array[row, :a]
             caches[2 + number][row, :b] = array[row, a : a + b]
     q, k_prompt, v_prompt, k_since, v_since = map(jnp.asarray, (problem.q, *caches))
-    first = ragged.parts(q, k_prompt, v_prompt, lengths=int32(*prompt), **x)
-    second = ragged.parts(q, k_since, v_since, lengths=int32(*since), sinks=sinks_of(problem), **x)
+    first = ragged.compute_parts(q, k_prompt, v_prompt, lengths=int32(*prompt), **x)
+    second = ragged.compute_parts(q, k_since, v_since, lengths=int32(*since), sinks=sinks_of(problem), **x)
     truth = expect(dataclasses.replace(problem, mask=Lengths(tuple(total))), IMPLEMENTATIONS["ragged"].arithmetic)
     for parts in ([first, second], [second, first]):
-        found = merging.normalise(merging.merge(parts))
+        found = softmax_merge.normalise(softmax_merge.merge(parts))
         assert_right({"out": found.out, "logsumexp": np.asarray(found.logsumexp).swapaxes(1, 2)}, truth.forward)

@@ -25,16 +25,16 @@ from impls.splash_tpu import (
     BlockSizes,
     Layouts,
     attention,
-    dkv,
-    dq,
+    dkv_kernel,
+    dq_kernel,
     forward,
     make_splash,
     make_splash_dynamic,
-    tiles,
+    splash_tiles,
 )
-from impls.splash_tpu.call import Operands
-from impls.splash_tpu.schedule import COMPUTE, FIRST, LAST, MASKED, PART, Steps, static_steps
-from impls.splash_tpu.vmem import limit_of
+from impls.splash_tpu.splash_plan import Operands
+from impls.splash_tpu.splash_schedule import COMPUTE, FIRST, LAST, MASKED, PART, Steps, build_static_steps
+from impls.splash_tpu.vmem import find_limit
 from tests.judged import assert_attention
 
 KINDS = [tpu.kind for tpu in TPUS]
@@ -85,7 +85,7 @@ def visited(steps: Steps) -> list[tuple[int, int]]:
 @pytest.mark.parametrize("order", ["q", "kv"])
 @pytest.mark.parametrize("mask", MASKS)
 def test_exactly_the_blocks_with_an_allowed_pair_are_visited(mask: Mask, order: Any) -> None:
-    steps, _ = static_steps(mask, (512, 384), Blocks(128, 128), order, 1, 1)
+    steps, _ = build_static_steps(mask, (512, 384), Blocks(128, 128), order, 1, 1)
     kinds = mask.blocks(512, 384, 128, 128)[0, 0]
     found = visited(steps)
     assert sorted(found) == [tuple(pair) for pair in np.argwhere(kinds != EMPTY)]
@@ -98,7 +98,7 @@ def test_exactly_the_blocks_with_an_allowed_pair_are_visited(mask: Mask, order: 
 
 
 def test_a_step_that_computes_nothing_fetches_nothing() -> None:
-    steps, kinds = static_steps(Causal(-200), (512, 512), Blocks(128, 128), "q", 1, 1)
+    steps, kinds = build_static_steps(Causal(-200), (512, 512), Blocks(128, 128), "q", 1, 1)
     assert kinds.empty
     q, kv, flags = (np.asarray(x).ravel() for x in (steps.q, steps.kv, steps.flags))
     idle = np.flatnonzero(flags & COMPUTE == 0)
@@ -118,8 +118,8 @@ def test_work_follows_the_window() -> None:
 @pytest.mark.parametrize("mask", [Window(100, 0), Chunked(200), Causal(-150)])
 def test_steps_counted_are_steps_run(mask: Mask, monkeypatch: pytest.MonkeyPatch) -> None:
     run: Counter[tuple[str, str]] = Counter()
-    plain_logits = tiles.logits_of
-    phases = {forward.__name__: "forward", dq.__name__: "dq", dkv.__name__: "dkv"}
+    plain_logits = splash_tiles.compute_logits
+    phases = {forward.__name__: "forward", dq_kernel.__name__: "dq", dkv_kernel.__name__: "dkv"}
 
     def count(phase: str, what: str) -> None:
         jax.debug.callback(lambda: run.update([(phase, what)]))
@@ -135,8 +135,8 @@ def test_steps_counted_are_steps_run(mask: Mask, monkeypatch: pytest.MonkeyPatch
 
         return kernel
 
-    for module in (forward, dq, dkv):
-        monkeypatch.setattr(module, "logits_of", counting_logits)
+    for module in (forward, dq_kernel, dkv_kernel):
+        monkeypatch.setattr(module, "compute_logits", counting_logits)
         monkeypatch.setattr(module, "_kernel", counting_kernel(module.__name__, module._kernel))
     # A name of its own for the residuals, so that no function compiled without the counting is found.
     kernel = make_splash(mask, 640, 640, num_q_heads=2, block_sizes=SMALL, checkpoint_name=f"counted {mask}")
@@ -151,7 +151,7 @@ def test_steps_counted_are_steps_run(mask: Mask, monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize("order", ["q", "kv"])
 @pytest.mark.parametrize("mask", MASKS)
 def test_the_parts_of_masked_blocks_with_an_allowed_pair_are_computed(mask: Mask, order: Any) -> None:
-    steps, kinds = static_steps(mask, (512, 384), Blocks(256, 256, 128, 128), order, 1, 1)
+    steps, kinds = build_static_steps(mask, (512, 384), Blocks(256, 256, 128, 128), order, 1, 1)
     parts = np.full((4, 4), EMPTY)
     parts[:, :3] = mask.blocks(512, 384, 128, 128)[0, 0]
     computed = np.zeros((4, 4), bool)
@@ -176,7 +176,7 @@ def test_blocks_of_which_parts_are_left_out_are_right(mask: Mask) -> None:
 
 def test_different_partial_blocks_are_stored_once() -> None:
     block = np.random.default_rng(0).random((128, 128)) < 0.5
-    steps, kinds = static_steps(Dense(np.tile(block, (3, 3))), (384, 384), Blocks(128, 128), "q", 1, 1)
+    steps, kinds = build_static_steps(Dense(np.tile(block, (3, 3))), (384, 384), Blocks(128, 128), "q", 1, 1)
     assert kinds.stored
     assert len(steps.stored) == 1
 
@@ -317,8 +317,8 @@ def test_blocks_that_do_not_fit_are_refused_with_ones_that_would() -> None:
 def test_the_limit_is_that_of_the_chip_that_is_traced_for(kind: str, mib: int) -> None:
     device = AbstractDevice(device_kind=kind, platform="tpu", num_cores=1)
     with use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
-        assert limit_of(None).bytes == mib * 2**20
-    assert limit_of(None).bytes == 16 * 2**20
+        assert find_limit(None).bytes == mib * 2**20
+    assert find_limit(None).bytes == 16 * 2**20
 
 
 def kernels_of(call: Any, dtype: Any, mask: Mask, depth: int = 64, length: int = 256, **options: Any) -> set[str]:

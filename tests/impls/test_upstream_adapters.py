@@ -24,8 +24,8 @@ from conformance.judging.runner import Runner
 from conformance.judging.settings import Settings
 from impls.catalogue import MODULES
 from impls.upstream.jax_mha_gpu import attention as mha_gpu
-from impls.upstream.jax_nn import mask_arguments
-from impls.upstream.mask_flags import causal_flag
+from impls.upstream.jax_nn import build_mask_arguments
+from impls.upstream.mask_flags import find_causal_flag
 from tests.judged import assert_attention, assert_right, expected_of
 
 CASES = {
@@ -311,8 +311,8 @@ def test_mha_gpu_takes_equal_segment_ids_only() -> None:
 def test_jax_nn_gets_native_arguments() -> None:
     """Flags where they mean the same, booleans for the rest."""
     mask = masks.Causal() & masks.Window(3, None) & masks.Full()
-    assert mask_arguments(mask, 2, 8, 12) == {"is_causal": True, "local_window_size": (3, 12)}
-    moved = mask_arguments(masks.Causal(4) & masks.Lengths((5, 9)), 2, 8, 12)
+    assert build_mask_arguments(mask, 2, 8, 12) == {"is_causal": True, "local_window_size": (3, 12)}
+    moved = build_mask_arguments(masks.Causal(4) & masks.Lengths((5, 9)), 2, 8, 12)
     assert moved["key_value_seq_lengths"].tolist() == [5, 9]
     np.testing.assert_array_equal(moved["mask"], masks.Causal(4).dense(8, 12))
     assert sorted(moved) == ["key_value_seq_lengths", "mask"]
@@ -320,7 +320,7 @@ def test_jax_nn_gets_native_arguments() -> None:
 
 def test_jax_nn_cudnn_gets_native_arguments() -> None:
     """Its window is to the left of the diagonal, beside a causal mask; any other goes into booleans."""
-    native = functools.partial(mask_arguments, backend="cudnn")
+    native = functools.partial(build_mask_arguments, backend="cudnn")
     assert native(masks.Causal() & masks.Window(3, 0), 1, 8, 8) == {"is_causal": True, "local_window_size": (3, 0)}
     alone = native(masks.Window(3, 2), 1, 8, 8)
     assert sorted(alone) == ["mask"]
@@ -340,10 +340,10 @@ def test_jax_nn_cudnn_is_declared_where_it_cannot_run() -> None:
 
 def test_masks_as_flags_and_features() -> None:
     """What a mask asks for."""
-    assert causal_flag(masks.Full() & masks.Causal()) is True
-    assert causal_flag(masks.Full()) is False
-    assert causal_flag(masks.Causal(1)) is None
-    assert causal_flag(masks.Full() | masks.Causal()) is None
+    assert find_causal_flag(masks.Full() & masks.Causal()) is True
+    assert find_causal_flag(masks.Full()) is False
+    assert find_causal_flag(masks.Causal(1)) is None
+    assert find_causal_flag(masks.Full() | masks.Causal()) is None
     assert (masks.Causal(2) & masks.Window(1, 1)).features == ("causal", "offset", "window")
     assert masks.Dense(np.ones((2, 3, 4, 4), bool)).features == ("dense_batch", "dense_head")
 

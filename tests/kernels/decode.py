@@ -17,13 +17,22 @@ import jax.numpy as jnp
 from cases.case import Case
 from cases.masks import Full, Mask
 from conformance.contract import Accelerator, Arithmetic, Implementation, validate_mask
-from impls import merging
-from impls.merging import Part
-from impls.ragged import tpu
+from impls import softmax_merge
+from impls.ragged import ragged_tpu
 from impls.ragged.attention import UNSUPPORTED
-from impls.ragged.implementation import lower_mask, own_windows_alone
-from impls.ragged.plan import Operands, RaggedPlan, allowed, capped, finite, lower, queries_of, rows_of
-from impls.ragged.schedule import steps_of
+from impls.ragged.implementation import lower_mask, refuse_mixed_windows
+from impls.ragged.ragged_plan import (
+    Operands,
+    RaggedPlan,
+    compute_allowed,
+    compute_logits,
+    flatten_queries,
+    lower_lengths,
+    replace_neg_inf,
+    restore_queries,
+)
+from impls.ragged.ragged_schedule import build_steps
+from impls.softmax_merge import Part
 
 BLOCK = 16
 SPLITS = 3
@@ -57,7 +66,7 @@ def before_the_end(j: Array, lengths: Array) -> Array:
 
 
 def by_the_mask(plan: RaggedPlan, positions: Array, j: Array) -> Array:
-    return allowed(plan, plan.kv_length, positions, j)
+    return compute_allowed(plan, plan.kv_length, positions, j)
 
 
 def hidden(v: Array, seen: Array) -> Array:
@@ -67,7 +76,7 @@ def hidden(v: Array, seen: Array) -> Array:
 def part_of(z: Array, v: Array) -> Part:
     """`z [B, K, A, R, L]` and `v [B, K, A, L, V]`."""
     top = z.max(axis=-1, keepdims=True)
-    weights = jnp.exp(z - finite(top))
+    weights = jnp.exp(z - replace_neg_inf(top))
     out = jnp.einsum("bkarl,bkalv->bkarv", weights.astype(v.dtype), v, **_PRODUCT)
     return Part(out, top, weights.sum(axis=-1, keepdims=True))
 
@@ -109,15 +118,15 @@ class DecodeSteps:
     share: Step = share_of_splits
     exists: Step = before_the_end
     allows: Step = by_the_mask
-    logits: Step = capped
+    logits: Step = compute_logits
     hide: Step = hidden
     part: Step = part_of
     store: Step = as_they_are
-    merge: Step = merging.merge
+    merge: Step = softmax_merge.merge
     sinks: Step = own_sinks
     add_sinks: Step = once
     returned: Step = unchanged
-    normalise: Step = merging.normalise
+    normalise: Step = softmax_merge.normalise
     round_out: Step = rounded
 
 
@@ -169,7 +178,7 @@ def _operands(
     q: Array, k: Array, v: Array, mask: Mask, lengths: Array, positions: Array, soft_cap: Any, scale: Any
 ) -> tuple[RaggedPlan, Operands]:
     batch, q_length, num_q_heads, depth = q.shape
-    formula, own, moved = lower(mask, batch, k.shape[1])
+    formula, own, moved = lower_lengths(mask, batch, k.shape[1])
     plan = RaggedPlan(
         mask=formula,
         q_length=q_length,
@@ -180,7 +189,7 @@ def _operands(
     )
     lengths = jnp.asarray(own) if lengths is None else jnp.minimum(jnp.asarray(lengths), own)
     positions = jnp.asarray(moved) if positions is None else jnp.asarray(positions) + moved
-    rows = rows_of(_not_differentiable(jnp.asarray(q)), k.shape[2])
+    rows = flatten_queries(_not_differentiable(jnp.asarray(q)), k.shape[2])
     return plan, Operands(rows, jnp.asarray(k), jnp.asarray(v), lengths, positions)
 
 
@@ -207,12 +216,12 @@ def attention(
     plan, operands = _operands(q, k, v, mask, lengths, positions, soft_cap, scale)
     part, top = _kernel(steps, plan, operands, None if sinks is None else jnp.asarray(sinks))
     if returns_part:
-        return steps.returned(queries_of(part, plan.q_length))
+        return steps.returned(restore_queries(part, plan.q_length))
     return _finish(steps, plan, part, top, q.dtype, save_residuals)
 
 
 def _finish(steps: DecodeSteps, plan: RaggedPlan, part: Part, top: Array, dtype: Any, save_residuals: bool) -> Any:
-    found = steps.normalise(queries_of(part, plan.q_length))
+    found = steps.normalise(restore_queries(part, plan.q_length))
     out = steps.round_out(found.out, dtype)
     if not save_residuals:
         return out
@@ -233,7 +242,7 @@ def implementation(steps: DecodeSteps, name: str = "decode", offers: frozenset[s
         call=functools.partial(attention, steps),
         unsupported=UNSUPPORTED,
         offers=offers,
-        supports_case=own_windows_alone,
+        supports_case=refuse_mixed_windows,
         arithmetic=Arithmetic(),
         differentiable_residuals=frozenset(),
         gradients=frozenset(),
@@ -244,7 +253,7 @@ def implementation(steps: DecodeSteps, name: str = "decode", offers: frozenset[s
     )
 
 
-Schedule = tpu.Schedule
+Schedule = ragged_tpu.BuildSteps
 
 
 def tpu_attention(
@@ -272,15 +281,15 @@ def tpu_attention(
     if q.dtype == jnp.float16:
         raise NotImplementedError("takes no float16")
     plan, operands = _operands(q, k, v, mask, lengths, positions, soft_cap, scale)
-    part = tpu.attend(plan, operands, block_kv=64, interpret=interpret, schedule=schedule)
+    part = ragged_tpu.attend(plan, operands, block_kv=64, interpret=interpret, schedule=schedule)
     top = part.max[..., 0]
     if sinks is not None:
         by_row = jnp.tile(jnp.asarray(sinks).reshape(1, operands.q.shape[1], plan.group), plan.q_length)
-        part = once(part, part, by_row[..., None], merging.merge)
+        part = once(part, part, by_row[..., None], softmax_merge.merge)
     return _finish(DecodeSteps(), plan, part, top, q.dtype, save_residuals)
 
 
-def tpu_implementation(schedule: Schedule = steps_of, name: str = "decode_tpu") -> Implementation:
+def tpu_implementation(schedule: Schedule = build_steps, name: str = "decode_tpu") -> Implementation:
     """The Pallas kernel for TPU with this schedule."""
     return Implementation(
         name=name,

@@ -35,7 +35,7 @@ def test_a_bug_of_packs_dies_by_what_it_shows(bug: PlantedBug) -> None:
 @pytest.mark.nightly
 @pytest.mark.parametrize("case", [CASE, CAUSAL], ids=["window", "causal"])
 def test_the_kernels_without_a_bug_are_right_there(case: Case) -> None:
-    kernel = flash_gpu.packed_implementation("correct", on_gpu=False)
+    kernel = flash_gpu.build_packed_implementation("correct", on_gpu=False)
     found = without_second_looks().run(plan.single(kernel, case, [BY_NAME[check] for check in _CHECKS]).jobs)
     assert [record for record in found if record.verdict in RED] == []
     assert {record.check for record in found if record.ratio is not None} == set(_CHECKS)

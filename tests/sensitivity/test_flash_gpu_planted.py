@@ -18,11 +18,11 @@ from conformance.records import ERROR
 from conformance.sensitivity import PlantedBug
 from conformance.sensitivity.examination import red_records
 from impls import flash_gpu
-from impls.flash_gpu import passes
-from impls.flash_gpu.schedule import FlashGpuPlan
-from impls.flash_gpu.triton import backward, forward, tiles
-from impls.flash_gpu.triton.forward import Running
-from impls.flash_gpu.triton.tiles import walk
+from impls.flash_gpu import flash_gpu_passes
+from impls.flash_gpu.tile_schedule import FlashGpuPlan
+from impls.flash_gpu.triton import backward, forward, triton_tiles
+from impls.flash_gpu.triton.forward import RunningSoftmax
+from impls.flash_gpu.triton.triton_tiles import visit_blocks
 
 # The package's attribute of this name is the function.
 CALL = importlib.import_module("impls.flash_gpu.attention")
@@ -38,27 +38,27 @@ def without_offset(mask: Mask) -> Mask:
 
 def backward_of(change: Callable[[Mask], Mask]) -> Patch:
     """The backward pass has another mask than the forward pass."""
-    correct = passes.backward_pass
+    correct = flash_gpu_passes.run_backward
 
     def wrong(plan: FlashGpuPlan, *rest: Any) -> Any:
         return correct(dataclasses.replace(plan, mask=change(plan.mask)), *rest)
 
-    return lambda patch: patch.setattr(CALL, "backward_pass", wrong)
+    return lambda patch: patch.setattr(CALL, "run_backward", wrong)
 
 
 def tail_read(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(tiles, "inside", lambda *_: None)
+    patch.setattr(triton_tiles, "find_existing", lambda *_: None)
 
 
 def no_rescale(patch: pytest.MonkeyPatch) -> None:
-    correct = forward.update
+    correct = forward.update_softmax
 
-    def wrong(plan: FlashGpuPlan, old: Running, y: Any, v: Any, unit: float, *, some: bool) -> Running:
+    def wrong(plan: FlashGpuPlan, old: RunningSoftmax, y: Any, v: Any, unit: float, *, some: bool) -> RunningSoftmax:
         new = correct(plan, old, y, v, unit, some=some)
         fresh = correct(plan, old._replace(out=jnp.zeros_like(old.out)), y, v, unit, some=some)
         return new._replace(out=old.out + fresh.out)
 
-    patch.setattr(forward, "update", wrong)
+    patch.setattr(forward, "update_softmax", wrong)
 
 
 def last_head_only(patch: pytest.MonkeyPatch) -> None:
@@ -69,13 +69,13 @@ def last_head_only(patch: pytest.MonkeyPatch) -> None:
 
 
 def stale_dq(patch: pytest.MonkeyPatch) -> None:
-    correct = walk
+    correct = visit_blocks
 
     def wrong(launch: Any, inputs: Any, head: Any, step: Any, carry: Any) -> Any:
         stale = jnp.full_like(carry, 0.01) if getattr(carry, "ndim", 0) == 2 else carry  # dk and dv are a pair
         return correct(launch, inputs, head, step, stale)
 
-    patch.setattr(backward, "walk", wrong)
+    patch.setattr(backward, "visit_blocks", wrong)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,7 +131,7 @@ def test_a_bug_planted_in_a_kernel_is_caught(name: str, monkeypatch: pytest.Monk
         kind=name,
         reference="inferred from issues of published GPU kernels",
         shows=bug.shows,
-        build=lambda: flash_gpu.implementation("planted", on_gpu=False),
+        build=lambda: flash_gpu.build_implementation("planted", on_gpu=False),
         trigger=lambda case: short(case) and bug.trigger(case),
     )
     red = next(red_records(planted, "quick"), None)

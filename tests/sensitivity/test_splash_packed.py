@@ -31,7 +31,7 @@ def test_a_bug_of_packs_dies_by_what_it_shows(bug: PlantedBug) -> None:
 
 @pytest.mark.nightly
 def test_the_kernels_without_a_bug_are_right_there() -> None:
-    kernel = splash_tpu.packed_implementation("correct")
+    kernel = splash_tpu.build_packed_implementation("correct")
     found = without_second_looks().run(plan.single(kernel, CASE, [BY_NAME[check] for check in _CHECKS]).jobs)
     assert [record for record in found if record.verdict in RED] == []
     assert {record.check for record in found if record.ratio is not None} == set(_CHECKS)

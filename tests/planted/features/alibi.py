@@ -15,7 +15,7 @@ from tests.planted.planting.triggers import Trigger, both, grouped, has, one_que
 _FORWARD = "out logsumexp max_logits"
 _alibi = has("alibi_slopes")
 
-# The passages of `impls.block_flash.blocks` that are changed.
+# The passages of `impls.block_flash.operand_blocks` that are changed.
 _DISTANCE = "jnp.abs(i + (plan.kv_length - plan.q_length) - j).astype(jnp.float32)"
 _TAKEN = "taken = blocks.alibi_slopes * distance"
 _SLOPES = "slopes.astype(jnp.float32).reshape(1, plan.num_kv_heads, -1, 1, 1)"
@@ -40,11 +40,11 @@ def _bug(
     reference: str,
     shows: str = _FORWARD,
     trigger: Trigger = _alibi,
-    module: str = "blocks",
+    module: str = "operand_blocks",
 ) -> PlantedBug:
     def build() -> Implementation:
         package = changed("impls.block_flash", f"planted_{name.replace('-', '_')}", Change(module, before, after))
-        found: Implementation = package.implementation(name)
+        found: Implementation = package.build_implementation(name)
         return dataclasses.replace(found, offers=frozenset({"alibi_slopes"}))  # of nothing else is there a bug
 
     return PlantedBug(

@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 
 from cases.masks import Window
-from impls.merging import Part
-from impls.ragged.plan import RaggedPlan, allowed
-from impls.ragged.schedule import Steps, steps_of
+from impls.ragged.ragged_plan import RaggedPlan, compute_allowed
+from impls.ragged.ragged_schedule import ScheduledSteps, build_steps
+from impls.softmax_merge import Part
 from tests.kernels.decode import (
     BLOCK,
     DecodeSteps,
@@ -61,7 +61,7 @@ def of_the_last_query(plan: RaggedPlan, positions: Array, j: Array) -> Array:
 
 
 def first_query_for_all(plan: RaggedPlan, positions: Array, j: Array) -> Array:
-    return allowed(plan, plan.kv_length, positions[:, :, :1], j)
+    return compute_allowed(plan, plan.kv_length, positions[:, :, :1], j)
 
 
 def window_one_wider(plan: RaggedPlan, positions: Array, j: Array) -> Array:
@@ -116,36 +116,36 @@ def kept_in_f32(out: Array, dtype: Any) -> Array:
     return out
 
 
-def no_steps_for_nothing(plan: RaggedPlan, lengths: Array, positions: Array, block: int) -> Steps:
+def no_steps_for_nothing(plan: RaggedPlan, lengths: Array, positions: Array, block: int) -> ScheduledSteps:
     """Rows without keys have no step, so that nothing writes what they are."""
-    steps = steps_of(plan, lengths, positions, block)
+    steps = build_steps(plan, lengths, positions, block)
     computes = steps.blocks[steps.row] > 0
     order = jnp.argsort(~computes, stable=True)
     total = jnp.maximum(1, jnp.sum(computes & (jnp.arange(len(order)) < steps.total), dtype=jnp.int32))
-    return Steps(total, steps.row[order], steps.kv_row[order], steps.kv_block[order], steps.blocks)
+    return ScheduledSteps(total, steps.row[order], steps.kv_row[order], steps.kv_block[order], steps.blocks)
 
 
-def whole_blocks_only(plan: RaggedPlan, lengths: Array, positions: Array, block: int) -> Steps:
-    return steps_of(plan, lengths // block * block, positions, block)
+def whole_blocks_only(plan: RaggedPlan, lengths: Array, positions: Array, block: int) -> ScheduledSteps:
+    return build_steps(plan, lengths // block * block, positions, block)
 
 
-def ahead_of_the_last_row(plan: RaggedPlan, lengths: Array, positions: Array, block: int) -> Steps:
+def ahead_of_the_last_row(plan: RaggedPlan, lengths: Array, positions: Array, block: int) -> ScheduledSteps:
     """A row without keys fetches the first block of the next one meanwhile, be there a next one or not."""
-    steps = steps_of(plan, lengths, positions, block)
+    steps = build_steps(plan, lengths, positions, block)
     nothing = steps.blocks[steps.row] == 0
     return steps._replace(
         kv_row=jnp.where(nothing, steps.row + 1, steps.kv_row), kv_block=jnp.where(nothing, 0, steps.kv_block)
     )
 
 
-def block_before_the_first(plan: RaggedPlan, lengths: Array, positions: Array, block: int) -> Steps:
+def block_before_the_first(plan: RaggedPlan, lengths: Array, positions: Array, block: int) -> ScheduledSteps:
     """A row without keys points to its last block, number -1."""
-    steps = steps_of(plan, lengths, positions, block)
+    steps = build_steps(plan, lengths, positions, block)
     nothing = steps.blocks[steps.row] == 0
     return steps._replace(
         kv_row=jnp.where(nothing, steps.row, steps.kv_row), kv_block=jnp.where(nothing, -1, steps.kv_block)
     )
 
 
-def another_rows_blocks(plan: RaggedPlan, lengths: Array, positions: Array, block: int) -> Steps:
-    return steps_of(plan, jnp.roll(lengths, -1), positions, block)
+def another_rows_blocks(plan: RaggedPlan, lengths: Array, positions: Array, block: int) -> ScheduledSteps:
+    return build_steps(plan, jnp.roll(lengths, -1), positions, block)
