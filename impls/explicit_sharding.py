@@ -14,7 +14,7 @@ from typing import Any, TypeVar, cast
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from cases.operands import OPTIONAL
+from cases.operand_registry import OPTIONAL
 
 _Call = TypeVar("_Call", bound=Callable[..., Any])
 _ARRAY_OPTIONS = (*(operand.name for operand in OPTIONAL if operand.arrays), "lengths", "positions")

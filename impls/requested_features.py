@@ -8,7 +8,7 @@ from typing import Any, Literal
 import numpy as np
 
 from cases.masks import Mask
-from cases.operands import REMOVABLE
+from cases.operand_registry import REMOVABLE
 
 Phase = Literal["train", "prefill", "decode"]
 PHASES: tuple[Phase, ...] = ("train", "prefill", "decode")

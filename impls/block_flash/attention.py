@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from cases.masks import Full, Indexer, Mask, known, leaves
+from cases.masks import Full, Indexer, Mask, iter_leaves, relax_to_known
 from conformance.contract import validate_mask, validate_operands
 from impls.block_flash.backward import backward
 from impls.block_flash.block_schedule import BlockFlashPlan
@@ -83,10 +83,10 @@ def attention(
     validate_mask(mask, batch, num_q_heads, q_length, kv_length)
     sizes = look_up(q_length, kv_length)
     selected = None
-    if any(isinstance(leaf, Indexer) for leaf in leaves(mask)):
+    if any(isinstance(leaf, Indexer) for leaf in iter_leaves(mask)):
         selected = jnp.asarray(mask.dense(q_length, kv_length))
     plan = BlockFlashPlan(
-        mask=known(mask),
+        mask=relax_to_known(mask),
         num_q_heads=num_q_heads,
         num_kv_heads=num_kv_heads,
         q_length=q_length,

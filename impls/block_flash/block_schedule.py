@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from cases.masks import EMPTY, FULL, And, Lengths, Mask, Or, leaves
+from cases.masks import EMPTY, FULL, And, Lengths, Mask, Or, iter_leaves
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -109,7 +109,7 @@ def _build_schedule(plan: BlockFlashPlan) -> Schedule:
 
 def is_formula(mask: Mask) -> bool:
     """Whether `formula` gives `mask`, so that no block of it need be stored."""
-    return all(leaf.is_computed or isinstance(leaf, Lengths) for leaf in leaves(mask))
+    return all(leaf.is_computed or isinstance(leaf, Lengths) for leaf in iter_leaves(mask))
 
 
 def evaluate_mask(mask: Mask, i: Any, j: Any) -> Any:

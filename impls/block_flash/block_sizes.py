@@ -9,14 +9,14 @@ from typing import Any
 import jax
 
 from cases.case import Case
-from conformance.tunable import Knob, KnobSettings, Setting, Tunable, read
+from conformance.tunable import Knob, KnobSettings, Setting, Tunable, read_table
 
 DEFAULT_SIZES = {"block_q": 128, "block_kv": 128}
 """Where nothing was measured, and for short calls, which larger blocks would cut in one piece."""
 MIN_TUNED_LENGTH = 1024
 
 TABLE = Path(__file__).with_name("block_sizes.json")
-_ENTRIES = read(TABLE)
+_ENTRIES = read_table(TABLE)
 _BLOCK_LENGTHS = (64, 128, 256, 512)
 
 

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
-from cases.masks import Full, Indexer, Mask, leaves
+from cases.masks import Full, Indexer, Mask, iter_leaves
 from conformance.contract import validate_mask, validate_operands
 from impls import block_flash
 from impls.context_parallel.all_gather import all_gather
@@ -89,7 +89,7 @@ def attention(
     validate_mask(mask, q.shape[0], q.shape[2], q.shape[1], k.shape[1])
     if method not in METHODS:
         raise ValueError(f"method must be one of {tuple(METHODS)}, got {method!r}")
-    if any(isinstance(leaf, Indexer) for leaf in leaves(mask)):
+    if any(isinstance(leaf, Indexer) for leaf in iter_leaves(mask)):
         raise NotImplementedError(f"context parallelism does not support indexer: {UNSUPPORTED['indexer']}")
     if jax.sharding.get_abstract_mesh().manual_axes:
         raise NotImplementedError(

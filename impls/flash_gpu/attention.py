@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from cases.masks import Full, Indexer, Mask, leaves
+from cases.masks import Full, Indexer, Mask, iter_leaves
 from conformance.contract import validate_mask, validate_operands
 from impls.derivative_refusals import refuse_derivatives
 from impls.explicit_sharding import accept_explicit_sharding
@@ -88,7 +88,7 @@ def attention(
     batch, q_length, num_q_heads, head_dim = q.shape
     kv_length, num_kv_heads = k.shape[1:3]
     validate_mask(mask, batch, num_q_heads, q_length, kv_length)
-    if any(isinstance(leaf, Indexer) for leaf in leaves(mask)):
+    if any(isinstance(leaf, Indexer) for leaf in iter_leaves(mask)):
         raise NotImplementedError(f"flash_gpu does not support indexer: it {UNSUPPORTED['indexer']}")
     if products not in ("exact", "tf32"):
         raise ValueError(f"products must be 'exact' or 'tf32', got {products!r}")

@@ -165,7 +165,7 @@ def _load_measured() -> tuple[Entry, ...]:
             sizes=parse_settings(entry.settings),
             provenance=f"measured on {entry.device}, {entry.provenance['date']}, jax {entry.provenance['jax']}",
         )
-        for entry in tunable.read(MEASURED_TABLE)
+        for entry in tunable.read_table(MEASURED_TABLE)
     )
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from cases import mask_spec
 from cases.case import Case
-from cases.inputs import DTYPES
+from cases.operand_values import DTYPES
 from conformance.tunable import Knob, KnobSettings, Setting, Tunable
 from impls.flash_gpu.block_sizes import MEASURED_TABLE, RING_BLOCKS, BlockSizes, Kernel, Ring, look_up, parse_settings
 from impls.flash_gpu.pallas_backends import find_call_limit, find_misfit
@@ -75,7 +75,7 @@ def _iter_triton_tiles(case: Case, *, stages: tuple[int, ...]) -> Iterator[Setti
 
 def _iter_mosaic_rings(case: Case, *, kernel: Kernel) -> Iterator[Setting]:
     """Triton's kernel instead, and Mosaic's rings that fit; nothing where Mosaic does not serve the case here."""
-    mask = mask_spec.build(case.mask, case.batch, case.num_q_heads, case.q_length, case.kv_length, case.seed)
+    mask = mask_spec.build_mask(case.mask, case.batch, case.num_q_heads, case.q_length, case.kv_length, case.seed)
     if find_call_limit(get_device_kind("gpu"), DTYPES[case.dtype], mask, biased=case.bias is not None) is not None:
         return
     either = (False, True) if kernel == "forward" else (False,)

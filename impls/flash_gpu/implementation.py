@@ -10,8 +10,8 @@ import jax.numpy as jnp
 
 from cases import mask_spec
 from cases.case import Case
-from cases.inputs import DTYPES
 from cases.masks import Full
+from cases.operand_values import DTYPES
 from conformance.contract import Accelerator, Arithmetic, Implementation
 from impls.flash_gpu.attention import UNSUPPORTED, Products, attention
 from impls.flash_gpu.block_sizes import RING_BLOCKS, BlockSizes, Ring, Tiles, look_up
@@ -160,7 +160,7 @@ def _find_misfit(case: Case) -> str | None:
     depths = case.head_dim, case.v_head_dim
     ring = look_up(get_device_kind("gpu"), max(depths), DTYPES[case.dtype].itemsize).sizes.mosaic_forward
     ring = dataclasses.replace(ring, block=RING_BLOCKS[0])  # which it takes where larger ones do not fit
-    mask = mask_spec.build(case.mask, case.batch, case.num_q_heads, case.q_length, case.kv_length, case.seed)
+    mask = mask_spec.build_mask(case.mask, case.batch, case.num_q_heads, case.q_length, case.kv_length, case.seed)
     dead = case.segments is not None or has_dead_keys(mask, case.q_length, case.kv_length)
     return find_misfit("forward", ring, *depths, segmented=case.segments is not None, dead_keys=dead)
 

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import jax.numpy as jnp
 
-from cases.masks import Dense, Full, Mask, leaves
+from cases.masks import Dense, Full, Mask, iter_leaves
 from impls.flash_gpu.block_sizes import KERNELS, RING_BLOCKS, BlockSizes, Kernel, Ring
 from impls.flash_gpu.flash_gpu_arrays import Operands
 from impls.flash_gpu.mosaic import backward as mosaic_backward
@@ -80,7 +80,7 @@ def find_call_limit(kind: str | None, dtype: Any, mask: Mask, *, biased: bool) -
         return f"q, k and v in {dtype}: it multiplies bfloat16 and float16"
     if biased:
         return "bias"
-    if any(isinstance(leaf, Dense) for leaf in leaves(mask)):
+    if any(isinstance(leaf, Dense) for leaf in iter_leaves(mask)):
         return "masks that are arrays, only those that are formulas"
     if kind is not None and not isinstance(mask, Full) and (version := get_cuda_version()) in _MISCOMPILING_CUDA:
         return f"masks under CUDA {version // 1000}.{version % 1000 // 10}, whose `ptxas` miscompiles them"

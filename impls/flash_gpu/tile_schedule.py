@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from cases.masks import EMPTY, FULL, PARTIAL, Dense, Lengths, Mask, leaves
+from cases.masks import EMPTY, FULL, PARTIAL, Dense, Lengths, Mask, iter_leaves
 from impls.flash_gpu.block_sizes import Axis, BlockSizes, Kernel, Tiles, round_up_to_tile
 
 BlockKind = Literal["full", "partial"]
@@ -88,7 +88,7 @@ class FlashGpuPlan:
         Lengths are int32 `[B]`; booleans `[b, n, T, S]` are int8, as which their tiles load.
         """
         arrays: dict[str, np.ndarray] = {}
-        for place, leaf in enumerate(leaves(self.mask)):
+        for place, leaf in enumerate(iter_leaves(self.mask)):
             if isinstance(leaf, Lengths):
                 arrays[name_leaf(place)] = np.asarray(leaf.lengths, np.int32)
             elif isinstance(leaf, Dense):

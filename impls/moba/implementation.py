@@ -19,9 +19,9 @@ _ANY_ACCELERATOR = Accelerator()
 
 
 def _refuse_other_masks(case: Case) -> str | None:
-    kind, *others = mask_spec.parse(case.mask)[0]
+    kind, *others = mask_spec.parse_mask_spec(case.mask)[0]
     if kind[0] != "moba":
-        return f"{mask_spec.features(case.mask)[0]}: only MoBA masks"
+        return f"{mask_spec.list_mask_features(case.mask)[0]}: only MoBA masks"
     return "moba: not combined with another mask" if others or "_or_" in case.mask else None
 
 

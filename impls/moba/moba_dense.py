@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from cases.masks import Mask
-from cases.moba import Moba
+from cases.moba_mask import Moba
 from impls.dot_product.attention import attend
 from impls.explicit_sharding import accept_explicit_sharding
 from impls.moba.moba_operands import validate_moba

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from cases.moba import Moba
+from cases.moba_mask import Moba
 
 _ROWS_AT_ONCE = 256  # queries whose gates are in memory at once
 Array = jax.Array

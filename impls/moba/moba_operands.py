@@ -7,7 +7,7 @@ from typing import Any
 import jax
 
 from cases.masks import Full, Mask
-from cases.moba import Moba
+from cases.moba_mask import Moba
 from conformance.contract import validate_mask, validate_operands
 
 

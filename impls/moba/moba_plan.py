@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from cases.moba import Moba
+from cases.moba_mask import Moba
 
 Array = jax.Array
 Backend = Literal["portable", "tpu"]

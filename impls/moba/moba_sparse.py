@@ -62,7 +62,7 @@ def attention(
       q: queries `[B, T, N, H]`; query `i` is at position `i + mask.offset`, `S - 1` in decode.
       k: keys `[B, S, K, H]`, `N % K == 0`; the last chunk may be shorter.
       v: values `[B, S, K, V]`.
-      mask: a `cases.moba.Moba`.
+      mask: a `cases.moba_mask.Moba`.
       segment_ids: must be None.
       soft_cap: logits become `soft_cap * tanh(logits / soft_cap)`; the gates have none.
       sinks: `[N]`, one more logit in each query head's softmax denominator.

@@ -92,7 +92,7 @@ def _interpret_with(parameters: Any) -> Any:
 
 def refuse_mixed_windows(case: Case) -> str | None:
     """Refuses a window that moves with each sequence beside a mask that does not."""
-    kinds = {kind for group in mask_spec.parse(case.mask) for kind, _ in group}
+    kinds = {kind for group in mask_spec.parse_mask_spec(case.mask) for kind, _ in group}
     mixed = "own" in kinds and kinds - {"own", "lengths"}
     return "own_window: combined with another mask than lengths" if mixed else None
 

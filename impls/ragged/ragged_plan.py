@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from cases.masks import Causal, Chunked, Full, Lengths, Mask, OwnWindow, Window, conjuncts
+from cases.masks import Causal, Chunked, Full, Lengths, Mask, OwnWindow, Window, list_conjuncts
 from impls.softmax_merge import Part
 
 
@@ -71,7 +71,7 @@ def lower_lengths(mask: Mask, batch: int, kv_length: int) -> tuple[Mask, np.ndar
       NotImplementedError: the mask is no conjunction of lengths, causal masks, windows and chunks, or of lengths and a
         window that moves with each batch row.
     """
-    parts = [part for part in conjuncts(mask) if not isinstance(part, Full)]
+    parts = [part for part in list_conjuncts(mask) if not isinstance(part, Full)]
     rows = batch if isinstance(batch, int) else 1  # a size that an exported program leaves open has one row for all
     lengths = np.full(rows, kv_length, np.int32)
     for part in parts:
@@ -111,7 +111,7 @@ def find_key_range(plan: RaggedPlan, length: Any, position: Any) -> tuple[Any, A
     Under a conjunction of lengths, causal masks, windows and chunks that is one run, empty if it ends before it starts.
     """
     low, high = position * 0, jnp.clip(length, 0, plan.kv_length)
-    for part in conjuncts(plan.mask):
+    for part in list_conjuncts(plan.mask):
         if isinstance(part, Causal):
             high = jnp.minimum(high, position + (part.offset + 1))
         elif isinstance(part, Window):

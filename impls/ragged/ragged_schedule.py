@@ -15,7 +15,7 @@ from jax import lax
 from impls.ragged.ragged_plan import RaggedPlan, find_block_range
 
 
-class ScheduledSteps(NamedTuple):
+class RaggedSteps(NamedTuple):
     """Lists of steps, as long as they can get, and what they are for each batch row; int32.
 
     Only the first `total` steps are run.
@@ -28,7 +28,7 @@ class ScheduledSteps(NamedTuple):
     blocks: jax.Array  # [B], how many hold a key
 
 
-def build_steps(plan: RaggedPlan, lengths: jax.Array, positions: jax.Array, block: int) -> ScheduledSteps:
+def build_steps(plan: RaggedPlan, lengths: jax.Array, positions: jax.Array, block: int) -> RaggedSteps:
     """The steps for `lengths` and `positions` `[B]`."""
     batch = lengths.shape[0]
     first, count = find_block_range(plan, lengths, positions, block)
@@ -42,7 +42,7 @@ def build_steps(plan: RaggedPlan, lengths: jax.Array, positions: jax.Array, bloc
     latest = lax.cummax(jnp.where(computes, number, -1))
     held = jnp.where(latest < 0, jnp.argmax(computes).astype(jnp.int32), latest)
     some = computes.any()
-    return ScheduledSteps(
+    return RaggedSteps(
         total=ends[-1],
         row=row,
         kv_row=jnp.where(some, row[held], 0),

@@ -36,7 +36,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from impls.jax_compat import count_tpu_cores
 from impls.ragged.ragged_plan import Operands, RaggedPlan, compute_allowed, compute_logits, find_key_range
-from impls.ragged.ragged_schedule import ScheduledSteps, build_steps
+from impls.ragged.ragged_schedule import RaggedSteps, build_steps
 from impls.softmax_merge import Part
 from impls.splash_tpu.splash_tiles import EMPTY_MAXIMUM, LOG_2, repeat_lanes, sum_by_lane
 from impls.varying_axes import find_varying_axes, mark_shapes_varying, mark_varying
@@ -50,7 +50,7 @@ MAX_ROWS = 1024
 _VMEM_BUDGET = 8 * 2**20
 
 Semantics = tuple[Literal["parallel", "arbitrary"], ...]
-BuildSteps = Callable[[RaggedPlan, jax.Array, jax.Array, int], ScheduledSteps]
+BuildSteps = Callable[[RaggedPlan, jax.Array, jax.Array, int], RaggedSteps]
 
 
 def attend(

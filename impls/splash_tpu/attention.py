@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from cases.masks import Full, Indexer, Mask, leaves
+from cases.masks import Full, Indexer, Mask, iter_leaves
 from conformance.contract import validate_mask, validate_operands
 from impls.explicit_sharding import accept_explicit_sharding
 from impls.splash_tpu.block_sizes import BlockSizes, Layouts
@@ -100,7 +100,7 @@ def attention(
         "checkpoint_name": "splash_residuals",
         "interpret": interpret,
     }
-    if any(isinstance(leaf, Indexer) for leaf in leaves(mask)):
+    if any(isinstance(leaf, Indexer) for leaf in iter_leaves(mask)):
         kernel = make_splash_dynamic(jnp.asarray(mask.dense(q_length, kv_length)), **options)
     else:
         kernel = _build_kernel(mask, q_length, kv_length, **options)

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from cases.case import Case
-from cases.mask_spec import build
+from cases.mask_spec import build_mask
 from cases.masks import And, Chunked, Mask, Or, Window
-from conformance.tunable import Entry, Knob, KnobSettings, Setting, Traffic, Tunable, no_traffic, read
+from conformance.tunable import Knob, KnobSettings, Setting, TableEntry, Traffic, Tunable, read_table, report_no_traffic
 from impls.jax_compat import get_device_kind
 from impls.splash_tpu.block_sizes import Blocks, BlockSizes, round_up
 from impls.splash_tpu.splash_schedule import COMPUTE, build_static_steps
@@ -26,7 +26,7 @@ KERNEL_KNOBS = ("forward", "dq", "dkv", "fused")
 """Kernels that have blocks: the last gives in one call what the two before it give."""
 BACKWARD_CHOICES = (({"fused": 0}, ("dq", "dkv")), ({"fused": 1}, ("fused",)))
 """Of the backward pass, and their kernels."""
-_ENTRIES = read(TABLE)
+_ENTRIES = read_table(TABLE)
 _RESERVED_VMEM = DEFAULT_SCOPED // 4
 """VMEM left for what a call has beside its blocks: stored masks, ids and caps, with which nothing was tuned."""
 _CANDIDATES = ((512, 512, 512, 512), (1024, 512, 512, 512), (1024, 1024, 512, 512), (1024, 1024, 512, 256))
@@ -99,7 +99,7 @@ def _find_closest(kind: str, keys: int, kv_length: int, depths: Depths) -> KnobS
         and entry.key["head_dim_v"] >= depths.head_dim_v
     ]
 
-    def unlike(entry: Entry) -> tuple[float, ...]:
+    def unlike(entry: TableEntry) -> tuple[float, ...]:
         return (
             entry.key["head_dim"] + entry.key["head_dim_v"],
             abs(math.log2(entry.key["span"] / keys)),
@@ -139,7 +139,7 @@ def _build_knob(kernel: str) -> Knob:
         candidates=functools.partial(_iter_candidates, kernel),
         kernel="_dq_dkv" if kernel == "fused" else f"_{kernel}",
         given=next(({"backward": way} for way, kernels in BACKWARD_CHOICES if kernel in kernels), {}),
-        traffic=_estimate_traffic if kernel == "fused" else no_traffic,
+        traffic=_estimate_traffic if kernel == "fused" else report_no_traffic,
     )
 
 
@@ -205,7 +205,7 @@ def _build_key(case: Case) -> dict[str, int]:
 
 
 def _build_mask(case: Case) -> Mask:
-    return build(case.mask, case.batch, case.num_q_heads, case.q_length, case.kv_length, case.seed)
+    return build_mask(case.mask, case.batch, case.num_q_heads, case.q_length, case.kv_length, case.seed)
 
 
 def _get_itemsize(case: Case) -> int:

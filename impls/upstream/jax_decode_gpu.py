@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from cases.case import FEATURES, Case
-from cases.masks import Causal, Full, Lengths, Mask, OwnWindow, Window, conjuncts
+from cases.masks import Causal, Full, Lengths, Mask, OwnWindow, Window, list_conjuncts
 from conformance.contract import Accelerator, Arithmetic, Implementation
 from impls.jax_compat import get_default_products, resolve_interpret, runs_on
 from impls.upstream.adapter_refusals import forbid_gradients, refuse_unsupported
@@ -131,7 +131,7 @@ def find_key_ranges(mask: Mask, batch: int, kv_length: int) -> tuple[np.ndarray,
     None if `mask` is anything but such ranges.
     """
     start, end = np.zeros(batch, np.int32), np.full(batch, kv_length, np.int32)
-    for part in conjuncts(mask):
+    for part in list_conjuncts(mask):
         low: Any = 0
         high: Any = kv_length
         if isinstance(part, Causal):

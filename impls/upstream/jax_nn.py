@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from cases.case import Case
-from cases.masks import Causal, Full, Lengths, Mask, Window, conjuncts
+from cases.masks import Causal, Full, Lengths, Mask, Window, list_conjuncts
 from conformance.contract import Accelerator, Arithmetic, Implementation
 from impls.jax_compat import get_compute_capability, get_default_products, runs_on
 from impls.upstream.adapter_refusals import refuse_because, refuse_unsupported
@@ -104,7 +104,7 @@ def build_mask_arguments(
 
 def _split_mask(mask: Mask, backend: str) -> tuple[list[Mask], list[Mask]]:
     """The parts of a mask that arguments of their own say, one of each kind, and the rest."""
-    parts = [part for part in conjuncts(mask) if not isinstance(part, Full)]
+    parts = [part for part in list_conjuncts(mask) if not isinstance(part, Full)]
     # cuDNN has a window to the left only, and only beside its causal mask.
     windows = backend == "xla" or Causal(0) in parts
     native: list[Mask] = []

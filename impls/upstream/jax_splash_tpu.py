@@ -19,10 +19,10 @@ import numpy as np
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as splash_mask
 
-from cases.case import Case, parse
+from cases.case import Case, parse_case_id
 from cases.masks import Mask
 from conformance.contract import Accelerator, Arithmetic, Implementation
-from conformance.tunable import Knob, KnobSettings, Setting, Traffic, Tunable, no_traffic
+from conformance.tunable import Knob, KnobSettings, Setting, Traffic, Tunable, report_no_traffic
 from impls.jax_compat import get_default_products, resolve_interpret, runs_on
 from impls.upstream.adapter_refusals import refuse_because, refuse_unsupported
 from impls.upstream.mask_flags import build_case_mask
@@ -215,7 +215,7 @@ def _build_tunable(attention: Callable[..., Any]) -> Tunable:
             candidates=candidates,
             kernel=_KERNEL_SUFFIXES[name],
             given=next(({"backward": way} for way, names in _BACKWARD_CHOICES if name in names), {}),
-            traffic=_estimate_traffic if name == "fused" else no_traffic,
+            traffic=_estimate_traffic if name == "fused" else report_no_traffic,
         )
 
     backward = Knob(
@@ -230,7 +230,7 @@ def _build_tunable(attention: Callable[..., Any]) -> Tunable:
         call=call,
         native=functools.partial(call, interpret=False),
         key=lambda case: {"kv_length": case.kv_length},
-        cases=lambda: (parse("train/bf16/B1.T8192.S8192.N1.K1.H128.V128/causal/normal/s0"),),
+        cases=lambda: (parse_case_id("train/bf16/B1.T8192.S8192.N1.K1.H128.V128/causal/normal/s0"),),
     )
 
 

@@ -23,8 +23,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from cases.case import Case, parse
-from cases.masks import Indexer, Mask, leaves
+from cases.case import Case, parse_case_id
+from cases.masks import Indexer, Mask, iter_leaves
 from conformance.contract import Accelerator, Arithmetic, Implementation
 from conformance.tunable import Knob, KnobSettings, Setting, Traffic, Tunable
 from impls.jax_compat import get_default_products, resolve_interpret, runs_on
@@ -153,7 +153,7 @@ def _load_module(name: str) -> ModuleType:
 
 
 def _is_known_at_run_time(mask: Mask) -> bool:
-    return any(isinstance(leaf, Indexer) for leaf in leaves(mask))
+    return any(isinstance(leaf, Indexer) for leaf in iter_leaves(mask))
 
 
 def _find_case_limit(case: Case) -> str | None:
@@ -222,7 +222,7 @@ def _build_tunable() -> Tunable:
         call=call,
         native=functools.partial(call, interpret=False),
         key=lambda case: {"kv_length": case.kv_length},
-        cases=lambda: (parse("train/bf16/B1.T8192.S8192.N1.K1.H128.V128/causal/normal/s0"),),
+        cases=lambda: (parse_case_id("train/bf16/B1.T8192.S8192.N1.K1.H128.V128/causal/normal/s0"),),
     )
 
 

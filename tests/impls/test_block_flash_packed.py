@@ -14,16 +14,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cases.case import parse
-from cases.inputs import draw, draw_cotangent
+from cases.case import parse_case_id
 from cases.masks import Dense
-from conformance.calling.execution import Executor
+from cases.operand_values import draw_cotangent, draw_problem
+from conformance.execution.executor import Executor
 from impls import block_flash
 from impls.block_flash import packed_passes
 from impls.block_flash.block_flash_packed import packed_attention
 from impls.block_flash.packed_key_ranges import KeyRanges, PackedPlan, compute_allowed, compute_ranges, has_pair
 from impls.packed_sequences import SequenceTables
-from tests.judged import assert_attention
+from tests.comparison_asserts import assert_attention
 
 BLOCK = 4
 Lengths = list[tuple[int, int]]
@@ -99,7 +99,7 @@ def test_ranges_are_what_each_query_sees(lengths: Lengths, left: int | None, rig
 def computed(monkeypatch: pytest.MonkeyPatch, lengths: Lengths, **options: Any) -> Counter[str]:
     """How many pairs of blocks are computed in each pass, counted as they are."""
     counted: Counter[str] = Counter()
-    for name in ("add_block", "compute_pair_gradients"):
+    for name in ("with_block", "parts_of"):
         step = getattr(packed_passes, name)
 
         def counting(*given: Any, name: str = name, step: Any = step) -> Any:
@@ -138,13 +138,15 @@ def test_blocks_without_a_pair_are_not_computed(
     held = blocks_of(pairs(lengths, left, right, shape))
     assert held.sum() < held.size / 2
     wanted = int(held.sum())
-    assert computed(monkeypatch, lengths, **options) == {"add_block": wanted, "compute_pair_gradients": wanted}
+    assert computed(monkeypatch, lengths, **options) == {"with_block": wanted, "parts_of": wanted}
 
 
 def test_packed_and_padded_are_both_right() -> None:
     """Judged by the same exact values and bounds: the padded form has the mask of the packed one as booleans."""
-    case = parse("train/f32/B4.T30.S30.N4.K2.H16.V16/own-l9-24-0-17-30/softcap5/sinks/packed-q24-3-17-30/normal/s0")
-    problem, drawn = draw(case), draw_cotangent(case)
+    case = parse_case_id(
+        "train/f32/B4.T30.S30.N4.K2.H16.V16/own-l9-24-0-17-30/softcap5/sinks/packed-q24-3-17-30/normal/s0"
+    )
+    problem, drawn = draw_problem(case), draw_cotangent(case)
     padded, packed, *_ = block_flash.IMPLEMENTATIONS
     assert (padded.storage, packed.storage) == (None, "packed")
     dense = dataclasses.replace(problem, storage=None, mask=Dense(problem.allowed))

@@ -15,11 +15,11 @@ import pytest
 from _pytest.mark import ParameterSet
 from hypothesis import given, settings
 
-from cases.case import parse
+from cases.case import parse_case_id
 from cases.masks import Causal, Chunked, Dense, Full, Indexer, Lengths, LoadBalancedCausal, Mask, Window
 from conformance import records
-from conformance.asking.turn import EVERYTHING, Turn
-from conformance.checks import BY_NAME
+from conformance.check_api.rotation import FULL_ROTATION, Rotation
+from conformance.checks import CHECKS_BY_NAME
 from conformance.contract import Implementation
 from conformance.judging.job import Job
 from conformance.judging.runner import Runner
@@ -145,12 +145,12 @@ JUDGED = {impl.name: impl for impl in context_parallel.IMPLEMENTATIONS}
 
 
 # One of the two calls differentiated, that with everything in it: the rest costs no compilation.
-ONE_CALL = Turn(pulled=("residuals",))
+ONE_CALL = Rotation(pulled=("residuals",))
 
 
-def red(impl: Implementation, case_id: str, *checks: str, turn: Turn = EVERYTHING) -> list[records.Record]:
-    chosen = tuple(BY_NAME[name] for name in checks)
-    found = Runner(Settings()).judge(Job(impl, parse(case_id), chosen, turn))
+def red(impl: Implementation, case_id: str, *checks: str, turn: Rotation = FULL_ROTATION) -> list[records.Record]:
+    chosen = tuple(CHECKS_BY_NAME[name] for name in checks)
+    found = Runner(Settings()).judge(Job(impl, parse_case_id(case_id), chosen, turn))
     assert any(record.verdict == records.PASS for record in found)
     return [record for record in found if record.verdict in RED]
 
@@ -195,7 +195,7 @@ def test_what_several_devices_find_for_a_key_is_added_up_in_f32(name: str, dtype
 
 def test_too_few_devices_are_shown_as_unjudged() -> None:
     many = context_parallel.build_implementation("many", dot_product.IMPLEMENTATIONS[0], "ring", devices=64)
-    (record,) = Runner(Settings()).judge(Job(many, parse(FEW[0]), (BY_NAME["forward"],)))
+    (record,) = Runner(Settings()).judge(Job(many, parse_case_id(FEW[0]), (CHECKS_BY_NAME["forward"],)))
     assert record.verdict == UNJUDGED
     assert "64 devices are needed" in record.reason
     assert "--xla_force_host_platform_device_count=64" in record.reason

@@ -11,16 +11,16 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, PartitionSpec
 
-from cases.case import parse
-from cases.inputs import draw, draw_cotangent
+from cases.case import parse_case_id
 from cases.masks import Bidirectional, Causal, Chunked, Dense, Full, Lengths, LoadBalancedCausal, Mask, Window
+from cases.operand_values import draw_cotangent, draw_problem
 from impls import flash_gpu
 from impls.flash_gpu import tile_schedule
 from impls.flash_gpu.block_sizes import TABLE, BlockSizes, Tiles, look_up
 from impls.flash_gpu.implementation import build_uniform_sizes
 from impls.flash_gpu.tile_schedule import BlockKind, FlashGpuPlan
+from tests.comparison_asserts import assert_attention
 from tests.impls.test_attention import check, compiled, operands, run
-from tests.judged import assert_attention
 
 JOINT = (
     "train/{}/B2.T50.S70.N4.K2.H24.V40/densebatch-d40_and_window-l40-r60/seg/softcap5/sinks/biashead/scale0.3/normal/s1"
@@ -134,8 +134,8 @@ def test_every_block_of_the_mask_is_visited_once(axis: Any) -> None:
 @pytest.mark.long
 def test_nothing_beyond_the_arrays_is_read() -> None:
     """The interpreter pads with NaN what a block has beyond its array: a tile that reads it without a guard shows."""
-    case = parse("train/f32/B1.T33.S41.N2.K1.H17.V19/causal-o8/seg/sinks/biashead/normal/s4")
-    problem, cotangent = draw(case), draw_cotangent(case)
+    case = parse_case_id("train/f32/B1.T33.S41.N2.K1.H17.V19/causal-o8/seg/sinks/biashead/normal/s4")
+    problem, cotangent = draw_problem(case), draw_cotangent(case)
     for block_q, block_kv in ((16, 32), (64, 64)):
         got = run(small(block_q, block_kv), problem, cotangent)
         assert all(np.isfinite(x).all() for x in got.values())
@@ -158,8 +158,8 @@ def test_memory_is_linear_in_the_length() -> None:
 
 @pytest.mark.long
 def test_an_unused_gradient_of_the_bias_costs_nothing() -> None:
-    case = parse("train/f32/B1.T40.S40.N2.K2.H16.V16/causal/biashead/normal/s0")
-    problem = draw(case)
+    case = parse_case_id("train/f32/B1.T40.S40.N2.K2.H16.V16/causal/biashead/normal/s0")
+    problem = draw_problem(case)
     x = operands(problem)
 
     def kernels(*names: str) -> int:

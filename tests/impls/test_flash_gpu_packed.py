@@ -15,18 +15,18 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from jax.sharding import AbstractDevice, AbstractMesh
 
-from cases.inputs import draw, draw_cotangent
 from cases.masks import Dense
-from conformance.calling.execution import Executor
+from cases.operand_values import draw_cotangent, draw_problem
+from conformance.execution.executor import Executor
 from impls import flash_gpu
-from impls.flash_gpu import BlockSizes, Tiles, packed_attention, packed_implementation
+from impls.flash_gpu import BlockSizes, Tiles, build_packed_implementation, packed_attention
 from impls.flash_gpu.implementation import build_uniform_sizes
 from impls.flash_gpu.packed_block_sizes import PACKED_TABLE, look_up_packed
 from impls.flash_gpu.packed_visits import PackedVisits, compute_ranges, compute_visits
 from impls.flash_gpu.triton import backward, forward
+from tests.comparison_asserts import assert_attention
 from tests.impls.test_block_flash_packed import Lengths, pairs, tables
 from tests.impls.test_flash_gpu import LOWERING
-from tests.judged import assert_attention
 from tests.planted.computing.flash_gpu.packed import CASE
 
 TOTAL = 150, 230  # queries and keys of a pack, which fill no whole number of blocks
@@ -105,14 +105,14 @@ def test_blocks_without_a_pair_are_not_computed(monkeypatch: pytest.MonkeyPatch)
     """Counted as they are computed, in each pass and for each head."""
     run: Counter[str] = Counter()
     for module in (forward, backward):
-        logits = module.compute_logits
+        logits = module.logits
 
         def counting(plan: Any, inputs: Any, pair: Any, *given: Any, logits: Any = logits) -> Any:
             phase = "dkv" if pair.keys_first else "dq" if "d_out" in inputs else "forward"
             jax.debug.callback(lambda: run.update([phase]))
             return logits(plan, inputs, pair, *given)
 
-        monkeypatch.setattr(module, "compute_logits", counting)
+        monkeypatch.setattr(module, "logits", counting)
     q, k, v = (jnp.ones((total, heads, 8)) for total, heads in zip((*TOTAL, TOTAL[1]), (2, 1, 1), strict=True))
     where: Any = tables(GAPS, 8)._asdict()
 
@@ -129,10 +129,10 @@ def test_blocks_without_a_pair_are_not_computed(monkeypatch: pytest.MonkeyPatch)
 
 def test_packed_and_padded_are_both_right() -> None:
     """Judged by the same exact values and bounds: the padded form has the mask of the packed one as booleans."""
-    problem, drawn = draw(CASE), draw_cotangent(CASE)
+    problem, drawn = draw_problem(CASE), draw_cotangent(CASE)
     dense = dataclasses.replace(problem, storage=None, mask=Dense(problem.allowed))
     sizes = BlockSizes(forward=TILES[0], dq=TILES[1], dkv=Tiles(block_q=64, block_kv=32))
-    packed = packed_implementation("packed", block_sizes=sizes, on_gpu=False)
+    packed = build_packed_implementation("packed", block_sizes=sizes, on_gpu=False)
     padded = flash_gpu.build_implementation("padded", block_sizes=sizes, on_gpu=False)
     for implementation, asked in ((padded, dense), (packed, problem)):
         executor = Executor(implementation)

@@ -13,12 +13,12 @@ from jax import export
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from cases.case import Case
-from cases.inputs import Problem, draw
 from cases.masks import Causal, Mask
-from cases.moba import Moba
-from conformance.calling.registry import find
+from cases.moba_mask import Moba
+from cases.operand_values import Problem, draw_problem
+from conformance.execution.implementation_registry import find_implementation
 from impls import ragged, splash_tpu
-from tests.judged import assert_right, expected_of
+from tests.comparison_asserts import assert_right, compute_expected
 
 KERNELS = ("dot_product", "block_flash", "moba", "moba_dense", "splash_tpu", "flash_gpu", "ragged")
 
@@ -28,12 +28,12 @@ def problem_of(name: str, **sizes: Any) -> Problem:
     mask = "moba-8-2" if name.startswith("moba") else "causal"
     sizes = {"batch": 4, "q_length": 32, "kv_length": 32, "num_q_heads": 4, "num_kv_heads": 4, "head_dim": 16} | sizes
     phase = "prefill" if name == "ragged" else "train"
-    return draw(Case(phase=phase, mask=mask, v_head_dim=16, **sizes))
+    return draw_problem(Case(phase=phase, mask=mask, v_head_dim=16, **sizes))
 
 
 def call_of(name: str) -> Callable[..., Any]:
     mask: Mask = Moba(8, 2) if name.startswith("moba") else Causal()
-    kernel = find(name).call
+    kernel = find_implementation(name).call
     return lambda q, k, v: kernel(q, k, v, mask=mask)
 
 
@@ -54,7 +54,7 @@ def test_explicit_shardings_are_taken_and_given_back(name: str, spec: tuple[str 
         ]
         out = jax.jit(call_of(name))(*sharded)
     assert tuple(out.sharding.spec)[: len(spec)] == spec
-    assert_right({"out": out}, expected_of(problem))
+    assert_right({"out": out}, compute_expected(problem))
 
 
 @pytest.mark.long
@@ -64,7 +64,7 @@ def test_a_batch_size_may_be_left_open_in_an_export(name: str) -> None:
     problem = problem_of(name, batch=3)
     shapes = [jax.ShapeDtypeStruct((batch, *x.shape[1:]), x.dtype) for x in (problem.q, problem.k, problem.v)]
     exported = export.export(jax.jit(call_of(name)))(*shapes)
-    assert_right({"out": exported.call(problem.q, problem.k, problem.v)}, expected_of(problem))
+    assert_right({"out": exported.call(problem.q, problem.k, problem.v)}, compute_expected(problem))
 
 
 @pytest.mark.parametrize("name", ["ragged_tpu", "ragged_gpu"])

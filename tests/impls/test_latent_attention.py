@@ -9,11 +9,11 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from cases.case import parse
-from cases.serving.life import lives
-from conformance.calling import registry
-from conformance.checks import BY_NAME
-from conformance.judging import plan
+from cases.case import parse_case_id
+from cases.storage_forms.server_traces import build_traces
+from conformance.checks import CHECKS_BY_NAME
+from conformance.execution import implementation_registry
+from conformance.judging import run_plan
 from conformance.judging.runner import Runner
 from conformance.judging.settings import Settings
 from conformance.records import PASS, RED, Record
@@ -26,8 +26,10 @@ TRAIN = "train/f32/B2.T24.S72.N4.K1.H80.V64/causal-o48/seg/sinks/scale0.144/late
 
 
 def judged(name: str, case: str, *checks: str) -> list[Record]:
-    chosen = [BY_NAME[check] for check in checks]
-    return Runner(Settings()).run(plan.single(registry.find(name), parse(case), chosen).jobs)
+    chosen = [CHECKS_BY_NAME[check] for check in checks]
+    return Runner(Settings()).run(
+        run_plan.plan_case(implementation_registry.find_implementation(name), parse_case_id(case), chosen).jobs
+    )
 
 
 @pytest.mark.parametrize(
@@ -54,10 +56,10 @@ def test_ours_conform(name: str, case: str, checks: str) -> None:
 @pytest.mark.long
 def test_latents_live_as_pages_do() -> None:
     """Chunks, then tokens, while later sequences take the pages of those that have ended."""
-    implementation = registry.find("paged_latent")
-    case = lives(0, implementation.supports)[0]
+    implementation = implementation_registry.find_implementation("paged_latent")
+    case = build_traces(0, implementation.supports)[0]
     assert (case.storage or "").startswith("latent")
-    found = Runner(Settings()).run(plan.single(implementation, case, [BY_NAME["decoding"]]).jobs)
+    found = Runner(Settings()).run(run_plan.plan_case(implementation, case, [CHECKS_BY_NAME["decoding"]]).jobs)
     assert {record.verdict for record in found} == {PASS}
 
 

@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cases.case import parse
-from conformance.calling import registry
-from conformance.checks import BY_NAME
-from conformance.judging import plan
+from cases.case import parse_case_id
+from conformance.checks import CHECKS_BY_NAME
+from conformance.execution import implementation_registry
+from conformance.judging import run_plan
 from conformance.judging.runner import Runner
 from conformance.judging.settings import Settings
 from conformance.records import PASS, RED
@@ -207,8 +207,12 @@ OF_JAX = "decode/f32/B3.T1.S48.N4.K2.H64.V64/own-linf-48-33-15/softcap30/kvint8-
     ],
 )
 def test_pages_with_scales_conform(name: str, case: str, asked: str) -> None:
-    checks = [BY_NAME[check] for check in asked.split()]
-    found = Runner(Settings()).run(plan.single(registry.find(name), parse(f"{case}/normal/s0"), checks).jobs)
+    checks = [CHECKS_BY_NAME[check] for check in asked.split()]
+    found = Runner(Settings()).run(
+        run_plan.plan_case(
+            implementation_registry.find_implementation(name), parse_case_id(f"{case}/normal/s0"), checks
+        ).jobs
+    )
     assert {record.check for record in found if record.verdict == PASS} == set(asked.split())
     assert [record for record in found if record.verdict in RED] == []
 

@@ -17,19 +17,19 @@ from hypothesis import strategies as st
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, PartitionSpec
 
-from cases.case import parse
-from cases.inputs import Problem as Operands
-from cases.inputs import draw
+from cases.case import parse_case_id
 from cases.masks import Causal, Chunked, Dense, Full, Indexer, Lengths, LoadBalancedCausal, Mask, OwnWindow, Window
-from conformance.truth.bounds import expect
+from cases.operand_values import Problem as Operands
+from cases.operand_values import draw_problem
+from conformance.truth.rounding_bounds import compute_expectation
 from impls import ragged
 from impls.ragged import ragged_tpu
 from impls.ragged.attention import Backend
 from impls.ragged.ragged_plan import Operands as Arrays
 from impls.ragged.ragged_plan import RaggedPlan, find_block_range, find_key_range, flatten_queries, lower_lengths
-from impls.ragged.ragged_schedule import ScheduledSteps, build_steps
+from impls.ragged.ragged_schedule import RaggedSteps, build_steps
 from impls.softmax_merge import Part
-from tests.judged import assert_attention, assert_right
+from tests.comparison_asserts import assert_attention, assert_right
 
 OPTIONS: dict[Backend, dict[str, Any]] = {
     "portable": {"block_kv": 16},
@@ -50,7 +50,7 @@ class Traffic(NamedTuple):
     fetched: int
 
 
-def traffic(steps: ScheduledSteps) -> Traffic:
+def traffic(steps: RaggedSteps) -> Traffic:
     """Counted from the lists; a block is fetched when it is another one than in the step before."""
     total = int(steps.total)
     blocks = list(zip(steps.kv_row[:total].tolist(), steps.kv_block[:total].tolist(), strict=True))
@@ -173,10 +173,10 @@ def per_row(mask: Mask, lengths: list[int], positions: list[int], queries: int, 
 @pytest.mark.parametrize("backend", OPTIONS)
 @pytest.mark.parametrize("mask", [Window(20, 0), Chunked(24) & Window(30, 2)], ids=repr)
 def test_a_window_moves_with_the_position_of_each_sequence(backend: Backend, mask: Mask) -> None:
-    problem = draw(parse("prefill/f32/B4.T3.S70.N4.K2.H16.V24/full/softcap20/sinks/normal/s1"))
+    problem = draw_problem(parse_case_id("prefill/f32/B4.T3.S70.N4.K2.H16.V24/full/softcap20/sinks/normal/s1"))
     lengths, positions = [5, 70, 33, 16], [2, 67, 30, 13]
     rows = dataclasses.replace(problem, mask=per_row(mask, lengths, positions, 3, 70))
-    truth = expect(rows, IMPLEMENTATIONS["ragged"].arithmetic).forward
+    truth = compute_expectation(rows, IMPLEMENTATIONS["ragged"].arithmetic).forward
     behind = np.array(lengths)[:, None] <= np.arange(70)
     k, v = (np.where(behind[..., None, None], np.nan, x) for x in (problem.k, problem.v))
     out, residuals = ragged.attention(

@@ -11,13 +11,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cases.inputs import Cotangent, Problem
 from cases.masks import Dense
-from conformance.truth.bounds import Bounded
+from cases.operand_values import Cotangent, Problem
+from conformance.truth.rounding_bounds import Bounded
 from conformance.truth.roundoff import U
 from impls import softmax_merge
 from impls.softmax_merge import Normalised, Part
-from tests.judged import assert_right, expected_of
+from tests.comparison_asserts import assert_right, compute_expected
 
 QUERIES, KEYS, DEPTH = 2, 5, 3
 NOTHING = Part(*(jnp.full((QUERIES, n), x, np.float32) for n, x in ((DEPTH, 0.0), (1, -np.inf), (1, 0.0))))
@@ -43,7 +43,7 @@ def attention(logits: np.ndarray, values: np.ndarray, cotangent: Cotangent | Non
     q, k = (np.zeros((len(logits), length, 1, 1), np.float32) for length in logits.shape[1:])
     bias = np.where(seen, logits - top, 0.0).astype(np.float32)
     problem = Problem(q, k, values[:, :, None].astype(np.float32), Dense(seen[:, None]), bias=bias[:, None])
-    found = expected_of(problem, cotangent, rounds_out=False)
+    found = compute_expected(problem, cotangent, rounds_out=False)
     for name in ("logsumexp", "max_logits"):
         value = found[name].value + top[:, None, :, 0]
         moved = np.where(np.isfinite(value), np.abs(value), 0.0)

@@ -13,23 +13,23 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from cases.inputs import draw, draw_cotangent
-from conformance.calling.execution import Executor
+from cases.operand_values import draw_cotangent, draw_problem
+from conformance.execution.executor import Executor
 from impls.packed_sequences import compute_key_ranges
 from impls.splash_tpu import (
     BlockSizes,
+    build_packed_implementation,
     dkv_kernel,
     dq_kernel,
     forward,
     packed_attention,
-    packed_implementation,
     splash_tiles,
 )
 from impls.splash_tpu.block_sizes import Blocks
 from impls.splash_tpu.packed_schedule import build_packed_steps
 from impls.splash_tpu.splash_schedule import COMPUTE, FIRST, LAST, MASKED, PART, Order, Steps
+from tests.comparison_asserts import assert_attention
 from tests.impls.test_block_flash_packed import Lengths, pairs, tables
-from tests.judged import assert_attention
 from tests.planted.computing.splash_packed import CASE
 
 TOTAL = 520, 700  # queries and keys of a pack, which fill no whole number of blocks
@@ -123,7 +123,7 @@ def test_blocks_without_a_pair_are_not_computed(monkeypatch: pytest.MonkeyPatch)
         return plain_logits(call, *given)
 
     for module in (forward, dq_kernel, dkv_kernel):
-        monkeypatch.setattr(module, "compute_logits", counting)
+        monkeypatch.setattr(module, "logits_of", counting)
     q, k, v = (jnp.ones((total, heads, 8)) for total, heads in zip((*TOTAL, TOTAL[1]), (2, 1, 1), strict=True))
     where: Any = tables(GAPS, 8)._asdict()
 
@@ -150,8 +150,8 @@ SIZES = {
 @pytest.mark.long
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
 def test_several_blocks_are_right_and_padding_has_no_gradient(sizes: BlockSizes) -> None:
-    problem, drawn = draw(CASE), draw_cotangent(CASE)
-    implementation = packed_implementation("packed", block_sizes=sizes)
+    problem, drawn = draw_problem(CASE), draw_cotangent(CASE)
+    implementation = build_packed_implementation("packed", block_sizes=sizes)
     executor = Executor(implementation)
     found = {**executor.residuals(problem).values, **executor.gradients_lse(problem, drawn).values}
     padding = {name: found.pop(name) for name in list(found) if "padding" in name}

@@ -16,10 +16,10 @@ import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, PartitionSpec, use_abstract_mesh
 
 from cases.case import Case
-from cases.inputs import Cotangent, Problem, draw, draw_cotangent
 from cases.masks import EMPTY, PARTIAL, Causal, Chunked, Dense, Full, LoadBalancedCausal, Mask, Window
+from cases.operand_values import Cotangent, Problem, draw_cotangent, draw_problem
 from conformance.accelerators.tpus import TPUS
-from conformance.calling import registry
+from conformance.execution import implementation_registry
 from impls.splash_tpu import (
     Blocks,
     BlockSizes,
@@ -35,7 +35,7 @@ from impls.splash_tpu import (
 from impls.splash_tpu.splash_plan import Operands
 from impls.splash_tpu.splash_schedule import COMPUTE, FIRST, LAST, MASKED, PART, Steps, build_static_steps
 from impls.splash_tpu.vmem import find_limit
-from tests.judged import assert_attention
+from tests.comparison_asserts import assert_attention
 
 KINDS = [tpu.kind for tpu in TPUS]
 SMALL = BlockSizes.uniform(128, 128)
@@ -58,7 +58,7 @@ def problem_of(
         v_head_dim=64,
     )
     cotangent = dataclasses.replace(draw_cotangent(case), logsumexp=None)
-    return dataclasses.replace(draw(case), mask=mask), cotangent
+    return dataclasses.replace(draw_problem(case), mask=mask), cotangent
 
 
 def heads_first(*arrays: np.ndarray) -> tuple[jax.Array, ...]:
@@ -136,7 +136,7 @@ def test_steps_counted_are_steps_run(mask: Mask, monkeypatch: pytest.MonkeyPatch
         return kernel
 
     for module in (forward, dq_kernel, dkv_kernel):
-        monkeypatch.setattr(module, "compute_logits", counting_logits)
+        monkeypatch.setattr(module, "logits_of", counting_logits)
         monkeypatch.setattr(module, "_kernel", counting_kernel(module.__name__, module._kernel))
     # A name of its own for the residuals, so that no function compiled without the counting is found.
     kernel = make_splash(mask, 640, 640, num_q_heads=2, block_sizes=SMALL, checkpoint_name=f"counted {mask}")
@@ -349,7 +349,7 @@ def test_which_backward_a_call_takes_that_names_no_blocks(kind: str, mask: Mask,
 @pytest.mark.parametrize("options", [{}, {"soft_cap": 5.0}, {"segment_ids": (np.zeros((1, 256), np.int32),) * 2}])
 def test_the_gate_judges_the_backward_that_a_chip_would_run(options: dict[str, Any]) -> None:
     """One kernel in bf16, and two in f32: of both it sees every feature."""
-    judged = registry.find("splash_tpu").call
+    judged = implementation_registry.find_implementation("splash_tpu").call
     for mask in (Causal(), Window(40, 0), Dense(np.tri(256, dtype=bool)[None, None])):
         assert kernels_of(judged, jnp.bfloat16, mask, **options) == ONE
         assert kernels_of(judged, jnp.float32, mask, **options) == TWO

@@ -14,17 +14,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from cases.case import parse
-from cases.inputs import draw
-from cases.serving.storage import TABLES
-from cases.serving.written import bits, writing
-from conformance.calling import registry
-from conformance.calling.stored import StoredCall, given_to, on_dense_operands
+from cases.case import parse_case_id
+from cases.operand_values import draw_problem
+from cases.storage_forms.page_writes import build_writing, view_bits
+from cases.storage_forms.storage_layout import TABLES
 from conformance.contract import Implementation
+from conformance.execution import implementation_registry
+from conformance.execution.stored_calls import StoredCall, build_storage_arrays_for, lower_implementation
 from impls.upstream import tpu_inference_kernels as adapters
-from tests.judged import assert_right, expected_of
+from tests.comparison_asserts import assert_right, compute_expected
 
-RAGGED, LATENT = (registry.find(name) for name in (adapters.RAGGED, adapters.LATENT))
+RAGGED, LATENT = (implementation_registry.find_implementation(name) for name in (adapters.RAGGED, adapters.LATENT))
 INSTALLED = RAGGED.accelerator.absent != adapters.ABSENT
 MIXED = "own-linf-17-35-13-9"
 # Single tokens first and not first, windows, an odd number of tokens, pages that sequences share.
@@ -69,33 +69,35 @@ def by_reference(monkeypatch: pytest.MonkeyPatch) -> None:
     ("implementation", "case_id"), [*((RAGGED, x) for x in OF_RAGGED), *((LATENT, x) for x in OF_LATENT)]
 )
 def test_what_kernels_are_given_is_the_call(implementation: Implementation, case_id: str) -> None:
-    case = parse(case_id)
+    case = parse_case_id(case_id)
     assert implementation.supports(case) is None
-    problem = draw(case)
+    problem = draw_problem(case)
     assert problem.storage is not None
     sizes = (case.batch, case.num_q_heads, case.q_length, case.kv_length)
     static, _ = implementation.lower_mask(problem.mask, *sizes)
     options = {"soft_cap": problem.soft_cap, "scale": problem.scale, **static}
-    out = on_dense_operands(implementation).call(
-        problem.q, problem.k, problem.v, storage=given_to(implementation, problem.storage), **options
+    out = lower_implementation(implementation).call(
+        problem.q, problem.k, problem.v, storage=build_storage_arrays_for(implementation, problem.storage), **options
     )
     live = ~problem.empty_rows.transpose(0, 2, 1)[..., None]
-    assert_right({"out": out}, expected_of(problem, arithmetic=implementation.arithmetic), judged=live)
+    assert_right({"out": out}, compute_expected(problem, arithmetic=implementation.arithmetic), judged=live)
 
 
 @pytest.mark.long
 @pytest.mark.usefixtures("by_reference")
 @pytest.mark.parametrize("case_id", OF_RAGGED)
 def test_pages_come_back_as_they_were_but_for_the_new_tokens(case_id: str) -> None:
-    problem = draw(parse(case_id))
+    problem = draw_problem(parse_case_id(case_id))
     assert problem.storage is not None
-    what = writing(problem, 0, finite=True)
+    what = build_writing(problem, 0, finite=True)
     tables: dict[str, Any] = {name: jnp.asarray(problem.storage.arrays[name]) for name in TABLES["paged"]}
-    q = StoredCall.of(adapters.attention, "paged", writes=True).packed(problem.q, given_to(RAGGED, problem.storage))
+    q = StoredCall.of(adapters.attention, "paged", writes=True).packed(
+        problem.q, build_storage_arrays_for(RAGGED, problem.storage)
+    )
     given = (jnp.asarray(x[name]) for x, names in ((what.tokens, "kv"), (what.before, None)) for name in names or x)
     _, *pools = adapters.attention(q, *given, **tables)
     for got, must in zip(pools, what.after.values(), strict=True):
-        assert (bits(np.asarray(got)) == bits(must)).all()
+        assert (view_bits(np.asarray(got)) == view_bits(must)).all()
 
 
 @pytest.mark.parametrize(
@@ -111,7 +113,7 @@ def test_pages_come_back_as_they_were_but_for_the_new_tokens(case_id: str) -> No
     ],
 )
 def test_limits_are_declared(implementation: Implementation, case_id: str, reason: str) -> None:
-    assert reason in (implementation.supports(parse(case_id)) or "")
+    assert reason in (implementation.supports(parse_case_id(case_id)) or "")
 
 
 def test_it_is_unjudged_with_the_remedy_where_it_is_not_installed() -> None:

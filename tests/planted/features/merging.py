@@ -13,7 +13,7 @@ from conformance.sensitivity import PlantedBug
 from impls import softmax_merge
 from impls.ragged.ragged_plan import RaggedPlan
 from impls.softmax_merge import Normalised, Part
-from tests.kernels.decode import DecodeSteps, implementation, part_of, sink_part
+from tests.kernels.split_decode import DecodeSteps, build_decode_implementation, build_sink_part, compute_part
 from tests.planted.planting.triggers import Trigger, has
 
 Array = Any
@@ -31,7 +31,7 @@ def _bug(
         kind=kind,
         reference=reference,
         shows=shows,
-        build=functools.partial(implementation, DecodeSteps(**steps), name),
+        build=functools.partial(build_decode_implementation, DecodeSteps(**steps), name),
         trigger=trigger,
     )
 
@@ -112,18 +112,18 @@ def _in_bf16(parts: Part, plan: RaggedPlan) -> Part:
 
 def _base_two(z: Array, v: Array) -> Part:
     """The maximum is that of logits in base 2."""
-    part = part_of(z, v)
+    part = compute_part(z, v)
     return part._replace(max=part.max * math.log2(math.e))
 
 
 def _in_every_split(splits: Part, merged: Part, sinks: Array, merge: Any) -> Part:
     parts = [Part(*(x[:, :, n] for x in splits)) for n in range(splits.sum.shape[2])]
-    return merge([merge([part, sink_part(part, sinks)]) for part in parts])
+    return merge([merge([part, build_sink_part(part, sinks)]) for part in parts])
 
 
 def _in_the_first_split_if_it_has_keys(splits: Part, merged: Part, sinks: Array, merge: Any) -> Part:
     there = splits.sum[:, :, 0] > 0
-    return merge([merged, sink_part(merged, sinks)._replace(sum=there.astype(jnp.float32))])
+    return merge([merged, build_sink_part(merged, sinks)._replace(sum=there.astype(jnp.float32))])
 
 
 def _never(splits: Part, merged: Part, sinks: Array, merge: Any) -> Part:
@@ -131,7 +131,7 @@ def _never(splits: Part, merged: Part, sinks: Array, merge: Any) -> Part:
 
 
 def _in_the_maximum_only(splits: Part, merged: Part, sinks: Array, merge: Any) -> Part:
-    return merge([merged, sink_part(merged, sinks)._replace(sum=jnp.full(merged.sum.shape, 1e-30))])
+    return merge([merged, build_sink_part(merged, sinks)._replace(sum=jnp.full(merged.sum.shape, 1e-30))])
 
 
 def _not_rebased(splits: Part, merged: Part, sinks: Array, merge: Any) -> Part:
@@ -142,7 +142,7 @@ def _not_rebased(splits: Part, merged: Part, sinks: Array, merge: Any) -> Part:
 
 def _only_with_keys(splits: Part, merged: Part, sinks: Array, merge: Any) -> Part:
     """A query without keys has no sink either."""
-    found = merge([merged, sink_part(merged, sinks)])
+    found = merge([merged, build_sink_part(merged, sinks)])
     return Part(*(jnp.where(merged.sum == 0, x, y) for x, y in zip(merged, found, strict=True)))
 
 

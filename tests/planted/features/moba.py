@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from cases.case import Case
-from cases.moba import Moba
+from cases.moba_mask import Moba
 from conformance.sensitivity import PlantedBug
 from impls.moba import forward as sparse_forward
 from impls.moba.moba_blocks import Operands, restore_rows, split_lanes
