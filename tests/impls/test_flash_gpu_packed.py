@@ -19,7 +19,7 @@ from cases.inputs import draw, draw_cotangent
 from cases.masks import Dense
 from conformance.calling.execution import Executor
 from impls import flash_gpu
-from impls.flash_gpu import BlockSizes, Tiles, packed_attention, packed_implementation
+from impls.flash_gpu import BlockSizes, Tiles, packed_attention, build_packed_implementation
 from impls.flash_gpu.implementation import build_uniform_sizes
 from impls.flash_gpu.packed_block_sizes import PACKED_TABLE, look_up_packed
 from impls.flash_gpu.packed_visits import PackedVisits, compute_ranges, compute_visits
@@ -132,7 +132,7 @@ def test_packed_and_padded_are_both_right() -> None:
     problem, drawn = draw(CASE), draw_cotangent(CASE)
     dense = dataclasses.replace(problem, storage=None, mask=Dense(problem.allowed))
     sizes = BlockSizes(forward=TILES[0], dq=TILES[1], dkv=Tiles(block_q=64, block_kv=32))
-    packed = packed_implementation("packed", block_sizes=sizes, on_gpu=False)
+    packed = build_packed_implementation("packed", block_sizes=sizes, on_gpu=False)
     padded = flash_gpu.build_implementation("padded", block_sizes=sizes, on_gpu=False)
     for implementation, asked in ((padded, dense), (packed, problem)):
         executor = Executor(implementation)

@@ -22,7 +22,7 @@ from impls.splash_tpu import (
     dq_kernel,
     forward,
     packed_attention,
-    packed_implementation,
+    build_packed_implementation,
     splash_tiles,
 )
 from impls.splash_tpu.block_sizes import Blocks
@@ -151,7 +151,7 @@ SIZES = {
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
 def test_several_blocks_are_right_and_padding_has_no_gradient(sizes: BlockSizes) -> None:
     problem, drawn = draw(CASE), draw_cotangent(CASE)
-    implementation = packed_implementation("packed", block_sizes=sizes)
+    implementation = build_packed_implementation("packed", block_sizes=sizes)
     executor = Executor(implementation)
     found = {**executor.residuals(problem).values, **executor.gradients_lse(problem, drawn).values}
     padding = {name: found.pop(name) for name in list(found) if "padding" in name}
