@@ -19,7 +19,7 @@ from cases.inputs import draw, draw_cotangent
 from cases.masks import Dense
 from conformance.calling.execution import Executor
 from impls import flash_gpu
-from impls.flash_gpu import BlockSizes, Tiles, packed_attention, build_packed_implementation
+from impls.flash_gpu import BlockSizes, Tiles, build_packed_implementation, packed_attention
 from impls.flash_gpu.implementation import build_uniform_sizes
 from impls.flash_gpu.packed_block_sizes import PACKED_TABLE, look_up_packed
 from impls.flash_gpu.packed_visits import PackedVisits, compute_ranges, compute_visits

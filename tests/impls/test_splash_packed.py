@@ -18,11 +18,11 @@ from conformance.calling.execution import Executor
 from impls.packed_sequences import compute_key_ranges
 from impls.splash_tpu import (
     BlockSizes,
+    build_packed_implementation,
     dkv_kernel,
     dq_kernel,
     forward,
     packed_attention,
-    build_packed_implementation,
     splash_tiles,
 )
 from impls.splash_tpu.block_sizes import Blocks
