@@ -39,5 +39,4 @@ class QueryRows(NamedTuple):
 
 def make_shape(shape: tuple[int, ...], dtype: Any, varying: Any = None) -> jax.ShapeDtypeStruct:
     """Shape and dtype of an output, and over which mesh axes it differs."""
-    return jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=varying)  # type: ignore[no-untyped-call]  # JAX leaves
-    it untyped
+    return jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=varying)  # type: ignore[no-untyped-call]  # JAX leaves it untyped
