@@ -47,7 +47,7 @@ from impls.varying_axes import find_varying_axes, mark_varying
 
 
 class PairGradients(NamedTuple):
-    """What one pair of blocks adds, f32."""
+    """Gradient contributions of one pair of blocks, f32."""
 
     dq: jax.Array  # [B, K, G, block_q, H]
     dk: jax.Array  # [B, K, block_kv, H]
@@ -56,7 +56,7 @@ class PairGradients(NamedTuple):
 
 
 class _GradientSums(NamedTuple):
-    """Sums so far, f32, in the shapes of `Blocks`."""
+    """Gradients accumulated so far, f32, in the shapes of `Blocks`."""
 
     q: jax.Array
     k: jax.Array
@@ -72,9 +72,17 @@ def backward(
     d_out: jax.Array,
     d_logsumexp: jax.Array,
 ) -> Operands:
-    """Gradients of the operands, each in its operand's shape and dtype; none for slopes and segment ids.
+    """Compute the gradient of every operand, in the operand's shape and dtype.
 
-    `out` and `d_out` are `[B, T, N, V]`, `logsumexp` and `d_logsumexp` f32 `[B, N, T]`.
+    Slopes, segment ids and selections have no gradient.
+
+    Args:
+      plan: static sizes and schedule.
+      operands: operands of the forward pass.
+      out: its result.
+      logsumexp: its residual.
+      d_out: cotangent of `out`.
+      d_logsumexp: cotangent of `logsumexp`.
     """
     blocks = cut_operands(plan, operands)
     shift = replace_neg_inf(logsumexp)
@@ -128,7 +136,14 @@ def backward(
 
 
 def compute_pair_gradients(block: Pair, do: jax.Array, shift: jax.Array, row_sums: jax.Array) -> PairGradients:
-    """What a pair of blocks adds, of `do [B, K, G, block_q, V]`, `logsumexp` and (11) - dlse `[B, K, G, block_q]`."""
+    """Compute the gradient contributions of one pair of blocks.
+
+    Args:
+      block: operands and logits of the pair.
+      do: cotangent of `out`.
+      shift: `logsumexp`, 0 for rows that attend to nothing.
+      row_sums: `D - dlse`, see (11).
+    """
     dtype = block.q.dtype
     p = jnp.exp(block.logits - shift[..., None])  # (8)
     dv = multiply("bkgts,bkgtv->bksv", p.astype(dtype), do)  # (9)
@@ -167,7 +182,7 @@ def _finish_bias_gradient(total: jax.Array | None, bias: jax.Array | None) -> ja
 
 
 def compute_dsinks(sinks: jax.Array | None, shift: jax.Array, row_sums: jax.Array) -> jax.Array | None:
-    """Gradient `[N]`; `row_sums [B, N, T]` is `D - dlse`."""
+    """Compute the gradient of the sinks from `row_sums = D - dlse`, by (17)."""
     if sinks is None:
         return None
     p = jnp.exp(sinks.astype(jnp.float32)[None, :, None] - shift)

@@ -1,4 +1,4 @@
-"""Forward pass: one scan over the active pairs of blocks, with a softmax that takes in one block of keys at a time.
+"""Forward pass: one scan over the active pairs of blocks, updating an online softmax with each block of keys.
 
 From the logits z of `impls.block_flash.operand_blocks`:
 
@@ -40,7 +40,7 @@ from impls.varying_axes import find_varying_axes, mark_varying
 
 
 class Outputs(NamedTuple):
-    """What attention returns."""
+    """Results of the forward pass."""
 
     out: jax.Array  # [B, T, N, V]
     logsumexp: jax.Array  # [B, N, T] f32
@@ -48,7 +48,7 @@ class Outputs(NamedTuple):
 
 
 class RunningSoftmax(NamedTuple):
-    """The softmax of the keys so far, f32."""
+    """The online softmax over the keys visited so far, f32."""
 
     maximum: jax.Array  # [q blocks, B, K, G, block_q]
     total: jax.Array  # [q blocks, B, K, G, block_q]
@@ -56,12 +56,12 @@ class RunningSoftmax(NamedTuple):
 
 
 def replace_neg_inf(x: jax.Array) -> jax.Array:
-    """`x` with -inf replaced by 0, so that `exp(-inf - x)` is 0 and not NaN."""
+    """Replace -inf by 0, so that `exp(-inf - x)` is 0 and not NaN."""
     return jnp.where(x == -jnp.inf, 0.0, x)
 
 
 def forward(plan: BlockFlashPlan, operands: Operands) -> Outputs:
-    """Attention of `operands`. Memory beyond operands and outputs is linear in the lengths."""
+    """Compute attention. Memory beyond operands and outputs is linear in the lengths."""
     blocks = cut_operands(plan, operands)
     rows = blocks.q.shape[:-1]
 
@@ -81,7 +81,7 @@ def forward(plan: BlockFlashPlan, operands: Operands) -> Outputs:
 
 
 def start_softmax(rows: tuple[int, ...], depth: int) -> RunningSoftmax:
-    """The softmax of no keys, of `rows` and values of this depth."""
+    """Create the softmax over no keys, for rows of shape `rows` and values of this depth."""
     return RunningSoftmax(
         maximum=jnp.full(rows, -jnp.inf, jnp.float32),
         total=jnp.zeros(rows, jnp.float32),
@@ -90,7 +90,7 @@ def start_softmax(rows: tuple[int, ...], depth: int) -> RunningSoftmax:
 
 
 def add_block(old: RunningSoftmax, block: Pair) -> RunningSoftmax:
-    """The softmax of a block of queries `[B, K, G, block_q]` with one more block of keys."""
+    """Update the softmax of a block of queries `[B, K, G, block_q]` with one more block of keys."""
     maximum = jnp.maximum(old.maximum, block.logits.max(axis=-1))  # (4)
     shift = replace_neg_inf(maximum)
     weights = jnp.exp(block.logits - shift[..., None])
@@ -104,7 +104,7 @@ def add_block(old: RunningSoftmax, block: Pair) -> RunningSoftmax:
 
 
 def finish_softmax(plan: FlashSizes, running: RunningSoftmax, sinks: jax.Array | None, dtype: Any) -> Outputs:
-    """Add the sinks `[N]` to (4) and (5), then divide; `out` is of this dtype."""
+    """Add the sinks to (4) and (5), then normalise; `out` gets this dtype."""
     maximum, total, out = running
     if sinks is not None:
         sink = sinks.astype(jnp.float32).reshape(1, 1, plan.num_kv_heads, -1, 1)
@@ -113,9 +113,9 @@ def finish_softmax(plan: FlashSizes, running: RunningSoftmax, sinks: jax.Array |
         decay = jnp.exp(running.maximum - shift)
         total = total * decay + jnp.exp(sink - shift)  # (5)
         out = out * decay[..., None]
-    some = total != 0
-    total = jnp.where(some, total, 1.0)
-    logsumexp = jnp.where(some, maximum + jnp.log(total), -jnp.inf)  # (7)
+    has_keys = total != 0
+    total = jnp.where(has_keys, total, 1.0)
+    logsumexp = jnp.where(has_keys, maximum + jnp.log(total), -jnp.inf)  # (7)
     return Outputs(
         out=join_queries(plan, (out / total[..., None]).astype(dtype)),  # (6)
         logsumexp=join_rows(plan, logsumexp),

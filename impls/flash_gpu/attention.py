@@ -70,9 +70,10 @@ def attention(
       save_residuals: also return `logsumexp` and `max_logits`.
       block_sizes: tiles and launch of each kernel, by default those of `block_sizes.TABLE`; cut to the lengths.
       products: how f32 operands multiply on the GPU, exactly or rounded to tf32. An interpreter's products are exact.
-      backend: of Pallas. `"triton"` serves Ampere to Blackwell, `"mosaic"` Hopper (`impls.flash_gpu.mosaic.mosaic_launch`);
-        by default Mosaic for the kernels that were measured there to be right and faster, else Triton
-        (`impls.flash_gpu.pallas_backends`). Triton also serves the backward pass of depths beyond 128.
+      backend: of Pallas. `"triton"` serves Ampere to Blackwell, `"mosaic"` Hopper
+        (`impls.flash_gpu.mosaic.mosaic_launch`); by default Mosaic for the kernels that were measured there to be right
+        and faster, else Triton (`impls.flash_gpu.pallas_backends`). Triton also serves the backward pass of depths
+        beyond 128.
       interpret: run in an interpreter, by default wherever the process does not compute on a GPU: Pallas's fast one for
         Triton, JAX's interpreter of Mosaic GPU for Mosaic, which takes its parameters here instead of `True`.
 

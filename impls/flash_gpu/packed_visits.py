@@ -1,10 +1,10 @@
 """Packed sequences: which keys each query sees, and which blocks a program visits for that.
 
-A query sees the keys `low` to `high - 1` of the pack, and of queries that see any, both numbers grow (`impls.packed_sequences`).
-So the pairs of blocks that hold a pair of query and key lie along a path. For each program they lie between two
-borders, and those that hold nothing but such pairs follow one another: a kernel counts them up. The others are listed.
-They lie where `low` or `high` moves on, and each does so once along the pack. So their number grows with the number of
-blocks and not with its square, and the list has as many places as there can be of them.
+A query sees the keys `low` to `high - 1` of the pack, and of queries that see any, both numbers grow
+(`impls.packed_sequences`). So the pairs of blocks that hold a pair of query and key lie along a path. For each program
+they lie between two borders, and those that hold nothing but such pairs follow one another: a kernel counts them up.
+The others are listed. They lie where `low` or `high` moves on, and each does so once along the pack. So their number
+grows with the number of blocks and not with its square, and the list has as many places as there can be of them.
 
 All of that is found at run time, before the kernels, by a few operations on each query and block.
 """

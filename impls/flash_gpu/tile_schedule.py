@@ -19,8 +19,8 @@ BLOCK_KINDS: tuple[BlockKind, BlockKind] = ("full", "partial")
 class FlashGpuPlan:
     """Static part of one attention problem. Equal plans share one compiled function, so it is compared by value.
 
-    `packed` says that its only batch row is a pack of sequences, whose ranges (`impls.flash_gpu.packed_visits`) take the place
-    of the mask. `mosaic` names the kernels that run on Mosaic GPU; the others run on Triton.
+    `packed` says that its only batch row is a pack of sequences, whose ranges (`impls.flash_gpu.packed_visits`) take
+    the place of the mask. `mosaic` names the kernels that run on Mosaic GPU; the others run on Triton.
     """
 
     mask: Mask

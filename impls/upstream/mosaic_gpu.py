@@ -207,7 +207,10 @@ def _explain_absence(library: str) -> str | None:
     if importlib.util.find_spec(library) is None:
         return f'{library} is not installed: pip install "attention-conformance[upstream]"'
     if library == "tokamax" and Version(jax.__version__) >= FIRST_UNSUPPORTED_JAX:
-        return f"tokamax 0.0.12 calls Mosaic GPU as jax before {FIRST_UNSUPPORTED_JAX} had it, and this is {jax.__version__}"
+        return (
+            f"tokamax 0.0.12 calls Mosaic GPU as jax before {FIRST_UNSUPPORTED_JAX} had it, "
+            f"and this is {jax.__version__}"
+        )
     if not runs_on("gpu") or get_compute_capability() != HOPPER:
         return "no Hopper GPU in this machine, and Mosaic GPU kernels run on no other"
     return None

@@ -8,10 +8,11 @@ With (1), (2) and the sums over one tile from `impls.flash_gpu.mosaic.mosaic_til
     (6)  out_i = sum_j exp(z_ij - m_i) v_j / l_i
     (7)  logsumexp_i = m_i + log(l_i)
 
-The schedule is that of `impls.flash_gpu.tile_schedule`. A program owns a block of queries of one head, half of it for each
-computing warpgroup, or several such blocks one after the other (`impls.flash_gpu.mosaic.tile_order`). It goes over the
-blocks of keys that the mask leaves it, full ones first. Computing warpgroups multiply whenever they can, or in turns
-(`impls.flash_gpu.mosaic.tensor_core_turns`). Sources as in `impls.flash_gpu.triton.forward` and `impls.flash_gpu.mosaic.mosaic_launch`.
+The schedule is that of `impls.flash_gpu.tile_schedule`. A program owns a block of queries of one head, half of it for
+each computing warpgroup, or several such blocks one after the other (`impls.flash_gpu.mosaic.tile_order`). It goes over
+the blocks of keys that the mask leaves it, full ones first. Computing warpgroups multiply whenever they can, or in
+turns (`impls.flash_gpu.mosaic.tensor_core_turns`). Sources as in `impls.flash_gpu.triton.forward` and
+`impls.flash_gpu.mosaic.mosaic_launch`.
 """
 
 from __future__ import annotations

@@ -12,10 +12,10 @@ the logits z of `impls.flash_gpu.triton.triton_tiles`:
     (15) dk_j = scale sum_i dx_ij q_i
     (16) dbias = dx, summed over the axes along which the bias is broadcast
 
-`D - dlse` comes from `impls.flash_gpu.flash_gpu_passes`, as `row_sums`. One kernel owns blocks of queries and computes (14). One
-owns blocks of keys and computes (9) and (15), which it sums over the query heads of its group. One writes dx of every
-pair for (16); it runs only where the gradient of a bias is used. All sums are in f32 and in one order, so the same call
-gives the same bits.
+`D - dlse` comes from `impls.flash_gpu.flash_gpu_passes`, as `row_sums`. One kernel owns blocks of queries and computes
+(14). One owns blocks of keys and computes (9) and (15), which it sums over the query heads of its group. One writes dx
+of every pair for (16); it runs only where the gradient of a bias is used. All sums are in f32 and in one order, so the
+same call gives the same bits.
 """
 
 from __future__ import annotations
