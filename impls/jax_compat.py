@@ -163,7 +163,7 @@ def find_tpu_vmem() -> tuple[str, int] | None:
 
 
 def count_tpu_cores() -> int:
-    """Cores that share a call on the TPU that is traced for, as `tpu_vmem_bytes` finds it; 1 if there is none."""
+    """Cores that share a call on the TPU that is traced for, as `find_tpu_vmem` finds it; 1 if there is none."""
     try:
         return int(pltpu.get_tpu_info().num_cores)
     except (ValueError, RuntimeError):  # as above

@@ -84,7 +84,7 @@ def compute_key_ranges(tables: SequenceTables, sides: tuple[Side, Side], length:
 
     Args:
       tables: of the call. Entries past the last sequence may be any integers.
-      sides: as `sides_of` gives them.
+      sides: as `resolve_window` gives them.
       length: queries to say it of, those that only fill a block among them: these see none.
 
     Returns:

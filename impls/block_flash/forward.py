@@ -7,8 +7,8 @@ From the logits z of `impls.block_flash.operand_blocks`:
     (6)  out_i = sum_j exp(z_ij - m_i) v_j / l_i
     (7)  logsumexp_i = m_i + log(l_i)
 
-`maximum`, `total` and `out` of `Running` are m, l and the sum of (6) for the keys so far, without the sink. A block
-that raises m multiplies the others by `decay = exp(old m - new m)`.
+`maximum`, `total` and `out` of `RunningSoftmax` are m, l and the sum of (6) for the keys so far, without the sink. A
+block that raises m multiplies the others by `decay = exp(old m - new m)`.
 
 Sources: Milakov & Gimelshein 2018, arXiv:1805.02867 (running maximum and sum); Dao et al. 2022, arXiv:2205.14135 and
 Dao 2023, arXiv:2307.08691 (blocks, normalisation once at the end).

@@ -1,4 +1,4 @@
-"""The arrays of a call: what goes into its passes, and what comes out."""
+"""Arrays of a call: operands and results of its passes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from impls.flash_gpu.packed_visits import KeyRanges
 
 
 class Operands(NamedTuple):
-    """Arrays of the canonical call, in its shapes. A pack is one batch row."""
+    """Arrays of the canonical call, in its shapes. Packed sequences are one batch row."""
 
     q: jax.Array  # [B, T, N, H]
     k: jax.Array  # [B, S, K, H]
@@ -18,11 +18,11 @@ class Operands(NamedTuple):
     bias: jax.Array | None  # [B or 1, N or 1, T or 1, S or 1]
     sinks: jax.Array | None  # [N]
     segment_ids: tuple[jax.Array, jax.Array] | None  # [B, T], [B, S]
-    ranges: KeyRanges | None = None  # of a pack
+    ranges: KeyRanges | None = None  # of packed sequences
 
 
 class Outputs(NamedTuple):
-    """What attention returns."""
+    """Results of attention."""
 
     out: jax.Array  # [B, T, N, V]
     logsumexp: jax.Array  # [B, N, T] f32
@@ -30,7 +30,7 @@ class Outputs(NamedTuple):
 
 
 class QueryRows(NamedTuple):
-    """What the backward pass knows of each query beyond the operands."""
+    """Values per query that the backward pass needs beyond the operands."""
 
     d_out: jax.Array  # [B, T, N, V], in q's dtype
     shift: jax.Array  # [B, N, T] f32, `logsumexp`, 0 for rows that attend to nothing
@@ -38,5 +38,5 @@ class QueryRows(NamedTuple):
 
 
 def make_shape(shape: tuple[int, ...], dtype: Any, varying: Any = None) -> jax.ShapeDtypeStruct:
-    """Shape and dtype of an output, and over which mesh axes it differs."""
+    """Make the shape and dtype of an output, with the mesh axes over which it varies."""
     return jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=varying)  # type: ignore[no-untyped-call]  # JAX leaves it untyped

@@ -1,4 +1,4 @@
-"""The forward and the backward pass: each kernel by its back end, and what is computed around the kernels.
+"""Forward and backward pass: dispatch each kernel to its back end, and compute the rest in XLA.
 
 The kernels compute (1) to (10) and (12) to (16) of `impls`. Around them are
 
@@ -21,7 +21,7 @@ from impls.flash_gpu.triton import forward as triton_forward
 
 
 def run_forward(plan: FlashGpuPlan, operands: Operands) -> Outputs:
-    """Attention of `operands`, with nothing in memory beyond operands, outputs and schedule."""
+    """Compute attention. Memory holds nothing beyond operands, outputs and schedule."""
     kernel = mosaic_forward if "forward" in plan.mosaic else triton_forward
     return kernel.forward(plan, operands)
 
@@ -34,14 +34,11 @@ def run_backward(
     d_out: jax.Array,
     d_logsumexp: jax.Array,
 ) -> Operands:
-    """Gradients of the operands, each in its operand's shape and dtype; none for segment ids and ranges.
-
-    `out` and `d_out` are `[B, T, N, V]`, `logsumexp` and `d_logsumexp` f32 `[B, N, T]`.
-    """
+    """Compute the gradient of every operand except segment ids and ranges, in the operand's shape and dtype."""
     weighted = (out.astype(jnp.float32) * d_out.astype(jnp.float32)).sum(axis=-1)  # (11)
     row_sums = weighted.transpose(0, 2, 1) - d_logsumexp
     if operands.ranges is not None:
-        # Whatever the cotangents of queries of nobody are, the sinks have no gradient by them.
+        # Cotangents of queries outside all sequences may be any values, and must not reach the gradient of the sinks.
         real = jnp.arange(plan.q_length, dtype=jnp.int32) < operands.ranges.tokens
         row_sums = jnp.where(real, row_sums, 0.0)
     rows = QueryRows(d_out, replace_neg_inf(logsumexp), row_sums)
@@ -57,6 +54,6 @@ def run_backward(
 
 
 def _compute_dsinks(sinks: jax.Array, rows: QueryRows) -> jax.Array:
-    """Gradient `[N]`."""
+    """Compute the gradient of the sinks `[N]`."""
     p = jnp.exp(sinks.astype(jnp.float32)[None, :, None] - rows.shift)
     return -(p * rows.row_sums).sum(axis=(0, 2)).astype(sinks.dtype)  # (17)

@@ -90,7 +90,7 @@ def compute_parts(
       bias: refused.
       scale: factor of `<q, k>`, default `1 / sqrt(H)`.
       backend: `"portable"` JAX, or a Pallas kernel for `"tpu"` or `"gpu"`.
-      block_kv: keys a block, by default `BLOCK`.
+      block_kv: keys a block, by default `DEFAULT_BLOCKS`.
       num_splits: programs that share a sequence on a GPU; by default as many as fill it.
       interpret: as `pallas_call` takes it; by default true unless the process runs on the back end's platform.
 
