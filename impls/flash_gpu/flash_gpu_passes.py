@@ -42,9 +42,9 @@ def run_backward(
         real = jnp.arange(plan.q_length, dtype=jnp.int32) < operands.ranges.tokens
         row_sums = jnp.where(real, row_sums, 0.0)
     rows = QueryRows(d_out, replace_neg_inf(logsumexp), row_sums)
-    dk, dv = (mosaic_backward if "dkv" in plan.mosaic else triton_backward).gradient_of_keys(plan, operands, rows)
+    dk, dv = (mosaic_backward if "dkv" in plan.mosaic else triton_backward).compute_dkv(plan, operands, rows)
     return Operands(
-        q=(mosaic_backward if "dq" in plan.mosaic else triton_backward).gradient_of_queries(plan, operands, rows),
+        q=(mosaic_backward if "dq" in plan.mosaic else triton_backward).compute_dq(plan, operands, rows),
         k=dk,
         v=dv,
         bias=None if operands.bias is None else triton_backward.compute_dbias(plan, operands, operands.bias, rows),

@@ -28,7 +28,7 @@ def tiled(case: Case) -> bool:
 def scheduled(package: str, name: str) -> Implementation:
     """The kernel of a package with turns and with several tiles a program, interpreted as if that were a chip."""
     module = importlib.import_module(f"{package}.implementation")
-    sizes = dataclasses.replace(module.INTERPRETED, mosaic_forward=module.Ring(ping_pong=True, persistent=True))
+    sizes = dataclasses.replace(module.INTERPRETED_SIZES, mosaic_forward=module.Ring(ping_pong=True, persistent=True))
     call = functools.partial(module.attention, backend="mosaic", block_sizes=sizes)
     found: Implementation = module.build_mosaic_implementation(name)
     accelerator = Accelerator(
