@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-import jax
+from jaxtyping import Array, Float
 
 from impls.block_flash.attention import attention
 
 
-def latent_attention(q: jax.Array, latent: jax.Array, *, value_dim: int, scale: float, **options: Any) -> Any:
+def latent_attention(
+    q: Float[Array, "B T N H"], latent: Float[Array, "B S H"], *, value_dim: int, scale: float, **options: Any
+) -> Any:
     """Attend from every query head to one latent (docs/contract.md, section 8), with gradients.
 
     Multi-head latent attention (DeepSeek-AI 2024, arXiv:2405.04434, section 2.1) with the up-projections absorbed into

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Float, Int
 
 from impls.block_flash.block_sizes import look_up
 from impls.block_flash.forward import Outputs
@@ -21,17 +22,17 @@ _KERNEL_NAME = "block_flash_packed"
 
 
 def packed_attention(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
+    q: Float[Array, "total_q N H"],
+    k: Float[Array, "total_kv K H"],
+    v: Float[Array, "total_kv K V"],
     *,
-    cu_q_lens: jax.Array,
-    cu_kv_lens: jax.Array,
-    num_seqs: jax.Array,
+    cu_q_lens: Int[Array, " borders"],
+    cu_kv_lens: Int[Array, " borders"],
+    num_seqs: Int[Array, "1"],
     causal: bool = False,
     window: tuple[Side, Side] | None = None,
     soft_cap: float | None = None,
-    sinks: jax.Array | None = None,
+    sinks: Float[Array, " N"] | None = None,
     scale: float | None = None,
     save_residuals: bool = False,
     block_q: int | None = None,

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jaxtyping import Array, Float, Float32
 
 from impls.block_flash.block_schedule import BlockFlashPlan, FlashSizes, PairIndices
 from impls.block_flash.operand_blocks import (
@@ -42,20 +43,20 @@ from impls.varying_axes import find_varying_axes, mark_varying
 class Outputs(NamedTuple):
     """Results of the forward pass."""
 
-    out: jax.Array  # [B, T, N, V]
-    logsumexp: jax.Array  # [B, N, T] f32
-    max_logits: jax.Array  # [B, N, T] f32
+    out: Float[Array, "B T N V"]
+    logsumexp: Float32[Array, "B N T"]
+    max_logits: Float32[Array, "B N T"]
 
 
 class RunningSoftmax(NamedTuple):
     """The online softmax over the keys visited so far, f32."""
 
-    maximum: jax.Array  # [q blocks, B, K, G, block_q]
-    total: jax.Array  # [q blocks, B, K, G, block_q]
-    out: jax.Array  # [q blocks, B, K, G, block_q, V]
+    maximum: Float32[Array, "q_blocks B K G block_q"]
+    total: Float32[Array, "q_blocks B K G block_q"]
+    out: Float32[Array, "q_blocks B K G block_q V"]
 
 
-def replace_neg_inf(x: jax.Array) -> jax.Array:
+def replace_neg_inf(x: Float32[Array, "*shape"]) -> Float32[Array, "*shape"]:
     """Replace -inf by 0, so that `exp(-inf - x)` is 0 and not NaN."""
     return jnp.where(x == -jnp.inf, 0.0, x)
 
@@ -103,7 +104,7 @@ def add_block(old: RunningSoftmax, block: Pair) -> RunningSoftmax:
     )
 
 
-def finish_softmax(plan: FlashSizes, running: RunningSoftmax, sinks: jax.Array | None, dtype: Any) -> Outputs:
+def finish_softmax(plan: FlashSizes, running: RunningSoftmax, sinks: Float[Array, " N"] | None, dtype: Any) -> Outputs:
     """Add the sinks to (4) and (5), then normalise; `out` gets this dtype."""
     maximum, total, out = running
     if sinks is not None:

@@ -18,6 +18,7 @@ from typing import NamedTuple, TypeVar
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jaxtyping import Array, Bool, Float, Float32, Int, Int32, Integer, Shaped
 
 from impls.block_flash.block_schedule import BlockFlashPlan, FlashSizes, PairIndices, evaluate_mask
 
@@ -27,38 +28,38 @@ Result = TypeVar("Result")
 class Operands(NamedTuple):
     """Arrays of the canonical call, in its shapes."""
 
-    q: jax.Array  # [B, T, N, H]
-    k: jax.Array  # [B, S, K, H]
-    v: jax.Array  # [B, S, K, V]
-    bias: jax.Array | None  # [B or 1, N or 1, T or 1, S or 1]
-    alibi_slopes: jax.Array | None  # [N]
-    sinks: jax.Array | None  # [N]
-    segment_ids: tuple[jax.Array, jax.Array] | None  # [B, T], [B, S]
-    selected: jax.Array | None  # booleans [b, n, T, S]
+    q: Float[Array, "B T N H"]
+    k: Float[Array, "B S K H"]
+    v: Float[Array, "B S K V"]
+    bias: Float[Array, "#B #N #T #S"] | None
+    alibi_slopes: Float[Array, " N"] | None
+    sinks: Float[Array, " N"] | None
+    segment_ids: tuple[Int[Array, "B T"], Int[Array, "B S"]] | None
+    selected: Bool[Array, "#B #N T S"] | None
 
 
 class Blocks(NamedTuple):
     """Operands split into blocks; the module docstring has the layout."""
 
-    q: jax.Array  # [q blocks, B, K, G, block_q, H]
-    k: jax.Array  # [kv blocks, B, K, block_kv, H]
-    v: jax.Array  # [kv blocks, B, K, block_kv, V]
-    bias: jax.Array | None  # [b, k, g, t, s], padded
-    alibi_slopes: jax.Array | None  # [1, K, G, 1, 1] f32
-    q_ids: jax.Array | None  # [q blocks, B, block_q]
-    kv_ids: jax.Array | None  # [kv blocks, B, block_kv]
-    selected: jax.Array | None  # [b, k, g, t, s], padded
+    q: Float[Array, "q_blocks B K G block_q H"]
+    k: Float[Array, "kv_blocks B K block_kv H"]
+    v: Float[Array, "kv_blocks B K block_kv V"]
+    bias: Float[Array, "b k g t s"] | None  # padded
+    alibi_slopes: Float32[Array, "1 K G 1 1"] | None
+    q_ids: Int[Array, "q_blocks B block_q"] | None
+    kv_ids: Int[Array, "kv_blocks B block_kv"] | None
+    selected: Bool[Array, "b k g t s"] | None  # padded
 
 
 class Pair(NamedTuple):
     """One block of queries and one of keys, with their logits and mask."""
 
-    q: jax.Array  # [B, K, G, block_q, H]
-    k: jax.Array  # [B, K, block_kv, H]
-    v: jax.Array  # [B, K, block_kv, V]
-    allowed: jax.Array | None  # [b, k, g, block_q, block_kv], none if all are
-    logits: jax.Array  # [B, K, G, block_q, block_kv] f32, -inf where not allowed
-    slope: jax.Array | None  # derivative of score_mod and (2), same shape, none without both
+    q: Float[Array, "B K G block_q H"]
+    k: Float[Array, "B K block_kv H"]
+    v: Float[Array, "B K block_kv V"]
+    allowed: Bool[Array, "#B #K #G block_q block_kv"] | None  # None if all pairs are allowed
+    logits: Float32[Array, "B K G block_q block_kv"]  # -inf where not allowed
+    slope: Float32[Array, "B K G block_q block_kv"] | None  # derivative of score_mod and (2), None without both
 
 
 def cut_operands(plan: BlockFlashPlan, operands: Operands) -> Blocks:
@@ -77,41 +78,41 @@ def cut_operands(plan: BlockFlashPlan, operands: Operands) -> Blocks:
     )
 
 
-def cut_queries(plan: FlashSizes, x: jax.Array) -> jax.Array:
+def cut_queries(plan: FlashSizes, x: Shaped[Array, "B T N D"]) -> Shaped[Array, "q_blocks B K G block_q D"]:
     """Split queries `[B, T, N, D]` into `[q blocks, B, K, G, block_q, D]`."""
     x = x.reshape(*x.shape[:2], plan.num_kv_heads, -1, x.shape[3])
     return _cut_axis(x, 1, plan.block_q).transpose(0, 1, 3, 4, 2, 5)
 
 
-def join_queries(plan: FlashSizes, x: jax.Array) -> jax.Array:
+def join_queries(plan: FlashSizes, x: Shaped[Array, "q_blocks B K G block_q D"]) -> Shaped[Array, "B T N D"]:
     """Invert `cut_queries`."""
     x = x.transpose(1, 0, 4, 2, 3, 5)  # [B, q blocks, block_q, K, G, D]
     return x.reshape(x.shape[0], -1, plan.num_q_heads, x.shape[5])[:, : plan.q_length]
 
 
-def cut_rows(plan: FlashSizes, x: jax.Array) -> jax.Array:
+def cut_rows(plan: FlashSizes, x: Shaped[Array, "B N T"]) -> Shaped[Array, "q_blocks B K G block_q"]:
     """Split one value per query `[B, N, T]` into `[q blocks, B, K, G, block_q]`."""
     return _cut_axis(x.reshape(x.shape[0], plan.num_kv_heads, -1, x.shape[2]), 3, plan.block_q)
 
 
-def join_rows(plan: FlashSizes, x: jax.Array) -> jax.Array:
+def join_rows(plan: FlashSizes, x: Shaped[Array, "q_blocks B K G block_q"]) -> Shaped[Array, "B N T"]:
     """Invert `cut_rows`."""
     x = jnp.moveaxis(x, 0, 3)  # [B, K, G, q blocks, block_q]
     return x.reshape(x.shape[0], plan.num_q_heads, -1)[..., : plan.q_length]
 
 
-def cut_keys(plan: FlashSizes, x: jax.Array) -> jax.Array:
+def cut_keys(plan: FlashSizes, x: Shaped[Array, "B S K D"]) -> Shaped[Array, "kv_blocks B K block_kv D"]:
     """Split keys or values `[B, S, K, D]` into `[kv blocks, B, K, block_kv, D]`."""
     return _cut_axis(x, 1, plan.block_kv).transpose(0, 1, 3, 2, 4)
 
 
-def join_keys(plan: FlashSizes, x: jax.Array) -> jax.Array:
+def join_keys(plan: FlashSizes, x: Shaped[Array, "kv_blocks B K block_kv D"]) -> Shaped[Array, "B S K D"]:
     """Invert `cut_keys`."""
     x = x.transpose(1, 0, 3, 2, 4)  # [B, kv blocks, block_kv, K, D]
     return x.reshape(x.shape[0], -1, *x.shape[3:])[:, : plan.kv_length]
 
 
-def pad_pairs(plan: BlockFlashPlan, bias: jax.Array) -> jax.Array:
+def pad_pairs(plan: BlockFlashPlan, bias: Shaped[Array, "b n t s"]) -> Shaped[Array, "b k g padded_t padded_s"]:
     """Pad bias or booleans `[b, n, t, s]` to whole blocks `[b, k, g, t, s]`. Axes of size 1 stay as they are."""
     q_padding = plan.num_q_blocks * plan.block_q - plan.q_length if bias.shape[2] > 1 else 0
     kv_padding = plan.num_kv_blocks * plan.block_kv - plan.kv_length if bias.shape[3] > 1 else 0
@@ -120,7 +121,7 @@ def pad_pairs(plan: BlockFlashPlan, bias: jax.Array) -> jax.Array:
     return split_heads(plan, bias)
 
 
-def split_heads(plan: BlockFlashPlan, x: jax.Array) -> jax.Array:
+def split_heads(plan: BlockFlashPlan, x: Shaped[Array, "b n *rest"]) -> Shaped[Array, "b k g *rest"]:
     """Split the axis of query heads: `[b, n, ...]` to `[b, k, g, ...]`."""
     return x[:, :, None] if x.shape[1] == 1 else x.reshape(x.shape[0], plan.num_kv_heads, -1, *x.shape[2:])
 
@@ -135,19 +136,21 @@ def locate_pair(
     return (zero, zero, zero, row, column), (*bias.shape[:3], rows, columns)
 
 
-def take_block(x: jax.Array, index: jax.Array) -> jax.Array:
+def take_block(x: Shaped[Array, " blocks *block"], index: Integer[Array, ""]) -> Shaped[Array, "*block"]:
     """Return block `index` of `x`."""
-    block: jax.Array = lax.dynamic_index_in_dim(x, index, keepdims=False)
+    block: Shaped[Array, "*block"] = lax.dynamic_index_in_dim(x, index, keepdims=False)
     return block
 
 
-def put_block(x: jax.Array, block: jax.Array, index: jax.Array) -> jax.Array:
+def put_block(
+    x: Shaped[Array, " blocks *block"], block: Shaped[Array, "*block"], index: Integer[Array, ""]
+) -> Shaped[Array, " blocks *block"]:
     """Replace block `index` of `x`. XLA does this in place inside a loop."""
-    updated: jax.Array = lax.dynamic_update_index_in_dim(x, block, index, 0)
+    updated: Shaped[Array, " blocks *block"] = lax.dynamic_update_index_in_dim(x, block, index, 0)
     return updated
 
 
-def multiply(equation: str, a: jax.Array, b: jax.Array) -> jax.Array:
+def multiply(equation: str, a: Float[Array, "..."], b: Float[Array, "..."]) -> Float32[Array, "..."]:
     """Contract two operands of one dtype by an einsum equation, accumulating in f32."""
     precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else lax.Precision.DEFAULT
     return jnp.einsum(equation, a, b, precision=precision, preferred_element_type=jnp.float32)
@@ -175,12 +178,12 @@ def compute_pair(plan: BlockFlashPlan, blocks: Blocks, pair: PairIndices) -> Pai
 
 def compute_pair_logits(
     plan: FlashSizes,
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    allowed: jax.Array | None,
-    bias: jax.Array | None = None,
-    penalty: jax.Array | None = None,
+    q: Float[Array, "B K G block_q H"],
+    k: Float[Array, "B K block_kv H"],
+    v: Float[Array, "B K block_kv V"],
+    allowed: Bool[Array, "#B #K #G block_q block_kv"] | None,
+    bias: Float[Array, "#B #K #G #block_q #block_kv"] | None = None,
+    penalty: Float32[Array, "1 K G block_q block_kv"] | None = None,
     score: Callable[[jax.Array], jax.Array] | None = None,
 ) -> Pair:
     """Compute the logits of a block of queries and a block of keys.
@@ -232,14 +235,18 @@ def compute_unless_empty(
     return found
 
 
-def _compute_positions(plan: BlockFlashPlan, pair: PairIndices) -> tuple[jax.Array, jax.Array]:
+def _compute_positions(
+    plan: BlockFlashPlan, pair: PairIndices
+) -> tuple[Int32[Array, "1 1 block_q 1"], Int32[Array, "1 1 1 block_kv"]]:
     """Compute the sequence indices of a pair's queries `[1, 1, block_q, 1]` and keys `[1, 1, 1, block_kv]`."""
     i = pair.q.astype(jnp.int32) * plan.block_q + jnp.arange(plan.block_q, dtype=jnp.int32).reshape(1, 1, -1, 1)
     j = pair.kv.astype(jnp.int32) * plan.block_kv + jnp.arange(plan.block_kv, dtype=jnp.int32).reshape(1, 1, 1, -1)
     return i, j
 
 
-def _compute_allowed(plan: BlockFlashPlan, blocks: Blocks, pair: PairIndices) -> jax.Array | None:
+def _compute_allowed(
+    plan: BlockFlashPlan, blocks: Blocks, pair: PairIndices
+) -> Bool[Array, "b k g block_q block_kv"] | None:
     """Compute which positions of a pair may attend, `[b, k, g, block_q, block_kv]`; None if all may."""
     schedule = plan.schedule
     if not schedule.masked:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Bool, Int32
 
 from impls.block_flash.block_schedule import FlashSizes
 from impls.packed_sequences import SequenceTables, compute_key_ranges
@@ -23,10 +23,10 @@ class PackedPlan(FlashSizes):
 class KeyRanges(NamedTuple):
     """Keys, and blocks of keys, that each block of queries sees; int32."""
 
-    low: jax.Array  # [q blocks, block_q], 0 for a query that sees nothing
-    high: jax.Array  # [q blocks, block_q], likewise
-    first: jax.Array  # [q blocks], the first block of keys
-    end: jax.Array  # [q blocks], one past the last
+    low: Int32[Array, "q_blocks block_q"]  # 0 for a query that sees no key
+    high: Int32[Array, "q_blocks block_q"]  # likewise
+    first: Int32[Array, " q_blocks"]  # the first block of keys
+    end: Int32[Array, " q_blocks"]  # one past the last
 
 
 def compute_ranges(plan: PackedPlan, tables: SequenceTables) -> KeyRanges:
@@ -38,7 +38,9 @@ def compute_ranges(plan: PackedPlan, tables: SequenceTables) -> KeyRanges:
     return KeyRanges(low, high, first=first, end=(high.max(axis=1) + (plan.block_kv - 1)) // plan.block_kv)
 
 
-def has_pair(plan: PackedPlan, low: jax.Array, high: jax.Array, kv_block: jax.Array) -> jax.Array:
+def has_pair(
+    plan: PackedPlan, low: Int32[Array, " block_q"], high: Int32[Array, " block_q"], kv_block: Int32[Array, ""]
+) -> Bool[Array, ""]:
     """Return whether any query of a block `[block_q]` sees any key of a block of keys.
 
     The range of key blocks may contain unseen ones: of sequences without queries, or before their windows.
@@ -47,8 +49,10 @@ def has_pair(plan: PackedPlan, low: jax.Array, high: jax.Array, kv_block: jax.Ar
     return ((low < start + plan.block_kv) & (high > start)).any()
 
 
-def compute_allowed(plan: PackedPlan, low: jax.Array, high: jax.Array, kv_block: jax.Array) -> jax.Array:
+def compute_allowed(
+    plan: PackedPlan, low: Int32[Array, " block_q"], high: Int32[Array, " block_q"], kv_block: Int32[Array, ""]
+) -> Bool[Array, "1 1 1 block_q block_kv"]:
     """Compute which positions of a pair of blocks may attend, `[1, 1, 1, block_q, block_kv]`."""
     j = kv_block * plan.block_kv + jnp.arange(plan.block_kv, dtype=jnp.int32)
-    seen: jax.Array = (j >= low[:, None]) & (j < high[:, None])
+    seen: Bool[Array, "block_q block_kv"] = (j >= low[:, None]) & (j < high[:, None])
     return seen[None, None, None]

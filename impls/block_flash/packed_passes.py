@@ -13,6 +13,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jaxtyping import Array, Float, Float32, Int32
 
 from impls.block_flash.backward import PairGradients, compute_dsinks, compute_pair_gradients
 from impls.block_flash.forward import Outputs, RunningSoftmax, add_block, finish_softmax, replace_neg_inf, start_softmax
@@ -35,27 +36,27 @@ from impls.varying_axes import find_varying_axes, mark_varying
 class PackedOperands(NamedTuple):
     """The differentiable operands."""
 
-    q: jax.Array  # [total_q, N, H]
-    k: jax.Array  # [total_kv, K, H]
-    v: jax.Array  # [total_kv, K, V]
-    sinks: jax.Array | None  # [N]
+    q: Float[Array, "total_q N H"]
+    k: Float[Array, "total_kv K H"]
+    v: Float[Array, "total_kv K V"]
+    sinks: Float[Array, " N"] | None
 
 
 class _QueryBlocks(NamedTuple):
     """One block of queries, or all blocks with the block index as first axis."""
 
-    q: jax.Array  # [1, K, G, block_q, H]
-    low: jax.Array  # [block_q]
-    high: jax.Array  # [block_q]
-    first: jax.Array  # first block of keys
-    end: jax.Array  # one past the last
+    q: Float[Array, "1 K G block_q H"]
+    low: Int32[Array, " block_q"]
+    high: Int32[Array, " block_q"]
+    first: Int32[Array, ""]  # first block of keys
+    end: Int32[Array, ""]  # one past the last
 
 
 class _KeyBlocks(NamedTuple):
     """All keys and values in blocks, or their gradients."""
 
-    k: jax.Array  # [kv blocks, 1, K, block_kv, H]
-    v: jax.Array  # [kv blocks, 1, K, block_kv, V]
+    k: Float[Array, "kv_blocks 1 K block_kv H"]
+    v: Float[Array, "kv_blocks 1 K block_kv V"]
 
 
 def forward(plan: PackedPlan, operands: PackedOperands, tables: SequenceTables) -> Outputs:
@@ -82,10 +83,10 @@ def backward(
     plan: PackedPlan,
     operands: PackedOperands,
     tables: SequenceTables,
-    out: jax.Array,
-    logsumexp: jax.Array,
-    d_out: jax.Array,
-    d_logsumexp: jax.Array,
+    out: Float[Array, "1 total_q N V"],
+    logsumexp: Float32[Array, "1 N total_q"],
+    d_out: Float[Array, "1 total_q N V"],
+    d_logsumexp: Float32[Array, "1 N total_q"],
 ) -> PackedOperands:
     """Compute the gradient of every operand, in its shape and dtype; zero for tokens past the last sequence."""
     queries, keys = _cut_operands(plan, operands, tables)

@@ -21,11 +21,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jaxtyping import Array, Bool, Float, Float32, Int, Shaped
 
 from cases.masks import Full, Mask
 from conformance.contract import validate_mask, validate_operands
 
-SegmentIds = tuple[jax.Array, jax.Array]
+SegmentIds = tuple[Int[Array, "B T"], Int[Array, "B S"]]
 AxisOrder = tuple[int, int, int, int]
 ScoreMod = Callable[..., jax.Array]
 
@@ -37,17 +38,17 @@ EINSUMS: dict[AxisOrder, tuple[str, str]] = {
 
 
 def attention(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B S K H"],
+    v: Float[Array, "B S K V"],
     *,
     mask: Mask = Full(),  # noqa: B008  a frozen value, the same for every call
     segment_ids: SegmentIds | None = None,
     soft_cap: float | None = None,
-    sinks: jax.Array | None = None,
-    bias: jax.Array | None = None,
+    sinks: Float[Array, " N"] | None = None,
+    bias: Float[Array, "#B #N #T #S"] | None = None,
     scale: float | None = None,
-    alibi_slopes: jax.Array | None = None,
+    alibi_slopes: Float[Array, " N"] | None = None,
     score_mod: ScoreMod | None = None,
     save_residuals: bool = False,
     float32_logits: bool = True,
@@ -108,21 +109,21 @@ def attention(
 
 
 def attend(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
+    q: Float[Array, "B T N H"],
+    k: Shaped[Array, "B S K H"],
+    v: Shaped[Array, "B S K V"],
     *,
-    allowed: jax.Array | None,
+    allowed: Bool[Array, "#B #K #G #T #S"] | None,
     soft_cap: float | None,
-    sinks: jax.Array | None,
-    bias: jax.Array | None,
+    sinks: Float[Array, " N"] | None,
+    bias: Float[Array, "#B #N #T #S"] | None,
     scale: float | None,
     save_residuals: bool,
     float32_logits: bool = True,
     float32_qk_product: bool = True,
     compute_axis_order: AxisOrder = (0, 1, 2, 3),
-    kv_scales: tuple[jax.Array, jax.Array] | None = None,
-    alibi_slopes: jax.Array | None = None,
+    kv_scales: tuple[Float32[Array, " B #S K"], Float32[Array, " B #S K"]] | None = None,
+    alibi_slopes: Float[Array, " N"] | None = None,
     score_mod: ScoreMod | None = None,
 ) -> Any:
     """Compute `attention` of validated operands, with mask and segment ids as booleans.
@@ -179,7 +180,7 @@ def _multiply(equation: str, a: jax.Array, b: jax.Array) -> jax.Array:
     return jnp.einsum(equation, a, b, precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
 
 
-def _compute_alibi(slopes: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+def _compute_alibi(slopes: Float[Array, " N"], shape: tuple[int, ...]) -> Float32[Array, "K G T S"]:
     """Compute the ALiBi penalty `[K, G, T, S]` of logits `[B, K, G, T, S]`.
 
     The last query has the position of the last key.
@@ -191,7 +192,9 @@ def _compute_alibi(slopes: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     return slopes.reshape(num_kv_heads, group, 1, 1) * distance
 
 
-def _apply_score_mod(logits: jax.Array, allowed: jax.Array | None, score_mod: ScoreMod) -> jax.Array:
+def _apply_score_mod(
+    logits: Float32[Array, "B K G T S"], allowed: Bool[Array, "#B #K #G #T #S"] | None, score_mod: ScoreMod
+) -> jax.Array:
     """Apply `score_mod` to logits `[B, K, G, T, S]`."""
     batch, num_kv_heads, group, q_length, kv_length = logits.shape
     if allowed is not None:
@@ -202,7 +205,9 @@ def _apply_score_mod(logits: jax.Array, allowed: jax.Array | None, score_mod: Sc
     return score_mod(logits, b, n, i, j)
 
 
-def _apply_soft_cap(logits: jax.Array, allowed: jax.Array | None, soft_cap: float | None) -> jax.Array:
+def _apply_soft_cap(
+    logits: Float[Array, "B K G T S"], allowed: Bool[Array, "#B #K #G #T #S"] | None, soft_cap: float | None
+) -> Float[Array, "B K G T S"]:
     if soft_cap is None:
         return logits
     if allowed is not None:
@@ -217,7 +222,9 @@ def _round_to_dtype(x: jax.Array, dtype: Any) -> jax.Array:
     return lax.reduce_precision(x, exponent_bits=info.nexp, mantissa_bits=info.nmant)
 
 
-def _compute_softmax(logits: jax.Array, sink: jax.Array | None) -> tuple[jax.Array, jax.Array, jax.Array]:
+def _compute_softmax(
+    logits: Float[Array, "B K G T S"], sink: Float32[Array, "1 K G 1"] | None
+) -> tuple[Float[Array, "B K G T S"], Float[Array, "B K G T"], Float[Array, "B K G T"]]:
     """Compute probabilities, logsumexp and maximum of logits; a sink joins the denominator."""
     max_logits = lax.stop_gradient(jnp.max(logits, axis=-1, initial=-jnp.inf))
     shift = max_logits if sink is None else jnp.maximum(max_logits, lax.stop_gradient(sink))  # (4)
@@ -233,7 +240,9 @@ def _compute_softmax(logits: jax.Array, sink: jax.Array | None) -> tuple[jax.Arr
     return weights / total[..., None], logsumexp, max_logits
 
 
-def _zero_unseen_rows(x: jax.Array, allowed: jax.Array | None) -> jax.Array:
+def _zero_unseen_rows(
+    x: Shaped[Array, "B S K D"], allowed: Bool[Array, "#B #K #G #T #S"] | None
+) -> Shaped[Array, "B S K D"]:
     """Zero the rows of `x [B, S, K, D]` that no query attends to: they may be NaN, and `0 * NaN` is not 0."""
     if allowed is None:
         return x
@@ -241,7 +250,11 @@ def _zero_unseen_rows(x: jax.Array, allowed: jax.Array | None) -> jax.Array:
     return jnp.where(seen[..., None], x, jnp.zeros((), x.dtype))
 
 
-def _broadcast_scales(scales: jax.Array, k: jax.Array, allowed: jax.Array | None) -> jax.Array:
+def _broadcast_scales(
+    scales: Float32[Array, " B #S K"],
+    k: Shaped[Array, "B S K D"],
+    allowed: Bool[Array, "#B #K #G #T #S"] | None,
+) -> Float32[Array, "B K 1 1 S"]:
     """Broadcast scales `[b, s, K]` of keys or values to `[B, K, 1, 1, S]`."""
     each = jnp.broadcast_to(scales, k.shape[:3])[..., None]
     return _zero_unseen_rows(each, allowed).transpose(0, 2, 3, 1)[:, :, None]
@@ -249,7 +262,7 @@ def _broadcast_scales(scales: jax.Array, k: jax.Array, allowed: jax.Array | None
 
 def compute_allowed_pairs(
     mask: Mask, segment_ids: SegmentIds | None, q_length: int, kv_length: int, num_kv_heads: int
-) -> jax.Array | None:
+) -> Bool[Array, "b k g T S"] | None:
     """Combine mask and segment ids into booleans `[b, k, g, T, S]`; None if every pair is allowed.
 
     An axis has size 1 where nothing differs along it.
@@ -269,11 +282,11 @@ def compute_allowed_pairs(
     return _split_heads(found, num_kv_heads)
 
 
-def _split_heads(x: jax.Array, num_kv_heads: int) -> jax.Array:
+def _split_heads(x: Shaped[Array, "b n *rest"], num_kv_heads: int) -> Shaped[Array, "b k g *rest"]:
     """Split the axis of query heads: `[b, n, ...]` to `[b, k, g, ...]`."""
     return x[:, :, None] if x.shape[1] == 1 else x.reshape(x.shape[0], num_kv_heads, -1, *x.shape[2:])
 
 
-def _join_heads(x: jax.Array) -> jax.Array:
+def _join_heads(x: Shaped[Array, "B K G T"]) -> Shaped[Array, "B N T"]:
     """Join the axes of query heads: `[B, K, G, T]` to `[B, N, T]`."""
     return x.reshape(x.shape[0], -1, x.shape[-1])

@@ -13,12 +13,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental.pallas import triton as plt
+from jaxtyping import Array, Float32
 
 LOG2_E = math.log2(math.e)
 LN_2 = math.log(2)
 
 
-def compute_exp(x: jax.Array) -> jax.Array:
+def compute_exp(x: Float32[Array, "*shape"]) -> Float32[Array, "*shape"]:
     """Compute `e ** x` as a power of two, for which GPUs have an instruction."""
     return jnp.exp2(x * jnp.float32(LOG2_E))
 
@@ -43,6 +44,6 @@ def compute_fused_exp2(x: jax.Array, shift: jax.Array, *, factor: float, interpr
     return found
 
 
-def replace_neg_inf(x: jax.Array) -> jax.Array:
+def replace_neg_inf(x: Float32[Array, "*shape"]) -> Float32[Array, "*shape"]:
     """Replace -inf by 0, so that `exp(-inf - x)` is 0 and not NaN."""
     return jnp.where(x == -jnp.inf, 0.0, x)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
 
 from cases.masks import Full
 from impls.flash_gpu.attention import Products, attend
@@ -21,17 +21,17 @@ from impls.varying_axes import find_varying_axes, mark_varying
 
 
 def packed_attention(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
+    q: Float[Array, "total_q N H"],
+    k: Float[Array, "total_kv K H"],
+    v: Float[Array, "total_kv K V"],
     *,
-    cu_q_lens: jax.Array,
-    cu_kv_lens: jax.Array,
-    num_seqs: jax.Array,
+    cu_q_lens: Int[Array, " borders"],
+    cu_kv_lens: Int[Array, " borders"],
+    num_seqs: Int[Array, "1"],
     causal: bool = False,
     window: tuple[Side, Side] | None = None,
     soft_cap: float | None = None,
-    sinks: jax.Array | None = None,
+    sinks: Float[Array, " N"] | None = None,
     scale: float | None = None,
     save_residuals: bool = False,
     block_sizes: BlockSizes | None = None,

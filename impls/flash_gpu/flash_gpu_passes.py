@@ -8,8 +8,8 @@ The kernels compute (1) to (10) and (12) to (16) of `impls`. Around them are
 
 from __future__ import annotations
 
-import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float, Float32
 
 from impls.flash_gpu.exponentials import replace_neg_inf
 from impls.flash_gpu.flash_gpu_arrays import Operands, Outputs, QueryRows
@@ -29,10 +29,10 @@ def run_forward(plan: FlashGpuPlan, operands: Operands) -> Outputs:
 def run_backward(
     plan: FlashGpuPlan,
     operands: Operands,
-    out: jax.Array,
-    logsumexp: jax.Array,
-    d_out: jax.Array,
-    d_logsumexp: jax.Array,
+    out: Float[Array, "B T N V"],
+    logsumexp: Float32[Array, "B N T"],
+    d_out: Float[Array, "B T N V"],
+    d_logsumexp: Float32[Array, "B N T"],
 ) -> Operands:
     """Compute the gradient of every operand except segment ids and ranges, in the operand's shape and dtype."""
     weighted = (out.astype(jnp.float32) * d_out.astype(jnp.float32)).sum(axis=-1)  # (11)
@@ -53,7 +53,7 @@ def run_backward(
     )
 
 
-def _compute_dsinks(sinks: jax.Array, rows: QueryRows) -> jax.Array:
+def _compute_dsinks(sinks: Float[Array, " N"], rows: QueryRows) -> Float[Array, " N"]:
     """Compute the gradient of the sinks `[N]`."""
     p = jnp.exp(sinks.astype(jnp.float32)[None, :, None] - rows.shift)
     return -(p * rows.row_sums).sum(axis=(0, 2)).astype(sinks.dtype)  # (17)

@@ -16,6 +16,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jaxtyping import Array, Bool, Int32
 
 from impls.flash_gpu.block_sizes import Axis, Tiles
 from impls.packed_sequences import SequenceTables, Side, compute_key_ranges
@@ -24,23 +25,23 @@ from impls.packed_sequences import SequenceTables, Side, compute_key_ranges
 class KeyRanges(NamedTuple):
     """Range of keys that each query sees, int32."""
 
-    low: jax.Array  # [T], first key; 0 for a query that sees none
-    high: jax.Array  # [T], one past the last key; 0 for a query that sees none
-    tokens: jax.Array  # [1], number of queries in sequences; later ones are padding
+    low: Int32[Array, " T"]  # first key; 0 for a query that sees none
+    high: Int32[Array, " T"]  # one past the last key; 0 for a query that sees none
+    tokens: Int32[Array, "1"]  # number of queries in sequences; later ones are padding
 
 
 class PackedVisits(NamedTuple):
     """Blocks that each program visits, int32."""
 
-    table: jax.Array  # [programs, 4]: first full block and their count, then start and count in `partial`
-    partial: jax.Array  # [places], the partial blocks of all programs one after another
+    table: Int32[Array, "programs 4"]  # first full block and their count, then start and count in `partial`
+    partial: Int32[Array, " places"]  # the partial blocks of all programs one after another
 
 
 class _Interval(NamedTuple):
     """Interval `first` to `end - 1` along the other axis, for each block of one axis; int32."""
 
-    first: jax.Array
-    end: jax.Array
+    first: Int32[Array, " blocks"]
+    end: Int32[Array, " blocks"]
 
 
 def compute_ranges(tables: SequenceTables, sides: tuple[Side, Side], q_length: int) -> KeyRanges:
@@ -127,12 +128,12 @@ def _bound_partial_blocks(num_q: int, num_kv: int) -> int:
     return 4 * (num_q + num_kv)
 
 
-def _count_before(x: jax.Array) -> jax.Array:
+def _count_before(x: Bool[Array, " n"]) -> Int32[Array, " n+1"]:
     """Count the true values of `[n]` booleans before each index, and in total at the end: int32 `[n + 1]`."""
     return jnp.pad(jnp.cumsum(x, dtype=jnp.int32), (1, 0))
 
 
-def _search_sorted(grown: jax.Array, x: jax.Array, side: str) -> jax.Array:
+def _search_sorted(grown: Int32[Array, " n"], x: Int32[Array, " m"], side: str) -> Int32[Array, " m"]:
     # Unrolled, since on a GPU each step of a loop is a kernel launch.
     return jnp.searchsorted(grown, x, side=side, method="scan_unrolled").astype(jnp.int32)
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jaxtyping import Array, Bool, Int32
 
 from impls.splash_tpu.block_sizes import Blocks, round_up
 from impls.splash_tpu.splash_schedule import COMPUTE, FIRST, LAST, MASKED, PART, Order, StepKinds, Steps
@@ -25,7 +26,13 @@ def list_step_kinds(blocks: Blocks) -> StepKinds:
 
 
 def build_packed_steps(
-    low: jax.Array, high: jax.Array, kv_length: int, blocks: Blocks, order: Order, *, seen: int | None = None
+    low: Int32[Array, " T"],
+    high: Int32[Array, " T"],
+    kv_length: int,
+    blocks: Blocks,
+    order: Order,
+    *,
+    seen: int | None = None,
 ) -> Steps:
     """Build the steps of a call: every non-empty pair of blocks, and one step for each result block without any.
 
@@ -62,7 +69,9 @@ def build_packed_steps(
     return Steps(q=q, kv=kv, head=None, flags=flags, place=None, stored=None, total=total)
 
 
-def _classify_pairs(low: jax.Array, high: jax.Array, kv_length: int, blocks: Blocks) -> tuple[jax.Array, jax.Array]:
+def _classify_pairs(
+    low: Int32[Array, " T"], high: Int32[Array, " T"], kv_length: int, blocks: Blocks
+) -> tuple[Bool[Array, "q_blocks kv_blocks parts"], Bool[Array, "q_blocks kv_blocks"]]:
     """Classify the pairs of blocks.
 
     XLA fuses the comparisons of every query with every part of the keys, so they take no memory.

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
+from jaxtyping import Array, Bool, Float, Float32, Int
 
 from cases.masks import Full, Mask
 from impls.derivative_refusals import refuse_derivatives
@@ -36,12 +37,12 @@ class Splash:
 
     def __call__(
         self,
-        q: jax.Array,
-        k: jax.Array,
-        v: jax.Array,
+        q: Float[Array, "B N T H"],
+        k: Float[Array, "B K S H"],
+        v: Float[Array, "B K S V"],
         *,
-        segment_ids: tuple[jax.Array, jax.Array] | None = None,
-        sinks: jax.Array | None = None,
+        segment_ids: tuple[Int[Array, "B T"], Int[Array, "B S"]] | None = None,
+        sinks: Float[Array, " N"] | None = None,
         save_residuals: bool = False,
     ) -> Any:
         """Compute attention.
@@ -76,7 +77,12 @@ class Splash:
         return run_forward(self.plan, self.lists, operands)
 
     def manual_backward(
-        self, operands: Operands, out: jax.Array, logsumexp: jax.Array, do: jax.Array, dlse: jax.Array | None = None
+        self,
+        operands: Operands,
+        out: Float[Array, "B N T V"],
+        logsumexp: Float32[Array, "B N T"],
+        do: Float[Array, "B N T V"],
+        dlse: Float32[Array, "B N T"] | None = None,
     ) -> Operands:
         """Compute the gradients of the operands from saved residuals and the cotangents of `out` and `logsumexp`."""
         self._check(operands)
@@ -256,7 +262,7 @@ def make_splash(
 
 
 def make_splash_dynamic(
-    allowed: jax.Array, *, num_q_heads: int, num_kv_heads: int | None = None, **options: Any
+    allowed: Bool[Array, "b n T S"], *, num_q_heads: int, num_kv_heads: int | None = None, **options: Any
 ) -> Splash:
     """Build a kernel for a mask that may be traced: booleans `[b, n, T, S]`, `b` and `n` being 1 or B and N.
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float, Float32, Shaped
 
 from impls.splash_tpu.block_sizes import LANES
 from impls.splash_tpu.dkv_kernel import compute_dkv
@@ -62,10 +63,10 @@ def run_backward(
     plan: SplashPlan,
     lists: StepLists,
     operands: Operands,
-    out: jax.Array,
-    logsumexp: jax.Array,
-    do: jax.Array,
-    dlse: jax.Array,
+    out: Float[Array, "B N T V"],
+    logsumexp: Float32[Array, "B N T"],
+    do: Float[Array, "B N T V"],
+    dlse: Float32[Array, "B N T"],
 ) -> Operands:
     """Compute the gradients of the operands for cotangents `do` of `out` and `dlse` of `logsumexp`."""
     # Keeps XLA from fusing these with the operations before, which takes memory: 33 MiB of HBM at length 32768 and
@@ -156,11 +157,11 @@ def _pad_axis(x: jax.Array, axis: int, length: int) -> jax.Array:
     return jnp.pad(x, [(0, missing if a == axis else 0) for a in range(x.ndim)]) if missing else x
 
 
-def _merge_batch(x: jax.Array) -> jax.Array:
+def _merge_batch(x: Shaped[Array, "B N *rest"]) -> Shaped[Array, " B*N *rest"]:
     """Merge batch and heads: `[B, N, ...]` to `[B * N, ...]`."""
     return x.reshape(-1, *x.shape[2:])
 
 
-def _split_batch(x: jax.Array, batch: int) -> jax.Array:
+def _split_batch(x: Shaped[Array, " BN *rest"], batch: int) -> Shaped[Array, "{batch} N *rest"]:
     """Invert `_merge_batch`."""
     return x.reshape(batch, -1, *x.shape[1:])

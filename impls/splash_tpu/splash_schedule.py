@@ -16,6 +16,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Bool
 
 from cases.masks import EMPTY, FULL, PARTIAL, Mask
 from impls.splash_tpu.block_sizes import Blocks, round_up
@@ -267,7 +268,9 @@ def downcast(steps: Steps) -> Steps:
     return dataclasses.replace(steps, **{name: narrow(x) for name, x in lists.items()})
 
 
-def build_dynamic_steps(allowed: jax.Array, blocks: Blocks, order: Order, group: int) -> tuple[Steps, StepKinds]:
+def build_dynamic_steps(
+    allowed: Bool[Array, "b n T S"], blocks: Blocks, order: Order, group: int
+) -> tuple[Steps, StepKinds]:
     """Build the steps for a traced mask, booleans `[b, n, T, S]`.
 
     Every pair of blocks has a step. Steps of empty pairs neither compute nor fetch anything.

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
+from jaxtyping import Array, Float32, Shaped
 
 from impls.splash_tpu.block_sizes import LANES, Layout
 from impls.splash_tpu.diagonal_bands import (
@@ -133,7 +134,7 @@ def multiply(call: KernelCall, a: jax.Array, a_axis: int, b: jax.Array, b_axis: 
     )
 
 
-def make_column(row: jax.Array) -> jax.Array:
+def make_column(row: Shaped[Array, "1 n"]) -> Shaped[Array, "n 128"]:
     """Turn a row `[1, n]` into a column `[n, 128]`, the same in every lane."""
     return jnp.broadcast_to(row, (LANES, row.shape[1])).T
 
@@ -145,7 +146,7 @@ def load_query_columns(inputs: Any, scratch: Any) -> None:
             columns[...] = make_column(getattr(inputs, name)[...])
 
 
-def repeat_lanes(x: jax.Array, lanes: int) -> jax.Array:
+def repeat_lanes(x: Shaped[Array, "n 128"], lanes: int) -> Shaped[Array, "n {lanes}"]:
     """Repeat `[n, 128]`, the same in every lane, to `[n, lanes]` by reusing registers.
 
     Broadcasting `x[:, :1]` would permute the lanes of every register. In the compiler's schedule of a full 512 by 512
@@ -154,7 +155,7 @@ def repeat_lanes(x: jax.Array, lanes: int) -> jax.Array:
     return jnp.concatenate([x] * (-(-lanes // LANES)), axis=1)[:, :lanes]
 
 
-def sum_by_lane(x: jax.Array) -> jax.Array:
+def sum_by_lane(x: Float32[Array, "n m"]) -> Float32[Array, "n 128"]:
     """Sum every 128th column, giving `[n, 128]`. These are plain additions, where a sum over lanes would move them."""
     return functools.reduce(operator.add, (x[:, at : at + LANES] for at in range(0, x.shape[1], LANES)))
 

@@ -21,6 +21,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Float
 
 from cases.case import Case
 from cases.masks import Causal, Full, Lengths, Mask, Window, list_conjuncts
@@ -40,15 +41,15 @@ _HOPPER = (9, 0)
 
 
 def attention(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B S K H"],
+    v: Float[Array, "B S K V"],
     *,
     mask: Mask,
     segment_ids: Any = None,
     soft_cap: float | None = None,
     sinks: Any = None,
-    bias: jax.Array | None = None,
+    bias: Float[Array, "#B #N #T #S"] | None = None,
     scale: float | None = None,
     save_residuals: bool = False,
     backend: str = "xla",

@@ -17,6 +17,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float, Float32, Int, Shaped
 
 from cases.case import SCALED_FEATURES, Case
 from conformance.contract import Accelerator, Arithmetic, Implementation
@@ -37,16 +38,16 @@ _ONLY_TPU = {"f16": "the matrix unit multiplies no float16", "kv_fp8": "its page
 
 
 def attention(
-    q: jax.Array,
-    k_pages: jax.Array,
-    v_pages: jax.Array,
+    q: Float[Array, "total_q N H"],
+    k_pages: Shaped[Array, "pages page_size K H"],
+    v_pages: Shaped[Array, "pages page_size K V"],
     *,
-    kv_lens: jax.Array,
-    page_indices: jax.Array,
-    cu_q_lens: jax.Array,
-    num_seqs: jax.Array,
-    k_scales: jax.Array | None = None,
-    v_scales: jax.Array | None = None,
+    kv_lens: Int[Array, " max_seqs"],
+    page_indices: Int[Array, "max_seqs pages_per_seq"],
+    cu_q_lens: Int[Array, " max_seqs+1"],
+    num_seqs: Int[Array, "1"],
+    k_scales: Float32[Array, "pages page_size K"] | None = None,
+    v_scales: Float32[Array, "pages page_size K"] | None = None,
     soft_cap: float | None = None,
     scale: float | None = None,
     platform: str = "tpu",

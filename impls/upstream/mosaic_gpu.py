@@ -20,6 +20,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float
 from packaging.version import Version
 
 from cases.case import Case
@@ -57,9 +58,9 @@ _TOKAMAX_MODULES = "tokamax._src.ops.attention.pallas_mosaic_gpu"
 
 
 def attention(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B S K H"],
+    v: Float[Array, "B S K V"],
     *,
     mask: Mask,
     segment_ids: Any = None,

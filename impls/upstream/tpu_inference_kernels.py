@@ -30,6 +30,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import tpu as pltpu
+from jaxtyping import Array, Float, Int
 
 from cases.case import Case
 from conformance.contract import Accelerator, Arithmetic, Implementation
@@ -55,16 +56,16 @@ UNSUPPORTED = {
 
 
 def attention(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    k_pages: jax.Array,
-    v_pages: jax.Array,
+    q: Float[Array, "total_q N H"],
+    k: Float[Array, "total_q K H"],
+    v: Float[Array, "total_q K V"],
+    k_pages: Float[Array, "pages page_size K H"],
+    v_pages: Float[Array, "pages page_size K V"],
     *,
-    kv_lens: jax.Array,
-    page_indices: jax.Array,
-    cu_q_lens: jax.Array,
-    num_seqs: jax.Array,
+    kv_lens: Int[Array, " max_seqs"],
+    page_indices: Int[Array, "max_seqs pages_per_seq"],
+    cu_q_lens: Int[Array, " max_seqs+1"],
+    num_seqs: Int[Array, "1"],
     window: tuple[int | None, int] | None = None,
     soft_cap: float | None = None,
     scale: float | None = None,
@@ -104,15 +105,15 @@ def attention(
 
 
 def latent_attention(
-    q: jax.Array,
-    latent_pages: jax.Array,
+    q: Float[Array, "total_q N H"],
+    latent_pages: Float[Array, "pages page_size H"],
     *,
     value_dim: int,
     scale: float,
-    kv_lens: jax.Array,
-    page_indices: jax.Array,
-    cu_q_lens: jax.Array,
-    num_seqs: jax.Array,
+    kv_lens: Int[Array, " max_seqs"],
+    page_indices: Int[Array, "max_seqs pages_per_seq"],
+    cu_q_lens: Int[Array, " max_seqs+1"],
+    num_seqs: Int[Array, "1"],
     window: tuple[int | None, int] | None = None,
     soft_cap: float | None = None,
     block_q: int = BLOCK_Q_LATENT,

@@ -26,6 +26,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float
 
 from impls.flash_gpu.exponentials import LOG2_E
 from impls.flash_gpu.flash_gpu_arrays import Operands, QueryRows, make_shape
@@ -94,7 +95,7 @@ def _copy_queries(place: ProgramTile, start: Any, size: int, head: Any, slot: An
         plgpu.copy_gmem_to_smem(inputs["q_ids"].at[place.batch, rows], scratch["q_ids_tile"].at[slot], arrived)
 
 
-def compute_dq(plan: FlashGpuPlan, operands: Operands, rows: QueryRows) -> jax.Array:
+def compute_dq(plan: FlashGpuPlan, operands: Operands, rows: QueryRows) -> Float[Array, "B T N H"]:
     """Compute the gradient of q, `[B, T, N, H]`."""
     shape, dtype = build_shape(plan, "dq"), operands.q.dtype
     inputs = _build_inputs(plan, shape, operands, rows)
@@ -170,7 +171,9 @@ def _compute_dq(place: ProgramTile) -> jax.Array:
     return dq
 
 
-def compute_dkv(plan: FlashGpuPlan, operands: Operands, rows: QueryRows) -> tuple[jax.Array, jax.Array]:
+def compute_dkv(
+    plan: FlashGpuPlan, operands: Operands, rows: QueryRows
+) -> tuple[Float[Array, "B S K H"], Float[Array, "B S K V"]]:
     """Compute the gradients of k and v, `[B, S, K, .]`."""
     shape, dtype = build_shape(plan, "dkv"), operands.k.dtype
     inputs = _build_inputs(plan, shape, operands, rows)

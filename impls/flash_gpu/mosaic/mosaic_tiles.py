@@ -27,6 +27,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float32, Shaped
 
 from cases.masks import And, Lengths, Mask, Or
 from impls.flash_gpu.exponentials import LOG2_E, replace_neg_inf
@@ -40,9 +41,9 @@ the same two. So threads sum a tile without communication, and combine their sum
 class RunningSoftmax(NamedTuple):
     """The online softmax of one warpgroup's rows: m, l and the sum of (6) over the keys so far, f32."""
 
-    maximum: jax.Array  # [ROWS], in base 2
-    total: jax.Array  # [ROWS, SHARES] until all keys are seen, then [ROWS]
-    out: jax.Array  # [ROWS, V]
+    maximum: Float32[Array, " rows"]  # in base 2
+    total: Float32[Array, "rows ..."]  # [rows, SUM_COLUMNS] until all keys are seen, then [rows]
+    out: Float32[Array, "rows V"]
 
 
 class PairSpan(NamedTuple):
@@ -94,12 +95,12 @@ def _multiply_values(a: Any, b: Any, transposed: bool) -> jax.Array:
     return lax.dot_general(left, b[...], dimensions, preferred_element_type=jnp.float32)
 
 
-def broadcast_over_keys(x: jax.Array, keys: int) -> jax.Array:
+def broadcast_over_keys(x: Shaped[Array, " rows"], keys: int) -> Shaped[Array, "rows {keys}"]:
     """Broadcast a value per row over `keys` columns."""
     return lax.broadcast_in_dim(x, (x.shape[0], keys), (0,))
 
 
-def broadcast_over_queries(x: jax.Array, keys: int) -> jax.Array:
+def broadcast_over_queries(x: Shaped[Array, " columns"], keys: int) -> Shaped[Array, "{keys} columns"]:
     """Broadcast a value per column over `keys` rows."""
     return lax.broadcast_in_dim(x, (keys, x.shape[0]), (1,))
 

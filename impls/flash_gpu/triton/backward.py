@@ -28,6 +28,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
+from jaxtyping import Array, Float, Float32
 
 from impls.flash_gpu.exponentials import LOG2_E, compute_fused_exp2
 from impls.flash_gpu.flash_gpu_arrays import Operands, QueryRows, make_shape
@@ -64,10 +65,10 @@ def _build_inputs(launch: Launch, operands: Operands, rows: QueryRows) -> tuple[
 class _QueryBlock(NamedTuple):
     """One block of queries of one head."""
 
-    q: jax.Array  # [block_q, H]
-    d_out: jax.Array  # [block_q, V]
-    shift: jax.Array  # [block_q], in base 2
-    row_sums: jax.Array  # [block_q]
+    q: Float[Array, "block_q H"]
+    d_out: Float[Array, "block_q V"]
+    shift: Float32[Array, " block_q"]  # in base 2
+    row_sums: Float32[Array, " block_q"]
 
 
 def _load_queries(
@@ -104,7 +105,7 @@ def compute_pair_gradients(
     return p, jnp.where(may, dx, 0.0) if may is not None and plan.has_dead_keys else dx
 
 
-def compute_dq(plan: FlashGpuPlan, operands: Operands, rows: QueryRows) -> jax.Array:
+def compute_dq(plan: FlashGpuPlan, operands: Operands, rows: QueryRows) -> Float[Array, "B T N H"]:
     """Compute the gradient of q, `[B, T, N, H]`."""
     launch = Launch(plan, plan.sizes.dq, "q", operands.q.shape[0])
     block = (None, launch.tiles.block_q, None, plan.head_tile)
@@ -138,7 +139,9 @@ def _dq_kernel(launch: Launch, inputs: Arrays, outputs: Arrays) -> None:
     store_rows(outputs["dq"], q_start, dq * jnp.float32(plan.scale), plan.q_length, plan.head_dim)  # (14)
 
 
-def compute_dkv(plan: FlashGpuPlan, operands: Operands, rows: QueryRows) -> tuple[jax.Array, jax.Array]:
+def compute_dkv(
+    plan: FlashGpuPlan, operands: Operands, rows: QueryRows
+) -> tuple[Float[Array, "B S K H"], Float[Array, "B S K V"]]:
     """Compute the gradients of k and v, `[B, S, K, .]`."""
     launch = Launch(plan, plan.sizes.dkv, "kv", operands.q.shape[0])
 
@@ -195,7 +198,9 @@ def _dkv_kernel(launch: Launch, inputs: Arrays, outputs: Arrays) -> None:
     store_rows(outputs["dv"], kv_start, dv, plan.kv_length, plan.v_head_dim)
 
 
-def compute_dbias(plan: FlashGpuPlan, operands: Operands, bias: jax.Array, rows: QueryRows) -> jax.Array:
+def compute_dbias(
+    plan: FlashGpuPlan, operands: Operands, bias: Float[Array, "b n t s"], rows: QueryRows
+) -> Float[Array, "b n t s"]:
     """Compute the gradient of the bias: `dx` of every pair, summed over the axes that the bias broadcasts along."""
     batch = operands.q.shape[0]
     launch = Launch(plan, plan.sizes.dq, "q", batch)

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
+from jaxtyping import Array, Float32
 
 from impls.flash_gpu.exponentials import LN_2, LOG2_E, compute_fused_exp2, replace_neg_inf
 from impls.flash_gpu.flash_gpu_arrays import Operands, Outputs, make_shape
@@ -46,9 +47,9 @@ from impls.flash_gpu.triton.triton_tiles import (
 class RunningSoftmax(NamedTuple):
     """The online softmax over the keys visited so far, f32."""
 
-    maximum: jax.Array  # [block_q], in base 2
-    total: jax.Array  # [block_q]
-    out: jax.Array  # [block_q, V of the tile]
+    maximum: Float32[Array, " block_q"]  # in base 2
+    total: Float32[Array, " block_q"]
+    out: Float32[Array, "block_q padded_V"]
 
 
 def forward(plan: FlashGpuPlan, operands: Operands) -> Outputs:
