@@ -7,7 +7,6 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, Int32
 
 from cases.masks import Mask
 from impls.splash_tpu.block_sizes import Blocks, BlockSizes, Layouts, round_up
@@ -77,16 +76,19 @@ class SplashPlan:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Operands:
-    """Arrays of one call, with heads before lengths."""
+    """Arrays of one call, with heads before lengths.
 
-    q: Float[Array, "B N T H"]
-    k: Float[Array, "B K S H"]
-    v: Float[Array, "B K S V"]
-    sinks: Float[Array, " N"] | None
-    q_ids: Int[Array, "B T"] | None
-    kv_ids: Int[Array, "B S"] | None
-    low: Int32[Array, "B T"] | None = None  # the first key that each query sees, if key ranges are traced
-    high: Int32[Array, "B T"] | None = None  # one past the last
+    The fields are not typed as arrays, since JAX also builds this pytree with placeholders.
+    """
+
+    q: Any  # [B, N, T, H]
+    k: Any  # [B, K, S, H]
+    v: Any  # [B, K, S, V]
+    sinks: Any  # [N] or None
+    q_ids: Any  # int32 [B, T] or None
+    kv_ids: Any  # int32 [B, S] or None
+    low: Any = None  # int32 [B, T], the first key that each query sees, if key ranges are traced
+    high: Any = None  # int32 [B, T], one past the last
 
 
 @dataclasses.dataclass(frozen=True)
