@@ -1,4 +1,4 @@
-"""Between results with `logsumexp [B, N, T]` and parts to merge (`impls.softmax_merge`), which have rows where `out` has."""
+"""Conversion between results with `logsumexp [B, N, T]` and parts to merge, whose rows follow `out [B, T, N, V]`."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ def attention(
     v: Float[Array, "B S K V"],
     *,
     mask: Mask,
-    segment_ids: tuple[Int[Array, "B T"], Int[Array, "B S"]] | None = None,
+    segment_ids: tuple[Int[Array | np.ndarray, "B T"], Int[Array | np.ndarray, "B S"]] | None = None,
     soft_cap: float | None = None,
     sinks: Any = None,
     bias: Any = None,
