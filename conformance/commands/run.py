@@ -48,6 +48,7 @@ from conformance.runs import COMPLETE, FAILED, INTERRUPTED, Run
 from conformance.sandbox.kernel_options import KernelOptions
 from conformance.sensitivity import detection_table
 from reports import changes_page, conformity, terminal
+from reports.page_model import build_summary
 
 # Options that say what to judge.
 _QUERY = (
@@ -114,10 +115,11 @@ def run(arguments: argparse.Namespace) -> int:
         journal.abandon(reason)
     found, info = aggregate_runs([journal.recorded], command=described.command, detection=detection_table.load_table())
     info = bug_diagnosis.add_diagnoses(info, found)
-    outputs.write(found, info)
+    summary = build_summary(found, info)
+    outputs.write(summary)
     if how == FAILED:
         raise CannotJudge(reason)
-    terminal.print_summary(found, info, Console(), str(arguments.report or ""))
+    terminal.print_summary(summary, Console(), str(arguments.report or ""))
     for line in shrunk:
         Console().print(line, highlight=False, markup=False, soft_wrap=True)
     for note in [*notes, *(f"{name} {one.place}" for name, one in described.kernels.items() if one.place)]:
@@ -319,7 +321,7 @@ def _plan(arguments: argparse.Namespace, implementations: Sequence[Implementatio
         return run_plan.plan_problem(implementations, argument_lookup.select_problem_cases(arguments), checks)
     if arguments.case is not None:
         case = argument_lookup.parse_case(arguments.case)
-        turn = Rotation(pulled=(arguments.pullback,)) if arguments.pullback else FULL_ROTATION
+        turn = Rotation(pullbacks=(arguments.pullback,)) if arguments.pullback else FULL_ROTATION
         plans = [run_plan.plan_case(implementation, case, checks, turn) for implementation in implementations]
         return run_plan.Plan(tuple(job for one in plans for job in one.jobs), ())
     if arguments.regressions:

@@ -1,4 +1,4 @@
-"""Cases discriminate: null results fail the grid's cases by a margin, and cases that cannot tell are told apart."""
+"""Test that null results fail the cases of the grid by a margin, and that weak cases are recognised."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_each_operand_that_a_case_has_gives_a_null_that_ignores_it() -> None:
 def test_a_null_that_equals_the_truth_is_not_asked_for() -> None:
     one = compute_margins_of("train/f32/B1.T1.S1.N1.K1.H8.V6/causal/normal/s1")
     assert set(one) == {"zeros", "dv_doubled"}
-    # One query that sees every key: the mask is named but hides nothing.
+    # One query that sees every key: the mask hides nothing.
     assert not {"mask_ignored", "mask_shifted"} & set(
         compute_margins_of("train/f32/B1.T1.S9.N2.K2.H8.V6/causal-o8/normal/s1")
     )
@@ -81,9 +81,9 @@ def test_decode_has_no_gradient_nulls() -> None:
 @pytest.mark.parametrize(
     ("case_id", "null"),
     [
-        # Logits of 7e4 round by 1% of the probabilities in f32: one key more or less among 200 drowns in it.
+        # Logits of 7e4 round by 1% of the probabilities in f32: one key more or less among 200 cannot be seen.
         ("train/f32/B1.T384.S1500.N2.K2.H16.V16/window-l200-r0-o1116/huge/s0", "mask_shifted"),
-        # On the flat end of a cap dq is exactly zero, and so is twice that.
+        # On the flat end of a soft cap dq is exactly zero, and so is a doubled dq.
         ("train/f32/B1.T32.S32.N2.K2.H16.V16/full/softcap2/huge/s0", "dq_doubled"),
         # A scale of almost exactly 1 / sqrt(16).
         ("train/bf16/B1.T32.S32.N2.K2.H16.V16/full/scale0.25000001/normal/s0", "scale_ignored"),
@@ -99,7 +99,7 @@ def test_a_case_that_cannot_tell_is_below_the_required_margin(case_id: str, null
 def test_a_case_whose_turn_does_not_discriminate_is_asked_everything() -> None:
     case = parse_case_id("train/f32/B1.T321.S321.N2.K2.H64.V64/full/huge/s0")
     kernel = find_implementation("dot_product")
-    turn = Rotation(pulled=("plain",), cotangents=("row",))
+    turn = Rotation(pullbacks=("plain",), cotangents=("row",))
     assert (
         find_weakest_null(compute_margins(Subject(Executor(kernel), case, load_default_tolerances(), turn)))[1]
         < REQUIRED_MARGIN
