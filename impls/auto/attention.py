@@ -27,15 +27,13 @@ def attention(
     sinks: jax.Array | None = None,
     bias: jax.Array | None = None,
     scale: float | None = None,
-    kv_scales: tuple[jax.Array, jax.Array] | None = None,
-    alibi_slopes: jax.Array | None = None,
-    score_mod: Callable[..., jax.Array] | None = None,
     save_residuals: bool = False,
     phase: Phase | None = None,
     kernel: str | None = None,
     fall_back: bool = True,
     candidates: tuple[Candidate, ...] = CANDIDATES,
     on_route: Callable[[Route], None] | None = None,
+    **opt_in: Any,
 ) -> Any:
     """Compute softmax attention by the first kernel of `candidates` that suits platform, phase and lengths.
 
@@ -52,15 +50,14 @@ def attention(
       sinks: `[N]`, an additional logit in the softmax denominator of each query head.
       bias: broadcastable to `[B, N, T, S]`.
       scale: factor of `<q, k>`, default `1 / sqrt(H)`.
-      kv_scales: scales of quantised keys and values, f32 `[B or 1, S or 1, K]`.
-      alibi_slopes: `[N]`, constants: `slope * |i + S - T - j|` is subtracted from the logits.
-      score_mod: `(score, b, n, i, j) -> score`, applied to scaled logits before the soft cap.
       save_residuals: also return `logsumexp` and `max_logits`.
       phase: phase of the call; by default inferred from the lengths.
       kernel: name of the kernel to use in any case. It refuses features that it lacks.
       fall_back: whether to try the next kernel if the suitable one lacks a feature; if False, the call is refused.
       candidates: kernels to choose from, in order of preference.
       on_route: called with the route.
+      **opt_in: operands that only some kernels take (docs/contract.md, section 1): `kv_scales`, `alibi_slopes`,
+        `score_mod`, `logit_scale`.
 
     Returns:
       `out [B, T, N, V]` in q's dtype, or `(out, {"logsumexp": ..., "max_logits": ...})`, both f32 `[B, N, T]`.
@@ -77,9 +74,8 @@ def attention(
         "scale": scale,
     }
     assert tuple(options) == OPTIONAL
-    # These are opt-in: only kernels that offer them take them.
-    offered = {"kv_scales": kv_scales, "alibi_slopes": alibi_slopes, "score_mod": score_mod}
-    options |= {name: x for name, x in offered.items() if x is not None}
+    # Kernels that do not offer an opt-in operand have no parameter for it.
+    options |= {name: x for name, x in opt_in.items() if x is not None}
     validate_operands(q, k, v, **options)
     if not isinstance(mask, Mask):
         raise ValueError(f"mask must be a cases.masks.Mask, got {type(mask).__name__}; wrap booleans in Dense")
