@@ -14,11 +14,14 @@ from collections.abc import Sequence
 
 from absl import app, logging
 
-from conformance import environment, interrupts, packages
+from conformance import interrupts
 from conformance.commands import command_errors, help_texts, standard_streams
-from conformance.commands.command_errors import CannotJudge, CommandParser, Parser
+from conformance.commands.command_errors import CommandParser, Parser
 from conformance.fork_server import forked_process
 from conformance.judging.run_levels import GRID_LEVELS, LEVELS
+from conformance.session.failures import CannotJudge
+from conformance.session.process_setup import prepare_process, start_fork_server_for
+from conformance.session.run_options import parse_shard
 
 # Commands that time programs: they run under JAX's default flags, as everybody's programs do.
 _TIMING_COMMANDS = frozenset({"bench", "tune"})
@@ -266,10 +269,10 @@ def _add_run(commands: argparse._SubParsersAction[CommandParser]) -> None:
 
 
 def _parse_shard(text: str) -> tuple[int, int]:
-    shard, _, shards = text.partition("/")
-    if not (shard.isdecimal() and shards.isdecimal() and 1 <= int(shard) <= int(shards)):
-        raise argparse.ArgumentTypeError(f"{text!r} is no part such as 2/3")
-    return int(shard), int(shards)
+    try:
+        return parse_shard(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def _parse_seed(text: str) -> int | None:
@@ -356,11 +359,9 @@ def _add_list(commands: argparse._SubParsersAction[CommandParser]) -> None:
     listing.add_argument("--seed", type=int, metavar="N", help="cases: with this base seed (0)")
 
 
-def _uses_other_processes(arguments: argparse.Namespace) -> bool:
-    """Whether the command has much done in other processes, as far as its words say: in workers, or by a kernel."""
-    workers = getattr(arguments, "jobs", 1) != 1 and getattr(arguments, "case", None) is None
-    kernels = any(":" in name for name in getattr(arguments, "impl", None) or ())
-    return workers or (kernels and not getattr(arguments, "in_process", False))
+def _uses_workers(arguments: argparse.Namespace) -> bool:
+    """Tell whether the command will start worker processes, as far as its arguments say."""
+    return getattr(arguments, "jobs", 1) != 1 and getattr(arguments, "case", None) is None
 
 
 def main(arguments: argparse.Namespace, *, last: bool = False) -> int:
@@ -375,16 +376,15 @@ def _execute(arguments: argparse.Namespace, *, last: bool) -> int:
     try:
         _reject_missing_folder()
         if last:
-            interrupts.set_early_exit(
-                _report_early_signal
-            )  # JAX does not stand being interrupted while it loads, and takes seconds
+            # JAX takes seconds to load, and must not be interrupted meanwhile.
+            interrupts.set_early_exit(_report_early_signal)
         timing = arguments.command in _TIMING_COMMANDS and not getattr(arguments, "static", False)
-        environment.prepare_environment(timing=timing)
-        packages.claim_names(alone=last)
-        if arguments.command in _JUDGING_COMMANDS and (reason := environment.find_disabled_jit()) is not None:
-            raise CannotJudge(reason)
-        if _uses_other_processes(arguments):
-            forked_process.start_server()  # beside this process, which loads the same
+        prepare_process(timing=timing, judging=arguments.command in _JUDGING_COMMANDS, alone=last)
+        start_fork_server_for(
+            getattr(arguments, "impl", None) or (),
+            in_process=getattr(arguments, "in_process", False),
+            workers=_uses_workers(arguments),
+        )
         from conformance.commands.command_table import load_command  # imported late: it loads JAX
 
         carry_out = load_command(arguments.command)

@@ -8,10 +8,10 @@ import numpy as np
 
 from cases.case import Case
 from conformance.check_api.subject import Subject
-from conformance.commands.command_errors import CannotJudge
 from conformance.contract import Implementation
 from conformance.execution.executor import Result
 from conformance.sandbox.sandboxed_executor import SupportQueryFailed, create_executor
+from conformance.session.failures import CannotJudge
 from conformance.truth import bound_sources
 from conformance.truth.comparison import compare
 from conformance.truth.rounding_bounds import Bounded, Expectation

@@ -12,14 +12,11 @@ from absl.flags import argparse_flags
 
 from conformance import packages
 from conformance.commands import standard_streams
+from conformance.session.failures import CannotJudge
 
 TRACEBACK_VARIABLE = "CONFORMANCE_TRACEBACK"
 """The environment variable that has an unexpected error print its traceback."""
 _UNKNOWN_ARGUMENTS = "unrecognized arguments: "
-
-
-class CannotJudge(Exception):  # noqa: N818 -- a statement, as the message is
-    """The command cannot be carried out; the message is the one line that the user sees. Exit code 2."""
 
 
 class Parser(argparse_flags.ArgumentParser):

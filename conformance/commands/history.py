@@ -10,12 +10,13 @@ from pathlib import Path
 from rich.console import Console
 
 from conformance import measurements
-from conformance.commands import argument_lookup
-from conformance.commands.command_errors import CannotJudge
-from conformance.commands.run_outputs import check_writable, format_command_line, write_summary
+from conformance.commands.argument_lookup import format_command_line
 from conformance.judging import run_history
 from conformance.judging.run_aggregation import aggregate_runs
 from conformance.judging.run_history import PastRun, RunPiece
+from conformance.session import input_files
+from conformance.session.failures import CannotJudge
+from conformance.session.run_outputs import check_writable, write_summary
 from reports import conformity, history_page
 from reports.history_tracks import Changed, RunEntry, build_tracks
 
@@ -57,9 +58,9 @@ def _find_files(names: Sequence[str]) -> tuple[list[list[Path]], list[str]]:
     found: list[list[Path]] = []
     notes = []
     for name in names:
-        path = argument_lookup.parse_input_path(name)
+        path = input_files.parse_input_path(name)
         if not path.is_dir():
-            found.append([argument_lookup.parse_input_path(part) for part in name.split(",")])
+            found.append([input_files.parse_input_path(part) for part in name.split(",")])
             continue
         there = sorted(path.rglob("*.jsonl"))
         timed = [one for one in there if _holds_measurements(one)]
@@ -85,7 +86,7 @@ def _read_runs(given: Sequence[Sequence[Path]]) -> tuple[list[PastRun], list[str
     for paths in given:
         ones = []
         for path in paths:
-            found = run_history.list_pieces(path, argument_lookup.read_recorded_runs(str(path)))
+            found = run_history.list_pieces(path, input_files.read_recorded_runs(str(path)))
             if not found:
                 notes.append(f"{path}: nothing is in it")
             for one in found:
@@ -103,7 +104,7 @@ def _read_runs(given: Sequence[Sequence[Path]]) -> tuple[list[PastRun], list[str
 
 def _build_entry(one: PastRun) -> RunEntry:
     """A run as reports know it. Raises `CannotJudge` for files that are given as one run, and are not."""
-    recorded = [argument_lookup.read_recorded_runs(str(piece.path))[piece.place] for piece in one.pieces]
+    recorded = [input_files.read_recorded_runs(str(piece.path))[piece.place] for piece in one.pieces]
     records, info = aggregate_runs(recorded, command=format_command_line())
     for record in records:
         if record.run:

@@ -13,8 +13,10 @@ import os
 import sys
 from typing import Any, TextIO
 
+from conformance.session.failures import RunStopped
 
-class OutputFailed(Exception):  # noqa: N818 -- a statement, as the message is
+
+class OutputFailed(RunStopped):
     """A standard stream takes no more text; the message says which and why."""
 
 

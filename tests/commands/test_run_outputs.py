@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from conformance import cli
-from conformance.commands import run_outputs
+from conformance.session import run_outputs
 from tests.process_helpers import restore_signal_handlers
 
 

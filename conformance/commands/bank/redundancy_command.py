@@ -8,10 +8,10 @@ from collections.abc import Collection, Mapping, Sequence
 from rich.console import Console
 
 from conformance import interrupts
-from conformance.commands.command_errors import CannotJudge
 from conformance.commands.progress_display import RunProgress
 from conformance.sensitivity import detection_table, redundancy
 from conformance.sensitivity.bank import PlantedBug
+from conformance.session.failures import CannotJudge
 
 
 def measure_redundancy(bugs: Mapping[str, PlantedBug], arguments: argparse.Namespace) -> int:

@@ -14,16 +14,17 @@ from rich.table import Table
 
 from conformance import environment, interrupts
 from conformance.commands import argument_lookup
+from conformance.commands.argument_lookup import check_outputs, format_command_line
 from conformance.commands.bank import signatures_command
 from conformance.commands.bank.redundancy_command import measure_redundancy
-from conformance.commands.command_errors import CannotJudge
 from conformance.commands.progress_display import RunProgress
-from conformance.commands.run_outputs import check_outputs, format_command_line
 from conformance.records import RunInfo
 from conformance.sensitivity import detection_table, resolution
 from conformance.sensitivity.bank import BankError, PlantedBug, load_bank
 from conformance.sensitivity.examination import CheckPower, Examination, compute_check_powers, is_still_asked
 from conformance.sensitivity.parallel_examination import BugKilledProcess, examine_parallel
+from conformance.session import project_lookup
+from conformance.session.failures import CannotJudge
 from reports import text_format
 
 
@@ -33,7 +34,7 @@ def sensitivity(arguments: argparse.Namespace) -> int:
     level = arguments.level or "quick"
     argument_lookup.reject_bad_job_count(arguments.jobs)
     outputs = check_outputs(arguments)
-    chosen = argument_lookup.load_project_settings()
+    chosen = project_lookup.load_project_settings()
     bank = arguments.bank or chosen.bank
     last = detection_table.load_table()
     bugs = _load_bugs(bank)

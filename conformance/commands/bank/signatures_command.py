@@ -10,12 +10,12 @@ from rich.console import Console
 from rich.table import Table
 
 from conformance import interrupts
-from conformance.commands.command_errors import CannotJudge
 from conformance.commands.progress_display import RunProgress
 from conformance.sensitivity import diagnosis, failure_signatures
 from conformance.sensitivity.bank import PlantedBug
 from conformance.sensitivity.failure_signatures import KnownBug
 from conformance.sensitivity.parallel_examination import BugKilledProcess, measure_parallel
+from conformance.session.failures import CannotJudge
 
 
 def measure_signatures(bank: str, bugs: Mapping[str, PlantedBug], arguments: argparse.Namespace) -> int:

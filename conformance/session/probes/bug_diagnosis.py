@@ -5,11 +5,8 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-from rich.console import Console
-
-from conformance.commands.probes.signature_completion import complete_signature
 from conformance.contract import Implementation
 from conformance.judging.failure_probes.probe_budget import ProbeBudget
 from conformance.judging.job import Job
@@ -17,6 +14,7 @@ from conformance.judging.journal import Journal
 from conformance.records import ERROR, FAIL, Record, RunInfo
 from conformance.sensitivity import diagnosis, failure_signatures
 from conformance.sensitivity.diagnosis import Similarity
+from conformance.session.probes.signature_completion import complete_signature
 from reports.causes import root_causes
 from reports.causes.case_levels import Level, find_levels
 from reports.conformity import group_by_contender
@@ -27,7 +25,7 @@ _SCALE_LEGEND = "(1: by the same numbers, 0.35: in the same places by others)"
 
 
 def measure_signatures_of_failed(
-    journal: Journal, implementations: Sequence[Implementation], allowed: ProbeBudget, console: Console
+    journal: Journal, implementations: Sequence[Implementation], allowed: ProbeBudget, say: Callable[[str], None]
 ) -> None:
     """Judge the cases of a signature for every kernel with failures, all in what is allowed; none of it is counted."""
     if not allowed.left:
@@ -50,12 +48,7 @@ def measure_signatures_of_failed(
         if cases:
             spent = time.monotonic() - started
             told = f"{implementation.name} compared with planted bugs on {cases} cases in {spent:.0f} s"
-            console.print(
-                f"{told} of at most {mine:.0f} (--diagnose-seconds=60 for more)",
-                style="dim",
-                highlight=False,
-                soft_wrap=True,
-            )
+            say(f"{told} of at most {mine:.0f} (--diagnose-seconds=60 for more)")
 
 
 def order_by_information(jobs: Sequence[Job], needed: Sequence[frozenset[Level]]) -> list[Job]:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-
-from rich.console import Console
+from collections.abc import Callable, Sequence
 
 from conformance.contract import Implementation
 from conformance.judging.failure_probes.confirmation import Prober, Suspicion
@@ -22,7 +20,11 @@ _ABANDONED_CASE = "the case was asked no further"
 
 
 def confirm_findings(
-    journal: Journal, implementations: Sequence[Implementation], allowed: ProbeBudget, seconds: float, console: Console
+    journal: Journal,
+    implementations: Sequence[Implementation],
+    allowed: ProbeBudget,
+    seconds: float,
+    say: Callable[[str], None],
 ) -> None:
     """Judge what confirms the findings so far, and write it down; none of it is counted.
 
@@ -42,7 +44,7 @@ def confirm_findings(
         spent = time.monotonic() - started
         cases = "1 case more" if prober.judged == 1 else f"{prober.judged} cases more"
         told = f"findings confirmed by {cases} in {spent:.0f} s of at most {seconds:.0f}"
-        console.print(f"{told} (--confirm-seconds=0 asks none)", style="dim", highlight=False, soft_wrap=True)
+        say(f"{told} (--confirm-seconds=0 asks none)")
 
 
 def _is_worth_probing(finding: Finding) -> bool:

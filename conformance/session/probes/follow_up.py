@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Sequence
-
-from rich.console import Console
+from collections.abc import Callable, Sequence
 
 from conformance import interrupts
-from conformance.commands.probes import bug_diagnosis, finding_confirmation
 from conformance.contract import Implementation
 from conformance.judging.failure_probes.probe_budget import ProbeBudget
 from conformance.judging.journal import Journal
 from conformance.judging.runner import Runner
 from conformance.records import RED
+from conformance.session.probes import bug_diagnosis, finding_confirmation
 
 _SHARE, _MOST = 0.1, 15.0
 """Of the run so far, and seconds, that both together may take at most."""
@@ -43,7 +41,7 @@ def follow_up(
     budget: FollowUpSeconds,
     *,
     spent: float,
-    console: Console,
+    say: Callable[[str], None],
 ) -> None:
     """Confirm what was found and compare kernels with planted bugs, within the budget, and say what it took.
 
@@ -53,7 +51,7 @@ def follow_up(
       runner: judges here.
       budget: how long it may take.
       spent: how many seconds the run took so far.
-      console: what is said goes there.
+      say: hears single lines on the way.
     """
     if interrupts.get_received_signal() or not any(record.verdict in RED for record in journal.recorded.records):
         return
@@ -62,16 +60,16 @@ def follow_up(
     with interrupts.end_on_signal():
         seconds = _CONFIRMING_SHARE * both if budget.confirm is None else budget.confirm
         allowance = ProbeBudget(runner, both if budget.confirm is None else seconds, known)
-        finding_confirmation.confirm_findings(journal, implementations, allowance, seconds, console)
+        finding_confirmation.confirm_findings(journal, implementations, allowance, seconds, say)
         if not journal.recorded.probes and allowance.declined:
             told = f"{allowance.seconds:.1f} s are too few to confirm what was found (--confirm-seconds=10 asks more)"
-            console.print(told, style="dim", highlight=False, soft_wrap=True)
+            say(told)
         if budget.diagnose is not None:
             allowance = ProbeBudget(runner, budget.diagnose, known)
         elif budget.confirm is not None:
             allowance = ProbeBudget(runner, (1 - _CONFIRMING_SHARE) * both, known)
-        bug_diagnosis.measure_signatures_of_failed(journal, implementations, allowance, console)
+        bug_diagnosis.measure_signatures_of_failed(journal, implementations, allowance, say)
     took = time.monotonic() - started
     if spent and journal.recorded.probes:
         told = f"both took {took:.1f} s, {took / spent:.0%} of the {spent:.0f} s before"
-        console.print(told, style="dim", highlight=False, soft_wrap=True)
+        say(told)
