@@ -23,13 +23,13 @@ from conformance.session.failures import CannotJudge
 from conformance.session.process_setup import prepare_process, start_fork_server_for
 from conformance.session.run_options import parse_shard
 
-# Commands that time programs: they run under JAX's default flags, as everybody's programs do.
+# Commands that time programs, which must be compiled under JAX's default flags.
 _TIMING_COMMANDS = frozenset({"bench", "tune"})
 _JUDGING_COMMANDS = frozenset({"run", "explore"})
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The argument parser with its sub-commands."""
+    """Build the argument parser with its sub-commands."""
     top = Parser(  # type: ignore[no-untyped-call] # absl has no annotations
         prog="python -m conformance",
         description=help_texts.DESCRIPTION,
@@ -276,7 +276,7 @@ def _parse_shard(text: str) -> tuple[int, int]:
 
 
 def _parse_seed(text: str) -> int | None:
-    """A base seed; none for `random`."""
+    """Parse a base seed; None stands for `random`."""
     try:
         return None if text == "random" else int(text)
     except ValueError:
@@ -365,14 +365,19 @@ def _uses_workers(arguments: argparse.Namespace) -> bool:
 
 
 def main(arguments: argparse.Namespace, *, last: bool = False) -> int:
-    """Carry out a parsed command; returns the exit code. `last` says that nothing of the process comes after it."""
+    """Carry out a parsed command, and return its exit code.
+
+    Args:
+      arguments: the parsed arguments.
+      last: whether the process ends with this command.
+    """
     with interrupts.record_signals():
         code = _execute(arguments, last=last)
         return interrupts.resolve_exit_code(code)
 
 
 def _execute(arguments: argparse.Namespace, *, last: bool) -> int:
-    """Load what the command needs and run it; whatever ends it is one line and exit code 2."""
+    """Load what the command needs and run it; an error is printed on one line and is exit code 2."""
     try:
         _reject_missing_folder()
         if last:
@@ -405,12 +410,13 @@ def _execute(arguments: argparse.Namespace, *, last: bool) -> int:
 
 
 def _report_early_signal() -> None:
-    """Say that a signal has ended the command, and end the server that was started for it."""
+    """Print that a signal ended the command, and end the fork server that was started for it."""
     os.write(2, f"error: {interrupts.describe_signal()} before anything was judged\n".encode())
     forked_process.end_server()
 
 
 def _reject_missing_folder() -> None:
+    """Raise `CannotJudge` if the current folder was deleted."""
     try:
         os.getcwd()
     except OSError as error:
@@ -436,7 +442,7 @@ def run_main(argv: Sequence[str] | None = None) -> None:
 
 
 def _parse_and_execute(argv: Sequence[str] | None) -> int:
-    """Parse and carry out; returns the exit code, also where parsing or absl ends the process."""
+    """Parse and carry out; return the exit code, also where parsing or absl ends the process."""
     logging.set_verbosity(logging.WARNING)
     logging.use_absl_handler()
     python_logging.getLogger("jax").setLevel(python_logging.ERROR)

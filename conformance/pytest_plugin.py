@@ -127,7 +127,7 @@ class _Gate:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        """Select the checks that `-k` names: `-k forward` asks `forward` of every case that has it, and nothing else."""
+        """Select the checks that `-k` names: `-k forward` asks `forward` of every case that has it, and no more."""
         expression = self._config.option.keyword
         if not expression or self._session is None:
             return

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+import conformance
 from tests.process_helpers import COMMAND_TIMEOUT
 
 ROOT = Path(__file__).parent.parent
@@ -141,3 +142,9 @@ def test_a_name_that_nothing_hides_is_simply_missing(folder: Path) -> None:
     done = run(folder, "-m", "conformance", *RUN)
     assert done.returncode == 2
     assert "AttributeError: module 'cases' has no attribute 'scale' (helpers.py:2: " in done.stderr
+
+
+def test_type_checkers_are_given_the_public_names() -> None:
+    stub = (ROOT / "conformance" / "__init__.pyi").read_text()
+    found = {line.rpartition(" as ")[2]: line.split()[1] for line in stub.splitlines() if line.startswith("from ")}
+    assert found == vars(conformance)["_PUBLIC"]

@@ -28,8 +28,8 @@ ALLOWED = {
     },
     "conformance": {"conformance", "cases"},
 }
-# Only the command line and the pytest plugin see everything.
-SEE_EVERYTHING = {"conformance/commands", "conformance/pytest_plugin.py"}
+# Only sessions and their faces, the command line and the pytest plugin, see everything.
+SEE_EVERYTHING = {"conformance/session", "conformance/commands", "conformance/gate", "conformance/pytest_plugin.py"}
 
 
 def imports(path: Path) -> set[str]:
@@ -55,11 +55,12 @@ def test_imports_run_one_way(package: str) -> None:
     assert wrong == []
 
 
-# Loads nothing but `packages` until somebody asks for a public name; for type checkers it imports all of them.
+# Loads nothing but `packages` until somebody asks for a public name.
 PUBLIC_FACE = "__init__"
 # The rooms of `conformance`, from the ground up: a room may import what stands on a lower floor, and nothing else.
 FLOORS = (
     {"output_files", "packages", "error_maps", "environment", "interrupts", "program_cache"},
+    {PUBLIC_FACE},
     {"tunable", "record_schema"},
     {"records", "accelerators", "fork_server"},
     {"runs"},
@@ -68,11 +69,12 @@ FLOORS = (
     {"reference"},
     {"bench", "driving"},
     {"sandbox"},
-    {PUBLIC_FACE, "asking"},
+    {"asking"},
     {"checks"},
     {"judging"},
     {"sensitivity", "test_gate"},
-    {"commands"},
+    {"session"},
+    {"commands", "gate"},
     {"pytest_plugin"},
     {"cli"},
     {"__main__"},
