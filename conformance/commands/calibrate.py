@@ -1,4 +1,4 @@
-"""`calibrate`: what correct implementations reach, the table that the limits follow from."""
+"""`calibrate`: tabulate what correct implementations reach, from which the limits follow."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The sub-commands, by name: each is loaded when it is asked for, since loading all of them takes half a second."""
+"""The sub-commands by name. Each is loaded when it is asked for, since loading all takes half a second."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _COMMAND_PLACES = {
 
 
 def load_command(name: str) -> Callable[[argparse.Namespace], int]:
-    """What does the command `name`."""
+    """Load the function that carries out a command."""
     module, _, function = _COMMAND_PLACES[name].partition(":")
     found: Callable[[argparse.Namespace], int] = getattr(
         importlib.import_module(f"conformance.commands.{module}"), function

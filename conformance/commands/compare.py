@@ -1,4 +1,4 @@
-"""`compare`: what changed between two runs, or two sets of shards."""
+"""`compare`: report what changed between two runs, or two sets of shards."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`explore`: look for a wrong case beyond the grid."""
+"""`explore`: search for a wrong case beyond the grid."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from reports import terminal
 
 
 def explore(arguments: argparse.Namespace) -> int:
-    """`explore`: look for a wrong case beyond the grid."""
+    """Judge drawn cases until one is wrong or the time is up, and shrink a wrong one."""
     from conformance.judging import explorer as exploring  # imported late: only this and `--shrink` need Hypothesis
 
     if arguments.seed is not None:
@@ -95,6 +95,6 @@ def explore(arguments: argparse.Namespace) -> int:
 
 
 def _end_journal(journal: Journal, reason: str) -> CannotJudge:
-    """End the files of a run that cannot go on, and return what says so."""
+    """End the files of a run that cannot go on, and return the exception that says why."""
     journal.end(FAILED, reason=reason)
     return CannotJudge(reason)

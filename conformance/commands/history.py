@@ -1,4 +1,4 @@
-"""`history`: how each implementation fared over many runs, from the oldest to the newest."""
+"""`history`: show how each implementation fared over many runs, from the oldest to the newest."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from reports.history_tracks import Changed, RunEntry, build_tracks
 
 
 def history(arguments: argparse.Namespace) -> int:
-    """`history`: a table of each implementation's runs, and a page with a chart of each."""
+    """Print a table of each implementation's runs, and write a page with a chart of each."""
     page = check_writable(arguments.report, "report") if arguments.report is not None else None
     text = check_writable(arguments.markdown, "markdown") if arguments.markdown is not None else None
     if page is not None and text is not None and page.resolve() == text.resolve():
@@ -54,7 +54,7 @@ def history(arguments: argparse.Namespace) -> int:
 
 
 def _find_files(names: Sequence[str]) -> tuple[list[list[Path]], list[str]]:
-    """The files that are named: those joined by commas together, those of a folder one by one."""
+    """Find the named files, and return notes on those that are skipped. Names joined by commas are one group."""
     found: list[list[Path]] = []
     notes = []
     for name in names:
@@ -79,7 +79,7 @@ def _holds_measurements(path: Path) -> bool:
 
 
 def _read_runs(given: Sequence[Sequence[Path]]) -> tuple[list[PastRun], list[str]]:
-    """The runs of files in their order; a run that is there twice, as beside a page, counts once."""
+    """Read the runs of files in order of time; a run that is in two files counts once."""
     groups: list[list[RunPiece]] = []
     notes = []
     seen: list[object] = []
@@ -103,7 +103,7 @@ def _read_runs(given: Sequence[Sequence[Path]]) -> tuple[list[PastRun], list[str
 
 
 def _build_entry(one: PastRun) -> RunEntry:
-    """A run as reports know it. Raises `CannotJudge` for files that are given as one run, and are not."""
+    """Build the entry of a run as reports take it. Raises `CannotJudge` if its files are no one run."""
     recorded = [input_files.read_recorded_runs(str(piece.path))[piece.place] for piece in one.pieces]
     records, info = aggregate_runs(recorded, command=format_command_line())
     for record in records:
@@ -118,7 +118,7 @@ def _build_entry(one: PastRun) -> RunEntry:
 
 
 def _collect_notes(entries: Sequence[RunEntry]) -> list[str]:
-    """What is to be said of single runs, each with the numbers of those that it is said of."""
+    """Collect the notes on single runs, each with the numbers of its runs."""
     said: dict[str, list[int]] = {}
     for number, entry in enumerate(entries, 1):
         for note in entry.info.notes:

@@ -1,4 +1,4 @@
-"""`list` and `explain`: what there is, and what it is."""
+"""`list` and `explain`: list implementations, cases and checks, and describe a case."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from conformance.session.failures import CannotJudge
 
 
 def list_things(arguments: argparse.Namespace) -> int:
-    """`list`: implementations, cases, checks, features, regressions or named problems."""
+    """List implementations, cases, checks, features, regressions or named problems."""
     console = Console(soft_wrap=True)
     for option in ("impl", "level", "cases", "seed"):
         if arguments.what != "cases" and getattr(arguments, option) is not None:
@@ -84,7 +84,7 @@ def _describe_implementation(implementation: Implementation) -> str:
 
 
 def explain(arguments: argparse.Namespace) -> int:
-    """`explain`: what a case is and what judges it, or of what the bounds of an implementation consist there."""
+    """Describe a case and its tolerances, or the terms of an implementation's bounds on it."""
     case, tolerances = project_lookup.parse_case(arguments.case), project_lookup.load_project_settings().tolerances
     if arguments.impl is None:
         print(explain_case(case, tolerances))

@@ -1,4 +1,4 @@
-"""`report`: records and measurements of earlier runs, merged, as one page."""
+"""`report`: render records and measurements of earlier runs, merged, as one page."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from reports import html_page, speed_section
 
 
 def render_report(arguments: argparse.Namespace) -> int:
-    """`report`: records and measurements of earlier runs, merged, as one page."""
+    """Merge records and measurements of earlier runs, and write one page."""
     path = check_writable(arguments.report, "report")
     if path.resolve() in [input_files.parse_input_path(name).resolve() for name in arguments.records]:
         raise CannotJudge(f"--report={arguments.report} is one of the files to be read: give the page its own file")

@@ -1,1 +1,1 @@
-"""What a red run asks beside what it judges: what confirms its findings, and what planted bugs are known by."""
+"""Judge further cases at the end of a red run: to confirm findings, to compare with planted bugs, to shrink."""

@@ -1,4 +1,4 @@
-"""Shrinking findings at the end of a run, if that is asked for."""
+"""Shrink findings at the end of a run: search the smallest case of each."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from reports.causes import root_causes
 from reports.causes.case_levels import Level, find_levels
 
 MAX_SHRUNK = 3
-"""Findings that `--shrink` shrinks, the foremost."""
+"""The number of findings that `--shrink` shrinks, from the first."""
 SHRINK_SECONDS = 60.0
-"""For each of them, at most."""
+"""The most seconds for each of them."""
 
 
 def shrink_findings(
     journal: Journal, implementations: Sequence[Implementation], runner: Runner, say: Callable[[str], None]
 ) -> Iterator[str]:
-    """Shrink what shows the first findings, and say what the smallest cases are; they are written down as well."""
+    """Shrink the cases of the first findings, and yield lines on the smallest ones; they are recorded as probes."""
     kernels = {implementation.name: implementation for implementation in implementations}
     prober = Prober(ProbeBudget(runner, math.inf), implementations, math.inf, journal.probe)
     for number, finding in enumerate(

@@ -1,4 +1,4 @@
-"""What a run that is red asks beside what it judges, and how long that may take."""
+"""Follow up on the failures of a run: confirm findings and compare with planted bugs, within a time limit."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from conformance.records import RED
 from conformance.session.probes import bug_diagnosis, finding_confirmation
 
 _SHARE, _MOST = 0.1, 15.0
-"""Of the run so far, and seconds, that both together may take at most."""
-_END_SHARE = 0.05  # of that, to end what is cut off
+"""Both together may take this share of the run so far, and at most so many seconds."""
+_END_SHARE = 0.05  # of that time, kept for ending what is cut off
 _CONFIRMING_SHARE = 0.4
-"""After so much of it confirming begins nothing more; diagnosis has the rest."""
+"""After this share of the time confirming begins no more cases; diagnosis has the rest."""
 
 
 @dataclasses.dataclass(frozen=True)
 class FollowUpSeconds:
-    """Seconds for confirming and for diagnosis: none for what the length of the run decides."""
+    """Seconds for confirming and for diagnosis; None for a share of the run's time."""
 
     confirm: float | None = None
     diagnose: float | None = None
 
 
 def compute_allowed_seconds(spent: float) -> float:
-    """Seconds after which everything is cut off, of a run that took so many."""
+    """Return the seconds after which all follow-ups are cut off, for a run that took `spent` seconds."""
     return (1 - _END_SHARE) * min(_SHARE * spent, _MOST)
 
 
@@ -43,14 +43,14 @@ def follow_up(
     spent: float,
     say: Callable[[str], None],
 ) -> None:
-    """Confirm what was found and compare kernels with planted bugs, within the budget, and say what it took.
+    """Confirm findings and compare failing kernels with planted bugs, and say how long it took.
 
     Args:
-      journal: of the run, which writes down what is asked; none of that is counted.
-      implementations: those of the run.
-      runner: judges here.
+      journal: the journal of the run; the records go there as probes, which are not counted.
+      implementations: the implementations of the run.
+      runner: judges in this process.
       budget: how long it may take.
-      spent: how many seconds the run took so far.
+      spent: the seconds that the run took so far.
       say: hears single lines on the way.
     """
     if interrupts.get_received_signal() or not any(record.verdict in RED for record in journal.recorded.records):
@@ -62,8 +62,8 @@ def follow_up(
         allowance = ProbeBudget(runner, both if budget.confirm is None else seconds, known)
         finding_confirmation.confirm_findings(journal, implementations, allowance, seconds, say)
         if not journal.recorded.probes and allowance.declined:
-            told = f"{allowance.seconds:.1f} s are too few to confirm what was found (--confirm-seconds=10 asks more)"
-            say(told)
+            line = f"{allowance.seconds:.1f} s are too few to confirm what was found (--confirm-seconds=10 asks more)"
+            say(line)
         if budget.diagnose is not None:
             allowance = ProbeBudget(runner, budget.diagnose, known)
         elif budget.confirm is not None:
@@ -71,5 +71,5 @@ def follow_up(
         bug_diagnosis.measure_signatures_of_failed(journal, implementations, allowance, say)
     took = time.monotonic() - started
     if spent and journal.recorded.probes:
-        told = f"both took {took:.1f} s, {took / spent:.0%} of the {spent:.0f} s before"
-        say(told)
+        line = f"both took {took:.1f} s, {took / spent:.0%} of the {spent:.0f} s before"
+        say(line)
