@@ -110,8 +110,8 @@ def _describe_storage(case: Case, stored: Storage) -> list[str]:
 def _describe_tolerances(case: Case, tolerances: Tolerances) -> list[str]:
     lines = ["Judged by the largest |got - expected| / bound over the elements, and where there are enough by the"]
     lines.append(
-        "root mean square. The bound is the first-order rounding error of each element
-        (conformance/truth/rounding_bounds.py)."
+        "root mean square. The bound is the first-order rounding error of each element "
+        "(conformance/truth/rounding_bounds.py)."
     )
     for row in tolerances.rows():
         if row["dtype"] == case.dtype:
