@@ -48,7 +48,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     report.add_argument("records", nargs="+", metavar="FILE.jsonl", help="what `run`, `bench` or the pytest gate wrote")
     report.add_argument("--report", required=True, metavar="FILE.html", help="write the page here")
-    about = "say what changed between two runs, or two sets of shards"
+    about = "report what changed between two runs, or two sets of shards"
     compare = commands.add_parser(
         "compare", help=about, description=_format_sentence(about), epilog=help_texts.COMPARE_EXAMPLES
     )
@@ -56,14 +56,14 @@ def build_parser() -> argparse.ArgumentParser:
     compare.add_argument("new", metavar="NEW.jsonl[,...]", help="after")
     compare.add_argument("--report", metavar="FILE.html", help="write the page here")
     compare.add_argument("--markdown", metavar="FILE", help="write a short summary for CI here")
-    about = "say how each implementation fared over many runs, from the oldest to the newest"
+    about = "show how each implementation fared over many runs, from the oldest to the newest"
     history = commands.add_parser(
         "history", help=about, description=_format_sentence(about), epilog=help_texts.HISTORY_EXAMPLES
     )
     history.add_argument("records", nargs="+", metavar="FILE.jsonl|FOLDER", help="runs, shards joined by commas")
     history.add_argument("--report", metavar="FILE.html", help="write the page here, with a chart of each")
     history.add_argument("--markdown", metavar="FILE", help="write a short summary for CI here")
-    about = "write the table entries for what fails now, to be listed as expected failures"
+    about = "print entries of expected failures for what fails now"
     expect = commands.add_parser(
         "expect", help=about, description=_format_sentence(about), epilog=help_texts.EXPECT_EXAMPLES
     )
@@ -140,16 +140,16 @@ def _add_sensitivity(commands: argparse._SubParsersAction[CommandParser]) -> Non
     )
     adding.add_argument("--bank", metavar="MODULE:ATTRIBUTE", help="the bank (the one in pyproject.toml)")
     adding.add_argument("--bug", action="append", default=[], metavar="NAME", help="only this bug; may be repeated")
-    adding.add_argument("--new", action="store_true", help="only bugs with no kept figures of what is asked today")
-    adding.add_argument("--level", choices=LEVELS, help="what is asked of each bug (quick)")
+    adding.add_argument("--new", action="store_true", help="only bugs without kept figures that are still valid")
+    adding.add_argument("--level", choices=LEVELS, help="the level at which each bug is judged (quick)")
     adding.add_argument("--jobs", type=int, metavar="N", help="worker processes (one a core)")
     adding.add_argument("--report", metavar="FILE.html", help="write the page here")
     adding.add_argument("--save", action="store_true", help="keep the figures: reports of every later run show them")
-    about = "which bugs a second, independent case sees: goes on where it was stopped"
+    about = "measure which bugs a second, independent case sees; continues where it was stopped"
     adding.add_argument("--twice", action="store_true", help=about)
-    about = "how wrong each bug is on the cases by which a diagnosis goes: goes on where it was stopped"
+    about = "measure how wrong each bug is on the cases of a diagnosis; continues where it was stopped"
     adding.add_argument("--signatures", action="store_true", help=about)
-    about = "for each bug, with --twice: processor time after which no other case is begun (60)"
+    about = "with --twice: processor seconds for each bug, after which no case is begun (60)"
     adding.add_argument("--seconds", type=float, default=60.0, metavar="N", help=about)
 
 
@@ -163,12 +163,12 @@ def _add_calibrate(commands: argparse._SubParsersAction[CommandParser]) -> None:
     adding.add_argument(
         "--level",
         choices=GRID_LEVELS,
-        help="of the grid (standard), or of the records",
+        help="the level of the grid (standard), or of the records",
     )
     adding.add_argument("--seed", action="append", default=[], type=int, metavar="N", help="base seed; may be repeated")
     adding.add_argument("--jobs", type=int, metavar="N", help="worker processes (one a core)")
     adding.add_argument("--out", metavar="FILE.json", help="write the table here (where the limits are read from)")
-    adding.add_argument("--add", action="store_true", help="keep the larger of each figure and of the one kept so far")
+    adding.add_argument("--add", action="store_true", help="keep the larger of each figure and the kept one")
 
 
 def _format_sentence(text: str) -> str:
@@ -210,7 +210,7 @@ def _add_run(commands: argparse._SubParsersAction[CommandParser]) -> None:
     what.add_argument(
         "--pullback",
         choices=("plain", "residuals"),
-        help="with --case: differentiate this call alone, as when it is the case's turn (both)",
+        help="with --case: differentiate only this call (both)",
     )
     what.add_argument(
         "--seed",
@@ -218,7 +218,7 @@ def _add_run(commands: argparse._SubParsersAction[CommandParser]) -> None:
         default=[],
         type=_parse_seed,
         metavar="N",
-        help="base seed of the grid (0), or random: of cases that nobody can know before; may be repeated",
+        help="base seed of the grid (0), or random, for cases that nobody can predict; may be repeated",
     )
     declared = run.add_argument_group("what a plain function declares")
     declared.add_argument(
@@ -245,22 +245,22 @@ def _add_run(commands: argparse._SubParsersAction[CommandParser]) -> None:
     how.add_argument(
         "--resume",
         metavar="FILE.jsonl",
-        help="go on with this file of a run that was stopped; what to judge is in it",
+        help="continue this file of a run that was stopped; it says what to judge",
     )
     how.add_argument(
         "--confirm-seconds",
         type=float,
         metavar="N",
-        help="for cases that confirm what failures have in common (a part of a tenth of the run; 0 for none)",
+        help="for cases that confirm findings (a part of a tenth of the run; 0 for none)",
     )
     how.add_argument(
         "--diagnose-seconds",
         type=float,
         metavar="N",
-        help="for cases by which a kernel that fails is compared with planted bugs (the rest of it; 0 for none)",
+        help="for comparing a failing kernel with planted bugs (the rest of that tenth; 0 for none)",
     )
     how.add_argument(
-        "--shrink", action="store_true", help="then look for the smallest case of each finding, a minute each at most"
+        "--shrink", action="store_true", help="then search for the smallest case of each finding, a minute each at most"
     )
     how.add_argument("--fail-fast", action="store_true", help="stop at the first failure; cheap cases come first")
     how.add_argument(
@@ -290,8 +290,10 @@ def _add_products_option(command: argparse._ActionsContainer) -> None:
 
 def _add_sandbox_options(command: argparse.ArgumentParser) -> None:
     where = command.add_argument_group("where a kernel of yours runs: in a process of its own, apart from the judge")
-    where.add_argument("--timeout", type=float, metavar="SECONDS", help="that one call may take (300)")
-    where.add_argument("--memory", type=float, metavar="GIB", help="that it may take (half of the machine's)")
+    where.add_argument("--timeout", type=float, metavar="SECONDS", help="the most that one call may take (300)")
+    where.add_argument(
+        "--memory", type=float, metavar="GIB", help="the most memory that it may take (half of the machine's)"
+    )
     where.add_argument("--in-process", action="store_true", help="run it in the judge's process, for debugging")
     where.add_argument(
         "--sandbox-read", action="append", default=[], metavar="PATH", help="let it read this file or folder too"
@@ -305,7 +307,7 @@ def _add_sandbox_options(command: argparse.ArgumentParser) -> None:
 
 
 def _add_explore(commands: argparse._SubParsersAction[CommandParser]) -> None:
-    about = "look for a wrong case beyond the grid, and shrink it"
+    about = "search for a wrong case beyond the grid, and shrink it"
     explore = commands.add_parser(
         "explore", help=about, description=help_texts.EXPLORE, epilog=help_texts.EXPLORE_EXAMPLES
     )
@@ -330,7 +332,7 @@ def _add_explore(commands: argparse._SubParsersAction[CommandParser]) -> None:
 
 
 def _add_explain(commands: argparse._SubParsersAction[CommandParser]) -> None:
-    about = "say what a case is, and which tolerances judge it and why"
+    about = "describe a case, and the tolerances that judge it"
     explain = commands.add_parser(
         "explain", help=about, description=_format_sentence(about), epilog=help_texts.EXPLAIN_EXAMPLES
     )

@@ -24,7 +24,7 @@ from conformance.truth.roundoff import get_dtype_name
 
 TOLERANCES = tolerances.load_default_tolerances()
 LIMIT = max(limit.ratio for limit in TOLERANCES.limits.values())
-"""The largest ratio of an error to its bound that any dtype and observable has."""
+"""The largest limit of any dtype and observable."""
 
 # Every term of an error bound of f32 is proportional to f32's unit roundoff, or grows faster than it: so the bound
 # holds for float64 in proportion to its own.
@@ -41,7 +41,7 @@ def compute_expected(
     empty_rows: EmptyRows = "zero",
     rounds_out: bool = True,
 ) -> dict[str, Bounded]:
-    """Forward observables and, with a cotangent, gradients: exact values and bounds, by name."""
+    """Compute forward observables and, for a cotangent, gradients: exact values and bounds, by name."""
     cotangents = [] if cotangent is None else [cotangent]
     found = compute_expectation(
         problem, arithmetic or Arithmetic(), cotangents, empty_rows=empty_rows, rounds_out=rounds_out
@@ -50,10 +50,10 @@ def compute_expected(
 
 
 def compute_float64_bounds(expected: Expected, computations: int = 1) -> dict[str, Bounded]:
-    """The same values with the bounds of float64.
+    """Return the same values with the bounds of float64.
 
-    With `computations=2` the values are themselves the result of a computation in float64 and not the truth: both may
-    be off, so the bounds add up.
+    With `computations=2` the values are no truth, but the result of another computation in float64. Both may be off, so
+    the bounds add up.
     """
     factor = computations * F64_BOUND_FACTOR
     return {name: Bounded(x.value, factor * x.bound) for name, x in expected.items()}
@@ -67,7 +67,7 @@ def list_failures(
     judged: np.ndarray | None = None,
     arithmetic: Arithmetic | None = None,
 ) -> dict[str, str]:
-    """What the gate would say against each observable of `got`, none where it would pass."""
+    """List the observables of `got` that the gate would fail, with its reason."""
     assert got, "nothing to judge"
     table = TOLERANCES.of(arithmetic or Arithmetic(), jax.default_backend())
     verdicts = {
@@ -85,7 +85,7 @@ def assert_right(
     judged: np.ndarray | None = None,
     arithmetic: Arithmetic | None = None,
 ) -> None:
-    """Every observable of `got` is within its limits; `judged` leaves out elements as in `compare`."""
+    """Assert that every observable of `got` is within its limits; `judged` leaves out elements as in `compare`."""
     __tracebackhide__ = True
     wrong = list_failures(got, expected, dtype=dtype, judged=judged, arithmetic=arithmetic)
     assert not wrong, wrong
@@ -98,9 +98,10 @@ def assert_attention(
     *,
     arithmetic: Arithmetic | None = None,
 ) -> None:
-    """What an implementation gave for `problem` is right: `out`, residuals and gradients, by the names of the oracle.
+    """Assert that an implementation's results for `problem` are right: `out`, residuals and gradients, by the oracle's
+    names.
 
-    Rows that may attend to nothing are to be zero; unless told otherwise, products are exact.
+    Rows that may attend to nothing must be zero. Products are exact unless it is said otherwise.
     """
     __tracebackhide__ = True
     expected = compute_expected(problem, cotangent, arithmetic=arithmetic)

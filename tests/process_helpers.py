@@ -1,4 +1,4 @@
-"""Commands that tests start: waited for with patience that ends, interrupted as a terminal does it, and ended."""
+"""Start commands for tests: wait for them with a limit, interrupt them as a terminal does, and end them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ STOP_TIMEOUT = 60  # seconds to write down what there is, on a machine that does
 
 @dataclasses.dataclass(frozen=True)
 class InterruptedCommand:
-    """What a command left and said; its processes are those of `group`."""
+    """What an interrupted command returned and printed; its processes are those of `group`."""
 
     returncode: int
     out: str
@@ -32,10 +32,10 @@ class InterruptedCommand:
 
 @contextlib.contextmanager
 def restore_signal_handlers() -> Iterator[None]:
-    """Give the block the signal handlers that a terminal's processes have, and no part in the gate that runs the test.
+    """Give the block a terminal's signal handlers, and keep its signals from the gate that runs the test.
 
-    Tests that run in the background inherit an ignored SIGINT, and so would what they start. The gate, where this
-    repository's tests run beside it, listens to signals itself: one that a test raises would stop the whole session.
+    Tests that run in the background inherit an ignored SIGINT, and so would the commands that they start. The gate may
+    run in the same session, and listens to signals: one that a test raises would stop the whole session.
     """
     state, interrupts._state = interrupts._state, interrupts._HandlerState()
     handlers = {number: signal.signal(number, signal.SIG_DFL) for number in interrupts.STOP_SIGNALS}
@@ -50,7 +50,7 @@ def restore_signal_handlers() -> Iterator[None]:
 
 @contextlib.contextmanager
 def kill_on_exit(process: subprocess.Popen[str]) -> Iterator[subprocess.Popen[str]]:
-    """The process, which leads a session of its own: what is left of it when the body ends or fails is killed."""
+    """Yield a process that leads a session of its own, and kill what is left of it at the end of the block."""
     try:
         yield process
     finally:
@@ -62,7 +62,7 @@ def kill_on_exit(process: subprocess.Popen[str]) -> Iterator[subprocess.Popen[st
 def wait_until(
     so: Callable[[], object], process: subprocess.Popen[str] | None = None, seconds: float = STOP_TIMEOUT
 ) -> None:
-    """Wait until something is so; `process`, if there is one, must live until then."""
+    """Wait until a condition holds; `process`, if given, must live until then."""
     deadline = time.monotonic() + seconds
     while not so():
         assert time.monotonic() < deadline, f"not within {seconds:.0f} s"
@@ -71,7 +71,7 @@ def wait_until(
 
 
 def interrupt_command(*command: str, traced: int) -> InterruptedCommand:
-    """Python with these arguments, interrupted after `traced` lines of stderr that say so and no more.
+    """Run Python with these arguments, and interrupt it after so many lines `traced` on stderr.
 
     Ctrl-C reaches every process of its group.
     """
@@ -93,7 +93,7 @@ def interrupt_command(*command: str, traced: int) -> InterruptedCommand:
 
 
 def run_forked_pytest(arguments: Sequence[str], environ: Mapping[str, str]) -> subprocess.CompletedProcess[str]:
-    """What `python -m pytest` says and returns in the current folder, in a process that begins with JAX loaded.
+    """Run `python -m pytest` in the current folder, in a process that has JAX loaded, and return its output.
 
     That saves the seconds that loading takes, here and in the process of a kernel.
     """

@@ -41,7 +41,7 @@ ASKS = {
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A folder with a kernel, and modules that have our packages' names and do not stand being imported."""
+    """Create a folder with a kernel, and modules that have our packages' names and fail when they are imported."""
     (tmp_path / "kernel.py").write_text(KERNEL)
     (tmp_path / "helpers.py").write_text("SCALE = 1.0\n")
     (tmp_path / "impls").mkdir()
@@ -51,7 +51,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def run(folder: Path, *command: str) -> subprocess.CompletedProcess[str]:
-    """Python with these arguments in the folder, where our packages are installed behind it."""
+    """Run Python with these arguments in the folder, with our packages behind it on the path."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     return subprocess.run(
         [sys.executable, *command],

@@ -28,10 +28,13 @@ def add_options(parser: pytest.Parser) -> None:
     group.addoption("--conformance-cases", metavar="QUERY", help="only cases that match")
     group.addoption("--conformance-seed", type=int, default=0, metavar="N", help="base seed of the grid (0)")
     group.addoption(
-        "--conformance-timeout", type=float, metavar="SECONDS", help="that one call of a kernel of yours may take (300)"
+        "--conformance-timeout",
+        type=float,
+        metavar="SECONDS",
+        help="the most that one call of a kernel of yours may take (300)",
     )
     group.addoption(
-        "--conformance-memory", type=float, metavar="GIB", help="that its process may take (half of the machine's)"
+        "--conformance-memory", type=float, metavar="GIB", help="the most memory of its process (half of the machine's)"
     )
     group.addoption(
         "--conformance-in-process", action="store_true", help="run it in the judge's process, for debugging"
@@ -63,7 +66,7 @@ def add_options(parser: pytest.Parser) -> None:
     group.addoption(
         "--conformance-resume",
         metavar="FILE",
-        help="go on with this file of records: what is in it is not judged again",
+        help="continue this file of records: what is in it is not judged again",
     )
     group.addoption(
         "--conformance-baseline", metavar="FILE", help="compare with these records, and fail on a regression"

@@ -1,4 +1,4 @@
-"""A run says what its failures have in common, confirms it by a few cases more, and shrinks it if asked to."""
+"""A run reports what its failures have in common, confirms it by further cases, and shrinks it on request."""
 
 from __future__ import annotations
 

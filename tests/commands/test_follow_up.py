@@ -1,4 +1,4 @@
-"""What a red run asks beside takes a tenth of it at most, and 15 seconds, however slow the kernel is."""
+"""The follow-up of a red run takes at most a tenth of its time, and at most 15 seconds, however slow the kernel is."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def slow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Implementation:
 
 
 def judged(kernel: Implementation, runner: Runner) -> tuple[Journal, list[Record]]:
-    """What a run of three cases has."""
+    """Judge three cases, and return their journal and records."""
     journal = Journal([], Run(started="", command="run", level="quick"))
     for parts in ("", "sinks/", "sinks/"):
         journal.add(runner.judge(Job(kernel, parse_case_id(CAUSAL.format(parts)), FORWARD)))

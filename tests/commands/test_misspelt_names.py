@@ -1,4 +1,4 @@
-"""Command lines that are misspelt, and settings: one clear line each, which names what is wrong."""
+"""Misspelt command lines and settings are refused with one line that names the error."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a command writes at its end is written, whatever happens then."""
+"""Outputs are written at the end of a command, whatever happens then."""
 
 from __future__ import annotations
 

@@ -54,8 +54,8 @@ def measure_signatures_of_failed(
 def order_by_information(jobs: Sequence[Job], needed: Sequence[frozenset[Level]]) -> list[Job]:
     """Order jobs so that the most informative come first.
 
-    These are, for each finding in turn, a case with the levels that the finding needs. The other cases come between them
-    in their own order, since results that are right tell bugs apart too.
+    These are, for each finding in turn, a case with the levels that the finding needs. The other cases come between
+    them in their own order, since results that are right tell bugs apart too.
     """
     heaps = [[job for job in jobs if levels <= find_levels(job.case.id)] for levels in needed]
     heaps.append(list(jobs))
