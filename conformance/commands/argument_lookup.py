@@ -35,8 +35,8 @@ def build_kernel_options(arguments: argparse.Namespace) -> KernelOptions:
 
 def check_outputs(arguments: argparse.Namespace) -> Outputs:
     """Check the files that a command is to write, before any work is done. Raises `CannotJudge`."""
-    named = {name: getattr(arguments, name, None) for name in ("report", "json", "markdown")}
-    return run_outputs.check_outputs(**named)
+    markdown = getattr(arguments, "markdown", None)
+    return run_outputs.check_outputs(report=arguments.report, json=getattr(arguments, "json", None), markdown=markdown)
 
 
 def reject_bad_job_count(jobs: int | None) -> None:

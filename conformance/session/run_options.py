@@ -11,7 +11,7 @@ import random
 import re
 import shlex
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from conformance.session.failures import CannotJudge
 
@@ -93,7 +93,7 @@ class RunOptions:
     problem: str | None = None
     full_size: bool = False
     checks: tuple[str, ...] = ()
-    pullback: str | None = None
+    pullback: Literal["plain", "residuals"] | None = None
     seeds: tuple[int, ...] = ()
     products: str | None = None
     timeout: float | None = None

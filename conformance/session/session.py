@@ -270,7 +270,7 @@ class Session:
             return run_plan.plan_problem(implementations, cases, checks)
         if options.case is not None:
             case = parse_case(options.case)
-            rotation = Rotation(pulled=(options.pullback,)) if options.pullback else FULL_ROTATION
+            rotation = Rotation((options.pullback,)) if options.pullback else FULL_ROTATION
             plans = [run_plan.plan_case(implementation, case, checks, rotation) for implementation in implementations]
             return Plan(tuple(job for one in plans for job in one.jobs), ())
         if options.regressions:
@@ -457,7 +457,7 @@ class Session:
             self._journal.add(build_changed_file_records(self._journal.run, self.recorded.records))
             is_whole = self.options.is_whole and len(self.recorded.done) == len(self.plan.jobs)
             if how == COMPLETE and is_whole:
-                stale = self.settings.find_stale_entries(self.recorded.records, jax.__version__)
+                stale = self.settings.stale(self.recorded.records, jax.__version__)
                 self._journal.add(stale)
             self._journal.end(how, reason=reason, seconds=time.perf_counter() - self._started)
         except JournalWriteError as error:
