@@ -270,7 +270,7 @@ class Session:
             return run_plan.plan_problem(implementations, cases, checks)
         if options.case is not None:
             case = parse_case(options.case)
-            rotation = Rotation((options.pullback,)) if options.pullback else FULL_ROTATION
+            rotation = Rotation(pulled=(options.pullback,)) if options.pullback else FULL_ROTATION
             plans = [run_plan.plan_case(implementation, case, checks, rotation) for implementation in implementations]
             return Plan(tuple(job for one in plans for job in one.jobs), ())
         if options.regressions:
