@@ -251,7 +251,7 @@ def read_runs(path: Path) -> list[RecordedRun]:
     for number, line in lines:
         try:
             if isinstance(line, RunLine):
-                found += reading.finished()
+                found += reading.finish()
                 reading = _RunReader(path.name, _build_run(line))
             else:
                 reading.take(line)
@@ -259,7 +259,7 @@ def read_runs(path: Path) -> list[RecordedRun]:
             remedy = "altered or of another version, so judge again"
             raise RecordFileError(f"{path}:{number} is no word of a conformance run: {error} ({remedy})") from error
     try:
-        found += reading.finished()
+        found += reading.finish()
     except ValueError as error:
         raise RecordFileError(f"{path} is no conformance run: {error}") from error
     return [*found[:-1], dataclasses.replace(found[-1], note=note)] if found else []
@@ -301,7 +301,7 @@ class _RunReader:
         self._done[number] = (*self._done.get(number, ()), *theirs)
         self._open = []
 
-    def finished(self) -> list[RecordedRun]:
+    def finish(self) -> list[RecordedRun]:
         others = (*self._others, *self._open)
         if self._run is None and not others:
             return []

@@ -21,7 +21,7 @@ from reports import conformity, history_page
 from reports.history_tracks import Changed, RunEntry, build_tracks
 
 
-def history(arguments: argparse.Namespace) -> int:
+def show_history(arguments: argparse.Namespace) -> int:
     """Print a table of each implementation's runs, and write a page with a chart of each."""
     page = check_writable(arguments.report, "report") if arguments.report is not None else None
     text = check_writable(arguments.markdown, "markdown") if arguments.markdown is not None else None

@@ -23,7 +23,7 @@ from conformance.session import project_lookup, run_options
 from conformance.session.failures import CannotJudge
 
 
-def list_things(arguments: argparse.Namespace) -> int:
+def list_entries(arguments: argparse.Namespace) -> int:
     """List implementations, cases, checks, features, regressions or named problems."""
     console = Console(soft_wrap=True)
     for option in ("impl", "level", "cases", "seed"):

@@ -222,7 +222,7 @@ class Session:
         self._baseline = None
         if options.baseline is None:
             return
-        written = [path.resolve() for path in self._journal_paths()]
+        written = [path.resolve() for path in self._list_journal_paths()]
         name = options.spell("baseline")
         if parse_input_path(options.baseline).resolve() in written:
             raise CannotJudge(f"{name}={options.baseline} is written by this run too: give the records another file")
@@ -231,7 +231,7 @@ class Session:
         except CannotJudge as error:
             raise CannotJudge(f"{name}: {error}") from error
 
-    def _journal_paths(self) -> list[Path]:
+    def _list_journal_paths(self) -> list[Path]:
         """Return the files of records to write; the file that is continued comes first."""
         if self.options.resume is None:
             return self._outputs.journals
@@ -344,7 +344,7 @@ class Session:
 
     def begin(self) -> None:
         """Open the files of records. Raises `JournalWriteError` if one cannot be written."""
-        self._journal = Journal(self._journal_paths(), self.run, self._finished)
+        self._journal = Journal(self._list_journal_paths(), self.run, self._finished)
 
     def find_number(self, job: Job) -> int | None:
         """Return the place of a job in the plan; None for one that was narrowed since."""

@@ -28,7 +28,7 @@ from conformance.session.failures import CannotJudge
 from reports import text_format
 
 
-def sensitivity(arguments: argparse.Namespace) -> int:
+def measure_sensitivity(arguments: argparse.Namespace) -> int:
     """Judge every planted bug; return 0 if all are seen and every check is needed, 1 if not, 2 if it was stopped."""
     started = time.perf_counter()
     level = arguments.level or "quick"
