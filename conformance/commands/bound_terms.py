@@ -122,7 +122,7 @@ def _describe_resemblance(
     counts = np.broadcast_to(judged, error.shape)
     off = int((error[counts] > 0).sum())
     if off < bound_sources.MIN_ELEMENTS:
-        return f"what the error resembles cannot be told: {text_format.format_count(off, 'element')} off"
+        return f"it is unknown what the error resembles: only {text_format.format_count(off, 'element')} off"
     most = _MAX_ROUNDING_TIMES if passes else np.inf
     found = bound_sources.find_resemblance(error, by_source | {_WHOLE_BOUND: bounded.bound}, counts, most=most)
     if found is None:

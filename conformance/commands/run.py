@@ -88,5 +88,5 @@ def _read_resumed_options(name: str, values: dict[str, Any]) -> dict[str, Any]:
         resumed["shard"] = parse_shard(found[0].shard) if found[0].shard else None
     both = values | resumed
     if not (both["implementations"] or both["judge_all"]):
-        raise CannotJudge(f"--resume={name} is no run of this command: give what it was given")
+        raise CannotJudge(f"--resume={name} is no run of this command: give the options of the command that wrote it")
     return resumed

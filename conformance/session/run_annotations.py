@@ -18,10 +18,10 @@ def annotate_run(
     """Return the lines that annotate a run, and what became worse since a baseline; none outside of GitHub."""
     if os.environ.get("GITHUB_ACTIONS") != "true":
         return []
-    told = github_annotations.annotate_records(found, _find_place, probes)
+    lines = github_annotations.annotate_records(found, _find_place, probes)
     if changed is not None:
-        told += github_annotations.annotate_changes(changed, _find_place, without_failures=True)
-    return github_annotations.format_commands(told)
+        lines += github_annotations.annotate_changes(changed, _find_place, without_failures=True)
+    return github_annotations.format_commands(lines)
 
 
 def annotate_comparison(changed: Comparison) -> list[str]:

@@ -428,7 +428,10 @@ RUNS = [
     bad_run("unknown", run_line(colour=1), "`colour`"),
     BadInput("run-line-two", ("run", "--resume=bad.jsonl"), ("has 2 runs",), {"bad.jsonl": run_line() * 2}),
     BadInput(
-        "run-line-no-query", ("run", "--resume=bad.jsonl"), ("give what it was given",), {"bad.jsonl": run_line()}
+        "run-line-no-query",
+        ("run", "--resume=bad.jsonl"),
+        ("is no run of this command", "--resume=bad.jsonl"),
+        {"bad.jsonl": run_line()},
     ),
     BadInput(
         "run-line-started", ("history", "bad.jsonl"), ("'noon' is no time",), {"bad.jsonl": run_line(started="noon")}
