@@ -15,7 +15,8 @@ from conformance.session import input_files
 from conformance.session.failures import CannotJudge
 from conformance.session.probes import bug_diagnosis
 from conformance.session.run_outputs import check_writable
-from reports import html_page, speed_section
+from reports import html_page, speed_page
+from reports.page_model import build_summary
 
 
 def render_report(arguments: argparse.Namespace) -> int:
@@ -36,9 +37,9 @@ def render_report(arguments: argparse.Namespace) -> int:
         raise CannotJudge(f"there is no record in {', '.join(arguments.records)}")
     try:
         if found:
-            html_page.save_page(path, found, info, measured)
+            html_page.save_page(path, build_summary(found, info), measured)
         else:
-            speed_section.save_speed_page(path, measured, info)
+            speed_page.save_speed_page(path, measured, info)
     except OSError as error:
         raise CannotJudge(f"{path} cannot be written: {error.strerror or error}") from error
     return 0

@@ -47,7 +47,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _print_result(session: Session, result: SessionResult, notes: list[str], console: Console) -> None:
     options = session.options
-    terminal.print_summary(result.records, result.info, Console(), options.report or "")
+    terminal.print_summary(result.summary, Console(), options.report or "")
     for line in result.shrunk:
         Console().print(line, highlight=False, markup=False, soft_wrap=True)
     places = [f"{name} {kernel.place}" for name, kernel in session.run.kernels.items() if kernel.place]

@@ -13,7 +13,7 @@ from conformance.records import Record, make_printable
 from conformance.runs import Run
 from conformance.session.run_annotations import annotate_run
 from conformance.session.session import SessionResult
-from reports import changes, conformity, terminal, text_format
+from reports import changes, terminal
 from reports.changes import Comparison
 
 
@@ -41,7 +41,7 @@ def find_suite_property(config: pytest.Config) -> Callable[[str, str], None] | N
 
 def list_suite_properties(result: SessionResult) -> list[tuple[str, str]]:
     """List what JUnit files say of the run as a whole; a name in brackets is that of an implementation."""
-    run, info = result.recorded.run, result.info
+    run, summary = result.recorded.run, result.summary
     assert run is not None
     facts = {
         "started": run.started,
@@ -50,11 +50,11 @@ def list_suite_properties(result: SessionResult) -> list[tuple[str, str]]:
         "narrowed": run.narrowed,
         "seeds": ", ".join(map(str, run.seeds)),
         "shard": run.shard,
-        "state": text_format.format_state(info),
+        "state": summary.state,
     }
     facts |= {f"environment.{name}": value for name, value in run.environment.items()}
-    for standing in conformity.build_standings(result.records):
-        facts[f"verdict[{standing.contender.label}]"] = text_format.format_standing(standing, info)
+    for contender in summary.contenders:
+        facts[f"verdict[{contender.contender.label}]"] = contender.text
     for name, kernel in run.kernels.items():
         facts[f"declared[{name}]"] = ", ".join(kernel.asks_less) or "as the defaults"
         facts[f"package[{name}]"] = kernel.package
@@ -89,10 +89,10 @@ def format_terminal_summary(
         return [*counted, *annotate_run(records)]
     return [
         *said,
-        *terminal.format_findings(result.records, result.info, report),
+        *terminal.format_findings(result.summary, report),
         *counted,
         *notes,
-        text_format.format_headline(conformity.build_standings(result.records), result.info),
+        result.summary.headline,
         *annotate_run(records, result.comparison, result.recorded.probes),
     ]
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import dataclasses
 import os
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 from conformance import output_files
 from conformance.output_files import PAGE, RECORDS, SUMMARY, TABLE, OutputRefused
-from conformance.records import Record, RunInfo, make_printable
+from conformance.records import make_printable
 from conformance.session.failures import CannotJudge
+from reports.page_model import Summary
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Outputs:
         named = {path.resolve(): path for path in (beside, self.json) if path is not None}
         return list(named.values())
 
-    def write(self, records: Sequence[Record], info: RunInfo) -> None:
+    def write(self, summary: Summary) -> None:
         """Write page and summary, whichever are asked for. Raises `CannotJudge` if one cannot be written."""
         if self.report is None and self.markdown is None and self.step is None:
             return
@@ -45,16 +45,16 @@ class Outputs:
 
         try:
             if self.report is not None:
-                html_page.save_page(self.report, records, info)
+                html_page.save_page(self.report, summary)
             if self.markdown is not None and (self.step is None or not _is_step_summary(self.markdown)):
-                write_summary(self.markdown, markdown_summary.format_markdown(records, info))
+                write_summary(self.markdown, markdown_summary.format_markdown(summary))
         except OSError as error:
             place = error.filename or "an output"
             raise CannotJudge(f"{place} cannot be written: {error.strerror or error}") from error
         if self.step is not None:
             try:
                 with self.step.open("a", encoding="utf-8") as file:  # other commands of the step write there too
-                    file.write(markdown_summary.format_markdown(records, info))
+                    file.write(markdown_summary.format_markdown(summary))
             except OSError as error:  # nobody asked for it by name, so it is no failure
                 print(f"no summary in GITHUB_STEP_SUMMARY={self.step}: {error.strerror or error}", file=sys.stderr)
 

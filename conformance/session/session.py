@@ -64,9 +64,9 @@ from conformance.session.run_comparison import compare_runs, gather_compared_run
 from conformance.session.run_options import RunOptions
 from conformance.session.run_outputs import check_outputs, check_writable, find_step_summary
 from reports import conformity
-from reports.causes import root_causes
-from reports.causes.finding import Finding
+from reports.causes.finding_text import FindingText
 from reports.changes import Comparison
+from reports.page_model import Summary, build_summary
 
 FIRST_FAILURE = "stopped at the first failure, as --fail-fast says"
 _FEW_JOBS = 8
@@ -115,6 +115,7 @@ class SessionResult:
       recorded: the run as its file has it.
       records: its records, merged.
       info: what a report says beside them.
+      summary: what every report shows of the run.
       stale: records of known failures that did not fail.
       flag_excess: records of kernels that go by the compiler's flags.
       shrunk: lines on the smallest cases of findings.
@@ -128,6 +129,7 @@ class SessionResult:
     recorded: RecordedRun
     records: Sequence[Record]
     info: RunInfo
+    summary: Summary
     stale: Sequence[Record] = ()
     flag_excess: Sequence[Record] = ()
     shrunk: Sequence[str] = ()
@@ -136,9 +138,9 @@ class SessionResult:
     comparison: Comparison | None = None
 
     @property
-    def findings(self) -> list[Finding]:
-        """The causes that explain the failures."""
-        return list(root_causes.find_root_causes(self.recorded.records, self.recorded.probes))
+    def findings(self) -> Sequence[FindingText]:
+        """The causes that explain the failures, in words."""
+        return self.summary.findings
 
 
 class Session:
@@ -474,6 +476,7 @@ class Session:
             recorded=self.recorded,
             records=records,
             info=info,
+            summary=build_summary(records, info),
             stale=stale,
             flag_excess=excess,
             shrunk=self._shrunk,
@@ -490,7 +493,7 @@ class Session:
 
     def write_outputs(self, result: SessionResult) -> None:
         """Write page and summary. Raises `CannotJudge` if one cannot be written."""
-        self._outputs.write(result.records, result.info)
+        self._outputs.write(result.summary)
 
     def compare_with_baseline(self, result: SessionResult) -> SessionResult:
         """Add what changed since the baseline; a regression makes the exit code 1.

@@ -434,7 +434,7 @@ RUNS = [
         {"bad.jsonl": run_line()},
     ),
     BadInput(
-        "run-line-started", ("history", "bad.jsonl"), ("'noon' is no time",), {"bad.jsonl": run_line(started="noon")}
+        "run-line-started", ("history", "bad.jsonl"), ("'noon' is not a time",), {"bad.jsonl": run_line(started="noon")}
     ),
 ]
 SETTINGS = [

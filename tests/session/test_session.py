@@ -58,7 +58,7 @@ def test_a_wrong_function_gives_findings_files_and_exit_code_1(folder: Path) -> 
     )
     result = run_session(options, implementations=declare(wrong, "wrong"))
     assert result.exit_code == 1
-    assert [finding.smallest.case for finding in result.findings] == [CASE]
+    assert [each.finding.smallest.case for each in result.findings] == [CASE]
     (recorded,) = runs.read_runs(folder / "r.jsonl")
     assert recorded.is_complete
     assert [record.verdict for record in recorded.records] == [FAIL]

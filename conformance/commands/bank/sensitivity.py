@@ -26,6 +26,7 @@ from conformance.sensitivity.parallel_examination import BugKilledProcess, exami
 from conformance.session import project_lookup
 from conformance.session.failures import CannotJudge
 from reports import text_format
+from reports.page_model import build_summary
 
 
 def measure_sensitivity(arguments: argparse.Namespace) -> int:
@@ -90,7 +91,7 @@ def measure_sensitivity(arguments: argparse.Namespace) -> int:
         interrupted=interrupted,
         detection=table,
     )
-    outputs.write([], info)
+    outputs.write(build_summary([], info))
     _print_results(examined, resolutions, whole=weighed and not interrupted)
     _print_unmeasured(unmeasured, {e.bug for e in kept})
     seen = not any(e.survives for e in examined)
@@ -145,7 +146,7 @@ def _print_results(
         _print_powers(console, ranked)
         _print_resolution(console, resolutions)
     if times := [e.first_red for e in examined if e.first_red is not None]:
-        text = f"first red after {text_format.brief(statistics.median(times))} of judging (median of those seen)"
+        text = f"first red after {text_format.format_time(statistics.median(times))} of judging (median of those seen)"
         console.print(text, highlight=False)
     survivors = [e.bug for e in examined if e.survives]
     console.print(f"{len(examined) - len(survivors)} of {len(examined)} planted bugs are seen", highlight=False)

@@ -17,7 +17,7 @@ from conformance.sensitivity.diagnosis import Similarity
 from conformance.session.probes.signature_completion import complete_signature
 from reports.causes import root_causes
 from reports.causes.case_levels import Level, find_levels
-from reports.conformity import group_by_contender
+from reports.record_groups import group_by_contender
 from reports.text_format import format_count
 
 _FAILED_VERDICTS = (FAIL, ERROR)  # an unexpected pass resembles no bug
