@@ -19,9 +19,13 @@ SYNTAX = "|".join(form.syntax for form in FORMS.values()) + "[-qL-...]"
 """How a case id writes a storage, in messages."""
 
 
-def is_storage(part: str) -> bool:
-    """Return whether a part of a case id names a storage."""
-    return any(form.pattern.fullmatch(part) for form in FORMS.values())
+def read_storage(part: str) -> StorageSpec | None:
+    """Read the storage that a part of a case id names, without a look at sizes; None if it names none."""
+    for form in FORMS.values():
+        if found := form.pattern.fullmatch(part):
+            lengths = tuple(int(n) for n in found[3].split("-")) if found[3] else ()
+            return StorageSpec(form.name, int(found[2]) if found[2] else None, found[1] != form.prefixes[False], lengths)
+    return None
 
 
 def parse_storage(text: str, batch: int, q_length: int) -> StorageSpec:
@@ -35,23 +39,21 @@ def parse_storage(text: str, batch: int, q_length: int) -> StorageSpec:
     Raises:
       ValueError: if the text names no storage, or one that does not fit these sizes.
     """
-    matches = ((form, form.pattern.fullmatch(text)) for form in FORMS.values())
-    form, found = next(((form, match) for form, match in matches if match), (None, None))
-    if form is None or found is None:
+    spec = read_storage(text)
+    if spec is None:
         raise ValueError(f"storage {text!r} is not of the form {SYNTAX}")
-    lengths = tuple(int(n) for n in found[3].split("-")) if found[3] else ()
+    form, lengths = FORMS[spec.form], spec.q_lengths
     if lengths and (len(lengths) != batch or max(lengths) > q_length or not any(lengths)):
         raise ValueError(
             f"storage {text!r} needs a number of queries for each of {batch} sequences: at most {q_length}, not all 0"
         )
     if lengths and min(lengths) == q_length:
         raise ValueError(f"storage {text!r} has T={q_length} queries for every sequence: leave them out")
-    size = int(found[2]) if found[2] else None
-    if size is not None and size > MAX_SIZE:
+    if spec.size is not None and spec.size > MAX_SIZE:
         raise ValueError(f"storage {text!r} has {form.unit} of more than {MAX_SIZE} tokens")
     if lengths and not form.has_q_lengths:
         raise ValueError(f"storage {text!r} has all T={q_length} queries in every row: only packed ones have lengths")
-    return StorageSpec(form.name, size, found[1] != form.prefixes[False], lengths)
+    return spec
 
 
 def find_form(parameters: Sequence[str]) -> StorageForm | None:

@@ -59,6 +59,7 @@ LATENT = StorageForm(
     required=REQUIRED,
     noun="latents",
     arrange=lambda arrays: {"latent": arrays["k"][..., 0, :]},
+    example="latent",
     level="latent",
     condition="values are a part of the keys",
 )

@@ -28,6 +28,7 @@ LATENT_PAGES = StorageForm(
     required={**paged_form.REQUIRED, **latent_form.REQUIRED},
     noun="latents in pages",
     arrange=lambda arrays: {"latent_pages": arrays["k"][..., 0, :]},
+    example="latent16",
     level="latent",
     condition="values are a part of the keys",
 )

@@ -77,6 +77,7 @@ PACKED = StorageForm(
     # Any table marks a packed function, those of paged ones too: it is then told which tables it lacks.
     marks=(*TABLES, "kv_lens"),
     noun="packed sequences",
+    example="packed",
     level="packed",
     condition="operands are packed",
 )

@@ -173,6 +173,7 @@ PAGED = StorageForm(
             as_numbers=True,
         ),
     ),
+    example="paged16",
     level="paged",
     condition="operands are paged",
 )

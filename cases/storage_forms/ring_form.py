@@ -107,6 +107,7 @@ RING = StorageForm(
     marks=TABLES,
     noun="a ring buffer",
     arrange=lambda arrays: {"k_cache": arrays["k"].swapaxes(1, 2), "v_cache": arrays["v"].swapaxes(1, 2)},
+    example="ring128",
     level="ring",
     condition="the cache is a ring buffer",
 )

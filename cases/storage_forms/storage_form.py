@@ -116,6 +116,7 @@ class StorageForm:
       marks: keywords by which a plain function is recognised as one of this form.
       noun: what a function of this form takes, in messages.
       scales: how it takes the scales of a quantised cache; empty if it takes none.
+      example: a case id's storage for a case of one sequence with T = S = 128 or with one query.
       arrange: turns gathered keys and values, `[*held.shape, K, depth]`, into the arguments of the call.
       level: names the form among the causes that a report finds.
       condition: completes "where ..." in sentences of a report.
@@ -140,6 +141,7 @@ class StorageForm:
     marks: tuple[str, ...] = ()
     noun: str
     scales: tuple[ScaleParameters, ...] = ()
+    example: str
     arrange: Callable[[Mapping[str, Any]], dict[str, Any]] = keep_layout
     level: str
     condition: str

@@ -11,6 +11,7 @@ from cases.case import Case
 from cases.masks import Mask
 from cases.operands import OPTIONAL
 from cases.quantized import PAGES_HOLD
+from cases.storage_forms.form_cases import load_form_cases
 from cases.storage_forms.form_registry import FORMS
 from cases.storage_forms.mask_sides import Sides, find_sides
 from cases.storage_forms.page_writes import find_write_refusal
@@ -70,8 +71,6 @@ def find_refusal(case: Case, form: str, *, writes: bool = False) -> str | None:
 
 def with_length(case: Case, length: int) -> Case:
     """Return a case with a single sequence of this length, stored as `case` is."""
-    from cases.storage_forms.form_cases import load_form_cases
-
     changed: dict[str, Any] = {"batch": 1, "q_length": length, "kv_length": length}
     if (spec := case.stored) is not None and not FORMS[spec.form].is_dense:
         size = length if load_form_cases(spec.form).has_sized_sequences else spec.size
@@ -82,8 +81,6 @@ def with_length(case: Case, length: int) -> Case:
 
 def list_other_masks(case: Case) -> tuple[str, ...]:
     """Return masks of the same stored sequences: windows of several sizes, causal, and no mask."""
-    from cases.storage_forms.form_cases import load_form_cases
-
     assert case.stored is not None
     if (masks := load_form_cases(case.stored.form).other_masks) is not None:
         return masks
